@@ -1,0 +1,1 @@
+//! Devices in user space: virtio-blk and virtio-iommu back ends, and the virtio-blk driver

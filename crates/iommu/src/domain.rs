@@ -1,0 +1,128 @@
+//! The trait of everything that translates.
+
+use crate::{Address, Capabilities, Gather, Geometry, Iova, Prot, Range, Result};
+
+/// An address space for devices: I/O virtual addresses mapped to a target.
+///
+/// The words and their order are Linux's (`struct iommu_domain_ops`):
+///
+/// * [`map_pages`](Self::map_pages) any number of times, then
+///   [`iotlb_sync_map`](Self::iotlb_sync_map) once: when that returns, the device can use them;
+/// * [`unmap_pages`](Self::unmap_pages) any number of times into one [`Gather`], then
+///   [`iotlb_sync`](Self::iotlb_sync): when *that* returns, the device can no longer use them;
+/// * or, lazily, `unmap_pages` into a queued gather and, much later,
+///   [`flush_iotlb_all`](Self::flush_iotlb_all) for all of them at once.
+///
+/// All methods take `&self`: a domain is shared by the threads that map and unmap.
+pub trait Domain: Send + Sync {
+    /// What an IOVA maps to.
+    type Target: Address;
+
+    /// What can be mapped, and where.
+    fn geometry(&self) -> Geometry;
+
+    /// What the domain is able to do.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Maps `range` to `target` and what follows it. All or nothing.
+    ///
+    /// The mapping need not be usable before [`iotlb_sync_map`](Self::iotlb_sync_map) returned,
+    /// and may be reported as failed only there.
+    ///
+    /// # Errors
+    /// Unaligned, without permission, outside the aperture, overlapping, full (rules L31, L36).
+    /// Nothing was changed.
+    fn map_pages(&self, range: Range, target: Self::Target, prot: Prot) -> Result<()>;
+
+    /// Makes every mapping made in `range` since usable.
+    ///
+    /// # Errors
+    /// At least one of them failed. The ones that failed are not mapped; the caller unmaps the
+    /// whole range to be rid of the others (rule L34).
+    fn iotlb_sync_map(&self, range: Range) -> Result<()>;
+
+    /// Removes every mapping in `range`, which may hold holes, and returns how many bytes were
+    /// mapped. What may still be cached is added to `gather`.
+    ///
+    /// # Errors
+    /// Unaligned; [`WouldSplit`](crate::Error::WouldSplit), and then nothing was removed.
+    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128>;
+
+    /// Invalidates what `gather` holds and empties it: when it returns, no device access to what
+    /// was unmapped succeeds, and unlinked table pages may be reused.
+    ///
+    /// # Errors
+    /// The device failed; what the gather held may still be reachable.
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()>;
+
+    /// Invalidates everything that was unmapped before the call.
+    ///
+    /// # Errors
+    /// The device failed; what was unmapped may still be reachable.
+    fn flush_iotlb_all(&self) -> Result<()>;
+
+    /// Where `iova` leads.
+    fn iova_to_phys(&self, iova: Iova) -> Option<Self::Target>;
+
+    /// Starts what [`iotlb_sync`](Self::iotlb_sync) does, without waiting for it; the gather is
+    /// emptied. For a device that serves other work meanwhile. The default does it all at once.
+    ///
+    /// # Errors
+    /// As [`iotlb_sync`](Self::iotlb_sync).
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        self.iotlb_sync(gather).map(|()| SyncToken::DONE)
+    }
+
+    /// Whether the sync that gave `token` is over.
+    ///
+    /// # Errors
+    /// As [`iotlb_sync`](Self::iotlb_sync).
+    fn iotlb_sync_poll(&self, token: SyncToken) -> Result<bool> {
+        let _ = token;
+        Ok(true)
+    }
+}
+
+/// Names a sync that was begun on a domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SyncToken(pub u64);
+
+impl SyncToken {
+    /// A sync that was over as soon as it began.
+    pub const DONE: SyncToken = SyncToken(0);
+}
+
+impl<D: Domain + ?Sized> Domain for alloc::sync::Arc<D> {
+    type Target = D::Target;
+
+    fn geometry(&self) -> Geometry {
+        (**self).geometry()
+    }
+    fn capabilities(&self) -> Capabilities {
+        (**self).capabilities()
+    }
+    fn map_pages(&self, range: Range, target: Self::Target, prot: Prot) -> Result<()> {
+        (**self).map_pages(range, target, prot)
+    }
+    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
+        (**self).iotlb_sync_map(range)
+    }
+    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        (**self).unmap_pages(range, gather)
+    }
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
+        (**self).iotlb_sync(gather)
+    }
+    fn flush_iotlb_all(&self) -> Result<()> {
+        (**self).flush_iotlb_all()
+    }
+    fn iova_to_phys(&self, iova: Iova) -> Option<Self::Target> {
+        (**self).iova_to_phys(iova)
+    }
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        (**self).iotlb_sync_begin(gather)
+    }
+    fn iotlb_sync_poll(&self, token: SyncToken) -> Result<bool> {
+        (**self).iotlb_sync_poll(token)
+    }
+}

@@ -1,0 +1,132 @@
+//! What an unmap leaves to be invalidated.
+
+use arrayvec::ArrayVec;
+
+use crate::{Range, table::PageList};
+
+/// How many separate ranges a [`Gather`] keeps before it widens one.
+const RANGES: usize = 8;
+
+/// The ranges whose translations were removed but may still be cached, and the table pages that
+/// were unlinked with them: filled by [`unmap_pages`](crate::Domain::unmap_pages), emptied by
+/// [`iotlb_sync`](crate::Domain::iotlb_sync).
+///
+/// Linux's gather holds one range of one page size and syncs when the next does not join it
+/// (rule L39). This one holds several; when they are too many it widens one of them, so that it
+/// may over-invalidate and never under-invalidates (rule L42).
+#[derive(Debug, Default)]
+pub struct Gather {
+    ranges: ArrayVec<Range, RANGES>,
+    pages: PageList,
+    queued: bool,
+}
+
+impl Gather {
+    /// Nothing gathered; the caller will sync.
+    pub fn new() -> Gather {
+        Gather::default()
+    }
+
+    /// Nothing gathered; the caller queues the unmap and later flushes the whole domain, so ranges
+    /// need not be noted (rule L26). Table pages still are.
+    pub fn queued() -> Gather {
+        Gather { queued: true, ..Gather::default() }
+    }
+
+    /// Whether a whole-domain flush will follow instead of a sync of the ranges.
+    pub fn is_queued(&self) -> bool {
+        self.queued
+    }
+
+    /// Notes that `range` must be invalidated.
+    pub fn add(&mut self, range: Range) {
+        if self.queued {
+            return;
+        }
+        let mut range = range;
+        // Joining two may make the union touch a third: start over until nothing joins.
+        while let Some(at) = self.ranges.iter().position(|held| held.touches(range)) {
+            range = range.hull(self.ranges.swap_remove(at));
+        }
+        if self.ranges.is_full() {
+            let nearest = self
+                .ranges
+                .iter()
+                .enumerate()
+                .min_by_key(|(_, held)| held.hull(range).len() - held.len())
+                .map(|(at, _)| at)
+                .expect("a full gather holds ranges");
+            let widened = self.ranges.swap_remove(nearest).hull(range);
+            return self.add(widened);
+        }
+        self.ranges.push(range);
+    }
+
+    /// Notes table pages that were unlinked: they are not reused before the invalidation
+    /// (rule L40).
+    pub fn add_pages(&mut self, pages: PageList) {
+        self.pages.append(pages);
+    }
+
+    /// The ranges to invalidate, in no order; they do not touch each other.
+    pub fn ranges(&self) -> &[Range] {
+        &self.ranges
+    }
+
+    /// Whether there is nothing to invalidate and nothing to release.
+    pub fn is_empty(&self) -> bool {
+        self.ranges.is_empty() && self.pages.is_empty()
+    }
+
+    /// Takes the table pages out, to be dropped once an invalidation that covers them is over.
+    pub fn take_pages(&mut self) -> PageList {
+        core::mem::take(&mut self.pages)
+    }
+
+    /// Forgets the ranges: they have been invalidated.
+    pub fn clear_ranges(&mut self) {
+        self.ranges.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Iova;
+
+    fn range(first: u64, last: u64) -> Range {
+        Range::new(Iova(first), Iova(last)).unwrap()
+    }
+
+    #[test]
+    fn touching_ranges_become_one() {
+        // rule L39
+        let mut gather = Gather::new();
+        gather.add(range(0, 0xfff));
+        gather.add(range(0x2000, 0x2fff));
+        gather.add(range(0x1000, 0x1fff));
+        assert_eq!(gather.ranges(), &[range(0, 0x2fff)]);
+    }
+
+    #[test]
+    fn too_many_ranges_over_invalidate_and_never_under_invalidate() {
+        // rule L42
+        let mut gather = Gather::new();
+        let wanted: alloc::vec::Vec<_> =
+            (0..20u64).map(|n| range(n * n * 0x10000, n * n * 0x10000 + 0xfff)).collect();
+        for &r in &wanted {
+            gather.add(r);
+        }
+        for r in wanted {
+            assert!(gather.ranges().iter().any(|held| held.covers(r)), "{r} was lost");
+        }
+    }
+
+    #[test]
+    fn a_queued_unmap_skips_the_ranges() {
+        // rule L26
+        let mut gather = Gather::queued();
+        gather.add(range(0, 0xfff));
+        assert!(gather.ranges().is_empty());
+    }
+}

@@ -1,0 +1,23 @@
+//! The vocabulary of an IOMMU: addresses, domains, invalidation, the translation table.
+#![no_std]
+
+extern crate alloc;
+#[cfg(any(test, loom))]
+extern crate std;
+
+mod addr;
+mod domain;
+mod error;
+mod fault;
+mod gather;
+mod geometry;
+mod prot;
+pub mod table;
+
+pub use addr::{Address, GuestPhys, HostAddr, Iova, Range};
+pub use domain::{Domain, SyncToken};
+pub use error::{Error, Result};
+pub use fault::{Fault, FaultReason, FaultSink};
+pub use gather::Gather;
+pub use geometry::{Capabilities, Geometry, PageSizes, ReservedKind, ReservedRegion};
+pub use prot::Prot;

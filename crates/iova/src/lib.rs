@@ -1,0 +1,1 @@
+//! Allocators of I/O virtual addresses: red-black tree, bitmap, per-CPU magazines

@@ -1,0 +1,1 @@
+//! Jobs, measurement, statistics and reports: what a DMA policy costs on this machine

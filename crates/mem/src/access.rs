@@ -1,0 +1,342 @@
+//! How a device's end reaches memory: by address, checked, and never otherwise.
+
+use core::{fmt, marker::PhantomData, ptr::NonNull};
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering},
+    },
+};
+
+/// What an access wants to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// The device reads.
+    Read,
+    /// The device writes.
+    Write,
+    /// The device does both.
+    ReadWrite,
+}
+
+impl Access {
+    /// Whether it reads.
+    pub const fn reads(self) -> bool {
+        matches!(self, Access::Read | Access::ReadWrite)
+    }
+
+    /// Whether it writes.
+    pub const fn writes(self) -> bool {
+        matches!(self, Access::Write | Access::ReadWrite)
+    }
+}
+
+/// Why an address could not be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AccessError {
+    /// Translation has nothing at the address.
+    #[error("{access:?} at {addr:#x}: not mapped")]
+    Unmapped {
+        /// The first address without a translation.
+        addr: u64,
+        /// What was wanted.
+        access: Access,
+    },
+    /// There is a translation, but not for this access.
+    #[error("{access:?} at {addr:#x}: not permitted")]
+    NotPermitted {
+        /// The first address that refuses.
+        addr: u64,
+        /// What was wanted.
+        access: Access,
+    },
+    /// The (translated) address lies in no memory region.
+    #[error("{access:?} at {addr:#x}: outside of memory")]
+    OutsideMemory {
+        /// The first address outside.
+        addr: u64,
+        /// What was wanted.
+        access: Access,
+    },
+    /// Address plus length passes 2^64.
+    #[error("{len} bytes at {addr:#x} pass the end of the address space")]
+    Overflow {
+        /// The address.
+        addr: u64,
+        /// The length.
+        len: u64,
+    },
+    /// What must lie in one piece (a ring) does not.
+    #[error("{len} bytes at {addr:#x} do not lie in one piece")]
+    Fragmented {
+        /// The address.
+        addr: u64,
+        /// The length.
+        len: u64,
+    },
+    /// The memory behind the address is gone: its file was truncated.
+    #[error("the memory behind {addr:#x} is gone: its file was truncated")]
+    Lost {
+        /// The address.
+        addr: u64,
+    },
+}
+
+/// A piece of shared memory in this process. Its bytes may change at any time under us, so they
+/// are only ever copied, never borrowed.
+#[derive(Clone, Copy)]
+pub struct HostSlice<'m> {
+    base: NonNull<u8>,
+    len: usize,
+    memory: PhantomData<&'m ()>,
+}
+
+impl fmt::Debug for HostSlice<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostSlice({:p}, {} bytes)", self.base, self.len)
+    }
+}
+
+impl<'m> HostSlice<'m> {
+    /// A piece of `len` bytes at `base`.
+    ///
+    /// # Safety
+    /// The bytes are mapped readable and writable for as long as `'m`, and no Rust reference to
+    /// any of them exists meanwhile.
+    pub unsafe fn new(base: NonNull<u8>, len: usize) -> HostSlice<'m> {
+        HostSlice { base, len, memory: PhantomData }
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where the piece begins, for a system call that moves the bytes itself.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// The part of `len` bytes from `offset`, cut at the end of the piece.
+    pub fn part(&self, offset: usize, len: usize) -> HostSlice<'m> {
+        let offset = offset.min(self.len);
+        let len = len.min(self.len - offset);
+        // SAFETY: `offset` is at most `self.len`, so the result stays in the piece (or one past it).
+        HostSlice { base: unsafe { self.base.add(offset) }, len, memory: PhantomData }
+    }
+
+    /// Copies the first bytes of the piece out, as many as both hold; returns how many.
+    pub fn copy_to(&self, out: &mut [u8]) -> usize {
+        let len = self.len.min(out.len());
+        // SAFETY: both sides hold `len` bytes; `out` is exclusively borrowed, and by the contract
+        // of `new` no reference overlaps the piece, so they do not overlap. Another process may
+        // write meanwhile: the bytes are plain data and any mix of old and new is accepted.
+        unsafe { self.base.as_ptr().copy_to_nonoverlapping(out.as_mut_ptr(), len) };
+        len
+    }
+
+    /// Copies bytes into the piece, as many as both hold; returns how many.
+    pub fn copy_from(&self, data: &[u8]) -> usize {
+        let len = self.len.min(data.len());
+        // SAFETY: as in `copy_to`, with the roles exchanged.
+        unsafe { self.base.as_ptr().copy_from_nonoverlapping(data.as_ptr(), len) };
+        len
+    }
+
+    /// Writes zeroes over the piece.
+    pub fn fill_zero(&self) {
+        // SAFETY: the piece is mapped writable for its whole length (contract of `new`).
+        unsafe { self.base.as_ptr().write_bytes(0, self.len) };
+    }
+}
+
+/// How a device's end of something reaches memory. Implemented by a plain table of regions (where
+/// addresses are guest-physical) and by an IOTLB (where they are I/O virtual).
+///
+/// One worker thread has one of these; it keeps its caches inside, hence `&self`.
+pub trait Translate {
+    /// Calls `each` with every piece of the `len` bytes at `addr`, in order.
+    ///
+    /// # Errors
+    /// Some address cannot be reached; pieces before it may have been visited already, as a
+    /// device's DMA may have moved data before the address that faults. A `len` of 0 visits
+    /// nothing and succeeds.
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>);
+
+    /// A lasting view of the `len` bytes at `addr`, for ring areas: translated once, valid until
+    /// an invalidation touches it.
+    ///
+    /// # Errors
+    /// Some address cannot be reached, or the bytes do not lie in one piece.
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError>;
+
+    /// Checks the accesses made since the last call: an error if any touched memory that is gone
+    /// (a truncated file). To be called before results are published.
+    ///
+    /// # Errors
+    /// [`AccessError::Lost`].
+    fn check(&self) -> Result<(), AccessError> {
+        Ok(())
+    }
+
+    /// Copies `out.len()` bytes from `addr`.
+    ///
+    /// # Errors
+    /// As [`slices`](Self::slices).
+    fn read(&self, addr: u64, out: &mut [u8]) -> Result<(), AccessError> {
+        let len = out.len() as u64;
+        let mut done = 0;
+        self.slices(addr, len, Access::Read, |piece| done += piece.copy_to(&mut out[done..]))
+    }
+
+    /// Copies `data` to `addr`.
+    ///
+    /// # Errors
+    /// As [`slices`](Self::slices).
+    fn write(&self, addr: u64, data: &[u8]) -> Result<(), AccessError> {
+        let mut done = 0;
+        self.slices(addr, data.len() as u64, Access::Write, |piece| {
+            done += piece.copy_from(&data[done..]);
+        })
+    }
+}
+
+/// A lasting view of one piece of shared memory, such as a ring area.
+///
+/// It keeps the mapping of this process alive by itself. Whether the *address* it was made from
+/// still leads there is told by [`is_valid`](Self::is_valid), which an invalidation clears.
+#[derive(Clone)]
+pub struct Window {
+    base: NonNull<u8>,
+    len: usize,
+    valid: Arc<AtomicBool>,
+    /// Keeps the memory mapped.
+    keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the pointer leads to shared memory that `keep` holds mapped wherever the window goes, and
+// every access goes through atomics or copies of plain bytes.
+unsafe impl Send for Window {}
+// SAFETY: as above; no method has interior state beside the atomics.
+unsafe impl Sync for Window {}
+
+impl fmt::Debug for Window {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Window").field("len", &self.len).field("valid", &self.is_valid()).finish()
+    }
+}
+
+impl Window {
+    /// A view of `len` bytes at `base`.
+    ///
+    /// # Safety
+    /// The bytes stay mapped readable and writable for as long as `keep` lives, and no Rust
+    /// reference to any of them exists meanwhile.
+    pub unsafe fn new(base: NonNull<u8>, len: usize, keep: Arc<dyn Any + Send + Sync>) -> Window {
+        Window { base, len, valid: Arc::new(AtomicBool::new(true)), keep }
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether the translation that this view came from still stands.
+    #[inline]
+    pub fn is_valid(&self) -> bool {
+        self.valid.load(Ordering::Acquire)
+    }
+
+    /// Marks this view, and all clones of it, as no longer valid.
+    pub fn invalidate(&self) {
+        self.valid.store(false, Ordering::Release);
+    }
+
+    /// Whether no other clone of this view is alive, so that whoever made it may forget it.
+    pub fn is_last(&self) -> bool {
+        Arc::strong_count(&self.valid) == 1
+    }
+
+    /// The part of `len` bytes from `offset`, sharing the validity of the whole; `None` if it
+    /// would pass the end.
+    pub fn part(&self, offset: usize, len: usize) -> Option<Window> {
+        let end = offset.checked_add(len)?;
+        (end <= self.len).then(|| Window {
+            // SAFETY: `offset` lies within the view (checked above).
+            base: unsafe { self.base.add(offset) },
+            len,
+            valid: Arc::clone(&self.valid),
+            keep: Arc::clone(&self.keep),
+        })
+    }
+
+    /// The bytes as a slice to copy from and to.
+    pub fn slice(&self) -> HostSlice<'_> {
+        // SAFETY: `keep`, borrowed through `self`, holds the bytes mapped.
+        unsafe { HostSlice::new(self.base, self.len) }
+    }
+
+    /// Copies bytes out from `offset`.
+    ///
+    /// # Panics
+    /// If that passes the end: the owner of a ring computes its offsets, a peer never does.
+    #[inline]
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        self.slice_at(offset, out.len()).copy_to(out);
+    }
+
+    /// Copies bytes in at `offset`.
+    ///
+    /// # Panics
+    /// As [`read`](Self::read).
+    #[inline]
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        self.slice_at(offset, data.len()).copy_from(data);
+    }
+
+    /// The 16-bit word at `offset`, native order.
+    ///
+    /// # Panics
+    /// If that passes the end or is not aligned in memory.
+    #[inline]
+    pub fn u16_at(&self, offset: usize) -> &AtomicU16 {
+        let at = self.slice_at(offset, 2).as_ptr();
+        assert!((at as usize).is_multiple_of(2), "a 16-bit ring field must be aligned");
+        // SAFETY: in bounds and aligned (checked above), mapped while `self` lives; peers access
+        // it as an atomic too.
+        unsafe { AtomicU16::from_ptr(at.cast()) }
+    }
+
+    /// The 32-bit word at `offset`, native order.
+    ///
+    /// # Panics
+    /// As [`u16_at`](Self::u16_at).
+    #[inline]
+    pub fn u32_at(&self, offset: usize) -> &AtomicU32 {
+        let at = self.slice_at(offset, 4).as_ptr();
+        assert!((at as usize).is_multiple_of(4), "a 32-bit ring field must be aligned");
+        // SAFETY: as in `u16_at`.
+        unsafe { AtomicU32::from_ptr(at.cast()) }
+    }
+
+    #[inline]
+    fn slice_at(&self, offset: usize, len: usize) -> HostSlice<'_> {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "past the window");
+        // SAFETY: in bounds (checked above); mapped while `self` lives.
+        unsafe { HostSlice::new(self.base.add(offset), len) }
+    }
+}

@@ -1,0 +1,2 @@
+//! The `ringfence` command.
+fn main() {}

@@ -1,0 +1,1 @@
+//! The vhost-user protocol, front end and back end

@@ -1,0 +1,2 @@
+//! Commands for contributors.
+fn main() {}
