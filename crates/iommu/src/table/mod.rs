@@ -1,0 +1,248 @@
+//! The translation table: a radix tree over 64-bit I/O virtual addresses, read without locks.
+//!
+//! # Shape
+//!
+//! A *node* is an array of 512 slots, each one 64-bit word; a slot of a level-0 node stands for
+//! 4 KiB, one of a level-1 node for 2 MiB, and so on up to level 5. The root is a single slot that
+//! stands for all 2^64 addresses. A slot holds one of four things:
+//!
+//! * nothing;
+//! * a *leaf*: permission bits and the **difference** of addresses (target = IOVA + difference,
+//!   modulo 2^64). Because it is a difference, the target needs no alignment to the slot's size, and
+//!   every slot of a mapping holds the same number. A leaf may stand at every level, the root
+//!   included: [0, 2^64-1] is one entry, and a mapping is cut into the fewest, largest slots;
+//! * a *block* of records {first, last, difference, permission} for what a leaf cannot say: mappings
+//!   that begin or end inside a 4 KiB page, and differences that are no multiple of 4 KiB. The table
+//!   is exact to the byte; the granule is a matter for the domain above it;
+//! * a *child*: another node. A child need not be of the next level: a chain of nodes with one child
+//!   each is never built, the slot says how far it skips and the node what addresses it is for. A
+//!   lone page costs one node wherever it lies, and a walk has as many steps as there are places
+//!   where the mappings differ, not as the address has bits.
+//!
+//! # Boundaries
+//!
+//! What was mapped is remembered: leaves carry a bit for "a mapping begins here" and one for "ends
+//! here". An unmap that would split a mapping is refused before anything is touched, mappings side
+//! by side stay separate though their differences agree (rules V22, V40, L65).
+//!
+//! # Concurrency
+//!
+//! [`Table::lookup`] and [`Table::lookup_run`] are lock-free: one acquire load a level. Everything
+//! else takes the table's lock. A writer publishes slot by slot: a reader sees each slot as it was
+//! or as it is, never a mixture; a mapping of several slots becomes visible slot by slot, as it
+//! does on hardware, and is complete when [`Table::map`] returns.
+//!
+//! What is unlinked goes onto a [`PageList`] and is freed by [`PageList::reclaim`] after a grace
+//! period, whose contract is stated there (rules L21, L40).
+//!
+//! # Bounds
+//!
+//! [`Limits`] bound the bytes of nodes and blocks, unlinked ones included until they are freed, and
+//! the number of mappings. An unmap frees a node only if it covers all of the node's addresses
+//! (rule L41): otherwise the emptied node stays for the next mapping, so that a map/unmap pair
+//! allocates nothing. When a map would exceed the limit, all empty nodes are unlinked ("scavenged")
+//! and the map fails; see [`Table::map`] for how the caller goes on. Unmapping never allocates.
+
+mod pages;
+
+use crate::{Iova, Prot, Range, Result};
+
+pub use pages::PageList;
+
+/// What a lookup found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Translation {
+    /// Addresses around the one looked up that share `delta` and `prot`: all of the leaf, or what
+    /// was merged. Neither clipped to what was asked nor to a mapping's own boundaries.
+    pub range: Range,
+    /// What to add to an IOVA, modulo 2^64, to reach its target.
+    pub delta: u64,
+    /// What is allowed.
+    pub prot: Prot,
+}
+
+impl Translation {
+    /// Where `iova`, an address in [`range`](Self::range), leads.
+    #[inline]
+    pub const fn target(&self, iova: Iova) -> u64 {
+        iova.0.wrapping_add(self.delta)
+    }
+}
+
+/// One mapping, with the boundaries it was made with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    /// What is mapped.
+    pub range: Range,
+    /// Where its first address leads.
+    pub target: u64,
+    /// What is allowed.
+    pub prot: Prot,
+}
+
+/// How much a table may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of table memory: nodes and blocks, those that wait for their grace period included.
+    pub table_bytes: u64,
+    /// Mappings.
+    pub mappings: u64,
+}
+
+impl Limits {
+    /// No limit but the memory of the machine. For tables whose mappings come from a trusted source.
+    pub const NONE: Limits = Limits { table_bytes: u64::MAX, mappings: u64::MAX };
+}
+
+/// A translation table. See the [module](self) for how it is made.
+#[derive(Debug)]
+pub struct Table {}
+
+impl Table {
+    /// An empty table.
+    pub fn new(limits: Limits) -> Table {
+        let _ = limits;
+        todo!()
+    }
+
+    /// The limits it was made with.
+    pub fn limits(&self) -> Limits {
+        todo!()
+    }
+
+    /// Maps `range` to `target` and what follows it, byte-exact. All or nothing.
+    ///
+    /// # Errors
+    /// Nothing was changed. In this order:
+    /// * [`NoPermission`](crate::Error::NoPermission): neither reads nor writes are allowed (rule L31).
+    /// * [`TargetOverflow`](crate::Error::TargetOverflow): the target would pass 2^64.
+    /// * [`Exists`](crate::Error::Exists): part of the range is mapped; `at` is the first mapped
+    ///   address in it (rule L36).
+    /// * [`Full`](crate::Error::Full) of "mappings" or of "table bytes". In the latter case all empty
+    ///   nodes have been unlinked and, with whatever else waits, can be had from
+    ///   [`take_deferred`](Self::take_deferred): a caller that finds that list not empty passes a
+    ///   grace period, [reclaims](PageList::reclaim) it and tries once more.
+    /// * [`NoMemory`](crate::Error::NoMemory): the allocator failed.
+    pub fn map(&self, range: Range, target: u64, prot: Prot) -> Result<()> {
+        let _ = (range, target, prot);
+        todo!()
+    }
+
+    /// Removes every mapping in `range`, which may hold holes, and returns how many bytes were
+    /// mapped (0 if none). Nodes and blocks that were unlinked are added to `pages`. All or nothing;
+    /// the cost is in proportion to the nodes in the range, not to its span.
+    ///
+    /// # Errors
+    /// [`WouldSplit`](crate::Error::WouldSplit): a mapping lies partly outside `range`; `at` is the
+    /// first or the last address of `range`, whichever (the first before the last) lies in such a
+    /// mapping. Nothing was removed (rules V22, L65). Never fails for want of memory.
+    pub fn unmap(&self, range: Range, pages: &mut PageList) -> Result<u128> {
+        let _ = (range, pages);
+        todo!()
+    }
+
+    /// Where `iova` leads: lock-free. The calling thread must be one that the grace periods of
+    /// [`PageList::reclaim`] wait for, between two of its quiet points.
+    #[inline]
+    pub fn lookup(&self, iova: Iova) -> Option<Translation> {
+        let _ = iova;
+        todo!()
+    }
+
+    /// As [`lookup`](Self::lookup), merged with the leaves on both sides that have the same
+    /// difference and the same permission, as far as they lie in `within` (the result may reach out
+    /// of `within` by a leaf on each side). Costs a lookup a leaf.
+    pub fn lookup_run(&self, iova: Iova, within: Range) -> Option<Translation> {
+        let _ = (iova, within);
+        todo!()
+    }
+
+    /// As [`lookup`](Self::lookup), under the table's lock: may be called by any thread at any time.
+    pub fn lookup_locked(&self, iova: Iova) -> Option<Translation> {
+        let _ = iova;
+        todo!()
+    }
+
+    /// The mapping that `iova` lies in, with its boundaries. Takes the lock.
+    pub fn mapping(&self, iova: Iova) -> Option<Mapping> {
+        let _ = iova;
+        todo!()
+    }
+
+    /// The first mapping that ends at or after `iova`. Takes the lock.
+    pub fn mapping_from(&self, iova: Iova) -> Option<Mapping> {
+        let _ = iova;
+        todo!()
+    }
+
+    /// All mappings in ascending order. Takes the lock for each step and holds it for none: a
+    /// mapping that is there all the while is met once, one that comes or goes may be met or not.
+    pub fn iter(&self) -> Mappings<'_> {
+        Mappings { table: self, next: Some(Iova(0)) }
+    }
+
+    /// Calls `f(range, target, prot)` for every mapping in ascending order; see [`iter`](Self::iter).
+    pub fn for_each(&self, mut f: impl FnMut(Range, u64, Prot)) {
+        for mapping in self {
+            f(mapping.range, mapping.target, mapping.prot);
+        }
+    }
+
+    /// The number of mappings.
+    pub fn mappings(&self) -> u64 {
+        todo!()
+    }
+
+    /// Bytes of table memory: nodes and blocks, those that wait for their grace period included.
+    pub fn table_bytes(&self) -> u64 {
+        todo!()
+    }
+
+    /// Those of the [`table_bytes`](Self::table_bytes) that were unlinked and not freed yet, be they
+    /// on a [`PageList`] or deferred.
+    pub fn retired_bytes(&self) -> u64 {
+        todo!()
+    }
+
+    /// Unlinks every empty node and defers it. Returns how many bytes that were.
+    pub fn scavenge(&self) -> u64 {
+        todo!()
+    }
+
+    /// What was unlinked but handed to nobody: by maps (which replace blocks and empty nodes), by
+    /// scavenging, and from page lists that were dropped. The caller frees it after a grace period
+    /// that starts after this call.
+    pub fn take_deferred(&self) -> PageList {
+        todo!()
+    }
+}
+
+impl<'a> IntoIterator for &'a Table {
+    type Item = Mapping;
+    type IntoIter = Mappings<'a>;
+
+    fn into_iter(self) -> Mappings<'a> {
+        self.iter()
+    }
+}
+
+/// The mappings of a table, in ascending order: see [`Table::iter`].
+#[derive(Clone, Debug)]
+pub struct Mappings<'a> {
+    table: &'a Table,
+    next: Option<Iova>,
+}
+
+impl Iterator for Mappings<'_> {
+    type Item = Mapping;
+
+    fn next(&mut self) -> Option<Mapping> {
+        let mapping = self.table.mapping_from(self.next?);
+        self.next = mapping.and_then(|m| m.range.last().checked_add(1));
+        mapping
+    }
+}
+
+impl core::iter::FusedIterator for Mappings<'_> {}
+
+use crate::Address as _;
