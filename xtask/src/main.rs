@@ -1,2 +1,62 @@
-//! Commands for contributors.
-fn main() {}
+//! Commands for contributors: `cargo xtask test`, `cargo xtask rules` and what they are made of.
+#![forbid(unsafe_code)]
+
+mod deny;
+mod packages;
+mod readme;
+mod rules;
+mod steps;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Commands for contributors to Ringfence.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs everything: format, lints, unit, property and model tests, examples, fuzz smoke runs,
+    /// end-to-end runs, licences, the rules' account.
+    Test {
+        /// Only the steps whose name contains this (see --list).
+        #[arg(long)]
+        only: Option<String>,
+        /// Names the steps and runs none.
+        #[arg(long)]
+        list: bool,
+    },
+    /// Lists every numbered rule with its test or the reason why it has none; fails on a gap.
+    Rules {
+        /// Also prints the rules that are in order.
+        #[arg(long)]
+        all: bool,
+    },
+    /// Checks licences, sources and bans of all dependencies against deny.toml.
+    Deny,
+    /// Runs the commands whose tables README.md shows and puts their output in.
+    Readme,
+    /// Runs every fuzz target for a while.
+    Fuzz {
+        /// How long each runs.
+        #[arg(long, default_value_t = 60)]
+        seconds: u32,
+        /// Only the targets whose name contains this.
+        #[arg(long)]
+        only: Option<String>,
+    },
+}
+
+fn main() -> Result<()> {
+    match Arguments::parse().command {
+        Command::Test { only, list } => steps::test(only.as_deref(), list),
+        Command::Rules { all } => rules::account(all),
+        Command::Deny => deny::check(),
+        Command::Readme => readme::regenerate(),
+        Command::Fuzz { seconds, only } => steps::fuzz(seconds, only.as_deref()),
+    }
+}

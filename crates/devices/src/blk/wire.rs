@@ -1,0 +1,144 @@
+//! The virtio-blk format (virtio 1.3, section 5.2).
+
+use zerocopy::{
+    FromBytes, Immutable, IntoBytes, KnownLayout,
+    little_endian::{U16, U32, U64},
+};
+
+/// Device ID of a block device.
+pub const DEVICE_ID: u32 = 2;
+/// The unit of `sector` and `capacity`, whatever the block size.
+pub const SECTOR: u64 = 512;
+/// How many bytes the answer to [`Kind::GetId`] has.
+pub const ID_BYTES: usize = 20;
+
+/// Feature bits.
+pub mod feature {
+    /// `seg_max` in the configuration is valid.
+    pub const SEG_MAX: u64 = 1 << 2;
+    /// The disk is read-only.
+    pub const RO: u64 = 1 << 5;
+    /// `blk_size` in the configuration is valid.
+    pub const BLK_SIZE: u64 = 1 << 6;
+    /// Flush requests are understood.
+    pub const FLUSH: u64 = 1 << 9;
+    /// `num_queues` in the configuration is valid.
+    pub const MQ: u64 = 1 << 12;
+}
+
+/// What stands before the data of every request.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Header {
+    /// A [`Kind`].
+    pub kind: U32,
+    /// Ignored by the device.
+    pub reserved: U32,
+    /// Where, in sectors.
+    pub sector: U64,
+}
+
+/// The size of a [`Header`].
+pub const HEADER_BYTES: usize = size_of::<Header>();
+
+/// What a request wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Read.
+    In,
+    /// Write.
+    Out,
+    /// Make what was written durable.
+    Flush,
+    /// The name of the disk, [`ID_BYTES`] long.
+    GetId,
+}
+
+impl Kind {
+    /// The number on the wire.
+    pub const fn code(self) -> u32 {
+        match self {
+            Kind::In => 0,
+            Kind::Out => 1,
+            Kind::Flush => 4,
+            Kind::GetId => 8,
+        }
+    }
+
+    /// What a number means; `None` for what this device does not know.
+    pub const fn from_code(code: u32) -> Option<Kind> {
+        match code {
+            0 => Some(Kind::In),
+            1 => Some(Kind::Out),
+            4 => Some(Kind::Flush),
+            8 => Some(Kind::GetId),
+            _ => None,
+        }
+    }
+}
+
+/// What the device answers, in the last byte of the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// Done.
+    Ok,
+    /// It failed.
+    IoErr,
+    /// The request is not one this device knows.
+    Unsupported,
+}
+
+impl Status {
+    /// The byte on the wire.
+    pub const fn code(self) -> u8 {
+        match self {
+            Status::Ok => 0,
+            Status::IoErr => 1,
+            Status::Unsupported => 2,
+        }
+    }
+}
+
+/// The configuration space up to `num_queues`.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Config {
+    /// Sectors of 512 bytes.
+    pub capacity: U64,
+    /// Largest segment; 0 without its feature.
+    pub size_max: U32,
+    /// Most segments of data in a request.
+    pub seg_max: U32,
+    /// Cylinders, heads, sectors: history.
+    pub geometry: [u8; 4],
+    /// Bytes of a block.
+    pub blk_size: U32,
+    /// Physical block exponent, alignment, minimum and optimal I/O size.
+    pub topology: [u8; 8],
+    /// Cache mode.
+    pub writeback: u8,
+    /// Nothing.
+    pub unused0: u8,
+    /// Request queues.
+    pub num_queues: U16,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sizes_are_those_of_the_specification() {
+        assert_eq!(HEADER_BYTES, 16);
+        assert_eq!(size_of::<Config>(), 36);
+        assert_eq!(std::mem::offset_of!(Config, num_queues), 34);
+    }
+
+    #[test]
+    fn every_kind_keeps_its_number() {
+        for kind in [Kind::In, Kind::Out, Kind::Flush, Kind::GetId] {
+            assert_eq!(Kind::from_code(kind.code()), Some(kind));
+        }
+        assert_eq!(Kind::from_code(2), None);
+    }
+}

@@ -1,0 +1,9 @@
+//! Disks: where the data is in the end.
+
+mod file;
+mod pacer;
+mod ram;
+
+pub use file::{FileIo, FileOp};
+pub use pacer::{Pace, Pacer};
+pub use ram::Ram;

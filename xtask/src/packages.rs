@@ -1,0 +1,50 @@
+//! The Debian packages that the tests use.
+
+use std::{path::Path, process::Command};
+
+/// A package and a file that tells whether it is there.
+const NEEDED: &[(&str, &str)] = &[
+    // The real fio reads the job files that we ship, so that "as people have them" is checked.
+    ("fio", "/usr/bin/fio"),
+    // The C and C++ compiler for libFuzzer, which the fuzz targets link.
+    ("g++", "/usr/bin/g++"),
+];
+
+/// Installs what is missing if this is root; otherwise prints the line that would. Returns what is
+/// still missing.
+pub(crate) fn ensure() -> Vec<&'static str> {
+    let missing = missing();
+    if missing.is_empty() {
+        return missing;
+    }
+    let line = format!("apt-get install -y --no-install-recommends {}", missing.join(" "));
+    if !is_root() {
+        println!("missing Debian packages; this would install them:\n    sudo {line}");
+        return missing;
+    }
+    println!("installing: {}", missing.join(" "));
+    let installed = apt(&line) || (apt("apt-get update") && apt(&line));
+    if !installed {
+        println!("could not install them; by hand:\n    {line}");
+    }
+    self::missing()
+}
+
+fn missing() -> Vec<&'static str> {
+    NEEDED.iter().filter(|(_, file)| !Path::new(file).exists()).map(|&(name, _)| name).collect()
+}
+
+fn is_root() -> bool {
+    Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0")
+}
+
+fn apt(line: &str) -> bool {
+    let mut words = line.split(' ');
+    let program = words.next().expect("a command line has a first word");
+    Command::new(program)
+        .args(words)
+        .args(["-o", "DPkg::Lock::Timeout=120", "-qq"])
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .status()
+        .is_ok_and(|status| status.success())
+}

@@ -1,0 +1,223 @@
+//! The steps of `cargo xtask test`.
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{deny, packages, rules};
+
+/// The root of the workspace.
+pub(crate) fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").to_owned()
+}
+
+/// What the steps may rely on.
+struct Machine {
+    /// Debian packages that are neither there nor could be installed.
+    missing: Vec<&'static str>,
+}
+
+type Step = (&'static str, fn(&Machine) -> Result<()>);
+
+const STEPS: &[Step] = &[
+    ("format", |_| cargo(&["fmt", "--all", "--check"], &[])),
+    ("lints", |_| cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])),
+    ("rules", |_| rules::account(false)),
+    ("licences", |_| deny::check()),
+    ("unit and property tests", |_| cargo(&["test", "--workspace", "--exclude", "ringfence"], &[])),
+    ("model checks", |_| models()),
+    ("documentation", |_| {
+        cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])
+    }),
+    ("examples", |_| examples()),
+    ("end to end", |_| cargo(&["test", "--release", "--package", "ringfence"], &[])),
+    ("job files under the real fio", real_fio),
+    ("fuzz smoke", fuzz_smoke),
+];
+
+/// Runs all steps, or those whose name contains `only`, and says at the end what failed and what
+/// did not run.
+pub(crate) fn test(only: Option<&str>, list: bool) -> Result<()> {
+    let steps: Vec<&Step> =
+        STEPS.iter().filter(|(name, _)| only.is_none_or(|only| name.contains(only))).collect();
+    if list {
+        steps.iter().for_each(|(name, _)| println!("{name}"));
+        return Ok(());
+    }
+    if steps.is_empty() {
+        bail!("no step has {:?} in its name; --list names them", only.unwrap_or_default());
+    }
+    let machine = Machine { missing: packages::ensure() };
+    let (mut failed, mut not_run) = (Vec::new(), Vec::new());
+    let begun = Instant::now();
+    for (name, step) in &steps {
+        println!("\n=== {name}");
+        let started = Instant::now();
+        match step(&machine) {
+            Ok(()) => println!("=== {name}: passed in {:.1} s", started.elapsed().as_secs_f32()),
+            Err(error) if error.is::<NotRun>() => {
+                println!("=== {name}: NOT RUN: {error}");
+                not_run.push(format!("{name}: {error}"));
+            }
+            Err(error) => {
+                println!("=== {name}: FAILED: {error:#}");
+                failed.push(*name);
+            }
+        }
+    }
+    println!("\n{} steps in {:.0} s", steps.len(), begun.elapsed().as_secs_f32());
+    for name in &not_run {
+        println!("NOT RUN: {name}");
+    }
+    if !failed.is_empty() {
+        bail!("failed: {}", failed.join(", "));
+    }
+    // In CI everything must be there: a step that did not run has failed.
+    if env::var_os("CI").is_some_and(|ci| ci == "true") && !not_run.is_empty() {
+        bail!("steps did not run, and in CI all must");
+    }
+    Ok(())
+}
+
+/// Why a step could not run on this machine.
+#[derive(Debug)]
+struct NotRun(String);
+
+impl std::fmt::Display for NotRun {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NotRun {}
+
+fn cargo(arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
+    let mut command = Command::new("cargo");
+    command.args(arguments).envs(environment.iter().copied()).current_dir(root());
+    run(&mut command)
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("{command:?}"))?;
+    if !status.success() {
+        bail!("{command:?}: {status}");
+    }
+    Ok(())
+}
+
+/// The lock-free parts, explored by loom in every interleaving that their bounds allow.
+fn models() -> Result<()> {
+    for package in ["ringfence-sync", "ringfence-iommu", "ringfence-dma"] {
+        let target = root().join("target/loom");
+        let target = target.to_str().context("the path of the workspace is not UTF-8")?;
+        cargo(
+            &["test", "--release", "--lib", "--package", package, "model"],
+            &[("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", target)],
+        )?;
+    }
+    Ok(())
+}
+
+/// Every example must run, not only build.
+fn examples() -> Result<()> {
+    let mut count = 0;
+    for krate in std::fs::read_dir(root().join("crates"))? {
+        let folder = krate?.path();
+        let Ok(entries) = std::fs::read_dir(folder.join("examples")) else { continue };
+        let package = format!(
+            "ringfence-{}",
+            folder.file_name().and_then(|n| n.to_str()).context("a crate without a name")?
+        );
+        for entry in entries {
+            let path = entry?.path();
+            if path.extension().is_none_or(|e| e != "rs") {
+                continue;
+            }
+            let name =
+                path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
+            println!("--- {package} {name}");
+            cargo(&["run", "--quiet", "--release", "--package", &package, "--example", name], &[])?;
+            count += 1;
+        }
+    }
+    if count == 0 {
+        bail!("no example was found");
+    }
+    Ok(())
+}
+
+/// The job files that we ship must be fio's own: fio parses them too.
+fn real_fio(machine: &Machine) -> Result<()> {
+    if machine.missing.contains(&"fio") {
+        return Err(NotRun("fio is not installed".into()).into());
+    }
+    let mut count = 0;
+    for entry in std::fs::read_dir(root().join("examples"))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|e| e == "fio") {
+            run(Command::new("fio").arg("--parse-only").arg(&path))?;
+            count += 1;
+        }
+    }
+    if count == 0 {
+        bail!("no job file was found in examples/");
+    }
+    println!("{count} job files");
+    Ok(())
+}
+
+fn fuzz_smoke(machine: &Machine) -> Result<()> {
+    if machine.missing.contains(&"g++") {
+        return Err(NotRun("g++ is not installed".into()).into());
+    }
+    fuzz(5, None)
+}
+
+/// Runs the fuzz targets, built with the stable compiler's own coverage pass.
+pub(crate) fn fuzz(seconds: u32, only: Option<&str>) -> Result<()> {
+    let folder = root().join("fuzz");
+    // What cargo-fuzz asks of a nightly compiler, in the words of the stable one: counters at
+    // every edge, and the comparisons traced. Without an address sanitiser, which stable lacks.
+    let flags = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+                 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+                 -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
+                 -Cdebug-assertions -Coverflow-checks -Ccodegen-units=1 --cfg fuzzing";
+    let target = "x86_64-unknown-linux-gnu";
+    run(Command::new("cargo")
+        .args(["build", "--release", "--bins", "--target", target])
+        .env("RUSTFLAGS", flags)
+        .env("CARGO_TARGET_DIR", folder.join("target"))
+        .current_dir(&folder))?;
+    let mut count = 0;
+    let mut targets: Vec<_> = std::fs::read_dir(folder.join("fuzz_targets"))?
+        .map(|entry| entry.map(|e| e.path()))
+        .collect::<std::io::Result<_>>()?;
+    targets.sort();
+    for path in targets {
+        let name = path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
+        if only.is_some_and(|only| !name.contains(only)) {
+            continue;
+        }
+        println!("--- {name}, {seconds} s");
+        let corpus = folder.join("corpus").join(name);
+        let artifacts = folder.join("artifacts");
+        std::fs::create_dir_all(&corpus)?;
+        std::fs::create_dir_all(&artifacts)?;
+        run(Command::new(folder.join("target").join(target).join("release").join(name))
+            .arg(format!("-max_total_time={seconds}"))
+            .arg(format!("-artifact_prefix={}/{name}-", artifacts.display()))
+            .args(["-verbosity=0", "-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=10"])
+            .arg(&corpus)
+            .current_dir(&folder))?;
+        count += 1;
+    }
+    if count == 0 {
+        bail!("no fuzz target was run");
+    }
+    Ok(())
+}
