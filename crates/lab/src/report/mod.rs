@@ -1,0 +1,454 @@
+//! What a comparison found, and its three faces: [`table`], [`json`], [`html`].
+//!
+//! [`Comparison`] is the contract `ringfence.compare/1`: fields are added, never renamed or removed.
+//! It is made from what the rounds measured ([`Sample`], one a job, policy and round) by
+//! [`JobReport::new`], which alone knows how figures are derived: an engine only counts.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    job::Job,
+    stats::{Estimate, Latencies, LatencySummary},
+};
+
+pub mod html;
+pub mod json;
+pub mod table;
+
+/// Name and version of the JSON contract.
+pub const SCHEMA: &str = "ringfence.compare/1";
+
+/// The policy every ratio refers to.
+pub const BASELINE: &str = "off";
+
+/// Block size from which on a job is judged by bandwidth rather than by I/Os a second.
+pub const BANDWIDTH_FROM: u32 = 32 << 10;
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// One comparison: the whole of `--json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// Version of the program.
+    pub version: String,
+    /// The machine.
+    pub host: Machine,
+    /// Which disk: `paced`, `ram` or a path, in the words the table shows.
+    pub disk: String,
+    /// Notify mode: `adaptive`, `poll` or `sleep`.
+    pub notify: String,
+    /// Rounds asked for (an interrupted run has fewer: see each job's `rounds`).
+    pub rounds: u32,
+    /// Seconds a job ran in each round.
+    pub runtime_s: f64,
+    /// Whether the run was stopped before all rounds were done.
+    pub interrupted: bool,
+    /// What a reader must know: unknown keys, scaled sizes, policies that fell back.
+    pub warnings: Vec<String>,
+    /// One a job, in the order of the job file.
+    pub jobs: Vec<JobReport>,
+}
+
+/// The machine a comparison ran on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// Processor model, "" if unknown.
+    pub cpu: String,
+    /// Processors this process may use.
+    pub cpus: u32,
+    /// Memory, bytes (0 if unknown).
+    pub memory_bytes: u64,
+    /// Kernel release.
+    pub kernel: String,
+}
+
+/// What decides a job: bytes or I/Os a second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Metric {
+    /// Large blocks: bytes a second.
+    Bandwidth,
+    /// Small blocks: I/Os a second, and latency.
+    Iops,
+}
+
+/// One job under every policy.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobReport {
+    /// The job's name.
+    pub name: String,
+    /// fio's word for the pattern.
+    pub rw: String,
+    /// Bytes a read.
+    pub bs_read: u32,
+    /// Bytes a write.
+    pub bs_write: u32,
+    /// Bytes of the area, after scaling.
+    pub size: u64,
+    /// I/Os in flight, of each clone.
+    pub iodepth: u32,
+    /// Clones.
+    pub numjobs: u32,
+    /// Jobs of one stage ran at the same time.
+    pub stage: u32,
+    /// Rounds measured (the fewest of any policy).
+    pub rounds: u32,
+    /// What decides this job.
+    pub metric: Metric,
+    /// One a policy, in the order asked for.
+    pub results: Vec<PolicyResult>,
+}
+
+/// One job under one policy. `null` in JSON: does not apply, or was not measured.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PolicyResult {
+    /// The policy asked for; `host` is the job without virtqueues.
+    pub policy: String,
+    /// The policy that was in force (a domain may refuse lazy flushing).
+    pub effective_policy: String,
+    /// I/Os a second.
+    pub iops: Estimate,
+    /// Bytes a second.
+    pub bandwidth_bytes_per_s: Estimate,
+    /// Submission to completion, map and unmap included; all rounds together.
+    pub latency_ns: LatencySummary,
+    /// Against `off`, paired by round.
+    pub ratio_to_off: Option<Ratios>,
+    /// Part of the job threads' CPU time that was spent in IOMMU code.
+    pub iommu_cpu_fraction: Option<f64>,
+    /// Time in IOMMU code, ns an I/O.
+    pub iommu_ns_per_io: Option<f64>,
+    /// CPU time of all processes of the run, ns an I/O.
+    pub cpu_ns_per_io: Option<f64>,
+    /// Time in map, ns a GiB mapped.
+    pub map_ns_per_gib: Option<f64>,
+    /// Time in unmap, ns a GiB mapped.
+    pub unmap_ns_per_gib: Option<f64>,
+    /// virtio-iommu requests an I/O.
+    pub requests_per_io: Option<f64>,
+    /// Sync points that had to wait for the device, an I/O.
+    pub syncs_per_io: Option<f64>,
+    /// Notifications sent to the device (both devices' queues), an I/O.
+    pub kicks_per_io: Option<f64>,
+    /// How long a sync waited.
+    pub sync_wait_ns: Option<WaitSummary>,
+    /// How long unmapped memory stayed reachable.
+    pub stale_window: Option<StaleWindow>,
+    /// Lookups of the device's IOTLB.
+    pub iotlb: Option<Iotlb>,
+    /// I/Os that failed or returned wrong bytes.
+    pub errors: u64,
+    /// What a reader must know of this row.
+    pub warnings: Vec<String>,
+}
+
+/// Ratios to `off`: above 1 is more. More IOPS and bandwidth are better, more latency is worse.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Ratios {
+    /// Of I/Os a second.
+    pub iops: Estimate,
+    /// Of bytes a second.
+    pub bandwidth: Estimate,
+    /// Of mean latency.
+    pub latency: Estimate,
+}
+
+/// How long something waited, ns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitSummary {
+    /// Half waited no longer.
+    pub p50: u64,
+    /// 99 of 100 waited no longer.
+    pub p99: u64,
+}
+
+/// How long unmapped memory stayed reachable: the probe's findings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StaleWindow {
+    /// Longest time after `unmap` returned at which an access still succeeded, ms (0: none did).
+    pub max_ms: f64,
+    /// Bytes times ms that lay exposed, the whole run.
+    pub byte_ms: f64,
+    /// Accesses of the probe that succeeded after `unmap` had returned. A strict policy's must be 0.
+    pub accesses: u64,
+    /// Accesses the probe tried.
+    pub probes: u64,
+}
+
+/// Lookups of the device's IOTLB.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Iotlb {
+    /// Answered by the cache.
+    pub hits: u64,
+    /// Answered by the table.
+    pub misses: u64,
+}
+
+/// What one round of one job under one policy counted; an engine fills it in.
+///
+/// `None`: the thing does not exist in that run (no virtqueues in `host`, no IOMMU in `off`).
+#[derive(Clone, Debug, Default)]
+pub struct Sample {
+    /// Wall time of the measured part, ns.
+    pub elapsed_ns: u64,
+    /// I/Os completed in it.
+    pub ios: u64,
+    /// Bytes moved in it.
+    pub bytes: u64,
+    /// Latency of each I/O.
+    pub latency: Latencies,
+    /// CPU time of all processes, ns.
+    pub cpu_ns: Option<u64>,
+    /// CPU time of the job threads, ns: what `iommu.cpu_ns` is a part of.
+    pub thread_cpu_ns: Option<u64>,
+    /// The IOMMU code's part.
+    pub iommu: Option<IommuSample>,
+    /// Notifications sent to the devices.
+    pub kicks: Option<u64>,
+    /// The probe's findings.
+    pub stale: Option<StaleWindow>,
+    /// Lookups of the device's IOTLB.
+    pub iotlb: Option<Iotlb>,
+    /// I/Os that failed or returned wrong bytes.
+    pub errors: u64,
+}
+
+/// What the IOMMU code did in one round.
+#[derive(Clone, Debug, Default)]
+pub struct IommuSample {
+    /// Time of the job threads in IOMMU code, ns (sampled).
+    pub cpu_ns: u64,
+    /// Time in map, ns.
+    pub map_ns: u64,
+    /// Time in unmap, ns.
+    pub unmap_ns: u64,
+    /// Bytes mapped.
+    pub mapped_bytes: u64,
+    /// virtio-iommu requests.
+    pub requests: u64,
+    /// Sync points that had to wait.
+    pub syncs: u64,
+    /// How long they waited.
+    pub sync_wait: Latencies,
+}
+
+/// All rounds of one job under one policy.
+#[derive(Clone, Debug, Default)]
+pub struct PolicyRounds {
+    /// The policy asked for.
+    pub policy: String,
+    /// The policy in force.
+    pub effective_policy: String,
+    /// One a round, in order: round `i` of each policy ran next to round `i` of every other.
+    pub rounds: Vec<Sample>,
+    /// What a reader must know of this row.
+    pub warnings: Vec<String>,
+}
+
+impl Machine {
+    /// This machine, as far as it tells.
+    pub fn detect() -> Machine {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        let field = |text: &str, key: &str| {
+            text.lines()
+                .find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':'))
+                .map(|value| value.trim().to_owned())
+                .unwrap_or_default()
+        };
+        let kib = field(&read("/proc/meminfo"), "MemTotal");
+        let kib = kib.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+        Machine {
+            cpu: field(&read("/proc/cpuinfo"), "model name"),
+            cpus: std::thread::available_parallelism()
+                .map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX)),
+            memory_bytes: kib.unwrap_or(0).saturating_mul(1024),
+            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+        }
+    }
+}
+
+impl Comparison {
+    /// An empty comparison on this machine.
+    pub fn new(disk: &str, notify: &str, rounds: u32, runtime_s: f64) -> Comparison {
+        Comparison {
+            schema: SCHEMA.to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            host: Machine::detect(),
+            disk: disk.to_owned(),
+            notify: notify.to_owned(),
+            rounds,
+            runtime_s,
+            interrupted: false,
+            warnings: Vec::new(),
+            jobs: Vec::new(),
+        }
+    }
+
+    /// Errors of all jobs and policies together.
+    pub fn errors(&self) -> u64 {
+        let rows = self.jobs.iter().flat_map(|job| &job.results);
+        rows.fold(0, |sum, row| sum.saturating_add(row.errors))
+    }
+}
+
+impl JobReport {
+    /// What `rounds` say about `job`. Rows without a round are left out.
+    pub fn new(job: &Job, stage: u32, rounds: &[PolicyRounds]) -> JobReport {
+        let measured = || rounds.iter().filter(|row| !row.rounds.is_empty());
+        let off = measured().find(|row| row.policy == BASELINE);
+        let smallest = match job.rw {
+            rw if !rw.writes() => job.bs.read,
+            rw if !rw.reads() => job.bs.write,
+            _ => job.bs.read.min(job.bs.write),
+        };
+        JobReport {
+            name: job.name.clone(),
+            rw: job.rw.to_string(),
+            bs_read: job.bs.read,
+            bs_write: job.bs.write,
+            size: job.size,
+            iodepth: job.iodepth,
+            numjobs: job.numjobs,
+            stage,
+            rounds: measured().map(|row| row.rounds.len()).min().unwrap_or(0) as u32,
+            metric: if smallest >= BANDWIDTH_FROM {
+                Metric::Bandwidth
+            } else {
+                Metric::Iops
+            },
+            results: measured()
+                .map(|row| PolicyResult::new(row, off.map(|off| off.rounds.as_slice())))
+                .collect(),
+        }
+    }
+
+    /// `64 KiB randwrite, 16 jobs x 16 deep`: the job in a few words.
+    pub fn describe(&self) -> String {
+        let bs = match self.rw.as_str() {
+            "read" | "randread" => bytes(self.bs_read.into()),
+            "write" | "randwrite" => bytes(self.bs_write.into()),
+            _ if self.bs_read == self.bs_write => bytes(self.bs_read.into()),
+            _ => format!("{}/{}", bytes(self.bs_read.into()), bytes(self.bs_write.into())),
+        };
+        let jobs = match self.numjobs {
+            1 => "1 job".to_owned(),
+            n => format!("{n} jobs"),
+        };
+        format!(
+            "{bs} {}, {jobs} x {} deep, on {}",
+            self.rw,
+            self.iodepth,
+            bytes(self.size)
+        )
+    }
+}
+
+impl PolicyResult {
+    fn new(row: &PolicyRounds, off: Option<&[Sample]>) -> PolicyResult {
+        let rounds = row.rounds.as_slice();
+        let column = |f: fn(&Sample) -> f64| rounds.iter().map(f).collect::<Vec<_>>();
+        let estimate = |f| Estimate::of(&column(f)).unwrap_or_default();
+        let ratio = |f: fn(&Sample) -> f64, off: &[Sample]| {
+            Estimate::ratio(&column(f), &off.iter().map(f).collect::<Vec<_>>())
+        };
+        let sum = |f: &dyn Fn(&Sample) -> Option<u64>| {
+            rounds
+                .iter()
+                .filter_map(f)
+                .fold(None, |sum: Option<u64>, n| {
+                    Some(sum.unwrap_or(0).saturating_add(n))
+                })
+                .map(|n| n as f64)
+        };
+        let per = |n: Option<f64>, of: Option<f64>| match (n, of) {
+            (Some(n), Some(of)) if of > 0.0 => Some(n / of),
+            _ => None,
+        };
+        let iommu = |f: fn(&IommuSample) -> u64| sum(&|s| s.iommu.as_ref().map(f));
+        let ios = sum(&|s| Some(s.ios));
+        let mapped_gib = iommu(|i| i.mapped_bytes).map(|n| n / GIB);
+        let mut latency = Latencies::new();
+        let mut waits = Latencies::new();
+        for sample in rounds {
+            latency.merge(&sample.latency);
+            if let Some(iommu) = &sample.iommu {
+                waits.merge(&iommu.sync_wait);
+            }
+        }
+        PolicyResult {
+            policy: row.policy.clone(),
+            effective_policy: row.effective_policy.clone(),
+            iops: estimate(Sample::iops),
+            bandwidth_bytes_per_s: estimate(Sample::bandwidth),
+            latency_ns: latency.summary(),
+            ratio_to_off: off.and_then(|off| {
+                Some(Ratios {
+                    iops: ratio(Sample::iops, off)?,
+                    bandwidth: ratio(Sample::bandwidth, off)?,
+                    latency: ratio(|s| s.latency.mean(), off)?,
+                })
+            }),
+            iommu_cpu_fraction: per(iommu(|i| i.cpu_ns), sum(&|s| s.thread_cpu_ns)),
+            iommu_ns_per_io: per(iommu(|i| i.cpu_ns), ios),
+            cpu_ns_per_io: per(sum(&|s| s.cpu_ns), ios),
+            map_ns_per_gib: per(iommu(|i| i.map_ns), mapped_gib),
+            unmap_ns_per_gib: per(iommu(|i| i.unmap_ns), mapped_gib),
+            requests_per_io: per(iommu(|i| i.requests), ios),
+            syncs_per_io: per(iommu(|i| i.syncs), ios),
+            kicks_per_io: per(sum(&|s| s.kicks), ios),
+            sync_wait_ns: (waits.count() > 0).then(|| WaitSummary {
+                p50: waits.quantile(0.5),
+                p99: waits.quantile(0.99),
+            }),
+            stale_window: rounds.iter().filter_map(|s| s.stale).reduce(|a, b| StaleWindow {
+                max_ms: a.max_ms.max(b.max_ms),
+                byte_ms: a.byte_ms + b.byte_ms,
+                accesses: a.accesses.saturating_add(b.accesses),
+                probes: a.probes.saturating_add(b.probes),
+            }),
+            iotlb: rounds.iter().filter_map(|s| s.iotlb).reduce(|a, b| Iotlb {
+                hits: a.hits.saturating_add(b.hits),
+                misses: a.misses.saturating_add(b.misses),
+            }),
+            errors: rounds.iter().fold(0, |sum, s| sum.saturating_add(s.errors)),
+            warnings: row.warnings.clone(),
+        }
+    }
+
+    /// Against `off` in what decides the job.
+    pub fn ratio(&self, metric: Metric) -> Option<Estimate> {
+        self.ratio_to_off.map(|ratios| match metric {
+            Metric::Bandwidth => ratios.bandwidth,
+            Metric::Iops => ratios.iops,
+        })
+    }
+}
+
+impl Sample {
+    /// I/Os a second (0 if no time passed).
+    pub fn iops(&self) -> f64 {
+        per_second(self.ios, self.elapsed_ns)
+    }
+
+    /// Bytes a second (0 if no time passed).
+    pub fn bandwidth(&self) -> f64 {
+        per_second(self.bytes, self.elapsed_ns)
+    }
+}
+
+fn per_second(n: u64, ns: u64) -> f64 {
+    if ns == 0 { 0.0 } else { n as f64 * 1e9 / ns as f64 }
+}
+
+/// `64 KiB`, `1 GiB`, `1.5 GiB`: a size for people.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match UNITS.iter().find(|(_, shift)| n >> shift != 0) {
+        Some((unit, shift)) if n % (1 << shift) == 0 => format!("{} {unit}", n >> shift),
+        Some((unit, shift)) => format!("{:.1} {unit}", n as f64 / (1u64 << shift) as f64),
+        None => format!("{n} B"),
+    }
+}
+
