@@ -1,5 +1,28 @@
 //! Memory shared with a guest or another process: sealed files, regions, checked access, SIGBUS.
+//!
+//! The end that owns the memory (a driver, a VMM, a front end) makes a [`GuestRam`]: a sealed
+//! memory file, mapped. It hands the file over with a [`Region`] that says where the bytes lie in
+//! the guest's physical addresses and in its own. The end that serves (a back end) checks and maps
+//! what it was handed as a [`Memory`], and reaches it only through a [`Translate`]: [`Physical`]
+//! for guest-physical addresses, [`UserAddresses`] for addresses of the front end's process, or an
+//! IOTLB from another crate.
+//!
+//! The bytes may change under us at any time: they are copied or accessed as atomics, never
+//! borrowed. The *file* may shrink under us too, if it was not sealed; [`sigbus`] turns the signal
+//! that follows into zero bytes and an [`AccessError::Lost`].
 
 mod access;
+mod error;
+mod memory;
+mod ram;
+pub mod sigbus;
+mod translate;
 
 pub use access::{Access, AccessError, HostSlice, Translate, Window};
+pub use error::MemError;
+pub use memory::{Found, Memory, Region};
+pub use ram::{GuestRam, ScatteredView};
+pub use translate::{Physical, UserAddresses};
+
+/// The granule of everything here: 4096 bytes, on every machine that virtio and vhost-user meet.
+pub const PAGE_SIZE: usize = 4096;

@@ -1,1 +1,25 @@
-//! The vhost-user protocol, front end and back end
+//! The vhost-user protocol, front end and back end.
+//!
+//! vhost-user moves the rings of a virtio device into another process: the *front end* (a VMM, or
+//! a user-space driver) tells the *back end* (the device) over a Unix socket where the rings are,
+//! and hands it the memory and the event descriptors.
+//!
+//! - [`msg`]: the wire: header, payloads, the IOTLB messages; parse and emit are inverses.
+//! - [`Frontend`]: asks, with a time limit, and waits for the answer where there is one.
+//! - [`Server`]: answers, and calls a [`Handler`] with values that were checked: whatever bytes
+//!   and descriptors arrive, the worst outcome is a closed connection with a reason.
+//!
+//! The text is QEMU's `docs/interop/vhost-user.rst`.
+
+#![forbid(unsafe_code)]
+
+pub mod backend;
+mod channel;
+mod error;
+pub mod frontend;
+pub mod msg;
+
+pub use backend::{ConfigWrite, Handler, RingSetup, ServeError, Server, Shutdown};
+pub use error::{HandlerError, WireError};
+pub use frontend::{Frontend, FrontendError};
+pub use msg::{Iotlb, ProtocolFeatures, RingAddresses};

@@ -1,0 +1,1 @@
+//! Messages with descriptors over a Unix socket.
