@@ -1,1 +1,38 @@
-//! Quiescent states, locks and atomics that a model checker can explore, clock and CPU traits
+//! What threads share, and how they agree when it may go away: the bottom floor of Ringfence.
+//!
+//! * [`qsbr`]: quiescent states. Readers of a lock-free structure never wait; whoever removes
+//!   something from it waits until every reader has passed a quiet point, and only then reuses the
+//!   memory, or tells its caller that nobody can see the removed thing any more.
+//! * [`lock`]: a spin lock for sections of a few instructions, with a back-off that yields.
+//! * [`clock`] and [`cpu`]: time and the number of the CPU as traits, so that what depends on them
+//!   can be tested without either.
+//! * [`atomic`], [`cell`]: the atomics of `core`, or those of the [loom] model checker when built
+//!   with `--cfg loom`. This crate is the only place that knows of the difference: everything
+//!   lock-free in Ringfence imports its atomics from here and can so be model-checked.
+//!
+//! The crate needs no operating system. The feature `std` (on by default) adds the system's clock
+//! and CPU number, and lets waiting threads yield instead of spinning on.
+//!
+//! [loom]: https://docs.rs/loom
+#![no_std]
+
+extern crate alloc;
+#[cfg(any(feature = "std", test, loom))]
+extern crate std;
+
+pub mod atomic;
+mod backoff;
+pub mod cell;
+pub mod clock;
+pub mod cpu;
+pub mod lock;
+pub mod qsbr;
+
+/// The reference-counted pointer to use for what threads share.
+///
+/// Always the one of `alloc`, under loom too: loom's own can neither be turned into a pointer to a
+/// trait object nor be a method's receiver. A model so does not explore the orders in which
+/// reference counts change; nothing here relies on them beyond what `Arc` promises.
+pub use alloc::sync::Arc;
+pub use backoff::Backoff;
+pub use crossbeam_utils::CachePadded;

@@ -1,0 +1,23 @@
+//! Atomics, fences and the spin hint: those of `core`, or of the model checker under `cfg(loom)`.
+
+#[cfg(not(loom))]
+pub use core::{
+    hint::spin_loop,
+    sync::atomic::{
+        AtomicBool, AtomicI8, AtomicI16, AtomicI32, AtomicI64, AtomicIsize, AtomicPtr, AtomicU8,
+        AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+    },
+};
+#[cfg(loom)]
+pub use loom::{
+    hint::spin_loop,
+    sync::atomic::{
+        AtomicBool, AtomicI8, AtomicI16, AtomicI32, AtomicI64, AtomicIsize, AtomicPtr, AtomicU8,
+        AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+    },
+};
+
+/// The spin hint under the path that `core` has it.
+pub mod hint {
+    pub use super::spin_loop;
+}

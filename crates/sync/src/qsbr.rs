@@ -1,0 +1,604 @@
+//! Quiescent-state-based reclamation: writers wait for readers, readers never wait.
+//!
+//! A *reader* is a thread that walks a shared structure without locks. Between two *quiet points*
+//! it may hold pointers into the structure, or copies of what it read there; at a quiet point it
+//! holds none. A *writer* unlinks something, starts a *grace period*, and once every reader has
+//! passed a quiet point since, nobody can see what was unlinked: its memory may be reused, or an
+//! IOMMU may report that the unmapped address is out of reach.
+//!
+//! # The invariant
+//! There is one counter, the epoch. A grace period is the epoch its start made. Each reader has a
+//! slot that holds the epoch it last announced, or 0 while it is offline. Then:
+//!
+//! 1. *A reader that announced epoch e sees everything that was unlinked before the start of any
+//!    grace period g <= e*, in all reads after the announcement. It loaded e with Acquire from a
+//!    counter that is only changed by read-modify-writes with Release, so every start up to e
+//!    happens before those reads.
+//! 2. *What a reader read before it announced e happens before the writer sees e*: the slot is
+//!    stored with Release and scanned with Acquire.
+//!
+//! So when a scan finds every slot at g or above, the accesses of the old kind are over (2) and
+//! new ones cannot reach what was unlinked (1). A reader that stays online needs no full fence:
+//! if the store of its slot is late, that only delays the writer.
+//!
+//! A reader that comes *online* is different, because a writer may have skipped its slot: either
+//! the scan sees the slot in use, or the reader's first read sees what was unlinked before. This
+//! is Dekker's pattern (each side writes one place and reads the other's) and takes a SeqCst fence
+//! on both sides: in [`Reader::online`] between slot and reads, in [`Qsbr::start`] between the
+//! unlinking and the scan.
+
+use alloc::{boxed::Box, sync::Arc};
+use core::fmt;
+
+use crate::{
+    Backoff, CachePadded,
+    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
+};
+
+/// What the slot of a reader holds while the reader is offline or there is none.
+const OFFLINE: u64 = 0;
+
+/// A grace period: names a moment, and is over when every reader has passed a quiet point since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Grace(u64);
+
+impl Grace {
+    /// The grace period as a number. Later ones have larger numbers; 0 is none and always over.
+    pub const fn as_u64(self) -> u64 {
+        self.0
+    }
+
+    /// The grace period of a number that [`as_u64`](Self::as_u64) gave. One that was never started
+    /// is not over.
+    pub const fn from_u64(raw: u64) -> Grace {
+        Grace(raw)
+    }
+}
+
+/// Keeps track of the readers of a lock-free structure, or of several.
+pub struct Qsbr {
+    /// Counts grace periods. Changed only by read-modify-writes, see the module's invariant.
+    epoch: CachePadded<AtomicU64>,
+    /// A grace period up to which all are known to be over, so that most questions need no scan.
+    over: CachePadded<AtomicU64>,
+    /// How many slots, from the first, were ever used: the others need no scan.
+    used: AtomicUsize,
+    slots: Box<[CachePadded<Slot>]>,
+}
+
+struct Slot {
+    /// The epoch that the reader announced last, or [`OFFLINE`].
+    seen: AtomicU64,
+    /// Whether a [`Reader`] has this slot.
+    taken: AtomicBool,
+}
+
+impl Qsbr {
+    /// Room for `max_readers` readers at a time.
+    pub fn new(max_readers: usize) -> Qsbr {
+        let slot = |_| {
+            CachePadded::new(Slot { seen: AtomicU64::new(OFFLINE), taken: AtomicBool::new(false) })
+        };
+        Qsbr {
+            // Not 0, which means offline.
+            epoch: CachePadded::new(AtomicU64::new(1)),
+            over: CachePadded::new(AtomicU64::new(0)),
+            used: AtomicUsize::new(0),
+            slots: (0..max_readers).map(slot).collect(),
+        }
+    }
+
+    /// How many readers there can be at a time.
+    pub fn max_readers(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Adds a reader, online; `None` if there are as many as there can be.
+    pub fn register(self: &Arc<Self>) -> Option<Reader> {
+        let index = self.slots.iter().position(|slot| {
+            // Acquire pairs with the Release in `Reader::drop`: the last owner is done with it.
+            slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+        })?;
+        // A scan must not miss this slot. That it sees the new count follows, as it does for the
+        // slot itself, from the fence in `online`.
+        self.used.fetch_max(index + 1, Ordering::Relaxed);
+        let mut reader = Reader { qsbr: Arc::clone(self), index, last: OFFLINE, online: false };
+        reader.online();
+        Some(reader)
+    }
+
+    /// Starts a grace period: what the caller unlinked before is covered by it.
+    #[inline]
+    pub fn start(&self) -> Grace {
+        // The writer's half of the pattern in the module's comment: the unlinking comes before
+        // this fence, every scan for the grace period after it (`is_over` loads the epoch that
+        // the next line stores, with Acquire). It pairs with the fence in `Reader::online`.
+        fence(Ordering::SeqCst);
+        // Release: a reader that sees this epoch sees what was unlinked. Acquire: it so sees what
+        // was unlinked before earlier starts too, whoever made them.
+        Grace(self.epoch.fetch_add(1, Ordering::AcqRel) + 1)
+    }
+
+    /// Whether every reader has passed a quiet point since `grace` was started. If so, everything
+    /// they read before it happens before the return.
+    #[inline]
+    pub fn is_over(&self, grace: Grace) -> bool {
+        // Acquire pairs with the Release of the scan that found it over, which had itself acquired
+        // the readers' slots.
+        self.over.load(Ordering::Acquire) >= grace.0 || self.scan(grace)
+    }
+
+    /// Starts a grace period and waits until it is over. Never to be called by a thread that has
+    /// a reader online: it would wait for itself.
+    pub fn synchronize(&self) {
+        let grace = self.start();
+        let backoff = Backoff::new();
+        while !self.is_over(grace) {
+            backoff.snooze();
+        }
+    }
+
+    fn scan(&self, grace: Grace) -> bool {
+        // All grace periods up to this one were started before the scan, fences included. The
+        // Acquire makes that so even if the caller got the number on some unordered way.
+        let mut oldest = self.epoch.load(Ordering::Acquire);
+        if oldest < grace.0 {
+            return false;
+        }
+        let used = self.used.load(Ordering::Relaxed);
+        for slot in &self.slots[..used] {
+            let seen = slot.seen.load(Ordering::Acquire);
+            if seen != OFFLINE {
+                oldest = oldest.min(seen);
+                if oldest < grace.0 {
+                    return false;
+                }
+            }
+        }
+        // AcqRel: whoever is answered from `over` has all that the scans before saw.
+        self.over.fetch_max(oldest, Ordering::AcqRel);
+        true
+    }
+}
+
+impl fmt::Debug for Qsbr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Qsbr")
+            .field("epoch", &self.epoch.load(Ordering::Relaxed))
+            .field("over", &self.over.load(Ordering::Relaxed))
+            .field("max_readers", &self.slots.len())
+            .finish()
+    }
+}
+
+/// A thread that reads what the [`Qsbr`] protects. It is online from birth.
+///
+/// The thread that has it must come by a quiet point often, or go [`offline`](Self::offline)
+/// before it sleeps: writers wait for it. Dropping it is going offline for good.
+pub struct Reader {
+    qsbr: Arc<Qsbr>,
+    index: usize,
+    /// What the slot holds, or held before the reader went offline.
+    last: u64,
+    online: bool,
+}
+
+impl Reader {
+    /// A quiet point: the reader holds nothing that it read before.
+    ///
+    /// One Acquire load; and, only if a grace period was started since the last quiet point, one
+    /// Release store. Without effect while offline.
+    #[inline]
+    pub fn quiescent(&mut self) {
+        self.quiescent_with(|| ());
+    }
+
+    /// A quiet point for a reader with something to do first, such as dropping from its caches
+    /// what has been unlinked. `before` is called only if a grace period was started since the last
+    /// quiet point, and sees everything that its writer did before starting it. Returns whether
+    /// it was called.
+    #[inline]
+    pub fn quiescent_with(&mut self, before: impl FnOnce()) -> bool {
+        if !self.online {
+            return false;
+        }
+        // Acquire: part 1 of the invariant. This load must come before `before`, too: an epoch
+        // loaded after it could be one whose invalidations `before` had not yet seen.
+        let epoch = self.qsbr.epoch.load(Ordering::Acquire);
+        if epoch == self.last {
+            // Nothing was started since the last announcement, so nobody waits for a newer one.
+            return false;
+        }
+        before();
+        // Release: part 2 of the invariant.
+        self.slot().seen.store(epoch, Ordering::Release);
+        self.last = epoch;
+        true
+    }
+
+    /// Leaves: until it is back [`online`](Self::online), the reader reads nothing and writers do
+    /// not wait for it.
+    pub fn offline(&mut self) {
+        // Release: part 2 of the invariant, for a scan that sees the reader gone.
+        self.slot().seen.store(OFFLINE, Ordering::Release);
+        self.online = false;
+    }
+
+    /// Comes back. Without effect while online.
+    pub fn online(&mut self) {
+        if self.online {
+            return;
+        }
+        // The epoch may be old by the time it is stored; then writers wait for the next quiet
+        // point where they need not, which does no harm.
+        let epoch = self.qsbr.epoch.load(Ordering::Acquire);
+        // Release, so that the chain of part 2 is not cut for a scan that saw the reader neither
+        // leave nor be away.
+        self.slot().seen.store(epoch, Ordering::Release);
+        // The reader's half of the pattern in the module's comment. Take a writer whose fence in
+        // `start` comes before this one: the reads below see what it unlinked. Take one whose
+        // fence comes after: its scan sees the slot in use and waits.
+        fence(Ordering::SeqCst);
+        self.last = epoch;
+        self.online = true;
+    }
+
+    /// Whether writers wait for this reader.
+    #[inline]
+    pub fn is_online(&self) -> bool {
+        self.online
+    }
+
+    /// The newest grace period that this reader is known to have passed: what it read since its
+    /// last quiet point was linked, or unlinked after the start of that one.
+    #[inline]
+    pub fn passed(&self) -> Grace {
+        Grace(self.last)
+    }
+
+    /// The reader's number: below the maximum of its [`Qsbr`], and no other reader has it at the
+    /// same time.
+    #[inline]
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// The [`Qsbr`] that this is a reader of.
+    #[inline]
+    pub fn qsbr(&self) -> &Arc<Qsbr> {
+        &self.qsbr
+    }
+
+    #[inline]
+    fn slot(&self) -> &Slot {
+        &self.qsbr.slots[self.index]
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.offline();
+        // Release pairs with the Acquire in `register`: the next owner's stores come after ours.
+        self.slot().taken.store(false, Ordering::Release);
+    }
+}
+
+impl fmt::Debug for Reader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reader")
+            .field("index", &self.index)
+            .field("passed", &self.last)
+            .field("online", &self.online)
+            .finish()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use alloc::vec::Vec;
+
+    #[test]
+    fn without_readers_a_grace_period_is_over_at_once() {
+        let qsbr = Arc::new(Qsbr::new(4));
+        let grace = qsbr.start();
+        assert!(qsbr.is_over(grace));
+        qsbr.synchronize();
+    }
+
+    #[test]
+    fn a_grace_period_ends_when_every_reader_has_been_quiet_since_its_start() {
+        let qsbr = Arc::new(Qsbr::new(4));
+        let mut a = qsbr.register().unwrap();
+        let mut b = qsbr.register().unwrap();
+        let first = qsbr.start();
+        assert!(!qsbr.is_over(first));
+        a.quiescent();
+        assert!(!qsbr.is_over(first));
+        let second = qsbr.start();
+        assert!(second > first);
+        b.quiescent();
+        assert!(qsbr.is_over(first) && !qsbr.is_over(second));
+        a.quiescent();
+        assert!(qsbr.is_over(second));
+    }
+
+    #[test]
+    fn nobody_waits_for_a_reader_that_is_offline_or_gone() {
+        let qsbr = Arc::new(Qsbr::new(2));
+        let mut a = qsbr.register().unwrap();
+        let b = qsbr.register().unwrap();
+        a.offline();
+        assert!(!a.is_online());
+        let grace = qsbr.start();
+        assert!(!qsbr.is_over(grace));
+        drop(b);
+        assert!(qsbr.is_over(grace));
+        a.quiescent();
+        let grace = qsbr.start();
+        assert!(qsbr.is_over(grace), "a quiet point does not bring a reader online");
+        a.online();
+        let grace = qsbr.start();
+        assert!(!qsbr.is_over(grace));
+        a.quiescent();
+        assert!(qsbr.is_over(grace));
+    }
+
+    #[test]
+    fn a_reader_is_born_online_and_its_slot_is_used_again() {
+        let qsbr = Arc::new(Qsbr::new(1));
+        for _ in 0..3 {
+            let reader = qsbr.register().unwrap();
+            assert!(reader.is_online());
+            assert!(qsbr.register().is_none());
+            assert_eq!(reader.index(), 0);
+            let grace = qsbr.start();
+            assert!(!qsbr.is_over(grace));
+            drop(reader);
+            assert!(qsbr.is_over(grace));
+        }
+        assert!(Arc::new(Qsbr::new(0)).register().is_none());
+    }
+
+    #[test]
+    fn work_before_a_quiet_point_is_done_only_if_something_was_started() {
+        let qsbr = Arc::new(Qsbr::new(1));
+        let mut reader = qsbr.register().unwrap();
+        assert!(!reader.quiescent_with(|| panic!("nothing was started")));
+        let grace = qsbr.start();
+        let mut called = false;
+        assert!(reader.quiescent_with(|| {
+            called = true;
+            assert!(!qsbr.is_over(grace), "announced before the work was done");
+        }));
+        assert!(called && qsbr.is_over(grace));
+        assert_eq!(reader.passed(), grace);
+    }
+
+    #[test]
+    fn a_grace_period_that_was_never_started_is_not_over() {
+        let qsbr = Qsbr::new(1);
+        assert!(!qsbr.is_over(Grace::from_u64(u64::MAX)));
+        assert!(qsbr.is_over(Grace::from_u64(0)));
+    }
+
+    #[test]
+    fn a_retired_value_is_never_seen_again_under_load() {
+        use core::sync::atomic::{AtomicBool, AtomicUsize};
+        // The value an index leads to is set to zero once its grace period is over: no reader may
+        // ever find a zero.
+        let qsbr = Arc::new(Qsbr::new(4));
+        let values: Arc<Vec<AtomicUsize>> = Arc::new((0..8).map(|_| AtomicUsize::new(1)).collect());
+        let current = Arc::new(AtomicUsize::new(0));
+        let stop = Arc::new(AtomicBool::new(false));
+        let readers: Vec<_> = (0..3)
+            .map(|n| {
+                let (values, current, stop) = (values.clone(), current.clone(), stop.clone());
+                let mut reader = qsbr.register().unwrap();
+                std::thread::spawn(move || {
+                    let mut turns = 0u64;
+                    while !stop.load(Ordering::Relaxed) {
+                        let at = current.load(Ordering::Acquire);
+                        assert_ne!(values[at].load(Ordering::Relaxed), 0);
+                        turns += 1;
+                        if turns.is_multiple_of(n + 2) {
+                            reader.offline();
+                            reader.online();
+                        } else {
+                            reader.quiescent();
+                        }
+                    }
+                })
+            })
+            .collect();
+        for turn in 1..2000 {
+            let next = turn % values.len();
+            values[next].store(1, Ordering::Relaxed);
+            let old = current.swap(next, Ordering::AcqRel);
+            qsbr.synchronize();
+            values[old].store(0, Ordering::Relaxed);
+        }
+        stop.store(true, Ordering::Relaxed);
+        for reader in readers {
+            reader.join().unwrap();
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use super::*;
+    use crate::cell::UnsafeCell;
+    use alloc::vec::Vec;
+    use loom::thread;
+
+    /// A structure with one pointer in it, as small as can be: `root` says which of two cells is
+    /// linked. Reclaiming a cell writes to it; loom fails the model if a reader's access to the
+    /// cell overlaps that write or is not ordered with it.
+    struct Shared {
+        root: AtomicUsize,
+        cells: [UnsafeCell<u32>; 2],
+        reclaimed: [AtomicBool; 2],
+    }
+
+    // SAFETY: the cells are read by readers online and written after a grace period only, which is
+    // what the model checks.
+    unsafe impl Sync for Shared {}
+    // SAFETY: as above.
+    unsafe impl Send for Shared {}
+
+    fn shared() -> Arc<Shared> {
+        Arc::new(Shared {
+            root: AtomicUsize::new(0),
+            cells: [UnsafeCell::new(1), UnsafeCell::new(2)],
+            reclaimed: [AtomicBool::new(false), AtomicBool::new(false)],
+        })
+    }
+
+    /// One critical section.
+    fn read(shared: &Shared) {
+        let at = shared.root.load(Ordering::Acquire);
+        assert!(!shared.reclaimed[at].load(Ordering::Relaxed), "a reclaimed cell was reached");
+        // SAFETY: linked when `root` was read, and not reclaimed before the next quiet point.
+        let value = shared.cells[at].with(|cell| unsafe { *cell });
+        assert_ne!(value, 0, "reclaimed memory was read");
+    }
+
+    /// Unlinks the cell that is linked, and reclaims it if the grace period is seen to end within
+    /// `polls` looks. (A bounded number: each look is a scan for loom to explore.)
+    fn replace(shared: &Shared, qsbr: &Qsbr, polls: usize) {
+        // Relaxed would do for the cell that is linked now, which was there from the beginning.
+        shared.root.store(1, Ordering::Release);
+        let grace = qsbr.start();
+        for _ in 0..polls {
+            if qsbr.is_over(grace) {
+                shared.reclaimed[0].store(true, Ordering::Relaxed);
+                // SAFETY: unlinked, and every reader has been quiet since.
+                shared.cells[0].with_mut(|cell| unsafe { *cell = 0 });
+                return;
+            }
+            thread::yield_now();
+        }
+    }
+
+    fn check(preemptions: Option<usize>, f: impl Fn() + Send + Sync + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = preemptions;
+        builder.check(f);
+    }
+
+    #[test]
+    fn a_reader_never_sees_reclaimed_memory() {
+        check(None, || {
+            let qsbr = Arc::new(Qsbr::new(1));
+            let shared = shared();
+            let mut reader = qsbr.register().unwrap();
+            let theirs = Arc::clone(&shared);
+            let thread = thread::spawn(move || {
+                read(&theirs);
+                reader.quiescent();
+                read(&theirs);
+            });
+            replace(&shared, &qsbr, 2);
+            thread.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn nor_one_that_is_born_meanwhile() {
+        check(None, || {
+            let qsbr = Arc::new(Qsbr::new(1));
+            let shared = shared();
+            let (theirs, from) = (Arc::clone(&shared), Arc::clone(&qsbr));
+            let thread = thread::spawn(move || {
+                let mut reader = from.register().unwrap();
+                read(&theirs);
+                reader.quiescent();
+                read(&theirs);
+            });
+            replace(&shared, &qsbr, 2);
+            thread.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn nor_one_that_goes_offline_and_comes_back() {
+        check(None, || {
+            let qsbr = Arc::new(Qsbr::new(1));
+            let shared = shared();
+            let mut reader = qsbr.register().unwrap();
+            let theirs = Arc::clone(&shared);
+            let thread = thread::spawn(move || {
+                read(&theirs);
+                reader.offline();
+                reader.online();
+                read(&theirs);
+                drop(reader);
+            });
+            replace(&shared, &qsbr, 2);
+            thread.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn nor_one_of_two() {
+        check(Some(3), || {
+            let qsbr = Arc::new(Qsbr::new(2));
+            let shared = shared();
+            let threads: Vec<_> = (0..2)
+                .map(|_| {
+                    let mut reader = qsbr.register().unwrap();
+                    let theirs = Arc::clone(&shared);
+                    thread::spawn(move || {
+                        read(&theirs);
+                        reader.quiescent();
+                        read(&theirs);
+                    })
+                })
+                .collect();
+            replace(&shared, &qsbr, 2);
+            for thread in threads {
+                thread.join().unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn whoever_is_told_that_it_is_over_may_reclaim() {
+        // The answer may come from another thread's scan, through `over`.
+        check(Some(3), || {
+            let qsbr = Arc::new(Qsbr::new(1));
+            let shared = shared();
+            let mut reader = qsbr.register().unwrap();
+            let theirs = Arc::clone(&shared);
+            let reading = thread::spawn(move || {
+                read(&theirs);
+                reader.quiescent();
+                read(&theirs);
+            });
+            let asking = Arc::clone(&qsbr);
+            let other = thread::spawn(move || {
+                let _ = asking.is_over(Grace::from_u64(2));
+            });
+            replace(&shared, &qsbr, 2);
+            reading.join().unwrap();
+            other.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn work_before_a_quiet_point_sees_what_came_before_the_start() {
+        check(None, || {
+            let qsbr = Arc::new(Qsbr::new(1));
+            let mut reader = qsbr.register().unwrap();
+            let published = Arc::new(AtomicUsize::new(0));
+            let (from, theirs) = (Arc::clone(&qsbr), Arc::clone(&published));
+            let thread = thread::spawn(move || {
+                theirs.store(1, Ordering::Relaxed);
+                from.start();
+            });
+            reader.quiescent_with(|| assert_eq!(published.load(Ordering::Relaxed), 1));
+            thread.join().unwrap();
+        });
+    }
+}
