@@ -1,1 +1,55 @@
-//! The DMA API in user space: mappings that own their buffers, strict and lazy invalidation
+//! The DMA API in user space: mappings that own their buffers, strict and lazy invalidation.
+//!
+//! A [`Device`] stands for one device behind one [`Domain`](ringfence_iommu::Domain). It takes a
+//! buffer, gives it an I/O virtual address for as long as the device works on it, and gives the
+//! buffer back. The pieces, from the bottom:
+//!
+//! * [`DmaBuffer`]: memory that stays where it is, as a list of segments in the domain's target
+//!   addresses; [`Direction`]: which way the data goes, hence what the device may do.
+//! * [`Policy`]: what a mapping costs and what it promises. The default is
+//!   [`StrictMap`](Policy::StrictMap); lazy is had only by naming it.
+//! * [`Device::map`] and [`Device::map_sg`] → [`Mapping`]: one contiguous IOVA range, the
+//!   [`Segment`]s to put in descriptors, and the buffer, which the mapping *owns*: the compiler
+//!   refuses to touch what the device may touch. [`Mapping::unmap`] gives it back; `Drop` unmaps.
+//! * [`Device::alloc_coherent`] → [`Coherent`]: memory shared with the device for long, such as a
+//!   ring.
+//! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
+//!   lazily unmapped memory stayed reachable.
+//!
+//! # What a policy promises
+//!
+//! *Strict*: when `unmap` has returned, no device access to the buffer succeeds. *Lazy*: within a
+//! window bounded by the flush queue's timer it may; the IOVA is never given to another buffer
+//! meanwhile (rule L19). *Off*: nothing is mapped and nothing is protected.
+//!
+//! A buffer that does not fill the granules it lies in is mapped rounded to them, as Linux does for
+//! trusted devices: its neighbours in the first and the last granule are exposed while it is
+//! mapped. (Bounce buffers, which avoid that, are a policy of their own and not part of this crate
+//! yet.) A domain whose granule is one byte maps exactly the buffer.
+//!
+//! # When the device fails
+//!
+//! A map that fails is undone completely and hands the buffer back with the device's own status
+//! ([`MapError`]). An unmap whose invalidation fails *cannot* be undone: the device may still reach
+//! the memory. Then the buffer is not handed back as if it were safe ([`UnmapError`]), and its IOVA
+//! is quarantined: never reused, and counted.
+
+mod buffer;
+mod config;
+mod device;
+mod error;
+mod mapping;
+mod policy;
+mod segment;
+mod stats;
+mod thread_time;
+
+pub use buffer::{Direction, DmaBuffer, SharedMemory};
+pub use config::{Config, Environment, TimerKind};
+pub use device::Device;
+pub use error::{Error, MapError, OutOfBounds, SetupError, UnmapError};
+pub use mapping::{Coherent, Mapping, StaleIova};
+pub use policy::{Fallback, ParsePolicyError, Policy};
+pub use segment::Segment;
+pub use stats::{Exposure, Sampled, Stats};
+pub use thread_time::{OsThreadClock, ThreadClock};

@@ -1,0 +1,73 @@
+//! What can be mapped, and which way its data goes.
+
+use ringfence_iommu::{Address, HostAddr, Prot};
+
+/// Which way data goes (rule L43).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// The device reads.
+    ToDevice,
+    /// The device writes.
+    FromDevice,
+    /// The device does both.
+    Bidirectional,
+}
+
+impl Direction {
+    /// What the device is allowed.
+    pub const fn prot(self) -> Prot {
+        match self {
+            Direction::ToDevice => Prot::READ,
+            Direction::FromDevice => Prot::WRITE,
+            Direction::Bidirectional => Prot::RW,
+        }
+    }
+}
+
+/// Memory that a device can be given: an owned buffer that knows where it lies, in the addresses
+/// that a domain maps to.
+///
+/// # Safety
+/// * The memory stays where it is, and stays memory, for as long as the buffer value exists,
+///   wherever the value itself is moved, and also when the value is forgotten.
+/// * No one else uses the memory meanwhile, except through the value.
+/// * Each call of [`for_each_segment`](Self::for_each_segment) lists the same segments.
+pub unsafe trait DmaBuffer<T: Address> {
+    /// Calls `each` with the address and the length in bytes of every piece, in order. Pieces of
+    /// length 0 are skipped by who asks.
+    fn for_each_segment(&self, each: &mut dyn FnMut(T, u64));
+
+    /// The number of bytes: the sum of the pieces.
+    fn len(&self) -> u64 {
+        let mut len = 0u64;
+        self.for_each_segment(&mut |_, piece| len = len.saturating_add(piece));
+        len
+    }
+
+    /// Whether there are no bytes. Such a buffer cannot be mapped.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A buffer that may be looked at while the device works on it.
+///
+/// # Safety
+/// Whatever can be done to the memory through a shared reference to the buffer is done by atomic or
+/// volatile accesses or by copies that tolerate concurrent change: a device that writes meanwhile
+/// is then no data race.
+pub unsafe trait SharedMemory {}
+
+// SAFETY: a boxed slice owns its heap memory, which stays put when the box is moved or forgotten.
+unsafe impl DmaBuffer<HostAddr> for Box<[u8]> {
+    fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
+        each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
+    }
+}
+
+// SAFETY: as for a boxed slice; the vector cannot grow while a mapping owns it.
+unsafe impl DmaBuffer<HostAddr> for Vec<u8> {
+    fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
+        each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
+    }
+}

@@ -1,0 +1,98 @@
+//! How a device is set up.
+
+use core::fmt;
+use std::sync::Arc;
+
+use ringfence_iommu::Iova;
+use ringfence_sync::{
+    clock::{Clock, MonotonicClock},
+    cpu::{CpuId, OsCpu},
+};
+
+use crate::{OsThreadClock, Policy, ThreadClock};
+
+/// How a [`Device`](crate::Device) maps.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What mappings cost and promise. Default: [`Policy::StrictMap`].
+    pub policy: Policy,
+    /// The highest address that the device can put on the bus. Default: no limit but the domain's.
+    pub limit: Iova,
+    /// A mask, 2^n-1: no segment holds addresses that differ above it (rule L44). Default: all
+    /// ones, no boundary.
+    pub segment_boundary: u64,
+    /// The largest segment, in bytes (rule L44). Default: no limit.
+    pub max_segment: u64,
+    /// Slots of a flush queue, which holds one entry less. `None`: as Linux tunes it, 32,768 for a
+    /// single queue and 256 for each queue per CPU.
+    pub flush_queue_slots: Option<usize>,
+    /// How long, in milliseconds, an unmapped range waits at most for its flush to start. `None`:
+    /// as Linux tunes it, 1000 with a single queue and 10 with a queue per CPU.
+    pub flush_queue_ms: Option<u64>,
+    /// Who waits for that time to pass.
+    pub timer: TimerKind,
+    /// On average one map and one unmap call in so many are timed in thread CPU time; a power of
+    /// two, 0 for none. Default: 0.
+    pub sample_every: u32,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            policy: Policy::default(),
+            limit: Iova(u64::MAX),
+            segment_boundary: u64::MAX,
+            max_segment: u64::MAX,
+            flush_queue_slots: None,
+            flush_queue_ms: None,
+            timer: TimerKind::Thread,
+            sample_every: 0,
+        }
+    }
+}
+
+impl Config {
+    /// The defaults, under `policy`.
+    pub fn new(policy: Policy) -> Config {
+        Config { policy, ..Config::default() }
+    }
+}
+
+/// Who flushes a lazy device's queues when their time has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum TimerKind {
+    /// A thread of the device's own, asleep while nothing is queued.
+    #[default]
+    Thread,
+    /// The caller: [`Device::timer_due_at_ns`](crate::Device::timer_due_at_ns) tells when,
+    /// [`Device::expire`](crate::Device::expire) does it. For tests and for programs with an event
+    /// loop.
+    Manual,
+}
+
+/// What a device asks of the operating system; tests put their own in place.
+#[derive(Clone)]
+pub struct Environment {
+    /// Time, for ages and for the timer.
+    pub clock: Arc<dyn Clock>,
+    /// Which CPU's flush queue to use.
+    pub cpu: Arc<dyn CpuId>,
+    /// The CPU time of the calling thread, for sampling.
+    pub thread_clock: Arc<dyn ThreadClock>,
+}
+
+impl Default for Environment {
+    fn default() -> Environment {
+        Environment {
+            clock: Arc::new(MonotonicClock),
+            cpu: Arc::new(OsCpu::new()),
+            thread_clock: Arc::new(OsThreadClock),
+        }
+    }
+}
+
+impl fmt::Debug for Environment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Environment").finish_non_exhaustive()
+    }
+}

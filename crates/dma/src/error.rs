@@ -1,0 +1,185 @@
+//! What can go wrong, and where the buffer is then.
+
+use core::{fmt, mem::ManuallyDrop};
+
+use ringfence_iommu::Range;
+use ringfence_iova::AllocError;
+
+/// Why a mapping could not be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The buffer has no bytes.
+    #[error("an empty buffer cannot be mapped")]
+    Empty,
+    /// A piece of the buffer, or their sum, passes 2^64.
+    #[error("the buffer passes the end of the address space")]
+    TooLong,
+    /// The buffer did not list the same segments twice.
+    #[error("the buffer's segments changed while it was mapped")]
+    Unstable,
+    /// There is no I/O virtual address left for it.
+    #[error("no I/O virtual address for {size:#x} bytes: {source}")]
+    NoIova {
+        /// How many bytes of address space were asked for.
+        size: u64,
+        /// What the allocator said.
+        source: AllocError,
+    },
+    /// The domain refused, or the device behind it did (its status is inside).
+    #[error(transparent)]
+    Domain(#[from] ringfence_iommu::Error),
+}
+
+/// A map that failed. Everything it had done was undone: the IOVA is free again, nothing is mapped,
+/// and the buffer is inside.
+///
+/// Only where undoing failed too (the device did not acknowledge the invalidation) is the buffer
+/// kept back, for the device might still reach it; see [`into_buffer`](Self::into_buffer).
+pub struct MapError<B> {
+    pub(crate) error: Error,
+    pub(crate) buffer: Result<B, ManuallyDrop<B>>,
+}
+
+impl<B> MapError<B> {
+    /// Why.
+    pub fn error(&self) -> Error {
+        self.error
+    }
+
+    /// The buffer. `None` if the device may still reach it: its memory is then leaked, and its IOVA
+    /// quarantined.
+    pub fn into_buffer(self) -> Option<B> {
+        self.buffer.ok()
+    }
+}
+
+impl<B> fmt::Debug for MapError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MapError")
+            .field("error", &self.error)
+            .field("undone", &self.buffer.is_ok())
+            .finish()
+    }
+}
+
+impl<B> fmt::Display for MapError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.buffer {
+            Ok(_) => write!(f, "cannot map: {}", self.error),
+            Err(_) => write!(
+                f,
+                "cannot map, and cannot undo what was done (the buffer is quarantined): {}",
+                self.error
+            ),
+        }
+    }
+}
+
+impl<B> core::error::Error for MapError<B> {
+    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
+        Some(&self.error)
+    }
+}
+
+/// An unmap whose invalidation failed: the device may still reach the buffer.
+///
+/// The buffer is therefore not given back, and dropping this error leaks it on purpose: memory that
+/// a device can write must not become someone else's. Its IOVA is quarantined.
+pub struct UnmapError<B> {
+    pub(crate) error: ringfence_iommu::Error,
+    pub(crate) range: Range,
+    pub(crate) buffer: ManuallyDrop<B>,
+}
+
+impl<B> UnmapError<B> {
+    /// What the domain said.
+    pub fn error(&self) -> ringfence_iommu::Error {
+        self.error
+    }
+
+    /// The I/O virtual addresses that may still lead to the buffer. They are not reused.
+    pub fn quarantined(&self) -> Range {
+        self.range
+    }
+
+    /// The buffer, although the device may still reach it.
+    ///
+    /// # Safety
+    /// The caller has made sure by other means that the device no longer uses the buffer (it was
+    /// reset or is gone), or never again reads, writes or frees the memory as if it were private.
+    pub unsafe fn into_buffer(self) -> B {
+        ManuallyDrop::into_inner(self.buffer)
+    }
+}
+
+impl<B> fmt::Debug for UnmapError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UnmapError").field("error", &self.error).field("range", &self.range).finish()
+    }
+}
+
+impl<B> fmt::Display for UnmapError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "the device may still reach {}, its invalidation failed: {}",
+            self.range, self.error
+        )
+    }
+}
+
+impl<B> core::error::Error for UnmapError<B> {
+    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
+        Some(&self.error)
+    }
+}
+
+/// A part of a buffer that does not lie in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("bytes {start}..{end} do not lie in a mapping of {len} bytes")]
+pub struct OutOfBounds {
+    /// The first byte asked for.
+    pub start: u64,
+    /// The byte after the last one asked for.
+    pub end: u64,
+    /// How many bytes the mapping has.
+    pub len: u64,
+}
+
+/// Why a device could not be set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SetupError {
+    /// The allocator hands out pieces smaller than the domain can map.
+    #[error("the allocator's granule {allocator:#x} is no multiple of the domain's {domain:#x}")]
+    Granule {
+        /// The allocator's granule in bytes.
+        allocator: u64,
+        /// The domain's granule in bytes.
+        domain: u64,
+    },
+    /// The segment boundary is no mask of ones, or finer than the granule.
+    #[error("the segment boundary {0:#x} must be 2^n-1 and at least the granule less one")]
+    Boundary(u64),
+    /// The largest segment is smaller than the granule.
+    #[error("the largest segment of {0:#x} bytes is smaller than the granule")]
+    MaxSegment(u64),
+    /// A flush queue needs two slots (it holds one entry less than it has slots, rule L22).
+    #[error("a flush queue of {0} slots holds nothing: give it at least 2")]
+    Slots(usize),
+    /// The sampling interval is no power of two.
+    #[error("sample_every must be 0 or a power of two, not {0}")]
+    SampleEvery(u32),
+    /// A reserved region of the domain could not be reserved in the allocator.
+    #[error("cannot reserve {range}: {source}")]
+    Reserve {
+        /// The region.
+        range: Range,
+        /// What the allocator said.
+        source: AllocError,
+    },
+    /// The thread that flushes in time could not be started.
+    #[error("cannot start the flush queue's timer thread")]
+    Thread,
+}

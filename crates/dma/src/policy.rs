@@ -1,0 +1,151 @@
+//! The policies by name.
+
+use core::{fmt, str::FromStr};
+
+/// How mappings are made and unmade: what they cost, and what they promise.
+///
+/// The names are those of the measurements on the kernel's mailing list that this crate is
+/// compared with: `sq` is a single flush queue, `mq` one per CPU, `+map` one map sync per mapping
+/// instead of one per [`map_pages`](ringfence_iommu::Domain::map_pages).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Policy {
+    /// No mapping at all: devices get the buffer's own addresses. No protection.
+    Off,
+    /// Invalidated before the buffer is returned; each map call synced by itself.
+    Strict,
+    /// Invalidated before the buffer is returned; one map sync for the whole mapping.
+    #[default]
+    StrictMap,
+    /// Invalidated later, through one flush queue; each map call synced by itself.
+    LazySq,
+    /// Invalidated later, through a flush queue per CPU; each map call synced by itself.
+    LazyMq,
+    /// Invalidated later, through one flush queue; one map sync for the whole mapping.
+    LazySqMap,
+    /// Invalidated later, through a flush queue per CPU; one map sync for the whole mapping.
+    LazyMqMap,
+}
+
+impl Policy {
+    /// Every policy, in the order of the comparison table.
+    pub const ALL: [Policy; 7] = [
+        Policy::Off,
+        Policy::Strict,
+        Policy::StrictMap,
+        Policy::LazySq,
+        Policy::LazyMq,
+        Policy::LazySqMap,
+        Policy::LazyMqMap,
+    ];
+
+    /// The name, as [`FromStr`] reads it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Policy::Off => "off",
+            Policy::Strict => "strict",
+            Policy::StrictMap => "strict+map",
+            Policy::LazySq => "lazy-sq",
+            Policy::LazyMq => "lazy-mq",
+            Policy::LazySqMap => "lazy-sq+map",
+            Policy::LazyMqMap => "lazy-mq+map",
+        }
+    }
+
+    /// Whether unmapped memory stays reachable for a while.
+    pub const fn is_lazy(self) -> bool {
+        matches!(self, Policy::LazySq | Policy::LazyMq | Policy::LazySqMap | Policy::LazyMqMap)
+    }
+
+    /// Whether when [`unmap`](crate::Mapping::unmap) has returned, no device access succeeds.
+    pub const fn is_strict(self) -> bool {
+        matches!(self, Policy::Strict | Policy::StrictMap)
+    }
+
+    /// Whether one map sync serves a whole mapping.
+    pub const fn batches_maps(self) -> bool {
+        matches!(self, Policy::StrictMap | Policy::LazySqMap | Policy::LazyMqMap)
+    }
+
+    /// Whether there is a flush queue per CPU.
+    pub const fn is_per_cpu(self) -> bool {
+        matches!(self, Policy::LazyMq | Policy::LazyMqMap)
+    }
+
+    /// The strict policy that syncs maps as this one does; `Off` stays off.
+    pub const fn to_strict(self) -> Policy {
+        match self {
+            Policy::LazySq | Policy::LazyMq => Policy::Strict,
+            Policy::LazySqMap | Policy::LazyMqMap => Policy::StrictMap,
+            Policy::Off | Policy::Strict | Policy::StrictMap => self,
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A name that is no policy.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "no policy is called {0:?}: it must be one of off, strict, strict+map, lazy-sq, lazy-mq, \
+     lazy-sq+map, lazy-mq+map"
+)]
+pub struct ParsePolicyError(pub String);
+
+impl FromStr for Policy {
+    type Err = ParsePolicyError;
+
+    fn from_str(name: &str) -> Result<Policy, ParsePolicyError> {
+        Policy::ALL
+            .into_iter()
+            .find(|policy| policy.name() == name)
+            .ok_or_else(|| ParsePolicyError(name.to_owned()))
+    }
+}
+
+/// Why a device works under another policy than the one asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum Fallback {
+    /// Lazy was asked for, but the domain has done its work when an unmap returns: there is nothing
+    /// to defer.
+    #[error("the domain cannot defer its flushes, so lazy falls back to strict")]
+    NoDeferredFlush,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_policy_is_read_back_from_its_name() {
+        for policy in Policy::ALL {
+            assert_eq!(policy.to_string().parse(), Ok(policy));
+        }
+        assert_eq!(Policy::default(), Policy::StrictMap);
+    }
+
+    #[test]
+    fn a_wrong_name_is_answered_with_the_right_ones() {
+        let message = "lazy".parse::<Policy>().unwrap_err().to_string();
+        for policy in Policy::ALL {
+            assert!(message.contains(policy.name()), "{message} lacks {policy}");
+        }
+        assert!(message.contains("\"lazy\""));
+    }
+
+    #[test]
+    fn names_say_what_a_policy_does() {
+        for policy in Policy::ALL {
+            assert_eq!(policy.is_lazy(), policy.name().starts_with("lazy"));
+            assert_eq!(policy.is_strict(), policy.name().starts_with("strict"));
+            assert_eq!(policy.batches_maps(), policy.name().ends_with("+map"));
+            assert_eq!(policy.is_per_cpu(), policy.name().contains("-mq"));
+            assert!(!policy.to_strict().is_lazy());
+            assert_eq!(policy.to_strict().batches_maps(), policy.batches_maps());
+        }
+    }
+}

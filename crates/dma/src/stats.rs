@@ -1,0 +1,80 @@
+//! What a device did, and what it cost.
+
+/// Time measured on a sample of the calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sampled {
+    /// How many calls were timed.
+    pub count: u64,
+    /// Their thread CPU time together, in nanoseconds, the cost of reading the clock subtracted.
+    pub ns: u64,
+}
+
+impl Sampled {
+    /// The mean per call in nanoseconds; 0 if nothing was timed.
+    pub fn mean_ns(&self) -> f64 {
+        if self.count == 0 { 0.0 } else { self.ns as f64 / self.count as f64 }
+    }
+}
+
+/// How much memory was reachable for how long after it was unmapped (lazy policies only).
+///
+/// An unmapped range counts from the moment its translation was removed until its IOVA is released,
+/// at or shortly after the end of the flush that covers it: what is given is never less than what
+/// was.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Exposure {
+    /// The sum of bytes × nanoseconds over all released ranges.
+    pub byte_ns: u128,
+    /// The longest that a released range was exposed, in nanoseconds.
+    pub max_age_ns: u64,
+    /// Ranges released.
+    pub released: u64,
+}
+
+/// Counts since the device was made, over all its clones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Successful map calls of all kinds (also under `off`).
+    pub maps: u64,
+    /// Map calls that failed.
+    pub map_failures: u64,
+    /// Unmaps, explicit or by drop, that succeeded.
+    pub unmaps: u64,
+    /// Unmaps that failed: their memory is leaked, their IOVAs are quarantined.
+    pub unmap_failures: u64,
+    /// Bytes of the buffers that were mapped.
+    pub bytes: u64,
+    /// [`map_pages`](ringfence_iommu::Domain::map_pages) calls.
+    pub map_calls: u64,
+    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map) calls.
+    pub map_syncs: u64,
+    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync) calls.
+    pub unmap_syncs: u64,
+    /// [`sync_for_cpu`](crate::Mapping::sync_for_cpu) calls.
+    pub syncs_for_cpu: u64,
+    /// [`sync_for_device`](crate::Mapping::sync_for_device) calls.
+    pub syncs_for_device: u64,
+    /// Whole-domain flushes, failed ones included.
+    pub flushes: u64,
+    /// Whole-domain flushes that failed; what they should have released is still queued.
+    pub flush_failures: u64,
+    /// Flushes that a caller had to make because its queue was full.
+    pub full_queue_flushes: u64,
+    /// What is unmapped and still waits in a flush queue, in ranges.
+    pub queued: u64,
+    /// The same in bytes.
+    pub queued_bytes: u64,
+    /// IOVA ranges that are never reused because their invalidation failed.
+    pub quarantined: u64,
+    /// The same in bytes of address space.
+    pub quarantined_bytes: u64,
+    /// How long unmapped memory stayed reachable.
+    pub exposure: Exposure,
+    /// Thread time in map calls.
+    pub map_time: Sampled,
+    /// Thread time in unmap calls.
+    pub unmap_time: Sampled,
+    /// Thread time of timer expiries (all of them are timed when sampling is on): work that a lazy
+    /// policy moves out of the unmap calls.
+    pub expiry_time: Sampled,
+}
