@@ -1,1 +1,55 @@
-//! Virtqueues: the driver's end and the device's end of a split ring
+//! Virtqueues: the driver's end and the device's end of a split ring.
+//!
+//! A virtqueue (virtio 1.3, section 2.7) is three areas of memory that a driver and a device
+//! share: a table of descriptors, a ring in which the driver makes chains of them *available*, and
+//! a ring in which the device gives them back as *used*.
+//!
+//! ```text
+//!  driver::Queue                  shared memory                    device::Queue
+//!  add ───────────────▶ descriptor table
+//!  publish ───────────▶ available ring  ───────────────▶ pop
+//!  needs_kick ◀──────── (avail event, used flags) ◀───── enable_kicks, suppress_kicks
+//!  pop ◀─────────────── used ring       ◀─────────────── push_used
+//!  enable_notifications▶ (used event, avail flags) ────▶ publish_used (interrupt wanted?)
+//! ```
+//!
+//! - [`driver::Queue`] makes buffers available and takes them back; it trusts nothing that the
+//!   device writes.
+//! - [`device::Queue`] takes [`Chain`]s and gives them back; it trusts nothing that the driver
+//!   writes. It reaches memory through [`ringfence_mem::Translate`] only, so the same code serves
+//!   guest-physical addresses and I/O virtual ones.
+//! - [`layout`] says how large the areas are and where their parts lie.
+//!
+//! What both ends hold to:
+//!
+//! - **No field is read twice.** The peer may change any byte at any time: every field is copied
+//!   once, and what is checked is the copy.
+//! - **A peer that breaks the rules breaks the queue, not the process**: a [`RingError`] says
+//!   where and what, and every later call returns it again.
+//! - **Nothing is allocated per request**, and an index is published once for a batch.
+//! - **No wake-up is lost.** Whoever goes to sleep first says so (`enable_*`), and then looks
+//!   again; the fences that this needs stand, with their argument, where they are executed.
+//!
+//! Only the split format is here, in little-endian, as virtio 1.x has it.
+
+mod chain;
+mod error;
+mod ring;
+
+pub mod device;
+pub mod driver;
+pub mod layout;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+pub use chain::{Chain, Desc, cut};
+pub use error::{AddError, Area, ChainFault, RingError};
+
+/// Feature bit: descriptors may refer to a table of descriptors (`VIRTIO_F_INDIRECT_DESC`).
+pub const F_INDIRECT_DESC: u32 = 28;
+/// Feature bit: notifications are asked for by index (`VIRTIO_F_EVENT_IDX`).
+pub const F_EVENT_IDX: u32 = 29;
+/// Feature bit: the device follows virtio 1.x (`VIRTIO_F_VERSION_1`).
+pub const F_VERSION_1: u32 = 32;
+/// Feature bit: the addresses that the device sees are translated (`VIRTIO_F_ACCESS_PLATFORM`).
+pub const F_ACCESS_PLATFORM: u32 = 33;

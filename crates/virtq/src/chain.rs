@@ -1,0 +1,123 @@
+//! A chain of descriptors, copied out of the ring.
+
+use ringfence_mem::{AccessError, Translate};
+
+/// One buffer: a range of memory that the device reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Desc {
+    /// Its address, as the device sees it: an IOVA with `ACCESS_PLATFORM`, else guest-physical.
+    pub addr: u64,
+    /// Its length in bytes. 0 is legal and means nothing.
+    pub len: u32,
+    /// Whether the device writes it (and does not read it).
+    pub write: bool,
+}
+
+impl Desc {
+    /// A buffer that the device reads.
+    pub const fn readable(addr: u64, len: u32) -> Desc {
+        Desc { addr, len, write: false }
+    }
+
+    /// A buffer that the device writes.
+    pub const fn writable(addr: u64, len: u32) -> Desc {
+        Desc { addr, len, write: true }
+    }
+}
+
+/// A chain as the device's end took it from the ring: our own copy, checked, the indirect table
+/// flattened. Made once and filled again by every [`pop`](crate::device::Queue::pop), so that no
+/// request allocates.
+///
+/// The addresses in it are *not* checked: whoever uses one goes through
+/// [`Translate`] and learns there if it leads nowhere.
+#[derive(Clone, Debug, Default)]
+pub struct Chain {
+    pub(crate) head: u16,
+    pub(crate) descs: Vec<Desc>,
+    pub(crate) readable: usize,
+    pub(crate) readable_len: u32,
+    pub(crate) writable_len: u32,
+}
+
+impl Chain {
+    /// An empty chain, to be filled by [`pop`](crate::device::Queue::pop).
+    pub fn new() -> Chain {
+        Chain::default()
+    }
+
+    /// The index of its first descriptor: its name in the used ring.
+    pub fn head(&self) -> u16 {
+        self.head
+    }
+
+    /// All buffers: those that the device reads, then those that it writes.
+    pub fn descs(&self) -> &[Desc] {
+        &self.descs
+    }
+
+    /// The buffers that the device reads.
+    pub fn readable(&self) -> &[Desc] {
+        &self.descs[..self.readable]
+    }
+
+    /// The buffers that the device writes.
+    pub fn writable(&self) -> &[Desc] {
+        &self.descs[self.readable..]
+    }
+
+    /// Bytes that the device may read: at most 2^32 - 1, together with the writable ones.
+    pub fn readable_len(&self) -> u64 {
+        self.readable_len.into()
+    }
+
+    /// Bytes that the device may write.
+    pub fn writable_len(&self) -> u64 {
+        self.writable_len.into()
+    }
+
+    /// Copies bytes out of the readable part, from `offset` on, as many as there are or `out`
+    /// holds; returns how many.
+    ///
+    /// # Errors
+    /// An address cannot be reached.
+    pub fn read_at(
+        &self,
+        mem: &impl Translate,
+        offset: u64,
+        out: &mut [u8],
+    ) -> Result<usize, AccessError> {
+        let _ = (mem, offset, out);
+        todo!()
+    }
+
+    /// Copies bytes into the writable part, at `offset`, as many as `data` has or there is room
+    /// for; returns how many.
+    ///
+    /// # Errors
+    /// An address cannot be reached.
+    pub fn write_at(
+        &self,
+        mem: &impl Translate,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<usize, AccessError> {
+        let _ = (mem, offset, data);
+        todo!()
+    }
+}
+
+/// The buffers that hold `len` bytes of `descs` from byte `offset` on, the first and last cut to
+/// fit; fewer if `descs` ends before. So a device leaves out the header or the status byte.
+pub fn cut(descs: &[Desc], offset: u64, len: u64) -> impl Iterator<Item = Desc> + '_ {
+    let (mut skip, mut left) = (offset, len);
+    descs.iter().filter_map(move |desc| {
+        let from = skip.min(desc.len.into()) as u32;
+        skip -= u64::from(from);
+        let take = left.min((desc.len - from).into()) as u32;
+        left -= u64::from(take);
+        // A hostile address may wrap here: it stays an address that is checked when it is used,
+        // but it must be checked as what it is, so that the wrap is seen. Keep the start as given.
+        (take > 0).then(|| Desc { addr: desc.addr.wrapping_add(from.into()), len: take, ..*desc })
+    })
+}

@@ -1,0 +1,1 @@
+//! The three areas as fields in memory.
