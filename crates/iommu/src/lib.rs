@@ -12,6 +12,8 @@ mod fault;
 mod gather;
 mod geometry;
 mod prot;
+pub mod shootdown;
+mod soft;
 pub mod table;
 
 pub use addr::{Address, GuestPhys, HostAddr, Iova, Range};
@@ -21,3 +23,4 @@ pub use fault::{Fault, FaultReason, FaultSink};
 pub use gather::Gather;
 pub use geometry::{Capabilities, Geometry, PageSizes, ReservedKind, ReservedRegion};
 pub use prot::Prot;
+pub use soft::SoftDomain;

@@ -93,6 +93,12 @@ impl Qsbr {
         self.slots.len()
     }
 
+    /// How many of the readers' [indices](Reader::index), from 0, were ever used. Who knows that a
+    /// grace period is over knows all that counted for it.
+    pub fn slots_used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+
     /// Adds a reader, online; `None` if there are as many as there can be.
     pub fn register(self: &Arc<Self>) -> Option<Reader> {
         let index = self.slots.iter().position(|slot| {
