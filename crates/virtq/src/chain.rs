@@ -2,6 +2,8 @@
 
 use ringfence_mem::{AccessError, Translate};
 
+use crate::{ChainFault, layout, ring::RawDesc};
+
 /// One buffer: a range of memory that the device reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Desc {
@@ -22,6 +24,12 @@ impl Desc {
     /// A buffer that the device writes.
     pub const fn writable(addr: u64, len: u32) -> Desc {
         Desc { addr, len, write: true }
+    }
+
+    /// Whether the buffer passes the end of the address space. It may end with its last byte.
+    #[inline]
+    pub(crate) fn wraps(&self) -> bool {
+        self.len != 0 && self.addr.checked_add(u64::from(self.len) - 1).is_none()
     }
 }
 
@@ -87,8 +95,13 @@ impl Chain {
         offset: u64,
         out: &mut [u8],
     ) -> Result<usize, AccessError> {
-        let _ = (mem, offset, out);
-        todo!()
+        let mut done = 0;
+        for Desc { addr, len, .. } in cut(self.readable(), offset, out.len() as u64) {
+            let end = done + len as usize;
+            mem.read(addr, &mut out[done..end])?;
+            done = end;
+        }
+        Ok(done)
     }
 
     /// Copies bytes into the writable part, at `offset`, as many as `data` has or there is room
@@ -102,13 +115,53 @@ impl Chain {
         offset: u64,
         data: &[u8],
     ) -> Result<usize, AccessError> {
-        let _ = (mem, offset, data);
-        todo!()
+        let mut done = 0;
+        for Desc { addr, len, .. } in cut(self.writable(), offset, data.len() as u64) {
+            let end = done + len as usize;
+            mem.write(addr, &data[done..end])?;
+            done = end;
+        }
+        Ok(done)
+    }
+
+    /// Makes it empty; the memory stays.
+    #[inline]
+    pub(crate) fn clear(&mut self) {
+        self.descs.clear();
+        (self.head, self.readable, self.readable_len, self.writable_len) = (0, 0, 0, 0);
+    }
+
+    /// Appends descriptor `at` of some table, our copy of it, if it may stand here.
+    #[inline]
+    pub(crate) fn push(&mut self, at: u16, raw: &RawDesc) -> Result<(), ChainFault> {
+        let &RawDesc { addr, len, .. } = raw;
+        let desc = Desc { addr, len, write: raw.has(layout::DESC_F_WRITE) };
+        if desc.wraps() {
+            return Err(ChainFault::Wraps { at, addr, len });
+        }
+        let total = u64::from(self.readable_len) + u64::from(self.writable_len) + u64::from(len);
+        if total > u64::from(u32::MAX) {
+            return Err(ChainFault::TooLong { total });
+        }
+        if desc.write {
+            self.writable_len += len;
+        } else {
+            if self.readable < self.descs.len() {
+                return Err(ChainFault::Order { at });
+            }
+            self.readable += 1;
+            self.readable_len += len;
+        }
+        self.descs.push(desc);
+        Ok(())
     }
 }
 
 /// The buffers that hold `len` bytes of `descs` from byte `offset` on, the first and last cut to
 /// fit; fewer if `descs` ends before. So a device leaves out the header or the status byte.
+///
+/// Yields no empty buffers. The descriptors are to be those of a [`Chain`], none of which passes
+/// the end of the address space.
 pub fn cut(descs: &[Desc], offset: u64, len: u64) -> impl Iterator<Item = Desc> + '_ {
     let (mut skip, mut left) = (offset, len);
     descs.iter().filter_map(move |desc| {
@@ -116,8 +169,9 @@ pub fn cut(descs: &[Desc], offset: u64, len: u64) -> impl Iterator<Item = Desc> 
         skip -= u64::from(from);
         let take = left.min((desc.len - from).into()) as u32;
         left -= u64::from(take);
-        // A hostile address may wrap here: it stays an address that is checked when it is used,
-        // but it must be checked as what it is, so that the wrap is seen. Keep the start as given.
-        (take > 0).then(|| Desc { addr: desc.addr.wrapping_add(from.into()), len: take, ..*desc })
+        // A part that is not empty begins inside of the buffer: the sum saturates only for one
+        // that is no chain's, and its use fails then.
+        let addr = desc.addr.saturating_add(from.into());
+        (take > 0).then_some(Desc { addr, len: take, ..*desc })
     })
 }

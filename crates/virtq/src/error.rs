@@ -210,6 +210,16 @@ pub enum ChainFault {
         /// The descriptor.
         at: u16,
     },
+    /// A descriptor's buffer passes the end of the address space.
+    #[error("descriptor {at} has {len} bytes at {addr:#x}, past the end of the address space")]
+    Wraps {
+        /// The descriptor.
+        at: u16,
+        /// Its address.
+        addr: u64,
+        /// Its length.
+        len: u32,
+    },
     /// The chain's bytes do not fit in 32 bits.
     #[error("it has {total} bytes, more than 2^32 - 1")]
     TooLong {
@@ -247,14 +257,20 @@ pub enum AddError {
         /// The position in the chain.
         at: usize,
     },
+    /// A buffer passes the end of the address space.
+    #[error("descriptor {at} of the chain passes the end of the address space")]
+    Wraps {
+        /// The position in the chain.
+        at: usize,
+    },
     /// A chain has at most 2^32 - 1 bytes.
     #[error("a chain of {total} bytes, more than 2^32 - 1")]
     TooLong {
         /// The sum of the lengths.
         total: u64,
     },
-    /// The window given for an indirect table is too small, or not aligned to 16 bytes.
-    #[error("an indirect table of {len} bytes cannot hold {wanted} aligned descriptors")]
+    /// The window given for an indirect table is too small.
+    #[error("an indirect table of {len} bytes cannot hold {wanted} descriptors")]
     Table {
         /// How many descriptors the chain has.
         wanted: usize,

@@ -1,1 +1,342 @@
-//! The three areas as fields in memory.
+//! The three areas as fields in memory: each checked once for size and alignment, then read and
+//! written without a check.
+//!
+//! Every accessor reduces its index modulo the queue's size, so none can leave its area whatever
+//! it is given; and all fields are atomics, since the peer may access them at any time. The
+//! *order* of accesses is the caller's, who argues it; only single fields are here.
+//!
+//! Fields are little-endian (virtio 1.x); conversion is free on little-endian machines.
+
+use core::{
+    ptr::NonNull,
+    sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering},
+};
+
+use ringfence_mem::Window;
+
+use crate::{Area, Desc, RingError, layout};
+
+/// Checks that `window` can be the area: at least `needed` bytes, aligned here and, at `addr`, for
+/// the device. Returns where it begins.
+fn check(
+    window: &Window,
+    area: Area,
+    addr: u64,
+    needed: usize,
+    align: usize,
+) -> Result<NonNull<u8>, RingError> {
+    if window.len() < needed {
+        return Err(RingError::TooSmall { area, len: window.len(), needed });
+    }
+    let base = window.slice().as_ptr();
+    if !addr.is_multiple_of(align as u64) || !(base as usize).is_multiple_of(align) {
+        return Err(RingError::Misaligned { area, addr, align: align as u64 });
+    }
+    NonNull::new(base).ok_or(RingError::Misaligned { area, addr, align: align as u64 })
+}
+
+/// A descriptor as it lies in memory, in our byte order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RawDesc {
+    pub(crate) addr: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: u16,
+    pub(crate) next: u16,
+}
+
+impl RawDesc {
+    /// A buffer, followed by descriptor `next` if there is one.
+    #[inline]
+    pub(crate) fn buffer(desc: &Desc, next: Option<u16>) -> RawDesc {
+        let write = if desc.write { layout::DESC_F_WRITE } else { 0 };
+        let more = if next.is_some() { layout::DESC_F_NEXT } else { 0 };
+        RawDesc {
+            addr: desc.addr,
+            len: desc.len,
+            flags: write | more,
+            next: next.unwrap_or_default(),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn has(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// The two 64-bit words that it is made of, in our byte order: in a little-endian structure
+    /// the earlier field is the less significant.
+    #[inline]
+    fn words(self) -> [u64; 2] {
+        let rest = u64::from(self.len) | u64::from(self.flags) << 32 | u64::from(self.next) << 48;
+        [self.addr, rest]
+    }
+
+    #[inline]
+    fn from_words([addr, rest]: [u64; 2]) -> RawDesc {
+        RawDesc { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
+    }
+
+    #[inline]
+    pub(crate) fn to_bytes(self) -> [u8; layout::DESC_SIZE] {
+        let [addr, rest] = self.words();
+        let mut bytes = [0; layout::DESC_SIZE];
+        bytes[..8].copy_from_slice(&addr.to_le_bytes());
+        bytes[8..].copy_from_slice(&rest.to_le_bytes());
+        bytes
+    }
+
+    #[inline]
+    pub(crate) fn from_bytes(bytes: &[u8; layout::DESC_SIZE]) -> RawDesc {
+        let value = u128::from_le_bytes(*bytes);
+        RawDesc::from_words([value as u64, (value >> 64) as u64])
+    }
+}
+
+/// The descriptor table.
+#[derive(Debug)]
+pub(crate) struct DescTable {
+    base: NonNull<u8>,
+    mask: u16,
+    window: Window,
+}
+
+// SAFETY: `base` leads into `window`, which may be sent and keeps its memory mapped; every access
+// is atomic.
+unsafe impl Send for DescTable {}
+// SAFETY: as above.
+unsafe impl Sync for DescTable {}
+
+impl DescTable {
+    /// The table of a queue of `size`, a power of two, at the device's address `addr`.
+    pub(crate) fn new(window: Window, addr: u64, size: u16) -> Result<DescTable, RingError> {
+        debug_assert!(layout::is_size(size));
+        let needed = layout::desc_bytes(size);
+        let base = check(&window, Area::Descriptors, addr, needed, layout::DESC_ALIGN)?;
+        Ok(DescTable { base, mask: size - 1, window })
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.window.is_valid()
+    }
+
+    /// The two 64-bit words of a descriptor.
+    #[inline]
+    fn words(&self, index: u16) -> [&AtomicU64; 2] {
+        let offset = layout::DESC_SIZE * usize::from(index & self.mask);
+        // SAFETY: the index is below the queue's size, for which `new` checked that the area has
+        // room; `base` is aligned to 16 (checked there too); `window`, which lives as long as the
+        // references, keeps the memory mapped.
+        unsafe {
+            let at = self.base.add(offset).cast::<u64>();
+            [AtomicU64::from_ptr(at.as_ptr()), AtomicU64::from_ptr(at.add(1).as_ptr())]
+        }
+    }
+
+    /// Copies a descriptor out. Two loads: each field is read exactly once.
+    #[inline]
+    pub(crate) fn load(&self, index: u16) -> RawDesc {
+        let words = self.words(index);
+        RawDesc::from_words(words.map(|word| u64::from_le(word.load(Ordering::Relaxed))))
+    }
+
+    #[inline]
+    pub(crate) fn store(&self, index: u16, desc: RawDesc) {
+        for (word, value) in self.words(index).into_iter().zip(desc.words()) {
+            word.store(value.to_le(), Ordering::Relaxed);
+        }
+    }
+}
+
+/// One 16-bit field of a ring.
+#[derive(Clone, Copy)]
+pub(crate) struct Field<'a>(&'a AtomicU16);
+
+impl Field<'_> {
+    #[inline]
+    pub(crate) fn load(self, order: Ordering) -> u16 {
+        u16::from_le(self.0.load(order))
+    }
+
+    #[inline]
+    pub(crate) fn store(self, value: u16, order: Ordering) {
+        self.0.store(value.to_le(), order);
+    }
+}
+
+/// What the available and the used ring have in common: flags, an index, entries of `ENTRY` bytes,
+/// and with `EVENT_IDX` an event after them.
+#[derive(Debug)]
+struct Ring<const ENTRY: usize> {
+    base: NonNull<u8>,
+    mask: u16,
+    event: bool,
+    window: Window,
+}
+
+// SAFETY: `base` leads into `window`, which may be sent and keeps its memory mapped; every access
+// is atomic.
+unsafe impl<const ENTRY: usize> Send for Ring<ENTRY> {}
+// SAFETY: as above.
+unsafe impl<const ENTRY: usize> Sync for Ring<ENTRY> {}
+
+impl<const ENTRY: usize> Ring<ENTRY> {
+    fn new(
+        window: Window,
+        area: Area,
+        addr: u64,
+        size: u16,
+        event: bool,
+        align: usize,
+    ) -> Result<Self, RingError> {
+        debug_assert!(layout::is_size(size));
+        let needed = layout::RING + ENTRY * usize::from(size) + if event { 2 } else { 0 };
+        let base = check(&window, area, addr, needed, align)?;
+        Ok(Ring { base, mask: size - 1, event, window })
+    }
+
+    #[inline]
+    fn flags(&self) -> Field<'_> {
+        // SAFETY: `new` checked that the area holds the flags, the index and all entries, and that
+        // `base` is even; `window` keeps the memory mapped.
+        Field(unsafe { AtomicU16::from_ptr(self.base.add(layout::FLAGS).cast().as_ptr()) })
+    }
+
+    #[inline]
+    fn idx(&self) -> Field<'_> {
+        // SAFETY: as in `flags`.
+        Field(unsafe { AtomicU16::from_ptr(self.base.add(layout::IDX).cast().as_ptr()) })
+    }
+
+    /// Where the entry of a running index lies: inside of the area, whatever the index.
+    #[inline]
+    fn entry(&self, index: u16) -> NonNull<u8> {
+        // SAFETY: the index is reduced below the queue's size, for which `new` checked the area.
+        unsafe { self.base.add(layout::RING + ENTRY * usize::from(index & self.mask)) }
+    }
+
+    /// The field after the entries, if `EVENT_IDX` was negotiated.
+    #[inline]
+    fn event(&self) -> Option<Field<'_>> {
+        self.event.then(|| {
+            let offset = layout::RING + ENTRY * (usize::from(self.mask) + 1);
+            // SAFETY: with `event` set, `new` checked that the area has two bytes there; the
+            // offset is even, as `base` is.
+            Field(unsafe { AtomicU16::from_ptr(self.base.add(offset).cast().as_ptr()) })
+        })
+    }
+}
+
+/// The available ring: written by the driver, read by the device.
+#[derive(Debug)]
+pub(crate) struct AvailRing(Ring<2>);
+
+impl AvailRing {
+    pub(crate) fn new(
+        window: Window,
+        addr: u64,
+        size: u16,
+        event: bool,
+    ) -> Result<Self, RingError> {
+        Ring::new(window, Area::Avail, addr, size, event, layout::AVAIL_ALIGN).map(AvailRing)
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.0.window.is_valid()
+    }
+
+    #[inline]
+    pub(crate) fn flags(&self) -> Field<'_> {
+        self.0.flags()
+    }
+
+    #[inline]
+    pub(crate) fn idx(&self) -> Field<'_> {
+        self.0.idx()
+    }
+
+    /// The head of the chain at a running index.
+    #[inline]
+    pub(crate) fn head(&self, index: u16) -> Field<'_> {
+        // SAFETY: `entry` lies inside of the area, which is mapped; `base` is even, and so are the
+        // offsets of entries of two bytes.
+        Field(unsafe { AtomicU16::from_ptr(self.0.entry(index).cast().as_ptr()) })
+    }
+
+    /// Where the driver wants to be interrupted, if `EVENT_IDX` was negotiated.
+    #[inline]
+    pub(crate) fn used_event(&self) -> Option<Field<'_>> {
+        self.0.event()
+    }
+}
+
+/// The used ring: written by the device, read by the driver.
+#[derive(Debug)]
+pub(crate) struct UsedRing(Ring<8>);
+
+impl UsedRing {
+    pub(crate) fn new(
+        window: Window,
+        addr: u64,
+        size: u16,
+        event: bool,
+    ) -> Result<Self, RingError> {
+        Ring::new(window, Area::Used, addr, size, event, layout::USED_ALIGN).map(UsedRing)
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.0.window.is_valid()
+    }
+
+    #[inline]
+    pub(crate) fn flags(&self) -> Field<'_> {
+        self.0.flags()
+    }
+
+    #[inline]
+    pub(crate) fn idx(&self) -> Field<'_> {
+        self.0.idx()
+    }
+
+    #[inline]
+    fn words(&self, index: u16) -> [&AtomicU32; 2] {
+        let at = self.0.entry(index).cast::<u32>();
+        // SAFETY: `entry` gives 8 bytes inside of the area, which is mapped; `base` is aligned to
+        // 4, and so are the offsets of the entries (4 + 8 n).
+        unsafe { [AtomicU32::from_ptr(at.as_ptr()), AtomicU32::from_ptr(at.add(1).as_ptr())] }
+    }
+
+    /// Id and length of the used element at a running index. Each is read exactly once.
+    #[inline]
+    pub(crate) fn load(&self, index: u16) -> (u32, u32) {
+        let [id, len] = self.words(index).map(|word| u32::from_le(word.load(Ordering::Relaxed)));
+        (id, len)
+    }
+
+    #[inline]
+    pub(crate) fn store(&self, index: u16, id: u32, len: u32) {
+        let [id_word, len_word] = self.words(index);
+        id_word.store(id.to_le(), Ordering::Relaxed);
+        len_word.store(len.to_le(), Ordering::Relaxed);
+    }
+
+    /// Where the device wants to be kicked, if `EVENT_IDX` was negotiated.
+    #[inline]
+    pub(crate) fn avail_event(&self) -> Option<Field<'_>> {
+        self.0.event()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_is_laid_out_as_virtio_says() {
+        let raw =
+            RawDesc { addr: 0x0807060504030201, len: 0x0c0b0a09, flags: 0x0e0d, next: 0x100f };
+        let bytes = raw.to_bytes();
+        assert_eq!(bytes, core::array::from_fn(|at| at as u8 + 1));
+        assert_eq!(RawDesc::from_bytes(&bytes), raw);
+        assert_eq!(RawDesc::from_words(raw.words()), raw);
+    }
+}
