@@ -313,11 +313,7 @@ impl JobReport {
             numjobs: job.numjobs,
             stage,
             rounds: measured().map(|row| row.rounds.len()).min().unwrap_or(0) as u32,
-            metric: if smallest >= BANDWIDTH_FROM {
-                Metric::Bandwidth
-            } else {
-                Metric::Iops
-            },
+            metric: if smallest >= BANDWIDTH_FROM { Metric::Bandwidth } else { Metric::Iops },
             results: measured()
                 .map(|row| PolicyResult::new(row, off.map(|off| off.rounds.as_slice())))
                 .collect(),
@@ -336,12 +332,7 @@ impl JobReport {
             1 => "1 job".to_owned(),
             n => format!("{n} jobs"),
         };
-        format!(
-            "{bs} {}, {jobs} x {} deep, on {}",
-            self.rw,
-            self.iodepth,
-            bytes(self.size)
-        )
+        format!("{bs} {}, {jobs} x {} deep, on {}", self.rw, self.iodepth, bytes(self.size))
     }
 }
 
@@ -357,9 +348,7 @@ impl PolicyResult {
             rounds
                 .iter()
                 .filter_map(f)
-                .fold(None, |sum: Option<u64>, n| {
-                    Some(sum.unwrap_or(0).saturating_add(n))
-                })
+                .fold(None, |sum: Option<u64>, n| Some(sum.unwrap_or(0).saturating_add(n)))
                 .map(|n| n as f64)
         };
         let per = |n: Option<f64>, of: Option<f64>| match (n, of) {
@@ -398,10 +387,8 @@ impl PolicyResult {
             requests_per_io: per(iommu(|i| i.requests), ios),
             syncs_per_io: per(iommu(|i| i.syncs), ios),
             kicks_per_io: per(sum(&|s| s.kicks), ios),
-            sync_wait_ns: (waits.count() > 0).then(|| WaitSummary {
-                p50: waits.quantile(0.5),
-                p99: waits.quantile(0.99),
-            }),
+            sync_wait_ns: (waits.count() > 0)
+                .then(|| WaitSummary { p50: waits.quantile(0.5), p99: waits.quantile(0.99) }),
             stale_window: rounds.iter().filter_map(|s| s.stale).reduce(|a, b| StaleWindow {
                 max_ms: a.max_ms.max(b.max_ms),
                 byte_ms: a.byte_ms + b.byte_ms,
@@ -451,4 +438,3 @@ pub fn bytes(n: u64) -> String {
         None => format!("{n} B"),
     }
 }
-

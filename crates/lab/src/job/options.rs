@@ -1,0 +1,381 @@
+//! From lines to jobs.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{
+    Job, JobError, JobFile, MAX_FILE, Rw, Warning,
+    ini::{Line, lines},
+    value::{self, quote},
+};
+use crate::block::MIN_UNIT;
+
+/// The keys that are obeyed or noted.
+pub const KEYS: [&str; 24] = [
+    "rw",
+    "readwrite",
+    "bs",
+    "blocksize",
+    "size",
+    "offset",
+    "iodepth",
+    "numjobs",
+    "runtime",
+    "timeout",
+    "time_based",
+    "rwmixread",
+    "rwmixwrite",
+    "direct",
+    "filename",
+    "ioengine",
+    "group_reporting",
+    "verify",
+    "stonewall",
+    "wait_for_previous",
+    "name",
+    "description",
+    "norandommap",
+    "thread",
+];
+
+/// Sections a file may have.
+pub const MAX_SECTIONS: usize = 1000;
+/// Different unknown keys a file may have.
+pub const MAX_UNKNOWN: usize = 1000;
+/// Largest block, bytes.
+pub const MAX_BS: u64 = 16 << 20;
+/// Most I/Os in flight of one clone.
+pub const MAX_IODEPTH: u64 = 4096;
+/// Most clones of one job.
+pub const MAX_NUMJOBS: u64 = 1024;
+/// The area of a job that gives no `size`. fio takes the whole device; the disk here is as large
+/// as the jobs need it to be, so that there is no such thing.
+pub const DEFAULT_SIZE: u64 = 1 << 30;
+
+const SYNCHRONOUS: [&str; 6] = ["sync", "psync", "vsync", "pvsync", "pvsync2", "mmap"];
+
+pub(super) fn parse(text: &[u8], file: &str) -> Result<JobFile, JobError> {
+    if text.len() > MAX_FILE {
+        return Err(JobError::new(
+            file,
+            0,
+            format!("more than {MAX_FILE} bytes: this is not a job file"),
+        ));
+    }
+    let mut reader =
+        Reader { file, warnings: Vec::new(), unknown: HashSet::new(), filename: false };
+    let mut global = Draft::default();
+    let mut current: Option<Draft> = None;
+    let mut jobs = Vec::new();
+    let (mut sections, mut last) = (0, 1);
+    for line in lines(text, file) {
+        let (number, line) = line?;
+        last = number;
+        match line {
+            Line::Section(name) => {
+                sections += 1;
+                if sections > MAX_SECTIONS {
+                    return Err(reader.error(
+                        number,
+                        format!("more than {MAX_SECTIONS} sections; split the file"),
+                    ));
+                }
+                reader.close(current.take(), &mut global, &mut jobs)?;
+                let mut draft = global.clone();
+                draft.section = number;
+                draft.is_global = name == "global";
+                draft.mixes = [None; 2];
+                if !draft.is_global {
+                    draft.job.name = name.to_owned();
+                }
+                current = Some(draft);
+            }
+            Line::Option { key, value } => {
+                let draft = current.as_mut().ok_or_else(|| {
+                    reader.error(
+                        number,
+                        format!("{} before any section; put it under [global]", quote(key)),
+                    )
+                })?;
+                reader.option(draft, number, key, value)?;
+            }
+        }
+    }
+    reader.close(current, &mut global, &mut jobs)?;
+    if jobs.is_empty() {
+        return Err(reader.error(last, "no job: give a section [NAME] other than [global]"));
+    }
+    Ok(JobFile { file: file.to_owned(), jobs, warnings: reader.warnings })
+}
+
+/// A section as far as it was read.
+#[derive(Clone, Default)]
+struct Draft {
+    job: Job,
+    section: usize,
+    is_global: bool,
+    /// Where a key got its value, for errors that only show when the section is whole.
+    lines: HashMap<&'static str, usize>,
+    /// `rwmixread` and `rwmixwrite` as this section gave them.
+    mixes: [Option<u8>; 2],
+}
+
+impl Draft {
+    fn line_of(&self, keys: &[&'static str]) -> usize {
+        keys.iter().filter_map(|key| self.lines.get(key)).max().copied().unwrap_or(self.section)
+    }
+}
+
+struct Reader<'a> {
+    file: &'a str,
+    warnings: Vec<Warning>,
+    unknown: HashSet<String>,
+    filename: bool,
+}
+
+impl Reader<'_> {
+    fn error(&self, line: usize, what: impl Into<String>) -> JobError {
+        JobError::new(self.file, line, what)
+    }
+
+    fn warn(&mut self, line: usize, what: String) {
+        self.warnings.push(Warning { file: self.file.to_owned(), line, what });
+    }
+
+    /// A section is whole: a `[global]` becomes the default, a job is checked and kept.
+    fn close(
+        &mut self,
+        draft: Option<Draft>,
+        global: &mut Draft,
+        jobs: &mut Vec<Job>,
+    ) -> Result<(), JobError> {
+        let Some(draft) = draft else { return Ok(()) };
+        if draft.is_global {
+            *global = draft;
+            return Ok(());
+        }
+        let job = &draft.job;
+        let line = draft.line_of(&["bs", "size", "rw"]);
+        let bs = job.max_block();
+        if u64::from(bs) > job.size {
+            return Err(self.error(
+                line,
+                format!(
+                    "a block of {bs} bytes does not fit size {}; allowed: bs <= size",
+                    job.size
+                ),
+            ));
+        }
+        if job.offset.checked_add(job.size).is_none() {
+            let line = draft.line_of(&["offset", "size"]);
+            return Err(self.error(line, "offset plus size is more than 2^64 bytes"));
+        }
+        if let Some(engine) = job.ioengine.as_deref()
+            && SYNCHRONOUS.contains(&engine)
+            && job.iodepth > 1
+        {
+            let what = format!(
+                "ioengine={engine} keeps one I/O in flight in fio; here iodepth={} is obeyed",
+                job.iodepth
+            );
+            let line = draft.line_of(&["ioengine", "iodepth"]);
+            // Inherited from [global] it is one fact, not one a job.
+            if !self.warnings.iter().any(|w| w.line == line && w.what == what) {
+                self.warn(line, what);
+            }
+        }
+        jobs.push(draft.job);
+        Ok(())
+    }
+
+    fn option(
+        &mut self,
+        draft: &mut Draft,
+        line: usize,
+        key: &str,
+        value: Option<&str>,
+    ) -> Result<(), JobError> {
+        let known = match key {
+            "readwrite" => "rw",
+            "blocksize" => "bs",
+            "timeout" => "runtime",
+            "wait_for_previous" => "stonewall",
+            _ => match KEYS.iter().find(|known| **known == key) {
+                Some(known) => known,
+                None => return self.unknown(line, key),
+            },
+        };
+        draft.lines.insert(known, line);
+        self.obey(draft, line, known, value)
+            .map_err(|what| self.error(line, format!("{}: {what}", quote(key))))
+    }
+
+    fn unknown(&mut self, line: usize, key: &str) -> Result<(), JobError> {
+        if self.unknown.contains(key) {
+            return Ok(());
+        }
+        if self.unknown.len() == MAX_UNKNOWN {
+            return Err(self.error(
+                line,
+                format!("more than {MAX_UNKNOWN} different unknown keys: this is not a job file"),
+            ));
+        }
+        self.unknown.insert(key.to_owned());
+        self.warn(line, format!("{} is not known here and has no effect", quote(key)));
+        Ok(())
+    }
+
+    fn obey(
+        &mut self,
+        draft: &mut Draft,
+        line: usize,
+        key: &'static str,
+        value: Option<&str>,
+    ) -> Result<(), String> {
+        let job = &mut draft.job;
+        // Flags may stand alone; everything else needs a value.
+        match key {
+            "time_based" => return value::flag(value).map(|set| job.time_based = set),
+            "direct" => return value::flag(value).map(|set| job.direct = set),
+            "group_reporting" => return value::flag(value).map(|set| job.group_reporting = set),
+            "stonewall" => return value::flag(value).map(|set| job.stonewall = set),
+            "norandommap" => return value::flag(value).map(|set| job.norandommap = set),
+            // Clones are no processes here in any case.
+            "thread" => return value::flag(value).map(drop),
+            _ => {}
+        }
+        let value = match value {
+            Some("") | None => return Err("needs a value; write KEY=VALUE".to_owned()),
+            Some(value) => value,
+        };
+        match key {
+            "rw" => job.rw = pattern(value)?,
+            "bs" => self.block_sizes(job, line, value)?,
+            "size" => {
+                let size = self.size(line, value)?;
+                if size == 0 {
+                    return Err("0 is not allowed; allowed: at least one block".to_owned());
+                }
+                job.size = size;
+            }
+            "offset" => {
+                let offset = self.size(line, value)?;
+                if !offset.is_multiple_of(MIN_UNIT.into()) {
+                    return Err(format!(
+                        "{offset} bytes are not allowed; allowed: multiples of {MIN_UNIT}"
+                    ));
+                }
+                job.offset = offset;
+            }
+            "iodepth" => job.iodepth = value::number(value, 1..=MAX_IODEPTH)? as u32,
+            "numjobs" => job.numjobs = value::number(value, 1..=MAX_NUMJOBS)? as u32,
+            // fio: no limit.
+            "runtime" => job.runtime = Some(value::time(value)?).filter(|time| !time.is_zero()),
+            "rwmixread" | "rwmixwrite" => {
+                let percent = value::number(value, 0..=100)? as u8;
+                let write = key == "rwmixwrite";
+                draft.mixes[usize::from(write)] = Some(percent);
+                draft.job.rwmixread = if write { 100 - percent } else { percent };
+                if let [Some(read), Some(written)] = draft.mixes
+                    && read + written != 100
+                {
+                    self.warn(
+                        line,
+                        format!(
+                            "rwmixread={read} and rwmixwrite={written} do not make 100: the last \
+                             one counts, as in fio"
+                        ),
+                    );
+                }
+            }
+            "filename" => {
+                job.filename = Some(value.to_owned());
+                if !std::mem::replace(&mut self.filename, true) {
+                    self.warn(
+                        line,
+                        format!("filename={} is never opened: --disk decides", quote(value)),
+                    );
+                }
+            }
+            "ioengine" => job.ioengine = Some(value.to_owned()),
+            "verify" => {
+                job.verify = value == "crc32c";
+                if !job.verify {
+                    self.warn(
+                        line,
+                        format!(
+                            "verify={} has no effect: every block is checked by crc32c",
+                            quote(value)
+                        ),
+                    );
+                }
+            }
+            // Of [global] it names nothing.
+            "name" if draft.is_global => {}
+            "name" => job.name = value.to_owned(),
+            // For people.
+            "description" => {}
+            _ => unreachable!("{key} is in KEYS and has no meaning"),
+        }
+        Ok(())
+    }
+
+    fn size(&mut self, line: usize, text: &str) -> Result<u64, String> {
+        let size = value::size(text)?;
+        if size.decimal {
+            self.warn(
+                line,
+                format!(
+                    "{} is {} bytes: fio reads ki, mi, gi as powers of 1000, and k, m, g as \
+                     powers of 1024",
+                    quote(text),
+                    size.bytes
+                ),
+            );
+        }
+        Ok(size.bytes)
+    }
+
+    /// `4k`: all; `4k,64k`: reads, then writes (and trims); an empty part keeps what was.
+    fn block_sizes(&mut self, job: &mut Job, line: usize, text: &str) -> Result<(), String> {
+        let parts: Vec<&str> = text.split(',').map(str::trim).collect();
+        if parts.len() > 3 || parts.iter().all(|part| part.is_empty()) {
+            return Err(format!(
+                "{} is not allowed; allowed: a size, or sizes of reads,writes,trims",
+                quote(text)
+            ));
+        }
+        let mut sizes = [None; 3];
+        for (size, part) in sizes.iter_mut().zip(&parts) {
+            if part.is_empty() {
+                continue;
+            }
+            let bytes = self.size(line, part)?;
+            if bytes == 0 || bytes > MAX_BS || !bytes.is_multiple_of(MIN_UNIT.into()) {
+                return Err(format!(
+                    "{bytes} bytes are not allowed; allowed: multiples of {MIN_UNIT} up to {MAX_BS}"
+                ));
+            }
+            *size = Some(bytes as u32);
+        }
+        if let Some(read) = sizes[0] {
+            job.bs.read = read;
+        }
+        if let Some(write) = if parts.len() == 1 { sizes[0] } else { sizes[1] } {
+            job.bs.write = write;
+        }
+        Ok(())
+    }
+}
+
+fn pattern(text: &str) -> Result<Rw, String> {
+    if text == "readwrite" {
+        return Ok(Rw::Rw);
+    }
+    Rw::ALL.into_iter().find(|rw| rw.name() == text).ok_or_else(|| {
+        format!(
+            "{} is not allowed; allowed: {}, readwrite (no trims, no :N modifiers)",
+            quote(text),
+            Rw::ALL.map(Rw::name).join(", ")
+        )
+    })
+}
