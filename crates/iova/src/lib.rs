@@ -1,1 +1,60 @@
-//! Allocators of I/O virtual addresses: red-black tree, bitmap, per-CPU magazines
+//! Allocators of I/O virtual addresses.
+//!
+//! A device that sits behind an IOMMU is given I/O virtual addresses (IOVAs). Somebody has to say
+//! which ones are free: an [`Allocator`] hands out ranges of them and takes them back. It knows
+//! nothing of what they map to.
+//!
+//! | type | what it is | good at | bad at |
+//! |---|---|---|---|
+//! | [`RbTree`] | red-black tree of the ranges that are taken, searched from the top down | any aperture, memory per live range only | a dense live set: a search walks it |
+//! | [`Bitmap`] | one bit a granule, next fit, over a bounded window | small ranges, constant memory | a full window; large aligned ranges |
+//! | [`Magazines`] | a cache of freed ranges per CPU in front of either | alloc and free of up to 32 granules without a search or a shared lock | keeps what it caches |
+//! | [`Preferred32`] | one device's preference for addresses below 4 GiB in front of any of them | short addresses as long as there are any | |
+//!
+//! They stack: `Preferred32<Arc<Magazines<RbTree, OsCpu>>>` is what Linux gives a PCI device. Tree,
+//! bitmap and magazines follow the Linux 6.12 DMA path on purpose, with its limits; what holds for
+//! each is written at the type, by the number of its rule.
+//!
+//! ```
+//! use ringfence_iova::{Allocator, Aperture, RbTree, Request};
+//!
+//! let space = RbTree::new(Aperture::new(0, (1 << 48) - 1, 4096)?);
+//! space.reserve(0xfee0_0000, 0xfeef_ffff)?;
+//! let iova = space.alloc(&Request::new(3 * 4096).limit(0xffff_ffff))?;
+//! assert_eq!(iova, 0xffff_c000); // the highest place that is aligned to four granules
+//! space.free(iova, 3 * 4096)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Sizes, addresses, limits and masks are in bytes; ranges are inclusive at both ends, and nothing
+//! wraps: 2^64-1 is an address like any other. IOVA 0 is never handed out (rule L2).
+//!
+//! The crate needs `alloc` and no operating system.
+#![no_std]
+#![deny(unsafe_code)]
+
+extern crate alloc;
+#[cfg(any(test, loom))]
+extern crate std;
+
+mod allocator;
+mod aperture;
+mod bitmap;
+mod error;
+mod magazines;
+mod preferred32;
+mod rbtree;
+mod request;
+mod stats;
+
+pub use allocator::Allocator;
+pub use aperture::{Aperture, ApertureError};
+pub use bitmap::{Bitmap, DEFAULT_WINDOW, Flush, FlushFailed};
+pub use error::{AllocError, AllocReason, FreeError, FreeReason, ReserveError};
+pub use magazines::{
+    LARGEST_CACHED, MAGAZINE_SLOTS, MagazineConfig, Magazines, SIZE_CLASSES, TRIM_INTERVAL_NS,
+};
+pub use preferred32::Preferred32;
+pub use rbtree::RbTree;
+pub use request::{Align, Request};
+pub use stats::Stats;

@@ -1,0 +1,245 @@
+//! The addresses that an allocator may hand out, and requests in terms of them.
+
+use crate::{Align, AllocError, AllocReason, Request, ReserveError};
+
+/// The addresses that an allocator may hand out: inclusive bounds and a granule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Aperture {
+    /// The first and the last usable granule, by number; never 0 (rule L2).
+    first: u64,
+    last: u64,
+    shift: u32,
+}
+
+/// Why bounds and granule make no [`Aperture`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ApertureError {
+    /// The granule is not a power of two.
+    #[error("a granule of {granule:#x} bytes is not a power of two")]
+    BadGranule {
+        /// The granule.
+        granule: u64,
+    },
+    /// No whole granule lies within, that of IOVA 0 left out.
+    #[error("no usable granule of {granule:#x} bytes lies between {first:#x} and {last:#x}")]
+    Empty {
+        /// The lower bound.
+        first: u64,
+        /// The upper bound.
+        last: u64,
+        /// The granule.
+        granule: u64,
+    },
+}
+
+impl Aperture {
+    /// The whole granules from `first` to `last`, both included, without that of IOVA 0 (rule L2).
+    ///
+    /// # Errors
+    /// The granule is not a power of two, or nothing is left.
+    pub const fn new(first: u64, last: u64, granule: u64) -> Result<Aperture, ApertureError> {
+        if !granule.is_power_of_two() {
+            return Err(ApertureError::BadGranule { granule });
+        }
+        let shift = granule.trailing_zeros();
+        let low = match first >> shift {
+            // Round up, and at least 1. A granule number only wraps for granules of one byte,
+            // which divide every address.
+            0 => 1,
+            number if first & (granule - 1) != 0 => number + 1,
+            number => number,
+        };
+        match last_whole(last, shift) {
+            Some(high) if low <= high => Ok(Aperture { first: low, last: high, shift }),
+            _ => Err(ApertureError::Empty { first, last, granule }),
+        }
+    }
+
+    /// The lowest address that is ever handed out.
+    pub const fn first(&self) -> u64 {
+        self.first << self.shift
+    }
+
+    /// The last address of the last range that can be handed out.
+    pub const fn last(&self) -> u64 {
+        self.end_of(self.last)
+    }
+
+    /// The granule, in bytes.
+    pub const fn granule(&self) -> u64 {
+        1 << self.shift
+    }
+
+    /// The lowest usable granule.
+    pub(crate) const fn low(&self) -> u64 {
+        self.first
+    }
+
+    /// The highest usable granule.
+    pub(crate) const fn high(&self) -> u64 {
+        self.last
+    }
+
+    /// The first `granules` of this aperture, or all of it.
+    pub(crate) const fn truncated(self, granules: u64) -> Aperture {
+        // `granules` is at least 1; the distance is compared so that nothing overflows.
+        let extent = granules.saturating_sub(1);
+        let last = if extent < self.last - self.first { self.first + extent } else { self.last };
+        Aperture { last, ..self }
+    }
+
+    /// The number of the granule that holds `address`.
+    pub(crate) const fn number(&self, address: u64) -> u64 {
+        address >> self.shift
+    }
+
+    /// The first address of a granule.
+    pub(crate) const fn start_of(&self, number: u64) -> u64 {
+        number << self.shift
+    }
+
+    /// The last address of a granule.
+    pub(crate) const fn end_of(&self, number: u64) -> u64 {
+        (number << self.shift) | ((1 << self.shift) - 1)
+    }
+
+    /// How many granules hold `size` bytes; 0 for 0.
+    pub(crate) const fn granules(&self, size: u64) -> u64 {
+        (size >> self.shift) + (size & (self.granule() - 1) != 0) as u64
+    }
+
+    /// The number of the granule that starts at `iova`, and how many granules `size` bytes take;
+    /// `None` if such a range can never have been handed out.
+    pub(crate) fn range_of(&self, iova: u64, size: u64) -> Option<(u64, u64)> {
+        let count = self.granules(size);
+        let number = self.number(iova);
+        let fits = iova & (self.granule() - 1) == 0
+            && count != 0
+            && number >= self.first
+            && number <= self.last
+            && count - 1 <= self.last - number;
+        fits.then_some((number, count))
+    }
+
+    /// The granules that `first..=last` touches within the aperture; `None` if there are none.
+    pub(crate) fn clip(&self, first: u64, last: u64) -> Result<Option<(u64, u64)>, ReserveError> {
+        if first > last {
+            return Err(ReserveError::Inverted { first, last });
+        }
+        let low = self.number(first).max(self.first);
+        let high = self.number(last).min(self.last);
+        Ok((low <= high).then_some((low, high)))
+    }
+
+    /// Checks a request and expresses it in granules.
+    pub(crate) fn wanted(&self, request: &Request) -> Result<Wanted, AllocError> {
+        self.try_wanted(request).map_err(|reason| AllocError { request: *request, reason })
+    }
+
+    fn try_wanted(&self, request: &Request) -> Result<Wanted, AllocReason> {
+        if request.size == 0 {
+            return Err(AllocReason::ZeroSize);
+        }
+        let count = self.granules(request.size);
+        let align = match request.align {
+            Align::Size => count.checked_next_power_of_two().ok_or(AllocReason::TooBig)?,
+            Align::Bytes(bytes) if bytes.is_power_of_two() => (bytes >> self.shift).max(1),
+            Align::Bytes(_) => return Err(AllocReason::BadAlign),
+        };
+        let boundary = request.boundary;
+        let segment = boundary >> self.shift;
+        // A mask below the granule's own has no room for a granule.
+        if boundary & boundary.wrapping_add(1) != 0
+            || boundary < self.granule() - 1
+            || count - 1 > segment
+        {
+            return Err(AllocReason::BadBoundary { boundary });
+        }
+        let too_small = AllocReason::ApertureTooSmall { first: self.first(), last: self.last() };
+        let limit = last_whole(request.limit, self.shift).ok_or(too_small)?.min(self.last);
+        let wanted = Wanted { count, align, limit, boundary: segment };
+        // Could it be met if everything were free? If not, it never will be, and no search need say
+        // so.
+        match wanted.highest_in(self.first, limit) {
+            Some(_) => Ok(wanted),
+            None => Err(too_small),
+        }
+    }
+
+    pub(crate) fn exhausted(&self, request: &Request, limit: u64) -> AllocError {
+        let reason = AllocReason::Exhausted { first: self.first(), last: self.end_of(limit) };
+        AllocError { request: *request, reason }
+    }
+}
+
+/// The number of the last granule that ends at or below `last`.
+const fn last_whole(last: u64, shift: u32) -> Option<u64> {
+    match last.checked_add(1) {
+        None => Some(u64::MAX >> shift),
+        Some(end) => (end >> shift).checked_sub(1),
+    }
+}
+
+/// A [`Request`] in granules, checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    /// How many; not 0, and no more than a segment holds.
+    pub(crate) count: u64,
+    /// What the first is a multiple of: a power of two.
+    pub(crate) align: u64,
+    /// The last that may be used; within the aperture.
+    pub(crate) limit: u64,
+    /// The mask of a segment.
+    pub(crate) boundary: u64,
+}
+
+impl Wanted {
+    /// The highest place in the hole `low..=high`.
+    pub(crate) fn highest_in(&self, low: u64, high: u64) -> Option<u64> {
+        let place = self.below(high)?;
+        let last = place + (self.count - 1);
+        let place = if (place ^ last) & !self.boundary != 0 {
+            // It crosses into the segment of its last granule: end just before that segment. One
+            // step is enough, as segments start at multiples of the alignment or the other way
+            // round, and the range is no larger than a segment.
+            self.below((last & !self.boundary).checked_sub(1)?)?
+        } else {
+            place
+        };
+        (place >= low).then_some(place)
+    }
+
+    /// The highest aligned place that ends at or below `high`.
+    fn below(&self, high: u64) -> Option<u64> {
+        Some(high.checked_sub(self.count - 1)? & !(self.align - 1))
+    }
+
+    /// The lowest place in `low..=high`.
+    pub(crate) fn lowest_in(&self, low: u64, high: u64) -> Option<u64> {
+        let place = self.above(low)?;
+        let last = place.checked_add(self.count - 1)?;
+        let place = if (place ^ last) & !self.boundary != 0 {
+            // Start with the segment of its last granule: see `highest_in`.
+            self.above(last & !self.boundary)?
+        } else {
+            place
+        };
+        let last = place.checked_add(self.count - 1)?;
+        (last <= high).then_some(place)
+    }
+
+    /// The lowest aligned place at or above `low`.
+    fn above(&self, low: u64) -> Option<u64> {
+        Some(low.checked_add(self.align - 1)? & !(self.align - 1))
+    }
+
+    /// Whether everything that would meet this request would have met `other` too: if `other` found
+    /// nothing, this will not either.
+    pub(crate) fn is_at_least(&self, other: &Wanted) -> bool {
+        self.count >= other.count
+            && self.align >= other.align
+            && self.limit <= other.limit
+            && self.boundary <= other.boundary
+    }
+}
