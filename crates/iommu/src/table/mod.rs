@@ -43,9 +43,36 @@
 //! allocates nothing. When a map would exceed the limit, all empty nodes are unlinked ("scavenged")
 //! and the map fails; see [`Table::map`] for how the caller goes on. Unmapping never allocates.
 
+mod map;
+mod node;
 mod pages;
+mod slot;
+mod unmap;
+mod walk;
+mod writer;
 
-use crate::{Iova, Prot, Range, Result};
+#[cfg(all(test, loom))]
+mod model;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use alloc::sync::Arc;
+use core::fmt;
+
+use ringfence_sync::{
+    atomic::{AtomicU64, Ordering},
+    lock::SpinLock,
+};
+
+use self::{
+    map::{Commit, Need},
+    pages::{Chain, Ledger},
+    slot::{ROOT_LEVEL, Slot, Span},
+    unmap::Removed,
+    walk::{Leaf, first_mapped, leaf_at, run_at},
+    writer::{Place, Writer},
+};
+use crate::{Address as _, Error, Iova, Prot, Range, Result};
 
 pub use pages::PageList;
 
@@ -95,19 +122,29 @@ impl Limits {
 }
 
 /// A translation table. See the [module](self) for how it is made.
-#[derive(Debug)]
-pub struct Table {}
+pub struct Table {
+    root: AtomicU64,
+    mappings: AtomicU64,
+    limits: Limits,
+    ledger: Arc<Ledger>,
+    writer: SpinLock<Writer>,
+}
 
 impl Table {
     /// An empty table.
     pub fn new(limits: Limits) -> Table {
-        let _ = limits;
-        todo!()
+        Table {
+            root: AtomicU64::new(Slot::EMPTY.0),
+            mappings: AtomicU64::new(0),
+            limits,
+            ledger: Arc::new(Ledger::new()),
+            writer: SpinLock::new(Writer::new()),
+        }
     }
 
     /// The limits it was made with.
     pub fn limits(&self) -> Limits {
-        todo!()
+        self.limits
     }
 
     /// Maps `range` to `target` and what follows it, byte-exact. All or nothing.
@@ -124,8 +161,22 @@ impl Table {
     ///   grace period, [reclaims](PageList::reclaim) it and tries once more.
     /// * [`NoMemory`](crate::Error::NoMemory): the allocator failed.
     pub fn map(&self, range: Range, target: u64, prot: Prot) -> Result<()> {
-        let _ = (range, target, prot);
-        todo!()
+        let prot = prot & Prot::all();
+        if !prot.intersects(Prot::RW) {
+            return Err(Error::NoPermission(range));
+        }
+        if target.checked_add(range.extent()).is_none() {
+            return Err(Error::TargetOverflow(range));
+        }
+        let mapping = Mapping { range, target, prot };
+        let mut writer = self.writer.lock();
+        let mappings = self.mappings();
+        if mappings >= self.limits.mappings || !map::quick(&mut writer, &self.root, &mapping) {
+            self.map_slowly(&mut writer, mapping)?;
+        }
+        // The lock is held: nobody else changes it.
+        self.mappings.store(mappings + 1, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Removes every mapping in `range`, which may hold holes, and returns how many bytes were
@@ -133,46 +184,70 @@ impl Table {
     /// the cost is in proportion to the nodes in the range, not to its span.
     ///
     /// # Errors
-    /// [`WouldSplit`](crate::Error::WouldSplit): a mapping lies partly outside `range`; `at` is the
-    /// first or the last address of `range`, whichever (the first before the last) lies in such a
-    /// mapping. Nothing was removed (rules V22, L65). Never fails for want of memory.
+    /// [`WouldSplit`](crate::Error::WouldSplit): `at` is the first address of `range` if a mapping
+    /// reaches into the range from below, else the last if one reaches out of it above. Nothing was
+    /// removed (rules V22, L65). Never fails for want of memory.
     pub fn unmap(&self, range: Range, pages: &mut PageList) -> Result<u128> {
-        let _ = (range, pages);
-        todo!()
+        let mut writer = self.writer.lock();
+        let span = Span::from(range);
+        let removed = match unmap::quick(&mut writer, &self.root, span) {
+            Some(removed) => removed,
+            None => {
+                if let Some(at) = unmap::splits(&self.root, span) {
+                    return Err(Error::WouldSplit { range, at: Iova(at) });
+                }
+                let mut removed = Removed::default();
+                unmap::sweep(&mut writer, Place::root(&self.root), span, &mut removed);
+                removed
+            }
+        };
+        self.mappings.store(self.mappings() - removed.mappings, Ordering::Relaxed);
+        drop(writer);
+        if !removed.pages.is_empty() {
+            self.ledger.retire(&removed.pages);
+            pages.append(PageList::of(removed.pages, &self.ledger));
+        }
+        Ok(removed.bytes)
     }
 
     /// Where `iova` leads: lock-free. The calling thread must be one that the grace periods of
     /// [`PageList::reclaim`] wait for, between two of its quiet points.
     #[inline]
     pub fn lookup(&self, iova: Iova) -> Option<Translation> {
-        let _ = iova;
-        todo!()
+        // SAFETY: this is the lookup that reclaiming waits for, by the contract of
+        // `PageList::reclaim`; the table itself cannot be dropped while it is borrowed here.
+        unsafe { leaf_at(&self.root, iova.0) }.map(Leaf::translation)
     }
 
     /// As [`lookup`](Self::lookup), merged with the leaves on both sides that have the same
     /// difference and the same permission, as far as they lie in `within` (the result may reach out
     /// of `within` by a leaf on each side). Costs a lookup a leaf.
     pub fn lookup_run(&self, iova: Iova, within: Range) -> Option<Translation> {
-        let _ = (iova, within);
-        todo!()
+        // SAFETY: as in `lookup`.
+        unsafe { run_at(&self.root, iova.0, within.into()) }.map(Leaf::translation)
     }
 
     /// As [`lookup`](Self::lookup), under the table's lock: may be called by any thread at any time.
     pub fn lookup_locked(&self, iova: Iova) -> Option<Translation> {
-        let _ = iova;
-        todo!()
+        let _writer = self.writer.lock();
+        // SAFETY: the lock is held.
+        unsafe { leaf_at(&self.root, iova.0) }.map(Leaf::translation)
     }
 
     /// The mapping that `iova` lies in, with its boundaries. Takes the lock.
     pub fn mapping(&self, iova: Iova) -> Option<Mapping> {
-        let _ = iova;
-        todo!()
+        let _writer = self.writer.lock();
+        self.whole(iova.0)
     }
 
     /// The first mapping that ends at or after `iova`. Takes the lock.
     pub fn mapping_from(&self, iova: Iova) -> Option<Mapping> {
-        let _ = iova;
-        todo!()
+        let _writer = self.writer.lock();
+        let root = Slot(self.root.load(Ordering::Acquire));
+        let above = Span { first: iova.0, last: u64::MAX };
+        // SAFETY: the lock is held.
+        let at = unsafe { first_mapped(root, ROOT_LEVEL, above) }?;
+        self.whole(at)
     }
 
     /// All mappings in ascending order. Takes the lock for each step and holds it for none: a
@@ -190,30 +265,110 @@ impl Table {
 
     /// The number of mappings.
     pub fn mappings(&self) -> u64 {
-        todo!()
+        self.mappings.load(Ordering::Relaxed)
     }
 
     /// Bytes of table memory: nodes and blocks, those that wait for their grace period included.
     pub fn table_bytes(&self) -> u64 {
-        todo!()
+        self.ledger.used()
     }
 
     /// Those of the [`table_bytes`](Self::table_bytes) that were unlinked and not freed yet, be they
     /// on a [`PageList`] or deferred.
     pub fn retired_bytes(&self) -> u64 {
-        todo!()
+        self.ledger.retired()
     }
 
     /// Unlinks every empty node and defers it. Returns how many bytes that were.
     pub fn scavenge(&self) -> u64 {
-        todo!()
+        self.scavenge_with(&mut self.writer.lock())
     }
 
     /// What was unlinked but handed to nobody: by maps (which replace blocks and empty nodes), by
     /// scavenging, and from page lists that were dropped. The caller frees it after a grace period
     /// that starts after this call.
     pub fn take_deferred(&self) -> PageList {
-        todo!()
+        PageList::of(self.ledger.take_deferred(), &self.ledger)
+    }
+
+    /// Maps what may need memory, or may not be possible.
+    fn map_slowly(&self, writer: &mut Writer, mapping: Mapping) -> Result<()> {
+        let span = Span::from(mapping.range);
+        let root = Place::root(&self.root);
+        let fits = Slot::fits(slot::delta(&mapping));
+        let mut need = Need::default();
+        map::rehearse(root.load(), ROOT_LEVEL, span, fits, &mut need)
+            .map_err(|at| Error::Exists { range: mapping.range, at: Iova(at) })?;
+        let full = |what, used, limit| Err(Error::Full { what, used, limit });
+        if self.mappings() >= self.limits.mappings {
+            return full("mappings", self.mappings(), self.limits.mappings);
+        }
+        let (used, limit) = (self.table_bytes(), self.limits.table_bytes);
+        if need.bytes() > limit.saturating_sub(used) {
+            self.scavenge_with(writer);
+            return full("table bytes", used, limit);
+        }
+        let stock = need.allocate(&mapping).ok_or(Error::NoMemory)?;
+        self.ledger.charge(need.bytes());
+        let mut commit = Commit { writer, mapping, stock, pages: Chain::default() };
+        commit.put(root, span);
+        self.ledger.retire(&commit.pages);
+        self.ledger.defer(commit.pages);
+        Ok(())
+    }
+
+    fn scavenge_with(&self, writer: &mut Writer) -> u64 {
+        let mut pages = Chain::default();
+        writer.scavenge(&self.root, &mut pages);
+        let bytes = pages.bytes();
+        self.ledger.retire(&pages);
+        self.ledger.defer(pages);
+        bytes
+    }
+
+    /// All of the mapping that has `address`. The lock is held.
+    fn whole(&self, address: u64) -> Option<Mapping> {
+        // SAFETY: the lock is held.
+        let look = |address| unsafe { leaf_at(&self.root, address) };
+        let leaf = look(address)?;
+        let (mut low, mut high) = (leaf, leaf);
+        // A leaf knows only its own slot, a record all of its mapping.
+        while !low.starts {
+            low = look(low.span.first.checked_sub(1)?)?;
+        }
+        while !high.ends {
+            high = look(high.span.last.checked_add(1)?)?;
+        }
+        let range = Range::new(Iova(low.span.first), Iova(high.span.last))?;
+        let target = low.span.first.wrapping_add(leaf.delta);
+        Some(Mapping { range, target, prot: leaf.prot })
+    }
+}
+
+impl Drop for Table {
+    fn drop(&mut self) {
+        let mut removed = Removed::default();
+        let all = Span { first: 0, last: u64::MAX };
+        let mut pages = {
+            let mut writer = self.writer.lock();
+            unmap::sweep(&mut writer, Place::root(&self.root), all, &mut removed);
+            removed.pages
+        };
+        self.ledger.retire(&pages);
+        pages.append(self.ledger.take_deferred());
+        // SAFETY: all of it is unlinked, and there are no lookups: they borrow the table.
+        unsafe { self.ledger.free(pages) };
+    }
+}
+
+impl fmt::Debug for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Table")
+            .field("mappings", &self.mappings())
+            .field("table_bytes", &self.table_bytes())
+            .field("retired_bytes", &self.retired_bytes())
+            .field("limits", &self.limits)
+            .finish()
     }
 }
 
@@ -244,5 +399,3 @@ impl Iterator for Mappings<'_> {
 }
 
 impl core::iter::FusedIterator for Mappings<'_> {}
-
-use crate::Address as _;

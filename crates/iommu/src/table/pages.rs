@@ -1,28 +1,218 @@
 //! Table pages on their way from the tree to the allocator.
 
+use alloc::sync::Arc;
+use core::fmt;
+
+use ringfence_sync::{
+    atomic::{AtomicU64, Ordering},
+    lock::SpinLock,
+};
+
+use super::{
+    node::{Block, Node},
+    slot::Slot,
+};
+
+/// What a table shares with the page lists that came from it, and outlives the table with them.
+pub(super) struct Ledger {
+    /// Bytes of all nodes and blocks that are allocated.
+    used: AtomicU64,
+    /// Those of them that were unlinked.
+    retired: AtomicU64,
+    /// Unlinked pages that are on nobody's list.
+    deferred: SpinLock<Chain>,
+}
+
+impl Ledger {
+    pub(super) fn new() -> Ledger {
+        Ledger {
+            used: AtomicU64::new(0),
+            retired: AtomicU64::new(0),
+            deferred: SpinLock::new(Chain::default()),
+        }
+    }
+
+    pub(super) fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn retired(&self) -> u64 {
+        self.retired.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn charge(&self, bytes: u64) {
+        self.used.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn discharge(&self, bytes: u64) {
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Notes that the pages of `chain` were unlinked.
+    pub(super) fn retire(&self, chain: &Chain) {
+        if chain.bytes > 0 {
+            self.retired.fetch_add(chain.bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Keeps pages that were retired, for whoever asks for the deferred ones.
+    pub(super) fn defer(&self, chain: Chain) {
+        if !chain.is_empty() {
+            self.deferred.lock().append(chain);
+        }
+    }
+
+    pub(super) fn take_deferred(&self) -> Chain {
+        core::mem::take(&mut *self.deferred.lock())
+    }
+
+    /// Frees pages that were retired.
+    ///
+    /// # Safety
+    /// Nobody can reach them and nobody is reading them.
+    pub(super) unsafe fn free(&self, chain: Chain) {
+        self.retired.fetch_sub(chain.bytes, Ordering::Relaxed);
+        self.discharge(chain.bytes);
+        // SAFETY: the caller's promise.
+        unsafe { chain.free() };
+    }
+}
+
+impl Drop for Ledger {
+    fn drop(&mut self) {
+        let deferred = self.take_deferred();
+        // SAFETY: the table is gone (it holds the ledger), and with it every lookup, which borrows
+        // the table: nobody reads what was unlinked from it.
+        unsafe { self.free(deferred) };
+    }
+}
+
+/// Unlinked nodes and blocks, linked through their own `next`: needs no memory to grow.
+#[derive(Default)]
+pub(super) struct Chain {
+    /// A child or block word, or empty.
+    head: u64,
+    tail: u64,
+    bytes: u64,
+}
+
+impl Chain {
+    pub(super) fn is_empty(&self) -> bool {
+        self.head == 0
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Adds a node that no slot points to any more.
+    pub(super) fn push_node(&mut self, node: &Node) {
+        node.next.set(0);
+        self.append(Chain {
+            head: Slot::child(node, 0).0,
+            tail: Slot::child(node, 0).0,
+            bytes: Node::BYTES,
+        });
+    }
+
+    /// Adds the block of a block word that stands in no slot any more.
+    ///
+    /// # Safety
+    /// The lock is held and the block is on no other list.
+    pub(super) unsafe fn push_block(&mut self, word: Slot) {
+        // SAFETY: it was linked until now and is not freed before it leaves this list.
+        let block = unsafe { word.block_ptr().as_ref() };
+        block.next.set(0);
+        self.append(Chain { head: word.0, tail: word.0, bytes: block.bytes() });
+    }
+
+    pub(super) fn append(&mut self, other: Chain) {
+        if other.is_empty() {
+            return;
+        }
+        if self.is_empty() {
+            *self = other;
+            return;
+        }
+        // SAFETY: the pages of a chain are alive and their `next` belongs to the chain's owner.
+        unsafe { next_of(Slot(self.tail)) }.set(other.head);
+        self.tail = other.tail;
+        self.bytes += other.bytes;
+    }
+
+    /// # Safety
+    /// Nobody can reach the pages and nobody is reading them.
+    unsafe fn free(self) {
+        let mut word = Slot(self.head);
+        while !word.is_empty() {
+            // SAFETY: the page is alive and its `next` is ours; the caller promises that nobody
+            // else has to do with it.
+            unsafe {
+                let next = Slot(next_of(word).get());
+                if word.is_block() {
+                    Block::free(word.block_ptr().as_ptr());
+                } else {
+                    Node::free(word.node_ptr());
+                }
+                word = next;
+            }
+        }
+    }
+}
+
+/// The link of a page on a chain.
+///
+/// # Safety
+/// The page is alive and on a chain that the caller owns.
+unsafe fn next_of<'p>(word: Slot) -> &'p core::cell::Cell<u64> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if word.is_block() { &(*word.block_ptr().as_ptr()).next } else { &(*word.node_ptr()).next }
+    }
+}
+
 /// Table pages that were unlinked and wait for a grace period.
 ///
 /// Dropping a list is safe and frees nothing: its pages go back to their table's *deferred* ones
 /// ([`Table::take_deferred`](super::Table::take_deferred)), which are freed with the table at the
 /// latest. They count against the limit until they are freed.
-#[derive(Debug, Default)]
-pub struct PageList {}
+#[derive(Default)]
+pub struct PageList {
+    pages: Chain,
+    /// Whose they are; `None` only if there are none.
+    ledger: Option<Arc<Ledger>>,
+}
 
 impl PageList {
+    pub(super) fn of(pages: Chain, ledger: &Arc<Ledger>) -> PageList {
+        if pages.is_empty() {
+            return PageList::default();
+        }
+        PageList { pages, ledger: Some(ledger.clone()) }
+    }
+
     /// Adds the pages of `other`. If those are of another table than this list's, they are deferred
     /// in their own table instead, as if `other` had been dropped.
-    pub fn append(&mut self, other: PageList) {
-        let _ = other;
+    pub fn append(&mut self, mut other: PageList) {
+        match (&self.ledger, &other.ledger) {
+            (_, None) => {}
+            (None, Some(_)) => core::mem::swap(self, &mut other),
+            (Some(mine), Some(theirs)) => {
+                if Arc::ptr_eq(mine, theirs) {
+                    self.pages.append(core::mem::take(&mut other.pages));
+                }
+            }
+        }
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        true
+        self.pages.is_empty()
     }
 
     /// How many bytes of table memory the pages hold.
     pub fn bytes(&self) -> u64 {
-        0
+        self.pages.bytes()
     }
 
     /// Frees the pages (rules L21, L40).
@@ -38,5 +228,25 @@ impl PageList {
     ///
     /// No other method of the table matters: they take its lock, under which nothing is reachable
     /// that was unlinked before. Nor does the table's life: its pages may outlive it.
-    pub unsafe fn reclaim(self) {}
+    pub unsafe fn reclaim(mut self) {
+        if let Some(ledger) = self.ledger.take() {
+            // SAFETY: unlinked, so out of reach of lookups that began later; the caller promises
+            // that those that began earlier are over.
+            unsafe { ledger.free(core::mem::take(&mut self.pages)) };
+        }
+    }
+}
+
+impl Drop for PageList {
+    fn drop(&mut self) {
+        if let Some(ledger) = self.ledger.take() {
+            ledger.defer(core::mem::take(&mut self.pages));
+        }
+    }
+}
+
+impl fmt::Debug for PageList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PageList").field("bytes", &self.bytes()).finish()
+    }
 }

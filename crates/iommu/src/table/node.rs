@@ -1,0 +1,264 @@
+//! Nodes and blocks: what they hold, and how they are allocated, bounded and freed.
+
+use alloc::{boxed::Box, vec::Vec};
+use core::{alloc::Layout, cell::Cell, ptr};
+
+use ringfence_sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use super::slot::{FANOUT, Slot, Span, index, shift};
+use crate::Prot;
+
+/// A node: an array of slots for the addresses `base` and what follows.
+///
+/// Readers touch the slots, `base` and `level`; the last two do not change once the node is linked.
+/// The cells are the writer's: they are touched only under the table's lock, or, once the node is
+/// unlinked, by the owner of the list it is on.
+#[repr(C, align(64))]
+pub(super) struct Node {
+    // First, so that a slot's address is the pointer plus a scaled index.
+    slots: [AtomicU64; FANOUT],
+    base: u64,
+    level: u32,
+    /// How many slots are not empty.
+    pub(super) live: Cell<u32>,
+    /// The node whose slot points here; null for the root slot.
+    pub(super) parent: Cell<*const Node>,
+    /// Neighbours in the list of empty nodes.
+    pub(super) before: Cell<*const Node>,
+    pub(super) after: Cell<*const Node>,
+    /// What follows in a list of retired pages.
+    pub(super) next: Cell<u64>,
+    #[cfg(loom)]
+    canary: ringfence_sync::cell::UnsafeCell<()>,
+}
+
+impl Node {
+    /// What a node costs of the table's limit.
+    pub(super) const BYTES: u64 = size_of::<Node>() as u64;
+
+    /// An empty node; `None` if there is no memory.
+    #[cfg(not(loom))]
+    pub(super) fn new() -> Option<Box<Node>> {
+        // SAFETY: a node has a size. All-zero is a valid node: numbers, null pointers and atomics of
+        // zero. The box frees it with the layout it was allocated with.
+        unsafe {
+            let memory = alloc::alloc::alloc_zeroed(Layout::new::<Node>()).cast::<Node>();
+            if memory.is_null() { None } else { Some(Box::from_raw(memory)) }
+        }
+    }
+
+    #[cfg(loom)]
+    pub(super) fn new() -> Option<Box<Node>> {
+        Some(Box::new(Node {
+            slots: core::array::from_fn(|_| AtomicU64::new(0)),
+            base: 0,
+            level: 0,
+            live: Cell::new(0),
+            parent: Cell::new(ptr::null()),
+            before: Cell::new(ptr::null()),
+            after: Cell::new(ptr::null()),
+            next: Cell::new(0),
+            canary: ringfence_sync::cell::UnsafeCell::new(()),
+        }))
+    }
+
+    /// Makes a node that is not linked yet the one of `level` that stands for `address`, and gives
+    /// it to the tree, which frees it through [`Slot`] words.
+    pub(super) fn place<'n>(mut self: Box<Self>, level: u32, address: u64) -> &'n Node {
+        self.base = Span::of_node(level, address).first;
+        self.level = level;
+        let node = Box::into_raw(self);
+        // The pointer that freeing it will need, which one made from a reference would not be.
+        node.expose_provenance();
+        // SAFETY: the box's memory, given up and valid until the tree frees it.
+        unsafe { &*node }
+    }
+
+    #[inline]
+    pub(super) fn level(&self) -> u32 {
+        self.level
+    }
+
+    #[inline]
+    pub(super) fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// The addresses the node is for.
+    #[inline]
+    pub(super) fn span(&self) -> Span {
+        Span::of_node(self.level, self.base)
+    }
+
+    #[inline]
+    pub(super) fn slot(&self, at: usize) -> &AtomicU64 {
+        // The mask spares the bounds check.
+        &self.slots[at & (FANOUT - 1)]
+    }
+
+    /// The content of a slot. Acquire: what it points to was written before it.
+    #[inline]
+    pub(super) fn load(&self, at: usize) -> Slot {
+        Slot(self.slot(at).load(Ordering::Acquire))
+    }
+
+    /// Changes the content of a slot. Release: a reader that sees the word sees what is behind it.
+    /// The caller keeps `live` true.
+    #[inline]
+    pub(super) fn store(&self, at: usize, word: Slot) {
+        self.slot(at).store(word.0, Ordering::Release);
+    }
+
+    /// The slots, by index, that stand for an address of `span`, which overlaps the node's own.
+    #[inline]
+    pub(super) fn indices(&self, span: Span) -> core::ops::RangeInclusive<usize> {
+        let inside = span.clip(self.span());
+        index(self.level, inside.first)..=index(self.level, inside.last)
+    }
+
+    /// What the slot at an index stands for.
+    #[inline]
+    pub(super) fn slot_span(&self, at: usize) -> Span {
+        let address = self.base | (at as u64) << shift(self.level);
+        Span::of_slot(self.level, address)
+    }
+
+    /// Tells the model checker that the node is being read.
+    #[inline(always)]
+    pub(super) fn touch(&self) {
+        #[cfg(loom)]
+        self.canary.with(|_| ());
+    }
+
+    /// Frees a node.
+    ///
+    /// # Safety
+    /// It came from [`place`](Self::place), nobody can reach it, and nobody is reading it.
+    pub(super) unsafe fn free(node: *mut Node) {
+        // SAFETY: the pointer came from `Box::into_raw` in `place`; the caller owns it.
+        let node = unsafe { Box::from_raw(node) };
+        #[cfg(loom)]
+        node.canary.with_mut(|_| ());
+        drop(node);
+    }
+}
+
+/// A mapping, or part of one, that a leaf cannot say.
+pub(super) struct Record {
+    /// All of the mapping, not only the part in this slot.
+    pub(super) span: Span,
+    pub(super) delta: u64,
+    /// The permission; 0 once it is unmapped. What a record maps never changes: it dies, and a later
+    /// mapping in the same page makes a new block. So an unmap needs no memory.
+    prot: AtomicU32,
+}
+
+impl Record {
+    pub(super) fn new(span: Span, delta: u64, prot: Prot) -> Record {
+        Record { span, delta, prot: AtomicU32::new(prot.bits()) }
+    }
+
+    /// The permission, while it is mapped.
+    #[inline]
+    pub(super) fn prot(&self) -> Option<Prot> {
+        match self.prot.load(Ordering::Acquire) {
+            0 => None,
+            bits => Some(Prot::from_bits_truncate(bits)),
+        }
+    }
+
+    pub(super) fn is_live(&self) -> bool {
+        self.prot().is_some()
+    }
+
+    pub(super) fn kill(&self) {
+        self.prot.store(0, Ordering::Release);
+    }
+
+    fn copy(&self) -> Option<Record> {
+        Some(Record::new(self.span, self.delta, self.prot()?))
+    }
+}
+
+/// Records of mappings that do not overlap, in ascending order; never changed once linked, but for
+/// records that die.
+///
+/// A block is for one slot of a level-0 node, or it holds one record and is shared by all the slots
+/// that the record's mapping covers wholly. As a mapping is only removed whole, the unmap that
+/// removes it meets those slots one after the other and retires the block once.
+pub(super) struct Block {
+    records: Vec<Record>,
+    /// What follows in a list of retired pages; the owner's of the list.
+    pub(super) next: Cell<u64>,
+    #[cfg(loom)]
+    canary: ringfence_sync::cell::UnsafeCell<()>,
+}
+
+impl Block {
+    /// What a block of `records` costs of the table's limit.
+    pub(super) const fn bytes_for(records: usize) -> u64 {
+        size_of::<Block>() as u64 + records as u64 * size_of::<Record>() as u64
+    }
+
+    /// An empty block with room for `records`; `None` if there is no memory.
+    pub(super) fn new(records: usize) -> Option<Box<Block>> {
+        let mut room = Vec::new();
+        room.try_reserve_exact(records).ok()?;
+        let block = Block {
+            records: room,
+            next: Cell::new(0),
+            #[cfg(loom)]
+            canary: ringfence_sync::cell::UnsafeCell::new(()),
+        };
+        // SAFETY: a block has a size; the memory is written before it becomes a box, which frees it
+        // with the layout it was allocated with.
+        unsafe {
+            let memory = alloc::alloc::alloc(Layout::new::<Block>()).cast::<Block>();
+            if memory.is_null() {
+                return None;
+            }
+            ptr::write(memory, block);
+            Some(Box::from_raw(memory))
+        }
+    }
+
+    /// Fills a new block with the living of `old` and one more.
+    pub(super) fn fill(&mut self, old: &[Record], new: Record) {
+        let (below, above) = old.split_at(old.partition_point(|r| r.span.first < new.span.first));
+        self.records.extend(below.iter().filter_map(Record::copy));
+        self.records.push(new);
+        self.records.extend(above.iter().filter_map(Record::copy));
+    }
+
+    pub(super) fn records(&self) -> &[Record] {
+        #[cfg(loom)]
+        self.canary.with(|_| ());
+        &self.records
+    }
+
+    /// The living record that holds `address`.
+    pub(super) fn find(&self, address: u64) -> Option<(&Record, Prot)> {
+        let records = self.records();
+        let at = records.partition_point(|record| record.span.first <= address);
+        let record = records.get(at.checked_sub(1)?)?;
+        let prot = record.prot()?;
+        (address <= record.span.last).then_some((record, prot))
+    }
+
+    /// What it costs of the table's limit.
+    pub(super) fn bytes(&self) -> u64 {
+        Self::bytes_for(self.records.len())
+    }
+
+    /// Frees a block.
+    ///
+    /// # Safety
+    /// It came from a box, nobody can reach it, and nobody is reading it.
+    pub(super) unsafe fn free(block: *mut Block) {
+        // SAFETY: the caller's promise.
+        let block = unsafe { Box::from_raw(block) };
+        #[cfg(loom)]
+        block.canary.with_mut(|_| ());
+        drop(block);
+    }
+}

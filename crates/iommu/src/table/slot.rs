@@ -1,0 +1,267 @@
+//! One 64-bit word of the tree: what it can say, and the arithmetic of levels.
+
+use core::ptr::NonNull;
+
+use super::{
+    Mapping,
+    node::{Block, Node},
+};
+use crate::{Iova, Prot, Range};
+
+/// log2 of the bytes that a slot of a level-0 node stands for. The model checker explores a tree of
+/// the same height order over a far smaller one: 256 "pages" of 2^56 bytes in nodes of four slots.
+pub(super) const PAGE_BITS: u32 = if cfg!(loom) { 56 } else { 12 };
+/// log2 of the slots of a node.
+pub(super) const RADIX_BITS: u32 = if cfg!(loom) { 2 } else { 9 };
+/// The slots of a node.
+pub(super) const FANOUT: usize = 1 << RADIX_BITS;
+/// The level of the root slot: one above the highest node.
+pub(super) const ROOT_LEVEL: u32 = (64 - PAGE_BITS).div_ceil(RADIX_BITS);
+
+/// The low bits of a leaf that are not part of the difference.
+const FLAGS: u64 = 0xfff;
+
+const _: () = assert!(Prot::all().bits() < 8, "a leaf has three bits for permissions");
+const _: () = assert!(ROOT_LEVEL < 8, "a child pointer has three bits for the level");
+const _: () = assert!(align_of::<Node>() >= 64, "a child pointer has six low bits to spare");
+const _: () = assert!(align_of::<Block>() >= 4, "a block pointer has two low bits to spare");
+
+/// log2 of the bytes that a slot of a node of `level` stands for.
+#[inline]
+pub(super) const fn shift(level: u32) -> u32 {
+    PAGE_BITS + RADIX_BITS * level
+}
+
+/// Which slot of a node of `level` stands for `address`.
+#[inline]
+pub(super) const fn index(level: u32, address: u64) -> usize {
+    (address >> shift(level)) as usize & (FANOUT - 1)
+}
+
+/// A range of addresses, both ends included, whose ends this module may compute with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) first: u64,
+    pub(super) last: u64,
+}
+
+impl Span {
+    /// The 2^`bits` addresses, so aligned, around `address`.
+    #[inline]
+    pub(super) const fn around(address: u64, bits: u32) -> Span {
+        let low = if bits >= 64 { u64::MAX } else { (1 << bits) - 1 };
+        Span { first: address & !low, last: address | low }
+    }
+
+    /// What a slot at `level` that stands for `address` stands for.
+    #[inline]
+    pub(super) const fn of_slot(level: u32, address: u64) -> Span {
+        Span::around(address, shift(level))
+    }
+
+    /// What the node of `level` that stands for `address` stands for.
+    #[inline]
+    pub(super) const fn of_node(level: u32, address: u64) -> Span {
+        Span::around(address, shift(level + 1))
+    }
+
+    /// The level of the lowest node that has all of the span.
+    #[inline]
+    pub(super) const fn level(self) -> u32 {
+        let differ = self.first ^ self.last;
+        match (63 - (differ | 1).leading_zeros()).checked_sub(PAGE_BITS) {
+            None => 0,
+            Some(above) => above / RADIX_BITS,
+        }
+    }
+
+    #[inline]
+    pub(super) const fn covers(self, other: Span) -> bool {
+        self.first <= other.first && other.last <= self.last
+    }
+
+    #[inline]
+    pub(super) const fn overlaps(self, other: Span) -> bool {
+        self.first <= other.last && other.first <= self.last
+    }
+
+    /// What two spans that overlap have in common.
+    #[inline]
+    pub(super) fn clip(self, other: Span) -> Span {
+        debug_assert!(self.overlaps(other));
+        Span { first: self.first.max(other.first), last: self.last.min(other.last) }
+    }
+
+    #[inline]
+    pub(super) fn hull(self, other: Span) -> Span {
+        Span { first: self.first.min(other.first), last: self.last.max(other.last) }
+    }
+
+    #[inline]
+    pub(super) const fn len(self) -> u128 {
+        (self.last - self.first) as u128 + 1
+    }
+
+    #[inline]
+    pub(super) fn range(self) -> Range {
+        Range::new(Iova(self.first), Iova(self.last)).unwrap_or(Range::ALL)
+    }
+}
+
+impl From<Range> for Span {
+    #[inline]
+    fn from(range: Range) -> Span {
+        Span { first: range.first().0, last: range.last().0 }
+    }
+}
+
+/// The content of a slot. See the constants for the meaning of the bits.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Slot(pub(super) u64);
+
+impl Slot {
+    /// Nothing is mapped there.
+    pub(super) const EMPTY: Slot = Slot(0);
+
+    const TAG: u64 = 3;
+    /// `pointer (bits 6..64) | level of the node (bits 3..6) | SKIPS | CHILD`.
+    const CHILD: u64 = 1;
+    /// `difference (bits 12..64) | ENDS | STARTS | permission (bits 2..5) | LEAF`.
+    const LEAF: u64 = 2;
+    /// `pointer | BLOCK`.
+    const BLOCK: u64 = 3;
+
+    /// The child is not of the next level: not every address of the slot is one of the node.
+    const SKIPS: u64 = 1 << 2;
+    const LEVEL_AT: u32 = 3;
+    const PROT_AT: u32 = 2;
+    /// A mapping begins with the first address of the slot.
+    const STARTS: u64 = 1 << 5;
+    /// A mapping ends with the last address of the slot.
+    const ENDS: u64 = 1 << 6;
+
+    /// A pointer to `node` for a slot of `level`.
+    pub(super) fn child(node: &Node, level: u32) -> Slot {
+        let skips = if node.level() + 1 == level { 0 } else { Self::SKIPS };
+        let address = core::ptr::from_ref(node).expose_provenance() as u64;
+        Slot(address | u64::from(node.level()) << Self::LEVEL_AT | skips | Self::CHILD)
+    }
+
+    /// A leaf for a slot that stands for `slot`, wholly covered by `mapping`. Only if the difference
+    /// [fits](Self::fits).
+    #[inline]
+    pub(super) fn leaf(slot: Span, mapping: &Mapping) -> Slot {
+        let whole = Span::from(mapping.range);
+        let mut word =
+            delta(mapping) | u64::from(mapping.prot.bits()) << Self::PROT_AT | Self::LEAF;
+        if slot.first == whole.first {
+            word |= Self::STARTS;
+        }
+        if slot.last == whole.last {
+            word |= Self::ENDS;
+        }
+        Slot(word)
+    }
+
+    /// Whether a leaf can hold the difference.
+    #[inline]
+    pub(super) const fn fits(delta: u64) -> bool {
+        delta & FLAGS == 0
+    }
+
+    /// A pointer to `block`.
+    pub(super) fn block(block: NonNull<Block>) -> Slot {
+        Slot(block.as_ptr().expose_provenance() as u64 | Self::BLOCK)
+    }
+
+    #[inline]
+    pub(super) const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    #[inline]
+    pub(super) const fn is_child(self) -> bool {
+        self.0 & Self::TAG == Self::CHILD
+    }
+
+    #[inline]
+    pub(super) const fn is_leaf(self) -> bool {
+        self.0 & Self::TAG == Self::LEAF
+    }
+
+    #[inline]
+    pub(super) const fn is_block(self) -> bool {
+        self.0 & Self::TAG == Self::BLOCK
+    }
+
+    /// Of a child: whether levels are left out between the slot and the node.
+    #[inline]
+    pub(super) const fn skips(self) -> bool {
+        self.0 & Self::SKIPS != 0
+    }
+
+    /// Of a child: the level of the node.
+    #[inline]
+    pub(super) const fn level(self) -> u32 {
+        (self.0 >> Self::LEVEL_AT) as u32 & 7
+    }
+
+    /// Of a leaf: the difference of addresses.
+    #[inline]
+    pub(super) const fn delta(self) -> u64 {
+        self.0 & !FLAGS
+    }
+
+    /// Of a leaf: the permission.
+    #[inline]
+    pub(super) const fn prot(self) -> Prot {
+        Prot::from_bits_truncate((self.0 >> Self::PROT_AT) as u32 & 7)
+    }
+
+    /// Of a leaf: whether a mapping begins with the slot.
+    #[inline]
+    pub(super) const fn starts(self) -> bool {
+        self.0 & Self::STARTS != 0
+    }
+
+    /// Of a leaf: whether a mapping ends with the slot.
+    #[inline]
+    pub(super) const fn ends(self) -> bool {
+        self.0 & Self::ENDS != 0
+    }
+
+    /// Of a child: the node.
+    ///
+    /// # Safety
+    /// The word is a child that was read from a slot, and the node has not been freed and is not for
+    /// as long as `'n`: it is reachable and the lock is held, or the call is part of a lookup that
+    /// reclaiming waits for.
+    #[inline]
+    pub(super) unsafe fn node<'n>(self) -> &'n Node {
+        // SAFETY: the word was made by `child` from a reference to a node on the heap, and the
+        // caller vouches for its life. The acquire load that gave the word saw the node initialised.
+        let node = unsafe { &*self.node_ptr() };
+        node.touch();
+        node
+    }
+
+    /// Of a child: where the node is.
+    #[inline]
+    pub(super) fn node_ptr(self) -> *mut Node {
+        core::ptr::with_exposed_provenance_mut((self.0 & !63) as usize)
+    }
+
+    /// Of a block: the block. The pointer is good to dereference as in [`node`](Self::node).
+    #[inline]
+    pub(super) fn block_ptr(self) -> NonNull<Block> {
+        let address = (self.0 & !Self::TAG) as usize;
+        NonNull::new(core::ptr::with_exposed_provenance_mut(address))
+            .expect("a slot holds no null pointer")
+    }
+}
+
+/// The difference of addresses of a mapping.
+#[inline]
+pub(super) fn delta(mapping: &Mapping) -> u64 {
+    mapping.target.wrapping_sub(mapping.range.first().0)
+}

@@ -1,0 +1,174 @@
+//! Reading the tree: by lookups without a lock, by the writer under it.
+
+use ringfence_sync::atomic::{AtomicU64, Ordering};
+
+use super::{
+    Translation,
+    node::Node,
+    slot::{FANOUT, ROOT_LEVEL, Slot, Span, index, shift},
+};
+use crate::Prot;
+
+/// What a slot says about an address: a leaf, or the record of a block.
+#[derive(Clone, Copy)]
+pub(super) struct Leaf {
+    /// The slot's addresses, or all of the record's mapping.
+    pub(super) span: Span,
+    pub(super) delta: u64,
+    pub(super) prot: Prot,
+    /// Whether a mapping begins with `span`.
+    pub(super) starts: bool,
+    /// Whether a mapping ends with `span`.
+    pub(super) ends: bool,
+}
+
+impl Leaf {
+    #[inline]
+    pub(super) fn translation(self) -> Translation {
+        Translation { range: self.span.range(), delta: self.delta, prot: self.prot }
+    }
+
+    /// Whether two leaves lead on from each other.
+    #[inline]
+    fn joins(&self, other: &Leaf) -> bool {
+        self.delta == other.delta && self.prot == other.prot
+    }
+}
+
+/// What the content of a slot that is no child says about `address`.
+#[inline]
+fn leaf_of(word: Slot, level: u32, address: u64) -> Option<Leaf> {
+    if word.is_leaf() {
+        return Some(Leaf {
+            span: Span::of_slot(level, address),
+            delta: word.delta(),
+            prot: word.prot(),
+            starts: word.starts(),
+            ends: word.ends(),
+        });
+    }
+    if word.is_empty() { None } else { record_of(word, address) }
+}
+
+/// What a block says about `address`: rare, so it is kept out of the walk.
+#[cold]
+fn record_of(word: Slot, address: u64) -> Option<Leaf> {
+    // SAFETY: read from a slot by a lookup or by the writer, as in `leaf_at`.
+    let block = unsafe { word.block_ptr().as_ref() };
+    let (record, prot) = block.find(address)?;
+    Some(Leaf { span: record.span, delta: record.delta, prot, starts: true, ends: true })
+}
+
+/// The leaf or record that holds `address`.
+///
+/// # Safety
+/// The lock is held, or the call is part of a lookup that reclaiming waits for.
+#[inline]
+pub(super) unsafe fn leaf_at(root: &AtomicU64, address: u64) -> Option<Leaf> {
+    // Every load is Acquire and pairs with the Release store of `Writer::set`: the node that a
+    // pointer leads to is seen as it was made.
+    let mut word = Slot(root.load(Ordering::Acquire));
+    let mut level = ROOT_LEVEL;
+    while word.is_child() {
+        // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
+        let node = unsafe { word.node() };
+        if word.skips() {
+            // Nothing on the way compared the bits that were skipped: the node's base does.
+            level = word.level();
+            if (address ^ node.base()) >> shift(level) >= FANOUT as u64 {
+                return None;
+            }
+        } else {
+            // The same number; but as it does not come out of the word, the processor can compute
+            // the next index before the word arrives.
+            level -= 1;
+        }
+        word = node.load(index(level, address));
+    }
+    leaf_of(word, level, address)
+}
+
+/// The longest run around `address` with one difference and one permission, looked for in `within`.
+///
+/// # Safety
+/// As [`leaf_at`].
+pub(super) unsafe fn run_at(root: &AtomicU64, address: u64, within: Span) -> Option<Leaf> {
+    // SAFETY: the caller's promise.
+    let look = |address| unsafe { leaf_at(root, address) };
+    let mut run = look(address)?;
+    while run.span.last < within.last {
+        match look(run.span.last + 1) {
+            Some(next) if next.joins(&run) => run.span.last = next.span.last,
+            _ => break,
+        }
+    }
+    while run.span.first > within.first {
+        match look(run.span.first - 1) {
+            Some(next) if next.joins(&run) => run.span.first = next.span.first,
+            _ => break,
+        }
+    }
+    Some(run)
+}
+
+/// The lowest mapped address of `within` under a slot of `level` that holds `word`.
+/// `within` overlaps the slot's addresses.
+///
+/// # Safety
+/// The lock is held.
+pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Span) -> Option<u64> {
+    if word.is_empty() {
+        None
+    } else if word.is_leaf() {
+        Some(within.first)
+    } else if word.is_block() {
+        // SAFETY: reachable, and the lock is held.
+        let block = unsafe { word.block_ptr().as_ref() };
+        let records = block.records();
+        let from = records.partition_point(|record| record.span.last < within.first);
+        let first = records[from..].iter().find(|record| record.is_live())?.span.first;
+        (first <= within.last).then_some(first.max(within.first))
+    } else {
+        // SAFETY: reachable, and the lock is held.
+        let node = unsafe { word.node() };
+        debug_assert!(node.level() < level);
+        if node.live.get() == 0 || !node.span().overlaps(within) {
+            return None;
+        }
+        node.indices(within).find_map(|at| {
+            let word = node.load(at);
+            if word.is_empty() {
+                return None;
+            }
+            // SAFETY: as above.
+            unsafe { first_mapped(word, node.level(), within.clip(node.slot_span(at))) }
+        })
+    }
+}
+
+/// The node whose slots `span` is made of, if there is one: the deepest that has all of it, if the
+/// span has more than one of its slots or exactly one. `None` where the walk ends before.
+///
+/// # Safety
+/// The lock is held.
+#[inline]
+pub(super) unsafe fn node_of<'n>(root: &AtomicU64, span: Span) -> Option<&'n Node> {
+    let mut word = Slot(root.load(Ordering::Acquire));
+    let differ = span.first ^ span.last;
+    while word.is_child() {
+        // SAFETY: reachable, and the lock is held.
+        let node = unsafe { word.node() };
+        let shift = shift(word.level());
+        let outside = if word.skips() { span.first ^ node.base() } else { 0 };
+        if (outside | differ) >> shift >= FANOUT as u64 {
+            return None;
+        }
+        let slot = (1 << shift) - 1;
+        if differ >= slot {
+            let aligned = span.first & slot == 0 && span.last & slot == slot;
+            return aligned.then_some(node);
+        }
+        word = node.load(index(word.level(), span.first));
+    }
+    None
+}
