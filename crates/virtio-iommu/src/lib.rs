@@ -1,1 +1,29 @@
-//! virtio-iommu: wire format, driver (as a Domain) and device (over any Domain)
+//! virtio-iommu (virtio 1.3, section 5.13), both ends.
+//!
+//! Three layers, each usable without the ones above it:
+//!
+//! * [`wire`]: the format. Checked accessors over bytes, small types that cannot hold an illegal
+//!   value ([`wire::Request`], [`wire::Config`], [`wire::Property`], [`wire::FaultRecord`]), and
+//!   parsing and emitting as inverses of each other.
+//! * [`device`]: the device. A [`device::Device`] keeps domains and attachments and maps into any
+//!   [`Domain`](ringfence_iommu::Domain) that its [`device::Backing`] makes; a
+//!   [`device::RequestQueue`] serves a request virtqueue without ever blocking its thread; a
+//!   [`device::EventQueue`] delivers faults.
+//! * [`driver`]: the driver. A [`driver::Driver`] owns the request virtqueue of one device, and
+//!   each [`driver::ViommuDomain`] it makes *is* a [`Domain`](ringfence_iommu::Domain): MAP and
+//!   UNMAP are queued, sync points kick and wait, and what the device answers is reported, never
+//!   dropped.
+//!
+//! The way of a mapping from end to end: `map_pages` notes it in the domain's shadow and queues a
+//! MAP; `iotlb_sync_map` kicks (if the device sleeps) and waits until everything queued before it
+//! is answered; on the other side [`device::RequestQueue::poll`] applies it to the domain and
+//! publishes the reply. An UNMAP's reply is published only once the invalidation is over, so that
+//! `iotlb_sync` returning means that no access succeeds any more.
+//!
+//! Rule numbers in comments and tests (`rule V22`, `rule L64`) are those of the project's table of
+//! rules; V rules stem from section 5.13 of the specification.
+#![forbid(unsafe_code)]
+
+pub mod device;
+pub mod driver;
+pub mod wire;

@@ -1,0 +1,101 @@
+//! What a device maps into: the part that whoever builds a device provides.
+
+use std::sync::Arc;
+
+use ringfence_iommu::{Domain, GuestPhys, ReservedRegion, Result, SyncToken};
+
+/// What accesses of an endpoint go through.
+#[derive(Debug)]
+pub enum Binding<D> {
+    /// Nowhere: every access is refused.
+    Blocked,
+    /// Straight to guest memory: addresses are guest-physical and all accesses are allowed.
+    Bypass,
+    /// Through a domain.
+    Domain(Arc<D>),
+}
+
+impl<D> Clone for Binding<D> {
+    fn clone(&self) -> Binding<D> {
+        match self {
+            Binding::Blocked => Binding::Blocked,
+            Binding::Bypass => Binding::Bypass,
+            Binding::Domain(domain) => Binding::Domain(Arc::clone(domain)),
+        }
+    }
+}
+
+/// What is known of an endpoint.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EndpointInfo {
+    /// Regions that are not for mapping: PROBE tells of them, and MAP there is refused. They must
+    /// not overlap, and at most one is for MSI (rule V27).
+    pub reserved: Vec<ReservedRegion>,
+}
+
+/// The endpoints behind a device, and the domains they are put into.
+///
+/// Methods are called from the threads that serve request queues and must not block for long.
+pub trait Backing: Send + Sync {
+    /// What MAP and UNMAP go to.
+    type Domain: Domain<Target = GuestPhys>;
+
+    /// The endpoint `id`, if there is one.
+    fn endpoint(&self, id: u32) -> Option<EndpointInfo>;
+
+    /// All endpoints: those that are attached to nothing change their binding when `bypass` does.
+    fn endpoints(&self) -> Vec<u32>;
+
+    /// A new, empty domain.
+    ///
+    /// # Errors
+    /// There is no room: the request that needed it is answered with NOMEM.
+    fn create_domain(&self) -> Result<Arc<Self::Domain>>;
+
+    /// Puts an endpoint somewhere else. When it returns, lookups that begin use the new binding;
+    /// those that began before, and what they cached, are dealt with by
+    /// [`sync_binding_begin`](Self::sync_binding_begin).
+    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>);
+
+    /// Starts to invalidate what was cached of the binding that `endpoint` had before.
+    /// The default is for backings whose [`set_domain`](Self::set_domain) does it all.
+    ///
+    /// # Errors
+    /// Old translations may still be in use.
+    fn sync_binding_begin(&self, endpoint: u32) -> Result<SyncToken> {
+        let _ = endpoint;
+        Ok(SyncToken::DONE)
+    }
+
+    /// Whether the invalidation that gave `token` is over.
+    ///
+    /// # Errors
+    /// As [`sync_binding_begin`](Self::sync_binding_begin).
+    fn sync_binding_poll(&self, token: SyncToken) -> Result<bool> {
+        let _ = token;
+        Ok(true)
+    }
+}
+
+impl<B: Backing + ?Sized> Backing for Arc<B> {
+    type Domain = B::Domain;
+
+    fn endpoint(&self, id: u32) -> Option<EndpointInfo> {
+        (**self).endpoint(id)
+    }
+    fn endpoints(&self) -> Vec<u32> {
+        (**self).endpoints()
+    }
+    fn create_domain(&self) -> Result<Arc<Self::Domain>> {
+        (**self).create_domain()
+    }
+    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) {
+        (**self).set_domain(endpoint, to);
+    }
+    fn sync_binding_begin(&self, endpoint: u32) -> Result<SyncToken> {
+        (**self).sync_binding_begin(endpoint)
+    }
+    fn sync_binding_poll(&self, token: SyncToken) -> Result<bool> {
+        (**self).sync_binding_poll(token)
+    }
+}

@@ -1,0 +1,17 @@
+//! The device: requests in, domains changed, faults out.
+//!
+//! [`Device`] holds what the specification gives a device (domains, attachments, the configuration)
+//! and maps into whatever [`Backing`] makes. It is shared: the control thread reads the
+//! configuration while one or more threads serve request queues, and MAP and UNMAP of different
+//! request queues run in parallel. [`RequestQueue`] serves one virtqueue without blocking;
+//! [`EventQueue`] delivers what [`FaultQueue`] collects.
+
+mod backing;
+mod core;
+mod events;
+mod queue;
+
+pub use self::core::{Device, Options, Outcome, Session};
+pub use backing::{Backing, Binding, EndpointInfo};
+pub use events::{EventQueue, FaultQueue};
+pub use queue::{Counters, Progress, RequestQueue};

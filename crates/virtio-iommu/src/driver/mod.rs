@@ -1,0 +1,18 @@
+//! The driver: one [`Driver`] a device, one [`ViommuDomain`] an address space.
+//!
+//! MAP and UNMAP are put into the request queue at once, where a polling device sees them, but the
+//! device is kicked, and waited for, only at the points where [`Domain`](ringfence_iommu::Domain)
+//! demands a result: `iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`, and when the ring is full
+//! (rule L64). What the device answers is kept until then and reported.
+
+mod domain;
+mod driver;
+mod events;
+mod stats;
+mod transport;
+
+pub use domain::ViommuDomain;
+pub use driver::{Buffers, Driver, Options, negotiate};
+pub use events::EventReceiver;
+pub use stats::{Histogram, HistogramSnapshot, Stats};
+pub use transport::{Notify, Transport};

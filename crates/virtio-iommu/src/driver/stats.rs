@@ -1,0 +1,213 @@
+//! What a driver counts.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Sub-buckets a power of two: a value is known to within an eighth.
+const SUB_BITS: u32 = 3;
+const BUCKETS: usize = (64 - SUB_BITS as usize + 1) << SUB_BITS;
+
+/// A histogram that many threads record into without a lock: buckets grow with the value, eight to
+/// each power of two.
+#[derive(Debug)]
+pub struct Histogram {
+    buckets: Box<[AtomicU64]>,
+    sum: AtomicU64,
+}
+
+impl Default for Histogram {
+    fn default() -> Histogram {
+        Histogram {
+            buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect(),
+            sum: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Histogram {
+    /// Records one value.
+    #[inline]
+    pub fn record(&self, value: u64) {
+        self.buckets[bucket(value)].fetch_add(1, Ordering::Relaxed);
+        self.sum.fetch_add(value, Ordering::Relaxed);
+    }
+
+    /// What was recorded so far.
+    pub fn snapshot(&self) -> HistogramSnapshot {
+        HistogramSnapshot {
+            counts: self.buckets.iter().map(|b| b.load(Ordering::Relaxed)).collect(),
+            sum: self.sum.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// The contents of a [`Histogram`] at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HistogramSnapshot {
+    counts: Box<[u64]>,
+    sum: u64,
+}
+
+impl HistogramSnapshot {
+    /// How many values.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// The sum of the values (wraps after 2^64).
+    pub fn sum(&self) -> u64 {
+        self.sum
+    }
+
+    /// The mean, or 0 if there are no values.
+    pub fn mean(&self) -> f64 {
+        match self.count() {
+            0 => 0.0,
+            count => self.sum as f64 / count as f64,
+        }
+    }
+
+    /// The value that `quantile` (0 to 1) of the values do not exceed, to within an eighth; 0 if
+    /// there are no values.
+    pub fn quantile(&self, quantile: f64) -> u64 {
+        let count = self.count();
+        let wanted = ((quantile * count as f64).ceil() as u64).clamp(1, count.max(1));
+        let mut seen = 0;
+        for (at, n) in self.counts.iter().enumerate() {
+            seen += n;
+            if seen >= wanted {
+                return last_of(at);
+            }
+        }
+        0
+    }
+
+    /// What was recorded after `earlier`, a snapshot of the same histogram, was taken.
+    pub fn since(&self, earlier: &HistogramSnapshot) -> HistogramSnapshot {
+        let before = |at: usize| earlier.counts.get(at).copied().unwrap_or(0);
+        HistogramSnapshot {
+            counts: self
+                .counts
+                .iter()
+                .enumerate()
+                .map(|(at, n)| n.saturating_sub(before(at)))
+                .collect(),
+            sum: self.sum.wrapping_sub(earlier.sum),
+        }
+    }
+
+    /// The values of both.
+    pub fn merge(&mut self, other: &HistogramSnapshot) {
+        if self.counts.len() < other.counts.len() {
+            let mut counts = core::mem::take(&mut self.counts).into_vec();
+            counts.resize(other.counts.len(), 0);
+            self.counts = counts.into();
+        }
+        for (n, more) in self.counts.iter_mut().zip(&other.counts) {
+            *n += more;
+        }
+        self.sum = self.sum.wrapping_add(other.sum);
+    }
+}
+
+/// The bucket of a value: values below 8 have their own, then eight a power of two.
+fn bucket(value: u64) -> usize {
+    let power = value.checked_ilog2().unwrap_or(0);
+    if power < SUB_BITS {
+        return value as usize;
+    }
+    let sub = (value >> (power - SUB_BITS)) as usize & ((1 << SUB_BITS) - 1);
+    (((power - SUB_BITS + 1) as usize) << SUB_BITS) + sub
+}
+
+/// The largest value of a bucket.
+fn last_of(bucket: usize) -> u64 {
+    let (power, sub) = (bucket >> SUB_BITS, bucket as u64 & ((1 << SUB_BITS) - 1));
+    if power == 0 {
+        return sub;
+    }
+    let shift = power as u32 - 1;
+    let first = ((1 << SUB_BITS) + sub) << shift;
+    first + ((1 << shift) - 1)
+}
+
+/// What a driver has done since it was made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// MAP requests sent.
+    pub maps: u64,
+    /// UNMAP requests sent.
+    pub unmaps: u64,
+    /// Other requests sent.
+    pub others: u64,
+    /// Sync points: `iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`.
+    pub syncs: u64,
+    /// Times a thread found the ring full and had to wait.
+    pub ring_full: u64,
+    /// Notifications sent to the device.
+    pub kicks: u64,
+    /// Requests that the device did not answer with OK.
+    pub errors: u64,
+    /// How long sync points waited, in nanoseconds.
+    pub sync_wait_ns: HistogramSnapshot,
+}
+
+impl Stats {
+    /// All requests sent.
+    pub fn requests(&self) -> u64 {
+        self.maps + self.unmaps + self.others
+    }
+
+    /// What was done after `earlier`, taken from the same driver.
+    pub fn since(&self, earlier: &Stats) -> Stats {
+        Stats {
+            maps: self.maps - earlier.maps,
+            unmaps: self.unmaps - earlier.unmaps,
+            others: self.others - earlier.others,
+            syncs: self.syncs - earlier.syncs,
+            ring_full: self.ring_full - earlier.ring_full,
+            kicks: self.kicks - earlier.kicks,
+            errors: self.errors - earlier.errors,
+            sync_wait_ns: self.sync_wait_ns.since(&earlier.sync_wait_ns),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_bucket_holds_its_value_to_within_an_eighth(value: u64) {
+            let last = last_of(bucket(value));
+            prop_assert!(last >= value);
+            prop_assert!(last - value <= value / 8);
+        }
+    }
+
+    #[test]
+    fn buckets_are_in_order_and_none_is_missing() {
+        assert_eq!(bucket(u64::MAX), BUCKETS - 1);
+        for at in 0..BUCKETS - 1 {
+            assert_eq!(bucket(last_of(at)), at);
+            assert_eq!(bucket(last_of(at) + 1), at + 1);
+        }
+    }
+
+    #[test]
+    fn quantiles_are_those_of_the_values() {
+        let histogram = Histogram::default();
+        for value in 1..=1000 {
+            histogram.record(value);
+        }
+        let first = histogram.snapshot();
+        assert_eq!((first.count(), first.sum()), (1000, 500_500));
+        assert!((500..=563).contains(&first.quantile(0.5)));
+        assert!((990..=1114).contains(&first.quantile(0.99)));
+        histogram.record(7);
+        let later = histogram.snapshot().since(&first);
+        assert_eq!((later.count(), later.quantile(0.5)), (1, 7));
+        assert_eq!(HistogramSnapshot::default().quantile(0.5), 0);
+    }
+}

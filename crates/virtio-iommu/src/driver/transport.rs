@@ -1,0 +1,53 @@
+//! How the driver and the device wake each other.
+
+use std::time::Duration;
+
+use ringfence_iommu::{Error, Result};
+
+/// The way to the device beside the rings: notifications, and the one writable field.
+pub trait Transport: Send + Sync {
+    /// Tells the device that there is something in `queue`.
+    fn kick(&self, queue: u16);
+
+    /// Waits until the device has told of used buffers in `queue`, or until `timeout` is over.
+    /// Must not lose a notification that came before the call; may return early. Called by one
+    /// thread at a time.
+    fn wait(&self, queue: u16, timeout: Duration);
+
+    /// Whether the device can still answer: false once its process or connection is known to be
+    /// gone, so that nobody waits for the deadline.
+    fn is_alive(&self) -> bool {
+        true
+    }
+
+    /// Writes `bypass` into the configuration.
+    ///
+    /// # Errors
+    /// The default says that it cannot.
+    fn set_bypass(&self, bypass: bool) -> Result<()> {
+        let _ = bypass;
+        Err(Error::Unsupported("this transport cannot write the configuration"))
+    }
+}
+
+/// How a thread waits for an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notify {
+    /// Look at the ring for a while, then sleep until the device notifies.
+    Adaptive {
+        /// For how long to look.
+        spin: Duration,
+    },
+    /// Look at the ring until the answer is there.
+    Poll,
+    /// Sleep at once.
+    Sleep,
+}
+
+impl Default for Notify {
+    /// 50 µs of looking, then sleep: as long as a wake-up takes, so that at worst twice the time
+    /// is spent.
+    fn default() -> Notify {
+        Notify::Adaptive { spin: Duration::from_micros(50) }
+    }
+}

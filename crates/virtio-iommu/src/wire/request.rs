@@ -1,0 +1,531 @@
+//! Requests: what the driver puts into the request queue, and the tail that the device writes.
+
+use ringfence_iommu::{Iova, Prot, Range};
+use zerocopy::{
+    FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
+    little_endian::{U32, U64},
+};
+
+use super::Status;
+
+/// The bytes of the device-readable part of the longest request (PROBE).
+pub const MAX_REQUEST_LEN: usize = PROBE_HEAD_LEN;
+
+/// The bytes of a PROBE that the device reads; what follows is written by the device.
+pub const PROBE_HEAD_LEN: usize = size_of::<RawProbe>();
+
+/// The bytes of a tail: the status and three reserved bytes.
+pub const TAIL_LEN: usize = 4;
+
+bitflags::bitflags! {
+    /// The flags of MAP.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct MapFlags: u32 {
+        /// The endpoints may read.
+        const READ = 1;
+        /// The endpoints may write.
+        const WRITE = 2;
+        /// The target is device registers, not memory. Needs the feature of the same name.
+        const MMIO = 4;
+    }
+}
+
+impl MapFlags {
+    /// The permission that the flags express.
+    pub const fn prot(self) -> Prot {
+        // The bits are the same (and a test holds them to it).
+        Prot::from_bits_truncate(self.bits())
+    }
+
+    /// The flags that express a permission.
+    pub const fn from_prot(prot: Prot) -> MapFlags {
+        MapFlags::from_bits_truncate(prot.bits())
+    }
+}
+
+bitflags::bitflags! {
+    /// The flags of ATTACH.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct AttachFlags: u32 {
+        /// The domain is a bypass domain. Needs the feature BYPASS_CONFIG.
+        const BYPASS = 1;
+    }
+}
+
+/// What a request asks for: the type byte of its head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// Put an endpoint into a domain.
+    Attach = 1,
+    /// Take an endpoint out of a domain.
+    Detach = 2,
+    /// Map a range of a domain.
+    Map = 3,
+    /// Remove mappings of a domain.
+    Unmap = 4,
+    /// Ask for the properties of an endpoint.
+    Probe = 5,
+}
+
+impl Kind {
+    /// The kind that a type byte stands for, if it is one.
+    pub const fn from_u8(raw: u8) -> Option<Kind> {
+        Some(match raw {
+            1 => Kind::Attach,
+            2 => Kind::Detach,
+            3 => Kind::Map,
+            4 => Kind::Unmap,
+            5 => Kind::Probe,
+            _ => return None,
+        })
+    }
+
+    /// The bytes of the part that the device reads.
+    pub const fn len(self) -> usize {
+        match self {
+            Kind::Attach => size_of::<RawAttach>(),
+            Kind::Detach => size_of::<RawDetach>(),
+            Kind::Map => size_of::<RawMap>(),
+            Kind::Unmap => size_of::<RawUnmap>(),
+            Kind::Probe => size_of::<RawProbe>(),
+        }
+    }
+}
+
+macro_rules! raw {
+    ($name:ident { $($field:ident: $type:ty),* $(,)? }) => {
+        #[derive(
+            Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+        )]
+        #[repr(C)]
+        struct $name { kind: u8, head_reserved: [u8; 3], $($field: $type),* }
+    };
+}
+
+raw!(RawAttach { domain: U32, endpoint: U32, flags: U32, reserved: [u8; 4] });
+raw!(RawDetach { domain: U32, endpoint: U32, reserved: [u8; 8] });
+raw!(RawMap { domain: U32, virt_start: U64, virt_end: U64, phys_start: U64, flags: U32 });
+raw!(RawUnmap { domain: U32, virt_start: U64, virt_end: U64, reserved: [u8; 4] });
+raw!(RawProbe { endpoint: U32, reserved: [u8; 64] });
+
+/// Why bytes are not a request that can be carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ParseError {
+    /// There is not even a head.
+    #[error("{0} bytes hold no request head")]
+    NoHead(usize),
+    /// The type is none that is known (rule V8).
+    #[error("unknown request type {0}")]
+    UnknownType(u8),
+    /// The request is cut short.
+    #[error("{kind:?} of {len} bytes is cut short")]
+    Short {
+        /// What it was to be.
+        kind: Kind,
+        /// How long it is.
+        len: usize,
+    },
+    /// A reserved field that must be zero is not (rules V9, V21).
+    #[error("reserved bytes of {0:?} are not zero")]
+    Reserved(Kind),
+    /// A flag that does not exist (rules V9, V17).
+    #[error("unknown flags {flags:#x} of {kind:?}")]
+    UnknownFlags {
+        /// The request.
+        kind: Kind,
+        /// All its flags.
+        flags: u32,
+    },
+    /// The range ends before it begins (rule V38).
+    #[error("{kind:?} ends at {end:#x}, before it begins at {start:#x}")]
+    EmptyRange {
+        /// The request.
+        kind: Kind,
+        /// Its first address.
+        start: u64,
+        /// Its last.
+        end: u64,
+    },
+}
+
+impl ParseError {
+    /// The status to answer with; `None` where the buffer is to be returned unwritten (rule V8).
+    pub const fn status(self) -> Option<Status> {
+        match self {
+            ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
+            _ => Some(Status::Inval),
+        }
+    }
+}
+
+/// A view of the device-readable bytes of a request: long enough for its type, so that no accessor
+/// can fail. Bytes beyond the type's length are not looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame<'a> {
+    kind: Kind,
+    bytes: &'a [u8],
+}
+
+impl<'a> Frame<'a> {
+    /// A view of `bytes`.
+    ///
+    /// # Errors
+    /// [`ParseError::NoHead`], [`ParseError::UnknownType`], [`ParseError::Short`].
+    pub fn new_checked(bytes: &'a [u8]) -> Result<Frame<'a>, ParseError> {
+        if bytes.len() < 4 {
+            return Err(ParseError::NoHead(bytes.len()));
+        }
+        let kind = Kind::from_u8(bytes[0]).ok_or(ParseError::UnknownType(bytes[0]))?;
+        match bytes.get(..kind.len()) {
+            Some(bytes) => Ok(Frame { kind, bytes }),
+            None => Err(ParseError::Short { kind, len: bytes.len() }),
+        }
+    }
+
+    /// What the request asks for.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The domain; 0 for PROBE, which names none.
+    pub fn domain(&self) -> u32 {
+        if self.kind == Kind::Probe { 0 } else { self.u32_at(4) }
+    }
+
+    /// The endpoint; 0 for MAP and UNMAP, which name none.
+    pub fn endpoint(&self) -> u32 {
+        match self.kind {
+            Kind::Attach | Kind::Detach => self.u32_at(8),
+            Kind::Probe => self.u32_at(4),
+            Kind::Map | Kind::Unmap => 0,
+        }
+    }
+
+    /// The flags; 0 for the kinds without.
+    pub fn flags(&self) -> u32 {
+        match self.kind {
+            Kind::Attach => self.u32_at(12),
+            Kind::Map => self.u32_at(32),
+            _ => 0,
+        }
+    }
+
+    /// The first address of MAP and UNMAP; 0 for others.
+    pub fn virt_start(&self) -> u64 {
+        if matches!(self.kind, Kind::Map | Kind::Unmap) { self.u64_at(8) } else { 0 }
+    }
+
+    /// The last address of MAP and UNMAP; 0 for others.
+    pub fn virt_end(&self) -> u64 {
+        if matches!(self.kind, Kind::Map | Kind::Unmap) { self.u64_at(16) } else { 0 }
+    }
+
+    /// Where MAP leads to; 0 for others.
+    pub fn phys_start(&self) -> u64 {
+        if self.kind == Kind::Map { self.u64_at(24) } else { 0 }
+    }
+
+    /// The reserved bytes of the body (those of the head are never looked at, rule V7).
+    pub fn reserved(&self) -> &'a [u8] {
+        let from = match self.kind {
+            Kind::Attach => 16,
+            Kind::Detach => 12,
+            Kind::Map => 36,
+            Kind::Unmap => 24,
+            Kind::Probe => 8,
+        };
+        self.bytes.get(from..).unwrap_or(&[])
+    }
+
+    fn u32_at(&self, at: usize) -> u32 {
+        self.bytes.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    }
+
+    fn u64_at(&self, at: usize) -> u64 {
+        self.bytes
+            .get(at..at + 8)
+            .map_or(0, |b| u64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]))
+    }
+}
+
+/// A request, holding only what can be carried out or refused for what it *means*: an unknown flag
+/// or a range that ends before it begins does not get this far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Request {
+    /// Put `endpoint` into `domain`, making the domain if it does not exist.
+    Attach {
+        /// The domain.
+        domain: u32,
+        /// The endpoint.
+        endpoint: u32,
+        /// What kind of domain.
+        flags: AttachFlags,
+    },
+    /// Take `endpoint` out of `domain`.
+    Detach {
+        /// The domain.
+        domain: u32,
+        /// The endpoint.
+        endpoint: u32,
+    },
+    /// Map `range` of `domain` to `phys` and what follows it.
+    Map {
+        /// The domain.
+        domain: u32,
+        /// The addresses to map.
+        range: Range,
+        /// Where the first leads to: a guest-physical address.
+        phys: u64,
+        /// What is allowed.
+        flags: MapFlags,
+    },
+    /// Remove all mappings of `domain` in `range`.
+    Unmap {
+        /// The domain.
+        domain: u32,
+        /// The addresses.
+        range: Range,
+    },
+    /// Ask for the properties of `endpoint`.
+    Probe {
+        /// The endpoint.
+        endpoint: u32,
+    },
+}
+
+impl Request {
+    /// Parses the device-readable bytes of a request.
+    ///
+    /// # Errors
+    /// [`ParseError`]. Reserved bytes are checked where the specification lets a device do so:
+    /// ATTACH (rule V9) and UNMAP (rule V21), not DETACH (V13) and PROBE (V24).
+    #[inline]
+    pub fn parse(bytes: &[u8]) -> Result<Request, ParseError> {
+        Request::from_frame(Frame::new_checked(bytes)?)
+    }
+
+    /// What `frame` asks for.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    #[inline]
+    pub fn from_frame(frame: Frame<'_>) -> Result<Request, ParseError> {
+        let kind = frame.kind();
+        let zero = || match frame.reserved().iter().all(|&b| b == 0) {
+            true => Ok(()),
+            false => Err(ParseError::Reserved(kind)),
+        };
+        let unknown = || ParseError::UnknownFlags { kind, flags: frame.flags() };
+        let range = || {
+            let (start, end) = (frame.virt_start(), frame.virt_end());
+            Range::new(Iova(start), Iova(end)).ok_or(ParseError::EmptyRange { kind, start, end })
+        };
+        let domain = frame.domain();
+        let endpoint = frame.endpoint();
+        Ok(match kind {
+            Kind::Map => Request::Map {
+                domain,
+                flags: MapFlags::from_bits(frame.flags()).ok_or_else(unknown)?,
+                range: range()?,
+                phys: frame.phys_start(),
+            },
+            Kind::Unmap => {
+                zero()?;
+                Request::Unmap { domain, range: range()? }
+            }
+            Kind::Attach => {
+                zero()?;
+                let flags = AttachFlags::from_bits(frame.flags()).ok_or_else(unknown)?;
+                Request::Attach { domain, endpoint, flags }
+            }
+            Kind::Detach => Request::Detach { domain, endpoint },
+            Kind::Probe => Request::Probe { endpoint },
+        })
+    }
+
+    /// What kind it is.
+    pub const fn kind(&self) -> Kind {
+        match self {
+            Request::Attach { .. } => Kind::Attach,
+            Request::Detach { .. } => Kind::Detach,
+            Request::Map { .. } => Kind::Map,
+            Request::Unmap { .. } => Kind::Unmap,
+            Request::Probe { .. } => Kind::Probe,
+        }
+    }
+
+    /// Writes the device-readable bytes to the front of `out`, reserved fields zero (rule V34), and
+    /// returns how many there are: [`Kind::len`].
+    #[inline]
+    pub fn emit(&self, out: &mut [u8; MAX_REQUEST_LEN]) -> usize {
+        let (kind, head_reserved) = (self.kind() as u8, [0; 3]);
+        fn put(out: &mut [u8], raw: &(impl IntoBytes + Immutable)) -> usize {
+            let raw = raw.as_bytes();
+            out[..raw.len()].copy_from_slice(raw);
+            raw.len()
+        }
+        match *self {
+            Request::Attach { domain, endpoint, flags } => {
+                let (domain, endpoint) = (domain.into(), endpoint.into());
+                let flags = flags.bits().into();
+                let reserved = [0; 4];
+                put(out, &RawAttach { kind, head_reserved, domain, endpoint, flags, reserved })
+            }
+            Request::Detach { domain, endpoint } => {
+                let (domain, endpoint) = (domain.into(), endpoint.into());
+                put(out, &RawDetach { kind, head_reserved, domain, endpoint, reserved: [0; 8] })
+            }
+            Request::Map { domain, range, phys, flags } => put(
+                out,
+                &RawMap {
+                    kind,
+                    head_reserved,
+                    domain: domain.into(),
+                    virt_start: range.first().0.into(),
+                    virt_end: range.last().0.into(),
+                    phys_start: phys.into(),
+                    flags: flags.bits().into(),
+                },
+            ),
+            Request::Unmap { domain, range } => put(
+                out,
+                &RawUnmap {
+                    kind,
+                    head_reserved,
+                    domain: domain.into(),
+                    virt_start: range.first().0.into(),
+                    virt_end: range.last().0.into(),
+                    reserved: [0; 4],
+                },
+            ),
+            Request::Probe { endpoint } => {
+                let endpoint = endpoint.into();
+                put(out, &RawProbe { kind, head_reserved, endpoint, reserved: [0; 64] })
+            }
+        }
+    }
+}
+
+/// The tail that says `status`, reserved bytes zero (rule V7).
+pub const fn emit_tail(status: Status) -> [u8; TAIL_LEN] {
+    [status as u8, 0, 0, 0]
+}
+
+/// The status that a tail holds, its reserved bytes ignored (rule V34).
+///
+/// # Errors
+/// The byte, where it is no status.
+pub fn parse_tail(tail: [u8; TAIL_LEN]) -> Result<Status, u8> {
+    Status::from_u8(tail[0]).ok_or(tail[0])
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn range() -> impl Strategy<Value = Range> {
+        (any::<u64>(), any::<u64>())
+            .prop_map(|(a, b)| Range::new(Iova(a.min(b)), Iova(a.max(b))).unwrap())
+    }
+
+    /// Any request there is.
+    pub(crate) fn request() -> impl Strategy<Value = Request> {
+        prop_oneof![
+            (any::<u32>(), any::<u32>(), 0u32..2).prop_map(|(domain, endpoint, flags)| {
+                let flags = AttachFlags::from_bits_truncate(flags);
+                Request::Attach { domain, endpoint, flags }
+            }),
+            (any::<u32>(), any::<u32>())
+                .prop_map(|(domain, endpoint)| Request::Detach { domain, endpoint }),
+            (any::<u32>(), range(), any::<u64>(), 0u32..8).prop_map(
+                |(domain, range, phys, flags)| {
+                    let flags = MapFlags::from_bits_truncate(flags);
+                    Request::Map { domain, range, phys, flags }
+                }
+            ),
+            (any::<u32>(), range()).prop_map(|(domain, range)| Request::Unmap { domain, range }),
+            any::<u32>().prop_map(|endpoint| Request::Probe { endpoint }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_undoes_emitting(request in request()) {
+            // rule V34
+            let mut bytes = [0xaa; MAX_REQUEST_LEN];
+            let len = request.emit(&mut bytes);
+            prop_assert_eq!(len, request.kind().len());
+            prop_assert_eq!(Request::parse(&bytes[..len]), Ok(request));
+            let frame = Frame::new_checked(&bytes[..len]).unwrap();
+            prop_assert!(frame.reserved().iter().all(|&b| b == 0));
+            prop_assert_eq!(&bytes[1..4], &[0, 0, 0]);
+            // One byte less is never the same request.
+            let short = ParseError::Short { kind: request.kind(), len: len - 1 };
+            prop_assert_eq!(Request::parse(&bytes[..len - 1]), Err(short));
+        }
+
+        #[test]
+        fn emitting_undoes_parsing_but_for_what_is_ignored(
+            kind in 0u8..7, rest in proptest::collection::vec(any::<u8>(), 0..90),
+        ) {
+            let mut bytes = vec![kind];
+            bytes.extend(rest);
+            if let Ok(request) = Request::parse(&bytes) {
+                let mut again = [0; MAX_REQUEST_LEN];
+                let len = request.emit(&mut again);
+                bytes.truncate(len);
+                bytes[1..4].fill(0);
+                match request {
+                    Request::Detach { .. } => bytes[12..].fill(0),
+                    Request::Probe { .. } => bytes[8..].fill(0),
+                    _ => {}
+                }
+                prop_assert_eq!(&bytes[..], &again[..len]);
+            }
+        }
+
+        #[test]
+        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
+            if let Ok(frame) = Frame::new_checked(&bytes) {
+                let _ = (frame.domain(), frame.endpoint(), frame.flags(), frame.reserved());
+                let _ = (frame.virt_start(), frame.virt_end(), frame.phys_start());
+            }
+            let _ = Request::parse(&bytes);
+        }
+    }
+
+    #[test]
+    fn the_lengths_are_those_of_the_specification() {
+        let lengths = [Kind::Attach, Kind::Detach, Kind::Map, Kind::Unmap, Kind::Probe]
+            .map(|kind| kind.len());
+        assert_eq!(lengths, [20, 20, 36, 28, 72]);
+        assert_eq!(MapFlags::all().prot(), Prot::all());
+        assert_eq!(MapFlags::WRITE.prot(), Prot::WRITE);
+    }
+
+    #[test]
+    fn reserved_bytes_of_the_head_are_ignored() {
+        // rule V7
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let request = Request::Attach { domain: 1, endpoint: 2, flags: AttachFlags::empty() };
+        let len = request.emit(&mut bytes);
+        bytes[1..4].fill(0xff);
+        assert_eq!(Request::parse(&bytes[..len]), Ok(request));
+    }
+
+    #[test]
+    fn a_range_must_not_end_before_it_begins() {
+        // rule V38
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let range = Range::new(Iova(0x1000), Iova(0x1000)).unwrap();
+        let flags = MapFlags::READ;
+        let len = Request::Map { domain: 1, range, phys: 0, flags }.emit(&mut bytes);
+        bytes[16] = 0xff;
+        bytes[17] = 0x0f;
+        let err = Request::parse(&bytes[..len]).unwrap_err();
+        assert_eq!(err, ParseError::EmptyRange { kind: Kind::Map, start: 0x1000, end: 0xfff });
+        assert_eq!(err.status(), Some(Status::Inval));
+    }
+}
