@@ -255,6 +255,13 @@ impl Window {
         self.len == 0
     }
 
+    /// Whether the view begins at a multiple of `align` in this process's addresses, as
+    /// [`u16_at`](Self::u16_at) and [`u32_at`](Self::u32_at) need. An address that a peer chose
+    /// says little about that: check before a ring is built on a view.
+    pub fn is_aligned(&self, align: usize) -> bool {
+        (self.base.as_ptr() as usize).is_multiple_of(align)
+    }
+
     /// Whether the translation that this view came from still stands.
     #[inline]
     pub fn is_valid(&self) -> bool {

@@ -13,6 +13,7 @@
 
 mod access;
 mod error;
+mod mapping;
 mod memory;
 mod ram;
 pub mod sigbus;

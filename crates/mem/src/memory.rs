@@ -1,6 +1,14 @@
 //! The regions that a front end shared, checked and mapped.
-use crate::{HostSlice, MemError, GuestRam};
-use std::{os::fd::OwnedFd, sync::Arc};
+
+use crate::{
+    Access, AccessError, GuestRam, HostSlice, MemError, PAGE_SIZE, mapping::Mapping, sigbus,
+};
+use core::ptr::NonNull;
+use rustix::fs::{self, FileType, SealFlags};
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
 
 /// Where one piece of shared memory lies, as vhost-user's SET_MEM_TABLE says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +23,37 @@ pub struct Region {
     pub mmap_offset: u64,
 }
 
+impl Region {
+    /// Checks what can be checked without the file and without the other regions.
+    fn check(&self) -> Result<(), MemError> {
+        if self.size == 0 {
+            return Err(MemError::Empty);
+        }
+        // A ring's fields are aligned by their *address*; that they are aligned in this process
+        // too follows from all three being page-aligned.
+        for (what, value) in [
+            ("guest-physical address", self.gpa),
+            ("user address", self.user_addr),
+            ("mmap offset", self.mmap_offset),
+        ] {
+            if value % PAGE_SIZE as u64 != 0 {
+                return Err(MemError::Misaligned { what, value, align: PAGE_SIZE as u64 });
+            }
+        }
+        for (what, addr, end) in [
+            ("guest-physical address", self.gpa, u64::MAX),
+            ("user address", self.user_addr, u64::MAX),
+            // A file offset is signed; and leave room to round up to the file's page.
+            ("mmap offset", self.mmap_offset, i64::MAX as u64 >> 1),
+        ] {
+            if addr.checked_add(self.size - 1).is_none_or(|last| last > end) {
+                return Err(MemError::Wraps { what, addr, size: self.size });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// What a lookup found: the bytes from an address to the end of its region.
 #[derive(Clone, Copy, Debug)]
 pub struct Found<'m> {
@@ -24,76 +63,430 @@ pub struct Found<'m> {
     pub region: usize,
 }
 
-/// An immutable set of mapped regions.
+#[derive(Clone, Debug)]
+struct Mapped {
+    region: Region,
+    mapping: Arc<Mapping>,
+    /// Where the region begins: a file of huge pages may have to be mapped from before it.
+    base: NonNull<u8>,
+    sealed: bool,
+}
+
+/// One region as one address space sees it.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    first: u64,
+    last: u64,
+    base: NonNull<u8>,
+    region: usize,
+}
+
+/// The regions in the order of one address space; they do not overlap.
 #[derive(Debug)]
-pub struct Memory {}
+pub(crate) struct Table(Box<[Entry]>);
+
+impl Table {
+    fn new(
+        what: &'static str,
+        mapped: &[Mapped],
+        first: fn(&Region) -> u64,
+    ) -> Result<Table, MemError> {
+        let mut entries: Vec<Entry> = mapped
+            .iter()
+            .enumerate()
+            .map(|(index, m)| {
+                let first = first(&m.region);
+                // Cannot wrap: `Region::check` passed.
+                Entry { first, last: first + (m.region.size - 1), base: m.base, region: index }
+            })
+            .collect();
+        entries.sort_unstable_by_key(|entry| entry.first);
+        disjoint(what, entries.iter().map(|entry| (entry.first, entry.last)))?;
+        Ok(Table(entries.into()))
+    }
+
+    /// Where the region with `addr` stands in the table.
+    #[inline]
+    fn position(&self, addr: u64) -> Option<usize> {
+        // Most memories are one region.
+        let index = match &*self.0 {
+            [_] => 0,
+            entries => entries.partition_point(|entry| entry.last < addr),
+        };
+        self.0.get(index).filter(|entry| entry.first <= addr && addr <= entry.last).map(|_| index)
+    }
+
+    fn find(&self, addr: u64) -> Option<Found<'_>> {
+        let entry = &self.0[self.position(addr)?];
+        let offset = addr - entry.first;
+        let len = entry.last - addr + 1;
+        // SAFETY: `offset` is less than the region's size, which is mapped from `base` for as long
+        // as the `Memory` that holds this table.
+        let slice = unsafe { HostSlice::new(entry.base.add(offset as usize), len as usize) };
+        Some(Found { slice, region: entry.region })
+    }
+
+    /// Calls `each` with every piece of the `len` bytes at `addr`; it may refuse.
+    #[inline]
+    pub(crate) fn walk<'m>(
+        &'m self,
+        addr: u64,
+        len: u64,
+        access: Access,
+        mut each: impl FnMut(Found<'m>, u64) -> Result<(), AccessError>,
+    ) -> Result<(), AccessError> {
+        if len == 0 {
+            return Ok(());
+        }
+        let last = addr.checked_add(len - 1).ok_or(AccessError::Overflow { addr, len })?;
+        let mut at = addr;
+        loop {
+            // Only the first lookup is common: regions that touch are rare.
+            let found = self.find(at).ok_or(AccessError::OutsideMemory { addr: at, access })?;
+            let part = found
+                .slice
+                .part(0, usize::try_from(last - at).unwrap_or(usize::MAX).saturating_add(1));
+            let part_last = at + (part.len() as u64 - 1);
+            each(Found { slice: part, region: found.region }, at)?;
+            if part_last >= last {
+                return Ok(());
+            }
+            at = part_last + 1;
+        }
+    }
+}
+
+/// Refuses ranges (in order) that share addresses.
+fn disjoint(what: &'static str, ranges: impl Iterator<Item = (u64, u64)>) -> Result<(), MemError> {
+    let mut before: Option<u64> = None;
+    for (first, last) in ranges {
+        if before.is_some_and(|before| before >= first) {
+            return Err(MemError::Overlap { what, addr: first });
+        }
+        before = Some(last);
+    }
+    Ok(())
+}
+
+/// An immutable set of mapped regions: what a back end may touch of the front end's memory.
+///
+/// A change makes a new one, and whoever still works with the old one keeps it alive by its `Arc`.
+#[derive(Debug)]
+pub struct Memory {
+    /// In guest-physical order.
+    mapped: Box<[Mapped]>,
+    by_gpa: Table,
+    by_user: Table,
+}
+
+// SAFETY: the pointers lead into the mappings that `mapped` owns; they are only ever given out as
+// `HostSlice`s that borrow `self`.
+unsafe impl Send for Memory {}
+// SAFETY: as above; nothing in here changes.
+unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Most regions that one memory holds.
+    /// Most regions that one memory holds, as many as Linux's vhost takes by default.
     pub const MAX_REGIONS: usize = 509;
 
-    /// Checks and maps regions.
+    /// Checks regions, each with the descriptor of its file, and maps them.
     ///
     /// # Errors
-    /// See [`MemError`].
+    /// No region or too many; a region of zero bytes, one whose addresses wrap or are not
+    /// page-aligned, two that overlap (in guest-physical or in user addresses), a descriptor of
+    /// something else than a file, a file that is too short, or a refusal of the system. Nothing
+    /// stays mapped then.
     pub fn map(regions: Vec<(Region, OwnedFd)>) -> Result<Arc<Memory>, MemError> {
-        let _ = regions;
-        todo!()
+        if regions.is_empty() {
+            return Err(MemError::NoRegions);
+        }
+        if regions.len() > Self::MAX_REGIONS {
+            let count = regions.len();
+            return Err(MemError::TooManyRegions { count, max: Self::MAX_REGIONS });
+        }
+        // All checks that cost nothing before the first mapping.
+        for (region, _) in &regions {
+            region.check()?;
+        }
+        let mapped = regions
+            .into_iter()
+            .map(|(region, fd)| map_region(region, fd.as_fd()))
+            .collect::<Result<_, _>>()?;
+        Self::from_mapped(mapped)
     }
-    /// A second mapping of memory that this process made itself.
+
+    /// A second mapping of memory that this process made itself, as a peer would see it.
     ///
     /// # Errors
     /// As [`map`](Self::map).
     pub fn of_ram(ram: &GuestRam) -> Result<Arc<Memory>, MemError> {
-        let _ = ram;
-        todo!()
+        Self::from_mapped(vec![map_region(ram.region(), ram.fd())?])
     }
-    /// This memory and one region more.
+
+    /// This memory and one region more (ADD_MEM_REG); what was mapped stays where it is.
     ///
     /// # Errors
     /// As [`map`](Self::map).
     pub fn with(&self, region: Region, fd: OwnedFd) -> Result<Arc<Memory>, MemError> {
-        let _ = (region, fd);
-        todo!()
+        if self.mapped.len() == Self::MAX_REGIONS {
+            let count = self.mapped.len() + 1;
+            return Err(MemError::TooManyRegions { count, max: Self::MAX_REGIONS });
+        }
+        region.check()?;
+        let mut mapped = self.mapped.to_vec();
+        mapped.push(map_region(region, fd.as_fd())?);
+        Self::from_mapped(mapped)
     }
-    /// This memory without one of its regions.
+
+    /// This memory without one of its regions (REM_MEM_REG): the one with the same addresses and
+    /// size. The result may be without any.
     ///
     /// # Errors
     /// [`MemError::NoSuchRegion`].
     pub fn without(&self, region: &Region) -> Result<Arc<Memory>, MemError> {
-        let _ = region;
-        todo!()
+        let same = |other: &Region| {
+            (other.gpa, other.user_addr, other.size) == (region.gpa, region.user_addr, region.size)
+        };
+        let mut mapped = self.mapped.to_vec();
+        mapped.retain(|m| !same(&m.region));
+        if mapped.len() == self.mapped.len() {
+            return Err(MemError::NoSuchRegion { gpa: region.gpa, size: region.size });
+        }
+        Self::from_mapped(mapped)
     }
+
+    /// A memory of regions that passed [`Region::check`].
+    fn from_mapped(mut mapped: Vec<Mapped>) -> Result<Arc<Memory>, MemError> {
+        mapped.sort_unstable_by_key(|m| m.region.gpa);
+        let by_gpa = Table::new("guest-physical address", &mapped, |region| region.gpa)?;
+        let by_user = Table::new("user address", &mapped, |region| region.user_addr)?;
+        Ok(Arc::new(Memory { mapped: mapped.into(), by_gpa, by_user }))
+    }
+
     /// The regions, in guest-physical order.
     pub fn regions(&self) -> impl ExactSizeIterator<Item = &Region> {
-        [].iter()
+        self.mapped.iter().map(|m| &m.region)
     }
-    /// Whether every region's file is sealed against truncation.
+
+    /// Whether every region's file is sealed against truncation, so that [`lost`](Self::lost)
+    /// never becomes true.
     pub fn is_sealed(&self) -> bool {
-        todo!()
+        self.mapped.iter().all(|m| m.sealed)
     }
+
     /// The bytes from a guest-physical address to the end of its region.
+    #[inline]
     pub fn find_gpa(&self, gpa: u64) -> Option<Found<'_>> {
-        let _ = gpa;
-        todo!()
+        self.by_gpa.find(gpa)
     }
+
     /// The bytes from an address of the front end's process to the end of its region.
+    #[inline]
     pub fn find_user(&self, addr: u64) -> Option<Found<'_>> {
-        let _ = addr;
-        todo!()
+        self.by_user.find(addr)
     }
+
     /// The guest-physical address of an address of the front end's process.
     pub fn user_to_gpa(&self, addr: u64) -> Option<u64> {
-        let _ = addr;
-        todo!()
+        let entry = &self.by_user.0[self.by_user.position(addr)?];
+        // Cannot wrap: the offset is less than the region's size.
+        Some(self.mapped[entry.region].region.gpa + (addr - entry.first))
     }
-    /// Whether any region's file was truncated under us. One load as long as none ever was.
+
+    /// Whether any region's file was truncated under us, and somebody noticed by touching it. One
+    /// load as long as nothing in this process ever was.
+    #[inline]
     pub fn lost(&self) -> bool {
-        todo!()
+        sigbus::any_lost() && self.mapped.iter().any(|m| m.mapping.is_lost())
     }
-    /// Whether this region's file was truncated under us.
+
+    /// As [`lost`](Self::lost), for one region (see [`Found::region`]).
+    ///
+    /// # Panics
+    /// If there is no such region.
+    #[inline]
     pub fn is_lost(&self, region: usize) -> bool {
-        let _ = region;
-        todo!()
+        sigbus::any_lost() && self.mapped[region].mapping.is_lost()
+    }
+
+    /// The regions by guest-physical address.
+    pub(crate) fn by_gpa(&self) -> &Table {
+        &self.by_gpa
+    }
+
+    /// The regions by address of the front end's process.
+    pub(crate) fn by_user(&self) -> &Table {
+        &self.by_user
+    }
+}
+
+/// The size of the pages that a file is mapped in.
+fn page_of(fd: BorrowedFd<'_>) -> Result<u64, MemError> {
+    const HUGETLBFS_MAGIC: u64 = 0x958458f6;
+    // SAFETY: a call without pointers.
+    let system = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    let system = u64::try_from(system).unwrap_or(0).max(PAGE_SIZE as u64);
+    let stat = fs::fstatfs(fd).map_err(MemError::os("fstatfs of shared memory"))?;
+    if stat.f_type as u64 & 0xffff_ffff != HUGETLBFS_MAGIC {
+        return Ok(system);
+    }
+    // A power of two, says the kernel; anything else would make a mask of nonsense.
+    Ok(u64::try_from(stat.f_bsize).ok().filter(|size| size.is_power_of_two()).unwrap_or(system))
+}
+
+/// Maps a region that passed [`Region::check`].
+fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
+    let stat = fs::fstat(fd).map_err(MemError::os("fstat of shared memory"))?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Err(MemError::NotAFile);
+    }
+    let needed = region.mmap_offset + region.size;
+    // First the seals, then the size: a file sealed now cannot become shorter than what we see.
+    let sealed = fs::fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+    let stat = fs::fstat(fd).map_err(MemError::os("fstat of shared memory"))?;
+    let actual = u64::try_from(stat.st_size).unwrap_or(0);
+    if needed > actual {
+        return Err(MemError::FileTooShort { needed, actual });
+    }
+    let page = page_of(fd)?;
+    let start = region.mmap_offset & !(page - 1);
+    // Cannot wrap: `needed` is at most the size of a file.
+    let wraps =
+        MemError::Wraps { what: "mmap offset", addr: region.mmap_offset, size: region.size };
+    let Some(len) =
+        needed.checked_next_multiple_of(page).and_then(|end| usize::try_from(end - start).ok())
+    else {
+        return Err(wraps);
+    };
+    let mut mapping = Mapping::file(fd, start, len)?;
+    if !sealed {
+        mapping.watch(page as usize)?;
+    }
+    // SAFETY: `mmap_offset - start` is less than `len`.
+    let base = unsafe { mapping.base().add((region.mmap_offset - start) as usize) };
+    Ok(Mapped { region, mapping: Arc::new(mapping), base, sealed })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::MemfdFlags;
+
+    const PAGE: u64 = PAGE_SIZE as u64;
+
+    fn file(pages: u64) -> OwnedFd {
+        let fd = fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+        fs::ftruncate(&fd, pages * PAGE).unwrap();
+        fd
+    }
+
+    fn region(gpa: u64, size: u64, user_addr: u64, mmap_offset: u64) -> Region {
+        Region { gpa, size, user_addr, mmap_offset }
+    }
+
+    fn map(regions: &[(Region, u64)]) -> Result<Arc<Memory>, MemError> {
+        Memory::map(regions.iter().map(|&(region, pages)| (region, file(pages))).collect())
+    }
+
+    #[test]
+    fn a_table_without_regions_or_with_too_many_is_refused() {
+        assert!(matches!(map(&[]), Err(MemError::NoRegions)));
+        let many: Vec<_> = (0..510).map(|i| (region(i * PAGE, PAGE, i * PAGE, 0), 1)).collect();
+        assert!(matches!(map(&many), Err(MemError::TooManyRegions { count: 510, max: 509 })));
+        assert!(map(&many[..509]).is_ok());
+    }
+
+    #[test]
+    fn a_region_of_zero_bytes_is_refused() {
+        assert!(matches!(map(&[(region(0, 0, 0, 0), 1)]), Err(MemError::Empty)));
+    }
+
+    #[test]
+    fn a_region_whose_addresses_wrap_is_refused() {
+        let end = u64::MAX - (PAGE - 1);
+        assert!(map(&[(region(end, PAGE, end, 0), 1)]).is_ok());
+        for bad in [
+            region(end, PAGE + 1, 0, 0),
+            region(0, PAGE + 1, end, 0),
+            region(0, PAGE + 1, 0, end),
+            region(0, u64::MAX, 0, PAGE),
+        ] {
+            assert!(matches!(map(&[(bad, 2)]), Err(MemError::Wraps { .. })), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_region_that_is_not_page_aligned_is_refused() {
+        for bad in [region(8, PAGE, 0, 0), region(0, PAGE, 8, 0), region(0, PAGE, 0, 8)] {
+            assert!(matches!(map(&[(bad, 2)]), Err(MemError::Misaligned { .. })), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_ends_before_its_region_is_refused() {
+        let error = map(&[(region(0, 2 * PAGE, 0, PAGE), 2)]).unwrap_err();
+        assert!(matches!(error, MemError::FileTooShort { needed: 0x3000, actual: 0x2000 }));
+        assert!(map(&[(region(0, 2 * PAGE, 0, PAGE), 3)]).is_ok());
+    }
+
+    #[test]
+    fn a_descriptor_that_is_no_file_is_refused() {
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        let null = OwnedFd::from(std::fs::File::open("/dev/zero").unwrap());
+        for fd in [pipe, null] {
+            let error = Memory::map(vec![(region(0, PAGE, 0, 0), fd)]).unwrap_err();
+            assert!(matches!(error, MemError::NotAFile));
+        }
+    }
+
+    #[test]
+    fn regions_that_overlap_in_either_address_space_are_refused() {
+        let a = (region(0, 2 * PAGE, 0x10_0000, 0), 2);
+        let gpa = map(&[a, (region(PAGE, PAGE, 0x20_0000, 0), 1)]).unwrap_err();
+        assert!(matches!(gpa, MemError::Overlap { what: "guest-physical address", addr: PAGE }));
+        let user = map(&[a, (region(0x8000, PAGE, 0x10_1000, 0), 1)]).unwrap_err();
+        assert!(matches!(user, MemError::Overlap { what: "user address", addr: 0x10_1000 }));
+        assert!(map(&[a, (region(2 * PAGE, PAGE, 0x10_2000, 0), 1)]).is_ok());
+    }
+
+    #[test]
+    fn user_addresses_resolve_through_the_region_that_holds_them() {
+        // rule D3
+        let memory = map(&[
+            (region(0x10_0000, 2 * PAGE, 0x7f00_0000_0000, 0), 2),
+            (region(0, PAGE, 0x7f00_0000_2000, 0), 1),
+        ])
+        .unwrap();
+        assert_eq!(memory.user_to_gpa(0x7f00_0000_1234), Some(0x10_1234));
+        assert_eq!(memory.user_to_gpa(0x7f00_0000_2234), Some(0x234));
+        assert_eq!(memory.user_to_gpa(0x7f00_0000_3000), None);
+        assert_eq!(memory.user_to_gpa(0x10_0000), None);
+        let (user, gpa) =
+            (memory.find_user(0x7f00_0000_1234).unwrap(), memory.find_gpa(0x10_1234).unwrap());
+        assert_eq!(user.slice.as_ptr(), gpa.slice.as_ptr());
+        assert_eq!(user.slice.len(), 0x2000 - 0x1234);
+    }
+
+    #[test]
+    fn a_region_can_be_added_and_removed_and_the_rest_stays_where_it_is() {
+        let memory = map(&[(region(0, PAGE, 0, 0), 1)]).unwrap();
+        let more = region(PAGE, PAGE, PAGE, 0);
+        let two = memory.with(more, file(1)).unwrap();
+        assert_eq!(two.regions().len(), 2);
+        let at = |memory: &Memory| memory.find_gpa(0).unwrap().slice.as_ptr();
+        assert_eq!(at(&memory), at(&two));
+        assert!(matches!(two.with(more, file(1)), Err(MemError::Overlap { .. })));
+        let one = two.without(&more).unwrap();
+        assert!(one.find_gpa(PAGE).is_none() && two.find_gpa(PAGE).is_some());
+        assert!(matches!(one.without(&more), Err(MemError::NoSuchRegion { .. })));
+        let none = one.without(&region(0, PAGE, 0, 0)).unwrap();
+        assert!(none.find_gpa(0).is_none());
+    }
+
+    #[test]
+    fn seals_are_seen() {
+        let ram = GuestRam::new(PAGE_SIZE, 0).unwrap();
+        assert!(Memory::of_ram(&ram).unwrap().is_sealed());
+        assert!(!map(&[(region(0, PAGE, 0, 0), 1)]).unwrap().is_sealed());
     }
 }

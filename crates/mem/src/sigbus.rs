@@ -1,10 +1,354 @@
 //! Surviving a memory file that is truncated under us.
-use std::io;
+//!
+//! A process that touches a page of a mapping beyond the end of its file gets SIGBUS, and dies of
+//! it. Sealed memory cannot be truncated, but not every front end seals. So every unsealed mapping
+//! of a [`Memory`](crate::Memory) stands in a registry, and the handler that [`install`] installs
+//! looks the faulting address up there. If it is one of ours, the pages from there to the end of
+//! the mapping are replaced by zeroes, private to us, and the mapping is marked lost: the access
+//! that faulted goes on with zeroes, and [`Translate::check`](crate::Translate::check) tells before
+//! its results are published. Everything else is passed to the handler that was there before.
+//!
+//! A file that shrinks loses all that lies behind its end, hence "to the end of the mapping": one
+//! signal for each time that the file shrinks below what was touched, and neighbouring pieces merge
+//! in the kernel, so that a peer cannot make us run out of mappings.
+//!
+//! The handler runs in the middle of anything: it takes no lock, allocates nothing, and calls
+//! `mmap` only.
 
-/// Installs the handler, once per process; later calls do nothing.
+use crate::MemError;
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::{
+    io, mem, ptr,
+    sync::{Mutex, OnceLock},
+};
+
+/// Most mappings that can be watched at once in a process.
+const SLOTS: usize = 4096;
+
+/// A slot's state is `generation << 2 | phase`: the generation makes a reader notice that the slot
+/// changed hands while it looked.
+const FREE: u64 = 0;
+const BUSY: u64 = 1;
+const LIVE: u64 = 2;
+const PHASE: u64 = 3;
+
+#[derive(Debug)]
+struct Slot {
+    state: AtomicU64,
+    start: AtomicUsize,
+    len: AtomicUsize,
+    page: AtomicUsize,
+    lost: AtomicBool,
+}
+
+static REGISTRY: [Slot; SLOTS] = [const {
+    Slot {
+        state: AtomicU64::new(FREE),
+        start: AtomicUsize::new(0),
+        len: AtomicUsize::new(0),
+        page: AtomicUsize::new(0),
+        lost: AtomicBool::new(false),
+    }
+}; SLOTS];
+
+/// No slot from here on was ever used.
+static USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether any mapping was ever lost: the one word that the fast path looks at.
+static ANY_LOST: AtomicBool = AtomicBool::new(false);
+
+/// What SIGBUS did before us. Set before the handler can run.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// Whether any mapping of this process was ever lost.
+#[inline]
+pub(crate) fn any_lost() -> bool {
+    ANY_LOST.load(Ordering::Relaxed)
+}
+
+/// A mapping's place in the registry, given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Registered {
+    slot: &'static Slot,
+}
+
+impl Registered {
+    /// Enters a mapping. `page` is a power of two, `start` and `len` multiples of it.
+    pub(crate) fn new(start: usize, len: usize, page: usize) -> Result<Registered, MemError> {
+        for (index, slot) in REGISTRY.iter().enumerate() {
+            let state = slot.state.load(Ordering::Relaxed);
+            let busy = (state & !PHASE) | BUSY;
+            if state & PHASE != FREE
+                || slot
+                    .state
+                    .compare_exchange(state, busy, Ordering::Acquire, Ordering::Relaxed)
+                    .is_err()
+            {
+                continue;
+            }
+            slot.start.store(start, Ordering::Relaxed);
+            slot.len.store(len, Ordering::Relaxed);
+            slot.page.store(page, Ordering::Relaxed);
+            slot.lost.store(false, Ordering::Relaxed);
+            // Release: whoever sees LIVE sees the fields.
+            slot.state.store((state & !PHASE) | LIVE, Ordering::Release);
+            USED.fetch_max(index + 1, Ordering::Release);
+            return Ok(Registered { slot });
+        }
+        Err(MemError::RegistryFull { max: SLOTS })
+    }
+
+    /// Whether the mapping was lost.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.slot.lost.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        let next = (self.slot.state.load(Ordering::Relaxed) & !PHASE) + (PHASE + 1);
+        // Release: the next owner, who acquires in `new`, comes after all that we did. A handler
+        // that looks at this slot meanwhile serves another mapping: ours is no longer touched.
+        self.slot.state.store(next | FREE, Ordering::Release);
+    }
+}
+
+/// Replaces what is behind `addr` by zeroes, if it is in a watched mapping. Async-signal-safe.
+fn replace(addr: usize) -> bool {
+    let used = USED.load(Ordering::Acquire).min(SLOTS);
+    for slot in &REGISTRY[..used] {
+        let state = slot.state.load(Ordering::Acquire);
+        if state & PHASE != LIVE {
+            continue;
+        }
+        let start = slot.start.load(Ordering::Relaxed);
+        let len = slot.len.load(Ordering::Relaxed);
+        let page = slot.page.load(Ordering::Relaxed);
+        // The three belong together only if the slot did not change hands meanwhile. If it did, it
+        // is not the mapping of the access that faulted: its owner keeps that one alive.
+        fence(Ordering::Acquire);
+        if slot.state.load(Ordering::Relaxed) != state || addr.wrapping_sub(start) >= len {
+            continue;
+        }
+        let first = addr & !(page - 1);
+        let rest = len - (first - start);
+        // Before the zeroes can be seen, so that nobody takes them for data.
+        slot.lost.store(true, Ordering::Release);
+        ANY_LOST.store(true, Ordering::Release);
+        // SAFETY: the span lies within a live mapping of ours, kept by the owner of the access that
+        // faulted; nothing but raw pointers leads there. `mmap` is a bare system call.
+        let mapped = unsafe {
+            libc::mmap(
+                first as *mut libc::c_void,
+                rest,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        return mapped != libc::MAP_FAILED;
+    }
+    false
+}
+
+extern "C" fn on_sigbus(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    // SAFETY: the kernel hands a valid `siginfo_t` to a handler with SA_SIGINFO; `errno` is this
+    // thread's, and is put back because the code that was interrupted may be about to read it.
+    let ours = unsafe {
+        let errno = libc::__errno_location();
+        let saved = *errno;
+        // A signal sent by a process (`si_code` <= 0) carries no address.
+        let ours = (*info).si_code > 0 && replace((*info).si_addr() as usize);
+        *errno = saved;
+        ours
+    };
+    if !ours {
+        chain(signal, info, context);
+    }
+}
+
+/// Does what would have been done without us.
+fn chain(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let Some(previous) = PREVIOUS.get() else { return };
+    // SAFETY: the previous action was read from the kernel, so its handler has the type that its
+    // flags say, and gets what the kernel gave us. `sigaction` and `raise` are async-signal-safe.
+    unsafe {
+        match previous.sa_sigaction {
+            libc::SIG_IGN if (*info).si_code <= 0 => {}
+            // A fault cannot be ignored. The default action ends the process once we return: the
+            // signal raised here is blocked until then.
+            libc::SIG_DFL | libc::SIG_IGN => {
+                let mut default: libc::sigaction = mem::zeroed();
+                default.sa_sigaction = libc::SIG_DFL;
+                libc::sigaction(signal, &default, ptr::null_mut());
+                libc::raise(signal);
+            }
+            handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
+                let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
+                    mem::transmute(handler);
+                handler(signal, info, context);
+            }
+            handler => {
+                let handler: extern "C" fn(libc::c_int) = mem::transmute(handler);
+                handler(signal);
+            }
+        }
+    }
+}
+
+/// Installs the handler, once per process; later calls do nothing. Without it, a truncated memory
+/// file ends the process.
 ///
 /// # Errors
 /// The operating system refused.
 pub fn install() -> io::Result<()> {
-    todo!()
+    static INSTALLED: Mutex<bool> = Mutex::new(false);
+    let mut installed = INSTALLED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if *installed {
+        return Ok(());
+    }
+    // SAFETY: plain calls with valid pointers. The previous action is stored before the handler
+    // can run. SA_ONSTACK: threads of std have an alternate stack, and a fault may happen near the
+    // end of the ordinary one.
+    unsafe {
+        let mut previous: libc::sigaction = mem::zeroed();
+        if libc::sigaction(libc::SIGBUS, ptr::null(), &mut previous) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let _ = PREVIOUS.set(previous);
+        let mut action: libc::sigaction = mem::zeroed();
+        action.sa_sigaction = on_sigbus as *const () as libc::sighandler_t;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+        libc::sigemptyset(&mut action.sa_mask);
+        if libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    *installed = true;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Access, AccessError, Memory, PAGE_SIZE, Physical, Region, Translate};
+    use rustix::fs::{self, MemfdFlags};
+    use std::{os::fd::OwnedFd, sync::Arc};
+
+    const PAGE: u64 = PAGE_SIZE as u64;
+
+    fn unsealed(pages: u64) -> OwnedFd {
+        let fd = fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+        fs::ftruncate(&fd, pages * PAGE).unwrap();
+        fd
+    }
+
+    fn two_regions() -> (OwnedFd, Arc<Memory>) {
+        let file = unsealed(4);
+        let region = |gpa, size| Region { gpa, size, user_addr: gpa, mmap_offset: 0 };
+        let memory = Memory::map(vec![
+            (region(0, 4 * PAGE), file.try_clone().unwrap()),
+            (region(0x10_0000, PAGE), unsealed(1)),
+        ])
+        .unwrap();
+        (file, memory)
+    }
+
+    #[test]
+    fn a_truncated_file_reads_as_zeroes_and_is_reported_as_lost() {
+        super::install().unwrap();
+        super::install().unwrap();
+        let (file, memory) = two_regions();
+        let bus = Physical::new(Arc::clone(&memory));
+        bus.write(0, &[1; 4 * PAGE_SIZE]).unwrap();
+        bus.write(0x10_0000, &[2; PAGE_SIZE]).unwrap();
+        bus.check().unwrap();
+
+        fs::ftruncate(&file, PAGE).unwrap();
+        assert!(!memory.lost(), "nobody touched it yet");
+        let mut bytes = [9; 2 * PAGE_SIZE];
+        bus.read(0, &mut bytes).unwrap();
+        assert_eq!(bytes[..PAGE_SIZE], [1; PAGE_SIZE]);
+        assert_eq!(bytes[PAGE_SIZE..], [0; PAGE_SIZE]);
+        assert_eq!(bus.check(), Err(AccessError::Lost { addr: 0 }));
+        assert!(memory.lost() && memory.is_lost(0) && !memory.is_lost(1));
+
+        // From now on the region is refused at once, the other is as it was.
+        assert_eq!(bus.read(8, &mut bytes), Err(AccessError::Lost { addr: 8 }));
+        assert!(bus.window(0, 16, Access::Read).is_err());
+        bus.read(0x10_0000, &mut bytes[..PAGE_SIZE]).unwrap();
+        assert_eq!(bytes[..PAGE_SIZE], [2; PAGE_SIZE]);
+        assert_eq!(bus.check(), Ok(()));
+    }
+
+    #[test]
+    fn a_window_into_a_truncated_file_is_reported_though_nobody_translated() {
+        super::install().unwrap();
+        let (file, memory) = two_regions();
+        let bus = Physical::new(memory);
+        let window = bus.window(3 * PAGE, 64, Access::ReadWrite).unwrap();
+        fs::ftruncate(&file, 0).unwrap();
+        window.write(0, &[1; 64]);
+        assert_eq!(bus.check(), Err(AccessError::Lost { addr: 0 }));
+        // Another worker, who never touched it, is not bothered.
+        let other = Physical::new(Arc::clone(bus.memory()));
+        other.read(0x10_0000, &mut [0]).unwrap();
+        assert_eq!(other.check(), Ok(()));
+    }
+
+    #[test]
+    fn many_threads_may_fall_into_the_same_hole() {
+        super::install().unwrap();
+        let (file, memory) = two_regions();
+        fs::ftruncate(&file, 0).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let memory = Arc::clone(&memory);
+                scope.spawn(move || {
+                    let bus = Physical::new(memory);
+                    // Either it met the hole itself, or was told that another did.
+                    let read = bus.read(thread * PAGE, &mut [0; 16]);
+                    assert!(read.is_err() || bus.check().is_err());
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_slot_of_the_registry_is_used_again() {
+        for _ in 0..2 * super::SLOTS {
+            drop(super::Registered::new(PAGE_SIZE, PAGE_SIZE, PAGE_SIZE).unwrap());
+        }
+    }
+
+    /// Runs only inside the child process of the test below.
+    const CHILD: &str = "RINGFENCE_TEST_FOREIGN_SIGBUS";
+
+    #[test]
+    fn a_fault_that_is_not_ours_still_ends_the_process() {
+        use std::os::unix::process::ExitStatusExt;
+        if std::env::var_os(CHILD).is_some() {
+            super::install().unwrap();
+            let file = unsealed(1);
+            // Mapped, but not watched: what any other library might do.
+            let map = crate::mapping::Mapping::file(std::os::fd::AsFd::as_fd(&file), 0, PAGE_SIZE)
+                .unwrap();
+            fs::ftruncate(&file, 0).unwrap();
+            // SAFETY: the page is mapped; that reading it faults is the point.
+            unsafe { map.base().as_ptr().read_volatile() };
+            std::process::exit(0);
+        }
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "sigbus::tests::a_fault_that_is_not_ours_still_ends_the_process"])
+            .env(CHILD, "1")
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::null())
+            .status()
+            .unwrap();
+        assert_eq!(status.signal(), Some(libc::SIGBUS));
+    }
 }

@@ -1,53 +1,331 @@
 //! Reaching memory by addresses that need no IOMMU.
-use crate::{Access, AccessError, HostSlice, Memory, Translate, Window};
-use std::sync::Arc;
 
-/// Reaches memory by guest-physical address. One per worker thread; Send.
-#[derive(Debug)]
-pub struct Physical(Arc<Memory>);
-/// Reaches memory by address of the front end's process (ring addresses without an IOMMU).
-#[derive(Debug)]
-pub struct UserAddresses(Arc<Memory>);
+use crate::{Access, AccessError, HostSlice, Memory, Translate, Window, memory::Table, sigbus};
+use core::{
+    cell::Cell,
+    sync::atomic::{Ordering, fence},
+};
+use std::{any::Any, ptr::NonNull, sync::Arc};
 
-impl Physical {
-    /// Reaches `memory`.
-    pub fn new(memory: Arc<Memory>) -> Physical {
-        Physical(memory)
+/// Which regions were touched: one bit each for the first 63, one for all the rest.
+fn bit(region: usize) -> u64 {
+    1 << region.min(63)
+}
+
+/// A memory, and what was touched of it.
+#[derive(Debug)]
+struct Direct {
+    memory: Arc<Memory>,
+    /// Since the last `check`.
+    touched: Cell<u64>,
+    /// By windows, which are touched without our knowing.
+    held: Cell<u64>,
+}
+
+impl Direct {
+    fn new(memory: Arc<Memory>) -> Direct {
+        Direct { memory, touched: Cell::new(0), held: Cell::new(0) }
     }
-    /// The memory that it reaches.
-    pub fn memory(&self) -> &Arc<Memory> {
-        &self.0
+
+    #[inline]
+    fn slices(
+        &self,
+        table: &Table,
+        addr: u64,
+        len: u64,
+        access: Access,
+        mut each: impl FnMut(HostSlice<'_>),
+    ) -> Result<(), AccessError> {
+        table.walk(addr, len, access, |found, at| {
+            if sigbus::any_lost() && self.memory.is_lost(found.region) {
+                return Err(AccessError::Lost { addr: at });
+            }
+            self.touched.set(self.touched.get() | bit(found.region));
+            each(found.slice);
+            Ok(())
+        })
+    }
+
+    fn window(
+        &self,
+        table: &Table,
+        addr: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<Window, AccessError> {
+        let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
+        let mut first = None;
+        let mut pieces = 0;
+        // An empty window still needs an address that leads somewhere.
+        table.walk(addr, len.max(1), access, |found, _| {
+            pieces += 1;
+            first.get_or_insert(found);
+            Ok(())
+        })?;
+        let Some(found) = first.filter(|_| pieces == 1) else {
+            return Err(AccessError::Fragmented { addr, len });
+        };
+        if self.memory.is_lost(found.region) {
+            return Err(AccessError::Lost { addr });
+        }
+        self.held.set(self.held.get() | bit(found.region));
+        let base = NonNull::new(found.slice.as_ptr()).expect("a slice has an address");
+        let keep: Arc<dyn Any + Send + Sync> = Arc::clone(&self.memory) as _;
+        // SAFETY: the bytes (at least `bytes`: one piece covers them) stay mapped while `keep`,
+        // the memory, lives; nothing makes references to them.
+        Ok(unsafe { Window::new(base, bytes, keep) })
+    }
+
+    fn check(&self, first: impl Fn(usize) -> u64) -> Result<(), AccessError> {
+        let touched = self.touched.replace(0) | self.held.get();
+        // Another thread may have met the hole first and put the zeroes there that we read: its
+        // mark, set before, must not be looked for before our own accesses are done.
+        fence(Ordering::Acquire);
+        if !sigbus::any_lost() {
+            return Ok(());
+        }
+        let lost = (0..self.memory.regions().len())
+            .find(|&region| touched & bit(region) != 0 && self.memory.is_lost(region));
+        match lost {
+            Some(region) => Err(AccessError::Lost { addr: first(region) }),
+            None => Ok(()),
+        }
     }
 }
-impl UserAddresses {
-    /// Reaches `memory`.
-    pub fn new(memory: Arc<Memory>) -> UserAddresses {
-        UserAddresses(memory)
-    }
-    /// The memory that it reaches.
-    pub fn memory(&self) -> &Arc<Memory> {
-        &self.0
-    }
+
+macro_rules! direct {
+    ($(#[$doc:meta])* $name:ident, $table:ident, $field:ident) => {
+        $(#[$doc])*
+        ///
+        /// One per worker thread: it may move between threads, but not be shared by them.
+        /// [`check`](Translate::check) tells of a truncated file only where a region was touched
+        /// through this value since the last call, or holds a window made by it. (Regions after the
+        /// 63rd count as one.) Once a region is known to be lost, every access to it is refused.
+        #[derive(Debug)]
+        pub struct $name(Direct);
+
+        impl $name {
+            /// Reaches `memory`.
+            pub fn new(memory: Arc<Memory>) -> $name {
+                $name(Direct::new(memory))
+            }
+
+            /// The memory that it reaches.
+            pub fn memory(&self) -> &Arc<Memory> {
+                &self.0.memory
+            }
+        }
+
+        impl Translate for $name {
+            #[inline]
+            fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
+            where
+                F: FnMut(HostSlice<'_>),
+            {
+                self.0.slices(self.0.memory.$table(), addr, len, access, each)
+            }
+
+            fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+                self.0.window(self.0.memory.$table(), addr, len, access)
+            }
+
+            fn check(&self) -> Result<(), AccessError> {
+                let memory = &self.0.memory;
+                self.0.check(|region| memory.regions().nth(region).map_or(0, |r| r.$field))
+            }
+        }
+    };
 }
-impl Translate for Physical {
-    fn slices<F>(&self, _: u64, _: u64, _: Access, _: F) -> Result<(), AccessError>
-    where
-        F: FnMut(HostSlice<'_>),
-    {
-        todo!()
-    }
-    fn window(&self, _: u64, _: u64, _: Access) -> Result<Window, AccessError> {
-        todo!()
-    }
+
+direct! {
+    /// Reaches memory by guest-physical address.
+    Physical, by_gpa, gpa
 }
-impl Translate for UserAddresses {
-    fn slices<F>(&self, _: u64, _: u64, _: Access, _: F) -> Result<(), AccessError>
-    where
-        F: FnMut(HostSlice<'_>),
-    {
-        todo!()
+direct! {
+    /// Reaches memory by address of the front end's process: what SET_VRING_ADDR carries where no
+    /// IOMMU is negotiated (rule D2).
+    UserAddresses, by_user, user_addr
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{GuestRam, MemError, PAGE_SIZE, Region};
+    use proptest::prelude::*;
+    use std::os::fd::OwnedFd;
+
+    const PAGE: u64 = PAGE_SIZE as u64;
+
+    fn ram(pages: u64) -> OwnedFd {
+        let ram = GuestRam::new((pages * PAGE) as usize, 0).unwrap();
+        ram.fd().try_clone_to_owned().unwrap()
     }
-    fn window(&self, _: u64, _: u64, _: Access) -> Result<Window, AccessError> {
-        todo!()
+
+    #[test]
+    fn an_access_spans_regions_that_touch_and_a_window_does_not() {
+        let memory = Memory::map(vec![
+            (Region { gpa: 0, size: PAGE, user_addr: 0x8000, mmap_offset: 0 }, ram(1)),
+            (Region { gpa: PAGE, size: PAGE, user_addr: 0, mmap_offset: 0 }, ram(1)),
+        ])
+        .unwrap();
+        let bus = Physical::new(memory);
+        bus.write(PAGE - 2, &[1, 2, 3, 4]).unwrap();
+        let mut back = [0; 4];
+        bus.read(PAGE - 2, &mut back).unwrap();
+        assert_eq!(back, [1, 2, 3, 4]);
+        let window = bus.window(PAGE - 2, 4, Access::Read).unwrap_err();
+        assert_eq!(window, AccessError::Fragmented { addr: PAGE - 2, len: 4 });
+        // The same bytes are elsewhere in the front end's addresses, where the regions do not touch.
+        let user = UserAddresses::new(Arc::clone(bus.memory()));
+        user.read(0x8000 + PAGE - 2, &mut back[..2]).unwrap();
+        user.read(0, &mut back[2..]).unwrap();
+        assert_eq!(back, [1, 2, 3, 4]);
+        let access = Access::Read;
+        let outside = Err(AccessError::OutsideMemory { addr: 0x8000 + PAGE, access });
+        assert_eq!(user.read(0x8000 + PAGE - 2, &mut back), outside);
+    }
+
+    #[test]
+    fn an_access_at_the_end_of_the_address_space_does_not_wrap() {
+        let gpa = u64::MAX - (PAGE - 1);
+        let region = |gpa, user_addr| Region { gpa, size: PAGE, user_addr, mmap_offset: 0 };
+        let memory = Memory::map(vec![(region(gpa, gpa), ram(1)), (region(0, 0), ram(1))]).unwrap();
+        let bus = Physical::new(memory);
+        bus.write(u64::MAX, &[7]).unwrap();
+        bus.write(gpa, &[7; PAGE_SIZE]).unwrap();
+        let wraps = Err(AccessError::Overflow { addr: u64::MAX, len: 2 });
+        assert_eq!(bus.write(u64::MAX, &[7, 7]), wraps);
+        assert!(bus.window(u64::MAX, u64::MAX, Access::Read).is_err());
+        assert!(bus.window(gpa, PAGE, Access::Read).is_ok());
+        // An empty access visits nothing, wherever it is.
+        assert_eq!(bus.read(0x5000_0000, &mut []), Ok(()));
+        assert_eq!(bus.read(u64::MAX, &mut []), Ok(()));
+    }
+
+    /// Addresses from a few places, so that regions meet: low, middle, and the last pages.
+    fn page_address() -> impl Strategy<Value = u64> {
+        (prop_oneof![Just(0), Just(1 << 40), Just(u64::MAX - (8 * PAGE - 1))], 0..8u64)
+            .prop_map(|(place, page): (u64, u64)| place + page * PAGE)
+    }
+
+    fn any_region() -> impl Strategy<Value = Region> {
+        (page_address(), page_address(), 1..=3u64, 0..2u64, 0..2u64).prop_map(
+            |(gpa, user_addr, pages, cut, offset)| Region {
+                gpa,
+                user_addr,
+                // Not always whole pages.
+                size: pages * PAGE - cut * 100,
+                mmap_offset: offset * PAGE,
+            },
+        )
+    }
+
+    /// What one byte's address leads to: the region and the offset in it. Slow and plain.
+    fn oracle(regions: &[Region], addr: u128, start: fn(&Region) -> u64) -> Option<(usize, u64)> {
+        regions.iter().enumerate().find_map(|(index, region)| {
+            let first = u128::from(start(region));
+            let inside = addr >= first && addr < first + u128::from(region.size);
+            inside.then(|| (index, (addr - first) as u64))
+        })
+    }
+
+    /// Whether the oracle would take the table.
+    fn legal(regions: &[Region]) -> bool {
+        let ends = |start: fn(&Region) -> u64| {
+            regions.iter().all(|r| u128::from(start(r)) + u128::from(r.size) <= 1 << 64)
+                && regions.iter().enumerate().all(|(i, a)| {
+                    regions[i + 1..].iter().all(|b| {
+                        let span = |r: &Region| {
+                            let first = u128::from(start(r));
+                            (first, first + u128::from(r.size))
+                        };
+                        span(a).1 <= span(b).0 || span(b).1 <= span(a).0
+                    })
+                })
+        };
+        ends(|r| r.gpa) && ends(|r| r.user_addr)
+    }
+
+    /// The content of every byte: tells region and offset apart well enough.
+    fn content(region: usize, offset: u64) -> u8 {
+        (region as u64 * 61 + offset + offset / 251) as u8
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+        #[test]
+        fn any_access_agrees_with_a_byte_by_byte_oracle(
+            regions in prop::collection::vec(any_region(), 1..5),
+            accesses in prop::collection::vec((page_address(), -200i64..200, 0..9000u64), 20),
+        ) {
+            let mapped = Memory::map(regions.iter().map(|&region| (region, ram(4))).collect());
+            prop_assert_eq!(mapped.is_ok(), legal(&regions), "{:?}", mapped);
+            let Ok(memory) = mapped else { return Ok(()) };
+            for (index, region) in regions.iter().enumerate() {
+                let bytes: Vec<u8> = (0..region.size).map(|offset| content(index, offset)).collect();
+                let found = memory.find_gpa(region.gpa).unwrap();
+                prop_assert_eq!(found.slice.len() as u64, region.size);
+                found.slice.copy_from(&bytes);
+            }
+            let physical = Physical::new(Arc::clone(&memory));
+            let user = UserAddresses::new(memory);
+            for (page, offset, len) in accesses {
+                let addr = page.wrapping_add_signed(offset);
+                agrees(&physical, &regions, addr, len, |r| r.gpa)?;
+                agrees(&user, &regions, addr, len, |r| r.user_addr)?;
+            }
+        }
+    }
+
+    fn agrees(
+        bus: &impl Translate,
+        regions: &[Region],
+        addr: u64,
+        len: u64,
+        start: fn(&Region) -> u64,
+    ) -> Result<(), TestCaseError> {
+        let places: Vec<_> =
+            (0..len).map(|i| oracle(regions, u128::from(addr) + u128::from(i), start)).collect();
+        let missing = places.iter().position(Option::is_none);
+        let access = Access::Read;
+        let expected = if len > 0 && addr.checked_add(len - 1).is_none() {
+            Err(AccessError::Overflow { addr, len })
+        } else if let Some(index) = missing {
+            Err(AccessError::OutsideMemory { addr: addr + index as u64, access })
+        } else {
+            Ok(())
+        };
+        let mut out = vec![0; len as usize];
+        prop_assert_eq!(bus.read(addr, &mut out), expected);
+        if expected.is_ok() {
+            for (byte, place) in out.iter().zip(&places) {
+                let (region, offset) = place.unwrap();
+                prop_assert_eq!(*byte, content(region, offset));
+            }
+        }
+        if len > 0 {
+            let one_piece = expected.is_ok()
+                && places.iter().all(|place| place.unwrap().0 == places[0].unwrap().0);
+            let window = bus.window(addr, len, access);
+            prop_assert_eq!(window.is_ok(), one_piece);
+            if let Err(error) = window {
+                let fragmented = AccessError::Fragmented { addr, len };
+                prop_assert_eq!(error, expected.err().unwrap_or(fragmented));
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_memory_lives_as_long_as_a_window_into_it() {
+        let ram = GuestRam::new(PAGE_SIZE, 0).unwrap();
+        let bus = Physical::new(Memory::of_ram(&ram).unwrap());
+        let window = bus.window(16, 8, Access::Write).unwrap();
+        drop(bus);
+        window.write(0, &[5; 8]);
+        let mut back = [0; 8];
+        ram.slice(16, 8).unwrap().copy_to(&mut back);
+        assert_eq!(back, [5; 8]);
+        assert!(matches!(GuestRam::new(1, 0), Err(MemError::Misaligned { .. })));
     }
 }
