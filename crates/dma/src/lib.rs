@@ -38,9 +38,12 @@ mod buffer;
 mod config;
 mod device;
 mod error;
+mod flush;
+mod layout;
 mod mapping;
 mod policy;
 mod segment;
+mod shared;
 mod stats;
 mod thread_time;
 

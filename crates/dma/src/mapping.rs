@@ -1,27 +1,221 @@
 //! Buffers while the device has them.
 
-use core::{fmt, ops::Range as Bytes};
+use core::{fmt, mem::ManuallyDrop, ops::Range as Bytes};
+use std::sync::Arc;
 
-use ringfence_iommu::{Iova, Range};
+use ringfence_iommu::{Iova, Range, Result as DomainResult};
 
-use crate::{OutOfBounds, Segment, SharedMemory, UnmapError};
+use crate::{
+    MapError, Error, OutOfBounds, Segment, SharedMemory, UnmapError,
+    segment::Segments,
+    shared::{Span, Unmapped},
+};
+
+/// What a mapping needs of its device. A trait object, so that a mapping's type tells only what it
+/// holds, not by which domain and allocator it was made.
+pub(crate) trait Owner: Send + Sync {
+    /// Unmaps; the IOVA is freed (or parked, if watched), or on failure quarantined.
+    fn unmap(
+        &self,
+        span: Option<Span>,
+        strictly: bool,
+        watched: bool,
+    ) -> DomainResult<Option<Unmapped>>;
+    /// Frees an IOVA range that was parked.
+    fn free(&self, range: Range);
+    fn now_ns(&self) -> u64;
+    fn note_sync_for_cpu(&self);
+    fn note_sync_for_device(&self);
+}
+
+/// Where a buffer was mapped.
+#[derive(Debug)]
+pub(crate) struct Placed {
+    pub(crate) iova: Iova,
+    pub(crate) len: u64,
+    /// `None` under policy `off`.
+    pub(crate) span: Option<Span>,
+    pub(crate) segments: Segments,
+}
 
 /// A buffer that a device may touch. It owns the buffer: no one else does.
+///
+/// Forgetting a mapping leaks the buffer and leaves it mapped, which is wasteful but safe.
 #[must_use = "dropping a mapping unmaps it"]
 pub struct Mapping<B> {
-    _todo: B,
+    placed: Placed,
+    /// Taken by `unmap`, so that `drop` finds nothing left to do.
+    held: Option<Held<B>>,
+}
+
+struct Held<B> {
+    buffer: B,
+    owner: Arc<dyn Owner>,
 }
 
 impl<B> Mapping<B> {
-    /// Where the mapping begins for the device: the address of the first byte (rule L43: its offset
-    /// in the granule is the buffer's). Under policy `off`, the first byte's target address.
+    pub(crate) fn new(buffer: B, placed: Placed, owner: Arc<dyn Owner>) -> Mapping<B> {
+        Mapping { placed, held: Some(Held { buffer, owner }) }
+    }
+
+    /// Where the mapping begins for the device: the address of the first byte, whose offset in its
+    /// granule is the buffer's (rule L43). Under policy `off`, the first byte's target address.
+    #[inline]
     pub fn iova(&self) -> Iova {
-        todo!()
+        self.placed.iova
     }
 
     /// How many bytes the buffer has.
+    #[inline]
     pub fn len(&self) -> u64 {
-        todo!()
+        self.placed.len
+    }
+
+    /// Always false: an empty buffer cannot be mapped.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// What to put into descriptors, in the order of the buffer's bytes.
+    #[inline]
+    pub fn segments(&self) -> &[Segment] {
+        self.placed.segments.as_slice()
+    }
+
+    /// Takes the buffer back from the device. Under a strict policy the device cannot reach it any
+    /// more when this returns (rule L17); under a lazy one it may for a while (rule L18).
+    ///
+    /// # Errors
+    /// The device did not acknowledge the invalidation and may still reach the buffer, which
+    /// therefore is not handed back as safe.
+    pub fn unmap(mut self) -> Result<B, UnmapError<B>> {
+        self.take(false, false).map(|(buffer, ..)| buffer)
+    }
+
+    /// As [`unmap`](Self::unmap), and hands out the IOVA too, so that someone can watch for how
+    /// long the device still reaches it.
+    ///
+    /// # Errors
+    /// As [`unmap`](Self::unmap).
+    pub fn unmap_watched(mut self) -> Result<(B, StaleIova), UnmapError<B>> {
+        let (iova, len) = (self.iova(), self.len());
+        let range = self.placed.span.map(|span| span.range);
+        self.take(false, true).map(|(buffer, owner, unmapped)| {
+            let unmapped = unmapped.unwrap_or_else(|| Unmapped {
+                since_ns: owner.now_ns(),
+                watch: Arc::default(),
+            });
+            (buffer, StaleIova { iova, len, range, unmapped, owner })
+        })
+    }
+
+    /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU.
+    ///
+    /// All memory that this crate maps is coherent, so there is nothing to do but to check and to
+    /// count; callers that keep to it go on working where memory is not, and with bounce buffers.
+    ///
+    /// # Errors
+    /// `bytes` do not lie in the buffer.
+    pub fn sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.check(bytes)?;
+        if let Some(held) = &self.held {
+            held.owner.note_sync_for_cpu();
+        }
+        Ok(())
+    }
+
+    /// Makes what the CPU wrote to `bytes` (offsets in the buffer) visible to the device. As
+    /// [`sync_for_cpu`](Self::sync_for_cpu), it only checks and counts.
+    ///
+    /// # Errors
+    /// `bytes` do not lie in the buffer.
+    pub fn sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.check(bytes)?;
+        if let Some(held) = &self.held {
+            held.owner.note_sync_for_device();
+        }
+        Ok(())
+    }
+
+    fn check(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        let Bytes { start, end } = bytes;
+        if start <= end && end <= self.len() {
+            Ok(())
+        } else {
+            Err(OutOfBounds { start, end, len: self.len() })
+        }
+    }
+
+    /// Unmaps. What is left of the mapping is empty.
+    #[allow(clippy::type_complexity, reason = "three things that go separate ways")]
+    fn take(
+        &mut self,
+        strictly: bool,
+        watched: bool,
+    ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
+        let Held { buffer, owner } = self.held.take().expect("a mapping is unmapped once");
+        // Were something below to panic, the buffer would be leaked rather than freed while mapped.
+        let buffer = ManuallyDrop::new(buffer);
+        match owner.unmap(self.placed.span, strictly, watched) {
+            Ok(unmapped) => Ok((ManuallyDrop::into_inner(buffer), owner, unmapped)),
+            Err(error) => {
+                let range = self.placed.span.expect("only what is mapped can fail to unmap").range;
+                Err(UnmapError { error, range, buffer })
+            }
+        }
+    }
+}
+
+impl<B: SharedMemory> Mapping<B> {
+    /// The buffer, to look at while the device works on it.
+    pub fn shared(&self) -> &B {
+        &self.held.as_ref().expect("a mapping holds its buffer until it is unmapped").buffer
+    }
+}
+
+impl<B> Drop for Mapping<B> {
+    fn drop(&mut self) {
+        if self.held.is_some() {
+            // The error keeps the buffer, and leaks it: the device may still reach it.
+            drop(self.take(false, false));
+        }
+    }
+}
+
+impl<B> fmt::Debug for Mapping<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapping")
+            .field("iova", &self.iova())
+            .field("len", &self.len())
+            .field("segments", &self.segments())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B> MapError<B> {
+    pub(crate) fn new(error: Error, buffer: B, undone: bool) -> MapError<B> {
+        let buffer = if undone { Ok(buffer) } else { Err(ManuallyDrop::new(buffer)) };
+        MapError { error, buffer }
+    }
+}
+
+/// Memory that the device and the CPU share for as long as this lives.
+#[derive(Debug)]
+pub struct Coherent<B>(Mapping<B>);
+
+impl<B> Coherent<B> {
+    pub(crate) fn new(mapping: Mapping<B>) -> Coherent<B> {
+        Coherent(mapping)
+    }
+
+    /// The address of the first byte for the device.
+    pub fn iova(&self) -> Iova {
+        self.0.iova()
+    }
+
+    /// How many bytes there are.
+    pub fn len(&self) -> u64 {
+        self.0.len()
     }
 
     /// Always false.
@@ -31,62 +225,18 @@ impl<B> Mapping<B> {
 
     /// What to put into descriptors.
     pub fn segments(&self) -> &[Segment] {
-        todo!()
+        self.0.segments()
     }
 
-    /// Takes the buffer back from the device. Under a strict policy the device cannot reach it any
-    /// more when this returns; under a lazy one it may for a while.
+    /// Takes the memory back. Always strict, whatever the policy, and so is dropping: it is rare,
+    /// and rings are what an attacker would want.
     ///
     /// # Errors
-    /// The device did not acknowledge the invalidation and may still reach the buffer, which
-    /// therefore is not handed back as safe.
-    pub fn unmap(self) -> Result<B, UnmapError<B>> {
-        todo!()
-    }
-
-    /// As [`unmap`](Self::unmap), and hands out the IOVA too, so that someone can watch for how
-    /// long the device still reaches it.
-    ///
-    /// # Errors
-    /// As [`unmap`](Self::unmap).
-    pub fn unmap_watched(self) -> Result<(B, StaleIova), UnmapError<B>> {
-        todo!()
-    }
-
-    /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU.
-    ///
-    /// # Errors
-    /// `bytes` do not lie in the buffer.
-    pub fn sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        let _ = bytes;
-        todo!()
-    }
-
-    /// Makes what the CPU wrote to `bytes` (offsets in the buffer) visible to the device.
-    ///
-    /// # Errors
-    /// `bytes` do not lie in the buffer.
-    pub fn sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        let _ = bytes;
-        todo!()
+    /// As [`Mapping::unmap`].
+    pub fn free(mut self) -> Result<B, UnmapError<B>> {
+        self.0.take(true, false).map(|(buffer, ..)| buffer)
     }
 }
-
-impl<B: SharedMemory> Mapping<B> {
-    /// The buffer, to look at while the device works on it.
-    pub fn shared(&self) -> &B {
-        todo!()
-    }
-}
-
-impl<B> fmt::Debug for Mapping<B> {
-    fn fmt(&self, _f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        todo!()
-    }
-}
-
-/// Memory that the device and the CPU share for as long as this lives.
-pub struct Coherent<B>(Mapping<B>);
 
 impl<B: SharedMemory> Coherent<B> {
     /// The memory.
@@ -95,24 +245,11 @@ impl<B: SharedMemory> Coherent<B> {
     }
 }
 
-impl<B> Coherent<B> {
-    /// The address of the first byte for the device.
-    pub fn iova(&self) -> Iova {
-        self.0.iova()
-    }
-
-    /// What to put into descriptors.
-    pub fn segments(&self) -> &[Segment] {
-        self.0.segments()
-    }
-
-    /// Takes the memory back. Always strict, whatever the policy: it is rare, and rings are what an
-    /// attacker would want.
-    ///
-    /// # Errors
-    /// As [`Mapping::unmap`].
-    pub fn free(self) -> Result<B, UnmapError<B>> {
-        todo!()
+impl<B> Drop for Coherent<B> {
+    fn drop(&mut self) {
+        if self.0.held.is_some() {
+            drop(self.0.take(true, false));
+        }
     }
 }
 
@@ -120,28 +257,63 @@ impl<B> Coherent<B> {
 ///
 /// A probe uses it to find out for how long a device still reaches memory.
 pub struct StaleIova {
-    _todo: (),
+    iova: Iova,
+    len: u64,
+    range: Option<Range>,
+    unmapped: Unmapped,
+    owner: Arc<dyn Owner>,
 }
 
 impl StaleIova {
     /// The address that the mapping had.
     pub fn iova(&self) -> Iova {
-        todo!()
+        self.iova
+    }
+
+    /// How many bytes the buffer had.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Always false.
+    pub fn is_empty(&self) -> bool {
+        false
     }
 
     /// The range that was unmapped, in whole granules; `None` under policy `off`.
     pub fn range(&self) -> Option<Range> {
-        todo!()
+        self.range
     }
 
     /// When its translation was removed, by the environment's clock.
     pub fn queued_at_ns(&self) -> u64 {
-        todo!()
+        self.unmapped.since_ns
     }
 
     /// When the device was known to reach it no longer; `None` if that time has not come. Under
     /// policy `off` it never comes.
     pub fn released_at_ns(&self) -> Option<u64> {
-        todo!()
+        self.unmapped.watch.released_at_ns()
+    }
+}
+
+impl Drop for StaleIova {
+    fn drop(&mut self) {
+        if self.unmapped.watch.unwatch()
+            && let Some(range) = self.range
+        {
+            self.owner.free(range);
+        }
+    }
+}
+
+impl fmt::Debug for StaleIova {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StaleIova")
+            .field("iova", &self.iova)
+            .field("len", &self.len)
+            .field("queued_at_ns", &self.queued_at_ns())
+            .field("released_at_ns", &self.released_at_ns())
+            .finish_non_exhaustive()
     }
 }

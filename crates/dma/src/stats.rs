@@ -1,5 +1,8 @@
 //! What a device did, and what it cost.
 
+// The atomics of `std` under loom too: counts are not a way for threads to agree.
+use std::sync::atomic::{AtomicU64, Ordering};
+
 /// Time measured on a sample of the calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sampled {
@@ -77,4 +80,86 @@ pub struct Stats {
     /// Thread time of timer expiries (all of them are timed when sampling is on): work that a lazy
     /// policy moves out of the unmap calls.
     pub expiry_time: Sampled,
+}
+
+impl Exposure {
+    pub(crate) fn plus(self, other: Exposure) -> Exposure {
+        Exposure {
+            byte_ns: self.byte_ns.saturating_add(other.byte_ns),
+            max_age_ns: self.max_age_ns.max(other.max_age_ns),
+            released: self.released + other.released,
+        }
+    }
+}
+
+/// The counters of one clone of a device. Each clone counts in cache lines of its own.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) maps: AtomicU64,
+    pub(crate) map_failures: AtomicU64,
+    pub(crate) unmaps: AtomicU64,
+    pub(crate) unmap_failures: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+    pub(crate) map_calls: AtomicU64,
+    pub(crate) map_syncs: AtomicU64,
+    pub(crate) unmap_syncs: AtomicU64,
+    pub(crate) syncs_for_cpu: AtomicU64,
+    pub(crate) syncs_for_device: AtomicU64,
+    pub(crate) full_queue_flushes: AtomicU64,
+    pub(crate) map_time: TimeCounter,
+    pub(crate) unmap_time: TimeCounter,
+}
+
+impl Counters {
+    pub(crate) fn add_to(&self, stats: &mut Stats) {
+        stats.maps += self.maps.get();
+        stats.map_failures += self.map_failures.get();
+        stats.unmaps += self.unmaps.get();
+        stats.unmap_failures += self.unmap_failures.get();
+        stats.bytes += self.bytes.get();
+        stats.map_calls += self.map_calls.get();
+        stats.map_syncs += self.map_syncs.get();
+        stats.unmap_syncs += self.unmap_syncs.get();
+        stats.syncs_for_cpu += self.syncs_for_cpu.get();
+        stats.syncs_for_device += self.syncs_for_device.get();
+        stats.full_queue_flushes += self.full_queue_flushes.get();
+        self.map_time.add_to(&mut stats.map_time);
+        self.unmap_time.add_to(&mut stats.unmap_time);
+    }
+}
+
+/// A sum of sampled times.
+#[derive(Debug, Default)]
+pub(crate) struct TimeCounter {
+    count: AtomicU64,
+    ns: AtomicU64,
+}
+
+impl TimeCounter {
+    pub(crate) fn note(&self, ns: u64) {
+        self.count.add(1);
+        self.ns.add(ns);
+    }
+
+    pub(crate) fn add_to(&self, sum: &mut Sampled) {
+        sum.count += self.count.get();
+        sum.ns += self.ns.get();
+    }
+}
+
+/// Counting needs no order among threads.
+pub(crate) trait Count {
+    fn add(&self, n: u64);
+    fn get(&self) -> u64;
+}
+
+impl Count for AtomicU64 {
+    #[inline]
+    fn add(&self, n: u64) {
+        self.fetch_add(n, Ordering::Relaxed);
+    }
+    #[inline]
+    fn get(&self) -> u64 {
+        self.load(Ordering::Relaxed)
+    }
 }

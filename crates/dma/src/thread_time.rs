@@ -1,5 +1,9 @@
 //! Thread CPU time.
 
+use std::sync::Arc;
+
+use crate::stats::TimeCounter;
+
 /// A clock that runs only while the calling thread does.
 pub trait ThreadClock: Send + Sync {
     /// The CPU time of the calling thread, in nanoseconds.
@@ -14,5 +18,112 @@ impl ThreadClock for OsThreadClock {
     fn thread_ns(&self) -> u64 {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
         (now.tv_sec as u64).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec as u64)
+    }
+}
+
+/// Decides which calls are timed, and times them.
+pub(crate) struct Sampler {
+    clock: Arc<dyn ThreadClock>,
+    /// Calls whose number, multiplied by [`SPREAD`], is at most this are timed; `None`: none are.
+    at_most: Option<u64>,
+    /// What two readings in a row differ by.
+    cost_ns: u64,
+}
+
+/// 2^64 divided by the golden ratio. Its multiples modulo 2^64 are spread evenly, so that one in N
+/// of them lies in the lowest N-th: on average every N-th call is timed, but not in step with
+/// batches and rings, whose sizes are powers of two as N is.
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+
+impl Sampler {
+    /// Times one call in `every`, a power of two; none if 0.
+    pub(crate) fn new(clock: Arc<dyn ThreadClock>, every: u32) -> Sampler {
+        if every == 0 {
+            return Sampler { clock, at_most: None, cost_ns: 0 };
+        }
+        // The least of many: whatever disturbed the others was not the clock's own cost.
+        let cost_ns = (0..64)
+            .map(|_| {
+                let start = clock.thread_ns();
+                clock.thread_ns().saturating_sub(start)
+            })
+            .min()
+            .unwrap_or(0);
+        Sampler { clock, at_most: Some(u64::MAX >> every.trailing_zeros()), cost_ns }
+    }
+
+    /// The time now, if call `number` is one to be timed.
+    #[inline]
+    pub(crate) fn start(&self, number: u64) -> Option<u64> {
+        (number.wrapping_mul(SPREAD) <= self.at_most?).then(|| self.clock.thread_ns())
+    }
+
+    /// The time now, if any calls are timed.
+    pub(crate) fn start_always(&self) -> Option<u64> {
+        self.at_most.map(|_| self.clock.thread_ns())
+    }
+
+    /// Adds the time since `start` to `sum`, without what the clock itself took.
+    #[inline]
+    pub(crate) fn stop(&self, start: Option<u64>, sum: &TimeCounter) {
+        if let Some(start) = start {
+            let ns = self.clock.thread_ns().saturating_sub(start);
+            sum.note(ns.saturating_sub(self.cost_ns));
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::Sampled;
+
+    /// Each reading takes 100 ns, and nothing else takes any time.
+    #[derive(Default)]
+    struct SlowClock(AtomicU64);
+
+    impl ThreadClock for SlowClock {
+        fn thread_ns(&self) -> u64 {
+            self.0.fetch_add(100, Ordering::Relaxed)
+        }
+    }
+
+    #[test]
+    fn one_call_in_n_is_timed_and_the_clocks_own_cost_is_subtracted() {
+        for every in [1, 2, 64, 1024] {
+            let sampler = Sampler::new(Arc::new(SlowClock::default()), every);
+            let counter = TimeCounter::default();
+            for number in 0..8192 {
+                let start = sampler.start(number);
+                sampler.stop(start, &counter);
+            }
+            let mut sum = Sampled::default();
+            counter.add_to(&mut sum);
+            assert_eq!(sum.ns, 0);
+            assert!(sum.count.abs_diff(8192 / u64::from(every)) <= 1, "{every}: {}", sum.count);
+        }
+        assert_eq!(Sampler::new(Arc::new(SlowClock::default()), 0).start(0), None);
+    }
+
+    #[test]
+    fn sampling_does_not_beat_with_batches() {
+        // Every 16th call is another kind of call: the sample holds its share of them.
+        let sampler = Sampler::new(Arc::new(SlowClock::default()), 64);
+        let timed = (0..1u64 << 16).filter(|&n| sampler.start(n).is_some());
+        let first_of_batch = timed.filter(|n| n % 16 == 0).count();
+        assert!(first_of_batch.abs_diff((1 << 16) / 64 / 16) <= 4, "{first_of_batch}");
+    }
+
+    #[test]
+    fn the_systems_clock_runs() {
+        let start = OsThreadClock.thread_ns();
+        let mut end = start;
+        // Bounded by the CPU time itself, not by the time of day.
+        while end == start {
+            end = OsThreadClock.thread_ns();
+        }
+        assert!(end > start);
     }
 }

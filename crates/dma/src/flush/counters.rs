@@ -1,0 +1,155 @@
+//! Which flush covers what was queued.
+
+use core::marker::PhantomData;
+
+use ringfence_sync::atomic::{AtomicU64, Ordering, fence};
+
+/// What makes the counters sound, as constants: the models replace one at a time by a wrong one and
+/// show that the checker notices.
+pub(crate) trait Rules {
+    /// Rule L25: the removal of a translation is visible before the stamp is read.
+    const BARRIER: bool = true;
+    /// Rule L20: the stamp counts the flushes that were started, not those that have finished: one
+    /// in flight does not cover what is queued meanwhile.
+    fn stamp(started: &AtomicU64, _finished: &AtomicU64) -> u64 {
+        // Acquire pairs with the Release in `Counters::start`.
+        started.load(Ordering::Acquire)
+    }
+    /// Rule L19: whether an entry stamped `stamp` may be released when `finished` is the
+    /// newest flush that has finished.
+    fn covers(stamp: u64, finished: u64) -> bool {
+        stamp < finished
+    }
+}
+
+/// The rules as they must be.
+pub(crate) struct Sound;
+
+impl Rules for Sound {}
+
+/// Counts the whole-domain flushes that were started, and remembers the newest that finished.
+///
+/// Flushes are numbered from 1 in the order in which they start. What is unmapped is stamped with
+/// the number of flushes started so far, *after* its translation was removed; so exactly the flushes
+/// with a number above the stamp began when the translation was gone already, and once one of them
+/// has finished nothing stale can be left. Keeping the highest number that finished, rather than
+/// counting how many did, needs no care for flushes that overtake each other and none for flushes
+/// that fail: those simply never finish.
+pub(crate) struct Counters<R = Sound> {
+    started: AtomicU64,
+    finished: AtomicU64,
+    rules: PhantomData<R>,
+}
+
+/// A flush that was started.
+#[must_use = "a flush that is never finished releases nothing"]
+pub(crate) struct Ticket(u64);
+
+impl<R: Rules> Counters<R> {
+    pub(crate) fn new() -> Self {
+        Counters { started: AtomicU64::new(0), finished: AtomicU64::new(0), rules: PhantomData }
+    }
+
+    /// To be called before the domain is flushed.
+    pub(crate) fn start(&self) -> Ticket {
+        // Relaxed in itself; but Release, so that whoever reads a stamp that counts this flush also
+        // sees what its thread did before (the timer's expiry clears its flag before, see
+        // `FlushQueues::expiring`).
+        let number = self.started.fetch_add(1, Ordering::Release) + 1;
+        // The other half of the barrier in `removed`: either that thread's stamp counts this flush,
+        // or this flush, and every walk of the table after it, sees the translation gone.
+        if R::BARRIER {
+            fence(Ordering::SeqCst);
+        }
+        Ticket(number)
+    }
+
+    /// To be called when the domain's flush has succeeded.
+    pub(crate) fn finish(&self, ticket: Ticket) {
+        // Release: who sees the number also sees what the flush did.
+        self.finished.fetch_max(ticket.0, Ordering::Release);
+    }
+
+    /// To be called after a translation was removed and before [`stamp`](Self::stamp).
+    ///
+    /// Rule L25. Without it the removal may still sit in this CPU's store buffer while the stamp is
+    /// read: a flush could start in between, be counted by nobody, let the device walk the table
+    /// and cache the dead translation again, and finish: the entry would be released with the
+    /// device still reaching it.
+    pub(crate) fn removed(&self) {
+        if R::BARRIER {
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    /// The stamp for what was just removed.
+    pub(crate) fn stamp(&self) -> u64 {
+        R::stamp(&self.started, &self.finished)
+    }
+
+    /// The newest flush that has finished: to be asked once for many [`covers`](Self::covers).
+    pub(crate) fn finished(&self) -> u64 {
+        self.finished.load(Ordering::Acquire)
+    }
+
+    /// Whether what was stamped `stamp` may be released.
+    pub(crate) fn covers(stamp: u64, finished: u64) -> bool {
+        R::covers(stamp, finished)
+    }
+
+    /// How many flushes were started.
+    pub(crate) fn flushes(&self) -> u64 {
+        self.started.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    type Sounds = Counters<Sound>;
+
+    #[test]
+    fn a_flush_already_in_flight_when_the_entry_is_queued_does_not_release_it() {
+        // rules L19, L20
+        let counters = Sounds::new();
+        let in_flight = counters.start();
+        counters.removed();
+        let stamp = counters.stamp();
+        counters.finish(in_flight);
+        assert!(!Sounds::covers(stamp, counters.finished()));
+        let later = counters.start();
+        assert!(!Sounds::covers(stamp, counters.finished()));
+        counters.finish(later);
+        assert!(Sounds::covers(stamp, counters.finished()));
+    }
+
+    #[test]
+    fn flushes_that_overtake_each_other_release_no_more_than_they_cover() {
+        // rule L20
+        let counters = Sounds::new();
+        let before = counters.stamp();
+        let first = counters.start();
+        let between = counters.stamp();
+        let second = counters.start();
+        let after = counters.stamp();
+        counters.finish(second);
+        let finished = counters.finished();
+        assert!(Sounds::covers(before, finished) && Sounds::covers(between, finished));
+        assert!(!Sounds::covers(after, finished));
+        counters.finish(first);
+        assert_eq!(counters.finished(), finished);
+    }
+
+    #[test]
+    fn a_failed_flush_counts_for_nothing_and_delays_nothing() {
+        // rule L19
+        let counters = Sounds::new();
+        let stamp = counters.stamp();
+        let _failed = counters.start();
+        assert!(!Sounds::covers(stamp, counters.finished()));
+        let good = counters.start();
+        counters.finish(good);
+        assert!(Sounds::covers(stamp, counters.finished()));
+    }
+}

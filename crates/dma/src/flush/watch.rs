@@ -1,0 +1,59 @@
+//! Watching an unmapped IOVA until it is released.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Nothing happened yet.
+const WAITING: u64 = 0;
+/// Nobody watches any more.
+const UNWATCHED: u64 = u64::MAX;
+
+/// What the flush queue and a watcher of one of its entries share. The IOVA goes back to the
+/// allocator when both are done with it; the second one to be done gives it back.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    /// [`WAITING`], [`UNWATCHED`], or the time of the release plus one.
+    state: AtomicU64,
+}
+
+impl Watch {
+    /// Says that the flush has finished. Whether the IOVA is the caller's to give back.
+    #[must_use]
+    pub(crate) fn release(&self, now_ns: u64) -> bool {
+        let released = now_ns.saturating_add(1).min(UNWATCHED - 1);
+        self.state
+            .compare_exchange(WAITING, released, Ordering::AcqRel, Ordering::Acquire)
+            .is_err()
+    }
+
+    /// Says that nobody watches any more. Whether the IOVA is the caller's to give back.
+    #[must_use]
+    pub(crate) fn unwatch(&self) -> bool {
+        self.state.swap(UNWATCHED, Ordering::AcqRel) != WAITING
+    }
+
+    /// When the release was.
+    pub(crate) fn released_at_ns(&self) -> Option<u64> {
+        match self.state.load(Ordering::Acquire) {
+            WAITING | UNWATCHED => None,
+            released => Some(released - 1),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_is_done_last_gives_the_iova_back() {
+        let watch = Watch::default();
+        assert_eq!(watch.released_at_ns(), None);
+        assert!(!watch.release(0));
+        assert_eq!(watch.released_at_ns(), Some(0));
+        assert!(watch.unwatch());
+
+        let watch = Watch::default();
+        assert!(!watch.unwatch());
+        assert!(watch.release(5));
+    }
+}
