@@ -49,7 +49,7 @@ impl Areas {
                 error,
             })
         };
-        // rule D22's permissions: a used ring need only be writable.
+        // What each area is for is all that is asked: a used ring need only be writable.
         let desc_window = window(Area::Descriptors, desc, layout::desc_bytes(size), Access::Read)?;
         let avail_window =
             window(Area::Avail, avail, layout::avail_bytes(size) - events, Access::Read)?;

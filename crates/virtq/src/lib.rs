@@ -39,6 +39,8 @@ mod ring;
 pub mod device;
 pub mod driver;
 pub mod layout;
+#[cfg(all(test, loom))]
+mod model;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 

@@ -1,0 +1,93 @@
+//! Why no wake-up is lost, checked in every interleaving: what one end executes when it has
+//! something to tell, and what the other executes before it sleeps.
+//!
+//! The fields of a real ring lie in shared memory, where loom cannot watch them; these are the same
+//! stores, fences and loads in the same order, on fields that it can. Driver and device mirror each
+//! other (`needs_kick` and `enable_kicks`, `publish_used` and `enable_notifications`), so that one
+//! model stands for both.
+
+use loom::{
+    sync::{
+        Arc,
+        atomic::{AtomicU16, Ordering, fence},
+    },
+    thread,
+};
+
+use crate::layout;
+
+/// What the two share: the index of the one end, and what the other asks for.
+struct Shared {
+    idx: AtomicU16,
+    /// The event, or the flags.
+    asked: AtomicU16,
+    /// An entry of the ring, to see that the index publishes it.
+    entry: AtomicU16,
+}
+
+const SUPPRESSED: u16 = 1;
+
+/// Runs every interleaving of an end that publishes `start + 1` and `start + 2` and one that goes
+/// to sleep after `start + already`, and checks that it is told or sees for itself.
+fn check(event_idx: bool, start: u16, already: u16) {
+    loom::model(move || {
+        let asked = if event_idx { start ^ 0x8000 } else { SUPPRESSED };
+        let shared = Arc::new(Shared {
+            idx: AtomicU16::new(start),
+            asked: AtomicU16::new(asked),
+            entry: AtomicU16::new(0),
+        });
+        let teller = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                let mut told = None;
+                for step in 1..=2 {
+                    let (old, new) = (start.wrapping_add(step - 1), start.wrapping_add(step));
+                    shared.entry.store(step, Ordering::Relaxed);
+                    shared.idx.store(new, Ordering::Release);
+                    fence(Ordering::SeqCst);
+                    let asked = shared.asked.load(Ordering::Relaxed);
+                    let tell = match event_idx {
+                        true => layout::passed_event(asked, new, old),
+                        false => asked & SUPPRESSED == 0,
+                    };
+                    told = if tell { Some(step) } else { told };
+                }
+                told
+            })
+        };
+        // It has taken `already` chains, as it saw the index go so far; now it wants to sleep.
+        while shared.idx.load(Ordering::Acquire).wrapping_sub(start) < already {
+            thread::yield_now();
+        }
+        let next = start.wrapping_add(already);
+        shared.asked.store(if event_idx { next } else { 0 }, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let seen = shared.idx.load(Ordering::Acquire);
+        let sleeps = seen == next;
+        if !sleeps {
+            let step = seen.wrapping_sub(start);
+            assert!(shared.entry.load(Ordering::Relaxed) >= step, "an index without its entry");
+        }
+        let told = teller.join().unwrap();
+        if sleeps && already < 2 {
+            assert!(told.is_some_and(|step| step > already), "asleep, and nobody tells");
+        }
+    });
+}
+
+#[test]
+fn model_no_wake_up_is_lost_with_event_idx() {
+    for start in [0, 0xfffe, 0xffff] {
+        for already in 0..=2 {
+            check(true, start, already);
+        }
+    }
+}
+
+#[test]
+fn model_no_wake_up_is_lost_with_flags() {
+    for already in 0..=2 {
+        check(false, 0, already);
+    }
+}
