@@ -15,6 +15,7 @@ mod prot;
 pub mod shootdown;
 mod soft;
 pub mod table;
+pub mod wrap;
 
 pub use addr::{Address, GuestPhys, HostAddr, Iova, Range};
 pub use domain::{Domain, SyncToken};

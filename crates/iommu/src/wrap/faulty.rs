@@ -1,0 +1,230 @@
+//! Failures on purpose.
+
+use alloc::vec::Vec;
+use core::{
+    fmt,
+    // The atomics of `core` even under loom: counting orders nothing.
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use ringfence_sync::lock::SpinLock;
+
+use super::{Kind, domain_around};
+use crate::{Domain, Error, Result};
+
+/// Which calls of a kind fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum When {
+    /// The nth call from when the rule was made on, counted from 1, and no other.
+    Nth(u64),
+    /// Every nth call from when the rule was made on; 0 is never.
+    Every(u64),
+    /// A call in so many of a million, by a pseudo-random generator: the same calls in the same
+    /// order with the same seed fail again.
+    PerMillion(u32),
+    /// Every call.
+    Always,
+}
+
+/// Whether the inner domain sees a call that fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// It does not: the call fails, and nothing was done.
+    Before,
+    /// It does, whatever it says: the call is reported as failed though it was done, as by a device
+    /// whose answer is lost. A failed `map_pages` so breaks the promise that nothing was changed;
+    /// that is for testing what stands above the driver that gave the promise.
+    After,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Rule {
+    kind: Kind,
+    when: When,
+    stage: Stage,
+    error: Error,
+    /// Calls of the kind before the rule was made.
+    since: u64,
+}
+
+/// A domain some calls of which fail, as told by rules.
+///
+/// A failing [`iova_to_phys`](Domain::iova_to_phys) finds nothing.
+pub struct Faulty<D> {
+    inner: D,
+    rules: SpinLock<Vec<Rule>>,
+    calls: [AtomicU64; Kind::ALL.len()],
+    /// The state of the generator: each draw adds a constant to it, so that draws need no lock.
+    random: AtomicU64,
+    injected: AtomicU64,
+}
+
+impl<D> Faulty<D> {
+    /// Nothing fails yet. `seed` is for [`When::PerMillion`].
+    pub fn new(inner: D, seed: u64) -> Faulty<D> {
+        Faulty {
+            inner,
+            rules: SpinLock::new(Vec::new()),
+            calls: Default::default(),
+            random: AtomicU64::new(seed),
+            injected: AtomicU64::new(0),
+        }
+    }
+
+    /// Makes calls of `kind` fail with [`Error::Gone`].
+    pub fn inject(&self, kind: Kind, when: When, stage: Stage) {
+        self.inject_error(kind, when, stage, Error::Gone("injected fault"));
+    }
+
+    /// Makes calls of `kind` fail with `error`. Where several rules apply to a call, the one made
+    /// first does it.
+    pub fn inject_error(&self, kind: Kind, when: When, stage: Stage, error: Error) {
+        let since = self.calls[kind.index()].load(Ordering::Relaxed);
+        self.rules.lock().push(Rule { kind, when, stage, error, since });
+    }
+
+    /// Forgets all rules.
+    pub fn clear(&self) {
+        self.rules.lock().clear();
+    }
+
+    /// How many calls were made to fail.
+    pub fn injected(&self) -> u64 {
+        self.injected.load(Ordering::Relaxed)
+    }
+
+    /// The domain inside.
+    pub fn inner(&self) -> &D {
+        &self.inner
+    }
+
+    fn fault(&self, kind: Kind) -> Option<(Stage, Error)> {
+        let call = self.calls[kind.index()].fetch_add(1, Ordering::Relaxed) + 1;
+        let rules = self.rules.lock();
+        let rule = rules.iter().filter(|rule| rule.kind == kind).find(|rule| {
+            // A call that began before the rule was made may come here after: it is none of its.
+            let Some(nth) = call.checked_sub(rule.since).filter(|&nth| nth != 0) else {
+                return false;
+            };
+            match rule.when {
+                When::Nth(n) => nth == n,
+                When::Every(n) => n != 0 && nth % n == 0,
+                When::PerMillion(share) => self.draw() % 1_000_000 < u64::from(share),
+                When::Always => true,
+            }
+        })?;
+        self.injected.fetch_add(1, Ordering::Relaxed);
+        Some((rule.stage, rule.error))
+    }
+
+    /// The next number of the generator (SplitMix64).
+    fn draw(&self) -> u64 {
+        const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+        let mut z = self.random.fetch_add(STEP, Ordering::Relaxed).wrapping_add(STEP);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+impl<D: Domain> Faulty<D> {
+    fn around<R>(
+        &self,
+        kind: Kind,
+        call: impl FnOnce(&D) -> Result<R>,
+        _bytes: impl FnOnce(&R) -> u128,
+    ) -> Result<R> {
+        match self.fault(kind) {
+            None => call(&self.inner),
+            Some((Stage::Before, error)) => Err(error),
+            Some((Stage::After, error)) => {
+                let _ = call(&self.inner);
+                Err(error)
+            }
+        }
+    }
+}
+
+domain_around!(Faulty<D>);
+
+impl<D: fmt::Debug> fmt::Debug for Faulty<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Faulty")
+            .field("inner", &self.inner)
+            .field("rules", &self.rules)
+            .field("injected", &self.injected())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{
+        Gather, GuestPhys, Prot,
+        wrap::fake::{Fake, page},
+    };
+
+    const INJECTED: Error = Error::Gone("injected fault");
+
+    #[test]
+    fn the_nth_call_of_its_kind_fails_and_no_other() {
+        let domain = Faulty::new(Fake::default(), 0);
+        domain.flush_iotlb_all().unwrap();
+        domain.inject(Kind::FlushAll, When::Nth(2), Stage::Before);
+        domain.iotlb_sync_map(page(0)).unwrap();
+        domain.flush_iotlb_all().unwrap();
+        assert_eq!(domain.flush_iotlb_all(), Err(INJECTED));
+        domain.flush_iotlb_all().unwrap();
+        assert_eq!(domain.injected(), 1);
+    }
+
+    #[test]
+    fn a_failure_before_changes_nothing_and_one_after_has_changed_it() {
+        let domain = Faulty::new(Fake::default(), 0);
+        domain.inject_error(Kind::Map, When::Nth(1), Stage::Before, Error::NoMemory);
+        domain.inject(Kind::Map, When::Nth(2), Stage::After);
+        let map = |n| domain.map_pages(page(n), GuestPhys(0), Prot::READ);
+        assert_eq!(map(1), Err(Error::NoMemory));
+        assert_eq!(domain.iova_to_phys(page(1).first()), None);
+        assert_eq!(map(2), Err(INJECTED));
+        assert!(domain.iova_to_phys(page(2).first()).is_some());
+        assert_eq!(map(3), Ok(()));
+        // A failed sync leaves the gather as it was, or as the inner domain left it.
+        domain.inject(Kind::Sync, When::Nth(1), Stage::Before);
+        domain.inject(Kind::Sync, When::Nth(2), Stage::After);
+        let mut gather = Gather::new();
+        domain.unmap_pages(page(3), &mut gather).unwrap();
+        assert_eq!(domain.iotlb_sync(&mut gather), Err(INJECTED));
+        assert!(!gather.is_empty());
+        assert_eq!(domain.iotlb_sync(&mut gather), Err(INJECTED));
+        assert!(gather.is_empty());
+    }
+
+    #[test]
+    fn every_so_many_always_and_never() {
+        let domain = Faulty::new(Fake::default(), 0);
+        domain.inject(Kind::FlushAll, When::Every(3), Stage::Before);
+        domain.inject(Kind::FlushAll, When::Every(0), Stage::Before);
+        let failed: Vec<_> = (1..10).filter(|_| domain.flush_iotlb_all().is_err()).collect();
+        assert_eq!(failed, [3, 6, 9]);
+        domain.inject(Kind::Lookup, When::Always, Stage::Before);
+        domain.map_pages(page(1), GuestPhys(0), Prot::RW).unwrap();
+        assert_eq!(domain.iova_to_phys(page(1).first()), None);
+        domain.clear();
+        assert!(domain.iova_to_phys(page(1).first()).is_some());
+    }
+
+    #[test]
+    fn chance_is_about_as_said_and_repeats_with_its_seed() {
+        let run = |seed| {
+            let domain = Faulty::new(Fake::default(), seed);
+            domain.inject(Kind::FlushAll, When::PerMillion(100_000), Stage::Before);
+            (0..2000).filter(|_| domain.flush_iotlb_all().is_err()).collect::<Vec<u32>>()
+        };
+        let first = run(42);
+        assert!((100..300).contains(&first.len()), "{} of 2000 at 10 %", first.len());
+        assert_eq!(first, run(42));
+        assert_ne!(first, run(43));
+    }
+}
