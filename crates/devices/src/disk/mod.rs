@@ -3,7 +3,9 @@
 mod file;
 mod pacer;
 mod ram;
+mod spec;
 
 pub use file::{FileIo, FileOp};
 pub use pacer::{Pace, Pacer};
 pub use ram::Ram;
+pub use spec::Disk;

@@ -1,0 +1,83 @@
+//! How a device reaches memory: through the IOMMU, or plainly.
+
+use std::sync::Arc;
+
+use ringfence_iommu::shootdown::Lease;
+use ringfence_iotlb::View;
+use ringfence_mem::{Access, AccessError, HostSlice, Memory, Physical, Translate, Window};
+
+/// How one worker reaches memory for one device.
+pub enum Bus {
+    /// Addresses are I/O virtual (`VIRTIO_F_ACCESS_PLATFORM`).
+    Iommu(Box<View>),
+    /// Addresses are guest-physical.
+    Physical(Physical),
+}
+
+impl Bus {
+    /// A quiet point; see [`View::quiet`].
+    #[inline]
+    pub fn quiet(&mut self) {
+        if let Bus::Iommu(view) = self {
+            view.quiet();
+        }
+    }
+
+    /// The worker goes to sleep.
+    pub fn offline(&mut self) {
+        if let Bus::Iommu(view) = self {
+            view.offline();
+        }
+    }
+
+    /// The worker is back.
+    pub fn online(&mut self) {
+        if let Bus::Iommu(view) = self {
+            view.online();
+        }
+    }
+
+    /// Keeps a translation in use for asynchronous I/O. `None` where no lease is needed, or where
+    /// there is no such range.
+    pub fn lease(&self, addr: u64, len: u64) -> Option<Lease> {
+        match self {
+            Bus::Iommu(view) => view.lease(addr, len),
+            Bus::Physical(_) => None,
+        }
+    }
+
+    /// Replaces the memory.
+    pub fn set_memory(&mut self, memory: Arc<Memory>) {
+        match self {
+            Bus::Iommu(view) => view.set_memory(memory),
+            Bus::Physical(physical) => *physical = Physical::new(memory),
+        }
+    }
+}
+
+impl Translate for Bus {
+    #[inline]
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        match self {
+            Bus::Iommu(view) => view.slices(addr, len, access, each),
+            Bus::Physical(physical) => physical.slices(addr, len, access, each),
+        }
+    }
+
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+        match self {
+            Bus::Iommu(view) => view.window(addr, len, access),
+            Bus::Physical(physical) => physical.window(addr, len, access),
+        }
+    }
+
+    fn check(&self) -> Result<(), AccessError> {
+        match self {
+            Bus::Iommu(view) => view.check(),
+            Bus::Physical(physical) => physical.check(),
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Which disk a device serves.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use super::{Pace, Ram};
+
+/// The disk behind a device, shared by its workers.
+#[derive(Clone)]
+pub enum Disk {
+    /// Memory, as fast as it can be copied.
+    Ram(Arc<Ram>),
+    /// Memory, answering at the pace of a real disk.
+    Paced(Arc<Ram>, Pace),
+    /// A file or block device, through io_uring.
+    File {
+        /// Open for what will be asked of it.
+        file: Arc<OwnedFd>,
+        /// Bytes in all.
+        len: u64,
+    },
+}
+
+impl Disk {
+    /// Bytes in all.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> u64 {
+        match self {
+            Disk::Ram(ram) | Disk::Paced(ram, _) => ram.len(),
+            Disk::File { len, .. } => *len,
+        }
+    }
+}

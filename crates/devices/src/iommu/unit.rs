@@ -1,0 +1,223 @@
+//! A worker's share of a virtio-iommu: its rings.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use ringfence_mem::{Memory, Physical, UserAddresses};
+use ringfence_virtio_iommu::device::{Counters, Device, EventQueue, FaultQueue, RequestQueue};
+use ringfence_virtq::{RingError, device};
+
+use super::Endpoints;
+use crate::{event, worker::Unit};
+
+/// One ring and its notifications.
+struct Ring<Q> {
+    queue: Q,
+    kick: Option<OwnedFd>,
+    enabled: bool,
+    failed: bool,
+}
+
+/// The rings of a virtio-iommu: requests and events.
+pub struct IommuUnit {
+    device: Arc<Device<Arc<Endpoints>>>,
+    faults: Arc<FaultQueue>,
+    memory: Physical,
+    requests: Option<Ring<RequestQueue<Arc<Endpoints>>>>,
+    events: Option<Ring<EventQueue>>,
+    calls: [Option<Arc<OwnedFd>>; 2],
+    /// Whether replies wait for an invalidation.
+    pending: bool,
+    past: Counters,
+}
+
+/// The number of the request queue.
+pub(super) const REQUESTS: u16 = 0;
+/// The number of the event queue.
+pub(super) const EVENTS: u16 = 1;
+
+impl IommuUnit {
+    /// A unit without rings yet.
+    pub fn new(
+        device: Arc<Device<Arc<Endpoints>>>,
+        faults: Arc<FaultQueue>,
+        memory: Arc<Memory>,
+    ) -> IommuUnit {
+        IommuUnit {
+            device,
+            faults,
+            memory: Physical::new(memory),
+            requests: None,
+            events: None,
+            calls: [None, None],
+            pending: false,
+            past: Counters::default(),
+        }
+    }
+
+    /// Starts ring 0 (requests) or 1 (events). Ring addresses are the front end's own: an IOMMU
+    /// does not translate itself.
+    ///
+    /// # Errors
+    /// The ring cannot be reached or makes no sense.
+    pub fn start(
+        &mut self,
+        ring: u16,
+        config: device::Config,
+        kick: Option<OwnedFd>,
+        enabled: bool,
+    ) -> Result<(), RingError> {
+        let addresses = UserAddresses::new(Arc::clone(self.memory.memory()));
+        let queue = device::Queue::new(config, &addresses)?;
+        if ring == REQUESTS {
+            let mut queue = RequestQueue::new(Arc::clone(&self.device), queue);
+            queue.queue().suppress_kicks();
+            self.requests = Some(Ring { queue, kick, enabled, failed: false });
+            self.pending = false;
+        } else {
+            let mut queue = EventQueue::new(Arc::clone(&self.faults), queue);
+            queue.queue().suppress_kicks();
+            self.events = Some(Ring { queue, kick, enabled, failed: false });
+        }
+        Ok(())
+    }
+
+    /// Stops a ring; returns the next available index.
+    pub fn stop(&mut self, ring: u16) -> Option<u16> {
+        if ring == REQUESTS {
+            let mut stopped = self.requests.take()?;
+            self.past = self.counters_with(&stopped.queue);
+            self.pending = false;
+            Some(stopped.queue.queue().next_avail())
+        } else {
+            Some(self.events.take()?.queue.queue().next_avail())
+        }
+    }
+
+    /// Lets a ring work, or not.
+    pub fn enable(&mut self, ring: u16, enabled: bool) {
+        match ring {
+            REQUESTS => self.requests.iter_mut().for_each(|ring| ring.enabled = enabled),
+            _ => self.events.iter_mut().for_each(|ring| ring.enabled = enabled),
+        }
+    }
+
+    /// Replaces the descriptor that a ring's interrupts go to.
+    pub fn set_call(&mut self, ring: u16, call: Option<Arc<OwnedFd>>) {
+        if let Some(held) = self.calls.get_mut(usize::from(ring)) {
+            *held = call;
+        }
+    }
+
+    /// Replaces the memory under the running rings.
+    ///
+    /// # Errors
+    /// A ring is not in the new memory.
+    pub fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), RingError> {
+        self.memory = Physical::new(Arc::clone(memory));
+        let addresses = UserAddresses::new(Arc::clone(memory));
+        if let Some(ring) = &mut self.requests {
+            ring.queue.queue().revalidate(&addresses)?;
+        }
+        if let Some(ring) = &mut self.events {
+            ring.queue.queue().revalidate(&addresses)?;
+        }
+        Ok(())
+    }
+
+    /// What all request rings have done, those that are gone included.
+    pub fn counters(&self) -> Counters {
+        self.requests.as_ref().map_or(self.past, |ring| self.counters_with(&ring.queue))
+    }
+
+    fn counters_with(&self, queue: &RequestQueue<Arc<Endpoints>>) -> Counters {
+        let more = queue.counters();
+        Counters {
+            maps: self.past.maps + more.maps,
+            unmaps: self.past.unmaps + more.unmaps,
+            others: self.past.others + more.others,
+            refused: self.past.refused + more.refused,
+            syncs: self.past.syncs + more.syncs,
+        }
+    }
+
+    fn interrupt(&self, ring: u16) {
+        if let Some(call) = &self.calls[usize::from(ring)] {
+            event::signal(call);
+        }
+    }
+}
+
+impl Unit for IommuUnit {
+    fn poll(&mut self, _now_ns: u64) -> bool {
+        let mut busy = false;
+        if let Some(ring) = &mut self.requests
+            && ring.enabled
+            && !ring.failed
+        {
+            match ring.queue.poll(&self.memory) {
+                Ok(progress) => {
+                    busy |= !progress.is_idle() || progress.pending;
+                    self.pending = progress.pending;
+                    if progress.interrupt {
+                        self.interrupt(REQUESTS);
+                    }
+                }
+                Err(error) => {
+                    eprintln!("iommu: request queue stopped: {error}");
+                    ring.failed = true;
+                    self.pending = false;
+                }
+            }
+        }
+        if let Some(ring) = &mut self.events
+            && ring.enabled
+            && !ring.failed
+            && self.faults.waiting() > 0
+        {
+            match ring.queue.poll(&self.memory) {
+                Ok(progress) => {
+                    busy |= !progress.is_idle();
+                    if progress.interrupt {
+                        self.interrupt(EVENTS);
+                    }
+                }
+                Err(error) => {
+                    eprintln!("iommu: event queue stopped: {error}");
+                    ring.failed = true;
+                }
+            }
+        }
+        busy
+    }
+
+    fn wants_quiet(&self) -> bool {
+        self.pending
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.pending {
+            return true;
+        }
+        match &mut self.requests {
+            Some(ring) if ring.enabled && !ring.failed => ring.queue.queue().enable_kicks(),
+            _ => false,
+        }
+    }
+
+    fn disarm(&mut self) {
+        if let Some(ring) = &mut self.requests
+            && !ring.failed
+        {
+            ring.queue.queue().suppress_kicks();
+        }
+    }
+
+    fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
+        let requests = self.requests.as_ref().and_then(|ring| ring.kick.as_ref());
+        let events = self.events.as_ref().and_then(|ring| ring.kick.as_ref());
+        into.extend(requests.into_iter().chain(events).map(AsFd::as_fd));
+    }
+}

@@ -1,0 +1,98 @@
+//! Pieces of guest memory as buffers of the DMA API.
+
+use std::sync::Arc;
+
+use ringfence_dma::{DmaBuffer, SharedMemory};
+use ringfence_iommu::GuestPhys;
+use ringfence_mem::{GuestRam, HostSlice, MemError, ScatteredView, Window};
+
+/// Contiguous guest memory that driver and device share for long: rings, headers, mailboxes.
+#[derive(Debug)]
+pub struct RamPart {
+    gpa: u64,
+    window: Window,
+}
+
+impl RamPart {
+    /// Sets `len` bytes of `ram` aside, aligned to `align`, a power of two, and zeroed.
+    ///
+    /// # Errors
+    /// The memory is used up.
+    pub fn carve(ram: &Arc<GuestRam>, len: usize, align: usize) -> Result<RamPart, MemError> {
+        let offset = ram.carve(len, align)?;
+        let window = ram.window(offset, len)?;
+        window.slice().fill_zero();
+        Ok(RamPart { gpa: ram.gpa() + offset as u64, window })
+    }
+
+    /// The guest-physical address of the first byte.
+    pub fn gpa(&self) -> u64 {
+        self.gpa
+    }
+
+    /// The bytes.
+    pub fn window(&self) -> &Window {
+        &self.window
+    }
+}
+
+// SAFETY: the window keeps the memory mapped where it is, whatever is done with the value, and the
+// part was carved for this value alone.
+unsafe impl DmaBuffer<GuestPhys> for RamPart {
+    fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+        each(GuestPhys(self.gpa), self.window.len() as u64);
+    }
+
+    fn len(&self) -> u64 {
+        self.window.len() as u64
+    }
+}
+
+// SAFETY: a window is only ever copied from and to, or accessed atomically.
+unsafe impl SharedMemory for RamPart {}
+
+/// A data buffer as an application has them: contiguous for the CPU, scattered in physical pages.
+#[derive(Debug)]
+pub struct PagedBuffer {
+    view: Arc<ScatteredView>,
+    offset: usize,
+    len: usize,
+}
+
+impl PagedBuffer {
+    /// Cuts `view` into buffers of `len` bytes. Each byte belongs to one buffer only.
+    pub fn cut(view: ScatteredView, len: usize) -> Vec<PagedBuffer> {
+        let count = view.len() / len;
+        let view = Arc::new(view);
+        (0..count).map(|n| PagedBuffer { view: Arc::clone(&view), offset: n * len, len }).collect()
+    }
+
+    /// The bytes, to be touched by this process alone: the device has the buffer only while a
+    /// mapping owns it.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        let piece = self.view.slice().part(self.offset, self.len);
+        // SAFETY: the part is mapped as long as `view` lives, belongs to this buffer alone (`cut`
+        // is the only way to make one, from a view that it takes), and is exclusively borrowed
+        // here. The device is another process, which by protocol touches it only while a mapping
+        // owns the buffer; a hostile one can change bytes under us, which are plain integers.
+        unsafe { std::slice::from_raw_parts_mut(piece.as_ptr(), piece.len()) }
+    }
+
+    /// The bytes as a piece to copy from and to.
+    pub fn piece(&self) -> HostSlice<'_> {
+        self.view.slice().part(self.offset, self.len)
+    }
+}
+
+// SAFETY: the view keeps the pages where they are, and this buffer's bytes are its own.
+unsafe impl DmaBuffer<GuestPhys> for PagedBuffer {
+    fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+        self.view
+            .runs(self.offset, self.len, |gpa, len| each(GuestPhys(gpa), len))
+            .expect("a buffer lies in its view");
+    }
+
+    fn len(&self) -> u64 {
+        self.len as u64
+    }
+}

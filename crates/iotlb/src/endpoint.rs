@@ -1,0 +1,108 @@
+//! A device as the IOMMU knows it.
+
+use std::{
+    fmt,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use parking_lot::Mutex;
+use ringfence_iommu::{Fault, FaultSink, GuestPhys, SoftDomain, shootdown::Shootdown};
+
+/// Where an endpoint's accesses go.
+#[derive(Clone, Default)]
+pub enum Binding {
+    /// Nowhere: every access faults (rule V6).
+    #[default]
+    Blocked,
+    /// To guest-physical memory as they are (rule V5).
+    Bypass,
+    /// Through the table of a domain.
+    Domain(Arc<SoftDomain<GuestPhys>>),
+}
+
+impl fmt::Debug for Binding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Binding::Blocked => "Blocked",
+            Binding::Bypass => "Bypass",
+            Binding::Domain(_) => "Domain",
+        })
+    }
+}
+
+/// A device as the IOMMU knows it, shared by the IOMMU that binds it and the views of its workers.
+pub struct Endpoint {
+    id: u32,
+    shootdown: Arc<Shootdown>,
+    binding: Mutex<Binding>,
+    /// Counts the changes of the binding, so that a view sees with one load that there was none.
+    changes: AtomicU64,
+    faults: OnceLock<Arc<dyn FaultSink>>,
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("id", &self.id).field("binding", &self.binding()).finish()
+    }
+}
+
+impl Endpoint {
+    /// An endpoint with this ID, bound as `binding` says, whose views belong to `shootdown`.
+    pub fn new(id: u32, shootdown: Arc<Shootdown>, binding: Binding) -> Arc<Endpoint> {
+        Arc::new(Endpoint {
+            id,
+            shootdown,
+            binding: Mutex::new(binding),
+            changes: AtomicU64::new(0),
+            faults: OnceLock::new(),
+        })
+    }
+
+    /// The ID by which the IOMMU's driver names it.
+    pub fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// The process's shootdown.
+    pub fn shootdown(&self) -> &Arc<Shootdown> {
+        &self.shootdown
+    }
+
+    /// Where its accesses go now.
+    pub fn binding(&self) -> Binding {
+        self.binding.lock().clone()
+    }
+
+    /// Binds it anew. The change has reached every view, and no in-flight I/O uses the old
+    /// binding, when [`Shootdown::is_over`] says so of the token returned (rule V14).
+    pub fn bind(&self, to: Binding) -> u64 {
+        let old = {
+            let mut binding = self.binding.lock();
+            let old = std::mem::replace(&mut *binding, to);
+            self.changes.fetch_add(1, Ordering::Release);
+            old
+        };
+        let token = self.shootdown.begin(&[], true);
+        // Views hold their own reference to the old domain until they have seen the change.
+        drop(old);
+        token
+    }
+
+    /// Where faults of this endpoint are reported; the first call decides.
+    pub fn report_to(&self, faults: Arc<dyn FaultSink>) {
+        let _ = self.faults.set(faults);
+    }
+
+    pub(crate) fn report(&self, fault: Fault) {
+        if let Some(faults) = self.faults.get() {
+            faults.report(fault);
+        }
+    }
+
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
+    }
+}

@@ -1,0 +1,285 @@
+//! How one worker thread reaches memory for one endpoint.
+
+use std::{
+    cell::{Cell, RefCell},
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use ringfence_iommu::{
+    Fault, FaultReason, Iova, Prot, Range,
+    shootdown::{Invalidation, Lease, Reader},
+};
+use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate, Window};
+
+use crate::{
+    Binding, Endpoint,
+    cache::{Cache, Entry},
+};
+
+/// What a view has counted, for whoever watches.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Translations that the cache gave.
+    pub hits: AtomicU64,
+    /// Translations that the domain's table had to give.
+    pub misses: AtomicU64,
+    /// Accesses that were refused.
+    pub faults: AtomicU64,
+}
+
+/// How one worker thread reaches memory for one endpoint: a cache of translations resolved to
+/// pointers of this process.
+///
+/// Between two calls of [`quiet`](Self::quiet) what it translates stays usable, whatever the
+/// IOMMU's driver does meanwhile; that is why an invalidation waits for the next one.
+pub struct View {
+    endpoint: Arc<Endpoint>,
+    memory: Arc<Memory>,
+    reader: Reader,
+    binding: Binding,
+    /// The count of changes of the endpoint's binding that `binding` reflects.
+    changes: u64,
+    cache: Cache,
+    windows: RefCell<Vec<(Range, Window)>>,
+    hits: Cell<u64>,
+    misses: Cell<u64>,
+    faults: Cell<u64>,
+    counters: Arc<Counters>,
+}
+
+impl View {
+    /// A view of `memory` as `endpoint` sees it, for the calling thread; `None` if the process's
+    /// shootdown has no place for another reader.
+    pub fn new(endpoint: Arc<Endpoint>, memory: Arc<Memory>) -> Option<View> {
+        let reader = endpoint.shootdown().reader()?;
+        // Registered first, looked second: a change in between is then seen by `quiet`.
+        let changes = endpoint.changes();
+        let binding = endpoint.binding();
+        Some(View {
+            endpoint,
+            memory,
+            reader,
+            binding,
+            changes,
+            cache: Cache::new(),
+            windows: RefCell::default(),
+            hits: Cell::new(0),
+            misses: Cell::new(0),
+            faults: Cell::new(0),
+            counters: Arc::default(),
+        })
+    }
+
+    /// What it has counted; brought up to date by [`quiet`](Self::quiet).
+    pub fn counters(&self) -> Arc<Counters> {
+        Arc::clone(&self.counters)
+    }
+
+    /// A quiet point: nothing that was translated before is in use any more, except by leases and
+    /// windows. Replays invalidations into the cache. To be called between bursts of work.
+    #[inline]
+    pub fn quiet(&mut self) {
+        if self.endpoint.changes() != self.changes {
+            self.rebind();
+        }
+        let (cache, windows) = (&self.cache, &self.windows);
+        let mut all = false;
+        self.reader.poll(|invalidation| {
+            // Windows and cache entries go before the reader announces that they are gone.
+            match invalidation {
+                Invalidation::Range(range) => drop_range(cache, windows, range),
+                Invalidation::All => {
+                    all = true;
+                    drop_all(cache, windows);
+                }
+            }
+        });
+        if all {
+            self.rebind();
+        }
+        self.publish();
+    }
+
+    /// The worker goes to sleep: invalidations no longer wait for it.
+    pub fn offline(&mut self) {
+        self.publish();
+        self.reader.offline();
+    }
+
+    /// The worker is back.
+    pub fn online(&mut self) {
+        let (cache, windows) = (&self.cache, &self.windows);
+        self.reader.online(|invalidation| match invalidation {
+            Invalidation::Range(range) => drop_range(cache, windows, range),
+            Invalidation::All => drop_all(cache, windows),
+        });
+        self.rebind();
+    }
+
+    /// Keeps the translation of a range in use beyond the next quiet point, for asynchronous I/O:
+    /// an invalidation of the range is not over before the lease is dropped. `None` if there is no
+    /// such range.
+    pub fn lease(&self, addr: u64, len: u64) -> Option<Lease> {
+        Some(self.reader.lease(Range::from_len(Iova(addr), len)?))
+    }
+
+    /// Replaces the memory, as after a new memory table; all that was cached is dropped.
+    pub fn set_memory(&mut self, memory: Arc<Memory>) {
+        drop_all(&self.cache, &self.windows);
+        self.memory = memory;
+    }
+
+    fn rebind(&mut self) {
+        let changes = self.endpoint.changes();
+        if changes != self.changes {
+            self.binding = self.endpoint.binding();
+            self.changes = changes;
+            drop_all(&self.cache, &self.windows);
+        }
+    }
+
+    fn publish(&self) {
+        let Counters { hits, misses, faults } = &*self.counters;
+        hits.store(self.hits.get(), Ordering::Relaxed);
+        misses.store(self.misses.get(), Ordering::Relaxed);
+        faults.store(self.faults.get(), Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn find(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        let entry = self.cache.get(addr);
+        if entry.covers(addr, wanted(access)) {
+            self.hits.set(self.hits.get() + 1);
+            return Ok(entry);
+        }
+        self.walk(addr, access)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        self.misses.set(self.misses.get() + 1);
+        let iova = Iova(addr);
+        let (range, delta, prot) = match &self.binding {
+            Binding::Blocked => {
+                self.fault(FaultReason::NoDomain, addr, access);
+                return Err(AccessError::Unmapped { addr, access });
+            }
+            Binding::Bypass => (Range::ALL, 0, Prot::RW),
+            Binding::Domain(domain) => match domain.translate(&self.reader, iova) {
+                Some(found) => (found.range, found.delta, found.prot),
+                None => {
+                    self.fault(FaultReason::Mapping, addr, access);
+                    return Err(AccessError::Unmapped { addr, access });
+                }
+            },
+        };
+        if !prot.allows(wanted(access)) {
+            self.fault(FaultReason::Mapping, addr, access);
+            return Err(AccessError::NotPermitted { addr, access });
+        }
+        let within = Cache::block(addr).intersection(range).expect("both hold the address");
+        // From the block's beginning if memory reaches that far down, else from the address.
+        for first in [within.first().0, addr] {
+            let Some(found) = self.memory.find_gpa(first.wrapping_add(delta)) else { continue };
+            let reach = found.slice.len() as u64 - 1;
+            if reach < addr - first {
+                continue;
+            }
+            let host = NonNull::new(found.slice.as_ptr()).expect("mapped memory is not at 0");
+            let entry = Entry { first, extent: reach.min(within.last().0 - first), host, prot };
+            self.cache.put(addr, entry);
+            return Ok(entry);
+        }
+        self.fault(FaultReason::Unknown, addr, access);
+        Err(AccessError::OutsideMemory { addr, access })
+    }
+
+    fn fault(&self, reason: FaultReason, addr: u64, access: Access) {
+        self.faults.set(self.faults.get() + 1);
+        let (endpoint, iova) = (self.endpoint.id(), Iova(addr));
+        self.endpoint.report(Fault { reason, endpoint, iova, access: wanted(access) });
+    }
+}
+
+impl Translate for View {
+    #[inline]
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, mut each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        let Some(mut left) = len.checked_sub(1) else { return Ok(()) };
+        if addr.checked_add(left).is_none() {
+            return Err(AccessError::Overflow { addr, len });
+        }
+        let mut at = addr;
+        loop {
+            let entry = self.find(at, access)?;
+            let offset = at - entry.first;
+            let more = left.min(entry.extent - offset);
+            // SAFETY: the entry was made from `self.memory`, which lives as long as `self` is
+            // borrowed, and `offset + more` is at most the entry's extent.
+            each(unsafe {
+                HostSlice::new(entry.host.add(offset as usize), (more as usize).saturating_add(1))
+            });
+            if more == left {
+                return Ok(());
+            }
+            left -= more + 1;
+            // Cannot wrap: `addr + len - 1` does not, and this is no greater.
+            at += more + 1;
+        }
+    }
+
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+        let range = Range::from_len(Iova(addr), len).ok_or(AccessError::Overflow { addr, len })?;
+        let mut base: Option<NonNull<u8>> = None;
+        let (mut done, mut broken) = (0usize, false);
+        self.slices(addr, len, access, |piece| {
+            let here = NonNull::new(piece.as_ptr()).expect("mapped memory is not at 0");
+            let start = *base.get_or_insert(here);
+            broken |= start.as_ptr().wrapping_add(done) != here.as_ptr();
+            done += piece.len();
+        })?;
+        let base = base.filter(|_| !broken).ok_or(AccessError::Fragmented { addr, len })?;
+        // SAFETY: the pieces follow each other without a gap and belong to `memory`, which the
+        // window keeps.
+        let window = unsafe { Window::new(base, done, Arc::clone(&self.memory) as _) };
+        let mut windows = self.windows.borrow_mut();
+        windows.retain(|(_, held)| !held.is_last() && held.is_valid());
+        windows.push((range, window.clone()));
+        Ok(window)
+    }
+
+    fn check(&self) -> Result<(), AccessError> {
+        if self.memory.lost() { Err(AccessError::Lost { addr: 0 }) } else { Ok(()) }
+    }
+}
+
+fn wanted(access: Access) -> Prot {
+    match access {
+        Access::Read => Prot::READ,
+        Access::Write => Prot::WRITE,
+        Access::ReadWrite => Prot::RW,
+    }
+}
+
+fn drop_range(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>, range: Range) {
+    cache.invalidate(range);
+    for (held, window) in windows.borrow().iter() {
+        if held.overlaps(range) {
+            window.invalidate();
+        }
+    }
+}
+
+fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
+    cache.clear();
+    for (_, window) in windows.borrow().iter() {
+        window.invalidate();
+    }
+}
