@@ -1,5 +1,6 @@
-//! The back end: serves one connection, and keeps the state of the rings straight.
-use crate::{HandlerError, Iotlb, ProtocolFeatures, RingAddresses, WireError};
+//! What a device is to a [`Server`](crate::Server).
+
+use crate::{ConfigWrite, HandlerError, Iotlb, ProtocolFeatures, RingAddresses};
 use ringfence_mem::Memory;
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -17,22 +18,13 @@ pub struct RingSetup {
     /// The index of the first entry of the available ring to look at (split rings), or the packed
     /// ring's two positions with their wrap bits.
     pub base: u32,
-    /// What the driver notifies the device with; `None`: the device must poll.
+    /// What the driver notifies the device with, non-blocking; `None`: the device must poll.
     pub kick: Option<OwnedFd>,
     /// Whether the ring may have side effects yet.
     pub enabled: bool,
 }
 
-/// Who writes the configuration space, and why.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ConfigWrite {
-    /// The driver writes a writable field.
-    Driver,
-    /// The front end restores it after a migration.
-    Migration,
-}
-
-/// The device behind a [`Server`]. All values were checked against the protocol and the state of
+/// The device behind a [`Server`](crate::Server). All values were checked against the protocol and the state of
 /// the connection before a method is called; all methods are called on the thread that serves.
 ///
 /// An error refuses the request: the front end is told if it asked to be (REPLY_ACK), and
@@ -101,7 +93,7 @@ pub trait Handler {
         Err(HandlerError::new("a running ring cannot be moved"))
     }
 
-    /// What the device notifies the driver with; `None`: not at all. May come at any time, before
+    /// What the device notifies the driver with, non-blocking; `None`: not at all. May come at any time, before
     /// the ring starts and while it runs, and holds over stops and starts.
     ///
     /// # Errors
@@ -131,12 +123,17 @@ pub trait Handler {
     ///
     /// # Errors
     /// The field is not writable, or does not exist.
-    fn set_config(&mut self, offset: u32, why: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {
+    fn set_config(
+        &mut self,
+        offset: u32,
+        why: ConfigWrite,
+        data: &[u8],
+    ) -> Result<(), HandlerError> {
         let _ = (offset, why, data);
         Err(HandlerError::new("the configuration space cannot be written"))
     }
 
-    /// The device is reset: every ring was stopped before; features are unset.
+    /// The device is reset: every ring was stopped before; features are unset, rings disabled.
     ///
     /// # Errors
     /// The device cannot.
@@ -153,7 +150,9 @@ pub trait Handler {
         Ok(())
     }
 
-    /// An IOTLB message, well-formed; only after ACCESS_PLATFORM was negotiated.
+    /// An IOTLB message, well-formed, and only after ACCESS_PLATFORM was negotiated; an update
+    /// lies within the memory. When this returns `Ok`, it has taken effect: no worker uses a
+    /// translation any more that it made untrue (rule D15).
     ///
     /// # Errors
     /// Refused: the front end gets a non-zero answer.
@@ -161,65 +160,10 @@ pub trait Handler {
         let _ = message;
         Err(HandlerError::new("the device has no IOTLB"))
     }
-}
 
-/// Why serving ended before the front end hung up.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ServeError {
-    /// The peer's bytes are no valid message, or not valid now.
-    #[error(transparent)]
-    Wire(#[from] WireError),
-    /// The device refused a request whose sender did not ask to be told.
-    #[error("the device refused: {0}")]
-    Refused(HandlerError),
-}
-
-/// Serves one connection.
-#[derive(Debug)]
-pub struct Server<H> {
-    handler: H,
-}
-
-/// Ends a [`Server::serve`] from another thread.
-#[derive(Clone, Debug)]
-pub struct Shutdown {}
-
-impl Shutdown {
-    /// Ends the connection: `serve` returns `Ok` soon.
-    pub fn shutdown(&self) {
-        todo!()
-    }
-}
-
-impl<H: Handler> Server<H> {
-    /// A server for one connection.
-    ///
-    /// # Errors
-    /// The operating system refused.
-    pub fn new(stream: UnixStream, handler: H) -> std::io::Result<Server<H>> {
-        let _ = stream;
-        let _ = &handler;
-        todo!()
-    }
-    /// Serves until the front end hangs up or [`Shutdown`] is used (`Ok`), or the connection must
-    /// end for another reason. All rings are stopped when it returns.
-    ///
-    /// # Errors
-    /// See [`ServeError`].
-    pub fn serve(&mut self) -> Result<(), ServeError> {
-        todo!()
-    }
-    /// A handle that ends [`serve`](Self::serve).
-    pub fn shutdown_handle(&self) -> Shutdown {
-        todo!()
-    }
-    /// The device.
-    pub fn handler(&mut self) -> &mut H {
-        &mut self.handler
-    }
-    /// The device, at the end.
-    pub fn into_handler(self) -> H {
-        self.handler
+    /// A request was refused, by the device or for its content, and the front end was told; the
+    /// connection goes on. For logs.
+    fn refused(&mut self, request: u32, why: &HandlerError) {
+        let _ = (request, why);
     }
 }

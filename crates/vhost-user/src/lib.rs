@@ -13,13 +13,18 @@
 
 #![forbid(unsafe_code)]
 
-pub mod backend;
+mod backend;
 mod channel;
 mod error;
-pub mod frontend;
+mod frontend;
+mod iotlb;
 pub mod msg;
+mod server;
 
-pub use backend::{ConfigWrite, Handler, RingSetup, ServeError, Server, Shutdown};
+pub use backend::{Handler, RingSetup};
 pub use error::{HandlerError, WireError};
 pub use frontend::{Frontend, FrontendError};
-pub use msg::{Iotlb, ProtocolFeatures, RingAddresses};
+pub use iotlb::{BadIotlb, Iotlb, IotlbWire};
+pub use msg::{ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES};
+pub use msg::{ProtocolFeatures, RingAddresses};
+pub use server::{ServeError, Server, Shutdown};
