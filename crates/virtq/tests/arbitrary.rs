@@ -210,13 +210,14 @@ proptest! {
     ) {
         let ram = testing::Ram::new(BASE, 4096);
         let (mut queue, device) = testing::pair(&ram, BASE, SIZE, event_idx);
-        let mut out = Vec::new();
+        let (mut out, mut published) = (Vec::new(), 0);
         for (token, &(len, publish)) in chains.iter().enumerate() {
             if queue.add(&vec![Desc::writable(0, 4); len], token as u64).is_ok() {
                 out.push((token as u64, len));
             }
             if publish {
                 queue.publish();
+                published = out.len();
             }
         }
         let free = queue.free_descs();
@@ -228,8 +229,9 @@ proptest! {
         ram.write(ring + 2, &idx.to_le_bytes()).unwrap();
         let mut freed = 0;
         while let Ok(Some(used)) = queue.pop() {
-            let place = out.iter().position(|&(token, _)| token == used.token);
+            let place = out[..published].iter().position(|&(token, _)| token == used.token);
             prop_assert!(place.is_some(), "{:?} was not out", used);
+            published -= 1;
             let (_, len) = out.remove(place.unwrap());
             prop_assert!(used.len as usize <= 4 * len);
             freed += len as u16;
