@@ -13,7 +13,7 @@ use ringfence_iommu::{
     table::{Limits, Mapping, PageList, Table, Translation},
 };
 
-/// Counts the nodes that a thread has allocated: they alone are aligned to 64 bytes.
+/// Counts the nodes that a thread has allocated: they alone are aligned to 128 bytes.
 struct Counting;
 
 thread_local! {
@@ -40,7 +40,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 fn count(layout: Layout, by: i64) {
-    if layout.align() == 64 {
+    if layout.align() == 128 {
         let _ = NODES.try_with(|nodes| nodes.set(nodes.get() + by));
     }
 }

@@ -13,7 +13,7 @@ use crate::Prot;
 /// Readers touch the slots, `base` and `level`; the last two do not change once the node is linked.
 /// The cells are the writer's: they are touched only under the table's lock, or, once the node is
 /// unlinked, by the owner of the list it is on.
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 pub(super) struct Node {
     // First, so that a slot's address is the pointer plus a scaled index.
     slots: [AtomicU64; FANOUT],

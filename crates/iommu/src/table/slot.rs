@@ -22,8 +22,7 @@ pub(super) const ROOT_LEVEL: u32 = (64 - PAGE_BITS).div_ceil(RADIX_BITS);
 const FLAGS: u64 = 0xfff;
 
 const _: () = assert!(Prot::all().bits() < 8, "a leaf has three bits for permissions");
-const _: () = assert!(ROOT_LEVEL < 8, "a child pointer has three bits for the level");
-const _: () = assert!(align_of::<Node>() >= 64, "a child pointer has six low bits to spare");
+const _: () = assert!(align_of::<Node>() >= 128, "a child pointer has seven low bits to spare");
 const _: () = assert!(align_of::<Block>() >= 4, "a block pointer has two low bits to spare");
 
 /// log2 of the bytes that a slot of a node of `level` stands for.
@@ -123,17 +122,14 @@ impl Slot {
     /// Nothing is mapped there.
     pub(super) const EMPTY: Slot = Slot(0);
 
-    const TAG: u64 = 3;
-    /// `pointer (bits 6..64) | level of the node (bits 3..6) | SKIPS | CHILD`.
+    /// `pointer (bits 7..64) | shift (bits 1..7) | CHILD`. The shift is the child's where levels are
+    /// left out between the slot and the child, so that not every address of the slot is one of
+    /// the child; it is 0 where the child is of the next level.
     const CHILD: u64 = 1;
     /// `difference (bits 12..64) | ENDS | STARTS | permission (bits 2..5) | LEAF`.
     const LEAF: u64 = 2;
-    /// `pointer | BLOCK`.
-    const BLOCK: u64 = 3;
+    // Neither bit: nothing, or the pointer to a block.
 
-    /// The child is not of the next level: not every address of the slot is one of the node.
-    const SKIPS: u64 = 1 << 2;
-    const LEVEL_AT: u32 = 3;
     const PROT_AT: u32 = 2;
     /// A mapping begins with the first address of the slot.
     const STARTS: u64 = 1 << 5;
@@ -142,9 +138,9 @@ impl Slot {
 
     /// A pointer to `node` for a slot of `level`.
     pub(super) fn child(node: &Node, level: u32) -> Slot {
-        let skips = if node.level() + 1 == level { 0 } else { Self::SKIPS };
+        let shift = if node.level() + 1 == level { 0 } else { shift(node.level()) };
         let address = core::ptr::from_ref(node).expose_provenance() as u64;
-        Slot(address | u64::from(node.level()) << Self::LEVEL_AT | skips | Self::CHILD)
+        Slot(address | u64::from(shift) << 1 | Self::CHILD)
     }
 
     /// A leaf for a slot that stands for `slot`, wholly covered by `mapping`. Only if the difference
@@ -171,7 +167,7 @@ impl Slot {
 
     /// A pointer to `block`.
     pub(super) fn block(block: NonNull<Block>) -> Slot {
-        Slot(block.as_ptr().expose_provenance() as u64 | Self::BLOCK)
+        Slot(block.as_ptr().expose_provenance() as u64)
     }
 
     #[inline]
@@ -181,29 +177,23 @@ impl Slot {
 
     #[inline]
     pub(super) const fn is_child(self) -> bool {
-        self.0 & Self::TAG == Self::CHILD
+        self.0 & Self::CHILD != 0
     }
 
     #[inline]
     pub(super) const fn is_leaf(self) -> bool {
-        self.0 & Self::TAG == Self::LEAF
+        self.0 & (Self::CHILD | Self::LEAF) == Self::LEAF
     }
 
     #[inline]
     pub(super) const fn is_block(self) -> bool {
-        self.0 & Self::TAG == Self::BLOCK
+        self.0 & (Self::CHILD | Self::LEAF) == 0 && !self.is_empty()
     }
 
-    /// Of a child: whether levels are left out between the slot and the node.
+    /// Of a child: its shift if levels are left out between the slot and the child, else 0.
     #[inline]
-    pub(super) const fn skips(self) -> bool {
-        self.0 & Self::SKIPS != 0
-    }
-
-    /// Of a child: the level of the node.
-    #[inline]
-    pub(super) const fn level(self) -> u32 {
-        (self.0 >> Self::LEVEL_AT) as u32 & 7
+    pub(super) const fn skip(self) -> u32 {
+        (self.0 >> 1) as u32 & 63
     }
 
     /// Of a leaf: the difference of addresses.
@@ -248,13 +238,13 @@ impl Slot {
     /// Of a child: where the node is.
     #[inline]
     pub(super) fn node_ptr(self) -> *mut Node {
-        core::ptr::with_exposed_provenance_mut((self.0 & !63) as usize)
+        core::ptr::with_exposed_provenance_mut((self.0 & !127) as usize)
     }
 
     /// Of a block: the block. The pointer is good to dereference as in [`node`](Self::node).
     #[inline]
     pub(super) fn block_ptr(self) -> NonNull<Block> {
-        let address = (self.0 & !Self::TAG) as usize;
+        let address = self.0 as usize;
         NonNull::new(core::ptr::with_exposed_provenance_mut(address))
             .expect("a slot holds no null pointer")
     }

@@ -5,7 +5,7 @@ use ringfence_sync::atomic::{AtomicU64, Ordering};
 use super::{
     Translation,
     node::Node,
-    slot::{FANOUT, ROOT_LEVEL, Slot, Span, index, shift},
+    slot::{FANOUT, RADIX_BITS, ROOT_LEVEL, Slot, Span, index, shift},
 };
 use crate::Prot;
 
@@ -37,10 +37,10 @@ impl Leaf {
 
 /// What the content of a slot that is no child says about `address`.
 #[inline]
-fn leaf_of(word: Slot, level: u32, address: u64) -> Option<Leaf> {
+fn leaf_of(word: Slot, shift: u32, address: u64) -> Option<Leaf> {
     if word.is_leaf() {
         return Some(Leaf {
-            span: Span::of_slot(level, address),
+            span: Span::around(address, shift),
             delta: word.delta(),
             prot: word.prot(),
             starts: word.starts(),
@@ -68,24 +68,24 @@ pub(super) unsafe fn leaf_at(root: &AtomicU64, address: u64) -> Option<Leaf> {
     // Every load is Acquire and pairs with the Release store of `Writer::set`: the node that a
     // pointer leads to is seen as it was made.
     let mut word = Slot(root.load(Ordering::Acquire));
-    let mut level = ROOT_LEVEL;
+    let mut shift = shift(ROOT_LEVEL);
     while word.is_child() {
         // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
         let node = unsafe { word.node() };
-        if word.skips() {
+        if word.skip() != 0 {
             // Nothing on the way compared the bits that were skipped: the node's base does.
-            level = word.level();
-            if (address ^ node.base()) >> shift(level) >= FANOUT as u64 {
+            shift = word.skip();
+            if (address ^ node.base()) >> shift >= FANOUT as u64 {
                 return None;
             }
         } else {
-            // The same number; but as it does not come out of the word, the processor can compute
-            // the next index before the word arrives.
-            level -= 1;
+            // The word could say this too; but so the processor can compute the next index before
+            // the word arrives.
+            shift -= RADIX_BITS;
         }
-        word = node.load(index(level, address));
+        word = node.load((address >> shift) as usize & (FANOUT - 1));
     }
-    leaf_of(word, level, address)
+    leaf_of(word, shift, address)
 }
 
 /// The longest run around `address` with one difference and one permission, looked for in `within`.
@@ -158,8 +158,8 @@ pub(super) unsafe fn node_of<'n>(root: &AtomicU64, span: Span) -> Option<&'n Nod
     while word.is_child() {
         // SAFETY: reachable, and the lock is held.
         let node = unsafe { word.node() };
-        let shift = shift(word.level());
-        let outside = if word.skips() { span.first ^ node.base() } else { 0 };
+        let shift = shift(node.level());
+        let outside = if word.skip() != 0 { span.first ^ node.base() } else { 0 };
         if (outside | differ) >> shift >= FANOUT as u64 {
             return None;
         }
@@ -168,7 +168,7 @@ pub(super) unsafe fn node_of<'n>(root: &AtomicU64, span: Span) -> Option<&'n Nod
             let aligned = span.first & slot == 0 && span.last & slot == slot;
             return aligned.then_some(node);
         }
-        word = node.load(index(word.level(), span.first));
+        word = node.load(index(node.level(), span.first));
     }
     None
 }
