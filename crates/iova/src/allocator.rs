@@ -34,8 +34,11 @@ pub trait Allocator: Send + Sync {
     /// The range is inverted, or part of it is allocated.
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError>;
 
-    /// Whether exactly this range is allocated: whether [`free`](Self::free) of it would succeed.
-    fn is_allocated(&self, iova: u64, size: u64) -> bool;
+    /// Tells what [`free`](Self::free) would say, without freeing.
+    ///
+    /// # Errors
+    /// As [`free`](Self::free).
+    fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError>;
 
     /// The granule, in bytes: every range starts and ends at a multiple of it (rule L1).
     fn granule(&self) -> u64;
@@ -67,8 +70,8 @@ macro_rules! forward {
             fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
                 (**self).reserve(first, last)
             }
-            fn is_allocated(&self, iova: u64, size: u64) -> bool {
-                (**self).is_allocated(iova, size)
+            fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+                (**self).check_free(iova, size)
             }
             fn granule(&self) -> u64 {
                 (**self).granule()

@@ -70,8 +70,8 @@ impl<A: Allocator> Allocator for Preferred32<A> {
         self.inner.reserve(first, last)
     }
 
-    fn is_allocated(&self, iova: u64, size: u64) -> bool {
-        self.inner.is_allocated(iova, size)
+    fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+        self.inner.check_free(iova, size)
     }
 
     fn granule(&self) -> u64 {

@@ -1,0 +1,384 @@
+//! One bit a granule, next fit.
+
+mod bits;
+
+use alloc::{boxed::Box, vec::Vec};
+use core::{fmt, mem};
+
+use bits::Bits;
+use ringfence_sync::lock::SpinLock;
+
+use crate::{
+    AllocError, AllocReason, Allocator, Aperture, FreeError, FreeReason, Request, ReserveError,
+    Stats, aperture::Wanted,
+};
+
+/// The window that a [`Bitmap`] covers unless there is a reason for another: 4 GiB.
+///
+/// Why 4 GiB: any device can address it, as few have masks below 32 bits; and at a granule of 4 KiB
+/// it costs 128 KiB a bitmap while 4 GiB of memory can be mapped at once, which is more than the
+/// devices of this world have in flight. A device that keeps more mapped needs a larger window,
+/// which costs memory and, once it is well filled, time.
+pub const DEFAULT_WINDOW: u64 = 1 << 32;
+
+/// The most granules that a window covers: 2^26, 8 MiB a bitmap (256 GiB at a granule of 4 KiB).
+/// A bound, so that an aperture of 57 bits given as the window does not ask for petabytes.
+const MAX_GRANULES: u64 = 1 << 26;
+
+/// What makes the IOMMU forget every translation; called by a lazy [`Bitmap`] once a lap.
+///
+/// It may free ranges of the bitmap that calls it, but not allocate from it.
+pub trait Flush: Send + Sync {
+    /// Returns once nothing that was unmapped before the call can be reached any more.
+    ///
+    /// # Errors
+    /// It failed: nothing may be reused.
+    fn flush(&self) -> Result<(), FlushFailed>;
+}
+
+/// A flush did not finish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the flush failed")]
+pub struct FlushFailed;
+
+impl<F: Fn() -> Result<(), FlushFailed> + Send + Sync> Flush for F {
+    fn flush(&self) -> Result<(), FlushFailed> {
+        self()
+    }
+}
+
+/// One bit a granule, next fit, over the lowest part of an aperture: the *window*.
+///
+/// A search goes upwards from where the last one ended; at the end of the window it starts again at
+/// the bottom: a *lap*. In lazy mode a freed range keeps its bits until the next lap; then one flush
+/// makes the IOMMU forget everything, and all that was freed before that flush becomes free at once
+/// (rule L16, the policy of s390 and SPARC). So one flush pays for a whole lap of mappings.
+///
+/// A second bitmap marks where each range ends, so that a free is known to be of exactly one range.
+pub struct Bitmap {
+    window: Aperture,
+    flush: Option<Box<dyn Flush>>,
+    /// Held by who makes the flush of a lap, so that there is one and others wait for it. Taken
+    /// before `state`.
+    lap: SpinLock<()>,
+    state: SpinLock<State>,
+}
+
+/// Bit `n` is the granule `n` of the window.
+struct State {
+    /// Taken: allocated, reserved, or freed and not flushed.
+    used: Bits,
+    /// The last granule of each taken range.
+    ends: Bits,
+    /// Reserved ranges, in order, apart from each other.
+    reserved: Vec<(usize, usize)>,
+    /// What was freed since the last lap's flush began.
+    freed: Freed,
+    /// What the flush that is running will release; empty if none is.
+    flushing: Freed,
+    /// Where the next search starts.
+    next: usize,
+    stats: Stats,
+}
+
+/// Freed ranges that wait for a flush. Without bits in a bitmap that is not lazy.
+struct Freed {
+    bits: Bits,
+    ranges: u64,
+    granules: u64,
+}
+
+impl Bitmap {
+    /// The lowest `window` bytes of `aperture` ([`DEFAULT_WINDOW`] says what that costs); a freed
+    /// range may be used again at once.
+    ///
+    /// The window is rounded up to whole granules and is at most 2^26 of them.
+    pub fn new(aperture: Aperture, window: u64) -> Bitmap {
+        Bitmap::with(aperture, window, None)
+    }
+
+    /// As [`new`](Self::new), but a freed range is used again only after the flush of the next lap
+    /// (rule L16).
+    pub fn lazy(aperture: Aperture, window: u64, flush: Box<dyn Flush>) -> Bitmap {
+        Bitmap::with(aperture, window, Some(flush))
+    }
+
+    fn with(aperture: Aperture, window: u64, flush: Option<Box<dyn Flush>>) -> Bitmap {
+        let window = aperture.truncated(aperture.granules(window).clamp(1, MAX_GRANULES));
+        let len = (window.high() - window.low()) as usize + 1;
+        let lazy_len = if flush.is_some() { len } else { 0 };
+        Bitmap {
+            window,
+            lap: SpinLock::new(()),
+            state: SpinLock::new(State {
+                used: Bits::new(len),
+                ends: Bits::new(len),
+                reserved: Vec::new(),
+                freed: Freed::new(lazy_len),
+                flushing: Freed::new(lazy_len),
+                next: 0,
+                stats: Stats::default(),
+            }),
+            flush,
+        }
+    }
+
+    /// The part of the aperture that it hands out from.
+    pub fn window(&self) -> Aperture {
+        self.window
+    }
+
+    /// Ends the lap: everything that was freed so far is flushed and becomes free.
+    ///
+    /// `seen` is the number of laps when the caller ran out; another thread may have made the next
+    /// one meanwhile, and then there is something to find without a flush.
+    fn lap(&self, flush: &dyn Flush, wanted: &Wanted, seen: u64) -> Result<usize, AllocReason> {
+        let _turn = self.lap.lock();
+        let mut state = self.state.lock();
+        if state.stats.laps != seen
+            && let Some(place) = state.take_from_next(&self.window, wanted)
+        {
+            return Ok(place);
+        }
+        // Ranges that are freed while the flush runs belong to the next one: the flush may have
+        // passed them already. The state is not locked meanwhile, so there may be such ranges.
+        state.begin_flush();
+        drop(state);
+        let result = flush.flush();
+        let mut state = self.state.lock();
+        state.end_flush(result.is_ok());
+        if result.is_err() {
+            state.stats.failures += 1;
+            return Err(AllocReason::FlushFailed);
+        }
+        state.take_from_bottom(&self.window, wanted)
+    }
+}
+
+impl Allocator for Bitmap {
+    fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
+        let mut state = self.state.lock();
+        let wanted = match self.window.wanted(request) {
+            Ok(wanted) => wanted,
+            Err(error) => {
+                state.stats.failures += 1;
+                return Err(error);
+            }
+        };
+        let place = match state.take_from_next(&self.window, &wanted) {
+            Some(place) => Ok(place),
+            None => match self.flush.as_deref() {
+                None => state.take_from_bottom(&self.window, &wanted),
+                Some(flush) => {
+                    let seen = state.stats.laps;
+                    drop(state);
+                    self.lap(flush, &wanted, seen)
+                }
+            },
+        };
+        match place {
+            Ok(place) => Ok(self.window.start_of(self.window.low() + place as u64)),
+            Err(reason) => Err(AllocError { request: *request, reason }),
+        }
+    }
+
+    fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+        let mut state = self.state.lock();
+        let freed = state.check(&self.window, iova, size);
+        match freed {
+            Ok((first, last)) => {
+                state.free(first, last, self.flush.is_some());
+                Ok(())
+            }
+            Err(reason) => {
+                state.stats.rejected_frees += 1;
+                Err(FreeError { iova, size, reason })
+            }
+        }
+    }
+
+    fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
+        let Some((low, high)) = self.window.clip(first, last)? else { return Ok(()) };
+        let base = self.window.low();
+        let (low, high) = ((low - base) as usize, (high - base) as usize);
+        self.state.lock().reserve(low, high).map_err(|taken| ReserveError::InUse {
+            first,
+            last,
+            taken: self.window.start_of(base + taken as u64),
+        })
+    }
+
+    fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+        let checked = self.state.lock().check(&self.window, iova, size);
+        checked.map(drop).map_err(|reason| FreeError { iova, size, reason })
+    }
+
+    fn granule(&self) -> u64 {
+        self.window.granule()
+    }
+
+    fn stats(&self) -> Stats {
+        let mut stats = self.state.lock().stats;
+        stats.live_bytes *= self.window.granule();
+        stats
+    }
+}
+
+impl fmt::Debug for Bitmap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Bitmap")
+            .field("window", &self.window)
+            .field("lazy", &self.flush.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Freed {
+    fn new(len: usize) -> Freed {
+        Freed { bits: Bits::new(len), ranges: 0, granules: 0 }
+    }
+
+    fn clear(&mut self) {
+        self.bits.clear();
+        self.ranges = 0;
+        self.granules = 0;
+    }
+}
+
+impl State {
+    /// Takes the next place above where the last search ended.
+    fn take_from_next(&mut self, window: &Aperture, wanted: &Wanted) -> Option<usize> {
+        self.take_from(window, wanted, self.next)
+    }
+
+    /// Begins a lap.
+    fn take_from_bottom(
+        &mut self,
+        window: &Aperture,
+        wanted: &Wanted,
+    ) -> Result<usize, AllocReason> {
+        self.stats.laps += 1;
+        self.next = 0;
+        self.take_from(window, wanted, 0).ok_or_else(|| {
+            self.stats.failures += 1;
+            AllocReason::Exhausted { first: window.first(), last: window.end_of(wanted.limit) }
+        })
+    }
+
+    fn take_from(&mut self, window: &Aperture, wanted: &Wanted, from: usize) -> Option<usize> {
+        self.stats.searches += 1;
+        let base = window.low();
+        // Within the window, so it fits: the limit of a checked request is not below it.
+        let limit = (wanted.limit - base) as usize;
+        let mut at = from;
+        let (first, last) = loop {
+            self.stats.search_steps += 1;
+            let clear = self.used.next_clear(at, limit)?;
+            // Alignment and boundary are those of the address, not of the bit.
+            let place = wanted.lowest_in(base + clear as u64, wanted.limit)? - base;
+            let (first, last) = (place as usize, (place + (wanted.count - 1)) as usize);
+            match self.used.next_set(first, last) {
+                None => break (first, last),
+                Some(taken) => at = taken + 1,
+            }
+        };
+        self.used.set_range(first, last);
+        self.ends.set(last);
+        self.next = last + 1;
+        self.stats.allocs += 1;
+        self.stats.live_ranges += 1;
+        self.stats.live_bytes += wanted.count;
+        Some(first)
+    }
+
+    /// The bits of the range, if it is exactly one allocated range.
+    fn check(&self, window: &Aperture, iova: u64, size: u64) -> Result<(usize, usize), FreeReason> {
+        let (number, count) = window.range_of(iova, size).ok_or(FreeReason::NotAllocated)?;
+        let first = (number - window.low()) as usize;
+        let last = first + (count as usize - 1);
+        if self.reserved.iter().any(|&(low, high)| low <= last && first <= high) {
+            return Err(FreeReason::Reserved);
+        }
+        if !self.used.get(first) {
+            return Err(FreeReason::NotAllocated);
+        }
+        if self.freed.bits.get(first) || self.flushing.bits.get(first) {
+            return Err(FreeReason::AlreadyFree);
+        }
+        let starts = first.checked_sub(1).is_none_or(|b| !self.used.get(b) || self.ends.get(b));
+        // The granules up to a range's end all belong to it.
+        if starts && self.ends.next_set(first, last) == Some(last) {
+            Ok((first, last))
+        } else {
+            Err(FreeReason::WrongRange)
+        }
+    }
+
+    /// What was freed so far is what the flush that follows will release.
+    fn begin_flush(&mut self) {
+        if self.flushing.ranges != 0 {
+            // A flush before this one panicked: what it was to release waits for this one.
+            self.end_flush(false);
+        }
+        mem::swap(&mut self.freed, &mut self.flushing);
+    }
+
+    /// Releases it if the flush was done; keeps it for the next if not.
+    fn end_flush(&mut self, done: bool) {
+        let State { used, ends, freed, flushing, stats, .. } = self;
+        if done {
+            used.clear_all_of(&flushing.bits);
+            ends.clear_all_of(&flushing.bits);
+            stats.live_ranges -= flushing.ranges;
+            stats.live_bytes -= flushing.granules;
+        } else {
+            freed.bits.set_all_of(&flushing.bits);
+            freed.ranges += flushing.ranges;
+            freed.granules += flushing.granules;
+        }
+        flushing.clear();
+    }
+
+    fn free(&mut self, first: usize, last: usize, lazy: bool) {
+        let count = (last - first) as u64 + 1;
+        self.stats.frees += 1;
+        if lazy {
+            self.freed.bits.set_range(first, last);
+            self.freed.ranges += 1;
+            self.freed.granules += count;
+        } else {
+            self.used.clear_range(first, last);
+            self.ends.clear_range(last, last);
+            self.stats.live_ranges -= 1;
+            self.stats.live_bytes -= count;
+        }
+    }
+
+    /// Reserves `low..=high`; tells a granule of it that is taken otherwise, if there is one.
+    fn reserve(&mut self, low: usize, high: usize) -> Result<(), usize> {
+        let mut at = low;
+        while let Some(taken) = self.used.next_set(at, high) {
+            match self.reserved.iter().find(|&&(first, last)| first <= taken && taken <= last) {
+                Some(&(_, last)) => at = last + 1,
+                None => return Err(taken),
+            }
+        }
+        let (mut first, mut last) = (low, high);
+        self.reserved.retain(|&(other_first, other_last)| {
+            let apart = other_last < low || high < other_first;
+            if !apart {
+                first = first.min(other_first);
+                last = last.max(other_last);
+            }
+            apart
+        });
+        let index = self.reserved.partition_point(|&(other, _)| other < first);
+        self.reserved.insert(index, (first, last));
+        self.used.set_range(first, last);
+        self.ends.set(last);
+        Ok(())
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;
