@@ -264,7 +264,7 @@ impl Memory {
     }
 
     /// The regions, in guest-physical order.
-    pub fn regions(&self) -> impl ExactSizeIterator<Item = &Region> {
+    pub fn regions(&self) -> impl ExactSizeIterator<Item = &Region> + Clone {
         self.mapped.iter().map(|m| &m.region)
     }
 

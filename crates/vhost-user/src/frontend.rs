@@ -64,6 +64,8 @@ pub struct Frontend {
     features: u64,
     /// The protocol features that were settled on.
     protocol: ProtocolFeatures,
+    /// The memory that was announced.
+    regions: Vec<Region>,
     /// An earlier failure ended the connection.
     closed: bool,
 }
@@ -72,7 +74,8 @@ impl Frontend {
     /// A front end on a connected socket; every answer must come within `timeout`.
     pub fn new(stream: UnixStream, timeout: Duration) -> Frontend {
         let channel = Channel::new(stream, timeout);
-        Frontend { channel, features: 0, protocol: ProtocolFeatures::empty(), closed: false }
+        let protocol = ProtocolFeatures::empty();
+        Frontend { channel, features: 0, protocol, regions: Vec::new(), closed: false }
     }
 
     /// The usual beginning: SET_OWNER, features and protocol features. Settles on what both ends
@@ -168,7 +171,9 @@ impl Frontend {
             return Err(FrontendError::Argument { request: code::SET_MEM_TABLE, why });
         }
         let (table, fds): (Vec<_>, Vec<_>) = regions.iter().copied().unzip();
-        self.tell(Request::SetMemTable(table), &fds)
+        self.tell(Request::SetMemTable(table.clone()), &fds)?;
+        self.regions = table;
+        Ok(())
     }
 
     /// GET_MAX_MEM_SLOTS: how many regions the back end takes. Needs CONFIGURE_MEM_SLOTS.
@@ -186,7 +191,9 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn add_mem_region(&mut self, region: Region, file: BorrowedFd<'_>) -> Result<()> {
         self.need_slots(code::ADD_MEM_REG)?;
-        self.tell(Request::AddMemReg(region), &[file])
+        self.tell(Request::AddMemReg(region), &[file])?;
+        self.regions.push(region);
+        Ok(())
     }
 
     /// REM_MEM_REG. Needs CONFIGURE_MEM_SLOTS.
@@ -195,7 +202,9 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn remove_mem_region(&mut self, region: Region) -> Result<()> {
         self.need_slots(code::REM_MEM_REG)?;
-        self.tell(Request::RemMemReg(region), &[])
+        self.tell(Request::RemMemReg(region), &[])?;
+        self.regions.retain(|other| other.gpa != region.gpa);
+        Ok(())
     }
 
     /// SET_VRING_NUM: the ring's size.
@@ -336,7 +345,7 @@ impl Frontend {
     }
 
     /// IOTLB_MSG: an update or an invalidation; `Ok` once the back end has carried it out. Needs
-    /// ACCESS_PLATFORM (rule D1).
+    /// ACCESS_PLATFORM (rule D1). An update must lie within memory that was announced (rule D5).
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -345,6 +354,13 @@ impl Frontend {
         if self.features & msg::F_ACCESS_PLATFORM == 0 {
             let feature = "ACCESS_PLATFORM";
             return Err(FrontendError::NotNegotiated { request, feature });
+        }
+        if let Iotlb::Update { first, last, user_addr, .. } = *message {
+            let end = last.checked_sub(first).and_then(|more| user_addr.checked_add(more));
+            if !end.is_some_and(|end| msg::within(&self.regions, user_addr, end)) {
+                let why = "the update leads outside of the announced memory";
+                return Err(FrontendError::Argument { request, why });
+            }
         }
         for part in message.halves() {
             let wire = part.emit().filter(|wire| wire.parse().is_ok());

@@ -163,3 +163,87 @@ impl Iotlb {
         core::iter::once(one).chain(two)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn wire(kind: u8, iova: u64, size: u64, user_addr: u64, perm: u8) -> IotlbWire {
+        IotlbWire { iova, size, user_addr, perm, kind, padding: [0xaa; 6] }
+    }
+
+    #[test]
+    fn an_update_carries_its_range_its_target_and_its_permission() {
+        assert_eq!(size_of::<IotlbWire>(), 32);
+        let update = Iotlb::Update {
+            first: 0x1000,
+            last: 0x1fff,
+            user_addr: 0x7000,
+            access: Some(Access::ReadWrite),
+        };
+        assert_eq!(wire(2, 0x1000, 0x1000, 0x7000, 3).parse(), Ok(update));
+    }
+
+    #[test]
+    fn an_invalidation_is_read_for_its_range_only() {
+        // rule D6
+        let invalidate = Iotlb::Invalidate { first: 0x1000, last: 0x1fff };
+        assert_eq!(wire(3, 0x1000, 0x1000, u64::MAX, 0xff).parse(), Ok(invalidate));
+    }
+
+    #[test]
+    fn a_miss_and_an_access_failure_carry_an_address_and_a_permission() {
+        let access = Access::Write;
+        assert_eq!(wire(1, 5, 0, 0, 2).parse(), Ok(Iotlb::Miss { iova: 5, access }));
+        assert_eq!(wire(4, 5, 0, 0, 2).parse(), Ok(Iotlb::AccessFail { iova: 5, access }));
+        assert_eq!(wire(1, 5, 0, 0, 0).parse(), Err(BadIotlb::Perm(0)));
+    }
+
+    #[test]
+    fn impossible_messages_are_refused() {
+        for kind in [0, 5, 6, 255] {
+            assert_eq!(wire(kind, 0, 1, 0, 3).parse(), Err(BadIotlb::Kind(kind)));
+        }
+        assert_eq!(wire(2, 0, 1, 0, 4).parse(), Err(BadIotlb::Perm(4)));
+        assert_eq!(wire(2, 0, 0, 0, 3).parse(), Err(BadIotlb::Empty));
+        assert_eq!(wire(3, 0, 0, 0, 3).parse(), Err(BadIotlb::Empty));
+        assert!(matches!(wire(2, u64::MAX, 2, 0, 3).parse(), Err(BadIotlb::Wraps { .. })));
+        assert!(matches!(wire(2, 0, 2, u64::MAX, 3).parse(), Err(BadIotlb::Wraps { .. })));
+        assert!(matches!(wire(3, 2, u64::MAX, 0, 0).parse(), Err(BadIotlb::Wraps { .. })));
+        // The last byte of the address space is an address like others.
+        assert!(wire(3, 1, u64::MAX, 0, 0).parse().is_ok());
+    }
+
+    #[test]
+    fn the_whole_address_space_is_said_in_two_halves() {
+        let whole = Iotlb::Invalidate { first: 0, last: u64::MAX };
+        assert_eq!(whole.emit(), None);
+        let halves: Vec<_> = whole.halves().map(|half| half.emit().unwrap()).collect();
+        assert_eq!(halves.len(), 2);
+        assert_eq!((halves[0].iova, halves[0].size), (0, 1 << 63));
+        assert_eq!((halves[1].iova, halves[1].size), (1 << 63, 1 << 63));
+        let update = Iotlb::Update { first: 0, last: u64::MAX, user_addr: 0, access: None };
+        let halves: Vec<_> = update.halves().map(|half| half.emit().unwrap()).collect();
+        assert!(halves.iter().all(|half| half.parse().is_ok() && half.iova == half.user_addr));
+        let most = Iotlb::Invalidate { first: 1, last: u64::MAX };
+        assert_eq!(most.halves().count(), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn what_can_be_read_is_written_the_same(
+            kind in 0..6u8,
+            iova in prop_oneof![any::<u64>(), 0..10u64, (u64::MAX - 10)..=u64::MAX],
+            size in prop_oneof![any::<u64>(), 0..10u64, (u64::MAX - 10)..=u64::MAX],
+            user_addr in prop_oneof![any::<u64>(), 0..10u64],
+            perm in 0..5u8,
+        ) {
+            if let Ok(message) = wire(kind, iova, size, user_addr, perm).parse() {
+                let again = message.emit().unwrap();
+                prop_assert_eq!(again.parse(), Ok(message));
+                prop_assert_eq!((again.kind, again.iova), (kind, iova));
+            }
+        }
+    }
+}

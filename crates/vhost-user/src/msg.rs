@@ -484,6 +484,29 @@ pub(crate) fn config(offset: u32, flags: u32, data: &[u8]) -> Vec<u8> {
     [head.as_bytes(), data].concat()
 }
 
+/// Whether all addresses of the front end's process from `first` to `last` lie in the regions,
+/// whose addresses do not wrap.
+pub(crate) fn within<'r>(
+    regions: impl IntoIterator<Item = &'r Region, IntoIter: Clone>,
+    first: u64,
+    last: u64,
+) -> bool {
+    let covers = |region: &Region, addr: u64| {
+        addr.checked_sub(region.user_addr).is_some_and(|offset| offset < region.size)
+    };
+    let regions = regions.into_iter();
+    let mut at = first;
+    // Each round leaves one region behind.
+    while let Some(region) = regions.clone().find(|region| covers(region, at)) {
+        let end = region.user_addr.saturating_add(region.size - 1);
+        if end >= last {
+            return true;
+        }
+        at = end + 1;
+    }
+    false
+}
+
 /// A payload that is being read.
 struct Payload<'p> {
     request: u32,
@@ -545,5 +568,124 @@ impl<'p> Payload<'p> {
             return Err(self.value("offset", head.offset.into()));
         }
         Ok((head, data))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn any_region() -> impl Strategy<Value = Region> {
+        any::<[u64; 4]>().prop_map(|[gpa, size, user_addr, mmap_offset]| Region {
+            gpa,
+            size,
+            user_addr,
+            mmap_offset,
+        })
+    }
+
+    fn any_request() -> impl Strategy<Value = Request> {
+        let simple = prop::sample::select(vec![
+            Request::GetFeatures,
+            Request::SetOwner,
+            Request::ResetOwner,
+            Request::GetProtocolFeatures,
+            Request::GetQueueNum,
+            Request::SetBackendReqFd,
+            Request::ResetDevice,
+            Request::GetMaxMemSlots,
+        ]);
+        let config = (any::<bool>(), 0..1u32 << 31, prop::collection::vec(any::<u8>(), 1..=256));
+        prop_oneof![
+            simple,
+            any::<u64>().prop_map(Request::SetFeatures),
+            any::<u64>().prop_map(|bits| Request::SetProtocolFeatures(
+                ProtocolFeatures::from_bits_retain(bits)
+            )),
+            prop::collection::vec(any_region(), 1..=8).prop_map(Request::SetMemTable),
+            any_region().prop_map(Request::AddMemReg),
+            any_region().prop_map(Request::RemMemReg),
+            any::<(u32, u32)>().prop_map(|(ring, num)| Request::SetVringNum { ring, num }),
+            any::<(u32, u32)>().prop_map(|(ring, base)| Request::SetVringBase { ring, base }),
+            any::<u32>().prop_map(|ring| Request::GetVringBase { ring }),
+            any::<(u32, bool)>()
+                .prop_map(|(ring, enabled)| Request::SetVringEnable { ring, enabled }),
+            any::<(u8, bool)>().prop_map(|(ring, fd)| Request::SetVringKick { ring, fd }),
+            any::<(u8, bool)>().prop_map(|(ring, fd)| Request::SetVringCall { ring, fd }),
+            any::<(u8, bool)>().prop_map(|(ring, fd)| Request::SetVringErr { ring, fd }),
+            any::<(u32, [u64; 3], Option<u64>)>().prop_map(|(ring, [desc, avail, used], log)| {
+                Request::SetVringAddr { ring, addresses: RingAddresses { desc, avail, used, log } }
+            }),
+            any::<[u8; 32]>()
+                .prop_map(|raw| Request::Iotlb(IotlbWire::read_from_bytes(&raw).unwrap())),
+            (0..1u32 << 31, 1..=256u32)
+                .prop_map(|(offset, size)| Request::GetConfig { offset, size }),
+            config.prop_map(|(driver, offset, data)| {
+                let why = if driver { ConfigWrite::Driver } else { ConfigWrite::Migration };
+                Request::SetConfig { offset, why, data }
+            }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_the_same(request in any_request()) {
+            let payload = request.payload();
+            prop_assert!(payload.len() <= MAX_PAYLOAD);
+            prop_assert_eq!(Request::parse(request.code(), &payload).unwrap(), request);
+        }
+
+        #[test]
+        fn any_bytes_are_read_or_refused(
+            code in 0..45u32,
+            payload in prop::collection::vec(any::<u8>(), 0..400),
+        ) {
+            if let Ok(request) = Request::parse(code, &payload) {
+                prop_assert_eq!(request.code(), code);
+                // What is not said in a request means nothing, so compare only what is.
+                prop_assert_eq!(Request::parse(code, &request.payload()).unwrap(), request);
+            }
+        }
+
+        #[test]
+        fn a_payload_of_another_size_is_refused(request in any_request(), cut in 1..8usize) {
+            let mut payload = request.payload();
+            payload.resize(payload.len() + cut, 0);
+            prop_assert!(Request::parse(request.code(), &payload).is_err());
+            payload.truncate(payload.len() - cut);
+            if payload.len() >= cut {
+                payload.truncate(payload.len() - cut);
+                prop_assert!(Request::parse(request.code(), &payload).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn headers_of_another_version_or_with_unknown_flags_are_refused() {
+        let header = |flags| Header { request: 1, flags, size: 0 };
+        assert!(header(1).check(false).is_ok());
+        assert!(header(9).check(false).is_ok());
+        assert!(header(5).check(true).is_ok());
+        for version in [0, 2, 3] {
+            assert!(matches!(header(version).check(false), Err(WireError::Version { .. })));
+        }
+        for flags in [5, 17, 1 | 1 << 31] {
+            assert!(matches!(header(flags).check(false), Err(WireError::Flags { .. })));
+        }
+        for flags in [1, 13] {
+            assert!(matches!(header(flags).check(true), Err(WireError::Flags { .. })));
+        }
+        let long = Header { request: 1, flags: 1, size: MAX_PAYLOAD as u32 + 1 };
+        assert!(matches!(long.check(false), Err(WireError::Size { .. })));
+    }
+
+    #[test]
+    fn a_header_takes_twelve_bytes_and_an_address_message_forty() {
+        assert_eq!(size_of::<Header>(), Header::LEN);
+        let addresses = RingAddresses::default();
+        assert_eq!(Request::SetVringAddr { ring: 0, addresses }.payload().len(), 40);
+        let region = Region { gpa: 0, size: 0, user_addr: 0, mmap_offset: 0 };
+        assert_eq!(Request::SetMemTable(vec![region; 8]).payload().len(), 8 + 8 * 32);
     }
 }

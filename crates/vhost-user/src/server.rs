@@ -6,7 +6,7 @@ use crate::{
     iotlb::IotlbWire,
     msg::{self, Header, Request},
 };
-use ringfence_mem::{Memory, Region};
+use ringfence_mem::Memory;
 use rustix::fs::{self, OFlags};
 use std::{
     io,
@@ -434,7 +434,7 @@ impl<H: Handler> Server<H> {
         match message {
             Iotlb::Update { first, last, user_addr, .. } => {
                 let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
-                if !within(memory, user_addr, user_addr + (last - first)) {
+                if !msg::within(memory.regions(), user_addr, user_addr + (last - first)) {
                     return Err(HandlerError::new("an update outside of memory"));
                 }
             }
@@ -476,21 +476,4 @@ fn aligned(request: u32, addresses: &RingAddresses) -> Result<(), WireError> {
         }
     }
     Ok(())
-}
-
-/// Whether all addresses of the front end's process from `first` to `last` lie in the memory.
-fn within(memory: &Memory, first: u64, last: u64) -> bool {
-    let covers = |region: &Region, addr: u64| {
-        addr.checked_sub(region.user_addr).is_some_and(|offset| offset < region.size)
-    };
-    let mut at = first;
-    // Each round leaves one region behind.
-    while let Some(region) = memory.regions().find(|region| covers(region, at)) {
-        let end = region.user_addr + (region.size - 1);
-        if end >= last {
-            return true;
-        }
-        at = end + 1;
-    }
-    false
 }

@@ -1,0 +1,160 @@
+//! A device that writes down what it is asked, and a connection to it.
+#![allow(dead_code, reason = "each test uses its part")]
+
+use ringfence_mem::Memory;
+use ringfence_vhost_user::{
+    ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, ServeError, Server,
+};
+use std::{
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+pub(crate) const VERSION_1: u64 = 1 << 32;
+
+/// What a device was asked.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Event {
+    Features(u64),
+    Memory(usize),
+    Start { ring: u16, size: u16, base: u32, kick: bool, enabled: bool, desc: u64 },
+    Stop(u16),
+    Enable(u16, bool),
+    Move(u16, u64),
+    Call(u16, bool),
+    Err(u16, bool),
+    SetConfig(u32, ConfigWrite, Vec<u8>),
+    Reset,
+    Channel,
+    Iotlb(Iotlb),
+    Refused(u32),
+}
+
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) events: Vec<Event>,
+    pub(crate) config: [u8; 64],
+    pub(crate) memory: Option<Arc<Memory>>,
+    pub(crate) channel: Option<UnixStream>,
+    pub(crate) protocol: ProtocolFeatures,
+    /// Whether rings start.
+    pub(crate) refuses_rings: bool,
+    /// What `stop_ring` says.
+    pub(crate) stopped_at: u32,
+}
+
+impl Default for Device {
+    fn default() -> Device {
+        Device {
+            events: Vec::new(),
+            config: core::array::from_fn(|i| i as u8),
+            memory: None,
+            channel: None,
+            protocol: ProtocolFeatures::KNOWN,
+            refuses_rings: false,
+            stopped_at: 77,
+        }
+    }
+}
+
+impl Device {
+    fn note(&mut self, event: Event) -> Result<(), HandlerError> {
+        self.events.push(event);
+        Ok(())
+    }
+}
+
+impl Handler for Device {
+    fn features(&self) -> u64 {
+        VERSION_1 | F_ACCESS_PLATFORM
+    }
+    fn protocol_features(&self) -> ProtocolFeatures {
+        self.protocol
+    }
+    fn queues(&self) -> u16 {
+        2
+    }
+    fn max_ring_size(&self) -> u16 {
+        1024
+    }
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        self.note(Event::Features(features))
+    }
+    fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
+        let regions = memory.regions().len();
+        self.memory = Some(memory);
+        self.note(Event::Memory(regions))
+    }
+    fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
+        if self.refuses_rings {
+            return Err(HandlerError::new("no rings today"));
+        }
+        let RingSetup { size, addresses, base, kick, enabled } = setup;
+        let (kick, desc) = (kick.is_some(), addresses.desc);
+        self.note(Event::Start { ring, size, base, kick, enabled, desc })
+    }
+    fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
+        self.note(Event::Stop(ring))?;
+        Ok(self.stopped_at)
+    }
+    fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
+        self.note(Event::Enable(ring, enabled))
+    }
+    fn move_ring(&mut self, ring: u16, addresses: RingAddresses) -> Result<(), HandlerError> {
+        self.note(Event::Move(ring, addresses.desc))
+    }
+    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
+        self.note(Event::Call(ring, call.is_some()))
+    }
+    fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
+        self.note(Event::Err(ring, err.is_some()))
+    }
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+        let offset = offset as usize;
+        let bytes = self.config.get(offset..offset + out.len());
+        out.copy_from_slice(bytes.ok_or_else(|| HandlerError::new("beyond the end"))?);
+        Ok(())
+    }
+    fn set_config(&mut self, at: u32, why: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {
+        if at as usize >= self.config.len() {
+            return Err(HandlerError::new("beyond the end"));
+        }
+        self.note(Event::SetConfig(at, why, data.to_vec()))
+    }
+    fn reset(&mut self) -> Result<(), HandlerError> {
+        self.note(Event::Reset)
+    }
+    fn set_backend_channel(&mut self, channel: UnixStream) -> Result<(), HandlerError> {
+        self.channel = Some(channel);
+        self.note(Event::Channel)
+    }
+    fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
+        self.note(Event::Iotlb(message))
+    }
+    fn refused(&mut self, request: u32, _why: &HandlerError) {
+        self.events.push(Event::Refused(request));
+    }
+}
+
+/// How serving ended, and the device.
+pub(crate) type Served = JoinHandle<(Result<(), ServeError>, Device)>;
+
+/// Serves the device on a thread; the other end of the connection is returned.
+pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let served = thread::spawn(move || {
+        let mut server = Server::new(theirs, device);
+        let result = server.serve();
+        (result, server.into_handler())
+    });
+    (ours, served)
+}
+
+/// The same, with a front end on the other end that has not said anything yet.
+pub(crate) fn connect(device: Device) -> (Frontend, Served) {
+    let (stream, served) = serve(device);
+    (Frontend::new(stream, Duration::from_secs(10)), served)
+}
