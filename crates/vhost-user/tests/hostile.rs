@@ -1,0 +1,525 @@
+//! Peers that send what they must not: either end answers with an error and a closed connection,
+//! and keeps nothing. Also what the exact bytes of the answers are.
+
+mod common;
+
+use common::{Device, Event, VERSION_1};
+use proptest::prelude::*;
+use ringfence_mem::{GuestRam, Region};
+use ringfence_vhost_user::{
+    F_ACCESS_PLATFORM, F_PROTOCOL_FEATURES, Frontend, FrontendError, IotlbWire, ProtocolFeatures,
+    ServeError, Server, WireError,
+    msg::{Header, Request, code},
+};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
+};
+use std::{
+    io::{IoSlice, Read, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::{Arc, Mutex, MutexGuard},
+    thread,
+    time::Duration,
+};
+use zerocopy::IntoBytes;
+
+/// Tests here count this process's descriptors: one at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn bytes(header: Header, payload: &[u8]) -> Vec<u8> {
+    [header.as_bytes(), payload].concat()
+}
+
+fn message(request: &Request, need_reply: bool) -> Vec<u8> {
+    let payload = request.payload();
+    bytes(Header::request(request.code(), need_reply, payload.len()), &payload)
+}
+
+/// Sends bytes with descriptors; that the peer has hung up already is no error.
+fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let _ = sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+}
+
+/// Reads one answer to a request.
+fn answer(mut stream: &UnixStream, request: u32) -> Vec<u8> {
+    let mut header = [0; 12];
+    stream.read_exact(&mut header).unwrap();
+    let field = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
+    assert_eq!(field(0), request);
+    assert_eq!(field(4), 1 | 1 << 2, "version 1, and a reply");
+    let mut payload = vec![0; field(8) as usize];
+    stream.read_exact(&mut payload).unwrap();
+    payload
+}
+
+fn answer_word(stream: &UnixStream, request: u32) -> u64 {
+    u64::from_ne_bytes(answer(stream, request).try_into().unwrap())
+}
+
+/// A connection whose back end has settled on these features.
+fn settled(features: u64, protocol: ProtocolFeatures) -> (UnixStream, common::Served) {
+    let (stream, served) = common::serve(Device::default());
+    send(&stream, &message(&Request::SetProtocolFeatures(protocol), false), &[]);
+    send(&stream, &message(&Request::SetFeatures(features | F_PROTOCOL_FEATURES), false), &[]);
+    (stream, served)
+}
+
+fn finish(stream: UnixStream, served: common::Served) -> Vec<Event> {
+    drop(stream);
+    let (result, device) = served.join().unwrap();
+    result.unwrap();
+    device.events
+}
+
+#[test]
+fn answers_carry_the_reply_bit_and_zero_for_success() {
+    // rule D4
+    let _alone = alone();
+    let (stream, served) = settled(VERSION_1, ProtocolFeatures::KNOWN);
+    send(&stream, &message(&Request::GetFeatures, false), &[]);
+    let features = VERSION_1 | F_ACCESS_PLATFORM | F_PROTOCOL_FEATURES;
+    assert_eq!(answer_word(&stream, code::GET_FEATURES), features);
+    send(&stream, &message(&Request::SetOwner, true), &[]);
+    assert_eq!(answer_word(&stream, code::SET_OWNER), 0);
+    let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
+    let not_a_file = eventfd(0, EventfdFlags::empty()).unwrap();
+    let table = message(&Request::SetMemTable(vec![region]), true);
+    send(&stream, &table, &[not_a_file.as_fd()]);
+    assert_ne!(answer_word(&stream, code::SET_MEM_TABLE), 0);
+    send(&stream, &message(&Request::GetVringBase { ring: 1 }, false), &[]);
+    assert_eq!(answer(&stream, code::GET_VRING_BASE), [1u32, 0].as_bytes());
+    finish(stream, served);
+}
+
+#[test]
+fn a_request_with_an_answer_of_its_own_never_gets_two() {
+    // rule D13
+    let _alone = alone();
+    let (stream, served) = settled(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN);
+    let invalidate =
+        IotlbWire { iova: 0, size: 4096, user_addr: 9, perm: 77, kind: 3, padding: [1; 6] };
+    for need_reply in [true, false] {
+        send(&stream, &message(&Request::Iotlb(invalidate), need_reply), &[]);
+        send(&stream, &message(&Request::GetQueueNum, need_reply), &[]);
+        assert_eq!(answer_word(&stream, code::IOTLB_MSG), 0);
+        assert_eq!(answer_word(&stream, code::GET_QUEUE_NUM), 2);
+    }
+    (&stream).shutdown(std::net::Shutdown::Write).unwrap();
+    let mut rest = Vec::new();
+    (&stream).read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty());
+    finish(stream, served);
+}
+
+#[test]
+fn need_reply_means_nothing_before_it_was_negotiated() {
+    let _alone = alone();
+    let (stream, served) = common::serve(Device::default());
+    send(&stream, &message(&Request::SetOwner, true), &[]);
+    let reply_ack = Request::SetProtocolFeatures(ProtocolFeatures::REPLY_ACK);
+    send(&stream, &message(&reply_ack, true), &[]);
+    send(&stream, &message(&Request::SetFeatures(VERSION_1), true), &[]);
+    assert_eq!(answer_word(&stream, code::SET_FEATURES), 0);
+    finish(stream, served);
+}
+
+#[test]
+fn impossible_iotlb_messages_are_answered_and_change_nothing() {
+    // rule D14
+    let _alone = alone();
+    let (stream, served) = settled(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN);
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    send(&stream, &message(&Request::SetMemTable(vec![ram.region()]), true), &[ram.fd()]);
+    assert_eq!(answer_word(&stream, code::SET_MEM_TABLE), 0);
+    let at = ram.user_addr();
+    let wire = |kind, iova, size, user_addr, perm| {
+        Request::Iotlb(IotlbWire { iova, size, user_addr, perm, kind, padding: [0; 6] })
+    };
+    for bad in [
+        wire(2, 0, 0, at, 3),
+        wire(2, 0, (1 << 16) + 1, at, 3),
+        wire(2, 0, 4096, at - 4096, 3),
+        wire(2, 0, u64::MAX, at, 3),
+        wire(2, u64::MAX, 2, at, 3),
+        wire(2, 0, 4096, at, 4),
+        wire(3, 0, 0, 0, 0),
+        wire(3, u64::MAX, 2, 0, 0),
+        wire(1, 0, 0, 0, 3),
+        wire(4, 0, 0, 0, 3),
+        wire(0, 0, 4096, at, 3),
+        wire(5, 0, 4096, at, 3),
+        wire(255, 0, 4096, at, 3),
+    ] {
+        send(&stream, &message(&bad, true), &[]);
+        assert_ne!(answer_word(&stream, code::IOTLB_MSG), 0, "{bad:?}");
+    }
+    send(&stream, &message(&wire(2, u64::MAX - 4095, 4096, at, 3), true), &[]);
+    assert_eq!(answer_word(&stream, code::IOTLB_MSG), 0);
+    let events = finish(stream, served);
+    let taken = events.iter().filter(|event| matches!(event, Event::Iotlb(_))).count();
+    assert_eq!(taken, 1);
+}
+
+/// What one message does to a connection.
+fn ends_with(
+    features: u64,
+    protocol: ProtocolFeatures,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> WireError {
+    let (stream, served) = settled(features, protocol);
+    send(&stream, bytes, fds);
+    // Closed: there is nothing to read, ever.
+    let mut rest = Vec::new();
+    let _ = (&stream).read_to_end(&mut rest);
+    assert!(rest.is_empty());
+    match served.join().unwrap().0 {
+        Err(ServeError::Wire(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_was_not_negotiated_ends_the_connection() {
+    // rules D1, D11
+    let _alone = alone();
+    let iotlb = Request::Iotlb(IotlbWire {
+        iova: 0,
+        size: 4096,
+        user_addr: 0,
+        perm: 3,
+        kind: 3,
+        padding: [0; 6],
+    });
+    let (socket, _other) = UnixStream::pair().unwrap();
+    let none: &[BorrowedFd<'_>] = &[];
+    let one = &[socket.as_fd()][..];
+    let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
+    for (request, fds, needed) in [
+        (iotlb, none, ProtocolFeatures::empty()),
+        (Request::SetBackendReqFd, one, ProtocolFeatures::BACKEND_REQ),
+        (Request::GetQueueNum, none, ProtocolFeatures::MQ),
+        (Request::GetConfig { offset: 0, size: 4 }, none, ProtocolFeatures::CONFIG),
+        (Request::ResetDevice, none, ProtocolFeatures::RESET_DEVICE),
+        (Request::GetMaxMemSlots, none, ProtocolFeatures::CONFIGURE_MEM_SLOTS),
+        (Request::AddMemReg(region), one, ProtocolFeatures::CONFIGURE_MEM_SLOTS),
+    ] {
+        let protocol = ProtocolFeatures::KNOWN - needed;
+        let error = ends_with(VERSION_1, protocol, &message(&request, true), fds);
+        assert!(matches!(error, WireError::Request { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_backend_channel_is_acknowledged_and_surplus_descriptors_are_not_kept() {
+    // rule D29
+    let _alone = alone();
+    let before = open_fds();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (stream, served) = settled(VERSION_1, ProtocolFeatures::KNOWN);
+    send(&stream, &message(&Request::SetBackendReqFd, true), &[theirs.as_fd()]);
+    assert_eq!(answer_word(&stream, code::SET_BACKEND_REQ_FD), 0);
+
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    for request in [Request::AddMemReg(ram.region()), Request::RemMemReg(ram.region())] {
+        send(&stream, &message(&request, true), &[ram.fd()]);
+        assert_eq!(answer_word(&stream, request.code()), 0);
+    }
+    // Ours: two channels, the memory; the back end's: its end, and the channel that it was given.
+    // Not the two descriptors of the region.
+    assert_eq!(open_fds(), before + 6);
+    finish(stream, served);
+    drop((ours, theirs, ram));
+
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    for count in [9, 16] {
+        let table = message(&Request::SetMemTable(vec![ram.region(); 8]), true);
+        let fds = vec![ram.fd(); count];
+        let error = ends_with(VERSION_1, ProtocolFeatures::KNOWN, &table, &fds);
+        assert!(matches!(error, WireError::Fds { .. }), "{error}");
+    }
+    drop(ram);
+    assert_eq!(open_fds(), before);
+}
+
+#[test]
+fn descriptors_that_a_request_does_not_take_end_the_connection() {
+    let _alone = alone();
+    let before = open_fds();
+    let file = eventfd(0, EventfdFlags::empty()).unwrap();
+    let two = [file.as_fd(); 2];
+    let kick = |fd| Request::SetVringKick { ring: 0, fd };
+    let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
+    for (request, fds) in [
+        (Request::GetFeatures, &two[..1]),
+        (kick(true), &two[..0]),
+        (kick(true), &two[..]),
+        (kick(false), &two[..1]),
+        (Request::SetMemTable(vec![region]), &two[..0]),
+        (Request::SetMemTable(vec![region]), &two[..]),
+        (Request::SetBackendReqFd, &two[..0]),
+        (Request::RemMemReg(region), &two[..]),
+    ] {
+        let error = ends_with(VERSION_1, ProtocolFeatures::KNOWN, &message(&request, true), fds);
+        assert!(matches!(error, WireError::Fds { .. }), "{request:?}: {error}");
+    }
+    drop(file);
+    assert_eq!(open_fds(), before);
+}
+
+#[test]
+fn a_message_that_breaks_off_anywhere_ends_the_connection() {
+    let _alone = alone();
+    let before = open_fds();
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    let whole = message(&Request::SetMemTable(vec![ram.region()]), true);
+    for cut in 0..=whole.len() {
+        let (stream, served) = common::serve(Device::default());
+        if cut > 0 {
+            send(&stream, &whole[..cut], &[ram.fd()]);
+        }
+        drop(stream);
+        let (result, device) = served.join().unwrap();
+        if cut == 0 || cut == whole.len() {
+            result.unwrap();
+        } else {
+            assert!(matches!(result, Err(ServeError::Wire(WireError::HungUp { .. }))));
+        }
+        assert_eq!(device.memory.is_some(), cut == whole.len());
+    }
+    drop(ram);
+    assert_eq!(open_fds(), before);
+}
+
+#[test]
+fn a_message_may_come_in_single_bytes() {
+    let _alone = alone();
+    let (mut stream, served) = common::serve(Device::default());
+    for byte in message(&Request::GetFeatures, false) {
+        stream.write_all(&[byte]).unwrap();
+    }
+    answer_word(&stream, code::GET_FEATURES);
+    finish(stream, served);
+}
+
+#[test]
+fn a_front_end_that_stalls_in_the_middle_of_a_message_is_cut_off() {
+    let _alone = alone();
+    let (stream, theirs) = UnixStream::pair().unwrap();
+    let mut server = Server::new(theirs, Device::default());
+    server.set_patience(Duration::from_millis(20));
+    send(&stream, &message(&Request::GetFeatures, false)[..5], &[]);
+    let result = server.serve();
+    assert!(matches!(result, Err(ServeError::Wire(WireError::TimedOut { .. }))));
+}
+
+#[test]
+fn a_front_end_that_takes_no_answers_is_cut_off() {
+    let _alone = alone();
+    let (stream, theirs) = UnixStream::pair().unwrap();
+    let mut server = Server::new(theirs, Device::default());
+    server.set_patience(Duration::from_millis(20));
+    let asking = thread::spawn(move || {
+        let request = message(&Request::GetFeatures, false);
+        // Until the back end has had enough.
+        while (&stream).write_all(&request).is_ok() {}
+    });
+    let result = server.serve();
+    assert!(matches!(result, Err(ServeError::Wire(WireError::TimedOut { .. }))));
+    drop(server);
+    asking.join().unwrap();
+}
+
+/// What a front end says to an answer to GET_FEATURES; afterwards it must have hung up.
+fn front_end_on(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<u64, FrontendError> {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut front = Frontend::new(ours, Duration::from_millis(50));
+    send(&theirs, bytes, fds);
+    let result = front.features();
+    if result.is_err() {
+        assert!(matches!(front.features(), Err(FrontendError::Closed)));
+        let mut asked = Vec::new();
+        let _ = (&theirs).read_to_end(&mut asked);
+    }
+    result
+}
+
+#[test]
+fn an_invalid_or_short_answer_closes_the_connection() {
+    // rule D12
+    let _alone = alone();
+    let before = open_fds();
+    let good = Header::reply(code::GET_FEATURES, 8);
+    let word = 7u64.to_ne_bytes();
+    let wire = |header, payload: &[u8], fds: &[BorrowedFd<'_>]| match front_end_on(
+        &bytes(header, payload),
+        fds,
+    ) {
+        Err(FrontendError::Wire(error)) => error,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(front_end_on(&bytes(good, &word), &[]).unwrap(), 7);
+    let short = Header { size: 4, ..good };
+    assert!(matches!(wire(short, &word[..4], &[]), WireError::Size { .. }));
+    assert!(matches!(wire(Header { size: 9, ..good }, &[0; 9], &[]), WireError::Size { .. }));
+    assert!(matches!(wire(Header { size: 1 << 30, ..good }, &word, &[]), WireError::Size { .. }));
+    let version = Header { flags: 6, ..good };
+    assert!(matches!(wire(version, &word, &[]), WireError::Version { version: 2 }));
+    assert!(matches!(wire(Header { flags: 1, ..good }, &word, &[]), WireError::Flags { .. }));
+    let other = Header { request: code::GET_QUEUE_NUM, ..good };
+    assert!(matches!(wire(other, &word, &[]), WireError::WrongReply { .. }));
+    let file = eventfd(0, EventfdFlags::empty()).unwrap();
+    assert!(matches!(wire(good, &word, &[file.as_fd()]), WireError::Fds { .. }));
+    assert!(matches!(wire(good, &word[..7], &[]), WireError::TimedOut { .. }));
+    drop(file);
+    assert_eq!(open_fds(), before);
+}
+
+#[derive(Clone, Debug)]
+enum Piece {
+    Good(Request, bool),
+    Random { request: u32, flags: u32, size: u32, payload: Vec<u8> },
+    Bytes(Vec<u8>),
+}
+
+fn any_piece() -> impl Strategy<Value = (Piece, Vec<u8>)> {
+    let region = any::<(u8, u8, u8, bool)>().prop_map(|(gpa, size, user, offset)| Region {
+        gpa: u64::from(gpa) << 12,
+        size: u64::from(size) << 8,
+        user_addr: u64::from(user) << 12,
+        mmap_offset: u64::from(offset) << 12,
+    });
+    let iotlb = any::<(u16, u16, u16, u8, u8)>().prop_map(|(iova, size, user, perm, kind)| {
+        Request::Iotlb(IotlbWire {
+            iova: iova.into(),
+            size: size.into(),
+            user_addr: user.into(),
+            perm: perm % 5,
+            kind: kind % 6,
+            padding: [0; 6],
+        })
+    });
+    let ring = 0..3u32;
+    let good = prop_oneof![
+        Just(Request::SetFeatures(VERSION_1 | F_ACCESS_PLATFORM)),
+        Just(Request::SetFeatures(VERSION_1 | F_PROTOCOL_FEATURES)),
+        Just(Request::SetProtocolFeatures(ProtocolFeatures::KNOWN)),
+        Just(Request::GetConfig { offset: 3, size: 62 }),
+        Just(Request::ResetDevice),
+        Just(Request::SetBackendReqFd),
+        prop::collection::vec(region.clone(), 1..4).prop_map(Request::SetMemTable),
+        region.clone().prop_map(Request::AddMemReg),
+        region.prop_map(Request::RemMemReg),
+        iotlb,
+        (ring.clone(), any::<u8>())
+            .prop_map(|(ring, num)| Request::SetVringNum { ring, num: num.into() }),
+        ring.clone().prop_map(|ring| Request::SetVringNum { ring, num: 64 }),
+        (ring.clone(), 0..4u64).prop_map(|(ring, at)| {
+            let addresses = ringfence_vhost_user::RingAddresses {
+                desc: at << 4,
+                avail: at << 4,
+                used: at << 4,
+                log: None,
+            };
+            Request::SetVringAddr { ring, addresses }
+        }),
+        ring.clone().prop_map(|ring| Request::GetVringBase { ring }),
+        (0..3u8, any::<bool>()).prop_map(|(ring, fd)| Request::SetVringKick { ring, fd }),
+        (0..3u8, any::<bool>()).prop_map(|(ring, fd)| Request::SetVringCall { ring, fd }),
+        (ring, any::<bool>()).prop_map(|(ring, enabled)| Request::SetVringEnable { ring, enabled }),
+    ];
+    let payload = prop::collection::vec(any::<u8>(), 0..300);
+    let piece = prop_oneof![
+        12 => (good, any::<bool>()).prop_map(|(request, ack)| Piece::Good(request, ack)),
+        2 => (0..45u32, prop_oneof![Just(1), Just(9), any::<u32>()], payload.clone(), any::<u32>(), any::<bool>())
+            .prop_map(|(request, flags, payload, size, honest)| {
+                let size = if honest { payload.len() as u32 } else { size };
+                Piece::Random { request, flags, size, payload }
+            }),
+        1 => payload.prop_map(Piece::Bytes),
+    ];
+    // Mostly as many descriptors as the message takes; sometimes others.
+    (piece, prop_oneof![3 => Just(vec![255]), 1 => prop::collection::vec(0..3u8, 0..11)])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 400,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn no_stream_of_messages_harms_the_back_end_or_leaks_a_descriptor(
+        pieces in prop::collection::vec(any_piece(), 1..24),
+    ) {
+        let _alone = alone();
+        let before = open_fds();
+        {
+            let ram: Arc<GuestRam> = GuestRam::new(1 << 16, 0).unwrap();
+            let event = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+            let (pipe, _other): (OwnedFd, OwnedFd) = rustix::pipe::pipe().unwrap();
+            let kinds = [ram.fd(), event.as_fd(), pipe.as_fd()];
+            let (stream, theirs) = UnixStream::pair().unwrap();
+            let mut server = Server::new(theirs, Device::default());
+            let settle = Request::SetProtocolFeatures(ProtocolFeatures::KNOWN);
+            send(&stream, &message(&settle, false), &[]);
+            for (piece, fds) in pieces {
+                let (bytes, wanted) = match piece {
+                    Piece::Good(request, ack) => {
+                        let wanted = (0..9).find(|&count| request.takes_fds(count)).unwrap();
+                        (message(&request, ack), wanted)
+                    }
+                    Piece::Random { request, flags, size, payload } => {
+                        (bytes(Header { request, flags, size }, &payload), 0)
+                    }
+                    Piece::Bytes(bytes) => (bytes, 0),
+                };
+                let fds: Vec<_> = match &fds[..] {
+                    [255] => vec![ram.fd(); wanted],
+                    others => others.iter().map(|&kind| kinds[kind as usize]).collect(),
+                };
+                send(&stream, &bytes, if bytes.is_empty() { &[] } else { &fds });
+            }
+            // Hung up: answers are lost, what was sent is served.
+            stream.shutdown(std::net::Shutdown::Write).unwrap();
+            let _ = server.serve();
+            // Whatever started was stopped.
+            let events = &server.handler().events;
+            for ring in 0..2 {
+                let starts = events.iter().filter(|e| matches!(e, Event::Start { ring: r, .. } if *r == ring));
+                let stops = events.iter().filter(|e| **e == Event::Stop(ring));
+                prop_assert_eq!(starts.count(), stops.count());
+            }
+        }
+        prop_assert_eq!(open_fds(), before);
+    }
+
+    #[test]
+    fn no_answer_harms_the_front_end(answer in prop::collection::vec(any::<u8>(), 0..40)) {
+        let _alone = alone();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        send(&theirs, &answer, &[]);
+        theirs.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut front = Frontend::new(ours, Duration::from_secs(10));
+        prop_assert!(front.features().is_err());
+        prop_assert!(matches!(front.features(), Err(FrontendError::Closed)));
+    }
+}
