@@ -1,8 +1,361 @@
-//! The report as one self-contained file.
-use super::Comparison;
+//! The report as one file that needs nothing else: no script, no font, no image from elsewhere.
+//!
+//! The charts are written here rather than by a plotting crate, because their colours must follow
+//! the reader's light or dark theme, which only CSS can do.
+
+use std::fmt::{Display, Write};
+
+use super::{
+    Comparison, JobReport, Metric, PolicyResult, bytes,
+    table::{headline, number, us, warnings},
+};
+use crate::stats::Estimate;
 
 /// The whole page.
 pub fn render(comparison: &Comparison) -> String {
-    let _ = comparison;
-    todo!()
+    let mut page = String::with_capacity(64 << 10);
+    page.push_str("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n");
+    page.push_str("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n");
+    page.push_str("<title>Ringfence: what DMA protection costs</title>\n<style>\n");
+    page.push_str(STYLE);
+    page.push_str("</style>\n</head>\n<body>\n<main>\n");
+    page.push_str("<h1>What DMA protection costs on this machine</h1>\n");
+    put(&mut page, format_args!("<p class=\"lead\">{}</p>\n", escape(&headline(comparison))));
+    page.push_str(KEY);
+    for job in &comparison.jobs {
+        section(&mut page, job);
+    }
+    let warnings = warnings(comparison);
+    if !warnings.is_empty() {
+        page.push_str("<h2>Warnings</h2>\n<ul class=\"warnings\">\n");
+        for warning in warnings {
+            put(&mut page, format_args!("<li>{}</li>\n", escape(&warning)));
+        }
+        page.push_str("</ul>\n");
+    }
+    page.push_str(METHOD);
+    put(&mut page, format_args!("<footer>ringfence {}</footer>\n", escape(&comparison.version)));
+    page.push_str("</main>\n</body>\n</html>\n");
+    page
+}
+
+fn section(page: &mut String, job: &JobReport) {
+    put(page, format_args!("<section>\n<h2>{}</h2>\n", escape(&job.name)));
+    put(page, format_args!("<p>{}; {} rounds</p>\n", escape(&job.describe()), job.rounds));
+    page.push_str("<div class=\"charts\">\n");
+    let measure = match job.metric {
+        Metric::Bandwidth => "Bandwidth against off",
+        Metric::Iops => "I/Os a second against off",
+    };
+    let bars = |of: &dyn Fn(&PolicyResult) -> Option<(Estimate, String)>| -> Vec<Bar> {
+        job.results.iter().map(|row| Bar::new(&row.policy, of(row))).collect()
+    };
+    let alone = |n: f64| Estimate { median: n, lo: None, hi: None };
+    let confidence = |half: Option<f64>, digits: usize| {
+        half.map_or(String::new(), |half| format!(" ±{half:.digits$}"))
+    };
+    let percent = |e: Estimate| {
+        format!("{:.1} %{}", e.median * 100.0, confidence(e.half_width().map(|h| h * 100.0), 1))
+    };
+    let times = |e: Estimate| format!("×{:.2}{}", e.median, confidence(e.half_width(), 2));
+    chart(
+        page,
+        measure,
+        "higher is better",
+        Some(1.0),
+        &bars(&|row| row.ratio(job.metric).map(|e| (e, percent(e)))),
+    );
+    chart(
+        page,
+        "Mean latency against off",
+        "lower is better",
+        Some(1.0),
+        &bars(&|row| row.ratio_to_off.map(|r| (r.latency, times(r.latency)))),
+    );
+    chart(
+        page,
+        "Syncs an I/O",
+        "each waits for the device; fewer is better",
+        None,
+        &bars(&|row| row.syncs_per_io.map(|n| (alone(n), number(n)))),
+    );
+    chart(
+        page,
+        "Stale window, ms",
+        "longest access that succeeded after unmap; 0 keeps the promise of strict",
+        None,
+        &bars(&|row| {
+            row.stale_window.map(|w| (alone(w.max_ms), format!("{} ms", number(w.max_ms))))
+        }),
+    );
+    page.push_str("</div>\n");
+    table(page, job);
+    page.push_str("</section>\n");
+}
+
+struct Bar {
+    label: String,
+    family: &'static str,
+    /// None: does not apply, or was not measured.
+    value: Option<(Estimate, String)>,
+}
+
+impl Bar {
+    fn new(policy: &str, value: Option<(Estimate, String)>) -> Bar {
+        let value = value.filter(|(estimate, _)| estimate.median.is_finite());
+        Bar { label: policy.to_owned(), family: family(policy), value }
+    }
+}
+
+/// Policies of one promise have one colour.
+fn family(policy: &str) -> &'static str {
+    match policy {
+        "host" | "off" => "none",
+        policy if policy.starts_with("strict") => "strict",
+        policy if policy.starts_with("lazy") => "lazy",
+        _ => "other",
+    }
+}
+
+/// Horizontal bars from 0, with whiskers where there is an interval.
+fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bars: &[Bar]) {
+    const ROW: f64 = 26.0;
+    const LEFT: f64 = 104.0;
+    const PLOT: f64 = 270.0;
+    const WIDTH: f64 = 500.0;
+    let height = ROW * bars.len() as f64 + 8.0;
+    let medians = bars.iter().filter_map(|bar| bar.value.as_ref()).map(|(e, _)| e.median);
+    let highest = medians.chain(reference).fold(0.0, f64::max);
+    // An interval from two rounds may reach far beyond: it is cut off rather than flatten all bars.
+    let widest = bars
+        .iter()
+        .filter_map(|bar| bar.value.as_ref()?.0.hi)
+        .fold(highest, f64::max)
+        .min(highest * 1.4);
+    let scale = if widest > 0.0 { PLOT / widest } else { 0.0 };
+    let x = |value: f64| LEFT + (value * scale).clamp(0.0, PLOT);
+    put(
+        page,
+        format_args!(
+            "<figure>\n<figcaption>{title}<small>{hint}</small></figcaption>\n\
+             <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{title}\">\n"
+        ),
+    );
+    for (index, bar) in bars.iter().enumerate() {
+        let top = ROW * index as f64 + 4.0;
+        let (middle, base) = (top + ROW / 2.0 - 2.0, top + ROW / 2.0 + 2.5);
+        put(
+            page,
+            format_args!(
+                "<text x=\"{}\" y=\"{base:.1}\" class=\"label\">{}</text>\n",
+                LEFT - 8.0,
+                escape(&bar.label)
+            ),
+        );
+        let Some((estimate, text)) = &bar.value else {
+            put(
+                page,
+                format_args!(
+                    "<text x=\"{}\" y=\"{base:.1}\" class=\"none\">–</text>\n",
+                    LEFT + 6.0
+                ),
+            );
+            continue;
+        };
+        put(
+            page,
+            format_args!(
+                "<rect x=\"{LEFT}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" rx=\"2\" \
+                 class=\"bar {}\"><title>{}: {}</title></rect>\n",
+                top + 2.0,
+                x(estimate.median) - LEFT,
+                ROW - 8.0,
+                bar.family,
+                escape(&bar.label),
+                escape(text)
+            ),
+        );
+        if let (Some(lo), Some(hi)) = (estimate.lo, estimate.hi) {
+            let (from, to) = (x(lo), x(hi));
+            let (up, down) = (middle - 4.0, middle + 4.0);
+            put(
+                page,
+                format_args!(
+                    "<path class=\"whisker\" d=\"M{from:.1} {middle:.1}H{to:.1}\
+                     M{from:.1} {up:.1}V{down:.1}M{to:.1} {up:.1}V{down:.1}\"/>\n"
+                ),
+            );
+        }
+        put(
+            page,
+            format_args!(
+                "<text x=\"{WIDTH}\" y=\"{base:.1}\" class=\"value\">{}</text>\n",
+                escape(text)
+            ),
+        );
+    }
+    if let Some(reference) = reference {
+        let at = x(reference);
+        put(page, format_args!("<path class=\"reference\" d=\"M{at:.1} 0V{height:.1}\"/>\n"));
+    }
+    page.push_str("</svg>\n</figure>\n");
+}
+
+fn table(page: &mut String, job: &JobReport) {
+    page.push_str(
+        "<div class=\"scroll\"><table>\n<thead><tr><th>policy</th><th>MiB/s</th><th>IOPS</th>\
+         <th>against off</th><th>latency p50</th><th>p99</th><th>p99.9, µs</th><th>CPU in IOMMU \
+         code</th><th>ns/I/O</th><th>map</th><th>unmap, ms/GiB</th><th>requests</th><th>syncs</th>\
+         <th>kicks an I/O</th><th>sync wait p50</th><th>p99, µs</th><th>stale, ms</th>\
+         <th>IOTLB hits</th><th>errors</th></tr></thead>\n<tbody>\n",
+    );
+    let optional = |n: Option<f64>| n.map_or("–".to_owned(), number);
+    for row in &job.results {
+        put(
+            page,
+            format_args!(
+                "<tr><th><i class=\"{}\"></i>{}</th>",
+                family(&row.policy),
+                escape(&row.policy)
+            ),
+        );
+        let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
+        let percent =
+            |n: Option<f64>| n.map_or("–".to_owned(), |n| format!("{:.1} %", n * 100.0));
+        for cell in [
+            number(row.bandwidth_bytes_per_s.median / (1 << 20) as f64),
+            number(row.iops.median),
+            percent(row.ratio(job.metric).map(|ratio| ratio.median)),
+            number(us(row.latency_ns.p50)),
+            number(us(row.latency_ns.p99)),
+            number(us(row.latency_ns.p999)),
+            percent(row.iommu_cpu_fraction),
+            optional(row.iommu_ns_per_io),
+            optional(row.map_ns_per_gib.map(|ns| ns / 1e6)),
+            optional(row.unmap_ns_per_gib.map(|ns| ns / 1e6)),
+            optional(row.requests_per_io),
+            optional(row.syncs_per_io),
+            optional(row.kicks_per_io),
+            wait(|w| w.p50),
+            wait(|w| w.p99),
+            optional(row.stale_window.map(|window| window.max_ms)),
+            percent(row.iotlb.and_then(|iotlb| {
+                let all = iotlb.hits.saturating_add(iotlb.misses);
+                (all > 0).then(|| iotlb.hits as f64 / all as f64)
+            })),
+            row.errors.to_string(),
+        ] {
+            put(page, format_args!("<td>{}</td>", escape(&cell)));
+        }
+        page.push_str("</tr>\n");
+    }
+    page.push_str("</tbody>\n</table></div>\n");
+    put(
+        page,
+        format_args!(
+            "<p class=\"fine\">Area {}, {} I/Os in flight.</p>\n",
+            bytes(job.size),
+            u64::from(job.iodepth) * u64::from(job.numjobs)
+        ),
+    );
+}
+
+fn put(page: &mut String, what: impl Display) {
+    // Writing to a String does not fail.
+    let _ = write!(page, "{what}");
+}
+
+/// Names come from job files, disks from the command line: neither may become markup.
+fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&quot;"),
+            '\'' => out.push_str("&#39;"),
+            c if c.is_control() => out.push('?'),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+const STYLE: &str = include_str!("style.css");
+const KEY: &str = include_str!("key.html");
+const METHOD: &str = include_str!("method.html");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::sample;
+
+    #[test]
+    fn a_name_from_a_job_file_never_becomes_markup() {
+        let mut comparison = sample::comparison();
+        let evil = "<script>alert('x')</script>&\"";
+        comparison.jobs[0].name = evil.to_owned();
+        comparison.jobs[0].rw = evil.to_owned();
+        comparison.jobs[0].results[0].policy = evil.to_owned();
+        comparison.jobs[0].results[0].warnings = vec![evil.to_owned()];
+        comparison.warnings = vec![evil.to_owned()];
+        comparison.disk = evil.to_owned();
+        comparison.notify = evil.to_owned();
+        comparison.host.cpu = evil.to_owned();
+        let page = render(&comparison);
+        assert!(!page.contains("<script") && !page.contains("'x'"));
+        assert!(page.contains("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;&quot;"));
+    }
+
+    #[test]
+    fn the_page_needs_nothing_from_elsewhere() {
+        let page = render(&sample::comparison());
+        for word in ["http", "src=", "href", "url(", "@import", "<script", "<link"] {
+            assert!(!page.contains(word), "{word}");
+        }
+        assert!(page.contains("prefers-color-scheme: dark"));
+    }
+
+    #[test]
+    fn each_job_has_four_charts_a_table_and_whiskers() {
+        let page = render(&sample::comparison());
+        assert_eq!(page.matches("<svg").count(), 8);
+        assert_eq!(page.matches("<table").count(), 2);
+        // Eight policies, two charts with intervals, two jobs.
+        assert_eq!(page.matches("class=\"whisker\"").count(), 32);
+        assert!(page.contains("disk paced") && page.contains("notify adaptive"));
+    }
+
+    #[test]
+    fn every_tag_is_closed() {
+        let page = render(&sample::comparison());
+        for tag in
+            ["svg", "figure", "table", "tr", "td", "th", "text", "rect", "section", "div", "p"]
+        {
+            let open = page.matches(&format!("<{tag} ")).count()
+                + page.matches(&format!("<{tag}>")).count();
+            assert_eq!(open, page.matches(&format!("</{tag}>")).count(), "{tag}");
+        }
+    }
+
+    #[test]
+    fn figures_that_are_missing_huge_or_no_numbers_stay_within_the_chart() {
+        let mut comparison = sample::comparison();
+        let rows = &mut comparison.jobs[0].results;
+        rows[0].ratio_to_off = None;
+        rows[1].syncs_per_io = Some(f64::NAN);
+        for (row, median) in rows[2..].iter_mut().zip([0.0, -1.0, 1e300, f64::INFINITY]) {
+            let wild = Estimate { median, lo: Some(-1e9), hi: Some(1e305) };
+            row.ratio_to_off.as_mut().unwrap().latency = wild;
+        }
+        comparison.jobs[1].results.clear();
+        let page = render(&comparison);
+        assert!(!page.contains("NaN") && !page.contains("inf"));
+        for width in page.split("width=\"").skip(1).filter_map(|rest| rest.split('"').next()) {
+            if let Ok(width) = width.parse::<f64>() {
+                assert!((0.0..=500.0).contains(&width), "{width}");
+            }
+        }
+    }
 }

@@ -10,3 +10,88 @@ pub fn render(comparison: &Comparison) -> String {
     text.push('\n');
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::{
+        report::{PolicyResult, sample},
+        stats::Estimate,
+    };
+
+    #[test]
+    fn the_contract_holds_key_by_key() {
+        let value: Value = serde_json::from_str(&render(&sample::comparison())).unwrap();
+        assert_eq!(value["schema"], "ringfence.compare/1");
+        assert!(value["host"].is_object());
+        let job = &value["jobs"][0];
+        assert_eq!(job["name"], "randwrite_multi");
+        let row = job["results"]
+            .as_array()
+            .and_then(|rows| rows.iter().find(|row| row["policy"] == "strict"))
+            .unwrap();
+        for path in [
+            "/iops/median",
+            "/iops/lo",
+            "/iops/hi",
+            "/bandwidth_bytes_per_s/median",
+            "/bandwidth_bytes_per_s/lo",
+            "/bandwidth_bytes_per_s/hi",
+            "/latency_ns/mean",
+            "/latency_ns/p50",
+            "/latency_ns/p99",
+            "/latency_ns/p999",
+            "/ratio_to_off/iops/median",
+            "/ratio_to_off/bandwidth/lo",
+            "/ratio_to_off/latency/hi",
+            "/iommu_cpu_fraction",
+            "/map_ns_per_gib",
+            "/unmap_ns_per_gib",
+            "/requests_per_io",
+            "/syncs_per_io",
+            "/kicks_per_io",
+            "/stale_window/max_ms",
+            "/stale_window/byte_ms",
+            "/stale_window/accesses",
+            "/sync_wait_ns/p50",
+            "/sync_wait_ns/p99",
+            "/cpu_ns_per_io",
+            "/iommu_ns_per_io",
+            "/iotlb/hits",
+            "/iotlb/misses",
+            "/errors",
+        ] {
+            assert!(row.pointer(path).is_some_and(Value::is_number), "{path}: {row}");
+        }
+        assert_eq!(row["effective_policy"], "strict");
+        for key in ["disk", "notify"] {
+            assert!(value[key].is_string(), "{key}");
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        // Figures that decimal text holds exactly; the rest is text and whole numbers.
+        let mut comparison = sample::comparison();
+        for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
+            *row = PolicyResult {
+                policy: row.policy.clone(),
+                iops: Estimate { median: 0.5, lo: None, hi: Some(2.25) },
+                stale_window: row.stale_window,
+                iotlb: row.iotlb,
+                ..PolicyResult::default()
+            };
+        }
+        assert_eq!(serde_json::from_str::<Comparison>(&render(&comparison)).unwrap(), comparison);
+    }
+
+    #[test]
+    fn one_round_has_null_for_an_interval() {
+        let mut comparison = sample::comparison();
+        comparison.jobs[0].results[0].iops.lo = None;
+        let value: Value = serde_json::from_str(&render(&comparison)).unwrap();
+        assert!(value["jobs"][0]["results"][0]["iops"]["lo"].is_null());
+    }
+}

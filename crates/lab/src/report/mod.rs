@@ -15,6 +15,9 @@ pub mod html;
 pub mod json;
 pub mod table;
 
+#[cfg(test)]
+mod sample;
+
 /// Name and version of the JSON contract.
 pub const SCHEMA: &str = "ringfence.compare/1";
 
@@ -433,8 +436,89 @@ fn per_second(n: u64, ns: u64) -> f64 {
 pub fn bytes(n: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match UNITS.iter().find(|(_, shift)| n >> shift != 0) {
-        Some((unit, shift)) if n % (1 << shift) == 0 => format!("{} {unit}", n >> shift),
+        Some((unit, shift)) if n.is_multiple_of(1 << shift) => format!("{} {unit}", n >> shift),
         Some((unit, shift)) => format!("{:.1} {unit}", n as f64 / (1u64 << shift) as f64),
         None => format!("{n} B"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::{BlockSizes, Rw};
+
+    fn round(ios: u64) -> Sample {
+        Sample { elapsed_ns: 500_000_000, ios, bytes: ios * 4096, ..Sample::default() }
+    }
+
+    fn row(policy: &str, rounds: Vec<Sample>) -> PolicyRounds {
+        PolicyRounds { policy: policy.into(), rounds, ..PolicyRounds::default() }
+    }
+
+    #[test]
+    fn figures_are_rates_and_shares_of_what_was_counted() {
+        let mut sample = round(1000);
+        sample.latency.record(1000);
+        sample.thread_cpu_ns = Some(2_000_000);
+        sample.kicks = Some(500);
+        sample.iommu = Some(IommuSample {
+            cpu_ns: 1_000_000,
+            map_ns: 400_000,
+            unmap_ns: 600_000,
+            mapped_bytes: 1 << 29,
+            requests: 2000,
+            syncs: 100,
+            ..IommuSample::default()
+        });
+        let rows = [row("off", vec![round(2000); 2]), row("strict", vec![sample; 2])];
+        let report = JobReport::new(&Job::default(), 0, &rows);
+        let strict = &report.results[1];
+        assert_eq!((strict.iops.median, strict.bandwidth_bytes_per_s.median), (2e3, 8_192_000.0));
+        assert_eq!(strict.iommu_cpu_fraction, Some(0.5));
+        assert_eq!(strict.iommu_ns_per_io, Some(1000.0));
+        assert_eq!((strict.map_ns_per_gib, strict.unmap_ns_per_gib), (Some(8e5), Some(1.2e6)));
+        assert_eq!((strict.requests_per_io, strict.syncs_per_io), (Some(2.0), Some(0.1)));
+        assert_eq!((strict.kicks_per_io, strict.sync_wait_ns), (Some(0.5), None));
+        assert_eq!(report.results[0].iommu_ns_per_io, None);
+    }
+
+    #[test]
+    fn ratios_are_paired_by_round() {
+        let with = |ios: &[u64]| {
+            let mut rounds: Vec<_> = ios.iter().map(|ios| round(*ios)).collect();
+            rounds.iter_mut().for_each(|round| round.latency.record(10));
+            rounds
+        };
+        let rows = [row("off", with(&[1000, 10, 2000])), row("lazy-mq", with(&[900, 9, 1800]))];
+        let report = JobReport::new(&Job::default(), 0, &rows);
+        let ratio = report.results[1].ratio(report.metric).unwrap();
+        assert_eq!((ratio.median, ratio.half_width()), (0.9, Some(0.0)));
+    }
+
+    #[test]
+    fn without_off_there_are_no_ratios_and_without_rounds_no_row() {
+        let rows = [row("strict", vec![round(1)]), row("lazy-sq", Vec::new())];
+        let report = JobReport::new(&Job::default(), 0, &rows);
+        assert_eq!(report.results.len(), 1);
+        assert_eq!(report.results[0].ratio_to_off, None);
+        assert_eq!(report.rounds, 1);
+    }
+
+    #[test]
+    fn large_blocks_are_judged_by_bandwidth_and_small_ones_by_iops() {
+        let metric = |bs, rw| {
+            let bs = BlockSizes { read: bs, write: 65536 };
+            JobReport::new(&Job { bs, rw, ..Job::default() }, 0, &[]).metric
+        };
+        assert_eq!(metric(4096, Rw::RandRw), Metric::Iops);
+        assert_eq!(metric(4096, Rw::Write), Metric::Bandwidth);
+        assert_eq!(metric(32768, Rw::Read), Metric::Bandwidth);
+    }
+
+    #[test]
+    fn sizes_read_well() {
+        for (n, text) in [(0, "0 B"), (512, "512 B"), (65536, "64 KiB"), (3 << 29, "1.5 GiB")] {
+            assert_eq!(bytes(n), text);
+        }
     }
 }

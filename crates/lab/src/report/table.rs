@@ -1,8 +1,300 @@
-//! The table, shaped like seed 000's.
-use super::Comparison;
+//! The table, shaped like seed 000's: a row a policy, each figure against `off`, with its
+//! confidence beside it. At most [`WIDTH`] columns.
 
-/// The whole report for a terminal, at most 120 columns wide.
+use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
+
+use super::{Comparison, JobReport, Metric, PolicyResult, bytes};
+use crate::stats::Estimate;
+
+/// Widest line.
+pub const WIDTH: usize = 120;
+
+/// The whole report for a terminal.
 pub fn render(comparison: &Comparison) -> String {
-    let _ = comparison;
-    todo!()
+    let mut out = String::new();
+    out.push_str(&wrap(&headline(comparison)));
+    for job in &comparison.jobs {
+        out.push('\n');
+        out.push_str(&wrap(&title(job)));
+        out.push_str(&rows(job));
+    }
+    out.push('\n');
+    out.push_str(LEGEND);
+    for warning in warnings(comparison) {
+        out.push_str(&wrap(&format!("warning: {warning}")));
+    }
+    out
+}
+
+const LEGEND: &str = "\
+Ratios are medians of rounds, each paired with the off of its round (policies take turns); ± is the 95 % confidence.
+  off        the same processes and rings, without protection; host: the same job on the disk, without virtqueues
+  bandwidth, IOPS   against off, higher is better.   latency   mean against off, lower is better; p50, p99 in µs
+  CPU        part of the job threads' time spent in IOMMU code (sampled), and ns of it an I/O
+  ms/GiB     time in map and in unmap, a GiB mapped
+  per I/O    virtio-iommu requests; syncs, which wait for the device; kicks, which wake it
+  sync wait  how long a sync waited, µs, half of them and 99 of 100
+  stale      longest time an access still succeeded after unmap had returned, ms, as found by a probe; - is none
+";
+
+/// What was run, where: one sentence, on which every output agrees.
+pub(super) fn headline(comparison: &Comparison) -> String {
+    let host = &comparison.host;
+    let cpu = match host.cpu.as_str() {
+        "" => String::new(),
+        cpu => format!(" ({})", plain(cpu)),
+    };
+    format!(
+        "disk {}, notify {}; {} rounds of {:.1} s{}; {} CPUs{cpu}, {}, Linux {}",
+        plain(&comparison.disk),
+        plain(&comparison.notify),
+        comparison.rounds,
+        comparison.runtime_s,
+        if comparison.interrupted { ", interrupted" } else { "" },
+        host.cpus,
+        bytes(host.memory_bytes),
+        plain(&host.kernel),
+    )
+}
+
+/// All warnings, each with the job and row it is about.
+pub(super) fn warnings(comparison: &Comparison) -> Vec<String> {
+    let mut all: Vec<String> = comparison.warnings.iter().map(|text| plain(text)).collect();
+    for job in &comparison.jobs {
+        for row in &job.results {
+            let about = format!("{}, {}", plain(&job.name), plain(&row.policy));
+            if row.errors > 0 {
+                all.push(format!("{about}: {} I/Os failed or returned wrong bytes", row.errors));
+            }
+            if row.effective_policy != row.policy && !row.effective_policy.is_empty() {
+                all.push(format!("{about}: ran as {}", plain(&row.effective_policy)));
+            }
+            all.extend(row.warnings.iter().map(|text| format!("{about}: {}", plain(text))));
+        }
+    }
+    all
+}
+
+fn title(job: &JobReport) -> String {
+    let rounds = match job.rounds {
+        1 => "1 round".to_owned(),
+        n => format!("{n} rounds"),
+    };
+    format!("{}: {}; {rounds}", plain(&job.name), job.describe())
+}
+
+/// The columns between policy and the common ones differ: bandwidth for large blocks, IOPS for
+/// small ones; the latency stands beside both.
+fn rows(job: &JobReport) -> String {
+    let (measure, unit) = match job.metric {
+        Metric::Bandwidth => ("bandwidth", "MiB/s"),
+        Metric::Iops => ("IOPS", "kIOPS"),
+    };
+    let mut table = Table::new();
+    table.load_preset(NOTHING);
+    table.set_content_arrangement(ContentArrangement::Disabled);
+    table.add_row(Row::from(vec![
+        "", unit, measure, "", "latency", "", "µs p50", "p99", "CPU", "ns", "ms/GiB", "",
+        "per I/O", "", "", "sync", "wait", "stale",
+    ]));
+    table.add_row(Row::from(vec![
+        "", "", "vs off", "±", "vs off", "±", "", "", "%", "/I/O", "map", "unmap", "reqs", "syncs",
+        "kicks", "p50", "p99", "ms",
+    ]));
+    for row in &job.results {
+        table.add_row(Row::from(cells(row, job.metric)));
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((u16::from(index > 0), 0));
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+}
+
+fn cells(row: &PolicyResult, metric: Metric) -> Vec<String> {
+    let absolute = match metric {
+        Metric::Bandwidth => number(row.bandwidth_bytes_per_s.median / (1 << 20) as f64),
+        Metric::Iops => number(row.iops.median / 1e3),
+    };
+    let percent = |estimate: Option<Estimate>| {
+        let estimate = estimate.map(|e| (e.median * 100.0, e.half_width().map(|h| h * 100.0)));
+        match estimate {
+            Some((median, half)) => [format!("{median:.1}%"), half.map_or(dash(), one_digit)],
+            None => [dash(), String::new()],
+        }
+    };
+    let [ratio, ratio_half] = percent(row.ratio(metric));
+    let latency = row.ratio_to_off.map(|ratios| ratios.latency);
+    let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
+    vec![
+        plain(&row.policy),
+        absolute,
+        ratio,
+        ratio_half,
+        latency.map_or(dash(), |l| format!("x{:.2}", l.median)),
+        latency.map_or(String::new(), |l| l.half_width().map_or(dash(), |h| format!("{h:.2}"))),
+        number(us(row.latency_ns.p50)),
+        number(us(row.latency_ns.p99)),
+        row.iommu_cpu_fraction.map_or(dash(), |part| one_digit(part * 100.0)),
+        optional(row.iommu_ns_per_io),
+        optional(row.map_ns_per_gib.map(|ns| ns / 1e6)),
+        optional(row.unmap_ns_per_gib.map(|ns| ns / 1e6)),
+        optional(row.requests_per_io),
+        optional(row.syncs_per_io),
+        optional(row.kicks_per_io),
+        wait(|w| w.p50),
+        wait(|w| w.p99),
+        match row.stale_window {
+            Some(window) if window.max_ms > 0.0 || window.accesses > 0 => number(window.max_ms),
+            Some(_) | None => dash(),
+        },
+    ]
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}
+
+pub(super) fn us(ns: u64) -> f64 {
+    ns as f64 / 1e3
+}
+
+fn one_digit(n: f64) -> String {
+    if n < 99.95 { format!("{n:.1}") } else { number(n) }
+}
+
+fn optional(n: Option<f64>) -> String {
+    n.map_or(dash(), number)
+}
+
+/// At most five characters, three digits of them telling: `0`, `.012`, `1.23`, `45.6`, `7890`, `12k`.
+pub(super) fn number(n: f64) -> String {
+    match n {
+        n if !n.is_finite() => dash(),
+        n if n < 0.0005 => "0".to_owned(),
+        n if n < 0.9995 => format!("{n:.3}").trim_start_matches('0').to_owned(),
+        n if n < 9.995 => format!("{n:.2}"),
+        n if n < 99.95 => format!("{n:.1}"),
+        n if n < 9999.5 => format!("{n:.0}"),
+        n if n < 999.5e3 => format!("{:.0}k", n / 1e3),
+        n if n < 999.5e6 => format!("{:.0}M", n / 1e6),
+        n if n < 999.5e9 => format!("{:.0}G", n / 1e9),
+        n => format!("{n:.0e}"),
+    }
+}
+
+/// Names come from job files: nothing in them may move a terminal's cursor.
+pub(super) fn plain(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+/// Breaks at blanks; what has none is broken where the line ends.
+fn wrap(text: &str) -> String {
+    let (mut out, mut column) = (String::new(), 0);
+    for word in text.split(' ') {
+        let mut word: Vec<char> = word.chars().collect();
+        if column > 0 && column + 1 + word.len() <= WIDTH {
+            out.push(' ');
+            column += 1;
+        } else if column > 0 {
+            out.push_str("\n  ");
+            column = 2;
+        }
+        while column + word.len() > WIDTH {
+            let rest = word.split_off(WIDTH - column);
+            out.extend(word);
+            out.push_str("\n  ");
+            (word, column) = (rest, 2);
+        }
+        column += word.len();
+        out.extend(word);
+    }
+    out.push('\n');
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::sample;
+
+    #[test]
+    fn no_line_is_wider_than_a_terminal() {
+        let mut comparison = sample::comparison();
+        comparison.warnings.push("x".repeat(500));
+        comparison.jobs[0].name = "n ".repeat(100);
+        let text = render(&comparison);
+        for line in text.lines() {
+            assert!(line.chars().count() <= WIDTH, "{}: {line}", line.chars().count());
+        }
+        println!("{text}");
+    }
+
+    #[test]
+    fn extreme_figures_still_fit() {
+        let mut comparison = sample::comparison();
+        for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
+            row.policy = "lazy-mq+map".to_owned();
+            for figure in [
+                &mut row.iommu_ns_per_io,
+                &mut row.map_ns_per_gib,
+                &mut row.unmap_ns_per_gib,
+                &mut row.requests_per_io,
+                &mut row.syncs_per_io,
+                &mut row.kicks_per_io,
+            ] {
+                *figure = Some(123_456_789_012.0);
+            }
+            row.latency_ns.p99 = 900_000_000_000;
+            row.iommu_cpu_fraction = Some(0.999);
+        }
+        for line in render(&comparison).lines() {
+            assert!(line.chars().count() <= WIDTH, "{}: {line}", line.chars().count());
+        }
+    }
+
+    #[test]
+    fn the_table_names_disk_notify_mode_and_every_policy() {
+        let comparison = sample::comparison();
+        let text = render(&comparison);
+        assert!(text.contains("disk paced") && text.contains("notify adaptive"));
+        for row in &comparison.jobs[0].results {
+            assert!(text.contains(&row.policy), "{}", row.policy);
+        }
+        assert!(text.contains("bandwidth") && text.contains("kIOPS"));
+        assert!(text.contains("100.0%"), "off against itself");
+    }
+
+    #[test]
+    fn errors_and_fallbacks_are_said() {
+        let mut comparison = sample::comparison();
+        comparison.jobs[0].results[2].errors = 3;
+        comparison.jobs[0].results[3].effective_policy = "strict".to_owned();
+        let text = render(&comparison);
+        assert!(text.contains("3 I/Os failed") && text.contains("ran as strict"));
+    }
+
+    #[test]
+    fn a_name_cannot_move_the_cursor() {
+        let mut comparison = sample::comparison();
+        comparison.jobs[0].name = "a\u{1b}[2Jb".to_owned();
+        assert!(!render(&comparison).contains('\u{1b}'));
+    }
+
+    #[test]
+    fn numbers_keep_three_digits_and_five_characters() {
+        for (n, text) in [
+            (0.0, "0"),
+            (0.0123, ".012"),
+            (0.9999, "1.00"),
+            (1.234, "1.23"),
+            (9.999, "10.0"),
+            (45.67, "45.7"),
+            (1234.4, "1234"),
+            (123_456.0, "123k"),
+            (f64::NAN, "-"),
+        ] {
+            assert_eq!(number(n), text);
+        }
+    }
 }

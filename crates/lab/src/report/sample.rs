@@ -1,0 +1,84 @@
+//! A made-up comparison for the tests of the reports; its figures are those of no machine.
+
+use super::*;
+use crate::job::JobFile;
+
+/// The seed's two jobs under all policies, five rounds.
+pub(super) fn comparison() -> Comparison {
+    let mut comparison =
+        Comparison::new("paced (2.5 GiB/s, 600,000 IOPS, 80 µs)", "adaptive", 5, 1.2);
+    comparison.host = Machine {
+        cpu: "Example CPU @ 2.50GHz".to_owned(),
+        cpus: 2,
+        memory_bytes: 8 << 30,
+        kernel: "6.1.0".to_owned(),
+    };
+    comparison.warnings =
+        vec!["seed-000.fio:5: filename=\"/dev/nvme0n1\" is never opened".to_owned()];
+    for (stage, job) in JobFile::seed().jobs.iter().enumerate() {
+        let small = stage == 1;
+        let rows: Vec<PolicyRounds> = [
+            ("host", 1.01, 0.0),
+            ("off", 1.0, 0.0),
+            ("strict", 0.79, 17.0),
+            ("strict+map", 0.93, 2.0),
+            ("lazy-sq", 0.91, 16.0),
+            ("lazy-mq", 0.9, 16.0),
+            ("lazy-sq+map", 0.985, 1.0),
+            ("lazy-mq+map", 0.98, 1.0),
+        ]
+        .map(|(policy, speed, syncs)| PolicyRounds {
+            policy: policy.to_owned(),
+            effective_policy: policy.to_owned(),
+            rounds: (0..5).map(|n| sample(policy, speed, syncs, small, n)).collect(),
+            warnings: Vec::new(),
+        })
+        .into();
+        comparison.jobs.push(JobReport::new(job, stage as u32, &rows));
+    }
+    comparison
+}
+
+fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Sample {
+    let speed = speed * (1.0 + ((round * 7 + policy.len() as u64) % 5) as f64 * 0.004);
+    let (rate, block) = if small { (90_000.0, 4096) } else { (38_000.0, 65536) };
+    let ios = (rate * speed) as u64;
+    let per_io = |n: f64| (n * ios as f64) as u64;
+    let mut latency = Latencies::new();
+    let mut sync_wait = Latencies::new();
+    for n in 0..1000u64 {
+        latency.record((1e9 / rate * 128.0 / speed) as u64 * (500 + n) / 1000);
+        sync_wait.record(2000 + n * n / 20);
+    }
+    let protected = !matches!(policy, "host" | "off");
+    let iommu = protected.then(|| IommuSample {
+        cpu_ns: per_io(300.0 * syncs),
+        map_ns: per_io(190.0 * syncs),
+        unmap_ns: per_io(110.0 * syncs),
+        mapped_bytes: ios * block,
+        requests: per_io(if small { 2.0 } else { 17.0 }),
+        syncs: per_io(syncs / if small { 8.0 } else { 1.0 }),
+        sync_wait,
+    });
+    Sample {
+        elapsed_ns: 1_000_000_000,
+        ios,
+        bytes: ios * block,
+        latency,
+        cpu_ns: Some(2_000_000_000),
+        thread_cpu_ns: Some(1_000_000_000),
+        iommu,
+        kicks: (policy != "host").then(|| per_io(0.3)),
+        stale: protected.then(|| {
+            let lazy = policy.starts_with("lazy");
+            StaleWindow {
+                max_ms: if lazy { 9.7 } else { 0.0 },
+                byte_ms: if lazy { 3e9 } else { 0.0 },
+                accesses: if lazy { 40 } else { 0 },
+                probes: 100,
+            }
+        }),
+        iotlb: protected.then_some(Iotlb { hits: 900_000, misses: 1000 }),
+        errors: 0,
+    }
+}

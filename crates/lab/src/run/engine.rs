@@ -1,0 +1,292 @@
+//! One job thread: keeps its requests under way, checks every byte that comes back.
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Result, bail};
+use ringfence_devices::ram::PagedBuffer;
+use ringfence_dma::{OsThreadClock, ThreadClock};
+use ringfence_sync::clock::{Clock, MonotonicClock};
+
+use super::path::{Completed, Path};
+use crate::{
+    block::Format,
+    job::Job,
+    stats::Latencies,
+    workload::{Io, Op, Workload},
+};
+
+/// A disk that has not answered for so long will not.
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// What the threads of a stage share with the thread that conducts them.
+pub(crate) struct Control {
+    phase: AtomicU8,
+    /// Threads that have nothing left to start.
+    finished: AtomicU32,
+    failed: AtomicBool,
+    /// The number of the next write.
+    sequence: AtomicU64,
+}
+
+/// Running in, measured, or ending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    RunIn,
+    Measured,
+    Ending,
+}
+
+impl Control {
+    pub(crate) fn new() -> Control {
+        Control {
+            phase: AtomicU8::new(Phase::RunIn as u8),
+            finished: AtomicU32::new(0),
+            failed: AtomicBool::new(false),
+            sequence: AtomicU64::new(1),
+        }
+    }
+
+    pub(crate) fn enter(&self, phase: Phase) {
+        self.phase.store(phase as u8, Ordering::Relaxed);
+    }
+
+    fn phase(&self) -> Phase {
+        match self.phase.load(Ordering::Relaxed) {
+            0 => Phase::RunIn,
+            1 => Phase::Measured,
+            _ => Phase::Ending,
+        }
+    }
+
+    pub(crate) fn finished(&self) -> u32 {
+        self.finished.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+}
+
+/// One of a job's clones, as one thread runs it.
+pub(crate) struct Clone {
+    /// Which job of the stage.
+    pub(crate) job: usize,
+    pub(crate) workload: Workload,
+    /// A buffer for each I/O in flight.
+    pub(crate) buffers: Vec<PagedBuffer>,
+}
+
+impl Clone {
+    pub(crate) fn new(
+        index: usize,
+        job: &Job,
+        number: u32,
+        seed: u64,
+        buffers: Vec<PagedBuffer>,
+    ) -> Clone {
+        Clone { job: index, workload: Workload::new(job, number, seed), buffers }
+    }
+}
+
+/// What one thread counted of one job, in the measured phase.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Counted {
+    pub(crate) ios: u64,
+    pub(crate) bytes: u64,
+    pub(crate) errors: u64,
+    pub(crate) first_error: Option<String>,
+    pub(crate) latency: Latencies,
+}
+
+/// What one thread did.
+pub(crate) struct Ran {
+    pub(crate) jobs: Vec<Counted>,
+    /// Of the measured phase.
+    pub(crate) thread_cpu_ns: u64,
+    /// Of the measured phase.
+    pub(crate) kicks: u64,
+}
+
+/// An I/O in flight, or one that waits for room.
+struct Task {
+    clone: usize,
+    io: Io,
+    started_ns: u64,
+}
+
+/// Runs `clones` over `path` until the control says that it ends, or they end by themselves.
+pub(crate) fn run<P: Path>(
+    path: &mut P,
+    clones: Vec<Clone>,
+    jobs: usize,
+    format: Format,
+    control: &Control,
+) -> Result<Ran> {
+    let result = Runner::new(clones, jobs, format, control).run(path);
+    if result.is_err() {
+        control.failed.store(true, Ordering::Release);
+    }
+    control.finished.fetch_add(1, Ordering::Release);
+    result
+}
+
+struct Runner<'c> {
+    clones: Vec<Clone>,
+    tasks: Vec<Task>,
+    format: Format,
+    control: &'c Control,
+    clock: MonotonicClock,
+    counted: Vec<Counted>,
+    under_way: usize,
+}
+
+impl<'c> Runner<'c> {
+    fn new(clones: Vec<Clone>, jobs: usize, format: Format, control: &'c Control) -> Runner<'c> {
+        Runner {
+            clones,
+            tasks: Vec::new(),
+            format,
+            control,
+            clock: MonotonicClock::default(),
+            counted: vec![Counted::default(); jobs],
+            under_way: 0,
+        }
+    }
+
+    fn run<P: Path>(mut self, path: &mut P) -> Result<Ran> {
+        // Every task keeps its place for as long as its clone has I/O left.
+        let mut ready: Vec<(u32, PagedBuffer)> = Vec::new();
+        for clone in 0..self.clones.len() {
+            for buffer in std::mem::take(&mut self.clones[clone].buffers) {
+                let io = Io { op: Op::Read, offset: 0, len: 0 };
+                self.tasks.push(Task { clone, io, started_ns: 0 });
+                ready.push((self.tasks.len() as u32 - 1, buffer));
+            }
+        }
+        let depth = path.depth();
+        let thread_clock = OsThreadClock;
+        let mut begun = None;
+        let mut ended = None;
+        let mut exhausted = false;
+        let mut idle_since = None;
+        let mut done: Vec<Completed> = Vec::with_capacity(depth);
+        loop {
+            let phase = self.control.phase();
+            let mark = || (thread_clock.now_ns(), path.kicks());
+            if phase == Phase::Measured && begun.is_none() {
+                begun = Some(mark());
+            }
+            if phase == Phase::Ending && ended.is_none() {
+                ended = Some(mark());
+            }
+            let mut started = false;
+            while phase != Phase::Ending && self.under_way < depth {
+                let Some((token, buffer)) = ready.pop() else { break };
+                started |= self.start(path, token, buffer)?;
+            }
+            let now = self.clock.now_ns();
+            if phase != Phase::Ending {
+                path.tick(now)?;
+            }
+            if started {
+                path.publish()?;
+            }
+            path.reap(&mut done)?;
+            if self.under_way == 0 && done.is_empty() {
+                if phase == Phase::Ending && path.is_settled() {
+                    break;
+                }
+                if ready.is_empty() && phase != Phase::Ending && !exhausted {
+                    // Nothing is left to do: the conductor decides when all are through.
+                    exhausted = true;
+                    self.control.finished.fetch_add(1, Ordering::Release);
+                }
+            }
+            if done.is_empty() {
+                let since = *idle_since.get_or_insert(now);
+                let idle = Duration::from_nanos(now.saturating_sub(since));
+                if idle > SILENCE && (self.under_way > 0 || !path.is_settled()) {
+                    bail!("the disk has not answered for {} s", SILENCE.as_secs());
+                }
+                if exhausted && self.under_way == 0 && path.is_settled() {
+                    std::thread::sleep(Duration::from_micros(200));
+                } else {
+                    path.wait(idle)?;
+                }
+                continue;
+            }
+            idle_since = None;
+            let now = self.clock.now_ns();
+            for completed in done.drain(..) {
+                let (token, buffer) = self.complete(completed, now, phase == Phase::Measured);
+                ready.push((token, buffer));
+            }
+        }
+        if exhausted {
+            // Counted once more when the thread ends.
+            self.control.finished.fetch_sub(1, Ordering::Release);
+        }
+        let ended = ended.unwrap_or_else(|| (thread_clock.now_ns(), path.kicks()));
+        let begun = begun.unwrap_or(ended);
+        Ok(Ran {
+            jobs: self.counted,
+            thread_cpu_ns: ended.0.saturating_sub(begun.0),
+            kicks: ended.1 - begun.1,
+        })
+    }
+
+    /// Starts the next I/O of a task; false if its clone has none left.
+    fn start<P: Path>(
+        &mut self,
+        path: &mut P,
+        token: u32,
+        mut buffer: PagedBuffer,
+    ) -> Result<bool> {
+        let task = &mut self.tasks[token as usize];
+        let Some(io) = self.clones[task.clone].workload.next() else { return Ok(false) };
+        let data = &mut buffer.bytes_mut()[..io.len as usize];
+        match io.op {
+            Op::Write => {
+                let sequence = self.control.sequence.fetch_add(1, Ordering::Relaxed);
+                self.format.fill(data, io.offset, sequence);
+            }
+            // What comes back must have been written by the disk, not left over.
+            Op::Read => self.format.poison(data),
+        }
+        task.io = io;
+        task.started_ns = self.clock.now_ns();
+        path.submit(io.op, io.offset, buffer, token)?;
+        self.under_way += 1;
+        Ok(true)
+    }
+
+    /// Checks what has come back and counts it.
+    fn complete(&mut self, done: Completed, now_ns: u64, measured: bool) -> (u32, PagedBuffer) {
+        self.under_way -= 1;
+        let Completed { token, mut buffer, ok } = done;
+        let task = &self.tasks[token as usize];
+        let counted = &mut self.counted[self.clones[task.clone].job];
+        let wrong = match (ok, task.io.op) {
+            (false, op) => Some(format!("{op:?} at {:#x} failed", task.io.offset)),
+            (true, Op::Write) => None,
+            (true, Op::Read) => {
+                let data = &buffer.bytes_mut()[..task.io.len as usize];
+                self.format.check(data, task.io.offset).err().map(|error| error.to_string())
+            }
+        };
+        if let Some(wrong) = wrong {
+            // Errors count whenever they happen; figures only while they are measured.
+            counted.errors += 1;
+            counted.first_error.get_or_insert(wrong);
+        }
+        if measured {
+            counted.ios += 1;
+            counted.bytes += u64::from(task.io.len);
+            counted.latency.record(now_ns.saturating_sub(task.started_ns));
+        }
+        (token, buffer)
+    }
+}

@@ -1,0 +1,446 @@
+//! The driver process's side of a link: guest memory, the device process, both front ends, the
+//! DMA API.
+
+use std::{
+    io::{Read, Write},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{net::UnixStream, process::CommandExt},
+    },
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use ringfence_devices::{
+    blk::{DriverQueue, QueueLayout},
+    event,
+    ram::{PagedBuffer, RamPart},
+    worker::Notify,
+};
+use ringfence_dma::{Coherent, Config, Device, Policy};
+use ringfence_iova::{Aperture, Magazines, Preferred32, RbTree};
+use ringfence_mem::GuestRam;
+use ringfence_sync::cpu::OsCpu;
+use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
+use ringfence_virtio_iommu::{
+    driver::{self, Buffers, Driver, Transport, ViommuDomain},
+    wire::{CONFIG_LEN, Config as IommuConfig},
+};
+use ringfence_virtq::{
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, driver as ring, layout,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{
+    device::{DiskKind, ENDPOINT, Report, Setup},
+    path::VirtioPath,
+    probe::Probe,
+};
+
+/// How long the device process may take for any answer on its sockets.
+const ANSWER: Duration = Duration::from_secs(20);
+/// Where guest memory begins for the device: beyond all that is special on a PC.
+const GUEST_BASE: u64 = 1 << 32;
+/// Descriptors of the virtio-iommu's request queue: two a request, as Linux's driver has it.
+const IOMMU_RING: u16 = 256;
+/// On average one map and one unmap call in so many is timed.
+const SAMPLE_EVERY: u32 = 64;
+const PAGE: usize = 4096;
+
+/// The allocator of I/O virtual addresses that Linux gives a PCI device.
+pub(crate) type Allocator = Preferred32<Magazines<RbTree, OsCpu>>;
+/// The DMA API as the jobs use it.
+pub(crate) type Dma = Device<Arc<ViommuDomain>, Allocator>;
+
+/// What a link is for.
+#[derive(Clone)]
+pub(crate) struct Plan {
+    pub(crate) policy: Policy,
+    pub(crate) notify: Notify,
+    pub(crate) kind: DiskKind,
+    pub(crate) disk: Arc<OwnedFd>,
+    pub(crate) disk_bytes: u64,
+    /// Queues, with a job thread and a worker each.
+    pub(crate) queues: u16,
+    /// Requests under way in each queue.
+    pub(crate) depth: usize,
+    /// The most pieces that a buffer lies in.
+    pub(crate) pieces: usize,
+    /// Bytes of all buffers, rounded to pages each.
+    pub(crate) buffer_bytes: usize,
+    /// Pages of a buffer that lie side by side in guest memory.
+    pub(crate) run_pages: usize,
+    pub(crate) flush_queue_slots: Option<usize>,
+    pub(crate) flush_queue_ms: Option<u64>,
+}
+
+/// A link to a running device process.
+pub(crate) struct Link {
+    // In the order of an orderly end: queues and mappings first, then the sockets, then the child.
+    pub(crate) dma: Dma,
+    rings: Vec<RingMemory>,
+    pub(crate) iommu: Arc<Driver>,
+    domain: Arc<ViommuDomain>,
+    blk_front: Frontend,
+    iommu_front: Frontend,
+    process: Process,
+    _ram: Arc<GuestRam>,
+}
+
+/// Holds a queue's memory for as long as the device may use it.
+enum RingMemory {
+    Plain(RamPart),
+    Mapped(Coherent<RamPart>),
+}
+
+impl RingMemory {
+    fn part(&self) -> &RamPart {
+        match self {
+            RingMemory::Plain(part) => part,
+            RingMemory::Mapped(coherent) => coherent.memory(),
+        }
+    }
+}
+
+impl Link {
+    /// Starts a device process and brings everything up; returns a path for each queue, without
+    /// buffers for data yet.
+    pub(crate) fn open(plan: &Plan) -> Result<(Link, Vec<VirtioPath>, Vec<PagedBuffer>)> {
+        let protected = plan.policy != Policy::Off;
+        // A chain, even through an indirect table, is never longer than its queue.
+        let queue_size = plan.depth.max(plan.pieces + 2).next_power_of_two().min(1024) as u16;
+        let queue_layout = QueueLayout::new(queue_size, plan.pieces);
+        let rings_bytes = queue_layout.bytes().next_multiple_of(PAGE) * usize::from(plan.queues);
+        let probe_bytes = PAGE * usize::from(plan.queues);
+        // Twice the IOMMU's own, generously: it is well under a page a descriptor.
+        let own = 2 * PAGE * usize::from(IOMMU_RING);
+        let data = plan.buffer_bytes.next_multiple_of(PAGE);
+        let ram = GuestRam::new(data + probe_bytes + rings_bytes + own, GUEST_BASE)
+            .context("making the guest memory")?;
+
+        let (blk_socket, blk_theirs) = UnixStream::pair()?;
+        let (iommu_socket, iommu_theirs) = UnixStream::pair()?;
+        let process = Process::start(plan, blk_theirs.into(), iommu_theirs.into())?;
+
+        let alive = iommu_socket.try_clone()?;
+        let mut iommu_front = Frontend::new(iommu_socket, ANSWER)?;
+        let iommu = start_iommu(&mut iommu_front, &ram, plan.notify, alive.into())
+            .context("setting up the virtio-iommu")?;
+        let domain = iommu.domain().context("making a domain")?;
+        if protected {
+            domain.attach(ENDPOINT).context("attaching the disk to its domain")?;
+        }
+        let dma = make_dma(plan, &domain)?;
+
+        let mut blk_front = Frontend::new(blk_socket, ANSWER)?;
+        let mut features = 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
+        if protected {
+            features |= 1 << F_ACCESS_PLATFORM;
+        }
+        let agreed = blk_front
+            .negotiate(features, ProtocolFeatures::MQ | ProtocolFeatures::CONFIG)
+            .context("agreeing with the virtio-blk")?;
+        if agreed != features {
+            bail!("the virtio-blk lacks features: {:#x} of {features:#x}", agreed & features);
+        }
+        blk_front.set_mem_table(&[(ram.region(), ram.fd())]).context("sharing memory")?;
+
+        let mut rings = Vec::new();
+        let mut queues = Vec::new();
+        for index in 0..plan.queues {
+            let part = RamPart::carve(&ram, queue_layout.bytes(), PAGE)?;
+            // Addresses of rings: IOVAs behind an IOMMU, else this process's own.
+            let (memory, bus, base) = if protected {
+                let coherent = dma.alloc_coherent(part).context("mapping a ring")?;
+                let iova = coherent.iova().0;
+                (RingMemory::Mapped(coherent), iova, iova)
+            } else {
+                let (gpa, user) = (part.gpa(), ram.user_addr() + (part.gpa() - ram.gpa()));
+                (RingMemory::Plain(part), gpa, user)
+            };
+            let (kick, call) = (Arc::new(event::new()?), Arc::new(event::new()?));
+            let window = memory.part().window();
+            let queue = DriverQueue::new(
+                queue_layout,
+                window,
+                bus,
+                Arc::clone(&kick),
+                Arc::clone(&call),
+                plan.notify,
+            )?;
+            let addresses = RingAddresses {
+                desc: base,
+                avail: base + queue_layout.avail_at() as u64,
+                used: base + queue_layout.used_at() as u64,
+                log: None,
+            };
+            start_ring(&mut blk_front, index, queue_size, &addresses, kick.as_fd(), call.as_fd())
+                .with_context(|| format!("starting queue {index}"))?;
+            rings.push(memory);
+            queues.push(queue);
+        }
+
+        let mut buffers = scatter(&ram, data + probe_bytes, plan.run_pages)?;
+        let mut paths = Vec::new();
+        for queue in queues {
+            let page = buffers.pop().context("a page for each probe")?;
+            let probe = protected.then(|| Probe::new(page, plan.policy.is_strict()));
+            paths.push(VirtioPath::new(dma.clone(), queue, probe));
+        }
+        let link = Link { dma, rings, iommu, domain, blk_front, iommu_front, process, _ram: ram };
+        Ok((link, paths, buffers))
+    }
+
+    /// CPU time of the device process so far, in nanoseconds.
+    pub(crate) fn device_cpu_ns(&self) -> u64 {
+        self.process.cpu_ns()
+    }
+
+    /// Ends the link in order: stops the rings, gives their memory back, hangs up, and reads what
+    /// the device process has to report.
+    pub(crate) fn close(mut self) -> Result<Report> {
+        for index in 0..self.rings.len() {
+            self.blk_front.get_vring_base(index as u16).context("stopping a queue")?;
+        }
+        for ring in self.rings.drain(..) {
+            if let RingMemory::Mapped(coherent) = ring {
+                coherent.free().context("unmapping a ring")?;
+            }
+        }
+        if self.dma.effective_policy() != Policy::Off {
+            self.domain.detach(ENDPOINT).context("detaching the disk")?;
+        }
+        drop(self.blk_front);
+        drop(self.iommu_front);
+        self.process.finish()
+    }
+}
+
+fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>) -> Result<Dma> {
+    // 48 bits: what x86 hosts translate. The tree costs memory for what is live only.
+    let aperture = Aperture::new(0, (1 << 48) - 1, PAGE as u64).context("the aperture")?;
+    let allocator = Preferred32::new(Magazines::new(RbTree::new(aperture), OsCpu::new()));
+    let config = Config {
+        policy: plan.policy,
+        sample_every: SAMPLE_EVERY,
+        flush_queue_slots: plan.flush_queue_slots,
+        flush_queue_ms: plan.flush_queue_ms,
+        ..Config::default()
+    };
+    Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")
+}
+
+/// Pages of guest memory in an order in which an application that has run for a while has them:
+/// side by side for the CPU, anywhere in physical memory, in runs of `run` pages. The order is the
+/// same in every run of the program.
+fn scatter(ram: &Arc<GuestRam>, bytes: usize, run: usize) -> Result<Vec<PagedBuffer>> {
+    let first = ram.carve(bytes, PAGE)? / PAGE;
+    let pages = bytes / PAGE;
+    let mut runs: Vec<usize> = (0..pages).step_by(run.max(1)).collect();
+    let mut random = 0x9e37_79b9_7f4a_7c15u64;
+    for at in (1..runs.len()).rev() {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        runs.swap(at, (random % (at as u64 + 1)) as usize);
+    }
+    let frames: Vec<u64> = runs
+        .into_iter()
+        .flat_map(|start| start..(start + run.max(1)).min(pages))
+        .map(|page| ((first + page) * PAGE) as u64)
+        .collect();
+    Ok(PagedBuffer::cut(ram.scattered(&frames).context("mapping the buffers")?, PAGE))
+}
+
+fn start_ring(
+    front: &mut Frontend,
+    index: u16,
+    size: u16,
+    addresses: &RingAddresses,
+    kick: BorrowedFd<'_>,
+    call: BorrowedFd<'_>,
+) -> Result<()> {
+    front.set_vring_num(index, size)?;
+    front.set_vring_base(index, 0)?;
+    front.set_vring_addr(index, addresses)?;
+    front.set_vring_call(index, Some(call))?;
+    front.set_vring_kick(index, Some(kick))?;
+    front.set_vring_enable(index, true)?;
+    Ok(())
+}
+
+/// The virtio-iommu's notifications.
+struct Events {
+    kick: OwnedFd,
+    call: OwnedFd,
+    /// The socket: hung up when the device process is gone.
+    socket: OwnedFd,
+}
+
+impl Transport for Events {
+    fn kick(&self, _queue: u16) {
+        event::signal(&self.kick);
+    }
+
+    fn wait(&self, _queue: u16, timeout: Duration) {
+        let mut fds =
+            [PollFd::new(&self.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::HUP)];
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        // An interruption is an early return, which is allowed.
+        if poll(&mut fds, Some(&timeout)).is_ok() && fds[0].revents().contains(PollFlags::IN) {
+            event::drain(&self.call);
+        }
+    }
+
+    fn is_alive(&self) -> bool {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::HUP)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut fds, Some(&now)).is_ok() && !fds[0].revents().contains(PollFlags::HUP)
+    }
+}
+
+fn start_iommu(
+    front: &mut Frontend,
+    ram: &Arc<GuestRam>,
+    notify: Notify,
+    socket: OwnedFd,
+) -> Result<Arc<Driver>> {
+    let plain = 1 << F_VERSION_1 | 1 << F_EVENT_IDX;
+    let wanted = plain | driver::negotiate(u64::MAX).bits();
+    let agreed = front.negotiate(wanted, ProtocolFeatures::CONFIG)?;
+    if agreed & plain != plain {
+        bail!("the device lacks features: {agreed:#x}");
+    }
+    front.set_mem_table(&[(ram.region(), ram.fd())])?;
+    let mut config = [0; CONFIG_LEN];
+    front.config(0, &mut config)?;
+    let config = IommuConfig::parse(&config)?;
+
+    let avail_at = layout::desc_bytes(IOMMU_RING);
+    let used_at = (avail_at + layout::avail_bytes(IOMMU_RING)).next_multiple_of(64);
+    let rings = RamPart::carve(ram, used_at + layout::used_bytes(IOMMU_RING), PAGE)?;
+    let part = |at, len| rings.window().part(at, len).context("a part of the ring");
+    let queue = ring::Queue::new(
+        IOMMU_RING,
+        ring::Rings {
+            desc: part(0, avail_at)?,
+            avail: part(avail_at, layout::avail_bytes(IOMMU_RING))?,
+            used: part(used_at, layout::used_bytes(IOMMU_RING))?,
+        },
+        true,
+    )?;
+    let buffers = RamPart::carve(ram, Driver::buffer_bytes(IOMMU_RING, &config), PAGE)?;
+    let events = Arc::new(Events { kick: event::new()?, call: event::new()?, socket });
+    let user = ram.user_addr() + (rings.gpa() - ram.gpa());
+    let addresses = RingAddresses {
+        desc: user,
+        avail: user + avail_at as u64,
+        used: user + used_at as u64,
+        log: None,
+    };
+    start_ring(front, 0, IOMMU_RING, &addresses, events.kick.as_fd(), events.call.as_fd())?;
+    let notify = match notify {
+        Notify::Adaptive => driver::Notify::Adaptive { spin: notify.spin().unwrap_or_default() },
+        Notify::Poll => driver::Notify::Poll,
+        Notify::Sleep => driver::Notify::Sleep,
+    };
+    let driver = Driver::new(
+        events,
+        queue,
+        Buffers { window: buffers.window().clone(), addr: buffers.gpa() },
+        config,
+        driver::negotiate(agreed),
+        driver::Options { notify, ..driver::Options::default() },
+    )?;
+    Ok(driver)
+}
+
+/// The device process.
+struct Process {
+    child: Child,
+    report: Option<OwnedFd>,
+}
+
+impl Process {
+    fn start(plan: &Plan, blk: OwnedFd, iommu: OwnedFd) -> Result<Process> {
+        let (report, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let setup = Setup {
+            blk: blk.as_raw_fd(),
+            iommu: iommu.as_raw_fd(),
+            disk: plan.disk.as_raw_fd(),
+            report: theirs.as_raw_fd(),
+            kind: plan.kind,
+            disk_bytes: plan.disk_bytes,
+            queues: plan.queues,
+            notify: plan.notify.to_string(),
+        };
+        let inherited = [setup.blk, setup.iommu, setup.disk, setup.report];
+        let mut command = Command::new("/proc/self/exe");
+        command.arg("device").stdin(Stdio::piped()).stdout(Stdio::null());
+        // SAFETY: between fork and exec only `fcntl` is called, which is async-signal-safe; the
+        // descriptors are open, since their owners live until after the spawn.
+        unsafe {
+            command.pre_exec(move || {
+                for fd in inherited {
+                    let fd = BorrowedFd::borrow_raw(fd);
+                    rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
+                }
+                Ok(())
+            });
+        }
+        let mut child = command.spawn().context("starting the device process")?;
+        let mut stdin = child.stdin.take().context("its standard input")?;
+        stdin.write_all(&serde_json::to_vec(&setup)?).context("telling it its setup")?;
+        Ok(Process { child, report: Some(report) })
+    }
+
+    fn cpu_ns(&self) -> u64 {
+        // The kernel's number of a process's CPU-time clock (clock_getcpuclockid).
+        let clock = (!(self.child.id() as libc::clockid_t) << 3) | 2;
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `time` is valid for writing; an unknown clock is an error, not a fault.
+        if unsafe { libc::clock_gettime(clock, &mut time) } != 0 {
+            return 0;
+        }
+        time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+    }
+
+    /// Reads the report and waits for the end, both within a time limit.
+    fn finish(&mut self) -> Result<Report> {
+        let deadline = Instant::now() + ANSWER;
+        let mut text = Vec::new();
+        if let Some(report) = self.report.take() {
+            let mut file = std::fs::File::from(report);
+            let mut fds = [PollFd::new(&file, PollFlags::IN)];
+            let limit = Timespec { tv_sec: ANSWER.as_secs() as i64, tv_nsec: 0 };
+            if poll(&mut fds, Some(&limit))? == 0 {
+                bail!("the device process does not end");
+            }
+            file.read_to_end(&mut text)?;
+        }
+        while Instant::now() < deadline {
+            if let Some(status) = self.child.try_wait()? {
+                if !status.success() {
+                    bail!("the device process failed: {status}");
+                }
+                return serde_json::from_slice(&text).context("the device process's report");
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        bail!("the device process does not end")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = self.child.kill();
+        }
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,302 @@
+//! The ways from a job to a disk.
+
+use std::{
+    collections::VecDeque,
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use ringfence_devices::{
+    blk::{DriverQueue, wire},
+    disk::{Disk, FileIo, FileOp},
+    ram::PagedBuffer,
+    worker::Notify,
+};
+use ringfence_dma::{Direction, Mapping};
+use ringfence_sync::clock::{Clock, MonotonicClock};
+
+use super::{link::Dma, probe::Probe};
+use crate::workload::Op;
+
+/// What came back from the disk.
+pub(crate) struct Completed {
+    pub(crate) token: u32,
+    pub(crate) buffer: PagedBuffer,
+    pub(crate) ok: bool,
+}
+
+/// A way from one job thread to the disk.
+pub(crate) trait Path {
+    /// How many requests can be under way at a time.
+    fn depth(&self) -> usize;
+    /// Starts a request; there is room for it.
+    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()>;
+    /// Makes what was started known to the other side.
+    fn publish(&mut self) -> Result<()>;
+    /// Takes back what has completed.
+    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()>;
+    /// Waits for a completion, having waited for `idle` already.
+    fn wait(&mut self, idle: Duration) -> Result<()>;
+    /// Does what must be done now and then.
+    fn tick(&mut self, _now_ns: u64) -> Result<()> {
+        Ok(())
+    }
+    /// Whether something besides requests is under way.
+    fn is_settled(&self) -> bool {
+        true
+    }
+    /// Notifications sent so far.
+    fn kicks(&self) -> u64 {
+        0
+    }
+    /// What the probe found.
+    fn probe(&self) -> Option<&Probe> {
+        None
+    }
+}
+
+/// Through the DMA API and a virtqueue to the device process.
+pub(crate) struct VirtioPath {
+    dma: Dma,
+    queue: DriverQueue,
+    mapped: Vec<Option<(Op, Mapping<PagedBuffer>)>>,
+    probe: Option<Probe>,
+}
+
+/// Requests of the probe have this bit in their number.
+pub(crate) const PROBE: u64 = 1 << 63;
+/// Places in the queue that are the probe's.
+const PROBE_ROOM: usize = 1;
+
+impl VirtioPath {
+    pub(crate) fn new(dma: Dma, queue: DriverQueue, probe: Option<Probe>) -> VirtioPath {
+        VirtioPath { dma, queue, mapped: Vec::new(), probe }
+    }
+}
+
+impl Path for VirtioPath {
+    fn depth(&self) -> usize {
+        self.queue.room() - PROBE_ROOM
+    }
+
+    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
+        let (direction, kind) = match op {
+            Op::Read => (Direction::FromDevice, wire::Kind::In),
+            Op::Write => (Direction::ToDevice, wire::Kind::Out),
+        };
+        let mapping = self.dma.map(buffer, direction).context("mapping a buffer")?;
+        self.queue.submit(kind, offset / wire::SECTOR, mapping.segments(), token.into())?;
+        let at = token as usize;
+        if self.mapped.len() <= at {
+            self.mapped.resize_with(at + 1, || None);
+        }
+        self.mapped[at] = Some((op, mapping));
+        Ok(())
+    }
+
+    fn publish(&mut self) -> Result<()> {
+        self.queue.publish();
+        Ok(())
+    }
+
+    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
+        while let Some(done) = self.queue.reap()? {
+            if done.token & PROBE != 0 {
+                let probe = self.probe.as_mut().context("an answer to no probe")?;
+                probe.answered(done.ok, &mut self.queue)?;
+                continue;
+            }
+            let held = self.mapped.get_mut(done.token as usize).and_then(Option::take);
+            let (op, mapping) = held.context("an answer to no request")?;
+            let len = mapping.len();
+            let buffer = mapping.unmap().context("unmapping a buffer")?;
+            // A read that says OK has written all data and the status; a write the status.
+            let wrote = u64::from(done.written) == if op == Op::Read { len + 1 } else { 1 };
+            into.push(Completed { token: done.token as u32, buffer, ok: done.ok && wrote });
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, idle: Duration) -> Result<()> {
+        self.queue.wait(idle, Duration::from_millis(100));
+        Ok(())
+    }
+
+    fn tick(&mut self, now_ns: u64) -> Result<()> {
+        match &mut self.probe {
+            Some(probe) => probe.tick(now_ns, &self.dma, &mut self.queue),
+            None => Ok(()),
+        }
+    }
+
+    fn is_settled(&self) -> bool {
+        self.probe.as_ref().is_none_or(Probe::is_settled)
+    }
+
+    fn kicks(&self) -> u64 {
+        self.queue.kicks()
+    }
+
+    fn probe(&self) -> Option<&Probe> {
+        self.probe.as_ref()
+    }
+}
+
+/// To a disk in memory, in the job's own thread: the same disk, nothing between.
+pub(crate) struct MemoryPath {
+    disk: Disk,
+    depth: usize,
+    notify: Notify,
+    clock: MonotonicClock,
+    /// Under way, in order of completion.
+    due: VecDeque<(u64, Op, u64, PagedBuffer, u32)>,
+}
+
+impl MemoryPath {
+    pub(crate) fn new(disk: Disk, depth: usize, notify: Notify) -> MemoryPath {
+        let clock = MonotonicClock::default();
+        MemoryPath { disk, depth, notify, clock, due: VecDeque::with_capacity(depth) }
+    }
+}
+
+impl Path for MemoryPath {
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
+        let at = match &self.disk {
+            Disk::Paced(_, pacer) => {
+                let now = self.clock.now_ns();
+                pacer.lock().schedule(now, ringfence_dma::DmaBuffer::len(&buffer))
+            }
+            _ => 0,
+        };
+        self.due.push_back((at, op, offset, buffer, token));
+        Ok(())
+    }
+
+    fn publish(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
+        let (Disk::Ram(ram) | Disk::Paced(ram, _)) = &self.disk else {
+            bail!("a disk in memory was expected");
+        };
+        let now = self.clock.now_ns();
+        while let Some((at, op, offset, buffer, token)) = self.due.pop_front() {
+            if at > now {
+                self.due.push_front((at, op, offset, buffer, token));
+                break;
+            }
+            match op {
+                Op::Read => ram.read(offset, buffer.piece()),
+                Op::Write => ram.write(offset, buffer.piece()),
+            }
+            into.push(Completed { token, buffer, ok: true });
+            // As the device process does between its rounds: what has completed is looked at
+            // before it has left the cache.
+            if into.len() >= 16 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, idle: Duration) -> Result<()> {
+        let sleeps = self.notify.spin().is_some_and(|spin| idle >= spin);
+        match self.due.front() {
+            Some(&(at, ..)) if sleeps => {
+                let left = at.saturating_sub(self.clock.now_ns());
+                std::thread::sleep(Duration::from_nanos(left));
+            }
+            _ => std::hint::spin_loop(),
+        }
+        Ok(())
+    }
+}
+
+/// To a file or block device through an io_uring of the job's thread: what an application without
+/// virtual devices does.
+pub(crate) struct FilePath {
+    // Dropped first: it waits for what the kernel still has under way in the buffers.
+    io: FileIo,
+    under_way: Vec<Option<Box<UnderWay>>>,
+    spare: Vec<Box<UnderWay>>,
+    depth: usize,
+    notify: Notify,
+}
+
+struct UnderWay {
+    buffer: Option<PagedBuffer>,
+    piece: [libc::iovec; 1],
+}
+
+impl FilePath {
+    pub(crate) fn new(file: Arc<OwnedFd>, depth: usize, notify: Notify) -> Result<FilePath> {
+        let io = FileIo::new(file, depth as u32).context("setting up io_uring")?;
+        Ok(FilePath { io, under_way: Vec::new(), spare: Vec::new(), depth, notify })
+    }
+}
+
+impl Path for FilePath {
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
+        let piece = buffer.piece();
+        let piece = [libc::iovec { iov_base: piece.as_ptr().cast(), iov_len: piece.len() }];
+        let mut held = self.spare.pop().unwrap_or_else(|| {
+            let piece = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+            Box::new(UnderWay { buffer: None, piece: [piece] })
+        });
+        held.buffer = Some(buffer);
+        held.piece = piece;
+        let op = match op {
+            Op::Read => FileOp::Read(offset),
+            Op::Write => FileOp::Write(offset),
+        };
+        let at = token as usize;
+        if self.under_way.len() <= at {
+            self.under_way.resize_with(at + 1, || None);
+        }
+        let held = self.under_way[at].insert(held);
+        // SAFETY: the box holds the iovec and, with the buffer, the memory until the completion;
+        // both stay in `under_way`, which is dropped after `io`.
+        if !unsafe { self.io.submit(op, &held.piece, token.into()) } {
+            bail!("more requests than the io_uring holds");
+        }
+        Ok(())
+    }
+
+    fn publish(&mut self) -> Result<()> {
+        self.io.kick().context("io_uring")
+    }
+
+    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
+        let (under_way, spare) = (&mut self.under_way, &mut self.spare);
+        self.io.reap(|token, result| {
+            let Some(mut held) = under_way[token as usize].take() else { return };
+            let wanted = held.piece[0].iov_len;
+            let ok = result.is_ok_and(|moved| moved as usize == wanted);
+            if let Some(buffer) = held.buffer.take() {
+                into.push(Completed { token: token as u32, buffer, ok });
+            }
+            spare.push(held);
+        });
+        Ok(())
+    }
+
+    fn wait(&mut self, idle: Duration) -> Result<()> {
+        if self.notify.spin().is_some_and(|spin| idle >= spin) {
+            self.io.wait().context("io_uring")?;
+        } else {
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+}
