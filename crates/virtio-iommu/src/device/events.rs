@@ -1,63 +1,132 @@
 //! Faults on their way to the driver.
 
-use std::sync::Arc;
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
 
+use parking_lot::Mutex;
 use ringfence_iommu::{Fault, FaultSink};
 use ringfence_mem::Translate;
-use ringfence_virtq::{RingError, device::Queue};
+use ringfence_virtq::{Chain, RingError, device::Queue};
 
 use super::Progress;
+use crate::wire::{FAULT_LEN, FaultRecord};
 
 /// Faults that wait for a buffer: bounded, what is too many is dropped and counted (rule V29).
 /// Shared by whoever reports and the [`EventQueue`].
 #[derive(Debug)]
-pub struct FaultQueue {}
+pub struct FaultQueue {
+    capacity: usize,
+    waiting: Mutex<VecDeque<Fault>>,
+    /// The length of `waiting`, to be read without the lock.
+    count: AtomicUsize,
+    dropped: AtomicU64,
+}
 
 impl FaultQueue {
     /// A queue in which `capacity` faults can wait.
     pub fn new(capacity: usize) -> Arc<FaultQueue> {
-        let _ = capacity;
-        todo!()
+        Arc::new(FaultQueue {
+            capacity,
+            waiting: Mutex::new(VecDeque::with_capacity(capacity.min(1024))),
+            count: AtomicUsize::new(0),
+            dropped: AtomicU64::new(0),
+        })
     }
 
     /// How many faults were dropped.
     pub fn dropped(&self) -> u64 {
-        todo!()
+        self.dropped.load(Ordering::Relaxed)
     }
 
     /// How many faults wait.
     pub fn waiting(&self) -> usize {
-        todo!()
+        self.count.load(Ordering::Acquire)
+    }
+
+    /// Forgets what waits, for a device reset.
+    pub fn clear(&self) {
+        let mut waiting = self.waiting.lock();
+        waiting.clear();
+        self.count.store(0, Ordering::Release);
+    }
+
+    fn take(&self) -> Option<Fault> {
+        if self.waiting() == 0 {
+            return None;
+        }
+        let mut waiting = self.waiting.lock();
+        let fault = waiting.pop_front();
+        self.count.store(waiting.len(), Ordering::Release);
+        fault
     }
 }
 
 impl FaultSink for FaultQueue {
     fn report(&self, fault: Fault) {
-        let _ = fault;
-        todo!()
+        let mut waiting = self.waiting.lock();
+        if waiting.len() < self.capacity {
+            waiting.push_back(fault);
+            self.count.store(waiting.len(), Ordering::Release);
+        } else {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 
-/// Serves the event virtqueue: puts waiting faults into the driver's buffers.
+/// Serves the event virtqueue: puts waiting faults into the driver's buffers, one each.
 #[derive(Debug)]
 pub struct EventQueue {
     faults: Arc<FaultQueue>,
     queue: Queue,
+    chain: Chain,
+    /// The fault that the next buffer is for.
+    next: Option<Fault>,
 }
 
 impl EventQueue {
     /// Serves `queue` from `faults`.
     pub fn new(faults: Arc<FaultQueue>, queue: Queue) -> EventQueue {
-        EventQueue { faults, queue }
+        EventQueue { faults, queue, chain: Chain::new(), next: None }
     }
 
-    /// Delivers what waits, as far as there are buffers.
+    /// Delivers what waits, as far as there are buffers. A buffer too small for a record is given
+    /// back empty.
     ///
     /// # Errors
     /// The driver broke the ring.
     pub fn poll(&mut self, mem: &impl Translate) -> Result<Progress, RingError> {
-        let _ = (mem, &self.faults);
-        todo!()
+        let mut progress = Progress::default();
+        loop {
+            self.next = self.next.or_else(|| self.faults.take());
+            let Some(fault) = self.next else { break };
+            if !self.queue.is_valid() {
+                self.queue.revalidate(mem)?;
+            }
+            if !self.queue.pop(mem, &mut self.chain)? {
+                break;
+            }
+            let mut used = 0;
+            if self.chain.writable_len() >= FAULT_LEN as u64 {
+                self.next = None;
+                let record = FaultRecord::from(fault).emit();
+                match self.chain.write_at(mem, 0, &record) {
+                    Ok(_) => used = FAULT_LEN as u32,
+                    Err(_) => _ = self.faults.dropped.fetch_add(1, Ordering::Relaxed),
+                }
+                progress.handled += 1;
+            }
+            self.queue.push_used(self.chain.head(), used);
+            progress.published += 1;
+        }
+        if progress.published > 0 {
+            progress.interrupt = self.queue.publish_used();
+        }
+        Ok(progress)
     }
 
     /// The virtqueue.

@@ -11,7 +11,7 @@ mod core;
 mod events;
 mod queue;
 
-pub use self::core::{Device, Options, Outcome, Session};
+pub use self::core::{Device, Options, Session};
 pub use backing::{Backing, Binding, EndpointInfo};
 pub use events::{EventQueue, FaultQueue};
 pub use queue::{Counters, Progress, RequestQueue};

@@ -1,11 +1,18 @@
 //! Serving a request virtqueue without blocking.
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use ringfence_mem::Translate;
-use ringfence_virtq::{RingError, device::Queue};
+use ringfence_virtq::{Chain, Desc, RingError, cut, device::Queue};
 
-use super::{Backing, Device};
+use super::{Backing, Device, Session, core::Reply};
+use crate::wire::{Kind, MAX_REQUEST_LEN, Status, TAIL_LEN, emit_tail};
+
+/// A batch ends once it has touched so many domains: so many invalidations wait at most.
+const TOUCHED: usize = 64;
+
+/// So many bytes of a buffer for properties are zeroed, however long the driver makes it.
+const MAX_PROPERTIES: usize = 1 << 16;
 
 /// What a [`RequestQueue::poll`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,18 +49,70 @@ pub struct Counters {
     pub syncs: u64,
 }
 
-/// Serves one request virtqueue. Belongs to one thread at a time.
+/// Where the tail of a request is to be written.
 #[derive(Debug)]
+enum Tail {
+    /// Nowhere.
+    None,
+    /// All of it at one address: what every sane driver does.
+    At(u64),
+    /// In pieces.
+    Split(Box<[Desc]>),
+}
+
+/// A reply that has not been published.
+#[derive(Debug)]
+struct Pending {
+    head: u16,
+    used: u32,
+    status: Status,
+    /// Whether the status becomes DEVERR should the invalidation fail.
+    waits: bool,
+    tail: Tail,
+}
+
+/// Serves one request virtqueue. Belongs to one thread at a time.
+///
+/// Requests are carried out in the order of the ring and answered in it. Those found together make
+/// a batch: when none of them needs an invalidation their replies are published at once, else
+/// together once all invalidations of the batch are over, one a domain. So an UNMAP that is
+/// answered is one after which no access succeeds, whatever the device's threads had cached; and
+/// a MAP that follows it in the ring is not answered before it.
 pub struct RequestQueue<B: Backing> {
     device: Arc<Device<B>>,
     queue: Queue,
+    session: Session<B>,
     counters: Counters,
+    chain: Chain,
+    pending: Vec<Pending>,
+    /// Whether `pending` waits for an invalidation.
+    waiting: bool,
+    properties: Vec<u8>,
+}
+
+impl<B: Backing> fmt::Debug for RequestQueue<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RequestQueue")
+            .field("queue", &self.queue)
+            .field("counters", &self.counters)
+            .field("pending", &self.pending.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl<B: Backing> RequestQueue<B> {
     /// Serves `queue` for `device`.
     pub fn new(device: Arc<Device<B>>, queue: Queue) -> RequestQueue<B> {
-        RequestQueue { device, queue, counters: Counters::default() }
+        RequestQueue {
+            device,
+            pending: Vec::with_capacity(queue.config().size.into()),
+            queue,
+            session: Session::new(),
+            counters: Counters::default(),
+            chain: Chain::new(),
+            waiting: false,
+            properties: Vec::new(),
+        }
     }
 
     /// Does what can be done now: carries out all requests in the ring, in order, starts the
@@ -63,8 +122,128 @@ impl<B: Backing> RequestQueue<B> {
     /// # Errors
     /// The driver broke the ring; the device needs a reset (rule V30).
     pub fn poll(&mut self, mem: &impl Translate) -> Result<Progress, RingError> {
-        let _ = (mem, &self.device, &self.counters);
-        todo!()
+        let mut progress = Progress::default();
+        if !self.queue.is_valid() {
+            self.queue.revalidate(mem)?;
+        }
+        if !self.waiting {
+            while self.pending.len() < self.pending.capacity() && self.session.touched() < TOUCHED {
+                if !self.queue.pop(mem, &mut self.chain)? {
+                    break;
+                }
+                self.carry_out(mem);
+                progress.handled += 1;
+            }
+            if self.session.needs_sync() {
+                self.device.begin_sync(&mut self.session);
+                self.counters.syncs = self.session.syncs;
+                self.waiting = true;
+            }
+        }
+        let mut failed = false;
+        if self.waiting {
+            match self.device.poll_sync(&mut self.session) {
+                Ok(true) => {}
+                Ok(false) => {
+                    progress.pending = true;
+                    return Ok(progress);
+                }
+                Err(_) => failed = true,
+            }
+            self.waiting = false;
+        }
+        progress.published = self.pending.len();
+        progress.interrupt = self.publish(mem, failed);
+        Ok(progress)
+    }
+
+    /// Carries out the request in `self.chain`; its reply becomes pending.
+    #[inline]
+    fn carry_out(&mut self, mem: &impl Translate) {
+        let mut request = [0; MAX_REQUEST_LEN];
+        let room = self.chain.writable_len();
+        // The bytes are read once; what the driver does to them afterwards changes nothing.
+        let reply = match self.chain.read_at(mem, 0, &mut request) {
+            Ok(len) => {
+                let request = &request[..len];
+                match request.first().copied().and_then(Kind::from_u8) {
+                    Some(Kind::Map) => self.counters.maps += 1,
+                    Some(Kind::Unmap) => self.counters.unmaps += 1,
+                    _ => self.counters.others += 1,
+                }
+                self.device.execute(&mut self.session, request, room)
+            }
+            Err(_) => {
+                self.counters.others += 1;
+                match room < TAIL_LEN as u64 {
+                    true => Reply::Unwritten,
+                    false => Reply::Status { status: Status::IoErr, waits: false },
+                }
+            }
+        };
+        let end = room.saturating_sub(TAIL_LEN as u64);
+        let (status, waits, tail_at) = match reply {
+            Reply::Unwritten => {
+                let (head, used, tail) = (self.chain.head(), 0, Tail::None);
+                self.counters.refused += 1;
+                let status = Status::Unsupp;
+                return self.pending.push(Pending { head, used, status, waits: false, tail });
+            }
+            Reply::Status { status, waits } => (status, waits, 0),
+            Reply::ProbeTooSmall => (Status::Inval, false, end),
+            Reply::Properties(info) => {
+                let size = usize::try_from(end).unwrap_or(usize::MAX);
+                // As long as the device asked for, the tail included, this is all of it.
+                let probe = self.device.options().probe_size as usize;
+                self.properties.clear();
+                self.properties.resize(size.min(probe.max(MAX_PROPERTIES)), 0);
+                let mut status = self.device.emit_properties(&info, &mut self.properties);
+                if status == Status::Ok && self.chain.write_at(mem, 0, &self.properties).is_err() {
+                    status = Status::IoErr;
+                }
+                (status, false, end)
+            }
+        };
+        if status != Status::Ok {
+            self.counters.refused += 1;
+        }
+        let used = u32::try_from(tail_at).unwrap_or(u32::MAX).saturating_add(TAIL_LEN as u32);
+        let tail = match self.chain.writable() {
+            [first, ..] if tail_at == 0 && first.len >= TAIL_LEN as u32 => Tail::At(first.addr),
+            all => Tail::Split(cut(all, tail_at, TAIL_LEN as u64).collect()),
+        };
+        self.pending.push(Pending { head: self.chain.head(), used, status, waits, tail });
+    }
+
+    /// Writes and publishes all pending replies. Whether the driver wants an interrupt.
+    fn publish(&mut self, mem: &impl Translate, failed: bool) -> bool {
+        if self.pending.is_empty() {
+            return false;
+        }
+        for Pending { head, used, status, waits, tail } in self.pending.drain(..) {
+            let status = if failed && waits { Status::DevErr } else { status };
+            let bytes = emit_tail(status);
+            let written = match tail {
+                Tail::None => Ok(()),
+                Tail::At(addr) => mem.write(addr, &bytes),
+                Tail::Split(pieces) => {
+                    let mut at = 0;
+                    pieces.iter().try_for_each(|piece| {
+                        let len = piece.len as usize;
+                        at += len;
+                        mem.write(piece.addr, &bytes[at - len..at])
+                    })
+                }
+            };
+            // Where the tail cannot be written the driver is told that nothing was.
+            self.queue.push_used(head, if written.is_ok() { used } else { 0 });
+        }
+        self.queue.publish_used()
+    }
+
+    /// Whether replies wait for an invalidation.
+    pub fn is_pending(&self) -> bool {
+        self.waiting
     }
 
     /// The virtqueue, to suppress and enable kicks or to ask for its indices.

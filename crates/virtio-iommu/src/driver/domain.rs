@@ -1,44 +1,271 @@
 //! An address space behind a virtio-iommu.
 
-use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result,
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
-/// A domain of a virtio-iommu. Made by [`Driver::domain`](super::Driver::domain).
+use parking_lot::Mutex;
+use ringfence_iommu::{
+    Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Prot, Range,
+    ReservedRegion, Result,
+};
+
+use super::{
+    Driver,
+    driver::add_software_msi,
+    report::{Failures, Reports, Sent},
+    shadow::Shadow,
+};
+use crate::wire::{AttachFlags, Features, MapFlags, Request};
+
+/// What the addresses of a domain mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Meaning {
+    /// What was mapped.
+    Mapped,
+    /// Themselves, by a bypass domain.
+    Bypass,
+    /// Themselves, by mappings.
+    Identity,
+}
+
+/// A domain of a virtio-iommu. Made by [`Driver::domain`].
 ///
 /// As long as no endpoint is attached, mappings are only noted; the first
 /// [`attach`](Self::attach) sends them all (rule L65).
-pub struct ViommuDomain {}
+///
+/// What the device refuses is reported: a MAP by the [`iotlb_sync_map`](Domain::iotlb_sync_map)
+/// of its range, and it is not mapped; an UNMAP by [`iotlb_sync`](Domain::iotlb_sync) or
+/// [`flush_iotlb_all`](Domain::flush_iotlb_all), and then what it was to remove may still be
+/// reachable: its addresses must not be used again.
+pub struct ViommuDomain {
+    driver: Arc<Driver>,
+    id: u32,
+    meaning: Meaning,
+    reports: Arc<Reports>,
+    /// Whether any endpoint is; changed under the lock of `state`.
+    attached: AtomicBool,
+    /// Comes before the ring's lock. Held while waiting in attach and detach only.
+    state: Mutex<State>,
+}
+
+struct State {
+    shadow: Shadow,
+    geometry: Geometry,
+    /// The endpoints, each with the regions that the device named.
+    endpoints: Vec<(u32, Vec<ReservedRegion>)>,
+    failed_maps: Failures,
+    failed_unmaps: Failures,
+    failed_replay: Option<Error>,
+}
+
+impl fmt::Debug for ViommuDomain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ViommuDomain")
+            .field("id", &self.id)
+            .field("meaning", &self.meaning)
+            .finish_non_exhaustive()
+    }
+}
 
 impl ViommuDomain {
+    pub(super) fn new(driver: &Arc<Driver>, meaning: Meaning) -> Result<Arc<ViommuDomain>> {
+        let config = driver.config();
+        let aperture = match driver.features().contains(Features::INPUT_RANGE) {
+            true => config.input_range,
+            false => Range::ALL,
+        };
+        let reports = Arc::default();
+        Ok(Arc::new(ViommuDomain {
+            id: driver.open(&reports)?,
+            driver: Arc::clone(driver),
+            meaning,
+            reports,
+            attached: AtomicBool::new(false),
+            state: Mutex::new(State {
+                shadow: Shadow::default(),
+                geometry: Geometry::new(config.page_sizes, aperture),
+                endpoints: Vec::new(),
+                failed_maps: Failures::default(),
+                failed_unmaps: Failures::default(),
+                failed_replay: None,
+            }),
+        }))
+    }
+
     /// The number that the device knows the domain by.
     pub fn id(&self) -> u32 {
-        todo!()
+        self.id
+    }
+
+    /// The driver of the device.
+    pub fn driver(&self) -> &Arc<Driver> {
+        &self.driver
     }
 
     /// Probes `endpoint` (rule V33) and attaches it, waiting for the device. Its reserved regions
     /// become part of the geometry.
     ///
     /// # Errors
-    /// What the device answered; [`Error::Reserved`](ringfence_iommu::Error::Reserved) if
-    /// something is mapped where the endpoint cannot have it. The endpoint is not attached then.
+    /// What the device answered; [`Error::Reserved`] if something is mapped where the endpoint
+    /// cannot have it; [`Error::Unsupported`] if it is attached to another domain. The endpoint is
+    /// not attached then.
     pub fn attach(&self, endpoint: u32) -> Result<()> {
-        let _ = endpoint;
-        todo!()
+        let regions = self.driver.probed_regions(endpoint)?;
+        let mut state = self.settled();
+        if state.endpoints.iter().any(|&(held, _)| held == endpoint) {
+            return Ok(());
+        }
+        for region in &regions {
+            if let Some(range) = state.shadow.overlapping(region.range) {
+                return Err(Error::Reserved { range, reserved: region.range });
+            }
+        }
+        self.driver.claim(endpoint, self.id)?;
+        let result = self.join(&mut state, endpoint, &regions);
+        if result.is_err() {
+            self.driver.release(endpoint);
+            return result;
+        }
+        state.endpoints.push((endpoint, regions));
+        state.refresh_geometry();
+        self.attached.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Attaches, and if the endpoint is the first, sends all that was noted.
+    fn join(&self, state: &mut State, endpoint: u32, regions: &[ReservedRegion]) -> Result<()> {
+        let flags = match self.meaning {
+            Meaning::Bypass => AttachFlags::BYPASS,
+            _ => AttachFlags::empty(),
+        };
+        self.driver.call(&Request::Attach { domain: self.id, endpoint, flags })?;
+        if !state.endpoints.is_empty() {
+            return Ok(());
+        }
+        if self.meaning == Meaning::Identity {
+            state.shadow.clear();
+            let granule = state.geometry.page_sizes.granule();
+            for range in around(state.geometry.aperture, regions, granule) {
+                state.shadow.insert(range, GuestPhys(range.first().0), Prot::RW, 0);
+            }
+        }
+        let result = self.replay(state);
+        if result.is_err() {
+            // The domain goes with its only endpoint, and what was mapped of it.
+            let _ = self.driver.call(&Request::Detach { domain: self.id, endpoint });
+        }
+        result
+    }
+
+    fn replay(&self, state: &mut State) -> Result<()> {
+        for (range, mapping) in state.shadow.iter() {
+            let flags = MapFlags::from_prot(mapping.prot);
+            let map = Request::Map { domain: self.id, range, phys: mapping.target.0, flags };
+            self.driver.send(&map, Sent::Replay)?;
+        }
+        self.driver.drain()?;
+        self.settle(state);
+        state.failed_replay.take().map_or(Ok(()), Err)
     }
 
     /// Detaches `endpoint`, waiting for the device. Mappings stay noted for a later attach.
     ///
     /// # Errors
-    /// What the device answered; it is attached still.
+    /// What the device answered; it is attached still. [`Error::Unsupported`] if it was not.
     pub fn detach(&self, endpoint: u32) -> Result<()> {
-        let _ = endpoint;
-        todo!()
+        let mut state = self.settled();
+        self.leave(&mut state, endpoint)
+    }
+
+    fn leave(&self, state: &mut State, endpoint: u32) -> Result<()> {
+        let Some(at) = state.endpoints.iter().position(|&(held, _)| held == endpoint) else {
+            return Err(Error::Unsupported("the endpoint is not attached to the domain"));
+        };
+        self.driver.call(&Request::Detach { domain: self.id, endpoint })?;
+        state.endpoints.swap_remove(at);
+        state.refresh_geometry();
+        self.driver.release(endpoint);
+        if state.endpoints.is_empty() {
+            self.attached.store(false, Ordering::Release);
+        }
+        Ok(())
     }
 
     /// How many mappings there are.
     pub fn mappings(&self) -> usize {
-        todo!()
+        self.settled().shadow.len()
+    }
+
+    /// The state, with everything accounted for that the device has answered.
+    #[inline]
+    fn settled(&self) -> parking_lot::MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        self.settle(&mut state);
+        state
+    }
+
+    #[inline]
+    fn settle(&self, state: &mut State) {
+        for failure in self.reports.take() {
+            match failure.sent {
+                // A mapping that was unmapped meanwhile is nobody's concern any more.
+                Sent::Map if state.shadow.roll_back(failure.range, failure.seq) => {
+                    state.failed_maps.add(failure.range, failure.status);
+                }
+                Sent::Unmap => state.failed_unmaps.add(failure.range, failure.status),
+                Sent::Replay => {
+                    let (range, status) = (failure.range, failure.status);
+                    state.failed_replay.get_or_insert(Error::Device { range, status });
+                }
+                Sent::Map | Sent::Sync => {}
+            }
+        }
+    }
+
+    fn is_attached(&self) -> bool {
+        self.attached.load(Ordering::Acquire)
+    }
+}
+
+impl State {
+    /// To be called when the endpoints have changed.
+    fn refresh_geometry(&mut self) {
+        let mut reserved: Vec<_> =
+            self.endpoints.iter().flat_map(|(_, regions)| regions).copied().collect();
+        if !self.endpoints.is_empty() {
+            add_software_msi(&mut reserved);
+        }
+        reserved.sort_by_key(|region| region.range);
+        reserved.dedup();
+        self.geometry.reserved = reserved.into();
+    }
+
+    /// Whether `range` could be mapped as far as can be told without the device.
+    #[inline]
+    fn check(&self, range: Range, target: GuestPhys) -> Result<()> {
+        let granule = self.geometry.page_sizes.granule();
+        if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
+            return Err(Error::Unaligned { range, granule });
+        }
+        if target.checked_add(range.extent()).is_none() {
+            return Err(Error::TargetOverflow(range));
+        }
+        let aperture = self.geometry.aperture;
+        if !aperture.covers(range) {
+            return Err(Error::OutsideAperture { range, aperture });
+        }
+        if let Some(region) = self.geometry.reserved_in(range) {
+            return Err(Error::Reserved { range, reserved: region.range });
+        }
+        match self.shadow.overlapping(range) {
+            Some(held) => Err(Error::Exists { range, at: held.first() }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -46,32 +273,176 @@ impl Domain for ViommuDomain {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
-        todo!()
+        self.state.lock().geometry.clone()
     }
+
     fn capabilities(&self) -> Capabilities {
         Capabilities::FULL
     }
+
     fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        let _ = (range, target, prot);
-        todo!()
+        if self.meaning != Meaning::Mapped {
+            return Err(Error::Unsupported("an identity domain maps nothing else"));
+        }
+        if !prot.intersects(Prot::RW) {
+            return Err(Error::NoPermission(range));
+        }
+        if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
+            return Err(Error::Unsupported("the device knows no MMIO mappings"));
+        }
+        if range.extent() == 0 {
+            // virt_end must be strictly greater than virt_start (rule V38).
+            return Err(Error::Unsupported("a mapping of one byte cannot be asked for"));
+        }
+        let flags = MapFlags::from_prot(prot);
+        let map = Request::Map { domain: self.id, range, phys: target.0, flags };
+        loop {
+            let mut state = self.settled();
+            state.check(range, target)?;
+            let seq = match self.is_attached() {
+                true => self.driver.try_send(&map, Sent::Map)?,
+                false => Some(0),
+            };
+            if let Some(seq) = seq {
+                state.shadow.insert(range, target, prot, seq);
+                return Ok(());
+            }
+            drop(state);
+            self.driver.make_room()?;
+        }
     }
+
     fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        let _ = range;
-        todo!()
+        if self.is_attached() {
+            self.driver.sync()?;
+        }
+        self.settled().failed_maps.take(range)
     }
+
     fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        let _ = (range, gather);
-        todo!()
+        if self.meaning != Meaning::Mapped {
+            return Err(Error::Unsupported("an identity domain unmaps nothing"));
+        }
+        loop {
+            let mut state = self.settled();
+            let granule = state.geometry.page_sizes.granule();
+            if !range.is_aligned(granule) {
+                return Err(Error::Unaligned { range, granule });
+            }
+            let Some(covered) = state.shadow.covered(range)? else {
+                state.failed_maps.forget(range);
+                return Ok(0);
+            };
+            let sent = match self.is_attached() {
+                true => {
+                    let unmap = Request::Unmap { domain: self.id, range: covered.hull };
+                    self.driver.try_send(&unmap, Sent::Unmap)?.is_some()
+                }
+                false => true,
+            };
+            if sent {
+                state.shadow.remove(covered);
+                state.failed_maps.forget(range);
+                gather.add(covered.hull);
+                return Ok(covered.bytes);
+            }
+            drop(state);
+            self.driver.make_room()?;
+        }
     }
+
     fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        let _ = gather;
-        todo!()
+        let result = match self.is_attached() {
+            true => self.driver.sync(),
+            false => Ok(()),
+        };
+        let result = result.and_then(|()| {
+            let mut state = self.settled();
+            gather.ranges().iter().fold(Ok(()), |so_far, &range| {
+                let failed = state.failed_unmaps.take(range);
+                so_far.and(failed)
+            })
+        });
+        gather.clear_ranges();
+        drop(gather.take_pages());
+        result
     }
+
     fn flush_iotlb_all(&self) -> Result<()> {
-        todo!()
+        if self.is_attached() {
+            self.driver.sync()?;
+        }
+        self.settled().failed_unmaps.take(Range::ALL)
     }
+
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        let _ = iova;
-        todo!()
+        if self.meaning == Meaning::Bypass {
+            return Some(GuestPhys(iova.0));
+        }
+        let (range, mapping) = self.settled().shadow.find(iova)?;
+        mapping.target.checked_add(iova.0 - range.first().0)
+    }
+}
+
+impl Drop for ViommuDomain {
+    fn drop(&mut self) {
+        let mut state = self.settled();
+        while let Some(&(endpoint, _)) = state.endpoints.first() {
+            // The number may be used again only if the device has let go of the domain.
+            if self.leave(&mut state, endpoint).is_err() {
+                return;
+            }
+        }
+        drop(state);
+        self.driver.close(self.id);
+    }
+}
+
+/// `whole` without `regions`, which are in ascending order and grow to whole granules.
+fn around(whole: Range, regions: &[ReservedRegion], granule: u64) -> Vec<Range> {
+    let mask = granule - 1;
+    let mut free = Vec::new();
+    let mut next = Some(whole.first().0);
+    for region in regions {
+        let Some(from) = next else { break };
+        let (first, last) = (region.range.first().0 & !mask, region.range.last().0 | mask);
+        if let Some(before) = first.checked_sub(1)
+            && let Some(range) = Range::new(Iova(from), Iova(before.min(whole.last().0)))
+        {
+            free.push(range);
+        }
+        next = last.checked_add(1).map(|after| after.max(from));
+    }
+    if let Some(range) = next.and_then(|from| Range::new(Iova(from), whole.last())) {
+        free.push(range);
+    }
+    free
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ringfence_iommu::ReservedKind;
+
+    fn range(first: u64, last: u64) -> Range {
+        Range::new(Iova(first), Iova(last)).unwrap()
+    }
+
+    fn region(first: u64, last: u64) -> ReservedRegion {
+        ReservedRegion { range: range(first, last), kind: ReservedKind::Reserved }
+    }
+
+    #[test]
+    fn identity_mappings_leave_out_reserved_regions_rounded_outward() {
+        // rule L66
+        let regions = [region(0, 0x10), region(0x5800, 0x5fff), region(0x6000, 0x6001)];
+        let free = around(range(0, u64::MAX), &regions, 0x1000);
+        assert_eq!(free, [range(0x1000, 0x4fff), range(0x7000, u64::MAX)]);
+        assert_eq!(around(Range::ALL, &[], 0x1000), [Range::ALL]);
+        assert_eq!(around(Range::ALL, &[region(0, u64::MAX)], 0x1000), []);
+        let high = [region(0x8000, u64::MAX)];
+        assert_eq!(around(range(0, 0xffff), &high, 0x1000), [range(0, 0x7fff)]);
+        let below = [region(0, 0xfff), region(0x1000, 0x1fff)];
+        assert_eq!(around(range(0x8000, 0xffff), &below, 0x1000), [range(0x8000, 0xffff)]);
     }
 }

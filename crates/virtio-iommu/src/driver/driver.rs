@@ -1,13 +1,31 @@
 //! One driver a device: its request queue, its configuration, its domain numbers.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
-use ringfence_iommu::{Error, ReservedRegion, Result};
+use parking_lot::Mutex;
+use ringfence_iommu::{Error, Iova, Range, ReservedKind, ReservedRegion, Result};
 use ringfence_mem::Window;
 use ringfence_virtq::driver::Queue;
 
-use super::{Notify, Stats, Transport, ViommuDomain};
-use crate::wire::{Config, Features, Property};
+use super::{
+    Histogram, Notify, Stats, Transport, ViommuDomain,
+    domain::Meaning,
+    report::{Reports, Sent},
+    ring::{Ring, SLOT, probe_bytes, slots},
+    wait::Waiting,
+};
+use crate::wire::{Config, Features, Properties, Property, Request, Status};
+
+/// Where Linux puts the window for MSIs if the device names none (rule L66).
+const SOFTWARE_MSI: (u64, u64) = (0x800_0000, 1 << 20);
 
 /// The features that this driver accepts of those on `offer` (the whole 64 bits or the device
 /// type's): all but the old BYPASS (rule V31).
@@ -43,14 +61,47 @@ impl Default for Options {
 }
 
 /// The driver of one virtio-iommu.
-pub struct Driver {}
+///
+/// A device that breaks the ring, or answers nothing for
+/// [`Options::timeout`](Options#structfield.timeout), is given up: from then on everything that
+/// needs it fails with [`Error::Gone`].
+pub struct Driver {
+    transport: Arc<dyn Transport>,
+    waiting: Waiting,
+    config: Config,
+    features: Features,
+    numbers: Mutex<Numbers>,
+    /// The domain of each attached endpoint.
+    attached: Mutex<HashMap<u32, u32>>,
+    /// PROBE's memory is one request's at a time.
+    probing: Mutex<()>,
+    syncs: AtomicU64,
+    ring_full: AtomicU64,
+    sync_wait_ns: Histogram,
+}
+
+/// The domain numbers: those never used and those given back.
+#[derive(Debug)]
+struct Numbers {
+    fresh: core::ops::RangeInclusive<u32>,
+    returned: Vec<u32>,
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Driver")
+            .field("features", &self.features)
+            .field("config", &self.config)
+            .field("waiting", &self.waiting)
+            .finish_non_exhaustive()
+    }
+}
 
 impl Driver {
     /// The bytes of shared memory that a request queue of `size` descriptors needs for its
     /// requests.
     pub fn buffer_bytes(size: u16, config: &Config) -> usize {
-        let _ = (size, config);
-        todo!()
+        slots(size) * SLOT + probe_bytes(config.probe_size as usize)
     }
 
     /// A driver for a device with `config` and the negotiated `features`, over its request queue.
@@ -66,8 +117,33 @@ impl Driver {
         features: Features,
         options: Options,
     ) -> Result<Arc<Driver>> {
-        let _ = (transport, queue, buffers, config, features, options);
-        todo!()
+        if config.page_sizes.granule() > options.cpu_page {
+            return Err(Error::Unsupported("the granule is larger than a page"));
+        }
+        if slots(queue.size()) == 0 {
+            return Err(Error::Unsupported("a request takes two descriptors"));
+        }
+        let needed = Self::buffer_bytes(queue.size(), &config);
+        if buffers.window.len() < needed || buffers.addr.checked_add(needed as u64).is_none() {
+            return Err(Error::NoMemory);
+        }
+        let numbers = match features.contains(Features::DOMAIN_RANGE) {
+            true => config.domain_range.0..=config.domain_range.1,
+            false => 0..=u32::MAX,
+        };
+        let ring = Ring::new(queue, buffers.window, buffers.addr);
+        Ok(Arc::new(Driver {
+            transport,
+            waiting: Waiting::new(ring, options.notify, options.timeout),
+            config,
+            features,
+            numbers: Mutex::new(Numbers { fresh: numbers, returned: Vec::new() }),
+            attached: Mutex::new(HashMap::new()),
+            probing: Mutex::new(()),
+            syncs: AtomicU64::new(0),
+            ring_full: AtomicU64::new(0),
+            sync_wait_ns: Histogram::default(),
+        }))
     }
 
     /// A new, empty domain that maps.
@@ -75,7 +151,10 @@ impl Driver {
     /// # Errors
     /// [`Error::Unsupported`] without MAP_UNMAP; [`Error::Full`] if all numbers are taken.
     pub fn domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
-        todo!()
+        if !self.features.contains(Features::MAP_UNMAP) {
+            return Err(Error::Unsupported("the device offers no MAP and UNMAP"));
+        }
+        ViommuDomain::new(self, Meaning::Mapped)
     }
 
     /// A domain in which every address leads to itself: a bypass domain where there are any, else
@@ -84,7 +163,13 @@ impl Driver {
     /// # Errors
     /// As [`domain`](Self::domain).
     pub fn identity_domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
-        todo!()
+        if self.features.contains(Features::BYPASS_CONFIG) {
+            return ViommuDomain::new(self, Meaning::Bypass);
+        }
+        if !self.features.contains(Features::MAP_UNMAP) {
+            return Err(Error::Unsupported("the device offers neither bypass nor mappings"));
+        }
+        ViommuDomain::new(self, Meaning::Identity)
     }
 
     /// Asks for the properties of an endpoint.
@@ -92,46 +177,175 @@ impl Driver {
     /// # Errors
     /// [`Error::Unsupported`] without PROBE; what the device answered.
     pub fn probe(&self, endpoint: u32) -> Result<Vec<Property>> {
-        let _ = endpoint;
-        todo!()
+        if !self.features.contains(Features::PROBE) {
+            return Err(Error::Unsupported("the device offers no PROBE"));
+        }
+        let _one_at_a_time = self.probing.lock();
+        let size = self.config.probe_size as usize;
+        let seq = self.put(|ring| ring.submit_probe(endpoint, size))?;
+        refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)?;
+        let bytes = self.waiting.ring()?.properties(size);
+        Ok(Properties::new(&bytes).collect())
     }
 
     /// The regions of an endpoint that are not for mapping, from PROBE if there is one; and a
     /// window for MSIs if the device names none (rule L66).
     ///
     /// # Errors
-    /// As [`probe`](Self::probe).
+    /// As [`probe`](Self::probe), but for the lack of it.
     pub fn reserved_regions(&self, endpoint: u32) -> Result<Vec<ReservedRegion>> {
-        let _ = endpoint;
-        todo!()
+        let mut regions = self.probed_regions(endpoint)?;
+        add_software_msi(&mut regions);
+        Ok(regions)
+    }
+
+    /// The regions that the device itself names, in ascending order.
+    pub(super) fn probed_regions(&self, endpoint: u32) -> Result<Vec<ReservedRegion>> {
+        if !self.features.contains(Features::PROBE) {
+            return Ok(Vec::new());
+        }
+        let mut regions: Vec<_> =
+            self.probe(endpoint)?.into_iter().map(|property| property.region()).collect();
+        regions.sort_by_key(|region| region.range);
+        Ok(regions)
     }
 
     /// Sets whether endpoints that are attached to nothing bypass the IOMMU.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without BYPASS_CONFIG (rule V32).
+    /// [`Error::Unsupported`] without BYPASS_CONFIG (rule V32), or by the transport.
     pub fn set_bypass(&self, bypass: bool) -> Result<()> {
-        let _ = bypass;
-        Err(Error::Unsupported("todo"))
+        if !self.features.contains(Features::BYPASS_CONFIG) {
+            return Err(Error::Unsupported("the device has no bypass to set"));
+        }
+        self.transport.set_bypass(bypass)
     }
 
     /// The negotiated features.
     pub fn features(&self) -> Features {
-        todo!()
+        self.features
     }
 
-    /// The configuration.
+    /// The configuration as it was when the driver was made.
     pub fn config(&self) -> &Config {
-        todo!()
+        &self.config
     }
 
     /// Why the driver gave up on the device, if it did.
     pub fn failed(&self) -> Option<Error> {
-        todo!()
+        self.waiting.failed()
     }
 
     /// What was done so far.
     pub fn stats(&self) -> Stats {
-        todo!()
+        let counts = self.waiting.ring_of_any().counts;
+        Stats {
+            maps: counts.maps,
+            unmaps: counts.unmaps,
+            others: counts.others,
+            syncs: self.syncs.load(Ordering::Relaxed),
+            ring_full: self.ring_full.load(Ordering::Relaxed),
+            kicks: self.waiting.kicks.load(Ordering::Relaxed),
+            errors: counts.errors,
+            sync_wait_ns: self.sync_wait_ns.snapshot(),
+        }
     }
+
+    /// Puts a request into the ring if there is room, without a kick (rule L64); its number.
+    #[inline]
+    pub(super) fn try_send(&self, request: &Request, sent: Sent) -> Result<Option<u64>> {
+        let mut ring = self.waiting.ring()?;
+        if let Some(seq) = ring.submit(request, sent) {
+            return Ok(Some(seq));
+        }
+        // The device may have made room that nobody has looked for.
+        self.waiting.reap(&mut ring)?;
+        Ok(ring.submit(request, sent))
+    }
+
+    /// Waits until there is room in the ring.
+    pub(super) fn make_room(&self) -> Result<()> {
+        self.ring_full.fetch_add(1, Ordering::Relaxed);
+        self.waiting.drain(&*self.transport).map(|_| ())
+    }
+
+    /// As [`try_send`](Self::try_send), waiting for room.
+    pub(super) fn send(&self, request: &Request, sent: Sent) -> Result<u64> {
+        self.put(|ring| ring.submit(request, sent))
+    }
+
+    fn put(&self, mut submit: impl FnMut(&mut Ring) -> Option<u64>) -> Result<u64> {
+        loop {
+            if let Some(seq) = submit(&mut *self.waiting.ring()?) {
+                return Ok(seq);
+            }
+            self.make_room()?;
+        }
+    }
+
+    /// Sends a request and waits for its reply.
+    pub(super) fn call(&self, request: &Request) -> Result<()> {
+        let seq = self.send(request, Sent::Sync)?;
+        refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)
+    }
+
+    /// Kicks, and waits for everything that is in the ring now.
+    pub(super) fn sync(&self) -> Result<()> {
+        self.syncs.fetch_add(1, Ordering::Relaxed);
+        let start = Instant::now();
+        let result = self.waiting.drain(&*self.transport);
+        let waited = start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX);
+        self.sync_wait_ns.record(waited);
+        result.map(|_| ())
+    }
+
+    /// As [`sync`](Self::sync), for the driver's own purposes.
+    pub(super) fn drain(&self) -> Result<()> {
+        self.waiting.drain(&*self.transport).map(|_| ())
+    }
+
+    /// Reserves a domain number whose failures go to `reports`.
+    pub(super) fn open(&self, reports: &Arc<Reports>) -> Result<u32> {
+        let mut numbers = self.numbers.lock();
+        let Some(id) = numbers.returned.pop().or_else(|| numbers.fresh.next()) else {
+            let (first, last) = self.config.domain_range;
+            let limit = u64::from(last) - u64::from(first) + 1;
+            return Err(Error::Full { what: "domains", used: limit, limit });
+        };
+        self.waiting.ring_of_any().register(id, Arc::clone(reports));
+        Ok(id)
+    }
+
+    /// Gives a domain number back. Nothing of the domain may be in the ring.
+    pub(super) fn close(&self, id: u32) {
+        self.waiting.ring_of_any().unregister(id);
+        self.numbers.lock().returned.push(id);
+    }
+
+    /// Notes that `endpoint` belongs to `domain`.
+    pub(super) fn claim(&self, endpoint: u32, domain: u32) -> Result<()> {
+        match *self.attached.lock().entry(endpoint).or_insert(domain) {
+            held if held == domain => Ok(()),
+            _ => Err(Error::Unsupported("the endpoint is attached to another domain")),
+        }
+    }
+
+    pub(super) fn release(&self, endpoint: u32) {
+        self.attached.lock().remove(&endpoint);
+    }
+}
+
+/// Adds the window for MSIs that Linux uses, unless there is one.
+pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
+    if !regions.iter().any(|region| region.kind == ReservedKind::Msi) {
+        let (first, len) = SOFTWARE_MSI;
+        let range = Range::from_len(Iova(first), len).expect("a legal range");
+        regions.push(ReservedRegion { range, kind: ReservedKind::Msi });
+        regions.sort_by_key(|region| region.range);
+    }
+}
+
+/// The error that a status stands for.
+fn refused(status: u8, range: Range) -> Result<()> {
+    if status == Status::Ok as u8 { Ok(()) } else { Err(Error::Device { range, status }) }
 }

@@ -8,8 +8,12 @@
 mod domain;
 mod driver;
 mod events;
+mod report;
+mod ring;
+mod shadow;
 mod stats;
 mod transport;
+mod wait;
 
 pub use domain::ViommuDomain;
 pub use driver::{Buffers, Driver, Options, negotiate};

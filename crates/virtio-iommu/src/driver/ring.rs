@@ -1,0 +1,243 @@
+//! The request queue with its buffers: requests in, replies out. Everything here happens under
+//! the driver's one lock, and none of it waits.
+
+use std::{collections::HashMap, sync::Arc};
+
+use ringfence_iommu::Range;
+use ringfence_mem::Window;
+use ringfence_virtq::{Desc, driver::Queue};
+
+use super::report::{Failure, Reports, Sent};
+use crate::wire::{MAX_REQUEST_LEN, PROBE_HEAD_LEN, Request, Status, TAIL_LEN, parse_tail};
+
+/// The bytes of a slot: the longest request but PROBE, and a tail, in one cache line.
+pub(super) const SLOT: usize = 64;
+/// Where the tail stands in a slot.
+const TAIL_AT: usize = SLOT - TAIL_LEN;
+/// Where the written part of a PROBE begins in the memory kept for it.
+const PROBE_REPLY_AT: usize = 128;
+/// What a tail holds before the device writes it: no status.
+const UNWRITTEN: [u8; TAIL_LEN] = [0xff; TAIL_LEN];
+
+/// The bytes kept for PROBE.
+pub(super) const fn probe_bytes(probe_size: usize) -> usize {
+    PROBE_REPLY_AT + probe_size + TAIL_LEN
+}
+
+/// How many requests a queue of `size` descriptors holds: each takes two.
+pub(super) const fn slots(size: u16) -> usize {
+    size as usize / 2
+}
+
+/// A request on its way.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    sent: Sent,
+    domain: u32,
+    range: Range,
+    /// Where its tail is to be found.
+    tail: usize,
+    /// Whether the reply is there.
+    done: bool,
+}
+
+/// How many requests of each kind were sent.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counts {
+    pub(super) maps: u64,
+    pub(super) unmaps: u64,
+    pub(super) others: u64,
+    pub(super) errors: u64,
+}
+
+/// The request queue.
+///
+/// Requests are numbered from 1 in the order of the ring; request n has the slot n mod the number
+/// of slots. Should the device answer out of order, a slot is free again only once all requests
+/// before it are answered, so that "everything up to n" is one comparison.
+#[derive(Debug)]
+pub(super) struct Ring {
+    queue: Queue,
+    memory: Window,
+    addr: u64,
+    slots: Box<[Slot]>,
+    /// The number of the last request.
+    issued: u64,
+    /// All requests up to this one are answered.
+    retired: u64,
+    /// Who is told of failures, by domain.
+    reports: HashMap<u32, Arc<Reports>>,
+    /// Statuses that somebody waits for, by request.
+    results: HashMap<u64, u8>,
+    pub(super) counts: Counts,
+}
+
+/// The device did with the ring what it must not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Broken;
+
+impl Ring {
+    pub(super) fn new(queue: Queue, memory: Window, addr: u64) -> Ring {
+        let idle = Slot { sent: Sent::Sync, domain: 0, range: Range::ALL, tail: 0, done: false };
+        let slots = vec![idle; slots(queue.size())].into();
+        let (reports, results) = (HashMap::new(), HashMap::new());
+        let counts = Counts::default();
+        Ring { queue, memory, addr, slots, issued: 0, retired: 0, reports, results, counts }
+    }
+
+    pub(super) fn queue(&mut self) -> &mut Queue {
+        &mut self.queue
+    }
+
+    pub(super) fn issued(&self) -> u64 {
+        self.issued
+    }
+
+    pub(super) fn retired(&self) -> u64 {
+        self.retired
+    }
+
+    fn slot_of(&self, seq: u64) -> usize {
+        (seq % self.slots.len() as u64) as usize
+    }
+
+    /// Whether no further request fits.
+    pub(super) fn is_full(&self) -> bool {
+        self.issued - self.retired >= self.slots.len() as u64
+    }
+
+    pub(super) fn register(&mut self, domain: u32, reports: Arc<Reports>) {
+        self.reports.insert(domain, reports);
+    }
+
+    pub(super) fn unregister(&mut self, domain: u32) {
+        self.reports.remove(&domain);
+    }
+
+    /// Puts a request (not PROBE) into the ring, visible to the device; its number, or `None` if
+    /// the ring is full.
+    #[inline]
+    pub(super) fn submit(&mut self, request: &Request, sent: Sent) -> Option<u64> {
+        if self.is_full() {
+            return None;
+        }
+        let at = self.slot_of(self.issued + 1) * SLOT;
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let len = request.emit(&mut bytes);
+        self.memory.write(at, &bytes[..len]);
+        self.memory.write(at + TAIL_AT, &UNWRITTEN);
+        let (domain, range) = match *request {
+            Request::Map { domain, range, .. } => {
+                self.counts.maps += 1;
+                (domain, range)
+            }
+            Request::Unmap { domain, range } => {
+                self.counts.unmaps += 1;
+                (domain, range)
+            }
+            Request::Attach { domain, .. } | Request::Detach { domain, .. } => {
+                self.counts.others += 1;
+                (domain, Range::ALL)
+            }
+            Request::Probe { .. } => unreachable!("PROBE has memory of its own"),
+        };
+        let slot = Slot { sent, domain, range, tail: at + TAIL_AT, done: false };
+        let descs = [
+            Desc::readable(self.addr + at as u64, len as u32),
+            Desc::writable(self.addr + (at + TAIL_AT) as u64, TAIL_LEN as u32),
+        ];
+        Some(self.send(slot, &descs))
+    }
+
+    /// As [`submit`](Self::submit), for PROBE. One at a time: the caller sees to it.
+    pub(super) fn submit_probe(&mut self, endpoint: u32, probe_size: usize) -> Option<u64> {
+        if self.is_full() {
+            return None;
+        }
+        let at = self.slots.len() * SLOT;
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let len = Request::Probe { endpoint }.emit(&mut bytes);
+        debug_assert_eq!(len, PROBE_HEAD_LEN);
+        self.memory.write(at, &bytes[..len]);
+        let reply = at + PROBE_REPLY_AT;
+        let tail = reply + probe_size;
+        self.memory.write(reply, &vec![0; probe_size]);
+        self.memory.write(tail, &UNWRITTEN);
+        self.counts.others += 1;
+        let slot = Slot { sent: Sent::Sync, domain: 0, range: Range::ALL, tail, done: false };
+        let descs = [
+            Desc::readable(self.addr + at as u64, len as u32),
+            Desc::writable(self.addr + reply as u64, (probe_size + TAIL_LEN) as u32),
+        ];
+        Some(self.send(slot, &descs))
+    }
+
+    /// The properties that the last PROBE returned.
+    pub(super) fn properties(&self, probe_size: usize) -> Vec<u8> {
+        let mut out = vec![0; probe_size];
+        self.memory.read(self.slots.len() * SLOT + PROBE_REPLY_AT, &mut out);
+        out
+    }
+
+    #[inline]
+    fn send(&mut self, slot: Slot, descs: &[Desc; 2]) -> u64 {
+        self.issued += 1;
+        let at = self.slot_of(self.issued);
+        self.slots[at] = slot;
+        // Two descriptors a slot: there is room whenever a slot is free. A queue that is broken
+        // takes nothing, and the next look at it tells.
+        let _ = self.queue.add(descs, at as u64);
+        self.queue.publish();
+        self.issued
+    }
+
+    /// Takes all replies out. True if there were any.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    #[inline]
+    pub(super) fn reap(&mut self) -> Result<bool, Broken> {
+        let before = self.retired;
+        while let Some(used) = self.queue.pop().map_err(|_| Broken)? {
+            self.complete(used.token as usize, used.len)?;
+        }
+        while self.retired < self.issued {
+            let at = self.slot_of(self.retired + 1);
+            if !self.slots[at].done {
+                break;
+            }
+            self.retired += 1;
+        }
+        Ok(self.retired != before)
+    }
+
+    fn complete(&mut self, at: usize, used: u32) -> Result<(), Broken> {
+        let count = self.slots.len() as u64;
+        let slot = self.slots.get_mut(at).ok_or(Broken)?;
+        slot.done = true;
+        // The request whose slot this is: the one number in retired+1..=retired+count.
+        let next = self.retired + 1;
+        let seq = next + (at as u64 + count - next % count) % count;
+        // A tail that was not written in full says nothing: an I/O error (rules V34, L64).
+        let status = if (used as usize) < TAIL_LEN {
+            Status::IoErr as u8
+        } else {
+            let mut tail = UNWRITTEN;
+            self.memory.read(slot.tail, &mut tail);
+            parse_tail(tail).map_or_else(|unknown| unknown, |status| status as u8)
+        };
+        let failed = status != Status::Ok as u8;
+        self.counts.errors += u64::from(failed);
+        if slot.sent == Sent::Sync {
+            self.results.insert(seq, status);
+        } else if failed && let Some(reports) = self.reports.get(&slot.domain) {
+            reports.push(Failure { sent: slot.sent, seq, range: slot.range, status });
+        }
+        Ok(())
+    }
+
+    /// The status of a request that was sent as [`Sent::Sync`], once.
+    pub(super) fn result(&mut self, seq: u64) -> Option<u8> {
+        self.results.remove(&seq)
+    }
+}

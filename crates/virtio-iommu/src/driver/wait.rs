@@ -1,0 +1,257 @@
+//! Waiting for replies: many threads, one ring, none of them holding its lock meanwhile.
+//!
+//! Whoever waits also works: it takes *all* replies out of the ring and announces how far they go
+//! in `retired`, so that the others see it without the lock. Threads that have spun long enough
+//! sleep. One of them, the leader, waits for the device's notification; the others wait for
+//! whoever takes replies out of the ring, or for the leader's place to become free.
+//!
+//! No wake-up is lost: a follower counts itself in `followers` and *then* looks at `retired`,
+//! holding the mutex of the condition until it sleeps; whoever advances `retired` *then* looks at
+//! `followers`, and notifies under that mutex. All four are sequentially consistent, so one of the
+//! two sees the other.
+
+use std::{
+    fmt, hint,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use ringfence_iommu::{Error, Result};
+
+use super::{Notify, Transport, ring::Ring};
+use crate::wire::REQUEST_QUEUE;
+
+/// Looks at the ring between two looks at the clock.
+const LOOKS: u32 = 32;
+/// Looks at the ring before the processor is offered to others between looks.
+const BUSY_LOOKS: u32 = 128;
+/// How often a sleeping thread looks whether the device still lives.
+const LIFE_SIGN: Duration = Duration::from_millis(100);
+
+/// The ring and those who wait for it.
+pub(super) struct Waiting {
+    ring: Mutex<Ring>,
+    /// All requests up to this one are answered.
+    retired: AtomicU64,
+    /// Whether somebody waits for the device's notification.
+    led: Mutex<bool>,
+    changed: Condvar,
+    followers: AtomicUsize,
+    failed: OnceLock<&'static str>,
+    notify: Notify,
+    timeout: Duration,
+    pub(super) kicks: AtomicU64,
+}
+
+impl fmt::Debug for Waiting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Waiting")
+            .field("retired", &self.retired)
+            .field("failed", &self.failed)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Tells a device that stopped answering from one that is slow: the time since `retired` moved.
+struct Patience {
+    seen: u64,
+    since: Instant,
+}
+
+impl Waiting {
+    pub(super) fn new(mut ring: Ring, notify: Notify, timeout: Duration) -> Waiting {
+        ring.queue().suppress_notifications();
+        Waiting {
+            ring: Mutex::new(ring),
+            retired: AtomicU64::new(0),
+            led: Mutex::new(false),
+            changed: Condvar::new(),
+            followers: AtomicUsize::new(0),
+            failed: OnceLock::new(),
+            notify,
+            timeout,
+            kicks: AtomicU64::new(0),
+        }
+    }
+
+    /// The ring, locked.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], from the first failure on.
+    #[inline]
+    pub(super) fn ring(&self) -> Result<MutexGuard<'_, Ring>> {
+        self.alive()?;
+        Ok(self.ring.lock())
+    }
+
+    /// The ring, locked, whether the device lives or not.
+    pub(super) fn ring_of_any(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock()
+    }
+
+    pub(super) fn failed(&self) -> Option<Error> {
+        self.failed.get().map(|why| Error::Gone(why))
+    }
+
+    fn alive(&self) -> Result<()> {
+        self.failed().map_or(Ok(()), Err)
+    }
+
+    fn fail(&self, why: &'static str) -> Error {
+        let why = self.failed.get_or_init(|| why);
+        let _led = self.led.lock();
+        self.changed.notify_all();
+        Error::Gone(why)
+    }
+
+    /// Takes the replies out of the ring and tells everybody how far they go.
+    #[inline]
+    pub(super) fn reap(&self, ring: &mut Ring) -> Result<()> {
+        match ring.reap() {
+            Ok(false) => Ok(()),
+            Ok(true) => {
+                self.retired.store(ring.retired(), Ordering::SeqCst);
+                if self.followers.load(Ordering::SeqCst) > 0 {
+                    let _led = self.led.lock();
+                    self.changed.notify_all();
+                }
+                Ok(())
+            }
+            Err(_) => Err(self.fail("the device broke the request queue")),
+        }
+    }
+
+    fn is_retired(&self, seq: u64) -> bool {
+        self.retired.load(Ordering::SeqCst) >= seq
+    }
+
+    /// Kicks the device if it wants that and waits for everything that is in the ring now. False
+    /// if there was nothing to wait for.
+    ///
+    /// # Errors
+    /// [`Error::Gone`].
+    pub(super) fn drain(&self, transport: &dyn Transport) -> Result<bool> {
+        let mut ring = self.ring()?;
+        self.reap(&mut ring)?;
+        let target = ring.issued();
+        if ring.retired() >= target {
+            return Ok(false);
+        }
+        let kick = ring.queue().needs_kick();
+        drop(ring);
+        if kick {
+            self.kicks.fetch_add(1, Ordering::Relaxed);
+            transport.kick(REQUEST_QUEUE);
+        }
+        self.wait_for(target, transport)?;
+        Ok(true)
+    }
+
+    /// Waits until all requests up to `target` are answered.
+    fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
+        let start = Instant::now();
+        let mut patience = Patience { seen: self.retired.load(Ordering::SeqCst), since: start };
+        let spin = match self.notify {
+            Notify::Adaptive { spin } => Some(spin),
+            Notify::Poll => None,
+            Notify::Sleep => Some(Duration::ZERO),
+        };
+        let mut looks = 0u32;
+        loop {
+            if self.is_retired(target) {
+                return Ok(());
+            }
+            self.alive()?;
+            if let Some(mut ring) = self.ring.try_lock() {
+                self.reap(&mut ring)?;
+                if ring.retired() >= target {
+                    return Ok(());
+                }
+            }
+            if looks.is_multiple_of(LOOKS) {
+                if spin.is_some_and(|spin| start.elapsed() >= spin) {
+                    return self.sleep_for(target, transport, patience);
+                }
+                self.lose_patience(&mut patience, transport)?;
+            }
+            looks = looks.wrapping_add(1);
+            if looks < BUSY_LOOKS { hint::spin_loop() } else { thread::yield_now() }
+        }
+    }
+
+    /// # Errors
+    /// [`Error::Gone`] if nothing was answered for too long, or the transport says so.
+    fn lose_patience(&self, patience: &mut Patience, transport: &dyn Transport) -> Result<()> {
+        let retired = self.retired.load(Ordering::SeqCst);
+        if retired != patience.seen {
+            *patience = Patience { seen: retired, since: Instant::now() };
+            return Ok(());
+        }
+        if !transport.is_alive() {
+            return Err(self.fail("its end of the transport has gone"));
+        }
+        if patience.since.elapsed() >= self.timeout {
+            return Err(self.fail("it answers nothing"));
+        }
+        Ok(())
+    }
+
+    fn sleep_for(
+        &self,
+        target: u64,
+        transport: &dyn Transport,
+        mut patience: Patience,
+    ) -> Result<()> {
+        let mut led = self.led.lock();
+        while *led {
+            self.followers.fetch_add(1, Ordering::SeqCst);
+            if !self.is_retired(target) && self.failed.get().is_none() {
+                self.changed.wait_for(&mut led, LIFE_SIGN);
+            }
+            self.followers.fetch_sub(1, Ordering::SeqCst);
+            if self.is_retired(target) {
+                return Ok(());
+            }
+            self.alive()?;
+        }
+        *led = true;
+        drop(led);
+        let result = self.lead(target, transport, &mut patience);
+        *self.led.lock() = false;
+        self.changed.notify_all();
+        result
+    }
+
+    /// Waits for notifications of the device, as the only thread that does.
+    fn lead(&self, target: u64, transport: &dyn Transport, patience: &mut Patience) -> Result<()> {
+        loop {
+            {
+                let mut ring = self.ring()?;
+                self.reap(&mut ring)?;
+                if ring.retired() >= target {
+                    ring.queue().suppress_notifications();
+                    return Ok(());
+                }
+                // A reply that came meanwhile may come without a notification: look again.
+                if ring.queue().enable_notifications() {
+                    continue;
+                }
+            }
+            self.lose_patience(patience, transport)?;
+            let left = self.timeout.saturating_sub(patience.since.elapsed());
+            transport.wait(REQUEST_QUEUE, left.min(LIFE_SIGN));
+        }
+    }
+
+    /// Waits for the request `seq`, sent as [`Sent::Sync`](super::report::Sent::Sync); its status.
+    pub(super) fn result(&self, seq: u64, transport: &dyn Transport) -> Result<u8> {
+        self.drain(transport)?;
+        let status = self.ring()?.result(seq);
+        status.ok_or(Error::Gone("a reply was lost"))
+    }
+}
