@@ -121,7 +121,7 @@ fn a_request_with_an_answer_of_its_own_never_gets_two() {
         assert_eq!(answer_word(&stream, code::IOTLB_MSG), 0);
         assert_eq!(answer_word(&stream, code::GET_QUEUE_NUM), 2);
     }
-    (&stream).shutdown(std::net::Shutdown::Write).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
     let mut rest = Vec::new();
     (&stream).read_to_end(&mut rest).unwrap();
     assert!(rest.is_empty());

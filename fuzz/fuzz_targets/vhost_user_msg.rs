@@ -1,0 +1,133 @@
+//! Arbitrary messages, with arbitrary descriptors, to a vhost-user back end.
+//!
+//! The input is a row of records: how many descriptors of which kind, how many bytes, the bytes. A
+//! record need not be a message: several may make one, and one may hold several.
+
+#![no_main]
+
+use std::{
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+    time::Duration,
+};
+
+use libfuzzer_sys::fuzz_target;
+use ringfence_mem::{GuestRam, Memory};
+use ringfence_vhost_user::{
+    F_ACCESS_PLATFORM, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+    Server,
+};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
+};
+
+const QUEUES: usize = 3;
+
+/// A device that only checks that it is asked what a device may be asked.
+#[derive(Default)]
+struct Device {
+    running: [bool; QUEUES],
+    memory: Option<Arc<Memory>>,
+    features: u64,
+}
+
+impl Handler for Device {
+    fn features(&self) -> u64 {
+        F_ACCESS_PLATFORM | 1 << 32
+    }
+    fn protocol_features(&self) -> ProtocolFeatures {
+        ProtocolFeatures::KNOWN
+    }
+    fn queues(&self) -> u16 {
+        QUEUES as u16
+    }
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        assert_eq!(features & !self.features(), 0);
+        self.features = features;
+        Ok(())
+    }
+    fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
+        self.memory = Some(memory);
+        Ok(())
+    }
+    fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
+        assert!(!self.running[ring as usize] && self.memory.is_some());
+        assert!(setup.size.is_power_of_two());
+        if setup.base == 99 {
+            return Err(HandlerError::new("not there"));
+        }
+        self.running[ring as usize] = true;
+        Ok(())
+    }
+    fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
+        assert!(self.running[ring as usize]);
+        self.running[ring as usize] = false;
+        Ok(3)
+    }
+    fn enable_ring(&mut self, ring: u16, _: bool) -> Result<(), HandlerError> {
+        assert!(self.running[ring as usize]);
+        Ok(())
+    }
+    fn move_ring(&mut self, ring: u16, _: RingAddresses) -> Result<(), HandlerError> {
+        assert!(self.running[ring as usize]);
+        Ok(())
+    }
+    fn set_call(&mut self, ring: u16, _: Option<OwnedFd>) -> Result<(), HandlerError> {
+        assert!((ring as usize) < QUEUES);
+        Ok(())
+    }
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+        assert!(!out.is_empty() && out.len() <= 256);
+        if offset > 100 { Err(HandlerError::new("beyond the end")) } else { Ok(()) }
+    }
+    fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
+        assert_ne!(self.features & F_ACCESS_PLATFORM, 0);
+        match message {
+            Iotlb::Update { first, last, user_addr, .. } => {
+                let memory = self.memory.as_ref().expect("an update leads into memory");
+                assert!(first <= last);
+                assert!(memory.find_user(user_addr).is_some());
+                assert!(memory.find_user(user_addr + (last - first)).is_some());
+            }
+            Iotlb::Invalidate { first, last } => assert!(first <= last),
+            other => panic!("{other:?} is the back end's to send"),
+        }
+        Ok(())
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let (front, back) = UnixStream::pair().expect("a socket pair");
+    let ram = GuestRam::new(1 << 14, 0).expect("a memory file");
+    let event = eventfd(0, EventfdFlags::NONBLOCK).expect("an eventfd");
+    let kinds = [ram.fd(), ram.fd(), event.as_fd(), front.as_fd()];
+    let mut rest = data;
+    while let [fds, len, bytes @ ..] = rest {
+        let bytes = &bytes[..bytes.len().min(usize::from(*len))];
+        rest = &rest[2 + bytes.len()..];
+        send(&front, bytes, &vec![kinds[usize::from(fds >> 6)]; usize::from(fds & 15)]);
+    }
+    front.shutdown(std::net::Shutdown::Write).expect("it is connected");
+    let mut server = Server::new(back, Device::default());
+    // All that will come is there already.
+    server.set_patience(Duration::ZERO);
+    let _ = server.serve();
+    assert_eq!(server.into_handler().running, [false; QUEUES]);
+});
+
+fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(15))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !bytes.is_empty() && !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    // What finds no room is not sent.
+    let _ = sendmsg(stream, &[IoSlice::new(bytes)], &mut control, flags);
+}
