@@ -34,7 +34,7 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
   ms/GiB     time in map and in unmap, a GiB mapped
   per I/O    virtio-iommu requests; syncs, which wait for the device; kicks, which wake it
   sync wait  how long a sync waited, µs, half of them and 99 of 100
-  stale      longest time an access still succeeded after unmap had returned, ms, as found by a probe; - is none
+  stale      longest time an access still succeeded after unmap had returned, ms, as a probe found it (0: none did)
 ";
 
 /// What was run, where: one sentence, on which every output agrees.
@@ -144,10 +144,7 @@ fn cells(row: &PolicyResult, metric: Metric) -> Vec<String> {
         optional(row.kicks_per_io),
         wait(|w| w.p50),
         wait(|w| w.p99),
-        match row.stale_window {
-            Some(window) if window.max_ms > 0.0 || window.accesses > 0 => number(window.max_ms),
-            Some(_) | None => dash(),
-        },
+        optional(row.stale_window.map(|window| window.max_ms)),
     ]
 }
 
@@ -167,7 +164,7 @@ fn optional(n: Option<f64>) -> String {
     n.map_or(dash(), number)
 }
 
-/// At most five characters, three digits of them telling: `0`, `.012`, `1.23`, `45.6`, `7890`, `12k`.
+/// At most five characters, three digits of them telling: `0`, `.012`, `1.23`, `45.6`, `7890`, `12.3k`.
 pub(super) fn number(n: f64) -> String {
     match n {
         n if !n.is_finite() => dash(),
@@ -176,6 +173,7 @@ pub(super) fn number(n: f64) -> String {
         n if n < 9.995 => format!("{n:.2}"),
         n if n < 99.95 => format!("{n:.1}"),
         n if n < 9999.5 => format!("{n:.0}"),
+        n if n < 99.95e3 => format!("{:.1}k", n / 1e3),
         n if n < 999.5e3 => format!("{:.0}k", n / 1e3),
         n if n < 999.5e6 => format!("{:.0}M", n / 1e6),
         n if n < 999.5e9 => format!("{:.0}G", n / 1e9),
@@ -291,6 +289,7 @@ mod tests {
             (9.999, "10.0"),
             (45.67, "45.7"),
             (1234.4, "1234"),
+            (12_345.0, "12.3k"),
             (123_456.0, "123k"),
             (f64::NAN, "-"),
         ] {

@@ -48,6 +48,8 @@ const IOMMU_RING: u16 = 256;
 /// On average one map and one unmap call in so many is timed.
 const SAMPLE_EVERY: u32 = 64;
 const PAGE: usize = 4096;
+/// The most runs of pages that buffers are scattered in.
+const MOST_RUNS: usize = 30_000;
 
 /// The allocator of I/O virtual addresses that Linux gives a PCI device.
 pub(crate) type Allocator = Preferred32<Magazines<RbTree, OsCpu>>;
@@ -68,8 +70,8 @@ pub(crate) struct Plan {
     pub(crate) depth: usize,
     /// The most pieces that a buffer lies in.
     pub(crate) pieces: usize,
-    /// Bytes of all buffers, rounded to pages each.
-    pub(crate) buffer_bytes: usize,
+    /// How long each buffer is.
+    pub(crate) buffers: Vec<usize>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub(crate) run_pages: usize,
     pub(crate) flush_queue_slots: Option<usize>,
@@ -113,11 +115,12 @@ impl Link {
         let queue_size = plan.depth.max(plan.pieces + 2).next_power_of_two().min(1024) as u16;
         let queue_layout = QueueLayout::new(queue_size, plan.pieces);
         let rings_bytes = queue_layout.bytes().next_multiple_of(PAGE) * usize::from(plan.queues);
-        let probe_bytes = PAGE * usize::from(plan.queues);
         // Twice the IOMMU's own, generously: it is well under a page a descriptor.
         let own = 2 * PAGE * usize::from(IOMMU_RING);
-        let data = plan.buffer_bytes.next_multiple_of(PAGE);
-        let ram = GuestRam::new(data + probe_bytes + rings_bytes + own, GUEST_BASE)
+        let mut lens = plan.buffers.clone();
+        // A page for each queue's probe.
+        lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
+        let ram = GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + own, GUEST_BASE)
             .context("making the guest memory")?;
 
         let (blk_socket, blk_theirs) = UnixStream::pair()?;
@@ -182,7 +185,7 @@ impl Link {
             queues.push(queue);
         }
 
-        let mut buffers = scatter(&ram, data + probe_bytes, plan.run_pages)?;
+        let mut buffers = scatter(&ram, &lens, plan.run_pages)?;
         let mut paths = Vec::new();
         for queue in queues {
             let page = buffers.pop().context("a page for each probe")?;
@@ -235,10 +238,12 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>) -> Result<Dma> {
 /// Pages of guest memory in an order in which an application that has run for a while has them:
 /// side by side for the CPU, anywhere in physical memory, in runs of `run` pages. The order is the
 /// same in every run of the program.
-fn scatter(ram: &Arc<GuestRam>, bytes: usize, run: usize) -> Result<Vec<PagedBuffer>> {
-    let first = ram.carve(bytes, PAGE)? / PAGE;
-    let pages = bytes / PAGE;
-    let mut runs: Vec<usize> = (0..pages).step_by(run.max(1)).collect();
+fn scatter(ram: &Arc<GuestRam>, lens: &[usize], run: usize) -> Result<Vec<PagedBuffer>> {
+    let pages = pages_of(lens);
+    let first = ram.carve(pages * PAGE, PAGE)? / PAGE;
+    // Each run is a mapping of its own, and the kernel bounds these (vm.max_map_count, 65,530).
+    let run = run.max(pages.div_ceil(MOST_RUNS)).max(1);
+    let mut runs: Vec<usize> = (0..pages).step_by(run).collect();
     let mut random = 0x9e37_79b9_7f4a_7c15u64;
     for at in (1..runs.len()).rev() {
         random ^= random << 13;
@@ -248,10 +253,21 @@ fn scatter(ram: &Arc<GuestRam>, bytes: usize, run: usize) -> Result<Vec<PagedBuf
     }
     let frames: Vec<u64> = runs
         .into_iter()
-        .flat_map(|start| start..(start + run.max(1)).min(pages))
+        .flat_map(|start| start..(start + run).min(pages))
         .map(|page| ((first + page) * PAGE) as u64)
         .collect();
-    Ok(PagedBuffer::cut(ram.scattered(&frames).context("mapping the buffers")?, PAGE))
+    let view = ram.scattered(&frames).context("mapping the buffers")?;
+    Ok(PagedBuffer::cut(view, lens.iter().copied()))
+}
+
+/// Buffers of these lengths in memory of their own, laid out as those of a link are.
+pub(crate) fn local_buffers(lens: &[usize], run: usize) -> Result<Vec<PagedBuffer>> {
+    let ram = GuestRam::new(pages_of(lens) * PAGE, GUEST_BASE).context("making the buffers")?;
+    scatter(&ram, lens, run)
+}
+
+fn pages_of(lens: &[usize]) -> usize {
+    lens.iter().map(|len| len.div_ceil(PAGE)).sum::<usize>().max(1)
 }
 
 fn start_ring(

@@ -1,0 +1,194 @@
+//! The disk of a comparison.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::ErrorKind,
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileExt, FileTypeExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use anyhow::{Context, Result, bail};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use super::{device::DiskKind, engine::Content};
+use crate::{job::Job, report::bytes};
+
+/// Which disk to use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DiskChoice {
+    /// A disk in memory, at the pace of a real one.
+    Paced,
+    /// A disk in memory, as fast as it goes.
+    Ram,
+    /// A file or a block device.
+    Path(PathBuf),
+}
+
+impl DiskChoice {
+    /// `paced`, `ram`, or else a path.
+    pub fn parse(text: &str) -> DiskChoice {
+        match text {
+            "paced" => DiskChoice::Paced,
+            "ram" => DiskChoice::Ram,
+            path => DiskChoice::Path(path.into()),
+        }
+    }
+
+    /// Whether it takes memory.
+    pub fn is_in_memory(&self) -> bool {
+        !matches!(self, DiskChoice::Path(_))
+    }
+
+    /// In a few words, for tables.
+    pub fn describe(&self) -> String {
+        match self {
+            DiskChoice::Paced => "paced RAM disk (2.5 GiB/s, 600,000 IOPS, 80 us)".to_owned(),
+            DiskChoice::Ram => "RAM disk, unpaced".to_owned(),
+            DiskChoice::Path(path) => path.display().to_string(),
+        }
+    }
+}
+
+/// The disk, open.
+pub(crate) struct Target {
+    pub(crate) kind: DiskKind,
+    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) bytes: u64,
+    /// Whether it holds what others wrote, which is only read.
+    pub(crate) foreign: bool,
+    /// What a reader must know.
+    pub(crate) warnings: Vec<String>,
+    /// A file that was made for this comparison and goes with it.
+    made: Option<PathBuf>,
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if let Some(path) = &self.made {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl Target {
+    /// Opens a disk of at least `len` bytes for `jobs`.
+    pub(crate) fn open(
+        choice: &DiskChoice,
+        len: u64,
+        jobs: &[Job],
+        destroy: bool,
+    ) -> Result<Target> {
+        let path = match choice {
+            DiskChoice::Path(path) => path,
+            memory => {
+                let file = memfd_create("ringfence-disk", MemfdFlags::CLOEXEC)?;
+                ftruncate(&file, len)?;
+                let paced = *memory == DiskChoice::Paced;
+                return Ok(Target {
+                    kind: if paced { DiskKind::Paced } else { DiskKind::Ram },
+                    file: Arc::new(file),
+                    bytes: len,
+                    foreign: false,
+                    warnings: Vec::new(),
+                    made: None,
+                });
+            }
+        };
+        let writes = jobs.iter().any(|job| job.rw.writes());
+        let mut target = match std::fs::metadata(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => make(path, len)?,
+            Err(error) => return Err(error).with_context(|| path.display().to_string()),
+            Ok(found) if found.is_dir() => bail!("{} is a directory", path.display()),
+            Ok(found) => {
+                if writes && !destroy {
+                    bail!(
+                        "{} exists and the jobs write: say --destroy-data if its content may go",
+                        path.display()
+                    );
+                }
+                let is_device = found.file_type().is_block_device();
+                if !is_device && !found.is_file() {
+                    bail!("{} is neither a file nor a block device", path.display());
+                }
+                let mut warnings = Vec::new();
+                let file = open(path, destroy, &mut warnings)?;
+                let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))?;
+                if size < len {
+                    bail!("{} has {}, the jobs need {}", path.display(), bytes(size), bytes(len));
+                }
+                Target {
+                    kind: DiskKind::File,
+                    file: Arc::new(file.into()),
+                    bytes: size / 512 * 512,
+                    foreign: !destroy,
+                    warnings,
+                    made: None,
+                }
+            }
+        };
+        if target.foreign {
+            target.warnings.push(format!(
+                "{} holds data of others: whether reads arrive is checked, their content cannot be",
+                path.display()
+            ));
+        }
+        Ok(target)
+    }
+
+    /// Fills the first `len` bytes of a file with our blocks, so that every read can be checked. A
+    /// disk in memory begins with zeroes, which are checked too.
+    pub(crate) fn lay_out(&self, len: u64, content: Content) -> Result<()> {
+        if self.kind != DiskKind::File || self.foreign {
+            return Ok(());
+        }
+        let file = File::from(self.file.try_clone()?);
+        // Aligned for O_DIRECT: an allocation of this size is a mapping of its own.
+        let chunk = 4 << 20;
+        let mut buffer = vec![0; chunk + 4096];
+        let skew = buffer.as_ptr().align_offset(4096);
+        let mut at = 0;
+        while at < len {
+            let part = &mut buffer[skew..][..chunk.min((len - at) as usize)];
+            content.format.fill(part, at, 1);
+            file.write_all_at(part, at).context("laying out the disk")?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+fn make(path: &Path, len: u64) -> Result<Target> {
+    File::create_new(path).with_context(|| format!("making {}", path.display()))?;
+    // From here on the file goes when the target does, whatever happens.
+    let mut target = Target {
+        kind: DiskKind::File,
+        file: Arc::new(memfd_create("none", MemfdFlags::CLOEXEC)?),
+        bytes: len,
+        foreign: false,
+        warnings: vec![format!("{} was made for this run and removed", path.display())],
+        made: Some(path.to_owned()),
+    };
+    let file = open(path, true, &mut target.warnings)?;
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, len)
+        .with_context(|| format!("no room for {} in {}", bytes(len), path.display()))?;
+    target.file = Arc::new(file.into());
+    Ok(target)
+}
+
+/// Opens with O_DIRECT where the file system has it.
+fn open(path: &Path, write: bool, warnings: &mut Vec<String>) -> Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(write).custom_flags(libc::O_DIRECT);
+    match options.open(path) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            warnings.push(format!("{}: no O_DIRECT here; the page cache is used", path.display()));
+            options.custom_flags(0).open(path)
+        }
+        other => other,
+    }
+    .with_context(|| format!("opening {}", path.display()))
+}
