@@ -31,7 +31,8 @@ pub trait Allocator: Send + Sync {
     /// outside of the aperture is never handed out anyway.
     ///
     /// # Errors
-    /// The range is inverted, or part of it is allocated.
+    /// The range is inverted, or part of it is allocated; or, in a lazy [`Bitmap`](crate::Bitmap),
+    /// freed and not flushed.
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError>;
 
     /// Tells what [`free`](Self::free) would say, without freeing.

@@ -243,3 +243,86 @@ impl Wanted {
             && self.boundary <= other.boundary
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::vec::Vec;
+
+    #[test]
+    fn bounds_are_rounded_inwards_to_granules_and_zero_is_left_out() {
+        // rules L1, L2
+        let aperture = Aperture::new(0, u64::MAX, 4096).unwrap();
+        assert_eq!((aperture.first(), aperture.last()), (4096, u64::MAX));
+        let aperture = Aperture::new(0x1001, 0x4ffe, 4096).unwrap();
+        assert_eq!((aperture.first(), aperture.last()), (0x2000, 0x3fff));
+        let aperture = Aperture::new(0, u64::MAX, 1).unwrap();
+        assert_eq!((aperture.first(), aperture.last()), (1, u64::MAX));
+        let aperture = Aperture::new(0, u64::MAX, 1 << 63).unwrap();
+        assert_eq!((aperture.first(), aperture.last()), (1 << 63, u64::MAX));
+        for granule in [0, 3, 4097, u64::MAX] {
+            let error = Aperture::new(0, u64::MAX, granule).unwrap_err();
+            assert_eq!(error, ApertureError::BadGranule { granule });
+        }
+        for (first, last) in [(0, 4095), (0, 0), (0x1001, 0x2ffe), (0x2000, 0x1000)] {
+            assert!(matches!(Aperture::new(first, last, 4096), Err(ApertureError::Empty { .. })));
+        }
+    }
+
+    #[test]
+    fn requests_that_make_no_sense_are_told_from_those_that_do_not_fit() {
+        let aperture = Aperture::new(0, 0xffff_ffff, 4096).unwrap();
+        let why = |request: Request| aperture.wanted(&request).unwrap_err().reason;
+        let page = Request::new(4096);
+        assert_eq!(why(Request::new(0)), AllocReason::ZeroSize);
+        let bytes = Aperture::new(0, u64::MAX, 1).unwrap();
+        assert_eq!(bytes.wanted(&Request::new(u64::MAX)).unwrap_err().reason, AllocReason::TooBig);
+        for bad in [0, 3, u64::MAX] {
+            assert_eq!(why(page.align(Align::Bytes(bad))), AllocReason::BadAlign);
+        }
+        for boundary in [0, 1, 0x5fff, 0xfffe, u64::MAX - 1, 0x7ff] {
+            assert_eq!(why(page.boundary(boundary)), AllocReason::BadBoundary { boundary });
+        }
+        let boundary = 0xfff;
+        assert_eq!(
+            why(Request::new(4097).boundary(boundary)),
+            AllocReason::BadBoundary { boundary }
+        );
+        let small = AllocReason::ApertureTooSmall { first: 4096, last: 0xffff_ffff };
+        for request in [
+            Request::new(u64::MAX),
+            Request::new(1 << 32),
+            // Aligned to its size it would have to start at 0.
+            Request::new((1 << 31) + 1),
+            page.limit(0),
+            page.limit(0x1ffe),
+            page.align(Align::Bytes(1 << 63)),
+        ] {
+            assert_eq!(why(request), small);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_place_in_a_hole_is_the_highest_or_lowest_there_is(
+            base in prop_oneof![Just(0u64), Just(u64::MAX - 255)],
+            low in 0..256u64, extent in 0..256u64,
+            count in 1..70u64, align in 0..8u32, boundary in 0..9u32,
+        ) {
+            let high = (low + extent).min(255);
+            let boundary = if boundary == 8 { u64::MAX } else { (1 << boundary) - 1 };
+            prop_assume!(count - 1 <= boundary);
+            let wanted = Wanted { count, align: 1 << align, limit: u64::MAX, boundary };
+            let fits: Vec<u64> = (low..=high)
+                .filter(|n| n + (count - 1) <= high)
+                .map(|n| base + n)
+                .filter(|n| n % wanted.align == 0)
+                .filter(|n| (n ^ (n + (count - 1))) & !boundary == 0)
+                .collect();
+            let (low, high) = (base + low, base + high);
+            prop_assert_eq!(wanted.highest_in(low, high), fits.last().copied());
+            prop_assert_eq!(wanted.lowest_in(low, high), fits.first().copied());
+        }
+    }
+}

@@ -90,3 +90,80 @@ impl<A: Allocator> Allocator for Preferred32<A> {
         self.inner.drain();
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{Aperture, MagazineConfig, Magazines, RbTree};
+    use ringfence_sync::cpu::OneCpu;
+    use std::{sync::Arc, vec::Vec};
+
+    const PAGE: u64 = 4096;
+
+    /// Sixteen pages below 4 GiB and sixteen above.
+    fn tree() -> RbTree {
+        let edge = 1u64 << 32;
+        RbTree::new(Aperture::new(edge - 16 * PAGE, edge + 16 * PAGE - 1, PAGE).unwrap())
+    }
+
+    fn page() -> Request {
+        Request::new(PAGE)
+    }
+
+    #[test]
+    fn the_preference_is_dropped_for_good_at_the_first_failure() {
+        // rule L12
+        let device = Preferred32::new(tree());
+        let low: Vec<u64> = (0..16).map(|_| device.alloc(&page()).unwrap()).collect();
+        assert!(low.iter().all(|&iova| iova <= LAST_32));
+        assert!(device.is_preferred());
+        assert!(device.alloc(&page()).unwrap() > LAST_32);
+        assert!(!device.is_preferred());
+        for iova in low {
+            device.free(iova, PAGE).unwrap();
+        }
+        // There is room below again, but the full mask is used now.
+        assert!(device.alloc(&page()).unwrap() > LAST_32);
+    }
+
+    #[test]
+    fn caches_are_drained_for_the_full_mask_only() {
+        // rule L12
+        let config = MagazineConfig { checked: true, ..MagazineConfig::default() };
+        let shared = Arc::new(Magazines::with_config(tree(), OneCpu, config));
+        let device = Preferred32::new(Arc::clone(&shared));
+        let all: Vec<u64> = (0..16).map(|_| device.alloc(&page()).unwrap()).collect();
+        for &iova in &all {
+            device.free(iova, PAGE).unwrap();
+        }
+        // All below 4 GiB is cached. Two pages are not there without draining: they come from above.
+        assert!(device.alloc(&Request::new(2 * PAGE)).unwrap() > LAST_32);
+        assert_eq!((shared.stats().drains, shared.stats().cached_ranges), (0, 16));
+        // Above, eight pages at a time are soon gone; then it drains and finds those below.
+        let large = Request::new(8 * PAGE);
+        assert!(device.alloc(&large).unwrap() > LAST_32);
+        assert!(device.alloc(&large).unwrap() <= LAST_32);
+        assert_eq!(shared.stats().drains, 1);
+        // Another device in the same space has a preference of its own.
+        let other = Preferred32::new(Arc::clone(&shared));
+        assert!(other.alloc(&page()).unwrap() <= LAST_32);
+        assert!(other.is_preferred());
+    }
+
+    #[test]
+    fn without_a_preference_or_with_a_short_mask_nothing_is_tried_twice() {
+        // rule L12
+        let device = Preferred32::without_preference(tree());
+        assert!(device.alloc(&page()).unwrap() > LAST_32);
+        let device = Preferred32::new(tree());
+        for _ in 0..16 {
+            device.alloc(&page().limit(LAST_32)).unwrap();
+        }
+        assert!(device.alloc(&page().limit(LAST_32)).is_err());
+        // A device that cannot use more loses no preference, and asks once.
+        assert!(device.is_preferred());
+        assert_eq!(device.stats().failures, 1);
+        assert_eq!(device.alloc(&Request::new(0)).unwrap_err().request, Request::new(0));
+        assert!(device.is_preferred());
+    }
+}

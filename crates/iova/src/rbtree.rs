@@ -130,7 +130,8 @@ impl Allocator for RbTree {
         };
         // Made before the lock is taken and, if unused, dropped after it is released.
         let node = Box::new(Node { link: RBTreeLink::new(), first: 0, last: 0, reserved: false });
-        match self.state.lock().alloc(&wanted, node) {
+        let placed = self.state.lock().alloc(&wanted, node);
+        match placed {
             Ok(first) => Ok(self.aperture.start_of(first)),
             Err(_unused) => Err(self.aperture.exhausted(request, wanted.limit)),
         }
@@ -152,7 +153,7 @@ impl Allocator for RbTree {
         self.state.lock().reserve(low, high).map_err(|taken| ReserveError::InUse {
             first,
             last,
-            taken: self.aperture.start_of(taken),
+            taken: self.aperture.start_of(taken).max(first),
         })
     }
 

@@ -204,7 +204,7 @@ impl Allocator for Bitmap {
         self.state.lock().reserve(low, high).map_err(|taken| ReserveError::InUse {
             first,
             last,
-            taken: self.window.start_of(base + taken as u64),
+            taken: self.window.start_of(base + taken as u64).max(first),
         })
     }
 

@@ -48,7 +48,9 @@ impl Default for MagazineConfig {
 /// `iova.c`.
 ///
 /// A size of up to [`LARGEST_CACHED`] granules is rounded up to a power of two before it is asked
-/// for below (rule L5), so that there are six classes of ranges, all aligned to their size. Each CPU
+/// for below (rule L5) and aligned to that, even if less is asked: there are six classes of ranges,
+/// and within one all are alike. A request for less alignment so fails when only places without it
+/// are left. Each CPU
 /// has two magazines a class, *loaded* and *previous*; when a freed range finds both full, one goes
 /// to the *depot*, and when a request finds both empty, one comes from there. Two are needed so that
 /// a CPU at the edge does not run to the depot for every range. Larger ranges go straight to the
