@@ -787,7 +787,7 @@ mod tests {
         // Each of 16 pages is mapped to the version it had when mapped, or to 0. Once an
         // invalidation is over the version's memory is poisoned, which no reader may ever see.
         const PAGES: usize = 16;
-        const VERSIONS: usize = 1 << 17;
+        const VERSIONS: usize = 1 << 13;
         struct World {
             table: [Plain; PAGES],
             poisoned: Vec<AtomicBool>,
@@ -837,6 +837,8 @@ mod tests {
                             std::thread::yield_now();
                             reader.online(|gone| drop_from(&mut cache, gone));
                         } else if turn >> 33 & 1 == 0 {
+                            // Else, with more threads than CPUs, others wait a time slice for us.
+                            std::thread::yield_now();
                             reader.poll(|gone| drop_from(&mut cache, gone));
                         }
                     }

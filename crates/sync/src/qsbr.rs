@@ -407,6 +407,9 @@ mod tests {
                         let at = current.load(Ordering::Acquire);
                         assert_ne!(values[at].load(Ordering::Relaxed), 0);
                         turns += 1;
+                        // Else, with more threads than CPUs, each turn of the writer takes a time
+                        // slice or two.
+                        std::thread::yield_now();
                         if turns.is_multiple_of(n + 2) {
                             reader.offline();
                             reader.online();
@@ -417,7 +420,7 @@ mod tests {
                 })
             })
             .collect();
-        for turn in 1..2000 {
+        for turn in 1..500 {
             let next = turn % values.len();
             values[next].store(1, Ordering::Relaxed);
             let old = current.swap(next, Ordering::AcqRel);
