@@ -82,7 +82,8 @@ fn a_failed_search_is_not_repeated_until_something_below_4_gib_is_freed() {
 
 #[test]
 fn a_failed_search_does_not_refuse_a_request_that_is_easier_to_meet() {
-    // rule L14: a size that failed says nothing about the same size where more places are allowed.
+    // rule L14
+    // A size that failed says nothing about the same size where more places are allowed.
     let tree = tree(0, LAST_32);
     let page = Request::new(PAGE);
     assert!(tree.alloc(&page.limit(PAGE - 1)).is_err());
