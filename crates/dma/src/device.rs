@@ -7,8 +7,8 @@ use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Align, Allocator, Request};
 
 use crate::{
-    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapError, Mapping, Policy,
-    SetupError, SharedMemory, Stats, TimerKind,
+    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapError, Mapping,
+    Policy, SetupError, SharedMemory, Stats, TimerKind,
     flush::{self, FlushQueues, Timer},
     layout::{Layout, Limits, Run},
     mapping::{Owner, Placed},
@@ -100,9 +100,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         check(&config, granule, allocator.granule())?;
         for region in geometry.reserved.iter() {
             let range = region.range;
-            allocator
-                .reserve(range.first().0, range.last().0)
-                .map_err(|source| SetupError::Reserve { range, source })?;
+            allocator.reserve(range.first().0, range.last().0)?;
         }
         let (policy, fallback) = if config.policy.is_lazy() && !domain.capabilities().deferred_flush
         {
@@ -275,11 +273,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         }
     }
 
-    fn place(
-        &self,
-        pieces: Pieces<'_, D::Target>,
-        direction: Direction,
-    ) -> Result<Placed, Failed> {
+    fn place(&self, pieces: Pieces<'_, D::Target>, direction: Direction) -> Result<Placed, Failed> {
         let (shared, counters) = (self.shared(), &*self.port.counters);
         let start = shared.sampler.start(counters.maps.get());
         let placed = if shared.policy == Policy::Off {
@@ -343,7 +337,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         };
         match mapper.map(pieces) {
             Ok(()) => {
-                let iova = Iova(mapper.segments.as_slice().first().map_or(base, |first| first.addr));
+                let iova =
+                    Iova(mapper.segments.as_slice().first().map_or(base, |first| first.addr));
                 let span = Span { range, mapped: mapper.mapped };
                 Ok(Placed { iova, len, span: Some(span), segments: mapper.segments })
             }
@@ -361,27 +356,22 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     fn allocate(&self, size: u64) -> Result<u64, Error> {
         let shared = self.shared();
+        let size = shared.allocation_size(size).ok_or(Error::TooLong)?;
         let request = Request {
-            size: shared.allocation_size(size).ok_or(Error::TooLong)?,
+            size,
             align: Align::Size,
             limit: shared.limit,
             boundary: shared.limits.allocation_boundary(size),
             flush: true,
         };
-        let first = shared.allocator.alloc(&request);
-        match first {
+        match shared.allocator.alloc(&request) {
             Ok(base) => Ok(base),
             // What is queued holds IOVAs that only wait for a flush: better now than not at all.
-            Err(_) if shared.has_queued() => {
-                let again = shared.flush().map_err(Error::Domain);
-                again.and_then(|()| {
-                    shared
-                        .allocator
-                        .alloc(&request)
-                        .map_err(|source| Error::NoIova { size: request.size, source })
-                })
+            Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
+                shared.flush()?;
+                Ok(shared.allocator.alloc(&request)?)
             }
-            Err(source) => Err(Error::NoIova { size: request.size, source }),
+            Err(error) => Err(error.into()),
         }
     }
 }

@@ -3,7 +3,7 @@
 use core::{fmt, mem::ManuallyDrop};
 
 use ringfence_iommu::Range;
-use ringfence_iova::AllocError;
+use ringfence_iova::{AllocError, ReserveError};
 
 /// Why a mapping could not be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -18,14 +18,10 @@ pub enum Error {
     /// The buffer did not list the same segments twice.
     #[error("the buffer's segments changed while it was mapped")]
     Unstable,
-    /// There is no I/O virtual address left for it.
-    #[error("no I/O virtual address for {size:#x} bytes: {source}")]
-    NoIova {
-        /// How many bytes of address space were asked for.
-        size: u64,
-        /// What the allocator said.
-        source: AllocError,
-    },
+    /// There is no I/O virtual address left for it, or never can be (what was asked and why not are
+    /// inside).
+    #[error(transparent)]
+    NoIova(#[from] AllocError),
     /// The domain refused, or the device behind it did (its status is inside).
     #[error(transparent)]
     Domain(#[from] ringfence_iommu::Error),
@@ -115,7 +111,10 @@ impl<B> UnmapError<B> {
 
 impl<B> fmt::Debug for UnmapError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UnmapError").field("error", &self.error).field("range", &self.range).finish()
+        f.debug_struct("UnmapError")
+            .field("error", &self.error)
+            .field("range", &self.range)
+            .finish()
     }
 }
 
@@ -172,13 +171,8 @@ pub enum SetupError {
     #[error("sample_every must be 0 or a power of two, not {0}")]
     SampleEvery(u32),
     /// A reserved region of the domain could not be reserved in the allocator.
-    #[error("cannot reserve {range}: {source}")]
-    Reserve {
-        /// The region.
-        range: Range,
-        /// What the allocator said.
-        source: AllocError,
-    },
+    #[error("cannot keep the domain's reserved regions free: {0}")]
+    Reserve(#[from] ReserveError),
     /// The thread that flushes in time could not be started.
     #[error("cannot start the flush queue's timer thread")]
     Thread,

@@ -2,10 +2,7 @@
 
 use ringfence_iommu::Range;
 
-use crate::{
-    Config, Error, Segment,
-    segment::Segments,
-};
+use crate::{Config, Error, Segment, segment::Segments};
 
 /// What the pieces and segments of a mapping must keep to.
 #[derive(Clone, Copy, Debug)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ringfence_iommu::{Iova, Range, Result as DomainResult};
 
 use crate::{
-    MapError, Error, OutOfBounds, Segment, SharedMemory, UnmapError,
+    Error, MapError, OutOfBounds, Segment, SharedMemory, UnmapError,
     segment::Segments,
     shared::{Span, Unmapped},
 };
@@ -101,10 +101,8 @@ impl<B> Mapping<B> {
         let (iova, len) = (self.iova(), self.len());
         let range = self.placed.span.map(|span| span.range);
         self.take(false, true).map(|(buffer, owner, unmapped)| {
-            let unmapped = unmapped.unwrap_or_else(|| Unmapped {
-                since_ns: owner.now_ns(),
-                watch: Arc::default(),
-            });
+            let unmapped = unmapped
+                .unwrap_or_else(|| Unmapped { since_ns: owner.now_ns(), watch: Arc::default() });
             (buffer, StaleIova { iova, len, range, unmapped, owner })
         })
     }

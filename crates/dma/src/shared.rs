@@ -1,21 +1,15 @@
 //! What all clones of a device share: the domain, the allocator, and the way back of an IOVA.
 
-use std::{
-    mem,
-    sync::{
-        Arc,
-        atomic::AtomicU64,
-    },
-};
+use std::sync::{Arc, atomic::AtomicU64};
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Domain, Gather, Range, Result, table::PageList};
+use ringfence_iommu::{Domain, Gather, Range, Result};
 use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
     Fallback, Policy, Stats,
-    flush::{BATCH, Batch, Enqueued, Entry, FlushQueues, Timer, Watch},
+    flush::{Batch, Enqueued, Entry, FlushQueues, Timer, Watch},
     layout::Limits,
     stats::{Count, Counters, TimeCounter},
     thread_time::Sampler,
@@ -52,8 +46,6 @@ pub(crate) struct Lazy {
 struct Quarantine {
     ranges: AtomicU64,
     bytes: AtomicU64,
-    /// Table pages that a device may still walk.
-    pages: Mutex<Vec<PageList>>,
 }
 
 #[derive(Default)]
@@ -150,7 +142,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             self.domain.iotlb_sync(&mut gather)
         });
         if let Err(error) = result {
-            self.quarantine(span.range, gather.take_pages());
+            self.quarantine(span.range);
             return Err(error);
         }
         drop(gather);
@@ -172,7 +164,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     ) -> Result<Option<Unmapped>> {
         let mut gather = Gather::queued();
         if let Err(error) = self.domain.unmap_pages(span.range, &mut gather) {
-            self.quarantine(span.range, gather.take_pages());
+            self.quarantine(span.range);
             return Err(error);
         }
         let since_ns = self.clock.now_ns();
@@ -185,16 +177,15 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             pages: gather.take_pages(),
             watch,
         };
-        let mut now_ns = since_ns;
         loop {
             let ring = if lazy.queues.rings() == 1 { 0 } else { self.cpu.current() };
             let mut batch = Batch::new();
-            let enqueued = lazy.queues.enqueue(ring, entry, now_ns, &mut batch);
-            self.release(batch, now_ns);
+            let enqueued = lazy.queues.enqueue(ring, entry, &mut batch);
+            self.release(batch);
             match enqueued {
                 Enqueued::Queued => break,
                 Enqueued::Arm => {
-                    lazy.timer.arm(now_ns.saturating_add(lazy.interval_ns));
+                    self.arm(lazy);
                     break;
                 }
                 Enqueued::Full(back) => {
@@ -202,10 +193,10 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                     // flush of somebody else made room.
                     counters.full_queue_flushes.add(1);
                     if let Err(error) = self.flush_domain(lazy) {
-                        self.quarantine(back.range, back.pages);
+                        self.quarantine(back.range);
                         return Err(error);
                     }
-                    now_ns = self.clock.now_ns();
+                    self.reap(lazy, ring);
                     entry = back;
                 }
             }
@@ -224,7 +215,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn free(&self, range: Range) {
         // It was allocated with a size that fits 64 bits, rounded in the same way.
         let size = range.extent().saturating_add(1);
-        self.allocator.free(range.first().0, self.allocation_size(size).unwrap_or(size));
+        let size = self.allocation_size(size).unwrap_or(size);
+        // An allocator refuses what it never gave out: then there is nothing to give back, and it
+        // has counted the attempt.
+        let freed = self.allocator.free(range.first().0, size);
+        debug_assert!(freed.is_ok(), "{freed:?}");
     }
 
     /// How much to ask the allocator for: whole granules of its own.
@@ -232,29 +227,32 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         size.checked_next_multiple_of(self.allocator.granule())
     }
 
-    fn quarantine(&self, range: Range, pages: PageList) {
+    /// Keeps an IOVA range from ever being used again. (Table pages need no such care: a list of
+    /// them that is dropped goes back to its table, which frees it no sooner than it may.)
+    fn quarantine(&self, range: Range) {
         self.quarantine.ranges.add(1);
         self.quarantine.bytes.add(range.extent().saturating_add(1));
-        if !pages.is_empty() {
-            self.quarantine.pages.lock().push(pages);
-        }
     }
 
     /// Releases what flushes have covered: table pages, then IOVAs.
-    fn release(&self, batch: Batch<Entry>, now_ns: u64) {
-        for Entry { range, pages, watch, .. } in batch {
+    fn release(&self, batch: Batch<Entry>) {
+        for Entry { range, pages, watch, .. } in batch.entries {
             drop(pages);
-            if watch.is_none_or(|watch| watch.release(now_ns)) {
+            if watch.is_none_or(|watch| watch.release(batch.released_ns)) {
                 self.free(range);
             }
         }
+    }
+
+    fn arm(&self, lazy: &Lazy) {
+        lazy.timer.arm(self.clock.now_ns().saturating_add(lazy.interval_ns));
     }
 
     fn flush_domain(&self, lazy: &Lazy) -> Result<()> {
         let ticket = lazy.queues.start_flush();
         match self.domain.flush_iotlb_all() {
             Ok(()) => {
-                lazy.queues.finish_flush(ticket);
+                lazy.queues.finish_flush(ticket, self.clock.now_ns());
                 Ok(())
             }
             Err(error) => {
@@ -266,16 +264,18 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Rule L24: whoever flushed, every queue can be reaped.
     fn reap_all(&self, lazy: &Lazy) {
-        let now_ns = self.clock.now_ns();
-        for ring in 0..lazy.queues.rings() {
-            loop {
-                let mut batch = Batch::new();
-                lazy.queues.reap(ring, now_ns, &mut batch);
-                let reaped = batch.len();
-                self.release(batch, now_ns);
-                if reaped < BATCH {
-                    break;
-                }
+        (0..lazy.queues.rings()).for_each(|ring| self.reap(lazy, ring));
+    }
+
+    /// Releases all of a queue that may be.
+    fn reap(&self, lazy: &Lazy, ring: usize) {
+        loop {
+            let mut batch = Batch::new();
+            lazy.queues.reap(ring, &mut batch);
+            let more = batch.entries.is_full();
+            self.release(batch);
+            if !more {
+                return;
             }
         }
     }
@@ -297,7 +297,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         let result = self.flush_domain(lazy);
         self.reap_all(lazy);
         if result.is_err() && lazy.queues.rearm() {
-            lazy.timer.arm(self.clock.now_ns().saturating_add(lazy.interval_ns));
+            self.arm(lazy);
         }
         self.sampler.stop(start, &self.expiry_time);
         result
@@ -347,23 +347,17 @@ impl<D: Domain, A: Allocator> Drop for Shared<D, A> {
     /// Rule L30. Unlike in Linux the domain and the allocator may outlive the device: so what is
     /// queued is flushed one last time, and only what that covers is given back.
     fn drop(&mut self) {
-        let Some(mut lazy) = self.lazy.take() else {
-            mem::take(&mut *self.quarantine.pages.lock()).into_iter().for_each(mem::forget);
-            return;
-        };
+        let Some(mut lazy) = self.lazy.take() else { return };
         lazy.timer.stop();
-        let mut queued = Vec::new();
-        lazy.queues.drain(&mut |entry| queued.push(entry));
-        let idle = queued.is_empty() && self.quarantine.pages.lock().is_empty();
-        if idle || self.domain.flush_iotlb_all().is_ok() {
-            for Entry { range, pages, .. } in queued {
-                drop(pages);
+        if lazy.queues.len() == 0 {
+            return;
+        }
+        let flushed = self.domain.flush_iotlb_all().is_ok();
+        lazy.queues.drain(&mut |Entry { range, pages, .. }| {
+            drop(pages);
+            if flushed {
                 self.free(range);
             }
-        } else {
-            // A device that does not answer may still walk these pages: never reused.
-            queued.into_iter().for_each(|entry| mem::forget(entry.pages));
-            mem::take(&mut *self.quarantine.pages.lock()).into_iter().for_each(mem::forget);
-        }
+        });
     }
 }

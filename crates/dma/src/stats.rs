@@ -21,9 +21,9 @@ impl Sampled {
 
 /// How much memory was reachable for how long after it was unmapped (lazy policies only).
 ///
-/// An unmapped range counts from the moment its translation was removed until its IOVA is released,
-/// at or shortly after the end of the flush that covers it: what is given is never less than what
-/// was.
+/// An unmapped range counts from the moment its translation was removed until the end of the flush
+/// that covers it (or of a later one, if its IOVA is only then released): what is given is never
+/// less than what was.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exposure {
     /// The sum of bytes × nanoseconds over all released ranges.

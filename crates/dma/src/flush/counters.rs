@@ -38,6 +38,8 @@ impl Rules for Sound {}
 pub(crate) struct Counters<R = Sound> {
     started: AtomicU64,
     finished: AtomicU64,
+    /// When the newest flush finished. Told, never decided upon: hence no atomic of the model's.
+    finished_ns: core::sync::atomic::AtomicU64,
     rules: PhantomData<R>,
 }
 
@@ -47,7 +49,12 @@ pub(crate) struct Ticket(u64);
 
 impl<R: Rules> Counters<R> {
     pub(crate) fn new() -> Self {
-        Counters { started: AtomicU64::new(0), finished: AtomicU64::new(0), rules: PhantomData }
+        Counters {
+            started: AtomicU64::new(0),
+            finished: AtomicU64::new(0),
+            finished_ns: core::sync::atomic::AtomicU64::new(0),
+            rules: PhantomData,
+        }
     }
 
     /// To be called before the domain is flushed.
@@ -64,8 +71,9 @@ impl<R: Rules> Counters<R> {
         Ticket(number)
     }
 
-    /// To be called when the domain's flush has succeeded.
-    pub(crate) fn finish(&self, ticket: Ticket) {
+    /// To be called when the domain's flush has succeeded, with the time.
+    pub(crate) fn finish(&self, ticket: Ticket, now_ns: u64) {
+        self.finished_ns.fetch_max(now_ns, Ordering::Relaxed);
         // Release: who sees the number also sees what the flush did.
         self.finished.fetch_max(ticket.0, Ordering::Release);
     }
@@ -92,6 +100,11 @@ impl<R: Rules> Counters<R> {
         self.finished.load(Ordering::Acquire)
     }
 
+    /// When that was, or later: a flush may have finished since. To be asked after it.
+    pub(crate) fn finished_ns(&self) -> u64 {
+        self.finished_ns.load(Ordering::Relaxed)
+    }
+
     /// Whether what was stamped `stamp` may be released.
     pub(crate) fn covers(stamp: u64, finished: u64) -> bool {
         R::covers(stamp, finished)
@@ -116,11 +129,11 @@ mod tests {
         let in_flight = counters.start();
         counters.removed();
         let stamp = counters.stamp();
-        counters.finish(in_flight);
+        counters.finish(in_flight, 0);
         assert!(!Sounds::covers(stamp, counters.finished()));
         let later = counters.start();
         assert!(!Sounds::covers(stamp, counters.finished()));
-        counters.finish(later);
+        counters.finish(later, 0);
         assert!(Sounds::covers(stamp, counters.finished()));
     }
 
@@ -133,11 +146,11 @@ mod tests {
         let between = counters.stamp();
         let second = counters.start();
         let after = counters.stamp();
-        counters.finish(second);
+        counters.finish(second, 0);
         let finished = counters.finished();
         assert!(Sounds::covers(before, finished) && Sounds::covers(between, finished));
         assert!(!Sounds::covers(after, finished));
-        counters.finish(first);
+        counters.finish(first, 0);
         assert_eq!(counters.finished(), finished);
     }
 
@@ -149,7 +162,7 @@ mod tests {
         let _failed = counters.start();
         assert!(!Sounds::covers(stamp, counters.finished()));
         let good = counters.start();
-        counters.finish(good);
+        counters.finish(good, 0);
         assert!(Sounds::covers(stamp, counters.finished()));
     }
 }

@@ -22,7 +22,7 @@ use ringfence_iommu::{Range, table::PageList};
 
 pub(crate) use self::{
     queues::{Enqueued, FlushQueues},
-    ring::{BATCH, Batch, Queued},
+    ring::{Batch, Queued},
     timer::Timer,
     watch::Watch,
 };

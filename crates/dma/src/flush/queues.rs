@@ -48,17 +48,11 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
 
     /// Queues what was unmapped just now, after taking out entries that may be released (rule L22).
     /// `ring` is any number; it is taken modulo the number of rings.
-    pub(crate) fn enqueue(
-        &self,
-        ring: usize,
-        entry: E,
-        now_ns: u64,
-        batch: &mut Batch<E>,
-    ) -> Enqueued<E> {
+    pub(crate) fn enqueue(&self, ring: usize, entry: E, batch: &mut Batch<E>) -> Enqueued<E> {
         self.counters.removed();
         {
             let mut ring = self.rings[ring % self.rings.len()].lock();
-            ring.reap::<R>(self.counters.finished(), now_ns, batch);
+            ring.reap(&self.counters, batch);
             // Under the lock, so that stamps never fall from the front of a ring to its end.
             if let Err(entry) = ring.push(self.counters.stamp(), entry) {
                 return Enqueued::Full(entry);
@@ -74,10 +68,8 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
 
     /// Takes out of one ring what may be released, at most a batch. A batch that comes back full
     /// may not have been all.
-    pub(crate) fn reap(&self, ring: usize, now_ns: u64, batch: &mut Batch<E>) {
-        let mut ring = self.rings[ring % self.rings.len()].lock();
-        // Read inside: what the newest flush covers is in the ring already.
-        ring.reap::<R>(self.counters.finished(), now_ns, batch);
+    pub(crate) fn reap(&self, ring: usize, batch: &mut Batch<E>) {
+        self.rings[ring % self.rings.len()].lock().reap(&self.counters, batch);
     }
 
     /// To be called before the domain is flushed.
@@ -85,9 +77,9 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         self.counters.start()
     }
 
-    /// To be called when the domain's flush has succeeded.
-    pub(crate) fn finish_flush(&self, ticket: Ticket) {
-        self.counters.finish(ticket);
+    /// To be called when the domain's flush has succeeded, with the time.
+    pub(crate) fn finish_flush(&self, ticket: Ticket, now_ns: u64) {
+        self.counters.finish(ticket, now_ns);
     }
 
     /// To be called when the timer expires, *before* the flush it makes.

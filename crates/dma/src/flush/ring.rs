@@ -20,7 +20,17 @@ pub(crate) trait Queued {
 pub(crate) const BATCH: usize = 32;
 
 /// Entries whose flush has finished, out of the queue and to be released by who took them.
-pub(crate) type Batch<E> = ArrayVec<E, BATCH>;
+pub(crate) struct Batch<E> {
+    pub(crate) entries: ArrayVec<E, BATCH>,
+    /// When the newest flush finished: since then at the latest nothing reaches them.
+    pub(crate) released_ns: u64,
+}
+
+impl<E> Batch<E> {
+    pub(crate) fn new() -> Batch<E> {
+        Batch { entries: ArrayVec::new(), released_ns: 0 }
+    }
+}
 
 struct Slot<E> {
     stamp: u64,
@@ -47,22 +57,29 @@ impl<E: Queued> Ring<E> {
         }
     }
 
-    /// Takes out the entries that the flushes up to `finished` cover, oldest first, as many as
-    /// `batch` still holds.
-    pub(crate) fn reap<R: Rules>(&mut self, finished: u64, now_ns: u64, batch: &mut Batch<E>) {
-        // Stamps are read under the ring's lock and never fall: the first one that is not covered
+    /// Takes out the entries that finished flushes cover, oldest first, as many as `batch` still
+    /// holds.
+    pub(crate) fn reap<R: Rules>(&mut self, counters: &Counters<R>, batch: &mut Batch<E>) {
+        if self.slots.is_empty() {
+            return;
+        }
+        // Read under the ring's lock: what a flush that has finished covers is in the ring already.
+        let finished = counters.finished();
+        let released_ns = counters.finished_ns();
+        batch.released_ns = released_ns;
+        // Stamps are read under that lock too and so never fall: the first one that is not covered
         // ends it.
-        while !batch.is_full()
+        while !batch.entries.is_full()
             && let Some(oldest) = self.slots.front()
             && Counters::<R>::covers(oldest.stamp, finished)
             && let Some(Slot { entry, .. }) = self.slots.pop_front()
         {
             self.bytes -= entry.bytes();
-            let age = now_ns.saturating_sub(entry.since_ns());
+            let age = released_ns.saturating_sub(entry.since_ns());
             self.exposure.byte_ns += u128::from(entry.bytes()) * u128::from(age);
             self.exposure.max_age_ns = self.exposure.max_age_ns.max(age);
             self.exposure.released += 1;
-            batch.push(entry);
+            batch.entries.push(entry);
         }
     }
 

@@ -133,7 +133,8 @@ mod tests {
     #[test]
     fn a_timer_expires_once_for_each_time_it_is_armed() {
         let (sender, receiver) = mpsc::channel();
-        let timer = Timer::spawn(Arc::new(MonotonicClock), move || sender.send(()).is_ok()).unwrap();
+        let timer =
+            Timer::spawn(Arc::new(MonotonicClock), move || sender.send(()).is_ok()).unwrap();
         for _ in 0..3 {
             timer.arm(MonotonicClock.now_ns() + 1000);
             receiver.recv().unwrap();

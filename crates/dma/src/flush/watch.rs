@@ -20,9 +20,7 @@ impl Watch {
     #[must_use]
     pub(crate) fn release(&self, now_ns: u64) -> bool {
         let released = now_ns.saturating_add(1).min(UNWATCHED - 1);
-        self.state
-            .compare_exchange(WAITING, released, Ordering::AcqRel, Ordering::Acquire)
-            .is_err()
+        self.state.compare_exchange(WAITING, released, Ordering::AcqRel, Ordering::Acquire).is_err()
     }
 
     /// Says that nobody watches any more. Whether the IOVA is the caller's to give back.

@@ -1,0 +1,402 @@
+//! A domain with a cache, an eager allocator, buffers that count their drops.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicI64, AtomicUsize, Ordering},
+    },
+};
+
+use ringfence_dma::{
+    Config, Device, DmaBuffer, Environment, Policy, SharedMemory, ThreadClock, TimerKind,
+};
+use ringfence_iommu::{
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range,
+    ReservedKind, ReservedRegion, Result,
+    table::{Limits, Table},
+};
+use ringfence_iova::{
+    AllocError, AllocReason, Allocator, FreeError, FreeReason, Request, ReserveError, Stats,
+};
+use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
+
+/// The status that the device gives when it is told to fail.
+pub(crate) const STATUS: u8 = 7;
+
+/// The reserved region of every mock domain.
+pub(crate) const MSI: Range = match Range::new(Iova(0x8000), Iova(0x8fff)) {
+    Some(range) => range,
+    None => panic!("not empty"),
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    Map(Range, u64, Prot),
+    SyncMap(Range),
+    Unmap { range: Range, queued: bool },
+    Sync,
+    FlushAll,
+    Free(u64, u64),
+}
+
+pub(crate) type Log = Arc<Mutex<Vec<Event>>>;
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+/// A domain whose device caches every translation as soon as it is made, loses it only when it is
+/// told to, and fails on command.
+pub(crate) struct MockDomain {
+    geometry: Geometry,
+    capabilities: Capabilities,
+    pub(crate) table: Table,
+    /// What the device can reach, whatever the table says.
+    cached: Mutex<Vec<(Range, u64, Prot)>>,
+    pub(crate) log: Log,
+    /// How many operations go well before one fails.
+    fail_after: AtomicI64,
+    /// The operations that always fail.
+    pub(crate) broken: Mutex<Broken>,
+    /// Runs in the middle of the next flush.
+    pub(crate) during_flush: Mutex<Option<Hook>>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Broken {
+    pub(crate) unmap: bool,
+    pub(crate) sync: bool,
+    pub(crate) flush: bool,
+}
+
+impl MockDomain {
+    pub(crate) fn new(granule: u64, capabilities: Capabilities, limits: Limits) -> Arc<MockDomain> {
+        Arc::new(MockDomain {
+            geometry: Geometry {
+                reserved: Arc::from([ReservedRegion { range: MSI, kind: ReservedKind::Msi }]),
+                ..Geometry::new(PageSizes::from_granule(granule).unwrap(), Range::ALL)
+            },
+            capabilities,
+            table: Table::new(limits),
+            cached: Mutex::default(),
+            log: Log::default(),
+            fail_after: AtomicI64::new(i64::MAX),
+            broken: Mutex::default(),
+            during_flush: Mutex::default(),
+        })
+    }
+
+    /// The operation after `good` good ones fails, once.
+    pub(crate) fn fail_after(&self, good: i64) {
+        self.fail_after.store(good, Ordering::Relaxed);
+    }
+
+    /// Whether the failure asked for is still to come.
+    pub(crate) fn failure_pending(&self) -> bool {
+        self.fail_after.load(Ordering::Relaxed) >= 0
+    }
+
+    fn step(&self, event: Event, broken: fn(&Broken) -> bool) -> Result<()> {
+        self.log.lock().unwrap().push(event);
+        if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0
+            || broken(&self.broken.lock().unwrap())
+        {
+            return Err(Error::Device { range: Range::ALL, status: STATUS });
+        }
+        Ok(())
+    }
+
+    /// Where the device gets to at `iova`, by its cache or by the table.
+    pub(crate) fn reach(&self, iova: u64) -> Option<(u64, Prot)> {
+        let hit = self.cached().into_iter().find(|(range, ..)| range.contains(Iova(iova)));
+        hit.map(|(range, target, prot)| (target + (iova - range.first().0), prot))
+    }
+
+    /// Everything the device can reach.
+    pub(crate) fn cached(&self) -> Vec<(Range, u64, Prot)> {
+        self.cached.lock().unwrap().clone()
+    }
+
+    pub(crate) fn events(&self) -> Vec<Event> {
+        self.log.lock().unwrap().clone()
+    }
+
+    pub(crate) fn forget_events(&self) {
+        self.log.lock().unwrap().clear();
+    }
+}
+
+impl Domain for MockDomain {
+    type Target = GuestPhys;
+
+    fn geometry(&self) -> Geometry {
+        self.geometry.clone()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+        self.step(Event::Map(range, target.0, prot), |_| false)?;
+        let granule = self.geometry.page_sizes.granule();
+        if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
+            return Err(Error::Unaligned { range, granule });
+        }
+        assert!(target.0.checked_add(range.extent()).is_some(), "the target wraps");
+        self.table.map(range, target.0, prot)?;
+        let mut cached = self.cached.lock().unwrap();
+        assert!(
+            cached.iter().all(|(held, ..)| !held.overlaps(range)),
+            "{range} is mapped while the device still has something cached there"
+        );
+        cached.push((range, target.0, prot));
+        Ok(())
+    }
+
+    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
+        let result = self.step(Event::SyncMap(range), |_| false);
+        if result.is_err() {
+            // The device refuses the last of them: that one is not mapped.
+            let mut cached = self.cached.lock().unwrap();
+            if let Some(at) = cached.iter().rposition(|(held, ..)| range.covers(*held)) {
+                let (refused, ..) = cached.swap_remove(at);
+                self.table.unmap(refused, &mut Default::default())?;
+            }
+        }
+        result
+    }
+
+    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        let queued = gather.is_queued();
+        self.step(Event::Unmap { range, queued }, |broken| broken.unmap)?;
+        let mut pages = Default::default();
+        let bytes = self.table.unmap(range, &mut pages)?;
+        gather.add(range);
+        gather.add_pages(pages);
+        Ok(bytes)
+    }
+
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
+        self.step(Event::Sync, |broken| broken.sync)?;
+        let mut cached = self.cached.lock().unwrap();
+        cached.retain(|(held, ..)| gather.ranges().iter().all(|range| !range.overlaps(*held)));
+        gather.clear_ranges();
+        drop(gather.take_pages());
+        Ok(())
+    }
+
+    fn flush_iotlb_all(&self) -> Result<()> {
+        self.step(Event::FlushAll, |broken| broken.flush)?;
+        // The device walks the table while it flushes, before what the hook changes ...
+        let walked = self.table.iter().map(|m| (m.range, m.target, m.prot)).collect();
+        if let Some(hook) = self.during_flush.lock().unwrap().take() {
+            hook();
+        }
+        // ... and has it cached after.
+        *self.cached.lock().unwrap() = walked;
+        Ok(())
+    }
+
+    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
+        self.table.lookup_locked(iova).map(|found| GuestPhys(found.target(iova)))
+    }
+}
+
+/// Gives out at once what was freed last, so that anything reused too early is reused.
+pub(crate) struct EagerAllocator {
+    state: Mutex<State>,
+    granule: u64,
+    log: Log,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    free: Vec<(u64, u64)>,
+    live: BTreeMap<u64, u64>,
+    reserved: Vec<(u64, u64)>,
+}
+
+impl EagerAllocator {
+    pub(crate) fn new(granule: u64, log: Log) -> Arc<EagerAllocator> {
+        let state = State { next: 0x10_0000, ..State::default() };
+        Arc::new(EagerAllocator { state: Mutex::new(state), granule, log })
+    }
+
+    pub(crate) fn live(&self) -> usize {
+        self.state.lock().unwrap().live.len()
+    }
+
+    pub(crate) fn is_live(&self, iova: u64) -> bool {
+        self.state.lock().unwrap().live.contains_key(&iova)
+    }
+
+    pub(crate) fn reserved(&self) -> Vec<(u64, u64)> {
+        self.state.lock().unwrap().reserved.clone()
+    }
+}
+
+impl Allocator for EagerAllocator {
+    fn alloc(&self, request: &Request) -> std::result::Result<u64, AllocError> {
+        let fail = |reason| Err(AllocError { request: *request, reason });
+        assert_eq!(request.size % self.granule, 0);
+        assert!(request.boundary == u64::MAX || request.size - 1 <= request.boundary);
+        let Some(align) = request.size.checked_next_power_of_two() else {
+            return fail(AllocReason::TooBig);
+        };
+        let mut state = self.state.lock().unwrap();
+        if let Some(at) = state.free.iter().rposition(|&(_, size)| size == request.size) {
+            let (iova, size) = state.free.remove(at);
+            state.live.insert(iova, size);
+            return Ok(iova);
+        }
+        let exhausted = AllocReason::Exhausted { first: 0, last: request.limit };
+        let Some(iova) = state.next.checked_next_multiple_of(align) else {
+            return fail(exhausted);
+        };
+        match iova.checked_add(request.size - 1) {
+            Some(last) if last <= request.limit => state.next = last.saturating_add(1),
+            _ => return fail(exhausted),
+        }
+        state.live.insert(iova, request.size);
+        Ok(iova)
+    }
+
+    fn free(&self, iova: u64, size: u64) -> std::result::Result<(), FreeError> {
+        self.log.lock().unwrap().push(Event::Free(iova, size));
+        let mut state = self.state.lock().unwrap();
+        if state.live.remove(&iova) != Some(size) {
+            return Err(FreeError { iova, size, reason: FreeReason::NotAllocated });
+        }
+        state.free.push((iova, size));
+        Ok(())
+    }
+
+    fn reserve(&self, first: u64, last: u64) -> std::result::Result<(), ReserveError> {
+        self.state.lock().unwrap().reserved.push((first, last));
+        Ok(())
+    }
+
+    fn check_free(&self, iova: u64, size: u64) -> std::result::Result<(), FreeError> {
+        match self.state.lock().unwrap().live.get(&iova) {
+            Some(held) if *held == size => Ok(()),
+            _ => Err(FreeError { iova, size, reason: FreeReason::NotAllocated }),
+        }
+    }
+
+    fn granule(&self) -> u64 {
+        self.granule
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::default()
+    }
+}
+
+/// A buffer of pieces that exist only as addresses.
+#[derive(Debug)]
+pub(crate) struct Buf {
+    pub(crate) pieces: Vec<(u64, u64)>,
+    drops: Arc<AtomicUsize>,
+}
+
+impl Buf {
+    pub(crate) fn new(pieces: &[(u64, u64)]) -> Buf {
+        Buf { pieces: pieces.to_vec(), drops: Arc::default() }
+    }
+
+    /// Tells how often this buffer was dropped.
+    pub(crate) fn drops(&self) -> Arc<AtomicUsize> {
+        Arc::clone(&self.drops)
+    }
+}
+
+impl Drop for Buf {
+    fn drop(&mut self) {
+        self.drops.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+// SAFETY: there is no memory behind these addresses that anybody could misuse.
+unsafe impl DmaBuffer<GuestPhys> for Buf {
+    fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+        self.pieces.iter().for_each(|&(addr, len)| each(GuestPhys(addr), len));
+    }
+}
+
+// SAFETY: as above.
+unsafe impl SharedMemory for Buf {}
+
+/// Each reading takes 1000 ns more than the one before.
+#[derive(Default)]
+pub(crate) struct TickingClock(AtomicUsize);
+
+impl ThreadClock for TickingClock {
+    fn thread_ns(&self) -> u64 {
+        self.0.fetch_add(1000, Ordering::Relaxed) as u64
+    }
+}
+
+pub(crate) type TestDevice = Device<Arc<MockDomain>, Arc<EagerAllocator>>;
+
+/// A device with everything around it in the test's hand.
+pub(crate) struct Bench {
+    pub(crate) device: TestDevice,
+    pub(crate) domain: Arc<MockDomain>,
+    pub(crate) allocator: Arc<EagerAllocator>,
+    pub(crate) clock: Arc<ManualClock>,
+    pub(crate) cpu: Arc<FixedCpu>,
+}
+
+/// How a [`Bench`] is made.
+pub(crate) struct Setup {
+    pub(crate) granule: u64,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) limits: Limits,
+    pub(crate) config: Config,
+}
+
+impl Setup {
+    pub(crate) fn new(policy: Policy) -> Setup {
+        Setup {
+            granule: 4096,
+            capabilities: Capabilities::FULL,
+            limits: Limits::NONE,
+            config: Config { timer: TimerKind::Manual, ..Config::new(policy) },
+        }
+    }
+
+    pub(crate) fn build(self) -> Bench {
+        let Setup { granule, capabilities, limits, config } = self;
+        let domain = MockDomain::new(granule, capabilities, limits);
+        let allocator = EagerAllocator::new(granule.max(4096), Arc::clone(&domain.log));
+        let clock = Arc::new(ManualClock::new(1_000_000));
+        let cpu = Arc::new(FixedCpu::new(2));
+        let environment = Environment {
+            clock: Arc::clone(&clock) as _,
+            cpu: Arc::clone(&cpu) as _,
+            thread_clock: Arc::new(TickingClock::default()),
+        };
+        let device = Device::with_environment(
+            Arc::clone(&domain),
+            Arc::clone(&allocator),
+            config,
+            environment,
+        )
+        .unwrap();
+        Bench { device, domain, allocator, clock, cpu }
+    }
+}
+
+impl Bench {
+    pub(crate) fn new(policy: Policy) -> Bench {
+        Setup::new(policy).build()
+    }
+
+    /// Asserts that nothing is left of anything.
+    pub(crate) fn assert_nothing_leaked(&self) {
+        assert_eq!(self.allocator.live(), 0, "an IOVA leaked");
+        assert_eq!(self.domain.table.mappings(), 0, "a translation leaked");
+        assert_eq!(self.domain.cached(), [], "the device still reaches something");
+    }
+}
