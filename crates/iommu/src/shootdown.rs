@@ -232,7 +232,9 @@ impl Reader {
             // In this order: a writer that finds us offline has logged its ranges before it
             // looked, and the fence in `online` lets us see them; see the module's comment.
             self.inner.online();
+            let guard = LeaveOnPanic(&mut self.inner);
             self.shootdown.log.replay(&mut self.replayed, f);
+            core::mem::forget(guard);
         }
     }
 
@@ -266,6 +268,15 @@ impl fmt::Debug for Reader {
             .field("inner", &self.inner)
             .field("replayed", &self.replayed)
             .finish()
+    }
+}
+
+/// A reader whose cache could not be told what it must drop may not be online.
+struct LeaveOnPanic<'a>(&'a mut qsbr::Reader);
+
+impl Drop for LeaveOnPanic<'_> {
+    fn drop(&mut self) {
+        self.0.offline();
     }
 }
 
@@ -692,6 +703,26 @@ mod tests {
         shootdown.wait(shootdown.begin(&[range(5, 6)], false));
         let mut newborn = shootdown.reader().unwrap();
         assert!(polled(&mut newborn).is_empty(), "its cache was empty when that was removed");
+    }
+
+    #[test]
+    fn a_cache_that_panics_while_it_is_told_is_told_again() {
+        let shootdown = Shootdown::new(1);
+        let mut reader = shootdown.reader().unwrap();
+        let panics = |f: &mut dyn FnMut()| {
+            assert!(std::panic::catch_unwind(core::panic::AssertUnwindSafe(f)).is_err());
+        };
+        let token = shootdown.begin(&[range(5, 6)], false);
+        panics(&mut || reader.poll(|_| panic!("in the cache")));
+        assert!(!shootdown.is_over(token));
+        assert_eq!(polled(&mut reader), [Invalidation::Range(range(5, 6))]);
+        reader.offline();
+        shootdown.begin(&[range(7, 8)], false);
+        panics(&mut || reader.online(|_| panic!("in the cache")));
+        assert!(!reader.is_online());
+        let mut heard = vec![];
+        reader.online(|gone| heard.push(gone));
+        assert_eq!(heard, [Invalidation::Range(range(7, 8))]);
     }
 
     #[test]
