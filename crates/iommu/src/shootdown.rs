@@ -52,6 +52,20 @@ const PENDING: usize = if cfg!(loom) { 2 } else { 32 };
 /// How many leases a link of a [`Leases`] chain holds.
 const CHUNK: usize = if cfg!(loom) { 1 } else { 64 };
 
+/// The ranges of an invalidation.
+type Gone = ArrayVec<Range, 8>;
+
+/// The same ranges, joined and widened until they fit (rule L42).
+fn few(ranges: impl Iterator<Item = Range> + Clone) -> Gone {
+    let mut gone = Gone::new();
+    if ranges.clone().all(|range| gone.try_push(range).is_ok()) {
+        return gone;
+    }
+    let mut gather = Gather::new();
+    ranges.for_each(|range| gather.add(range));
+    gather.ranges().iter().copied().collect()
+}
+
 /// What a cache must drop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Invalidation {
@@ -115,21 +129,15 @@ impl Shootdown {
     /// Never under-invalidates; if there are many ranges it invalidates addresses between them too
     /// (rule L42).
     pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
-        // Joins and widens until a few are left.
-        let mut gone = Gather::new();
-        if all {
-            gone.add(Range::ALL);
-        } else {
-            ranges.iter().for_each(|&range| gone.add(range));
-        }
+        let gone = if all { few([Range::ALL].into_iter()) } else { few(ranges.iter().copied()) };
         let mut pending = self.pending.lock();
         if !cfg!(feature = "mutant-no-invalidation") {
-            gone.ranges().iter().for_each(|&range| self.log.push(range));
+            gone.iter().for_each(|&range| self.log.push(range));
         }
         // After the log, so that a reader that sees this grace period sees the ranges. Inside the
         // lock, so that tokens enter `pending` in order.
         let token = self.qsbr.start().as_u64();
-        if !gone.ranges().is_empty() {
+        if !gone.is_empty() {
             if pending.entries.is_full() {
                 pending.entries.retain(|entry| !self.entry_is_over(entry));
             }
@@ -180,7 +188,7 @@ impl Shootdown {
         self.is_quiet(entry.last)
             && !self.leases[..self.qsbr.slots_used()]
                 .iter()
-                .any(|leases| leases.stand_on(entry.gone.ranges(), entry.last))
+                .any(|leases| leases.stand_on(&entry.gone, entry.last))
     }
 }
 
@@ -372,7 +380,7 @@ impl Log {
     }
 
     /// Calls `f` with every range from `*replayed` on, and moves that to the end.
-    #[cold]
+    #[inline(never)]
     fn replay(&self, replayed: &mut u64, mut f: impl FnMut(Invalidation)) {
         let end = self.position();
         // If `f` panics, the reader stays where it was and will replay everything again.
@@ -401,7 +409,7 @@ struct Entry {
     /// The tokens of those in it.
     first: u64,
     last: u64,
-    gone: Gather,
+    gone: Gone,
 }
 
 impl Entry {
@@ -411,13 +419,13 @@ impl Entry {
 }
 
 impl Pending {
-    fn push(&mut self, token: u64, gone: Gather) {
+    fn push(&mut self, token: u64, gone: Gone) {
         if self.entries.is_full() {
             // The two oldest: they are the likeliest to have been forgotten by their callers.
             let oldest = self.entries.remove(0);
             let heir = &mut self.entries[0];
             heir.first = oldest.first;
-            oldest.gone.ranges().iter().for_each(|&range| heir.gone.add(range));
+            heir.gone = few(oldest.gone.iter().chain(&heir.gone).copied());
         }
         self.entries.push(Entry { first: token, last: token, gone });
     }

@@ -118,7 +118,8 @@ impl<T: Address> SoftDomain<T> {
 
     /// Begins an invalidation; table pages that are deferred now are freed after it.
     fn begin(&self, ranges: &[Range], all: bool) -> u64 {
-        let pages = self.table.take_deferred();
+        let pages =
+            if self.nothing_retired() { PageList::default() } else { self.table.take_deferred() };
         // After taking the pages: the grace period that this starts counts for all on the list.
         let token = self.shootdown.begin(ranges, all);
         self.collect(Some((token, pages)));
@@ -146,8 +147,17 @@ impl<T: Address> SoftDomain<T> {
         token
     }
 
+    /// Whether there are no table pages to free, now or later: mostly so, as a table keeps what a
+    /// small unmap empties. What other threads retire at this moment is for their own syncs.
+    fn nothing_retired(&self) -> bool {
+        self.table.retired_bytes() == 0
+    }
+
     /// Puts pages into limbo and frees those whose grace period is over.
     fn collect(&self, new: Option<(u64, PageList)>) {
+        if self.nothing_retired() {
+            return;
+        }
         let mut free = PageList::default();
         {
             let mut limbo = self.limbo.lock();

@@ -1,7 +1,7 @@
 //! Domains around a domain: tracing, counting, fault injection, and a fixed cost a call.
 //!
-//! Each is a [`Domain`](crate::Domain) itself, so they stack in any order: `Traced` outside of `Faulty` records the
-//! faults, inside of it does not.
+//! Each is a [`Domain`](crate::Domain) itself, so they stack in any order: `Traced` outside of
+//! `Faulty` records the faults, inside of it does not.
 
 mod counted;
 mod event;
