@@ -22,14 +22,17 @@
 //! Filling and checking cost the same under every policy. Together they must not be what is
 //! measured: `cargo test --release -p ringfence-lab -- --nocapture speed` prints what they take.
 
+use std::sync::OnceLock;
+
 /// Smallest unit, bytes: a sector.
 pub const MIN_UNIT: u32 = 512;
 /// Largest unit, bytes.
 pub const MAX_UNIT: u32 = 4096;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"RFblock1");
-/// No unit starts or ends with it: not the magic, not zero, and a payload's last word is odd.
-const POISON: u64 = u64::from_le_bytes(*b"~unread~") & !1;
+/// No unit starts or ends with it: it is neither the magic nor zero, and the words of a payload are
+/// odd where it is even.
+const POISON: u64 = u64::from_le_bytes(*b"~unread~");
 const HEADER: usize = 40;
 const CRC_AT: usize = 32;
 
@@ -187,19 +190,14 @@ impl Format {
         put(header, 16, &offset.to_le_bytes());
         put(header, 24, &sequence.to_le_bytes());
         put(header, CRC_AT, &[0; 8]);
-        // A counter with a step that changes all bytes of a word, from a start of the block's own:
-        // no word repeats within a block, and additions are done eight at a time by any compiler.
-        const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-        let start = mix(offset ^ mix(sequence ^ u64::from(self.generation) << 32));
+        // Odd, as the pattern is even: see POISON.
+        let key = mix(offset ^ mix(sequence ^ (u64::from(self.generation) << 32))) | 1;
         let (words, _) = payload.as_chunks_mut::<8>();
-        for (index, word) in words.iter_mut().enumerate() {
-            *word = start.wrapping_add(STEP.wrapping_mul(index as u64)).to_le_bytes();
+        for (word, pattern) in words.iter_mut().zip(&PATTERN) {
+            *word = (pattern ^ key).to_le_bytes();
         }
-        if let Some(last) = words.last_mut() {
-            last[0] |= 1;
-        }
-        let crc = crc32c::crc32c(unit);
-        put(unit, CRC_AT, &crc.to_le_bytes());
+        let crc = Sums::of(self.unit).unit(crc32c::crc32c(header), key);
+        put(header, CRC_AT, &crc.to_le_bytes());
     }
 
     /// The sequence number; 0 for a unit never written.
@@ -233,6 +231,79 @@ impl Format {
     }
 }
 
+/// What every payload is made of: `PATTERN[i] ^ key`, with a key of the block's own.
+static PATTERN: [u64; WORDS] = {
+    let mut pattern = [0; WORDS];
+    let mut index = 0;
+    while index < WORDS {
+        pattern[index] = mix(index as u64 + 1) & !1;
+        index += 1;
+    }
+    pattern
+};
+
+const WORDS: usize = (MAX_UNIT as usize - HEADER) / 8;
+
+/// Tables from which the CRC of a unit follows without reading its payload.
+///
+/// A CRC is linear over XOR but for a constant: that of `pattern ^ key, key, key, ...` is that of
+/// the pattern, corrected by a linear function of the key; and that of header and payload together
+/// is that of the payload, corrected by a linear function of the header's. Both functions are
+/// tables by byte, made once for each size of unit. [`Format::check`] knows none of this: it reads
+/// every byte, and so proves this arithmetic with each block.
+struct Sums {
+    /// CRC of the payload with key 0.
+    pattern: u32,
+    key: [[u32; 256]; 8],
+    header: [[u32; 256]; 4],
+}
+
+impl Sums {
+    fn of(unit: u32) -> &'static Sums {
+        static SUMS: [OnceLock<Box<Sums>>; 4] = [const { OnceLock::new() }; 4];
+        // 512, 1024, 2048, 4096.
+        let index = (unit / MIN_UNIT).trailing_zeros() as usize;
+        SUMS[index].get_or_init(|| Sums::new(unit as usize - HEADER))
+    }
+
+    fn new(payload: usize) -> Box<Sums> {
+        let crc_with = |key: u64, pattern: &[u64]| {
+            let words = pattern.iter().take(payload / 8).map(|word| (word ^ key).to_le_bytes());
+            words.fold(0, |crc, word| crc32c::crc32c_append(crc, &word))
+        };
+        let zeros = [0; WORDS];
+        let nothing = crc_with(0, &zeros);
+        let mut sums = Box::new(Sums {
+            pattern: crc_with(0, &PATTERN),
+            key: [[0; 256]; 8],
+            header: [[0; 256]; 4],
+        });
+        for (byte, table) in sums.key.iter_mut().enumerate() {
+            fill_table(table, |bit| crc_with(1 << (8 * byte + bit), &zeros) ^ nothing);
+        }
+        for (byte, table) in sums.header.iter_mut().enumerate() {
+            fill_table(table, |bit| crc32c::crc32c_combine(1 << (8 * byte + bit), 0, payload));
+        }
+        sums
+    }
+
+    /// The CRC of a unit whose header has the CRC `header` and whose payload was made with `key`.
+    fn unit(&self, header: u32, key: u64) -> u32 {
+        let key = self.key.iter().zip(key.to_le_bytes());
+        let header = self.header.iter().zip(header.to_le_bytes());
+        key.chain(header).fold(self.pattern, |crc, (table, byte)| crc ^ table[usize::from(byte)])
+    }
+}
+
+/// A linear function of a byte, from its values at single bits.
+fn fill_table(table: &mut [u32; 256], bit: impl Fn(usize) -> u32) {
+    for (n, value) in (0..8).map(|n| (1 << n, bit(n))) {
+        for low in 0..n {
+            table[n | low] = table[low] ^ value;
+        }
+    }
+}
+
 fn put(unit: &mut [u8], at: usize, value: &[u8]) {
     unit[at..at + value.len()].copy_from_slice(value);
 }
@@ -250,7 +321,7 @@ fn is_zero(unit: &[u8]) -> bool {
 }
 
 /// A bijection that spreads every bit over all (the finaliser of splitmix64).
-pub(crate) fn mix(mut x: u64) -> u64 {
+pub(crate) const fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
@@ -314,6 +385,25 @@ mod tests {
         FORMAT.poison(&mut buf);
         buf[..512].fill(0);
         assert_eq!(FORMAT.check(&buf, 0), Err(BlockError::NotTransferred { offset: 0 }));
+    }
+
+    #[test]
+    fn no_legal_unit_looks_as_if_it_were_never_read() {
+        const { assert!(POISON & 1 == 0 && POISON != MAGIC && POISON != 0) };
+        assert!(PATTERN.iter().all(|word| word & 1 == 0));
+        for word in filled(0, 3)[..4096].as_chunks::<8>().0.iter().skip(HEADER / 8) {
+            assert!(word[0] & 1 == 1);
+        }
+    }
+
+    #[test]
+    fn units_of_every_size_are_found_again() {
+        for unit in [512, 1024, 2048, 4096] {
+            let format = Format { unit, generation: u32::MAX };
+            let mut buf = vec![0; 8192];
+            format.fill(&mut buf, 1 << 40, u64::MAX);
+            assert_eq!(format.check(&buf, 1 << 40).unwrap().written, 8192 / unit);
+        }
     }
 
     #[test]

@@ -151,6 +151,11 @@ impl Latencies {
         self.0.saturating_record(ns);
     }
 
+    /// Counts one `n` times.
+    pub fn record_n(&mut self, ns: u64, n: u64) {
+        self.0.saturating_record_n(ns, n);
+    }
+
     /// Counts what `other` counted, too.
     pub fn merge(&mut self, other: &Latencies) {
         // All have the same bounds.
