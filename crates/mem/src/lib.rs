@@ -8,8 +8,25 @@
 //! IOTLB from another crate.
 //!
 //! The bytes may change under us at any time: they are copied or accessed as atomics, never
-//! borrowed. The *file* may shrink under us too, if it was not sealed; [`sigbus`] turns the signal
-//! that follows into zero bytes and an [`AccessError::Lost`].
+//! borrowed. The *file* may shrink under us too, if it was not sealed; [`sigbus`], once installed,
+//! turns the signal that follows into zero bytes and an [`AccessError::Lost`].
+//!
+//! ```
+//! use ringfence_mem::{AccessError, GuestRam, Memory, Physical, Translate};
+//!
+//! let ram = GuestRam::new(1 << 20, 0x4000_0000)?;
+//! ram.slice(0x100, 5)?.copy_from(b"hello");
+//!
+//! // What a back end does, after the file and the region came over a socket:
+//! let memory = Memory::map(vec![(ram.region(), ram.fd().try_clone_to_owned()?)])?;
+//! let bus = Physical::new(memory);
+//! let mut bytes = [0; 5];
+//! bus.read(0x4000_0100, &mut bytes)?;
+//! bus.check()?; // before the result is made known
+//! assert_eq!(&bytes, b"hello");
+//! assert!(matches!(bus.read(0x100, &mut bytes), Err(AccessError::OutsideMemory { .. })));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod access;
 mod error;

@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 pub(crate) struct Mapping {
     base: NonNull<u8>,
     len: usize,
-    /// Where a truncation is noticed, if the file can be truncated.
+    /// Where a truncation is noticed, if somebody else owns the file.
     watch: Option<Registered>,
 }
 
@@ -30,7 +30,7 @@ impl Mapping {
                 ptr::null_mut(),
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
+                MapFlags::SHARED,
                 fd,
                 offset,
             )
@@ -78,7 +78,7 @@ impl Mapping {
                 self.base.as_ptr().add(at).cast(),
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE,
+                MapFlags::SHARED | MapFlags::FIXED,
                 fd,
                 offset,
             )

@@ -268,8 +268,8 @@ impl Memory {
         self.mapped.iter().map(|m| &m.region)
     }
 
-    /// Whether every region's file is sealed against truncation, so that [`lost`](Self::lost)
-    /// never becomes true.
+    /// Whether every region's file is sealed against truncation, so that nothing of it can be
+    /// [`lost`](Self::lost) unless the machine itself runs out of (huge) pages.
     pub fn is_sealed(&self) -> bool {
         self.mapped.iter().all(|m| m.sealed)
     }
@@ -293,7 +293,8 @@ impl Memory {
         Some(self.mapped[entry.region].region.gpa + (addr - entry.first))
     }
 
-    /// Whether any region's file was truncated under us, and somebody noticed by touching it. One
+    /// Whether any region's file was truncated under us, and somebody noticed by touching it after
+    /// [`sigbus::install`](crate::sigbus::install) (without which that ends the process). One
     /// load as long as nothing in this process ever was.
     #[inline]
     pub fn lost(&self) -> bool {
@@ -359,9 +360,8 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
         return Err(wraps);
     };
     let mut mapping = Mapping::file(fd, start, len)?;
-    if !sealed {
-        mapping.watch(page as usize)?;
-    }
+    // Sealed or not: a hole punched in a file of huge pages faults too once the pool is empty.
+    mapping.watch(page as usize)?;
     // SAFETY: `mmap_offset - start` is less than `len`.
     let base = unsafe { mapping.base().add((region.mmap_offset - start) as usize) };
     Ok(Mapped { region, mapping: Arc::new(mapping), base, sealed })

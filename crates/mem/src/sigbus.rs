@@ -1,12 +1,13 @@
 //! Surviving a memory file that is truncated under us.
 //!
 //! A process that touches a page of a mapping beyond the end of its file gets SIGBUS, and dies of
-//! it. Sealed memory cannot be truncated, but not every front end seals. So every unsealed mapping
-//! of a [`Memory`](crate::Memory) stands in a registry, and the handler that [`install`] installs
-//! looks the faulting address up there. If it is one of ours, the pages from there to the end of
-//! the mapping are replaced by zeroes, private to us, and the mapping is marked lost: the access
-//! that faulted goes on with zeroes, and [`Translate::check`](crate::Translate::check) tells before
-//! its results are published. Everything else is passed to the handler that was there before.
+//! it. Sealed memory cannot be truncated, but not every front end seals, and a seal does not keep
+//! anybody from punching holes into huge pages and using up the pool. So every mapping of a
+//! [`Memory`](crate::Memory) stands in a registry, and the handler that [`install`] installs looks
+//! the faulting address up there. If it is one of ours, the pages from there to the end of the
+//! mapping are replaced by zeroes, private to us, and the mapping is marked lost: the access that
+//! faulted goes on with zeroes, and [`Translate::check`](crate::Translate::check) tells before its
+//! results are published. Everything else is passed to the handler that was there before.
 //!
 //! A file that shrinks loses all that lies behind its end, hence "to the end of the mapping": one
 //! signal for each time that the file shrinks below what was touched, and neighbouring pieces merge

@@ -248,6 +248,9 @@ impl Frontend {
 
     /// SET_VRING_KICK: starts the ring. `None`: the back end polls.
     ///
+    /// Make event descriptors non-blocking: a careful back end does it otherwise, and as the two
+    /// processes share the open file, it changes for this one too.
+    ///
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_kick(&mut self, ring: u16, kick: Option<BorrowedFd<'_>>) -> Result<()> {

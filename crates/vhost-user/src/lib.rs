@@ -9,6 +9,13 @@
 //! - [`Server`]: answers, and calls a [`Handler`] with values that were checked: whatever bytes
 //!   and descriptors arrive, the worst outcome is a closed connection with a reason.
 //!
+//! Rings are stopped and disabled at first, start with SET_VRING_KICK and stop with GET_VRING_BASE
+//! (rule D28); the [`Server`] keeps that state, so that a [`Handler`] is never asked to start what
+//! runs or to stop what does not, and stops every ring when the connection ends.
+//!
+//! The IOTLB messages are read, checked and answered here; the cache that they feed, and the
+//! requests that a back end makes on its own channel, are for the device to bring.
+//!
 //! The text is QEMU's `docs/interop/vhost-user.rst`.
 
 #![forbid(unsafe_code)]
