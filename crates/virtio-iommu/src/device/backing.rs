@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_iommu::{Domain, GuestPhys, ReservedRegion, Result, SyncToken};
+use ringfence_iommu::{Domain, GuestPhys, ReservedKind, ReservedRegion, Result, SyncToken};
 
 /// What accesses of an endpoint go through.
 #[derive(Debug)]
@@ -31,6 +31,16 @@ pub struct EndpointInfo {
     /// Regions that are not for mapping: PROBE tells of them, and MAP there is refused. They must
     /// not overlap, and at most one is for MSI (rule V27).
     pub reserved: Vec<ReservedRegion>,
+}
+
+impl EndpointInfo {
+    /// Whether PROBE can tell of the regions: none overlaps another, at most one is for MSI.
+    pub fn is_consistent(&self) -> bool {
+        let msis = self.reserved.iter().filter(|region| region.kind == ReservedKind::Msi).count();
+        let mut ranges: Vec<_> = self.reserved.iter().map(|region| region.range).collect();
+        ranges.sort_unstable();
+        msis <= 1 && ranges.windows(2).all(|pair| !pair[0].overlaps(pair[1]))
+    }
 }
 
 /// The endpoints behind a device, and the domains they are put into.

@@ -16,8 +16,8 @@ use ringfence_iommu::{
 
 use super::{Backing, Binding, EndpointInfo};
 use crate::wire::{
-    AttachFlags, CONFIG_LEN, Config, Features, MapFlags, Property, Request, Status, TAIL_LEN,
-    emit_tail, write_properties,
+    AttachFlags, CONFIG_LEN, Config, Features, Kind, MapFlags, ParseError, Property, Request,
+    Status, TAIL_LEN, emit_tail, write_properties,
 };
 
 /// How many addresses are tried, when an endpoint joins a domain in use, to see whether something
@@ -271,9 +271,9 @@ impl<B: Backing> Device<B> {
                 tail.copy_from_slice(&emit_tail(status));
                 reply.len().try_into().unwrap_or(u32::MAX)
             }
-            Reply::ProbeTooSmall => {
+            Reply::ProbeRefused(status) => {
                 let at = reply.len() - TAIL_LEN;
-                reply[at..].copy_from_slice(&emit_tail(Status::Inval));
+                reply[at..].copy_from_slice(&emit_tail(status));
                 reply.len().try_into().unwrap_or(u32::MAX)
             }
         }
@@ -282,9 +282,9 @@ impl<B: Backing> Device<B> {
     /// Writes the properties of an endpoint; the status to answer with.
     pub(super) fn emit_properties(&self, info: &EndpointInfo, out: &mut [u8]) -> Status {
         let properties = info.reserved.iter().copied().map(Property::from_region);
-        match write_properties(properties, out) {
+        match info.is_consistent() && write_properties(properties, out) {
             true => Status::Ok,
-            // The device promised in probe_size that they fit.
+            // Whoever made the device promised that they fit, and make sense (rule V27).
             false => Status::DevErr,
         }
     }
@@ -298,6 +298,9 @@ impl<B: Backing> Device<B> {
         }
         let request = match Request::parse(request) {
             Ok(request) => request,
+            Err(ParseError::Short { kind: Kind::Probe, .. }) if self.has(Features::PROBE) => {
+                return Reply::ProbeRefused(Status::Inval);
+            }
             Err(error) => return error.status().map_or(Reply::Unwritten, Reply::now),
         };
         match request {
@@ -326,11 +329,11 @@ impl<B: Backing> Device<B> {
                     return Reply::Unwritten;
                 }
                 if room - (TAIL_LEN as u64) < self.options.probe_size.into() {
-                    return Reply::ProbeTooSmall;
+                    return Reply::ProbeRefused(Status::Inval);
                 }
                 match self.backing.endpoint(endpoint) {
                     Some(info) => Reply::Properties(info),
-                    None => Reply::now(Status::NoEnt),
+                    None => Reply::ProbeRefused(Status::NoEnt),
                 }
             }
         }
@@ -598,8 +601,8 @@ pub(super) enum Reply {
     },
     /// The properties of an endpoint, then a tail that says how that went.
     Properties(EndpointInfo),
-    /// A tail that says INVAL, where the properties end.
-    ProbeTooSmall,
+    /// A tail where the properties end, and none of these.
+    ProbeRefused(Status),
 }
 
 impl Reply {

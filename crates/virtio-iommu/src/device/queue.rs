@@ -190,7 +190,7 @@ impl<B: Backing> RequestQueue<B> {
                 return self.pending.push(Pending { head, used, status, waits: false, tail });
             }
             Reply::Status { status, waits } => (status, waits, 0),
-            Reply::ProbeTooSmall => (Status::Inval, false, end),
+            Reply::ProbeRefused(status) => (status, false, end),
             Reply::Properties(info) => {
                 let size = usize::try_from(end).unwrap_or(usize::MAX);
                 // As long as the device asked for, the tail included, this is all of it.

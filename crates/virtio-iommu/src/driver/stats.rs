@@ -81,6 +81,11 @@ impl HistogramSnapshot {
         0
     }
 
+    /// Every bucket that is not empty: the largest value that falls into it, and how many did.
+    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.counts.iter().enumerate().filter(|(_, n)| **n > 0).map(|(at, n)| (last_of(at), *n))
+    }
+
     /// What was recorded after `earlier`, a snapshot of the same histogram, was taken.
     pub fn since(&self, earlier: &HistogramSnapshot) -> HistogramSnapshot {
         let before = |at: usize| earlier.counts.get(at).copied().unwrap_or(0);

@@ -1,0 +1,576 @@
+//! The driver against the device, over a ring in memory, two threads.
+
+mod common;
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{
+    Bench, RESERVED, map, range, refused,
+    ring::{Served, link},
+};
+use ringfence_iommu::{
+    Domain, Error, Gather, GuestPhys, Iova, Prot, Range, ReservedKind, table::Limits,
+};
+use ringfence_virtio_iommu::{
+    device::{Binding, Options as DeviceOptions, RequestQueue},
+    driver::{Notify, Options, ViommuDomain},
+    wire::{Config, Features, Status},
+};
+
+fn page(n: u64) -> Range {
+    range(n << 12, (n << 12) + 0xfff)
+}
+
+fn served(notify: Notify, polling: bool) -> Served {
+    Served::start(Bench::new(), 64, Options { notify, ..Options::default() }, polling)
+}
+
+fn sleeping() -> Served {
+    served(Notify::Sleep, false)
+}
+
+fn unmap_now(domain: &ViommuDomain, range: Range) -> ringfence_iommu::Result<u128> {
+    let mut gather = Gather::new();
+    let bytes = domain.unmap_pages(range, &mut gather)?;
+    domain.iotlb_sync(&mut gather).map(|()| bytes)
+}
+
+/// Mappings as the device has them.
+fn reads(served: &Served, endpoint: u32, iova: u64) -> Option<u64> {
+    served.endpoints.access(endpoint, iova, Prot::READ)
+}
+
+/// The device's own domain of endpoint 1.
+fn devices_domain(served: &Served) -> std::sync::Arc<common::Soft> {
+    match served.endpoints.bindings.lock().get(&1) {
+        Some(Binding::Domain(domain)) => std::sync::Arc::clone(domain),
+        other => panic!("endpoint 1 is bound to {other:?}"),
+    }
+}
+
+#[test]
+fn a_mapping_made_here_is_one_there_in_every_mode() {
+    let spin = Duration::from_micros(20);
+    for notify in [Notify::Sleep, Notify::Poll, Notify::Adaptive { spin }] {
+        for polling in [false, true] {
+            let served = served(notify, polling);
+            let domain = served.driver.domain().unwrap();
+            domain.attach(1).unwrap();
+            for round in 0..50 {
+                map(&domain, page(round), 0x10_0000 + (round << 12)).unwrap();
+                domain.iotlb_sync_map(page(round)).unwrap();
+                assert_eq!(reads(&served, 1, (round << 12) + 5), Some(0x10_0005 + (round << 12)));
+                assert_eq!(
+                    domain.iova_to_phys(Iova((round << 12) + 5)),
+                    Some(GuestPhys(0x10_0005 + (round << 12)))
+                );
+            }
+            for round in 0..50 {
+                assert_eq!(unmap_now(&domain, page(round)), Ok(4096));
+                assert_eq!(reads(&served, 1, round << 12), None);
+                assert_eq!(domain.iova_to_phys(Iova(round << 12)), None);
+            }
+            domain.detach(1).unwrap();
+            assert_eq!(domain.driver().failed(), None);
+        }
+    }
+}
+
+#[test]
+fn requests_are_queued_without_a_kick_and_one_sync_waits_for_all() {
+    // rule L64
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    let before = served.driver.stats();
+    for n in 0..20 {
+        map(&domain, page(n), n << 12).unwrap();
+    }
+    let queued = served.driver.stats().since(&before);
+    assert_eq!((queued.maps, queued.kicks, queued.syncs), (20, 0, 0));
+    domain.iotlb_sync_map(range(0, 0x13fff)).unwrap();
+    for n in 0..20 {
+        assert_eq!(reads(&served, 1, n << 12), Some(n << 12));
+    }
+    let mut gather = Gather::queued();
+    for n in 0..20 {
+        assert_eq!(domain.unmap_pages(page(n), &mut gather), Ok(4096));
+    }
+    domain.flush_iotlb_all().unwrap();
+    assert!((0..20).all(|n| reads(&served, 1, n << 12).is_none()));
+    let done = served.driver.stats().since(&before);
+    assert_eq!((done.maps, done.unmaps, done.syncs, done.errors), (20, 20, 2, 0));
+    assert!(done.kicks <= 2, "{} kicks", done.kicks);
+    assert_eq!(done.sync_wait_ns.count(), 2);
+}
+
+#[test]
+fn a_sync_kicks_a_device_that_sleeps() {
+    // rule L64
+    let bench = Bench::new();
+    let features = bench.device.features();
+    let link = link(64, bench.config(), features, Options::default());
+    let mut requests = RequestQueue::new(bench.device, link.queue);
+    let domain = link.driver.domain().unwrap();
+    let kicked = || link.bells.kick.wait(Duration::from_secs(10));
+    let mut serve = || {
+        assert!(requests.queue().next_avail() < 100);
+        while !requests.poll(&link.ram).unwrap().is_idle() {
+            link.bells.used.raise();
+        }
+        assert!(!requests.queue().enable_kicks());
+    };
+    thread::scope(|scope| {
+        let attach = scope.spawn(|| domain.attach(1));
+        for _ in 0..2 {
+            assert!(kicked(), "for PROBE and for ATTACH, which somebody waits for");
+            serve();
+        }
+        attach.join().unwrap().unwrap();
+        let kicks = || link.bells.kicks.load(std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(kicks(), 2);
+        for n in 0..10 {
+            map(&domain, page(n), 0).unwrap();
+        }
+        assert_eq!(kicks(), 2, "no kick for requests that nobody waits for");
+        let sync = scope.spawn(|| domain.iotlb_sync_map(Range::ALL));
+        assert!(kicked());
+        assert_eq!(kicks(), 3);
+        serve();
+        sync.join().unwrap().unwrap();
+    });
+    link.bells.alive.store(false, std::sync::atomic::Ordering::Relaxed);
+}
+
+#[test]
+fn a_full_ring_is_emptied_without_being_asked() {
+    // rule L64
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    for n in 0..500 {
+        map(&domain, page(n), n << 12).unwrap();
+    }
+    assert!(served.driver.stats().ring_full > 0);
+    domain.iotlb_sync_map(range(0, (500 << 12) - 1)).unwrap();
+    assert!((0..500).all(|n| reads(&served, 1, n << 12) == Some(n << 12)));
+    assert_eq!(unmap_now(&domain, Range::ALL), Ok(500 * 4096));
+    assert!((0..500).all(|n| reads(&served, 1, n << 12).is_none()));
+}
+
+#[test]
+fn nothing_is_sent_unattached_and_the_first_attach_sends_it_all() {
+    // rule L65
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    for n in 0..200 {
+        map(&domain, page(n), n << 20).unwrap();
+    }
+    domain.iotlb_sync_map(range(0, 0xfffff)).unwrap();
+    assert_eq!(unmap_now(&domain, page(7)), Ok(4096));
+    domain.flush_iotlb_all().unwrap();
+    assert_eq!(served.driver.stats().requests(), 0);
+    domain.attach(1).unwrap();
+    for n in 0..200 {
+        assert_eq!(reads(&served, 1, n << 12), (n != 7).then_some(n << 20));
+    }
+    domain.attach(2).unwrap();
+    assert_eq!(reads(&served, 2, 0x3000), Some(3 << 20));
+    domain.detach(1).unwrap();
+    domain.detach(2).unwrap();
+    let sent = served.driver.stats().requests();
+    map(&domain, page(7), 0).unwrap();
+    assert_eq!(served.driver.stats().requests(), sent);
+    domain.attach(2).unwrap();
+    assert_eq!(reads(&served, 2, 0x7000), Some(0));
+    assert_eq!(domain.mappings(), 200);
+}
+
+#[test]
+fn an_unmap_that_would_split_is_refused_before_anything_is_sent() {
+    // rule L65
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    map(&domain, range(0x1000, 0x4fff), 0).unwrap();
+    map(&domain, page(9), 0).unwrap();
+    domain.iotlb_sync_map(Range::ALL).unwrap();
+    let before = served.driver.stats();
+    for wanted in [page(1), page(4), range(0x2000, 0x9fff), range(0, 0x1fff)] {
+        let refused = domain.unmap_pages(wanted, &mut Gather::new());
+        assert!(matches!(refused, Err(Error::WouldSplit { .. })), "{refused:?}");
+    }
+    assert_eq!(domain.unmap_pages(page(100), &mut Gather::new()), Ok(0));
+    assert_eq!(served.driver.stats().since(&before).requests(), 0);
+    assert_eq!(reads(&served, 1, 0x1000), Some(0));
+}
+
+#[test]
+fn requests_never_leave_the_ranges_and_an_unmap_ends_where_mappings_do() {
+    // rule V35
+    // rule V40
+    let input_range = range(0x1_0000, 0xffff_ffff);
+    let options = DeviceOptions { input_range, domain_range: (5, 6), ..DeviceOptions::default() };
+    let bench = Bench::with(options, Limits::NONE);
+    let served = Served::start(bench, 64, Options::default(), false);
+    let domain = served.driver.domain().unwrap();
+    assert_eq!(served.driver.domain().unwrap().id(), 6);
+    let second = served.driver.domain().unwrap();
+    assert_eq!((domain.id(), second.id()), (5, 6), "the number of a dropped domain is used again");
+    assert!(matches!(served.driver.domain(), Err(Error::Full { .. })));
+    assert_eq!(domain.geometry().aperture, input_range);
+    domain.attach(1).unwrap();
+    let outside = map(&domain, page(1), 0);
+    assert!(matches!(outside, Err(Error::OutsideAperture { .. })));
+    map(&domain, page(0x20), 0).unwrap();
+    map(&domain, page(0x30), 0).unwrap();
+    // The device would answer RANGE to nothing here: it is sent [first mapping, last mapping].
+    assert_eq!(unmap_now(&domain, Range::ALL), Ok(8192));
+    assert_eq!(served.driver.stats().errors, 0);
+}
+
+#[test]
+fn a_refused_map_is_reported_by_the_sync_that_covers_it_and_rolled_back() {
+    let limits = Limits { mappings: 3, ..Limits::NONE };
+    let bench = Bench::with(DeviceOptions::default(), limits);
+    let served = Served::start(bench, 64, Options::default(), false);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    for n in 0..4 {
+        map(&domain, page(n), n << 12).unwrap();
+    }
+    // Another thread's sync elsewhere does not take the report away.
+    assert_eq!(domain.iotlb_sync_map(page(0)), Ok(()));
+    assert_eq!(refused(domain.iotlb_sync_map(page(3))), Some(Status::NoMem as u8));
+    assert_eq!(domain.iova_to_phys(Iova(0x3000)), None);
+    assert_eq!(domain.mappings(), 3);
+    assert_eq!(domain.iotlb_sync_map(Range::ALL), Ok(()), "reported once");
+    assert_eq!(served.driver.stats().errors, 1);
+    // The caller unmaps the whole, and what is freed can be mapped again.
+    assert_eq!(unmap_now(&domain, range(0, 0x3fff)), Ok(3 * 4096));
+    map(&domain, page(3), 0x9000).unwrap();
+    domain.iotlb_sync_map(page(3)).unwrap();
+    assert_eq!(reads(&served, 1, 0x3000), Some(0x9000));
+}
+
+#[test]
+fn what_the_device_finds_mapped_or_out_of_range_is_reported() {
+    let input_range = range(0, (1 << 40) - 1);
+    let options = DeviceOptions { input_range, ..DeviceOptions::default() };
+    let bench = Bench::with(options, Limits::NONE);
+    let config = Config { input_range: Range::ALL, ..bench.config() };
+    let served = Served::with_config(bench, 64, Options::default(), false, config);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    // Behind the driver's back.
+    devices_domain(&served).map_pages(page(5), GuestPhys(0), Prot::READ).unwrap();
+    map(&domain, range(0x4000, 0x6fff), 0).unwrap();
+    map(&domain, page(1 << 30), 0).unwrap();
+    map(&domain, page(8), 0x8000).unwrap();
+    assert_eq!(refused(domain.iotlb_sync_map(range(0, 0x7fff))), Some(Status::Inval as u8));
+    assert_eq!(refused(domain.iotlb_sync_map(Range::ALL)), Some(Status::Range as u8));
+    assert_eq!(domain.mappings(), 1);
+    assert_eq!(domain.iova_to_phys(Iova(0x8000)), Some(GuestPhys(0x8000)));
+}
+
+#[test]
+fn a_refused_unmap_is_reported_by_its_sync_or_by_a_flush() {
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    let refuse = |domain: &ViommuDomain| {
+        map(domain, page(5), 0).unwrap();
+        domain.iotlb_sync_map(page(5)).unwrap();
+        // Behind the driver's back the mapping grows: the UNMAP would split it.
+        let theirs = devices_domain(&served);
+        theirs.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+        theirs.map_pages(range(0x4000, 0x6fff), GuestPhys(0), Prot::READ).unwrap();
+    };
+    let cleanup = || {
+        devices_domain(&served).unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+    };
+    refuse(&domain);
+    let mut gather = Gather::new();
+    assert_eq!(domain.unmap_pages(page(5), &mut gather), Ok(4096));
+    assert_eq!(domain.iotlb_sync(&mut Gather::new()), Ok(()), "another thread's");
+    assert_eq!(refused(domain.iotlb_sync(&mut gather)), Some(Status::Range as u8));
+    assert_eq!(domain.flush_iotlb_all(), Ok(()), "reported once");
+    cleanup();
+    refuse(&domain);
+    assert_eq!(domain.unmap_pages(page(5), &mut Gather::queued()), Ok(4096));
+    assert_eq!(refused(domain.flush_iotlb_all()), Some(Status::Range as u8));
+}
+
+#[test]
+fn a_late_refusal_does_not_take_back_a_later_mapping() {
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    let theirs = devices_domain(&served);
+    theirs.map_pages(page(5), GuestPhys(0), Prot::READ).unwrap();
+    // MAP is refused, UNMAP removes what is in its way, the second MAP succeeds: all in one batch.
+    map(&domain, page(5), 0x1000).unwrap();
+    assert_eq!(domain.unmap_pages(page(5), &mut Gather::new()), Ok(4096));
+    map(&domain, page(5), 0x2000).unwrap();
+    assert_eq!(domain.iotlb_sync_map(page(5)), Ok(()));
+    assert_eq!(domain.iova_to_phys(Iova(0x5000)), Some(GuestPhys(0x2000)));
+    assert_eq!(reads(&served, 1, 0x5000), Some(0x2000));
+}
+
+#[test]
+fn an_attach_whose_mappings_are_refused_does_not_happen() {
+    let limits = Limits { mappings: 3, ..Limits::NONE };
+    let bench = Bench::with(DeviceOptions::default(), limits);
+    let served = Served::start(bench, 16, Options::default(), false);
+    let domain = served.driver.domain().unwrap();
+    for n in 0..40 {
+        map(&domain, page(n), n << 12).unwrap();
+    }
+    assert_eq!(refused(domain.attach(1)), Some(Status::NoMem as u8));
+    assert_eq!(reads(&served, 1, 0), None);
+    assert_eq!(domain.mappings(), 40, "nothing that was noted is lost");
+    unmap_now(&domain, range(0x3000, 0xfffff)).unwrap();
+    domain.attach(1).unwrap();
+    assert_eq!(reads(&served, 1, 0x2000), Some(0x2000));
+}
+
+#[test]
+fn an_unknown_endpoint_is_an_error_and_an_endpoint_has_one_domain() {
+    let served = sleeping();
+    let (one, two) = (served.driver.domain().unwrap(), served.driver.domain().unwrap());
+    assert_eq!(refused(one.attach(77)), Some(Status::NoEnt as u8));
+    one.attach(1).unwrap();
+    assert!(matches!(two.attach(1), Err(Error::Unsupported(_))));
+    assert!(matches!(two.detach(1), Err(Error::Unsupported(_))));
+    drop(one);
+    assert_eq!(reads(&served, 1, 0), None);
+    two.attach(1).unwrap();
+}
+
+#[test]
+fn an_endpoint_is_probed_and_its_regions_are_not_mapped() {
+    // rule V33
+    // rule V42
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    let before = served.driver.stats();
+    domain.attach(8).unwrap();
+    assert_eq!(served.driver.stats().since(&before).others, 2, "a PROBE and an ATTACH");
+    let reserved = domain.geometry().reserved;
+    let kinds: Vec<_> = reserved.iter().map(|region| region.kind).collect();
+    assert_eq!(kinds, [ReservedKind::Reserved, ReservedKind::Msi]);
+    assert!(matches!(map(&domain, page(RESERVED.0 >> 12), 0), Err(Error::Reserved { .. })));
+    // What is mapped already where an endpoint cannot have it keeps the endpoint out.
+    let other = served.driver.domain().unwrap();
+    map(&other, page(3), 0).unwrap();
+    domain.detach(8).unwrap();
+    assert!(matches!(other.attach(8), Err(Error::Reserved { .. })));
+}
+
+#[test]
+fn a_device_that_names_no_window_for_msis_gets_one() {
+    // rule L66
+    let served = sleeping();
+    let regions = served.driver.reserved_regions(1).unwrap();
+    assert_eq!(regions.len(), 1);
+    assert_eq!(regions[0].kind, ReservedKind::Msi);
+    assert_eq!(regions[0].range, range(0x800_0000, 0x80f_ffff));
+    assert_eq!(served.driver.reserved_regions(8).unwrap().len(), 2);
+}
+
+#[test]
+fn an_identity_domain_bypasses_or_maps_around_reserved_regions() {
+    // rule L66
+    // rule V37
+    let served = sleeping();
+    let domain = served.driver.identity_domain().unwrap();
+    domain.attach(1).unwrap();
+    assert_eq!(reads(&served, 1, 0x1234), Some(0x1234));
+    assert_eq!(served.driver.stats().maps, 0);
+    assert!(matches!(map(&domain, page(1), 0), Err(Error::Unsupported(_))));
+    assert!(domain.unmap_pages(page(1), &mut Gather::new()).is_err());
+    assert_eq!(domain.iova_to_phys(Iova(7)), Some(GuestPhys(7)));
+
+    let features = Features::all().difference(Features::BYPASS_CONFIG);
+    let options = DeviceOptions { features, ..DeviceOptions::default() };
+    let bench = Bench::with(options, Limits::NONE);
+    let served = Served::start(bench, 64, Options::default(), false);
+    let domain = served.driver.identity_domain().unwrap();
+    domain.attach(8).unwrap();
+    assert_eq!(reads(&served, 8, 0x1_0000), Some(0x1_0000));
+    assert_eq!(reads(&served, 8, u64::MAX), Some(u64::MAX));
+    assert_eq!(reads(&served, 8, 0xffff), None);
+    assert_eq!(reads(&served, 8, RESERVED.0), None);
+    assert_eq!(reads(&served, 8, RESERVED.1), None);
+    assert_eq!(reads(&served, 8, RESERVED.1 + 1), Some(RESERVED.1 + 1));
+    assert_eq!(served.driver.stats().maps, 2);
+}
+
+#[test]
+fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
+    for notify in [Notify::Sleep, Notify::Poll, Notify::default()] {
+        let options = Options { notify, timeout: Duration::from_millis(60), ..Options::default() };
+        let mut served = Served::start(Bench::new(), 16, options, false);
+        let domain = served.driver.domain().unwrap();
+        domain.attach(1).unwrap();
+        served.silence();
+        let start = Instant::now();
+        let gone = thread::scope(|scope| {
+            let waiters: Vec<_> = (0..4u64)
+                .map(|thread| {
+                    let domain = &domain;
+                    scope.spawn(move || {
+                        (0..20).try_for_each(|n| {
+                            map(domain, page(thread * 100 + n), 0)?;
+                            domain.iotlb_sync_map(page(thread * 100 + n))
+                        })
+                    })
+                })
+                .collect();
+            waiters
+                .into_iter()
+                .all(|waiter| matches!(waiter.join().expect("no panic"), Err(Error::Gone(_))))
+        });
+        assert!(gone);
+        assert!(start.elapsed() < Duration::from_secs(4), "took {:?}", start.elapsed());
+        // From here on it stays so, at once.
+        assert!(matches!(map(&domain, page(1000), 0), Err(Error::Gone(_))));
+        assert!(matches!(domain.flush_iotlb_all(), Err(Error::Gone(_))));
+        assert!(served.driver.failed().is_some());
+    }
+}
+
+#[test]
+fn a_transport_that_knows_that_the_device_died_ends_the_wait_early() {
+    let options = Options { timeout: Duration::from_secs(3600), ..Options::default() };
+    let mut served = Served::start(Bench::new(), 16, options, false);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    served.silence();
+    served.bells.alive.store(false, std::sync::atomic::Ordering::Relaxed);
+    map(&domain, page(1), 0).unwrap();
+    assert!(matches!(domain.iotlb_sync_map(page(1)), Err(Error::Gone(_))));
+}
+
+#[test]
+fn many_threads_share_the_ring_and_nobody_loses_a_wake_up() {
+    let spin = Duration::from_micros(5);
+    for notify in [Notify::Sleep, Notify::Adaptive { spin }] {
+        for polling in [false, true] {
+            let options = Options { notify, ..Options::default() };
+            // So small a ring that it is full most of the time.
+            let served = Served::start(Bench::new(), 8, options, polling);
+            let domain = served.driver.domain().unwrap();
+            domain.attach(1).unwrap();
+            thread::scope(|scope| {
+                for thread in 0..4u64 {
+                    let (domain, served) = (&domain, &served);
+                    scope.spawn(move || {
+                        let base = thread << 20;
+                        for round in 0..60 {
+                            let at = range(base, base + 0x3fff);
+                            for n in 0..4 {
+                                map(domain, page((base >> 12) + n), round << 12).unwrap();
+                            }
+                            domain.iotlb_sync_map(at).unwrap();
+                            assert_eq!(reads(served, 1, base), Some(round << 12));
+                            assert_eq!(unmap_now(domain, at), Ok(4 * 4096));
+                            assert_eq!(reads(served, 1, base), None);
+                        }
+                    });
+                }
+            });
+            let stats = served.driver.stats();
+            assert_eq!((stats.maps, stats.unmaps, stats.errors), (960, 240, 0));
+        }
+    }
+}
+
+#[test]
+fn an_unmap_is_answered_only_once_no_reader_can_use_what_it_removed() {
+    // rule V14
+    let bench = Bench::new();
+    let features = bench.device.features();
+    // Long enough that only the reader below decides.
+    let options = Options { timeout: Duration::from_secs(60), ..Options::default() };
+    let link = link(64, bench.config(), features, options);
+    let mut requests = RequestQueue::new(bench.device, link.queue);
+    let domain = link.driver.domain().unwrap();
+    map(&domain, page(1), 0x5000).unwrap();
+    let mut reader = bench.endpoints.shootdown.reader().expect("a reader");
+    let mut quiet = || reader.poll(|_| ());
+    thread::scope(|scope| {
+        let attached = scope.spawn(|| domain.attach(1));
+        while !attached.is_finished() {
+            requests.poll(&link.ram).unwrap();
+            quiet();
+            link.bells.used.raise();
+        }
+        attached.join().unwrap().unwrap();
+        let mut gather = Gather::new();
+        domain.unmap_pages(page(1), &mut gather).unwrap();
+        map(&domain, page(2), 0).unwrap();
+        let progress = requests.poll(&link.ram).unwrap();
+        assert_eq!((progress.handled, progress.published), (2, 0));
+        assert!(progress.pending && requests.is_pending());
+        // The table has changed, but the reader may still hold what it saw before.
+        assert_eq!(bench.endpoints.access(1, 0x1000, Prot::READ), None);
+        map(&domain, page(3), 0).unwrap();
+        for _ in 0..10 {
+            assert_eq!(requests.poll(&link.ram).unwrap().handled, 0, "a later request must wait");
+        }
+        quiet();
+        let progress = requests.poll(&link.ram).unwrap();
+        assert_eq!(progress.published, 2);
+        assert_eq!(requests.poll(&link.ram).unwrap().published, 1);
+        assert_eq!(requests.counters().syncs, 1);
+        domain.iotlb_sync(&mut gather).unwrap();
+    });
+    assert_eq!(reads_of(&bench.endpoints, 0x3000), Some(0));
+    // The device is served no longer: the domain's detach must not wait for long.
+    link.bells.alive.store(false, std::sync::atomic::Ordering::Relaxed);
+}
+
+fn reads_of(endpoints: &common::Endpoints, iova: u64) -> Option<u64> {
+    endpoints.access(1, iova, Prot::READ)
+}
+
+#[test]
+fn a_device_without_map_and_unmap_is_used_for_bypass_or_refused() {
+    // rule V31
+    let features = Features::BYPASS_CONFIG | Features::PROBE;
+    let options = DeviceOptions { features, ..DeviceOptions::default() };
+    let served = Served::start(Bench::with(options, Limits::NONE), 16, Options::default(), false);
+    assert!(matches!(served.driver.domain(), Err(Error::Unsupported(_))));
+    let domain = served.driver.identity_domain().unwrap();
+    domain.attach(1).unwrap();
+    assert_eq!(reads(&served, 1, 0x1234), Some(0x1234));
+    let accepted = ringfence_virtio_iommu::driver::negotiate(u64::MAX);
+    assert!(accepted.contains(Features::INPUT_RANGE | Features::DOMAIN_RANGE | Features::PROBE));
+    assert!(!accepted.contains(Features::BYPASS));
+}
+
+#[test]
+fn flags_and_memory_types_are_kept_to() {
+    // rule V39
+    let features = Features::all().difference(Features::MMIO);
+    let options = DeviceOptions { features, ..DeviceOptions::default() };
+    let served = Served::start(Bench::with(options, Limits::NONE), 16, Options::default(), false);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    let mmio = domain.map_pages(page(1), GuestPhys(0), Prot::RW | Prot::MMIO);
+    assert!(matches!(mmio, Err(Error::Unsupported(_))));
+    assert!(matches!(
+        domain.map_pages(page(1), GuestPhys(0), Prot::empty()),
+        Err(Error::NoPermission(_))
+    ));
+    domain.map_pages(page(1), GuestPhys(0), Prot::READ).unwrap();
+    domain.map_pages(page(2), GuestPhys(0), Prot::WRITE).unwrap();
+    domain.iotlb_sync_map(Range::ALL).unwrap();
+    assert_eq!(served.endpoints.access(1, 0x1000, Prot::READ), Some(0));
+    assert_eq!(served.endpoints.access(1, 0x1000, Prot::WRITE), None);
+    assert_eq!(served.endpoints.access(1, 0x2000, Prot::WRITE), Some(0));
+}

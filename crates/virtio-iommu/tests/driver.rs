@@ -1,0 +1,287 @@
+//! The driver against devices that misbehave.
+
+mod common;
+
+use std::{sync::atomic::Ordering, thread, time::Duration};
+
+use common::{
+    Bench, all_features, map, range, refused,
+    ring::{Link, link},
+};
+use proptest::prelude::*;
+use ringfence_iommu::{Domain, Error, Gather, Range};
+use ringfence_virtio_iommu::{
+    driver::{Buffers, Driver, Notify, Options, Transport},
+    wire::{Kind, MAX_REQUEST_LEN, Property, Request, ResvKind, Status},
+};
+use ringfence_virtq::{Chain, testing};
+
+fn page(n: u64) -> Range {
+    range(n << 12, (n << 12) + 0xfff)
+}
+
+fn options() -> Options {
+    // Long: only a lost wake-up would let it pass.
+    Options { notify: Notify::Poll, timeout: Duration::from_secs(20), ..Options::default() }
+}
+
+fn fresh() -> Link {
+    link(16, Bench::new().config(), all_features(), options())
+}
+
+/// What a device does with a request: the used length and the bytes it writes at the *end* of the
+/// reply, that is at the tail.
+type Answer = (u32, Vec<u8>);
+
+/// The answer of a device that does as it should.
+fn ok(room: u64) -> Answer {
+    (room as u32, vec![0; 4])
+}
+
+/// Serves `link` with a device that answers what `answer` says, while `driver` runs.
+fn against(
+    link: Link,
+    answer: impl Fn(Request, u64) -> Answer + Sync,
+    driver: impl FnOnce(&Link) + Send,
+) {
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let Link { ram, bells, driver: driver_end, mut queue, used } = link;
+    let shadow = testing::Ram::new(0, 1);
+    drop(shadow);
+    let (stop, answer) = (&stop, &answer);
+    let device_ram = ram.clone();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut chain = Chain::new();
+            while !stop.load(Ordering::Relaxed) {
+                if !queue.pop(&device_ram, &mut chain).expect("a sane driver") {
+                    thread::yield_now();
+                    continue;
+                }
+                let mut bytes = [0; MAX_REQUEST_LEN];
+                let len = chain.read_at(&device_ram, 0, &mut bytes).unwrap();
+                let request = Request::parse(&bytes[..len]).expect("a legal request");
+                let room = chain.writable_len();
+                let (used, tail) = answer(request, room);
+                let at = room - tail.len().min(room as usize) as u64;
+                chain.write_at(&device_ram, at, &tail).unwrap();
+                queue.push_used(chain.head(), used);
+                let _ = queue.publish_used();
+            }
+        });
+        // A queue for `Link` to be whole again: never served.
+        let (_, idle) = testing::pair(&testing::Ram::new(0, 4096), 0, 2, false);
+        let link = Link { ram, bells, driver: driver_end, queue: idle, used };
+        driver(&link);
+        stop.store(true, Ordering::Relaxed);
+        link.bells.alive.store(false, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn a_used_length_of_zero_is_an_io_error_whatever_the_tail_says() {
+    // rule V34
+    // rule L64
+    let answer = |request: Request, room| match request {
+        Request::Map { range, .. } if range == page(2) => (0, vec![0; 4]),
+        Request::Map { range, .. } if range == page(3) => (3, vec![0; 4]),
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let domain = link.driver.domain().unwrap();
+        domain.attach(1).unwrap();
+        (1..4).for_each(|n| map(&domain, page(n), 0).unwrap());
+        assert_eq!(domain.iotlb_sync_map(page(1)), Ok(()));
+        for n in 2..4 {
+            assert_eq!(refused(domain.iotlb_sync_map(page(n))), Some(Status::IoErr as u8));
+        }
+        assert_eq!(domain.mappings(), 1);
+    });
+}
+
+#[test]
+fn reserved_bytes_of_a_tail_are_ignored_and_an_unwritten_or_unknown_status_is_an_error() {
+    // rule V34
+    let answer = |request: Request, room| match request {
+        Request::Map { range, .. } if range == page(1) => (4, vec![0, 1, 2, 3]),
+        Request::Map { range, .. } if range == page(2) => (4, vec![]),
+        Request::Map { range, .. } if range == page(3) => (4, vec![99, 0, 0, 0]),
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let domain = link.driver.domain().unwrap();
+        domain.attach(1).unwrap();
+        (1..4).for_each(|n| map(&domain, page(n), 0).unwrap());
+        assert_eq!(domain.iotlb_sync_map(page(1)), Ok(()));
+        assert_eq!(refused(domain.iotlb_sync_map(page(2))), Some(0xff));
+        assert_eq!(refused(domain.iotlb_sync_map(page(3))), Some(99));
+    });
+}
+
+#[test]
+fn a_refused_attach_or_detach_changes_nothing() {
+    let answer = |request: Request, room| match request.kind() {
+        Kind::Detach => (4, vec![Status::DevErr as u8, 0, 0, 0]),
+        Kind::Attach if request == attach_of(2) => (4, vec![Status::Unsupp as u8, 0, 0, 0]),
+        _ => ok(room),
+    };
+    fn attach_of(endpoint: u32) -> Request {
+        let flags = ringfence_virtio_iommu::wire::AttachFlags::empty();
+        Request::Attach { domain: 0, endpoint, flags }
+    }
+    against(fresh(), answer, |link| {
+        let domain = link.driver.domain().unwrap();
+        assert_eq!(refused(domain.attach(2)), Some(Status::Unsupp as u8));
+        domain.attach(1).unwrap();
+        assert_eq!(refused(domain.detach(1)), Some(Status::DevErr as u8));
+        map(&domain, page(1), 0).unwrap();
+        domain.iotlb_sync_map(page(1)).unwrap();
+        assert_eq!(link.driver.stats().maps, 1, "it is attached still");
+    });
+}
+
+#[test]
+fn properties_are_parsed_with_tolerance() {
+    // rule V41
+    let answer = |request: Request, room: u64| match request {
+        Request::Probe { endpoint: 1 } => {
+            let mut reply = vec![9, 0, 2, 0, 1, 1]; // unknown
+            let range = range(0x5000, 0x5fff);
+            let property = Property::ResvMem { kind: ResvKind::Reserved, range };
+            let mut ignored = property.emit();
+            ignored[1] = 0x80; // reserved bits in the header
+            reply.extend(ignored);
+            reply.extend(property.emit());
+            reply.resize(room as usize, 0);
+            (room as u32, reply)
+        }
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let properties = link.driver.probe(1).unwrap();
+        assert_eq!(properties.len(), 1);
+        assert_eq!(link.driver.probe(2).unwrap(), []);
+    });
+}
+
+#[test]
+fn a_device_that_breaks_the_ring_is_given_up() {
+    let link = fresh();
+    let domain = link.driver.domain().unwrap();
+    map(&domain, page(1), 0).unwrap();
+    // A used element for a chain that was never made, of a device that has read nothing.
+    link.used.write(4, &999u32.to_le_bytes());
+    link.used.write(8, &4u32.to_le_bytes());
+    link.used.write(2, &1u16.to_le_bytes());
+    assert!(matches!(domain.attach(1), Err(Error::Gone(_))));
+    assert!(link.driver.failed().is_some());
+    assert!(matches!(domain.attach(1), Err(Error::Gone(_))));
+    assert!(matches!(link.driver.identity_domain().unwrap().attach(2), Err(Error::Gone(_))));
+}
+
+#[test]
+fn a_granule_above_a_page_and_memory_too_small_are_refused() {
+    // rule L66
+    let config = Bench::new().config();
+    let ram = testing::Ram::new(0, 1 << 16);
+    let make = |config, len| {
+        let Link { bells, .. } = fresh();
+        let transport: std::sync::Arc<dyn Transport> = bells;
+        let (queue, _) = testing::pair(&ram, 0, 16, false);
+        let access = ringfence_mem::Access::ReadWrite;
+        let window = ringfence_mem::Translate::window(&ram, 0x1000, len, access).unwrap();
+        let buffers = Buffers { window, addr: 0x1000 };
+        Driver::new(transport, queue, buffers, config, all_features(), options())
+    };
+    let needed = Driver::buffer_bytes(16, &config) as u64;
+    assert!(make(config, needed).is_ok());
+    assert!(matches!(make(config, needed - 1), Err(Error::NoMemory)));
+    let page_sizes = ringfence_iommu::PageSizes::from_granule(1 << 16).unwrap();
+    let large = ringfence_virtio_iommu::wire::Config { page_sizes, ..config };
+    assert!(matches!(make(large, needed), Err(Error::Unsupported(_))));
+}
+
+#[test]
+fn bypass_is_the_only_field_that_is_ever_written_and_only_if_negotiated() {
+    // rule V32
+    // The transport has no way to write anything else; without the feature it is not asked.
+    let link = fresh();
+    let cannot = link.driver.set_bypass(true);
+    assert_eq!(cannot, Err(Error::Unsupported("this transport cannot write the configuration")));
+    let features = all_features().difference(ringfence_virtio_iommu::wire::Features::BYPASS_CONFIG);
+    let link = common::ring::link(16, Bench::new().config(), features, options());
+    let refused = link.driver.set_bypass(true);
+    assert_eq!(refused, Err(Error::Unsupported("the device has no bypass to set")));
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Map(u64),
+    SyncMap(u64),
+    Unmap(u64),
+    Sync,
+    Flush,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        (0u64..6).prop_map(Step::Map),
+        (0u64..6).prop_map(Step::SyncMap),
+        (0u64..6).prop_map(Step::Unmap),
+        Just(Step::Sync),
+        Just(Step::Flush),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Whatever a device answers: the driver never believes in a mapping that was refused once it
+    /// has synced, reports errors where they belong, and neither hangs nor panics.
+    #[test]
+    fn any_answers_leave_the_driver_consistent(
+        answers in proptest::collection::vec((0u32..6, prop_oneof![Just(0u8), any::<u8>()]), 64),
+        steps in proptest::collection::vec(step(), 1..40),
+    ) {
+        let next = std::sync::atomic::AtomicUsize::new(0);
+        let accepted = std::sync::Mutex::new(std::collections::BTreeSet::new());
+        let answer = |request: Request, room: u64| match request {
+            Request::Map { range, .. } => {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let (used, status) = answers[at % answers.len()];
+                let mut accepted = accepted.lock().unwrap();
+                if used >= 4 && status == 0 {
+                    accepted.insert(range);
+                } else {
+                    accepted.remove(&range);
+                }
+                (used.min(4), vec![status, 0, 0, 0])
+            }
+            Request::Unmap { range, .. } => {
+                accepted.lock().unwrap().remove(&range);
+                ok(room)
+            }
+            _ => ok(room),
+        };
+        against(fresh(), answer, |link| {
+            let domain = link.driver.domain().unwrap();
+            domain.attach(1).unwrap();
+            let mut gather = Gather::new();
+            for step in steps {
+                match step {
+                    Step::Map(n) => _ = map(&domain, page(n), n << 12),
+                    Step::SyncMap(n) => _ = domain.iotlb_sync_map(page(n)),
+                    Step::Unmap(n) => _ = domain.unmap_pages(page(n), &mut gather),
+                    Step::Sync => assert_eq!(domain.iotlb_sync(&mut gather), Ok(())),
+                    Step::Flush => assert_eq!(domain.flush_iotlb_all(), Ok(())),
+                }
+            }
+            domain.flush_iotlb_all().unwrap();
+            let accepted = accepted.lock().unwrap();
+            for n in 0..6 {
+                let believes = domain.iova_to_phys(page(n).first()).is_some();
+                assert_eq!(believes, accepted.contains(&page(n)), "page {n}");
+            }
+        });
+    }
+}
