@@ -180,6 +180,12 @@ impl Slot {
         self.0 & Self::CHILD != 0
     }
 
+    /// Whether it is a child of the next level, and every address of the slot one of the child's.
+    #[inline]
+    pub(super) const fn is_next(self) -> bool {
+        self.0 & 127 == Self::CHILD
+    }
+
     #[inline]
     pub(super) const fn is_leaf(self) -> bool {
         self.0 & (Self::CHILD | Self::LEAF) == Self::LEAF

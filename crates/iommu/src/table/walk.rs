@@ -61,27 +61,91 @@ fn record_of(word: Slot, address: u64) -> Option<Leaf> {
 
 /// The leaf or record that holds `address`.
 ///
+/// The three lowest levels are written out for the commonest case, that nothing skips among them. The
+/// shifts are then constants, and the index into a node is computed while the word that leads to it
+/// is still on its way.
+///
 /// # Safety
 /// The lock is held, or the call is part of a lookup that reclaiming waits for.
-#[inline]
+#[inline(always)]
 pub(super) unsafe fn leaf_at(root: &AtomicU64, address: u64) -> Option<Leaf> {
+    // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
+    let enter = |word: Slot| unsafe { word.node() };
+    // SAFETY: the caller's promise.
+    let walk_on = |word, shift| unsafe { walk_on(word, shift, address) };
     // Every load is Acquire and pairs with the Release store of `Writer::set`: the node that a
     // pointer leads to is seen as it was made.
     let mut word = Slot(root.load(Ordering::Acquire));
-    let mut shift = shift(ROOT_LEVEL);
+    let mut top = shift(ROOT_LEVEL);
+    let mut node;
+    loop {
+        if !word.is_child() {
+            return leaf_of(word, top, address);
+        }
+        node = enter(word);
+        if word.skip() == 0 {
+            top -= RADIX_BITS;
+        } else {
+            top = word.skip();
+            if !node_has(node, top, address) {
+                return None;
+            }
+        }
+        if top <= shift(2) {
+            break;
+        }
+        word = node.load((address >> top) as usize & (FANOUT - 1));
+    }
+    if top == shift(2) {
+        let word = node.load(index(2, address));
+        if !word.is_next() {
+            return walk_on(word, shift(2));
+        }
+        node = enter(word);
+    }
+    if top >= shift(1) {
+        let word = node.load(index(1, address));
+        if !word.is_next() {
+            return walk_on(word, shift(1));
+        }
+        node = enter(word);
+    }
+    leaf_of(node.load(index(0, address)), shift(0), address)
+}
+
+/// Whether `address` is one of the node's, whose shift the word that led there told: what must be
+/// asked after levels were left out, as nothing on the way has compared those bits.
+#[inline]
+fn node_has(node: &Node, shift: u32, address: u64) -> bool {
+    (address ^ node.base()) >> shift < FANOUT as u64
+}
+
+/// The rest of the walk from a slot of `shift` that holds `word`.
+///
+/// # Safety
+/// As [`leaf_at`].
+#[inline(always)]
+unsafe fn walk_on(word: Slot, shift: u32, address: u64) -> Option<Leaf> {
+    if word.is_child() {
+        // SAFETY: the caller's promise.
+        unsafe { walk_down(word, shift, address) }
+    } else {
+        leaf_of(word, shift, address)
+    }
+}
+
+/// The walk for every tree there can be.
+///
+/// # Safety
+/// As [`leaf_at`].
+#[inline(never)]
+unsafe fn walk_down(mut word: Slot, mut shift: u32, address: u64) -> Option<Leaf> {
     while word.is_child() {
         // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
         let node = unsafe { word.node() };
-        if word.skip() != 0 {
-            // Nothing on the way compared the bits that were skipped: the node's base does.
-            shift = word.skip();
-            if (address ^ node.base()) >> shift >= FANOUT as u64 {
-                return None;
-            }
-        } else {
-            // The word could say this too; but so the processor can compute the next index before
-            // the word arrives.
-            shift -= RADIX_BITS;
+        shift = if word.skip() == 0 { shift - RADIX_BITS } else { word.skip() };
+        if word.skip() != 0 && !node_has(node, shift, address) {
+            return None;
         }
         word = node.load((address >> shift) as usize & (FANOUT - 1));
     }
