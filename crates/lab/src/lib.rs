@@ -15,5 +15,6 @@ pub mod block;
 pub mod job;
 pub mod progress;
 pub mod report;
+pub mod run;
 pub mod stats;
 pub mod workload;

@@ -153,8 +153,8 @@ pub(crate) fn serve(
     };
     let blk_backend = BlkBackend::new(blk_options, Arc::clone(&workers));
 
-    let mut iommu_server = Server::new(iommu, iommu_backend)?;
-    let mut blk_server = Server::new(blk, blk_backend)?;
+    let mut iommu_server = Server::new(iommu, iommu_backend);
+    let mut blk_server = Server::new(blk, blk_backend);
     let (blk_ended, iommu_ended) = std::thread::scope(|scope| {
         let iommu = scope.spawn(|| iommu_server.serve());
         (blk_server.serve(), iommu.join())

@@ -3,6 +3,7 @@
 
 use std::{
     io::{Read, Write},
+    net::Shutdown,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{net::UnixStream, process::CommandExt},
@@ -86,7 +87,9 @@ pub(crate) struct Link {
     pub(crate) iommu: Arc<Driver>,
     domain: Arc<ViommuDomain>,
     blk_front: Frontend,
-    iommu_front: Frontend,
+    _iommu_front: Frontend,
+    /// Both sockets, to be hung up at the end whoever else holds them.
+    sockets: [UnixStream; 2],
     process: Process,
     _ram: Arc<GuestRam>,
 }
@@ -128,7 +131,8 @@ impl Link {
         let process = Process::start(plan, blk_theirs.into(), iommu_theirs.into())?;
 
         let alive = iommu_socket.try_clone()?;
-        let mut iommu_front = Frontend::new(iommu_socket, ANSWER)?;
+        let sockets = [blk_socket.try_clone()?, iommu_socket.try_clone()?];
+        let mut iommu_front = Frontend::new(iommu_socket, ANSWER);
         let iommu = start_iommu(&mut iommu_front, &ram, plan.notify, alive.into())
             .context("setting up the virtio-iommu")?;
         let domain = iommu.domain().context("making a domain")?;
@@ -137,7 +141,7 @@ impl Link {
         }
         let dma = make_dma(plan, &domain)?;
 
-        let mut blk_front = Frontend::new(blk_socket, ANSWER)?;
+        let mut blk_front = Frontend::new(blk_socket, ANSWER);
         let mut features = 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
         if protected {
             features |= 1 << F_ACCESS_PLATFORM;
@@ -192,7 +196,17 @@ impl Link {
             let probe = protected.then(|| Probe::new(page, plan.policy.is_strict()));
             paths.push(VirtioPath::new(dma.clone(), queue, probe));
         }
-        let link = Link { dma, rings, iommu, domain, blk_front, iommu_front, process, _ram: ram };
+        let link = Link {
+            dma,
+            rings,
+            iommu,
+            domain,
+            blk_front,
+            _iommu_front: iommu_front,
+            sockets,
+            process,
+            _ram: ram,
+        };
         Ok((link, paths, buffers))
     }
 
@@ -215,8 +229,9 @@ impl Link {
         if self.dma.effective_policy() != Policy::Off {
             self.domain.detach(ENDPOINT).context("detaching the disk")?;
         }
-        drop(self.blk_front);
-        drop(self.iommu_front);
+        for socket in &self.sockets {
+            socket.shutdown(Shutdown::Both).context("hanging up")?;
+        }
         self.process.finish()
     }
 }

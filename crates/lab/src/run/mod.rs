@@ -23,3 +23,17 @@ pub use compare::{Ended, Options, Row, compare};
 pub use device::device_main;
 pub use ringfence_devices::worker::Notify;
 pub use target::DiskChoice;
+
+/// Sets `stop` on Ctrl-C, SIGTERM and SIGHUP. A second Ctrl-C ends the program at once.
+///
+/// # Errors
+/// The system refused.
+pub fn stop_on_signals(stop: &std::sync::Arc<std::sync::atomic::AtomicBool>) -> std::io::Result<()> {
+    use signal_hook::{consts, flag};
+    // Registered first: when the flag is set already, this one acts.
+    flag::register_conditional_shutdown(consts::SIGINT, 130, std::sync::Arc::clone(stop))?;
+    for signal in [consts::SIGINT, consts::SIGTERM, consts::SIGHUP] {
+        flag::register(signal, std::sync::Arc::clone(stop))?;
+    }
+    Ok(())
+}

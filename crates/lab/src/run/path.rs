@@ -235,6 +235,9 @@ struct UnderWay {
     piece: [libc::iovec; 1],
 }
 
+// SAFETY: the iovec points into the buffer beside it, which may go to another thread.
+unsafe impl Send for UnderWay {}
+
 impl FilePath {
     pub(crate) fn new(file: Arc<OwnedFd>, depth: usize, notify: Notify) -> Result<FilePath> {
         let io = FileIo::new(file, depth as u32).context("setting up io_uring")?;

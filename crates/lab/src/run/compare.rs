@@ -1,0 +1,681 @@
+//! Rounds, rows, and what a round's figures are made of.
+
+use std::{
+    fmt,
+    str::FromStr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+use ringfence_devices::{ram::PagedBuffer, worker::Notify};
+use ringfence_dma::{Policy, Stats as DmaStats};
+use ringfence_virtio_iommu::driver::Stats as IommuStats;
+
+use super::{
+    device::{DiskKind, open_disk},
+    engine::{self, Content, Control, Counted, JobClone, Phase, Ran},
+    link::{Link, Plan, local_buffers},
+    path::{FilePath, MemoryPath, Path},
+    probe::Found,
+    target::{DiskChoice, Target},
+};
+use crate::{
+    block::Format,
+    job::{Job, JobFile, Scale},
+    progress::{Kind, Progress},
+    report::{Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
+    stats::Latencies,
+};
+
+/// A row of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Row {
+    /// The job without virtqueues: the disk in the job's own process.
+    Host,
+    /// The job through an io_uring on the disk's file: what an application without virtual devices
+    /// does, and the peer of `off` on a RAM disk.
+    IoUring,
+    /// The job through virtqueues and the DMA API under a policy.
+    Policy(Policy),
+}
+
+impl Row {
+    /// What `compare` runs without being told.
+    pub fn defaults() -> Vec<Row> {
+        let policies = Policy::ALL.into_iter().map(Row::Policy);
+        std::iter::once(Row::Host).chain(policies).collect()
+    }
+
+    /// The rows of a list such as `off,strict,lazy-mq+map`.
+    ///
+    /// # Errors
+    /// A name is none, or the list is empty or names one twice.
+    pub fn parse_list(text: &str) -> Result<Vec<Row>, String> {
+        let mut rows: Vec<Row> = Vec::new();
+        for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            let row: Row = name.parse()?;
+            if rows.contains(&row) {
+                return Err(format!("{name} stands twice in the list of policies"));
+            }
+            rows.push(row);
+        }
+        if rows.is_empty() {
+            return Err("an empty list of policies".to_owned());
+        }
+        Ok(rows)
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Row::Host => f.pad("host"),
+            Row::IoUring => f.pad("io_uring"),
+            Row::Policy(policy) => f.pad(policy.name()),
+        }
+    }
+}
+
+impl FromStr for Row {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Row, String> {
+        match name {
+            "host" => Ok(Row::Host),
+            "io_uring" => Ok(Row::IoUring),
+            _ => name
+                .parse()
+                .map(Row::Policy)
+                .map_err(|error: ringfence_dma::ParsePolicyError| {
+                    format!("{error}; also host and io_uring")
+                }),
+        }
+    }
+}
+
+/// What to compare, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The rows, in order.
+    pub rows: Vec<Row>,
+    /// The disk.
+    pub disk: DiskChoice,
+    /// Whether what is on it may go.
+    pub destroy_data: bool,
+    /// How both ends wait.
+    pub notify: Notify,
+    /// Measured rounds.
+    pub repeat: u32,
+    /// How long each job runs in a round; `None`: as the job says.
+    pub runtime: Option<Duration>,
+    /// Queues, with a job thread and a worker each; `None`: half of the processors.
+    pub queues: Option<u16>,
+    /// Pages of a buffer that lie side by side in guest memory.
+    pub run_pages: usize,
+    /// Slots of a flush queue; `None`: as Linux tunes it.
+    pub flush_queue_slots: Option<usize>,
+    /// Its timer in milliseconds; `None`: as Linux tunes it.
+    pub flush_queue_ms: Option<u64>,
+    /// How to show progress.
+    pub progress: Kind,
+}
+
+/// How a comparison ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// What was measured.
+    pub comparison: Comparison,
+    /// Strict policies under which unmapped memory was reached: each makes the run a failure.
+    pub leaks: Vec<String>,
+    /// What went wrong in a round, after which no further one was begun.
+    pub failure: Option<anyhow::Error>,
+}
+
+/// Time that a round runs before it is measured, at most: queues fill, caches warm.
+const RUN_IN: Duration = Duration::from_millis(100);
+/// How long the round that is thrown away runs, at most.
+const WARM_UP: Duration = Duration::from_millis(300);
+/// What setting a round up takes, roughly, for the time left.
+const ROUND_OVERHEAD: Duration = Duration::from_millis(120);
+
+/// Runs the comparison. Sets of rounds are interleaved: every row once, then every row again.
+/// `stop` ends it early; what was measured until then is returned.
+///
+/// # Errors
+/// Nothing could be measured at all: the jobs do not fit, the disk cannot be had.
+pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
+    let mut jobs = file.jobs;
+    let mut warnings: Vec<String> = file.warnings.iter().map(ToString::to_string).collect();
+    if let Some(runtime) = options.runtime {
+        for job in &mut jobs {
+            job.runtime = Some(runtime);
+            job.time_based = true;
+        }
+    }
+    let machine = crate::report::Machine::detect();
+    let scale = Scale {
+        memory: Scale::default_memory(machine.memory_bytes),
+        disk_in_memory: options.disk.is_in_memory(),
+    };
+    warnings.extend(scale.apply(&mut jobs).map_err(|error| anyhow!("{error}"))?);
+    let disk_bytes = Scale::disk_bytes(&jobs).next_multiple_of(4096);
+
+    let target = Target::open(&options.disk, disk_bytes, &jobs, options.destroy_data)?;
+    warnings.extend(target.warnings.iter().cloned());
+    let sizes = jobs.iter().flat_map(|job| {
+        job.block_sizes().map(u64::from).chain(std::iter::once(job.offset)).collect::<Vec<_>>()
+    });
+    let format = Format::for_sizes(sizes, generation());
+    let content = Content { format, foreign: target.foreign };
+    target.lay_out(disk_bytes, content)?;
+
+    let stages = JobFile::stages(&jobs);
+    let longest = jobs.iter().filter_map(|job| job.runtime).max().unwrap_or_default();
+    let mut comparison = Comparison::new(
+        &options.disk.describe(),
+        &options.notify.to_string(),
+        options.repeat,
+        longest.as_secs_f64(),
+    );
+    comparison.warnings = warnings;
+    let per_set = (stages.len() * options.rows.len()) as u32;
+    let expected = (longest + RUN_IN + ROUND_OVERHEAD) * per_set * options.repeat
+        + (WARM_UP.min(longest) + RUN_IN + ROUND_OVERHEAD) * per_set;
+    let progress =
+        Progress::new(options.progress, u64::from(per_set * (options.repeat + 1)), expected);
+    comparison.warnings.iter().for_each(|line| progress.note(line));
+
+    let mut ended = Ended { comparison, leaks: Vec::new(), failure: None };
+    for (number, range) in stages.into_iter().enumerate() {
+        let stage = Stage { jobs: &jobs[range], options, target: &target, content, stop };
+        let rows = stage.run_all(&progress, &mut ended);
+        for (index, job) in stage.jobs.iter().enumerate() {
+            let rounds: Vec<PolicyRounds> = rows.iter().map(|row| row[index].clone()).collect();
+            if rounds.iter().any(|row| !row.rounds.is_empty()) {
+                ended.comparison.jobs.push(JobReport::new(job, number as u32 + 1, &rounds));
+            }
+        }
+        if ended.failure.is_some() || stop.load(Ordering::Relaxed) {
+            break;
+        }
+    }
+    ended.comparison.interrupted = stop.load(Ordering::Relaxed);
+    progress.finish();
+    Ok(ended)
+}
+
+/// A number that tells this run's blocks from those of runs before it.
+fn generation() -> u32 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(1, |now| now.as_secs() as u32 ^ now.subsec_nanos()) | 1
+}
+
+/// Jobs that run at the same time.
+struct Stage<'a> {
+    jobs: &'a [Job],
+    options: &'a Options,
+    target: &'a Target,
+    content: Content,
+    stop: &'a AtomicBool,
+}
+
+/// A round that was broken off.
+#[derive(Debug)]
+struct Stopped;
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("stopped")
+    }
+}
+
+impl std::error::Error for Stopped {}
+
+impl Stage<'_> {
+    /// All rounds of all rows: for each row, and each job of the stage, its rounds.
+    fn run_all(&self, progress: &Progress, ended: &mut Ended) -> Vec<Vec<PolicyRounds>> {
+        let names: Vec<&str> = self.jobs.iter().map(|job| job.name.as_str()).collect();
+        let names = names.join(" + ");
+        let mut rows: Vec<Vec<PolicyRounds>> = self
+            .options
+            .rows
+            .iter()
+            .map(|row| {
+                let fresh =
+                    PolicyRounds { policy: row.to_string(), ..PolicyRounds::default() };
+                vec![fresh; self.jobs.len()]
+            })
+            .collect();
+        for round in 0..=self.options.repeat {
+            for (row, results) in self.options.rows.iter().zip(&mut rows) {
+                let what = match round {
+                    0 => format!("{names}: {row}, warm-up"),
+                    _ => format!("{names}: {row}, round {round} of {}", self.options.repeat),
+                };
+                progress.begin(&what);
+                let measured = match self.run_row(*row, round) {
+                    Ok(measured) => measured,
+                    Err(error) if error.is::<Stopped>() => return rows,
+                    Err(error) => {
+                        ended.failure = Some(error.context(what));
+                        return rows;
+                    }
+                };
+                progress.step();
+                if let Some(leak) = measured.leak {
+                    ended.leaks.push(format!("{what}: {leak}"));
+                }
+                for (kept, sample) in results.iter_mut().zip(measured.samples) {
+                    kept.effective_policy.clone_from(&measured.effective);
+                    for warning in &measured.warnings {
+                        if !kept.warnings.contains(warning) {
+                            kept.warnings.push(warning.clone());
+                        }
+                    }
+                    // The first round warms up, and is thrown away; its errors are not.
+                    if round > 0 {
+                        kept.rounds.push(sample);
+                    } else if sample.errors > 0 {
+                        ended.failure = Some(anyhow!("{what}: {} I/Os failed", sample.errors));
+                        return rows;
+                    }
+                }
+            }
+        }
+        rows
+    }
+
+    /// How the jobs' clones are dealt to threads: their indices, by thread.
+    fn threads(&self) -> u16 {
+        let clones: u32 = self.jobs.iter().map(|job| job.numjobs).sum();
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let queues = self.options.queues.unwrap_or((cpus / 2).clamp(1, 64) as u16);
+        queues.clamp(1, clones.min(u16::MAX.into()) as u16)
+    }
+
+    /// For each thread, its clones: job and number, in turn, so that threads have equal shares.
+    fn deal(&self, threads: u16) -> Vec<Vec<(usize, u32)>> {
+        let mut dealt = vec![Vec::new(); threads.into()];
+        let clones = self
+            .jobs
+            .iter()
+            .enumerate()
+            .flat_map(|(job, description)| (0..description.numjobs).map(move |n| (job, n)));
+        for (at, clone) in clones.enumerate() {
+            dealt[at % usize::from(threads)].push(clone);
+        }
+        dealt
+    }
+
+    /// The lengths of a thread's buffers, in the order of its clones.
+    fn lens(&self, clones: &[(usize, u32)]) -> Vec<usize> {
+        clones
+            .iter()
+            .flat_map(|&(job, _)| {
+                let job = &self.jobs[job];
+                std::iter::repeat_n(job.max_block() as usize, job.iodepth as usize)
+            })
+            .collect()
+    }
+
+    fn with_buffers(
+        &self,
+        clones: &[(usize, u32)],
+        buffers: &mut impl Iterator<Item = PagedBuffer>,
+        round: u32,
+    ) -> Vec<JobClone> {
+        clones
+            .iter()
+            .map(|&(index, number)| {
+                let job = &self.jobs[index];
+                let own = buffers.by_ref().take(job.iodepth as usize).collect();
+                // The same I/Os for all rows of a round, others in the next.
+                JobClone::new(index, job, number, u64::from(round), own)
+            })
+            .collect()
+    }
+
+    fn run_row(&self, row: Row, round: u32) -> Result<Measured> {
+        let threads = self.threads();
+        let dealt = self.deal(threads);
+        let lens: Vec<Vec<usize>> = dealt.iter().map(|clones| self.lens(clones)).collect();
+        let depth = lens.iter().map(Vec::len).max().unwrap_or(1);
+        let all: Vec<usize> = lens.iter().flatten().copied().collect();
+        match row {
+            Row::Policy(policy) => {
+                let largest = all.iter().copied().max().unwrap_or(4096);
+                let plan = Plan {
+                    policy,
+                    notify: self.options.notify,
+                    kind: self.target.kind,
+                    disk: Arc::clone(&self.target.file),
+                    disk_bytes: self.target.bytes,
+                    queues: threads,
+                    depth: depth + 1,
+                    pieces: largest.div_ceil(4096 * self.options.run_pages.max(1)) + 1,
+                    buffers: all,
+                    run_pages: self.options.run_pages,
+                    flush_queue_slots: self.options.flush_queue_slots,
+                    flush_queue_ms: self.options.flush_queue_ms,
+                };
+                self.run_linked(&plan, &dealt, round)
+            }
+            Row::Host | Row::IoUring => {
+                let buffers = local_buffers(&all, self.options.run_pages)?;
+                let mut buffers = buffers.into_iter();
+                let notify = self.options.notify;
+                if row == Row::IoUring || self.target.kind == DiskKind::File {
+                    let paths = (0..threads)
+                        .map(|_| FilePath::new(Arc::clone(&self.target.file), depth, notify))
+                        .collect::<Result<Vec<_>>>()?;
+                    self.run_local(paths, &dealt, &mut buffers, round)
+                } else {
+                    let file = self.target.file.try_clone()?;
+                    let disk = open_disk(self.target.kind, file, self.target.bytes)?;
+                    let paths = (0..threads)
+                        .map(|_| MemoryPath::new(disk.clone(), depth, notify))
+                        .collect();
+                    self.run_local(paths, &dealt, &mut buffers, round)
+                }
+            }
+        }
+    }
+
+    fn run_local<P: Path + Send>(
+        &self,
+        mut paths: Vec<P>,
+        dealt: &[Vec<(usize, u32)>],
+        buffers: &mut impl Iterator<Item = PagedBuffer>,
+        round: u32,
+    ) -> Result<Measured> {
+        let clones =
+            dealt.iter().map(|clones| self.with_buffers(clones, buffers, round)).collect();
+        let conducted = self.conduct(&mut paths, clones, round, || 0, || ())?;
+        let samples = conducted.samples(self.jobs.len(), |_, _| ());
+        Ok(Measured { samples, ..Measured::default() })
+    }
+
+    fn run_linked(
+        &self,
+        plan: &Plan,
+        dealt: &[Vec<(usize, u32)>],
+        round: u32,
+    ) -> Result<Measured> {
+        let (link, mut paths, buffers) = Link::open(plan)?;
+        let mut buffers = buffers.into_iter();
+        let clones =
+            dealt.iter().map(|clones| self.with_buffers(clones, &mut buffers, round)).collect();
+        let protected = plan.policy != Policy::Off;
+        let conducted = self.conduct(
+            &mut paths,
+            clones,
+            round,
+            || link.device_cpu_ns(),
+            || (link.dma.stats(), link.iommu.stats()),
+        )?;
+        let found = paths.iter().filter_map(|path| path.probe()).fold(
+            Found::default(),
+            |sum, probe| {
+                let found = probe.found();
+                Found {
+                    probes: sum.probes + found.probes,
+                    accesses: sum.accesses + found.accesses,
+                    max_ns: sum.max_ns.max(found.max_ns),
+                }
+            },
+        );
+        drop(paths);
+        // What is queued still was exposed until now.
+        link.dma.flush().context("the last flush")?;
+        let exposure = link.dma.stats().exposure;
+        let fallback = link.dma.fallback().map(|why| why.to_string());
+        let effective = link.dma.effective_policy();
+        let report = link.close()?;
+        let stale = protected.then(|| StaleWindow {
+            max_ms: found.max_ns as f64 / 1e6,
+            byte_ms: exposure.byte_ns as f64 / 1e6,
+            accesses: found.accesses,
+            probes: found.probes,
+        });
+        let iotlb = protected
+            .then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
+        let jobs = self.jobs.len();
+        let all_ios = conducted.ios();
+        let samples = conducted.samples(jobs, |sample, ((dma0, iommu0), (dma1, iommu1))| {
+            // Jobs that run at the same time share one IOMMU: each gets the part that its I/Os are
+            // of all.
+            let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
+            if protected {
+                sample.iommu = Some(iommu_sample(dma0, dma1, iommu0, iommu1, share));
+            }
+            let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
+            sample.kicks = sample.kicks.map(|own| own + kicks as u64);
+            sample.stale = stale;
+            sample.iotlb = iotlb;
+        });
+        let leak = (effective.is_strict() && found.accesses > 0).then(|| {
+            format!(
+                "after unmap had returned, the device reached the memory in {} of {} attempts, \
+                 up to {:.3} ms later",
+                found.accesses,
+                found.probes,
+                found.max_ns as f64 / 1e6
+            )
+        });
+        Ok(Measured {
+            samples,
+            effective: effective.to_string(),
+            warnings: fallback.into_iter().collect(),
+            leak,
+        })
+    }
+
+    /// Runs the threads through a round and takes stock at the beginning and the end of its
+    /// measured part.
+    fn conduct<P: Path + Send, S>(
+        &self,
+        paths: &mut [P],
+        clones: Vec<Vec<JobClone>>,
+        round: u32,
+        device_cpu: impl Fn() -> u64,
+        stock: impl Fn() -> S,
+    ) -> Result<Conducted<S>> {
+        let threads = paths.len() as u32;
+        let (jobs, content) = (self.jobs.len(), self.content);
+        let control = Control::new();
+        let runtime = self.jobs.iter().filter_map(|job| job.runtime).max();
+        let endless = self.jobs.iter().all(|job| job.time_based && job.runtime.is_some());
+        let runtime = match (runtime, round) {
+            (Some(runtime), 0) => Some(runtime.min(WARM_UP)),
+            (runtime, _) => runtime,
+        };
+        // A job that ends by itself is measured from its first I/O.
+        let run_in = if endless { RUN_IN.min(runtime.unwrap_or_default() / 4) } else { Duration::ZERO };
+        std::thread::scope(|scope| {
+            let handles: Vec<_> = paths
+                .iter_mut()
+                .zip(clones)
+                .map(|(path, clones)| {
+                    let control = &control;
+                    scope.spawn(move || engine::run(path, clones, jobs, content, control))
+                })
+                .collect();
+            let wait = |limit: Option<Duration>| {
+                let begun = Instant::now();
+                loop {
+                    if self.stop.load(Ordering::Relaxed) {
+                        return false;
+                    }
+                    if control.finished() >= threads || control.failed() {
+                        return true;
+                    }
+                    let left = match limit {
+                        Some(limit) => match limit.checked_sub(begun.elapsed()) {
+                            None | Some(Duration::ZERO) => return true,
+                            Some(left) => left,
+                        },
+                        None => Duration::MAX,
+                    };
+                    let step = if endless { 50 } else { 1 };
+                    std::thread::sleep(left.min(Duration::from_millis(step)));
+                }
+            };
+            let go_on = run_in.is_zero() || wait(Some(run_in));
+            let before = (stock(), own_cpu_ns() + device_cpu());
+            let begun = Instant::now();
+            control.enter(Phase::Measured);
+            let go_on = go_on && wait(runtime);
+            let elapsed = begun.elapsed();
+            let after = (stock(), own_cpu_ns() + device_cpu());
+            control.enter(Phase::Ending);
+            let mut ran = Vec::new();
+            let mut failure = None;
+            for handle in handles {
+                match handle.join() {
+                    Ok(Ok(one)) => ran.push(one),
+                    Ok(Err(error)) => failure = failure.or(Some(error)),
+                    Err(_) => failure = Some(anyhow!("a job thread panicked")),
+                }
+            }
+            if let Some(error) = failure {
+                return Err(error);
+            }
+            if !go_on {
+                bail!(Stopped);
+            }
+            Ok(Conducted {
+                elapsed,
+                cpu_ns: after.1.saturating_sub(before.1),
+                stock: (before.0, after.0),
+                ran,
+            })
+        })
+    }
+}
+
+/// One round of one row.
+#[derive(Default)]
+struct Measured {
+    samples: Vec<Sample>,
+    effective: String,
+    warnings: Vec<String>,
+    leak: Option<String>,
+}
+
+struct Conducted<S> {
+    elapsed: Duration,
+    cpu_ns: u64,
+    stock: (S, S),
+    ran: Vec<Ran>,
+}
+
+impl<S> Conducted<S> {
+    fn ios(&self) -> u64 {
+        self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
+    }
+
+    /// A sample for each job; `add` adds what only some rows have.
+    fn samples(&self, jobs: usize, mut add: impl FnMut(&mut Sample, &(S, S))) -> Vec<Sample> {
+        let all = self.ios().max(1) as f64;
+        let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
+        (0..jobs)
+            .map(|job| {
+                let counted = self.ran.iter().map(|ran| &ran.jobs[job]);
+                let total = counted.fold(Counted::default(), |mut sum, more| {
+                    sum.ios += more.ios;
+                    sum.bytes += more.bytes;
+                    sum.errors += more.errors;
+                    sum.latency.merge(&more.latency);
+                    if sum.first_error.is_none() {
+                        sum.first_error.clone_from(&more.first_error);
+                    }
+                    sum
+                });
+                if let Some(error) = &total.first_error {
+                    eprintln!("the first of {} errors: {error}", total.errors);
+                }
+                let share = total.ios as f64 / all;
+                let mut sample = Sample {
+                    elapsed_ns: self.elapsed.as_nanos() as u64,
+                    ios: total.ios,
+                    bytes: total.bytes,
+                    latency: total.latency,
+                    cpu_ns: Some((self.cpu_ns as f64 * share) as u64),
+                    thread_cpu_ns: Some((sum(|ran| ran.thread_cpu_ns) * share) as u64),
+                    kicks: Some((sum(|ran| ran.kicks) * share) as u64),
+                    errors: total.errors,
+                    ..Sample::default()
+                };
+                add(&mut sample, &self.stock);
+                sample
+            })
+            .collect()
+    }
+}
+
+/// The IOMMU's part between two takings of stock, of which this job has `share`.
+fn iommu_sample(
+    dma0: &DmaStats,
+    dma1: &DmaStats,
+    iommu0: &IommuStats,
+    iommu1: &IommuStats,
+    share: f64,
+) -> IommuSample {
+    let part = |n: f64| (n * share) as u64;
+    // Sampled calls stand for all calls.
+    let time = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
+        let ((sampled0, calls0), (sampled1, calls1)) = (of(dma0), of(dma1));
+        let count = sampled1.count - sampled0.count;
+        let ns = sampled1.ns - sampled0.ns;
+        if count == 0 { 0.0 } else { ns as f64 / count as f64 * (calls1 - calls0) as f64 }
+    };
+    let map_ns = time(|stats| (stats.map_time, stats.maps));
+    let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
+    let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
+    let iommu = iommu1.since(iommu0);
+    let mut sync_wait = Latencies::new();
+    for (value, count) in iommu.sync_wait_ns.buckets() {
+        sync_wait.record_n(value, count);
+    }
+    IommuSample {
+        cpu_ns: part(map_ns + unmap_ns + expiry_ns),
+        map_ns: part(map_ns),
+        unmap_ns: part(unmap_ns + expiry_ns),
+        mapped_bytes: part((dma1.bytes - dma0.bytes) as f64),
+        requests: part(iommu.requests() as f64),
+        syncs: part(iommu.syncs as f64),
+        sync_wait,
+    }
+}
+
+fn own_cpu_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_named_as_the_table_names_them() {
+        let rows = Row::parse_list("host, off,lazy-mq+map,io_uring").unwrap();
+        let names: Vec<String> = rows.iter().map(Row::to_string).collect();
+        assert_eq!(names, ["host", "off", "lazy-mq+map", "io_uring"]);
+        assert!(Row::parse_list("off,off").is_err());
+        assert!(Row::parse_list("").is_err());
+        let error = Row::parse_list("of").unwrap_err();
+        assert!(error.contains("strict+map") && error.contains("host"), "{error}");
+    }
+
+    #[test]
+    fn default_rows_begin_without_virtqueues_and_hold_every_policy() {
+        let rows = Row::defaults();
+        assert_eq!(rows[0], Row::Host);
+        assert_eq!(rows.len(), 1 + Policy::ALL.len());
+    }
+}
