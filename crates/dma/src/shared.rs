@@ -170,34 +170,33 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         let since_ns = self.clock.now_ns();
         let watch = watched.then(Arc::<Watch>::default);
         let unmapped = watch.clone().map(|watch| Unmapped { since_ns, watch });
-        let mut entry = Entry {
+        let mut entry = Some(Entry {
             range: span.range,
             bytes: span.mapped,
             since_ns,
             pages: gather.take_pages(),
             watch,
-        };
+        });
         loop {
             let ring = if lazy.queues.rings() == 1 { 0 } else { self.cpu.current() };
             let mut batch = Batch::new();
-            let enqueued = lazy.queues.enqueue(ring, entry, &mut batch);
-            self.release(batch);
+            let enqueued = lazy.queues.enqueue(ring, &mut entry, &mut batch);
+            self.release(&mut batch);
             match enqueued {
                 Enqueued::Queued => break,
                 Enqueued::Arm => {
                     self.arm(lazy);
                     break;
                 }
-                Enqueued::Full(back) => {
+                Enqueued::Full => {
                     // Rule L22. Not under the queue's lock: others may queue meanwhile, where a
                     // flush of somebody else made room.
                     counters.full_queue_flushes.add(1);
                     if let Err(error) = self.flush_domain(lazy) {
-                        self.quarantine(back.range);
+                        self.quarantine(span.range);
                         return Err(error);
                     }
                     self.reap(lazy, ring);
-                    entry = back;
                 }
             }
         }
@@ -235,8 +234,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     }
 
     /// Releases what flushes have covered: table pages, then IOVAs.
-    fn release(&self, batch: Batch<Entry>) {
-        for Entry { range, pages, watch, .. } in batch.entries {
+    fn release(&self, batch: &mut Batch<Entry>) {
+        // By reference: a batch is some kilobytes, and mostly empty.
+        for Entry { range, pages, watch, .. } in batch.entries.drain(..) {
             drop(pages);
             if watch.is_none_or(|watch| watch.release(batch.released_ns)) {
                 self.free(range);
@@ -273,7 +273,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             let mut batch = Batch::new();
             lazy.queues.reap(ring, &mut batch);
             let more = batch.entries.is_full();
-            self.release(batch);
+            self.release(&mut batch);
             if !more {
                 return;
             }

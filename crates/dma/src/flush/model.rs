@@ -66,17 +66,16 @@ impl<R: Rules> World<R> {
     }
 
     fn enqueue(&self, ring: usize, which: usize) -> bool {
-        let mut entry = Unmapped(which);
+        let mut entry = Some(Unmapped(which));
         loop {
             let mut batch = Batch::new();
-            let enqueued = self.queues.enqueue(ring, entry, &mut batch);
+            let enqueued = self.queues.enqueue(ring, &mut entry, &mut batch);
             self.release(batch);
             match enqueued {
                 Enqueued::Queued => return false,
                 Enqueued::Arm => return true,
-                Enqueued::Full(back) => entry = back,
+                Enqueued::Full => self.flush(),
             }
-            self.flush();
         }
     }
 

@@ -25,13 +25,14 @@ pub(crate) struct FlushQueues<E, R = Sound> {
 }
 
 /// What [`FlushQueues::enqueue`] did.
-pub(crate) enum Enqueued<E> {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Enqueued {
     /// The entry is queued and the timer runs already.
     Queued,
     /// The entry is queued; the caller arms the timer.
     Arm,
     /// The queue is full and holds nothing that may be released: the caller flushes and comes again.
-    Full(E),
+    Full,
 }
 
 impl<E: Queued, R: Rules> FlushQueues<E, R> {
@@ -47,15 +48,21 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
     }
 
     /// Queues what was unmapped just now, after taking out entries that may be released (rule L22).
-    /// `ring` is any number; it is taken modulo the number of rings.
-    pub(crate) fn enqueue(&self, ring: usize, entry: E, batch: &mut Batch<E>) -> Enqueued<E> {
+    /// `entry` is taken unless the queue is full. `ring` is any number; it is taken modulo the number
+    /// of rings.
+    pub(crate) fn enqueue(
+        &self,
+        ring: usize,
+        entry: &mut Option<E>,
+        batch: &mut Batch<E>,
+    ) -> Enqueued {
         self.counters.removed();
         {
             let mut ring = self.rings[ring % self.rings.len()].lock();
             ring.reap(&self.counters, batch);
             // Under the lock, so that stamps never fall from the front of a ring to its end.
-            if let Err(entry) = ring.push(self.counters.stamp(), entry) {
-                return Enqueued::Full(entry);
+            if !ring.push(self.counters.stamp(), entry) {
+                return Enqueued::Full;
             }
         }
         // Most find it armed and only read the line that they share.

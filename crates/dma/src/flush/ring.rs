@@ -83,14 +83,17 @@ impl<E: Queued> Ring<E> {
         }
     }
 
-    /// Adds an entry; gives it back if the ring is full.
-    pub(crate) fn push(&mut self, stamp: u64, entry: E) -> Result<(), E> {
+    /// Takes the entry in, if there is one; leaves it where it is if the ring is full. (By
+    /// reference: entries are moved once, into their slot.)
+    pub(crate) fn push(&mut self, stamp: u64, entry: &mut Option<E>) -> bool {
         if self.slots.len() == self.capacity {
-            return Err(entry);
+            return false;
         }
-        self.bytes = self.bytes.saturating_add(entry.bytes());
-        self.slots.push_back(Slot { stamp, entry });
-        Ok(())
+        if let Some(entry) = entry.take() {
+            self.bytes = self.bytes.saturating_add(entry.bytes());
+            self.slots.push_back(Slot { stamp, entry });
+        }
+        true
     }
 
     pub(crate) fn len(&self) -> usize {

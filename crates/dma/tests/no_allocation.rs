@@ -1,0 +1,128 @@
+//! Mapping and unmapping take nothing from the heap once under way.
+#![cfg(not(loom))]
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    cell::Cell,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use ringfence_dma::{Config, Device, Direction, DmaBuffer, Policy, TimerKind};
+use ringfence_iommu::{
+    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
+};
+use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: every call goes to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// A domain that does nothing.
+struct Nothing;
+
+impl Domain for Nothing {
+    type Target = GuestPhys;
+
+    fn geometry(&self) -> Geometry {
+        Geometry::new(PageSizes::X86, Range::ALL)
+    }
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FULL
+    }
+    fn map_pages(&self, _: Range, _: GuestPhys, _: Prot) -> Result<()> {
+        Ok(())
+    }
+    fn iotlb_sync_map(&self, _: Range) -> Result<()> {
+        Ok(())
+    }
+    fn unmap_pages(&self, range: Range, _: &mut Gather) -> Result<u128> {
+        Ok(range.len())
+    }
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
+        gather.clear_ranges();
+        Ok(())
+    }
+    fn flush_iotlb_all(&self) -> Result<()> {
+        Ok(())
+    }
+    fn iova_to_phys(&self, _: Iova) -> Option<GuestPhys> {
+        None
+    }
+}
+
+/// An allocator that never runs out.
+struct Endless(AtomicU64);
+
+impl Allocator for Endless {
+    fn alloc(&self, request: &Request) -> std::result::Result<u64, AllocError> {
+        Ok(self.0.fetch_add(request.size, Ordering::Relaxed))
+    }
+    fn free(&self, _: u64, _: u64) -> std::result::Result<(), FreeError> {
+        Ok(())
+    }
+    fn check_free(&self, _: u64, _: u64) -> std::result::Result<(), FreeError> {
+        Ok(())
+    }
+    fn reserve(&self, _: u64, _: u64) -> std::result::Result<(), ReserveError> {
+        Ok(())
+    }
+    fn granule(&self) -> u64 {
+        4096
+    }
+    fn stats(&self) -> Stats {
+        Stats::default()
+    }
+}
+
+struct Piece(u64);
+
+// SAFETY: there is no memory behind these addresses that anybody could misuse.
+unsafe impl DmaBuffer<GuestPhys> for Piece {
+    fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+        each(GuestPhys(self.0), 0x1_0000);
+        each(GuestPhys(self.0 + 0x2_0000), 0x1_0000);
+    }
+}
+
+#[test]
+fn mapping_and_unmapping_take_nothing_from_the_heap() {
+    for policy in Policy::ALL {
+        let config = Config {
+            timer: TimerKind::Manual,
+            sample_every: 64,
+            flush_queue_slots: Some(256),
+            ..Config::new(policy)
+        };
+        let device = Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap();
+        let before = ALLOCATIONS.with(Cell::get);
+        for n in 0..10_000 {
+            let mapping = device.map(Piece(n << 20), Direction::ToDevice).unwrap();
+            assert_eq!(mapping.segments().len(), if policy == Policy::Off { 2 } else { 1 });
+            drop(mapping.unmap().unwrap());
+        }
+        let allocations = ALLOCATIONS.with(Cell::get) - before;
+        assert_eq!(allocations, 0, "{policy}");
+        if policy.is_lazy() {
+            assert!(device.stats().flushes > 30, "the queue was filled many times");
+        }
+    }
+}
