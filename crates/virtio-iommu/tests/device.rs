@@ -537,11 +537,13 @@ fn step() -> impl Strategy<Value = Request> {
     ]
 }
 
+/// A domain's number, whether it is a bypass domain, its mappings.
+type OracleDomain = (u32, bool, Vec<(Range, u64, MapFlags)>);
+
 /// The device as a list: slow and plain.
 #[derive(Default)]
 struct Oracle {
-    /// Number, whether it is a bypass domain, mappings.
-    domains: Vec<(u32, bool, Vec<(Range, u64, MapFlags)>)>,
+    domains: Vec<OracleDomain>,
     attached: Vec<(u32, u32)>,
 }
 

@@ -46,8 +46,6 @@ fn against(
 ) {
     let stop = std::sync::atomic::AtomicBool::new(false);
     let Link { ram, bells, driver: driver_end, mut queue, used } = link;
-    let shadow = testing::Ram::new(0, 1);
-    drop(shadow);
     let (stop, answer) = (&stop, &answer);
     let device_ram = ram.clone();
     thread::scope(|scope| {

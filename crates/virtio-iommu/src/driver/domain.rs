@@ -16,7 +16,7 @@ use ringfence_iommu::{
 
 use super::{
     Driver,
-    driver::add_software_msi,
+    core::add_software_msi,
     report::{Failures, Reports, Sent},
     shadow::Shadow,
 };
@@ -358,10 +358,11 @@ impl Domain for ViommuDomain {
         };
         let result = result.and_then(|()| {
             let mut state = self.settled();
-            gather.ranges().iter().fold(Ok(()), |so_far, &range| {
-                let failed = state.failed_unmaps.take(range);
-                so_far.and(failed)
-            })
+            let mut told = Ok(());
+            for &range in gather.ranges() {
+                told = told.and(state.failed_unmaps.take(range));
+            }
+            told
         });
         gather.clear_ranges();
         drop(gather.take_pages());

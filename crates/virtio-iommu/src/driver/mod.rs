@@ -5,8 +5,8 @@
 //! demands a result: `iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`, and when the ring is full
 //! (rule L64). What the device answers is kept until then and reported.
 
+mod core;
 mod domain;
-mod driver;
 mod events;
 mod report;
 mod ring;
@@ -15,8 +15,8 @@ mod stats;
 mod transport;
 mod wait;
 
+pub use self::core::{Buffers, Driver, Options, negotiate};
 pub use domain::ViommuDomain;
-pub use driver::{Buffers, Driver, Options, negotiate};
 pub use events::EventReceiver;
 pub use stats::{Histogram, HistogramSnapshot, Stats};
 pub use transport::{Notify, Transport};

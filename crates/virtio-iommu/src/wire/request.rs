@@ -82,7 +82,7 @@ impl Kind {
     }
 
     /// The bytes of the part that the device reads.
-    pub const fn len(self) -> usize {
+    pub const fn request_len(self) -> usize {
         match self {
             Kind::Attach => size_of::<RawAttach>(),
             Kind::Detach => size_of::<RawDetach>(),
@@ -177,7 +177,7 @@ impl<'a> Frame<'a> {
             return Err(ParseError::NoHead(bytes.len()));
         }
         let kind = Kind::from_u8(bytes[0]).ok_or(ParseError::UnknownType(bytes[0]))?;
-        match bytes.get(..kind.len()) {
+        match bytes.get(..kind.request_len()) {
             Some(bytes) => Ok(Frame { kind, bytes }),
             None => Err(ParseError::Short { kind, len: bytes.len() }),
         }
@@ -356,7 +356,7 @@ impl Request {
     }
 
     /// Writes the device-readable bytes to the front of `out`, reserved fields zero (rule V34), and
-    /// returns how many there are: [`Kind::len`].
+    /// returns how many there are: [`Kind::request_len`].
     #[inline]
     pub fn emit(&self, out: &mut [u8; MAX_REQUEST_LEN]) -> usize {
         let (kind, head_reserved) = (self.kind() as u8, [0; 3]);
@@ -456,7 +456,7 @@ pub(crate) mod tests {
             // rule V34
             let mut bytes = [0xaa; MAX_REQUEST_LEN];
             let len = request.emit(&mut bytes);
-            prop_assert_eq!(len, request.kind().len());
+            prop_assert_eq!(len, request.kind().request_len());
             prop_assert_eq!(Request::parse(&bytes[..len]), Ok(request));
             let frame = Frame::new_checked(&bytes[..len]).unwrap();
             prop_assert!(frame.reserved().iter().all(|&b| b == 0));
@@ -499,7 +499,7 @@ pub(crate) mod tests {
     #[test]
     fn the_lengths_are_those_of_the_specification() {
         let lengths = [Kind::Attach, Kind::Detach, Kind::Map, Kind::Unmap, Kind::Probe]
-            .map(|kind| kind.len());
+            .map(|kind| kind.request_len());
         assert_eq!(lengths, [20, 20, 36, 28, 72]);
         assert_eq!(MapFlags::all().prot(), Prot::all());
         assert_eq!(MapFlags::WRITE.prot(), Prot::WRITE);
