@@ -24,15 +24,9 @@ fn time(seed: u64, mut step: impl FnMut(u64) -> u64) -> f64 {
 fn row(name: &str, entries: u64, look: impl Fn(u64) -> u64, mut renew: impl FnMut(u64)) {
     let next = |x: u64| x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
     let page = |x: u64| (x >> 40) & (entries - 1);
-    let random = time(1, |x| {
-        black_box(look(BASE + page(x) * 4096 + 64));
-        next(x)
-    });
+    let random = time(1, |x| (next(x), black_box(look(BASE + page(x) * 4096 + 64))).0);
     let dependent = time(64, |x| look(BASE + x));
-    let churn = time(1, |x| {
-        renew(page(x));
-        next(x)
-    });
+    let churn = time(1, |x| (next(x), renew(page(x))).0);
     println!("{entries:>8} {name:>9} {random:>8.2} {dependent:>10.2} {churn:>10.1}");
 }
 

@@ -28,7 +28,8 @@
 //! # Concurrency
 //!
 //! [`Table::lookup`] and [`Table::lookup_run`] are lock-free: one acquire load a level. Everything
-//! else takes the table's lock. A writer publishes slot by slot: a reader sees each slot as it was
+//! else takes the table's lock, a spin lock that is held as long as the work takes: some ten
+//! nanoseconds for a page, and for a large range as long as it has slots and nodes. A writer publishes slot by slot: a reader sees each slot as it was
 //! or as it is, never a mixture; a mapping of several slots becomes visible slot by slot, as it
 //! does on hardware, and is complete when [`Table::map`] returns.
 //!
