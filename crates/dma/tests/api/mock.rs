@@ -52,6 +52,8 @@ pub(crate) struct MockDomain {
     pub(crate) table: Table,
     /// What the device can reach, whatever the table says.
     cached: Mutex<Vec<(Range, u64, Prot)>>,
+    /// The device does one invalidation at a time: what one has walked is not cached after the next.
+    invalidating: Mutex<()>,
     pub(crate) log: Log,
     /// How many operations go well before one fails.
     fail_after: AtomicI64,
@@ -78,6 +80,7 @@ impl MockDomain {
             capabilities,
             table: Table::new(limits),
             cached: Mutex::default(),
+            invalidating: Mutex::default(),
             log: Log::default(),
             fail_after: AtomicI64::new(i64::MAX),
             broken: Mutex::default(),
@@ -143,8 +146,9 @@ impl Domain for MockDomain {
             return Err(Error::Unaligned { range, granule });
         }
         assert!(target.0.checked_add(range.extent()).is_some(), "the target wraps");
-        self.table.map(range, target.0, prot)?;
+        // Locked first: a flush on another CPU must not find the one without the other.
         let mut cached = self.cached.lock().unwrap();
+        self.table.map(range, target.0, prot)?;
         assert!(
             cached.iter().all(|(held, ..)| !held.overlaps(range)),
             "{range} is mapped while the device still has something cached there"
@@ -178,6 +182,7 @@ impl Domain for MockDomain {
 
     fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
         self.step(Event::Sync, |broken| broken.sync)?;
+        let _one_at_a_time = self.invalidating.lock().unwrap();
         let mut cached = self.cached.lock().unwrap();
         cached.retain(|(held, ..)| gather.ranges().iter().all(|range| !range.overlaps(*held)));
         gather.clear_ranges();
@@ -187,6 +192,7 @@ impl Domain for MockDomain {
 
     fn flush_iotlb_all(&self) -> Result<()> {
         self.step(Event::FlushAll, |broken| broken.flush)?;
+        let _one_at_a_time = self.invalidating.lock().unwrap();
         // The device walks the table while it flushes, before what the hook changes ...
         let walked = self.table.iter().map(|m| (m.range, m.target, m.prot)).collect();
         if let Some(hook) = self.during_flush.lock().unwrap().take() {
