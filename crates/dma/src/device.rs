@@ -10,7 +10,8 @@ use crate::{
     Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapError, Mapping,
     Policy, SetupError, SharedMemory, Stats, TimerKind,
     flush::{self, FlushQueues, Timer},
-    layout::{Layout, Limits, Run},
+    layout::Limits,
+    mapper::{Mapper, Pieces, measure},
     mapping::{Owner, Placed},
     segment::Segments,
     shared::{Lazy, Parts, Shared, Span, Unmapped},
@@ -58,9 +59,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
             .finish_non_exhaustive()
     }
 }
-
-/// The pieces of a buffer, or of a list of buffers, one after the other.
-type Pieces<'a, T> = &'a dyn Fn(&mut dyn FnMut(T, u64));
 
 /// A map call that failed.
 struct Failed {
@@ -323,18 +321,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             // An allocator that returns what would pass 2^64 is broken; do not believe in its range.
             return Err(Error::TooLong.into());
         };
-        let mut mapper = Mapper {
-            domain: &shared.domain,
-            counters: &self.port.counters,
-            limits: shared.limits,
-            range,
-            direction,
-            sync_each: !shared.policy.batches_maps(),
-            pending: None,
-            any: false,
-            mapped: 0,
-            segments: Segments::new(),
-        };
+        let mut mapper = Mapper::new(shared, &self.port.counters, range, direction);
         match mapper.map(pieces) {
             Ok(()) => {
                 let iova =
@@ -411,96 +398,6 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
 
     fn note_sync_for_device(&self) {
         self.counters.syncs_for_device.add(1);
-    }
-}
-
-/// How much address space the pieces need, and how many bytes they are.
-fn measure<T: Address>(limits: Limits, pieces: Pieces<'_, T>) -> Result<(u64, u64), Error> {
-    let mut layout = Layout::new(limits);
-    let mut len = 0u64;
-    let mut result = Ok(());
-    pieces(&mut |target, piece| {
-        if result.is_ok() {
-            len = len.saturating_add(piece);
-            result = layout.piece(target.as_u64(), piece, &mut |_| Ok(()));
-        }
-    });
-    result?;
-    let size = layout.finish(&mut |_| Ok(()))?;
-    // Address space is needed for every byte, so the sum of the bytes cannot pass 2^64 here.
-    if size == 0 { Err(Error::Empty) } else { Ok((size, len)) }
-}
-
-/// Maps the pieces of one buffer into the range that was allocated for them.
-struct Mapper<'a, D> {
-    domain: &'a D,
-    counters: &'a Counters,
-    limits: Limits,
-    range: Range,
-    direction: Direction,
-    /// Sync each map call by itself, rather than all at the end.
-    sync_each: bool,
-    /// Runs that follow each other in IOVA and in memory, not mapped yet.
-    pending: Option<(Range, u64)>,
-    /// Whether anything was mapped.
-    any: bool,
-    mapped: u64,
-    segments: Segments,
-}
-
-impl<D: Domain> Mapper<'_, D> {
-    fn map(&mut self, pieces: Pieces<'_, D::Target>) -> Result<(), Error> {
-        let mut layout = Layout::new(self.limits);
-        let mut result = Ok(());
-        pieces(&mut |target, len| {
-            if result.is_ok() {
-                result = layout.piece(target.as_u64(), len, &mut |run| self.run(run));
-            }
-        });
-        result?;
-        layout.finish(&mut |run| self.run(run))?;
-        self.map_pending()?;
-        if !self.sync_each {
-            // Rule L34: once, after all of them, over the whole range.
-            self.counters.map_syncs.add(1);
-            self.domain.iotlb_sync_map(self.range)?;
-        }
-        Ok(())
-    }
-
-    fn run(&mut self, run: Run) -> Result<(), Error> {
-        let range = run
-            .range(self.range.first().0)
-            .filter(|range| self.range.covers(*range))
-            .ok_or(Error::Unstable)?;
-        let in_granule = self.limits.offset_in_granule(run.target);
-        // Rule L43: the address keeps the buffer's offset in its granule.
-        self.limits.add(&mut self.segments, range.first().0 + in_granule, run.len);
-        let target = run.target - in_granule;
-        if let Some((held, held_target)) = &mut self.pending
-            && held.last().0.checked_add(1) == Some(range.first().0)
-            && held_target.checked_add(held.extent()).and_then(|last| last.checked_add(1))
-                == Some(target)
-        {
-            *held = held.hull(range);
-            return Ok(());
-        }
-        self.map_pending()?;
-        self.pending = Some((range, target));
-        Ok(())
-    }
-
-    fn map_pending(&mut self) -> Result<(), Error> {
-        let Some((range, target)) = self.pending.take() else { return Ok(()) };
-        self.counters.map_calls.add(1);
-        self.domain.map_pages(range, D::Target::from_u64(target), self.direction.prot())?;
-        self.any = true;
-        self.mapped = self.mapped.saturating_add(range.extent()).saturating_add(1);
-        if self.sync_each {
-            self.counters.map_syncs.add(1);
-            self.domain.iotlb_sync_map(range)?;
-        }
-        Ok(())
     }
 }
 

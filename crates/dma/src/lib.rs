@@ -40,6 +40,7 @@ mod device;
 mod error;
 mod flush;
 mod layout;
+mod mapper;
 mod mapping;
 mod policy;
 mod segment;

@@ -1,0 +1,129 @@
+//! From the pieces of a buffer to the calls of a domain.
+
+use ringfence_iommu::{Address, Domain, Range};
+use ringfence_iova::Allocator;
+
+use crate::{
+    Direction, Error,
+    layout::{Layout, Limits, Run},
+    segment::Segments,
+    shared::Shared,
+    stats::{Count, Counters},
+};
+
+/// The pieces of a buffer, or of a list of buffers, one after the other.
+pub(crate) type Pieces<'a, T> = &'a dyn Fn(&mut dyn FnMut(T, u64));
+
+/// How much address space the pieces need, and how many bytes they are.
+pub(crate) fn measure<T: Address>(
+    limits: Limits,
+    pieces: Pieces<'_, T>,
+) -> Result<(u64, u64), Error> {
+    let mut layout = Layout::new(limits);
+    let mut len = 0u64;
+    let mut result = Ok(());
+    pieces(&mut |target, piece| {
+        if result.is_ok() {
+            len = len.saturating_add(piece);
+            result = layout.piece(target.as_u64(), piece, &mut |_| Ok(()));
+        }
+    });
+    result?;
+    let size = layout.finish(&mut |_| Ok(()))?;
+    // Address space is needed for every byte, so the sum of the bytes cannot pass 2^64 here.
+    if size == 0 { Err(Error::Empty) } else { Ok((size, len)) }
+}
+
+/// Maps the pieces of one buffer into the range that was allocated for them.
+pub(crate) struct Mapper<'a, D> {
+    domain: &'a D,
+    counters: &'a Counters,
+    limits: Limits,
+    range: Range,
+    direction: Direction,
+    /// Sync each map call by itself, rather than all at the end.
+    sync_each: bool,
+    /// Runs that follow each other in IOVA and in memory, not mapped yet.
+    pending: Option<(Range, u64)>,
+    /// Whether anything was mapped.
+    pub(crate) any: bool,
+    pub(crate) mapped: u64,
+    pub(crate) segments: Segments,
+}
+
+impl<'a, D: Domain> Mapper<'a, D> {
+    pub(crate) fn new<A: Allocator>(
+        shared: &'a Shared<D, A>,
+        counters: &'a Counters,
+        range: Range,
+        direction: Direction,
+    ) -> Self {
+        Mapper {
+            domain: &shared.domain,
+            counters,
+            limits: shared.limits,
+            range,
+            direction,
+            sync_each: !shared.policy.batches_maps(),
+            pending: None,
+            any: false,
+            mapped: 0,
+            segments: Segments::new(),
+        }
+    }
+
+    /// Maps all pieces. After an error, part of them may be mapped ([`any`](Self::any)).
+    pub(crate) fn map(&mut self, pieces: Pieces<'_, D::Target>) -> Result<(), Error> {
+        let mut layout = Layout::new(self.limits);
+        let mut result = Ok(());
+        pieces(&mut |target, len| {
+            if result.is_ok() {
+                result = layout.piece(target.as_u64(), len, &mut |run| self.run(run));
+            }
+        });
+        result?;
+        layout.finish(&mut |run| self.run(run))?;
+        self.map_pending()?;
+        if !self.sync_each {
+            // Rule L34: once, after all of them, over the whole range.
+            self.counters.map_syncs.add(1);
+            self.domain.iotlb_sync_map(self.range)?;
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, run: Run) -> Result<(), Error> {
+        let range = run
+            .range(self.range.first().0)
+            .filter(|range| self.range.covers(*range))
+            .ok_or(Error::Unstable)?;
+        let in_granule = self.limits.offset_in_granule(run.target);
+        // Rule L43: the address keeps the buffer's offset in its granule.
+        self.limits.add(&mut self.segments, range.first().0 + in_granule, run.len);
+        let target = run.target - in_granule;
+        if let Some((held, held_target)) = &mut self.pending
+            && held.last().0.checked_add(1) == Some(range.first().0)
+            && held_target.checked_add(held.extent()).and_then(|last| last.checked_add(1))
+                == Some(target)
+        {
+            *held = held.hull(range);
+            return Ok(());
+        }
+        self.map_pending()?;
+        self.pending = Some((range, target));
+        Ok(())
+    }
+
+    fn map_pending(&mut self) -> Result<(), Error> {
+        let Some((range, target)) = self.pending.take() else { return Ok(()) };
+        self.counters.map_calls.add(1);
+        self.domain.map_pages(range, D::Target::from_u64(target), self.direction.prot())?;
+        self.any = true;
+        self.mapped = self.mapped.saturating_add(range.extent()).saturating_add(1);
+        if self.sync_each {
+            self.counters.map_syncs.add(1);
+            self.domain.iotlb_sync_map(range)?;
+        }
+        Ok(())
+    }
+}
