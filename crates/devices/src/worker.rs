@@ -232,10 +232,24 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify) {
                 sleep(&mut work, bell, now);
                 idle_since = None;
             }
-            _ => std::hint::spin_loop(),
+            _ => idle_step(Duration::from_nanos(now.saturating_sub(since))),
         }
     }
 }
+
+/// One step of waiting awake: at first close to the ring, after a while such that another thread
+/// of this CPU, perhaps the one that is waited for, can run.
+pub(crate) fn idle_step(idle: Duration) {
+    if idle < YIELD_AFTER {
+        std::hint::spin_loop();
+    } else {
+        std::thread::yield_now();
+    }
+}
+
+/// How long a waiter looks before it begins to offer its CPU: longer than any answer takes that
+/// comes from another CPU.
+const YIELD_AFTER: Duration = Duration::from_micros(5);
 
 /// Sleeps until a unit is notified or due, or there is mail.
 fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {

@@ -9,7 +9,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerocopy::IntoBytes;
 
 use super::wire::{HEADER_BYTES, Header, Kind, Status};
-use crate::{event, worker::Notify};
+use crate::{
+    event,
+    worker::{Notify, idle_step},
+};
 
 /// Where the status byte stands in a slot, behind the header.
 const STATUS_AT: usize = HEADER_BYTES;
@@ -234,8 +237,8 @@ impl DriverQueue {
     /// notify mode says.
     pub fn wait(&mut self, idle: Duration, limit: Duration) {
         match self.notify.spin() {
-            None => std::hint::spin_loop(),
-            Some(spin) if idle < spin => std::hint::spin_loop(),
+            None => idle_step(idle),
+            Some(spin) if idle < spin => idle_step(idle),
             Some(_) => {
                 if !self.ring.enable_notifications() {
                     self.sleeps += 1;
