@@ -57,14 +57,36 @@ pub struct PagedBuffer {
     view: Arc<ScatteredView>,
     offset: usize,
     len: usize,
+    room: usize,
 }
 
 impl PagedBuffer {
-    /// Cuts `view` into buffers of `len` bytes. Each byte belongs to one buffer only.
-    pub fn cut(view: ScatteredView, len: usize) -> Vec<PagedBuffer> {
-        let count = view.len() / len;
+    /// Cuts `view` into buffers of these lengths, one after the other, each rounded up to whole
+    /// pages. Each byte belongs to one buffer only. Ends where the view does.
+    pub fn cut(view: ScatteredView, lens: impl IntoIterator<Item = usize>) -> Vec<PagedBuffer> {
         let view = Arc::new(view);
-        (0..count).map(|n| PagedBuffer { view: Arc::clone(&view), offset: n * len, len }).collect()
+        let mut offset = 0usize;
+        let mut buffers = Vec::new();
+        for len in lens {
+            let room = len.next_multiple_of(PAGE);
+            match offset.checked_add(room) {
+                Some(end) if end <= view.len() && len > 0 => {
+                    buffers.push(PagedBuffer { view: Arc::clone(&view), offset, len, room });
+                    offset = end;
+                }
+                _ => break,
+            }
+        }
+        buffers
+    }
+
+    /// Uses only the first `len` bytes from now on, or more again, up to what it was cut with.
+    ///
+    /// # Panics
+    /// If there is not so much room.
+    pub fn set_len(&mut self, len: usize) {
+        assert!(len <= self.room, "{len} bytes in a buffer of {}", self.room);
+        self.len = len;
     }
 
     /// The bytes, to be touched by this process alone: the device has the buffer only while a
@@ -84,7 +106,11 @@ impl PagedBuffer {
     }
 }
 
-// SAFETY: the view keeps the pages where they are, and this buffer's bytes are its own.
+/// Pages are what a scattered view is made of.
+const PAGE: usize = 4096;
+
+// SAFETY: the view keeps the pages where they are, and this buffer's bytes are its own. Its length
+// changes through an exclusive reference only, and a mapping owns it.
 unsafe impl DmaBuffer<GuestPhys> for PagedBuffer {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
         self.view

@@ -1,6 +1,10 @@
 //! A block device as a vhost-user back end.
 
-use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
+use std::{
+    collections::HashMap,
+    os::fd::OwnedFd,
+    sync::{Arc, atomic::Ordering},
+};
 
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{Memory, Physical};
@@ -62,6 +66,23 @@ impl BlkBackend {
                 sum.failed += stats.failed;
                 sum.bytes += stats.bytes;
                 sum.interrupts += stats.interrupts;
+            }
+        }
+        sum
+    }
+
+    /// What the IOTLBs of all workers have counted: hits, misses and faults. `None` without an
+    /// IOMMU.
+    pub fn iotlb(&self) -> Option<(u64, u64, u64)> {
+        let unit = self.options.unit;
+        let mut sum = None;
+        for worker in &*self.workers {
+            let found = worker.call(move |work| work.unit::<BlkUnit>(unit).and_then(|u| u.iotlb()));
+            if let Some(counters) = found.flatten() {
+                let (hits, misses, faults) = sum.get_or_insert((0, 0, 0));
+                *hits += counters.hits.load(Ordering::Relaxed);
+                *misses += counters.misses.load(Ordering::Relaxed);
+                *faults += counters.faults.load(Ordering::Relaxed);
             }
         }
         sum

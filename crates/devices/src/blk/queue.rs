@@ -2,6 +2,7 @@
 
 use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
 
+use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, AccessError, Translate};
 use ringfence_virtq::{Chain, RingError, device};
@@ -67,7 +68,8 @@ enum Store {
     Ram(Arc<Ram>),
     Paced {
         ram: Arc<Ram>,
-        pacer: Pacer,
+        /// The disk's own: queues share it.
+        pacer: Arc<Mutex<Pacer>>,
         /// Slots in order of completion, with its time.
         due: VecDeque<(u64, u16)>,
     },
@@ -107,9 +109,9 @@ impl BlkQueue {
         let size = ring.config().size;
         let store = match disk {
             Disk::Ram(ram) => Store::Ram(Arc::clone(ram)),
-            Disk::Paced(ram, pace) => Store::Paced {
+            Disk::Paced(ram, pacer) => Store::Paced {
                 ram: Arc::clone(ram),
-                pacer: Pacer::new(*pace),
+                pacer: Arc::clone(pacer),
                 due: VecDeque::with_capacity(size.into()),
             },
             Disk::File { file, .. } => Store::File {
@@ -263,7 +265,8 @@ impl BlkQueue {
                 self.move_now(at, bus, &ram);
             }
             (Action::Transfer { len, .. }, Store::Paced { pacer, due, .. }) => {
-                due.push_back((pacer.schedule(now_ns, len), at));
+                // Times never run backwards, whoever else schedules: the queue stays in order.
+                due.push_back((pacer.lock().schedule(now_ns, len), at));
             }
             (action, Store::File { io, stalled, .. }) => match hand_over(slot, action, io, bus, at) {
                 Handed::Over => {}

@@ -6,6 +6,7 @@ use std::{
     sync::Arc,
 };
 
+use ringfence_iotlb::Counters;
 use ringfence_mem::{Memory, UserAddresses};
 use ringfence_virtq::device;
 
@@ -127,6 +128,14 @@ impl BlkUnit {
         let mut sum = self.past;
         self.queues.iter().for_each(|served| add(&mut sum, served.queue.stats()));
         sum
+    }
+
+    /// What the IOTLB of this share counts; `None` without an IOMMU.
+    pub fn iotlb(&self) -> Option<Arc<Counters>> {
+        match &self.bus {
+            Bus::Iommu(view) => Some(view.counters()),
+            Bus::Physical(_) => None,
+        }
     }
 
     /// The way to memory.

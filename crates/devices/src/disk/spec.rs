@@ -2,15 +2,17 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use super::{Pace, Ram};
+use parking_lot::Mutex;
+
+use super::{Pacer, Ram};
 
 /// The disk behind a device, shared by its workers.
 #[derive(Clone)]
 pub enum Disk {
     /// Memory, as fast as it can be copied.
     Ram(Arc<Ram>),
-    /// Memory, answering at the pace of a real disk.
-    Paced(Arc<Ram>, Pace),
+    /// Memory, answering at the pace of a real disk, which all queues share.
+    Paced(Arc<Ram>, Arc<Mutex<Pacer>>),
     /// A file or block device, through io_uring.
     File {
         /// Open for what will be asked of it.

@@ -147,13 +147,13 @@ impl Handler for IommuBackend {
     }
 
     fn set_config(&mut self, offset: u32, _: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {
-        self.device.write_config(offset as usize, data);
-        Ok(())
+        self.device
+            .write_config(offset as usize, data)
+            .map_err(|error| HandlerError::new(&error.to_string()))
     }
 
     fn reset(&mut self) -> Result<(), HandlerError> {
         self.features = 0;
-        self.device.reset();
-        Ok(())
+        self.device.reset().map_err(|error| HandlerError::new(&error.to_string()))
     }
 }
