@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod deny;
+mod floors;
 mod packages;
 mod readme;
 mod rules;

@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{deny, packages, rules};
+use crate::{deny, floors, packages, rules};
 
 /// The root of the workspace.
 pub(crate) fn root() -> PathBuf {
@@ -27,6 +27,7 @@ type Step = (&'static str, fn(&Machine) -> Result<()>);
 const STEPS: &[Step] = &[
     ("format", |_| cargo(&["fmt", "--all", "--check"], &[])),
     ("lints", |_| cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])),
+    ("floors", |_| floors::check()),
     ("rules", |_| rules::account(false)),
     ("licences", |_| deny::check()),
     ("unit and property tests", |_| cargo(&["test", "--workspace", "--exclude", "ringfence"], &[])),

@@ -60,7 +60,7 @@ fn elements_join_only_where_one_ends_on_a_granule_edge_and_the_next_begins_on_on
 
 #[test]
 fn a_list_is_one_iova_range_and_unmapped_with_one_call() {
-    // rule L44
+    // rules L44, L47
     let bench = Bench::new(Policy::StrictMap);
     let pieces: Vec<_> = (0..100).map(|n| (0x10_0000 - n * 0x2000, 0x1000)).collect();
     let mapping = bench.device.map(Buf::new(&pieces), Direction::ToDevice).unwrap();

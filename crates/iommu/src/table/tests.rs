@@ -47,7 +47,7 @@ fn split(range: Range, at: u64) -> Result<u128> {
 
 #[test]
 fn the_seven_unmap_examples_of_the_virtio_specification() {
-    // rules V22, V23, V40, L65
+    // rules L38, V22, V23, V40, L65
     // (what is mapped, what is unmapped, what that gives, what is left)
     type Example<'a> = (&'a [(u64, u64)], (u64, u64), Result<u128>, &'a [(u64, u64)]);
     for unit in [1u64, 4096, 2 << 20] {

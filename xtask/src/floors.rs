@@ -1,0 +1,68 @@
+//! A crate imports only from floors below it.
+
+use std::{collections::BTreeMap, fs};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+/// The house: which crate stands on which floor (ARCHITECTURE.md).
+const FLOORS: &[(&str, u32)] = &[
+    ("ringfence-sync", 0),
+    ("ringfence-iommu", 1),
+    ("ringfence-iova", 1),
+    ("ringfence-mem", 1),
+    ("ringfence-iotlb", 2),
+    ("ringfence-dma", 2),
+    ("ringfence-virtq", 2),
+    ("ringfence-virtio-iommu", 3),
+    ("ringfence-vhost-user", 3),
+    ("ringfence-devices", 4),
+    ("ringfence-lab", 5),
+    ("ringfence", 6),
+];
+
+#[derive(Deserialize)]
+struct Manifest {
+    package: Package,
+    #[serde(default)]
+    dependencies: BTreeMap<String, toml::Value>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+}
+
+/// Fails on a crate without a floor, or one that imports from its own floor or from above. What a
+/// crate uses only in its tests may come from anywhere.
+pub(crate) fn check() -> Result<()> {
+    let floors: BTreeMap<&str, u32> = FLOORS.iter().copied().collect();
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for entry in fs::read_dir(crate::steps::root().join("crates"))? {
+        let file = entry?.path().join("Cargo.toml");
+        let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+        let manifest: Manifest =
+            toml::from_str(&text).with_context(|| file.display().to_string())?;
+        let name = &manifest.package.name;
+        let Some(own) = floors.get(name.as_str()) else {
+            wrong.push(format!("{name} has no floor in xtask/src/floors.rs"));
+            continue;
+        };
+        count += 1;
+        for dependency in manifest.dependencies.keys() {
+            match floors.get(dependency.as_str()) {
+                Some(floor) if floor >= own => {
+                    wrong
+                        .push(format!("{name} (floor {own}) imports {dependency} (floor {floor})"));
+                }
+                _ => {}
+            }
+        }
+    }
+    if !wrong.is_empty() {
+        bail!("{}", wrong.join("\n"));
+    }
+    println!("{count} crates, each imports from floors below it only");
+    Ok(())
+}
