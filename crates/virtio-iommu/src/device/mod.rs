@@ -10,8 +10,11 @@ mod backing;
 mod core;
 mod events;
 mod queue;
+mod requests;
+mod session;
 
-pub use self::core::{Device, Options, Session};
+pub use self::core::{Device, Options};
 pub use backing::{Backing, Binding, EndpointInfo};
 pub use events::{EventQueue, FaultQueue};
 pub use queue::{Counters, Progress, RequestQueue};
+pub use session::Session;

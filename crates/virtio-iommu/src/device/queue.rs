@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use ringfence_mem::Translate;
 use ringfence_virtq::{Chain, Desc, RingError, cut, device::Queue};
 
-use super::{Backing, Device, Session, core::Reply};
+use super::{Backing, Device, Session, requests::Reply};
 use crate::wire::{Kind, MAX_REQUEST_LEN, Status, TAIL_LEN, emit_tail};
 
 /// A batch ends once it has touched so many domains: so many invalidations wait at most.
@@ -194,7 +194,7 @@ impl<B: Backing> RequestQueue<B> {
             Reply::Properties(info) => {
                 let size = usize::try_from(end).unwrap_or(usize::MAX);
                 // As long as the device asked for, the tail included, this is all of it.
-                let probe = self.device.options().probe_size as usize;
+                let probe = self.device.options.probe_size as usize;
                 self.properties.clear();
                 self.properties.resize(size.min(probe.max(MAX_PROPERTIES)), 0);
                 let mut status = self.device.emit_properties(&info, &mut self.properties);

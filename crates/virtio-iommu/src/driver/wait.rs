@@ -30,6 +30,8 @@ use crate::wire::REQUEST_QUEUE;
 const LOOKS: u32 = 32;
 /// Looks at the ring before the processor is offered to others between looks.
 const BUSY_LOOKS: u32 = 128;
+/// How often a spinning thread looks whether the device still lives.
+const LIFE_LOOK: Duration = Duration::from_millis(1);
 /// How often a sleeping thread looks whether the device still lives.
 const LIFE_SIGN: Duration = Duration::from_millis(100);
 
@@ -57,10 +59,33 @@ impl fmt::Debug for Waiting {
     }
 }
 
-/// Tells a device that stopped answering from one that is slow: the time since `retired` moved.
+/// Tells a device that stopped answering from one that is slow: the time since `retired` moved, as
+/// far as somebody was there to look. While this whole machine stood still, or this thread was not
+/// let run, the device may have had no chance either.
 struct Patience {
     seen: u64,
-    since: Instant,
+    waited: Duration,
+    looked: Instant,
+    /// When to look for signs of life again, in terms of `waited`.
+    life_at: Duration,
+}
+
+impl Patience {
+    fn new(seen: u64) -> Patience {
+        Patience { seen, waited: Duration::ZERO, looked: Instant::now(), life_at: LIFE_LOOK }
+    }
+
+    /// How long nothing has moved, given how far things are now.
+    fn look(&mut self, retired: u64) -> Duration {
+        if retired != self.seen {
+            *self = Patience::new(retired);
+        } else {
+            let now = Instant::now();
+            self.waited += now.duration_since(self.looked).min(2 * LIFE_SIGN);
+            self.looked = now;
+        }
+        self.waited
+    }
 }
 
 impl Waiting {
@@ -155,7 +180,7 @@ impl Waiting {
     /// Waits until all requests up to `target` are answered.
     fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
         let start = Instant::now();
-        let mut patience = Patience { seen: self.retired.load(Ordering::SeqCst), since: start };
+        let mut patience = Patience::new(self.retired.load(Ordering::SeqCst));
         let spin = match self.notify {
             Notify::Adaptive { spin } => Some(spin),
             Notify::Poll => None,
@@ -187,16 +212,17 @@ impl Waiting {
     /// # Errors
     /// [`Error::Gone`] if nothing was answered for too long, or the transport says so.
     fn lose_patience(&self, patience: &mut Patience, transport: &dyn Transport) -> Result<()> {
-        let retired = self.retired.load(Ordering::SeqCst);
-        if retired != patience.seen {
-            *patience = Patience { seen: retired, since: Instant::now() };
+        let waited = patience.look(self.retired.load(Ordering::SeqCst));
+        if waited >= self.timeout {
+            return Err(self.fail("it answers nothing"));
+        }
+        if waited < patience.life_at {
             return Ok(());
         }
+        // Asking may cost a system call: not at every look.
+        patience.life_at = waited + LIFE_LOOK;
         if !transport.is_alive() {
             return Err(self.fail("its end of the transport has gone"));
-        }
-        if patience.since.elapsed() >= self.timeout {
-            return Err(self.fail("it answers nothing"));
         }
         Ok(())
     }
@@ -243,7 +269,7 @@ impl Waiting {
                 }
             }
             self.lose_patience(patience, transport)?;
-            let left = self.timeout.saturating_sub(patience.since.elapsed());
+            let left = self.timeout.saturating_sub(patience.waited);
             transport.wait(REQUEST_QUEUE, left.min(LIFE_SIGN));
         }
     }

@@ -1,0 +1,144 @@
+//! What a request queue keeps between requests, and the invalidations at the end of a batch.
+
+use std::{fmt, sync::Arc};
+
+use ringfence_iommu::{Domain, Error, Gather, Result, SyncToken};
+
+use super::{Backing, Device, core::View};
+
+/// What one request queue keeps between requests of a batch: which domains wait for their
+/// invalidation, and the domain that the last request was for.
+pub struct Session<B: Backing> {
+    pub(super) last: Option<(u32, u64, View<B::Domain>)>,
+    /// Domains with something to invalidate, the first `used`; the others are kept for reuse.
+    pub(super) touched: Vec<(Option<Arc<B::Domain>>, Gather)>,
+    pub(super) used: usize,
+    pub(super) rebound: Vec<u32>,
+    pub(super) orphans: Vec<Arc<B::Domain>>,
+    pub(super) waits: Vec<(Option<Arc<B::Domain>>, SyncToken)>,
+    pub(super) failed: Option<Error>,
+    pub(super) syncs: u64,
+}
+
+impl<B: Backing> Default for Session<B> {
+    fn default() -> Session<B> {
+        Session {
+            last: None,
+            touched: Vec::new(),
+            used: 0,
+            rebound: Vec::new(),
+            orphans: Vec::new(),
+            waits: Vec::new(),
+            failed: None,
+            syncs: 0,
+        }
+    }
+}
+
+impl<B: Backing> fmt::Debug for Session<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session")
+            .field("touched", &self.used)
+            .field("rebound", &self.rebound)
+            .field("waits", &self.waits.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: Backing> Session<B> {
+    /// A session in which nothing has happened.
+    pub fn new() -> Session<B> {
+        Session::default()
+    }
+
+    /// Whether replies must wait for [`Device::begin_sync`] and [`Device::poll_sync`].
+    pub fn needs_sync(&self) -> bool {
+        self.used > 0 || !self.rebound.is_empty()
+    }
+
+    /// How many domains wait for an invalidation.
+    pub fn touched(&self) -> usize {
+        self.used
+    }
+
+    /// The gather for `domain`. Requests come in runs for one domain, so the newest is tried
+    /// first.
+    #[inline]
+    pub(super) fn gather(&mut self, domain: &Arc<B::Domain>) -> &mut Gather {
+        let is_it = |(held, _): &(Option<Arc<B::Domain>>, Gather)| {
+            held.as_ref().is_some_and(|held| Arc::ptr_eq(held, domain))
+        };
+        let at = match self.touched[..self.used].iter().rposition(is_it) {
+            Some(at) => at,
+            None => {
+                if self.used == self.touched.len() {
+                    self.touched.push((None, Gather::new()));
+                }
+                self.touched[self.used].0 = Some(Arc::clone(domain));
+                self.used += 1;
+                self.used - 1
+            }
+        };
+        &mut self.touched[at].1
+    }
+}
+
+impl<B: Backing> Device<B> {
+    /// Starts the invalidations that `session` has gathered.
+    pub fn begin_sync(&self, session: &mut Session<B>) {
+        for (domain, gather) in &mut session.touched[..session.used] {
+            if gather.is_empty() {
+                continue;
+            }
+            match domain.as_ref().map(|domain| domain.iotlb_sync_begin(gather)) {
+                Some(Ok(token)) if token != SyncToken::DONE => {
+                    session.waits.push((domain.clone(), token));
+                }
+                Some(Err(error)) => session.failed = Some(error),
+                _ => {}
+            }
+            session.syncs += 1;
+        }
+        for endpoint in session.rebound.drain(..) {
+            match self.backing.sync_binding_begin(endpoint) {
+                Ok(SyncToken::DONE) => {}
+                Ok(token) => session.waits.push((None, token)),
+                Err(error) => session.failed = Some(error),
+            }
+        }
+    }
+
+    /// Whether the invalidations begun are over. Once they are, the session is as new.
+    ///
+    /// # Errors
+    /// One of them failed: what was unmapped may still be reachable.
+    pub fn poll_sync(&self, session: &mut Session<B>) -> Result<bool> {
+        let (waits, failed) = (&mut session.waits, &mut session.failed);
+        waits.retain(|(domain, token)| {
+            let over = match domain {
+                Some(domain) => domain.iotlb_sync_poll(*token),
+                None => self.backing.sync_binding_poll(*token),
+            };
+            match over {
+                Ok(over) => !over,
+                Err(error) => {
+                    *failed = Some(error);
+                    false
+                }
+            }
+        });
+        if !session.waits.is_empty() {
+            return Ok(false);
+        }
+        for (domain, gather) in &mut session.touched[..session.used] {
+            *domain = None;
+            *gather = Gather::new();
+        }
+        session.used = 0;
+        session.orphans.clear();
+        match session.failed.take() {
+            None => Ok(true),
+            Some(error) => Err(error),
+        }
+    }
+}
