@@ -193,7 +193,7 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify) {
     // The kernel may otherwise delay a sleep's end by 50 µs, more than a paced disk's service.
     // SAFETY: `prctl` with this option reads two numbers and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
-    let clock = MonotonicClock::default();
+    let clock = MonotonicClock;
     let spin_ns = notify.spin().map(|spin| spin.as_nanos() as u64);
     let mut work = Work::default();
     let mut idle_since = None;

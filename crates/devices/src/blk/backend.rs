@@ -10,7 +10,7 @@ use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{Memory, Physical};
 use ringfence_vhost_user::{Handler, HandlerError, RingSetup};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, device};
-use zerocopy::{IntoBytes, FromZeros};
+use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
     BlkUnit, QueueStats, Start,

@@ -182,8 +182,7 @@ impl DriverQueue {
             return Err(AddError::Full { wanted, free: 0 });
         };
         let slot = &mut self.slots[usize::from(at)];
-        let header =
-            Header { kind: kind.code().into(), reserved: 0.into(), sector: sector.into() };
+        let header = Header { kind: kind.code().into(), reserved: 0.into(), sector: sector.into() };
         slot.window.write(0, header.as_bytes());
         slot.window.write(STATUS_AT, &[NO_STATUS]);
         let write = matches!(kind, Kind::In | Kind::GetId);
@@ -191,7 +190,8 @@ impl DriverQueue {
         self.scratch.push(Desc::readable(slot.bus, HEADER_BYTES as u32));
         for segment in data {
             // A piece longer than 4 GiB cannot be described by one descriptor; buffers are not.
-            let len = u32::try_from(segment.len).map_err(|_| AddError::TooLong { total: segment.len })?;
+            let len =
+                u32::try_from(segment.len).map_err(|_| AddError::TooLong { total: segment.len })?;
             self.scratch.push(Desc { addr: segment.addr, len, write });
         }
         self.scratch.push(Desc::writable(slot.bus + STATUS_AT as u64, 1));

@@ -64,6 +64,8 @@ struct Slot {
 }
 
 /// Where the data comes from and goes to.
+// One a queue, of which there are few: the size of the largest costs nothing.
+#[allow(clippy::large_enum_variant)]
 enum Store {
     Ram(Arc<Ram>),
     Paced {
@@ -268,7 +270,8 @@ impl BlkQueue {
                 // Times never run backwards, whoever else schedules: the queue stays in order.
                 due.push_back((pacer.lock().schedule(now_ns, len), at));
             }
-            (action, Store::File { io, stalled, .. }) => match hand_over(slot, action, io, bus, at) {
+            (action, Store::File { io, stalled, .. }) => match hand_over(slot, action, io, bus, at)
+            {
                 Handed::Over => {}
                 Handed::Later => *stalled = Some(at),
                 Handed::Failed => self.finish(at, bus, Status::IoErr, 0),

@@ -70,7 +70,12 @@ impl BlkUnit {
     ///
     /// # Errors
     /// The ring cannot be reached or makes no sense; the kernel has no io_uring.
-    pub fn start(&mut self, index: u16, start: Start, memory: &Arc<Memory>) -> Result<(), QueueError> {
+    pub fn start(
+        &mut self,
+        index: u16,
+        start: Start,
+        memory: &Arc<Memory>,
+    ) -> Result<(), QueueError> {
         self.stop(index);
         let ring = match &self.bus {
             Bus::Iommu(view) => device::Queue::new(start.config, &**view)?,

@@ -78,9 +78,7 @@ impl FileIo {
             FileOp::Write(offset) => {
                 opcode::Writev::new(fd, pieces.as_ptr(), count).offset(offset).build()
             }
-            FileOp::Flush => {
-                opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build()
-            }
+            FileOp::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
         };
         // SAFETY: the caller vouches for the memory until the completion.
         let queued = unsafe { self.ring.submission().push(&entry.user_data(token)) }.is_ok();

@@ -123,7 +123,7 @@ impl Handler for IommuBackend {
         };
         let RingSetup { kick, enabled, .. } = setup;
         let started = self.on_unit(move |unit| unit.start(ring, config, kick, enabled))?;
-        Self::must(started)?.map_err(|error| HandlerError::new(&error.to_string()))
+        Self::must(started)?.map_err(|error| HandlerError::new(error.to_string()))
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
@@ -149,11 +149,11 @@ impl Handler for IommuBackend {
     fn set_config(&mut self, offset: u32, _: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {
         self.device
             .write_config(offset as usize, data)
-            .map_err(|error| HandlerError::new(&error.to_string()))
+            .map_err(|error| HandlerError::new(error.to_string()))
     }
 
     fn reset(&mut self) -> Result<(), HandlerError> {
         self.features = 0;
-        self.device.reset().map_err(|error| HandlerError::new(&error.to_string()))
+        self.device.reset().map_err(|error| HandlerError::new(error.to_string()))
     }
 }

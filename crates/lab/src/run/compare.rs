@@ -87,12 +87,9 @@ impl FromStr for Row {
         match name {
             "host" => Ok(Row::Host),
             "io_uring" => Ok(Row::IoUring),
-            _ => name
-                .parse()
-                .map(Row::Policy)
-                .map_err(|error: ringfence_dma::ParsePolicyError| {
-                    format!("{error}; also host and io_uring")
-                }),
+            _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
+                format!("{error}; also host and io_uring")
+            }),
         }
     }
 }
@@ -245,8 +242,7 @@ impl Stage<'_> {
             .rows
             .iter()
             .map(|row| {
-                let fresh =
-                    PolicyRounds { policy: row.to_string(), ..PolicyRounds::default() };
+                let fresh = PolicyRounds { policy: row.to_string(), ..PolicyRounds::default() };
                 vec![fresh; self.jobs.len()]
             })
             .collect();
@@ -392,19 +388,13 @@ impl Stage<'_> {
         buffers: &mut impl Iterator<Item = PagedBuffer>,
         round: u32,
     ) -> Result<Measured> {
-        let clones =
-            dealt.iter().map(|clones| self.with_buffers(clones, buffers, round)).collect();
+        let clones = dealt.iter().map(|clones| self.with_buffers(clones, buffers, round)).collect();
         let conducted = self.conduct(&mut paths, clones, round, || 0, || ())?;
         let samples = conducted.samples(self.jobs.len(), |_, _| ());
         Ok(Measured { samples, ..Measured::default() })
     }
 
-    fn run_linked(
-        &self,
-        plan: &Plan,
-        dealt: &[Vec<(usize, u32)>],
-        round: u32,
-    ) -> Result<Measured> {
+    fn run_linked(&self, plan: &Plan, dealt: &[Vec<(usize, u32)>], round: u32) -> Result<Measured> {
         let (link, mut paths, buffers) = Link::open(plan)?;
         let mut buffers = buffers.into_iter();
         let clones =
@@ -417,17 +407,15 @@ impl Stage<'_> {
             || link.device_cpu_ns(),
             || (link.dma.stats(), link.iommu.stats()),
         )?;
-        let found = paths.iter().filter_map(|path| path.probe()).fold(
-            Found::default(),
-            |sum, probe| {
+        let found =
+            paths.iter().filter_map(|path| path.probe()).fold(Found::default(), |sum, probe| {
                 let found = probe.found();
                 Found {
                     probes: sum.probes + found.probes,
                     accesses: sum.accesses + found.accesses,
                     max_ns: sum.max_ns.max(found.max_ns),
                 }
-            },
-        );
+            });
         drop(paths);
         // What is queued still was exposed until now.
         link.dma.flush().context("the last flush")?;
@@ -441,8 +429,8 @@ impl Stage<'_> {
             accesses: found.accesses,
             probes: found.probes,
         });
-        let iotlb = protected
-            .then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
+        let iotlb =
+            protected.then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
         let jobs = self.jobs.len();
         let all_ios = conducted.ios();
         let samples = conducted.samples(jobs, |sample, ((dma0, iommu0), (dma1, iommu1))| {
@@ -494,7 +482,8 @@ impl Stage<'_> {
             (runtime, _) => runtime,
         };
         // A job that ends by itself is measured from its first I/O.
-        let run_in = if endless { RUN_IN.min(runtime.unwrap_or_default() / 4) } else { Duration::ZERO };
+        let run_in =
+            if endless { RUN_IN.min(runtime.unwrap_or_default() / 4) } else { Duration::ZERO };
         std::thread::scope(|scope| {
             let handles: Vec<_> = paths
                 .iter_mut()

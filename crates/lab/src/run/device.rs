@@ -139,18 +139,12 @@ pub(crate) fn serve(
         ..Geometry::new(PageSizes::from_granule(4096).expect("a power of two"), Range::ALL)
     };
     let page_sizes = geometry.page_sizes;
-    let endpoints =
-        Arc::new(Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, LIMITS));
+    let endpoints = Arc::new(Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, LIMITS));
     let iommu_options =
         IommuOptions { device: Options { page_sizes, ..Options::default() }, unit: 0 };
     let iommu_backend = IommuBackend::new(endpoints, iommu_options, Arc::clone(&workers));
-    let blk_options = BlkOptions {
-        disk,
-        id: Arc::from(DISK_ID),
-        queues,
-        endpoint: Some(endpoint),
-        unit: 1,
-    };
+    let blk_options =
+        BlkOptions { disk, id: Arc::from(DISK_ID), queues, endpoint: Some(endpoint), unit: 1 };
     let blk_backend = BlkBackend::new(blk_options, Arc::clone(&workers));
 
     let mut iommu_server = Server::new(iommu, iommu_backend);

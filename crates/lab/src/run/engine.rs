@@ -167,7 +167,7 @@ impl<'c> Runner<'c> {
             format: content.format,
             foreign: content.foreign,
             control,
-            clock: MonotonicClock::default(),
+            clock: MonotonicClock,
             counted: vec![Counted::default(); jobs],
             under_way: 0,
         }
@@ -293,7 +293,9 @@ impl<'c> Runner<'c> {
             (true, Op::Read) => match self.format.check(buffer.bytes_mut(), task.io.offset) {
                 Ok(_) => None,
                 // What others wrote cannot be judged, only whether it came.
-                Err(error) if self.foreign && !matches!(error, BlockError::NotTransferred { .. }) => {
+                Err(error)
+                    if self.foreign && !matches!(error, BlockError::NotTransferred { .. }) =>
+                {
                     None
                 }
                 Err(error) => Some(error.to_string()),

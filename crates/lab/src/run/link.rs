@@ -318,10 +318,8 @@ impl Transport for Events {
     fn wait(&self, _queue: u16, timeout: Duration) {
         let mut fds =
             [PollFd::new(&self.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::HUP)];
-        let timeout = Timespec {
-            tv_sec: timeout.as_secs() as i64,
-            tv_nsec: timeout.subsec_nanos().into(),
-        };
+        let timeout =
+            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         // An interruption is an early return, which is allowed.
         if poll(&mut fds, Some(&timeout)).is_ok() && fds[0].revents().contains(PollFlags::IN) {
             event::drain(&self.call);

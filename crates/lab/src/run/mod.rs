@@ -28,7 +28,9 @@ pub use target::DiskChoice;
 ///
 /// # Errors
 /// The system refused.
-pub fn stop_on_signals(stop: &std::sync::Arc<std::sync::atomic::AtomicBool>) -> std::io::Result<()> {
+pub fn stop_on_signals(
+    stop: &std::sync::Arc<std::sync::atomic::AtomicBool>,
+) -> std::io::Result<()> {
     use signal_hook::{consts, flag};
     // Registered first: when the flag is set already, this one acts.
     flag::register_conditional_shutdown(consts::SIGINT, 130, std::sync::Arc::clone(stop))?;

@@ -1,11 +1,6 @@
 //! The ways from a job to a disk.
 
-use std::{
-    collections::VecDeque,
-    os::fd::OwnedFd,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use ringfence_devices::{
@@ -156,7 +151,7 @@ pub(crate) struct MemoryPath {
 
 impl MemoryPath {
     pub(crate) fn new(disk: Disk, depth: usize, notify: Notify) -> MemoryPath {
-        let clock = MonotonicClock::default();
+        let clock = MonotonicClock;
         MemoryPath { disk, depth, notify, clock, due: VecDeque::with_capacity(depth) }
     }
 }
@@ -225,6 +220,8 @@ pub(crate) struct FilePath {
     // Dropped first: it waits for what the kernel still has under way in the buffers.
     io: FileIo,
     under_way: Vec<Option<Box<UnderWay>>>,
+    // Boxes, since the kernel holds a pointer into each while it moves between the lists.
+    #[allow(clippy::vec_box)]
     spare: Vec<Box<UnderWay>>,
     depth: usize,
     notify: Notify,

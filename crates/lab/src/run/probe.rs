@@ -20,11 +20,21 @@ const GIVE_UP_NS: u64 = 5_000_000_000;
 const BLANK: u8 = 0xa5;
 
 enum State {
-    Idle { buffer: PagedBuffer, next_ns: u64 },
+    Idle {
+        buffer: PagedBuffer,
+        next_ns: u64,
+    },
     /// The device writes while it may.
-    Warm { mapping: Mapping<PagedBuffer> },
+    Warm {
+        mapping: Mapping<PagedBuffer>,
+    },
     /// The device is asked to write where it may no longer.
-    Stale { buffer: PagedBuffer, iova: StaleIova, segment: Segment, unmapped_ns: u64 },
+    Stale {
+        buffer: PagedBuffer,
+        iova: StaleIova,
+        segment: Segment,
+        unmapped_ns: u64,
+    },
     /// Something went wrong; the error was returned.
     Broken,
 }
@@ -54,7 +64,7 @@ impl Probe {
     pub(crate) fn new(buffer: PagedBuffer, strict: bool) -> Probe {
         Probe {
             state: State::Idle { buffer, next_ns: 0 },
-            clock: MonotonicClock::default(),
+            clock: MonotonicClock,
             strict,
             found: Found::default(),
         }
