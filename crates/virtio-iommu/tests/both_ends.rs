@@ -491,7 +491,6 @@ fn many_threads_share_the_ring_and_nobody_loses_a_wake_up() {
 
 #[test]
 fn an_unmap_is_answered_only_once_no_reader_can_use_what_it_removed() {
-    // rule V14
     let bench = Bench::new();
     let features = bench.device.features();
     // Long enough that only the reader below decides.
