@@ -39,6 +39,8 @@ enum Face {
 #[derive(Default)]
 struct State {
     done: u64,
+    /// What the steps that are done should have taken together.
+    expected: Duration,
     what: String,
     /// When the last line was printed.
     last: Option<Instant>,
@@ -76,11 +78,12 @@ impl Progress {
         self.show(false);
     }
 
-    /// One step is done.
-    pub fn step(&self) {
+    /// One step is done, which should have taken `expected`.
+    pub fn step(&self, expected: Duration) {
         {
             let mut state = self.lock();
             state.done = (state.done + 1).min(self.total);
+            state.expected = (state.expected + expected).min(self.expected);
         }
         match &self.face {
             Face::Bar(_) => self.show(false),
@@ -106,19 +109,19 @@ impl Progress {
 
     /// Time left, by what was done so far; by what was expected until something is done.
     pub fn left(&self) -> Duration {
-        self.left_after(self.started.elapsed(), self.lock().done)
+        self.left_after(self.started.elapsed(), self.lock().expected)
     }
 
-    fn left_after(&self, elapsed: Duration, done: u64) -> Duration {
+    fn left_after(&self, elapsed: Duration, done: Duration) -> Duration {
         match done {
-            0 => self.expected.saturating_sub(elapsed),
-            done => elapsed.mul_f64((self.total - done) as f64 / done as f64),
+            Duration::ZERO => self.expected.saturating_sub(elapsed),
+            done => elapsed.mul_f64(self.expected.saturating_sub(done).div_duration_f64(done)),
         }
     }
 
     fn show(&self, always: bool) {
         let mut state = self.lock();
-        let left = self.left_after(self.started.elapsed(), state.done);
+        let left = self.left_after(self.started.elapsed(), state.expected);
         match &self.face {
             Face::Bar(bar) => {
                 bar.set_position(state.done);
@@ -202,7 +205,7 @@ mod tests {
         let face = Face::Lines(Mutex::new(Box::new(shared.clone())));
         let progress = Progress::with_face(face, 4, Duration::from_secs(65));
         progress.begin("a, off, round 1 of 2");
-        progress.step();
+        progress.step(Duration::from_secs(10));
         progress.note("careful");
         progress.finish();
         let text = String::from_utf8(shared.0.lock().unwrap().clone()).unwrap();
@@ -216,19 +219,20 @@ mod tests {
     #[test]
     fn the_time_left_follows_what_was_done() {
         let progress = Progress::new(Kind::Silent, 10, Duration::from_secs(100));
-        let left =
-            |elapsed, done| progress.left_after(Duration::from_secs(elapsed), done).as_secs();
+        let left = |elapsed, done| {
+            progress.left_after(Duration::from_secs(elapsed), Duration::from_secs(done)).as_secs()
+        };
         assert_eq!((left(0, 0), left(30, 0), left(200, 0)), (100, 70, 0));
-        assert_eq!((left(40, 2), left(100, 10)), (160, 0));
+        assert_eq!((left(40, 20), left(100, 100)), (160, 0));
     }
 
     #[test]
     fn more_steps_than_announced_do_no_harm() {
         let progress = Progress::new(Kind::Silent, 1, Duration::ZERO);
-        (0..3).for_each(|_| progress.step());
+        (0..3).for_each(|_| progress.step(Duration::from_secs(1)));
         assert_eq!(progress.left(), Duration::ZERO);
         let none = Progress::new(Kind::Silent, 0, Duration::ZERO);
-        none.step();
+        none.step(Duration::ZERO);
         assert_eq!(none.left(), Duration::ZERO);
     }
 }

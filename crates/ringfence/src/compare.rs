@@ -1,8 +1,13 @@
 //! `ringfence compare`.
 
 use std::{
-    io::Write,
-    path::PathBuf,
+    fs::{File, OpenOptions},
+    io::{ErrorKind, Write},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, atomic::AtomicBool},
     time::Duration,
@@ -14,7 +19,7 @@ use ringfence_lab::{
     job::JobFile,
     progress::Kind,
     report,
-    run::{DiskChoice, Notify, Options, Row, compare},
+    run::{DiskChoice, Ended, Notify, Options, Row, Usage, compare},
 };
 
 /// Rounds and seconds that let the default jobs end in under two minutes.
@@ -87,7 +92,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
     flush_queue_ms: Option<u64>,
 
-    /// Writes everything that was measured as JSON; `-` prints it, and nothing else.
+    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
@@ -120,9 +125,12 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let (jobs, runtime) = match &arguments.job {
         Some(path) => (JobFile::load(path)?, arguments.runtime),
-        None => (JobFile::seed(), arguments.runtime.or(Some(DEFAULT_RUNTIME))),
+        None => {
+            // What our own file says is no news.
+            let jobs = JobFile { warnings: Vec::new(), ..JobFile::seed() };
+            (jobs, arguments.runtime.or(Some(DEFAULT_RUNTIME)))
+        }
     };
-    let prints_json = arguments.json.as_deref().is_some_and(|path| path.as_os_str() == "-");
     let disk = DiskChoice::parse(&arguments.disk);
     let rows = arguments.policy.map_or_else(
         || {
@@ -135,11 +143,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         |rows| rows.0,
     );
     // Opened now: a wrong path is told before anything runs, not after.
-    let mut json = match &arguments.json {
-        Some(path) if !prints_json => Some(create(path)?),
-        _ => None,
-    };
-    let mut html = arguments.report.as_ref().map(|path| create(path)).transpose()?;
+    let json = arguments.json.as_deref().map(Output::open).transpose()?;
+    let html = arguments.report.as_deref().map(Output::open).transpose()?;
+    let table = !json.iter().chain(&html).any(Output::is_stdout);
+    let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
     let stop = Arc::new(AtomicBool::new(false));
     ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
 
@@ -154,47 +161,109 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         run_pages: arguments.page_run,
         flush_queue_slots: arguments.flush_queue_slots,
         flush_queue_ms: arguments.flush_queue_ms,
-        progress: if prints_json || arguments.quiet { Kind::Silent } else { Kind::Auto },
+        progress,
     };
-    let ended = compare(jobs, &options, &stop)?;
-    let comparison = &ended.comparison;
+    let Ended { mut comparison, leaks, failure } = compare(jobs, &options, &stop)?;
 
-    if prints_json {
-        print!("{}", report::json::render(comparison));
-    } else if !comparison.jobs.is_empty() {
-        let mut out = std::io::stdout().lock();
-        let table = report::table::render(comparison);
-        // A reader that has left (`| head`) is no failure of ours.
-        let _ = writeln!(out, "{table}");
-    }
-    if let Some(file) = &mut json {
-        write!(file, "{}", report::json::render(comparison)).context("writing the JSON")?;
-    }
-    if let Some(file) = &mut html {
-        let page = report::html::render(comparison);
-        file.write_all(page.as_bytes()).context("writing the report")?;
-    }
-
-    for leak in &ended.leaks {
-        eprintln!("LEAK: {leak}");
-    }
-    if let Some(failure) = &ended.failure {
-        eprintln!("error: {failure:#}");
-    }
+    let measured = !comparison.jobs.is_empty();
+    let mut verdict: Vec<String> = leaks.iter().map(|leak| format!("LEAK: {leak}")).collect();
+    verdict.extend(failure.map(|failure| format!("error: {failure:#}")));
     if comparison.interrupted {
-        eprintln!("interrupted: the figures are of the rounds that were complete");
+        verdict.push(match measured {
+            true => "interrupted: the figures are of the rounds that were complete".to_owned(),
+            false => "interrupted before a round was complete".to_owned(),
+        });
     }
     let errors = comparison.errors();
     if errors > 0 {
-        eprintln!("error: {errors} I/Os failed or came back wrong");
+        verdict.push(format!("error: {errors} I/Os failed or came back wrong"));
     }
-    let failed = !ended.leaks.is_empty()
-        || ended.failure.is_some()
-        || comparison.interrupted
-        || errors > 0;
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+
+    // Files stay when the terminal is closed: they say all of it.
+    let told = comparison.warnings.clone();
+    comparison.warnings.extend(verdict.iter().cloned());
+    let json = json.map_or(Ok(()), |output| output.write(&report::json::render(&comparison)));
+    let html = html.map_or(Ok(()), |output| output.write(&report::html::render(&comparison)));
+    // Warnings were told at the beginning, unless that went elsewhere than the table does.
+    comparison.warnings = match progress != Kind::Silent && same_place() {
+        true => Vec::new(),
+        false => told,
+    };
+    let shown = match table && measured {
+        true => print(&report::table::render(&comparison)),
+        false => Ok(()),
+    };
+    for line in &verdict {
+        eprintln!("{line}");
+    }
+    json.and(html).and(shown)?;
+    Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn create(path: &PathBuf) -> Result<std::fs::File> {
-    std::fs::File::create(path).with_context(|| format!("cannot write {}", path.display()))
+/// A file that is written at the end, opened at the beginning. What was in it stays until then, and
+/// if it was made and nothing came of it, it goes.
+struct Output {
+    path: PathBuf,
+    /// `None`: standard output.
+    file: Option<File>,
+    made: bool,
+}
+
+impl Output {
+    fn open(path: &Path) -> Result<Output> {
+        let file = |file, made| Output { path: path.to_owned(), file, made };
+        if path.as_os_str() == "-" {
+            return Ok(file(None, false));
+        }
+        let wrong = |error| Usage(format!("cannot write {}: {error}", path.display()));
+        match File::create_new(path) {
+            Ok(new) => Ok(file(Some(new), true)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                let old = OpenOptions::new().write(true).open(path).map_err(wrong)?;
+                Ok(file(Some(old), false))
+            }
+            Err(error) => Err(wrong(error).into()),
+        }
+    }
+
+    fn is_stdout(&self) -> bool {
+        self.file.is_none()
+    }
+
+    fn write(mut self, text: &str) -> Result<()> {
+        let Some(mut file) = self.file.take() else { return print(text) };
+        self.made = false;
+        let regular = file.metadata().is_ok_and(|about| about.is_file());
+        if regular { file.set_len(0) } else { Ok(()) }
+            .and_then(|()| file.write_all(text.as_bytes()))
+            .with_context(|| format!("writing {}", self.path.display()))
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if self.made {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// To standard output; a reader that has left (`| head`) is no failure of ours.
+fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        other => other.context("writing to standard output"),
+    }
+}
+
+/// Whether standard output and standard error go to the same terminal, file or pipe.
+fn same_place() -> bool {
+    let place = |fd: BorrowedFd<'_>| {
+        let file = File::from(fd.try_clone_to_owned().ok()?);
+        let about = file.metadata().ok()?;
+        Some((about.dev(), about.ino()))
+    };
+    let out = place(std::io::stdout().as_fd());
+    out.is_some() && out == place(std::io::stderr().as_fd())
 }

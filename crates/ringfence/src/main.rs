@@ -17,7 +17,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// What each DMA policy costs on this machine, for a fio job.
+    #[command(about = "What each DMA policy costs on this machine, for a fio job")]
     Compare(compare::Arguments),
     /// The device process of `compare`, which starts it.
     #[command(hide = true)]
@@ -33,6 +33,8 @@ fn main() -> ExitCode {
     ended.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");
         // Wrong input is wrong usage, wherever it was found.
-        ExitCode::from(if error.is::<ringfence_lab::job::JobError>() { 2 } else { 1 })
+        let usage =
+            error.is::<ringfence_lab::job::JobError>() || error.is::<ringfence_lab::run::Usage>();
+        ExitCode::from(if usage { 2 } else { 1 })
     })
 }

@@ -2,6 +2,7 @@
 
 use std::{
     fmt,
+    process::ExitStatus,
     str::FromStr,
     sync::{
         Arc,
@@ -16,6 +17,7 @@ use ringfence_dma::{Policy, Stats as DmaStats};
 use ringfence_virtio_iommu::driver::Stats as IommuStats;
 
 use super::{
+    Usage,
     device::{DiskKind, open_disk},
     engine::{self, Content, Control, Counted, JobClone, Phase, Ran},
     link::{Link, Plan, local_buffers},
@@ -138,6 +140,8 @@ const RUN_IN: Duration = Duration::from_millis(100);
 const WARM_UP: Duration = Duration::from_millis(300);
 /// What setting a round up takes, roughly, for the time left.
 const ROUND_OVERHEAD: Duration = Duration::from_millis(120);
+/// The most pieces of a buffer: with what else is in a chain, a queue of 1024 can hold it.
+const MOST_PIECES: usize = 1000;
 
 /// Runs the comparison. Sets of rounds are interleaved: every row once, then every row again.
 /// `stop` ends it early; what was measured until then is returned.
@@ -158,7 +162,8 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
         memory: Scale::default_memory(machine.memory_bytes),
         disk_in_memory: options.disk.is_in_memory(),
     };
-    warnings.extend(scale.apply(&mut jobs).map_err(|error| anyhow!("{error}"))?);
+    let changes = scale.apply(&mut jobs);
+    warnings.extend(changes.map_err(|error| Usage(format!("{}: {error}", file.file)))?);
     let disk_bytes = Scale::disk_bytes(&jobs).next_multiple_of(4096);
 
     let target = Target::open(&options.disk, disk_bytes, &jobs, options.destroy_data)?;
@@ -168,8 +173,6 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
     });
     let format = Format::for_sizes(sizes, generation());
     let content = Content { format, foreign: target.foreign };
-    target.lay_out(disk_bytes, content)?;
-
     let stages = JobFile::stages(&jobs);
     let longest = jobs.iter().filter_map(|job| job.runtime).max().unwrap_or_default();
     let mut comparison = Comparison::new(
@@ -180,14 +183,24 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
     );
     comparison.warnings = warnings;
     let per_set = (stages.len() * options.rows.len()) as u32;
-    let expected = (longest + RUN_IN + ROUND_OVERHEAD) * per_set * options.repeat
-        + (WARM_UP.min(longest) + RUN_IN + ROUND_OVERHEAD) * per_set;
+    let expected: Duration = stages
+        .iter()
+        .flat_map(|stage| (0..=options.repeat).map(|round| expected(&jobs[stage.clone()], round)))
+        .sum::<Duration>()
+        * options.rows.len() as u32;
     let progress =
         Progress::new(options.progress, u64::from(per_set * (options.repeat + 1)), expected);
     comparison.warnings.iter().for_each(|line| progress.note(line));
+    if target.is_laid_out() {
+        progress.note(&format!("filling {} of the disk", crate::report::bytes(disk_bytes)));
+        target.lay_out(disk_bytes, content, stop)?;
+    }
 
     let mut ended = Ended { comparison, leaks: Vec::new(), failure: None };
     for (number, range) in stages.into_iter().enumerate() {
+        if ended.failure.is_some() || stop.load(Ordering::Relaxed) {
+            break;
+        }
         let stage = Stage { jobs: &jobs[range], options, target: &target, content, stop };
         let rows = stage.run_all(&progress, &mut ended);
         for (index, job) in stage.jobs.iter().enumerate() {
@@ -196,13 +209,18 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
                 ended.comparison.jobs.push(JobReport::new(job, number as u32 + 1, &rounds));
             }
         }
-        if ended.failure.is_some() || stop.load(Ordering::Relaxed) {
-            break;
-        }
     }
     ended.comparison.interrupted = stop.load(Ordering::Relaxed);
     progress.finish();
     Ok(ended)
+}
+
+/// What a round of a row of these jobs takes, roughly.
+fn expected(jobs: &[Job], round: u32) -> Duration {
+    // One that ends by itself: nobody knows.
+    let longest = jobs.iter().map(|job| job.runtime.unwrap_or(WARM_UP)).max().unwrap_or_default();
+    let measured = if round == 0 { longest.min(WARM_UP) } else { longest };
+    measured + RUN_IN + ROUND_OVERHEAD
 }
 
 /// A number that tells this run's blocks from those of runs before it.
@@ -219,18 +237,6 @@ struct Stage<'a> {
     content: Content,
     stop: &'a AtomicBool,
 }
-
-/// A round that was broken off.
-#[derive(Debug)]
-struct Stopped;
-
-impl fmt::Display for Stopped {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("stopped")
-    }
-}
-
-impl std::error::Error for Stopped {}
 
 impl Stage<'_> {
     /// All rounds of all rows: for each row, and each job of the stage, its rounds.
@@ -255,29 +261,38 @@ impl Stage<'_> {
                 progress.begin(&what);
                 let measured = match self.run_row(*row, round) {
                     Ok(measured) => measured,
-                    Err(error) if error.is::<Stopped>() => return rows,
+                    // What goes wrong while everything is being stopped is no finding.
+                    Err(_) if self.stop.load(Ordering::Relaxed) => return rows,
                     Err(error) => {
                         ended.failure = Some(error.context(what));
                         return rows;
                     }
                 };
-                progress.step();
+                progress.step(expected(self.jobs, round));
                 if let Some(leak) = measured.leak {
                     ended.leaks.push(format!("{what}: {leak}"));
                 }
-                for (kept, sample) in results.iter_mut().zip(measured.samples) {
+                let samples = measured.samples.into_iter().zip(measured.first_errors);
+                for (kept, (sample, first_error)) in results.iter_mut().zip(samples) {
                     kept.effective_policy.clone_from(&measured.effective);
                     for warning in &measured.warnings {
                         if !kept.warnings.contains(warning) {
                             kept.warnings.push(warning.clone());
                         }
                     }
+                    let first = first_error.map(|error| format!("the first error: {error}"));
                     // The first round warms up, and is thrown away; its errors are not.
-                    if round > 0 {
-                        kept.rounds.push(sample);
-                    } else if sample.errors > 0 {
-                        ended.failure = Some(anyhow!("{what}: {} I/Os failed", sample.errors));
+                    if round == 0 && sample.errors > 0 {
+                        let first = first.unwrap_or_default();
+                        ended.failure =
+                            Some(anyhow!("{what}: {} I/Os failed; {first}", sample.errors));
                         return rows;
+                    }
+                    if round > 0 {
+                        if kept.rounds.iter().all(|round| round.errors == 0) {
+                            kept.warnings.extend(first);
+                        }
+                        kept.rounds.push(sample);
                     }
                 }
             }
@@ -329,10 +344,19 @@ impl Stage<'_> {
             .map(|&(index, number)| {
                 let job = &self.jobs[index];
                 let own = buffers.by_ref().take(job.iodepth as usize).collect();
+                // One that ends before the others ends by itself, the rest when told.
+                let runtime = job.runtime.filter(|&own| self.runtime() != Some(own));
                 // The same I/Os for all rows of a round, others in the next.
-                JobClone::new(index, job, number, u64::from(round), own)
+                JobClone::new(index, job, number, u64::from(round), runtime, own)
             })
             .collect()
+    }
+
+    /// How long a round is measured at most: until the last job is over. `None` if one has no
+    /// `runtime` and ends when its area is done.
+    fn runtime(&self) -> Option<Duration> {
+        let all: Option<Vec<Duration>> = self.jobs.iter().map(|job| job.runtime).collect();
+        all.and_then(|all| all.into_iter().max())
     }
 
     fn run_row(&self, row: Row, round: u32) -> Result<Measured> {
@@ -341,9 +365,11 @@ impl Stage<'_> {
         let lens: Vec<Vec<usize>> = dealt.iter().map(|clones| self.lens(clones)).collect();
         let depth = lens.iter().map(Vec::len).max().unwrap_or(1);
         let all: Vec<usize> = lens.iter().flatten().copied().collect();
+        // A buffer must fit a chain of descriptors, whatever its pages' order.
+        let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
+        let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         match row {
             Row::Policy(policy) => {
-                let largest = all.iter().copied().max().unwrap_or(4096);
                 let plan = Plan {
                     policy,
                     notify: self.options.notify,
@@ -352,16 +378,16 @@ impl Stage<'_> {
                     disk_bytes: self.target.bytes,
                     queues: threads,
                     depth: depth + 1,
-                    pieces: largest.div_ceil(4096 * self.options.run_pages.max(1)) + 1,
+                    pieces: pages.div_ceil(run_pages) + 1,
                     buffers: all,
-                    run_pages: self.options.run_pages,
+                    run_pages,
                     flush_queue_slots: self.options.flush_queue_slots,
                     flush_queue_ms: self.options.flush_queue_ms,
                 };
                 self.run_linked(&plan, &dealt, round)
             }
             Row::Host | Row::IoUring => {
-                let buffers = local_buffers(&all, self.options.run_pages)?;
+                let buffers = local_buffers(&all, run_pages)?;
                 let mut buffers = buffers.into_iter();
                 let notify = self.options.notify;
                 if row == Row::IoUring || self.target.kind == DiskKind::File {
@@ -389,9 +415,9 @@ impl Stage<'_> {
         round: u32,
     ) -> Result<Measured> {
         let clones = dealt.iter().map(|clones| self.with_buffers(clones, buffers, round)).collect();
-        let conducted = self.conduct(&mut paths, clones, round, || 0, || ())?;
-        let samples = conducted.samples(self.jobs.len(), |_, _| ());
-        Ok(Measured { samples, ..Measured::default() })
+        let conducted = self.conduct(&mut paths, clones, round, || 0, || (), || None)?;
+        let (samples, first_errors) = conducted.samples(self.jobs, |_, _| ());
+        Ok(Measured { samples, first_errors, ..Measured::default() })
     }
 
     fn run_linked(&self, plan: &Plan, dealt: &[Vec<(usize, u32)>], round: u32) -> Result<Measured> {
@@ -406,6 +432,7 @@ impl Stage<'_> {
             round,
             || link.device_cpu_ns(),
             || (link.dma.stats(), link.iommu.stats()),
+            || link.lost(),
         )?;
         let found =
             paths.iter().filter_map(|path| path.probe()).fold(Found::default(), |sum, probe| {
@@ -431,20 +458,20 @@ impl Stage<'_> {
         });
         let iotlb =
             protected.then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
-        let jobs = self.jobs.len();
         let all_ios = conducted.ios();
-        let samples = conducted.samples(jobs, |sample, ((dma0, iommu0), (dma1, iommu1))| {
-            // Jobs that run at the same time share one IOMMU: each gets the part that its I/Os are
-            // of all.
-            let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
-            if protected {
-                sample.iommu = Some(iommu_sample(dma0, dma1, iommu0, iommu1, share));
-            }
-            let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
-            sample.kicks = sample.kicks.map(|own| own + kicks as u64);
-            sample.stale = stale;
-            sample.iotlb = iotlb;
-        });
+        let (samples, first_errors) =
+            conducted.samples(self.jobs, |sample, ((dma0, iommu0), (dma1, iommu1))| {
+                // Jobs that run at the same time share one IOMMU: each gets the part that its I/Os are
+                // of all.
+                let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
+                if protected {
+                    sample.iommu = Some(iommu_sample(dma0, dma1, iommu0, iommu1, share));
+                }
+                let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
+                sample.kicks = sample.kicks.map(|own| own + kicks as u64);
+                sample.stale = stale;
+                sample.iotlb = iotlb;
+            });
         let leak = (effective.is_strict() && found.accesses > 0).then(|| {
             format!(
                 "after unmap had returned, the device reached the memory in {} of {} attempts, \
@@ -456,6 +483,7 @@ impl Stage<'_> {
         });
         Ok(Measured {
             samples,
+            first_errors,
             effective: effective.to_string(),
             warnings: fallback.into_iter().collect(),
             leak,
@@ -463,7 +491,7 @@ impl Stage<'_> {
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
-    /// measured part.
+    /// measured part. `lost` tells how the device process ended, if it has.
     fn conduct<P: Path + Send, S>(
         &self,
         paths: &mut [P],
@@ -471,19 +499,25 @@ impl Stage<'_> {
         round: u32,
         device_cpu: impl Fn() -> u64,
         stock: impl Fn() -> S,
+        lost: impl Fn() -> Option<ExitStatus>,
     ) -> Result<Conducted<S>> {
         let threads = paths.len() as u32;
         let (jobs, content) = (self.jobs.len(), self.content);
         let control = Control::new();
-        let runtime = self.jobs.iter().filter_map(|job| job.runtime).max();
         let endless = self.jobs.iter().all(|job| job.time_based && job.runtime.is_some());
-        let runtime = match (runtime, round) {
-            (Some(runtime), 0) => Some(runtime.min(WARM_UP)),
+        let runtime = match (self.runtime(), round) {
+            (runtime, 0) => Some(runtime.unwrap_or(WARM_UP).min(WARM_UP)),
             (runtime, _) => runtime,
         };
         // A job that ends by itself is measured from its first I/O.
         let run_in =
             if endless { RUN_IN.min(runtime.unwrap_or_default() / 4) } else { Duration::ZERO };
+        let take_stock = || (stock(), own_cpu_ns() + device_cpu());
+        let mut before = take_stock();
+        if run_in.is_zero() {
+            control.enter(Phase::Measured);
+        }
+        let mut begun = Instant::now();
         std::thread::scope(|scope| {
             let handles: Vec<_> = paths
                 .iter_mut()
@@ -502,6 +536,10 @@ impl Stage<'_> {
                     if control.finished() >= threads || control.failed() {
                         return true;
                     }
+                    if lost().is_some() {
+                        control.abandon();
+                        return true;
+                    }
                     let left = match limit {
                         Some(limit) => match limit.checked_sub(begun.elapsed()) {
                             None | Some(Duration::ZERO) => return true,
@@ -513,13 +551,16 @@ impl Stage<'_> {
                     std::thread::sleep(left.min(Duration::from_millis(step)));
                 }
             };
-            let go_on = run_in.is_zero() || wait(Some(run_in));
-            let before = (stock(), own_cpu_ns() + device_cpu());
-            let begun = Instant::now();
-            control.enter(Phase::Measured);
+            let mut go_on = true;
+            if !run_in.is_zero() {
+                go_on = wait(Some(run_in));
+                before = take_stock();
+                begun = Instant::now();
+                control.enter(Phase::Measured);
+            }
             let go_on = go_on && wait(runtime);
             let elapsed = begun.elapsed();
-            let after = (stock(), own_cpu_ns() + device_cpu());
+            let after = take_stock();
             control.enter(Phase::Ending);
             let mut ran = Vec::new();
             let mut failure = None;
@@ -531,13 +572,23 @@ impl Stage<'_> {
                 }
             }
             if let Some(error) = failure {
+                // The device process's end is the cause, whoever noticed it first; it may take a
+                // moment until its parent knows.
+                for _ in 0..50 {
+                    if let Some(status) = lost() {
+                        bail!("the device process ended in the middle ({status})");
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
                 return Err(error);
             }
             if !go_on {
-                bail!(Stopped);
+                bail!("stopped");
             }
             Ok(Conducted {
                 elapsed,
+                limit: self.runtime(),
+                begun_ns: control.measured_ns().unwrap_or(0),
                 cpu_ns: after.1.saturating_sub(before.1),
                 stock: (before.0, after.0),
                 ran,
@@ -549,14 +600,22 @@ impl Stage<'_> {
 /// One round of one row.
 #[derive(Default)]
 struct Measured {
+    /// One a job.
     samples: Vec<Sample>,
+    /// One a job: the first of its errors, if there were any.
+    first_errors: Vec<Option<String>>,
     effective: String,
     warnings: Vec<String>,
     leak: Option<String>,
 }
 
 struct Conducted<S> {
+    /// How long the measured part was.
     elapsed: Duration,
+    /// How long it was to be, if its end was not the jobs' own.
+    limit: Option<Duration>,
+    /// When it began (`MonotonicClock`).
+    begun_ns: u64,
     cpu_ns: u64,
     stock: (S, S),
     ran: Vec<Ran>,
@@ -567,29 +626,37 @@ impl<S> Conducted<S> {
         self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
     }
 
-    /// A sample for each job; `add` adds what only some rows have.
-    fn samples(&self, jobs: usize, mut add: impl FnMut(&mut Sample, &(S, S))) -> Vec<Sample> {
+    /// A sample for each job, and the first of its errors; `add` adds what only some rows have.
+    fn samples(
+        &self,
+        jobs: &[Job],
+        mut add: impl FnMut(&mut Sample, &(S, S)),
+    ) -> (Vec<Sample>, Vec<Option<String>>) {
         let all = self.ios().max(1) as f64;
         let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
-        (0..jobs)
-            .map(|job| {
-                let counted = self.ran.iter().map(|ran| &ran.jobs[job]);
+        jobs.iter()
+            .enumerate()
+            .map(|(index, job)| {
+                let counted = self.ran.iter().map(|ran| &ran.jobs[index]);
                 let total = counted.fold(Counted::default(), |mut sum, more| {
                     sum.ios += more.ios;
                     sum.bytes += more.bytes;
                     sum.errors += more.errors;
+                    sum.last_ns = sum.last_ns.max(more.last_ns);
                     sum.latency.merge(&more.latency);
                     if sum.first_error.is_none() {
                         sum.first_error.clone_from(&more.first_error);
                     }
                     sum
                 });
-                if let Some(error) = &total.first_error {
-                    eprintln!("the first of {} errors: {error}", total.errors);
+                // A job that ended before the others, or when its area was done, took until then.
+                let mut elapsed_ns = self.elapsed.as_nanos() as u64;
+                if !job.time_based || job.runtime != self.limit {
+                    elapsed_ns = elapsed_ns.min(total.last_ns.saturating_sub(self.begun_ns)).max(1);
                 }
                 let share = total.ios as f64 / all;
                 let mut sample = Sample {
-                    elapsed_ns: self.elapsed.as_nanos() as u64,
+                    elapsed_ns,
                     ios: total.ios,
                     bytes: total.bytes,
                     latency: total.latency,
@@ -600,9 +667,9 @@ impl<S> Conducted<S> {
                     ..Sample::default()
                 };
                 add(&mut sample, &self.stock);
-                sample
+                (sample, total.first_error)
             })
-            .collect()
+            .unzip()
     }
 }
 

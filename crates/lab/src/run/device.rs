@@ -101,9 +101,6 @@ pub fn device_main() -> Result<()> {
     // SAFETY: the parent passed these descriptors for this process alone, they are distinct and
     // not the standard ones (checked above), and nothing else here owns them.
     let [blk, iommu, disk, report] = descriptors.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
-    // A Ctrl-C reaches the whole group; the parent then ends this process by hanging up.
-    // SAFETY: ignoring a signal installs no handler.
-    unsafe { libc::signal(libc::SIGINT, libc::SIG_IGN) };
     // Should the parent die without hanging up (it cannot), or this process hang, it goes too.
     // SAFETY: `prctl` with this option takes a number.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };

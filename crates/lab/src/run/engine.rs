@@ -28,6 +28,10 @@ pub(crate) struct Control {
     /// Threads that have nothing left to start.
     finished: AtomicU32,
     failed: AtomicBool,
+    /// The other side is gone: nothing will be answered any more.
+    abandoned: AtomicBool,
+    /// When the measured part began (`MonotonicClock`), 0 before.
+    measured_ns: AtomicU64,
     /// The number of the next write.
     sequence: AtomicU64,
 }
@@ -46,12 +50,27 @@ impl Control {
             phase: AtomicU8::new(Phase::RunIn as u8),
             finished: AtomicU32::new(0),
             failed: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
+            measured_ns: AtomicU64::new(0),
             sequence: AtomicU64::new(1),
         }
     }
 
     pub(crate) fn enter(&self, phase: Phase) {
+        if phase == Phase::Measured {
+            self.measured_ns.store(MonotonicClock.now_ns(), Ordering::Relaxed);
+        }
         self.phase.store(phase as u8, Ordering::Relaxed);
+    }
+
+    /// When the measured part began; `None` before.
+    pub(crate) fn measured_ns(&self) -> Option<u64> {
+        Some(self.measured_ns.load(Ordering::Relaxed)).filter(|&at| at != 0)
+    }
+
+    /// Lets the threads go without waiting for answers.
+    pub(crate) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
     }
 
     fn phase(&self) -> Phase {
@@ -85,6 +104,8 @@ pub(crate) struct JobClone {
     /// Which job of the stage.
     pub(crate) job: usize,
     pub(crate) workload: Workload,
+    /// How long it goes on from the beginning of the measured part, if not until its end.
+    pub(crate) runtime_ns: u64,
     /// A buffer for each I/O in flight.
     pub(crate) buffers: Vec<PagedBuffer>,
 }
@@ -95,9 +116,12 @@ impl JobClone {
         job: &Job,
         number: u32,
         seed: u64,
+        runtime: Option<Duration>,
         buffers: Vec<PagedBuffer>,
     ) -> JobClone {
-        JobClone { job: index, workload: Workload::new(job, number, seed), buffers }
+        let runtime = runtime.map_or(u64::MAX, |time| time.as_nanos() as u64);
+        let workload = Workload::new(job, number, seed);
+        JobClone { job: index, workload, runtime_ns: runtime, buffers }
     }
 }
 
@@ -106,6 +130,8 @@ impl JobClone {
 pub(crate) struct Counted {
     pub(crate) ios: u64,
     pub(crate) bytes: u64,
+    /// When the last of them completed (`MonotonicClock`).
+    pub(crate) last_ns: u64,
     pub(crate) errors: u64,
     pub(crate) first_error: Option<String>,
     pub(crate) latency: Latencies,
@@ -191,6 +217,9 @@ impl<'c> Runner<'c> {
         let mut idle_since = None;
         let mut done: Vec<Completed> = Vec::with_capacity(depth);
         loop {
+            if self.control.abandoned.load(Ordering::Relaxed) {
+                bail!("given up: the device is gone");
+            }
             let phase = self.control.phase();
             let mark = || (thread_clock.thread_ns(), path.kicks());
             if phase == Phase::Measured && begun.is_none() {
@@ -199,12 +228,12 @@ impl<'c> Runner<'c> {
             if phase == Phase::Ending && ended.is_none() {
                 ended = Some(mark());
             }
+            let now = self.clock.now_ns();
             let mut started = false;
             while phase != Phase::Ending && self.under_way < depth {
                 let Some((token, buffer)) = ready.pop_front() else { break };
-                started |= self.start(path, token, buffer)?;
+                started |= self.start(path, now, token, buffer)?;
             }
-            let now = self.clock.now_ns();
             if phase != Phase::Ending {
                 path.tick(now)?;
             }
@@ -255,15 +284,21 @@ impl<'c> Runner<'c> {
         })
     }
 
-    /// Starts the next I/O of a task; false if its clone has none left.
+    /// Starts the next I/O of a task; false if its clone has none left, or its time is over.
     fn start<P: Path>(
         &mut self,
         path: &mut P,
+        now_ns: u64,
         token: u32,
         mut buffer: PagedBuffer,
     ) -> Result<bool> {
         let task = &mut self.tasks[token as usize];
-        let Some(io) = self.clones[task.clone].workload.next() else { return Ok(false) };
+        let clone = &mut self.clones[task.clone];
+        let begun = self.control.measured_ns().unwrap_or(now_ns);
+        if now_ns.saturating_sub(begun) >= clone.runtime_ns {
+            return Ok(false);
+        }
+        let Some(io) = clone.workload.next() else { return Ok(false) };
         buffer.set_len(io.len as usize);
         let data = buffer.bytes_mut();
         match io.op {
@@ -309,6 +344,7 @@ impl<'c> Runner<'c> {
         if measured {
             counted.ios += 1;
             counted.bytes += u64::from(task.io.len);
+            counted.last_ns = now_ns;
             counted.latency.record(now_ns.saturating_sub(task.started_ns));
         }
         (token, buffer)

@@ -8,12 +8,13 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{net::UnixStream, process::CommandExt},
     },
-    process::{Child, Command, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
+use parking_lot::Mutex;
 use ringfence_devices::{
     blk::{DriverQueue, QueueLayout},
     event,
@@ -215,6 +216,11 @@ impl Link {
         self.process.cpu_ns()
     }
 
+    /// How the device process ended, if it has: it should not, before it is hung up.
+    pub(crate) fn lost(&self) -> Option<ExitStatus> {
+        self.process.ended()
+    }
+
     /// Ends the link in order: stops the rings, gives their memory back, hangs up, and reads what
     /// the device process has to report.
     pub(crate) fn close(mut self) -> Result<Report> {
@@ -391,7 +397,7 @@ fn start_iommu(
 
 /// The device process.
 struct Process {
-    child: Child,
+    child: Mutex<Child>,
     report: Option<OwnedFd>,
 }
 
@@ -410,11 +416,17 @@ impl Process {
         };
         let inherited = [setup.blk, setup.iommu, setup.disk, setup.report];
         let mut command = Command::new("/proc/self/exe");
-        command.arg("device").stdin(Stdio::piped()).stdout(Stdio::null());
-        // SAFETY: between fork and exec only `fcntl` is called, which is async-signal-safe; the
-        // descriptors are open, since their owners live until after the spawn.
+        command.arg0("ringfence").arg("device").stdin(Stdio::piped()).stdout(Stdio::null());
+        // SAFETY: between fork and exec only `signal` and `fcntl` are called, which are
+        // async-signal-safe; the descriptors are open, since their owners live until after the
+        // spawn.
         unsafe {
             command.pre_exec(move || {
+                // A Ctrl-C, or a terminal that goes, reaches the whole group. The driver process
+                // then ends this one in order, by hanging up; what is ignored stays so over exec.
+                for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+                    libc::signal(signal, libc::SIG_IGN);
+                }
                 for fd in inherited {
                     let fd = BorrowedFd::borrow_raw(fd);
                     rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
@@ -423,14 +435,21 @@ impl Process {
             });
         }
         let mut child = command.spawn().context("starting the device process")?;
-        let mut stdin = child.stdin.take().context("its standard input")?;
+        let stdin = child.stdin.take();
+        let process = Process { child: Mutex::new(child), report: Some(report) };
+        let mut stdin = stdin.context("its standard input")?;
         stdin.write_all(&serde_json::to_vec(&setup)?).context("telling it its setup")?;
-        Ok(Process { child, report: Some(report) })
+        Ok(process)
+    }
+
+    /// How it ended, if it has.
+    fn ended(&self) -> Option<ExitStatus> {
+        self.child.lock().try_wait().ok().flatten()
     }
 
     fn cpu_ns(&self) -> u64 {
         // The kernel's number of a process's CPU-time clock (clock_getcpuclockid).
-        let clock = (!(self.child.id() as libc::clockid_t) << 3) | 2;
+        let clock = (!(self.child.lock().id() as libc::clockid_t) << 3) | 2;
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: `time` is valid for writing; an unknown clock is an error, not a fault.
         if unsafe { libc::clock_gettime(clock, &mut time) } != 0 {
@@ -453,7 +472,7 @@ impl Process {
             file.read_to_end(&mut text)?;
         }
         while Instant::now() < deadline {
-            if let Some(status) = self.child.try_wait()? {
+            if let Some(status) = self.child.lock().try_wait()? {
                 if !status.success() {
                     bail!("the device process failed: {status}");
                 }
@@ -467,9 +486,10 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if matches!(self.child.try_wait(), Ok(None)) {
-            let _ = self.child.kill();
+        let child = self.child.get_mut();
+        if matches!(child.try_wait(), Ok(None)) {
+            let _ = child.kill();
         }
-        let _ = self.child.wait();
+        let _ = child.wait();
     }
 }

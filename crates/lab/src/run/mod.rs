@@ -24,6 +24,11 @@ pub use device::device_main;
 pub use ringfence_devices::worker::Notify;
 pub use target::DiskChoice;
 
+/// What was asked for cannot be done as it was asked: wrong usage, found before anything ran.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Usage(pub String);
+
 /// Sets `stop` on Ctrl-C, SIGTERM and SIGHUP. A second Ctrl-C ends the program at once.
 ///
 /// # Errors

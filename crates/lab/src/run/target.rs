@@ -8,13 +8,19 @@ use std::{
         unix::fs::{FileExt, FileTypeExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use anyhow::{Context, Result, bail};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::{
+    fs::{MemfdFlags, ftruncate, memfd_create},
+    io::Errno,
+};
 
-use super::{device::DiskKind, engine::Content};
+use super::{Usage, device::DiskKind, engine::Content};
 use crate::{job::Job, report::bytes};
 
 /// Which disk to use.
@@ -62,16 +68,6 @@ pub(crate) struct Target {
     pub(crate) foreign: bool,
     /// What a reader must know.
     pub(crate) warnings: Vec<String>,
-    /// A file that was made for this comparison and goes with it.
-    made: Option<PathBuf>,
-}
-
-impl Drop for Target {
-    fn drop(&mut self) {
-        if let Some(path) = &self.made {
-            let _ = std::fs::remove_file(path);
-        }
-    }
 }
 
 impl Target {
@@ -94,31 +90,44 @@ impl Target {
                     bytes: len,
                     foreign: false,
                     warnings: Vec::new(),
-                    made: None,
                 });
             }
         };
         let writes = jobs.iter().any(|job| job.rw.writes());
         let mut target = match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => make(path, len)?,
-            Err(error) => return Err(error).with_context(|| path.display().to_string()),
-            Ok(found) if found.is_dir() => bail!("{} is a directory", path.display()),
+            Err(error) => bail!(Usage(format!("--disk {}: {error}", path.display()))),
+            Ok(found) if found.is_dir() => {
+                bail!(Usage(format!(
+                    "--disk {} is a directory; name a file in it, or a block device",
+                    path.display()
+                )))
+            }
             Ok(found) => {
                 if writes && !destroy {
-                    bail!(
-                        "{} exists and the jobs write: say --destroy-data if its content may go",
+                    bail!(Usage(format!(
+                        "--disk {} exists and the jobs write: say --destroy-data if what is on it \
+                         may be lost",
                         path.display()
-                    );
+                    )));
                 }
                 let is_device = found.file_type().is_block_device();
                 if !is_device && !found.is_file() {
-                    bail!("{} is neither a file nor a block device", path.display());
+                    bail!(Usage(format!(
+                        "--disk {} is neither a file nor a block device",
+                        path.display()
+                    )));
                 }
                 let mut warnings = Vec::new();
-                let file = open(path, destroy, &mut warnings)?;
+                let file = open(path, destroy, false, &mut warnings)?;
                 let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))?;
                 if size < len {
-                    bail!("{} has {}, the jobs need {}", path.display(), bytes(size), bytes(len));
+                    bail!(Usage(format!(
+                        "--disk {} has {}, the jobs need {}: lower size or offset",
+                        path.display(),
+                        bytes(size),
+                        bytes(len)
+                    )));
                 }
                 Target {
                     kind: DiskKind::File,
@@ -126,7 +135,6 @@ impl Target {
                     bytes: size / 512 * 512,
                     foreign: !destroy,
                     warnings,
-                    made: None,
                 }
             }
         };
@@ -139,19 +147,21 @@ impl Target {
         Ok(target)
     }
 
+    /// Whether it must be laid out.
+    pub(crate) fn is_laid_out(&self) -> bool {
+        self.kind == DiskKind::File && !self.foreign
+    }
+
     /// Fills the first `len` bytes of a file with our blocks, so that every read can be checked. A
-    /// disk in memory begins with zeroes, which are checked too.
-    pub(crate) fn lay_out(&self, len: u64, content: Content) -> Result<()> {
-        if self.kind != DiskKind::File || self.foreign {
-            return Ok(());
-        }
+    /// disk in memory begins with zeroes, which are checked too. Returns early when `stop` is set.
+    pub(crate) fn lay_out(&self, len: u64, content: Content, stop: &AtomicBool) -> Result<()> {
         let file = File::from(self.file.try_clone()?);
         // Aligned for O_DIRECT: an allocation of this size is a mapping of its own.
         let chunk = 4 << 20;
         let mut buffer = vec![0; chunk + 4096];
         let skew = buffer.as_ptr().align_offset(4096);
         let mut at = 0;
-        while at < len {
+        while at < len && !stop.load(Ordering::Relaxed) {
             let part = &mut buffer[skew..][..chunk.min((len - at) as usize)];
             content.format.fill(part, at, 1);
             file.write_all_at(part, at).context("laying out the disk")?;
@@ -161,34 +171,38 @@ impl Target {
     }
 }
 
+/// Makes a file of `len` bytes without a name: whatever happens to this program, nothing stays.
 fn make(path: &Path, len: u64) -> Result<Target> {
-    File::create_new(path).with_context(|| format!("making {}", path.display()))?;
-    // From here on the file goes when the target does, whatever happens.
-    let mut target = Target {
-        kind: DiskKind::File,
-        file: Arc::new(memfd_create("none", MemfdFlags::CLOEXEC)?),
-        bytes: len,
-        foreign: false,
-        warnings: vec![format!("{} was made for this run and removed", path.display())],
-        made: Some(path.to_owned()),
-    };
-    let file = open(path, true, &mut target.warnings)?;
-    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, len)
-        .with_context(|| format!("no room for {} in {}", bytes(len), path.display()))?;
-    target.file = Arc::new(file.into());
-    Ok(target)
-}
-
-/// Opens with O_DIRECT where the file system has it.
-fn open(path: &Path, write: bool, warnings: &mut Vec<String>) -> Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(write).custom_flags(libc::O_DIRECT);
-    match options.open(path) {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-            warnings.push(format!("{}: no O_DIRECT here; the page cache is used", path.display()));
-            options.custom_flags(0).open(path)
-        }
+    let mut warnings =
+        vec![format!("{} did not exist: made for this run, and removed", path.display())];
+    let file = open(path, true, true, &mut warnings)?;
+    std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
+    match rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, len) {
+        // Laying it out then finds out whether there is room.
+        Err(Errno::OPNOTSUPP) => ftruncate(&file, len),
         other => other,
     }
-    .with_context(|| format!("opening {}", path.display()))
+    .with_context(|| format!("no room for {} in {}", bytes(len), path.display()))?;
+    Ok(Target {
+        kind: DiskKind::File,
+        file: Arc::new(file.into()),
+        bytes: len,
+        foreign: false,
+        warnings,
+    })
+}
+
+/// Opens (or makes) with O_DIRECT where the file system has it.
+fn open(path: &Path, write: bool, make: bool, warnings: &mut Vec<String>) -> Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(write).create_new(make).custom_flags(libc::O_DIRECT);
+    let opened = match options.open(path) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            warnings.push(format!("{}: no O_DIRECT here; the page cache is used", path.display()));
+            // A kernel may have made the file before it refused to open it so.
+            options.custom_flags(0).create_new(false).create(make).open(path)
+        }
+        other => other,
+    };
+    opened.map_err(|error| Usage(format!("--disk {}: {error}", path.display())).into())
 }
