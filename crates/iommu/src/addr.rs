@@ -146,10 +146,8 @@ impl Range {
     /// What the two have in common.
     #[inline]
     pub fn intersection(self, other: Range) -> Option<Range> {
-        self.overlaps(other).then(|| Range {
-            first: self.first.max(other.first),
-            last: self.last.min(other.last),
-        })
+        self.overlaps(other)
+            .then(|| Range { first: self.first.max(other.first), last: self.last.min(other.last) })
     }
 
     /// Whether the two overlap or stand side by side, so that their union is one range.
