@@ -3,7 +3,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`compare`] | rounds, rows, what a round's figures are made of |
+//! | [`mod@compare`] | rounds, rows, what a round's figures are made of |
 //! | `engine` | one job thread |
 //! | `path` | the ways from a job to the disk: virtqueues, or none |
 //! | `probe` | whether unmapped memory is still reached |
