@@ -156,7 +156,7 @@ impl Queue {
     ///
     /// # Errors
     /// [`RingError`]: the driver broke the rules; every later call returns the same (but see
-    /// [`ChainFault::IndirectUnreachable`](crate::ChainFault::IndirectUnreachable)). `chain` is
+    /// [`ChainFault::IndirectUnreachable`]). `chain` is
     /// empty then.
     #[inline]
     pub fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {

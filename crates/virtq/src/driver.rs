@@ -9,7 +9,7 @@ use crate::{
     ring::{AvailRing, DescTable, RawDesc, UsedRing},
 };
 
-/// The memory of the three areas. Sizes and alignments: see [`layout`](crate::layout).
+/// The memory of the three areas. Sizes and alignments: see [`layout`].
 #[derive(Clone, Debug)]
 pub struct Rings {
     /// The descriptor table.
