@@ -71,10 +71,12 @@ pub(crate) fn test(only: Option<&str>, list: bool) -> Result<()> {
             }
         }
     }
-    println!("\n{} steps in {:.0} s", steps.len(), begun.elapsed().as_secs_f32());
+    println!("\n{:.0} s", begun.elapsed().as_secs_f32());
     for name in &not_run {
         println!("NOT RUN: {name}");
     }
+    let passed = steps.len() - failed.len() - not_run.len();
+    println!("steps: {passed} passed, {} failed, {} skipped", failed.len(), not_run.len());
     if !failed.is_empty() {
         bail!("failed: {}", failed.join(", "));
     }
