@@ -45,11 +45,15 @@ pub(super) fn headline(comparison: &Comparison) -> String {
         cpu => format!(" ({})", plain(cpu)),
     };
     format!(
-        "disk {}, notify {}; {} rounds of {:.1} s{}; {} CPUs{cpu}, {}, Linux {}",
+        "disk {}, notify {}; {}{}{}; {} CPUs{cpu}, {}, Linux {}",
         plain(&comparison.disk),
         plain(&comparison.notify),
-        comparison.rounds,
-        comparison.runtime_s,
+        count(comparison.rounds, "round"),
+        // Jobs without a runtime end by themselves.
+        match comparison.runtime_s {
+            0.0 => String::new(),
+            seconds => format!(" of {} s", (seconds * 1000.0).round() / 1000.0),
+        },
         if comparison.interrupted { ", interrupted" } else { "" },
         host.cpus,
         bytes(host.memory_bytes),
@@ -76,11 +80,12 @@ pub(super) fn warnings(comparison: &Comparison) -> Vec<String> {
 }
 
 fn title(job: &JobReport) -> String {
-    let rounds = match job.rounds {
-        1 => "1 round".to_owned(),
-        n => format!("{n} rounds"),
-    };
-    format!("{}: {}; {rounds}", plain(&job.name), job.describe())
+    format!("{}: {}; {}", plain(&job.name), job.describe(), count(job.rounds, "round"))
+}
+
+/// `1 round`, `2 rounds`.
+fn count(n: u32, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
 }
 
 /// The columns between policy and the common ones differ: bandwidth for large blocks, IOPS for

@@ -272,6 +272,10 @@ impl Stage<'_> {
                 if let Some(leak) = measured.leak {
                     ended.leaks.push(format!("{what}: {leak}"));
                 }
+                if let Some(failure) = measured.failure {
+                    ended.failure = Some(failure.context(what));
+                    return rows;
+                }
                 let samples = measured.samples.into_iter().zip(measured.first_errors);
                 for (kept, (sample, first_error)) in results.iter_mut().zip(samples) {
                     kept.effective_policy.clone_from(&measured.effective);
@@ -433,7 +437,7 @@ impl Stage<'_> {
             || link.device_cpu_ns(),
             || (link.dma.stats(), link.iommu.stats()),
             || link.lost(),
-        )?;
+        );
         let found =
             paths.iter().filter_map(|path| path.probe()).fold(Found::default(), |sum, probe| {
                 let found = probe.found();
@@ -443,6 +447,22 @@ impl Stage<'_> {
                     max_ns: sum.max_ns.max(found.max_ns),
                 }
             });
+        let leak = (link.dma.effective_policy().is_strict() && found.accesses > 0).then(|| {
+            format!(
+                "after unmap had returned, the device reached the memory in {} of {} attempts, \
+                 up to {:.3} ms later",
+                found.accesses,
+                found.probes,
+                found.max_ns as f64 / 1e6
+            )
+        });
+        // Memory that was reached when it must not is the finding, whatever else went wrong.
+        let conducted = match (conducted, leak.is_some()) {
+            (Err(failure), true) => {
+                return Ok(Measured { leak, failure: Some(failure), ..Measured::default() });
+            }
+            (conducted, _) => conducted?,
+        };
         drop(paths);
         // What is queued still was exposed until now.
         link.dma.flush().context("the last flush")?;
@@ -472,21 +492,13 @@ impl Stage<'_> {
                 sample.stale = stale;
                 sample.iotlb = iotlb;
             });
-        let leak = (effective.is_strict() && found.accesses > 0).then(|| {
-            format!(
-                "after unmap had returned, the device reached the memory in {} of {} attempts, \
-                 up to {:.3} ms later",
-                found.accesses,
-                found.probes,
-                found.max_ns as f64 / 1e6
-            )
-        });
         Ok(Measured {
             samples,
             first_errors,
             effective: effective.to_string(),
             warnings: fallback.into_iter().collect(),
             leak,
+            failure: None,
         })
     }
 
@@ -607,6 +619,8 @@ struct Measured {
     effective: String,
     warnings: Vec<String>,
     leak: Option<String>,
+    /// What broke a round that leaked.
+    failure: Option<anyhow::Error>,
 }
 
 struct Conducted<S> {

@@ -1,0 +1,319 @@
+//! Running the command as a user does, within a time limit, and finding what it leaves behind.
+// Every test file is a program of its own, and none uses all of this.
+#![allow(dead_code)]
+
+use std::{
+    fs,
+    io::Read,
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicU32, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// All policies, in the order of the table.
+pub(crate) const POLICIES: [&str; 7] =
+    ["off", "strict", "strict+map", "lazy-sq", "lazy-mq", "lazy-sq+map", "lazy-mq+map"];
+
+/// No run of these tests takes longer, however busy the machine is.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// One at a time: two comparisons on two processors measure each other.
+static TURN: Mutex<()> = Mutex::new(());
+static NUMBER: AtomicU32 = AtomicU32::new(0);
+
+/// A place to run the command in: a folder that is gone afterwards, and a mark by which every
+/// process that descends from it is known.
+pub(crate) struct Place {
+    folder: TempDir,
+    mark: String,
+    program: PathBuf,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Place {
+    pub(crate) fn new() -> Place {
+        Place::of(env!("CARGO_BIN_EXE_ringfence"))
+    }
+
+    /// With another build of the command.
+    pub(crate) fn of(program: impl Into<PathBuf>) -> Place {
+        // A test that failed in its turn does not spoil those of others.
+        let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        Place {
+            // Below the target directory: on a disk, where /tmp may be memory.
+            folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(),
+            mark: format!("RINGFENCE_TEST_MARK={}.{number}", std::process::id()),
+            program: program.into(),
+            _turn: turn,
+        }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(crate) fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        fs::write(self.path(name), content).unwrap();
+        self.path(name)
+    }
+
+    pub(crate) fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap()
+    }
+
+    /// What lies in the folder, in order.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.folder.path()).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// The processes that descend from this place and still run. A process on its way out may
+    /// take a moment; whatever is there after `patience` stays.
+    pub(crate) fn processes(&self, patience: Duration) -> Vec<Process> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let found = self.processes_now();
+            if found.is_empty() || Instant::now() > deadline {
+                return found;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The device process, once it is there.
+    pub(crate) fn device_process(&self) -> Process {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let device = |process: &Process| process.line.ends_with("device ");
+            if let Some(found) = self.processes_now().into_iter().find(device) {
+                return found;
+            }
+            assert!(Instant::now() < deadline, "no device process");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn processes_now(&self) -> Vec<Process> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
+            // A process that is gone meanwhile, or is a zombie, has none.
+            let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
+            if environment.split(|&byte| byte == 0).any(|var| var == self.mark.as_bytes()) {
+                let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+                let line = String::from_utf8_lossy(&line).replace('\0', " ");
+                found.push(Process { id, line });
+            }
+        }
+        found
+    }
+
+    /// Starts `ringfence` with these arguments, in a process group of its own as a shell does.
+    pub(crate) fn start(&self, arguments: &[&str]) -> Running {
+        let (name, value) = self.mark.split_once('=').unwrap();
+        let mut child = Command::new(&self.program)
+            .args(arguments)
+            .current_dir(self.folder.path())
+            .env(name, value)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        let out = collect(child.stdout.take().unwrap());
+        let err = collect(child.stderr.take().unwrap());
+        Running { child, out, err, what: arguments.join(" "), begun: Instant::now() }
+    }
+
+    pub(crate) fn run(&self, arguments: &[&str]) -> Ended {
+        self.start(arguments).wait()
+    }
+
+    /// `ringfence compare JOB ...` with a short job file of this text.
+    pub(crate) fn compare(&self, job: &str, arguments: &[&str]) -> Ended {
+        self.write("job.fio", job);
+        self.run(&[&["compare", "job.fio"], arguments].concat())
+    }
+
+    /// The same, which must succeed: its JSON. Nothing else may stand on standard output.
+    pub(crate) fn measure(&self, job: &str, arguments: &[&str]) -> Value {
+        let ended = self.compare(job, &[arguments, &["--json", "-"]].concat());
+        assert_eq!(ended.code(), 0, "{ended}");
+        let json: Value = serde_json::from_str(&ended.out)
+            .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
+        assert!(errors_of(&json).is_empty(), "{:?}\n{ended}", errors_of(&json));
+        json
+    }
+}
+
+/// A process that was found.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pub(crate) id: u32,
+    pub(crate) line: String,
+}
+
+impl Process {
+    pub(crate) fn kill(&self, signal: Signal) {
+        // It may be gone: that is for the test to find out.
+        let _ = kill_process(pid(self.id), signal);
+    }
+
+    /// The most memory it held so far, bytes. `None` if it is gone.
+    pub(crate) fn most_memory(&self) -> Option<u64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.id)).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+        Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
+    }
+}
+
+fn pid(id: u32) -> Pid {
+    Pid::from_raw(id.try_into().unwrap()).unwrap()
+}
+
+/// The command, running. It does not outlive this.
+pub(crate) struct Running {
+    child: Child,
+    out: JoinHandle<String>,
+    err: JoinHandle<String>,
+    what: String,
+    begun: Instant,
+}
+
+impl Running {
+    pub(crate) fn process(&self) -> Process {
+        Process { id: self.child.id(), line: self.what.clone() }
+    }
+
+    /// To the process alone.
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(pid(self.child.id()), signal).unwrap();
+    }
+
+    /// To the whole group, as a terminal does for Ctrl-C.
+    pub(crate) fn signal_group(&self, signal: Signal) {
+        kill_process_group(pid(self.child.id()), signal).unwrap();
+    }
+
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    pub(crate) fn wait(mut self) -> Ended {
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            if self.begun.elapsed() > LIMIT {
+                let _ = kill_process_group(pid(self.child.id()), Signal::KILL);
+                let _ = self.child.wait();
+                panic!("{} did not end within {LIMIT:?}", self.what);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let (out, err) = (self.out.join().unwrap(), self.err.join().unwrap());
+        Ended { status, out, err, what: self.what, took: self.begun.elapsed() }
+    }
+}
+
+fn collect(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut text = Vec::new();
+        from.read_to_end(&mut text).unwrap();
+        String::from_utf8(text).expect("the command prints UTF-8")
+    })
+}
+
+/// How the command ended.
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    pub(crate) out: String,
+    pub(crate) err: String,
+    pub(crate) what: String,
+    pub(crate) took: Duration,
+}
+
+impl Ended {
+    pub(crate) fn code(&self) -> i32 {
+        self.status.code().unwrap_or_else(|| -self.status.signal().unwrap_or(1000))
+    }
+
+    /// It was refused as wrong usage, and the message holds all of `words`.
+    pub(crate) fn refused(&self, words: &[&str]) {
+        assert_eq!(self.code(), 2, "{self}");
+        assert_eq!(self.out, "", "{self}");
+        for word in words {
+            assert!(self.err.contains(word), "{word:?} is missing\n{self}");
+        }
+        // One error, no trace of anything that ran.
+        assert_eq!(self.err.matches("error:").count(), 1, "{self}");
+        assert!(!self.err.contains("round"), "{self}");
+    }
+}
+
+impl std::fmt::Display for Ended {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Ended { status, out, err, what, took } = self;
+        write!(f, "ringfence {what}: {status} in {took:?}\n--- stdout\n{out}--- stderr\n{err}---")
+    }
+}
+
+/// The result of a policy for the job at `index`.
+pub(crate) fn row<'a>(json: &'a Value, index: usize, policy: &str) -> &'a Value {
+    let rows = json["jobs"][index]["results"].as_array().unwrap();
+    rows.iter().find(|row| row["policy"] == policy).unwrap_or_else(|| panic!("no row {policy}"))
+}
+
+pub(crate) fn number(value: &Value, path: &str) -> f64 {
+    let found = value.pointer(path).and_then(Value::as_f64);
+    found.unwrap_or_else(|| panic!("{path} is no number in {value:#}"))
+}
+
+/// Rows with errors, rows in which nothing was done, and strict rows that leaked.
+pub(crate) fn errors_of(json: &Value) -> Vec<String> {
+    let mut found = Vec::new();
+    for job in json["jobs"].as_array().unwrap() {
+        for row in job["results"].as_array().unwrap() {
+            let about = format!("{} {}", job["name"], row["policy"]);
+            if row["errors"] != 0 {
+                found.push(format!("{about}: {} errors: {}", row["errors"], row["warnings"]));
+            }
+            if number(row, "/iops/median") <= 0.0 {
+                found.push(format!("{about}: nothing was done"));
+            }
+            let strict = row["policy"].as_str().unwrap().starts_with("strict");
+            if strict && row["stale_window"]["accesses"] != 0 {
+                found.push(format!("{about}: leaked"));
+            }
+        }
+    }
+    found
+}
+
+/// The names of the rows of the job at `index`.
+pub(crate) fn policies(json: &Value, index: usize) -> Vec<&str> {
+    let rows = json["jobs"][index]["results"].as_array().unwrap();
+    rows.iter().map(|row| row["policy"].as_str().unwrap()).collect()
+}
+
+/// A file's content as a number, to see whether it changed.
+pub(crate) fn bytes_of(path: &Path) -> Vec<u8> {
+    fs::read(path).unwrap()
+}

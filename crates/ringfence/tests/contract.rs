@@ -1,0 +1,165 @@
+//! What `compare` prints is a contract: scripts and people read it.
+
+mod common;
+
+use common::{POLICIES, Place, number, policies, row};
+use serde_json::Value;
+
+/// 64 KiB, which is 16 pages that lie apart: what tells a batched map from single ones.
+const JOB: &str = "\
+[global]
+direct=1
+time_based
+runtime=100ms
+[pages]
+rw=randrw
+bs=64k
+size=16m
+iodepth=4
+numjobs=2
+";
+
+#[test]
+fn the_json_holds_every_field_of_the_contract() {
+    let json = Place::new().measure(JOB, &["--repeat", "2"]);
+    assert_eq!(json["schema"], "ringfence.compare/1");
+    assert!(json["host"].is_object());
+    assert_eq!(json["notify"], "adaptive");
+    assert!(json["disk"].as_str().unwrap().contains("paced"), "{}", json["disk"]);
+    assert_eq!(json["interrupted"], false);
+    assert_eq!(json["jobs"].as_array().unwrap().len(), 1);
+    assert_eq!(json["jobs"][0]["name"], "pages");
+    assert_eq!(json["jobs"][0]["rounds"], 2);
+    assert_eq!(policies(&json, 0), [&["host"], &POLICIES[..]].concat());
+
+    for policy in policies(&json, 0) {
+        let row = row(&json, 0, policy);
+        for path in [
+            "/iops/median",
+            "/iops/lo",
+            "/iops/hi",
+            "/bandwidth_bytes_per_s/median",
+            "/latency_ns/mean",
+            "/latency_ns/p50",
+            "/latency_ns/p99",
+            "/latency_ns/p999",
+            "/ratio_to_off/iops/median",
+            "/ratio_to_off/bandwidth/median",
+            "/ratio_to_off/latency/median",
+        ] {
+            assert!(number(row, path) > 0.0, "{policy}: {path}");
+        }
+        assert_eq!(row["errors"], 0, "{policy}");
+        for path in [
+            "/iommu_cpu_fraction",
+            "/map_ns_per_gib",
+            "/unmap_ns_per_gib",
+            "/requests_per_io",
+            "/syncs_per_io",
+            "/stale_window",
+            "/iotlb",
+        ] {
+            let protected = policy != "off" && policy != "host";
+            let found = row.pointer(path).expect(path);
+            assert_eq!(!found.is_null(), protected, "{policy}: {path} is {found}");
+        }
+        number(row, "/kicks_per_io");
+    }
+    assert_eq!(number(row(&json, 0, "off"), "/ratio_to_off/bandwidth/median"), 1.0);
+    for policy in &POLICIES[1..] {
+        let row = row(&json, 0, policy);
+        number(row, "/stale_window/max_ms");
+        number(row, "/stale_window/byte_ms");
+        assert!(number(row, "/iotlb/hits") + number(row, "/iotlb/misses") > 0.0);
+    }
+
+    // The policies differ in what they ask of the IOMMU, whatever the machine.
+    let of = |policy, path| number(row(&json, 0, policy), path);
+    for lazy in ["lazy-sq+map", "lazy-mq+map"] {
+        let syncs = ["strict", "strict+map", lazy].map(|policy| of(policy, "/syncs_per_io"));
+        assert!(syncs[0] > syncs[1] && syncs[1] > syncs[2], "{lazy}: {syncs:?}");
+        let requests = ["strict", "strict+map", lazy].map(|policy| of(policy, "/requests_per_io"));
+        // A lazy unmap is as much of a request as a strict one: only the sync is put off.
+        assert!(requests[0] >= 0.99 * requests[2], "{lazy}: {requests:?}");
+    }
+    for lazy in ["lazy-sq", "lazy-mq"] {
+        assert!(of(lazy, "/syncs_per_io") < of("strict", "/syncs_per_io"), "{lazy}");
+    }
+
+    // The probe looked, and what it found is what the policies promise.
+    for strict in ["strict", "strict+map"] {
+        let row = row(&json, 0, strict);
+        assert!(number(row, "/stale_window/probes") > 0.0, "{strict}");
+        assert_eq!(number(row, "/stale_window/accesses"), 0.0, "{strict}");
+        assert_eq!(number(row, "/stale_window/max_ms"), 0.0, "{strict}");
+    }
+    let found = |policy: &str| {
+        let lazy = policy.starts_with("lazy");
+        lazy && number(row(&json, 0, policy), "/stale_window/accesses") > 0.0
+    };
+    assert!(POLICIES.into_iter().any(found), "no probe saw a lazy window: does it look at all?");
+}
+
+#[test]
+fn the_table_has_a_row_for_each_policy_and_names_disk_and_notify_mode() {
+    let ended = Place::new().compare(JOB, &["--repeat", "1", "--notify", "sleep"]);
+    assert_eq!(ended.code(), 0, "{ended}");
+    for policy in ["host"].iter().chain(&POLICIES) {
+        let rows = ended.out.lines().filter(|line| line.split_whitespace().next() == Some(policy));
+        let table = rows.filter(|line| line.contains('%')).count();
+        assert_eq!(table, 1, "{policy}\n{ended}");
+    }
+    assert!(ended.out.contains("disk paced"), "{ended}");
+    assert!(ended.out.contains("notify sleep"), "{ended}");
+    // Progress went elsewhere, as plain lines.
+    assert!(ended.err.contains("round 1 of 1") && !ended.err.contains('\u{1b}'), "{ended}");
+    assert!(!ended.out.contains("round 1 of 1") && !ended.out.contains('\u{1b}'), "{ended}");
+}
+
+#[test]
+fn only_the_rows_asked_for_are_run_in_their_order() {
+    let place = Place::new();
+    let json = place.measure(JOB, &["--repeat", "1", "--policy", "lazy-mq,off"]);
+    assert_eq!(policies(&json, 0), ["lazy-mq", "off"]);
+}
+
+#[test]
+fn the_report_is_one_file_that_needs_no_other() {
+    let place = Place::new();
+    let ended = place.compare(
+        JOB,
+        &["--repeat", "1", "--quiet", "--report", "report.html", "--json", "figures.json"],
+    );
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert_eq!(ended.err, "", "--quiet\n{ended}");
+    let page = place.read("report.html");
+    for policy in ["host"].iter().chain(&POLICIES) {
+        assert!(page.contains(policy), "{policy}");
+    }
+    for part in ["paced", "adaptive", "<svg", "pages"] {
+        assert!(page.contains(part), "{part}");
+    }
+    // A name space is an address that nothing is fetched from.
+    let page = page.replace("http://www.w3.org/", "");
+    for outside in ["http://", "https://", "src=", "<link", "@import", "url("] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+    let json: Value = serde_json::from_str(&place.read("figures.json")).unwrap();
+    assert_eq!(json["schema"], "ringfence.compare/1");
+    assert!(ended.out.contains("off"), "the table is printed all the same\n{ended}");
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_failure() {
+    use std::process::{Command, Stdio};
+    let place = Place::new();
+    let job = place.write("job.fio", JOB);
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ringfence"))
+        .args(["compare", "--quiet", "--repeat", "1", "--policy", "off", "--json", "-"])
+        .arg(job)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}

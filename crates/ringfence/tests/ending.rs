@@ -1,0 +1,160 @@
+//! However it ends: what was measured is printed, and nothing is left behind.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Ended, Place, Running};
+use rustix::process::Signal;
+
+/// Rounds of a second: a signal in the third finds two complete ones of each row.
+const JOB: &str = "[pages]\nrw=randrw\nbs=16k\nsize=16m\niodepth=8\ntime_based\nruntime=200ms\n";
+const LONG: [&str; 7] =
+    ["compare", "job.fio", "--repeat", "1000", "--policy", "off,strict", "--json=out.json"];
+
+/// What may lie in the folder after a run.
+const FILES: [&str; 2] = ["job.fio", "out.json"];
+
+/// A process that ends takes no longer to do so, however busy the machine is.
+const SOON: Duration = Duration::from_secs(5);
+
+fn start(place: &Place) -> Running {
+    place.write("job.fio", JOB);
+    place.start(&LONG)
+}
+
+/// Lets some rounds go by.
+fn let_it_run(place: &Place, running: &mut Running) {
+    place.device_process();
+    std::thread::sleep(Duration::from_millis(2500));
+    assert!(running.is_running());
+}
+
+/// It stopped as it should, with complete rounds.
+fn stopped_in_order(place: &Place, ended: &Ended) {
+    assert_eq!(ended.code(), 1, "{ended}");
+    assert!(ended.err.contains("interrupted: the figures are of the rounds"), "{ended}");
+    assert!(!ended.err.contains("error:"), "{ended}");
+    for row in ["off", "strict"] {
+        let found = ended.out.lines().any(|line| line.trim_start().starts_with(row));
+        assert!(found, "{row}\n{ended}");
+    }
+    assert!(ended.out.contains("interrupted"), "{ended}");
+    let json: serde_json::Value = serde_json::from_str(&place.read("out.json")).unwrap();
+    assert_eq!(json["interrupted"], true);
+    assert_eq!(json["rounds"], 1000);
+    let rounds = json["jobs"][0]["rounds"].as_u64().unwrap();
+    assert!((1..1000).contains(&rounds), "{rounds}");
+    assert!(common::errors_of(&json).is_empty(), "{json:#}");
+    nothing_is_left(place);
+}
+
+fn nothing_is_left(place: &Place) {
+    let left = place.processes(SOON);
+    assert!(left.is_empty(), "{left:?}");
+    for name in place.names() {
+        assert!(FILES.contains(&name.as_str()), "{name} was left behind");
+    }
+}
+
+#[test]
+fn ctrl_c_prints_the_complete_rounds_and_leaves_nothing() {
+    let place = Place::new();
+    let mut running = start(&place);
+    let_it_run(&place, &mut running);
+    // As a terminal does it: to every process of the group.
+    running.signal_group(Signal::INT);
+    stopped_in_order(&place, &running.wait());
+}
+
+#[test]
+fn a_signal_to_the_command_alone_does_the_same() {
+    for signal in [Signal::INT, Signal::TERM] {
+        let place = Place::new();
+        let mut running = start(&place);
+        let_it_run(&place, &mut running);
+        running.signal(signal);
+        stopped_in_order(&place, &running.wait());
+    }
+}
+
+#[test]
+fn a_terminal_that_goes_away_ends_it_in_order() {
+    for signal in [Signal::HUP, Signal::TERM] {
+        let place = Place::new();
+        let mut running = start(&place);
+        let_it_run(&place, &mut running);
+        running.signal_group(signal);
+        stopped_in_order(&place, &running.wait());
+    }
+}
+
+#[test]
+fn before_the_first_round_is_complete_there_is_nothing_to_print() {
+    let place = Place::new();
+    place.write("job.fio", JOB);
+    let running = place.start(&["compare", "job.fio", "--runtime", "60", "--disk", "disk.img"]);
+    place.device_process();
+    running.signal_group(Signal::INT);
+    let ended = running.wait();
+    assert_eq!(ended.code(), 1, "{ended}");
+    assert_eq!(ended.out, "", "{ended}");
+    assert!(ended.err.contains("interrupted before"), "{ended}");
+    nothing_is_left(&place);
+}
+
+#[test]
+fn a_second_ctrl_c_ends_it_at_once() {
+    let place = Place::new();
+    place.write("job.fio", JOB);
+    let running = place.start(&["compare", "job.fio", "--runtime", "60", "--disk", "disk.img"]);
+    place.device_process();
+    for _ in 0..20 {
+        running.signal_group(Signal::INT);
+    }
+    let ended = running.wait();
+    // Either in order, or at once: never with success, never with anything left.
+    assert!(ended.code() == 1 || ended.code() == 130, "{ended}");
+    nothing_is_left(&place);
+}
+
+#[test]
+fn a_killed_command_takes_its_device_process_with_it() {
+    let place = Place::new();
+    place.write("job.fio", JOB);
+    let running = place.start(&["compare", "job.fio", "--runtime", "60", "--disk", "disk.img"]);
+    place.device_process();
+    running.signal(Signal::KILL);
+    let ended = running.wait();
+    assert_eq!(ended.code(), -9, "{ended}");
+    nothing_is_left(&place);
+}
+
+#[test]
+fn a_device_process_that_is_killed_is_an_error_that_says_so() {
+    for row in ["off", "strict", "lazy-mq+map"] {
+        let place = Place::new();
+        place.write("job.fio", JOB);
+        // The warm-up is over soon; the round that follows is the one that is hit.
+        let running = place.start(&["compare", "job.fio", "--runtime", "60", "--policy", row]);
+        let warm_up = place.device_process().id;
+        let device = loop {
+            let device = place.device_process();
+            if device.id != warm_up {
+                break device;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        std::thread::sleep(Duration::from_millis(200));
+        device.kill(Signal::KILL);
+        let ended = running.wait();
+        assert_eq!(ended.code(), 1, "{ended}");
+        assert!(ended.err.contains("the device process ended in the middle"), "{ended}");
+        assert!(ended.err.contains("SIGKILL"), "{ended}");
+        assert_eq!(ended.err.matches("error:").count(), 1, "{ended}");
+        assert!(!ended.err.contains("panicked"), "{ended}");
+        // The round was to take a minute.
+        assert!(ended.took < Duration::from_secs(30), "{ended}");
+        nothing_is_left(&place);
+    }
+}

@@ -1,0 +1,128 @@
+//! Jobs as people have them, under all policies: every byte that is read is right.
+
+mod common;
+
+use std::path::Path;
+
+use common::{POLICIES, Place, number, policies, row};
+
+/// As short as it can be, and still something is measured.
+const SHORT: [&str; 4] = ["--repeat", "1", "--runtime", "0.05"];
+
+fn job(lines: &str) -> String {
+    let lines = lines.replace(' ', "\n");
+    format!("[job]\nrw=randrw\nsize=8m\niodepth=8\ntime_based\nruntime=50ms\n{lines}\n")
+}
+
+fn all_rows(lines: &str, arguments: &[&str]) -> serde_json::Value {
+    Place::new().measure(&job(lines), &[&SHORT[..], arguments].concat())
+}
+
+#[test]
+fn the_shipped_examples_run() {
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
+    let mut count = 0;
+    for entry in std::fs::read_dir(examples).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "fio") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let rows = ["--policy", "host,off,strict,lazy-mq+map"];
+        Place::new().measure(&text, &[&SHORT[..], &rows].concat());
+        count += 1;
+    }
+    assert!(count >= 4, "{count} examples");
+}
+
+#[test]
+fn jobs_without_stonewall_run_at_the_same_time_and_are_told_apart() {
+    let text = "[log]\nrw=write\nbs=16k\nsize=4m\niodepth=2\n\
+                [pages]\nrw=randrw\nbs=8k\noffset=4m\nsize=8m\niodepth=8\nnumjobs=2\n\
+                [after]\nstonewall\nrw=randread\nbs=4k\nsize=12m\n";
+    let json = Place::new().measure(text, &[&SHORT[..], &["--queues", "2"]].concat());
+    let jobs = json["jobs"].as_array().unwrap();
+    let stages: Vec<_> = jobs.iter().map(|job| job["stage"].as_u64().unwrap()).collect();
+    assert_eq!(stages, [1, 1, 2]);
+    for index in 0..3 {
+        assert_eq!(policies(&json, index).len(), 1 + POLICIES.len());
+    }
+}
+
+#[test]
+fn every_notify_mode_works_with_several_queues() {
+    for notify in ["adaptive", "poll", "sleep"] {
+        let json = all_rows("bs=4k numjobs=4", &["--queues", "2", "--notify", notify]);
+        assert_eq!(json["notify"], notify);
+    }
+}
+
+#[test]
+fn a_disk_in_memory_adds_the_io_uring_row() {
+    let json = all_rows("bs=16k", &["--disk", "ram"]);
+    assert_eq!(policies(&json, 0), [&["host", "io_uring"], &POLICIES[..]].concat());
+    assert!(json["disk"].as_str().unwrap().contains("RAM"));
+}
+
+#[test]
+fn clones_that_overlap_never_read_torn_blocks() {
+    for disk in ["ram", "paced"] {
+        let lines = "bs=4k size=256k numjobs=4 norandommap";
+        all_rows(lines, &["--disk", disk, "--queues", "2", "--policy", "off,strict,lazy-sq"]);
+    }
+}
+
+#[test]
+fn blocks_may_be_small_large_or_of_two_sizes() {
+    all_rows("bs=512", &[]);
+    all_rows("bs=4k,64k", &[]);
+    all_rows("bs=8m size=64m iodepth=2 rw=rw", &["--policy", "host,off,strict+map,lazy-mq"]);
+    all_rows("bs=16m size=64m iodepth=1 rw=read", &["--policy", "off,strict+map"]);
+}
+
+#[test]
+fn pages_of_a_buffer_may_lie_side_by_side() {
+    let requests = |run: &str| {
+        let json = all_rows("bs=64k", &["--policy", "off,strict+map,strict", "--page-run", run]);
+        number(row(&json, 0, "strict"), "/requests_per_io")
+    };
+    let (alone, together) = (requests("1"), requests("16"));
+    assert!(alone > 8.0 && together < 4.0, "{alone} {together}");
+}
+
+#[test]
+fn queues_may_be_shallow_deep_and_many() {
+    all_rows("bs=4k iodepth=1", &[]);
+    // Deeper than a virtqueue: what does not fit waits.
+    all_rows("bs=4k iodepth=2000", &["--policy", "host,off,strict+map,lazy-mq"]);
+    // More queues than clones, and more clones than queues.
+    all_rows("bs=4k numjobs=2", &["--queues", "8", "--policy", "off,strict"]);
+    all_rows("bs=4k numjobs=9", &["--queues", "2", "--policy", "off,strict"]);
+}
+
+#[test]
+fn flush_queues_are_as_asked() {
+    let slots = ["--flush-queue-slots", "4", "--flush-queue-ms", "1"];
+    let rows = ["--policy", "lazy-sq,lazy-mq,lazy-sq+map,lazy-mq+map"];
+    all_rows("bs=4k", &[&slots[..], &rows].concat());
+}
+
+#[test]
+fn a_job_that_is_not_time_based_ends_by_itself() {
+    let text = "[pass]\nrw=randwrite\nbs=64k\nsize=4m\niodepth=4\n";
+    let rows = ["--repeat", "2", "--policy", "host,off,strict,lazy-mq"];
+    let json = Place::new().measure(text, &rows);
+    assert_eq!(json["jobs"][0]["rounds"], 2);
+    // So small that it is over before one looks.
+    let text = "[pass]\nrw=randread\nbs=4k\nsize=16k\n";
+    Place::new().measure(text, &rows);
+}
+
+#[test]
+fn a_job_ends_after_its_own_time_beside_a_longer_one() {
+    let text = "[global]\nrw=randwrite\nbs=4k\nsize=4m\niodepth=4\ntime_based\n\
+                [short]\nruntime=100ms\n[long]\noffset=4m\nruntime=800ms\n";
+    let rows = ["--repeat", "1", "--policy", "host,off,strict+map"];
+    let json = Place::new().measure(text, &rows);
+    assert_eq!(json["runtime_s"], 0.8);
+}

@@ -1,0 +1,179 @@
+//! Wrong usage: said clearly, found before anything runs, exit code 2.
+
+mod common;
+
+use std::fs;
+
+use common::{POLICIES, Place, bytes_of};
+
+const READS: &str = "[reads]\nrw=randread\nbs=4k\nsize=1m\ntime_based\nruntime=50ms\n";
+const WRITES: &str = "[writes]\nrw=randwrite\nbs=4k\nsize=1m\ntime_based\nruntime=50ms\n";
+/// The shortest run there is.
+const SHORT: [&str; 5] = ["--repeat", "1", "--quiet", "--policy", "off"];
+
+#[test]
+fn a_job_file_that_is_not_there_is_named() {
+    Place::new().run(&["compare", "nowhere.fio"]).refused(&["nowhere.fio"]);
+    Place::new().run(&["compare", "/"]).refused(&["/", "directory"]);
+}
+
+#[test]
+fn a_wrong_value_is_found_with_its_line() {
+    let place = Place::new();
+    place.compare("[global]\n\n[a]\nbs=4x\n", &[]).refused(&["job.fio:4:", "bs", "4x"]);
+    place.compare("[a]\nrw=sideways\n", &[]).refused(&["job.fio:2:", "sideways", "randread"]);
+    place.compare("# nothing\n", &[]).refused(&["job.fio:", "no job"]);
+}
+
+#[test]
+fn an_unknown_key_is_named_once_and_the_run_goes_on() {
+    let place = Place::new();
+    let job = format!("{READS}iodepth_batch=3\niodepth_batch=4\n");
+    let ended = place.compare(&job, &["--repeat", "1", "--policy", "off"]);
+    assert_eq!(ended.code(), 0, "{ended}");
+    // Both streams are pipes of their own here: each is read by itself.
+    for text in [&ended.out, &ended.err] {
+        assert_eq!(text.matches("iodepth_batch").count(), 1, "{ended}");
+        assert!(text.contains("job.fio:7:"), "{ended}");
+    }
+}
+
+#[test]
+fn a_job_that_cannot_fit_says_what_to_lower() {
+    let job = "[huge]\nrw=randwrite\nbs=16m\niodepth=4096\nnumjobs=64\n";
+    Place::new().compare(job, &[]).refused(&["job.fio", "GiB", "lower iodepth"]);
+}
+
+#[test]
+fn an_unknown_policy_is_answered_with_their_names() {
+    let place = Place::new();
+    let ended = place.run(&["compare", "--policy", "off,strictest"]);
+    ended.refused(&["strictest", "host", "io_uring"]);
+    ended.refused(&POLICIES);
+    place.run(&["compare", "--policy", "off,off"]).refused(&["twice"]);
+    place.run(&["compare", "--policy", ","]).refused(&["empty"]);
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    let place = Place::new();
+    for (option, value) in [
+        ("--repeat", "0"),
+        ("--repeat", "-1"),
+        ("--runtime", "0"),
+        ("--runtime", "nan"),
+        ("--runtime", "soon"),
+        ("--queues", "0"),
+        ("--queues", "65"),
+        ("--page-run", "0"),
+        ("--flush-queue-slots", "1"),
+        ("--flush-queue-ms", "0"),
+        ("--notify", "loudly"),
+    ] {
+        let value = format!("{option}={value}");
+        place.run(&["compare", &value]).refused(&[option]);
+    }
+    place.run(&["compare", "--no-such-option"]).refused(&["--no-such-option"]);
+    place.run(&["compare", "a.fio", "b.fio"]).refused(&["b.fio"]);
+    place.run(&["measure"]).refused(&["measure"]);
+}
+
+#[test]
+fn a_disk_that_exists_is_not_written_without_leave() {
+    let place = Place::new();
+    let content: Vec<u8> = (0..2 << 20).map(|n: u32| n.wrapping_mul(2_654_435_761) as u8).collect();
+    let disk = place.write("disk.img", &content);
+    place.compare(WRITES, &["--disk", "disk.img"]).refused(&[
+        "disk.img",
+        "exists",
+        "--destroy-data",
+    ]);
+    assert!(bytes_of(&disk) == content, "the file was changed");
+    // Neither if only one of several jobs writes.
+    place.compare(&format!("{READS}{WRITES}"), &["--disk", "disk.img"]).refused(&["disk.img"]);
+    assert!(bytes_of(&disk) == content, "the file was changed");
+}
+
+#[test]
+fn a_disk_that_cannot_be_one_is_refused() {
+    let place = Place::new();
+    fs::create_dir(place.path("folder")).unwrap();
+    place.write("small.img", vec![0; 4096]);
+    for (disk, words) in [
+        ("folder", &["folder", "directory"][..]),
+        ("missing/disk.img", &["missing/disk.img", "No such file"]),
+        ("/dev/null", &["/dev/null", "neither"]),
+        ("", &["--disk"]),
+    ] {
+        for destroy in [&[][..], &["--destroy-data"]] {
+            place.compare(READS, &[&["--disk", disk], destroy].concat()).refused(words);
+        }
+    }
+    place.compare(READS, &["--disk", "small.img"]).refused(&["small.img", "4 KiB", "1 MiB"]);
+    assert_eq!(place.names(), ["folder", "job.fio", "small.img"]);
+}
+
+#[test]
+fn a_place_that_cannot_be_written_is_found_before_anything_runs() {
+    let place = Place::new();
+    for option in ["--json", "--report"] {
+        place.compare(READS, &[option, "missing/out"]).refused(&["missing/out", "No such file"]);
+        place.compare(READS, &[option, "."]).refused(&["directory"]);
+    }
+    assert_eq!(place.names(), ["job.fio"]);
+}
+
+#[test]
+fn what_an_earlier_run_wrote_stays_until_there_is_something_new() {
+    let place = Place::new();
+    place.write("old.json", "old figures, rather a lot of them".repeat(1000));
+    let disk = ["--disk", "missing/disk.img"];
+    place.compare(READS, &[&["--json", "old.json"], &disk[..]].concat()).refused(&["missing"]);
+    assert!(place.read("old.json").starts_with("old figures"));
+    place.compare(READS, &[&["--json", "new.json"], &disk[..]].concat()).refused(&["missing"]);
+    assert_eq!(place.names(), ["job.fio", "old.json"], "nothing came of new.json");
+    let ended = place.compare(READS, &[&["--json", "old.json"], &SHORT[..]].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    let text = place.read("old.json");
+    assert!(text.starts_with('{') && text.ends_with("}\n"), "{text}");
+}
+
+#[test]
+fn a_jobs_filename_is_never_opened() {
+    let place = Place::new();
+    let precious = place.write("precious", "as it was");
+    let [precious, new] = [precious, place.path("new")].map(|path| path.display().to_string());
+    let job = format!(
+        "{WRITES}filename={precious}\n[more]\nstonewall\nrw=write\nsize=1m\nfilename={new}\n"
+    );
+    let ended = place.compare(&job, &SHORT);
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(ended.out.contains("never opened"), "{ended}");
+    assert_eq!(place.read("precious"), "as it was");
+    assert_eq!(place.names(), ["job.fio", "precious"]);
+}
+
+#[test]
+fn help_says_what_there_is() {
+    let place = Place::new();
+    let ended = place.run(&["--help"]);
+    assert_eq!((ended.code(), ended.err.as_str()), (0, ""), "{ended}");
+    assert!(ended.out.contains("compare"), "{ended}");
+    assert!(!ended.out.contains("device "), "an inner command is shown\n{ended}");
+    let ended = place.run(&["compare", "--help"]);
+    assert_eq!(ended.code(), 0, "{ended}");
+    for word in ["--policy", "--disk", "--notify", "--repeat", "--runtime", "--json", "--report"] {
+        assert!(ended.out.contains(word), "{word}\n{ended}");
+    }
+    for word in ["--destroy-data", "EXAMPLES", "lazy-mq+map", "fio", "virtio-iommu"] {
+        assert!(ended.out.contains(word), "{word}\n{ended}");
+    }
+    // No command at all: help, and wrong usage.
+    let ended = place.run(&[]);
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.err.contains("compare"), "{ended}");
+    // The inner command is not for people, and says so.
+    let ended = place.run(&["device"]);
+    assert_eq!(ended.code(), 1, "{ended}");
+    assert!(ended.err.contains("ringfence compare"), "{ended}");
+}
