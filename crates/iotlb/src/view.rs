@@ -5,7 +5,7 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering, fence},
     },
 };
 
@@ -48,6 +48,8 @@ pub struct View {
     hits: Cell<u64>,
     misses: Cell<u64>,
     faults: Cell<u64>,
+    /// Faults are neither counted nor reported.
+    silent: Cell<bool>,
     counters: Arc<Counters>,
 }
 
@@ -70,6 +72,7 @@ impl View {
             hits: Cell::new(0),
             misses: Cell::new(0),
             faults: Cell::new(0),
+            silent: Cell::new(false),
             counters: Arc::default(),
         })
     }
@@ -125,6 +128,20 @@ impl View {
     /// such range.
     pub fn lease(&self, addr: u64, len: u64) -> Option<Lease> {
         Some(self.reader.lease(Range::from_len(Iova(addr), len)?))
+    }
+
+    /// The memory that it reaches.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Runs `job`, and neither counts nor reports the faults that come of it: for whoever tries
+    /// again what has been reported once.
+    pub fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
+        let before = self.silent.replace(true);
+        let result = job();
+        self.silent.set(before);
+        result
     }
 
     /// Replaces the memory, as after a new memory table; all that was cached is dropped.
@@ -200,6 +217,9 @@ impl View {
     }
 
     fn fault(&self, reason: FaultReason, addr: u64, access: Access) {
+        if self.silent.get() {
+            return;
+        }
         self.faults.set(self.faults.get() + 1);
         let (endpoint, iova) = (self.endpoint.id(), Iova(addr));
         self.endpoint.report(Fault { reason, endpoint, iova, access: wanted(access) });
@@ -256,7 +276,15 @@ impl Translate for View {
     }
 
     fn check(&self) -> Result<(), AccessError> {
-        if self.memory.lost() { Err(AccessError::Lost { addr: 0 }) } else { Ok(()) }
+        // Another thread may have met the hole first and put the zeroes there that we read: its
+        // mark, set before, must not be looked for before our own accesses are done.
+        fence(Ordering::Acquire);
+        if !self.memory.lost() {
+            return Ok(());
+        }
+        // Which of them was touched is not known here: it is the driver that must not truncate any.
+        let lost = self.memory.regions().enumerate().find(|&(at, _)| self.memory.is_lost(at));
+        Err(AccessError::Lost { addr: lost.map_or(0, |(_, region)| region.gpa) })
     }
 }
 
