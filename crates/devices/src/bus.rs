@@ -46,6 +46,22 @@ impl Bus {
         }
     }
 
+    /// The memory that it reaches.
+    pub fn memory(&self) -> &Arc<Memory> {
+        match self {
+            Bus::Iommu(view) => view.memory(),
+            Bus::Physical(physical) => physical.memory(),
+        }
+    }
+
+    /// Runs `job` without reporting the faults that come of it; see [`View::silently`].
+    pub fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
+        match self {
+            Bus::Iommu(view) => view.silently(job),
+            Bus::Physical(_) => job(),
+        }
+    }
+
     /// Replaces the memory.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
         match self {
@@ -53,6 +69,11 @@ impl Bus {
             Bus::Physical(physical) => *physical = Physical::new(memory),
         }
     }
+}
+
+fn first_lost(memory: &Memory) -> u64 {
+    let lost = memory.regions().enumerate().find(|&(at, _)| memory.is_lost(at));
+    lost.map_or(0, |(_, region)| region.gpa)
 }
 
 impl Translate for Bus {
@@ -77,7 +98,14 @@ impl Translate for Bus {
     fn check(&self) -> Result<(), AccessError> {
         match self {
             Bus::Iommu(view) => view.check(),
-            Bus::Physical(physical) => physical.check(),
+            Bus::Physical(physical) => {
+                physical.check()?;
+                // Rings were found by other addresses, so that it does not know of them.
+                if physical.memory().lost() {
+                    return Err(AccessError::Lost { addr: first_lost(physical.memory()) });
+                }
+                Ok(())
+            }
         }
     }
 }

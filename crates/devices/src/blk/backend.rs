@@ -47,12 +47,14 @@ pub struct BlkBackend {
     memory: Option<Arc<Memory>>,
     features: u64,
     calls: HashMap<u16, Arc<OwnedFd>>,
+    errs: HashMap<u16, Arc<OwnedFd>>,
 }
 
 impl BlkBackend {
     /// A device whose queues are served by `workers`, in turn.
     pub fn new(options: BlkOptions, workers: Arc<[Worker]>) -> BlkBackend {
-        BlkBackend { options, workers, memory: None, features: 0, calls: HashMap::new() }
+        let (calls, errs) = (HashMap::new(), HashMap::new());
+        BlkBackend { options, workers, memory: None, features: 0, calls, errs }
     }
 
     /// What all queues have done.
@@ -102,6 +104,15 @@ impl BlkBackend {
         self.worker(ring)
             .call(move |work| work.unit::<BlkUnit>(unit).map(job))
             .ok_or_else(|| HandlerError::new("the worker is gone"))
+    }
+
+    /// Takes the device's units from their workers. The next driver may negotiate otherwise: the
+    /// way to memory is made anew then.
+    fn forget_units(&self) {
+        let unit = self.options.unit;
+        for worker in &*self.workers {
+            let _ = worker.call(move |work| drop(work.remove(unit)));
+        }
     }
 
     fn has(&self, feature: u32) -> bool {
@@ -157,6 +168,10 @@ impl Handler for BlkBackend {
         if features & (1 << F_VERSION_1) == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
+        // Rings are stopped. What addresses mean may not change under a unit that is left.
+        if (self.features ^ features) & (1 << F_ACCESS_PLATFORM) != 0 {
+            self.forget_units();
+        }
         self.features = features;
         Ok(())
     }
@@ -167,10 +182,7 @@ impl Handler for BlkBackend {
         }
         for ring in 0..self.workers.len() as u16 {
             let new = Arc::clone(&memory);
-            let moved = self.on_unit(ring, move |unit| {
-                unit.set_memory(&new).map_err(|error| error.to_string())
-            })?;
-            moved.transpose().map_err(|error| HandlerError::new(&error))?;
+            self.on_unit(ring, move |unit| unit.set_memory(&new))?;
         }
         self.memory = Some(memory);
         Ok(())
@@ -194,6 +206,7 @@ impl Handler for BlkBackend {
             id: Arc::clone(&self.options.id),
             kick: setup.kick,
             call: self.calls.get(&ring).cloned(),
+            err: self.errs.get(&ring).cloned(),
             enabled: setup.enabled,
         };
         let options = self.options.clone();
@@ -225,6 +238,15 @@ impl Handler for BlkBackend {
         self.on_unit(ring, move |unit| unit.set_call(ring, call)).map(|_| ())
     }
 
+    fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
+        let err = err.map(Arc::new);
+        match &err {
+            Some(err) => self.errs.insert(ring, Arc::clone(err)),
+            None => self.errs.remove(&ring),
+        };
+        self.on_unit(ring, move |unit| unit.set_err(ring, err)).map(|_| ())
+    }
+
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
         let mut config = Config::new_zeroed();
         config.capacity.set(self.options.disk.len() / SECTOR);
@@ -242,11 +264,7 @@ impl Handler for BlkBackend {
 
     fn reset(&mut self) -> Result<(), HandlerError> {
         self.features = 0;
-        for ring in 0..self.workers.len() as u16 {
-            let unit = self.options.unit;
-            // The next driver may negotiate otherwise: the way to memory is made anew then.
-            let _ = self.worker(ring).call(move |work| drop(work.remove(unit)));
-        }
+        self.forget_units();
         Ok(())
     }
 }

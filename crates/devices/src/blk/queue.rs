@@ -4,7 +4,7 @@ use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
-use ringfence_mem::{Access, AccessError, Translate};
+use ringfence_mem::{Access, AccessError, Memory, Translate};
 use ringfence_virtq::{Chain, RingError, device};
 
 use super::{
@@ -24,6 +24,9 @@ const ROUND_BYTES: u64 = 64 << 10;
 const ROUND_REQUESTS: usize = 32;
 /// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
+/// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
+/// most.
+const AWAY_NS: (u64, u64) = (500_000, 16_000_000);
 
 /// Why a queue stopped.
 #[derive(Debug, thiserror::Error)]
@@ -79,8 +82,18 @@ enum Store {
         io: FileIo,
         /// A request that found no room in the io_uring.
         stalled: Option<u16>,
+        /// Completed, and not answered yet.
         done: Vec<(u16, bool)>,
+        /// What the bus no longer reaches, and the kernel perhaps still does.
+        old: Vec<Arc<Memory>>,
     },
+}
+
+/// A ring whose addresses lead nowhere now.
+#[derive(Clone, Copy)]
+struct Away {
+    retry_at: u64,
+    pause_ns: u64,
 }
 
 /// The device's end of one request queue.
@@ -90,6 +103,8 @@ pub struct BlkQueue {
     store: Store,
     slots: Vec<Slot>,
     ring: device::Queue,
+    /// Set while the ring is not mapped.
+    away: Option<Away>,
     free: Vec<u16>,
     capacity: u64,
     id: Arc<str>,
@@ -120,12 +135,14 @@ impl BlkQueue {
                 io: FileIo::new(Arc::clone(file), size.into())?,
                 stalled: None,
                 done: Vec::with_capacity(size.into()),
+                old: Vec::new(),
             },
         };
         Ok(BlkQueue {
             store,
             slots: (0..size).map(|_| Slot::default()).collect(),
             ring,
+            away: None,
             free: (0..size).rev().collect(),
             capacity: disk.len(),
             id,
@@ -160,14 +177,23 @@ impl BlkQueue {
         }
     }
 
-    /// Does what there is to do; true if there was anything.
+    /// Does what there is to do; true if there was anything. A ring behind an IOMMU that is not
+    /// mapped now is left alone until it is again (rule D22).
     ///
     /// # Errors
-    /// The queue must be stopped; nothing else is harmed.
+    /// The queue must be stopped; nothing else is harmed. It is to be [reaped](Self::reap) still.
     pub fn poll(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
-        if !self.ring.is_valid() {
-            // Ring addresses are IOVAs only behind an IOMMU; plain ones never become invalid.
-            self.ring.revalidate(bus)?;
+        self.work(bus, now_ns).map_err(|error| match error {
+            // A ring in a file that was truncated reads as zeroes and looks broken in some way.
+            QueueError::Ring(_) => bus.check().map_or_else(QueueError::Memory, |()| error),
+            other => other,
+        })
+    }
+
+    fn work(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
+        let reaped = self.reap();
+        if !self.find_ring(bus, now_ns)? {
+            return Ok(reaped);
         }
         let before = self.stats.requests;
         let stop_at = self.stats.bytes + ROUND_BYTES;
@@ -178,13 +204,108 @@ impl BlkQueue {
         }
         let answered = self.stats.requests != before;
         if answered {
-            // Nothing is published that may have been read from memory that is gone.
-            bus.check()?;
-            if self.ring.publish_used() {
-                self.interrupt();
-            }
+            self.publish(bus)?;
         }
-        Ok(taken || answered)
+        Ok(taken || answered || reaped)
+    }
+
+    /// Takes what the kernel has done, so that unmaps no longer wait for it; answers nothing and
+    /// does not touch the ring. True if there was anything. All that is to be done for a queue that
+    /// is disabled or has failed.
+    pub fn reap(&mut self) -> bool {
+        let Store::File { io, done, old, .. } = &mut self.store else { return false };
+        let (slots, before) = (&mut self.slots, done.len());
+        io.reap(|token, result| {
+            let at = token as u16;
+            let slot = &mut slots[usize::from(at)];
+            slot.leases.clear();
+            let wanted = match slot.action {
+                Some(Action::Transfer { len, .. }) => len,
+                _ => 0,
+            };
+            done.push((at, result.is_ok_and(|moved| u64::from(moved) == wanted)));
+        });
+        if io.in_flight() == 0 {
+            old.clear();
+        }
+        done.len() != before
+    }
+
+    /// Answers all that is under way, and waits for it where it must, so that nothing is lost when
+    /// the ring stops. If the ring is not mapped nothing can be answered.
+    ///
+    /// # Errors
+    /// As [`poll`](Self::poll).
+    pub fn drain(&mut self, bus: &Bus) -> Result<(), QueueError> {
+        if !self.ring.is_valid() || !self.is_busy() {
+            return Ok(());
+        }
+        while self.is_busy() {
+            if let Store::File { io, stalled, done, .. } = &mut self.store {
+                let stalled = stalled.take();
+                if stalled.is_none() && done.is_empty() {
+                    io.kick()?;
+                    io.wait()?;
+                }
+                if let Some(at) = stalled {
+                    self.start(at, bus, 0);
+                }
+            }
+            self.reap();
+            // Whatever the time is: a real disk may be faster, too.
+            self.complete(bus, u64::MAX, u64::MAX);
+        }
+        self.publish(bus)
+    }
+
+    /// Looks whether the ring is where it was, and for where it is else; false if it is away.
+    #[inline]
+    fn find_ring(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
+        // Ring addresses are IOVAs only behind an IOMMU; plain ones never become invalid.
+        if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus, now_ns) }
+    }
+
+    #[cold]
+    fn look_for_ring(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
+        let found = match self.away {
+            Some(Away { retry_at, .. }) if now_ns < retry_at => return Ok(false),
+            // The driver has been told the first time.
+            Some(_) => bus.silently(|| self.ring.revalidate(bus)),
+            None => self.ring.revalidate(bus),
+        };
+        match found {
+            Ok(()) => self.away = None,
+            Err(RingError::Unreachable { .. }) => {
+                let (first, most) = AWAY_NS;
+                let pause_ns = self.away.map_or(first, |away| (away.pause_ns * 2).min(most));
+                self.away = Some(Away { retry_at: now_ns.saturating_add(pause_ns), pause_ns });
+            }
+            Err(error) => return Err(error.into()),
+        }
+        Ok(self.away.is_none())
+    }
+
+    fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
+        // Nothing is published that may have been read from memory that is gone.
+        bus.check()?;
+        if self.ring.publish_used() {
+            self.interrupt();
+        }
+        Ok(())
+    }
+
+    /// Whether the ring is not mapped now.
+    pub fn is_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// Keeps `memory`, which the bus is about to lose, for as long as the kernel moves data there.
+    pub fn keep(&mut self, memory: &Arc<Memory>) {
+        if let Store::File { io, old, .. } = &mut self.store
+            && io.in_flight() > 0
+        {
+            old.push(Arc::clone(memory));
+        }
     }
 
     /// Translates the ring's addresses anew, after the memory has changed.
@@ -200,8 +321,12 @@ impl BlkQueue {
         self.free.len() != self.slots.len()
     }
 
-    /// When the next request completes by the clock, if one does.
+    /// When there is something to do by the clock, if there will be.
     pub fn next_due(&self) -> Option<u64> {
+        if let Some(away) = self.away {
+            // Nobody tells when it is mapped again, and the driver may think us awake.
+            return Some(away.retry_at);
+        }
         match &self.store {
             Store::Paced { due, .. } => due.front().map(|&(at, _)| at),
             _ => None,
@@ -293,19 +418,9 @@ impl BlkQueue {
                     self.move_now(at, bus, &ram);
                 }
             }
-            Store::File { io, done, .. } => {
-                let slots = &self.slots;
-                io.reap(|token, result| {
-                    let at = token as u16;
-                    let wanted = match slots[usize::from(at)].action {
-                        Some(Action::Transfer { len, .. }) => len,
-                        _ => 0,
-                    };
-                    done.push((at, result.is_ok_and(|moved| u64::from(moved) == wanted)));
-                });
+            Store::File { done, .. } => {
                 let mut done = std::mem::take(done);
                 for (at, ok) in done.drain(..) {
-                    self.slots[usize::from(at)].leases.clear();
                     let action = self.slots[usize::from(at)].action;
                     let written = match action {
                         Some(Action::Transfer { write: false, len, .. }) if ok => len as u32,
@@ -393,8 +508,9 @@ fn hand_over(slot: &mut Slot, action: Action, io: &mut FileIo, bus: &Bus, at: u1
         Action::Identify => unreachable!("answered without the file"),
     };
     // SAFETY: `pieces` lives in its slot, which is not touched before the completion. The memory
-    // it names belongs to the `Memory` that the queue's bus keeps, and the leases keep the driver's
-    // unmap from being answered before; nothing borrows it (it is only ever copied).
+    // it names belongs to the `Memory` that the queue's bus keeps, or `old` once the bus has another,
+    // and the leases keep the driver's unmap from being answered before; nothing borrows it (it is
+    // only ever copied).
     match unsafe { io.submit(op, pieces, at.into()) } {
         true => Handed::Over,
         false => {

@@ -25,6 +25,8 @@ pub struct Start {
     pub kick: Option<OwnedFd>,
     /// Where interrupts go.
     pub call: Option<Arc<OwnedFd>>,
+    /// Where the front end is told that the queue has failed.
+    pub err: Option<Arc<OwnedFd>>,
     /// Whether it may work at once.
     pub enabled: bool,
 }
@@ -34,9 +36,25 @@ struct Served {
     // Before `kick`, of which it knows nothing; dropped first all the same.
     queue: BlkQueue,
     kick: Option<OwnedFd>,
+    err: Option<Arc<OwnedFd>>,
     enabled: bool,
     /// Why it stopped.
     failed: Option<QueueError>,
+}
+
+impl Served {
+    fn works(&self) -> bool {
+        self.enabled && self.failed.is_none()
+    }
+
+    /// This queue stops; all else goes on.
+    fn fail(&mut self, device: &str, error: QueueError) {
+        eprintln!("{device}: queue {} stopped: {error}", self.index);
+        if let Some(err) = &self.err {
+            event::signal(err);
+        }
+        self.failed = Some(error);
+    }
 }
 
 /// A worker's share of a block device: some of its queues, and the worker's way to memory.
@@ -86,15 +104,21 @@ impl BlkUnit {
         let mut queue = BlkQueue::new(ring, &start.disk, start.id, start.call)?;
         queue.notify(self.completed.as_fd())?;
         queue.disarm();
-        let Start { kick, enabled, .. } = start;
-        self.queues.push(Served { index, queue, kick, enabled, failed: None });
+        let Start { kick, err, enabled, .. } = start;
+        self.queues.push(Served { index, queue, kick, err, enabled, failed: None });
         Ok(())
     }
 
-    /// Stops a queue, for good; returns the next available index.
+    /// Stops a queue, for good, once all that it has under way is answered; returns the next
+    /// available index.
     pub fn stop(&mut self, index: u16) -> Option<u16> {
         let at = self.queues.iter().position(|served| served.index == index)?;
-        let served = self.queues.swap_remove(at);
+        let mut served = self.queues.swap_remove(at);
+        if served.failed.is_none()
+            && let Err(error) = served.queue.drain(&self.bus)
+        {
+            served.fail(&self.name, error);
+        }
         add(&mut self.past, served.queue.stats());
         Some(served.queue.ring().next_avail())
     }
@@ -113,19 +137,44 @@ impl BlkUnit {
         }
     }
 
-    /// Replaces the memory under running queues.
-    ///
-    /// # Errors
-    /// A ring is not in the new memory.
-    pub fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), QueueError> {
+    /// Replaces the descriptor by which the front end learns that a queue has failed.
+    pub fn set_err(&mut self, index: u16, err: Option<Arc<OwnedFd>>) {
+        if let Some(served) = self.find(index) {
+            served.err = err;
+        }
+    }
+
+    /// Replaces the memory under running queues. A queue whose ring is not in the new memory stops,
+    /// as one does whose driver breaks the rules.
+    pub fn set_memory(&mut self, memory: &Arc<Memory>) {
+        for served in &mut self.queues {
+            served.queue.keep(self.bus.memory());
+        }
         self.bus.set_memory(Arc::clone(memory));
         if let Bus::Physical(_) = self.bus {
             let addresses = UserAddresses::new(Arc::clone(memory));
-            for served in &mut self.queues {
-                served.queue.move_to(&addresses)?;
+            for served in self.queues.iter_mut().filter(|served| served.failed.is_none()) {
+                if let Err(error) = served.queue.move_to(&addresses) {
+                    served.fail(&self.name, error.into());
+                }
             }
         }
-        Ok(())
+    }
+
+    /// Why a queue has stopped, if it has.
+    pub fn failure(&self, index: u16) -> Option<&QueueError> {
+        self.queues.iter().find(|served| served.index == index)?.failed.as_ref()
+    }
+
+    /// How many requests a queue has taken and not answered.
+    pub fn under_way(&self, index: u16) -> u16 {
+        let found = self.queues.iter().find(|served| served.index == index);
+        found.map_or(0, |served| served.queue.ring().in_flight())
+    }
+
+    /// Whether a queue's ring is not mapped, so that the queue waits.
+    pub fn is_away(&self, index: u16) -> bool {
+        self.queues.iter().any(|served| served.index == index && served.queue.is_away())
     }
 
     /// What all queues have done, those that are gone included.
@@ -164,16 +213,14 @@ impl Unit for BlkUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         let mut busy = false;
         for served in &mut self.queues {
-            if !served.enabled || served.failed.is_some() {
+            if !served.works() {
+                // What the kernel still does must not hold up an unmap for ever.
+                busy |= served.queue.reap();
                 continue;
             }
             match served.queue.poll(&self.bus, now_ns) {
                 Ok(did) => busy |= did,
-                Err(error) => {
-                    // This queue stops; all else goes on.
-                    eprintln!("{}: queue {} stopped: {error}", self.name, served.index);
-                    served.failed = Some(error);
-                }
+                Err(error) => served.fail(&self.name, error),
             }
         }
         busy
@@ -184,14 +231,14 @@ impl Unit for BlkUnit {
     }
 
     fn next_due(&self) -> Option<u64> {
-        let working = self.queues.iter().filter(|served| served.failed.is_none());
+        let working = self.queues.iter().filter(|served| served.works());
         working.filter_map(|served| served.queue.next_due()).min()
     }
 
     fn arm(&mut self) -> bool {
         let mut more = false;
         for served in &mut self.queues {
-            if served.enabled && served.failed.is_none() {
+            if served.works() {
                 more |= served.queue.arm();
             }
         }
