@@ -1,18 +1,38 @@
 //! virtio-iommu as a vhost-user back end.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use ringfence_iommu::FaultSink;
+use ringfence_iommu::{Fault, FaultSink};
 use ringfence_mem::Memory;
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
 use ringfence_virtio_iommu::device::{Counters, Device, FaultQueue, Options};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, device};
 
 use super::{Endpoints, IommuUnit};
-use crate::worker::Worker;
+use crate::{event, worker::Worker};
 
 /// How many faults wait for the driver before more are dropped and counted.
 const WAITING_FAULTS: usize = 256;
+/// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
+/// and some disks never answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Keeps faults for the event queue, and wakes the worker that serves it.
+struct Reported {
+    faults: Arc<FaultQueue>,
+    wake: Arc<OwnedFd>,
+}
+
+impl FaultSink for Reported {
+    fn report(&self, fault: Fault) {
+        self.faults.report(fault);
+        event::signal(&self.wake);
+    }
+}
 
 /// A virtio-iommu as it is set up.
 pub struct IommuOptions {
@@ -26,6 +46,7 @@ pub struct IommuOptions {
 pub struct IommuBackend {
     device: Arc<Device<Arc<Endpoints>>>,
     faults: Arc<FaultQueue>,
+    reported: Arc<OwnedFd>,
     workers: Arc<[Worker]>,
     unit: u32,
     features: u64,
@@ -33,17 +54,22 @@ pub struct IommuBackend {
 
 impl IommuBackend {
     /// An IOMMU for `endpoints`.
+    ///
+    /// # Panics
+    /// If no descriptor is left.
     pub fn new(
         endpoints: Arc<Endpoints>,
         options: IommuOptions,
         workers: Arc<[Worker]>,
     ) -> IommuBackend {
         let faults = FaultQueue::new(WAITING_FAULTS);
-        let sink: Arc<dyn FaultSink> = Arc::clone(&faults) as _;
+        let reported = Arc::new(event::new().expect("a descriptor for fault reports"));
+        let (queue, wake) = (Arc::clone(&faults), Arc::clone(&reported));
+        let sink: Arc<dyn FaultSink> = Arc::new(Reported { faults: queue, wake });
         endpoints.report_to(&sink);
         let IommuOptions { device, unit } = options;
         let device = Arc::new(Device::new(endpoints, device));
-        IommuBackend { device, faults, workers, unit, features: 0 }
+        IommuBackend { device, faults, reported, workers, unit, features: 0 }
     }
 
     /// What its request queue has done.
@@ -96,17 +122,16 @@ impl Handler for IommuBackend {
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
         let (device, faults) = (Arc::clone(&self.device), Arc::clone(&self.faults));
-        let number = self.unit;
+        let (number, reported) = (self.unit, Arc::clone(&self.reported));
         self.workers[0]
             .call(move |work| match work.unit::<IommuUnit>(number) {
-                Some(unit) => unit.set_memory(&memory).map_err(|error| error.to_string()),
+                Some(unit) => unit.set_memory(&memory),
                 None => {
-                    work.insert(number, Box::new(IommuUnit::new(device, faults, memory)));
-                    Ok(())
+                    let unit = IommuUnit::new(device, faults, reported, memory);
+                    work.insert(number, Box::new(unit));
                 }
             })
-            .unwrap_or_else(|| Err("the worker is gone".into()))
-            .map_err(|error| HandlerError::new(&error))
+            .ok_or_else(|| HandlerError::new("the worker is gone"))
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
@@ -127,8 +152,19 @@ impl Handler for IommuBackend {
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
-        let next = self.on_unit(move |unit| unit.stop(ring))?.flatten();
-        next.map(u32::from).ok_or_else(|| HandlerError::new("the ring is not running"))
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let late = Instant::now() >= deadline;
+            // Every reply is given that can be: the driver waits for it.
+            let stopped = self.on_unit(move |unit| {
+                (late || !unit.is_pending(ring)).then(|| unit.stop(ring).map(u32::from))
+            })?;
+            match stopped {
+                Some(Some(Some(next))) => return Ok(next),
+                Some(None) => std::thread::yield_now(),
+                _ => return Err(HandlerError::new("the ring is not running")),
+            }
+        }
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
@@ -154,6 +190,15 @@ impl Handler for IommuBackend {
 
     fn reset(&mut self) -> Result<(), HandlerError> {
         self.features = 0;
-        self.device.reset().map_err(|error| HandlerError::new(error.to_string()))
+        self.device.reset().map_err(|error| HandlerError::new(error.to_string()))?;
+        // When the front end hears of it, nothing is reachable any more (rule V4).
+        let deadline = Instant::now() + PATIENCE;
+        while !self.device.backing().is_settled() {
+            if Instant::now() >= deadline {
+                return Err(HandlerError::new("I/O under way does not end"));
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 }

@@ -36,6 +36,12 @@ impl Endpoints {
         Endpoints { endpoints, shootdown, geometry, limits, changes: Mutex::default() }
     }
 
+    /// Whether every change of binding so far has reached all who translate, and no I/O under way
+    /// uses an older one.
+    pub fn is_settled(&self) -> bool {
+        self.changes.lock().values().all(|&token| self.shootdown.is_over(token))
+    }
+
     /// Has all endpoints report their faults to `faults`.
     pub fn report_to(&self, faults: &Arc<dyn FaultSink>) {
         self.endpoints.values().for_each(|endpoint| endpoint.report_to(Arc::clone(faults)));

@@ -28,6 +28,8 @@ pub struct IommuUnit {
     requests: Option<Ring<RequestQueue<Arc<Endpoints>>>>,
     events: Option<Ring<EventQueue>>,
     calls: [Option<Arc<OwnedFd>>; 2],
+    /// Written when a fault was reported, perhaps by another worker.
+    reported: Arc<OwnedFd>,
     /// Whether replies wait for an invalidation.
     pending: bool,
     past: Counters,
@@ -39,10 +41,11 @@ pub(super) const REQUESTS: u16 = 0;
 pub(super) const EVENTS: u16 = 1;
 
 impl IommuUnit {
-    /// A unit without rings yet.
+    /// A unit without rings yet. Who reports to `faults` writes to `reported` afterwards.
     pub fn new(
         device: Arc<Device<Arc<Endpoints>>>,
         faults: Arc<FaultQueue>,
+        reported: Arc<OwnedFd>,
         memory: Arc<Memory>,
     ) -> IommuUnit {
         IommuUnit {
@@ -52,6 +55,7 @@ impl IommuUnit {
             requests: None,
             events: None,
             calls: [None, None],
+            reported,
             pending: false,
             past: Counters::default(),
         }
@@ -96,6 +100,12 @@ impl IommuUnit {
         }
     }
 
+    /// Whether replies of this ring wait for an invalidation to be over: they are lost if it is
+    /// stopped now.
+    pub fn is_pending(&self, ring: u16) -> bool {
+        ring == REQUESTS && self.pending
+    }
+
     /// Lets a ring work, or not.
     pub fn enable(&mut self, ring: u16, enabled: bool) {
         match ring {
@@ -111,20 +121,23 @@ impl IommuUnit {
         }
     }
 
-    /// Replaces the memory under the running rings.
-    ///
-    /// # Errors
-    /// A ring is not in the new memory.
-    pub fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), RingError> {
+    /// Replaces the memory under the running rings. A ring that is not in the new memory stops.
+    pub fn set_memory(&mut self, memory: &Arc<Memory>) {
         self.memory = Physical::new(Arc::clone(memory));
         let addresses = UserAddresses::new(Arc::clone(memory));
-        if let Some(ring) = &mut self.requests {
-            ring.queue.queue().revalidate(&addresses)?;
+        if let Some(ring) = self.requests.as_mut().filter(|ring| !ring.failed)
+            && let Err(error) = ring.queue.queue().revalidate(&addresses)
+        {
+            eprintln!("iommu: request queue stopped: {error}");
+            ring.failed = true;
+            self.pending = false;
         }
-        if let Some(ring) = &mut self.events {
-            ring.queue.queue().revalidate(&addresses)?;
+        if let Some(ring) = self.events.as_mut().filter(|ring| !ring.failed)
+            && let Err(error) = ring.queue.queue().revalidate(&addresses)
+        {
+            eprintln!("iommu: event queue stopped: {error}");
+            ring.failed = true;
         }
-        Ok(())
     }
 
     /// What all request rings have done, those that are gone included.
@@ -154,7 +167,8 @@ impl Unit for IommuUnit {
     fn poll(&mut self, _now_ns: u64) -> bool {
         let mut busy = false;
         if let Some(ring) = &mut self.requests
-            && ring.enabled
+            // What was carried out is answered, enabled or not.
+            && (ring.enabled || self.pending)
             && !ring.failed
         {
             match ring.queue.poll(&self.memory) {
@@ -201,14 +215,26 @@ impl Unit for IommuUnit {
         if self.pending {
             return true;
         }
-        match &mut self.requests {
-            Some(ring) if ring.enabled && !ring.failed => ring.queue.queue().enable_kicks(),
-            _ => false,
+        let mut more = false;
+        if let Some(ring) = self.requests.as_mut().filter(|ring| ring.enabled && !ring.failed) {
+            more |= ring.queue.queue().enable_kicks();
         }
+        // Faults that wait have found no buffer.
+        if let Some(ring) = self.events.as_mut().filter(|ring| ring.enabled && !ring.failed)
+            && self.faults.waiting() > 0
+        {
+            more |= ring.queue.queue().enable_kicks();
+        }
+        more
     }
 
     fn disarm(&mut self) {
         if let Some(ring) = &mut self.requests
+            && !ring.failed
+        {
+            ring.queue.queue().suppress_kicks();
+        }
+        if let Some(ring) = &mut self.events
             && !ring.failed
         {
             ring.queue.queue().suppress_kicks();
@@ -219,5 +245,6 @@ impl Unit for IommuUnit {
         let requests = self.requests.as_ref().and_then(|ring| ring.kick.as_ref());
         let events = self.events.as_ref().and_then(|ring| ring.kick.as_ref());
         into.extend(requests.into_iter().chain(events).map(AsFd::as_fd));
+        into.push(self.reported.as_fd());
     }
 }
