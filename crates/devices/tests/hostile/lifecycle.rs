@@ -1,0 +1,165 @@
+//! Rings that stop, start, move and wait; memory that changes under them.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ringfence_devices::{
+    blk::wire::Kind,
+    disk::{Disk, Pace, Pacer, Ram},
+    ram::RamPart,
+};
+use ringfence_iommu::Prot;
+use ringfence_mem::GuestRam;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use std::os::fd::AsFd;
+
+use crate::rig::*;
+
+#[test]
+fn a_ring_goes_on_at_the_index_where_it_was_stopped() {
+    for translated in [false, true] {
+        let mut rig = Rig::new(Setup::new(translated));
+        let mut queue = rig.queue(0);
+        for round in 1..40u32 {
+            // Three requests: the index wraps around the ring of 16.
+            queue.go_round();
+            let base = rig.blk.get_vring_base(0).unwrap();
+            assert_eq!(base, round * 3);
+            // Stopped: whatever happens to the ring, nobody looks.
+            queue.submit(Kind::Flush, 0, &[]);
+            rig.round(0);
+            assert_eq!(queue.used_index(), (round * 3) as u16);
+            queue.start(&mut rig.blk, base as u16);
+            assert_eq!(queue.finish(), OK);
+            let base = rig.blk.get_vring_base(0).unwrap();
+            // And back by one, so that the counts stay simple.
+            assert_eq!(base, round * 3 + 1);
+            queue.clear();
+            queue.resume_at((round * 3) as u16);
+            queue.start(&mut rig.blk, (round * 3) as u16);
+        }
+    }
+}
+
+#[test]
+fn a_base_that_the_used_ring_contradicts_is_refused() {
+    let mut rig = Rig::new(Setup::new(false));
+    let mut queue = rig.queue(0);
+    queue.go_round();
+    rig.blk.get_vring_base(0).unwrap();
+    rig.blk.set_vring_base(0, 1000).unwrap();
+    assert!(rig.blk.set_vring_kick(0, Some(queue.kick.as_fd())).is_err());
+    queue.start(&mut rig.blk, 3);
+    queue.go_round();
+}
+
+#[test]
+fn a_ring_that_is_started_and_disabled_has_no_side_effects() {
+    // rule D28
+    for translated in [false, true] {
+        let mut rig = Rig::new(Setup::new(translated));
+        let mut other = rig.queue(1);
+        let mut queue = rig.queue(0);
+        rig.blk.get_vring_base(0).unwrap();
+        rig.blk.set_vring_enable(0, false).unwrap();
+        queue.start_disabled(&mut rig.blk, 0);
+        queue.submit(Kind::Flush, 0, &[]);
+        other.go_round();
+        rig.round(0);
+        assert_eq!(queue.used_index(), 0);
+        assert_eq!(rig.ask(0, |unit| unit.under_way(0)), 0);
+        rig.blk.set_vring_enable(0, true).unwrap();
+        assert_eq!(queue.finish(), OK);
+        // And the other way round, while it runs.
+        rig.blk.set_vring_enable(0, false).unwrap();
+        queue.submit(Kind::Flush, 0, &[]);
+        other.go_round();
+        rig.round(0);
+        assert_eq!(queue.used_index(), 1);
+        rig.blk.set_vring_enable(0, true).unwrap();
+        assert_eq!(queue.finish(), OK);
+    }
+}
+
+#[test]
+fn memory_can_be_added_and_replaced_under_running_rings() {
+    for translated in [false, true] {
+        let mut rig = Rig::new(Setup::new(translated));
+        let (mut queue, mut other) = (rig.queue(0), rig.queue(1));
+        let more = GuestRam::new(64 * PAGE, 0x9_0000_0000).unwrap();
+        let data = RamPart::carve(&more, PAGE, PAGE).unwrap();
+        let mut addr = data.gpa();
+        if translated {
+            addr = 0x4000_0000;
+            rig.map(addr, data.gpa(), PAGE as u64, Prot::WRITE);
+        }
+        let fd = more.fd().try_clone_to_owned().unwrap();
+        for _ in 0..20 {
+            assert_eq!(queue.read(0, piece(addr, PAGE)), IOERR);
+            rig.share(&[(more.region(), &fd)]);
+            fill(data.window(), 0xff);
+            assert_eq!(queue.read(0, piece(addr, PAGE)), OK);
+            assert!(holds(data.window(), 0));
+            other.go_round();
+            rig.share(&[]);
+            other.go_round();
+        }
+    }
+}
+
+#[test]
+fn a_ring_that_new_memory_leaves_out_is_used_no_more() {
+    let mut rig = Rig::new(Setup::new(false));
+    let (mut queue, other) = (rig.queue(0), rig.queue(1));
+    let more = GuestRam::new(64 * PAGE, 0x9_0000_0000).unwrap();
+    rig.blk.set_mem_table(&[(more.region(), more.fd())]).unwrap();
+    assert!(wait_for(&queue.err, LONG) && wait_for(&other.err, LONG));
+    let error = rig.failure(0).unwrap();
+    assert!(error.contains("outside of memory"), "{error}");
+    rig.share(&[]);
+    rig.blk.get_vring_base(0).unwrap();
+    queue.clear();
+    queue.start(&mut rig.blk, 0);
+    queue.go_round();
+}
+
+#[test]
+fn requests_that_a_paced_disk_has_not_answered_yet_are_when_the_ring_stops() {
+    let file = memfd_create("disk", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, 1 << 20).unwrap();
+    let ram = Arc::new(Ram::map(file.as_fd(), 1 << 20).unwrap());
+    // An hour for an answer.
+    let pace = Pace { latency_ns: 3_600_000_000_000, ..Pace::default() };
+    let disk = Disk::Paced(ram, Arc::new(Mutex::new(Pacer::new(pace))));
+    for translated in [false, true] {
+        let mut rig = Rig::new(Setup { disk: disk.clone(), ..Setup::new(translated) });
+        let mut queue = rig.queue(0);
+        let page = rig.pages(1);
+        let mut addr = page.gpa();
+        if translated {
+            addr = 0x4000_0000;
+            rig.map(addr, page.gpa(), PAGE as u64, Prot::WRITE);
+        }
+        fill(page.window(), 0xff);
+        queue.submit(Kind::In, 0, &[piece(addr, PAGE)]);
+        until("a request under way", || rig.ask(0, |unit| unit.under_way(0)) == 1);
+        assert_eq!(queue.used_index(), 0);
+        assert_eq!(rig.blk.get_vring_base(0).unwrap(), 1);
+        assert_eq!(queue.finish(), OK);
+        assert!(holds(page.window(), 0));
+        assert!(wait_for(&queue.call, LONG), "and the driver is interrupted for it");
+    }
+}
+
+#[test]
+fn a_connection_that_ends_stops_its_rings() {
+    let mut rig = Rig::new(Setup::new(true));
+    let mut queue = rig.queue(0);
+    queue.go_round();
+    rig.reconnect();
+    queue.submit(Kind::Flush, 0, &[]);
+    rig.iommu_works();
+    assert_eq!(queue.used_index(), 3);
+    queue.start(&mut rig.blk, 3);
+    assert_eq!(queue.finish(), OK);
+}

@@ -1,0 +1,10 @@
+//! The devices against drivers that are broken or hostile: whatever one writes into a ring,
+//! unmaps, truncates or forgets, its own queue stops or waits, and nothing else is harmed.
+
+mod corrupt;
+mod healthy;
+mod in_flight;
+mod lifecycle;
+mod protection;
+mod rig;
+mod truncation;

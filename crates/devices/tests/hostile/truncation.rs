@@ -1,0 +1,100 @@
+//! Memory whose file is truncated under the device.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use ringfence_mem::{Access, Memory, Physical, Region, Translate, Window, sigbus};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use crate::rig::*;
+
+const OTHER_GPA: u64 = 0x8_0000_0000;
+const OTHER_USER: u64 = 0x7000_0000_0000;
+const LEN: u64 = 16 * PAGE as u64;
+
+struct Unsealed {
+    file: OwnedFd,
+    region: Region,
+    /// The driver's own view.
+    window: Window,
+}
+
+fn unsealed() -> Unsealed {
+    sigbus::install().unwrap();
+    let file = memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, LEN).unwrap();
+    let region = Region { gpa: OTHER_GPA, size: LEN, user_addr: OTHER_USER, mmap_offset: 0 };
+    let memory = Memory::map(vec![(region, file.try_clone().unwrap())]).unwrap();
+    let window = Physical::new(memory).window(OTHER_GPA, LEN, Access::ReadWrite).unwrap();
+    Unsealed { file, region, window }
+}
+
+#[test]
+fn a_truncated_buffer_stops_the_queue_that_meets_it_and_the_process_lives() {
+    for translated in [false, true] {
+        let mut neighbour = Rig::new(Setup::new(translated));
+        let mut unharmed = neighbour.queue(0);
+        let mut rig = Rig::new(Setup::new(translated));
+        let other = unsealed();
+        rig.share(&[(other.region, &other.file)]);
+        let mut queue = rig.queue(0);
+        let mut addr = OTHER_GPA;
+        if translated {
+            addr = 0x4000_0000;
+            rig.map(addr, OTHER_GPA, LEN, ringfence_iommu::Prot::RW);
+        }
+        assert_eq!(queue.read(0, piece(addr, PAGE)), OK);
+        assert_eq!(queue.write(0, piece(addr, PAGE)), OK);
+
+        let used = queue.used_index();
+        ftruncate(&other.file, 0).unwrap();
+        queue.submit(ringfence_devices::blk::wire::Kind::Out, 0, &[piece(addr, PAGE)]);
+        assert!(wait_for(&queue.err, LONG));
+        let error = rig.failure(0).unwrap();
+        assert!(error.contains("its file was truncated"), "{error}");
+        assert!(error.contains(&format!("{OTHER_GPA:#x}")), "{error}");
+        assert_eq!(queue.used_index(), used, "what came of lost memory is not published");
+
+        // The same process serves another driver's memory, and this one's IOMMU.
+        unharmed.go_round();
+        neighbour.iommu_works();
+        rig.iommu_works();
+        // Without that memory the device can be used again.
+        rig.blk.get_vring_base(0).unwrap();
+        rig.share(&[]);
+        queue.clear();
+        queue.start(&mut rig.blk, 0);
+        queue.go_round();
+    }
+}
+
+#[test]
+fn a_truncated_ring_stops_and_the_reason_is_said() {
+    let mut rig = Rig::new(Setup::new(false));
+    let other = unsealed();
+    rig.share(&[(other.region, &other.file)]);
+    let mut neighbour = Rig::new(Setup::new(false));
+    let mut unharmed = neighbour.queue(0);
+    let page = other.window.part(0, PAGE).unwrap();
+    let mut queue = RawQueue::new(0, page, OTHER_GPA, OTHER_USER);
+    queue.start(&mut rig.blk, 0);
+    queue.go_round();
+    ftruncate(&other.file, 0).unwrap();
+    rustix::io::write(&queue.kick, &1u64.to_ne_bytes()).unwrap();
+    assert!(wait_for(&queue.err, LONG));
+    let error = rig.failure(0).unwrap();
+    assert!(error.contains("its file was truncated"), "{error}");
+    unharmed.go_round();
+    rig.iommu_works();
+    rig.blk.get_vring_base(0).unwrap();
+}
+
+#[test]
+fn a_file_too_short_for_its_region_is_refused_and_the_old_memory_stays() {
+    let mut rig = Rig::new(Setup::new(false));
+    let mut queue = rig.queue(0);
+    let other = unsealed();
+    ftruncate(&other.file, LEN / 2).unwrap();
+    let table = [(rig.ram.region(), rig.ram.fd()), (other.region, other.file.as_fd())];
+    assert!(rig.blk.set_mem_table(&table).is_err());
+    queue.go_round();
+}
