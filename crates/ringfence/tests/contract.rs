@@ -36,8 +36,6 @@ fn the_json_holds_every_field_of_the_contract() {
         let row = row(&json, 0, policy);
         for path in [
             "/iops/median",
-            "/iops/lo",
-            "/iops/hi",
             "/bandwidth_bytes_per_s/median",
             "/latency_ns/mean",
             "/latency_ns/p50",
@@ -48,6 +46,9 @@ fn the_json_holds_every_field_of_the_contract() {
             "/ratio_to_off/latency/median",
         ] {
             assert!(number(row, path) > 0.0, "{policy}: {path}");
+        }
+        for path in ["/iops/lo", "/iops/hi", "/ratio_to_off/latency/lo"] {
+            number(row, path);
         }
         assert_eq!(row["errors"], 0, "{policy}");
         for path in [
@@ -147,6 +148,25 @@ fn the_report_is_one_file_that_needs_no_other() {
     let json: Value = serde_json::from_str(&place.read("figures.json")).unwrap();
     assert_eq!(json["schema"], "ringfence.compare/1");
     assert!(ended.out.contains("off"), "the table is printed all the same\n{ended}");
+}
+
+#[test]
+fn a_warning_is_told_once_where_both_streams_are_one() {
+    use std::process::Command;
+    let place = Place::new();
+    let job = place.write("job.fio", format!("{JOB}iodepth_low=1\n"));
+    let log = std::fs::File::create(place.path("log")).unwrap();
+    let status = Command::new(env!("CARGO_BIN_EXE_ringfence"))
+        .args(["compare", "--repeat", "1", "--policy", "off"])
+        .arg(job)
+        .stdout(log.try_clone().unwrap())
+        .stderr(log)
+        .status()
+        .unwrap();
+    let log = place.read("log");
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert_eq!(log.matches("iodepth_low").count(), 1, "{log}");
+    assert!(log.contains("round 1 of 1") && log.contains("notify adaptive"), "{log}");
 }
 
 #[test]

@@ -11,7 +11,10 @@ const PROMISE: u64 = 2 << 30;
 #[test]
 fn the_default_jobs_take_less_than_two_gib() {
     let place = Place::new();
-    let mut running = place.start(&["compare", "--repeat", "1", "--runtime", "0.3"]);
+    // Rows that make both processes touch all of the disk, and that map most.
+    let rows = "host,off,strict,lazy-sq";
+    let mut running =
+        place.start(&["compare", "--repeat", "1", "--runtime", "0.4", "--policy", rows]);
     let driver = running.process();
     let (mut most_driver, mut most_device) = (0, 0);
     while running.is_running() {

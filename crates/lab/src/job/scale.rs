@@ -22,10 +22,11 @@ impl Scale {
     /// Fewest blocks an area may be shrunk to.
     pub const MIN_BLOCKS: u64 = 256;
 
-    /// Memory `compare` takes by default: well under its promise of 2 GiB, and a quarter of the
-    /// machine's memory if that is less (`machine`: bytes of memory, 0 if unknown).
+    /// Memory `compare` takes by default: under its promise of 2 GiB even where what its two
+    /// processes share is counted twice, and a quarter of the machine's memory if that is less
+    /// (`machine`: bytes of memory, 0 if unknown).
     pub fn default_memory(machine: u64) -> u64 {
-        const MOST: u64 = 1 << 30;
+        const MOST: u64 = 896 << 20;
         if machine == 0 { MOST } else { MOST.min(machine / 4) }
     }
 

@@ -172,7 +172,9 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
         job.block_sizes().map(u64::from).chain(std::iter::once(job.offset)).collect::<Vec<_>>()
     });
     let format = Format::for_sizes(sizes, generation());
-    let content = Content { format, foreign: target.foreign };
+    // Files may lie in a page cache, with or without O_DIRECT (tmpfs): reads there are not atomic.
+    let tears = target.kind == DiskKind::File && jobs.iter().any(|job| job.rw.writes());
+    let content = Content { format, foreign: target.foreign, tears };
     let stages = JobFile::stages(&jobs);
     let longest = jobs.iter().filter_map(|job| job.runtime).max().unwrap_or_default();
     let mut comparison = Comparison::new(
@@ -276,15 +278,18 @@ impl Stage<'_> {
                     ended.failure = Some(failure.context(what));
                     return rows;
                 }
-                let samples = measured.samples.into_iter().zip(measured.first_errors);
-                for (kept, (sample, first_error)) in results.iter_mut().zip(samples) {
+                let samples = measured.samples.into_iter().zip(measured.notes);
+                for (kept, (sample, notes)) in results.iter_mut().zip(samples) {
                     kept.effective_policy.clone_from(&measured.effective);
                     for warning in &measured.warnings {
                         if !kept.warnings.contains(warning) {
                             kept.warnings.push(warning.clone());
                         }
                     }
-                    let first = first_error.map(|error| format!("the first error: {error}"));
+                    if notes.torn && !kept.warnings.iter().any(|warning| warning == TORN) {
+                        kept.warnings.push(TORN.to_owned());
+                    }
+                    let first = notes.first_error.map(|error| format!("the first error: {error}"));
                     // The first round warms up, and is thrown away; its errors are not.
                     if round == 0 && sample.errors > 0 {
                         let first = first.unwrap_or_default();
@@ -420,8 +425,8 @@ impl Stage<'_> {
     ) -> Result<Measured> {
         let clones = dealt.iter().map(|clones| self.with_buffers(clones, buffers, round)).collect();
         let conducted = self.conduct(&mut paths, clones, round, || 0, || (), || None)?;
-        let (samples, first_errors) = conducted.samples(self.jobs, |_, _| ());
-        Ok(Measured { samples, first_errors, ..Measured::default() })
+        let (samples, notes) = conducted.samples(self.jobs, |_, _| ());
+        Ok(Measured { samples, notes, ..Measured::default() })
     }
 
     fn run_linked(&self, plan: &Plan, dealt: &[Vec<(usize, u32)>], round: u32) -> Result<Measured> {
@@ -479,7 +484,7 @@ impl Stage<'_> {
         let iotlb =
             protected.then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
         let all_ios = conducted.ios();
-        let (samples, first_errors) =
+        let (samples, notes) =
             conducted.samples(self.jobs, |sample, ((dma0, iommu0), (dma1, iommu1))| {
                 // Jobs that run at the same time share one IOMMU: each gets the part that its I/Os are
                 // of all.
@@ -494,7 +499,7 @@ impl Stage<'_> {
             });
         Ok(Measured {
             samples,
-            first_errors,
+            notes,
             effective: effective.to_string(),
             warnings: fallback.into_iter().collect(),
             leak,
@@ -609,13 +614,24 @@ impl Stage<'_> {
     }
 }
 
+/// Said of a row in which reads came back torn.
+const TORN: &str = "reads that met a write to the same block half-way were repeated";
+
+/// What there is to say of a job in a round.
+struct Notes {
+    /// The first of its errors.
+    first_error: Option<String>,
+    /// Whether reads were repeated.
+    torn: bool,
+}
+
 /// One round of one row.
 #[derive(Default)]
 struct Measured {
     /// One a job.
     samples: Vec<Sample>,
-    /// One a job: the first of its errors, if there were any.
-    first_errors: Vec<Option<String>>,
+    /// One a job.
+    notes: Vec<Notes>,
     effective: String,
     warnings: Vec<String>,
     leak: Option<String>,
@@ -640,12 +656,12 @@ impl<S> Conducted<S> {
         self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
     }
 
-    /// A sample for each job, and the first of its errors; `add` adds what only some rows have.
+    /// A sample for each job, and what there is to say of it; `add` adds what only some rows have.
     fn samples(
         &self,
         jobs: &[Job],
         mut add: impl FnMut(&mut Sample, &(S, S)),
-    ) -> (Vec<Sample>, Vec<Option<String>>) {
+    ) -> (Vec<Sample>, Vec<Notes>) {
         let all = self.ios().max(1) as f64;
         let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
         jobs.iter()
@@ -656,6 +672,7 @@ impl<S> Conducted<S> {
                     sum.ios += more.ios;
                     sum.bytes += more.bytes;
                     sum.errors += more.errors;
+                    sum.torn += more.torn;
                     sum.last_ns = sum.last_ns.max(more.last_ns);
                     sum.latency.merge(&more.latency);
                     if sum.first_error.is_none() {
@@ -681,7 +698,7 @@ impl<S> Conducted<S> {
                     ..Sample::default()
                 };
                 add(&mut sample, &self.stock);
-                (sample, total.first_error)
+                (sample, Notes { first_error: total.first_error, torn: total.torn > 0 })
             })
             .unzip()
     }

@@ -97,7 +97,12 @@ pub(crate) struct Content {
     pub(crate) format: Format,
     /// The disk holds what others wrote, and is only read: that cannot be checked byte by byte.
     pub(crate) foreign: bool,
+    /// The disk may hand out a block that a write is changing at that moment: a page cache does.
+    pub(crate) tears: bool,
 }
+
+/// How often a read that came back torn is repeated. A block that is damaged stays so.
+const REPEATS: u8 = 5;
 
 /// One of a job's clones, as one thread runs it.
 pub(crate) struct JobClone {
@@ -132,6 +137,8 @@ pub(crate) struct Counted {
     pub(crate) bytes: u64,
     /// When the last of them completed (`MonotonicClock`).
     pub(crate) last_ns: u64,
+    /// Reads that were repeated, since a write was changing the block.
+    pub(crate) torn: u64,
     pub(crate) errors: u64,
     pub(crate) first_error: Option<String>,
     pub(crate) latency: Latencies,
@@ -151,6 +158,15 @@ struct Task {
     clone: usize,
     io: Io,
     started_ns: u64,
+    repeats: u8,
+}
+
+/// What becomes of an I/O that has completed.
+enum Next {
+    /// Its place is free.
+    Free,
+    /// It is done once more.
+    Again,
 }
 
 /// Runs `clones` over `path` until the control says that it ends, or they end by themselves.
@@ -172,8 +188,7 @@ pub(crate) fn run<P: Path>(
 struct Runner<'c> {
     clones: Vec<JobClone>,
     tasks: Vec<Task>,
-    format: Format,
-    foreign: bool,
+    content: Content,
     control: &'c Control,
     clock: MonotonicClock,
     counted: Vec<Counted>,
@@ -190,8 +205,7 @@ impl<'c> Runner<'c> {
         Runner {
             clones,
             tasks: Vec::new(),
-            format: content.format,
-            foreign: content.foreign,
+            content,
             control,
             clock: MonotonicClock,
             counted: vec![Counted::default(); jobs],
@@ -202,10 +216,11 @@ impl<'c> Runner<'c> {
     fn run<P: Path>(mut self, path: &mut P) -> Result<Ran> {
         // Every task keeps its place for as long as its clone has I/O left.
         let mut ready: VecDeque<(u32, PagedBuffer)> = VecDeque::new();
+        let mut again: Vec<(u32, PagedBuffer)> = Vec::new();
         for clone in 0..self.clones.len() {
             for buffer in std::mem::take(&mut self.clones[clone].buffers) {
                 let io = Io { op: Op::Read, offset: 0, len: 0 };
-                self.tasks.push(Task { clone, io, started_ns: 0 });
+                self.tasks.push(Task { clone, io, started_ns: 0, repeats: 0 });
                 ready.push_back((self.tasks.len() as u32 - 1, buffer));
             }
         }
@@ -230,6 +245,11 @@ impl<'c> Runner<'c> {
             }
             let now = self.clock.now_ns();
             let mut started = false;
+            // What was begun is ended, in any phase.
+            while let Some((token, buffer)) = again.pop() {
+                self.submit(path, token, buffer)?;
+                started = true;
+            }
             while phase != Phase::Ending && self.under_way < depth {
                 let Some((token, buffer)) = ready.pop_front() else { break };
                 started |= self.start(path, now, token, buffer)?;
@@ -267,8 +287,11 @@ impl<'c> Runner<'c> {
             idle_since = None;
             let now = self.clock.now_ns();
             for completed in done.drain(..) {
-                let (token, buffer) = self.complete(completed, now, phase == Phase::Measured);
-                ready.push_back((token, buffer));
+                let Completed { token, mut buffer, ok } = completed;
+                match self.complete(token, &mut buffer, ok, now, phase == Phase::Measured) {
+                    Next::Free => ready.push_back((token, buffer)),
+                    Next::Again => again.push((token, buffer)),
+                }
             }
         }
         if exhausted {
@@ -290,7 +313,7 @@ impl<'c> Runner<'c> {
         path: &mut P,
         now_ns: u64,
         token: u32,
-        mut buffer: PagedBuffer,
+        buffer: PagedBuffer,
     ) -> Result<bool> {
         let task = &mut self.tasks[token as usize];
         let clone = &mut self.clones[task.clone];
@@ -299,39 +322,57 @@ impl<'c> Runner<'c> {
             return Ok(false);
         }
         let Some(io) = clone.workload.next() else { return Ok(false) };
-        buffer.set_len(io.len as usize);
-        let data = buffer.bytes_mut();
-        match io.op {
-            Op::Write => {
-                let sequence = self.control.sequence.fetch_add(1, Ordering::Relaxed);
-                self.format.fill(data, io.offset, sequence);
-            }
-            // What comes back must have been written by the disk, not left over.
-            Op::Read => self.format.poison(data),
-        }
         task.io = io;
-        task.started_ns = self.clock.now_ns();
-        path.submit(io.op, io.offset, buffer, token)?;
-        self.under_way += 1;
+        task.repeats = 0;
+        self.submit(path, token, buffer)?;
         Ok(true)
     }
 
+    fn submit<P: Path>(&mut self, path: &mut P, token: u32, mut buffer: PagedBuffer) -> Result<()> {
+        let task = &mut self.tasks[token as usize];
+        let Io { op, offset, len } = task.io;
+        buffer.set_len(len as usize);
+        let data = buffer.bytes_mut();
+        match op {
+            Op::Write => {
+                let sequence = self.control.sequence.fetch_add(1, Ordering::Relaxed);
+                self.content.format.fill(data, offset, sequence);
+            }
+            // What comes back must have been written by the disk, not left over.
+            Op::Read => self.content.format.poison(data),
+        }
+        task.started_ns = self.clock.now_ns();
+        path.submit(op, offset, buffer, token)?;
+        self.under_way += 1;
+        Ok(())
+    }
+
     /// Checks what has come back and counts it.
-    fn complete(&mut self, done: Completed, now_ns: u64, measured: bool) -> (u32, PagedBuffer) {
+    fn complete(
+        &mut self,
+        token: u32,
+        buffer: &mut PagedBuffer,
+        ok: bool,
+        now_ns: u64,
+        measured: bool,
+    ) -> Next {
         self.under_way -= 1;
-        let Completed { token, mut buffer, ok } = done;
-        let task = &self.tasks[token as usize];
+        let Content { format, foreign, tears } = self.content;
+        let task = &mut self.tasks[token as usize];
         let counted = &mut self.counted[self.clones[task.clone].job];
         let wrong = match (ok, task.io.op) {
             (false, op) => Some(format!("{op:?} at {:#x} failed", task.io.offset)),
             (true, Op::Write) => None,
-            (true, Op::Read) => match self.format.check(buffer.bytes_mut(), task.io.offset) {
+            (true, Op::Read) => match format.check(buffer.bytes_mut(), task.io.offset) {
                 Ok(_) => None,
                 // What others wrote cannot be judged, only whether it came.
-                Err(error)
-                    if self.foreign && !matches!(error, BlockError::NotTransferred { .. }) =>
-                {
+                Err(error) if foreign && !matches!(error, BlockError::NotTransferred { .. }) => {
                     None
+                }
+                Err(BlockError::Damaged { .. }) if tears && task.repeats < REPEATS => {
+                    task.repeats += 1;
+                    counted.torn += 1;
+                    return Next::Again;
                 }
                 Err(error) => Some(error.to_string()),
             },
@@ -347,6 +388,6 @@ impl<'c> Runner<'c> {
             counted.last_ns = now_ns;
             counted.latency.record(now_ns.saturating_sub(task.started_ns));
         }
-        (token, buffer)
+        Next::Free
     }
 }
