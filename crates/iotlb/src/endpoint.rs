@@ -106,3 +106,45 @@ impl Endpoint {
         self.changes.load(Ordering::Acquire)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ringfence_iommu::{FaultReason, Iova, Prot};
+
+    struct Names(&'static str, Mutex<Vec<&'static str>>);
+
+    impl FaultSink for Names {
+        fn report(&self, _: Fault) {
+            self.1.lock().push(self.0);
+        }
+    }
+
+    #[test]
+    fn the_first_place_for_faults_stays() {
+        let endpoint = Endpoint::new(5, Shootdown::new(1), Binding::Blocked);
+        let (reason, iova, access) = (FaultReason::Mapping, Iova(0), Prot::READ);
+        let fault = Fault { reason, endpoint: 5, iova, access };
+        // Nobody is told yet.
+        endpoint.report(fault);
+        let [first, second] =
+            ["first", "second"].map(|name| Arc::new(Names(name, Mutex::default())));
+        endpoint.report_to(Arc::clone(&first) as _);
+        endpoint.report_to(Arc::clone(&second) as _);
+        endpoint.report(fault);
+        assert_eq!(*first.1.lock(), ["first"]);
+        assert!(second.1.lock().is_empty());
+    }
+
+    #[test]
+    fn a_binding_without_views_is_in_force_at_once() {
+        let shootdown = Shootdown::new(1);
+        let endpoint = Endpoint::new(5, Arc::clone(&shootdown), Binding::default());
+        assert!(matches!(endpoint.binding(), Binding::Blocked));
+        let before = endpoint.changes();
+        let token = endpoint.bind(Binding::Bypass);
+        assert!(shootdown.is_over(token));
+        assert!(matches!(endpoint.binding(), Binding::Bypass));
+        assert_ne!(endpoint.changes(), before);
+    }
+}

@@ -298,16 +298,20 @@ fn wanted(access: Access) -> Prot {
 
 fn drop_range(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>, range: Range) {
     cache.invalidate(range);
-    for (held, window) in windows.borrow().iter() {
-        if held.overlaps(range) {
+    windows.borrow_mut().retain(|(held, window)| {
+        let gone = held.overlaps(range);
+        if gone {
             window.invalidate();
         }
-    }
+        !gone
+    });
 }
 
 fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
     cache.clear();
-    for (_, window) in windows.borrow().iter() {
-        window.invalidate();
-    }
+    // Forgotten too: each keeps its memory mapped.
+    windows.borrow_mut().drain(..).for_each(|(_, window)| window.invalidate());
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,492 @@
+//! Views by themselves, and against a naive oracle.
+
+use std::{collections::BTreeMap, os::fd::OwnedFd};
+
+use parking_lot::Mutex;
+use proptest::prelude::*;
+use ringfence_iommu::{
+    Domain, FaultSink, Gather, Geometry, GuestPhys, PageSizes, SoftDomain, SyncToken,
+    shootdown::Shootdown, table::Limits,
+};
+use ringfence_mem::Region;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use super::*;
+
+const PAGE: u64 = 4096;
+/// Guest-physical memory: two regions that touch, a gap, and one that ends with the last address.
+const REGIONS: [(u64, u64); 3] = [(16, 8), (24, 8), ((u64::MAX >> 12) - 7, 8)];
+
+fn file(pages: u64) -> OwnedFd {
+    let file = memfd_create("view", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, pages * PAGE).unwrap();
+    file
+}
+
+fn memory() -> Arc<Memory> {
+    let mut user_addr = 0x5000_0000;
+    let regions = REGIONS.map(|(first, pages)| {
+        user_addr += 1 << 30;
+        let (gpa, size) = (first * PAGE, pages * PAGE);
+        (Region { gpa, size, user_addr, mmap_offset: 0 }, file(pages))
+    });
+    Memory::map(regions.into()).unwrap()
+}
+
+type Soft = Arc<SoftDomain<GuestPhys>>;
+
+fn domain(shootdown: &Arc<Shootdown>) -> Soft {
+    let geometry = Geometry::new(PageSizes::from_granule(PAGE).unwrap(), Range::ALL);
+    let limits = Limits { table_bytes: 16 << 20, mappings: 1 << 16 };
+    SoftDomain::new(geometry, limits, Arc::clone(shootdown))
+}
+
+fn pages(iova: u64, count: u64) -> Range {
+    Range::from_len(Iova(iova), count * PAGE).unwrap()
+}
+
+fn map(domain: &Soft, iova: u64, gpa: u64, count: u64, prot: Prot) {
+    domain.map_pages(pages(iova, count), GuestPhys(gpa), prot).unwrap();
+}
+
+/// Unmaps, and begins to invalidate.
+fn unmap(domain: &Soft, iova: u64, count: u64) -> SyncToken {
+    let mut gather = Gather::new();
+    domain.unmap_pages(pages(iova, count), &mut gather).unwrap();
+    domain.iotlb_sync_begin(&mut gather).unwrap()
+}
+
+#[derive(Default)]
+struct Faults(Mutex<Vec<Fault>>);
+
+impl FaultSink for Faults {
+    fn report(&self, fault: Fault) {
+        self.0.lock().push(fault);
+    }
+}
+
+struct Bench {
+    shootdown: Arc<Shootdown>,
+    endpoint: Arc<Endpoint>,
+    domain: Soft,
+    memory: Arc<Memory>,
+    faults: Arc<Faults>,
+    view: View,
+}
+
+/// A view of an endpoint that is bound to a domain.
+fn bench() -> Bench {
+    let shootdown = Shootdown::new(2);
+    let domain = domain(&shootdown);
+    let binding = Binding::Domain(Arc::clone(&domain));
+    let endpoint = Endpoint::new(3, Arc::clone(&shootdown), binding);
+    let faults = Arc::new(Faults::default());
+    endpoint.report_to(Arc::clone(&faults) as _);
+    let memory = memory();
+    let view = View::new(Arc::clone(&endpoint), Arc::clone(&memory)).unwrap();
+    Bench { shootdown, endpoint, domain, memory, faults, view }
+}
+
+/// Where the first byte of a guest-physical address is in this process.
+fn host(memory: &Memory, gpa: u64) -> usize {
+    memory.find_gpa(gpa).unwrap().slice.as_ptr() as usize
+}
+
+#[test]
+fn a_window_and_what_was_cached_go_before_the_invalidation_is_over() {
+    let Bench { domain, mut view, memory, .. } = bench();
+    map(&domain, 0x10_0000, 16 * PAGE, 2, Prot::RW);
+    map(&domain, 0x20_1000, 18 * PAGE, 1, Prot::RW);
+    let window = view.window(0x10_0000, 2 * PAGE, Access::ReadWrite).unwrap();
+    let part = window.part(100, 100).unwrap();
+    let other = view.window(0x20_1000, 10, Access::Read).unwrap();
+    assert_eq!(window.slice().as_ptr() as usize, host(&memory, 16 * PAGE));
+    let token = unmap(&domain, 0x10_0000, 2);
+    // Until the quiet point the device may go on, and nobody is told that it does not.
+    assert!(!domain.iotlb_sync_poll(token).unwrap());
+    assert!(window.is_valid());
+    assert!(view.read(0x10_0000, &mut [0]).is_ok(), "cached");
+    view.quiet();
+    assert!(domain.iotlb_sync_poll(token).unwrap());
+    assert!(!window.is_valid() && !part.is_valid() && other.is_valid());
+    let refused = AccessError::Unmapped { addr: 0x10_0000, access: Access::Read };
+    assert_eq!(view.read(0x10_0000, &mut [0]), Err(refused));
+    assert!(view.read(0x20_1000, &mut [0]).is_ok());
+}
+
+#[test]
+fn a_lease_holds_up_its_range_and_no_other() {
+    let Bench { domain, mut view, .. } = bench();
+    map(&domain, 0, 16 * PAGE, 4, Prot::RW);
+    map(&domain, 0x10_0000, 16 * PAGE, 4, Prot::RW);
+    view.read(PAGE, &mut [0; 8]).unwrap();
+    let lease = view.lease(PAGE, 8).unwrap();
+    assert!(view.lease(u64::MAX, 2).is_none() && view.lease(5, 0).is_none());
+    let other = unmap(&domain, 0x10_0000, 4);
+    let held = unmap(&domain, 0, 4);
+    view.quiet();
+    assert!(domain.iotlb_sync_poll(other).unwrap());
+    assert!(!domain.iotlb_sync_poll(held).unwrap());
+    view.quiet();
+    assert!(!domain.iotlb_sync_poll(held).unwrap());
+    drop(lease);
+    assert!(domain.iotlb_sync_poll(held).unwrap());
+}
+
+#[test]
+fn a_new_binding_is_in_force_when_its_token_is_over() {
+    let Bench { shootdown, endpoint, domain: first, mut view, faults, memory } = bench();
+    map(&first, 0x1000, 16 * PAGE, 1, Prot::RW);
+    let second = domain(&shootdown);
+    map(&second, 0x1000, 17 * PAGE, 1, Prot::READ);
+    let window = view.window(0x1000, 16, Access::ReadWrite).unwrap();
+
+    let token = endpoint.bind(Binding::Domain(Arc::clone(&second)));
+    assert!(!shootdown.is_over(token));
+    view.quiet();
+    assert!(shootdown.is_over(token) && !window.is_valid());
+    let window = view.window(0x1000, 16, Access::Read).unwrap();
+    assert_eq!(window.slice().as_ptr() as usize, host(&memory, 17 * PAGE));
+    let refused = AccessError::NotPermitted { addr: 0x1000, access: Access::Write };
+    assert_eq!(view.write(0x1000, &[1]), Err(refused));
+
+    let token = endpoint.bind(Binding::Blocked);
+    view.quiet();
+    assert!(shootdown.is_over(token) && !window.is_valid());
+    assert!(view.read(0x1000, &mut [0]).is_err());
+
+    endpoint.bind(Binding::Bypass);
+    view.quiet();
+    view.write(16 * PAGE, &[1]).unwrap();
+    let outside = AccessError::OutsideMemory { addr: 0x1000, access: Access::Read };
+    assert_eq!(view.read(0x1000, &mut [0]), Err(outside));
+
+    let reasons: Vec<_> = faults.0.lock().iter().map(|fault| fault.reason).collect();
+    use FaultReason::{Mapping, NoDomain, Unknown};
+    assert_eq!(reasons, [Mapping, NoDomain, Unknown]);
+    assert!(faults.0.lock().iter().all(|fault| fault.endpoint == 3));
+    view.quiet();
+    assert_eq!(view.counters().faults.load(Ordering::Relaxed), 3);
+    // No reference to a domain is left that is no longer used.
+    assert_eq!(Arc::strong_count(&second), 1);
+    assert_eq!(Arc::strong_count(&first), 1);
+}
+
+#[test]
+fn a_view_that_is_offline_is_not_waited_for_and_has_forgotten_when_it_is_back() {
+    let Bench { shootdown, endpoint, domain, mut view, .. } = bench();
+    map(&domain, 0x1000, 16 * PAGE, 2, Prot::RW);
+    view.write(0x1000, &[1]).unwrap();
+    let window = view.window(0x2000, 16, Access::Read).unwrap();
+    view.offline();
+    let token = unmap(&domain, 0x1000, 2);
+    assert!(domain.iotlb_sync_poll(token).unwrap());
+    view.online();
+    assert!(!window.is_valid());
+    assert!(view.write(0x1000, &[1]).is_err());
+
+    map(&domain, 0x1000, 16 * PAGE, 1, Prot::RW);
+    view.write(0x1000, &[1]).unwrap();
+    view.offline();
+    assert!(shootdown.is_over(endpoint.bind(Binding::Blocked)));
+    view.online();
+    assert!(view.write(0x1000, &[1]).is_err());
+}
+
+#[test]
+fn new_memory_replaces_all_pointers_into_the_old() {
+    let Bench { domain, mut view, memory: old, .. } = bench();
+    map(&domain, 0x1000, 16 * PAGE, 1, Prot::RW);
+    view.write(0x1000, &[1]).unwrap();
+    let window = view.window(0x1000, 16, Access::Read).unwrap();
+    let new = memory();
+    view.set_memory(Arc::clone(&new));
+    assert!(!window.is_valid());
+    let found = view.window(0x1000, 16, Access::Read).unwrap();
+    assert_eq!(found.slice().as_ptr() as usize, host(&new, 16 * PAGE));
+    assert_ne!(found.slice().as_ptr() as usize, host(&old, 16 * PAGE));
+}
+
+#[test]
+fn faults_are_neither_counted_nor_told_while_silent() {
+    let Bench { view, faults, .. } = bench();
+    let refused = view.silently(|| view.read(0, &mut [0]).is_err());
+    assert!(refused && faults.0.lock().is_empty());
+    assert!(view.read(0, &mut [0]).is_err());
+    assert_eq!(faults.0.lock().len(), 1);
+}
+
+#[test]
+fn the_last_address_is_an_address_and_none_follows_it() {
+    let Bench { domain, view, .. } = bench();
+    map(&domain, u64::MAX - 0xfff, 16 * PAGE, 1, Prot::RW);
+    view.write(u64::MAX, &[7]).unwrap();
+    let mut byte = [0];
+    view.read(u64::MAX, &mut byte).unwrap();
+    assert_eq!(byte, [7]);
+    let over = AccessError::Overflow { addr: u64::MAX, len: 2 };
+    assert_eq!(view.write(u64::MAX, &[1, 2]), Err(over));
+    assert!(view.window(u64::MAX, 2, Access::Read).is_err());
+    assert_eq!(view.window(u64::MAX, 1, Access::Read).unwrap().len(), 1);
+    assert!(view.slices(u64::MAX, 0, Access::Read, |_| panic!("of nothing")).is_ok());
+}
+
+#[test]
+fn a_window_lies_in_one_piece_however_many_mappings_it_spans() {
+    let Bench { domain, view, .. } = bench();
+    // Two mappings whose memory follows, and then one whose memory does not.
+    map(&domain, 0x1_f000, 17 * PAGE, 1, Prot::RW);
+    map(&domain, 0x2_0000, 18 * PAGE, 1, Prot::RW);
+    map(&domain, 0x2_1000, 16 * PAGE, 1, Prot::RW);
+    assert_eq!(view.window(0x1_f000, 2 * PAGE, Access::Read).unwrap().len(), 8192);
+    let broken = AccessError::Fragmented { addr: 0x2_0000, len: 2 * PAGE };
+    assert_eq!(view.window(0x2_0000, 2 * PAGE, Access::Read).unwrap_err(), broken);
+}
+
+#[test]
+fn a_truncated_file_is_noticed_before_anything_is_told() {
+    ringfence_mem::sigbus::install().unwrap();
+    let Bench { domain, mut view, .. } = bench();
+    view.check().unwrap();
+    let unsealed = file(4);
+    let copy = unsealed.try_clone().unwrap();
+    let region = Region { gpa: 1 << 40, size: 4 * PAGE, user_addr: 0, mmap_offset: 0 };
+    view.set_memory(Memory::map(vec![(region, copy)]).unwrap());
+    map(&domain, 0x1000, 1 << 40, 1, Prot::RW);
+    view.write(0x1000, &[1]).unwrap();
+    view.check().unwrap();
+    ftruncate(&unsealed, 0).unwrap();
+    let mut byte = [9];
+    view.read(0x1000, &mut byte).unwrap();
+    assert_eq!(byte, [0]);
+    assert_eq!(view.check(), Err(AccessError::Lost { addr: 1 << 40 }));
+}
+
+#[test]
+fn there_are_only_so_many_views() {
+    let Bench { endpoint, memory, view, .. } = bench();
+    let second = View::new(Arc::clone(&endpoint), Arc::clone(&memory)).unwrap();
+    assert!(View::new(Arc::clone(&endpoint), Arc::clone(&memory)).is_none());
+    drop(view);
+    assert!(View::new(endpoint, memory).is_some());
+    drop(second);
+}
+
+/// The I/O virtual pages that the property test plays with: around the border of a cache's block,
+/// others that share its slots, and the last ones there are.
+const SPOTS: [u64; 3] = [0x100 - 8, 0x300 - 8, (u64::MAX >> 12) - 15];
+const SPOT: u64 = 16;
+
+fn iova_page(n: u64) -> u64 {
+    SPOTS[(n / SPOT) as usize] + n % SPOT
+}
+
+/// Guest-physical pages: all regions, the gap, and some that lie before.
+fn gpa_page(n: u64) -> u64 {
+    if n < 24 { 12 + n } else { (u64::MAX >> 12) - 7 + (n - 24) }
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Map { domain: usize, page: u64, count: u64, target: u64, prot: Prot },
+    Unmap { domain: usize, pick: usize },
+    Bind(usize),
+    Access { page: u64, offset: u64, len: u64, access: Access },
+    Window { page: u64, offset: u64, len: u64, access: Access },
+    Sleep,
+    NewMemory,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let prot = prop_oneof![Just(Prot::READ), Just(Prot::WRITE), Just(Prot::RW), Just(Prot::RW)];
+    let access = || prop_oneof![Just(Access::Read), Just(Access::Write), Just(Access::ReadWrite)];
+    let reach = || (0..3 * SPOT, 0..PAGE, prop_oneof![1..64u64, 1..5 * PAGE], access());
+    prop_oneof![
+        4 => (0..2usize, 0..3 * SPOT, 1..6u64, 0..32u64, prot).prop_map(
+            |(domain, page, count, target, prot)| Op::Map { domain, page, count, target, prot }
+        ),
+        2 => (0..2usize, any::<usize>()).prop_map(|(domain, pick)| Op::Unmap { domain, pick }),
+        1 => (0..4usize).prop_map(Op::Bind),
+        8 => reach()
+            .prop_map(|(page, offset, len, access)| Op::Access { page, offset, len, access }),
+        2 => reach()
+            .prop_map(|(page, offset, len, access)| Op::Window { page, offset, len, access }),
+        1 => Just(Op::Sleep),
+        1 => Just(Op::NewMemory),
+    ]
+}
+
+/// What a view should do, in the simplest words.
+#[derive(Default)]
+struct Oracle {
+    /// By page: where it leads, and what is allowed.
+    domains: [BTreeMap<u64, (u64, Prot)>; 2],
+    mappings: [Vec<(u64, u64)>; 2],
+    /// Blocked, bypass, or one of the domains.
+    bound: usize,
+}
+
+impl Oracle {
+    /// The guest-physical address, or why there is none.
+    fn translate(&self, addr: u64, access: Access) -> Result<u64, AccessError> {
+        let gpa = match self.bound {
+            0 => return Err(AccessError::Unmapped { addr, access }),
+            1 => addr,
+            n => match self.domains[n - 2].get(&(addr >> 12)) {
+                None => return Err(AccessError::Unmapped { addr, access }),
+                Some(&(_, prot)) if !prot.contains(wanted(access)) => {
+                    return Err(AccessError::NotPermitted { addr, access });
+                }
+                Some(&(target, _)) => target << 12 | addr & (PAGE - 1),
+            },
+        };
+        let inside = REGIONS.iter().any(|&(first, count)| (gpa >> 12).wrapping_sub(first) < count);
+        if inside { Ok(gpa) } else { Err(AccessError::OutsideMemory { addr, access }) }
+    }
+
+    /// The guest-physical address of each page's part, and how it ends.
+    fn walk(&self, addr: u64, len: u64, access: Access) -> (Vec<(u64, u64)>, Option<AccessError>) {
+        let mut parts = Vec::new();
+        let Some(last) = addr.checked_add(len - 1) else {
+            return (parts, Some(AccessError::Overflow { addr, len }));
+        };
+        let mut at = addr;
+        loop {
+            let end = last.min(at | (PAGE - 1));
+            match self.translate(at, access) {
+                Ok(gpa) => parts.push((gpa, end - at + 1)),
+                Err(error) => return (parts, Some(error)),
+            }
+            if end == last {
+                return (parts, None);
+            }
+            at = end + 1;
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+    #[test]
+    fn a_view_reaches_what_the_oracle_says_and_nothing_else(
+        ops in proptest::collection::vec(op(), 1..80)
+    ) {
+        let Bench { shootdown, endpoint, domain: first, mut memory, mut view, faults } = bench();
+        let domains = [first, domain(&shootdown)];
+        let mut oracle = Oracle { bound: 2, ..Oracle::default() };
+        let mut windows: Vec<(u64, u64, Access, Window)> = Vec::new();
+        for op in ops {
+            match op {
+                Op::Map { domain, page, count, target, prot } => {
+                    // Not across the borders of a spot or of the targets.
+                    let count = count.min(SPOT - page % SPOT).min(32 - target);
+                    let count = if target < 24 { count.min(24 - target) } else { count };
+                    let (iova, gpa) = (iova_page(page), gpa_page(target));
+                    let mapped = domains[domain].map_pages(
+                        pages(iova << 12, count), GuestPhys(gpa << 12), prot,
+                    );
+                    let table = &mut oracle.domains[domain];
+                    prop_assert_eq!(mapped.is_ok(), table.range(iova..=iova + (count - 1)).next().is_none());
+                    if mapped.is_ok() {
+                        table.extend((0..count).map(|n| (iova + n, (gpa + n, prot))));
+                        oracle.mappings[domain].push((iova, count));
+                    }
+                }
+                Op::Unmap { domain, pick } => {
+                    let mappings = &mut oracle.mappings[domain];
+                    if mappings.is_empty() {
+                        continue;
+                    }
+                    let (iova, count) = mappings.swap_remove(pick % mappings.len());
+                    let table = &mut oracle.domains[domain];
+                    table.retain(|page, _| page.wrapping_sub(iova) >= count);
+                    let token = unmap(&domains[domain], iova << 12, count);
+                    view.quiet();
+                    prop_assert!(domains[domain].iotlb_sync_poll(token).unwrap());
+                }
+                Op::Bind(to) => {
+                    oracle.bound = to;
+                    let token = endpoint.bind(match to {
+                        0 => Binding::Blocked,
+                        1 => Binding::Bypass,
+                        n => Binding::Domain(Arc::clone(&domains[n - 2])),
+                    });
+                    view.quiet();
+                    prop_assert!(shootdown.is_over(token));
+                }
+                Op::Access { page, offset, len, access } => {
+                    let addr = iova_page(page) << 12 | offset;
+                    let (parts, error) = oracle.walk(addr, len, access);
+                    let reported = faults.0.lock().len();
+                    let mut visited = Vec::new();
+                    let result = view.slices(addr, len, access, |piece| {
+                        let at = piece.as_ptr() as usize;
+                        visited.extend([(at, at + piece.len())]);
+                    });
+                    prop_assert_eq!(result.err(), error);
+                    let refused = error.is_some_and(|e| !matches!(e, AccessError::Overflow { .. }));
+                    prop_assert_eq!(faults.0.lock().len() - reported, usize::from(refused));
+                    // Both as maximal runs of this process's addresses.
+                    let expected = parts.iter().map(|&(gpa, len)| {
+                        let at = host(&memory, gpa);
+                        (at, at + len as usize)
+                    });
+                    prop_assert_eq!(joined(visited.into_iter()), joined(expected));
+                }
+                Op::Window { page, offset, len, access } => {
+                    let addr = iova_page(page) << 12 | offset;
+                    let (parts, error) = oracle.walk(addr, len, access);
+                    let runs = joined(parts.iter().map(|&(gpa, len)| {
+                        let at = host(&memory, gpa);
+                        (at, at + len as usize)
+                    }));
+                    match view.window(addr, len, access) {
+                        Ok(window) => {
+                            let at = window.slice().as_ptr() as usize;
+                            prop_assert_eq!(runs, [(at, at + window.len())]);
+                            prop_assert!(error.is_none() && window.len() as u64 == len);
+                            windows.push((addr, len, access, window));
+                        }
+                        Err(AccessError::Fragmented { .. }) => prop_assert!(runs.len() > 1),
+                        Err(other) => prop_assert_eq!(Some(other), error),
+                    }
+                }
+                Op::Sleep => {
+                    view.offline();
+                    view.online();
+                }
+                Op::NewMemory => {
+                    let old = std::mem::replace(&mut memory, self::memory());
+                    view.set_memory(Arc::clone(&memory));
+                    // Nothing but windows keeps it.
+                    windows.retain(|(.., window)| window.is_valid());
+                    prop_assert!(windows.is_empty());
+                    prop_assert_eq!(Arc::strong_count(&old), 1);
+                }
+            }
+            // A window that is valid leads where its addresses do.
+            for (addr, len, access, window) in windows.iter().filter(|(.., w)| w.is_valid()) {
+                let (parts, error) = oracle.walk(*addr, *len, *access);
+                prop_assert_eq!(error, None);
+                let at = window.slice().as_ptr() as usize;
+                let runs = joined(parts.iter().map(|&(gpa, len)| {
+                    let at = host(&memory, gpa);
+                    (at, at + len as usize)
+                }));
+                prop_assert_eq!(runs, [(at, at + window.len())]);
+            }
+        }
+    }
+}
+
+/// Joins pieces that follow each other.
+fn joined(pieces: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for (first, end) in pieces {
+        match runs.last_mut() {
+            Some(run) if run.1 == first => run.1 = end,
+            _ => runs.push((first, end)),
+        }
+    }
+    runs
+}
