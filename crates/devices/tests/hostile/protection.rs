@@ -14,7 +14,9 @@ use ringfence_iotlb::Counters;
 
 use crate::rig::*;
 
-const DATA: u64 = 0x4000_0000;
+/// Not in the IOTLB slot of a ring's page: else every request would begin with a cold cache, and
+/// prove nothing.
+const DATA: u64 = 0x4000_5000;
 
 /// Fills the first sectors of the disk with a byte.
 fn prepare(rig: &Rig, queue: &mut RawQueue, byte: u8) {
