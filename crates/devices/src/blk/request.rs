@@ -107,3 +107,153 @@ pub fn answer(chain: &Chain, mem: &impl Translate, status: Status, written: u32)
         _ => 0,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use ringfence_virtq::{device, driver, testing::Ram as Memory};
+    use zerocopy::IntoBytes;
+
+    const CAPACITY: u64 = 64 * SECTOR;
+    const BUFFERS: u64 = 0x1_0000;
+
+    /// Passes a chain of these buffers through a ring.
+    fn chain(mem: &Memory, descs: &[Desc]) -> Chain {
+        let (mut driver, mut device): (driver::Queue, device::Queue) =
+            ringfence_virtq::testing::pair(mem, mem.base(), 16, false);
+        driver.add(descs, 0).unwrap();
+        driver.publish();
+        let mut chain = Chain::new();
+        assert!(device.pop(mem, &mut chain).unwrap());
+        chain
+    }
+
+    fn memory() -> Memory {
+        Memory::new(0, 2 * BUFFERS as usize)
+    }
+
+    fn header(mem: &Memory, kind: u32, sector: u64) -> Desc {
+        let header = Header { kind: kind.into(), reserved: 7.into(), sector: sector.into() };
+        mem.write(BUFFERS, header.as_bytes()).unwrap();
+        Desc::readable(BUFFERS, HEADER_BYTES as u32)
+    }
+
+    /// A request of one buffer, checked.
+    fn parsed(kind: u32, sector: u64, len: u32) -> Result<Action, Status> {
+        let mem = memory();
+        let header = header(&mem, kind, sector);
+        let write = kind == Kind::In.code();
+        let data = Desc { addr: BUFFERS + 0x1000, len, write };
+        let status = Desc::writable(BUFFERS + 0x800, 1);
+        parse(&chain(&mem, &[header, data, status]), &mem, CAPACITY)
+    }
+
+    #[test]
+    fn a_transfer_lies_on_the_disk_or_is_refused() {
+        let whole = CAPACITY as u32;
+        let read = Action::Transfer { write: false, offset: 0, len: CAPACITY };
+        assert_eq!(parsed(0, 0, whole), Ok(read));
+        let write = Action::Transfer { write: true, offset: 63 * SECTOR, len: SECTOR };
+        assert_eq!(parsed(1, 63, 512), Ok(write));
+        for (sector, len) in [
+            (1, whole),
+            (64, 512),
+            (0, whole + 512),
+            (0, 511),
+            (u64::MAX, 512),
+            (u64::MAX / SECTOR, 512),
+            (1 << 55, 512),
+        ] {
+            for kind in [0, 1] {
+                assert_eq!(parsed(kind, sector, len), Err(Status::IoErr), "{sector} {len}");
+            }
+        }
+        // Nothing at the very end is still on the disk.
+        assert!(parsed(0, 64, 0).is_ok() && parsed(0, 65, 0).is_err());
+    }
+
+    #[test]
+    fn what_moves_no_data_is_not_checked_against_the_disk() {
+        assert_eq!(parsed(4, u64::MAX, 3), Ok(Action::Flush));
+        assert_eq!(parsed(8, u64::MAX, 3), Ok(Action::Identify));
+        for unknown in [2, 3, 5, 11, 13, u32::MAX] {
+            assert_eq!(parsed(unknown, 0, 512), Err(Status::Unsupported));
+        }
+    }
+
+    #[test]
+    fn a_header_in_pieces_is_a_header_and_a_part_of_one_is_none() {
+        let mem = memory();
+        header(&mem, 4, 0);
+        let status = Desc::writable(BUFFERS + 0x800, 1);
+        let pieces = [
+            Desc::readable(BUFFERS, 1),
+            Desc::readable(BUFFERS + 1, 0),
+            Desc::readable(BUFFERS + 1, 15),
+            status,
+        ];
+        assert_eq!(parse(&chain(&mem, &pieces), &mem, CAPACITY), Ok(Action::Flush));
+        let short = chain(&mem, &[Desc::readable(BUFFERS, 15), status]);
+        assert_eq!(parse(&short, &mem, CAPACITY), Err(Status::IoErr));
+        let none = chain(&mem, &[status]);
+        assert_eq!(parse(&none, &mem, CAPACITY), Err(Status::IoErr));
+        let lost = chain(&mem, &[Desc::readable(1 << 40, 16), status]);
+        assert_eq!(parse(&lost, &mem, CAPACITY), Err(Status::IoErr));
+    }
+
+    #[test]
+    fn the_status_is_the_last_byte_that_can_be_written() {
+        let mem = memory();
+        let header = header(&mem, 0, 0);
+        let at = BUFFERS + 0x1000;
+        let request = chain(&mem, &[header, Desc::writable(at, 512), Desc::writable(at + 512, 9)]);
+        assert_eq!(answer(&request, &mem, Status::Unsupported, 512), 513);
+        let mut bytes = [0xff; 9];
+        mem.read(at + 512, &mut bytes).unwrap();
+        assert_eq!(bytes, [0, 0, 0, 0, 0, 0, 0, 0, 2]);
+        // Without a place for it nothing was done, as far as the driver is told.
+        let nowhere = chain(&mem, &[header, Desc::writable(1 << 40, 1)]);
+        assert_eq!(answer(&nowhere, &mem, Status::Ok, 0), 0);
+        let readable = chain(&mem, &[header]);
+        assert_eq!(answer(&readable, &mem, Status::Ok, 0), 0);
+    }
+
+    #[test]
+    fn the_name_is_cut_to_the_room_there_is() {
+        let mem = memory();
+        let header = header(&mem, 8, 0);
+        let at = BUFFERS + 0x1000;
+        for (room, written) in [(0, 0), (5, 5), (20, 20), (100, 20)] {
+            mem.write(at, &[0xff; 101]).unwrap();
+            let request = chain(&mem, &[header, Desc::writable(at, room + 1)]);
+            assert_eq!(identify(&request, &mem, "a name of more than twenty"), Ok(written));
+            let mut bytes = [0; 101];
+            mem.read(at, &mut bytes).unwrap();
+            assert_eq!(bytes[..written as usize], b"a name of more than "[..written as usize]);
+            assert!(bytes[written as usize..].iter().all(|&byte| byte == 0xff));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_chain_makes_a_request_that_leaves_the_disk(
+            kind in 0..3u32,
+            sector in prop_oneof![0..80u64, any::<u64>()],
+            lens in proptest::collection::vec((0..2000u32, any::<bool>()), 0..8),
+            cut in 0..20u32,
+        ) {
+            let mem = memory();
+            let mut descs = vec![Desc { len: cut, ..header(&mem, kind, sector) }];
+            descs.extend(lens.iter().map(|&(len, write)| Desc { addr: BUFFERS, len, write }));
+            descs.sort_by_key(|desc| desc.write);
+            let chain = chain(&mem, &descs);
+            if let Ok(Action::Transfer { write, offset, len }) = parse(&chain, &mem, CAPACITY) {
+                prop_assert!(len.is_multiple_of(SECTOR));
+                prop_assert!(offset.checked_add(len).unwrap() <= CAPACITY);
+                let data: u64 = data(&chain, write, len).map(|desc| u64::from(desc.len)).sum();
+                prop_assert_eq!(data, len);
+            }
+        }
+    }
+}

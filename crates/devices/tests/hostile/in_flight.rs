@@ -69,7 +69,7 @@ impl Slow {
                 assert!(holds(&data, byte), "the unmap was answered before the read was done");
                 unmapped.store(true, Ordering::Release);
             });
-            for _ in 0..300 {
+            for _ in 0..20 {
                 self.go_round();
                 assert!(!unmapped.load(Ordering::Acquire), "unmapped under a read");
             }
@@ -157,7 +157,7 @@ fn a_detach_waits_for_io_under_way() {
             assert!(holds(&data, 8));
             detached.store(true, Ordering::Release);
         });
-        for _ in 0..300 {
+        for _ in 0..20 {
             slow.rig.round(0);
             assert!(!detached.load(Ordering::Acquire));
         }
