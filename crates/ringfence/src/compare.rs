@@ -37,7 +37,12 @@ const DEFAULT_RUNTIME: Duration = Duration::from_millis(900);
     ringfence compare
     ringfence compare --repeat 30 --runtime 10                      the protocol of the mailing list
     ringfence compare my.fio --policy off,strict+map --disk ram
-    ringfence compare my.fio --disk /dev/nvme1n1 --destroy-data --report report.html")]
+    ringfence compare my.fio --disk /dev/nvme1n1 --destroy-data --report report.html
+
+EXIT STATUS:
+    0   done
+    1   an I/O failed or came back wrong, a strict policy leaked, a process died, or Ctrl-C
+    2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
     /// A fio job file. Its `filename` is never opened: --disk decides.
     job: Option<PathBuf>,
@@ -167,7 +172,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
 
     let measured = !comparison.jobs.is_empty();
     let mut verdict: Vec<String> = leaks.iter().map(|leak| format!("LEAK: {leak}")).collect();
-    verdict.extend(failure.map(|failure| format!("error: {failure:#}")));
+    verdict.extend(failure.map(|failure| format!("error: {}", crate::explain(&failure))));
     if comparison.interrupted {
         verdict.push(match measured {
             true => "interrupted: the figures are of the rounds that were complete".to_owned(),

@@ -31,10 +31,51 @@ fn main() -> ExitCode {
         Command::Device => ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS),
     };
     ended.unwrap_or_else(|error| {
-        eprintln!("error: {error:#}");
+        eprintln!("error: {}", explain(&error));
         // Wrong input is wrong usage, wherever it was found.
         let usage =
             error.is::<ringfence_lab::job::JobError>() || error.is::<ringfence_lab::run::Usage>();
         ExitCode::from(if usage { 2 } else { 1 })
     })
+}
+
+/// An error and its causes in one line. A cause that was told already, by an error that has it in
+/// its own words, is not told again.
+fn explain(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |text, cause| {
+        let cause = cause.to_string();
+        match text.as_str() {
+            "" => cause,
+            told if told.contains(&cause) => text,
+            told => format!("{told}: {cause}"),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Wordy(std::io::Error);
+
+    impl std::fmt::Display for Wordy {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "no luck: {}", self.0)
+        }
+    }
+
+    impl std::error::Error for Wordy {
+        fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    #[test]
+    fn every_cause_is_told_once() {
+        let error = anyhow::Error::new(Wordy(std::io::Error::other("it rains")));
+        assert_eq!(explain(&error.context("going out")), "going out: no luck: it rains");
+        let error = anyhow::anyhow!("it rains").context("no luck").context("going out");
+        assert_eq!(explain(&error), "going out: no luck: it rains");
+    }
 }

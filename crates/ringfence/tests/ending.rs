@@ -7,7 +7,7 @@ use std::time::Duration;
 use common::{Ended, Place, Running};
 use rustix::process::Signal;
 
-/// Rounds of a second: a signal in the third finds two complete ones of each row.
+/// Short rounds, and many of them.
 const JOB: &str = "[pages]\nrw=randrw\nbs=16k\nsize=16m\niodepth=8\ntime_based\nruntime=200ms\n";
 const LONG: [&str; 7] =
     ["compare", "job.fio", "--repeat", "1000", "--policy", "off,strict", "--json=out.json"];
@@ -23,11 +23,12 @@ fn start(place: &Place) -> Running {
     place.start(&LONG)
 }
 
-/// Lets some rounds go by.
-fn let_it_run(place: &Place, running: &mut Running) {
-    place.device_process();
-    std::thread::sleep(Duration::from_millis(2500));
-    assert!(running.is_running());
+/// Lets a round of each row go by.
+fn let_it_run(running: &mut Running) {
+    running.wait_for(|line| {
+        let round = line.split_once(", round ").and_then(|(_, rest)| rest.split(' ').next());
+        round.is_some_and(|number| number.parse::<u32>().unwrap() >= 2)
+    });
 }
 
 /// It stopped as it should, with complete rounds.
@@ -61,7 +62,7 @@ fn nothing_is_left(place: &Place) {
 fn ctrl_c_prints_the_complete_rounds_and_leaves_nothing() {
     let place = Place::new();
     let mut running = start(&place);
-    let_it_run(&place, &mut running);
+    let_it_run(&mut running);
     // As a terminal does it: to every process of the group.
     running.signal_group(Signal::INT);
     stopped_in_order(&place, &running.wait());
@@ -72,7 +73,7 @@ fn a_signal_to_the_command_alone_does_the_same() {
     for signal in [Signal::INT, Signal::TERM] {
         let place = Place::new();
         let mut running = start(&place);
-        let_it_run(&place, &mut running);
+        let_it_run(&mut running);
         running.signal(signal);
         stopped_in_order(&place, &running.wait());
     }
@@ -83,7 +84,7 @@ fn a_terminal_that_goes_away_ends_it_in_order() {
     for signal in [Signal::HUP, Signal::TERM] {
         let place = Place::new();
         let mut running = start(&place);
-        let_it_run(&place, &mut running);
+        let_it_run(&mut running);
         running.signal_group(signal);
         stopped_in_order(&place, &running.wait());
     }

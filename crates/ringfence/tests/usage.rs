@@ -41,7 +41,7 @@ fn an_unknown_key_is_named_once_and_the_run_goes_on() {
 #[test]
 fn a_job_that_cannot_fit_says_what_to_lower() {
     let job = "[huge]\nrw=randwrite\nbs=16m\niodepth=4096\nnumjobs=64\n";
-    Place::new().compare(job, &[]).refused(&["job.fio", "GiB", "lower iodepth"]);
+    Place::new().compare(job, &[]).refused(&["job.fio", "TiB", "lower iodepth"]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
-        Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU32, Ordering},
     },
     thread::JoinHandle,
@@ -191,8 +191,8 @@ fn pid(id: u32) -> Pid {
 /// The command, running. It does not outlive this.
 pub(crate) struct Running {
     child: Child,
-    out: JoinHandle<String>,
-    err: JoinHandle<String>,
+    out: Collected,
+    err: Collected,
     what: String,
     begun: Instant,
 }
@@ -212,6 +212,15 @@ impl Running {
         kill_process_group(pid(self.child.id()), signal).unwrap();
     }
 
+    /// Waits until a line of its progress, on standard error, is one that `wanted` accepts.
+    pub(crate) fn wait_for(&mut self, wanted: impl Fn(&str) -> bool) {
+        while !self.err.text().lines().any(&wanted) {
+            assert!(self.is_running(), "{} has ended\n{}", self.what, self.err.text());
+            assert!(self.begun.elapsed() < LIMIT, "{}\n{}", self.what, self.err.text());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     pub(crate) fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
@@ -228,17 +237,44 @@ impl Running {
             }
             std::thread::sleep(Duration::from_millis(5));
         };
-        let (out, err) = (self.out.join().unwrap(), self.err.join().unwrap());
+        let (out, err) = (self.out.end(), self.err.end());
         Ended { status, out, err, what: self.what, took: self.begun.elapsed() }
     }
 }
 
-fn collect(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
-    std::thread::spawn(move || {
-        let mut text = Vec::new();
-        from.read_to_end(&mut text).unwrap();
-        String::from_utf8(text).expect("the command prints UTF-8")
-    })
+/// What comes out of a stream, read by a thread of its own.
+struct Collected {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    reader: JoinHandle<()>,
+}
+
+fn collect(mut from: impl Read + Send + 'static) -> Collected {
+    let bytes = Arc::new(Mutex::new(Vec::new()));
+    let into = Arc::clone(&bytes);
+    let reader = std::thread::spawn(move || {
+        let mut part = [0; 4096];
+        loop {
+            match from.read(&mut part).unwrap() {
+                0 => break,
+                n => into.lock().unwrap().extend_from_slice(&part[..n]),
+            }
+        }
+    });
+    Collected { bytes, reader }
+}
+
+impl Collected {
+    /// So far.
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes.lock().unwrap()).into_owned()
+    }
+
+    /// All of it.
+    fn end(self) -> String {
+        self.reader.join().unwrap();
+        let bytes = std::mem::take(&mut *self.bytes.lock().unwrap());
+        String::from_utf8(bytes).expect("the command prints UTF-8")
+    }
 }
 
 /// How the command ended.
