@@ -58,7 +58,14 @@ pub(crate) struct VirtioPath {
     queue: DriverQueue,
     mapped: Vec<Option<(Op, Mapping<PagedBuffer>)>>,
     probe: Option<Probe>,
+    /// Requests that were added and not published yet.
+    unpublished: usize,
 }
+
+/// How many requests are started, or taken back, before the other side, or the other direction,
+/// has its turn: a job that unmapped all of a deep queue before it mapped anything would leave the
+/// disk with nothing to do.
+const TURN: usize = 16;
 
 /// Requests of the probe have this bit in their number.
 pub(crate) const PROBE: u64 = 1 << 63;
@@ -67,7 +74,7 @@ const PROBE_ROOM: usize = 1;
 
 impl VirtioPath {
     pub(crate) fn new(dma: Dma, queue: DriverQueue, probe: Option<Probe>) -> VirtioPath {
-        VirtioPath { dma, queue, mapped: Vec::new(), probe }
+        VirtioPath { dma, queue, mapped: Vec::new(), probe, unpublished: 0 }
     }
 }
 
@@ -88,16 +95,23 @@ impl Path for VirtioPath {
             self.mapped.resize_with(at + 1, || None);
         }
         self.mapped[at] = Some((op, mapping));
+        self.unpublished += 1;
+        if self.unpublished >= TURN {
+            self.publish()?;
+        }
         Ok(())
     }
 
     fn publish(&mut self) -> Result<()> {
+        self.unpublished = 0;
         self.queue.publish();
         Ok(())
     }
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        while let Some(done) = self.queue.reap()? {
+        while into.len() < TURN
+            && let Some(done) = self.queue.reap()?
+        {
             if done.token & PROBE != 0 {
                 let probe = self.probe.as_mut().context("an answer to no probe")?;
                 probe.answered(done.ok, &mut self.queue)?;
@@ -194,7 +208,7 @@ impl Path for MemoryPath {
             into.push(Completed { token, buffer, ok: true });
             // As the device process does between its rounds: what has completed is looked at
             // before it has left the cache.
-            if into.len() >= 16 {
+            if into.len() >= TURN {
                 break;
             }
         }
