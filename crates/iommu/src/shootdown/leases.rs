@@ -1,0 +1,186 @@
+//! Who still uses a translation after its reader's quiet point.
+
+use alloc::boxed::Box;
+use core::ptr;
+
+use ringfence_sync::atomic::{AtomicPtr, AtomicU64, Ordering, fence};
+
+use crate::{Iova, Range};
+
+/// How many leases a link of a [`Leases`] chain holds.
+pub(super) const CHUNK: usize = if cfg!(loom) { 1 } else { 64 };
+
+/// The leases that the readers of one index have taken: a chain of chunks that only grows.
+pub(super) struct Leases {
+    head: Chunk,
+}
+
+struct Chunk {
+    /// Which slots are in use, a bit each.
+    used: AtomicU64,
+    slots: Box<[LeaseSlot]>,
+    /// The next chunk, or null: set once, freed with the chain.
+    next: AtomicPtr<Chunk>,
+}
+
+struct LeaseSlot {
+    first: AtomicU64,
+    last: AtomicU64,
+    /// The epoch that the reader had announced last when it took the lease; 0 while the slot is
+    /// being filled or is free.
+    mark: AtomicU64,
+}
+
+impl Chunk {
+    fn new() -> Chunk {
+        let slot = |_| LeaseSlot {
+            first: AtomicU64::new(0),
+            last: AtomicU64::new(0),
+            mark: AtomicU64::new(0),
+        };
+        Chunk {
+            used: AtomicU64::new(0),
+            slots: (0..CHUNK).map(slot).collect(),
+            next: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    /// Takes a free slot.
+    fn claim(&self) -> Option<usize> {
+        let mut used = self.used.load(Ordering::Relaxed);
+        loop {
+            let slot = used.trailing_ones() as usize;
+            if slot >= CHUNK {
+                return None;
+            }
+            // Acquire pairs with the Release in `give_back`: the last lease in this slot is over,
+            // and what we write to the slot comes after.
+            match self.used.compare_exchange_weak(
+                used,
+                used | 1 << slot,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Some(slot),
+                Err(now) => used = now,
+            }
+        }
+    }
+
+    fn next(&self) -> Option<&Chunk> {
+        // Acquire pairs with the Release in `grow`: the chunk is seen as it was made.
+        let next = self.next.load(Ordering::Acquire);
+        // SAFETY: null, or a chunk that `grow` made and that is freed only when the chain is
+        // dropped, which `self` being borrowed rules out.
+        unsafe { next.as_ref() }
+    }
+
+    /// The next chunk, made if there is none.
+    #[cold]
+    fn grow(&self) -> &Chunk {
+        let new = Box::into_raw(Box::new(Chunk::new()));
+        match self.next.compare_exchange(ptr::null_mut(), new, Ordering::Release, Ordering::Acquire)
+        {
+            // SAFETY: it is part of the chain now; see `next`.
+            Ok(_) => unsafe { &*new },
+            Err(other) => {
+                // SAFETY: made above by `Box::into_raw`, and nobody else has seen it.
+                drop(unsafe { Box::from_raw(new) });
+                // SAFETY: not null, as it was not what was expected; see `next`.
+                unsafe { &*other }
+            }
+        }
+    }
+}
+
+impl Leases {
+    pub(super) fn new() -> Leases {
+        Leases { head: Chunk::new() }
+    }
+
+    fn chunks(&self) -> impl Iterator<Item = &Chunk> {
+        core::iter::successors(Some(&self.head), |chunk| chunk.next())
+    }
+
+    /// Enters a lease; returns its index.
+    pub(super) fn take(&self, range: Range, mark: u64) -> usize {
+        let mut chunk = &self.head;
+        let mut base = 0;
+        let at = loop {
+            match chunk.claim() {
+                Some(at) => break at,
+                None => chunk = chunk.next().unwrap_or_else(|| chunk.grow()),
+            }
+            base += CHUNK;
+        };
+        let slot = &chunk.slots[at];
+        // Pairs with the fence in `stand_on`: whoever sees one of the two stores below sees that
+        // the lease before this one, if it was looking at that, is over.
+        fence(Ordering::Release);
+        slot.first.store(range.first().0, Ordering::Relaxed);
+        slot.last.store(range.last().0, Ordering::Relaxed);
+        // Release: whoever sees the mark sees the range.
+        slot.mark.store(mark, Ordering::Release);
+        base + at
+    }
+
+    #[cfg_attr(loom, allow(clippy::modulo_one, reason = "a chunk holds one lease in a model"))]
+    pub(super) fn give_back(&self, index: usize) {
+        let chunk = self.chunks().nth(index / CHUNK).expect("chunks are never taken away");
+        let at = index % CHUNK;
+        // Release, both: what was done under the lease comes before it is seen to be over.
+        chunk.slots[at].mark.store(0, Ordering::Release);
+        chunk.used.fetch_and(!(1 << at), Ordering::Release);
+    }
+
+    /// Whether a lease that was taken before its reader had passed the grace period `grace` stands
+    /// on one of `ranges`. May say so of one that is just being given back.
+    ///
+    /// The caller knows that the grace period is over. So every lease that counts is complete and
+    /// visible here: its reader made it before the quiet point that the caller knows of. What is
+    /// seen half-made was begun after, and does not count.
+    pub(super) fn stand_on(&self, ranges: &[Range], grace: u64) -> bool {
+        self.chunks().any(|chunk| {
+            // Acquire: a slot seen as free is one whose lease is over. (All changes of `used` are
+            // read-modify-writes, so this holds of earlier ones too.)
+            let mut used = chunk.used.load(Ordering::Acquire);
+            while used != 0 {
+                let slot = &chunk.slots[used.trailing_zeros() as usize];
+                used &= used - 1;
+                let mark = slot.mark.load(Ordering::Acquire);
+                if mark == 0 || mark >= grace {
+                    continue;
+                }
+                let first = slot.first.load(Ordering::Relaxed);
+                let last = slot.last.load(Ordering::Relaxed);
+                fence(Ordering::Acquire);
+                // If the slot has changed hands meanwhile, the two numbers mean nothing: say yes,
+                // the caller asks again.
+                if slot.mark.load(Ordering::Relaxed) != mark {
+                    return true;
+                }
+                // Both ends of one lease; or, if the slot went to a lease with the same mark, of
+                // whatever: then the first one is over, as the fences have shown us, and the
+                // other does not count.
+                if Range::new(Iova(first), Iova(last))
+                    .is_none_or(|held| ranges.iter().any(|range| range.overlaps(held)))
+                {
+                    return true;
+                }
+            }
+            false
+        })
+    }
+}
+
+impl Drop for Leases {
+    fn drop(&mut self) {
+        let mut next = self.head.next.load(Ordering::Acquire);
+        while !next.is_null() {
+            // SAFETY: made by `Box::into_raw` in `grow`, reached from its one predecessor, which
+            // is gone after this; nobody else is left, as `self` is borrowed exclusively.
+            let chunk = unsafe { Box::from_raw(next) };
+            next = chunk.next.load(Ordering::Acquire);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! What was invalidated last, for the readers to replay.
+
+use alloc::boxed::Box;
+
+use ringfence_sync::{
+    CachePadded,
+    atomic::{AtomicU64, Ordering, fence},
+};
+
+use super::Invalidation;
+use crate::{Iova, Range};
+
+/// How many invalidated ranges the log remembers. A reader that comes by more rarely than that
+/// drops everything. (A model checker explores lapping with fewer.)
+pub(super) const LOG: usize = if cfg!(loom) { 2 } else { 64 };
+
+/// The last invalidated ranges, in a ring.
+///
+/// Writers take turns (by the lock of [`Shootdown::pending`]); readers take no lock and may find a
+/// place overwritten under them. `claimed` tells: it is raised before a place is overwritten, as
+/// `written` is after.
+pub(super) struct Log {
+    claimed: CachePadded<AtomicU64>,
+    written: AtomicU64,
+    places: Box<[Place]>,
+}
+
+struct Place {
+    first: AtomicU64,
+    last: AtomicU64,
+}
+
+impl Log {
+    pub(super) fn new() -> Log {
+        let place = |_| Place { first: AtomicU64::new(0), last: AtomicU64::new(0) };
+        Log {
+            claimed: CachePadded::new(AtomicU64::new(0)),
+            written: AtomicU64::new(0),
+            places: (0..LOG).map(place).collect(),
+        }
+    }
+
+    /// How many ranges were logged so far. Acquire: the caller sees all that was done before they
+    /// were.
+    pub(super) fn position(&self) -> u64 {
+        self.written.load(Ordering::Acquire)
+    }
+
+    fn place(&self, position: u64) -> &Place {
+        &self.places[(position % LOG as u64) as usize]
+    }
+
+    /// One writer at a time.
+    pub(super) fn push(&self, range: Range) {
+        let position = self.written.load(Ordering::Relaxed);
+        self.claimed.store(position + 1, Ordering::Relaxed);
+        // Pairs with the fence in `get`: a reader that sees one of the two stores below sees the
+        // claim above.
+        fence(Ordering::Release);
+        let place = self.place(position);
+        place.first.store(range.first().0, Ordering::Relaxed);
+        place.last.store(range.last().0, Ordering::Relaxed);
+        // Release: a reader that sees the position sees the range, and what was removed before.
+        self.written.store(position + 1, Ordering::Release);
+    }
+
+    /// The range at `position`, which was written; `None` if it was overwritten.
+    fn get(&self, position: u64) -> Option<Range> {
+        let place = self.place(position);
+        let first = place.first.load(Ordering::Relaxed);
+        let last = place.last.load(Ordering::Relaxed);
+        // Pairs with the fence in `push`.
+        fence(Ordering::Acquire);
+        if self.claimed.load(Ordering::Relaxed) - position > LOG as u64 {
+            return None;
+        }
+        Range::new(Iova(first), Iova(last))
+    }
+
+    /// Calls `f` with every range from `*replayed` on, and moves that to the end.
+    #[inline(never)]
+    pub(super) fn replay(&self, replayed: &mut u64, mut f: impl FnMut(Invalidation)) {
+        let end = self.position();
+        // If `f` panics, the reader stays where it was and will replay everything again.
+        for position in *replayed..end {
+            match self.get(position) {
+                Some(range) if range != Range::ALL => f(Invalidation::Range(range)),
+                // All that follows is part of it. And so is what was lost if we were lapped.
+                _ => {
+                    f(Invalidation::All);
+                    break;
+                }
+            }
+        }
+        *replayed = end;
+    }
+}

@@ -1,0 +1,367 @@
+//! Telling every cache of translations what is no longer true, and knowing when all have heard.
+//!
+//! A process has one [`Shootdown`]. Each thread that translates on behalf of a device has a
+//! [`Reader`] of it, and whatever it likes as a cache. The reader comes by a quiet point
+//! ([`Reader::poll`]) between two pieces of work; there it is told what was invalidated since the
+//! last one, and drops that from its cache. Readers never wait.
+//!
+//! Whoever removed a translation calls [`Shootdown::begin`], which writes the range to a short log
+//! and starts a grace period ([`ringfence_sync::qsbr`]). The invalidation is over when every reader
+//! has passed a quiet point since, and when the [`Lease`]s that such readers had taken on the range
+//! before are given back: a lease stands for asynchronous I/O, which goes on using a translation
+//! after the reader's quiet point.
+//!
+//! # Why a removed translation is not served
+//! Take an invalidation that is over, and a reader. Its grace period g is over, so the reader has
+//! announced an epoch at or above g (or was offline; below). It loaded that epoch *before* it
+//! looked at the log, and the log was written *before* g was started: so it has replayed the range,
+//! and what its cache held from before is gone. And whatever it looked up in a table since then
+//! comes after the start of g, and so after the removal: it found nothing.
+//!
+//! A reader that was offline replays the log after the fence of its coming online, which is paired
+//! with the one in the start of g: either the writer saw it online and waited, or the replay sees
+//! the range, and later look-ups the removal.
+//!
+//! # Why a lease is not overlooked, and not waited for in vain
+//! A lease is marked with the epoch that its reader had announced last when it was taken. If that
+//! is below g the lease may stand on a translation that g removes: it is waited for. It was taken
+//! before the reader announced g, so whoever knows that g is over sees it. If the mark is g or
+//! above, the lease was taken after the reader had dropped the removed translation; it stands on a
+//! newer one (the same address may be mapped again by now) and is not waited for.
+
+mod leases;
+mod log;
+
+use alloc::{boxed::Box, sync::Arc};
+use core::fmt;
+
+use arrayvec::ArrayVec;
+use ringfence_sync::{
+    Backoff,
+    lock::SpinLock,
+    qsbr::{self, Grace, Qsbr},
+};
+
+use self::{leases::Leases, log::Log};
+use crate::{Gather, Range};
+
+/// How many invalidations with ranges can be told apart while they are under way; more are merged.
+const PENDING: usize = if cfg!(loom) { 2 } else { 32 };
+
+/// The ranges of an invalidation.
+type Gone = ArrayVec<Range, 8>;
+
+/// The same ranges, joined and widened until they fit (rule L42).
+fn few(ranges: impl Iterator<Item = Range> + Clone) -> Gone {
+    let mut gone = Gone::new();
+    if ranges.clone().all(|range| gone.try_push(range).is_ok()) {
+        return gone;
+    }
+    let mut gather = Gather::new();
+    ranges.for_each(|range| gather.add(range));
+    gather.ranges().iter().copied().collect()
+}
+
+/// What a cache must drop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Invalidation {
+    /// Every translation of an address in the range.
+    Range(Range),
+    /// Every translation.
+    All,
+}
+
+impl Invalidation {
+    /// Whether a cached translation of addresses in `range` must be dropped.
+    #[inline]
+    pub const fn hits(self, range: Range) -> bool {
+        match self {
+            Invalidation::Range(gone) => gone.overlaps(range),
+            Invalidation::All => true,
+        }
+    }
+}
+
+/// The invalidations of a process: see the [module](self).
+pub struct Shootdown {
+    qsbr: Arc<Qsbr>,
+    log: Log,
+    /// Also makes writers of the log take turns.
+    pending: SpinLock<Pending>,
+    /// One for each reader, by its index.
+    leases: Box<[Arc<Leases>]>,
+}
+
+impl Shootdown {
+    /// Invalidations for up to `max_readers` readers at a time.
+    pub fn new(max_readers: usize) -> Arc<Shootdown> {
+        Arc::new(Shootdown {
+            qsbr: Arc::new(Qsbr::new(max_readers)),
+            log: Log::new(),
+            pending: SpinLock::new(Pending::default()),
+            leases: (0..max_readers).map(|_| Arc::new(Leases::new())).collect(),
+        })
+    }
+
+    /// Adds a reader, online, which has an empty cache; `None` if there are as many as there can
+    /// be.
+    pub fn reader(self: &Arc<Self>) -> Option<Reader> {
+        let inner = self.qsbr.register()?;
+        Some(Reader {
+            leases: Arc::clone(&self.leases[inner.index()]),
+            // After going online: what is logged from here on is replayed. What was logged before
+            // was removed before, as the Acquire in `position` lets every later look-up see; and
+            // nothing has been looked up yet.
+            replayed: self.log.position(),
+            inner,
+            shootdown: Arc::clone(self),
+        })
+    }
+
+    /// Begins to invalidate `ranges`, or every address if `all`, and returns a token that names the
+    /// invalidation (never 0). The translations have been removed from their table before. Without
+    /// ranges it is a grace period alone.
+    ///
+    /// Never under-invalidates; if there are many ranges it invalidates addresses between them too
+    /// (rule L42).
+    pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
+        let gone = if all { few([Range::ALL].into_iter()) } else { few(ranges.iter().copied()) };
+        let mut pending = self.pending.lock();
+        if !cfg!(feature = "mutant-no-invalidation") {
+            gone.iter().for_each(|&range| self.log.push(range));
+        }
+        // After the log, so that a reader that sees this grace period sees the ranges. Inside the
+        // lock, so that tokens enter `pending` in order.
+        let token = self.qsbr.start().as_u64();
+        if !gone.is_empty() {
+            if pending.entries.is_full() {
+                pending.entries.retain(|entry| !self.entry_is_over(entry));
+            }
+            pending.push(token, gone);
+        }
+        token
+    }
+
+    /// Whether the invalidation that gave `token` is over: no reader serves what was removed, now or
+    /// later, and no lease stands on it. 0 is always over; a token that was not given yet, never.
+    pub fn is_over(&self, token: u64) -> bool {
+        // The leases only after the grace period: until then a reader may take further ones.
+        self.is_quiet(token) && {
+            let mut pending = self.pending.lock();
+            match pending.entries.iter().position(|entry| entry.covers(token)) {
+                None => true,
+                Some(at) if self.entry_is_over(&pending.entries[at]) => {
+                    pending.entries.remove(at);
+                    true
+                }
+                Some(_) => false,
+            }
+        }
+    }
+
+    /// Whether every reader has passed a quiet point since `token` was given, whatever leases there
+    /// are: the condition for reusing memory that only readers reach, such as table pages.
+    #[inline]
+    pub fn is_quiet(&self, token: u64) -> bool {
+        self.qsbr.is_over(Grace::from_u64(token))
+    }
+
+    /// Waits until the invalidation that gave `token` is over. Never to be called by a thread that
+    /// has a reader online, which would wait for itself.
+    pub fn wait(&self, token: u64) {
+        let backoff = Backoff::new();
+        while !self.is_over(token) {
+            backoff.snooze();
+        }
+    }
+
+    /// How many ranges were logged so far.
+    pub fn logged(&self) -> u64 {
+        self.log.position()
+    }
+
+    fn entry_is_over(&self, entry: &Entry) -> bool {
+        self.is_quiet(entry.last)
+            && !self.leases[..self.qsbr.slots_used()]
+                .iter()
+                .any(|leases| leases.stand_on(&entry.gone, entry.last))
+    }
+}
+
+impl fmt::Debug for Shootdown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shootdown")
+            .field("qsbr", &self.qsbr)
+            .field("logged", &self.logged())
+            .finish()
+    }
+}
+
+/// A thread that translates: see the [module](self).
+///
+/// It is online from birth: the thread must poll often, or go [`offline`](Self::offline) before it
+/// sleeps. Translations, and what was derived from them, are used only between two quiet points, or
+/// under a [`Lease`] taken before the next one.
+pub struct Reader {
+    shootdown: Arc<Shootdown>,
+    inner: qsbr::Reader,
+    leases: Arc<Leases>,
+    /// The position in the log up to which `poll` has replayed it.
+    replayed: u64,
+}
+
+impl Reader {
+    /// A quiet point: calls `f` with what was invalidated since the last one, oldest first, then
+    /// lets the writers know. With nothing new it is a single load.
+    ///
+    /// Without effect while offline.
+    #[inline]
+    pub fn poll(&mut self, f: impl FnMut(Invalidation)) {
+        let Reader { shootdown, inner, replayed, .. } = self;
+        // `quiescent_with` loads the epoch before it calls us, and announces it afterwards. If the
+        // epoch is still the same there may be a range in the log already, whose writer has not
+        // started its grace period: it is replayed next time, as the writer will wait for that.
+        inner.quiescent_with(|| shootdown.log.replay(replayed, f));
+    }
+
+    /// Leaves: until the reader is back [`online`](Self::online) it translates nothing, and writers
+    /// do not wait for it. Leases stay.
+    pub fn offline(&mut self) {
+        self.inner.offline();
+    }
+
+    /// Comes back, and calls `f` with what was invalidated meanwhile. Without effect while online.
+    pub fn online(&mut self, f: impl FnMut(Invalidation)) {
+        if !self.inner.is_online() {
+            // In this order: a writer that finds us offline has logged its ranges before it
+            // looked, and the fence in `online` lets us see them; see the module's comment.
+            self.inner.online();
+            let guard = LeaveOnPanic(&mut self.inner);
+            self.shootdown.log.replay(&mut self.replayed, f);
+            core::mem::forget(guard);
+        }
+    }
+
+    /// Whether writers wait for this reader.
+    #[inline]
+    pub fn is_online(&self) -> bool {
+        self.inner.is_online()
+    }
+
+    /// Keeps the translations of `range` that the reader has looked up since its last quiet point in
+    /// use beyond the next one: their invalidation is not over before the lease is dropped. For
+    /// asynchronous I/O that was started with them.
+    ///
+    /// Takes no lock. It allocates only when more leases are held at a time than ever before by
+    /// this reader.
+    pub fn lease(&self, range: Range) -> Lease {
+        let index = self.leases.take(range, self.inner.passed().as_u64());
+        Lease { leases: Arc::clone(&self.leases), index, range }
+    }
+
+    /// What this is a reader of.
+    #[inline]
+    pub fn shootdown(&self) -> &Arc<Shootdown> {
+        &self.shootdown
+    }
+}
+
+impl fmt::Debug for Reader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reader")
+            .field("inner", &self.inner)
+            .field("replayed", &self.replayed)
+            .finish()
+    }
+}
+
+/// A reader whose cache could not be told what it must drop may not be online.
+struct LeaveOnPanic<'a>(&'a mut qsbr::Reader);
+
+impl Drop for LeaveOnPanic<'_> {
+    fn drop(&mut self) {
+        self.0.offline();
+    }
+}
+
+/// Holds up the invalidation of a range: see [`Reader::lease`]. It may be dropped by any thread, and
+/// after the reader itself.
+#[must_use = "the lease ends when it is dropped"]
+pub struct Lease {
+    leases: Arc<Leases>,
+    index: usize,
+    range: Range,
+}
+
+impl Lease {
+    /// The range.
+    pub fn range(&self) -> Range {
+        self.range
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.leases.give_back(self.index);
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Lease").field(&self.range).finish()
+    }
+}
+
+/// Invalidations under way: the ranges that leases are compared with once the grace period is over.
+#[derive(Default)]
+struct Pending {
+    entries: ArrayVec<Entry, PENDING>,
+}
+
+/// One invalidation, or several that were merged.
+struct Entry {
+    /// The tokens of those in it.
+    first: u64,
+    last: u64,
+    gone: Gone,
+}
+
+impl Entry {
+    fn covers(&self, token: u64) -> bool {
+        self.first <= token && token <= self.last
+    }
+}
+
+impl Pending {
+    fn push(&mut self, token: u64, gone: Gone) {
+        if self.entries.is_full() {
+            // The two oldest: they are the likeliest to have been forgotten by their callers.
+            let oldest = self.entries.remove(0);
+            let heir = &mut self.entries[0];
+            heir.first = oldest.first;
+            heir.gone = few(oldest.gone.iter().chain(&heir.gone).copied());
+        }
+        self.entries.push(Entry { first: token, last: token, gone });
+    }
+}
+
+#[cfg(all(test, not(loom), not(feature = "mutant-no-invalidation")))]
+mod tests;
+
+#[cfg(all(test, not(loom), feature = "mutant-no-invalidation"))]
+mod mutant {
+    use super::*;
+
+    #[test]
+    fn readers_hear_of_nothing_and_the_grace_period_runs_all_the_same() {
+        let shootdown = Shootdown::new(1);
+        let mut reader = shootdown.reader().unwrap();
+        let token = shootdown.begin(&[Range::ALL], true);
+        assert!(!shootdown.is_over(token));
+        reader.poll(|_| panic!("this build is meant to be broken"));
+        assert!(shootdown.is_over(token));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model;

@@ -1,0 +1,216 @@
+//! The shootdown, explored by loom.
+
+use loom::thread;
+use ringfence_sync::{
+    atomic::{AtomicBool, Ordering},
+    cell::UnsafeCell,
+};
+
+use super::*;
+use crate::Iova;
+
+const PAGE: Range = match Range::new(Iova(0x1000), Iova(0x1fff)) {
+    Some(range) => range,
+    None => unreachable!(),
+};
+const OTHER: Range = match Range::new(Iova(0x8000), Iova(0x8fff)) {
+    Some(range) => range,
+    None => unreachable!(),
+};
+
+/// One page, mapped at first, and the memory it leads to. Loom fails the model if a device's
+/// access to the memory overlaps its owner's, or is not ordered with it.
+struct World {
+    mapped: AtomicBool,
+    memory: UnsafeCell<u32>,
+    /// Set by the owner once it has its memory back.
+    returned: AtomicBool,
+}
+
+// SAFETY: who may touch the memory when is what the model checks.
+unsafe impl Sync for World {}
+// SAFETY: as above.
+unsafe impl Send for World {}
+
+fn world() -> Arc<World> {
+    Arc::new(World {
+        mapped: AtomicBool::new(true),
+        memory: UnsafeCell::new(1),
+        returned: AtomicBool::new(false),
+    })
+}
+
+impl World {
+    /// A device's access with a cache of one translation.
+    fn access(&self, cache: &mut bool) -> bool {
+        if !*cache {
+            *cache = self.mapped.load(Ordering::Acquire);
+        }
+        if *cache {
+            self.touch();
+        }
+        *cache
+    }
+
+    fn touch(&self) {
+        assert!(!self.returned.load(Ordering::Relaxed), "reached after it was returned");
+        // SAFETY: mapped when looked up, and the owner waits for us.
+        assert_ne!(self.memory.with(|memory| unsafe { *memory }), 0);
+    }
+
+    /// The owner unmaps the page and, if the invalidation is seen to end within a few looks,
+    /// uses its memory again.
+    fn unmap(&self, shootdown: &Shootdown, looks: usize) {
+        self.mapped.store(false, Ordering::Relaxed);
+        let token = shootdown.begin(&[PAGE], false);
+        self.take_back(shootdown, token, looks);
+    }
+
+    fn take_back(&self, shootdown: &Shootdown, token: u64, looks: usize) {
+        for _ in 0..looks {
+            if shootdown.is_over(token) {
+                self.returned.store(true, Ordering::Relaxed);
+                // SAFETY: the invalidation is over: no device reaches it.
+                self.memory.with_mut(|memory| unsafe { *memory = 0 });
+                return;
+            }
+            thread::yield_now();
+        }
+    }
+}
+
+fn forget(cache: &mut bool, gone: Invalidation) {
+    if gone.hits(PAGE) {
+        *cache = false;
+    }
+}
+
+fn check(preemptions: usize, f: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(f);
+}
+
+#[test]
+fn a_cache_never_serves_what_was_invalidated() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            for _ in 0..2 {
+                theirs.access(&mut cache);
+                reader.poll(|gone| forget(&mut cache, gone));
+            }
+            theirs.access(&mut cache);
+        });
+        world.unmap(&shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn nor_does_that_of_a_reader_which_was_offline() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            theirs.access(&mut cache);
+            reader.offline();
+            reader.online(|gone| forget(&mut cache, gone));
+            theirs.access(&mut cache);
+            drop(reader);
+        });
+        world.unmap(&shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn nor_that_of_a_reader_which_is_born_meanwhile() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let (theirs, from) = (Arc::clone(&world), Arc::clone(&shootdown));
+        let device = thread::spawn(move || {
+            let mut reader = from.reader().unwrap();
+            let mut cache = false;
+            theirs.access(&mut cache);
+            reader.poll(|gone| forget(&mut cache, gone));
+            theirs.access(&mut cache);
+        });
+        world.unmap(&shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn nor_that_of_a_reader_which_is_lapped() {
+    check(3, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            theirs.access(&mut cache);
+            reader.poll(|gone| forget(&mut cache, gone));
+            theirs.access(&mut cache);
+        });
+        // Two ranges fit the log of a model: the third overwrites the one that matters.
+        world.mapped.store(false, Ordering::Relaxed);
+        let token = shootdown.begin(&[PAGE], false);
+        shootdown.begin(&[OTHER], false);
+        shootdown.begin(&[OTHER], false);
+        world.take_back(&shootdown, token, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn a_lease_holds_its_memory_beyond_a_quiet_point() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            let lease = theirs.access(&mut cache).then(|| reader.lease(PAGE));
+            reader.poll(|gone| forget(&mut cache, gone));
+            if lease.is_some() {
+                theirs.touch();
+            }
+            drop(lease);
+            theirs.access(&mut cache);
+        });
+        world.unmap(&shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn a_lease_is_found_in_a_place_that_others_use_and_leave() {
+    // A chunk holds one lease in a model: the first is on another page and makes way, or does
+    // not, so that the one that matters goes to the same place or to a further chunk.
+    check(3, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let first = reader.lease(OTHER);
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            let lease = theirs.access(&mut cache).then(|| reader.lease(PAGE));
+            reader.poll(|gone| forget(&mut cache, gone));
+            let other = reader.lease(OTHER);
+            if lease.is_some() {
+                theirs.touch();
+            }
+            drop((lease, other));
+        });
+        let completion = thread::spawn(move || drop(first));
+        world.unmap(&shootdown, 1);
+        device.join().unwrap();
+        completion.join().unwrap();
+    });
+}

@@ -1,0 +1,300 @@
+//! Tests of the shootdown.
+
+use alloc::{vec, vec::Vec};
+
+use super::{leases::CHUNK, log::LOG, *};
+use crate::Iova;
+
+fn range(first: u64, last: u64) -> Range {
+    Range::new(Iova(first), Iova(last)).unwrap()
+}
+
+fn polled(reader: &mut Reader) -> Vec<Invalidation> {
+    let mut heard = Vec::new();
+    reader.poll(|gone| heard.push(gone));
+    heard
+}
+
+#[test]
+fn every_reader_hears_of_every_range_once_and_in_order() {
+    let shootdown = Shootdown::new(2);
+    let (mut a, mut b) = (shootdown.reader().unwrap(), shootdown.reader().unwrap());
+    let first = shootdown.begin(&[range(0, 9)], false);
+    assert_eq!(polled(&mut a), [Invalidation::Range(range(0, 9))]);
+    let second = shootdown.begin(&[range(20, 29)], false);
+    assert!(!shootdown.is_over(first) && second > first);
+    assert_eq!(polled(&mut a), [Invalidation::Range(range(20, 29))]);
+    assert!(polled(&mut a).is_empty());
+    assert!(!shootdown.is_over(first));
+    let both = [range(0, 9), range(20, 29)].map(Invalidation::Range);
+    assert_eq!(polled(&mut b), both);
+    assert!(shootdown.is_over(first) && shootdown.is_over(second) && shootdown.is_over(0));
+    assert!(!shootdown.is_over(second + 1), "it was never begun");
+}
+
+#[test]
+fn all_is_all() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    shootdown.begin(&[], true);
+    shootdown.begin(&[Range::ALL], false);
+    assert_eq!(polled(&mut reader), [Invalidation::All]);
+    assert!(Invalidation::All.hits(range(3, 3)));
+    assert!(Invalidation::Range(range(3, 4)).hits(range(4, 5)));
+    assert!(!Invalidation::Range(range(3, 4)).hits(range(5, 5)));
+}
+
+#[test]
+fn without_ranges_it_is_a_grace_period_alone() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    let lease = reader.lease(Range::ALL);
+    let token = shootdown.begin(&[], false);
+    assert!(!shootdown.is_over(token));
+    assert!(polled(&mut reader).is_empty());
+    assert!(shootdown.is_over(token));
+    drop(lease);
+}
+
+#[test]
+fn a_reader_that_was_lapped_drops_everything() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    let tokens: Vec<_> =
+        (0..=LOG as u64).map(|n| shootdown.begin(&[range(n * 10, n * 10)], false)).collect();
+    assert_eq!(polled(&mut reader), [Invalidation::All]);
+    assert!(tokens.iter().all(|&token| shootdown.is_over(token)));
+    // Exactly as many as the log holds are still told apart.
+    for n in 0..LOG as u64 {
+        shootdown.begin(&[range(n * 10, n * 10)], false);
+    }
+    assert_eq!(polled(&mut reader).len(), LOG);
+}
+
+#[test]
+fn too_many_ranges_are_widened_and_none_is_lost() {
+    // rule L42
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    let gone: Vec<_> = (0..100).map(|n| range(n * n * 16, n * n * 16 + 3)).collect();
+    shootdown.begin(&gone, false);
+    let heard = polled(&mut reader);
+    assert!(heard.len() <= 8);
+    for part in gone {
+        assert!(
+            heard.iter().any(|h| matches!(h, Invalidation::Range(r) if r.covers(part))),
+            "{part} was lost"
+        );
+    }
+}
+
+#[test]
+fn a_reader_that_was_offline_hears_of_it_on_coming_back() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    reader.offline();
+    let token = shootdown.begin(&[range(5, 6)], false);
+    assert!(shootdown.is_over(token), "nobody waits for it");
+    assert!(polled(&mut reader).is_empty() && !reader.is_online());
+    let mut heard = vec![];
+    reader.online(|gone| heard.push(gone));
+    assert_eq!(heard, [Invalidation::Range(range(5, 6))]);
+    reader.online(|_| panic!("it is online already"));
+    assert!(!shootdown.is_over(shootdown.begin(&[range(5, 6)], false)));
+    drop(reader);
+    shootdown.wait(shootdown.begin(&[range(5, 6)], false));
+    let mut newborn = shootdown.reader().unwrap();
+    assert!(polled(&mut newborn).is_empty(), "its cache was empty when that was removed");
+}
+
+#[test]
+fn a_cache_that_panics_while_it_is_told_is_told_again() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    let panics = |f: &mut dyn FnMut()| {
+        assert!(std::panic::catch_unwind(core::panic::AssertUnwindSafe(f)).is_err());
+    };
+    let token = shootdown.begin(&[range(5, 6)], false);
+    panics(&mut || reader.poll(|_| panic!("in the cache")));
+    assert!(!shootdown.is_over(token));
+    assert_eq!(polled(&mut reader), [Invalidation::Range(range(5, 6))]);
+    reader.offline();
+    shootdown.begin(&[range(7, 8)], false);
+    panics(&mut || reader.online(|_| panic!("in the cache")));
+    assert!(!reader.is_online());
+    let mut heard = vec![];
+    reader.online(|gone| heard.push(gone));
+    assert_eq!(heard, [Invalidation::Range(range(7, 8))]);
+}
+
+#[test]
+fn an_invalidation_waits_for_older_leases_on_its_ranges_and_for_no_others() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    let elsewhere = reader.lease(range(100, 199));
+    let on_it = reader.lease(range(0, 50));
+    assert_eq!(on_it.range(), range(0, 50));
+    let token = shootdown.begin(&[range(40, 60), range(300, 400)], false);
+    let all = shootdown.begin(&[], true);
+    // Taken before the quiet point: it may stand on what was removed.
+    let late = reader.lease(range(60, 60));
+    polled(&mut reader);
+    // Taken after it: it stands on what was mapped there since.
+    let newer = reader.lease(range(0, 50));
+    assert!(!shootdown.is_over(token) && shootdown.is_quiet(token));
+    drop(on_it);
+    assert!(!shootdown.is_over(token));
+    std::thread::spawn(move || drop(late)).join().unwrap();
+    assert!(shootdown.is_over(token));
+    assert!(!shootdown.is_over(all));
+    drop(elsewhere);
+    assert!(shootdown.is_over(all));
+    let next = shootdown.begin(&[range(0, 0)], false);
+    polled(&mut reader);
+    assert!(!shootdown.is_over(next));
+    drop(newer);
+    assert!(shootdown.is_over(next));
+}
+
+#[test]
+fn a_lease_outlives_its_reader_and_the_next_of_that_index() {
+    let shootdown = Shootdown::new(1);
+    let reader = shootdown.reader().unwrap();
+    let lease = reader.lease(range(0, 9));
+    drop(reader);
+    let token = shootdown.begin(&[range(0, 9)], false);
+    let next = shootdown.reader().unwrap();
+    let theirs = next.lease(range(0, 9));
+    drop((next, theirs));
+    assert!(!shootdown.is_over(token));
+    drop(lease);
+    assert!(shootdown.is_over(token));
+}
+
+#[test]
+fn there_is_no_limit_to_leases_and_their_places_are_used_again() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    for _ in 0..2 {
+        let mut leases: Vec<_> = (0..3 * CHUNK as u64).map(|n| reader.lease(range(n, n))).collect();
+        let places: alloc::collections::BTreeSet<_> =
+            leases.iter().map(|lease| lease.index).collect();
+        assert_eq!(places.len(), leases.len());
+        assert_eq!(places.last(), Some(&(3 * CHUNK - 1)));
+        let token = shootdown.begin(&[Range::ALL], false);
+        polled(&mut reader);
+        while let Some(lease) = leases.pop() {
+            assert!(!shootdown.is_over(token));
+            drop(lease);
+        }
+        assert!(shootdown.is_over(token));
+    }
+}
+
+#[test]
+fn forgotten_tokens_are_merged_and_none_is_over_too_early() {
+    let shootdown = Shootdown::new(1);
+    let mut reader = shootdown.reader().unwrap();
+    let lease = reader.lease(range(0, 0));
+    // The first one is held up by the lease, the others by nothing but their quiet point.
+    let tokens: Vec<_> =
+        (0..3 * PENDING as u64).map(|n| shootdown.begin(&[range(n * 16, n * 16)], false)).collect();
+    polled(&mut reader);
+    assert!(!shootdown.is_over(tokens[0]));
+    assert!(shootdown.is_over(*tokens.last().unwrap()));
+    drop(lease);
+    assert!(tokens.iter().all(|&token| shootdown.is_over(token)));
+    // Those that are over make room by themselves.
+    for _ in 0..3 * PENDING {
+        shootdown.begin(&[range(7, 7)], false);
+        polled(&mut reader);
+    }
+    assert!(shootdown.pending.lock().entries.len() <= PENDING);
+}
+
+#[test]
+fn caches_and_leases_keep_their_promise_under_load() {
+    use core::sync::atomic::{AtomicBool, AtomicU64 as Plain, Ordering};
+    // Each of 16 pages is mapped to the version it had when mapped, or to 0. Once an
+    // invalidation is over the version's memory is poisoned, which no reader may ever see.
+    const PAGES: usize = 16;
+    const VERSIONS: usize = 1 << 13;
+    struct World {
+        table: [Plain; PAGES],
+        poisoned: Vec<AtomicBool>,
+        stop: AtomicBool,
+    }
+    let shootdown = Shootdown::new(4);
+    let world = Arc::new(World {
+        table: Default::default(),
+        poisoned: (0..VERSIONS).map(|_| AtomicBool::new(false)).collect(),
+        stop: AtomicBool::new(false),
+    });
+    let page = |n: usize| range(n as u64 * 4096, n as u64 * 4096 + 4095);
+    let readers: Vec<_> = (1..=3usize)
+        .map(|seed| {
+            let (world, mut reader) = (Arc::clone(&world), shootdown.reader().unwrap());
+            std::thread::spawn(move || {
+                let mut cache = [0u64; PAGES];
+                let mut leases: Vec<(Lease, u64)> = vec![];
+                let mut turn = seed;
+                let check = |version: u64| {
+                    let poisoned = &world.poisoned[version as usize];
+                    assert!(!poisoned.load(Ordering::Relaxed), "stale: {version}");
+                };
+                while !world.stop.load(Ordering::Relaxed) {
+                    turn = turn.wrapping_mul(25_214_903_917).wrapping_add(11);
+                    let n = (turn >> 20) % PAGES;
+                    if cache[n] == 0 {
+                        cache[n] = world.table[n].load(Ordering::Acquire);
+                    }
+                    check(cache[n]);
+                    if turn >> 30 & 3 == 0 && cache[n] != 0 {
+                        leases.push((reader.lease(page(n)), cache[n]));
+                    }
+                    leases.iter().for_each(|&(_, version)| check(version));
+                    if leases.len() > 5 {
+                        leases.clear();
+                    }
+                    let drop_from = |cache: &mut [u64; PAGES], gone: Invalidation| {
+                        for (n, entry) in cache.iter_mut().enumerate() {
+                            if gone.hits(page(n)) {
+                                *entry = 0;
+                            }
+                        }
+                    };
+                    if turn >> 34 & 15 == 0 {
+                        reader.offline();
+                        std::thread::yield_now();
+                        reader.online(|gone| drop_from(&mut cache, gone));
+                    } else if turn >> 33 & 1 == 0 {
+                        // Else, with more threads than CPUs, others wait a time slice for us.
+                        std::thread::yield_now();
+                        reader.poll(|gone| drop_from(&mut cache, gone));
+                    }
+                }
+            })
+        })
+        .collect();
+    let mut pending: Vec<(u64, u64)> = vec![];
+    for version in 1..VERSIONS {
+        let n = version * 7 % PAGES;
+        let old = world.table[n].swap(0, Ordering::AcqRel);
+        if old != 0 {
+            pending.push((shootdown.begin(&[page(n)], false), old));
+        }
+        world.table[n].store(version as u64, Ordering::Release);
+        while pending.len() > version % 50 {
+            pending.retain(|&(token, old)| {
+                let over = shootdown.is_over(token);
+                if over {
+                    world.poisoned[old as usize].store(true, Ordering::Relaxed);
+                }
+                !over
+            });
+            std::thread::yield_now();
+        }
+    }
+    world.stop.store(true, Ordering::Relaxed);
+    readers.into_iter().for_each(|reader| reader.join().unwrap());
+}
