@@ -1,9 +1,7 @@
-//! Rounds, rows, and what a round's figures are made of.
+//! Rounds: every row once, then every row again.
 
 use std::{
-    fmt,
     process::ExitStatus,
-    str::FromStr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -13,13 +11,13 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use ringfence_devices::{ram::PagedBuffer, worker::Notify};
-use ringfence_dma::{Policy, Stats as DmaStats};
-use ringfence_virtio_iommu::driver::Stats as IommuStats;
+use ringfence_dma::Policy;
 
 use super::{
-    Usage,
+    Row, Usage,
     device::{DiskKind, open_disk},
-    engine::{self, Content, Control, Counted, JobClone, Phase, Ran},
+    engine::{self, Content, Control, JobClone, Phase},
+    figures::{Conducted, Notes, iommu_sample},
     link::{Link, Plan, local_buffers},
     path::{FilePath, MemoryPath, Path},
     probe::Found,
@@ -29,72 +27,8 @@ use crate::{
     block::Format,
     job::{Job, JobFile, Scale},
     progress::{Kind, Progress},
-    report::{Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
-    stats::Latencies,
+    report::{Comparison, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
 };
-
-/// A row of the table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Row {
-    /// The job without virtqueues: the disk in the job's own process.
-    Host,
-    /// The job through an io_uring on the disk's file: what an application without virtual devices
-    /// does, and the peer of `off` on a RAM disk.
-    IoUring,
-    /// The job through virtqueues and the DMA API under a policy.
-    Policy(Policy),
-}
-
-impl Row {
-    /// What `compare` runs without being told.
-    pub fn defaults() -> Vec<Row> {
-        let policies = Policy::ALL.into_iter().map(Row::Policy);
-        std::iter::once(Row::Host).chain(policies).collect()
-    }
-
-    /// The rows of a list such as `off,strict,lazy-mq+map`.
-    ///
-    /// # Errors
-    /// A name is none, or the list is empty or names one twice.
-    pub fn parse_list(text: &str) -> Result<Vec<Row>, String> {
-        let mut rows: Vec<Row> = Vec::new();
-        for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-            let row: Row = name.parse()?;
-            if rows.contains(&row) {
-                return Err(format!("{name} stands twice in the list of policies"));
-            }
-            rows.push(row);
-        }
-        if rows.is_empty() {
-            return Err("an empty list of policies".to_owned());
-        }
-        Ok(rows)
-    }
-}
-
-impl fmt::Display for Row {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Row::Host => f.pad("host"),
-            Row::IoUring => f.pad("io_uring"),
-            Row::Policy(policy) => f.pad(policy.name()),
-        }
-    }
-}
-
-impl FromStr for Row {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Row, String> {
-        match name {
-            "host" => Ok(Row::Host),
-            "io_uring" => Ok(Row::IoUring),
-            _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
-                format!("{error}; also host and io_uring")
-            }),
-        }
-    }
-}
 
 /// What to compare, and how.
 #[derive(Clone, Debug)]
@@ -617,14 +551,6 @@ impl Stage<'_> {
 /// Said of a row in which reads came back torn.
 const TORN: &str = "reads that met a write to the same block half-way were repeated";
 
-/// What there is to say of a job in a round.
-struct Notes {
-    /// The first of its errors.
-    first_error: Option<String>,
-    /// Whether reads were repeated.
-    torn: bool,
-}
-
 /// One round of one row.
 #[derive(Default)]
 struct Measured {
@@ -639,130 +565,7 @@ struct Measured {
     failure: Option<anyhow::Error>,
 }
 
-struct Conducted<S> {
-    /// How long the measured part was.
-    elapsed: Duration,
-    /// How long it was to be, if its end was not the jobs' own.
-    limit: Option<Duration>,
-    /// When it began (`MonotonicClock`).
-    begun_ns: u64,
-    cpu_ns: u64,
-    stock: (S, S),
-    ran: Vec<Ran>,
-}
-
-impl<S> Conducted<S> {
-    fn ios(&self) -> u64 {
-        self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
-    }
-
-    /// A sample for each job, and what there is to say of it; `add` adds what only some rows have.
-    fn samples(
-        &self,
-        jobs: &[Job],
-        mut add: impl FnMut(&mut Sample, &(S, S)),
-    ) -> (Vec<Sample>, Vec<Notes>) {
-        let all = self.ios().max(1) as f64;
-        let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
-        jobs.iter()
-            .enumerate()
-            .map(|(index, job)| {
-                let counted = self.ran.iter().map(|ran| &ran.jobs[index]);
-                let total = counted.fold(Counted::default(), |mut sum, more| {
-                    sum.ios += more.ios;
-                    sum.bytes += more.bytes;
-                    sum.errors += more.errors;
-                    sum.torn += more.torn;
-                    sum.last_ns = sum.last_ns.max(more.last_ns);
-                    sum.latency.merge(&more.latency);
-                    if sum.first_error.is_none() {
-                        sum.first_error.clone_from(&more.first_error);
-                    }
-                    sum
-                });
-                // A job that ended before the others, or when its area was done, took until then.
-                let mut elapsed_ns = self.elapsed.as_nanos() as u64;
-                if !job.time_based || job.runtime != self.limit {
-                    elapsed_ns = elapsed_ns.min(total.last_ns.saturating_sub(self.begun_ns)).max(1);
-                }
-                let share = total.ios as f64 / all;
-                let mut sample = Sample {
-                    elapsed_ns,
-                    ios: total.ios,
-                    bytes: total.bytes,
-                    latency: total.latency,
-                    cpu_ns: Some((self.cpu_ns as f64 * share) as u64),
-                    thread_cpu_ns: Some((sum(|ran| ran.thread_cpu_ns) * share) as u64),
-                    kicks: Some((sum(|ran| ran.kicks) * share) as u64),
-                    errors: total.errors,
-                    ..Sample::default()
-                };
-                add(&mut sample, &self.stock);
-                (sample, Notes { first_error: total.first_error, torn: total.torn > 0 })
-            })
-            .unzip()
-    }
-}
-
-/// The IOMMU's part between two takings of stock, of which this job has `share`.
-fn iommu_sample(
-    dma0: &DmaStats,
-    dma1: &DmaStats,
-    iommu0: &IommuStats,
-    iommu1: &IommuStats,
-    share: f64,
-) -> IommuSample {
-    let part = |n: f64| (n * share) as u64;
-    // Sampled calls stand for all calls.
-    let time = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
-        let ((sampled0, calls0), (sampled1, calls1)) = (of(dma0), of(dma1));
-        let count = sampled1.count - sampled0.count;
-        let ns = sampled1.ns - sampled0.ns;
-        if count == 0 { 0.0 } else { ns as f64 / count as f64 * (calls1 - calls0) as f64 }
-    };
-    let map_ns = time(|stats| (stats.map_time, stats.maps));
-    let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
-    let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
-    let iommu = iommu1.since(iommu0);
-    let mut sync_wait = Latencies::new();
-    for (value, count) in iommu.sync_wait_ns.buckets() {
-        sync_wait.record_n(value, count);
-    }
-    IommuSample {
-        cpu_ns: part(map_ns + unmap_ns + expiry_ns),
-        map_ns: part(map_ns),
-        unmap_ns: part(unmap_ns + expiry_ns),
-        mapped_bytes: part((dma1.bytes - dma0.bytes) as f64),
-        requests: part(iommu.requests() as f64),
-        syncs: part(iommu.syncs as f64),
-        sync_wait,
-    }
-}
-
 fn own_cpu_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_are_named_as_the_table_names_them() {
-        let rows = Row::parse_list("host, off,lazy-mq+map,io_uring").unwrap();
-        let names: Vec<String> = rows.iter().map(Row::to_string).collect();
-        assert_eq!(names, ["host", "off", "lazy-mq+map", "io_uring"]);
-        assert!(Row::parse_list("off,off").is_err());
-        assert!(Row::parse_list("").is_err());
-        let error = Row::parse_list("of").unwrap_err();
-        assert!(error.contains("strict+map") && error.contains("host"), "{error}");
-    }
-
-    #[test]
-    fn default_rows_begin_without_virtqueues_and_hold_every_policy() {
-        let rows = Row::defaults();
-        assert_eq!(rows[0], Row::Host);
-        assert_eq!(rows.len(), 1 + Policy::ALL.len());
-    }
 }

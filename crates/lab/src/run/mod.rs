@@ -3,7 +3,9 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`mod@compare`] | rounds, rows, what a round's figures are made of |
+//! | [`mod@compare`] | rounds: every row once, then every row again |
+//! | `row` | the rows, by name |
+//! | `figures` | what a round's figures are made of |
 //! | `engine` | one job thread |
 //! | `path` | the ways from a job to the disk: virtqueues, or none |
 //! | `probe` | whether unmapped memory is still reached |
@@ -14,14 +16,17 @@
 pub mod compare;
 pub mod device;
 mod engine;
+mod figures;
 mod link;
 mod path;
 mod probe;
+mod row;
 mod target;
 
-pub use compare::{Ended, Options, Row, compare};
+pub use compare::{Ended, Options, compare};
 pub use device::device_main;
 pub use ringfence_devices::worker::Notify;
+pub use row::Row;
 pub use target::DiskChoice;
 
 /// What was asked for cannot be done as it was asked: wrong usage, found before anything ran.

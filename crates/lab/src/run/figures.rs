@@ -1,0 +1,121 @@
+//! What a round's figures are made of.
+
+use std::time::Duration;
+
+use ringfence_dma::Stats as DmaStats;
+use ringfence_virtio_iommu::driver::Stats as IommuStats;
+
+use super::engine::{Counted, Ran};
+use crate::{
+    job::Job,
+    report::{IommuSample, Sample},
+    stats::Latencies,
+};
+
+/// What there is to say of a job in a round.
+pub(super) struct Notes {
+    /// The first of its errors.
+    pub(super) first_error: Option<String>,
+    /// Whether reads were repeated.
+    pub(super) torn: bool,
+}
+
+pub(super) struct Conducted<S> {
+    /// How long the measured part was.
+    pub(super) elapsed: Duration,
+    /// How long it was to be, if its end was not the jobs' own.
+    pub(super) limit: Option<Duration>,
+    /// When it began (`MonotonicClock`).
+    pub(super) begun_ns: u64,
+    pub(super) cpu_ns: u64,
+    pub(super) stock: (S, S),
+    pub(super) ran: Vec<Ran>,
+}
+
+impl<S> Conducted<S> {
+    pub(super) fn ios(&self) -> u64 {
+        self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
+    }
+
+    /// A sample for each job, and what there is to say of it; `add` adds what only some rows have.
+    pub(super) fn samples(
+        &self,
+        jobs: &[Job],
+        mut add: impl FnMut(&mut Sample, &(S, S)),
+    ) -> (Vec<Sample>, Vec<Notes>) {
+        let all = self.ios().max(1) as f64;
+        let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
+        jobs.iter()
+            .enumerate()
+            .map(|(index, job)| {
+                let counted = self.ran.iter().map(|ran| &ran.jobs[index]);
+                let total = counted.fold(Counted::default(), |mut sum, more| {
+                    sum.ios += more.ios;
+                    sum.bytes += more.bytes;
+                    sum.errors += more.errors;
+                    sum.torn += more.torn;
+                    sum.last_ns = sum.last_ns.max(more.last_ns);
+                    sum.latency.merge(&more.latency);
+                    if sum.first_error.is_none() {
+                        sum.first_error.clone_from(&more.first_error);
+                    }
+                    sum
+                });
+                // A job that ended before the others, or when its area was done, took until then.
+                let mut elapsed_ns = self.elapsed.as_nanos() as u64;
+                if !job.time_based || job.runtime != self.limit {
+                    elapsed_ns = elapsed_ns.min(total.last_ns.saturating_sub(self.begun_ns)).max(1);
+                }
+                let share = total.ios as f64 / all;
+                let mut sample = Sample {
+                    elapsed_ns,
+                    ios: total.ios,
+                    bytes: total.bytes,
+                    latency: total.latency,
+                    cpu_ns: Some((self.cpu_ns as f64 * share) as u64),
+                    thread_cpu_ns: Some((sum(|ran| ran.thread_cpu_ns) * share) as u64),
+                    kicks: Some((sum(|ran| ran.kicks) * share) as u64),
+                    errors: total.errors,
+                    ..Sample::default()
+                };
+                add(&mut sample, &self.stock);
+                (sample, Notes { first_error: total.first_error, torn: total.torn > 0 })
+            })
+            .unzip()
+    }
+}
+
+/// The IOMMU's part between two takings of stock, of which this job has `share`.
+pub(super) fn iommu_sample(
+    dma0: &DmaStats,
+    dma1: &DmaStats,
+    iommu0: &IommuStats,
+    iommu1: &IommuStats,
+    share: f64,
+) -> IommuSample {
+    let part = |n: f64| (n * share) as u64;
+    // Sampled calls stand for all calls.
+    let time = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
+        let ((sampled0, calls0), (sampled1, calls1)) = (of(dma0), of(dma1));
+        let count = sampled1.count - sampled0.count;
+        let ns = sampled1.ns - sampled0.ns;
+        if count == 0 { 0.0 } else { ns as f64 / count as f64 * (calls1 - calls0) as f64 }
+    };
+    let map_ns = time(|stats| (stats.map_time, stats.maps));
+    let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
+    let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
+    let iommu = iommu1.since(iommu0);
+    let mut sync_wait = Latencies::new();
+    for (value, count) in iommu.sync_wait_ns.buckets() {
+        sync_wait.record_n(value, count);
+    }
+    IommuSample {
+        cpu_ns: part(map_ns + unmap_ns + expiry_ns),
+        map_ns: part(map_ns),
+        unmap_ns: part(unmap_ns + expiry_ns),
+        mapped_bytes: part((dma1.bytes - dma0.bytes) as f64),
+        requests: part(iommu.requests() as f64),
+        syncs: part(iommu.syncs as f64),
+        sync_wait,
+    }
+}

@@ -1,0 +1,91 @@
+//! The rows of a comparison, by name.
+
+use std::{fmt, str::FromStr};
+
+use ringfence_dma::Policy;
+
+/// A row of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Row {
+    /// The job without virtqueues: the disk in the job's own process.
+    Host,
+    /// The job through an io_uring on the disk's file: what an application without virtual devices
+    /// does, and the peer of `off` on a RAM disk.
+    IoUring,
+    /// The job through virtqueues and the DMA API under a policy.
+    Policy(Policy),
+}
+
+impl Row {
+    /// What `compare` runs without being told.
+    pub fn defaults() -> Vec<Row> {
+        let policies = Policy::ALL.into_iter().map(Row::Policy);
+        std::iter::once(Row::Host).chain(policies).collect()
+    }
+
+    /// The rows of a list such as `off,strict,lazy-mq+map`.
+    ///
+    /// # Errors
+    /// A name is none, or the list is empty or names one twice.
+    pub fn parse_list(text: &str) -> Result<Vec<Row>, String> {
+        let mut rows: Vec<Row> = Vec::new();
+        for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            let row: Row = name.parse()?;
+            if rows.contains(&row) {
+                return Err(format!("{name} stands twice in the list of policies"));
+            }
+            rows.push(row);
+        }
+        if rows.is_empty() {
+            return Err("an empty list of policies".to_owned());
+        }
+        Ok(rows)
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Row::Host => f.pad("host"),
+            Row::IoUring => f.pad("io_uring"),
+            Row::Policy(policy) => f.pad(policy.name()),
+        }
+    }
+}
+
+impl FromStr for Row {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Row, String> {
+        match name {
+            "host" => Ok(Row::Host),
+            "io_uring" => Ok(Row::IoUring),
+            _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
+                format!("{error}; also host and io_uring")
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_named_as_the_table_names_them() {
+        let rows = Row::parse_list("host, off,lazy-mq+map,io_uring").unwrap();
+        let names: Vec<String> = rows.iter().map(Row::to_string).collect();
+        assert_eq!(names, ["host", "off", "lazy-mq+map", "io_uring"]);
+        assert!(Row::parse_list("off,off").is_err());
+        assert!(Row::parse_list("").is_err());
+        let error = Row::parse_list("of").unwrap_err();
+        assert!(error.contains("strict+map") && error.contains("host"), "{error}");
+    }
+
+    #[test]
+    fn default_rows_begin_without_virtqueues_and_hold_every_policy() {
+        let rows = Row::defaults();
+        assert_eq!(rows[0], Row::Host);
+        assert_eq!(rows.len(), 1 + Policy::ALL.len());
+    }
+}
