@@ -71,11 +71,6 @@ impl Bus {
     }
 }
 
-fn first_lost(memory: &Memory) -> u64 {
-    let lost = memory.regions().enumerate().find(|&(at, _)| memory.is_lost(at));
-    lost.map_or(0, |(_, region)| region.gpa)
-}
-
 impl Translate for Bus {
     #[inline]
     fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
@@ -101,10 +96,7 @@ impl Translate for Bus {
             Bus::Physical(physical) => {
                 physical.check()?;
                 // Rings were found by other addresses, so that it does not know of them.
-                if physical.memory().lost() {
-                    return Err(AccessError::Lost { addr: first_lost(physical.memory()) });
-                }
-                Ok(())
+                physical.memory().check()
             }
         }
     }

@@ -5,7 +5,7 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering, fence},
+        atomic::{AtomicU64, Ordering},
     },
 };
 
@@ -276,15 +276,8 @@ impl Translate for View {
     }
 
     fn check(&self) -> Result<(), AccessError> {
-        // Another thread may have met the hole first and put the zeroes there that we read: its
-        // mark, set before, must not be looked for before our own accesses are done.
-        fence(Ordering::Acquire);
-        if !self.memory.lost() {
-            return Ok(());
-        }
-        // Which of them was touched is not known here: it is the driver that must not truncate any.
-        let lost = self.memory.regions().enumerate().find(|&(at, _)| self.memory.is_lost(at));
-        Err(AccessError::Lost { addr: lost.map_or(0, |(_, region)| region.gpa) })
+        // Which region was touched is not known here.
+        self.memory.check()
     }
 }
 

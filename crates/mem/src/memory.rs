@@ -7,7 +7,10 @@ use core::ptr::NonNull;
 use rustix::fs::{self, FileType, SealFlags};
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{Ordering, fence},
+    },
 };
 
 /// Where one piece of shared memory lies, as vhost-user's SET_MEM_TABLE says it.
@@ -308,6 +311,22 @@ impl Memory {
     #[inline]
     pub fn is_lost(&self, region: usize) -> bool {
         sigbus::any_lost() && self.mapped[region].mapping.is_lost()
+    }
+
+    /// Fails if any region was lost, for a device that does not know which it has touched: it is
+    /// the driver that must not truncate any. To be asked after the accesses it is to vouch for.
+    ///
+    /// # Errors
+    /// [`AccessError::Lost`], with the guest-physical address of the first region that is.
+    pub fn check(&self) -> Result<(), AccessError> {
+        // Another thread may have met the hole first and put the zeroes there that we read: its
+        // mark, set before, must not be looked for before our own accesses are done.
+        fence(Ordering::Acquire);
+        if !self.lost() {
+            return Ok(());
+        }
+        let lost = self.regions().enumerate().find(|&(at, _)| self.is_lost(at));
+        Err(AccessError::Lost { addr: lost.map_or(0, |(_, region)| region.gpa) })
     }
 
     /// The regions by guest-physical address.

@@ -5,7 +5,7 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Window;
 
 use crate::{
-    AddError, Desc, RingError, layout,
+    AddError, Area, Desc, RingError, layout,
     ring::{AvailRing, DescTable, RawDesc, UsedRing},
 };
 
@@ -18,6 +18,24 @@ pub struct Rings {
     pub avail: Window,
     /// The used ring, which the device writes.
     pub used: Window,
+}
+
+impl Rings {
+    /// The areas of a queue of `size` at the beginning of `memory`, placed as
+    /// [`layout::offsets`] says.
+    ///
+    /// # Errors
+    /// [`RingError::TooSmall`].
+    pub fn in_window(memory: &Window, size: u16) -> Result<Rings, RingError> {
+        let at = layout::offsets(size);
+        let small = RingError::TooSmall { area: Area::Used, len: memory.len(), needed: at.len };
+        let part = |offset, len| memory.part(offset, len).ok_or(small);
+        Ok(Rings {
+            desc: part(at.desc, layout::desc_bytes(size))?,
+            avail: part(at.avail, layout::avail_bytes(size))?,
+            used: part(at.used, layout::used_bytes(size))?,
+        })
+    }
 }
 
 /// A chain that the device has given back.

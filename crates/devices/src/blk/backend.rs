@@ -64,10 +64,7 @@ impl BlkBackend {
         for worker in &*self.workers {
             let stats = worker.call(move |work| work.unit::<BlkUnit>(unit).map(|u| u.stats()));
             if let Some(stats) = stats.flatten() {
-                sum.requests += stats.requests;
-                sum.failed += stats.failed;
-                sum.bytes += stats.bytes;
-                sum.interrupts += stats.interrupts;
+                sum += stats;
             }
         }
         sum

@@ -45,16 +45,16 @@ impl QueueLayout {
 
     /// Where the available ring is.
     pub const fn avail_at(&self) -> usize {
-        layout::desc_bytes(self.size)
+        layout::offsets(self.size).avail
     }
 
     /// Where the used ring is.
     pub const fn used_at(&self) -> usize {
-        (self.avail_at() + layout::avail_bytes(self.size)).next_multiple_of(64)
+        layout::offsets(self.size).used
     }
 
     const fn slots_at(&self) -> usize {
-        (self.used_at() + layout::used_bytes(self.size)).next_multiple_of(64)
+        layout::offsets(self.size).len
     }
 
     const fn slot_bytes(&self) -> usize {
@@ -80,6 +80,8 @@ pub struct Done {
 
 struct Slot {
     window: Window,
+    /// The part of it that is the indirect table.
+    table: Window,
     bus: u64,
     token: u64,
 }
@@ -119,16 +121,13 @@ impl DriverQueue {
             needed: layout.bytes(),
         };
         let part = |offset, len| memory.part(offset, len).ok_or(small);
-        let rings = driver::Rings {
-            desc: part(0, layout::desc_bytes(size))?,
-            avail: part(layout.avail_at(), layout::avail_bytes(size))?,
-            used: part(layout.used_at(), layout::used_bytes(size))?,
-        };
+        let rings = driver::Rings::in_window(memory, size)?;
         let slots = (0..usize::from(size))
             .map(|n| {
                 let offset = layout.slots_at() + n * layout.slot_bytes();
                 let window = part(offset, layout.slot_bytes())?;
-                Ok(Slot { window, bus: bus + offset as u64, token: 0 })
+                let table = part(offset + TABLE_AT, layout.slot_bytes() - TABLE_AT)?;
+                Ok(Slot { window, table, bus: bus + offset as u64, token: 0 })
             })
             .collect::<Result<Vec<Slot>, RingError>>()?;
         let mut ring = driver::Queue::new(size, rings, true)?;
@@ -196,11 +195,8 @@ impl DriverQueue {
         }
         self.scratch.push(Desc::writable(slot.bus + STATUS_AT as u64, 1));
         slot.token = token;
-        let table = slot
-            .window
-            .part(TABLE_AT, slot.window.len() - TABLE_AT)
-            .expect("every slot has a table");
-        self.ring.add_indirect(slot.bus + TABLE_AT as u64, &table, &self.scratch, at.into())?;
+        let table_at = slot.bus + TABLE_AT as u64;
+        self.ring.add_indirect(table_at, &slot.table, &self.scratch, at.into())?;
         self.free.pop();
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The device's end of one request queue of a block device.
 
-use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
+use std::{collections::VecDeque, ops::AddAssign, os::fd::OwnedFd, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
@@ -53,6 +53,15 @@ pub struct QueueStats {
     pub bytes: u64,
     /// Interrupts sent.
     pub interrupts: u64,
+}
+
+impl AddAssign for QueueStats {
+    fn add_assign(&mut self, more: QueueStats) {
+        self.requests += more.requests;
+        self.failed += more.failed;
+        self.bytes += more.bytes;
+        self.interrupts += more.interrupts;
+    }
 }
 
 /// A request that was taken from the ring.
@@ -387,10 +396,7 @@ impl BlkQueue {
             (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => {
                 self.finish(at, bus, Status::Ok, 0);
             }
-            (Action::Transfer { .. }, Store::Ram(ram)) => {
-                let ram = Arc::clone(ram);
-                self.move_now(at, bus, &ram);
-            }
+            (Action::Transfer { .. }, Store::Ram(_)) => self.move_now(at, bus),
             (Action::Transfer { len, .. }, Store::Paced { pacer, due, .. }) => {
                 // Times never run backwards, whoever else schedules: the queue stays in order.
                 due.push_back((pacer.lock().schedule(now_ns, len), at));
@@ -409,13 +415,12 @@ impl BlkQueue {
             Store::Ram(_) => {}
             Store::Paced { .. } => {
                 while self.stats.bytes < stop_at
-                    && let Store::Paced { due, ram, .. } = &mut self.store
+                    && let Store::Paced { due, .. } = &mut self.store
                     && let Some(&(when, at)) = due.front()
                     && when <= now_ns
                 {
                     due.pop_front();
-                    let ram = Arc::clone(ram);
-                    self.move_now(at, bus, &ram);
+                    self.move_now(at, bus);
                 }
             }
             Store::File { done, .. } => {
@@ -440,7 +445,10 @@ impl BlkQueue {
 
     /// Moves the data of a transfer now. The addresses are translated here, at the moment of the
     /// access, so that a mapping that is gone by then is refused however old the request is.
-    fn move_now(&mut self, at: u16, bus: &Bus, ram: &Ram) {
+    fn move_now(&mut self, at: u16, bus: &Bus) {
+        let (Store::Ram(ram) | Store::Paced { ram, .. }) = &self.store else {
+            unreachable!("only memory is moved by us")
+        };
         let slot = &self.slots[usize::from(at)];
         let Some(Action::Transfer { write, offset, len }) = slot.action else {
             unreachable!("only transfers are scheduled")

@@ -119,7 +119,7 @@ impl BlkUnit {
         {
             served.fail(&self.name, error);
         }
-        add(&mut self.past, served.queue.stats());
+        self.past += served.queue.stats();
         Some(served.queue.ring().next_avail())
     }
 
@@ -180,7 +180,7 @@ impl BlkUnit {
     /// What all queues have done, those that are gone included.
     pub fn stats(&self) -> QueueStats {
         let mut sum = self.past;
-        self.queues.iter().for_each(|served| add(&mut sum, served.queue.stats()));
+        self.queues.iter().for_each(|served| sum += served.queue.stats());
         sum
     }
 
@@ -200,13 +200,6 @@ impl BlkUnit {
     fn find(&mut self, index: u16) -> Option<&mut Served> {
         self.queues.iter_mut().find(|served| served.index == index)
     }
-}
-
-fn add(sum: &mut QueueStats, more: QueueStats) {
-    sum.requests += more.requests;
-    sum.failed += more.failed;
-    sum.bytes += more.bytes;
-    sum.interrupts += more.interrupts;
 }
 
 impl Unit for BlkUnit {

@@ -243,7 +243,7 @@ impl Stage<'_> {
         rows
     }
 
-    /// How the jobs' clones are dealt to threads: their indices, by thread.
+    /// How many threads, each with a queue and a device worker, the jobs run on.
     fn threads(&self) -> u16 {
         let clones: u32 = self.jobs.iter().map(|job| job.numjobs).sum();
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);

@@ -356,26 +356,17 @@ fn start_iommu(
     front.config(0, &mut config)?;
     let config = IommuConfig::parse(&config)?;
 
-    let avail_at = layout::desc_bytes(IOMMU_RING);
-    let used_at = (avail_at + layout::avail_bytes(IOMMU_RING)).next_multiple_of(64);
-    let rings = RamPart::carve(ram, used_at + layout::used_bytes(IOMMU_RING), PAGE)?;
-    let part = |at, len| rings.window().part(at, len).context("a part of the ring");
-    let queue = ring::Queue::new(
-        IOMMU_RING,
-        ring::Rings {
-            desc: part(0, avail_at)?,
-            avail: part(avail_at, layout::avail_bytes(IOMMU_RING))?,
-            used: part(used_at, layout::used_bytes(IOMMU_RING))?,
-        },
-        true,
-    )?;
+    let areas = layout::offsets(IOMMU_RING);
+    let rings = RamPart::carve(ram, areas.len, PAGE)?;
+    let queue =
+        ring::Queue::new(IOMMU_RING, ring::Rings::in_window(rings.window(), IOMMU_RING)?, true)?;
     let buffers = RamPart::carve(ram, Driver::buffer_bytes(IOMMU_RING, &config), PAGE)?;
     let events = Arc::new(Events { kick: event::new()?, call: event::new()?, socket });
     let user = ram.user_addr() + (rings.gpa() - ram.gpa());
     let addresses = RingAddresses {
         desc: user,
-        avail: user + avail_at as u64,
-        used: user + used_at as u64,
+        avail: user + areas.avail as u64,
+        used: user + areas.used as u64,
         log: None,
     };
     start_ring(front, 0, IOMMU_RING, &addresses, events.kick.as_fd(), events.call.as_fd())?;
