@@ -45,6 +45,8 @@ mod magazines;
 mod preferred32;
 mod rbtree;
 mod request;
+mod ring;
+mod slabs;
 mod stats;
 
 pub use allocator::Allocator;
@@ -57,4 +59,5 @@ pub use magazines::{
 pub use preferred32::Preferred32;
 pub use rbtree::RbTree;
 pub use request::{Align, Request};
+pub use slabs::{Placement, SlabConfig, Slabs};
 pub use stats::Stats;

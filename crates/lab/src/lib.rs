@@ -11,9 +11,13 @@
 //! | [`report`] | the data model (`ringfence.compare/1`), and its three faces: table, JSON, HTML |
 //! | [`progress`] | how far it is |
 
+pub mod allocators;
+pub mod bench;
 pub mod block;
 pub mod job;
+pub mod placement;
 pub mod progress;
+pub mod replay;
 pub mod report;
 pub mod run;
 pub mod stats;

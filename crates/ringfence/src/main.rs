@@ -1,7 +1,10 @@
 //! The `ringfence` command.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod compare;
+mod output;
+mod replay;
 
 use std::process::ExitCode;
 
@@ -19,6 +22,10 @@ struct Arguments {
 enum Command {
     #[command(about = "What each DMA policy costs on this machine, for a fio job")]
     Compare(compare::Arguments),
+    #[command(about = "What a recorded stream of maps and unmaps costs under other allocators")]
+    Replay(replay::Arguments),
+    #[command(subcommand, about = "The tables of the components, with their peers beside them")]
+    Bench(bench::Bench),
     /// The device process of `compare`, which starts it.
     #[command(hide = true)]
     Device,
@@ -28,6 +35,8 @@ fn main() -> ExitCode {
     // Wrong usage ends here, with exit code 2.
     let ended = match Arguments::parse().command {
         Command::Compare(arguments) => compare::run(arguments),
+        Command::Replay(arguments) => replay::run(arguments),
+        Command::Bench(bench) => bench::run(bench),
         Command::Device => ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS),
     };
     ended.unwrap_or_else(|error| {

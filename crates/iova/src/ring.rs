@@ -1,0 +1,1 @@
+//! One contiguous chunk for a ring, cut into its buffers.

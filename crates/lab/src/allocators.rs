@@ -1,0 +1,123 @@
+//! The allocators of I/O virtual addresses by the names that the command line and the reports use.
+
+use std::{fmt, str::FromStr};
+
+use ringfence_iova::{
+    Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, SlabConfig, Slabs,
+};
+use ringfence_sync::cpu::OsCpu;
+
+/// An allocator by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum AllocatorKind {
+    /// The seed's first: the red-black tree alone.
+    RbTree,
+    /// The seed's second: the bitmap, next fit.
+    Bitmap,
+    /// The tree with Linux's magazines in front.
+    Magazines,
+    /// Ours.
+    #[default]
+    Ringfence,
+}
+
+impl AllocatorKind {
+    /// All of them, the peers first.
+    pub const ALL: [AllocatorKind; 4] = [
+        AllocatorKind::RbTree,
+        AllocatorKind::Bitmap,
+        AllocatorKind::Magazines,
+        AllocatorKind::Ringfence,
+    ];
+
+    /// Its name on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            AllocatorKind::RbTree => "rbtree",
+            AllocatorKind::Bitmap => "bitmap",
+            AllocatorKind::Magazines => "magazines",
+            AllocatorKind::Ringfence => "ringfence",
+        }
+    }
+
+    /// An allocator of this kind over `aperture`. Only ours knows placements; the others have
+    /// their own.
+    pub fn make(self, aperture: Aperture, placement: Placement) -> Box<dyn Allocator> {
+        match self {
+            AllocatorKind::RbTree => Box::new(RbTree::new(aperture)),
+            // No smaller window than the aperture's end: the comparison is of all of it, up to
+            // what a bitmap can be asked to hold.
+            AllocatorKind::Bitmap => Box::new(Bitmap::new(aperture, 1 << 32)),
+            AllocatorKind::Magazines => {
+                Box::new(Magazines::new(RbTree::new(aperture), OsCpu::new()))
+            }
+            AllocatorKind::Ringfence => {
+                let mut config = SlabConfig::default();
+                config.placement = placement;
+                Box::new(Slabs::with_config(aperture, OsCpu::new(), config))
+            }
+        }
+    }
+
+    /// The kinds of a list such as `rbtree,ringfence`.
+    ///
+    /// # Errors
+    /// A name is none, or the list is empty or names one twice.
+    pub fn parse_list(text: &str) -> Result<Vec<AllocatorKind>, String> {
+        let mut kinds = Vec::new();
+        for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            let kind: AllocatorKind = name.parse()?;
+            if kinds.contains(&kind) {
+                return Err(format!("{name} stands twice in the list of allocators"));
+            }
+            kinds.push(kind);
+        }
+        if kinds.is_empty() {
+            return Err("an empty list of allocators".to_owned());
+        }
+        Ok(kinds)
+    }
+}
+
+impl fmt::Display for AllocatorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for AllocatorKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|kind| kind.name()).collect();
+            format!("no allocator is called {name:?}: there are {}", names.join(", "))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ringfence_iova::Request;
+
+    #[test]
+    fn every_allocator_is_made_by_its_name() {
+        let aperture = Aperture::new(0, (1 << 39) - 1, 4096).unwrap();
+        for kind in AllocatorKind::ALL {
+            assert_eq!(kind.name().parse(), Ok(kind));
+            let allocator = kind.make(aperture, Placement::default());
+            let iova = allocator.alloc(&Request::new(8192)).unwrap();
+            allocator.free(iova, 8192).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_list_names_each_once() {
+        let kinds = AllocatorKind::parse_list("rbtree, ringfence").unwrap();
+        assert_eq!(kinds, [AllocatorKind::RbTree, AllocatorKind::Ringfence]);
+        assert!(AllocatorKind::parse_list("rbtree,rbtree").is_err());
+        assert!(AllocatorKind::parse_list("").is_err());
+        assert!(AllocatorKind::parse_list("tree").unwrap_err().contains("bitmap"));
+    }
+}

@@ -1,0 +1,1 @@
+//! Benchmarks of components, with their peers in the same run.

@@ -1,0 +1,82 @@
+//! Where results go: files that are opened at the beginning, and standard output.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{ErrorKind, Write},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+use ringfence_lab::run::Usage;
+
+/// A file that is written at the end, opened at the beginning. What was in it stays until then, and
+/// if it was made and nothing came of it, it goes.
+pub(crate) struct Output {
+    path: PathBuf,
+    /// `None`: standard output.
+    file: Option<File>,
+    made: bool,
+}
+
+impl Output {
+    pub(crate) fn open(path: &Path) -> Result<Output> {
+        let file = |file, made| Output { path: path.to_owned(), file, made };
+        if path.as_os_str() == "-" {
+            return Ok(file(None, false));
+        }
+        let wrong = |error| Usage(format!("cannot write {}: {error}", path.display()));
+        match File::create_new(path) {
+            Ok(new) => Ok(file(Some(new), true)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                let old = OpenOptions::new().write(true).open(path).map_err(wrong)?;
+                Ok(file(Some(old), false))
+            }
+            Err(error) => Err(wrong(error).into()),
+        }
+    }
+
+    pub(crate) fn is_stdout(&self) -> bool {
+        self.file.is_none()
+    }
+
+    pub(crate) fn write(mut self, text: &str) -> Result<()> {
+        let Some(mut file) = self.file.take() else { return print(text) };
+        self.made = false;
+        let regular = file.metadata().is_ok_and(|about| about.is_file());
+        if regular { file.set_len(0) } else { Ok(()) }
+            .and_then(|()| file.write_all(text.as_bytes()))
+            .with_context(|| format!("writing {}", self.path.display()))
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if self.made {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// To standard output; a reader that has left (`| head`) is no failure of ours.
+pub(crate) fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        other => other.context("writing to standard output"),
+    }
+}
+
+/// Whether standard output and standard error go to the same terminal, file or pipe.
+pub(crate) fn same_place() -> bool {
+    let place = |fd: BorrowedFd<'_>| {
+        let file = File::from(fd.try_clone_to_owned().ok()?);
+        let about = file.metadata().ok()?;
+        Some((about.dev(), about.ino()))
+    };
+    let out = place(std::io::stdout().as_fd());
+    out.is_some() && out == place(std::io::stderr().as_fd())
+}
