@@ -1,0 +1,1 @@
+//! The model of the hardware's caches.
