@@ -59,5 +59,6 @@ pub use magazines::{
 pub use preferred32::Preferred32;
 pub use rbtree::RbTree;
 pub use request::{Align, Request};
+pub use ring::Ring;
 pub use slabs::{Placement, SlabConfig, Slabs};
 pub use stats::Stats;

@@ -1,1 +1,222 @@
 //! One contiguous chunk for a ring, cut into its buffers.
+
+use core::fmt;
+
+use ringfence_sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use crate::{
+    AllocError, AllocReason, Allocator, Aperture, Bitmap, FreeError, Request, ReserveError, Stats,
+};
+
+/// The most granules of a chunk: what a [`Bitmap`] covers, 256 GiB at a granule of 4 KiB.
+const MAX_GRANULES: u64 = 1 << 26;
+
+/// Ring-contiguous placement: one chunk of another allocator's addresses for one ring (a queue of a
+/// NIC, of an NVMe device), from which all of its buffers are cut.
+///
+/// The chunk is naturally aligned, and buffers are cut from it one after the other, next fit, around
+/// and around as the ring itself goes. So what the device walks in order lies in order: the tables
+/// for it are few and close together, their addresses stay in the IOMMU's page-walk caches, and a
+/// table page is not given up and made again as buffers come and go. That is the placement of Fast &
+/// Safe (SOSP 2024). A descriptor of many pages is one request: it is contiguous, and one ranged
+/// invalidation takes it back.
+///
+/// What does not fit (the chunk is full, the limit lies below it) comes from the allocator below;
+/// [`fallbacks`](Self::fallbacks) counts that. A chunk holds a ring without gaps if its size is that
+/// of a buffer, rounded up to the buffer's alignment, times the number in flight.
+///
+/// Rings that run in lock-step and start at the same place of equally aligned chunks ask for the
+/// same set of an IOTLB at the same time: [`starting_at`](Self::starting_at) keeps them apart.
+///
+/// The chunk stays allocated below as long as the ring lives (rule L9), and is given back when it is
+/// dropped. If a buffer of it is still allocated then, or part of it is reserved, it is kept for
+/// good: nobody else may be given what a device may still reach.
+///
+/// Every free of a range within the chunk is checked; others are checked by the allocator below.
+pub struct Ring<A: Allocator> {
+    inner: A,
+    /// Free and taken granules of the chunk: its window is all of it.
+    chunk: Bitmap,
+    /// Bytes of the chunk.
+    size: u64,
+    /// Whether part of the chunk was reserved here, which the allocator below does not know.
+    reserved: AtomicBool,
+    fallbacks: AtomicU64,
+    /// Ranges given back below.
+    returned: AtomicU64,
+    failures: AtomicU64,
+    rejected: AtomicU64,
+}
+
+impl<A: Allocator> Ring<A> {
+    /// A ring with a chunk of `bytes`, rounded up to whole granules, from `inner`.
+    ///
+    /// # Errors
+    /// `inner` has no such range, or it is larger than 2^26 granules
+    /// ([`TooBig`](AllocReason::TooBig)).
+    pub fn new(inner: A, bytes: u64) -> Result<Self, AllocError> {
+        Self::starting_at(inner, bytes, 0)
+    }
+
+    /// As [`new`](Self::new), but the first buffer is cut `offset` bytes into the chunk (modulo its
+    /// size), or at the next place after it that has the alignment.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn starting_at(inner: A, bytes: u64, offset: u64) -> Result<Self, AllocError> {
+        let request = Request::new(bytes);
+        let error = |reason| AllocError { request, reason };
+        let granule = inner.granule();
+        let size = bytes.checked_next_multiple_of(granule).ok_or(error(AllocReason::TooBig))?;
+        if size / granule > MAX_GRANULES {
+            return Err(error(AllocReason::TooBig));
+        }
+        let first = inner.alloc(&request)?;
+        let last = first.saturating_add(size - 1);
+        // What was handed out is whole granules and not IOVA 0, so it is an aperture.
+        let window = Aperture::new(first, last, granule)
+            .map_err(|_| error(AllocReason::ApertureTooSmall { first, last }))?;
+        Ok(Ring {
+            chunk: Bitmap::new(window, size).starting_at(offset % size / granule),
+            inner,
+            size,
+            reserved: AtomicBool::new(false),
+            fallbacks: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
+            failures: AtomicU64::new(0),
+            rejected: AtomicU64::new(0),
+        })
+    }
+}
+
+impl<A: Allocator> Ring<A> {
+    /// The addresses of its chunk.
+    pub fn chunk(&self) -> Aperture {
+        self.chunk.window()
+    }
+
+    /// The allocator below.
+    pub fn inner(&self) -> &A {
+        &self.inner
+    }
+
+    /// Requests that were met by the allocator below, as the chunk had no place for them.
+    pub fn fallbacks(&self) -> u64 {
+        self.fallbacks.load(Ordering::Relaxed)
+    }
+
+    fn is_in_chunk(&self, iova: u64) -> bool {
+        let chunk = self.chunk();
+        chunk.first() <= iova && iova <= chunk.last()
+    }
+}
+
+impl<A: Allocator> Allocator for Ring<A> {
+    fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
+        let result = match self.chunk.alloc(request) {
+            Err(error) if !error.reason.is_invalid() => {
+                self.inner.alloc(request).inspect(|_| count(&self.fallbacks))
+            }
+            result => result,
+        };
+        result.inspect_err(|_| count(&self.failures))
+    }
+
+    fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+        let result = if self.is_in_chunk(iova) {
+            self.chunk.free(iova, size)
+        } else {
+            self.inner.free(iova, size).inspect(|()| count(&self.returned))
+        };
+        result.inspect_err(|_| count(&self.rejected))
+    }
+
+    /// As all do, with one exception: a range that reaches out of the chunk is reserved in parts,
+    /// that within the chunk first. If a later part fails, those before it stay reserved.
+    fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
+        let chunk = self.chunk();
+        if first > last || last < chunk.first() || first > chunk.last() {
+            return self.inner.reserve(first, last);
+        }
+        let whole = |error| match error {
+            ReserveError::InUse { taken, .. } => ReserveError::InUse { first, last, taken },
+            other => other,
+        };
+        let (low, high) = (first.max(chunk.first()), last.min(chunk.last()));
+        self.chunk.reserve(low, high).map_err(whole)?;
+        self.reserved.store(true, Ordering::Relaxed);
+        // Neither is reached if the chunk borders on an end of the addresses.
+        if first < low {
+            self.inner.reserve(first, low - 1).map_err(whole)?;
+        }
+        if high < last {
+            self.inner.reserve(high + 1, last).map_err(whole)?;
+        }
+        Ok(())
+    }
+
+    fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+        if self.is_in_chunk(iova) {
+            self.chunk.check_free(iova, size)
+        } else {
+            self.inner.check_free(iova, size)
+        }
+    }
+
+    fn granule(&self) -> u64 {
+        self.inner.granule()
+    }
+
+    /// All of the chunk: more never comes from it.
+    fn optimal_size(&self) -> u64 {
+        self.size
+    }
+
+    /// In place of the chunk, which is one range below, the ranges that are allocated from it count.
+    fn stats(&self) -> Stats {
+        let (chunk, below) = (self.chunk.stats(), self.inner.stats());
+        Stats {
+            allocs: chunk.allocs + self.fallbacks(),
+            frees: chunk.frees + self.returned.load(Ordering::Relaxed),
+            failures: self.failures.load(Ordering::Relaxed),
+            rejected_frees: self.rejected.load(Ordering::Relaxed),
+            live_ranges: below.live_ranges.saturating_sub(1) + chunk.live_ranges,
+            live_bytes: below.live_bytes.saturating_sub(self.size) + chunk.live_bytes,
+            searches: below.searches + chunk.searches,
+            search_steps: below.search_steps + chunk.search_steps,
+            laps: below.laps + chunk.laps,
+            ..below
+        }
+    }
+
+    fn drain(&self) {
+        self.inner.drain();
+    }
+}
+
+impl<A: Allocator> Drop for Ring<A> {
+    fn drop(&mut self) {
+        // Whoever reserved or allocated from it did so before, and nobody else has it now.
+        if self.chunk.stats().live_ranges == 0 && !self.reserved.load(Ordering::Relaxed) {
+            let freed = self.inner.free(self.chunk().first(), self.size);
+            debug_assert!(freed.is_ok(), "the chunk was freed by somebody else: {freed:?}");
+        }
+    }
+}
+
+impl<A: Allocator> fmt::Debug for Ring<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ring")
+            .field("chunk", &self.chunk())
+            .field("fallbacks", &self.fallbacks())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Relaxed: a number to be looked at, that orders nothing.
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;
