@@ -5,7 +5,8 @@ use core::fmt;
 use ringfence_sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::{
-    AllocError, AllocReason, Allocator, Aperture, Bitmap, FreeError, Request, ReserveError, Stats,
+    Align, AllocError, AllocReason, Allocator, Aperture, Bitmap, FreeError, Request, ReserveError,
+    Stats,
 };
 
 /// The most granules of a chunk: what a [`Bitmap`] covers, 256 GiB at a granule of 4 KiB.
@@ -25,8 +26,9 @@ const MAX_GRANULES: u64 = 1 << 26;
 /// [`fallbacks`](Self::fallbacks) counts that. A chunk holds a ring without gaps if its size is that
 /// of a buffer, rounded up to the buffer's alignment, times the number in flight.
 ///
-/// Rings that run in lock-step and start at the same place of equally aligned chunks ask for the
-/// same set of an IOTLB at the same time: [`starting_at`](Self::starting_at) keeps them apart.
+/// Rings that run in lock-step, at the same place of equally aligned chunks, ask for the same set of
+/// an IOTLB at the same time and push each other out: [`with_lead`](Self::with_lead) keeps them
+/// apart.
 ///
 /// The chunk stays allocated below as long as the ring lives (rule L9), and is given back when it is
 /// dropped. If a buffer of it is still allocated then, or part of it is reserved, it is kept for
@@ -35,9 +37,11 @@ const MAX_GRANULES: u64 = 1 << 26;
 /// Every free of a range within the chunk is checked; others are checked by the allocator below.
 pub struct Ring<A: Allocator> {
     inner: A,
-    /// Free and taken granules of the chunk: its window is all of it.
+    /// Free and taken granules of the chunk without its lead: the window is all of it.
     chunk: Bitmap,
-    /// Bytes of the chunk.
+    /// What was taken from below: the first and the last address, and the size.
+    first: u64,
+    last: u64,
     size: u64,
     /// Whether part of the chunk was reserved here, which the allocator below does not know.
     reserved: AtomicBool,
@@ -55,30 +59,42 @@ impl<A: Allocator> Ring<A> {
     /// `inner` has no such range, or it is larger than 2^26 granules
     /// ([`TooBig`](AllocReason::TooBig)).
     pub fn new(inner: A, bytes: u64) -> Result<Self, AllocError> {
-        Self::starting_at(inner, bytes, 0)
+        Self::with_lead(inner, bytes, 0)
     }
 
-    /// As [`new`](Self::new), but the first buffer is cut `offset` bytes into the chunk (modulo its
-    /// size), or at the next place after it that has the alignment.
+    /// As [`new`](Self::new), with `lead` bytes, rounded up to whole granules, in front of the chunk
+    /// that are never handed out: the chunk begins so far after its natural alignment.
+    ///
+    /// Rings whose leads differ by a granule begin in different sets of an IOTLB, if their buffers
+    /// are asked for with no more alignment than the granule's
+    /// ([`Align::Bytes`]); one that is aligned to its size loses the difference again.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn starting_at(inner: A, bytes: u64, offset: u64) -> Result<Self, AllocError> {
-        let request = Request::new(bytes);
-        let error = |reason| AllocError { request, reason };
+    pub fn with_lead(inner: A, bytes: u64, lead: u64) -> Result<Self, AllocError> {
         let granule = inner.granule();
-        let size = bytes.checked_next_multiple_of(granule).ok_or(error(AllocReason::TooBig))?;
-        if size / granule > MAX_GRANULES {
-            return Err(error(AllocReason::TooBig));
+        let whole = |bytes: u64| bytes.checked_next_multiple_of(granule);
+        let too_big = AllocError { request: Request::new(bytes), reason: AllocReason::TooBig };
+        let (bytes, lead) = whole(bytes).zip(whole(lead)).ok_or(too_big)?;
+        let size = bytes.checked_add(lead).ok_or(too_big)?;
+        let align = bytes.checked_next_power_of_two().ok_or(too_big)?;
+        if bytes / granule > MAX_GRANULES {
+            return Err(too_big);
         }
+        // Without bytes there is no ring, even with a lead.
+        let size = if bytes == 0 { 0 } else { size };
+        let request = Request::new(size).align(Align::Bytes(align));
         let first = inner.alloc(&request)?;
-        let last = first.saturating_add(size - 1);
+        let last = first.saturating_add(size.saturating_sub(1));
         // What was handed out is whole granules and not IOVA 0, so it is an aperture.
-        let window = Aperture::new(first, last, granule)
-            .map_err(|_| error(AllocReason::ApertureTooSmall { first, last }))?;
+        let window = Aperture::new(first.saturating_add(lead), last, granule).map_err(|_| {
+            AllocError { request, reason: AllocReason::ApertureTooSmall { first, last } }
+        })?;
         Ok(Ring {
-            chunk: Bitmap::new(window, size).starting_at(offset % size / granule),
+            chunk: Bitmap::new(window, bytes),
             inner,
+            first,
+            last,
             size,
             reserved: AtomicBool::new(false),
             fallbacks: AtomicU64::new(0),
@@ -90,7 +106,7 @@ impl<A: Allocator> Ring<A> {
 }
 
 impl<A: Allocator> Ring<A> {
-    /// The addresses of its chunk.
+    /// The addresses that buffers are cut from: the chunk without its lead.
     pub fn chunk(&self) -> Aperture {
         self.chunk.window()
     }
@@ -106,8 +122,8 @@ impl<A: Allocator> Ring<A> {
     }
 
     fn is_in_chunk(&self, iova: u64) -> bool {
-        let chunk = self.chunk();
-        chunk.first() <= iova && iova <= chunk.last()
+        // The lead belongs to it: nothing of it is a range of the callers.
+        self.first <= iova && iova <= self.last
     }
 }
 
@@ -134,15 +150,14 @@ impl<A: Allocator> Allocator for Ring<A> {
     /// As all do, with one exception: a range that reaches out of the chunk is reserved in parts,
     /// that within the chunk first. If a later part fails, those before it stay reserved.
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
-        let chunk = self.chunk();
-        if first > last || last < chunk.first() || first > chunk.last() {
+        if first > last || last < self.first || first > self.last {
             return self.inner.reserve(first, last);
         }
         let whole = |error| match error {
             ReserveError::InUse { taken, .. } => ReserveError::InUse { first, last, taken },
             other => other,
         };
-        let (low, high) = (first.max(chunk.first()), last.min(chunk.last()));
+        let (low, high) = (first.max(self.first), last.min(self.last));
         self.chunk.reserve(low, high).map_err(whole)?;
         self.reserved.store(true, Ordering::Relaxed);
         // Neither is reached if the chunk borders on an end of the addresses.
@@ -169,7 +184,8 @@ impl<A: Allocator> Allocator for Ring<A> {
 
     /// All of the chunk: more never comes from it.
     fn optimal_size(&self) -> u64 {
-        self.size
+        let chunk = self.chunk();
+        chunk.last() - chunk.first() + 1
     }
 
     /// In place of the chunk, which is one range below, the ranges that are allocated from it count.
@@ -198,7 +214,7 @@ impl<A: Allocator> Drop for Ring<A> {
     fn drop(&mut self) {
         // Whoever reserved or allocated from it did so before, and nobody else has it now.
         if self.chunk.stats().live_ranges == 0 && !self.reserved.load(Ordering::Relaxed) {
-            let freed = self.inner.free(self.chunk().first(), self.size);
+            let freed = self.inner.free(self.first, self.size);
             debug_assert!(freed.is_ok(), "the chunk was freed by somebody else: {freed:?}");
         }
     }

@@ -123,12 +123,6 @@ impl Bitmap {
         }
     }
 
-    /// The same, with the first search starting at the granule `number` of the window.
-    pub(crate) fn starting_at(self, number: u64) -> Bitmap {
-        self.state.lock().next = number as usize;
-        self
-    }
-
     /// The part of the aperture that it hands out from.
     pub fn window(&self) -> Aperture {
         self.window

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Align, FreeReason, MagazineConfig, Magazines, RbTree};
+use crate::{FreeReason, MagazineConfig, Magazines, RbTree};
 use ringfence_sync::cpu::OneCpu;
 use std::{
     sync::{Arc, Mutex},
@@ -49,12 +49,25 @@ fn a_place_that_is_still_in_use_is_stepped_over() {
 }
 
 #[test]
-fn a_ring_starts_where_it_is_told_to() {
-    let ring = Ring::starting_at(tree(), 8 * PAGE, 11 * PAGE + 5).unwrap();
+fn a_lead_shifts_the_chunk_and_is_handed_out_to_nobody() {
+    let tree = Arc::new(tree());
+    let ring = Ring::with_lead(Arc::clone(&tree), 8 * PAGE, 2 * PAGE + 5).unwrap();
     let base = ring.chunk().first();
-    let at: Vec<u64> = (0..8).map(|_| (ring.alloc(&pages(1)).unwrap() - base) / PAGE).collect();
-    assert_eq!(at, [3, 4, 5, 6, 7, 0, 1, 2]);
-    assert_eq!(ring.fallbacks(), 0);
+    assert_eq!(base % (8 * PAGE), 3 * PAGE);
+    assert_eq!((tree.stats().live_bytes, ring.optimal_size()), (11 * PAGE, 8 * PAGE));
+    let two = pages(2).align(Align::Bytes(PAGE));
+    let at: Vec<u64> = (0..4).map(|_| (ring.alloc(&two).unwrap() - base) / PAGE).collect();
+    assert_eq!(at, [0, 2, 4, 6]);
+    assert!(ring.free(base - 3 * PAGE, 11 * PAGE).is_err(), "nor is all of it the callers'");
+    while let Ok(iova) = ring.alloc(&pages(1)) {
+        assert!(iova < base - 3 * PAGE || base + 8 * PAGE <= iova);
+    }
+    assert_eq!(ring.stats().live_bytes, 61 * PAGE, "all but the lead");
+    for n in at {
+        ring.free(base + n * PAGE, 2 * PAGE).unwrap();
+    }
+    drop(ring);
+    assert_eq!(tree.stats().live_bytes, 53 * PAGE);
 }
 
 #[test]
@@ -112,6 +125,8 @@ fn a_chunk_that_cannot_be_had_is_an_error_and_takes_nothing() {
     let tree = Arc::new(tree());
     let why = |bytes| Ring::new(Arc::clone(&tree), bytes).unwrap_err().reason;
     assert_eq!(why(0), AllocReason::ZeroSize);
+    assert!(Ring::with_lead(Arc::clone(&tree), 0, PAGE).is_err());
+    assert!(Ring::with_lead(Arc::clone(&tree), PAGE, u64::MAX - PAGE).is_err());
     assert_eq!(why(u64::MAX), AllocReason::TooBig);
     assert_eq!(why((MAX_GRANULES + 1) * PAGE), AllocReason::TooBig);
     assert!(matches!(why(64 * PAGE), AllocReason::ApertureTooSmall { .. }));
