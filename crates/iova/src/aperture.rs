@@ -31,6 +31,17 @@ pub enum ApertureError {
         /// The granule.
         granule: u64,
     },
+    /// There is no aperture.
+    #[error("no aperture is given")]
+    None,
+    /// Apertures that are to be one differ in their granule.
+    #[error("one aperture has granules of {one:#x} bytes, another of {other:#x}")]
+    Granules {
+        /// The granule of one.
+        one: u64,
+        /// The granule of another.
+        other: u64,
+    },
 }
 
 impl Aperture {
@@ -54,6 +65,21 @@ impl Aperture {
             Some(high) if low <= high => Ok(Aperture { first: low, last: high, shift }),
             _ => Err(ApertureError::Empty { first, last, granule }),
         }
+    }
+
+    /// The smallest aperture that holds all of these.
+    pub(crate) fn hull(apertures: &[Aperture]) -> Result<Aperture, ApertureError> {
+        let (one, rest) = apertures.split_first().ok_or(ApertureError::None)?;
+        rest.iter().try_fold(*one, |hull, aperture| match aperture.shift == hull.shift {
+            true => Ok(Aperture {
+                first: hull.first.min(aperture.first),
+                last: hull.last.max(aperture.last),
+                shift: hull.shift,
+            }),
+            false => {
+                Err(ApertureError::Granules { one: hull.granule(), other: aperture.granule() })
+            }
+        })
     }
 
     /// The lowest address that is ever handed out.
@@ -92,6 +118,11 @@ impl Aperture {
     /// The number of the granule that holds `address`.
     pub(crate) const fn number(&self, address: u64) -> u64 {
         address >> self.shift
+    }
+
+    /// The number of the last granule that ends at or below `address`.
+    pub(crate) const fn last_whole(&self, address: u64) -> Option<u64> {
+        last_whole(address, self.shift)
     }
 
     /// The first address of a granule.

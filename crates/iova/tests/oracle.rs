@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use proptest::prelude::*;
 use ringfence_iova::{
     Align, AllocReason, Allocator, Aperture, Bitmap, LARGEST_CACHED, MagazineConfig, Magazines,
-    Preferred32, RbTree, Request, ReserveError,
+    Placement, Preferred32, RbTree, Request, ReserveError, SlabConfig, Slabs,
 };
 use ringfence_sync::cpu::{CpuId, FixedCpu};
 
@@ -298,6 +298,48 @@ proptest! {
         let shared = Arc::new(magazines(RbTree::new(aperture(base, granule)), &cpu));
         let device = Preferred32::new(shared);
         let case = Case { allocator: &device, rounds: true, lazy: false, cpu: &cpu };
+        run(&case, base, granule, &ops)?;
+    }
+}
+
+/// Slabs of up to 64 granules in an aperture of 256, so that they are of some use.
+fn slabs(aperture: Aperture, cpu: &FixedCpu, placement: Placement) -> Slabs<&FixedCpu> {
+    let mut config = SlabConfig::default();
+    config.largest_slab = Some(64 * aperture.granule());
+    config.placement = placement;
+    Slabs::with_config(aperture, cpu, config)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 384, ..ProptestConfig::default() })]
+
+    #[test]
+    fn slabs_never_hand_out_what_is_taken_and_fail_only_when_nothing_fits(
+        (base, granule) in apertures(), ops in proptest::collection::vec(op(), 1..250),
+        placement in prop_oneof![
+            4 => Just(Placement::SizeAligned), 1 => Just(Placement::Lowest),
+            1 => Just(Placement::Highest),
+        ],
+    ) {
+        let cpu = FixedCpu::new(3);
+        let slabs = slabs(aperture(base, granule), &cpu, placement);
+        run(&Case { allocator: &slabs, rounds: false, lazy: false, cpu: &cpu }, base, granule, &ops)?;
+        let stats = slabs.stats();
+        prop_assert_eq!(stats.live_ranges, stats.allocs - stats.frees + stats.cached_ranges);
+        slabs.drain();
+        let stats = slabs.stats();
+        prop_assert_eq!(stats.cached_ranges, 0);
+        prop_assert_eq!(stats.live_ranges, stats.allocs - stats.frees);
+    }
+
+    #[test]
+    fn slabs_for_a_pci_device_never_hand_out_what_is_taken_and_fail_only_when_nothing_fits(
+        (base, granule) in apertures(), ops in proptest::collection::vec(op(), 1..250),
+    ) {
+        let cpu = FixedCpu::new(3);
+        let slabs = Arc::new(slabs(aperture(base, granule), &cpu, Placement::SizeAligned));
+        let device = Preferred32::new(slabs);
+        let case = Case { allocator: &device, rounds: false, lazy: false, cpu: &cpu };
         run(&case, base, granule, &ops)?;
     }
 }

@@ -1,69 +1,429 @@
-//! The default allocator.
+//! The default allocator: slabs of equal ranges per CPU, cut from one radix tree.
 
-use ringfence_sync::cpu::CpuId;
+mod core;
+mod cpu;
+mod index;
+mod paths;
+mod slab;
+mod tree;
 
-use crate::{
-    AllocError, Allocator, Aperture, FreeError, Magazines, RbTree, Request, ReserveError, Stats,
+use ::core::fmt;
+use alloc::{boxed::Box, vec::Vec};
+
+use ringfence_sync::{
+    CachePadded,
+    atomic::{AtomicBool, AtomicU64, Ordering},
+    cpu::CpuId,
+    lock::SpinLock,
 };
 
-/// Where an allocator puts ranges.
+use self::core::{Core, LazyIndex, split};
+use crate::{
+    Align, AllocError, Allocator, Aperture, ApertureError, FreeError, FreeReason, Request,
+    ReserveError, Stats, aperture::Wanted,
+};
+use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
+use slab::{Freed, Handle, SLOT_BITS, SLOTS};
+use tree::{Tree, order_of};
+
+/// The largest size class: 1 GiB, what the largest page of an IOMMU maps. Larger ranges are few and
+/// live long; they come from the tree.
+const LARGEST_CLASS: u64 = 1 << 30;
+/// A slab is at most this part of the aperture, so that the classes in use and the CPUs do not
+/// divide a small one among them: 1/1024 leaves 32 ranges of 32 pages in a 32-bit aperture.
+const SLAB_SHARE_BITS: u32 = 10;
+/// And at most this part of the largest hole.
+const HOLE_SHARE_BITS: u32 = 2;
+/// Slabs that are all free and yet kept, for each CPU and class: 128 ranges, as much as one of
+/// Linux's magazines holds.
+const IDLE_SLABS: u32 = 4;
+
+/// Where [`Slabs`] put ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// Ranges of one size class side by side in slabs, from the top of the aperture down: the
-    /// fastest.
+    /// Ranges of one size class side by side, from the top of the aperture down, each CPU in slabs
+    /// of its own. The fastest.
     #[default]
     SizeAligned,
-    /// Always the lowest place that meets the request.
+    /// Always the lowest place that meets the request, and nothing kept for the next one.
     Lowest,
-    /// Always the highest place that meets the request.
+    /// Always the highest place that meets the request, and nothing kept for the next one.
     Highest,
 }
 
 /// How [`Slabs`] are set up.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SlabConfig {
     /// Where ranges go.
     pub placement: Placement,
+    /// The DMA masks of the devices that use the allocator, besides that of all of the aperture: at
+    /// most three, others are ignored. Default: 2^32-1, as so many devices have it and
+    /// [`Preferred32`](crate::Preferred32) asks for it first.
+    ///
+    /// They cut the aperture into zones with slabs of their own. A [limit](Request::limit) that is
+    /// none of them is kept as well, but by a search of the tree for each request.
+    pub limits: Vec<u64>,
+    /// No slab is larger, in bytes. Default: 1/1024 of the aperture. A slab of less than 32 ranges
+    /// is refilled more often.
+    pub largest_slab: Option<u64>,
+    /// Slabs that are all free and still kept, for each CPU, size class and zone; what is beyond
+    /// goes back, so that other sizes can have it. Default: 4.
+    pub idle_slabs: u32,
 }
 
-/// The default allocator.
+impl Default for SlabConfig {
+    fn default() -> Self {
+        SlabConfig {
+            placement: Placement::default(),
+            limits: Vec::from([u32::MAX.into()]),
+            largest_slab: None,
+            idle_slabs: IDLE_SLABS,
+        }
+    }
+}
+
+/// The allocator to use: slabs per CPU in front of a radix tree of what is free.
+///
+/// A size is of the *class* of the power of two that it rounds up to, from one granule to 1 GiB. A
+/// *slab* is 32 ranges of one class side by side, with a word that says which of them are free.
+/// Each CPU takes from its current slab of the class: one compare-and-exchange, the lowest free
+/// range first, so that buffers that are mapped one after the other are neighbours, and lie in one
+/// page of the translation table. A free finds the slab by the address and sets its bit: another
+/// exchange, by which a double free, a wrong size and what was never allocated are found out too,
+/// always. Neither waits for anybody.
+///
+/// Slabs are the magazines here: those with free ranges wait in a list of the CPU, those that are
+/// all free are kept up to a [bound](SlabConfig::idle_slabs) and then go back. They come from a
+/// tree of what is free, under one lock, in which everything takes logarithmic time: no live set
+/// makes it slow. Its memory, and all other, grows with what is allocated, not with the aperture.
+///
+/// When nothing is left, what all CPUs keep is taken back (rule L11), and then even what lies
+/// behind ranges that are shorter than their class: a naturally aligned request
+/// ([`Align::Size`]) fails only if there is no aligned hole. So does one with another alignment; but
+/// when nothing aligned to its size is left, it looks at every hole there is.
+///
+/// Ranges larger than 1 GiB, and those that are not aligned to their size, are kept apart, in a
+/// sorted map.
+///
+/// ```
+/// use ringfence_iova::{Allocator, Aperture, Request, Slabs};
+/// use ringfence_sync::cpu::OneCpu;
+///
+/// let space = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OneCpu);
+/// let first = space.alloc(&Request::new(4096))?;
+/// let second = space.alloc(&Request::new(4096))?;
+/// assert_eq!(second, first + 4096);
+/// space.free(first, 4096)?;
+/// assert!(space.free(first, 4096).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Slabs<C: CpuId> {
-    inner: Magazines<RbTree, C>,
+    aperture: Aperture,
+    shift: u32,
+    /// The last granule that any range may hold.
+    top: u64,
+    /// The last granule of each zone; that of the last zone is `top`.
+    zones: Box<[u64]>,
+    /// As a power of two, in granules.
+    largest_slab: u32,
+    placement: Placement,
+    idle_slabs: u32,
+    /// One for each class: none if placement leaves nothing to slabs.
+    indexes: Box<[LazyIndex]>,
+    cpus: Box<[CachePadded<Cpu>]>,
+    cpu: C,
+    /// Taken before the lock of a CPU's lists, if both are.
+    core: SpinLock<Core>,
+    /// Space was so short that tails were cut off: ranges are given exactly what they need.
+    tight: AtomicBool,
+    failures: AtomicU64,
+    rejected: AtomicU64,
+    drains: AtomicU64,
 }
 
 impl<C: CpuId> Slabs<C> {
-    /// All of `aperture` is free.
+    /// All of `aperture`, for the CPUs of `cpu`, all online.
     pub fn new(aperture: Aperture, cpu: C) -> Self {
         Self::with_config(aperture, cpu, SlabConfig::default())
     }
 
     /// As [`new`](Self::new), set up by `config`.
-    pub fn with_config(aperture: Aperture, cpu: C, _config: SlabConfig) -> Self {
-        Slabs { inner: Magazines::new(RbTree::new(aperture), cpu) }
+    pub fn with_config(aperture: Aperture, cpu: C, config: SlabConfig) -> Self {
+        let granules = aperture.high() - aperture.low();
+        let largest_slab = match config.largest_slab {
+            Some(bytes) => (bytes >> aperture.granule().trailing_zeros()).checked_ilog2(),
+            None => granules.checked_ilog2().map(|bits| bits.saturating_sub(SLAB_SHARE_BITS)),
+        };
+        let shift = aperture.granule().trailing_zeros();
+        let classes = match config.placement {
+            Placement::SizeAligned => {
+                let classes = (LARGEST_CLASS >> shift).checked_ilog2().unwrap_or(0) as usize + 1;
+                classes.min(MAX_CLASSES)
+            }
+            Placement::Lowest | Placement::Highest => 0,
+        };
+        let region_of_last = |class: usize| aperture.high() >> class.min(63) >> SLOT_BITS;
+        let mut core = Core::new(Tree::new(aperture.high()));
+        core.tree.give(aperture.low(), granules + 1);
+        Slabs {
+            aperture,
+            shift,
+            top: aperture.high(),
+            zones: zones(&aperture, &config.limits),
+            largest_slab: largest_slab.unwrap_or(0),
+            placement: config.placement,
+            idle_slabs: config.idle_slabs,
+            indexes: (0..classes).map(|class| LazyIndex::new(region_of_last(class))).collect(),
+            cpus: (0..cpu.count().max(1)).map(|_| CachePadded::new(Cpu::new())).collect(),
+            cpu,
+            core: SpinLock::new(core),
+            tight: AtomicBool::new(false),
+            failures: AtomicU64::new(0),
+            rejected: AtomicU64::new(0),
+            drains: AtomicU64::new(0),
+        }
+    }
+
+    /// Several apertures as one: what lies between them is reserved. This is how VFIO and iommufd
+    /// tell what a device may use.
+    ///
+    /// # Errors
+    /// There are none, or they differ in their granule.
+    pub fn over(apertures: &[Aperture], cpu: C, config: SlabConfig) -> Result<Self, ApertureError> {
+        let hull = Aperture::hull(apertures)?;
+        let slabs = Self::with_config(hull, cpu, config);
+        let mut sorted = Vec::from(apertures);
+        sorted.sort_unstable_by_key(Aperture::low);
+        let mut core = slabs.core.lock();
+        let mut next = hull.low();
+        for aperture in sorted {
+            if aperture.low() > next {
+                core.tree.take(next, aperture.low() - next);
+                core.note_reserved(next, aperture.low() - 1);
+            }
+            match aperture.high().checked_add(1) {
+                Some(after) => next = next.max(after),
+                None => break,
+            }
+        }
+        drop(core);
+        Ok(slabs)
+    }
+
+    /// Gives back what `cpu` keeps (rule L9). It keeps nothing until [`online`](Self::online): a
+    /// thread that still runs there works with the tree. No effect if there is no such CPU.
+    pub fn offline(&self, cpu: usize) {
+        let Some(cpu) = self.cpus.get(cpu) else { return };
+        let mut core = self.core.lock();
+        let mut lists = cpu.lists.lock();
+        lists.online = false;
+        for bin in Bin::all() {
+            while let Some(slab) = cpu.strip(&mut lists, bin) {
+                core.withdraw(&self.indexes, slab);
+            }
+        }
+    }
+
+    /// Lets `cpu` keep slabs again.
+    pub fn online(&self, cpu: usize) {
+        if let Some(cpu) = self.cpus.get(cpu) {
+            cpu.lists.lock().online = true;
+        }
+    }
+
+    /// What all CPUs keep goes back.
+    fn withdraw_all(&self, core: &mut Core) {
+        for cpu in &self.cpus {
+            let mut lists = cpu.lists.lock();
+            for bin in Bin::all() {
+                while let Some(slab) = cpu.strip(&mut lists, bin) {
+                    core.withdraw(&self.indexes, slab);
+                }
+            }
+        }
+    }
+
+    /// The zone that a range with this last granule is in.
+    #[inline]
+    fn zone_of(&self, last: u64) -> usize {
+        self.zones.iter().position(|end| last <= *end).unwrap_or(0)
+    }
+
+    /// The bin of a slab. By who holds a range of it, or the core's lock.
+    fn bin_of(&self, slab: Handle) -> Bin {
+        let last = (slab.number(SLOTS - 1)) | ((1 << slab.class()) - 1);
+        // A region may go on beyond the top.
+        Bin::new(self.zone_of(last.min(self.top)), slab.class())
+    }
+
+    fn why_not_free(&self, core: &Core, iova: u64, size: u64) -> FreeReason {
+        if self.aperture.range_of(iova, size).is_none() {
+            // Outside, or no multiple of the granule.
+            let inside = (self.aperture.first()..=self.aperture.last()).contains(&iova);
+            let taken = inside && self.holder(core, self.aperture.number(iova)).is_some();
+            return if taken { FreeReason::WrongRange } else { FreeReason::NotAllocated };
+        }
+        let number = self.aperture.number(iova);
+        match self.holder(core, number) {
+            Some(_) => FreeReason::WrongRange,
+            None if core.is_reserved(number) => FreeReason::Reserved,
+            // The tree knows of it, or a slab keeps it.
+            None if core.tree.first_taken(number, number).is_some() => FreeReason::AlreadyFree,
+            None => FreeReason::NotAllocated,
+        }
+    }
+
+    /// What holds a granule that is allocated.
+    fn holder(&self, core: &Core, number: u64) -> Option<()> {
+        let in_slab = self.indexes.iter().zip(0u32..).any(|(index, class)| {
+            let (region, slot) = split(number, class);
+            index.get(region).is_some_and(|slab| {
+                let taken = slab.owned() & !slab.free() & 1 << slot != 0;
+                let (size, trimmed) = slab.size(slot);
+                taken && slab.is(class, region) && (!trimmed || number - slab.number(slot) < size)
+            })
+        });
+        (in_slab || core.exact_holds(number)).then_some(())
     }
 }
 
+/// The last granule of each zone.
+fn zones(aperture: &Aperture, limits: &[u64]) -> Box<[u64]> {
+    let mut zones: Vec<u64> = limits
+        .iter()
+        .filter_map(|limit| aperture.last_whole(*limit))
+        .filter(|last| (aperture.low()..aperture.high()).contains(last))
+        .collect();
+    zones.sort_unstable();
+    zones.dedup();
+    zones.truncate(MAX_ZONES - 1);
+    zones.push(aperture.high());
+    zones.into()
+}
+
 impl<C: CpuId> Allocator for Slabs<C> {
+    #[inline]
     fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
-        self.inner.alloc(request)
+        match self.alloc_hot(request) {
+            Some(iova) => Ok(iova),
+            None => self.alloc_cold(request),
+        }
     }
+
+    #[inline]
     fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
-        self.inner.free(iova, size)
+        let mut odd = 0;
+        if self.free_hot(iova, size, &mut odd) { Ok(()) } else { self.free_cold(iova, size, odd) }
     }
+
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
-        self.inner.reserve(first, last)
+        let Some((low, high)) = self.aperture.clip(first, last)? else { return Ok(()) };
+        let mut core = self.core.lock();
+        let parts = core.unreserved(low, high);
+        let taken =
+            |core: &Core| parts.iter().find_map(|&(low, high)| core.tree.first_taken(low, high));
+        if taken(&core).is_some() {
+            // Perhaps what is in the way is only kept.
+            self.withdraw_all(&mut core);
+            self.trim(&mut core);
+        }
+        if let Some(taken) = taken(&core) {
+            let taken = self.aperture.start_of(taken).max(first);
+            return Err(ReserveError::InUse { first, last, taken });
+        }
+        for (low, high) in parts {
+            core.tree.take(low, high - low + 1);
+        }
+        core.note_reserved(low, high);
+        Ok(())
     }
+
     fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
-        self.inner.check_free(iova, size)
+        let core = self.core.lock();
+        let fails = |reason| Err(FreeError { iova, size, reason });
+        let Some((number, count)) = self.aperture.range_of(iova, size) else {
+            return fails(self.why_not_free(&core, iova, size));
+        };
+        if core.exact.get(&number) == Some(&(number + (count - 1))) {
+            return Ok(());
+        }
+        let class = order_of(count);
+        let (region, slot) = split(number, class);
+        let slab = self.indexes.get(class as usize).and_then(|index| index.get(region));
+        let is_it = slab.is_some_and(|slab| {
+            number.trailing_zeros() >= class
+                && slab.owned() & !slab.free() & 1 << slot != 0
+                && slab.size(slot).0 == count
+        });
+        if is_it { Ok(()) } else { fails(self.why_not_free(&core, iova, size)) }
     }
+
     fn granule(&self) -> u64 {
-        self.inner.granule()
+        self.aperture.granule()
     }
+
+    /// 1 GiB: larger ranges come from the tree.
+    fn optimal_size(&self) -> u64 {
+        match self.placement {
+            Placement::SizeAligned => LARGEST_CLASS.max(self.granule()),
+            Placement::Lowest | Placement::Highest => u64::MAX,
+        }
+    }
+
     fn stats(&self) -> Stats {
-        self.inner.stats()
+        let core = self.core.lock();
+        let mut stats = Stats {
+            failures: self.failures.load(Ordering::Relaxed),
+            rejected_frees: self.rejected.load(Ordering::Relaxed),
+            drains: self.drains.load(Ordering::Relaxed),
+            searches: core.searches,
+            ..Stats::default()
+        };
+        let mut granules = 0u64;
+        for slab in core.slabs() {
+            let (free, owned) = (slab.free(), slab.owned());
+            stats.cached_ranges += u64::from(free.count_ones());
+            stats.depot_magazines += u64::from(free == owned);
+            for slot in (0..SLOTS).filter(|slot| owned & !free & 1 << slot != 0) {
+                stats.live_ranges += 1;
+                granules += slab.size(slot).0;
+            }
+        }
+        stats.live_ranges += stats.cached_ranges;
+        for slab in core.slabs() {
+            granules += u64::from(slab.free().count_ones()) << slab.class();
+        }
+        for (first, last) in &core.exact {
+            stats.live_ranges += 1;
+            granules += last - first + 1;
+        }
+        stats.live_bytes = granules.saturating_mul(self.granule());
+        for cpu in &self.cpus {
+            stats.allocs += cpu.allocs.load(Ordering::Relaxed);
+            stats.frees += cpu.frees.load(Ordering::Relaxed);
+        }
+        // What did not come from the tree came from a slab that a CPU had.
+        stats.cache_hits = stats.allocs.saturating_sub(core.searches);
+        stats
     }
+
     fn drain(&self) {
-        self.inner.drain();
+        self.withdraw_all(&mut self.core.lock());
     }
 }
+
+impl<C: CpuId> fmt::Debug for Slabs<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slabs")
+            .field("aperture", &self.aperture)
+            .field("placement", &self.placement)
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model;
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -1,0 +1,260 @@
+//! What all CPUs share, under one lock: the free granules, and what is in no slab.
+
+use alloc::{boxed::Box, collections::BTreeMap, sync::Arc, vec::Vec};
+use core::ops::ControlFlow;
+
+use super::{
+    Placement,
+    index::Index,
+    slab::{Handle, SLOT_BITS, Slab},
+    tree::{Tree, order_of},
+};
+use crate::aperture::Wanted;
+
+/// Slabs of a page: 4 KiB of them.
+#[cfg(not(loom))]
+const PAGE: usize = 64;
+#[cfg(loom)]
+const PAGE: usize = 2;
+
+/// What all CPUs share.
+pub(super) struct Core {
+    pub(super) tree: Tree,
+    /// Ranges that are in no slab: first and last granule of each.
+    pub(super) exact: BTreeMap<u64, u64>,
+    /// What is never handed out: first and last granule of each, apart from one another.
+    pub(super) reserved: BTreeMap<u64, u64>,
+    /// Slabs, in memory that neither moves nor goes: see [`Handle`]. Shared pointers, as a unique
+    /// one would forbid the handles.
+    pub(super) pages: Vec<Arc<[Slab]>>,
+    /// Those that are none.
+    unused: Vec<Handle>,
+    /// Searches of the tree.
+    pub(super) searches: u64,
+}
+
+impl Core {
+    pub(super) fn new(tree: Tree) -> Core {
+        Core {
+            tree,
+            exact: BTreeMap::new(),
+            reserved: BTreeMap::new(),
+            pages: Vec::new(),
+            unused: Vec::new(),
+            searches: 0,
+        }
+    }
+
+    /// All slabs there are.
+    pub(super) fn slabs(&self) -> impl Iterator<Item = &Slab> {
+        self.pages.iter().flat_map(|page| page.iter()).filter(|slab| slab.owned() != 0)
+    }
+
+    /// The slab of a region; a new one, detached, if there is none.
+    pub(super) fn slab_at(&mut self, index: &Index, class: u32, region: u64) -> Handle {
+        if let Some(slab) = index.get(region) {
+            return slab;
+        }
+        let slab = self.unused.pop().unwrap_or_else(|| self.more_slabs());
+        slab.set_up(class, region);
+        index.set(region, Some(slab));
+        slab
+    }
+
+    #[cold]
+    fn more_slabs(&mut self) -> Handle {
+        let page: Arc<[Slab]> = (0..PAGE).map(|_| Slab::none()).collect();
+        self.unused.extend(page[1..].iter().rev().map(Handle::new));
+        let first = Handle::new(&page[0]);
+        self.pages.push(page);
+        first
+    }
+
+    /// Where a request can be met.
+    pub(super) fn place(&mut self, wanted: &Wanted, placement: Placement) -> Option<u64> {
+        self.searches += 1;
+        let (count, limit) = (wanted.count, wanted.limit);
+        let natural = 1u64.checked_shl(order_of(count))?;
+        let find = |tree: &Tree, count| match placement {
+            Placement::Lowest => tree.lowest(count, limit),
+            Placement::SizeAligned | Placement::Highest => tree.highest(count, limit),
+        };
+        // A naturally aligned range crosses no boundary, as no boundary is closer than it is long.
+        if wanted.align == natural {
+            return find(&self.tree, count);
+        }
+        if placement == Placement::SizeAligned {
+            // With more alignment than its own: where something fits that has so much by itself.
+            let sure = if wanted.align > natural { wanted.align / 2 + 1 } else { count };
+            if let Some(place) = find(&self.tree, sure) {
+                return Some(place);
+            }
+        }
+        self.place_anywhere(wanted, placement)
+    }
+
+    /// The last resort, of requests for another alignment than their own: looks at every hole.
+    fn place_anywhere(&self, wanted: &Wanted, placement: Placement) -> Option<u64> {
+        let mut place = None;
+        let end = self.tree.runs_up(0, wanted.limit, &mut |low, high| {
+            if placement == Placement::Lowest {
+                return match wanted.lowest_in(low, high) {
+                    Some(place) => ControlFlow::Break(place),
+                    None => ControlFlow::Continue(()),
+                };
+            }
+            place = wanted.highest_in(low, high).or(place);
+            ControlFlow::Continue(())
+        });
+        match end {
+            ControlFlow::Break(place) => Some(place),
+            ControlFlow::Continue(()) => place,
+        }
+    }
+
+    /// Takes a range at `number` and enters it: as a range of a slab if it is aligned as such, and
+    /// by itself if not.
+    pub(super) fn enter(&mut self, indexes: &[LazyIndex], number: u64, count: u64) {
+        self.tree.take(number, count);
+        let class = order_of(count);
+        let aligned = number.trailing_zeros() >= class;
+        match indexes.get(class as usize).filter(|_| aligned) {
+            Some(index) => {
+                let (region, slot) = split(number, class);
+                let slab = self.slab_at(index.make(), class, region);
+                if count == 1 << class {
+                    slab.own(1 << slot);
+                } else {
+                    slab.own_trimmed(slot, count as u32);
+                }
+            }
+            None => {
+                self.exact.insert(number, number + (count - 1));
+            }
+        }
+    }
+
+    /// Takes the free ranges out of a slab that is in no list, and the slab away from its CPU.
+    pub(super) fn withdraw(&mut self, indexes: &[LazyIndex], slab: Handle) {
+        let free = slab.freeze();
+        self.take_back(indexes, slab, free);
+    }
+
+    /// Ends the freezing of a slab that is in no list: these of its ranges go back to the tree.
+    pub(super) fn take_back(&mut self, indexes: &[LazyIndex], slab: Handle, free: u32) {
+        let class = slab.class();
+        slab.disown(free);
+        let mut rest = u64::from(free);
+        while rest != 0 {
+            let from = rest.trailing_zeros();
+            let length = (!(rest >> from)).trailing_zeros();
+            self.tree.give(slab.number(from), u64::from(length) << class);
+            rest &= u64::MAX << (from + length);
+        }
+        if slab.owned() == 0 {
+            self.retire(indexes, slab);
+        } else {
+            slab.thaw_detached();
+        }
+    }
+
+    /// Ends a frozen slab that owns nothing.
+    fn retire(&mut self, indexes: &[LazyIndex], slab: Handle) {
+        indexes[slab.class() as usize].make().set(slab.region(), None);
+        self.unused.push(slab);
+    }
+
+    /// Ends a slab that owns nothing and is attached to no CPU, if it is such a one.
+    pub(super) fn retire_lost(&mut self, indexes: &[LazyIndex], slab: Handle) {
+        if slab.owned() == 0 && !slab.is_attached() && !slab.is_frozen() {
+            let free = slab.freeze();
+            debug_assert_eq!(free, 0);
+            self.retire(indexes, slab);
+        }
+    }
+
+    /// Cuts off what lies behind all ranges that are shorter than their class.
+    pub(super) fn trim(&mut self) {
+        let Core { pages, tree, .. } = self;
+        for slab in pages.iter().flat_map(|page| page.iter()) {
+            if slab.owned() != 0 && slab.has_sizes() {
+                let free = slab.freeze();
+                slab.trim(free, |number, count| tree.give(number, count));
+                slab.thaw(free);
+            }
+        }
+    }
+
+    /// The parts of `low..=high` that are not reserved.
+    pub(super) fn unreserved(&self, low: u64, high: u64) -> Vec<(u64, u64)> {
+        let mut parts = Vec::new();
+        let mut next = Some(low);
+        let before = self.reserved.range(..=low).next_back();
+        for (&first, &last) in before.into_iter().chain(
+            self.reserved
+                .range((core::ops::Bound::Excluded(low), core::ops::Bound::Included(high))),
+        ) {
+            let Some(start) = next else { break };
+            if first > start {
+                parts.push((start, first - 1));
+            }
+            if last >= start {
+                next = last.checked_add(1);
+            }
+        }
+        if let Some(start) = next.filter(|start| *start <= high) {
+            parts.push((start, high));
+        }
+        parts
+    }
+
+    /// Enters a reservation, merged with those that it meets.
+    pub(super) fn note_reserved(&mut self, mut low: u64, mut high: u64) {
+        while let Some((&first, &last)) = self.reserved.range(..=high.saturating_add(1)).next_back()
+            && last.saturating_add(1) >= low
+        {
+            self.reserved.remove(&first);
+            (low, high) = (low.min(first), high.max(last));
+        }
+        self.reserved.insert(low, high);
+    }
+
+    pub(super) fn is_reserved(&self, number: u64) -> bool {
+        self.reserved.range(..=number).next_back().is_some_and(|(_, last)| *last >= number)
+    }
+
+    /// Whether `number` lies in a range that is in no slab.
+    pub(super) fn exact_holds(&self, number: u64) -> bool {
+        self.exact.range(..=number).next_back().is_some_and(|(_, last)| *last >= number)
+    }
+}
+
+/// A granule's region and slot in a class.
+#[inline]
+pub(super) const fn split(number: u64, class: u32) -> (u64, u32) {
+    let place = number >> class;
+    (place >> SLOT_BITS, place as u32 & (super::slab::SLOTS - 1))
+}
+
+/// An index that is made when its class is first used.
+pub(super) struct LazyIndex {
+    index: once_cell::race::OnceBox<Index>,
+    last: u64,
+}
+
+impl LazyIndex {
+    /// For regions up to the number `last`.
+    pub(super) fn new(last: u64) -> LazyIndex {
+        LazyIndex { index: once_cell::race::OnceBox::new(), last }
+    }
+
+    #[inline]
+    pub(super) fn get(&self, region: u64) -> Option<Handle> {
+        self.index.get()?.get(region)
+    }
+
+    /// The index itself, for writers.
+    pub(super) fn make(&self) -> &Index {
+        self.index.get_or_init(|| Box::new(Index::new(self.last)))
+    }
+}

@@ -1,0 +1,240 @@
+//! What a CPU has: the slabs that it takes ranges from, and those that it will.
+
+use core::ptr;
+
+use ringfence_sync::{
+    atomic::{AtomicPtr, AtomicU64, Ordering},
+    lock::SpinLock,
+};
+
+use super::slab::{Exhausted, Handle, IDLE, LISTED, NOWHERE, Slab};
+
+/// Size classes there can be: from one granule to 1 GiB of granules of one byte.
+#[cfg(not(loom))]
+pub(super) const MAX_CLASSES: usize = 31;
+/// A model has few things, as every one of them is followed.
+#[cfg(loom)]
+pub(super) const MAX_CLASSES: usize = 2;
+/// Zones there can be: see [`SlabConfig::limits`](super::SlabConfig::limits).
+#[cfg(not(loom))]
+pub(super) const MAX_ZONES: usize = 4;
+#[cfg(loom)]
+pub(super) const MAX_ZONES: usize = 1;
+const LISTS: usize = MAX_CLASSES * MAX_ZONES;
+
+/// Where a class of a zone has its slabs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Bin(usize);
+
+impl Bin {
+    #[inline]
+    pub(super) fn new(zone: usize, class: u32) -> Bin {
+        // Both are below their bounds; the remainder says so to the compiler.
+        Bin((zone * MAX_CLASSES + class as usize) % LISTS)
+    }
+
+    pub(super) fn all() -> impl Iterator<Item = Bin> {
+        (0..LISTS).map(Bin)
+    }
+}
+
+/// What a CPU has.
+pub(super) struct Cpu {
+    /// The slab that ranges are taken from, by bin. Written under the lock of the lists.
+    current: [AtomicPtr<Slab>; LISTS],
+    /// Written without a locked instruction, which would take as long as the allocation itself: a
+    /// thread that is moved between CPUs in the middle may cost the count an event.
+    pub(super) allocs: AtomicU64,
+    pub(super) frees: AtomicU64,
+    pub(super) lists: SpinLock<Lists>,
+}
+
+/// The slabs with free ranges that a CPU has besides the current ones.
+pub(super) struct Lists {
+    /// Whether the CPU keeps slabs at all.
+    pub(super) online: bool,
+    lists: [List; LISTS],
+}
+
+#[derive(Clone, Copy)]
+struct List {
+    head: Option<Handle>,
+    tail: Option<Handle>,
+    /// How many of them are all free.
+    idle: u32,
+}
+
+impl Cpu {
+    pub(super) fn new() -> Cpu {
+        Cpu {
+            current: core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())),
+            allocs: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            lists: SpinLock::new(Lists {
+                online: true,
+                lists: [List { head: None, tail: None, idle: 0 }; LISTS],
+            }),
+        }
+    }
+
+    #[inline]
+    pub(super) fn current(&self, bin: Bin) -> Option<Handle> {
+        // Acquire: the slab is seen as it was set up.
+        Handle::from_ptr(self.current[bin.0].load(Ordering::Acquire))
+    }
+
+    /// Under the lock of the lists.
+    fn set_current(&self, bin: Bin, slab: Option<Handle>) {
+        let slab = slab.map_or(ptr::null_mut(), Handle::as_ptr);
+        self.current[bin.0].store(slab, Ordering::Release);
+    }
+
+    #[inline]
+    pub(super) fn count(counter: &AtomicU64) {
+        counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// A range of the current slab, or of the next in the list, which then becomes the current one.
+    ///
+    /// A slab that has nothing left is detached. `lost`: it may be one that owns nothing either.
+    pub(super) fn take(
+        &self,
+        lists: &mut Lists,
+        bin: Bin,
+        lost: &mut impl FnMut(Handle),
+    ) -> Option<(Handle, u32)> {
+        loop {
+            if let Some(slab) = self.current(bin) {
+                if let Some(slot) = slab.take() {
+                    return Some((slab, slot));
+                }
+                match slab.detach() {
+                    Exhausted::No => continue,
+                    // Whoever froze it is about to tell what becomes of it, under the core's lock.
+                    Exhausted::Frozen => return None,
+                    Exhausted::Detached => {
+                        self.set_current(bin, None);
+                        if slab.owned() == 0 {
+                            lost(slab);
+                        }
+                    }
+                }
+            }
+            let next = lists.pop(bin)?;
+            next.set_current(true);
+            self.set_current(bin, Some(next));
+        }
+    }
+
+    /// Makes a slab, attached and marked as current, the current one. The one that was goes into
+    /// the list if it has free ranges.
+    pub(super) fn install(
+        &self,
+        lists: &mut Lists,
+        number: usize,
+        bin: Bin,
+        slab: Handle,
+        lost: &mut impl FnMut(Handle),
+    ) {
+        slab.home.store(number as u32, Ordering::Relaxed);
+        let old = self.current(bin);
+        self.set_current(bin, Some(slab));
+        let Some(old) = old else { return };
+        match old.detach() {
+            Exhausted::Detached => {
+                if old.owned() == 0 {
+                    lost(old);
+                }
+            }
+            Exhausted::No | Exhausted::Frozen => {
+                old.set_current(false);
+                lists.push(number, bin, old);
+            }
+        }
+    }
+
+    /// Takes the CPU's slabs of a bin away from it; they stay attached.
+    pub(super) fn strip(&self, lists: &mut Lists, bin: Bin) -> Option<Handle> {
+        match self.current(bin) {
+            Some(slab) => {
+                self.set_current(bin, None);
+                Some(slab)
+            }
+            None => lists.pop(bin),
+        }
+    }
+}
+
+impl Lists {
+    /// Puts an attached slab in front.
+    pub(super) fn push(&mut self, cpu: usize, bin: Bin, slab: Handle) {
+        debug_assert_eq!(slab.place.load(Ordering::Relaxed), NOWHERE);
+        let list = &mut self.lists[bin.0];
+        slab.home.store(cpu as u32, Ordering::Relaxed);
+        slab.place.store(LISTED, Ordering::Relaxed);
+        link(None, Some(slab));
+        link(Some(slab), list.head);
+        if list.head.is_none() {
+            list.tail = Some(slab);
+        }
+        list.head = Some(slab);
+    }
+
+    /// Takes the first one out.
+    pub(super) fn pop(&mut self, bin: Bin) -> Option<Handle> {
+        let slab = self.lists[bin.0].head?;
+        self.unlink(bin, slab);
+        Some(slab)
+    }
+
+    /// Takes one out.
+    pub(super) fn unlink(&mut self, bin: Bin, slab: Handle) {
+        let list = &mut self.lists[bin.0];
+        let previous = Handle::from_ptr(slab.previous.load(Ordering::Relaxed));
+        let next = Handle::from_ptr(slab.next.load(Ordering::Relaxed));
+        link(previous, next);
+        if previous.is_none() {
+            list.head = next;
+        }
+        if next.is_none() {
+            list.tail = previous;
+        }
+        if slab.place.swap(NOWHERE, Ordering::Relaxed) == IDLE {
+            list.idle -= 1;
+        }
+    }
+
+    /// Keeps a listed slab that is all free, behind those that are not so that these are used up
+    /// first; or false if there are `most` of them already.
+    pub(super) fn keep_idle(&mut self, cpu: usize, bin: Bin, slab: Handle, most: u32) -> bool {
+        if slab.place.load(Ordering::Relaxed) == IDLE {
+            return true;
+        }
+        if self.lists[bin.0].idle >= most {
+            return false;
+        }
+        self.unlink(bin, slab);
+        let list = &mut self.lists[bin.0];
+        list.idle += 1;
+        slab.home.store(cpu as u32, Ordering::Relaxed);
+        slab.place.store(IDLE, Ordering::Relaxed);
+        link(list.tail, Some(slab));
+        link(Some(slab), None);
+        if list.tail.is_none() {
+            list.head = Some(slab);
+        }
+        list.tail = Some(slab);
+        true
+    }
+}
+
+/// Makes two slabs neighbours, or one the first or the last.
+fn link(previous: Option<Handle>, next: Option<Handle>) {
+    let pointer = |slab: Option<Handle>| slab.map_or(ptr::null_mut(), Handle::as_ptr);
+    if let Some(previous) = previous {
+        previous.next.store(pointer(next), Ordering::Relaxed);
+    }
+    if let Some(next) = next {
+        next.previous.store(pointer(previous), Ordering::Relaxed);
+    }
+}

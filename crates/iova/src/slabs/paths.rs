@@ -1,0 +1,427 @@
+//! The ways of a request and of a free, from the hot one to the last resort.
+
+use super::*;
+use crate::AllocReason;
+
+impl<C: CpuId> Slabs<C> {
+    #[inline]
+    fn this_cpu(&self) -> (usize, &Cpu) {
+        // The number is a hint and not to be trusted with an index.
+        let number = self.cpu.current();
+        match self.cpus.get(number) {
+            Some(cpu) => (number, cpu),
+            None => (0, &self.cpus[0]),
+        }
+    }
+
+    /// The size class of `size` bytes and the granules they take; no class is `None`.
+    #[inline]
+    fn class_of(&self, size: u64) -> Option<(u32, u64)> {
+        let last = size.checked_sub(1)? >> self.shift;
+        let class = u64::BITS - last.leading_zeros();
+        ((class as usize) < self.indexes.len()).then_some((class, last + 1))
+    }
+
+    /// Whether a request can be met by a range that is aligned to its class, whichever.
+    #[inline]
+    fn is_natural(&self, request: &Request, class: u32) -> bool {
+        let size = 1u64 << (class + self.shift);
+        let aligned = match request.align {
+            Align::Size => true,
+            Align::Bytes(bytes) => bytes.is_power_of_two() && bytes <= size,
+        };
+        // Aligned to its size, it crosses no boundary that is at least as far away.
+        let boundary = request.boundary;
+        let whole = boundary == u64::MAX
+            || (boundary >= size - 1 && boundary & boundary.wrapping_add(1) == 0);
+        aligned && whole
+    }
+
+    /// The highest zone that ends at or below a limit.
+    #[inline]
+    fn highest_zone(&self, limit: u64) -> Option<usize> {
+        if limit >= self.top {
+            return Some(self.zones.len() - 1);
+        }
+        self.zones.iter().rposition(|last| *last <= limit)
+    }
+
+    /// One exchange: from the CPU's current slab.
+    #[inline]
+    pub(super) fn alloc_hot(&self, request: &Request) -> Option<u64> {
+        let (class, count) = self.class_of(request.size)?;
+        if !self.is_natural(request, class) {
+            return None;
+        }
+        // Rounded down: the zone's check below is in bytes and exact.
+        let zone = self.highest_zone(request.limit >> self.shift)?;
+        let odd = count != 1 << class;
+        if odd && self.tight.load(Ordering::Relaxed) {
+            return None;
+        }
+        let (_, cpu) = self.this_cpu();
+        let slab = cpu.current(Bin::new(zone, class))?;
+        let slot = slab.take()?;
+        // Only now is it certain what slab this is.
+        let iova = slab.number(slot) << self.shift;
+        if slab.class() != class || iova + (request.size - 1) > request.limit {
+            self.put_back(slab, slot);
+            return None;
+        }
+        if odd {
+            slab.note_odd(slot, count as u32);
+        }
+        Cpu::count(&cpu.allocs);
+        Some(iova)
+    }
+
+    /// A range that is not what was wanted.
+    #[cold]
+    fn put_back(&self, slab: Handle, slot: u32) {
+        // It is held, and so all this stays as it is.
+        let (number, class) = (slab.number(slot), slab.class());
+        let iova = number << self.shift;
+        let size = 1 << (class + self.shift);
+        let mut odd = 0;
+        let freed = self.free_hot(iova, size, &mut odd) || self.free_cold(iova, size, odd).is_ok();
+        debug_assert!(freed);
+        // It was never handed out.
+        let (_, cpu) = self.this_cpu();
+        cpu.frees.store(cpu.frees.load(Ordering::Relaxed).wrapping_sub(1), Ordering::Relaxed);
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub(super) fn alloc_cold(&self, request: &Request) -> Result<u64, AllocError> {
+        let result = self.aperture.wanted(request).and_then(|wanted| {
+            self.alloc_wanted(request, &wanted)
+                .ok_or_else(|| self.aperture.exhausted(request, wanted.limit))
+        });
+        match result {
+            Ok(number) => {
+                Cpu::count(&self.this_cpu().1.allocs);
+                Ok(self.aperture.start_of(number))
+            }
+            Err(error) => {
+                if matches!(error.reason, AllocReason::Exhausted { .. }) {
+                    self.failures.fetch_add(1, Ordering::Relaxed);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn alloc_wanted(&self, request: &Request, wanted: &Wanted) -> Option<u64> {
+        let odd = !wanted.count.is_power_of_two();
+        if let Some((class, count)) = self.class_of(request.size)
+            && self.is_natural(request, class)
+            && !(odd && self.tight.load(Ordering::Relaxed))
+            && let Some(zone) = self.highest_zone(wanted.limit)
+        {
+            for zone in (0..=zone).rev() {
+                let found = self
+                    .take_listed(zone, class)
+                    .or_else(|| self.grow(zone, class))
+                    .or_else(|| self.steal(zone, class));
+                if let Some((slab, slot)) = found {
+                    if odd {
+                        slab.note_odd(slot, count as u32);
+                    }
+                    return Some(slab.number(slot));
+                }
+            }
+        }
+        let mut core = self.core.lock();
+        let mut place = core.place(wanted, self.placement);
+        if place.is_none() && request.flush {
+            // Rule L11, and more: what was taken back is exact.
+            self.drains.fetch_add(1, Ordering::Relaxed);
+            self.withdraw_all(&mut core);
+            place = core.place(wanted, self.placement);
+            if place.is_none() && !self.tight.load(Ordering::Relaxed) {
+                self.trim(&mut core);
+                place = core.place(wanted, self.placement);
+            }
+        }
+        let place = place?;
+        core.enter(&self.indexes, place, wanted.count);
+        Some(place)
+    }
+
+    /// Cuts tails off, and has no new ones until there is room again.
+    pub(super) fn trim(&self, core: &mut Core) {
+        self.tight.store(true, Ordering::Relaxed);
+        core.trim();
+    }
+
+    /// From a slab that the CPU has.
+    fn take_listed(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
+        let (_, cpu) = self.this_cpu();
+        let mut lost = Vec::new();
+        let taken =
+            cpu.take(&mut cpu.lists.lock(), Bin::new(zone, class), &mut |slab| lost.push(slab));
+        self.retire_lost(lost);
+        taken
+    }
+
+    #[inline]
+    fn retire_lost(&self, lost: Vec<Handle>) {
+        if !lost.is_empty() {
+            let mut core = self.core.lock();
+            for slab in lost {
+                core.retire_lost(&self.indexes, slab);
+            }
+        }
+    }
+
+    /// From a new slab.
+    fn grow(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
+        let mut core = self.core.lock();
+        let (number, cpu) = self.this_cpu();
+        let mut lists = cpu.lists.lock();
+        core.searches += 1;
+        let fit = core.tree.fit().checked_ilog2()?;
+        self.relax(fit);
+        // A CPU that keeps nothing gets what it needs.
+        let most = match lists.online {
+            true => (class + SLOT_BITS)
+                .min(self.largest_slab)
+                .min(fit.saturating_sub(HOLE_SHARE_BITS))
+                .max(class),
+            false => class,
+        };
+        let limit = self.zones[zone];
+        let above = zone.checked_sub(1).map(|below| self.zones[below]);
+        let (order, first) = (class..=most).rev().find_map(|order| {
+            let first = core.tree.highest(1 << order, limit)?;
+            above.is_none_or(|above| first > above).then_some((order, first))
+        })?;
+        core.tree.take(first, 1 << order);
+        let (region, slot) = split(first, class);
+        let slab = core.slab_at(self.indexes[class as usize].make(), class, region);
+        let slots = (u32::MAX >> (SLOTS - (1 << (order - class)))) << slot;
+        slab.own(slots);
+        let rest = slots & !(1 << slot);
+        if rest != 0 && slab.add_free_as_current(rest) {
+            let mut lost = None;
+            cpu.install(&mut lists, number, self.bin_of(slab), slab, &mut |old| lost = Some(old));
+            if let Some(lost) = lost {
+                core.retire_lost(&self.indexes, lost);
+            }
+        }
+        Some((slab, slot))
+    }
+
+    /// There is room again if a hole as large as 64 of the largest slabs is free.
+    fn relax(&self, fit: u32) {
+        if fit >= self.largest_slab + 6 && self.tight.load(Ordering::Relaxed) {
+            self.tight.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// From another CPU.
+    fn steal(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
+        let bin = Bin::new(zone, class);
+        let (mine, _) = self.this_cpu();
+        (0..self.cpus.len()).filter(|other| *other != mine).find_map(|other| {
+            // A range of what it is using; or a slab that it is not.
+            if let Some((slab, slot)) = self.pick(other, bin) {
+                return Some((slab, slot));
+            }
+            let (first, second) = (mine.min(other), mine.max(other));
+            let mut first = self.cpus[first].lists.lock();
+            let mut second = self.cpus[second].lists.lock();
+            let (my_lists, others) =
+                if mine < other { (&mut first, &mut second) } else { (&mut second, &mut first) };
+            if !my_lists.online {
+                return None;
+            }
+            let slab = others.pop(bin)?;
+            my_lists.push(mine, bin, slab);
+            let mut lost = Vec::new();
+            let taken = self.cpus[mine].take(my_lists, bin, &mut |slab| lost.push(slab));
+            drop((first, second));
+            self.retire_lost(lost);
+            taken
+        })
+    }
+
+    /// A range of a CPU's current slab.
+    fn pick(&self, cpu: usize, bin: Bin) -> Option<(Handle, u32)> {
+        let cpu = &self.cpus[cpu];
+        // Under the lock the slab stays what it is.
+        let _lists = cpu.lists.lock();
+        let slab = cpu.current(bin)?;
+        Some((slab, slab.take()?))
+    }
+
+    /// One exchange: a bit of the range's slab. `odd` is what is left to check of the size.
+    #[inline]
+    pub(super) fn free_hot(&self, iova: u64, size: u64, odd: &mut u32) -> bool {
+        let Some((class, count)) = self.class_of(size) else { return false };
+        if count != 1 << class {
+            *odd = count as u32;
+        }
+        let number = iova >> self.shift;
+        if iova & ((1 << (class + self.shift)) - 1) != 0 {
+            return false;
+        }
+        let (region, slot) = split(number, class);
+        let (_, cpu) = self.this_cpu();
+        // Often it is what was allocated just before.
+        let zone = if number > self.zones[0] { self.zone_of(number) } else { 0 };
+        let slab = match cpu.current(Bin::new(zone, class)) {
+            Some(slab) if slab.is(class, region) => slab,
+            _ => match self.indexes[class as usize].get(region) {
+                Some(slab) => slab,
+                None => return false,
+            },
+        };
+        match slab.give(class, region, slot, odd) {
+            Freed::Done { last } => {
+                Cpu::count(&cpu.frees);
+                if last {
+                    self.settle(slab, class, region);
+                }
+                true
+            }
+            Freed::Detached | Freed::Unclear => false,
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub(super) fn free_cold(&self, iova: u64, size: u64, mut odd: u32) -> Result<(), FreeError> {
+        let Some((number, count)) = self.aperture.range_of(iova, size) else {
+            return self.reject(&self.core.lock(), iova, size);
+        };
+        let class = order_of(count);
+        let aligned = number.trailing_zeros() >= class;
+        let Some(index) = self.indexes.get(class as usize).filter(|_| aligned) else {
+            return self.free_exact(iova, size, number, count);
+        };
+        let (region, slot) = split(number, class);
+        loop {
+            let freed = match index.get(region) {
+                Some(slab) => (slab, slab.give(class, region, slot, &mut odd)),
+                None => return self.free_exact(iova, size, number, count),
+            };
+            match freed {
+                (slab, Freed::Done { last }) => {
+                    if last {
+                        self.settle(slab, class, region);
+                    }
+                    break;
+                }
+                (slab, Freed::Detached) => {
+                    if self.attach(slab, class, region, slot) {
+                        break;
+                    }
+                }
+                (_, Freed::Unclear) => {
+                    let mut core = self.core.lock();
+                    // Nothing is frozen now.
+                    let Some(slab) = index.get(region) else {
+                        return self.reject(&core, iova, size);
+                    };
+                    if slab.owned() & !slab.free() & 1 << slot == 0 {
+                        return self.reject(&core, iova, size);
+                    }
+                    match slab.size(slot) {
+                        (length, true) if length == count => {
+                            core.tree.give(number, count);
+                            slab.disown_trimmed(slot);
+                            core.retire_lost(&self.indexes, slab);
+                            break;
+                        }
+                        (length, false) if length == count => {}
+                        // The size has been checked and forgotten: see `Slab::give`.
+                        (_, false) if odd == 0 && !count.is_power_of_two() => {}
+                        _ => return self.reject(&core, iova, size),
+                    }
+                }
+            }
+        }
+        Cpu::count(&self.this_cpu().1.frees);
+        Ok(())
+    }
+
+    fn free_exact(&self, iova: u64, size: u64, number: u64, count: u64) -> Result<(), FreeError> {
+        let mut core = self.core.lock();
+        if core.exact.get(&number) != Some(&(number + (count - 1))) {
+            return self.reject(&core, iova, size);
+        }
+        core.exact.remove(&number);
+        core.tree.give(number, count);
+        drop(core);
+        Cpu::count(&self.this_cpu().1.frees);
+        Ok(())
+    }
+
+    fn reject(&self, core: &Core, iova: u64, size: u64) -> Result<(), FreeError> {
+        self.rejected.fetch_add(1, Ordering::Relaxed);
+        Err(FreeError { iova, size, reason: self.why_not_free(core, iova, size) })
+    }
+
+    /// Frees a range of a slab that no CPU knows, which gets it with that; or false if it is no
+    /// such slab any more.
+    fn attach(&self, slab: Handle, class: u32, region: u64, slot: u32) -> bool {
+        let (number, cpu) = self.this_cpu();
+        let mut lists = cpu.lists.lock();
+        if lists.online {
+            return match slab.give_and_attach(class, region, slot) {
+                Freed::Detached => {
+                    lists.push(number, self.bin_of(slab), slab);
+                    let single = slab.is_all_free();
+                    drop(lists);
+                    if single {
+                        self.settle(slab, class, region);
+                    }
+                    true
+                }
+                Freed::Done { .. } => true,
+                Freed::Unclear => false,
+            };
+        }
+        drop(lists);
+        // This CPU keeps nothing: straight back to the tree.
+        let mut core = self.core.lock();
+        if slab.is_frozen() || !slab.is(class, region) {
+            return false;
+        }
+        let free = slab.freeze();
+        let bit = 1 << slot;
+        if slab.is_attached() {
+            slab.thaw(free | bit);
+        } else {
+            core.take_back(&self.indexes, slab, free | bit);
+        }
+        true
+    }
+
+    /// Keeps or gives back a slab that is all free.
+    #[cold]
+    fn settle(&self, slab: Handle, class: u32, region: u64) {
+        use slab::NOWHERE;
+        // Another thread may have it by now: everything is looked at again under its lock.
+        let home = slab.home.load(Ordering::Relaxed) as usize % self.cpus.len();
+        let here = |slab: Handle| {
+            slab.home.load(Ordering::Relaxed) as usize == home
+                && slab.place.load(Ordering::Relaxed) != NOWHERE
+                && slab.is(class, region)
+                && slab.is_all_free()
+        };
+        {
+            let mut lists = self.cpus[home].lists.lock();
+            if !here(slab) || lists.keep_idle(home, self.bin_of(slab), slab, self.idle_slabs) {
+                return;
+            }
+        }
+        let mut core = self.core.lock();
+        let mut lists = self.cpus[home].lists.lock();
+        if here(slab) && !slab.is_frozen() {
+            lists.unlink(self.bin_of(slab), slab);
+            core.withdraw(&self.indexes, slab);
+        }
+    }
+}

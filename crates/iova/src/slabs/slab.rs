@@ -1,0 +1,481 @@
+//! A slab: 32 ranges of one size class, side by side, and which of them are free.
+//!
+//! Everything that a hot path changes is in one word: a bit for each range (set: free), and flags.
+//! Taking a range clears its bit, giving it back sets it; each is one compare-and-exchange, and
+//! neither waits for anybody.
+//!
+//! **Who holds a range holds the slab.** Slabs are used again for other places and classes, but only
+//! once no range of them is taken. A thread that came by an old pointer may so take a range of a
+//! slab that is something else by now; once it has one, the slab no longer changes, and it can look
+//! what it got. Whoever frees a range that was never his is told so: the word's version changes
+//! whenever the slab does, and with it every compare-and-exchange based on what was before fails.
+//!
+//! The flags:
+//!
+//! | flag | meaning | set and cleared |
+//! |---|---|---|
+//! | `ATTACHED` | a CPU knows the slab: it is current, or in a list | under that CPU's lock |
+//! | `CURRENT` | it is the one that a CPU takes from | under that CPU's lock |
+//! | `FROZEN` | its free ranges are being taken out; or it is none at all | under the core's lock |
+//!
+//! A slab without free ranges is nobody's: it is *detached*, and the first free attaches it again.
+
+use core::{
+    fmt,
+    ops::Deref,
+    ptr::{self, NonNull},
+};
+
+use once_cell::race::OnceBox;
+use ringfence_sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+use alloc::boxed::Box;
+
+/// Ranges of a slab: a power of two, so that they are one aligned block; and half a word, so that
+/// the other half holds flags and the version.
+pub(super) const SLOTS: u32 = 32;
+pub(super) const SLOT_BITS: u32 = SLOTS.trailing_zeros();
+
+const FREE: u64 = u32::MAX as u64;
+const ATTACHED: u64 = 1 << 32;
+const CURRENT: u64 = 1 << 33;
+const FROZEN: u64 = 1 << 34;
+const VERSION: u64 = 1 << 35;
+
+/// Set in a size: what lies behind the range is not the slab's.
+const TRIMMED: u32 = 1 << 31;
+
+/// 32 ranges of one class. On a cache line of its own.
+#[repr(align(64))]
+pub(super) struct Slab {
+    /// Free ranges, flags, version.
+    word: AtomicU64,
+    /// Where it is: the number of its first granule, divided by its size.
+    region: AtomicU64,
+    /// The order of its ranges' size.
+    class: AtomicU32,
+    /// The ranges that are the slab's at all. Changed under the core's lock.
+    owned: AtomicU32,
+    /// Granules of the ranges whose size is not that of the class; 0 for those whose size it is.
+    sizes: OnceBox<[AtomicU32; SLOTS as usize]>,
+    /// The CPU that it is attached to and its neighbours in that CPU's list, under its lock.
+    pub(super) home: AtomicU32,
+    /// Whether it is in a list, and counted there as idle.
+    pub(super) place: AtomicU32,
+    pub(super) next: AtomicPtr<Slab>,
+    pub(super) previous: AtomicPtr<Slab>,
+}
+
+/// [`Slab::place`]: in no list.
+pub(super) const NOWHERE: u32 = 0;
+/// [`Slab::place`]: in a list.
+pub(super) const LISTED: u32 = 1;
+/// [`Slab::place`]: in a list, all of it free, and counted.
+pub(super) const IDLE: u32 = 2;
+
+/// What became of an attempt to free a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Freed {
+    /// It is free. `last`: it was the last one taken of a slab in a list.
+    Done { last: bool },
+    /// The slab has to be attached.
+    Detached,
+    /// It is not as simple as that: to be looked at under the core's lock.
+    Unclear,
+}
+
+/// What became of a slab that seemed to have no free range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Exhausted {
+    /// It is detached now.
+    Detached,
+    /// It has one.
+    No,
+    /// Somebody is about to take its ranges out.
+    Frozen,
+}
+
+impl Slab {
+    /// None: to be [set up](Self::set_up) before it is one.
+    pub(super) fn none() -> Slab {
+        Slab {
+            word: AtomicU64::new(FROZEN),
+            region: AtomicU64::new(0),
+            class: AtomicU32::new(0),
+            owned: AtomicU32::new(0),
+            sizes: OnceBox::new(),
+            home: AtomicU32::new(0),
+            place: AtomicU32::new(NOWHERE),
+            next: AtomicPtr::new(ptr::null_mut()),
+            previous: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    /// Makes a slab of what was none: detached, nothing of it owned. Under the core's lock.
+    pub(super) fn set_up(&self, class: u32, region: u64) {
+        let word = self.word.load(Ordering::Relaxed);
+        debug_assert_eq!((word & (FROZEN | FREE), self.owned()), (FROZEN, 0));
+        self.class.store(class, Ordering::Relaxed);
+        self.region.store(region, Ordering::Relaxed);
+        // Release: whoever sees the new word sees the new class and region. Nobody else changes a
+        // frozen word but for flags that it does not have now.
+        let word = (word & !(FROZEN | ATTACHED | CURRENT)).wrapping_add(VERSION);
+        self.word.store(word, Ordering::Release);
+    }
+
+    /// Whether it is that one. Only true for certain to who holds a range of it.
+    #[inline]
+    pub(super) fn is(&self, class: u32, region: u64) -> bool {
+        self.region.load(Ordering::Relaxed) == region && self.class() == class
+    }
+
+    #[inline]
+    pub(super) fn class(&self) -> u32 {
+        self.class.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    pub(super) fn region(&self) -> u64 {
+        self.region.load(Ordering::Relaxed)
+    }
+
+    /// The number of the first granule of a range.
+    #[inline]
+    pub(super) fn number(&self, slot: u32) -> u64 {
+        ((self.region() << SLOT_BITS) | u64::from(slot)) << self.class()
+    }
+
+    pub(super) fn owned(&self) -> u32 {
+        self.owned.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn free(&self) -> u32 {
+        self.word.load(Ordering::Relaxed) as u32
+    }
+
+    pub(super) fn is_attached(&self) -> bool {
+        self.word.load(Ordering::Relaxed) & ATTACHED != 0
+    }
+
+    pub(super) fn is_frozen(&self) -> bool {
+        self.word.load(Ordering::Relaxed) & FROZEN != 0
+    }
+
+    /// Whether a range of it ever had another size than the class's.
+    pub(super) fn has_sizes(&self) -> bool {
+        self.sizes.get().is_some()
+    }
+
+    /// Whether all that it owns is free, and something is.
+    pub(super) fn is_all_free(&self) -> bool {
+        let owned = self.owned();
+        owned != 0 && self.free() == owned
+    }
+
+    /// Takes the lowest free range: neighbours in time become neighbours in the address space.
+    #[inline]
+    pub(super) fn take(&self) -> Option<u32> {
+        let mut word = self.word.load(Ordering::Relaxed);
+        loop {
+            // A frozen slab has no free range.
+            let free = word as u32;
+            if free == 0 {
+                return None;
+            }
+            // Acquire: class and region of this word's slab are seen. Release: the loads before a
+            // free that this pairs with stay before it.
+            match self.word.compare_exchange_weak(
+                word,
+                word & !(1 << free.trailing_zeros()),
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Some(free.trailing_zeros()),
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Frees a range of `count` granules, if that is simple. `odd`: as [`note_odd`](Self::note_odd)
+    /// was told, else 0; set to 0 once the size has been checked and forgotten.
+    #[inline]
+    pub(super) fn give(&self, class: u32, region: u64, slot: u32, odd: &mut u32) -> Freed {
+        // Acquire: what is read below belongs to this word's slab or a later one; if it is a later
+        // one's, the exchange fails, as the version is another.
+        let mut word = self.word.load(Ordering::Acquire);
+        loop {
+            let bit = 1u32 << slot;
+            let owned = self.owned();
+            let known = word & FROZEN == 0 && self.is(class, region);
+            if !known || owned & bit == 0 || word as u32 & bit != 0 {
+                return Freed::Unclear;
+            }
+            if class > 1 && !self.forget_odd(slot, odd) {
+                return Freed::Unclear;
+            }
+            if word & ATTACHED == 0 {
+                return Freed::Detached;
+            }
+            let after = word | u64::from(bit);
+            // Release: what its owner did with the range comes before the next one's. Acquire: as
+            // above.
+            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
+            {
+                Ok(_) => {
+                    let last = after as u32 == owned && word & CURRENT == 0;
+                    return Freed::Done { last };
+                }
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Frees a range of a detached slab and attaches it. Under the lock of the CPU that it is
+    /// attached to by this, which links it afterwards.
+    pub(super) fn give_and_attach(&self, class: u32, region: u64, slot: u32) -> Freed {
+        let mut word = self.word.load(Ordering::Acquire);
+        loop {
+            let bit = 1u32 << slot;
+            let known = word & FROZEN == 0 && self.is(class, region);
+            if !known || self.owned() & bit == 0 || word as u32 & bit != 0 {
+                return Freed::Unclear;
+            }
+            // Somebody else was faster with another range: then it is simple.
+            let attached = word & ATTACHED != 0;
+            let after = word | u64::from(bit) | ATTACHED;
+            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
+            {
+                Ok(_) if attached => return Freed::Done { last: false },
+                Ok(_) => return Freed::Detached,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Notes the size of a range that is not that of the class. By who has just taken it.
+    #[inline]
+    pub(super) fn note_odd(&self, slot: u32, count: u32) {
+        self.sizes()[slot as usize].store(count, Ordering::Relaxed);
+    }
+
+    #[cold]
+    fn make_sizes() -> Box<[AtomicU32; SLOTS as usize]> {
+        Box::new(core::array::from_fn(|_| AtomicU32::new(0)))
+    }
+
+    #[inline]
+    fn sizes(&self) -> &[AtomicU32; SLOTS as usize] {
+        self.sizes.get_or_init(Self::make_sizes)
+    }
+
+    /// Checks that the range has the size `odd`, and forgets it: 0 is what a range of the class's
+    /// own size has, and one whose size is not known yet.
+    ///
+    /// An exchange and not a store, so that of two who free a range only one goes on, and so that
+    /// [`trim`](Self::trim) either sees a size that stays, or none.
+    #[inline]
+    fn forget_odd(&self, slot: u32, odd: &mut u32) -> bool {
+        let Some(sizes) = self.sizes.get() else { return *odd == 0 };
+        let size = &sizes[slot as usize];
+        if *odd == 0 {
+            return size.load(Ordering::Relaxed) == 0;
+        }
+        if size.compare_exchange(*odd, 0, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+            return false;
+        }
+        *odd = 0;
+        true
+    }
+
+    /// The size of a range that is taken, in granules, and whether it was trimmed.
+    pub(super) fn size(&self, slot: u32) -> (u64, bool) {
+        let full = 1 << self.class();
+        match self.sizes.get().map_or(0, |sizes| sizes[slot as usize].load(Ordering::Relaxed)) {
+            0 => (full, false),
+            size => ((size & !TRIMMED).into(), size & TRIMMED != 0),
+        }
+    }
+
+    /// Makes ranges the slab's: they are taken then. Under the core's lock.
+    pub(super) fn own(&self, slots: u32) {
+        // Release: whoever sees that a range is owned sees its size.
+        self.owned.store(self.owned() | slots, Ordering::Release);
+    }
+
+    /// As [`own`](Self::own) for one that was trimmed from the start.
+    pub(super) fn own_trimmed(&self, slot: u32, count: u32) {
+        self.note_odd(slot, count | TRIMMED);
+        self.own(1 << slot);
+    }
+
+    /// Ends a trimmed range: it is no longer the slab's. Under the core's lock.
+    pub(super) fn disown_trimmed(&self, slot: u32) {
+        self.owned.store(self.owned() & !(1 << slot), Ordering::Release);
+        self.sizes()[slot as usize].store(0, Ordering::Release);
+    }
+
+    /// Lets ranges that are the slab's and taken be free. If it is detached, it becomes a CPU's
+    /// current one, and this is true. Under that CPU's and the core's lock.
+    pub(super) fn add_free_as_current(&self, slots: u32) -> bool {
+        let mut word = self.word.load(Ordering::Relaxed);
+        loop {
+            let flags = if word & ATTACHED == 0 { ATTACHED | CURRENT } else { 0 };
+            let after = word | u64::from(slots) | flags;
+            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => return flags != 0,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Makes it a CPU's current one, or no longer. Under that CPU's lock.
+    pub(super) fn set_current(&self, current: bool) {
+        if current {
+            self.word.fetch_or(CURRENT, Ordering::AcqRel);
+        } else {
+            self.word.fetch_and(!CURRENT, Ordering::AcqRel);
+        }
+    }
+
+    /// Detaches it if it has no free range. Under the lock of the CPU that it is attached to.
+    pub(super) fn detach(&self) -> Exhausted {
+        let mut word = self.word.load(Ordering::Relaxed);
+        loop {
+            if word & FROZEN != 0 {
+                return Exhausted::Frozen;
+            }
+            if word as u32 != 0 {
+                return Exhausted::No;
+            }
+            match self.word.compare_exchange_weak(
+                word,
+                word & !(ATTACHED | CURRENT),
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Exhausted::Detached,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Takes all free ranges at once, and lets nobody change the slab until it is
+    /// [thawed](Self::thaw). Under the core's lock.
+    pub(super) fn freeze(&self) -> u32 {
+        let mut word = self.word.load(Ordering::Relaxed);
+        loop {
+            debug_assert_eq!(word & FROZEN, 0, "frozen twice");
+            // Acquire: the frees that this has seen are complete.
+            let after = ((word & !FREE) | FROZEN).wrapping_add(VERSION);
+            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => return word as u32,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Ends [`freeze`](Self::freeze) with these ranges free. Flags may have changed meanwhile.
+    pub(super) fn thaw(&self, free: u32) {
+        let mut word = self.word.load(Ordering::Relaxed);
+        while let Err(now) = self.word.compare_exchange_weak(
+            word,
+            (word & !FROZEN) | u64::from(free),
+            // Release: ranges that are no longer owned are seen as such by who sees this.
+            Ordering::AcqRel,
+            Ordering::Relaxed,
+        ) {
+            word = now;
+        }
+    }
+
+    /// Ends [`freeze`](Self::freeze), detached and with no free range.
+    pub(super) fn thaw_detached(&self) {
+        self.word.fetch_and(!(FROZEN | ATTACHED | CURRENT), Ordering::AcqRel);
+    }
+
+    /// Gives up ranges that were free. Only while frozen.
+    pub(super) fn disown(&self, slots: u32) {
+        self.owned.store(self.owned() & !slots, Ordering::Release);
+    }
+
+    /// Cuts off what lies behind the ranges that are taken and shorter than the class: calls
+    /// `tail` with the number of the first granule behind each and how many there are. Only while
+    /// frozen, `free` being what was free.
+    pub(super) fn trim(&self, free: u32, mut tail: impl FnMut(u64, u64)) {
+        let Some(sizes) = self.sizes.get() else { return };
+        let mut taken = self.owned() & !free;
+        while taken != 0 {
+            let slot = taken.trailing_zeros();
+            taken &= taken - 1;
+            let size = &sizes[slot as usize];
+            let count = size.load(Ordering::Relaxed);
+            // 0: of the class's size; or just being taken or freed.
+            if count == 0 || count & TRIMMED != 0 {
+                continue;
+            }
+            let trimmed =
+                size.compare_exchange(count, count | TRIMMED, Ordering::Relaxed, Ordering::Relaxed);
+            if trimmed.is_ok() {
+                let count = u64::from(count);
+                tail(self.number(slot) + count, (1 << self.class()) - count);
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Slab {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slab")
+            .field("class", &self.class())
+            .field("region", &self.region())
+            .field("word", &format_args!("{:#x}", self.word.load(Ordering::Relaxed)))
+            .field("owned", &format_args!("{:#x}", self.owned()))
+            .finish_non_exhaustive()
+    }
+}
+
+/// A slab of the allocator at hand.
+///
+/// Slabs lie in pages that live as long as the allocator does (`Core::pages`), and handles are only
+/// ever in that allocator and in its methods.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Handle(NonNull<Slab>);
+
+// SAFETY: a handle is a shared reference to a slab, which is `Sync`.
+#[allow(unsafe_code)]
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Handle {}
+
+impl Handle {
+    pub(super) fn new(slab: &Slab) -> Handle {
+        Handle(slab.into())
+    }
+
+    #[inline]
+    pub(super) fn from_ptr(slab: *mut Slab) -> Option<Handle> {
+        NonNull::new(slab).map(Handle)
+    }
+
+    pub(super) fn as_ptr(self) -> *mut Slab {
+        self.0.as_ptr()
+    }
+}
+
+impl Deref for Handle {
+    type Target = Slab;
+
+    #[inline]
+    fn deref(&self) -> &Slab {
+        // SAFETY: a handle is made from a reference to a slab in a page of the allocator, or from a
+        // pointer that was stored for such a handle; pages are neither moved nor freed before the
+        // allocator is dropped, and no handle outlives it. Slabs are only changed through atomics.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.0.as_ref()
+        }
+    }
+}

@@ -1,0 +1,754 @@
+//! The free granules of an address space, in a radix tree that knows what fits where.
+//!
+//! A request of `c` granules is *naturally aligned* if it starts at a multiple of the next power of
+//! two. What fits so can be told by one number: the **fit** of a piece of address space is the
+//! largest `c` that fits into it, naturally aligned. Whatever is smaller fits too, as it is aligned
+//! to less; so a node need only know the fit of each child, and a search descends straight to a
+//! place, with no turning back. The fit of a node is the largest of its children's, or that of a run
+//! of children that are free from end to end; for these a child also has its **prefix**, the number
+//! of free granules that it begins with.
+//!
+//! Every operation takes a number of steps that is bounded by the depth, which is logarithmic in the
+//! size of the address space: 9 levels for 48 bits of 4 KiB granules. What is free or taken as a
+//! whole has no node, so the memory grows with the number of places where free and taken meet, and
+//! not with the address space.
+
+use alloc::vec::Vec;
+use core::ops::ControlFlow;
+
+/// Children of a node: 16. Fewer make the tree deeper, more make a node's sums longer: 16 is where
+/// both take about the same time.
+const FAN_BITS: u32 = 4;
+const FAN: usize = 1 << FAN_BITS;
+/// Granules of a word: one a bit.
+const WORD_BITS: u32 = 6;
+/// Granules of a leaf, which holds words instead of children.
+const LEAF_BITS: u32 = WORD_BITS + FAN_BITS;
+/// No node: the child is free or taken as a whole.
+const NONE: u32 = u32::MAX;
+
+/// What is known of a piece of address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sum {
+    /// The largest request that fits, naturally aligned.
+    fit: u64,
+    /// The free granules that it begins with.
+    prefix: u64,
+}
+
+impl Sum {
+    const TAKEN: Sum = Sum { fit: 0, prefix: 0 };
+
+    const fn all(granules: u64) -> Sum {
+        Sum { fit: granules, prefix: granules }
+    }
+}
+
+/// 16 words; a set bit is a free granule.
+#[derive(Clone)]
+struct Leaf {
+    words: [u64; FAN],
+    fits: [u8; FAN],
+    prefixes: [u8; FAN],
+}
+
+#[derive(Clone)]
+struct Inner {
+    fits: [u64; FAN],
+    prefixes: [u64; FAN],
+    children: [u32; FAN],
+}
+
+/// Nodes of one kind, those that are not in use in a list.
+struct Nodes<N> {
+    nodes: Vec<N>,
+    unused: Vec<u32>,
+}
+
+impl<N> Nodes<N> {
+    const fn new() -> Nodes<N> {
+        Nodes { nodes: Vec::new(), unused: Vec::new() }
+    }
+
+    fn add(&mut self, node: N) -> u32 {
+        match self.unused.pop() {
+            Some(id) => {
+                self.nodes[id as usize] = node;
+                id
+            }
+            None => {
+                self.nodes.push(node);
+                (self.nodes.len() - 1) as u32
+            }
+        }
+    }
+
+    fn remove(&mut self, id: u32) {
+        self.unused.push(id);
+    }
+}
+
+/// The free granules of an address space.
+pub(super) struct Tree {
+    inners: Nodes<Inner>,
+    leaves: Nodes<Leaf>,
+    /// Levels of inner nodes above the leaves.
+    depth: u32,
+    root: u32,
+    sum: Sum,
+    free: u64,
+}
+
+impl Tree {
+    /// An address space that reaches up to the granule `high`, all of it taken.
+    pub(super) fn new(high: u64) -> Tree {
+        let bits = u64::BITS - high.leading_zeros();
+        let depth = bits.saturating_sub(LEAF_BITS).div_ceil(FAN_BITS);
+        let mut tree = Tree {
+            inners: Nodes::new(),
+            leaves: Nodes::new(),
+            depth,
+            root: NONE,
+            sum: Sum::TAKEN,
+            free: 0,
+        };
+        tree.root = tree.make(depth, false);
+        tree
+    }
+
+    /// The largest request that fits anywhere, naturally aligned.
+    pub(super) const fn fit(&self) -> u64 {
+        self.sum.fit
+    }
+
+    /// How many granules are free.
+    #[cfg(test)]
+    pub(super) const fn free(&self) -> u64 {
+        self.free
+    }
+
+    /// Bytes of memory that it takes.
+    #[cfg(test)]
+    pub(super) fn memory(&self) -> usize {
+        self.inners.nodes.capacity() * size_of::<Inner>()
+            + self.leaves.nodes.capacity() * size_of::<Leaf>()
+            + (self.inners.unused.capacity() + self.leaves.unused.capacity()) * size_of::<u32>()
+    }
+
+    /// Makes `count` granules from `first` on free. They must all be taken, and granule 0 must
+    /// never be among them.
+    pub(super) fn give(&mut self, first: u64, count: u64) {
+        debug_assert!(first != 0 && self.is_taken(first, count));
+        self.free += count;
+        self.sum = self.set(self.depth, self.root, first, first + (count - 1), true);
+    }
+
+    /// Takes `count` granules from `first` on. They must all be free.
+    pub(super) fn take(&mut self, first: u64, count: u64) {
+        debug_assert_eq!(self.first_taken(first, first + (count - 1)), None);
+        self.free -= count;
+        self.sum = self.set(self.depth, self.root, first, first + (count - 1), false);
+    }
+
+    /// The highest naturally aligned place for `count` granules that end at or below `limit`.
+    pub(super) fn highest(&self, count: u64, limit: u64) -> Option<u64> {
+        if count > self.sum.fit {
+            return None;
+        }
+        self.highest_in(self.depth, self.root, &Natural::new(count), self.clamp(limit))
+    }
+
+    /// The lowest naturally aligned place for `count` granules that end at or below `limit`.
+    pub(super) fn lowest(&self, count: u64, limit: u64) -> Option<u64> {
+        if count > self.sum.fit {
+            return None;
+        }
+        let place = self.lowest_in(self.depth, self.root, &Natural::new(count));
+        // What is not at the lowest place ends even higher.
+        place.filter(|place| place + (count - 1) <= limit)
+    }
+
+    /// The first granule in `first..=last` that is taken.
+    pub(super) fn first_taken(&self, first: u64, last: u64) -> Option<u64> {
+        let mut next = first;
+        let found = self.runs_up(first, last, &mut |low, high| {
+            if low > next {
+                return ControlFlow::Break(next);
+            }
+            match high.checked_add(1) {
+                Some(after) => next = after,
+                None => return ControlFlow::Break(u64::MAX),
+            }
+            ControlFlow::Continue(())
+        });
+        match found {
+            ControlFlow::Break(u64::MAX) => None,
+            ControlFlow::Break(taken) => Some(taken),
+            ControlFlow::Continue(()) => (next <= last).then_some(next),
+        }
+    }
+
+    fn is_taken(&self, first: u64, count: u64) -> bool {
+        self.runs_up(first, first + (count - 1), &mut |_, _| ControlFlow::Break(())).is_continue()
+    }
+
+    /// Calls `run` with every free run in `first..=last`, from the lowest to the highest, cut at
+    /// both ends. Takes time for each of them: for requests that cannot be met otherwise.
+    pub(super) fn runs_up<B>(
+        &self,
+        first: u64,
+        last: u64,
+        run: &mut dyn FnMut(u64, u64) -> ControlFlow<B>,
+    ) -> ControlFlow<B> {
+        let mut pending: Option<(u64, u64)> = None;
+        let last = self.clamp(last);
+        if first > last {
+            return ControlFlow::Continue(());
+        }
+        self.visit(self.depth, self.root, 0, first, last, &mut |low, high| {
+            match &mut pending {
+                Some((_, end)) if end.checked_add(1) == Some(low) => *end = high,
+                Some((start, end)) => {
+                    let whole = (*start, *end);
+                    pending = Some((low, high));
+                    return run(whole.0, whole.1);
+                }
+                None => pending = Some((low, high)),
+            }
+            ControlFlow::Continue(())
+        })?;
+        match pending {
+            Some((start, end)) => run(start, end),
+            None => ControlFlow::Continue(()),
+        }
+    }
+
+    /// `limit`, or the last granule that the tree has a place for.
+    fn clamp(&self, limit: u64) -> u64 {
+        let bits = LEAF_BITS + FAN_BITS * self.depth;
+        if bits >= u64::BITS { limit } else { limit.min((1 << bits) - 1) }
+    }
+
+    /// A node `level` levels above the leaves that is free or taken as a whole.
+    fn make(&mut self, level: u32, free: bool) -> u32 {
+        if level == 0 {
+            let (word, fit) = if free { (u64::MAX, 64) } else { (0, 0) };
+            return self.leaves.add(Leaf {
+                words: [word; FAN],
+                fits: [fit; FAN],
+                prefixes: [fit; FAN],
+            });
+        }
+        let size = if free { 1u64 << child_bits(level) } else { 0 };
+        self.inners.add(Inner { fits: [size; FAN], prefixes: [size; FAN], children: [NONE; FAN] })
+    }
+
+    /// Removes a node that knows nothing more than its parent does.
+    fn remove(&mut self, level: u32, id: u32) {
+        if level == 0 {
+            self.leaves.remove(id);
+            return;
+        }
+        for index in 0..FAN {
+            let child = self.inners.nodes[id as usize].children[index];
+            if child != NONE {
+                self.remove(level - 1, child);
+            }
+        }
+        self.inners.remove(id);
+    }
+
+    /// Makes `low..=high` of a node free or taken.
+    fn set(&mut self, level: u32, id: u32, low: u64, high: u64, free: bool) -> Sum {
+        if level == 0 {
+            return self.leaves.nodes[id as usize].set(low as usize, high as usize, free);
+        }
+        let bits = child_bits(level);
+        let size = 1u64 << bits;
+        let (from, to) = ((low >> bits) as usize, (high >> bits) as usize);
+        for index in from..=to {
+            let start = if index == from { low & (size - 1) } else { 0 };
+            let end = if index == to { high & (size - 1) } else { size - 1 };
+            let mut child = self.inners.nodes[id as usize].children[index];
+            let sum = if start == 0 && end == size - 1 {
+                if child != NONE {
+                    self.remove(level - 1, child);
+                    child = NONE;
+                }
+                if free { Sum::all(size) } else { Sum::TAKEN }
+            } else {
+                if child == NONE {
+                    child = self.make(level - 1, !free);
+                }
+                let sum = self.set(level - 1, child, start, end, free);
+                if sum.fit == 0 || sum.fit == size {
+                    self.remove(level - 1, child);
+                    child = NONE;
+                }
+                sum
+            };
+            let node = &mut self.inners.nodes[id as usize];
+            node.children[index] = child;
+            node.fits[index] = sum.fit;
+            node.prefixes[index] = sum.prefix;
+        }
+        self.inners.nodes[id as usize].sum(size)
+    }
+
+    fn highest_in(&self, level: u32, id: u32, wanted: &Natural, limit: u64) -> Option<u64> {
+        if level == 0 {
+            return self.leaves.nodes[id as usize].highest(wanted, limit);
+        }
+        let node = &self.inners.nodes[id as usize];
+        let bits = child_bits(level);
+        if wanted.order > bits {
+            return node.run(bits, wanted, |index| {
+                let last = ((index as u64) << bits).checked_add(wanted.count - 1);
+                last.is_some_and(|last| last <= limit)
+            });
+        }
+        let top = (limit >> bits) as usize;
+        for index in (0..=top.min(FAN - 1)).rev() {
+            if node.fits[index] < wanted.count {
+                continue;
+            }
+            // Only the child that holds the limit may have no place after all.
+            let within = if index == top { limit & ((1 << bits) - 1) } else { (1 << bits) - 1 };
+            let place = match node.children[index] {
+                NONE => wanted.highest(within),
+                child => self.highest_in(level - 1, child, wanted, within),
+            };
+            if let Some(place) = place {
+                return Some(((index as u64) << bits) + place);
+            }
+        }
+        None
+    }
+
+    fn lowest_in(&self, level: u32, id: u32, wanted: &Natural) -> Option<u64> {
+        if level == 0 {
+            return self.leaves.nodes[id as usize].lowest(wanted);
+        }
+        let node = &self.inners.nodes[id as usize];
+        let bits = child_bits(level);
+        if wanted.order > bits {
+            // The last that is told from above is the lowest.
+            let mut lowest = None;
+            node.run(bits, wanted, |index| {
+                lowest = Some((index as u64) << bits);
+                false
+            });
+            return lowest;
+        }
+        let index = node.fits.iter().position(|fit| *fit >= wanted.count)?;
+        let place = match node.children[index] {
+            NONE => 0,
+            child => self.lowest_in(level - 1, child, wanted)?,
+        };
+        Some(((index as u64) << bits) + place)
+    }
+
+    /// Calls `run` with free runs in `first..=last` of a node that begins at `base`. Runs that go
+    /// on in the next node come in pieces.
+    fn visit<B>(
+        &self,
+        level: u32,
+        id: u32,
+        base: u64,
+        first: u64,
+        last: u64,
+        run: &mut dyn FnMut(u64, u64) -> ControlFlow<B>,
+    ) -> ControlFlow<B> {
+        if level == 0 {
+            return self.leaves.nodes[id as usize].visit(base, first, last, run);
+        }
+        let bits = child_bits(level);
+        let size = 1u64 << bits;
+        let node = &self.inners.nodes[id as usize];
+        let (from, to) = (((first - base) >> bits) as usize, ((last - base) >> bits) as usize);
+        for index in from..=to.min(FAN - 1) {
+            if node.fits[index] == 0 {
+                continue;
+            }
+            let start = base + ((index as u64) << bits);
+            let (low, high) = (first.max(start), last.min(start + (size - 1)));
+            match node.children[index] {
+                NONE => run(low, high)?,
+                child => self.visit(level - 1, child, start, low, high, run)?,
+            }
+        }
+        ControlFlow::Continue(())
+    }
+}
+
+/// Granules of a child, as a power of two.
+const fn child_bits(level: u32) -> u32 {
+    LEAF_BITS + FAN_BITS * (level - 1)
+}
+
+/// A request that is aligned to its size.
+struct Natural {
+    count: u64,
+    /// Its size and alignment, rounded up to a power of two.
+    order: u32,
+}
+
+impl Natural {
+    fn new(count: u64) -> Natural {
+        Natural { count, order: order_of(count) }
+    }
+
+    /// The highest place in a free piece of address space that ends at `limit`.
+    fn highest(&self, limit: u64) -> Option<u64> {
+        Some(limit.checked_sub(self.count - 1)? & !((1 << self.order) - 1))
+    }
+}
+
+/// The power of two that `count` rounds up to. Not for 0.
+pub(super) const fn order_of(count: u64) -> u32 {
+    u64::BITS - (count - 1).leading_zeros()
+}
+
+impl Inner {
+    fn sum(&self, size: u64) -> Sum {
+        // From the highest child to the lowest: what is free from the start of each on.
+        let (mut fit, mut run) = (0, 0u64);
+        for index in (0..FAN).rev() {
+            fit = fit.max(self.fits[index]);
+            if self.prefixes[index] == size {
+                // Granule 0 is always taken, so no run is 2^64 granules long.
+                run += size;
+                // A request that starts here is no larger than what the place is aligned to.
+                let aligned = match index {
+                    0 => u64::MAX,
+                    _ => size.saturating_mul(1 << index.trailing_zeros()),
+                };
+                fit = fit.max(run.min(aligned));
+            } else {
+                run = self.prefixes[index];
+            }
+        }
+        Sum { fit, prefix: run }
+    }
+
+    /// The highest place for a request larger than a child that `accept` takes, by the number of
+    /// its first child.
+    fn run(
+        &self,
+        bits: u32,
+        wanted: &Natural,
+        mut accept: impl FnMut(usize) -> bool,
+    ) -> Option<u64> {
+        let step = 1usize.checked_shl(wanted.order - bits).filter(|step| *step <= FAN)?;
+        let size = 1u64 << bits;
+        let mut run = 0u64;
+        for index in (0..FAN).rev() {
+            run = match self.prefixes[index] {
+                prefix if prefix == size => run + size,
+                prefix => prefix,
+            };
+            if index % step == 0 && run >= wanted.count && accept(index) {
+                return Some((index as u64) << bits);
+            }
+        }
+        None
+    }
+}
+
+impl Leaf {
+    fn set(&mut self, low: usize, high: usize, free: bool) -> Sum {
+        for index in low >> WORD_BITS..=high >> WORD_BITS {
+            let start = if index == low >> WORD_BITS { low & 63 } else { 0 };
+            let end = if index == high >> WORD_BITS { high & 63 } else { 63 };
+            let mask = (u64::MAX >> (63 - end)) & (u64::MAX << start);
+            let word = if free { self.words[index] | mask } else { self.words[index] & !mask };
+            self.words[index] = word;
+            (self.fits[index], self.prefixes[index]) = (word_fit(word), word_prefix(word));
+        }
+        let (mut fit, mut run) = (0, 0u64);
+        for index in (0..FAN).rev() {
+            fit = fit.max(self.fits[index].into());
+            if self.prefixes[index] == 64 {
+                run += 64;
+                let aligned =
+                    if index == 0 { 1 << LEAF_BITS } else { 64 << index.trailing_zeros() };
+                fit = fit.max(run.min(aligned));
+            } else {
+                run = self.prefixes[index].into();
+            }
+        }
+        Sum { fit, prefix: run }
+    }
+
+    fn highest(&self, wanted: &Natural, limit: u64) -> Option<u64> {
+        if wanted.order > WORD_BITS {
+            return self.runs(wanted).find(|place| place + (wanted.count - 1) <= limit);
+        }
+        let top = (limit >> WORD_BITS) as usize;
+        (0..=top.min(FAN - 1)).rev().find_map(|index| {
+            if u64::from(self.fits[index]) < wanted.count {
+                return None;
+            }
+            let mut places = places(self.words[index], wanted);
+            if index == top {
+                // Those that end at or below the limit.
+                let last = (limit & 63).checked_sub(wanted.count - 1)?;
+                places &= u64::MAX >> (63 - last);
+            }
+            let place = places.checked_ilog2()?;
+            Some(((index as u64) << WORD_BITS) + u64::from(place))
+        })
+    }
+
+    fn lowest(&self, wanted: &Natural) -> Option<u64> {
+        if wanted.order > WORD_BITS {
+            return self.runs(wanted).last();
+        }
+        let index = self.fits.iter().position(|fit| u64::from(*fit) >= wanted.count)?;
+        let place = places(self.words[index], wanted).trailing_zeros();
+        Some(((index as u64) << WORD_BITS) + u64::from(place))
+    }
+
+    /// The places for a request larger than a word, from the highest on.
+    fn runs<'a>(&'a self, wanted: &'a Natural) -> impl Iterator<Item = u64> + 'a {
+        let step = 1usize.checked_shl(wanted.order - WORD_BITS).unwrap_or(usize::MAX);
+        let mut run = 0u64;
+        (0..FAN).rev().filter_map(move |index| {
+            run = match self.prefixes[index] {
+                64 => run + 64,
+                prefix => prefix.into(),
+            };
+            (index % step == 0 && run >= wanted.count).then_some((index as u64) << WORD_BITS)
+        })
+    }
+
+    fn visit<B>(
+        &self,
+        base: u64,
+        first: u64,
+        last: u64,
+        run: &mut dyn FnMut(u64, u64) -> ControlFlow<B>,
+    ) -> ControlFlow<B> {
+        let (low, high) = ((first - base) as usize, (last - base) as usize);
+        for index in low >> WORD_BITS..=high >> WORD_BITS {
+            let start = if index == low >> WORD_BITS { low & 63 } else { 0 };
+            let end = if index == high >> WORD_BITS { high & 63 } else { 63 };
+            let mut rest = self.words[index] & (u64::MAX >> (63 - end)) & (u64::MAX << start);
+            while rest != 0 {
+                let from = rest.trailing_zeros();
+                let length = (!(rest >> from)).trailing_zeros();
+                let at = base + ((index as u64) << WORD_BITS) + u64::from(from);
+                run(at, at + u64::from(length - 1))?;
+                rest &= u64::MAX.checked_shl(from + length).unwrap_or(0);
+            }
+        }
+        ControlFlow::Continue(())
+    }
+}
+
+/// Every bit that is a multiple of 2^order.
+const fn every(order: u32) -> u64 {
+    const EVERY: [u64; 7] = [
+        u64::MAX,
+        0x5555_5555_5555_5555,
+        0x1111_1111_1111_1111,
+        0x0101_0101_0101_0101,
+        0x0001_0001_0001_0001,
+        0x0000_0001_0000_0001,
+        1,
+    ];
+    EVERY[order as usize]
+}
+
+/// The places in a word where a request fits, aligned, as a bit each.
+fn places(word: u64, wanted: &Natural) -> u64 {
+    // The starts of runs of `done` free granules, until there are enough.
+    let (mut starts, mut done) = (word, 1);
+    while done < wanted.count {
+        let step = done.min(wanted.count - done);
+        starts &= starts >> step;
+        done += step;
+    }
+    starts & every(wanted.order)
+}
+
+/// The fit of a word.
+fn word_fit(word: u64) -> u8 {
+    if word == u64::MAX {
+        return 64;
+    }
+    // The largest order of which an aligned block is free.
+    let (mut blocks, mut order) = (word, 0);
+    while order < WORD_BITS {
+        let larger = blocks & (blocks >> (1 << order)) & every(order + 1);
+        if larger == 0 {
+            break;
+        }
+        (blocks, order) = (larger, order + 1);
+    }
+    if word == 0 {
+        return 0;
+    }
+    // Those of them that the next order could start with: how far do they go on?
+    let mut starts = blocks & every((order + 1).min(WORD_BITS));
+    let mut fit = 1 << order;
+    while starts != 0 {
+        let start = starts.trailing_zeros();
+        fit = fit.max((!(word >> start)).trailing_zeros());
+        starts &= starts - 1;
+    }
+    fit as u8
+}
+
+fn word_prefix(word: u64) -> u8 {
+    (!word).trailing_zeros() as u8
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::vec;
+
+    /// How many granules are free from each on.
+    fn runs(free: &[bool]) -> Vec<u64> {
+        let mut runs = vec![0; free.len() + 1];
+        for at in (0..free.len()).rev() {
+            runs[at] = if free[at] { runs[at + 1] + 1 } else { 0 };
+        }
+        runs
+    }
+
+    /// The largest request that has a place, one place after the other.
+    fn naive_fit(free: &[bool]) -> u64 {
+        let runs = runs(free);
+        let alignment = |at: usize| if at == 0 { u64::MAX } else { 1 << at.trailing_zeros() };
+        (0..free.len()).map(|at| runs[at].min(alignment(at))).max().unwrap_or(0)
+    }
+
+    fn naive_places(free: &[bool], count: u64) -> impl DoubleEndedIterator<Item = u64> {
+        let (runs, step) = (runs(free), count.next_power_of_two() as usize);
+        (0..free.len()).step_by(step).filter(move |at| runs[*at] >= count).map(|at| at as u64)
+    }
+
+    proptest! {
+        #[test]
+        fn a_words_fit_and_places_are_those_of_its_bits(word in prop_oneof![
+            any::<u64>(), Just(0), Just(u64::MAX),
+            (0..64u32, any::<u64>()).prop_map(|(n, x)| x | (u64::MAX >> n)),
+            (any::<u64>(), any::<u64>()).prop_map(|(a, b)| a | b),
+            (0..64u32, 0..64u32).prop_map(|(a, b)| (u64::MAX >> a) << b),
+        ]) {
+            let free: Vec<bool> = (0..64).map(|bit| word >> bit & 1 == 1).collect();
+            prop_assert_eq!(u64::from(word_fit(word)), naive_fit(&free));
+            let prefix = free.iter().take_while(|free| **free).count();
+            prop_assert_eq!(usize::from(word_prefix(word)), prefix);
+            for count in 1..=64 {
+                let bits = naive_places(&free, count).fold(0u64, |bits, at| bits | 1 << at);
+                prop_assert_eq!(places(word, &Natural::new(count)), bits);
+            }
+        }
+    }
+
+    /// 3 levels above the leaves, at the bottom and at the top of what 64 bits hold.
+    const GRANULES: u64 = 1 << 18;
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Take { at: u64, count: u64 },
+        Give { at: u64, count: u64 },
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        let count =
+            prop_oneof![1..80u64, 1..3000u64, 1..GRANULES, (0..18u32).prop_map(|bit| 1 << bit)];
+        // Often at round places, where blocks are.
+        let at = (0..GRANULES, 0..18u32).prop_map(|(at, bit)| at >> bit << bit);
+        (at, count, any::<bool>()).prop_map(|(at, count, take)| {
+            let count = count.min(GRANULES - at);
+            if take { Op::Take { at, count } } else { Op::Give { at, count } }
+        })
+    }
+
+    /// Makes exactly those of a range that are not so yet free or taken.
+    fn apply(tree: &mut Tree, free: &mut [bool], base: u64, op: &Op) {
+        let (at, count, to) = match *op {
+            Op::Take { at, count } => (at, count, false),
+            Op::Give { at, count } => (at, count, true),
+        };
+        let mut start = at;
+        while start < at + count {
+            let here = free[start as usize];
+            let end = (start..at + count).find(|n| free[*n as usize] != here).unwrap_or(at + count);
+            if here != to {
+                match to {
+                    true => tree.give(base + start, end - start),
+                    false => tree.take(base + start, end - start),
+                }
+                free[start as usize..end as usize].fill(to);
+            }
+            start = end;
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+        #[test]
+        fn the_tree_knows_what_fits_and_where(
+            top in any::<bool>(),
+            ops in proptest::collection::vec(op(), 1..60),
+            counts in proptest::collection::vec(prop_oneof![1..100u64, 1..5000u64, 1..GRANULES], 8),
+            limits in proptest::collection::vec(0..GRANULES, 8),
+        ) {
+            let base = if top { u64::MAX - (GRANULES - 1) } else { 0 };
+            let mut tree = Tree::new(base + (GRANULES - 1));
+            let mut free = vec![false; GRANULES as usize];
+            apply(&mut tree, &mut free, base, &Op::Give { at: 1, count: GRANULES - 1 });
+            for op in &ops {
+                // Granule 0 is never free.
+                let op = match *op {
+                    Op::Give { at: 0, count: 1 } => continue,
+                    Op::Give { at: 0, count } => Op::Give { at: 1, count: count - 1 },
+                    ref op => op.clone(),
+                };
+                apply(&mut tree, &mut free, base, &op);
+            }
+            prop_assert_eq!(tree.free(), free.iter().filter(|free| **free).count() as u64);
+            prop_assert_eq!(tree.fit(), naive_fit(&free));
+            for (count, limit) in counts.into_iter().zip(limits) {
+                let ends = |at: &u64| at + (count - 1) <= limit;
+                let highest = naive_places(&free, count).rev().find(ends).map(|at| base + at);
+                prop_assert_eq!(tree.highest(count, base + limit), highest);
+                let lowest = naive_places(&free, count).find(ends).map(|at| base + at);
+                prop_assert_eq!(tree.lowest(count, base + limit), lowest);
+                let taken = (limit..GRANULES).find(|n| !free[*n as usize]).map(|n| base + n);
+                prop_assert_eq!(tree.first_taken(base + limit, base + (GRANULES - 1)), taken);
+            }
+            // Taken and given back as a whole, it is as new.
+            apply(&mut tree, &mut free, base, &Op::Take { at: 1, count: GRANULES - 1 });
+            apply(&mut tree, &mut free, base, &Op::Take { at: 0, count: 1 });
+            prop_assert_eq!(tree.fit(), 0);
+            let nodes = tree.inners.nodes.len() - tree.inners.unused.len();
+            prop_assert_eq!((nodes, tree.leaves.nodes.len()), (1, tree.leaves.unused.len()));
+        }
+    }
+
+    #[test]
+    fn all_of_64_bits_is_one_tree() {
+        let mut tree = Tree::new(u64::MAX);
+        tree.give(1, u64::MAX);
+        assert_eq!(tree.fit(), 1 << 63);
+        assert_eq!(tree.highest(1 << 63, u64::MAX), Some(1 << 63));
+        assert_eq!(tree.highest((1 << 63) + 1, u64::MAX), None);
+        assert_eq!(tree.highest(1, u64::MAX), Some(u64::MAX));
+        assert_eq!(tree.lowest(1, u64::MAX), Some(1));
+        assert_eq!(tree.lowest(3, u64::MAX), Some(4));
+        assert_eq!(tree.first_taken(1, u64::MAX), None);
+        tree.take(u64::MAX, 1);
+        assert_eq!(tree.first_taken(1, u64::MAX), Some(u64::MAX));
+        assert_eq!(tree.highest(1 << 62, u64::MAX), Some(1 << 63));
+        assert_eq!(tree.highest((1 << 62) - 1, u64::MAX), Some(3 << 62));
+        assert!(tree.memory() < 16 << 10);
+    }
+}
