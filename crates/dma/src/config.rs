@@ -33,6 +33,13 @@ pub struct Config {
     pub timer: TimerKind,
     /// On average one map and one unmap call in so many are timed in thread CPU time; a power of
     /// two, 0 for none. Default: 0.
+    ///
+    /// As many calls of the IOVA allocator are timed, in other maps and unmaps than those (unless
+    /// all are). They may take a tenth of what a reading of the thread's clock takes, so they are
+    /// timed by [`Environment::clock`], which needs no system call; the time between two readings
+    /// with nothing between them is taken beside each of them and subtracted. That is wall time:
+    /// a thread that loses its CPU in the middle of a call makes the call look longer, never
+    /// shorter.
     pub sample_every: u32,
 }
 

@@ -16,7 +16,7 @@ use crate::{
     segment::Segments,
     shared::{Lazy, Parts, Shared, Span, Unmapped},
     stats::{Count, Counters},
-    thread_time::Sampler,
+    thread_time::{BriefSampler, Sampler},
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -138,6 +138,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 limits: Limits::new(&config, granule),
                 limit: config.limit.0.min(geometry.aperture.last().0),
                 sampler: Sampler::new(thread_clock, config.sample_every),
+                brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
                 domain,
                 allocator,
                 policy,
@@ -333,7 +334,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 let undone = if mapper.any {
                     shared.unwind(range, &self.port.counters)
                 } else {
-                    shared.free(range);
+                    shared.free_counted(range, &self.port.counters);
                     true
                 };
                 Err(Failed { error, undone })
@@ -351,12 +352,18 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             boundary: shared.limits.allocation_boundary(size),
             flush: true,
         };
-        match shared.allocator.alloc(&request) {
+        let counters = &*self.port.counters;
+        let number = counters.maps.get();
+        let alloc = |calls| {
+            let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);
+            sampler.time(number, calls, time, || shared.allocator.alloc(&request))
+        };
+        match alloc(1) {
             Ok(base) => Ok(base),
             // What is queued holds IOVAs that only wait for a flush: better now than not at all.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
                 shared.flush()?;
-                Ok(shared.allocator.alloc(&request)?)
+                Ok(alloc(0)?)
             }
             Err(error) => Err(error.into()),
         }
@@ -385,7 +392,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     }
 
     fn free(&self, range: Range) {
-        self.shared.free(range);
+        self.shared.free_counted(range, &self.counters);
     }
 
     fn now_ns(&self) -> u64 {

@@ -11,8 +11,8 @@ use crate::{
     Fallback, Policy, Stats,
     flush::{Batch, Enqueued, Entry, FlushQueues, Timer, Watch},
     layout::Limits,
-    stats::{Count, Counters, TimeCounter},
-    thread_time::Sampler,
+    stats::{Count, Counters, FreeCounters, TimeCounter},
+    thread_time::{BriefSampler, Sampler},
 };
 
 /// The part of a device that its clones, its mappings and its timer share.
@@ -25,11 +25,14 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,
+    pub(crate) brief_sampler: BriefSampler,
     pub(crate) clock: Arc<dyn Clock>,
     cpu: Arc<dyn CpuId>,
     lazy: Option<Lazy>,
     flush_failures: AtomicU64,
     expiry_time: TimeCounter,
+    /// What was given back by nobody's clone: the timer, or a flush that was asked for.
+    frees: FreeCounters,
     quarantine: Quarantine,
     /// The counters of all clones, those that are gone summed up.
     clones: Mutex<Clones>,
@@ -78,6 +81,7 @@ pub(crate) struct Parts<D, A> {
     pub(crate) limits: Limits,
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,
+    pub(crate) brief_sampler: BriefSampler,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) cpu: Arc<dyn CpuId>,
     pub(crate) lazy: Option<Lazy>,
@@ -85,8 +89,19 @@ pub(crate) struct Parts<D, A> {
 
 impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn new(parts: Parts<D, A>) -> Self {
-        let Parts { domain, allocator, policy, fallback, limits, limit, sampler, clock, cpu, lazy } =
-            parts;
+        let Parts {
+            domain,
+            allocator,
+            policy,
+            fallback,
+            limits,
+            limit,
+            sampler,
+            brief_sampler,
+            clock,
+            cpu,
+            lazy,
+        } = parts;
         Shared {
             domain,
             allocator,
@@ -95,11 +110,13 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             limits,
             limit,
             sampler,
+            brief_sampler,
             clock,
             cpu,
             lazy,
             flush_failures: AtomicU64::new(0),
             expiry_time: TimeCounter::default(),
+            frees: FreeCounters::default(),
             quarantine: Quarantine::default(),
             clones: Mutex::default(),
         }
@@ -149,7 +166,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         match &unmapped {
             // Nobody unwatches before it gets the watch: the IOVA is never ours here.
             Some(unmapped) => _ = unmapped.watch.release(self.clock.now_ns()),
-            None => self.free(span.range),
+            None => {
+                counters.frees.count.add(1);
+                // The number that decides whether the unmap is timed: they never both are.
+                let (number, time) = (counters.unmaps.get(), &counters.frees.time);
+                self.brief_sampler.time(number, 1, time, || self.free(span.range));
+            }
         }
         Ok(unmapped)
     }
@@ -181,7 +203,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             let ring = if lazy.queues.rings() == 1 { 0 } else { self.cpu.current() };
             let mut batch = Batch::new();
             let enqueued = lazy.queues.enqueue(ring, &mut entry, &mut batch);
-            self.release(&mut batch);
+            self.release(&mut batch, &counters.frees);
             match enqueued {
                 Enqueued::Queued => break,
                 Enqueued::Arm => {
@@ -196,7 +218,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                         self.quarantine(span.range);
                         return Err(error);
                     }
-                    self.reap(lazy, ring);
+                    self.reap(lazy, ring, &counters.frees);
                 }
             }
         }
@@ -210,8 +232,14 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.unmap_strictly(span, false, counters).is_ok()
     }
 
+    /// Gives an IOVA range back to the allocator, other than by an unmap or a flush.
+    pub(crate) fn free_counted(&self, range: Range, counters: &Counters) {
+        counters.frees.count.add(1);
+        self.free(range);
+    }
+
     /// Gives an IOVA range back to the allocator.
-    pub(crate) fn free(&self, range: Range) {
+    fn free(&self, range: Range) {
         // It was allocated with a size that fits 64 bits, rounded in the same way.
         let size = range.extent().saturating_add(1);
         let size = self.allocation_size(size).unwrap_or(size);
@@ -234,14 +262,22 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     }
 
     /// Releases what flushes have covered: table pages, then IOVAs.
-    fn release(&self, batch: &mut Batch<Entry>) {
+    fn release(&self, batch: &mut Batch<Entry>, frees: &FreeCounters) {
+        if batch.entries.is_empty() {
+            return;
+        }
+        let mut number = frees.count.get();
+        let mut freed = 0;
         // By reference: a batch is some kilobytes, and mostly empty.
         for Entry { range, pages, watch, .. } in batch.entries.drain(..) {
             drop(pages);
             if watch.is_none_or(|watch| watch.release(batch.released_ns)) {
-                self.free(range);
+                self.brief_sampler.time(number, 1, &frees.time, || self.free(range));
+                number += 1;
+                freed += 1;
             }
         }
+        frees.count.add(freed);
     }
 
     fn arm(&self, lazy: &Lazy) {
@@ -264,16 +300,16 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Rule L24: whoever flushed, every queue can be reaped.
     fn reap_all(&self, lazy: &Lazy) {
-        (0..lazy.queues.rings()).for_each(|ring| self.reap(lazy, ring));
+        (0..lazy.queues.rings()).for_each(|ring| self.reap(lazy, ring, &self.frees));
     }
 
     /// Releases all of a queue that may be.
-    fn reap(&self, lazy: &Lazy, ring: usize) {
+    fn reap(&self, lazy: &Lazy, ring: usize, frees: &FreeCounters) {
         loop {
             let mut batch = Batch::new();
             lazy.queues.reap(ring, &mut batch);
             let more = batch.entries.is_full();
-            self.release(&mut batch);
+            self.release(&mut batch, frees);
             if !more {
                 return;
             }
@@ -333,6 +369,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         stats.quarantined_bytes = self.quarantine.bytes.get();
         stats.flush_failures = self.flush_failures.get();
         self.expiry_time.add_to(&mut stats.expiry_time);
+        self.frees.add_to(&mut stats);
         if let Some(lazy) = &self.lazy {
             stats.flushes = lazy.queues.flushes();
             stats.queued = lazy.queues.len() as u64;

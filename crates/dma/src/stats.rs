@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Sampled {
     /// How many calls were timed.
     pub count: u64,
-    /// Their thread CPU time together, in nanoseconds, the cost of reading the clock subtracted.
+    /// Their time together, in nanoseconds, the cost of reading the clock subtracted: thread CPU
+    /// time, where nothing else is said.
     pub ns: u64,
 }
 
@@ -80,6 +81,13 @@ pub struct Stats {
     /// Thread time of timer expiries (all of them are timed when sampling is on): work that a lazy
     /// policy moves out of the unmap calls.
     pub expiry_time: Sampled,
+    /// IOVA ranges that went back to the allocator, by unmaps and by flushes.
+    pub frees: u64,
+    /// Time in the allocator's `alloc`, of which every map has one. Unlike the times above it is
+    /// wall time: see [`Config::sample_every`](crate::Config::sample_every).
+    pub alloc_time: Sampled,
+    /// Time in the allocator's `free`, as [`alloc_time`](Self::alloc_time).
+    pub free_time: Sampled,
 }
 
 impl Exposure {
@@ -108,6 +116,23 @@ pub(crate) struct Counters {
     pub(crate) full_queue_flushes: AtomicU64,
     pub(crate) map_time: TimeCounter,
     pub(crate) unmap_time: TimeCounter,
+    pub(crate) alloc_time: BriefCounter,
+    pub(crate) frees: FreeCounters,
+}
+
+/// What was given back to the allocator.
+#[derive(Debug, Default)]
+pub(crate) struct FreeCounters {
+    /// How many ranges.
+    pub(crate) count: AtomicU64,
+    pub(crate) time: BriefCounter,
+}
+
+impl FreeCounters {
+    pub(crate) fn add_to(&self, stats: &mut Stats) {
+        stats.frees += self.count.get();
+        self.time.add_to(&mut stats.free_time);
+    }
 }
 
 impl Counters {
@@ -125,6 +150,8 @@ impl Counters {
         stats.full_queue_flushes += self.full_queue_flushes.get();
         self.map_time.add_to(&mut stats.map_time);
         self.unmap_time.add_to(&mut stats.unmap_time);
+        self.alloc_time.add_to(&mut stats.alloc_time);
+        self.frees.add_to(stats);
     }
 }
 
@@ -144,6 +171,31 @@ impl TimeCounter {
     pub(crate) fn add_to(&self, sum: &mut Sampled) {
         sum.count += self.count.get();
         sum.ns += self.ns.get();
+    }
+}
+
+/// A sum of sampled times of calls that may be shorter than a reading of the clock.
+#[derive(Debug, Default)]
+pub(crate) struct BriefCounter {
+    count: AtomicU64,
+    /// The calls, and as much of the clock's own time as lies between two readings.
+    ns: AtomicU64,
+    /// What lay between two readings with nothing between them, once a sample.
+    clock_ns: AtomicU64,
+}
+
+impl BriefCounter {
+    pub(crate) fn note(&self, calls: u64, ns: u64, clock_ns: u64) {
+        self.count.add(calls);
+        self.ns.add(ns);
+        self.clock_ns.add(clock_ns);
+    }
+
+    pub(crate) fn add_to(&self, sum: &mut Sampled) {
+        sum.count += self.count.get();
+        // The sums, not each sample: a clock's jitter may make a single difference negative, and
+        // to call that 0 would make the mean too large.
+        sum.ns += self.ns.get().saturating_sub(self.clock_ns.get());
     }
 }
 

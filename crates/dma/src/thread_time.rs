@@ -1,8 +1,10 @@
-//! Thread CPU time.
+//! Timing a sample of the calls.
 
 use std::sync::Arc;
 
-use crate::stats::TimeCounter;
+use ringfence_sync::clock::Clock;
+
+use crate::stats::{BriefCounter, TimeCounter};
 
 /// A clock that runs only while the calling thread does.
 pub trait ThreadClock: Send + Sync {
@@ -73,9 +75,58 @@ impl Sampler {
     }
 }
 
+/// Times calls that may take less time than a reading of a clock does.
+pub(crate) struct BriefSampler {
+    clock: Arc<dyn Clock>,
+    /// Calls whose number, multiplied by [`SPREAD`], is at least this are timed: the other end of
+    /// the numbers than [`Sampler`]'s, so that of calls with one number never both are, and neither
+    /// is in the other's figure. `None`: none are.
+    at_least: Option<u64>,
+}
+
+impl BriefSampler {
+    /// Times one call in `every`, a power of two; none if 0.
+    pub(crate) fn new(clock: Arc<dyn Clock>, every: u32) -> BriefSampler {
+        let at_least = (every != 0).then(|| !(u64::MAX >> every.trailing_zeros()));
+        BriefSampler { clock, at_least }
+    }
+
+    /// Makes a call, and times it if `number` is one to be timed: it counts as `calls`, which is 0
+    /// for what belongs to a call that was counted already.
+    #[inline]
+    pub(crate) fn time<R>(
+        &self,
+        number: u64,
+        calls: u64,
+        sum: &BriefCounter,
+        call: impl FnOnce() -> R,
+    ) -> R {
+        match self.at_least {
+            Some(at_least) if number.wrapping_mul(SPREAD) >= at_least => {
+                self.timed(calls, sum, call)
+            }
+            _ => call(),
+        }
+    }
+
+    #[cold]
+    fn timed<R>(&self, calls: u64, sum: &BriefCounter, call: impl FnOnce() -> R) -> R {
+        // The first reading finds its code and the kernel's page out of the cache: it is not used.
+        self.clock.now_ns();
+        let empty = self.clock.now_ns();
+        let start = self.clock.now_ns();
+        let result = call();
+        let end = self.clock.now_ns();
+        sum.note(calls, end.saturating_sub(start), start.saturating_sub(empty));
+        result
+    }
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
+
+    use ringfence_sync::clock::ManualClock;
 
     use super::*;
     use crate::Sampled;
@@ -114,6 +165,56 @@ mod tests {
         let timed = (0..1u64 << 16).filter(|&n| sampler.start(n).is_some());
         let first_of_batch = timed.filter(|n| n % 16 == 0).count();
         assert!(first_of_batch.abs_diff((1 << 16) / 64 / 16) <= 4, "{first_of_batch}");
+    }
+
+    #[test]
+    fn a_brief_call_is_timed_without_the_clock() {
+        for every in [1, 2, 64, 1024] {
+            // Each reading takes 20 ns, each call 7.
+            let clock = Arc::new(ManualClock::stepping(20));
+            let sampler = BriefSampler::new(Arc::clone(&clock) as Arc<dyn Clock>, every);
+            let counter = BriefCounter::default();
+            for number in 0..8192 {
+                sampler.time(number, 1, &counter, || clock.advance(7));
+            }
+            let mut sum = Sampled::default();
+            counter.add_to(&mut sum);
+            assert!(sum.count.abs_diff(8192 / u64::from(every)) <= 1, "{every}: {}", sum.count);
+            assert_eq!(sum.ns, 7 * sum.count);
+        }
+    }
+
+    #[test]
+    fn a_second_try_adds_time_and_no_call() {
+        let clock = Arc::new(ManualClock::stepping(20));
+        let sampler = BriefSampler::new(Arc::clone(&clock) as Arc<dyn Clock>, 1);
+        let counter = BriefCounter::default();
+        sampler.time(1, 1, &counter, || clock.advance(5));
+        sampler.time(1, 0, &counter, || clock.advance(6));
+        let mut sum = Sampled::default();
+        counter.add_to(&mut sum);
+        assert_eq!(sum, Sampled { count: 1, ns: 11 });
+    }
+
+    #[test]
+    fn no_call_is_timed_by_both_clocks_unless_all_are() {
+        for every in [2, 64, 1024] {
+            let long = Sampler::new(Arc::new(SlowClock::default()), every);
+            let brief = BriefSampler::new(Arc::new(ManualClock::new(0)), every);
+            let counter = BriefCounter::default();
+            for number in (0..1 << 16).filter(|&number| long.start(number).is_some()) {
+                brief.time(number, 1, &counter, || ());
+            }
+            let mut sum = Sampled::default();
+            counter.add_to(&mut sum);
+            assert_eq!(sum.count, 0, "{every}");
+        }
+        let none = BriefSampler::new(Arc::new(ManualClock::new(0)), 0);
+        let counter = BriefCounter::default();
+        none.time(0, 1, &counter, || ());
+        let mut sum = Sampled::default();
+        counter.add_to(&mut sum);
+        assert_eq!(sum.count, 0);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! addresses as eagerly as one can.
 #![cfg(not(loom))]
 
+mod allocator_time;
 mod failures;
 mod lazy;
 mod lists;
