@@ -10,10 +10,14 @@ use std::{
 use anyhow::{Context, Result};
 use clap::{ArgAction, Args};
 use ringfence_lab::{
+    allocators::AllocatorKind,
     job::JobFile,
     progress::Kind,
     report,
-    run::{DiskChoice, Ended, Notify, Options, Row, compare},
+    run::{
+        DiskChoice, Ended, Notify, Options, Row, compare,
+        space::{MOST_LIVE, NARROWEST, PlacementName, Space, WIDEST},
+    },
 };
 
 use crate::output::{Output, print, same_place};
@@ -33,6 +37,7 @@ const DEFAULT_RUNTIME: Duration = Duration::from_millis(900);
     ringfence compare
     ringfence compare --repeat 30 --runtime 10                      the protocol of the mailing list
     ringfence compare my.fio --policy off,strict+map --disk ram
+    ringfence compare my.fio --policy off,strict+map --allocator rbtree,bitmap,ringfence
     ringfence compare my.fio --disk /dev/nvme1n1 --destroy-data --report report.html
 
 EXIT STATUS:
@@ -48,6 +53,34 @@ pub(crate) struct Arguments {
     /// adds].
     #[arg(long, value_name = "LIST", value_parser = parse_rows)]
     policy: Option<Rows>,
+
+    /// The allocators of I/O virtual addresses (IOVAs), separated by commas: rbtree, bitmap,
+    /// magazines, ringfence. With several, each policy that maps is run with each of them, in rows
+    /// such as `strict+map/rbtree`.
+    ///
+    /// `rbtree` searches a red-black tree of the ranges taken from the top down, `bitmap` a bit for
+    /// each page by next fit (in at most 256 GiB of the aperture), `magazines` is the tree with
+    /// Linux's caches per CPU in front, `ringfence` is Ringfence's own. All of them stand behind a
+    /// PCI device's preference for addresses below 4 GiB.
+    #[arg(long, value_name = "LIST", default_value = "ringfence", value_parser = parse_allocators)]
+    allocator: Allocators,
+
+    /// Where `ringfence` puts ranges: `size`, side by side by size, from the top; `lowest` or
+    /// `highest`, at the lowest or the highest place that fits.
+    #[arg(long, value_name = "NAME", default_value_t = PlacementName::default())]
+    placement: PlacementName,
+
+    /// Bits of an I/O virtual address, 32 to 57: 32 is what every PCI device can address; 39, 48 and
+    /// 57 are what page tables of three, four and five levels translate.
+    #[arg(long, value_name = "BITS", default_value_t = Space::default().aperture_bits,
+        value_parser = clap::value_parser!(u32).range(i64::from(NARROWEST)..=i64::from(WIDEST)))]
+    aperture: u32,
+
+    /// Ranges of 1 to 6 pages that are taken before a round begins and stay taken, scattered among as
+    /// many holes: the mappings of the rest of the system. They are not the device's to reach.
+    #[arg(long, value_name = "N", default_value_t = 0,
+        value_parser = clap::value_parser!(u32).range(..=i64::from(MOST_LIVE)))]
+    live: u32,
 
     /// The disk: `paced` (memory at the pace of an SSD: 2.5 GiB/s, 600,000 IOPS, 80 us), `ram`
     /// (memory, unpaced: the harshest case), or a file or block device.
@@ -114,6 +147,14 @@ fn parse_rows(text: &str) -> Result<Rows, String> {
     Row::parse_list(text).map(Rows)
 }
 
+/// The allocators asked for, likewise.
+#[derive(Clone)]
+struct Allocators(Vec<AllocatorKind>);
+
+fn parse_allocators(text: &str) -> Result<Allocators, String> {
+    AllocatorKind::parse_list(text).map(Allocators)
+}
+
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "a number of seconds, such as 10 or 0.5")?;
     if (0.01..=86_400.0).contains(&seconds) {
@@ -153,6 +194,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
 
     let options = Options {
         rows,
+        allocators: arguments.allocator.0,
+        space: Space {
+            placement: arguments.placement,
+            aperture_bits: arguments.aperture,
+            live: arguments.live,
+        },
         disk,
         destroy_data: arguments.destroy_data,
         notify: arguments.notify,

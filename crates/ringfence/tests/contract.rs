@@ -52,6 +52,9 @@ fn the_json_holds_every_field_of_the_contract() {
         }
         assert_eq!(row["errors"], 0, "{policy}");
         for path in [
+            "/allocator",
+            "/allocator_cpu_fraction",
+            "/allocator_ns_per_io",
             "/iommu_cpu_fraction",
             "/map_ns_per_gib",
             "/unmap_ns_per_gib",
@@ -67,8 +70,15 @@ fn the_json_holds_every_field_of_the_contract() {
         number(row, "/kicks_per_io");
     }
     assert_eq!(number(row(&json, 0, "off"), "/ratio_to_off/bandwidth/median"), 1.0);
+    assert_eq!(json["allocators"], serde_json::json!(["ringfence"]));
+    assert_eq!((&json["placement"], &json["aperture_bits"]), (&"size".into(), &48.into()));
+    assert_eq!(json["live_ranges"], 0);
     for policy in &POLICIES[1..] {
         let row = row(&json, 0, policy);
+        assert_eq!(row["allocator"], "ringfence");
+        assert!(number(row, "/allocator_ns_per_io") > 0.0, "{policy}");
+        let [all, part] = ["/iommu_cpu_fraction", "/allocator_cpu_fraction"];
+        assert!(number(row, part) < number(row, all), "{policy}: a part of it");
         number(row, "/stale_window/max_ms");
         number(row, "/stale_window/byte_ms");
         assert!(number(row, "/iotlb/hits") + number(row, "/iotlb/misses") > 0.0);
@@ -122,6 +132,32 @@ fn only_the_rows_asked_for_are_run_in_their_order() {
     let place = Place::new();
     let json = place.measure(JOB, &["--repeat", "1", "--policy", "lazy-mq,off"]);
     assert_eq!(policies(&json, 0), ["lazy-mq", "off"]);
+}
+
+#[test]
+fn each_policy_that_maps_is_run_with_each_allocator_in_order() {
+    let place = Place::new();
+    let arguments = ["--repeat", "1", "--policy", "host,off,strict+map,lazy-mq"];
+    let several = ["--allocator", "rbtree,bitmap,magazines,ringfence", "--json", "figures.json"];
+    let ended = place.compare(JOB, &[&arguments[..], &several].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    let json: Value = serde_json::from_str(&place.read("figures.json")).unwrap();
+    assert!(common::errors_of(&json).is_empty(), "{ended}");
+    let rows: Vec<(&str, &Value)> = json["jobs"][0]["results"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| (row["policy"].as_str().unwrap(), &row["allocator"]))
+        .collect();
+    let names = ["rbtree", "bitmap", "magazines", "ringfence"].map(Value::from);
+    let of = |policy| names.iter().map(move |name| (policy, name));
+    let mut wanted = vec![("host", &Value::Null), ("off", &Value::Null)];
+    wanted.extend(of("strict+map").chain(of("lazy-mq")));
+    assert_eq!(rows, wanted);
+    // People see both names.
+    for name in ["strict+map/rbtree", "strict+map/ringfence", "lazy-mq/bitmap"] {
+        assert_eq!(ended.out.matches(name).count(), 1, "{name}\n{ended}");
+    }
 }
 
 #[test]

@@ -32,7 +32,7 @@ fn the_shipped_examples_run() {
         Place::new().measure(&text, &[&SHORT[..], &rows].concat());
         count += 1;
     }
-    assert!(count >= 4, "{count} examples");
+    assert!(count >= 5, "{count} examples");
 }
 
 #[test]
@@ -88,6 +88,32 @@ fn pages_of_a_buffer_may_lie_side_by_side() {
     };
     let (alone, together) = (requests("1"), requests("16"));
     assert!(alone > 8.0 && together < 4.0, "{alone} {together}");
+}
+
+#[test]
+fn a_buffer_smaller_than_a_page_is_one_map_and_one_unmap() {
+    let json = all_rows("bs=1k", &["--policy", "off,strict,strict+map"]);
+    for policy in ["strict", "strict+map"] {
+        let requests = number(row(&json, 0, policy), "/requests_per_io");
+        // The probe's are among them.
+        assert!((2.0..3.0).contains(&requests), "{policy}: {requests}");
+    }
+}
+
+#[test]
+fn any_allocator_serves_any_aperture_and_an_aged_space() {
+    let all =
+        ["--allocator", "rbtree,bitmap,magazines,ringfence", "--policy", "strict+map,lazy-mq"];
+    for aperture in ["32", "57"] {
+        let arguments = ["--aperture", aperture, "--live", "5000"];
+        let json = all_rows("bs=4k,64k", &[&all[..], &arguments].concat());
+        assert_eq!(json["aperture_bits"].to_string(), aperture);
+        assert_eq!(json["live_ranges"], 5000);
+    }
+    for placement in ["size", "lowest", "highest"] {
+        let arguments = ["--policy", "strict+map,lazy-mq", "--placement", placement];
+        assert_eq!(all_rows("bs=4k,64k", &arguments)["placement"], placement);
+    }
 }
 
 #[test]

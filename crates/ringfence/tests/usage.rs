@@ -55,6 +55,28 @@ fn an_unknown_policy_is_answered_with_their_names() {
 }
 
 #[test]
+fn an_allocator_or_a_placement_that_is_none_is_answered_with_their_names() {
+    let place = Place::new();
+    let names = ["rbtree", "bitmap", "magazines", "ringfence"];
+    let ended = place.run(&["compare", "--allocator", "ringfence,buddy"]);
+    ended.refused(&["--allocator", "buddy"]);
+    ended.refused(&names);
+    place.run(&["compare", "--allocator", "rbtree,rbtree"]).refused(&["twice"]);
+    place.run(&["compare", "--allocator", ","]).refused(&["empty"]);
+    let ended = place.run(&["compare", "--placement", "left"]);
+    ended.refused(&["--placement", "left", "size", "lowest", "highest"]);
+    // Nobody there who could heed it.
+    let arguments = ["--allocator", "rbtree,bitmap", "--placement", "lowest"];
+    place.compare(READS, &arguments).refused(&["lowest", "ringfence"]);
+}
+
+#[test]
+fn more_ranges_than_the_aperture_has_room_for_are_refused() {
+    let arguments = ["--aperture", "32", "--live", "200000"];
+    Place::new().compare(READS, &arguments).refused(&["200000", "32 bits", "room for 104857"]);
+}
+
+#[test]
 fn numbers_out_of_range_are_refused() {
     let place = Place::new();
     for (option, value) in [
@@ -69,6 +91,11 @@ fn numbers_out_of_range_are_refused() {
         ("--flush-queue-slots", "1"),
         ("--flush-queue-ms", "0"),
         ("--notify", "loudly"),
+        ("--aperture", "31"),
+        ("--aperture", "58"),
+        ("--aperture", "wide"),
+        ("--live", "-1"),
+        ("--live", "1000001"),
     ] {
         let value = format!("{option}={value}");
         place.run(&["compare", &value]).refused(&[option]);
@@ -163,6 +190,9 @@ fn help_says_what_there_is() {
     let ended = place.run(&["compare", "--help"]);
     assert_eq!(ended.code(), 0, "{ended}");
     for word in ["--policy", "--disk", "--notify", "--repeat", "--runtime", "--json", "--report"] {
+        assert!(ended.out.contains(word), "{word}\n{ended}");
+    }
+    for word in ["--allocator", "--placement", "--aperture", "--live", "magazines", "highest"] {
         assert!(ended.out.contains(word), "{word}\n{ended}");
     }
     for word in ["--destroy-data", "EXAMPLES", "lazy-mq+map", "fio", "virtio-iommu"] {

@@ -48,7 +48,7 @@ fn section(page: &mut String, job: &JobReport) {
         Metric::Iops => "I/Os a second against off",
     };
     let bars = |of: &dyn Fn(&PolicyResult) -> Option<(Estimate, String)>| -> Vec<Bar> {
-        job.results.iter().map(|row| Bar::new(&row.policy, of(row))).collect()
+        job.results.iter().map(|row| Bar::new(job.label(row), row, of(row))).collect()
     };
     let alone = |n: f64| Estimate { median: n, lo: None, hi: None };
     let confidence = |half: Option<f64>, digits: usize| {
@@ -101,9 +101,9 @@ struct Bar {
 }
 
 impl Bar {
-    fn new(policy: &str, value: Option<(Estimate, String)>) -> Bar {
+    fn new(label: String, row: &PolicyResult, value: Option<(Estimate, String)>) -> Bar {
         let value = value.filter(|(estimate, _)| estimate.median.is_finite());
-        Bar { label: policy.to_owned(), family: family(policy), value }
+        Bar { label, family: family(&row.policy), value }
     }
 }
 
@@ -120,9 +120,13 @@ fn family(policy: &str) -> &'static str {
 /// Horizontal bars from 0, with whiskers where there is an interval.
 fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bars: &[Bar]) {
     const ROW: f64 = 26.0;
-    const LEFT: f64 = 104.0;
-    const PLOT: f64 = 270.0;
     const WIDTH: f64 = 500.0;
+    /// For the figures, on the right.
+    const VALUE: f64 = 126.0;
+    // Some seven units a letter, and never less than half of the room for the bars.
+    let longest = bars.iter().map(|bar| bar.label.chars().count()).max().unwrap_or(0) as f64;
+    let left = (7.2 * longest + 16.0).clamp(104.0, 240.0);
+    let plot = WIDTH - VALUE - left;
     let height = ROW * bars.len() as f64 + 8.0;
     let medians = bars.iter().filter_map(|bar| bar.value.as_ref()).map(|(e, _)| e.median);
     let highest = medians.chain(reference).fold(0.0, f64::max);
@@ -132,8 +136,8 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
         .filter_map(|bar| bar.value.as_ref()?.0.hi)
         .fold(highest, f64::max)
         .min(highest * 1.4);
-    let scale = if widest > 0.0 { PLOT / widest } else { 0.0 };
-    let x = |value: f64| LEFT + (value * scale).clamp(0.0, PLOT);
+    let scale = if widest > 0.0 { plot / widest } else { 0.0 };
+    let x = |value: f64| left + (value * scale).clamp(0.0, plot);
     put(
         page,
         format_args!(
@@ -148,7 +152,7 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
             page,
             format_args!(
                 "<text x=\"{}\" y=\"{base:.1}\" class=\"label\">{}</text>\n",
-                LEFT - 8.0,
+                left - 8.0,
                 escape(&bar.label)
             ),
         );
@@ -157,7 +161,7 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
                 page,
                 format_args!(
                     "<text x=\"{}\" y=\"{base:.1}\" class=\"none\">–</text>\n",
-                    LEFT + 6.0
+                    left + 6.0
                 ),
             );
             continue;
@@ -165,10 +169,10 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
         put(
             page,
             format_args!(
-                "<rect x=\"{LEFT}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" rx=\"2\" \
+                "<rect x=\"{left}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" rx=\"2\" \
                  class=\"bar {}\"><title>{}: {}</title></rect>\n",
                 top + 2.0,
-                x(estimate.median) - LEFT,
+                x(estimate.median) - left,
                 ROW - 8.0,
                 bar.family,
                 escape(&bar.label),
@@ -205,7 +209,7 @@ fn table(page: &mut String, job: &JobReport) {
     page.push_str(
         "<div class=\"scroll\"><table>\n<thead><tr><th>policy</th><th>MiB/s</th><th>IOPS</th>\
          <th>against off</th><th>latency p50</th><th>p99</th><th>p99.9, µs</th><th>CPU in IOMMU \
-         code</th><th>ns/I/O</th><th>map</th><th>unmap, ms/GiB</th><th>requests</th><th>syncs</th>\
+         code</th><th>in the allocator</th><th>ns/I/O</th><th>map</th><th>unmap, ms/GiB</th><th>requests</th><th>syncs</th>\
          <th>kicks an I/O</th><th>sync wait p50</th><th>p99, µs</th><th>stale, ms</th>\
          <th>IOTLB hits</th><th>errors</th></tr></thead>\n<tbody>\n",
     );
@@ -216,7 +220,7 @@ fn table(page: &mut String, job: &JobReport) {
             format_args!(
                 "<tr><th><i class=\"{}\"></i>{}</th>",
                 family(&row.policy),
-                escape(&row.policy)
+                escape(&job.label(row))
             ),
         );
         let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
@@ -230,6 +234,7 @@ fn table(page: &mut String, job: &JobReport) {
             number(us(row.latency_ns.p99)),
             number(us(row.latency_ns.p999)),
             percent(row.iommu_cpu_fraction),
+            percent(row.allocator_cpu_fraction),
             optional(row.iommu_ns_per_io),
             optional(row.map_ns_per_gib.map(|ns| ns / 1e6)),
             optional(row.unmap_ns_per_gib.map(|ns| ns / 1e6)),

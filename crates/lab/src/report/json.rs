@@ -59,6 +59,8 @@ mod tests {
             "/sync_wait_ns/p99",
             "/cpu_ns_per_io",
             "/iommu_ns_per_io",
+            "/allocator_cpu_fraction",
+            "/allocator_ns_per_io",
             "/iotlb/hits",
             "/iotlb/misses",
             "/errors",
@@ -66,6 +68,7 @@ mod tests {
             assert!(row.pointer(path).is_some_and(Value::is_number), "{path}: {row}");
         }
         assert_eq!(row["effective_policy"], "strict");
+        assert_eq!(row["allocator"], "ringfence");
         for key in ["disk", "notify"] {
             assert!(value[key].is_string(), "{key}");
         }

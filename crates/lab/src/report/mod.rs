@@ -42,6 +42,18 @@ pub struct Comparison {
     pub disk: String,
     /// Notify mode: `adaptive`, `poll` or `sleep`.
     pub notify: String,
+    /// The allocators of I/O virtual addresses asked for, in order.
+    #[serde(default)]
+    pub allocators: Vec<String>,
+    /// Where the default allocator put ranges.
+    #[serde(default)]
+    pub placement: String,
+    /// Bits of an I/O virtual address.
+    #[serde(default)]
+    pub aperture_bits: u32,
+    /// Ranges of I/O virtual addresses that others held throughout.
+    #[serde(default)]
+    pub live_ranges: u32,
     /// Rounds asked for (an interrupted run has fewer: see each job's `rounds`).
     pub rounds: u32,
     /// Seconds a job ran in each round.
@@ -109,6 +121,8 @@ pub struct JobReport {
 pub struct PolicyResult {
     /// The policy asked for; `host` is the job without virtqueues.
     pub policy: String,
+    /// Who handed out I/O virtual addresses, where any were needed.
+    pub allocator: Option<String>,
     /// The policy that was in force (a domain may refuse lazy flushing).
     pub effective_policy: String,
     /// I/Os a second.
@@ -123,6 +137,11 @@ pub struct PolicyResult {
     pub iommu_cpu_fraction: Option<f64>,
     /// Time in IOMMU code, ns an I/O.
     pub iommu_ns_per_io: Option<f64>,
+    /// Part of the job threads' CPU time that was spent in the allocator of I/O virtual addresses:
+    /// a part of `iommu_cpu_fraction`.
+    pub allocator_cpu_fraction: Option<f64>,
+    /// Time in that allocator, ns an I/O.
+    pub allocator_ns_per_io: Option<f64>,
     /// CPU time of all processes of the run, ns an I/O.
     pub cpu_ns_per_io: Option<f64>,
     /// Time in map, ns a GiB mapped.
@@ -227,6 +246,8 @@ pub struct IommuSample {
     pub map_ns: u64,
     /// Time in unmap, ns.
     pub unmap_ns: u64,
+    /// Time in the allocator of I/O virtual addresses, a part of both (sampled), ns.
+    pub allocator_ns: u64,
     /// Bytes mapped.
     pub mapped_bytes: u64,
     /// virtio-iommu requests.
@@ -242,6 +263,8 @@ pub struct IommuSample {
 pub struct PolicyRounds {
     /// The policy asked for.
     pub policy: String,
+    /// Who handed out I/O virtual addresses, where any were needed.
+    pub allocator: Option<String>,
     /// The policy in force.
     pub effective_policy: String,
     /// One a round, in order: round `i` of each policy ran next to round `i` of every other.
@@ -281,6 +304,10 @@ impl Comparison {
             host: Machine::detect(),
             disk: disk.to_owned(),
             notify: notify.to_owned(),
+            allocators: Vec::new(),
+            placement: String::new(),
+            aperture_bits: 0,
+            live_ranges: 0,
             rounds,
             runtime_s,
             interrupted: false,
@@ -320,6 +347,21 @@ impl JobReport {
             results: measured()
                 .map(|row| PolicyResult::new(row, off.map(|off| off.rounds.as_slice())))
                 .collect(),
+        }
+    }
+
+    /// Whether rows of one policy differ in their allocator.
+    pub fn compares_allocators(&self) -> bool {
+        let mut names = self.results.iter().filter_map(|row| row.allocator.as_deref());
+        let first = names.next();
+        names.any(|name| Some(name) != first)
+    }
+
+    /// What to call a row of this job: its policy and, where rows differ in it, its allocator.
+    pub fn label(&self, row: &PolicyResult) -> String {
+        match &row.allocator {
+            Some(allocator) if self.compares_allocators() => format!("{}/{allocator}", row.policy),
+            _ => row.policy.clone(),
         }
     }
 
@@ -371,6 +413,7 @@ impl PolicyResult {
         }
         PolicyResult {
             policy: row.policy.clone(),
+            allocator: row.allocator.clone(),
             effective_policy: row.effective_policy.clone(),
             iops: estimate(Sample::iops),
             bandwidth_bytes_per_s: estimate(Sample::bandwidth),
@@ -384,6 +427,8 @@ impl PolicyResult {
             }),
             iommu_cpu_fraction: per(iommu(|i| i.cpu_ns), sum(&|s| s.thread_cpu_ns)),
             iommu_ns_per_io: per(iommu(|i| i.cpu_ns), ios),
+            allocator_cpu_fraction: per(iommu(|i| i.allocator_ns), sum(&|s| s.thread_cpu_ns)),
+            allocator_ns_per_io: per(iommu(|i| i.allocator_ns), ios),
             cpu_ns_per_io: per(sum(&|s| s.cpu_ns), ios),
             map_ns_per_gib: per(iommu(|i| i.map_ns), mapped_gib),
             unmap_ns_per_gib: per(iommu(|i| i.unmap_ns), mapped_gib),
@@ -465,6 +510,7 @@ mod tests {
             cpu_ns: 1_000_000,
             map_ns: 400_000,
             unmap_ns: 600_000,
+            allocator_ns: 50_000,
             mapped_bytes: 1 << 29,
             requests: 2000,
             syncs: 100,
@@ -476,6 +522,8 @@ mod tests {
         assert_eq!((strict.iops.median, strict.bandwidth_bytes_per_s.median), (2e3, 8_192_000.0));
         assert_eq!(strict.iommu_cpu_fraction, Some(0.5));
         assert_eq!(strict.iommu_ns_per_io, Some(1000.0));
+        assert_eq!(strict.allocator_cpu_fraction, Some(0.025));
+        assert_eq!(strict.allocator_ns_per_io, Some(50.0));
         assert_eq!((strict.map_ns_per_gib, strict.unmap_ns_per_gib), (Some(8e5), Some(1.2e6)));
         assert_eq!((strict.requests_per_io, strict.syncs_per_io), (Some(2.0), Some(0.1)));
         assert_eq!((strict.kicks_per_io, strict.sync_wait_ns), (Some(0.5), None));

@@ -13,6 +13,9 @@ pub(super) fn comparison() -> Comparison {
         memory_bytes: 8 << 30,
         kernel: "6.1.0".to_owned(),
     };
+    comparison.allocators = vec!["ringfence".to_owned()];
+    comparison.placement = "size".to_owned();
+    comparison.aperture_bits = 48;
     comparison.warnings =
         vec!["seed-000.fio:5: filename=\"/dev/nvme0n1\" is never opened".to_owned()];
     for (stage, job) in JobFile::seed().jobs.iter().enumerate() {
@@ -29,6 +32,7 @@ pub(super) fn comparison() -> Comparison {
         ]
         .map(|(policy, speed, syncs)| PolicyRounds {
             policy: policy.to_owned(),
+            allocator: (speed < 1.0).then(|| "ringfence".to_owned()),
             effective_policy: policy.to_owned(),
             rounds: (0..5).map(|n| sample(policy, speed, syncs, small, n)).collect(),
             warnings: Vec::new(),
@@ -55,6 +59,7 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
         cpu_ns: per_io(300.0 * syncs),
         map_ns: per_io(190.0 * syncs),
         unmap_ns: per_io(110.0 * syncs),
+        allocator_ns: per_io(25.0),
         mapped_bytes: ios * block,
         requests: per_io(if small { 2.0 } else { 17.0 }),
         syncs: per_io(syncs / if small { 8.0 } else { 1.0 }),

@@ -19,7 +19,9 @@ pub fn render(comparison: &Comparison) -> String {
         out.push_str(&rows(job));
     }
     out.push('\n');
-    out.push_str(LEGEND);
+    let waits = comparison.jobs.iter().any(|job| !job.compares_allocators());
+    let told = LEGEND.lines().filter(|line| waits || !line.trim_start().starts_with("sync wait"));
+    told.for_each(|line| out.extend([line, "\n"]));
     for warning in warnings(comparison) {
         out.push_str(&wrap(&format!("warning: {warning}")));
     }
@@ -29,8 +31,10 @@ pub fn render(comparison: &Comparison) -> String {
 const LEGEND: &str = "\
 Ratios are medians of rounds, each paired with the off of its round (policies take turns); ± is the 95 % confidence.
   off        the same processes and rings, without protection; host: the same job on the disk, without virtqueues
-  bandwidth, IOPS   against off, higher is better.   latency   mean against off, lower is better; p50, p99 in µs
-  CPU        part of the job threads' time spent in IOMMU code (sampled), and ns of it an I/O
+  MiB/s, kIOPS   bandwidth or I/Os a second against off, higher is better
+  latency    mean against off, lower is better; p50, p99 in µs
+  CPU        part of the job threads' time spent in IOMMU code (sampled), and ns of it an I/O;
+  alloc      part of the job threads' time spent in the allocator of I/O virtual addresses: within that of CPU
   ms/GiB     time in map and in unmap, a GiB mapped
   per I/O    virtio-iommu requests; syncs, which wait for the device; kicks, which wake it
   sync wait  how long a sync waited, µs, half of them and 99 of 100
@@ -45,9 +49,10 @@ pub(super) fn headline(comparison: &Comparison) -> String {
         cpu => format!(" ({})", plain(cpu)),
     };
     format!(
-        "disk {}, notify {}; {}{}{}; {} CPUs{cpu}, {}, Linux {}",
+        "disk {}, notify {}; {}{}{}{}; {} CPUs{cpu}, {}, Linux {}",
         plain(&comparison.disk),
         plain(&comparison.notify),
+        addresses(comparison),
         count(comparison.rounds, "round"),
         // Jobs without a runtime end by themselves.
         match comparison.runtime_s {
@@ -61,12 +66,32 @@ pub(super) fn headline(comparison: &Comparison) -> String {
     )
 }
 
+/// Where I/O virtual addresses came from, if any were needed.
+fn addresses(comparison: &Comparison) -> String {
+    if comparison.jobs.iter().flat_map(|job| &job.results).all(|row| row.allocator.is_none()) {
+        return String::new();
+    }
+    let placement = match comparison.placement.as_str() {
+        "" | "size" => String::new(),
+        other => format!(" (placed {})", plain(other)),
+    };
+    let live = match comparison.live_ranges {
+        0 => String::new(),
+        n => format!(", {n} ranges taken"),
+    };
+    format!(
+        "IOVAs of {} bits from {}{placement}{live}; ",
+        comparison.aperture_bits,
+        plain(&comparison.allocators.join(", ")),
+    )
+}
+
 /// All warnings, each with the job and row it is about.
 pub(super) fn warnings(comparison: &Comparison) -> Vec<String> {
     let mut all: Vec<String> = comparison.warnings.iter().map(|text| plain(text)).collect();
     for job in &comparison.jobs {
         for row in &job.results {
-            let about = format!("{}, {}", plain(&job.name), plain(&row.policy));
+            let about = format!("{}, {}", plain(&job.name), plain(&job.label(row)));
             if row.errors > 0 {
                 all.push(format!("{about}: {} I/Os failed or returned wrong bytes", row.errors));
             }
@@ -91,23 +116,30 @@ fn count(n: u32, what: &str) -> String {
 /// The columns between policy and the common ones differ: bandwidth for large blocks, IOPS for
 /// small ones; the latency stands beside both.
 fn rows(job: &JobReport) -> String {
-    let (measure, unit) = match job.metric {
-        Metric::Bandwidth => ("bandwidth", "MiB/s"),
-        Metric::Iops => ("IOPS", "kIOPS"),
+    let unit = match job.metric {
+        Metric::Bandwidth => "MiB/s",
+        Metric::Iops => "kIOPS",
     };
     let mut table = Table::new();
     table.load_preset(NOTHING);
     table.set_content_arrangement(ContentArrangement::Disabled);
-    table.add_row(Row::from(vec![
-        "", unit, measure, "", "latency", "", "µs p50", "p99", "CPU", "ns", "ms/GiB", "",
-        "per I/O", "", "", "sync", "wait", "stale",
-    ]));
-    table.add_row(Row::from(vec![
-        "", "", "vs off", "±", "vs off", "±", "", "", "%", "/I/O", "map", "unmap", "reqs", "syncs",
-        "kicks", "p50", "p99", "ms",
-    ]));
-    for row in &job.results {
-        table.add_row(Row::from(cells(row, job.metric)));
+    let headers = [
+        ["", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/GiB"],
+        ["", "", "vs off", "±", "vs off", "±", "", "", "%", "%", "/I/O", "map"],
+    ];
+    let rest = [
+        ["", "per I/O", "", "", "sync", "wait", "stale"],
+        ["unmap", "reqs", "syncs", "kicks", "p50", "p99", "ms"],
+    ];
+    let headers = headers.iter().zip(&rest).map(|(first, rest)| {
+        first.iter().chain(rest).map(|word| (*word).to_owned()).collect::<Vec<_>>()
+    });
+    for mut line in headers.chain(job.results.iter().map(|row| cells(job, row))) {
+        if job.compares_allocators() {
+            // Their names take the room.
+            line.drain(SYNC_WAIT);
+        }
+        table.add_row(Row::from(line));
     }
     for (index, column) in table.column_iter_mut().enumerate() {
         column.set_padding((u16::from(index > 0), 0));
@@ -116,8 +148,11 @@ fn rows(job: &JobReport) -> String {
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
-fn cells(row: &PolicyResult, metric: Metric) -> Vec<String> {
-    let absolute = match metric {
+/// The columns that tell how long a sync waited.
+const SYNC_WAIT: std::ops::Range<usize> = 16..18;
+
+fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
+    let absolute = match job.metric {
         Metric::Bandwidth => number(row.bandwidth_bytes_per_s.median / (1 << 20) as f64),
         Metric::Iops => number(row.iops.median / 1e3),
     };
@@ -128,11 +163,11 @@ fn cells(row: &PolicyResult, metric: Metric) -> Vec<String> {
             None => [dash(), String::new()],
         }
     };
-    let [ratio, ratio_half] = percent(row.ratio(metric));
+    let [ratio, ratio_half] = percent(row.ratio(job.metric));
     let latency = row.ratio_to_off.map(|ratios| ratios.latency);
     let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
     vec![
-        plain(&row.policy),
+        plain(&job.label(row)),
         absolute,
         ratio,
         ratio_half,
@@ -141,6 +176,7 @@ fn cells(row: &PolicyResult, metric: Metric) -> Vec<String> {
         number(us(row.latency_ns.p50)),
         number(us(row.latency_ns.p99)),
         row.iommu_cpu_fraction.map_or(dash(), |part| one_digit(part * 100.0)),
+        optional(row.allocator_cpu_fraction.map(|part| part * 100.0)),
         optional(row.iommu_ns_per_io),
         optional(row.map_ns_per_gib.map(|ns| ns / 1e6)),
         optional(row.unmap_ns_per_gib.map(|ns| ns / 1e6)),
@@ -250,6 +286,7 @@ mod tests {
             }
             row.latency_ns.p99 = 900_000_000_000;
             row.iommu_cpu_fraction = Some(0.999);
+            row.allocator_cpu_fraction = Some(0.999);
         }
         for line in render(&comparison).lines() {
             assert!(line.chars().count() <= WIDTH, "{}: {line}", line.chars().count());
@@ -266,6 +303,41 @@ mod tests {
         }
         assert!(text.contains("bandwidth") && text.contains("kIOPS"));
         assert!(text.contains("100.0%"), "off against itself");
+    }
+
+    #[test]
+    fn rows_that_differ_in_their_allocator_are_told_apart() {
+        let mut comparison = sample::comparison();
+        assert!(!render(&comparison).contains("strict+map/"));
+        let rows = &mut comparison.jobs[0].results;
+        let mut other = rows[3].clone();
+        other.allocator = Some("magazines".to_owned());
+        other.errors = 1;
+        rows.insert(3, other);
+        let text = render(&comparison);
+        for label in ["strict+map/magazines", "strict+map/ringfence", "lazy-mq+map/ringfence"] {
+            assert!(text.contains(label), "{label}\n{text}");
+        }
+        assert!(text.contains("strict+map/magazines: 1 I/Os failed"), "{text}");
+        for line in text.lines() {
+            assert!(line.chars().count() <= WIDTH, "{}: {line}", line.chars().count());
+        }
+        // The sync waits make room; the columns are those of the row.
+        let (first, second) = text.split_once("randrw_page").unwrap();
+        assert!(!first.contains("wait") && second.contains("wait"), "{text}");
+        comparison.jobs.truncate(1);
+        assert!(!render(&comparison).contains("sync wait"), "{text}");
+    }
+
+    #[test]
+    fn where_addresses_come_from_is_told() {
+        let mut comparison = sample::comparison();
+        comparison.placement = "lowest".to_owned();
+        comparison.live_ranges = 1000;
+        let line = headline(&comparison);
+        assert!(line.contains("IOVAs of 48 bits from ringfence (placed lowest), 1000 ranges"));
+        comparison.jobs.iter_mut().for_each(|job| job.results.truncate(2));
+        assert!(!headline(&comparison).contains("IOVAs"));
     }
 
     #[test]

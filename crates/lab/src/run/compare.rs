@@ -21,9 +21,12 @@ use super::{
     link::{Link, Plan, local_buffers},
     path::{FilePath, MemoryPath, Path},
     probe::Found,
+    row::Line,
+    space::Space,
     target::{DiskChoice, Target},
 };
 use crate::{
+    allocators::AllocatorKind,
     block::Format,
     job::{Job, JobFile, Scale},
     progress::{Kind, Progress},
@@ -35,6 +38,10 @@ use crate::{
 pub struct Options {
     /// The rows, in order.
     pub rows: Vec<Row>,
+    /// The allocators of I/O virtual addresses: every row that maps is run with each.
+    pub allocators: Vec<AllocatorKind>,
+    /// What they hand out.
+    pub space: Space,
     /// The disk.
     pub disk: DiskChoice,
     /// Whether what is on it may go.
@@ -83,6 +90,8 @@ const MOST_PIECES: usize = 1000;
 /// # Errors
 /// Nothing could be measured at all: the jobs do not fit, the disk cannot be had.
 pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
+    options.space.check(&options.allocators)?;
+    let lines = Line::all(&options.rows, &options.allocators);
     let mut jobs = file.jobs;
     let mut warnings: Vec<String> = file.warnings.iter().map(ToString::to_string).collect();
     if let Some(runtime) = options.runtime {
@@ -117,13 +126,17 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
         options.repeat,
         longest.as_secs_f64(),
     );
+    comparison.allocators = options.allocators.iter().map(ToString::to_string).collect();
+    comparison.placement = options.space.placement.to_string();
+    comparison.aperture_bits = options.space.aperture_bits;
+    comparison.live_ranges = options.space.live;
     comparison.warnings = warnings;
-    let per_set = (stages.len() * options.rows.len()) as u32;
+    let per_set = (stages.len() * lines.len()) as u32;
     let expected: Duration = stages
         .iter()
         .flat_map(|stage| (0..=options.repeat).map(|round| expected(&jobs[stage.clone()], round)))
         .sum::<Duration>()
-        * options.rows.len() as u32;
+        * lines.len() as u32;
     let progress =
         Progress::new(options.progress, u64::from(per_set * (options.repeat + 1)), expected);
     comparison.warnings.iter().for_each(|line| progress.note(line));
@@ -137,7 +150,8 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
         if ended.failure.is_some() || stop.load(Ordering::Relaxed) {
             break;
         }
-        let stage = Stage { jobs: &jobs[range], options, target: &target, content, stop };
+        let jobs = &jobs[range];
+        let stage = Stage { jobs, lines: &lines, options, target: &target, content, stop };
         let rows = stage.run_all(&progress, &mut ended);
         for (index, job) in stage.jobs.iter().enumerate() {
             let rounds: Vec<PolicyRounds> = rows.iter().map(|row| row[index].clone()).collect();
@@ -168,6 +182,7 @@ fn generation() -> u32 {
 /// Jobs that run at the same time.
 struct Stage<'a> {
     jobs: &'a [Job],
+    lines: &'a [Line],
     options: &'a Options,
     target: &'a Target,
     content: Content,
@@ -180,22 +195,29 @@ impl Stage<'_> {
         let names: Vec<&str> = self.jobs.iter().map(|job| job.name.as_str()).collect();
         let names = names.join(" + ");
         let mut rows: Vec<Vec<PolicyRounds>> = self
-            .options
-            .rows
+            .lines
             .iter()
-            .map(|row| {
-                let fresh = PolicyRounds { policy: row.to_string(), ..PolicyRounds::default() };
+            .map(|line| {
+                let fresh = PolicyRounds {
+                    policy: line.row.to_string(),
+                    allocator: line.allocator.map(|kind| kind.to_string()),
+                    ..PolicyRounds::default()
+                };
                 vec![fresh; self.jobs.len()]
             })
             .collect();
         for round in 0..=self.options.repeat {
-            for (row, results) in self.options.rows.iter().zip(&mut rows) {
+            for (line, results) in self.lines.iter().zip(&mut rows) {
+                let label = match self.options.allocators.len() {
+                    1 => line.row.to_string(),
+                    _ => line.to_string(),
+                };
                 let what = match round {
-                    0 => format!("{names}: {row}, warm-up"),
-                    _ => format!("{names}: {row}, round {round} of {}", self.options.repeat),
+                    0 => format!("{names}: {label}, warm-up"),
+                    _ => format!("{names}: {label}, round {round} of {}", self.options.repeat),
                 };
                 progress.begin(&what);
-                let measured = match self.run_row(*row, round) {
+                let measured = match self.run_row(*line, round) {
                     Ok(measured) => measured,
                     // What goes wrong while everything is being stopped is no finding.
                     Err(_) if self.stop.load(Ordering::Relaxed) => return rows,
@@ -302,7 +324,7 @@ impl Stage<'_> {
         all.and_then(|all| all.into_iter().max())
     }
 
-    fn run_row(&self, row: Row, round: u32) -> Result<Measured> {
+    fn run_row(&self, Line { row, allocator }: Line, round: u32) -> Result<Measured> {
         let threads = self.threads();
         let dealt = self.deal(threads);
         let lens: Vec<Vec<usize>> = dealt.iter().map(|clones| self.lens(clones)).collect();
@@ -315,6 +337,9 @@ impl Stage<'_> {
             Row::Policy(policy) => {
                 let plan = Plan {
                     policy,
+                    // Under `off` it is never asked.
+                    allocator: allocator.unwrap_or_default(),
+                    space: self.options.space,
                     notify: self.options.notify,
                     kind: self.target.kind,
                     disk: Arc::clone(&self.target.file),

@@ -98,11 +98,14 @@ pub(super) fn iommu_sample(
     let time = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
         let ((sampled0, calls0), (sampled1, calls1)) = (of(dma0), of(dma1));
         let count = sampled1.count - sampled0.count;
-        let ns = sampled1.ns - sampled0.ns;
+        // The allocator's times are differences, which a clock's jitter may make smaller.
+        let ns = sampled1.ns.saturating_sub(sampled0.ns);
         if count == 0 { 0.0 } else { ns as f64 / count as f64 * (calls1 - calls0) as f64 }
     };
     let map_ns = time(|stats| (stats.map_time, stats.maps));
     let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
+    let alloc_ns = time(|stats| (stats.alloc_time, stats.maps));
+    let free_ns = time(|stats| (stats.free_time, stats.frees));
     let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
     let iommu = iommu1.since(iommu0);
     let mut sync_wait = Latencies::new();
@@ -113,6 +116,7 @@ pub(super) fn iommu_sample(
         cpu_ns: part(map_ns + unmap_ns + expiry_ns),
         map_ns: part(map_ns),
         unmap_ns: part(unmap_ns + expiry_ns),
+        allocator_ns: part(alloc_ns + free_ns),
         mapped_bytes: part((dma1.bytes - dma0.bytes) as f64),
         requests: part(iommu.requests() as f64),
         syncs: part(iommu.syncs as f64),

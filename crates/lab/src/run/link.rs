@@ -22,9 +22,7 @@ use ringfence_devices::{
     worker::Notify,
 };
 use ringfence_dma::{Coherent, Config, Device, Policy};
-use ringfence_iova::{Aperture, Magazines, Preferred32, RbTree};
 use ringfence_mem::GuestRam;
-use ringfence_sync::cpu::OsCpu;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::{
     driver::{self, Buffers, Driver, Transport, ViommuDomain},
@@ -39,7 +37,9 @@ use super::{
     device::{DiskKind, ENDPOINT, Report, Setup},
     path::VirtioPath,
     probe::Probe,
+    space::{AnyAllocator, Space},
 };
+use crate::allocators::AllocatorKind;
 
 /// How long the device process may take for any answer on its sockets.
 const ANSWER: Duration = Duration::from_secs(20);
@@ -53,15 +53,16 @@ const PAGE: usize = 4096;
 /// The most runs of pages that buffers are scattered in.
 const MOST_RUNS: usize = 30_000;
 
-/// The allocator of I/O virtual addresses that Linux gives a PCI device.
-pub(crate) type Allocator = Preferred32<Magazines<RbTree, OsCpu>>;
 /// The DMA API as the jobs use it.
-pub(crate) type Dma = Device<Arc<ViommuDomain>, Allocator>;
+pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
 
 /// What a link is for.
 #[derive(Clone)]
 pub(crate) struct Plan {
     pub(crate) policy: Policy,
+    /// Who hands out I/O virtual addresses, and from where.
+    pub(crate) allocator: AllocatorKind,
+    pub(crate) space: Space,
     pub(crate) notify: Notify,
     pub(crate) kind: DiskKind,
     pub(crate) disk: Arc<OwnedFd>,
@@ -243,9 +244,7 @@ impl Link {
 }
 
 fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>) -> Result<Dma> {
-    // 48 bits: what x86 hosts translate. The tree costs memory for what is live only.
-    let aperture = Aperture::new(0, (1 << 48) - 1, PAGE as u64).context("the aperture")?;
-    let allocator = Preferred32::new(Magazines::new(RbTree::new(aperture), OsCpu::new()));
+    let allocator = plan.space.make(plan.allocator)?;
     let config = Config {
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
@@ -253,7 +252,10 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>) -> Result<Dma> {
         flush_queue_ms: plan.flush_queue_ms,
         ..Config::default()
     };
-    Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")
+    let dma =
+        Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")?;
+    plan.space.age(dma.allocator())?;
+    Ok(dma)
 }
 
 /// Pages of guest memory in an order in which an application that has run for a while has them:

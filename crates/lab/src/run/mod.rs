@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`mod@compare`] | rounds: every row once, then every row again |
 //! | `row` | the rows, by name |
+//! | [`space`] | the I/O virtual addresses of a link: which allocator, how many bits |
 //! | `figures` | what a round's figures are made of |
 //! | `engine` | one job thread |
 //! | `path` | the ways from a job to the disk: virtqueues, or none |
@@ -21,6 +22,7 @@ mod link;
 mod path;
 mod probe;
 mod row;
+pub mod space;
 mod target;
 
 pub use compare::{Ended, Options, compare};

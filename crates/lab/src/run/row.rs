@@ -4,6 +4,8 @@ use std::{fmt, str::FromStr};
 
 use ringfence_dma::Policy;
 
+use crate::allocators::AllocatorKind;
+
 /// A row of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Row {
@@ -67,9 +69,50 @@ impl FromStr for Row {
     }
 }
 
+/// A row, and who hands out the addresses in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Line {
+    pub(crate) row: Row,
+    /// `None` where nothing is mapped.
+    pub(crate) allocator: Option<AllocatorKind>,
+}
+
+impl Line {
+    /// The lines of a table: a row that maps is there once for each allocator.
+    pub(crate) fn all(rows: &[Row], allocators: &[AllocatorKind]) -> Vec<Line> {
+        let lines = |&row: &Row| match row {
+            Row::Host | Row::IoUring | Row::Policy(Policy::Off) => {
+                vec![Line { row, allocator: None }]
+            }
+            Row::Policy(_) => {
+                allocators.iter().map(|&kind| Line { row, allocator: Some(kind) }).collect()
+            }
+        };
+        rows.iter().flat_map(lines).collect()
+    }
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.allocator {
+            Some(kind) => write!(f, "{}/{kind}", self.row),
+            None => self.row.fmt(f),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_maps_is_there_once_for_each_allocator() {
+        let rows = Row::parse_list("host,off,strict,lazy-mq").unwrap();
+        let lines = Line::all(&rows, &[AllocatorKind::RbTree, AllocatorKind::Ringfence]);
+        let names: Vec<String> = lines.iter().map(Line::to_string).collect();
+        let wanted = ["strict/rbtree", "strict/ringfence", "lazy-mq/rbtree", "lazy-mq/ringfence"];
+        assert_eq!(names, [&["host", "off"][..], &wanted].concat());
+    }
 
     #[test]
     fn rows_are_named_as_the_table_names_them() {
