@@ -1,1 +1,24 @@
 //! Benchmarks of components, with their peers in the same run.
+//!
+//! What every benchmark shares, and then a room for each:
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`row`] | the data model (`ringfence.bench/1`) and its text |
+//! | [`rounds`] | values of interleaved rounds, and what they tell together |
+//! | [`clock`] | a clock cheap enough for single operations |
+//! | [`threads`] | threads that start together, each on a CPU of its own |
+//! | `table` | blocks of a table for a terminal |
+//! | [`iova`] | allocators of I/O virtual addresses |
+//!
+//! A benchmark measures its implementations in turns (A B C A B C ...), so that what slows a machine
+//! for a while slows all of them, and takes ratios within a round.
+
+pub mod clock;
+pub mod iova;
+pub mod rounds;
+pub mod row;
+mod table;
+pub mod threads;
+
+pub use row::{Benchmark, Interval, Row};

@@ -1,0 +1,111 @@
+//! A clock cheap enough for single operations.
+
+use std::time::{Duration, Instant};
+
+/// Counts ticks: of the processor's time stamp counter where that runs evenly, else nanoseconds of
+/// the operating system's clock.
+///
+/// An operation of 10 ns cannot be timed by a clock of 25 ns without it being most of what is seen.
+/// What is left of that error is said with the figures: [`cost_ns`](Self::cost_ns).
+#[derive(Clone, Copy, Debug)]
+pub struct Clock {
+    counter: bool,
+    ns_per_tick: f64,
+    cost_ns: f64,
+    base: Instant,
+}
+
+/// How long the two clocks are compared.
+const CALIBRATION: Duration = Duration::from_millis(20);
+
+impl Clock {
+    /// Finds out which clock there is, how fast it ticks and what reading it costs.
+    pub fn calibrate() -> Clock {
+        let base = Instant::now();
+        let mut clock = Clock { counter: runs_evenly(), ns_per_tick: 1.0, cost_ns: 0.0, base };
+        if clock.counter {
+            let (begun, first) = (Instant::now(), clock.now());
+            while begun.elapsed() < CALIBRATION {
+                std::hint::spin_loop();
+            }
+            let (took, ticks) = (begun.elapsed(), clock.now().wrapping_sub(first));
+            clock.ns_per_tick = took.as_nanos() as f64 / ticks.max(1) as f64;
+        }
+        // The median of many: some are interrupted.
+        let mut costs: Vec<f64> = (0..101)
+            .map(|_| {
+                let first = clock.now();
+                for _ in 0..100 {
+                    std::hint::black_box(clock.now());
+                }
+                clock.ns(clock.now().wrapping_sub(first)) / 101.0
+            })
+            .collect();
+        costs.sort_by(f64::total_cmp);
+        clock.cost_ns = costs[costs.len() / 2];
+        clock
+    }
+
+    /// Ticks since some moment.
+    #[inline]
+    pub fn now(&self) -> u64 {
+        if self.counter { counter() } else { self.base.elapsed().as_nanos() as u64 }
+    }
+
+    /// The nanoseconds of so many ticks.
+    #[inline]
+    pub fn ns(&self, ticks: u64) -> f64 {
+        ticks as f64 * self.ns_per_tick
+    }
+
+    /// What reading it costs, ns: about that much is in every time of a single operation.
+    pub fn cost_ns(&self) -> f64 {
+        self.cost_ns
+    }
+
+    /// Which clock it is.
+    pub fn name(&self) -> &'static str {
+        if self.counter { "rdtsc" } else { "clock_gettime" }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline]
+fn counter() -> u64 {
+    // SAFETY: every x86-64 processor has the instruction, and Linux lets user space use it.
+    unsafe { core::arch::x86_64::_rdtsc() }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn counter() -> u64 {
+    0
+}
+
+/// Whether the counter runs at one speed whatever the processor does.
+#[cfg(target_arch = "x86_64")]
+fn runs_evenly() -> bool {
+    let about = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = about.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    ["constant_tsc", "nonstop_tsc"].iter().all(|flag| flags.split(' ').any(|word| word == *flag))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn runs_evenly() -> bool {
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clock_agrees_with_that_of_the_system() {
+        let clock = Clock::calibrate();
+        assert!(clock.cost_ns() > 0.0 && clock.cost_ns() < 10_000.0, "{clock:?}");
+        let (begun, first) = (Instant::now(), clock.now());
+        std::thread::sleep(Duration::from_millis(20));
+        let inner = clock.ns(clock.now().wrapping_sub(first));
+        let outer = begun.elapsed().as_nanos() as f64;
+        assert!(inner > 15e6 && inner < outer * 1.1, "{inner} of {outer}, {clock:?}");
+    }
+}

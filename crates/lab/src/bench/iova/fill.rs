@@ -1,0 +1,268 @@
+//! Live sets: what is allocated before anything is measured.
+
+use std::time::{Duration, Instant};
+
+use super::{
+    pattern::{BESIDE, Live, Size},
+    peers::{Contender, Subject, align, with_subject},
+};
+
+/// Every implementation meets the same sequence of sizes, places and choices.
+const SEED: u64 = 0x001f_0c3a_10a7_10e5;
+
+/// Numbers that look random and are the same in every run.
+#[derive(Clone, Debug)]
+pub(super) struct Rng(u64);
+
+impl Rng {
+    /// A sequence of its own for every `part`.
+    pub(super) fn new(part: u64) -> Rng {
+        // Not 0, which xorshift never leaves.
+        Rng(crate::block::mix(SEED ^ part) | 1)
+    }
+
+    #[inline]
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Below `n`, all but equally likely.
+    #[inline]
+    pub(super) fn below(&mut self, n: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
+    }
+}
+
+/// Sizes drawn before anything is timed, used again and again.
+pub(super) fn draw(size: Size) -> Vec<u64> {
+    let mut rng = Rng::new(size.max << 16 | size.min);
+    (0..1024).map(|_| size.min + rng.below(size.max - size.min + 1)).collect()
+}
+
+/// A range that is allocated; of 0 granules: none is, as the last request failed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Slot {
+    pub(super) first: u64,
+    pub(super) granules: u64,
+}
+
+/// What is allocated.
+#[derive(Debug, Default)]
+pub(super) struct LiveSet {
+    /// What `random` takes from.
+    pub(super) churned: Vec<Slot>,
+    /// What stays.
+    pub(super) fixed: Vec<Slot>,
+    /// Whether it was filled place by place, instead of by plain requests.
+    pub(super) placed: bool,
+}
+
+impl LiveSet {
+    /// An empty one with room for `live`, so that filling it takes memory for the allocator only.
+    pub(super) fn with_room(live: Live, last: u64) -> LiveSet {
+        let room = match live {
+            Live::Count(count) => count,
+            Live::Full { block, .. } => blocks(last, block),
+        };
+        LiveSet { churned: Vec::with_capacity(room as usize), ..LiveSet::default() }
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = &Slot> {
+        self.churned.iter().chain(&self.fixed).filter(|slot| slot.granules > 0)
+    }
+
+    /// How many ranges are allocated.
+    pub(super) fn len(&self) -> u64 {
+        self.all().count() as u64
+    }
+
+    /// Allocates it all. The granules end with `last`.
+    ///
+    /// # Errors
+    /// It does not fit, or takes longer than `limit`: in words, for a row's note.
+    pub(super) fn fill(
+        &mut self,
+        contender: &Contender,
+        (live, size): (Live, Size),
+        last: u64,
+        limit: Duration,
+    ) -> Result<(), String> {
+        let deadline = Instant::now() + limit;
+        let sizes = match live {
+            Live::Count(_) => draw(size),
+            Live::Full { block, .. } => vec![block],
+        };
+        let count = match live {
+            Live::Count(count) => count,
+            Live::Full { block, .. } => blocks(last, block),
+        };
+        let late = |done: u64, of: u64, what: &str| {
+            let (seconds, late) = (limit.as_secs_f64(), Instant::now() > deadline);
+            let text = || format!("{what} {done} of {of} ranges took more than {seconds:.1} s");
+            if late { Err(text()) } else { Ok(()) }
+        };
+        let mut next = 1;
+        for index in 0..count {
+            let granules = sizes[index as usize % sizes.len()];
+            let place = u64::next_multiple_of(next, align(granules));
+            let first = match contender.place(place, granules) {
+                Some(taken) => {
+                    self.placed = true;
+                    next = place + granules;
+                    taken.then_some(place)
+                }
+                None => with_subject!(contender, subject => subject.take(granules)),
+            };
+            let Some(first) = first else {
+                return Err(format!("{index} of {count} ranges fitted"));
+            };
+            self.churned.push(Slot { first, granules });
+            // Each can take a millisecond.
+            if index % 64 == 0 {
+                late(index, count, "filling")?;
+            }
+        }
+        if let Live::Full { percent, block } = live {
+            // By address first: so the same places become holes whoever filled them in which order.
+            self.churned.sort_unstable();
+            shuffle(&mut self.churned);
+            let keep = (last + 1) * percent / 100 / block;
+            let mut freed = 0;
+            while self.churned.len() as u64 > keep {
+                let Some(slot) = self.churned.pop() else { break };
+                with_subject!(contender, subject => subject.give(slot.first, slot.granules));
+                freed += 1;
+                if freed % 64 == 0 {
+                    late(freed, count - keep, "freeing")?;
+                }
+            }
+            if !live.is_of(size) {
+                self.fixed = std::mem::take(&mut self.churned);
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates what `random` churns beside a set of other sizes. What does not fit stays empty.
+    pub(super) fn fill_beside(&mut self, contender: &Contender, size: Size) {
+        if !self.churned.is_empty() {
+            return;
+        }
+        let sizes = draw(size);
+        for index in 0..BESIDE {
+            let granules = sizes[index as usize % sizes.len()];
+            let first = with_subject!(contender, subject => subject.take(granules));
+            let slot = first.map_or(Slot::default(), |first| Slot { first, granules });
+            self.churned.push(slot);
+        }
+    }
+}
+
+/// How many aligned blocks there are up to granule `last`, that of granule 0 left out.
+fn blocks(last: u64, block: u64) -> u64 {
+    (last + 1) / block - 1
+}
+
+/// Fisher and Yates.
+fn shuffle(slots: &mut [Slot]) {
+    let mut rng = Rng::new(slots.len() as u64);
+    for index in (1..slots.len()).rev() {
+        slots.swap(index, rng.below(index as u64 + 1) as usize);
+    }
+}
+
+/// Bytes that the heap holds for the program now; `None` where the C library does not tell.
+pub(super) fn heap() -> Option<u64> {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        // SAFETY: it takes nothing and returns a plain structure.
+        let info = unsafe { libc::mallinfo2() };
+        // What is in use of the heaps, and what was mapped for large blocks.
+        Some((info.uordblks + info.hblkhd) as u64)
+    }
+    #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use ringfence_iova::Aperture;
+
+    use super::*;
+    use crate::bench::iova::{GRANULE, peers::Implementation};
+
+    const LAST: u64 = (1 << 20) - 1;
+
+    fn filled(one: Implementation, live: Live, size: Size) -> LiveSet {
+        let aperture = Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap();
+        let contender = one.make(aperture);
+        let mut set = LiveSet::with_room(live, LAST);
+        set.fill(&contender, (live, size), LAST, Duration::from_secs(100)).unwrap();
+        set
+    }
+
+    #[test]
+    fn a_full_set_has_the_same_holes_for_everyone() {
+        let live = Live::Full { percent: 48, block: 16 };
+        let sets = ["rbtree", "bitmap", "btreemap", "vm-allocator", "ringfence"].map(|name| {
+            let set = filled(name.parse().unwrap(), live, Size::SIXTEEN);
+            let mut firsts: Vec<u64> = set.all().map(|slot| slot.first).collect();
+            firsts.sort_unstable();
+            firsts
+        });
+        for set in &sets {
+            assert_eq!(set.len(), (1 << 20) * 48 / 100 / 16);
+            assert!(set.iter().all(|first| first % 16 == 0));
+            assert!(*set == sets[0]);
+        }
+    }
+
+    #[test]
+    fn a_full_set_of_other_sizes_stays_and_ranges_beside_it_are_churned() {
+        let live = Live::Full { percent: 90, block: 16 };
+        let size = Size { min: 1, max: 32 };
+        let aperture = Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap();
+        let contender = Implementation::BTreeMap.make(aperture);
+        let mut set = LiveSet::with_room(live, LAST);
+        set.fill(&contender, (live, size), LAST, Duration::from_secs(100)).unwrap();
+        assert!(set.churned.is_empty());
+        set.fill_beside(&contender, size);
+        assert_eq!(set.churned.len() as u64, BESIDE);
+        assert_eq!(set.fixed.len(), (1 << 20) * 90 / 100 / 16);
+    }
+
+    #[test]
+    fn a_set_that_does_not_fit_or_takes_too_long_says_so() {
+        let aperture = Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap();
+        let size = Size { min: 33, max: 512 };
+        let live = Live::Count(100_000);
+        let mut set = LiveSet::with_room(live, LAST);
+        let contender = Implementation::BTreeMap.make(aperture);
+        let error = set.fill(&contender, (live, size), LAST, Duration::from_secs(100));
+        assert!(error.unwrap_err().ends_with("of 100000 ranges fitted"));
+        let contender = Implementation::BTreeMap.make(aperture);
+        let mut set = LiveSet::with_room(live, LAST);
+        let error = set.fill(&contender, (live, size), LAST, Duration::ZERO);
+        assert!(error.unwrap_err().contains("took more than"));
+    }
+
+    #[test]
+    fn sizes_are_drawn_from_the_whole_mix() {
+        let sizes = draw(Size { min: 33, max: 512 });
+        assert!(sizes.iter().all(|size| (33..=512).contains(size)));
+        assert!(sizes.iter().any(|size| *size < 64) && sizes.iter().any(|size| *size > 480));
+        assert_eq!(sizes, draw(Size { min: 33, max: 512 }), "the same for everyone");
+    }
+
+    #[test]
+    fn the_heap_grows_by_what_is_allocated() {
+        let Some(before) = heap() else { return };
+        // Never touched, so it takes no memory; larger than what other tests may free meanwhile.
+        let block = std::hint::black_box(vec![0u8; 1 << 30]);
+        assert!(heap().unwrap() >= before + (1 << 29));
+        drop(block);
+    }
+}

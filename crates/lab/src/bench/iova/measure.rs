@@ -1,0 +1,483 @@
+//! One implementation over one live set: checked, timed, sampled, by one thread or several.
+
+use std::time::{Duration, Instant};
+
+use ringfence_iova::Aperture;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{
+    GRANULE,
+    fill::{LiveSet, Slot, draw, heap},
+    oracle::{Oracle, Seen, Violation, Watched},
+    pattern::{Live, Pattern, Size},
+    peers::{Contender, Control, Implementation, Subject, with_subject},
+    work::{Operate, Plain, Timed, Worker},
+};
+use crate::{
+    bench::{clock::Clock, rounds::Rounds, threads::together},
+    stats::Latencies,
+};
+
+/// Operations that a check looks at, if they fit the time of a measurement.
+const CHECKED: u64 = 2000;
+
+/// How everything is measured.
+pub(super) struct Method {
+    pub(super) clock: Clock,
+    /// The CPUs that threads are bound to.
+    pub(super) cpus: Vec<usize>,
+    /// How long one measurement runs.
+    pub(super) budget: Duration,
+    /// How long filling a set may take.
+    pub(super) fill_limit: Duration,
+}
+
+/// An implementation with its live set.
+pub(super) struct Entrant {
+    pub(super) implementation: Implementation,
+    contender: Contender,
+    set: LiveSet,
+    size: Size,
+    sizes: Vec<u64>,
+    last: u64,
+    /// What an empty one takes, bytes.
+    pub(super) empty_bytes: Option<i64>,
+    /// What it takes with the set, for each range of it, bytes.
+    pub(super) bytes_per_live: Option<f64>,
+    /// Why it is not measured (any more).
+    pub(super) out: Option<String>,
+    /// What it did that none may do.
+    pub(super) violations: Vec<String>,
+}
+
+impl Entrant {
+    /// Makes one over `aperture` and fills it.
+    pub(super) fn new(
+        implementation: Implementation,
+        aperture: Aperture,
+        of: (Live, Size),
+        method: &Method,
+    ) -> Entrant {
+        Entrant::with(implementation, || implementation.make(aperture), aperture, of, method)
+    }
+
+    /// The same, of what `make` makes.
+    pub(super) fn with(
+        implementation: Implementation,
+        make: impl FnOnce() -> Contender,
+        aperture: Aperture,
+        (live, size): (Live, Size),
+        method: &Method,
+    ) -> Entrant {
+        let last = aperture.last() / GRANULE;
+        let mut set = LiveSet::with_room(live, last);
+        let sizes = draw(size);
+        let before = heap();
+        let contender = make();
+        let grown = || Some(heap()? as i64 - before? as i64);
+        let empty_bytes = grown();
+        let filled = set.fill(&contender, (live, size), last, method.fill_limit);
+        let per_live = |bytes: i64| (set.len() > 0).then(|| bytes as f64 / set.len() as f64);
+        let measured = contender.allocates() && filled.is_ok();
+        Entrant {
+            implementation,
+            empty_bytes: empty_bytes.filter(|_| measured),
+            bytes_per_live: grown().filter(|_| measured).and_then(per_live),
+            out: filled.err(),
+            contender,
+            set,
+            size,
+            sizes,
+            last,
+            violations: Vec::new(),
+        }
+    }
+
+    /// What a reader should know of how the set was made.
+    pub(super) fn note(&self) -> Option<&'static str> {
+        self.set.placed.then_some("filled range by range at given places, as its search is linear")
+    }
+
+    /// How many ranges `random` takes from.
+    pub(super) fn churned(&self) -> usize {
+        self.set.churned.len()
+    }
+
+    /// What a pattern needs before it is measured.
+    pub(super) fn prepare(&mut self, pattern: Pattern) {
+        if pattern == Pattern::Random && self.out.is_none() {
+            self.set.fill_beside(&self.contender, self.size);
+        }
+    }
+
+    /// Runs the pattern, untimed, under the eyes of an oracle that first takes in all that is live.
+    /// What it finds makes the implementation go [`out`](Self::out).
+    pub(super) fn check(&mut self, pattern: Pattern, part: u64, method: &Method) -> Checked {
+        let mut checked = Checked::default();
+        if self.out.is_some() || !self.contender.allocates() {
+            return checked;
+        }
+        let mut oracle = Oracle::new(self.last);
+        let taken = self.set.all().try_for_each(|slot| oracle.take(slot.first, slot.granules));
+        if let Err(violation) = taken {
+            self.disqualify(pattern, violation);
+            return checked;
+        }
+        let deadline = Instant::now() + method.budget * 2;
+        let mut worker = Worker::new(&mut self.set.churned, &self.sizes, part);
+        let seen = with_subject!(&self.contender, subject => {
+            let mut watched = Watched::new(subject, &mut oracle);
+            loop {
+                checked.operations += worker.step(pattern, &mut watched);
+                let over = checked.operations >= CHECKED || Instant::now() > deadline;
+                if over || watched.seen.violation.is_some() {
+                    break watched.seen;
+                }
+            }
+        });
+        let Seen { failures, with_hole, violation } = seen;
+        (checked.failures, checked.with_hole) = (failures, with_hole);
+        if let Some(violation) = violation {
+            self.disqualify(pattern, violation);
+        }
+        checked
+    }
+
+    /// Runs the pattern in `threads` threads, each with its part of the live set: first all in a
+    /// row, then each operation timed. `part` decides what is chosen.
+    pub(super) fn measure(
+        &mut self,
+        pattern: Pattern,
+        threads: usize,
+        part: u64,
+        method: &Method,
+        into: &mut Samples,
+    ) {
+        if self.out.is_some() {
+            return;
+        }
+        let (contender, clock) = (&self.contender, method.clock);
+        let parts = workers(&mut self.set.churned, &self.sizes, threads, part);
+        let slices = together(&method.cpus, parts, |index, mut worker| {
+            Control::enter(index);
+            with_subject!(contender, subject => worker.slice(subject, pattern, method.budget))
+        });
+        let a_thread = |ns: fn(&Slice) -> f64| {
+            let per_ns: f64 = slices.iter().map(|slice| slice.operations as f64 / ns(slice)).sum();
+            threads as f64 / per_ns
+        };
+        let wall = a_thread(|slice| slice.wall_ns);
+        into.wall.push(wall);
+        // One thread waits for nobody: what others do with its CPU meanwhile is not its time.
+        into.ns.push(if threads == 1 { a_thread(|slice| slice.cpu_ns) } else { wall });
+        into.operations += slices.iter().map(|slice| slice.operations).sum::<u64>();
+        into.failures += slices.iter().map(|slice| slice.failures).sum::<u64>();
+        let refused = slices.into_iter().find_map(|slice| slice.refused);
+
+        let parts = workers(&mut self.set.churned, &self.sizes, threads, part ^ 1 << 32);
+        let sampled = together(&method.cpus, parts, |index, mut worker| {
+            Control::enter(index);
+            let mut latencies = Latencies::new();
+            with_subject!(contender, subject => {
+                worker.sample(subject, pattern, method.budget / 2, clock, &mut latencies);
+            });
+            latencies
+        });
+        let all = into.latencies.get_or_insert_with(Latencies::new);
+        sampled.iter().for_each(|one| all.merge(one));
+        if let Some(violation) = refused {
+            self.disqualify(pattern, violation);
+        }
+    }
+
+    fn disqualify(&mut self, pattern: Pattern, violation: Violation) {
+        self.violations.push(format!("{}, {pattern}: {violation}", self.implementation));
+        self.out = Some(format!("it {violation}"));
+    }
+}
+
+/// One for each thread, each with its part of the live set.
+fn workers<'a>(
+    mut slots: &'a mut [Slot],
+    sizes: &'a [u64],
+    threads: usize,
+    part: u64,
+) -> Vec<Worker<'a>> {
+    let share = slots.len().div_ceil(threads);
+    let mut workers = Vec::with_capacity(threads);
+    for index in 0..threads as u64 {
+        let (own, rest) = slots.split_at_mut(share.min(slots.len()));
+        slots = rest;
+        workers.push(Worker::new(own, sizes, part ^ index << 40));
+    }
+    workers
+}
+
+/// What a check saw.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Checked {
+    pub(super) operations: u64,
+    pub(super) failures: u64,
+    pub(super) with_hole: u64,
+}
+
+impl Checked {
+    pub(super) fn add(&mut self, more: Checked) {
+        self.operations += more.operations;
+        self.failures += more.failures;
+        self.with_hole += more.with_hole;
+    }
+}
+
+/// What was timed of one implementation with one number of threads.
+#[derive(Default)]
+pub(super) struct Samples {
+    /// Nanoseconds that an operation takes a thread, a round each: of its CPU time if there is one
+    /// thread, else of the wall's, as threads wait for each other.
+    pub(super) ns: Rounds,
+    /// The same of the wall's time, always: numbers of threads are compared by it.
+    pub(super) wall: Rounds,
+    /// Single operations of all rounds.
+    pub(super) latencies: Option<Latencies>,
+    /// Operations in the times of `ns`.
+    pub(super) operations: u64,
+    /// Requests of them that failed.
+    pub(super) failures: u64,
+}
+
+/// What one thread did.
+struct Slice {
+    operations: u64,
+    wall_ns: f64,
+    cpu_ns: f64,
+    failures: u64,
+    refused: Option<Violation>,
+}
+
+/// What this thread has had of its CPU.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+impl Worker<'_> {
+    /// Runs for `budget`, and before that for a part of it untimed: caches are another's until then.
+    fn slice<S: Subject + ?Sized>(&mut self, s: &S, pattern: Pattern, budget: Duration) -> Slice {
+        let mut plain = Plain::new(s);
+        self.run(pattern, budget / 8, &mut plain);
+        plain.failures = 0;
+        let begun = cpu_time();
+        let (operations, took) = self.run(pattern, budget, &mut plain);
+        let cpu_ns = (cpu_time() - begun).as_nanos() as f64;
+        let Plain { failures, refused, .. } = plain;
+        Slice { operations, wall_ns: took.as_nanos() as f64, cpu_ns, failures, refused }
+    }
+
+    fn sample<S: Subject + ?Sized>(
+        &mut self,
+        subject: &S,
+        pattern: Pattern,
+        budget: Duration,
+        clock: Clock,
+        latencies: &mut Latencies,
+    ) {
+        self.run(pattern, budget, &mut Timed::new(subject, clock, latencies));
+    }
+
+    /// At least one step. The time is looked at seldom, so that looking costs nothing, but often
+    /// enough not to run long over: 64 times or so.
+    fn run(
+        &mut self,
+        pattern: Pattern,
+        budget: Duration,
+        with: &mut impl Operate,
+    ) -> (u64, Duration) {
+        // A loop for each pattern: the choice is not part of an operation.
+        match pattern {
+            Pattern::Hot | Pattern::Aligned16 => self.steps(budget, |w| w.step(Pattern::Hot, with)),
+            Pattern::Batch => self.steps(budget, |w| w.step(Pattern::Batch, with)),
+            Pattern::Random => self.steps(budget, |w| w.step(Pattern::Random, with)),
+        }
+    }
+
+    #[inline]
+    fn steps(
+        &mut self,
+        budget: Duration,
+        mut step: impl FnMut(&mut Self) -> u64,
+    ) -> (u64, Duration) {
+        let begun = Instant::now();
+        let (mut operations, mut chunk, mut steps) = (0, 1, 0u64);
+        loop {
+            for _ in 0..chunk {
+                operations += step(self);
+            }
+            steps += chunk;
+            let took = begun.elapsed();
+            if took >= budget {
+                return (operations, took);
+            }
+            let fitting = steps as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
+            chunk = (fitting as u64).clamp(1, chunk * 2);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use ringfence_iova::{
+        AllocError, AllocReason, Allocator, FreeError, RbTree, Request, ReserveError, Stats,
+    };
+
+    use super::*;
+
+    /// A tree that lies now and then.
+    struct Liar {
+        tree: RbTree,
+        calls: AtomicU64,
+        lie: fn(&RbTree, &Request, u64) -> Option<Result<u64, AllocReason>>,
+    }
+
+    impl Allocator for Liar {
+        fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
+            let call = self.calls.fetch_add(1, Ordering::Relaxed);
+            match (self.lie)(&self.tree, request, call) {
+                Some(answer) => answer.map_err(|reason| AllocError { request: *request, reason }),
+                None => self.tree.alloc(request),
+            }
+        }
+        fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+            self.tree.free(iova, size)
+        }
+        fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
+            self.tree.reserve(first, last)
+        }
+        fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+            self.tree.check_free(iova, size)
+        }
+        fn granule(&self) -> u64 {
+            self.tree.granule()
+        }
+        fn stats(&self) -> Stats {
+            self.tree.stats()
+        }
+    }
+
+    fn method() -> Method {
+        Method {
+            clock: Clock::calibrate(),
+            cpus: crate::bench::threads::cpus(),
+            budget: Duration::from_millis(200),
+            fill_limit: Duration::from_secs(100),
+        }
+    }
+
+    fn aperture() -> Aperture {
+        Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap()
+    }
+
+    fn liar(
+        live: Live,
+        lie: fn(&RbTree, &Request, u64) -> Option<Result<u64, AllocReason>>,
+    ) -> Entrant {
+        let make = || {
+            let tree = RbTree::new(aperture());
+            Contender::Allocator(Box::new(Liar { tree, calls: AtomicU64::new(0), lie }))
+        };
+        let size = Size { min: 1, max: 1 };
+        Entrant::with(Implementation::OURS, make, aperture(), (live, size), &method())
+    }
+
+    #[test]
+    fn a_failure_although_there_is_a_hole_is_counted() {
+        let mut entrant = liar(Live::Count(100), |_, _, call| {
+            let lie = AllocReason::Exhausted { first: 0, last: 0 };
+            (call >= 100 && call % 4 == 0).then_some(Err(lie))
+        });
+        let checked = entrant.check(Pattern::Hot, 0, &method());
+        assert_eq!(checked.operations, CHECKED);
+        assert_eq!((checked.failures, checked.with_hole), (CHECKED / 4, CHECKED / 4));
+        assert_eq!(entrant.out, None, "it is no violation, and goes on");
+        let mut samples = Samples::default();
+        entrant.measure(Pattern::Random, 1, 0, &method(), &mut samples);
+        assert!(samples.failures > 0 && samples.failures < samples.operations);
+    }
+
+    #[test]
+    fn a_failure_without_a_hole_is_none_of_the_allocators() {
+        // All of it, but for granules 1 to 15: nothing for 16.
+        let live = Live::Count((1 << 16) - 1);
+        let size = Size::SIXTEEN;
+        let implementation = Implementation::BTreeMap;
+        let mut entrant = Entrant::new(implementation, aperture(), (live, size), &method());
+        let checked = entrant.check(Pattern::Aligned16, 0, &method());
+        assert!(checked.operations > 0);
+        assert_eq!((checked.failures, checked.with_hole), (checked.operations, 0));
+    }
+
+    #[test]
+    fn a_range_that_is_handed_out_twice_is_found_and_ends_the_measurement() {
+        let mut entrant = liar(Live::Count(100), |tree, request, call| {
+            // Past the filling: what it gives is still taken by another.
+            (call == 150).then(|| {
+                let own = tree.alloc(request).unwrap();
+                Ok(own + GRANULE)
+            })
+        });
+        entrant.check(Pattern::Random, 0, &method());
+        assert!(entrant.violations[0].contains("taken already"), "{:?}", entrant.violations);
+        assert!(entrant.out.is_some());
+        let mut samples = Samples::default();
+        entrant.measure(Pattern::Random, 1, 0, &method(), &mut samples);
+        assert!(samples.ns.is_empty(), "it is out");
+    }
+
+    #[test]
+    fn an_overlap_in_the_live_set_is_found_before_anything_is_measured() {
+        let mut entrant = liar(Live::Count(100), |tree, request, call| {
+            (call == 50).then(|| Ok(tree.alloc(request).unwrap() + 7 * GRANULE))
+        });
+        assert_eq!(entrant.check(Pattern::Hot, 0, &method()), Checked::default());
+        assert!(entrant.violations[0].contains("taken already"), "{:?}", entrant.violations);
+    }
+
+    #[test]
+    fn every_implementation_keeps_its_promises_in_every_pattern() {
+        let method = Method { budget: Duration::from_millis(3), ..method() };
+        for implementation in Implementation::ALL {
+            for (live, size) in [
+                (Live::Count(500), Size { min: 1, max: 32 }),
+                (Live::Full { percent: 48, block: 16 }, Size { min: 1, max: 1 }),
+            ] {
+                let mut entrant = Entrant::new(implementation, aperture(), (live, size), &method);
+                for pattern in [Pattern::Hot, Pattern::Batch, Pattern::Random] {
+                    entrant.prepare(pattern);
+                    entrant.check(pattern, 1, &method);
+                    for threads in [1, 2] {
+                        let mut samples = Samples::default();
+                        entrant.measure(pattern, threads, 2, &method, &mut samples);
+                        assert!(samples.operations > 0 && samples.ns.len() == 1);
+                        assert!(samples.latencies.is_some_and(|all| all.count() > 0));
+                    }
+                    entrant.check(pattern, 3, &method);
+                }
+                assert_eq!(entrant.out, None, "{implementation}");
+            }
+        }
+    }
+
+    #[test]
+    fn memory_is_measured_for_what_allocates() {
+        if heap().is_none() {
+            return;
+        }
+        let of = (Live::Count(10_000), Size { min: 1, max: 1 });
+        let control = Entrant::new(Implementation::Control, aperture(), of, &method());
+        assert_eq!((control.empty_bytes, control.bytes_per_live), (None, None));
+        let tree = "rbtree".parse().unwrap();
+        let tree = Entrant::new(tree, aperture(), of, &method());
+        assert!(tree.bytes_per_live.is_some());
+    }
+}

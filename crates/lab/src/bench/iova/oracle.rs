@@ -1,0 +1,254 @@
+//! An account of what is live according to the caller, kept apart from every allocator.
+
+use std::collections::BTreeMap;
+
+use super::{
+    pattern::LARGEST,
+    peers::{Subject, align},
+    work::Operate,
+};
+
+/// One bit a granule, in pages that exist once something in them was taken.
+///
+/// It tells two things that an allocator cannot be asked: whether what it hands out was free, and,
+/// when it hands out nothing, whether there was a place.
+pub(super) struct Oracle {
+    /// By their number. All but the first hold [`LARGEST`] granules.
+    pages: BTreeMap<u64, Box<Page>>,
+    /// The last granule of the aperture; the first is 1.
+    last: u64,
+}
+
+type Page = [u64; WORDS];
+const WORDS: usize = (LARGEST / 64) as usize;
+
+/// What an allocator did that none may do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Violation {
+    #[error("handed out {granules} granules at {first:#x}, of which {taken:#x} was taken already")]
+    Overlap { first: u64, granules: u64, taken: u64 },
+    #[error("handed out {granules} granules at {first:#x}, which is not within 0x1 to {last:#x}")]
+    Outside { first: u64, granules: u64, last: u64 },
+    #[error("handed out {granules} granules at {first:#x}, which is not aligned to their size")]
+    Misaligned { first: u64, granules: u64 },
+    #[error("refused to take back {granules} granules at {first:#x}, which it had handed out")]
+    Refused { first: u64, granules: u64 },
+}
+
+impl Oracle {
+    /// Nothing is taken of granules 1 to `last`.
+    pub(super) fn new(last: u64) -> Oracle {
+        let mut oracle = Oracle { pages: BTreeMap::new(), last };
+        // Granule 0 is no place for anything (rule L2), nor is what the last page holds too much.
+        oracle.set(0, 1);
+        let beyond = last + 1;
+        let rest = beyond.next_multiple_of(LARGEST) - beyond;
+        if rest > 0 {
+            oracle.set(beyond, rest);
+        }
+        oracle
+    }
+
+    /// Notes a range that was handed out.
+    pub(super) fn take(&mut self, first: u64, granules: u64) -> Result<(), Violation> {
+        let end = first.checked_add(granules - 1).filter(|end| first > 0 && *end <= self.last);
+        let Some(end) = end else {
+            return Err(Violation::Outside { first, granules, last: self.last });
+        };
+        if first % align(granules) != 0 {
+            return Err(Violation::Misaligned { first, granules });
+        }
+        match self.first_taken(first, end + 1) {
+            Some(taken) => Err(Violation::Overlap { first, granules, taken }),
+            None => {
+                self.set(first, granules);
+                Ok(())
+            }
+        }
+    }
+
+    /// Notes that a range was given back.
+    pub(super) fn give(&mut self, first: u64, granules: u64) {
+        self.each_word(first, granules, |word, mask| *word &= !mask);
+    }
+
+    /// Whether there is a place for so many granules (up to [`LARGEST`]), aligned to their size.
+    pub(super) fn has_hole(&self, granules: u64) -> bool {
+        // A page that does not exist is free, all of it.
+        let pages = (self.last / LARGEST) + 1;
+        (self.pages.len() as u64) < pages || self.pages.values().any(|page| fits(page, granules))
+    }
+
+    /// The first granule from `at` up to `end` (not included) that is taken.
+    fn first_taken(&self, mut at: u64, end: u64) -> Option<u64> {
+        while at < end {
+            let (bits, mask) = word(at, end);
+            let page = self.pages.get(&(at / LARGEST));
+            let taken = page.map_or(0, |page| page[index(at)] & mask);
+            if taken != 0 {
+                return Some(at - at % 64 + u64::from(taken.trailing_zeros()));
+            }
+            at += bits;
+        }
+        None
+    }
+
+    fn set(&mut self, first: u64, granules: u64) {
+        self.each_word(first, granules, |word, mask| *word |= mask);
+    }
+
+    fn each_word(&mut self, first: u64, granules: u64, f: impl Fn(&mut u64, u64)) {
+        let (mut at, end) = (first, first + granules);
+        while at < end {
+            let page = self.pages.entry(at / LARGEST).or_insert_with(|| Box::new([0; WORDS]));
+            let (bits, mask) = word(at, end);
+            f(&mut page[index(at)], mask);
+            at += bits;
+        }
+    }
+}
+
+/// How many granules from `at` up to `end` lie in the same word as `at`, and their bits there.
+fn word(at: u64, end: u64) -> (u64, u64) {
+    let bits = (64 - at % 64).min(end - at);
+    (bits, (u64::MAX >> (64 - bits)) << (at % 64))
+}
+
+/// The word of a page that holds a granule.
+fn index(granule: u64) -> usize {
+    (granule % LARGEST / 64) as usize
+}
+
+/// Whether a page holds `granules` free ones at a multiple of their size.
+fn fits(page: &Page, granules: u64) -> bool {
+    let free = |first: u64| {
+        let (mut at, end) = (first, first + granules);
+        while at < end {
+            let (bits, mask) = word(at, end);
+            if page[index(at)] & mask != 0 {
+                return false;
+            }
+            at += bits;
+        }
+        true
+    };
+    (0..LARGEST).step_by(align(granules) as usize).any(free)
+}
+
+/// An allocator under the oracle's eyes.
+pub(super) struct Watched<'a, S: ?Sized> {
+    subject: &'a S,
+    oracle: &'a mut Oracle,
+    /// What is known so far.
+    pub(super) seen: Seen,
+}
+
+/// What came out of checked operations.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    /// Requests that failed.
+    pub(super) failures: u64,
+    /// Those of them that a hole could have met.
+    pub(super) with_hole: u64,
+    /// The first thing that was wrong.
+    pub(super) violation: Option<Violation>,
+}
+
+impl<'a, S: Subject + ?Sized> Watched<'a, S> {
+    pub(super) fn new(subject: &'a S, oracle: &'a mut Oracle) -> Self {
+        Watched { subject, oracle, seen: Seen::default() }
+    }
+}
+
+impl<S: Subject + ?Sized> Operate for Watched<'_, S> {
+    fn alloc(&mut self, granules: u64) -> Option<u64> {
+        let found = self.subject.take(granules);
+        match found.map(|first| self.oracle.take(first, granules)) {
+            Some(Ok(())) => {}
+            Some(Err(violation)) => {
+                self.seen.violation.get_or_insert(violation);
+            }
+            None => {
+                self.seen.failures += 1;
+                self.seen.with_hole += u64::from(self.oracle.has_hole(granules));
+            }
+        }
+        found
+    }
+
+    fn free(&mut self, first: u64, granules: u64) {
+        if self.subject.give(first, granules) {
+            self.oracle.give(first, granules);
+        } else {
+            self.seen.violation.get_or_insert(Violation::Refused { first, granules });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_no_allocator_may_do_is_found() {
+        let mut oracle = Oracle::new(255);
+        assert_eq!(oracle.take(16, 16), Ok(()));
+        let overlap = Err(Violation::Overlap { first: 24, granules: 8, taken: 24 });
+        assert_eq!(oracle.take(24, 8), overlap);
+        for (first, granules) in [(0, 1), (256, 1), (u64::MAX, 2), (192, 65)] {
+            let outside = Violation::Outside { first, granules, last: 255 };
+            assert_eq!(oracle.take(first, granules), Err(outside));
+        }
+        let misaligned = Violation::Misaligned { first: 34, granules: 3 };
+        assert_eq!(oracle.take(34, 3), Err(misaligned));
+        oracle.give(16, 16);
+        assert_eq!(oracle.take(24, 8), Ok(()));
+    }
+
+    #[test]
+    fn granule_0_and_what_lies_beyond_are_no_holes() {
+        let mut oracle = Oracle::new(31);
+        assert!(oracle.has_hole(16));
+        assert!(!oracle.has_hole(32));
+        assert_eq!(oracle.take(16, 16), Ok(()));
+        assert!(!oracle.has_hole(9) && oracle.has_hole(8));
+    }
+
+    #[test]
+    fn an_untouched_page_is_a_hole_of_any_size() {
+        let mut oracle = Oracle::new((1 << 45) - 1);
+        oracle.take(1, 1).unwrap();
+        assert!(oracle.has_hole(LARGEST));
+    }
+
+    proptest! {
+        #[test]
+        fn a_hole_is_one_that_a_search_granule_by_granule_finds(
+            ranges in prop::collection::vec((0u64..3 * LARGEST, 0u32..8, 0u64..8), 1..60),
+            granules in 1u64..600,
+        ) {
+            let last = 2 * LARGEST + 1234;
+            let mut oracle = Oracle::new(last);
+            let mut taken = vec![false; last as usize + 1];
+            taken[0] = true;
+            for (first, order, less) in ranges {
+                let granules = (1u64 << order).saturating_sub(less).max(1);
+                let first = first & !(align(granules) - 1);
+                let end = first + granules;
+                let free = first > 0 && end <= last + 1
+                    && !taken[first as usize..end as usize].contains(&true);
+                prop_assert_eq!(oracle.take(first, granules).is_ok(), free);
+                if free {
+                    taken[first as usize..end as usize].fill(true);
+                }
+            }
+            let place = (0..=last).step_by(align(granules) as usize).find(|first| {
+                first + granules <= last + 1
+                    && !taken[*first as usize..(first + granules) as usize].contains(&true)
+            });
+            prop_assert_eq!(oracle.has_hole(granules), place.is_some());
+        }
+    }
+}

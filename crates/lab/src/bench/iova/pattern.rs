@@ -1,0 +1,382 @@
+//! What is varied: patterns, sizes and live sets, and which of their combinations say something.
+
+use std::{fmt, str::FromStr};
+
+use serde_json::Value;
+
+/// The largest range of a benchmark, in granules: the oracle's pages are that large.
+pub const LARGEST: u64 = 4096;
+/// Ranges of a `batch`.
+pub const BATCH: usize = 256;
+/// Ranges that are churned beside a full set of other sizes.
+pub const BESIDE: u64 = 1024;
+/// The most live ranges that can be asked for.
+const MOST_LIVE: u64 = 10_000_000;
+
+/// In which order ranges are allocated and freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pattern {
+    /// The same range is allocated and freed, again and again.
+    Hot,
+    /// The same, of 16 granules aligned to 16.
+    Aligned16,
+    /// 256 ranges are allocated, then freed in that order.
+    Batch,
+    /// A random live range is freed, another is allocated.
+    Random,
+}
+
+impl Pattern {
+    /// All of them, in the order they are run on one set: `random` changes it and comes last.
+    pub const ALL: [Pattern; 4] =
+        [Pattern::Hot, Pattern::Aligned16, Pattern::Batch, Pattern::Random];
+
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Pattern::Hot => "hot",
+            Pattern::Aligned16 => "aligned16",
+            Pattern::Batch => "batch",
+            Pattern::Random => "random",
+        }
+    }
+
+    /// What it does, in a few words.
+    pub const fn about(self) -> &'static str {
+        match self {
+            Pattern::Hot | Pattern::Aligned16 => "one range allocated and freed, again and again",
+            Pattern::Batch => "256 ranges allocated, then freed",
+            Pattern::Random => "a random live range freed, another allocated",
+        }
+    }
+}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Pattern {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Pattern, String> {
+        Pattern::ALL
+            .into_iter()
+            .find(|pattern| pattern.name() == name)
+            .ok_or_else(|| format!("no pattern is called {name:?}: {}", names(&Pattern::ALL)))
+    }
+}
+
+/// How large ranges are: so many granules, or any number of them from the least to the most, all
+/// equally likely.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Size {
+    /// The least.
+    pub min: u64,
+    /// The most; not less, not above [`LARGEST`].
+    pub max: u64,
+}
+
+impl Size {
+    /// What `aligned16` allocates.
+    pub const SIXTEEN: Size = Size { min: 16, max: 16 };
+    /// What is measured unless told otherwise.
+    pub const DEFAULTS: [Size; 4] = [
+        Size { min: 1, max: 1 },
+        Size { min: 1, max: 32 },
+        Size { min: 33, max: 512 },
+        Size::SIXTEEN,
+    ];
+
+    /// As a parameter in JSON: a number, or text for a mix.
+    pub fn value(&self) -> Value {
+        if self.min == self.max { self.min.into() } else { self.to_string().into() }
+    }
+
+    /// In words.
+    pub fn about(&self) -> String {
+        match (self.min, self.max) {
+            (1, 1) => "1 granule".to_owned(),
+            (min, max) if min == max => format!("{min} granules"),
+            (min, max) => format!("{min} to {max} granules"),
+        }
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.min, self.max) {
+            (min, max) if min == max => f.pad(&min.to_string()),
+            (min, max) => f.pad(&format!("{min}-{max}")),
+        }
+    }
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Size, String> {
+        let (min, max) = text.split_once('-').unwrap_or((text, text));
+        match (min.trim().parse(), max.trim().parse()) {
+            (Ok(min), Ok(max)) if 1 <= min && min <= max && max <= LARGEST => Ok(Size { min, max }),
+            _ => Err(format!(
+                "{text:?} is no size: granules from 1 to {LARGEST}, such as 16, or a mix such as \
+                 1-32"
+            )),
+        }
+    }
+}
+
+/// What is allocated while an operation is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Live {
+    /// So many ranges, of the sizes that are measured.
+    Count(u64),
+    /// The aperture was filled with aligned blocks, and random ones were freed.
+    Full {
+        /// How much is left, %.
+        percent: u64,
+        /// Granules of a block.
+        block: u64,
+    },
+}
+
+impl Live {
+    /// What is measured unless told otherwise.
+    pub const DEFAULTS: [Live; 7] = [
+        Live::Count(0),
+        Live::Count(1000),
+        Live::Count(10_000),
+        Live::Count(100_000),
+        Live::Full { percent: 48, block: 16 },
+        Live::Full { percent: 90, block: 16 },
+        Live::Full { percent: 48, block: 1 },
+    ];
+
+    /// As a parameter in JSON: a number, or text for a full set.
+    pub fn value(&self) -> Value {
+        match *self {
+            Live::Count(count) => count.into(),
+            Live::Full { .. } => self.to_string().into(),
+        }
+    }
+
+    /// Whether it is a part of the aperture.
+    pub fn is_full(&self) -> bool {
+        matches!(self, Live::Full { .. })
+    }
+
+    /// Whether the set is made of what is measured, so that `random` takes from it. If not, ranges
+    /// beside it are churned: were a full set's own blocks replaced by other sizes, it would be
+    /// another set after every operation, and a faster allocator would meet a stranger one.
+    pub fn is_of(&self, size: Size) -> bool {
+        match *self {
+            Live::Count(count) => count > 0,
+            Live::Full { block, .. } => size == Size { min: block, max: block },
+        }
+    }
+}
+
+impl fmt::Display for Live {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = match *self {
+            Live::Count(count) if count > 0 && count % 1_000_000 == 0 => {
+                format!("{}m", count / 1_000_000)
+            }
+            Live::Count(count) if count > 0 && count % 1000 == 0 => format!("{}k", count / 1000),
+            Live::Count(count) => count.to_string(),
+            Live::Full { percent, block: 16 } => format!("{percent}%"),
+            Live::Full { percent, block } => format!("{percent}%x{block}"),
+        };
+        f.pad(&text)
+    }
+}
+
+impl FromStr for Live {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Live, String> {
+        parse_live(text).ok_or_else(|| {
+            format!(
+                "{text:?} is no live set: a number of ranges up to 10m (0, 1k, 100k), or a part of \
+                 the aperture from 1% to 99% (48%, in blocks of 16 granules; 48%x1 in blocks of 1)"
+            )
+        })
+    }
+}
+
+fn parse_live(text: &str) -> Option<Live> {
+    if let Some((percent, block)) = text.split_once('%') {
+        let block = match block {
+            "" => 16,
+            block => block.strip_prefix('x')?.parse().ok()?,
+        };
+        let percent = percent.parse().ok()?;
+        let right = (1..=99).contains(&percent) && (1..=LARGEST).contains(&block);
+        return (right && u64::is_power_of_two(block)).then_some(Live::Full { percent, block });
+    }
+    let (digits, factor) = match text.char_indices().last()? {
+        (at, 'k' | 'K') => (&text[..at], 1000),
+        (at, 'm' | 'M') => (&text[..at], 1_000_000),
+        _ => (text, 1),
+    };
+    let count = digits.parse::<u64>().ok()?.checked_mul(factor)?;
+    (count <= MOST_LIVE).then_some(Live::Count(count))
+}
+
+/// One thing to measure, for every implementation and number of threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Cell {
+    /// What is allocated.
+    pub live: Live,
+    /// What is allocated and freed.
+    pub size: Size,
+    /// In which order.
+    pub pattern: Pattern,
+}
+
+impl Cell {
+    /// Whether there is such a thing.
+    fn is_possible(&self) -> bool {
+        match self.pattern {
+            Pattern::Aligned16 => self.size == Size::SIXTEEN,
+            Pattern::Random => self.live != Live::Count(0),
+            Pattern::Hot | Pattern::Batch => true,
+        }
+    }
+
+    /// Whether it says something that others do not.
+    fn is_telling(&self) -> bool {
+        let large = self.size.max > 32;
+        match (self.pattern, self.live) {
+            // `aligned16` is that.
+            (Pattern::Hot, _) if self.size == Size::SIXTEEN => false,
+            // A live set is seen in the other patterns; this is about caches that run over.
+            (Pattern::Batch, live) => matches!(live, Live::Count(0 | 10_000)),
+            // Made for what no hole of random single granules holds often.
+            (pattern, Live::Full { block: 1, .. }) => {
+                pattern == Pattern::Aligned16 || pattern == Pattern::Random && self.size.max == 1
+            }
+            // Random blocks of 16 leave next to no holes of hundreds: only failures would be timed.
+            (_, Live::Full { .. }) => !large,
+            _ => true,
+        }
+    }
+
+    /// All combinations, so ordered that those of one set stand together. With `all`, those which
+    /// say nothing that others do not as well.
+    pub fn plan(lives: &[Live], sizes: &[Size], patterns: &[Pattern], all: bool) -> Vec<Cell> {
+        let asked = |cell: &Cell| cell.pattern == Pattern::Aligned16 || sizes.contains(&cell.size);
+        // `aligned16` has its size, whatever the others are.
+        let own = (!sizes.contains(&Size::SIXTEEN)).then_some(Size::SIXTEEN);
+        let mut cells = Vec::new();
+        for live in lives {
+            for size in sizes.iter().chain(&own) {
+                let of = |pattern| Cell { live: *live, size: *size, pattern };
+                let cells_of_set =
+                    Pattern::ALL.into_iter().filter(|p| patterns.contains(p)).map(of);
+                cells.extend(cells_of_set.filter(|cell| {
+                    asked(cell) && cell.is_possible() && (all || cell.is_telling())
+                }));
+            }
+        }
+        cells
+    }
+}
+
+/// `there are a, b, c`.
+fn names<T: fmt::Display>(all: &[T]) -> String {
+    let names: Vec<String> = all.iter().map(T::to_string).collect();
+    format!("there are {}", names.join(", "))
+}
+
+/// The items of a list such as `0,1k,48%`.
+///
+/// # Errors
+/// One is none, or the list is empty or names one twice.
+pub fn parse_list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<Vec<T>, String> {
+    let mut items = Vec::new();
+    for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+        let item: T = word.parse()?;
+        if items.contains(&item) {
+            return Err(format!("{word} stands twice in the list"));
+        }
+        items.push(item);
+    }
+    if items.is_empty() { Err("an empty list".to_owned()) } else { Ok(items) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_live_set_reads_as_it_is_written() {
+        for (text, live) in [
+            ("0", Live::Count(0)),
+            ("7", Live::Count(7)),
+            ("1k", Live::Count(1000)),
+            ("100k", Live::Count(100_000)),
+            ("10m", Live::Count(10_000_000)),
+            ("48%", Live::Full { percent: 48, block: 16 }),
+            ("48%x1", Live::Full { percent: 48, block: 1 }),
+        ] {
+            assert_eq!(text.parse(), Ok(live));
+            assert_eq!(live.to_string(), text);
+        }
+        for text in ["", "k", "-1", "1g", "11m", "0%", "100%", "48%x", "48%x3", "48%16", "%", "é"]
+        {
+            assert!(text.parse::<Live>().unwrap_err().contains("live set"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_size_reads_as_it_is_written() {
+        for text in ["1", "16", "1-32", "33-512", "4096"] {
+            assert_eq!(text.parse::<Size>().unwrap().to_string(), text);
+        }
+        for text in ["", "0", "2-1", "4097", "-", "1-", "a"] {
+            assert!(text.parse::<Size>().unwrap_err().contains("granules"), "{text}");
+        }
+        assert_eq!(Size { min: 1, max: 32 }.value(), "1-32");
+        assert_eq!(Size::SIXTEEN.value(), 16);
+    }
+
+    #[test]
+    fn a_list_holds_each_once() {
+        assert_eq!(parse_list::<Size>("1, 16").unwrap().len(), 2);
+        assert!(parse_list::<Size>("1,1").unwrap_err().contains("twice"));
+        assert!(parse_list::<Pattern>(",").unwrap_err().contains("empty"));
+        assert!(parse_list::<Pattern>("cold").unwrap_err().contains("aligned16"));
+    }
+
+    #[test]
+    fn the_default_plan_has_every_live_set_and_size() {
+        let cells = Cell::plan(&Live::DEFAULTS, &Size::DEFAULTS, &Pattern::ALL, false);
+        for live in Live::DEFAULTS {
+            assert!(cells.iter().any(|cell| cell.live == live), "{live}");
+        }
+        for size in Size::DEFAULTS {
+            assert!(cells.iter().any(|cell| cell.size == size), "{size}");
+        }
+        assert!(!cells.iter().any(|c| c.pattern == Pattern::Random && c.live == Live::Count(0)));
+        let mut seen = std::collections::HashSet::new();
+        assert!(cells.iter().all(|cell| seen.insert(*cell)), "one stands twice");
+    }
+
+    #[test]
+    fn what_is_asked_for_is_run_even_if_it_tells_little() {
+        let full = [Live::Full { percent: 48, block: 16 }];
+        let large = [Size { min: 33, max: 512 }];
+        assert!(Cell::plan(&full, &large, &[Pattern::Random], false).is_empty());
+        assert_eq!(Cell::plan(&full, &large, &[Pattern::Random], true).len(), 1);
+        // What does not exist is not run.
+        assert!(Cell::plan(&[Live::Count(0)], &large, &[Pattern::Random], true).is_empty());
+        // `aligned16` has a size of its own.
+        let cells = Cell::plan(&full, &large, &[Pattern::Aligned16, Pattern::Hot], true);
+        let sizes: Vec<_> = cells.iter().map(|cell| (cell.pattern, cell.size)).collect();
+        assert!(sizes.contains(&(Pattern::Aligned16, Size::SIXTEEN)), "{sizes:?}");
+        assert!(!sizes.contains(&(Pattern::Hot, Size::SIXTEEN)), "{sizes:?}");
+    }
+}

@@ -1,0 +1,324 @@
+//! Who is measured: the allocators of this workspace, and peers that are not.
+
+use std::{
+    cell::Cell,
+    collections::BTreeMap,
+    fmt,
+    str::FromStr,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use parking_lot::Mutex;
+use ringfence_iova::{Allocator, Aperture, Placement, Request};
+use ringfence_sync::CachePadded;
+use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
+
+use super::GRANULE;
+use crate::allocators::AllocatorKind;
+
+/// What a benchmark asks of an allocator. All numbers are granules.
+pub(super) trait Subject: Sync {
+    /// A range aligned to its size, rounded up to a power of two: its first granule.
+    fn take(&self, granules: u64) -> Option<u64>;
+    /// Gives it back; false if that was refused.
+    fn give(&self, first: u64, granules: u64) -> bool;
+}
+
+impl Subject for dyn Allocator + '_ {
+    #[inline]
+    fn take(&self, granules: u64) -> Option<u64> {
+        self.alloc(&Request::new(granules * GRANULE)).ok().map(|iova| iova / GRANULE)
+    }
+
+    #[inline]
+    fn give(&self, first: u64, granules: u64) -> bool {
+        self.free(first * GRANULE, granules * GRANULE).is_ok()
+    }
+}
+
+/// An implementation by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Implementation {
+    /// One of this workspace.
+    Own(AllocatorKind),
+    /// rust-vmm's interval tree: every VMM's allocator of MMIO ranges. First match; a mutex around
+    /// it.
+    VmAllocator,
+    /// What one writes in an afternoon: a `BTreeMap` of the free ranges, first fit from the top,
+    /// neighbours merged; a mutex around it.
+    BTreeMap,
+    /// No allocator: an atomic operation on a cache line of the thread's own for an alloc, and one
+    /// for a free. What it takes is the pattern's own cost, and how it scales is how far anything
+    /// can on this machine.
+    Control,
+}
+
+impl Implementation {
+    /// All of them, ours first.
+    pub const ALL: [Implementation; 7] = [
+        Implementation::Own(AllocatorKind::Ringfence),
+        Implementation::Own(AllocatorKind::RbTree),
+        Implementation::Own(AllocatorKind::Bitmap),
+        Implementation::Own(AllocatorKind::Magazines),
+        Implementation::VmAllocator,
+        Implementation::BTreeMap,
+        Implementation::Control,
+    ];
+    /// The one that ratios are to.
+    pub const OURS: Implementation = Implementation::Own(AllocatorKind::Ringfence);
+
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Implementation::Own(kind) => kind.name(),
+            Implementation::VmAllocator => "vm-allocator",
+            Implementation::BTreeMap => "btreemap",
+            Implementation::Control => "control",
+        }
+    }
+
+    /// A fresh one over granules 1 to 2^bits / 4096 - 1.
+    pub(super) fn make(self, aperture: Aperture) -> Contender {
+        let (first, last) = (aperture.first() / GRANULE, aperture.last() / GRANULE);
+        match self {
+            Implementation::Own(kind) => {
+                Contender::Allocator(kind.make(aperture, Placement::default()))
+            }
+            Implementation::VmAllocator => Contender::VmAllocator(VmAllocator::new(first, last)),
+            Implementation::BTreeMap => Contender::FreeRanges(FreeRanges::new(first, last)),
+            Implementation::Control => Contender::Control(Control::default()),
+        }
+    }
+}
+
+impl fmt::Display for Implementation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Implementation {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Implementation, String> {
+        Self::ALL.into_iter().find(|one| one.name() == name).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|one| one.name()).collect();
+            format!("no allocator is called {name:?}: there are {}", names.join(", "))
+        })
+    }
+}
+
+/// One that is measured. Patterns run over the type within, so that none pays for another's
+/// dispatch; those of this workspace are called through their trait, as a DMA device calls them.
+pub(super) enum Contender {
+    Allocator(Box<dyn Allocator>),
+    VmAllocator(VmAllocator),
+    FreeRanges(FreeRanges),
+    Control(Control),
+}
+
+/// Calls `$body` with `$subject` as what the contender holds.
+macro_rules! with_subject {
+    ($contender:expr, $subject:ident => $body:expr) => {
+        match $contender {
+            Contender::Allocator($subject) => {
+                let $subject: &dyn ringfence_iova::Allocator = &**$subject;
+                $body
+            }
+            Contender::VmAllocator($subject) => $body,
+            Contender::FreeRanges($subject) => $body,
+            Contender::Control($subject) => $body,
+        }
+    };
+}
+pub(super) use with_subject;
+
+impl Contender {
+    /// Whether what it hands out means anything.
+    pub(super) fn allocates(&self) -> bool {
+        !matches!(self, Contender::Control(_))
+    }
+
+    /// Takes just this range, if the implementation can and needs that to be filled in reasonable
+    /// time; `None`: it has no such need.
+    pub(super) fn place(&self, first: u64, granules: u64) -> Option<bool> {
+        match self {
+            Contender::VmAllocator(subject) => Some(subject.place(first, granules)),
+            _ => None,
+        }
+    }
+}
+
+/// rust-vmm's `AddressAllocator`, in bytes as its users have it.
+pub(super) struct VmAllocator(Mutex<AddressAllocator>);
+
+impl VmAllocator {
+    fn new(first: u64, last: u64) -> VmAllocator {
+        let size = (last - first + 1) * GRANULE;
+        let inner = AddressAllocator::new(first * GRANULE, size);
+        VmAllocator(Mutex::new(inner.expect("an aperture is neither empty nor wraps")))
+    }
+
+    fn place(&self, first: u64, granules: u64) -> bool {
+        let policy = AllocPolicy::ExactMatch(first * GRANULE);
+        self.0.lock().allocate(granules * GRANULE, align(granules) * GRANULE, policy).is_ok()
+    }
+}
+
+impl Subject for VmAllocator {
+    fn take(&self, granules: u64) -> Option<u64> {
+        let policy = AllocPolicy::FirstMatch;
+        let range = self.0.lock().allocate(granules * GRANULE, align(granules) * GRANULE, policy);
+        range.ok().map(|range| range.start() / GRANULE)
+    }
+
+    fn give(&self, first: u64, granules: u64) -> bool {
+        let range = RangeInclusive::new(first * GRANULE, (first + granules) * GRANULE - 1);
+        range.is_ok_and(|range| self.0.lock().free(&range).is_ok())
+    }
+}
+
+/// Free ranges by their first granule, with their last; no two touch.
+pub(super) struct FreeRanges(Mutex<BTreeMap<u64, u64>>);
+
+impl FreeRanges {
+    fn new(first: u64, last: u64) -> FreeRanges {
+        FreeRanges(Mutex::new(BTreeMap::from([(first, last)])))
+    }
+}
+
+impl Subject for FreeRanges {
+    fn take(&self, granules: u64) -> Option<u64> {
+        let mut free = self.0.lock();
+        let mask = align(granules) - 1;
+        let (place, first, last) = free.iter().rev().find_map(|(&first, &last)| {
+            let place = (last + 1).checked_sub(granules)? & !mask;
+            (place >= first).then_some((place, first, last))
+        })?;
+        let end = place + granules - 1;
+        if place == first {
+            free.remove(&first);
+        } else {
+            free.insert(first, place - 1);
+        }
+        if end < last {
+            free.insert(end + 1, last);
+        }
+        Some(place)
+    }
+
+    fn give(&self, first: u64, granules: u64) -> bool {
+        let mut free = self.0.lock();
+        let (mut start, mut end) = (first, first + granules - 1);
+        if let Some((&below, &last)) = free.range(..=end).next_back() {
+            if last >= first {
+                return false;
+            }
+            if last + 1 == first {
+                start = below;
+            }
+        }
+        if let Some(above) = free.remove(&(end + 1)) {
+            end = above;
+        }
+        free.insert(start, end);
+        true
+    }
+}
+
+/// Most threads that the control loop has lines for.
+pub(super) const MOST_THREADS: usize = 64;
+
+/// A cache line a thread, counting what it has taken.
+pub(super) struct Control([CachePadded<AtomicU64>; MOST_THREADS]);
+
+thread_local! {
+    static LINE: Cell<usize> = const { Cell::new(0) };
+}
+
+impl Control {
+    /// Which line this thread counts on.
+    pub(super) fn enter(index: usize) {
+        LINE.set(index % MOST_THREADS);
+    }
+}
+
+impl Default for Control {
+    fn default() -> Control {
+        Control(std::array::from_fn(|_| CachePadded::new(AtomicU64::new(0))))
+    }
+}
+
+impl Subject for Control {
+    #[inline]
+    fn take(&self, _granules: u64) -> Option<u64> {
+        Some(self.0[LINE.get()].fetch_add(1, Ordering::AcqRel))
+    }
+
+    #[inline]
+    fn give(&self, _first: u64, _granules: u64) -> bool {
+        self.0[LINE.get()].fetch_sub(1, Ordering::AcqRel);
+        true
+    }
+}
+
+/// What a range of so many granules is aligned to.
+pub(super) fn align(granules: u64) -> u64 {
+    granules.next_power_of_two()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn free_ranges(subject: &FreeRanges) -> Vec<(u64, u64)> {
+        subject.0.lock().iter().map(|(first, last)| (*first, *last)).collect()
+    }
+
+    #[test]
+    fn free_ranges_are_taken_from_the_top_and_merge_again() {
+        let subject = FreeRanges::new(1, 63);
+        assert_eq!(subject.take(16), Some(48));
+        assert_eq!(subject.take(3), Some(44));
+        assert_eq!(free_ranges(&subject), [(1, 43), (47, 47)]);
+        assert_eq!(subject.take(1), Some(47));
+        assert!(subject.give(48, 16));
+        assert!(!subject.give(48, 16), "freed twice");
+        assert!(subject.give(44, 3));
+        assert!(subject.give(47, 1));
+        assert_eq!(free_ranges(&subject), [(1, 63)]);
+        assert_eq!(subject.take(64), None);
+        assert_eq!(subject.take(32), Some(32));
+        assert_eq!(subject.take(32), None, "granule 0 is none of it");
+    }
+
+    #[test]
+    fn every_implementation_hands_out_aligned_ranges_within_its_aperture() {
+        let aperture = Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap();
+        for one in Implementation::ALL {
+            assert_eq!(one.name().parse(), Ok(one));
+            let contender = one.make(aperture);
+            if !contender.allocates() {
+                continue;
+            }
+            with_subject!(&contender, subject => {
+                for granules in [1, 3, 16, 500] {
+                    let first = subject.take(granules).unwrap();
+                    assert_eq!(first % align(granules), 0, "{one}");
+                    assert!(first > 0 && first + granules <= 1 << 20, "{one}");
+                    assert!(subject.give(first, granules), "{one}");
+                }
+            });
+        }
+        assert!("slab".parse::<Implementation>().unwrap_err().contains("vm-allocator"));
+    }
+
+    #[test]
+    fn vm_allocator_is_filled_place_by_place() {
+        let contender =
+            Implementation::VmAllocator.make(Aperture::new(0, 0xffff, GRANULE).unwrap());
+        assert_eq!(contender.place(4, 4), Some(true));
+        assert_eq!(contender.place(4, 4), Some(false), "it is taken");
+        with_subject!(&contender, subject => assert!(subject.give(4, 4)));
+    }
+}

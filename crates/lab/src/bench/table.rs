@@ -1,0 +1,77 @@
+//! Blocks of a table for a terminal.
+
+use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
+
+use super::{Benchmark, Interval};
+pub(super) use crate::report::table::{number, wrap};
+
+/// Rows of cells under each other, aligned to the right, one blank apart.
+pub(super) fn block(rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_preset(NOTHING);
+    table.set_content_arrangement(ContentArrangement::Disabled);
+    for row in rows {
+        table.add_row(Row::from(row));
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((u16::from(index > 0), 0));
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+}
+
+/// Where it ran: `2 CPUs (AMD EPYC), 23.5 GiB, Linux 6.18`.
+pub(super) fn machine(benchmark: &Benchmark) -> String {
+    let host = &benchmark.host;
+    let cpu = match host.cpu.as_str() {
+        "" => String::new(),
+        cpu => format!(" ({cpu})"),
+    };
+    let memory = crate::report::bytes(host.memory_bytes);
+    crate::report::table::plain(&format!(
+        "{} CPUs{cpu}, {memory}, Linux {}",
+        host.cpus, host.kernel
+    ))
+}
+
+/// A figure, or `-`.
+pub(super) fn optional(figure: Option<f64>) -> String {
+    figure.map_or("-".to_owned(), number)
+}
+
+/// `x1.23`, or `-`.
+pub(super) fn times(ratio: Option<f64>) -> String {
+    ratio.map_or("-".to_owned(), |ratio| format!("x{}", number(ratio)))
+}
+
+/// The `±` of a figure; nothing if there is no figure.
+pub(super) fn half_width(interval: Interval) -> String {
+    match interval.median {
+        Some(_) => optional(interval.half_width()),
+        None => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned_and_lines_end_with_their_last_cell() {
+        let rows = [["a", "1", ""], ["bb", "22", "3"]];
+        let rows = rows.iter().map(|row| row.iter().map(|cell| cell.to_string()).collect());
+        assert_eq!(block(rows.collect()), " a  1\nbb 22 3\n");
+    }
+
+    #[test]
+    fn what_is_not_there_is_a_dash() {
+        assert_eq!((optional(None), times(None)), ("-".to_owned(), "-".to_owned()));
+        assert_eq!(
+            (optional(Some(1.234)), times(Some(0.5))),
+            ("1.23".to_owned(), "x.500".to_owned())
+        );
+        assert_eq!(half_width(Interval::default()), "");
+        let one = Interval { median: Some(1.0), lo: None, hi: None };
+        assert_eq!(half_width(one), "-");
+    }
+}
