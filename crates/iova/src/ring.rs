@@ -103,9 +103,7 @@ impl<A: Allocator> Ring<A> {
             rejected: AtomicU64::new(0),
         })
     }
-}
 
-impl<A: Allocator> Ring<A> {
     /// The addresses that buffers are cut from: the chunk without its lead.
     pub fn chunk(&self) -> Aperture {
         self.chunk.window()

@@ -1,17 +1,440 @@
 //! Static patterns: huge ranges, and a segment for each user.
-use std::time::Duration;
+//!
+//! A **huge range** is a VM's memory: allocated once, mapped with the largest pages, kept. What
+//! matters is that it is aligned to them, and that it is found at all in a space where others live.
+//!
+//! A **segment** is one large aligned range that a user (a thread, a tenant) takes from the allocator
+//! of all, to run an allocator of his own in it: nobody else's lock, cache line or fragmentation. It
+//! costs its creation and its memory, and pays with every pair since.
+//!
+//! All of it is measured by the clock, in rounds in which everything has its turn.
 
-use anyhow::Result;
+use std::{
+    sync::{Arc, Barrier},
+    time::{Duration, Instant},
+};
 
-use super::{Options, Row};
-use crate::progress::Progress;
+use anyhow::{Context, Result, anyhow, ensure};
+use ringfence_iova::{
+    Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, Request, Ring, Slabs,
+};
+use ringfence_sync::cpu::OsCpu;
 
-pub(super) const STEP: Duration = Duration::from_millis(500);
+use super::{
+    Entries, GRANULE, Options, Params, Row,
+    model::{PageSize, pages},
+};
+use crate::{allocators::AllocatorKind, progress::Progress, stats::Estimate};
 
+/// About what one round takes.
+pub(super) const STEP: Duration = Duration::from_millis(400);
+
+/// The huge ranges, GiB.
+const HUGE: [u64; 4] = [1, 4, 16, 64];
+/// Small ranges that others have while huge ones are asked for.
+const OTHERS: u64 = 1024;
+/// A figure of a round is taken over no less than this.
+const LEAST: Duration = Duration::from_millis(4);
+/// Segments that are created together, so that the clock costs nothing.
+const SEGMENTS: usize = 64;
+/// A segment, at most: what one table of 1 GiB translates. A small aperture is divided by 1024.
+const SEGMENT_SHIFT: u32 = 30;
+/// A ring's chunk, as far as it matters here: 256 pages.
+const RING: u64 = 256 * GRANULE;
+
+/// How many steps of progress there are.
 pub(super) fn steps(options: &Options) -> u64 {
     u64::from(options.repeat)
 }
 
-pub(super) fn measure(_options: &Options, _progress: &Progress) -> Result<Vec<Row>> {
-    Ok(Vec::new())
+pub(super) fn measure(options: &Options, progress: &Progress) -> Result<Vec<Row>> {
+    let last = u64::MAX >> (64 - options.aperture_bits);
+    let aperture = Aperture::new(0, last, GRANULE)?;
+    let mut cells = huge_cells(aperture)?;
+    let mut users = Users::new(aperture, options)?;
+    for round in 1..=options.repeat {
+        progress.begin(&format!("huge ranges and segments, round {round} of {}", options.repeat));
+        for cell in &mut cells {
+            cell.round();
+        }
+        users.round().context("segments")?;
+        progress.step(STEP);
+    }
+    let mut rows = huge_rows(options, &cells);
+    rows.extend(users.rows(options));
+    Ok(rows)
+}
+
+/// One allocator and one size.
+struct Huge {
+    kind: AllocatorKind,
+    space: Arc<dyn Allocator>,
+    gib: u64,
+    ns: Vec<f64>,
+    entries: Option<Entries>,
+    failure: Option<String>,
+}
+
+fn huge_cells(aperture: Aperture) -> Result<Vec<Huge>> {
+    let mut spaces = Vec::new();
+    for kind in AllocatorKind::ALL {
+        let space: Arc<dyn Allocator> = match kind {
+            // The largest window there is, or no huge range would fit.
+            AllocatorKind::Bitmap => Arc::new(Bitmap::new(aperture, u64::MAX)),
+            kind => Arc::from(kind.make(aperture, Placement::default())),
+        };
+        for n in 0..OTHERS {
+            space.alloc(&Request::new((1 + n % 64) * GRANULE))?;
+        }
+        spaces.push((kind, space));
+    }
+    let cell = |gib, (kind, space): &(AllocatorKind, Arc<dyn Allocator>)| Huge {
+        kind: *kind,
+        space: Arc::clone(space),
+        gib,
+        ns: Vec::new(),
+        entries: None,
+        failure: None,
+    };
+    // The allocators of a size stand next to each other: they are compared.
+    let of_size = |gib| spaces.iter().map(move |space| cell(gib, space));
+    Ok(HUGE.into_iter().flat_map(of_size).collect())
+}
+
+impl Huge {
+    fn round(&mut self) {
+        if self.failure.is_none() {
+            match self.pair() {
+                Ok(ns) => self.ns.push(ns),
+                Err(error) => self.failure = Some(format!("{error:#}")),
+            }
+        }
+    }
+
+    fn pair(&mut self) -> Result<f64> {
+        let size = self.gib << 30;
+        let request = Request::new(size);
+        // The reason alone: what was asked stands in the row.
+        let iova = self.space.alloc(&request).map_err(|error| anyhow!(error.reason))?;
+        self.entries = Some(entries(iova, size));
+        self.space.free(iova, size)?;
+        time(LEAST, || {
+            let iova = self.space.alloc(&request)?;
+            Ok(self.space.free(iova, size)?)
+        })
+    }
+}
+
+/// What a mapping of all of it takes.
+fn entries(iova: u64, size: u64) -> Entries {
+    let mut entries = Entries::default();
+    for (_, page) in pages(iova, size) {
+        match page {
+            PageSize::Gib1 => entries.gib += 1,
+            PageSize::Mib2 => entries.mib2 += 1,
+            PageSize::Kib4 => entries.kib4 += 1,
+        }
+    }
+    entries
+}
+
+fn huge_rows(options: &Options, cells: &[Huge]) -> Vec<Row> {
+    let ours =
+        |gib| cells.iter().find(|cell| cell.gib == gib && cell.kind == AllocatorKind::Ringfence);
+    cells
+        .iter()
+        .map(|cell| Row {
+            name: "huge".to_owned(),
+            implementation: cell.kind.name().to_owned(),
+            params: Params {
+                pattern: "alloc+free".to_owned(),
+                aperture_bits: options.aperture_bits,
+                size: Some(cell.gib << 30),
+                threads: Some(1),
+                ..Params::default()
+            },
+            ns_per_op: Estimate::of(&cell.ns),
+            ratio_to_ringfence: ours(cell.gib).and_then(|ours| ratio(&cell.ns, &ours.ns)),
+            entries: cell.entries,
+            failure: cell.failure.clone(),
+            ..Row::default()
+        })
+        .collect()
+}
+
+/// Users with segments of their own, and the same without.
+struct Users {
+    /// The allocator of all.
+    global: Arc<Slabs<OsCpu>>,
+    magazines: Arc<Magazines<RbTree, OsCpu>>,
+    segment: u64,
+    create: Vec<f64>,
+    destroy: Vec<f64>,
+    /// Bytes a segment, as often as it was seen.
+    memory: Vec<f64>,
+    hot: Vec<Hot>,
+}
+
+/// Pairs of one page, in one arrangement.
+struct Hot {
+    space: Space,
+    threads: u32,
+    ns: Vec<f64>,
+}
+
+/// Where a thread takes its pages from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Space {
+    /// A segment with an allocator of its own.
+    Own,
+    /// A ring of its own.
+    Ring,
+    /// The allocator of all.
+    Shared,
+    /// Linux's design, shared by all.
+    Magazines,
+}
+
+impl Users {
+    fn new(aperture: Aperture, options: &Options) -> Result<Users> {
+        let global = Arc::new(Slabs::new(aperture, OsCpu::new()));
+        let magazines = Arc::new(Magazines::new(RbTree::new(aperture), OsCpu::new()));
+        let mut hot = Vec::new();
+        for threads in [1, 2] {
+            for space in [Space::Own, Space::Ring, Space::Shared, Space::Magazines] {
+                hot.push(Hot { space, threads, ns: Vec::new() });
+            }
+        }
+        // Small enough for all of them to fit, beside what alignment wastes.
+        let segment = 1 << SEGMENT_SHIFT.min(options.aperture_bits - 10);
+        Ok(Users {
+            global,
+            magazines,
+            segment,
+            create: Vec::new(),
+            destroy: Vec::new(),
+            memory: Vec::new(),
+            hot,
+        })
+    }
+
+    fn round(&mut self) -> Result<()> {
+        self.come_and_go()?;
+        for n in 0..self.hot.len() {
+            let Hot { space, threads, .. } = self.hot[n];
+            let mut queues: Vec<Arc<dyn Allocator>> = Vec::new();
+            let mut segments = Vec::new();
+            for _ in 0..threads {
+                queues.push(match space {
+                    Space::Own => {
+                        let segment = self.segment()?;
+                        segments.push(segment.first);
+                        segment.space
+                    }
+                    Space::Ring => Arc::new(Ring::new(Arc::clone(&self.global), RING)?),
+                    Space::Shared => Arc::clone(&self.global) as Arc<dyn Allocator>,
+                    Space::Magazines => Arc::clone(&self.magazines) as Arc<dyn Allocator>,
+                });
+            }
+            self.hot[n].ns.push(pairs(&queues)?);
+            drop(queues);
+            for first in segments {
+                self.global.free(first, self.segment)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Segments are created, each ready for use, and destroyed.
+    fn come_and_go(&mut self) -> Result<()> {
+        let mut segments = Vec::with_capacity(SEGMENTS);
+        let heap = heap();
+        let start = Instant::now();
+        for _ in 0..SEGMENTS {
+            segments.push(self.segment()?);
+        }
+        let created = start.elapsed();
+        let grown = self::heap().zip(heap).map(|(after, before)| after.saturating_sub(before));
+        let start = Instant::now();
+        for Segment { first, space } in segments {
+            drop(space);
+            self.global.free(first, self.segment)?;
+        }
+        let destroyed = start.elapsed();
+        let each = |time: Duration| time.as_nanos() as f64 / SEGMENTS as f64;
+        self.create.push(each(created));
+        self.destroy.push(each(destroyed));
+        self.memory.extend(grown.map(|bytes| bytes as f64 / SEGMENTS as f64));
+        Ok(())
+    }
+
+    /// A segment that has served its first page.
+    fn segment(&self) -> Result<Segment> {
+        let first = self.global.alloc(&Request::new(self.segment))?;
+        let aperture = Aperture::new(first, first + (self.segment - 1), GRANULE)?;
+        let space: Arc<dyn Allocator> = Arc::new(Slabs::new(aperture, OsCpu::new()));
+        let iova = space.alloc(&Request::new(GRANULE))?;
+        ensure!(
+            aperture.first() <= iova && iova <= aperture.last(),
+            "{iova:#x} is not of the segment at {first:#x}"
+        );
+        space.free(iova, GRANULE)?;
+        Ok(Segment { first, space })
+    }
+
+    fn rows(&self, options: &Options) -> Vec<Row> {
+        let row = |pattern: &str, threads| Row {
+            name: "segment".to_owned(),
+            implementation: "ringfence".to_owned(),
+            params: Params {
+                pattern: pattern.to_owned(),
+                aperture_bits: options.aperture_bits,
+                size: Some(if pattern == "hot" { GRANULE } else { self.segment }),
+                threads: Some(threads),
+                ..Params::default()
+            },
+            ..Row::default()
+        };
+        let memory_bytes = Estimate::of(&self.memory).map(|bytes| bytes.median);
+        let mut rows = vec![
+            Row { ns_per_op: Estimate::of(&self.create), memory_bytes, ..row("create", 1) },
+            Row { ns_per_op: Estimate::of(&self.destroy), ..row("destroy", 1) },
+        ];
+        for hot in &self.hot {
+            let own = self
+                .hot
+                .iter()
+                .find(|other| other.space == Space::Own && other.threads == hot.threads);
+            let mut row = row("hot", hot.threads);
+            let (space, placement) = match hot.space {
+                Space::Own => ("own", None),
+                Space::Ring => ("own", Some("ring")),
+                Space::Shared | Space::Magazines => ("shared", None),
+            };
+            if hot.space == Space::Magazines {
+                row.implementation = "magazines".to_owned();
+            }
+            row.params.space = Some(space.to_owned());
+            row.params.placement = placement.map(str::to_owned);
+            row.ns_per_op = Estimate::of(&hot.ns);
+            row.ratio_to_ringfence = own.and_then(|own| ratio(&hot.ns, &own.ns));
+            rows.push(row);
+        }
+        rows
+    }
+}
+
+/// A user's range of the global allocator, and the allocator within.
+struct Segment {
+    first: u64,
+    space: Arc<dyn Allocator>,
+}
+
+/// The median of the rounds' ratios.
+fn ratio(values: &[f64], base: &[f64]) -> Option<f64> {
+    Estimate::ratio(values, base).map(|ratio| ratio.median)
+}
+
+/// ns of a pair of one page, a thread for each allocator, all at once.
+fn pairs(queues: &[Arc<dyn Allocator>]) -> Result<f64> {
+    let start = Barrier::new(queues.len());
+    let work = |queue: &Arc<dyn Allocator>| {
+        start.wait();
+        time(LEAST, || {
+            let iova = queue.alloc(&Request::new(GRANULE))?;
+            Ok(queue.free(iova, GRANULE)?)
+        })
+    };
+    let times = std::thread::scope(|scope| {
+        let threads: Vec<_> = queues.iter().map(|queue| scope.spawn(|| work(queue))).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<f64>>| {
+            thread.join().map_err(|_| anyhow!("a thread panicked"))?
+        };
+        threads.into_iter().map(join).collect::<Result<Vec<f64>>>()
+    })?;
+    Ok(times.iter().sum::<f64>() / times.len() as f64)
+}
+
+/// ns of one `op`: over twice as many again and again, until they take `least`.
+fn time(least: Duration, mut op: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut count = 1u32;
+    loop {
+        let start = Instant::now();
+        for _ in 0..count {
+            op()?;
+        }
+        let elapsed = start.elapsed();
+        if elapsed >= least || count > u32::MAX / 2 {
+            return Ok(elapsed.as_nanos() as f64 / f64::from(count));
+        }
+        count *= 2;
+    }
+}
+
+/// Bytes of the heap that are in use, if the C library tells.
+fn heap() -> Option<u64> {
+    #[cfg(target_env = "gnu")]
+    {
+        // SAFETY: it takes nothing and returns a plain structure; the allocator locks its arenas.
+        let info = unsafe { libc::mallinfo2() };
+        Some((info.uordblks + info.hblkhd) as u64)
+    }
+    #[cfg(not(target_env = "gnu"))]
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::progress::Kind;
+
+    fn rows(options: &Options) -> Vec<Row> {
+        let progress = Progress::new(Kind::Silent, steps(options), Duration::ZERO);
+        measure(options, &progress).unwrap()
+    }
+
+    #[test]
+    fn every_allocator_is_asked_for_every_huge_range() {
+        let rows = rows(&Options { repeat: 1, ..Options::default() });
+        for gib in HUGE {
+            for kind in AllocatorKind::ALL {
+                let row = rows
+                    .iter()
+                    .find(|row| {
+                        row.params.size == Some(gib << 30) && row.implementation == kind.name()
+                    })
+                    .unwrap();
+                assert_eq!(row.failure, None, "{row:?}");
+                assert!(row.ns_per_op.unwrap().median > 0.0);
+                // Aligned to its size: nothing but the largest pages.
+                assert_eq!(row.entries, Some(Entries { gib, mib2: 0, kib4: 0 }), "{row:?}");
+                assert!(row.ratio_to_ringfence.is_some());
+            }
+        }
+    }
+
+    #[test]
+    fn segments_are_made_used_and_given_back() {
+        let rows = rows(&Options { repeat: 2, aperture_bits: 32, ..Options::default() });
+        let of = |pattern: &str| {
+            rows.iter().filter(|row| row.name == "segment" && row.params.pattern == pattern).count()
+        };
+        assert_eq!((of("create"), of("destroy"), of("hot")), (1, 1, 8));
+        let timed = |row: &&Row| row.name == "segment";
+        assert!(rows.iter().filter(timed).all(|row| row.ns_per_op.is_some()));
+        // 4 GiB have no place for 4 GiB and more: that is said, not left out.
+        let failed = rows.iter().filter(|row| row.failure.is_some()).count();
+        assert_eq!(failed, 3 * AllocatorKind::ALL.len());
+    }
+
+    #[test]
+    fn time_counts_what_was_done() {
+        let mut done = 0u64;
+        let ns = time(Duration::from_micros(50), || {
+            done += 1;
+            Ok(())
+        });
+        assert!(ns.unwrap() >= 0.0 && done > 1);
+        assert!(time(Duration::ZERO, || anyhow::bail!("no")).is_err());
+    }
 }

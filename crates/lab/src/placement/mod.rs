@@ -102,9 +102,10 @@ pub struct Row {
     /// ns an operation (`huge`, `segment`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ns_per_op: Option<Estimate>,
-    /// The same against `ringfence` in the same rounds: above 1 is slower.
+    /// The same against `ringfence` (in `segment` in a segment of its own) in the same rounds, the
+    /// median: above 1 is slower.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ratio_to_ringfence: Option<Estimate>,
+    pub ratio_to_ringfence: Option<f64>,
     /// IOTLB entries that hold all of the range, by page size (`huge`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub entries: Option<Entries>,
@@ -119,14 +120,15 @@ pub struct Row {
 /// The circumstances of a [`Row`]; what does not apply is absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Params {
-    /// `buffers` or `pages` (`streams`); `alloc+free` (`huge`); `create+destroy` or `hot` (`segment`).
+    /// `buffers` or `pages` (`streams`); `alloc+free` (`huge`); `create`, `destroy` or `hot`
+    /// (`segment`).
     pub pattern: String,
-    /// `size`, `lowest`, `highest`, `ring`; a peer's own is its name.
+    /// `size`, `lowest`, `highest`, `ring`, `ring-apart`; a peer's own is its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<String>,
     /// Bits of the aperture.
     pub aperture_bits: u32,
-    /// Bytes of a range.
+    /// Bytes of a range, or of a segment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
     /// Rings.
@@ -221,7 +223,7 @@ fn check(options: &Options) -> Result<(), Usage> {
     /// Far above any IOTLB there is.
     const MOST_ENTRIES: usize = 1 << 16;
     /// What one pattern may move, bytes: some minutes of work.
-    const MOST_MOVED: u128 = 64 << 30;
+    const MOST_MOVED: u128 = 16 << 30;
     let within = |what: &str, n: u64, from: u64, to: u64| match (from..=to).contains(&n) {
         true => Ok(()),
         false => Err(Usage(format!("{what} is {n}: it must be {from} to {to}"))),
@@ -256,12 +258,109 @@ fn check(options: &Options) -> Result<(), Usage> {
             options.streams, options.buffers, options.buffer_bytes, options.aperture_bits
         )));
     }
-    if in_flight * u128::from(options.reuse) > MOST_MOVED {
+    let uses = options.reuse.max(streams::LEAST_LAPS);
+    if in_flight * u128::from(uses) > MOST_MOVED {
         return Err(Usage(format!(
-            "{in_flight} bytes in flight, used {} times, are more than the {} GiB that a model is run for",
-            options.reuse,
+            "{} MiB in flight, used {uses} times, are more than the {} GiB that the model moves",
+            in_flight >> 20,
             MOST_MOVED >> 30
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_that_make_no_sense_are_wrong_usage() {
+        let base = Options::default;
+        check(&base()).unwrap();
+        for (bad, word) in [
+            (Options { aperture_bits: 31, ..base() }, "aperture"),
+            (Options { aperture_bits: 64, ..base() }, "aperture"),
+            (Options { sets: 0, ..base() }, "sets"),
+            (Options { sets: 12, ..base() }, "power of two"),
+            (Options { ways: 0, ..base() }, "ways"),
+            (Options { ways: 1 << 20, ..base() }, "ways"),
+            (Options { walk_entries: [4, 0, 4], ..base() }, "walk cache L2"),
+            (Options { streams: 0, ..base() }, "streams"),
+            (Options { buffers: usize::MAX, ..base() }, "buffers"),
+            (Options { buffer_bytes: 0, ..base() }, "size of a buffer"),
+            (Options { buffer_bytes: u64::MAX, ..base() }, "size of a buffer"),
+            (Options { burst_bytes: 8192, ..base() }, "burst"),
+            (Options { reuse: 0, ..base() }, "uses"),
+            (Options { repeat: 0, ..base() }, "rounds"),
+            (Options { aperture_bits: 32, buffer_bytes: 16 << 20, ..base() }, "quarter"),
+            (Options { reuse: 1 << 20, ..base() }, "GiB that the model moves"),
+        ] {
+            let Usage(text) = check(&bad).unwrap_err();
+            assert!(text.contains(word), "{text}");
+        }
+    }
+
+    #[test]
+    fn rows_are_rendered_and_read_back_from_json() {
+        let options = Options {
+            streams: 2,
+            buffers: 2,
+            buffer_bytes: 8192,
+            reuse: 2,
+            repeat: 2,
+            ..Options::default()
+        };
+        let (steps, expected) = plan(&options);
+        let progress = Progress::new(crate::progress::Kind::Silent, steps, expected);
+        let mut rows = measure(&options, &progress).unwrap();
+        let placements = |pattern: &str, reuse| {
+            let of = |row: &&Row| row.params.pattern == pattern && row.params.reuse == Some(reuse);
+            rows.iter()
+                .filter(of)
+                .filter_map(|row| row.params.placement.clone())
+                .collect::<Vec<_>>()
+        };
+        for pattern in ["buffers", "pages"] {
+            assert_eq!(placements(pattern, 1), PLACEMENTS);
+            assert_eq!(placements(pattern, 2), PLACEMENTS);
+        }
+        let value = serde_json::to_value(&rows).unwrap();
+        for row in value.as_array().unwrap() {
+            assert!(row["impl"].is_string() && row["params"]["pattern"].is_string());
+            match row["name"].as_str().unwrap() {
+                "streams" => {
+                    assert!(row.pointer("/model/drifting/iotlb").unwrap().is_number());
+                    assert_eq!(
+                        row.pointer("/model/lockstep/walk").unwrap().as_array().unwrap().len(),
+                        3
+                    );
+                }
+                "huge" | "segment" => {
+                    assert!(row.pointer("/ns_per_op/median").unwrap().is_number())
+                }
+                other => panic!("{other}"),
+            }
+        }
+        // Figures that decimal text holds exactly; the rest is text and whole numbers.
+        for row in &mut rows {
+            row.model = row.model.map(|_| Modelled { fallbacks: 3, ..Modelled::default() });
+            row.ns_per_op =
+                row.ns_per_op.map(|_| Estimate { median: 0.5, lo: None, hi: Some(1.0) });
+            row.ratio_to_ringfence = row.ratio_to_ringfence.map(|_| 1.25);
+            row.memory_bytes = row.memory_bytes.map(|_| 4096.0);
+        }
+        let text = serde_json::to_string(&rows).unwrap();
+        assert_eq!(serde_json::from_str::<Vec<Row>>(&text).unwrap(), rows);
+        rows[0].model = Some(Modelled {
+            table_pages_per_gib: 262_144.0,
+            table_pages_touched: 1 << 40,
+            ..Modelled::default()
+        });
+        let text = render(&rows);
+        for line in text.lines() {
+            assert!(line.chars().count() <= crate::report::table::WIDTH, "{line}");
+        }
+        assert!(text.contains("ring-apart") && text.contains("a segment a user"));
+        assert_eq!(render(&[]), "");
+    }
 }

@@ -1,21 +1,612 @@
 //! Competing streams under each placement, through the model.
-use std::time::Duration;
+//!
+//! A stream is a ring of buffers. The device moves a burst of one buffer, page after page in order,
+//! then a burst of another stream's. A buffer that was used often enough is unmapped (its entries
+//! are invalidated: strict) and freed, some at a time, as completions come; when half of the ring is
+//! empty it is filled again, as drivers do. Between the two other streams allocate and free, so an
+//! allocator that keeps no order loses it here as it does in a machine.
+//!
+//! Before that the allocator is aged: ranges of mixed sizes come and go on all CPUs, and some stay.
+//! Every placement sees the same random numbers.
 
-use anyhow::Result;
+use std::{
+    collections::{HashSet, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
 
-use super::{Options, Row};
-use crate::progress::Progress;
+use anyhow::{Context, Result};
+use ringfence_iova::{
+    Align, Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, Request, Ring, SlabConfig,
+    Slabs,
+};
+use ringfence_sync::cpu::FixedCpu;
 
-/// The placements that are compared, and the peers.
-pub const PLACEMENTS: [&str; 7] =
-    ["size", "lowest", "highest", "ring", "rbtree", "bitmap", "magazines"];
+use super::{
+    GRANULE, Misses, Modelled, Options, Params, Row,
+    model::{Caches, Counts, PageSize, pages, tables},
+};
+use crate::{block::mix, progress::Progress};
 
-pub(super) const STEP: Duration = Duration::from_millis(500);
+/// The placements that are compared, and the peers, whose placement is their own.
+pub const PLACEMENTS: [&str; 8] =
+    ["size", "lowest", "highest", "ring", "ring-apart", "rbtree", "bitmap", "magazines"];
 
+/// About what one placement takes.
+pub(super) const STEP: Duration = Duration::from_millis(700);
+
+/// CPUs of the modelled machine: streams are served by them in turn, so that per-CPU caches are
+/// used as they would be, and the addresses do not depend on where this process runs.
+const CPUS: usize = 4;
+/// Ranges that ageing leaves allocated at any time, of 1 to 64 pages; half of them stay.
+const AGED_RANGES: usize = 4096;
+/// Times that ageing frees a range and allocates another.
+const AGED_STEPS: usize = 40_000;
+/// Rings that are kept apart begin so many granules apart from each other, counted around: no fewer
+/// than an IOTLB is likely to have sets, and 252 KiB of addresses at most.
+const LEADS: usize = 64;
+/// The least times that a figure moves all that is in flight: streams drift slowly, and should meet
+/// in many ways.
+pub(super) const LEAST_LAPS: u32 = 16;
+
+/// How many steps of progress there are.
 pub(super) fn steps() -> u64 {
     PLACEMENTS.len() as u64
 }
 
-pub(super) fn measure(_options: &Options, _progress: &Progress) -> Result<Vec<Row>> {
-    Ok(Vec::new())
+pub(super) fn measure(options: &Options, progress: &Progress) -> Result<Vec<Row>> {
+    let mut rows: Vec<Vec<Row>> = vec![Vec::new(); patterns(options).len()];
+    for placement in PLACEMENTS {
+        progress.begin(&format!("placement {placement}"));
+        for (pattern, rows) in patterns(options).into_iter().zip(&mut rows) {
+            let row = row(options, &pattern, placement)
+                .with_context(|| format!("placement {placement}, {}", pattern.name))?;
+            rows.push(row);
+        }
+        progress.step(STEP);
+    }
+    // A table a pattern.
+    Ok(rows.into_iter().flatten().collect())
+}
+
+/// What all streams do.
+#[derive(Clone, Debug)]
+struct Pattern {
+    name: &'static str,
+    /// Ranges in flight of each stream.
+    slots: usize,
+    /// Of a range, whole pages.
+    bytes: u64,
+    uses: u32,
+}
+
+/// The buffers as they are asked for, and the same bytes page by page; strict, and kept for a while.
+fn patterns(options: &Options) -> Vec<Pattern> {
+    let bytes = options.buffer_bytes.next_multiple_of(GRANULE);
+    let pages = options.buffers * (bytes / GRANULE) as usize;
+    let mut shapes = vec![("buffers", options.buffers, bytes)];
+    if bytes > GRANULE {
+        shapes.push(("pages", pages, GRANULE));
+    }
+    let mut uses = vec![1];
+    if options.reuse > 1 {
+        uses.push(options.reuse);
+    }
+    let with = |(name, slots, bytes)| {
+        uses.clone().into_iter().map(move |uses| Pattern { name, slots, bytes, uses })
+    };
+    shapes.into_iter().flat_map(with).collect()
+}
+
+fn row(options: &Options, pattern: &Pattern, placement: &str) -> Result<Row> {
+    let drifting = Machine::new(options, pattern, placement)?.run(Order::Drifting)?;
+    let lockstep = Machine::new(options, pattern, placement)?.run(Order::Lockstep)?;
+    let ours = !matches!(placement, "rbtree" | "bitmap" | "magazines");
+    let per_gib = (1u64 << 30) as f64 / GRANULE as f64;
+    Ok(Row {
+        name: "streams".to_owned(),
+        implementation: if ours { "ringfence" } else { placement }.to_owned(),
+        params: Params {
+            pattern: pattern.name.to_owned(),
+            placement: Some(placement.to_owned()),
+            aperture_bits: options.aperture_bits,
+            size: Some(pattern.bytes),
+            streams: Some(options.streams),
+            buffers: Some(pattern.slots),
+            reuse: Some(pattern.uses),
+            sets: Some(options.sets),
+            ways: Some(options.ways),
+            ..Params::default()
+        },
+        model: Some(Modelled {
+            entries_filled_per_gib: drifting.misses().iotlb * per_gib,
+            table_pages_per_gib: drifting.table_pages_per_gib(),
+            table_pages_touched: drifting.tables.len() as u64,
+            drifting: drifting.misses(),
+            lockstep: lockstep.misses(),
+            fallbacks: drifting.fallbacks,
+        }),
+        ..Row::default()
+    })
+}
+
+/// Which stream is next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    /// Any: they drift against each other, as streams of different loads do.
+    Drifting,
+    /// Each in turn, all at the same place of their rings: the worst case of aliasing.
+    Lockstep,
+}
+
+/// Allocators, streams and caches of one run.
+struct Machine<'a> {
+    options: &'a Options,
+    pattern: &'a Pattern,
+    cpu: Arc<FixedCpu>,
+    random: Random,
+    space: Arc<dyn Allocator>,
+    rings: Vec<Arc<Ring<Arc<dyn Allocator>>>>,
+    background: Vec<(u64, u64)>,
+    streams: Vec<Stream>,
+    caches: Caches,
+    totals: Totals,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Default)]
+struct Totals {
+    moved: u64,
+    counts: Counts,
+    /// Table pages that ever were needed: level and number.
+    tables: HashSet<(usize, u64)>,
+    /// Table pages needed and bytes mapped, summed over some moments.
+    tables_in_flight: u64,
+    bytes_in_flight: u64,
+    fallbacks: u64,
+}
+
+impl Totals {
+    fn misses(&self) -> Misses {
+        let per_page = |n: u64| n as f64 / (self.moved as f64 / GRANULE as f64);
+        Misses {
+            iotlb: per_page(self.counts.iotlb_misses),
+            conflict: per_page(self.counts.conflict_misses),
+            walk: self.counts.walk_misses.map(per_page),
+        }
+    }
+
+    fn table_pages_per_gib(&self) -> f64 {
+        self.tables_in_flight as f64 / (self.bytes_in_flight as f64 / (1u64 << 30) as f64)
+    }
+}
+
+/// One ring of buffers.
+struct Stream {
+    cpu: usize,
+    queue: Arc<dyn Allocator>,
+    align: Align,
+    slots: Vec<Option<Slot>>,
+    /// Used up, not yet unmapped.
+    done: Vec<usize>,
+    /// Unmapped, in the order in which they are filled again.
+    empty: VecDeque<usize>,
+    /// Where the device is.
+    at: usize,
+    offset: u64,
+}
+
+/// A buffer that is mapped.
+#[derive(Clone, Copy)]
+struct Slot {
+    iova: u64,
+    uses: u32,
+}
+
+impl<'a> Machine<'a> {
+    /// An aged allocator, and streams that have nothing yet.
+    fn new(options: &'a Options, pattern: &'a Pattern, placement: &str) -> Result<Machine<'a>> {
+        let last = u64::MAX >> (64 - options.aperture_bits);
+        let aperture = Aperture::new(0, last, GRANULE)?;
+        let cpu = Arc::new(FixedCpu::new(CPUS));
+        let space = space(placement, aperture, &cpu)?;
+        let mut machine =
+            Machine { background: Vec::new(), ..Machine::over(options, pattern, cpu, space) };
+        machine.age()?;
+        if let "ring" | "ring-apart" = placement {
+            machine.make_rings(placement == "ring-apart")?;
+        }
+        Ok(machine)
+    }
+
+    /// Streams over `space` as it is.
+    fn over(
+        options: &'a Options,
+        pattern: &'a Pattern,
+        cpu: Arc<FixedCpu>,
+        space: Arc<dyn Allocator>,
+    ) -> Machine<'a> {
+        let stream = |n| Stream {
+            cpu: n % CPUS,
+            queue: Arc::clone(&space),
+            align: Align::Size,
+            slots: vec![None; pattern.slots],
+            done: Vec::new(),
+            empty: (0..pattern.slots).collect(),
+            at: 0,
+            offset: 0,
+        };
+        Machine {
+            options,
+            pattern,
+            cpu,
+            random: Random(options.seed),
+            streams: (0..options.streams).map(stream).collect(),
+            space,
+            rings: Vec::new(),
+            background: Vec::new(),
+            caches: Caches::new(options.sets, options.ways, options.walk_entries),
+            totals: Totals::default(),
+        }
+    }
+
+    /// Ranges of mixed sizes come and go, so that nothing is where a fresh allocator would put it.
+    fn age(&mut self) -> Result<()> {
+        for step in 0..AGED_RANGES + AGED_STEPS {
+            self.cpu.set(self.random.below(CPUS));
+            if step >= AGED_RANGES {
+                let (iova, size) = self.background.swap_remove(self.random.below(AGED_RANGES));
+                self.space.free(iova, size)?;
+            }
+            // Small ones are more frequent; not all are powers of two.
+            let most = 1 << self.random.below(7);
+            let size = (1 + self.random.below(most) as u64) * GRANULE;
+            self.background.push((self.space.alloc(&Request::new(size))?, size));
+        }
+        while self.background.len() > AGED_RANGES / 2 {
+            let which = self.random.below(self.background.len());
+            let (iova, size) = self.background.swap_remove(which);
+            self.space.free(iova, size)?;
+        }
+        Ok(())
+    }
+
+    /// Gives each stream a chunk of its own; `apart`: with leads that differ, and buffers cut without
+    /// more alignment than the granule's, which would undo that.
+    fn make_rings(&mut self, apart: bool) -> Result<()> {
+        let Pattern { slots, bytes, .. } = *self.pattern;
+        for (n, stream) in self.streams.iter_mut().enumerate() {
+            let below = Arc::clone(&self.space);
+            let ring = if apart {
+                stream.align = Align::Bytes(GRANULE);
+                Ring::with_lead(below, slots as u64 * bytes, (n % LEADS) as u64 * GRANULE)?
+            } else {
+                Ring::new(below, slots as u64 * bytes.next_power_of_two())?
+            };
+            let ring = Arc::new(ring);
+            stream.queue = Arc::clone(&ring) as Arc<dyn Allocator>;
+            self.rings.push(ring);
+        }
+        Ok(())
+    }
+
+    /// Fills the rings, lets the device run, empties them.
+    fn run(mut self, order: Order) -> Result<Totals> {
+        let in_flight = self.streams.len() as u64 * self.pattern.slots as u64 * self.pattern.bytes;
+        for stream in 0..self.streams.len() {
+            self.fill(stream)?;
+            if order == Order::Drifting {
+                self.scatter(stream);
+            }
+        }
+        // A lap that does not count, until the caches and the allocator are as they stay.
+        self.advance(order, in_flight)?;
+        self.caches.restart();
+        self.totals = Totals::default();
+        let moments = 16;
+        let moved = in_flight * u64::from(self.pattern.uses.max(LEAST_LAPS));
+        for _ in 0..moments {
+            self.advance(order, moved.div_ceil(moments))?;
+            self.look();
+        }
+        self.totals.counts = self.caches.counts();
+        self.totals.fallbacks = self.rings.iter().map(|ring| ring.fallbacks()).sum();
+        self.finish()
+    }
+
+    /// The device moves `bytes`, and what is used up is replaced.
+    fn advance(&mut self, order: Order, bytes: u64) -> Result<()> {
+        let mut moved = 0;
+        let mut turn = 0;
+        while moved < bytes {
+            let which = match order {
+                Order::Drifting => self.random.below(self.streams.len()),
+                Order::Lockstep => turn % self.streams.len(),
+            };
+            turn += 1;
+            moved += self.burst(which)?;
+        }
+        self.totals.moved += moved;
+        Ok(())
+    }
+
+    /// A burst of one stream: how many bytes it moved.
+    fn burst(&mut self, which: usize) -> Result<u64> {
+        let Pattern { bytes, slots, .. } = *self.pattern;
+        let stream = &mut self.streams[which];
+        // Half of the slots are filled at least: there is one.
+        while stream.slots[stream.at].is_none_or(|slot| slot.uses == 0) {
+            stream.at = (stream.at + 1) % slots;
+        }
+        let Some(slot) = stream.slots[stream.at].as_mut() else { return Ok(0) };
+        let size = PageSize::of(slot.iova, bytes, stream.offset);
+        self.caches.access(slot.iova + stream.offset, size);
+        let burst = self.options.burst_bytes.min(bytes - stream.offset);
+        stream.offset += burst;
+        if stream.offset == bytes {
+            slot.uses -= 1;
+            let used_up = slot.uses == 0;
+            if used_up {
+                stream.done.push(stream.at);
+            }
+            (stream.offset, stream.at) = (0, (stream.at + 1) % slots);
+            if used_up {
+                self.complete(which)?;
+            }
+        }
+        Ok(burst)
+    }
+
+    /// Completions are looked at an eighth of a ring at a time, and half a ring is filled at once.
+    fn complete(&mut self, which: usize) -> Result<()> {
+        let slots = self.pattern.slots;
+        if self.streams[which].done.len() < (slots / 8).max(1) {
+            return Ok(());
+        }
+        self.unmap(which)?;
+        if self.streams[which].empty.len() >= (slots / 2).max(1) {
+            self.fill(which)?;
+        }
+        Ok(())
+    }
+
+    /// Strict: the entries are gone before the addresses are free.
+    fn unmap(&mut self, which: usize) -> Result<()> {
+        let stream = &mut self.streams[which];
+        self.cpu.set(stream.cpu);
+        for at in std::mem::take(&mut stream.done) {
+            let Some(slot) = stream.slots[at].take() else { continue };
+            for (iova, size) in pages(slot.iova, self.pattern.bytes) {
+                self.caches.invalidate(iova, size);
+            }
+            stream.queue.free(slot.iova, self.pattern.bytes)?;
+            stream.empty.push_back(at);
+        }
+        Ok(())
+    }
+
+    fn fill(&mut self, which: usize) -> Result<()> {
+        let stream = &mut self.streams[which];
+        self.cpu.set(stream.cpu);
+        let bytes = self.pattern.bytes;
+        let request = Request::new(bytes).align(stream.align);
+        while let Some(at) = stream.empty.pop_front() {
+            let iova = stream.queue.alloc(&request)?;
+            stream.slots[at] = Some(Slot { iova, uses: self.pattern.uses });
+            self.totals.tables.extend(pages(iova, bytes).flat_map(|(at, size)| tables(at, size)));
+        }
+        Ok(())
+    }
+
+    /// A stream that has run for a while: somewhere in its ring, its buffers of different ages.
+    fn scatter(&mut self, which: usize) {
+        let stream = &mut self.streams[which];
+        stream.at = self.random.below(self.pattern.slots);
+        for slot in stream.slots.iter_mut().flatten() {
+            slot.uses -= self.random.below(self.pattern.uses as usize) as u32;
+        }
+    }
+
+    /// Which tables are needed at this moment.
+    fn look(&mut self) {
+        let mut needed = HashSet::new();
+        for slot in self.streams.iter().flat_map(|stream| stream.slots.iter().flatten()) {
+            let of = pages(slot.iova, self.pattern.bytes);
+            needed.extend(of.flat_map(|(at, size)| tables(at, size)));
+            self.totals.bytes_in_flight += self.pattern.bytes;
+        }
+        self.totals.tables_in_flight += needed.len() as u64;
+    }
+
+    /// Everything is freed: an allocator that has lost count says so here.
+    fn finish(mut self) -> Result<Totals> {
+        for stream in &self.streams {
+            for slot in stream.slots.iter().flatten() {
+                stream.queue.free(slot.iova, self.pattern.bytes)?;
+            }
+        }
+        for (iova, size) in std::mem::take(&mut self.background) {
+            self.space.free(iova, size)?;
+        }
+        Ok(self.totals)
+    }
+}
+
+/// The allocator of a placement, or of a peer.
+fn space(placement: &str, aperture: Aperture, cpu: &Arc<FixedCpu>) -> Result<Arc<dyn Allocator>> {
+    let slabs = |placement| -> Arc<dyn Allocator> {
+        let mut config = SlabConfig::default();
+        config.placement = placement;
+        Arc::new(Slabs::with_config(aperture, Arc::clone(cpu), config))
+    };
+    Ok(match placement {
+        "size" | "ring" | "ring-apart" => slabs(Placement::SizeAligned),
+        "lowest" => slabs(Placement::Lowest),
+        "highest" => slabs(Placement::Highest),
+        "rbtree" => Arc::new(RbTree::new(aperture)),
+        "bitmap" => Arc::new(Bitmap::new(aperture, u64::MAX)),
+        "magazines" => Arc::new(Magazines::new(RbTree::new(aperture), Arc::clone(cpu))),
+        other => anyhow::bail!("no placement is called {other:?}"),
+    })
+}
+
+/// Random numbers that are the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        // The upper half of a product: no remainder, whose lowest values would be favoured.
+        ((u128::from(mix(self.0)) * n as u128) >> 64) as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeMap, sync::Mutex};
+
+    use ringfence_iova::{AllocError, FreeError, FreeReason, ReserveError, Stats};
+
+    use super::*;
+
+    /// Hands out one address after the other and never the same again.
+    #[derive(Default)]
+    struct Bump(Mutex<(u64, BTreeMap<u64, u64>)>);
+
+    impl Allocator for Bump {
+        fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
+            let mut state = self.0.lock().unwrap();
+            let iova = (state.0 + 1).next_multiple_of(request.size.next_power_of_two());
+            state.0 = iova + (request.size - 1);
+            state.1.insert(iova, request.size);
+            Ok(iova)
+        }
+        fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
+            let was = self.0.lock().unwrap().1.remove(&iova);
+            let reason = FreeReason::NotAllocated;
+            (was == Some(size)).then_some(()).ok_or(FreeError { iova, size, reason })
+        }
+        fn reserve(&self, _first: u64, _last: u64) -> Result<(), ReserveError> {
+            Ok(())
+        }
+        fn check_free(&self, _iova: u64, _size: u64) -> Result<(), FreeError> {
+            Ok(())
+        }
+        fn granule(&self) -> u64 {
+            GRANULE
+        }
+        fn stats(&self) -> Stats {
+            Stats::default()
+        }
+    }
+
+    fn options(streams: usize, buffers: usize, bytes: u64) -> Options {
+        Options { streams, buffers, buffer_bytes: bytes, ..Options::default() }
+    }
+
+    fn bump(options: &Options, pattern: &Pattern, order: Order) -> Totals {
+        let space = Arc::new(Bump::default());
+        let cpu = Arc::new(FixedCpu::new(CPUS));
+        let shared = Arc::clone(&space) as Arc<dyn Allocator>;
+        let totals = Machine::over(options, pattern, cpu, shared).run(order).unwrap();
+        assert!(space.0.lock().unwrap().1.is_empty(), "all was freed, by its right size");
+        totals
+    }
+
+    #[test]
+    fn one_strict_stream_misses_each_page_once() {
+        let options = options(1, 8, 16 * GRANULE);
+        for pattern in patterns(&options).iter().filter(|pattern| pattern.uses == 1) {
+            for order in [Order::Drifting, Order::Lockstep] {
+                let totals = bump(&options, pattern, order);
+                assert_eq!(totals.moved, u64::from(LEAST_LAPS) * 8 * 16 * GRANULE);
+                assert_eq!(totals.counts.accesses, totals.moved / options.burst_bytes);
+                assert_eq!(totals.counts.iotlb_misses, totals.moved / GRANULE);
+                assert_eq!(totals.counts.conflict_misses, 0);
+                // Addresses that only go up meet each table once.
+                let tables = totals.moved.div_ceil(2 << 20);
+                assert!(totals.counts.walk_misses[2] <= tables + 1, "{totals:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn all_orders_move_the_same() {
+        let options = options(3, 4, 4 * GRANULE);
+        for pattern in &patterns(&options) {
+            let drifting = bump(&options, pattern, Order::Drifting);
+            let lockstep = bump(&options, pattern, Order::Lockstep);
+            assert_eq!(drifting.moved, lockstep.moved);
+            assert_eq!(drifting.counts.accesses, lockstep.counts.accesses);
+        }
+    }
+
+    #[test]
+    fn a_mapping_that_is_kept_and_fits_the_iotlb_misses_once_a_life() {
+        let options = options(1, 4, 4 * GRANULE);
+        let kept = Pattern { name: "buffers", slots: 4, bytes: 4 * GRANULE, uses: 16 };
+        let totals = bump(&options, &kept, Order::Drifting);
+        let misses = totals.misses();
+        assert!((0.9 / 16.0..1.2 / 16.0).contains(&misses.iotlb), "{misses:?}");
+    }
+
+    #[test]
+    fn buffers_of_2_mib_need_an_entry_each_and_no_leaf_tables() {
+        let options = options(2, 2, 2 << 20);
+        let pattern = Pattern { name: "buffers", slots: 2, bytes: 2 << 20, uses: 1 };
+        let totals = bump(&options, &pattern, Order::Lockstep);
+        assert_eq!(totals.counts.iotlb_misses, totals.moved / (2 << 20));
+        assert!(totals.tables.iter().all(|&(level, _)| level < 3));
+    }
+
+    #[test]
+    fn buffers_that_are_aligned_alike_alias_in_lockstep() {
+        // Eight streams at the same page of equally aligned buffers, in sets of four ways.
+        let options = options(8, 4, 16 * GRANULE);
+        let pattern = &patterns(&options)[0];
+        let totals = bump(&options, pattern, Order::Lockstep);
+        // All but a few accesses miss: what an unmap leaves room for.
+        let counts = totals.counts;
+        assert!(counts.iotlb_misses > counts.accesses / 100 * 98, "{counts:?}");
+        assert!(counts.conflict_misses > counts.accesses / 8 * 6, "{counts:?}");
+    }
+
+    #[test]
+    fn every_placement_has_a_row_and_rings_keep_to_their_chunks() {
+        let options = Options { reuse: 1, ..options(8, 16, GRANULE) };
+        let pattern = &patterns(&options)[0];
+        for placement in PLACEMENTS {
+            let row = row(&options, pattern, placement).unwrap();
+            let model = row.model.unwrap();
+            assert!(model.drifting.iotlb >= 1.0 && model.lockstep.iotlb >= 1.0, "{row:?}");
+            assert!(model.table_pages_per_gib > 0.0 && model.table_pages_touched > 0);
+            assert_eq!(model.fallbacks, 0);
+            if placement == "ring-apart" {
+                // Eight streams in eight of sixteen sets.
+                assert_eq!(model.lockstep.conflict, 0.0);
+            }
+            // The same seed, the same figures.
+            assert_eq!(super::row(&options, pattern, placement).unwrap(), row);
+        }
+        assert!(row(&options, pattern, "nowhere").is_err());
+    }
+
+    #[test]
+    fn patterns_are_as_many_as_the_options_tell_apart() {
+        let names = |options: &Options| {
+            let of = |pattern: Pattern| (pattern.name, pattern.slots, pattern.bytes, pattern.uses);
+            patterns(options).into_iter().map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            names(&options(1, 2, 8192)),
+            [
+                ("buffers", 2, 8192, 1),
+                ("buffers", 2, 8192, 16),
+                ("pages", 4, 4096, 1),
+                ("pages", 4, 4096, 16)
+            ]
+        );
+        let strict = Options { reuse: 1, ..options(1, 2, 100) };
+        assert_eq!(names(&strict), [("buffers", 2, 4096, 1)]);
+    }
 }
