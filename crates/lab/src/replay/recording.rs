@@ -1,0 +1,530 @@
+//! Reading a recording, whatever its format.
+
+use std::{
+    fmt, io,
+    io::Read,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use super::{
+    event::{Event, Parsed, Said, What},
+    ftrace,
+    lines::{Broken, Line, Lines},
+    qemu,
+    stream::{Derivation, Stamp, Stream},
+};
+
+/// The most maps and unmaps that are read of a recording: some 600 MB of them.
+pub const MAX_EVENTS: u64 = 10_000_000;
+/// So many bytes without a map or an unmap, and no more is read.
+pub const MAX_SILENCE: u64 = 256 << 20;
+/// Damaged lines that are told one by one.
+const TOLD: usize = 5;
+
+/// How a recording is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// QEMU's log of its virtio-iommu device.
+    Qemu,
+    /// Text of the kernel's tracepoints `iommu:map` and `iommu:unmap`.
+    Ftrace,
+}
+
+impl Format {
+    const ALL: [Format; 2] = [Format::Qemu, Format::Ftrace];
+
+    /// Its name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Format::Qemu => "qemu-virtio-iommu",
+            Format::Ftrace => "ftrace",
+        }
+    }
+
+    fn parse(self, line: &str) -> Parsed {
+        match self {
+            Format::Qemu => qemu::parse(line),
+            Format::Ftrace => ftrace::parse(line),
+        }
+    }
+
+    /// Whether an unmap can remove a part of a mapping: page tables can, a virtio-iommu refuses.
+    const fn cuts(self) -> bool {
+        matches!(self, Format::Ftrace)
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A line that should have told something and did not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Damage {
+    /// Its number, from 1.
+    pub line: u64,
+    /// What is wrong.
+    pub what: String,
+}
+
+/// A recording that was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recording {
+    /// How it is written.
+    pub format: Format,
+    /// Lines of all kinds.
+    pub lines: u64,
+    /// Lines that are damaged.
+    pub damaged: u64,
+    /// The first of them.
+    pub damage: Vec<Damage>,
+    /// Maps, also those that are no part of the stream.
+    pub maps: u64,
+    /// Unmaps, likewise.
+    pub unmaps: u64,
+    /// Devices that were attached to a domain.
+    pub attached: u64,
+    /// Events that the kernel itself had dropped.
+    pub lost: u64,
+    /// Whether its events have times.
+    pub timed: bool,
+    /// Why the rest was not read; `None`: all was.
+    pub incomplete: Option<String>,
+    /// What it tells.
+    pub stream: Stream,
+}
+
+/// Why nothing could be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// It is no recording; the text says what it seems to be and what would be one.
+    #[error("{0}")]
+    NotARecording(String),
+    /// The system could not read.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl Recording {
+    /// Reads `source`: text or gzip of it, in one of the formats; which, its lines tell. Ends early
+    /// if `stop` is set.
+    ///
+    /// # Errors
+    /// It holds no map, or could not be read at all.
+    pub fn read(source: impl Read, stop: &AtomicBool) -> Result<Recording, ReadError> {
+        let mut lines = Lines::new(source)?;
+        let mut reader = Reader::default();
+        let mut incomplete = None;
+        // Where the last map or unmap ended.
+        let mut spoken = 0;
+        loop {
+            let at = lines.bytes();
+            let line = match lines.next_line() {
+                Ok(Some(line)) => line,
+                Ok(None) => break,
+                Err(Broken::Io(error)) => return Err(error.into()),
+                Err(broken) => {
+                    incomplete = Some(broken.to_string());
+                    break;
+                }
+            };
+            if reader.line(line) {
+                spoken = at;
+            } else if at - spoken > MAX_SILENCE {
+                incomplete = Some(format!("{} MiB without a map or an unmap", MAX_SILENCE >> 20));
+                break;
+            }
+            if reader.maps + reader.unmaps == MAX_EVENTS {
+                incomplete = Some(format!("{MAX_EVENTS} maps and unmaps are the most"));
+                break;
+            }
+            if reader.lines % 4096 == 0 && stop.load(Ordering::Relaxed) {
+                incomplete = Some("interrupted".to_owned());
+                break;
+            }
+        }
+        reader.finish(incomplete)
+    }
+
+    /// What a reader of the figures must know, each in a sentence; `file` is how it is called.
+    pub fn warnings(&self, file: &str) -> Vec<String> {
+        let mut told: Vec<String> = self
+            .damage
+            .iter()
+            .map(|Damage { line, what }| format!("{file}:{line}: skipped: {what}"))
+            .collect();
+        let more = self.damaged - self.damage.len() as u64;
+        if more > 0 {
+            told.push(format!("{file}: {more} more damaged lines were skipped"));
+        }
+        if let Some(why) = &self.incomplete {
+            let lines = self.lines;
+            told.push(format!("{file}: read up to line {lines} only: {why}"));
+        }
+        if self.lost > 0 {
+            told.push(format!(
+                "{file}: the kernel dropped {} events (its buffer was too small): figures are of \
+                 what is left",
+                self.lost
+            ));
+        }
+        if !self.timed {
+            told.push(format!(
+                "{file}: no line has a time, so that no flush queue's timer runs out"
+            ));
+        }
+        let left_out = self.stream.left_out;
+        for (count, what) in [
+            (left_out.maps_of_mapped, "maps of addresses that were mapped already"),
+            (left_out.unmaps_of_nothing, "unmaps where nothing was mapped"),
+            (left_out.unmaps_refused, "unmaps that would have cut a mapping"),
+            (left_out.maps_beyond_domains, "maps in more domains than are replayed"),
+        ] {
+            if count > 0 {
+                told.push(format!("{file}: left out: {count} {what}"));
+            }
+        }
+        told
+    }
+}
+
+/// What was read so far.
+#[derive(Default)]
+struct Reader {
+    format: Option<Format>,
+    lines: u64,
+    /// Lines without a shape before the format was known: damage if it is.
+    shapeless: Vec<u64>,
+    shapeless_count: u64,
+    damaged: u64,
+    damage: Vec<Damage>,
+    maps: u64,
+    unmaps: u64,
+    attached: u64,
+    /// Events dropped, as a header and as notes between the lines tell.
+    lost_before: u64,
+    lost_between: u64,
+    timed: bool,
+    /// Whether QEMU's lines begin with a process and a time; then every one does.
+    prefixed: bool,
+    /// What a recording without maps may be.
+    resembles: Option<&'static str>,
+    derivation: Derivation,
+}
+
+impl Reader {
+    /// Takes in a line. Whether it was about a mapping.
+    fn line(&mut self, line: Line<'_>) -> bool {
+        self.lines = line.number;
+        // What is not UTF-8 can be a task's name, which nobody needs, or a number, which is then
+        // found to be none.
+        let text = String::from_utf8_lossy(line.text);
+        let text = text.as_ref();
+        if text.trim_ascii().is_empty() {
+            return false;
+        }
+        let parsed = match self.format {
+            Some(format) => format.parse(text),
+            None => self.detect(text),
+        };
+        // Nothing that we know is so long; were it an event, half of it would be missing.
+        let parsed = if line.cut { Err("the line is too long".to_owned()) } else { parsed };
+        match parsed {
+            Ok(Some(Said::Event(event))) => return self.event(event),
+            Ok(Some(Said::Other)) => self.other(text),
+            Ok(None) => self.shapeless(line.number, text),
+            Err(what) => self.damaged(line.number, what),
+        }
+        false
+    }
+
+    /// The format is that of the first line that has one.
+    fn detect(&mut self, text: &str) -> Parsed {
+        for format in Format::ALL {
+            let parsed = format.parse(text);
+            if matches!(parsed, Ok(None)) {
+                continue;
+            }
+            // A comment is one in any format.
+            if !(text.starts_with('#') || text.starts_with("version =")) {
+                self.format = Some(format);
+            }
+            return parsed;
+        }
+        Ok(None)
+    }
+
+    fn event(&mut self, event: Event) -> bool {
+        let Event { time_ns, cpu, domain, what } = event;
+        self.timed |= time_ns.is_some();
+        self.prefixed |= time_ns.is_some();
+        let stamp = Stamp { time_ns, cpu };
+        match what {
+            What::Map { first, last, target } => {
+                self.maps += 1;
+                self.derivation.map(domain, first, last, target, stamp);
+                return true;
+            }
+            What::Unmap { first, last } => {
+                self.unmaps += 1;
+                let cuts = self.format.is_some_and(Format::cuts);
+                self.derivation.unmap(domain, first, last, cuts, stamp);
+                return true;
+            }
+            What::Attach => self.attached += 1,
+            What::Detach => {}
+            What::Gone => self.derivation.gone(domain),
+        }
+        false
+    }
+
+    fn other(&mut self, text: &str) {
+        self.prefixed |= text.starts_with(|c: char| c.is_ascii_digit());
+        if text.starts_with('#') {
+            self.lost_before = self.lost_before.max(ftrace::lost(text));
+        } else if text.starts_with("CPU:") {
+            self.lost_between = self.lost_between.saturating_add(ftrace::lost(text));
+        } else if text.contains(":vtd_inv_desc") {
+            self.resembles.get_or_insert(
+                "it is a log of VT-d invalidations, which tell what was unmapped and not what was \
+                 mapped",
+            );
+        }
+    }
+
+    /// A line that has nothing of a format.
+    fn shapeless(&mut self, number: u64, text: &str) {
+        match self.format {
+            None => {
+                if text.contains(" IOTLB type=") {
+                    self.resembles.get_or_insert(
+                        "it is a log of vhost-user IOTLB messages, whose updates answer misses and \
+                         tell nothing of allocations",
+                    );
+                }
+                self.shapeless_count += 1;
+                if self.shapeless.len() < TOLD {
+                    self.shapeless.push(number);
+                }
+            }
+            // Messages of other kinds may stand in a log whose lines have no mark.
+            Some(Format::Qemu) if !self.prefixed => {}
+            Some(_) => self.damaged(number, self.no_line()),
+        }
+    }
+
+    fn no_line(&self) -> String {
+        match self.format {
+            Some(Format::Qemu) => "it does not begin with PID@SECONDS.MICROSECONDS:".to_owned(),
+            _ => "neither an event with its time nor a comment".to_owned(),
+        }
+    }
+
+    fn damaged(&mut self, line: u64, what: String) {
+        self.damaged += 1;
+        if self.damage.len() < TOLD {
+            self.damage.push(Damage { line, what });
+        }
+    }
+
+    fn finish(mut self, incomplete: Option<String>) -> Result<Recording, ReadError> {
+        let (Some(format), 1..) = (self.format, self.maps) else {
+            return Err(ReadError::NotARecording(self.nothing(incomplete.as_deref())));
+        };
+        if format != Format::Qemu || self.prefixed {
+            let what = self.no_line();
+            self.damaged += self.shapeless_count;
+            let mut damage: Vec<Damage> = std::mem::take(&mut self.shapeless)
+                .into_iter()
+                .map(|line| Damage { line, what: what.clone() })
+                .collect();
+            damage.append(&mut self.damage);
+            damage.truncate(TOLD);
+            self.damage = damage;
+        }
+        Ok(Recording {
+            format,
+            lines: self.lines,
+            damaged: self.damaged,
+            damage: self.damage,
+            maps: self.maps,
+            unmaps: self.unmaps,
+            attached: self.attached,
+            lost: self.lost_before.max(self.lost_between),
+            timed: self.timed,
+            incomplete,
+            stream: self.derivation.finish(),
+        })
+    }
+
+    /// Why this is no recording.
+    fn nothing(&self, incomplete: Option<&str>) -> String {
+        let mut why = match (self.lines, self.resembles) {
+            (0, _) => "it is empty".to_owned(),
+            (_, Some(resembles)) => resembles.to_owned(),
+            (lines, None) => format!("none of its {lines} lines is a map"),
+        };
+        if let Some(damage) = self.damage.first() {
+            why += &format!(" (line {} is damaged: {})", damage.line, damage.what);
+        }
+        if let Some(incomplete) = incomplete {
+            why += &format!(" ({incomplete})");
+        }
+        why + "; understood are QEMU's log of virtio_iommu_map and virtio_iommu_unmap, and ftrace \
+               text (also of trace-cmd report and perf script) of iommu:map and iommu:unmap, either \
+               with gzip or without"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const QEMU: &str = "\
+4312@10.000000:virtio_iommu_get_features device supports features=0x10179000077
+4312@10.500000:virtio_iommu_attach domain=0 endpoint=16
+4312@11.000000:virtio_iommu_map domain=0 virt_start=0x1000 virt_end=0x1fff phys_start=0x2000 flags=3
+4312@11.500000:virtio_iommu_map domain=0 virt_start=0x2000 virt_end=0x3fff phys_start=0x9000 flags=3
+4312@12.000000:virtio_iommu_unmap domain=0 virt_start=0x1000 virt_end=0x3fff
+4312@12.000001:virtio_iommu_unmap_done domain=0 virt_start=0x1000 virt_end=0x1fff
+4312@12.000002:virtio_iommu_unmap_done domain=0 virt_start=0x2000 virt_end=0x3fff
+";
+    const FTRACE: &str = "\
+# tracer: nop
+#
+# entries-in-buffer/entries-written: 2/7   #P:1
+  fio-1  [001] .....   1.000000: map: IOMMU: iova=0x1000 - 0x2000 paddr=0x5000 size=4096
+  fio-1  [000] .....   1.000001: sched_waking: comm=fio
+  fio-1  [001] .....   2.000000: unmap: IOMMU: iova=0x1000 - 0x2000 size=4096 unmapped_size=4096
+";
+
+    fn read(text: impl AsRef<[u8]>) -> Result<Recording, ReadError> {
+        Recording::read(text.as_ref(), &AtomicBool::new(false))
+    }
+
+    #[test]
+    fn the_lines_tell_the_format() {
+        let qemu = read(QEMU).unwrap();
+        assert_eq!((qemu.format, qemu.lines, qemu.damaged), (Format::Qemu, 7, 0));
+        assert_eq!((qemu.maps, qemu.unmaps, qemu.attached), (2, 1, 1));
+        assert_eq!(qemu.stream.allocations().len(), 1);
+        assert_eq!(qemu.stream.duration_ns, 1_000_000_000);
+        assert!(qemu.warnings("x").is_empty(), "{:?}", qemu.warnings("x"));
+        let ftrace = read(FTRACE).unwrap();
+        assert_eq!((ftrace.format, ftrace.lines, ftrace.damaged), (Format::Ftrace, 6, 0));
+        assert_eq!((ftrace.maps, ftrace.unmaps, ftrace.stream.cpus), (1, 1, 2));
+        assert_eq!(ftrace.lost, 5);
+        assert!(ftrace.warnings("x")[0].contains("dropped 5 events"));
+    }
+
+    #[test]
+    fn a_damaged_line_is_counted_with_its_number_and_skipped() {
+        let recording = read(QEMU.replace("virt_end=0x1fff ", "virt_end=0x1ffz ")).unwrap();
+        assert_eq!((recording.damaged, recording.maps), (1, 1));
+        let told = &recording.warnings("trace.log")[0];
+        assert!(told.starts_with("trace.log:3: skipped") && told.contains("0x1ffz"), "{told}");
+        // What is no line at all is damage too, also before the first that is one.
+        let recording = read(format!("rubbish\n{QEMU}more\n")).unwrap();
+        let lines: Vec<u64> = recording.damage.iter().map(|damage| damage.line).collect();
+        assert_eq!((recording.damaged, lines), (2, vec![1, 9]));
+        assert_eq!(read(format!("{FTRACE}more\n\n")).unwrap().damaged, 1);
+    }
+
+    #[test]
+    fn of_many_damaged_lines_the_first_are_told_and_the_rest_counted() {
+        let recording = read(format!("{QEMU}{}", "rubbish\n".repeat(50))).unwrap();
+        assert_eq!((recording.damaged, recording.damage.len()), (50, TOLD));
+        assert!(recording.warnings("x")[TOLD].contains("45 more damaged lines"));
+    }
+
+    #[test]
+    fn a_log_without_marks_may_hold_other_messages() {
+        let bare: String = QEMU
+            .lines()
+            .map(|line| line.split_once(':').unwrap().1.to_owned() + "\nguest error\n")
+            .collect();
+        let recording = read(bare).unwrap();
+        assert_eq!((recording.damaged, recording.maps, recording.timed), (0, 2, false));
+        assert!(recording.warnings("x")[0].contains("no line has a time"));
+    }
+
+    #[test]
+    fn what_is_no_recording_is_answered_with_what_would_be() {
+        for (text, words) in [
+            ("", "empty"),
+            ("hello\n", "none of its 1 lines"),
+            ("0.1 IOTLB type=2 iova=0x0 size=0x1000 uaddr=0x1 perm=3 need_reply=1\n", "vhost-user"),
+            ("1@2.0:vtd_inv_desc_iec granularity 0x0 index 0x0 mask 0x0\n", "VT-d"),
+            ("1@2.0:virtio_iommu_map domain=0\n", "line 1 is damaged"),
+            ("# tracer: nop\n#\n", "none of its 2 lines"),
+            ("1@2.0:virtio_iommu_unmap domain=0 virt_start=0x0 virt_end=0xfff\n", "is a map"),
+        ] {
+            let error = read(text).unwrap_err().to_string();
+            for words in [words, "virtio_iommu_map", "iommu:unmap"] {
+                assert!(error.contains(words), "{text:?}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_recording_that_was_cut_is_read_as_far_as_it_goes() {
+        use std::io::Write;
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
+        encoder.write_all(QEMU.as_bytes()).unwrap();
+        let zipped = encoder.finish().unwrap();
+        assert_eq!(read(&zipped).unwrap(), read(QEMU).unwrap());
+        let recording = read(&zipped[..zipped.len() - 200]).unwrap();
+        assert!(recording.incomplete.as_deref().unwrap().contains("too early"));
+        assert_eq!((recording.lines, recording.damaged, recording.maps), (4, 0, 2));
+        assert!(recording.warnings("x")[0].contains("read up to line 4 only"));
+    }
+
+    #[test]
+    fn reading_stops_when_it_is_told_to() {
+        let text = QEMU.repeat(4096);
+        let recording = Recording::read(text.as_bytes(), &AtomicBool::new(true)).unwrap();
+        assert_eq!(recording.lines, 4096);
+        assert!(recording.incomplete.is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_do_any_harm(
+            bytes in prop::collection::vec(any::<u8>(), 0..500),
+            at in 0usize..1200,
+            which: bool,
+        ) {
+            let _ = read(&bytes);
+            // In the middle of a recording, too.
+            let mut text = if which { QEMU } else { FTRACE }.as_bytes().to_vec();
+            let at = at % text.len();
+            let end = (at + bytes.len()).min(text.len());
+            text.splice(at..end, bytes);
+            if let Ok(recording) = read(&text) {
+                prop_assert!(recording.maps > 0);
+                prop_assert!(recording.damaged <= recording.lines);
+                let stream = &recording.stream;
+                prop_assert_eq!(stream.ops().len(), stream.allocations().len() + stream.frees());
+            }
+        }
+
+        #[test]
+        fn no_words_of_a_recording_do_any_harm(
+            words in prop::collection::vec(
+                prop::sample::select(vec![
+                    "1@2.0:virtio_iommu_map", "1@2.0:virtio_iommu_unmap", "domain=0", "domain=1",
+                    "virt_start=0x0", "virt_end=0xffffffffffffffff", "virt_end=0xfff",
+                    "phys_start=0x0", "flags=3", "\n", "fio-1 [000] 1.0:", "map:", "unmap:",
+                    "IOMMU:", "iova=0x1000", "-", "0x2000", "0x0", "paddr=0x5000", "size=4096",
+                    "size=18446744073709551615", "unmapped_size=1", "iova=0x0", "#", "[70000]",
+                ]),
+                0..60),
+        ) {
+            let _ = read(words.join(" ").replace(" \n ", "\n"));
+        }
+    }
+}

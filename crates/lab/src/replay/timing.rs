@@ -1,0 +1,253 @@
+//! What an allocator takes for the recorded operations.
+//!
+//! Two kinds of pass, each with fresh allocators: one between two readings of the clock, for the
+//! time an operation takes, and one that reads the clock around every operation, for the split
+//! between allocations and frees and for the slow ones. What the clock itself takes is measured
+//! in the same pass and taken off.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, anyhow};
+use ringfence_iova::{
+    AllocError, Allocator, Aperture, FreeError, Placement, Request, ReserveError, Stats,
+};
+
+use super::stream::Stream;
+use crate::{allocators::AllocatorKind, stats::Latencies};
+
+/// A pass of fewer operations is repeated, so that a round takes long enough to be timed.
+const FEWEST_OPS: usize = 20_000;
+/// So many operations, then a look at whether to stop.
+const BETWEEN_LOOKS: usize = 4096;
+
+/// The operations of a stream and nothing else of it, so that little memory passes the caches.
+pub(super) struct Script {
+    steps: Vec<Step>,
+    slots: usize,
+    domains: usize,
+    aperture: Aperture,
+}
+
+struct Step {
+    /// Bytes to allocate; 0 frees what the slot holds.
+    size: u64,
+    slot: u32,
+    domain: u16,
+}
+
+/// What a slot holds; no bytes: nothing, its allocation failed.
+#[derive(Clone, Copy, Default)]
+struct Held {
+    iova: u64,
+    size: u64,
+}
+
+/// Who serves the operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Server {
+    /// An allocator.
+    Kind(AllocatorKind),
+    /// Nobody: what the loop itself takes.
+    Nobody,
+}
+
+/// What a round found, nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Round {
+    /// An operation, allocations and frees together.
+    pub(super) both: f64,
+    /// An allocation; NaN if there is none.
+    pub(super) alloc: f64,
+    /// A free; NaN if there is none.
+    pub(super) free: f64,
+    /// 99 of 100 operations took no longer.
+    pub(super) p99: f64,
+    /// The slowest operation.
+    pub(super) worst: f64,
+}
+
+impl Script {
+    pub(super) fn new(stream: &Stream, aperture: Aperture) -> Script {
+        let step = |op| {
+            let allocation = stream.allocation(op);
+            let size = if op.free { 0 } else { allocation.size() };
+            Step { size, slot: allocation.slot, domain: allocation.domain }
+        };
+        Script {
+            steps: stream.ops().iter().map(step).collect(),
+            slots: stream.slots,
+            domains: stream.domains,
+            aperture,
+        }
+    }
+
+    /// One round: both kinds of pass. `None` if it was stopped.
+    ///
+    /// # Errors
+    /// An allocator refused to take back what it had handed out.
+    pub(super) fn round(&self, server: Server, stop: &AtomicBool) -> Result<Option<Round>> {
+        let Some(both) = self.unclocked(server, stop)? else { return Ok(None) };
+        if server == Server::Nobody {
+            return Ok(Some(Round { both, ..Round::default() }));
+        }
+        Ok(self.clocked(server, stop)?.map(|round| Round { both, ..round }))
+    }
+
+    fn serve(&self, server: Server) -> Vec<Box<dyn Allocator>> {
+        let one = || match server {
+            Server::Kind(kind) => kind.make(self.aperture, Placement::default()),
+            Server::Nobody => Box::new(Nothing),
+        };
+        std::iter::repeat_with(one).take(self.domains).collect()
+    }
+
+    /// Nanoseconds an operation.
+    fn unclocked(&self, server: Server, stop: &AtomicBool) -> Result<Option<f64>> {
+        let passes = FEWEST_OPS.div_ceil(self.steps.len());
+        let mut spent = Duration::ZERO;
+        for _ in 0..passes {
+            let allocators = self.serve(server);
+            let mut held = vec![Held::default(); self.slots];
+            let begun = Instant::now();
+            for steps in self.steps.chunks(BETWEEN_LOOKS) {
+                for step in steps {
+                    let allocator = &*allocators[usize::from(step.domain)];
+                    take(step, allocator, &mut held[step.slot as usize])
+                        .map_err(|error| refused(server, error))?;
+                }
+                if stop.load(Ordering::Relaxed) {
+                    return Ok(None);
+                }
+            }
+            spent += begun.elapsed();
+        }
+        Ok(Some(spent.as_nanos() as f64 / (self.steps.len() * passes) as f64))
+    }
+
+    fn clocked(&self, server: Server, stop: &AtomicBool) -> Result<Option<Round>> {
+        let allocators = self.serve(server);
+        let mut held = vec![Held::default(); self.slots];
+        let clock = clock_cost();
+        let mut all = Latencies::new();
+        let mut worst = 0;
+        // Allocations, frees: how many, how long.
+        let mut sums = [(0u64, 0u64); 2];
+        for steps in self.steps.chunks(BETWEEN_LOOKS) {
+            for step in steps {
+                let allocator = &*allocators[usize::from(step.domain)];
+                let held = &mut held[step.slot as usize];
+                let begun = Instant::now();
+                let done = take(step, allocator, held);
+                let ns = begun.elapsed().saturating_sub(clock).as_nanos() as u64;
+                done.map_err(|error| refused(server, error))?;
+                let (count, sum) = &mut sums[usize::from(step.size == 0)];
+                *count += 1;
+                *sum += ns;
+                all.record(ns);
+                worst = worst.max(ns);
+            }
+            if stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+        }
+        let mean = |(count, sum): (u64, u64)| sum as f64 / count as f64;
+        Ok(Some(Round {
+            both: 0.0,
+            alloc: mean(sums[0]),
+            free: mean(sums[1]),
+            p99: all.quantile(0.99) as f64,
+            worst: worst as f64,
+        }))
+    }
+}
+
+#[inline]
+fn take(step: &Step, allocator: &dyn Allocator, held: &mut Held) -> Result<(), FreeError> {
+    if step.size == 0 {
+        return match held.size {
+            0 => Ok(()),
+            size => allocator.free(held.iova, size),
+        };
+    }
+    *held = match allocator.alloc(&Request::new(step.size)) {
+        Ok(iova) => Held { iova, size: step.size },
+        // Counted where nothing is timed.
+        Err(_) => Held::default(),
+    };
+    Ok(())
+}
+
+fn refused(server: Server, error: FreeError) -> anyhow::Error {
+    match server {
+        Server::Kind(kind) => anyhow!("the allocator {kind} handed out what it denies: {error}"),
+        Server::Nobody => error.into(),
+    }
+}
+
+/// What two readings of the clock take with nothing between them: half the time no more.
+fn clock_cost() -> Duration {
+    let mut costs: Vec<Duration> = (0..1001)
+        .map(|_| {
+            let begun = Instant::now();
+            begun.elapsed()
+        })
+        .collect();
+    costs.sort();
+    costs[costs.len() / 2]
+}
+
+/// An allocator that does nothing.
+struct Nothing;
+
+impl Allocator for Nothing {
+    fn alloc(&self, _: &Request) -> Result<u64, AllocError> {
+        Ok(4096)
+    }
+    fn free(&self, _: u64, _: u64) -> Result<(), FreeError> {
+        Ok(())
+    }
+    fn reserve(&self, _: u64, _: u64) -> Result<(), ReserveError> {
+        Ok(())
+    }
+    fn check_free(&self, _: u64, _: u64) -> Result<(), FreeError> {
+        Ok(())
+    }
+    fn granule(&self) -> u64 {
+        4096
+    }
+    fn stats(&self) -> Stats {
+        Stats::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::sample;
+
+    #[test]
+    fn a_round_of_every_allocator_has_figures() {
+        let aperture = Aperture::new(0, u32::MAX.into(), 4096).unwrap();
+        let script = Script::new(&sample::stream(), aperture);
+        let go = AtomicBool::new(false);
+        for kind in AllocatorKind::ALL {
+            let round = script.round(Server::Kind(kind), &go).unwrap().unwrap();
+            for ns in [round.both, round.alloc, round.free, round.p99, round.worst] {
+                assert!(ns.is_finite() && ns >= 0.0, "{kind}: {round:?}");
+            }
+            assert!(round.p99 <= round.worst * 1.001, "{kind}: {round:?}");
+        }
+        assert!(script.round(Server::Nobody, &go).unwrap().unwrap().both > 0.0);
+    }
+
+    #[test]
+    fn a_round_stops_when_it_is_told_to() {
+        let aperture = Aperture::new(0, u32::MAX.into(), 4096).unwrap();
+        let script = Script::new(&sample::stream(), aperture);
+        let stop = AtomicBool::new(true);
+        assert!(script.round(Server::Kind(AllocatorKind::RbTree), &stop).unwrap().is_none());
+    }
+}
