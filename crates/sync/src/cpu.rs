@@ -106,8 +106,10 @@ impl Default for OsCpu {
 impl CpuId for OsCpu {
     #[inline]
     fn current(&self) -> usize {
-        // Modulo: a number out of range (were the list above wrong) must still choose something.
-        rustix::thread::sched_getcpu() % self.count
+        let cpu = rustix::thread::sched_getcpu();
+        // A number out of range (were the list above wrong) must still choose something; a division
+        // would cost more than all the rest of it.
+        if cpu < self.count { cpu } else { cpu % self.count }
     }
     fn count(&self) -> usize {
         self.count

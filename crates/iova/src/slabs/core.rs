@@ -6,7 +6,7 @@ use core::ops::ControlFlow;
 use super::{
     Placement,
     index::Index,
-    slab::{Handle, SLOT_BITS, Slab},
+    slab::{Handle, Key, Slab, slot_of},
     tree::{Tree, order_of},
 };
 use crate::aperture::Wanted;
@@ -50,14 +50,14 @@ impl Core {
         self.pages.iter().flat_map(|page| page.iter()).filter(|slab| slab.owned() != 0)
     }
 
-    /// The slab of a region; a new one, detached, if there is none.
-    pub(super) fn slab_at(&mut self, index: &Index, class: u32, region: u64) -> Handle {
-        if let Some(slab) = index.get(region) {
+    /// That slab; a new one, detached, if there is none.
+    pub(super) fn slab_at(&mut self, index: &Index, key: Key) -> Handle {
+        if let Some(slab) = index.get(key.region()) {
             return slab;
         }
         let slab = self.unused.pop().unwrap_or_else(|| self.more_slabs());
-        slab.set_up(class, region);
-        index.set(region, Some(slab));
+        slab.set_up(key);
+        index.set(key.region(), Some(slab));
         slab
     }
 
@@ -120,8 +120,8 @@ impl Core {
         let aligned = number.trailing_zeros() >= class;
         match indexes.get(class as usize).filter(|_| aligned) {
             Some(index) => {
-                let (region, slot) = split(number, class);
-                let slab = self.slab_at(index.make(), class, region);
+                let slot = slot_of(number, class);
+                let slab = self.slab_at(index.make(), Key::of(number, class));
                 if count == 1 << class {
                     slab.own(1 << slot);
                 } else {
@@ -148,7 +148,7 @@ impl Core {
         while rest != 0 {
             let from = rest.trailing_zeros();
             let length = (!(rest >> from)).trailing_zeros();
-            self.tree.give(slab.number(from), u64::from(length) << class);
+            self.tree.give(slab.key().number(from), u64::from(length) << class);
             rest &= u64::MAX << (from + length);
         }
         if slab.owned() == 0 {
@@ -160,7 +160,8 @@ impl Core {
 
     /// Ends a frozen slab that owns nothing.
     fn retire(&mut self, indexes: &[LazyIndex], slab: Handle) {
-        indexes[slab.class() as usize].make().set(slab.region(), None);
+        let key = slab.key();
+        indexes[key.class() as usize].make().set(key.region(), None);
         self.unused.push(slab);
     }
 
@@ -229,13 +230,6 @@ impl Core {
     }
 }
 
-/// A granule's region and slot in a class.
-#[inline]
-pub(super) const fn split(number: u64, class: u32) -> (u64, u32) {
-    let place = number >> class;
-    (place >> SLOT_BITS, place as u32 & (super::slab::SLOTS - 1))
-}
-
 /// An index that is made when its class is first used.
 pub(super) struct LazyIndex {
     index: once_cell::race::OnceBox<Index>,
@@ -249,8 +243,8 @@ impl LazyIndex {
     }
 
     #[inline]
-    pub(super) fn get(&self, region: u64) -> Option<Handle> {
-        self.index.get()?.get(region)
+    pub(super) fn get(&self, key: Key) -> Option<Handle> {
+        self.index.get()?.get(key.region())
     }
 
     /// The index itself, for writers.

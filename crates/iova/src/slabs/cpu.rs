@@ -7,7 +7,10 @@ use ringfence_sync::{
     lock::SpinLock,
 };
 
-use super::slab::{Exhausted, Handle, IDLE, LISTED, NOWHERE, Slab};
+use super::{
+    index::Hints,
+    slab::{Claimed, Handle, IDLE, LISTED, NOWHERE, Slab},
+};
 
 /// Size classes there can be: from one granule to 1 GiB of granules of one byte.
 #[cfg(not(loom))]
@@ -29,8 +32,7 @@ pub(super) struct Bin(usize);
 impl Bin {
     #[inline]
     pub(super) fn new(zone: usize, class: u32) -> Bin {
-        // Both are below their bounds; the remainder says so to the compiler.
-        Bin((zone * MAX_CLASSES + class as usize) % LISTS)
+        Bin(zone * MAX_CLASSES + class as usize)
     }
 
     pub(super) fn all() -> impl Iterator<Item = Bin> {
@@ -45,7 +47,6 @@ pub(super) struct Cpu {
     /// Written without a locked instruction, which would take as long as the allocation itself: a
     /// thread that is moved between CPUs in the middle may cost the count an event.
     pub(super) allocs: AtomicU64,
-    pub(super) frees: AtomicU64,
     pub(super) lists: SpinLock<Lists>,
 }
 
@@ -69,7 +70,6 @@ impl Cpu {
         Cpu {
             current: core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())),
             allocs: AtomicU64::new(0),
-            frees: AtomicU64::new(0),
             lists: SpinLock::new(Lists {
                 online: true,
                 lists: [List { head: None, tail: None, idle: 0 }; LISTS],
@@ -90,40 +90,52 @@ impl Cpu {
     }
 
     #[inline]
-    pub(super) fn count(counter: &AtomicU64) {
-        counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    pub(super) fn count_alloc(&self) {
+        let count = self.allocs.load(Ordering::Relaxed).wrapping_add(1);
+        self.allocs.store(count, Ordering::Relaxed);
     }
 
-    /// A range of the current slab, or of the next in the list, which then becomes the current one.
+    /// A range of the current slab, or of the next in the list, which may become the current one.
     ///
-    /// A slab that has nothing left is detached. `lost`: it may be one that owns nothing either.
+    /// `lost` is told of slabs that have nothing left and may own nothing either.
     pub(super) fn take(
         &self,
         lists: &mut Lists,
         bin: Bin,
+        hints: &Hints,
         lost: &mut impl FnMut(Handle),
     ) -> Option<(Handle, u32)> {
-        loop {
-            if let Some(slab) = self.current(bin) {
-                if let Some(slot) = slab.take() {
+        let current = self.current(bin);
+        if let Some(slab) = current
+            && let Some(slot) = slab.take()
+        {
+            return Some((slab, slot));
+        }
+        while let Some(slab) = lists.lists[bin.0].head {
+            let claimed = slab.claim();
+            if claimed == Claimed::Frozen {
+                // Whoever froze it is about to tell what becomes of it, under the core's lock.
+                return None;
+            }
+            lists.unlink(bin, slab);
+            match claimed {
+                Claimed::Last(slot) => return Some((slab, slot)),
+                Claimed::Current(slot) => {
+                    self.set_current(bin, Some(slab));
+                    hints.set(slab);
+                    if let Some(current) = current {
+                        lists.displace(bin, current, lost);
+                    }
                     return Some((slab, slot));
                 }
-                match slab.detach() {
-                    Exhausted::No => continue,
-                    // Whoever froze it is about to tell what becomes of it, under the core's lock.
-                    Exhausted::Frozen => return None,
-                    Exhausted::Detached => {
-                        self.set_current(bin, None);
-                        if slab.owned() == 0 {
-                            lost(slab);
-                        }
+                Claimed::None | Claimed::Frozen => {
+                    if slab.owned() == 0 {
+                        lost(slab);
                     }
                 }
             }
-            let next = lists.pop(bin)?;
-            next.set_current(true);
-            self.set_current(bin, Some(next));
         }
+        None
     }
 
     /// Makes a slab, attached and marked as current, the current one. The one that was goes into
@@ -137,19 +149,10 @@ impl Cpu {
         lost: &mut impl FnMut(Handle),
     ) {
         slab.home.store(number as u32, Ordering::Relaxed);
-        let old = self.current(bin);
+        let current = self.current(bin);
         self.set_current(bin, Some(slab));
-        let Some(old) = old else { return };
-        match old.detach() {
-            Exhausted::Detached => {
-                if old.owned() == 0 {
-                    lost(old);
-                }
-            }
-            Exhausted::No | Exhausted::Frozen => {
-                old.set_current(false);
-                lists.push(number, bin, old);
-            }
+        if let Some(current) = current {
+            lists.displace(bin, current, lost);
         }
     }
 
@@ -178,6 +181,16 @@ impl Lists {
             list.tail = Some(slab);
         }
         list.head = Some(slab);
+    }
+
+    /// Where a slab goes that was the current one: into the list, if it has free ranges.
+    fn displace(&mut self, bin: Bin, slab: Handle, lost: &mut impl FnMut(Handle)) {
+        if !slab.displace() {
+            let home = slab.home.load(Ordering::Relaxed);
+            self.push(home as usize, bin, slab);
+        } else if slab.owned() == 0 {
+            lost(slab);
+        }
     }
 
     /// Takes the first one out.

@@ -9,7 +9,7 @@ use core::ptr;
 use once_cell::race::OnceBox;
 use ringfence_sync::atomic::{AtomicPtr, Ordering};
 
-use super::slab::{Handle, Slab};
+use super::slab::{Handle, Key, Slab};
 
 /// Bits of a region's number that a node looks at: 9, and so a node is a page of 4 KiB.
 #[cfg(not(loom))]
@@ -117,6 +117,38 @@ impl Index {
     pub(super) fn set(&self, region: u64, slab: Option<Handle>) {
         let slab = slab.map_or(ptr::null_mut(), Handle::as_ptr);
         with!(self, |node, shift| node.set(region, shift, slab));
+    }
+}
+
+/// Slabs that some CPU takes from, or did a moment ago: most frees are of these, and found here with
+/// one load. Written only when a CPU gets another slab, so that readers on other CPUs keep their
+/// copy of the cache line.
+pub(super) struct Hints([AtomicPtr<Slab>; HINTS]);
+
+/// 2 KiB: they stay in the first cache.
+#[cfg(not(loom))]
+const HINTS: usize = 256;
+#[cfg(loom)]
+const HINTS: usize = 1;
+
+impl Hints {
+    pub(super) fn new() -> Hints {
+        Hints(core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())))
+    }
+
+    /// The slab, if it is there.
+    #[inline]
+    pub(super) fn get(&self, key: Key) -> Option<Handle> {
+        // Acquire: the slab is seen as it was set up, or later.
+        let slab = Handle::from_ptr(self.0[key.hash() % HINTS].load(Ordering::Acquire))?;
+        (slab.key() == key).then_some(slab)
+    }
+
+    pub(super) fn set(&self, slab: Handle) {
+        let hint = &self.0[slab.key().hash() % HINTS];
+        if hint.load(Ordering::Relaxed) != slab.as_ptr() {
+            hint.store(slab.as_ptr(), Ordering::Release);
+        }
     }
 }
 

@@ -17,13 +17,14 @@ use ringfence_sync::{
     lock::SpinLock,
 };
 
-use self::core::{Core, LazyIndex, split};
+use self::core::{Core, LazyIndex};
 use crate::{
     Align, AllocError, Allocator, Aperture, ApertureError, FreeError, FreeReason, Request,
     ReserveError, Stats, aperture::Wanted,
 };
 use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
-use slab::{Freed, Handle, SLOT_BITS, SLOTS};
+use index::Hints;
+use slab::{Freed, Handle, Key, SLOT_BITS, SLOTS, slot_of};
 use tree::{Tree, order_of};
 
 /// The largest size class: 1 GiB, what the largest page of an IOMMU maps. Larger ranges are few and
@@ -34,9 +35,11 @@ const LARGEST_CLASS: u64 = 1 << 30;
 const SLAB_SHARE_BITS: u32 = 10;
 /// And at most this part of the largest hole.
 const HOLE_SHARE_BITS: u32 = 2;
-/// Slabs that are all free and yet kept, for each CPU and class: 128 ranges, as much as one of
-/// Linux's magazines holds.
-const IDLE_SLABS: u32 = 4;
+/// Slabs that are all free and yet kept, for each CPU and class: 2048 ranges, so that a queue of
+/// 1024 requests can drain and fill again without the tree.
+const IDLE_SLABS: u32 = 64;
+/// They are at most this part of the aperture.
+const IDLE_SHARE_BITS: u32 = 6;
 
 /// Where [`Slabs`] put ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -68,7 +71,8 @@ pub struct SlabConfig {
     /// is refilled more often.
     pub largest_slab: Option<u64>,
     /// Slabs that are all free and still kept, for each CPU, size class and zone; what is beyond
-    /// goes back, so that other sizes can have it. Default: 4.
+    /// goes back, so that other sizes can have it. In a small aperture it is less: at most 1/64 of
+    /// it, or one slab. Default: 64.
     pub idle_slabs: u32,
 }
 
@@ -123,14 +127,19 @@ pub struct Slabs<C: CpuId> {
     shift: u32,
     /// The last granule that any range may hold.
     top: u64,
-    /// The last granule of each zone; that of the last zone is `top`.
-    zones: Box<[u64]>,
+    /// The last granule of each zone; that of the last zone, and of those that are not used, is
+    /// `top`.
+    zones: [u64; MAX_ZONES],
+    last_zone: usize,
     /// As a power of two, in granules.
     largest_slab: u32,
     placement: Placement,
     idle_slabs: u32,
+    /// In granules.
+    idle_share: u64,
     /// One for each class: none if placement leaves nothing to slabs.
     indexes: Box<[LazyIndex]>,
+    hints: Hints,
     cpus: Box<[CachePadded<Cpu>]>,
     cpu: C,
     /// Taken before the lock of a CPU's lists, if both are.
@@ -164,17 +173,21 @@ impl<C: CpuId> Slabs<C> {
             Placement::Lowest | Placement::Highest => 0,
         };
         let region_of_last = |class: usize| aperture.high() >> class.min(63) >> SLOT_BITS;
+        let zones = zones(&aperture, &config.limits);
         let mut core = Core::new(Tree::new(aperture.high()));
         core.tree.give(aperture.low(), granules + 1);
         Slabs {
             aperture,
             shift,
             top: aperture.high(),
-            zones: zones(&aperture, &config.limits),
+            zones,
+            last_zone: zones.iter().position(|last| *last == aperture.high()).unwrap_or(0),
             largest_slab: largest_slab.unwrap_or(0),
             placement: config.placement,
             idle_slabs: config.idle_slabs,
+            idle_share: granules >> IDLE_SHARE_BITS,
             indexes: (0..classes).map(|class| LazyIndex::new(region_of_last(class))).collect(),
+            hints: Hints::new(),
             cpus: (0..cpu.count().max(1)).map(|_| CachePadded::new(Cpu::new())).collect(),
             cpu,
             core: SpinLock::new(core),
@@ -247,14 +260,16 @@ impl<C: CpuId> Slabs<C> {
     /// The zone that a range with this last granule is in.
     #[inline]
     fn zone_of(&self, last: u64) -> usize {
-        self.zones.iter().position(|end| last <= *end).unwrap_or(0)
+        // Without a branch: the last zone has no end to compare with.
+        self.zones[..MAX_ZONES - 1].iter().map(|end| usize::from(last > *end)).sum()
     }
 
     /// The bin of a slab. By who holds a range of it, or the core's lock.
     fn bin_of(&self, slab: Handle) -> Bin {
-        let last = (slab.number(SLOTS - 1)) | ((1 << slab.class()) - 1);
-        // A region may go on beyond the top.
-        Bin::new(self.zone_of(last.min(self.top)), slab.class())
+        let class = slab.class();
+        let last = slab.key().number(SLOTS - 1) | ((1 << class) - 1);
+        // A slab's place may go on beyond the top.
+        Bin::new(self.zone_of(last.min(self.top)), class)
     }
 
     fn why_not_free(&self, core: &Core, iova: u64, size: u64) -> FreeReason {
@@ -277,11 +292,11 @@ impl<C: CpuId> Slabs<C> {
     /// What holds a granule that is allocated.
     fn holder(&self, core: &Core, number: u64) -> Option<()> {
         let in_slab = self.indexes.iter().zip(0u32..).any(|(index, class)| {
-            let (region, slot) = split(number, class);
-            index.get(region).is_some_and(|slab| {
+            let (key, slot) = (Key::of(number, class), slot_of(number, class));
+            index.get(key).filter(|slab| slab.key() == key).is_some_and(|slab| {
                 let taken = slab.owned() & !slab.free() & 1 << slot != 0;
                 let (size, trimmed) = slab.size(slot);
-                taken && slab.is(class, region) && (!trimmed || number - slab.number(slot) < size)
+                taken && (!trimmed || number - key.number(slot) < size)
             })
         });
         (in_slab || core.exact_holds(number)).then_some(())
@@ -289,17 +304,16 @@ impl<C: CpuId> Slabs<C> {
 }
 
 /// The last granule of each zone.
-fn zones(aperture: &Aperture, limits: &[u64]) -> Box<[u64]> {
-    let mut zones: Vec<u64> = limits
+fn zones(aperture: &Aperture, limits: &[u64]) -> [u64; MAX_ZONES] {
+    let mut ends: Vec<u64> = limits
         .iter()
         .filter_map(|limit| aperture.last_whole(*limit))
         .filter(|last| (aperture.low()..aperture.high()).contains(last))
         .collect();
-    zones.sort_unstable();
-    zones.dedup();
-    zones.truncate(MAX_ZONES - 1);
-    zones.push(aperture.high());
-    zones.into()
+    ends.sort_unstable();
+    ends.dedup();
+    ends.truncate(MAX_ZONES - 1);
+    ::core::array::from_fn(|zone| ends.get(zone).copied().unwrap_or(aperture.high()))
 }
 
 impl<C: CpuId> Allocator for Slabs<C> {
@@ -349,8 +363,11 @@ impl<C: CpuId> Allocator for Slabs<C> {
             return Ok(());
         }
         let class = order_of(count);
-        let (region, slot) = split(number, class);
-        let slab = self.indexes.get(class as usize).and_then(|index| index.get(region));
+        let slot = slot_of(number, class);
+        let slab = self.indexes.get(class as usize).and_then(|index| {
+            let key = Key::of(number, class);
+            index.get(key).filter(|slab| slab.key() == key)
+        });
         let is_it = slab.is_some_and(|slab| {
             number.trailing_zeros() >= class
                 && slab.owned() & !slab.free() & 1 << slot != 0
@@ -380,29 +397,23 @@ impl<C: CpuId> Allocator for Slabs<C> {
             searches: core.searches,
             ..Stats::default()
         };
-        let mut granules = 0u64;
+        let (mut live, mut granules) = (core.exact.len() as u64, 0u64);
         for slab in core.slabs() {
             let (free, owned) = (slab.free(), slab.owned());
             stats.cached_ranges += u64::from(free.count_ones());
             stats.depot_magazines += u64::from(free == owned);
+            granules += u64::from(free.count_ones()) << slab.class();
             for slot in (0..SLOTS).filter(|slot| owned & !free & 1 << slot != 0) {
-                stats.live_ranges += 1;
+                live += 1;
                 granules += slab.size(slot).0;
             }
         }
-        stats.live_ranges += stats.cached_ranges;
-        for slab in core.slabs() {
-            granules += u64::from(slab.free().count_ones()) << slab.class();
-        }
-        for (first, last) in &core.exact {
-            stats.live_ranges += 1;
-            granules += last - first + 1;
-        }
+        granules += core.exact.iter().map(|(first, last)| last - first + 1).sum::<u64>();
+        stats.live_ranges = live + stats.cached_ranges;
         stats.live_bytes = granules.saturating_mul(self.granule());
-        for cpu in &self.cpus {
-            stats.allocs += cpu.allocs.load(Ordering::Relaxed);
-            stats.frees += cpu.frees.load(Ordering::Relaxed);
-        }
+        stats.allocs = self.cpus.iter().map(|cpu| cpu.allocs.load(Ordering::Relaxed)).sum();
+        // Not counted, which would cost a free more than a little.
+        stats.frees = stats.allocs.saturating_sub(live);
         // What did not come from the tree came from a slab that a CPU had.
         stats.cache_hits = stats.allocs.saturating_sub(core.searches);
         stats

@@ -25,6 +25,9 @@ impl<C: CpuId> Slabs<C> {
     /// Whether a request can be met by a range that is aligned to its class, whichever.
     #[inline]
     fn is_natural(&self, request: &Request, class: u32) -> bool {
+        if request.align == Align::Size && request.boundary == u64::MAX {
+            return true;
+        }
         let size = 1u64 << (class + self.shift);
         let aligned = match request.align {
             Align::Size => true,
@@ -41,13 +44,13 @@ impl<C: CpuId> Slabs<C> {
     #[inline]
     fn highest_zone(&self, limit: u64) -> Option<usize> {
         if limit >= self.top {
-            return Some(self.zones.len() - 1);
+            return Some(self.last_zone);
         }
-        self.zones.iter().rposition(|last| *last <= limit)
+        self.zones[..self.last_zone].iter().rposition(|last| *last <= limit)
     }
 
     /// One exchange: from the CPU's current slab.
-    #[inline]
+    #[inline(always)]
     pub(super) fn alloc_hot(&self, request: &Request) -> Option<u64> {
         let (class, count) = self.class_of(request.size)?;
         if !self.is_natural(request, class) {
@@ -60,18 +63,22 @@ impl<C: CpuId> Slabs<C> {
             return None;
         }
         let (_, cpu) = self.this_cpu();
-        let slab = cpu.current(Bin::new(zone, class))?;
-        let slot = slab.take()?;
+        let bin = Bin::new(zone, class);
+        let (slab, slot) = match cpu.current(bin).and_then(|slab| Some((slab, slab.take()?))) {
+            Some(taken) => taken,
+            None => self.take_listed(cpu, bin)?,
+        };
         // Only now is it certain what slab this is.
-        let iova = slab.number(slot) << self.shift;
-        if slab.class() != class || iova + (request.size - 1) > request.limit {
+        let key = slab.key();
+        let iova = key.number(slot) << self.shift;
+        if key.class() != class || iova + (request.size - 1) > request.limit {
             self.put_back(slab, slot);
             return None;
         }
         if odd {
             slab.note_odd(slot, count as u32);
         }
-        Cpu::count(&cpu.allocs);
+        cpu.count_alloc();
         Some(iova)
     }
 
@@ -79,15 +86,12 @@ impl<C: CpuId> Slabs<C> {
     #[cold]
     fn put_back(&self, slab: Handle, slot: u32) {
         // It is held, and so all this stays as it is.
-        let (number, class) = (slab.number(slot), slab.class());
-        let iova = number << self.shift;
-        let size = 1 << (class + self.shift);
+        let key = slab.key();
+        let iova = key.number(slot) << self.shift;
+        let size = 1 << (key.class() + self.shift);
         let mut odd = 0;
         let freed = self.free_hot(iova, size, &mut odd) || self.free_cold(iova, size, odd).is_ok();
         debug_assert!(freed);
-        // It was never handed out.
-        let (_, cpu) = self.this_cpu();
-        cpu.frees.store(cpu.frees.load(Ordering::Relaxed).wrapping_sub(1), Ordering::Relaxed);
     }
 
     #[cold]
@@ -99,7 +103,7 @@ impl<C: CpuId> Slabs<C> {
         });
         match result {
             Ok(number) => {
-                Cpu::count(&self.this_cpu().1.allocs);
+                self.this_cpu().1.count_alloc();
                 Ok(self.aperture.start_of(number))
             }
             Err(error) => {
@@ -119,15 +123,16 @@ impl<C: CpuId> Slabs<C> {
             && let Some(zone) = self.highest_zone(wanted.limit)
         {
             for zone in (0..=zone).rev() {
+                let bin = Bin::new(zone, class);
                 let found = self
-                    .take_listed(zone, class)
+                    .take_listed(self.this_cpu().1, bin)
                     .or_else(|| self.grow(zone, class))
                     .or_else(|| self.steal(zone, class));
                 if let Some((slab, slot)) = found {
                     if odd {
                         slab.note_odd(slot, count as u32);
                     }
-                    return Some(slab.number(slot));
+                    return Some(slab.key().number(slot));
                 }
             }
         }
@@ -155,11 +160,12 @@ impl<C: CpuId> Slabs<C> {
     }
 
     /// From a slab that the CPU has.
-    fn take_listed(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
-        let (_, cpu) = self.this_cpu();
+    #[inline(never)]
+    fn take_listed(&self, cpu: &Cpu, bin: Bin) -> Option<(Handle, u32)> {
         let mut lost = Vec::new();
-        let taken =
-            cpu.take(&mut cpu.lists.lock(), Bin::new(zone, class), &mut |slab| lost.push(slab));
+        let mut lists = cpu.lists.lock();
+        let taken = cpu.take(&mut lists, bin, &self.hints, &mut |slab| lost.push(slab));
+        drop(lists);
         self.retire_lost(lost);
         taken
     }
@@ -197,12 +203,14 @@ impl<C: CpuId> Slabs<C> {
             above.is_none_or(|above| first > above).then_some((order, first))
         })?;
         core.tree.take(first, 1 << order);
-        let (region, slot) = split(first, class);
-        let slab = core.slab_at(self.indexes[class as usize].make(), class, region);
+        let slot = slot_of(first, class);
+        let index = self.indexes[class as usize].make();
+        let slab = core.slab_at(index, Key::of(first, class));
         let slots = (u32::MAX >> (SLOTS - (1 << (order - class)))) << slot;
         slab.own(slots);
         let rest = slots & !(1 << slot);
         if rest != 0 && slab.add_free_as_current(rest) {
+            self.hints.set(slab);
             let mut lost = None;
             cpu.install(&mut lists, number, self.bin_of(slab), slab, &mut |old| lost = Some(old));
             if let Some(lost) = lost {
@@ -239,7 +247,8 @@ impl<C: CpuId> Slabs<C> {
             let slab = others.pop(bin)?;
             my_lists.push(mine, bin, slab);
             let mut lost = Vec::new();
-            let taken = self.cpus[mine].take(my_lists, bin, &mut |slab| lost.push(slab));
+            let taken =
+                self.cpus[mine].take(my_lists, bin, &self.hints, &mut |slab| lost.push(slab));
             drop((first, second));
             self.retire_lost(lost);
             taken
@@ -256,7 +265,7 @@ impl<C: CpuId> Slabs<C> {
     }
 
     /// One exchange: a bit of the range's slab. `odd` is what is left to check of the size.
-    #[inline]
+    #[inline(always)]
     pub(super) fn free_hot(&self, iova: u64, size: u64, odd: &mut u32) -> bool {
         let Some((class, count)) = self.class_of(size) else { return false };
         if count != 1 << class {
@@ -266,26 +275,19 @@ impl<C: CpuId> Slabs<C> {
         if iova & ((1 << (class + self.shift)) - 1) != 0 {
             return false;
         }
-        let (region, slot) = split(number, class);
-        let (_, cpu) = self.this_cpu();
-        // Often it is what was allocated just before.
-        let zone = if number > self.zones[0] { self.zone_of(number) } else { 0 };
-        let slab = match cpu.current(Bin::new(zone, class)) {
-            Some(slab) if slab.is(class, region) => slab,
-            _ => match self.indexes[class as usize].get(region) {
-                Some(slab) => slab,
-                None => return false,
-            },
+        let (key, slot) = (Key::of(number, class), slot_of(number, class));
+        let Some(slab) = self.hints.get(key).or_else(|| self.indexes[class as usize].get(key))
+        else {
+            return false;
         };
-        match slab.give(class, region, slot, odd) {
-            Freed::Done { last } => {
-                Cpu::count(&cpu.frees);
-                if last {
-                    self.settle(slab, class, region);
-                }
+        match slab.give(key, slot, odd) {
+            Freed::Done { last: false } => true,
+            Freed::Done { last: true } => {
+                self.settle(slab, key);
                 true
             }
-            Freed::Detached | Freed::Unclear => false,
+            Freed::Detached => self.attach(slab, key, slot),
+            Freed::Unclear => false,
         }
     }
 
@@ -300,28 +302,28 @@ impl<C: CpuId> Slabs<C> {
         let Some(index) = self.indexes.get(class as usize).filter(|_| aligned) else {
             return self.free_exact(iova, size, number, count);
         };
-        let (region, slot) = split(number, class);
+        let (key, slot) = (Key::of(number, class), slot_of(number, class));
         loop {
-            let freed = match index.get(region) {
-                Some(slab) => (slab, slab.give(class, region, slot, &mut odd)),
+            let freed = match index.get(key) {
+                Some(slab) => (slab, slab.give(key, slot, &mut odd)),
                 None => return self.free_exact(iova, size, number, count),
             };
             match freed {
                 (slab, Freed::Done { last }) => {
                     if last {
-                        self.settle(slab, class, region);
+                        self.settle(slab, key);
                     }
-                    break;
+                    return Ok(());
                 }
                 (slab, Freed::Detached) => {
-                    if self.attach(slab, class, region, slot) {
-                        break;
+                    if self.attach(slab, key, slot) {
+                        return Ok(());
                     }
                 }
                 (_, Freed::Unclear) => {
                     let mut core = self.core.lock();
                     // Nothing is frozen now.
-                    let Some(slab) = index.get(region) else {
+                    let Some(slab) = index.get(key).filter(|slab| slab.key() == key) else {
                         return self.reject(&core, iova, size);
                     };
                     if slab.owned() & !slab.free() & 1 << slot == 0 {
@@ -332,7 +334,7 @@ impl<C: CpuId> Slabs<C> {
                             core.tree.give(number, count);
                             slab.disown_trimmed(slot);
                             core.retire_lost(&self.indexes, slab);
-                            break;
+                            return Ok(());
                         }
                         (length, false) if length == count => {}
                         // The size has been checked and forgotten: see `Slab::give`.
@@ -342,8 +344,6 @@ impl<C: CpuId> Slabs<C> {
                 }
             }
         }
-        Cpu::count(&self.this_cpu().1.frees);
-        Ok(())
     }
 
     fn free_exact(&self, iova: u64, size: u64, number: u64, count: u64) -> Result<(), FreeError> {
@@ -353,8 +353,6 @@ impl<C: CpuId> Slabs<C> {
         }
         core.exact.remove(&number);
         core.tree.give(number, count);
-        drop(core);
-        Cpu::count(&self.this_cpu().1.frees);
         Ok(())
     }
 
@@ -365,17 +363,18 @@ impl<C: CpuId> Slabs<C> {
 
     /// Frees a range of a slab that no CPU knows, which gets it with that; or false if it is no
     /// such slab any more.
-    fn attach(&self, slab: Handle, class: u32, region: u64, slot: u32) -> bool {
+    #[inline(never)]
+    fn attach(&self, slab: Handle, key: Key, slot: u32) -> bool {
         let (number, cpu) = self.this_cpu();
         let mut lists = cpu.lists.lock();
         if lists.online {
-            return match slab.give_and_attach(class, region, slot) {
+            return match slab.give_and_attach(key, slot) {
                 Freed::Detached => {
                     lists.push(number, self.bin_of(slab), slab);
                     let single = slab.is_all_free();
                     drop(lists);
                     if single {
-                        self.settle(slab, class, region);
+                        self.settle(slab, key);
                     }
                     true
                 }
@@ -386,7 +385,7 @@ impl<C: CpuId> Slabs<C> {
         drop(lists);
         // This CPU keeps nothing: straight back to the tree.
         let mut core = self.core.lock();
-        if slab.is_frozen() || !slab.is(class, region) {
+        if slab.is_frozen() || slab.key() != key {
             return false;
         }
         let free = slab.freeze();
@@ -399,21 +398,30 @@ impl<C: CpuId> Slabs<C> {
         true
     }
 
+    /// How many slabs of a class a CPU may keep that are all free.
+    fn most_idle(&self, class: u32) -> u32 {
+        let slab = (class + SLOT_BITS).min(self.largest_slab).max(class);
+        let share = self.idle_share.checked_shr(slab).unwrap_or(0).max(1);
+        u32::try_from(share).map_or(self.idle_slabs, |share| share.min(self.idle_slabs))
+    }
+
     /// Keeps or gives back a slab that is all free.
     #[cold]
-    fn settle(&self, slab: Handle, class: u32, region: u64) {
+    fn settle(&self, slab: Handle, key: Key) {
         use slab::NOWHERE;
         // Another thread may have it by now: everything is looked at again under its lock.
         let home = slab.home.load(Ordering::Relaxed) as usize % self.cpus.len();
         let here = |slab: Handle| {
             slab.home.load(Ordering::Relaxed) as usize == home
                 && slab.place.load(Ordering::Relaxed) != NOWHERE
-                && slab.is(class, region)
+                && slab.key() == key
                 && slab.is_all_free()
         };
         {
             let mut lists = self.cpus[home].lists.lock();
-            if !here(slab) || lists.keep_idle(home, self.bin_of(slab), slab, self.idle_slabs) {
+            if !here(slab)
+                || lists.keep_idle(home, self.bin_of(slab), slab, self.most_idle(key.class()))
+            {
                 return;
             }
         }

@@ -45,15 +45,64 @@ const VERSION: u64 = 1 << 35;
 /// Set in a size: what lies behind the range is not the slab's.
 const TRIMMED: u32 = 1 << 31;
 
+/// What a slab is: the number of its first granule, and the class in the bits that this leaves, as
+/// it is a multiple of 32 at least. In one word, so that they are loaded and compared at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Key(u64);
+
+impl Key {
+    const CLASS: u64 = SLOTS as u64 - 1;
+
+    /// That of the slab of a class which the granule is in.
+    #[inline]
+    pub(super) const fn of(number: u64, class: u32) -> Key {
+        // The class's shift is less than 32, and with the slots' less than 64.
+        Key(number & !((1 << (class + SLOT_BITS)) - 1) | class as u64)
+    }
+
+    #[inline]
+    pub(super) const fn class(self) -> u32 {
+        (self.0 & Key::CLASS) as u32
+    }
+
+    #[inline]
+    pub(super) const fn first(self) -> u64 {
+        self.0 & !Key::CLASS
+    }
+
+    /// Spread over the bits of a byte and more.
+    #[inline]
+    pub(super) const fn hash(self) -> usize {
+        // Fibonacci hashing: neighbours get far apart.
+        (self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize
+    }
+
+    /// The slab's number among those of its class.
+    #[inline]
+    pub(super) const fn region(self) -> u64 {
+        self.0 >> SLOT_BITS >> self.class()
+    }
+
+    /// The number of the first granule of a range.
+    #[inline]
+    pub(super) const fn number(self, slot: u32) -> u64 {
+        self.first() + ((slot as u64) << self.class())
+    }
+}
+
+/// The slot of a granule in its slab of a class.
+#[inline]
+pub(super) const fn slot_of(number: u64, class: u32) -> u32 {
+    (number >> class) as u32 & (SLOTS - 1)
+}
+
 /// 32 ranges of one class. On a cache line of its own.
 #[repr(align(64))]
 pub(super) struct Slab {
     /// Free ranges, flags, version.
     word: AtomicU64,
-    /// Where it is: the number of its first granule, divided by its size.
-    region: AtomicU64,
-    /// The order of its ranges' size.
-    class: AtomicU32,
+    /// Where it is and of what size its ranges are: its [`Key`].
+    key: AtomicU64,
     /// The ranges that are the slab's at all. Changed under the core's lock.
     owned: AtomicU32,
     /// Granules of the ranges whose size is not that of the class; 0 for those whose size it is.
@@ -84,13 +133,15 @@ pub(super) enum Freed {
     Unclear,
 }
 
-/// What became of a slab that seemed to have no free range.
+/// What became of an attempt to take a range of a slab in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Exhausted {
-    /// It is detached now.
-    Detached,
-    /// It has one.
-    No,
+pub(super) enum Claimed {
+    /// There is this one, and more: the slab is current now.
+    Current(u32),
+    /// It was the only one: the slab is detached now.
+    Last(u32),
+    /// There was none: the slab is detached now.
+    None,
     /// Somebody is about to take its ranges out.
     Frozen,
 }
@@ -100,8 +151,7 @@ impl Slab {
     pub(super) fn none() -> Slab {
         Slab {
             word: AtomicU64::new(FROZEN),
-            region: AtomicU64::new(0),
-            class: AtomicU32::new(0),
+            key: AtomicU64::new(0),
             owned: AtomicU32::new(0),
             sizes: OnceBox::new(),
             home: AtomicU32::new(0),
@@ -112,37 +162,24 @@ impl Slab {
     }
 
     /// Makes a slab of what was none: detached, nothing of it owned. Under the core's lock.
-    pub(super) fn set_up(&self, class: u32, region: u64) {
+    pub(super) fn set_up(&self, key: Key) {
         let word = self.word.load(Ordering::Relaxed);
         debug_assert_eq!((word & (FROZEN | FREE), self.owned()), (FROZEN, 0));
-        self.class.store(class, Ordering::Relaxed);
-        self.region.store(region, Ordering::Relaxed);
-        // Release: whoever sees the new word sees the new class and region. Nobody else changes a
+        self.key.store(key.0, Ordering::Relaxed);
+        // Release: whoever sees the new word sees the new key. Nobody else changes a
         // frozen word but for flags that it does not have now.
         let word = (word & !(FROZEN | ATTACHED | CURRENT)).wrapping_add(VERSION);
         self.word.store(word, Ordering::Release);
     }
 
-    /// Whether it is that one. Only true for certain to who holds a range of it.
+    /// What it is. Only certain to who holds a range of it or the core's lock.
     #[inline]
-    pub(super) fn is(&self, class: u32, region: u64) -> bool {
-        self.region.load(Ordering::Relaxed) == region && self.class() == class
+    pub(super) fn key(&self) -> Key {
+        Key(self.key.load(Ordering::Relaxed))
     }
 
-    #[inline]
     pub(super) fn class(&self) -> u32 {
-        self.class.load(Ordering::Relaxed)
-    }
-
-    #[inline]
-    pub(super) fn region(&self) -> u64 {
-        self.region.load(Ordering::Relaxed)
-    }
-
-    /// The number of the first granule of a range.
-    #[inline]
-    pub(super) fn number(&self, slot: u32) -> u64 {
-        ((self.region() << SLOT_BITS) | u64::from(slot)) << self.class()
+        self.key().class()
     }
 
     pub(super) fn owned(&self) -> u32 {
@@ -182,7 +219,7 @@ impl Slab {
             if free == 0 {
                 return None;
             }
-            // Acquire: class and region of this word's slab are seen. Release: the loads before a
+            // Acquire: the key of this word's slab is seen. Release: the loads before a
             // free that this pairs with stay before it.
             match self.word.compare_exchange_weak(
                 word,
@@ -199,18 +236,18 @@ impl Slab {
     /// Frees a range of `count` granules, if that is simple. `odd`: as [`note_odd`](Self::note_odd)
     /// was told, else 0; set to 0 once the size has been checked and forgotten.
     #[inline]
-    pub(super) fn give(&self, class: u32, region: u64, slot: u32, odd: &mut u32) -> Freed {
+    pub(super) fn give(&self, key: Key, slot: u32, odd: &mut u32) -> Freed {
         // Acquire: what is read below belongs to this word's slab or a later one; if it is a later
         // one's, the exchange fails, as the version is another.
         let mut word = self.word.load(Ordering::Acquire);
         loop {
             let bit = 1u32 << slot;
             let owned = self.owned();
-            let known = word & FROZEN == 0 && self.is(class, region);
+            let known = word & FROZEN == 0 && self.key() == key;
             if !known || owned & bit == 0 || word as u32 & bit != 0 {
                 return Freed::Unclear;
             }
-            if class > 1 && !self.forget_odd(slot, odd) {
+            if key.class() > 1 && !self.forget_odd(slot, odd) {
                 return Freed::Unclear;
             }
             if word & ATTACHED == 0 {
@@ -232,11 +269,11 @@ impl Slab {
 
     /// Frees a range of a detached slab and attaches it. Under the lock of the CPU that it is
     /// attached to by this, which links it afterwards.
-    pub(super) fn give_and_attach(&self, class: u32, region: u64, slot: u32) -> Freed {
+    pub(super) fn give_and_attach(&self, key: Key, slot: u32) -> Freed {
         let mut word = self.word.load(Ordering::Acquire);
         loop {
             let bit = 1u32 << slot;
-            let known = word & FROZEN == 0 && self.is(class, region);
+            let known = word & FROZEN == 0 && self.key() == key;
             if !known || self.owned() & bit == 0 || word as u32 & bit != 0 {
                 return Freed::Unclear;
             }
@@ -329,32 +366,45 @@ impl Slab {
         }
     }
 
-    /// Makes it a CPU's current one, or no longer. Under that CPU's lock.
-    pub(super) fn set_current(&self, current: bool) {
-        if current {
-            self.word.fetch_or(CURRENT, Ordering::AcqRel);
-        } else {
-            self.word.fetch_and(!CURRENT, Ordering::AcqRel);
-        }
-    }
-
-    /// Detaches it if it has no free range. Under the lock of the CPU that it is attached to.
-    pub(super) fn detach(&self) -> Exhausted {
+    /// Takes a range of a slab in a list, which it is to leave. Under that list's lock.
+    pub(super) fn claim(&self) -> Claimed {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
             if word & FROZEN != 0 {
-                return Exhausted::Frozen;
+                return Claimed::Frozen;
             }
-            if word as u32 != 0 {
-                return Exhausted::No;
+            let free = word as u32;
+            let slot = free.trailing_zeros();
+            let rest = free & free.wrapping_sub(1);
+            let (after, claimed) = match (free, rest) {
+                (0, _) => (word & !ATTACHED, Claimed::None),
+                // To make it current only to find it exhausted the next time would be idle work.
+                (_, 0) => (word & !(ATTACHED | u64::from(free)), Claimed::Last(slot)),
+                _ => ((word & !(1 << slot)) | CURRENT, Claimed::Current(slot)),
+            };
+            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => return claimed,
+                Err(now) => word = now,
             }
+        }
+    }
+
+    /// Ends its being current: detaches it if it has no free range, which is then true. Under the
+    /// lock of the CPU that it is current of.
+    pub(super) fn displace(&self) -> bool {
+        let mut word = self.word.load(Ordering::Relaxed);
+        loop {
+            // What is frozen may get its ranges back.
+            let detach = word as u32 == 0 && word & FROZEN == 0;
+            let flags = if detach { ATTACHED | CURRENT } else { CURRENT };
             match self.word.compare_exchange_weak(
                 word,
-                word & !(ATTACHED | CURRENT),
+                word & !flags,
                 Ordering::AcqRel,
                 Ordering::Relaxed,
             ) {
-                Ok(_) => return Exhausted::Detached,
+                Ok(_) => return detach,
                 Err(now) => word = now,
             }
         }
@@ -419,7 +469,7 @@ impl Slab {
                 size.compare_exchange(count, count | TRIMMED, Ordering::Relaxed, Ordering::Relaxed);
             if trimmed.is_ok() {
                 let count = u64::from(count);
-                tail(self.number(slot) + count, (1 << self.class()) - count);
+                tail(self.key().number(slot) + count, (1 << self.class()) - count);
             }
         }
     }
@@ -428,8 +478,7 @@ impl Slab {
 impl fmt::Debug for Slab {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Slab")
-            .field("class", &self.class())
-            .field("region", &self.region())
+            .field("key", &self.key())
             .field("word", &format_args!("{:#x}", self.word.load(Ordering::Relaxed)))
             .field("owned", &format_args!("{:#x}", self.owned()))
             .finish_non_exhaustive()
