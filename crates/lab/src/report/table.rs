@@ -206,7 +206,7 @@ fn optional(n: Option<f64>) -> String {
 }
 
 /// At most five characters, three digits of them telling: `0`, `.012`, `1.23`, `45.6`, `7890`, `12.3k`.
-pub(super) fn number(n: f64) -> String {
+pub(crate) fn number(n: f64) -> String {
     match n {
         n if !n.is_finite() => dash(),
         n if n < 0.0005 => "0".to_owned(),
@@ -223,12 +223,12 @@ pub(super) fn number(n: f64) -> String {
 }
 
 /// Names come from job files: nothing in them may move a terminal's cursor.
-pub(super) fn plain(text: &str) -> String {
+pub(crate) fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 /// Breaks at blanks; what has none is broken where the line ends.
-fn wrap(text: &str) -> String {
+pub(crate) fn wrap(text: &str) -> String {
     let (mut out, mut column) = (String::new(), 0);
     for word in text.split(' ') {
         let mut word: Vec<char> = word.chars().collect();
