@@ -165,7 +165,10 @@ impl Read for Stoppable {
             match poll(&mut waiting, Some(&patience)) {
                 Ok(0) | Err(rustix::io::Errno::INTR) => {}
                 // Whatever else it is, reading tells.
-                _ => return self.file.read(into),
+                _ => match self.file.read(into) {
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                    read => return read,
+                },
             }
         }
     }

@@ -114,6 +114,18 @@ impl Recording {
     /// # Errors
     /// It holds no map, or could not be read at all.
     pub fn read(source: impl Read, stop: &AtomicBool) -> Result<Recording, ReadError> {
+        Recording::read_telling(source, stop, &mut |_| {})
+    }
+
+    /// As [`read`](Self::read), and tells now and then how many lines were read so far.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_telling(
+        source: impl Read,
+        stop: &AtomicBool,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<Recording, ReadError> {
         let mut lines = Lines::new(source)?;
         let mut reader = Reader::default();
         let mut incomplete = None;
@@ -140,9 +152,12 @@ impl Recording {
                 incomplete = Some(format!("{MAX_EVENTS} maps and unmaps are the most"));
                 break;
             }
-            if reader.lines % 4096 == 0 && stop.load(Ordering::Relaxed) {
-                incomplete = Some("interrupted".to_owned());
-                break;
+            if reader.lines.is_multiple_of(4096) {
+                tell(reader.lines);
+                if stop.load(Ordering::Relaxed) {
+                    incomplete = Some("interrupted".to_owned());
+                    break;
+                }
             }
         }
         reader.finish(incomplete)

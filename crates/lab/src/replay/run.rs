@@ -1,14 +1,15 @@
 //! All of a replay: recordings are read, then each is replayed, allocators in interleaved rounds.
 
 use std::{
-    fs::File,
+    fs::{File, OpenOptions},
     io::ErrorKind,
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow};
@@ -39,6 +40,8 @@ pub const GRANULE: u64 = 4096;
 const WIDTHS: [u32; 5] = [32, 39, 48, 57, 64];
 /// Moments that fragmentation over time is told for.
 const MOMENTS: usize = 20;
+/// A long recording is told of while it is read, so often.
+const BETWEEN_LINES: Duration = Duration::from_secs(2);
 /// What an operation of a pass takes, roughly, for the time left.
 const EXPECTED_NS: u64 = 500;
 
@@ -161,7 +164,14 @@ fn read_all(
             break;
         }
         let file = trace.display().to_string();
-        let recording = match read(trace, stop) {
+        let mut told = Instant::now();
+        let mut tell = |lines: u64| {
+            if options.progress != Kind::Silent && told.elapsed() > BETWEEN_LINES {
+                told = Instant::now();
+                eprintln!("reading {file}: {lines} lines so far");
+            }
+        };
+        let recording = match read(trace, stop, &mut tell) {
             Ok(recording) => recording,
             Err(_) if stop.load(Ordering::Relaxed) => break,
             Err(error) => return Err(error),
@@ -177,7 +187,7 @@ fn read_all(
     Ok(recordings)
 }
 
-fn read(trace: &Path, stop: &Arc<AtomicBool>) -> Result<Recording> {
+fn read(trace: &Path, stop: &Arc<AtomicBool>, tell: &mut dyn FnMut(u64)) -> Result<Recording> {
     let name = trace.display();
     let usage = |error: std::io::Error| match error.kind() {
         ErrorKind::IsADirectory => Usage(format!("{name} is a directory, not a recording")).into(),
@@ -187,9 +197,14 @@ fn read(trace: &Path, stop: &Arc<AtomicBool>) -> Result<Recording> {
         // A descriptor of our own: it is closed when all is read.
         File::from(rustix::io::dup(std::io::stdin()).map_err(std::io::Error::from).map_err(usage)?)
     } else {
-        File::open(trace).map_err(|error| Usage(format!("cannot read {name}: {error}")))?
+        // A FIFO is opened without waiting for its writer: it is waited for where Ctrl-C ends that.
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(trace)
+            .map_err(|error| Usage(format!("cannot read {name}: {error}")))?
     };
-    Recording::read(Stoppable::new(file, stop), stop).map_err(|error| match error {
+    Recording::read_telling(Stoppable::new(file, stop), stop, tell).map_err(|error| match error {
         ReadError::NotARecording(why) => Usage(format!("{name} is no recording: {why}")).into(),
         ReadError::Io(error) => usage(error),
     })
