@@ -18,7 +18,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use ringfence_iova::{
     Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, Request, Ring, Slabs,
 };
-use ringfence_sync::cpu::OsCpu;
+use ringfence_sync::cpu::{CpuId as _, OneCpu, OsCpu};
 
 use super::{
     Entries, GRANULE, Options, Params, Row,
@@ -166,13 +166,39 @@ fn huge_rows(options: &Options, cells: &[Huge]) -> Vec<Row> {
 struct Users {
     /// The allocator of all.
     global: Arc<Slabs<OsCpu>>,
+    /// Asked once: it reads a file.
+    cpu: OsCpu,
     magazines: Arc<Magazines<RbTree, OsCpu>>,
     segment: u64,
+    lives: [Lives; 2],
+    hot: Vec<Hot>,
+}
+
+/// Segments that come and go, of one kind.
+struct Lives {
+    cpus: Cpus,
     create: Vec<f64>,
     destroy: Vec<f64>,
     /// Bytes a segment, as often as it was seen.
     memory: Vec<f64>,
-    hot: Vec<Hot>,
+}
+
+/// For how many CPUs the allocator of a segment is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cpus {
+    /// All of the machine's: the user has many threads.
+    All,
+    /// One: the user is a thread.
+    One,
+}
+
+impl Cpus {
+    fn count(self) -> usize {
+        match self {
+            Cpus::All => OsCpu::new().count(),
+            Cpus::One => 1,
+        }
+    }
 }
 
 /// Pairs of one page, in one arrangement.
@@ -186,7 +212,7 @@ struct Hot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Space {
     /// A segment with an allocator of its own.
-    Own,
+    Own(Cpus),
     /// A ring of its own.
     Ring,
     /// The allocator of all.
@@ -197,11 +223,18 @@ enum Space {
 
 impl Users {
     fn new(aperture: Aperture, options: &Options) -> Result<Users> {
-        let global = Arc::new(Slabs::new(aperture, OsCpu::new()));
-        let magazines = Arc::new(Magazines::new(RbTree::new(aperture), OsCpu::new()));
+        let cpu = OsCpu::new();
+        let global = Arc::new(Slabs::new(aperture, cpu));
+        let magazines = Arc::new(Magazines::new(RbTree::new(aperture), cpu));
         let mut hot = Vec::new();
         for threads in [1, 2] {
-            for space in [Space::Own, Space::Ring, Space::Shared, Space::Magazines] {
+            for space in [
+                Space::Own(Cpus::All),
+                Space::Own(Cpus::One),
+                Space::Ring,
+                Space::Shared,
+                Space::Magazines,
+            ] {
                 hot.push(Hot { space, threads, ns: Vec::new() });
             }
         }
@@ -209,25 +242,31 @@ impl Users {
         let segment = 1 << SEGMENT_SHIFT.min(options.aperture_bits - 10);
         Ok(Users {
             global,
+            cpu,
             magazines,
             segment,
-            create: Vec::new(),
-            destroy: Vec::new(),
-            memory: Vec::new(),
+            lives: [Cpus::All, Cpus::One].map(|cpus| Lives {
+                cpus,
+                create: Vec::new(),
+                destroy: Vec::new(),
+                memory: Vec::new(),
+            }),
             hot,
         })
     }
 
     fn round(&mut self) -> Result<()> {
-        self.come_and_go()?;
+        for n in 0..self.lives.len() {
+            self.come_and_go(n)?;
+        }
         for n in 0..self.hot.len() {
             let Hot { space, threads, .. } = self.hot[n];
             let mut queues: Vec<Arc<dyn Allocator>> = Vec::new();
             let mut segments = Vec::new();
             for _ in 0..threads {
                 queues.push(match space {
-                    Space::Own => {
-                        let segment = self.segment()?;
+                    Space::Own(cpus) => {
+                        let segment = self.segment(cpus)?;
                         segments.push(segment.first);
                         segment.space
                     }
@@ -246,12 +285,13 @@ impl Users {
     }
 
     /// Segments are created, each ready for use, and destroyed.
-    fn come_and_go(&mut self) -> Result<()> {
+    fn come_and_go(&mut self, n: usize) -> Result<()> {
+        let cpus = self.lives[n].cpus;
         let mut segments = Vec::with_capacity(SEGMENTS);
         let heap = heap();
         let start = Instant::now();
         for _ in 0..SEGMENTS {
-            segments.push(self.segment()?);
+            segments.push(self.segment(cpus)?);
         }
         let created = start.elapsed();
         let grown = self::heap().zip(heap).map(|(after, before)| after.saturating_sub(before));
@@ -262,17 +302,21 @@ impl Users {
         }
         let destroyed = start.elapsed();
         let each = |time: Duration| time.as_nanos() as f64 / SEGMENTS as f64;
-        self.create.push(each(created));
-        self.destroy.push(each(destroyed));
-        self.memory.extend(grown.map(|bytes| bytes as f64 / SEGMENTS as f64));
+        let lives = &mut self.lives[n];
+        lives.create.push(each(created));
+        lives.destroy.push(each(destroyed));
+        lives.memory.extend(grown.map(|bytes| bytes as f64 / SEGMENTS as f64));
         Ok(())
     }
 
     /// A segment that has served its first page.
-    fn segment(&self) -> Result<Segment> {
+    fn segment(&self, cpus: Cpus) -> Result<Segment> {
         let first = self.global.alloc(&Request::new(self.segment))?;
         let aperture = Aperture::new(first, first + (self.segment - 1), GRANULE)?;
-        let space: Arc<dyn Allocator> = Arc::new(Slabs::new(aperture, OsCpu::new()));
+        let space: Arc<dyn Allocator> = match cpus {
+            Cpus::All => Arc::new(Slabs::new(aperture, self.cpu)),
+            Cpus::One => Arc::new(Slabs::new(aperture, OneCpu)),
+        };
         let iova = space.alloc(&Request::new(GRANULE))?;
         ensure!(
             aperture.first() <= iova && iova <= aperture.last(),
@@ -295,19 +339,27 @@ impl Users {
             },
             ..Row::default()
         };
-        let memory_bytes = Estimate::of(&self.memory).map(|bytes| bytes.median);
-        let mut rows = vec![
-            Row { ns_per_op: Estimate::of(&self.create), memory_bytes, ..row("create", 1) },
-            Row { ns_per_op: Estimate::of(&self.destroy), ..row("destroy", 1) },
-        ];
+        let mut rows = Vec::new();
+        for lives in &self.lives {
+            let memory_bytes = Estimate::of(&lives.memory).map(|bytes| bytes.median);
+            let mut create = row("create", 1);
+            create.params.cpus = Some(lives.cpus.count());
+            let mut destroy = Row { params: create.params.clone(), ..row("destroy", 1) };
+            destroy.params.pattern = "destroy".to_owned();
+            rows.push(Row { ns_per_op: Estimate::of(&lives.create), memory_bytes, ..create });
+            rows.push(Row { ns_per_op: Estimate::of(&lives.destroy), ..destroy });
+        }
         for hot in &self.hot {
             let own = self
                 .hot
                 .iter()
-                .find(|other| other.space == Space::Own && other.threads == hot.threads);
+                .find(|o| o.space == Space::Own(Cpus::All) && o.threads == hot.threads);
             let mut row = row("hot", hot.threads);
             let (space, placement) = match hot.space {
-                Space::Own => ("own", None),
+                Space::Own(cpus) => {
+                    row.params.cpus = Some(cpus.count());
+                    ("own", None)
+                }
                 Space::Ring => ("own", Some("ring")),
                 Space::Shared | Space::Magazines => ("shared", None),
             };
@@ -419,7 +471,7 @@ mod tests {
         let of = |pattern: &str| {
             rows.iter().filter(|row| row.name == "segment" && row.params.pattern == pattern).count()
         };
-        assert_eq!((of("create"), of("destroy"), of("hot")), (1, 1, 8));
+        assert_eq!((of("create"), of("destroy"), of("hot")), (2, 2, 10));
         let timed = |row: &&Row| row.name == "segment";
         assert!(rows.iter().filter(timed).all(|row| row.ns_per_op.is_some()));
         // 4 GiB have no place for 4 GiB and more: that is said, not left out.

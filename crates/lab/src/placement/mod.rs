@@ -55,7 +55,7 @@ pub struct Options {
     pub reuse: u32,
     /// Rounds of what is measured by the clock.
     pub repeat: u32,
-    /// What random choices start from: the same seed, the same addresses and misses.
+    /// What random choices start from: the same seed, the same misses in the model.
     pub seed: u64,
 }
 
@@ -102,7 +102,7 @@ pub struct Row {
     /// ns an operation (`huge`, `segment`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ns_per_op: Option<Estimate>,
-    /// The same against `ringfence` (in `segment` in a segment of its own) in the same rounds, the
+    /// The same against `ringfence` (in `segment` in a segment of its own, for all CPUs) in the same rounds, the
     /// median: above 1 is slower.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ratio_to_ringfence: Option<f64>,
@@ -149,6 +149,9 @@ pub struct Params {
     /// Threads at work.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads: Option<u32>,
+    /// CPUs that a segment's allocator is made for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<usize>,
     /// `own`: each thread in a segment of its own; `shared`: all in one allocator.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub space: Option<String>,
@@ -161,8 +164,10 @@ pub struct Modelled {
     pub entries_filled_per_gib: f64,
     /// Table pages that what is in flight needs, a GiB in flight.
     pub table_pages_per_gib: f64,
-    /// Table pages that were ever touched.
-    pub table_pages_touched: u64,
+    /// Table pages that were ever touched, a run.
+    pub table_pages_touched: f64,
+    /// Bytes of this project's own table with what is in flight mapped in it, a GiB in flight.
+    pub table_bytes_per_gib: f64,
     /// With streams that drift against each other.
     pub drifting: Misses,
     /// With streams in lock-step: all at the same place of their rings.
@@ -258,7 +263,7 @@ fn check(options: &Options) -> Result<(), Usage> {
             options.streams, options.buffers, options.buffer_bytes, options.aperture_bits
         )));
     }
-    let uses = options.reuse.max(streams::LEAST_LAPS);
+    let uses = options.reuse.max(streams::LEAST_LAPS) * streams::RUNS;
     if in_flight * u128::from(uses) > MOST_MOVED {
         return Err(Usage(format!(
             "{} MiB in flight, used {uses} times, are more than the {} GiB that the model moves",
@@ -353,7 +358,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<Vec<Row>>(&text).unwrap(), rows);
         rows[0].model = Some(Modelled {
             table_pages_per_gib: 262_144.0,
-            table_pages_touched: 1 << 40,
+            table_pages_touched: 1e12,
             ..Modelled::default()
         });
         let text = render(&rows);

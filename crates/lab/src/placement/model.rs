@@ -104,6 +104,18 @@ pub struct Counts {
     pub walk_misses: [u64; 3],
 }
 
+impl Counts {
+    /// Adds what was counted elsewhere.
+    pub fn add(&mut self, other: Counts) {
+        self.accesses += other.accesses;
+        self.iotlb_misses += other.iotlb_misses;
+        self.conflict_misses += other.conflict_misses;
+        for (sum, misses) in self.walk_misses.iter_mut().zip(other.walk_misses) {
+            *sum += misses;
+        }
+    }
+}
+
 /// The caches.
 #[derive(Clone, Debug)]
 pub struct Caches {

@@ -44,8 +44,9 @@ const HUGE: &str = "\
 huge: a range is allocated and freed while 1024 small ones are held; entries: IOTLB entries for all of it, by page size.
 ";
 const SEGMENT: &str = "\
-segment: a user's own range with an allocator in it, created with its first page; hot: alloc and free of one page, each
-  thread in an allocator of its own or all in one; vs own is the same against a segment of one's own, in the same rounds
+segment: a user's own range, with an allocator in it for so many CPUs, created with its first page (bytes: its memory)
+  hot: alloc and free of one page, each thread in an allocator of its own or all in one; vs own is the same against a
+  segment of one's own for all CPUs, in the same rounds
 ";
 
 /// What distinguishes a block.
@@ -116,7 +117,7 @@ fn streams(rows: &[Row]) -> String {
         let mut line = texts([name]);
         line.push(format!("{:.0}", model.entries_filled_per_gib));
         line.push(format!("{:.0}", model.table_pages_per_gib));
-        line.push(model.table_pages_touched.to_string());
+        line.push(format!("{:.0}", model.table_pages_touched));
         line.extend(miss(drifting));
         line.extend(drifting.walk.map(three));
         line.push(three(drifting.reads()));
@@ -153,12 +154,22 @@ fn huge(rows: &[Row]) -> String {
 }
 
 fn segment(rows: &[Row]) -> String {
-    let mut table =
-        vec![texts(["allocator", "what", "threads", "space", "ns", "±", "vs own", "bytes"])];
+    let mut table = vec![texts([
+        "allocator",
+        "what",
+        "CPUs",
+        "threads",
+        "space",
+        "ns",
+        "±",
+        "vs own",
+        "bytes",
+    ])];
     for row in rows {
         let params = &row.params;
         let name = params.placement.as_deref().unwrap_or(&row.implementation);
         let mut line = texts([name, &params.pattern]);
+        line.push(params.cpus.map_or(String::new(), |cpus| cpus.to_string()));
         line.push(params.threads.map_or(String::new(), |threads| threads.to_string()));
         line.push(params.space.clone().unwrap_or_default());
         line.extend(timed(row));
