@@ -9,7 +9,7 @@ use ringfence_sync::{
 
 use super::{
     index::Hints,
-    slab::{Claimed, Handle, IDLE, LISTED, NOWHERE, Slab},
+    slab::{Claimed, Handle, LISTED, NOWHERE, Slab},
 };
 
 /// Size classes there can be: from one granule to 1 GiB of granules of one byte.
@@ -17,7 +17,7 @@ use super::{
 pub(super) const MAX_CLASSES: usize = 31;
 /// A model has few things, as every one of them is followed.
 #[cfg(loom)]
-pub(super) const MAX_CLASSES: usize = 2;
+pub(super) const MAX_CLASSES: usize = 3;
 /// Zones there can be: see [`SlabConfig::limits`](super::SlabConfig::limits).
 #[cfg(not(loom))]
 pub(super) const MAX_ZONES: usize = 4;
@@ -61,7 +61,7 @@ pub(super) struct Lists {
 struct List {
     head: Option<Handle>,
     tail: Option<Handle>,
-    /// How many of them are all free.
+    /// How many ranges those have that are all free.
     idle: u32,
 }
 
@@ -212,25 +212,26 @@ impl Lists {
         if next.is_none() {
             list.tail = previous;
         }
-        if slab.place.swap(NOWHERE, Ordering::Relaxed) == IDLE {
-            list.idle -= 1;
-        }
+        list.idle -= slab.place.swap(NOWHERE, Ordering::Relaxed).saturating_sub(LISTED);
     }
 
     /// Keeps a listed slab that is all free, behind those that are not so that these are used up
-    /// first; or false if there are `most` of them already.
+    /// first; or false if there are too many of them already: more than `most` ranges.
     pub(super) fn keep_idle(&mut self, cpu: usize, bin: Bin, slab: Handle, most: u32) -> bool {
-        if slab.place.load(Ordering::Relaxed) == IDLE {
+        if slab.place.load(Ordering::Relaxed) > LISTED {
             return true;
         }
-        if self.lists[bin.0].idle >= most {
+        // It may get more later, of which the list then has no count: what is subtracted is what
+        // was added.
+        let ranges = slab.owned().count_ones();
+        if self.lists[bin.0].idle + ranges > most {
             return false;
         }
         self.unlink(bin, slab);
         let list = &mut self.lists[bin.0];
-        list.idle += 1;
+        list.idle += ranges;
         slab.home.store(cpu as u32, Ordering::Relaxed);
-        slab.place.store(IDLE, Ordering::Relaxed);
+        slab.place.store(LISTED + ranges, Ordering::Relaxed);
         link(list.tail, Some(slab));
         link(Some(slab), None);
         if list.tail.is_none() {

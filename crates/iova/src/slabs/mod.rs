@@ -35,9 +35,9 @@ const LARGEST_CLASS: u64 = 1 << 30;
 const SLAB_SHARE_BITS: u32 = 10;
 /// And at most this part of the largest hole.
 const HOLE_SHARE_BITS: u32 = 2;
-/// Slabs that are all free and yet kept, for each CPU and class: 2048 ranges, so that a queue of
-/// 1024 requests can drain and fill again without the tree.
-const IDLE_SLABS: u32 = 64;
+/// Slabs that are all free and yet kept, for each CPU and class: 4096 ranges, so that queues of
+/// some thousand requests drain and fill again without the tree.
+const IDLE_SLABS: u32 = 128;
 /// They are at most this part of the aperture.
 const IDLE_SHARE_BITS: u32 = 6;
 
@@ -72,7 +72,7 @@ pub struct SlabConfig {
     pub largest_slab: Option<u64>,
     /// Slabs that are all free and still kept, for each CPU, size class and zone; what is beyond
     /// goes back, so that other sizes can have it. In a small aperture it is less: at most 1/64 of
-    /// it, or one slab. Default: 64.
+    /// it. Default: 128.
     pub idle_slabs: u32,
 }
 
@@ -162,7 +162,8 @@ impl<C: CpuId> Slabs<C> {
         let granules = aperture.high() - aperture.low();
         let largest_slab = match config.largest_slab {
             Some(bytes) => (bytes >> aperture.granule().trailing_zeros()).checked_ilog2(),
-            None => granules.checked_ilog2().map(|bits| bits.saturating_sub(SLAB_SHARE_BITS)),
+            // Granule 0 is never there: 32 bits are not to count as 31.
+            None => Some(granules.saturating_add(2).ilog2().saturating_sub(SLAB_SHARE_BITS)),
         };
         let shift = aperture.granule().trailing_zeros();
         let classes = match config.placement {

@@ -1,1 +1,282 @@
+//! The slabs under the model checker: every interleaving of a few threads that allocate, free,
+//! take back and steal, within the bounds below.
+//!
+//! Each model ends the same way: whatever happened, no two ranges overlapped, and once all is freed
+//! and taken back the tree has every granule again, in one piece.
 
+use loom::{model::Builder, thread};
+use ringfence_sync::Arc;
+use std::{cell::Cell, sync::Mutex, vec::Vec};
+
+use super::*;
+
+loom::thread_local! {
+    static CPU: Cell<usize> = Cell::new(0);
+}
+
+/// Two CPUs, on which a thread runs where it says.
+struct TwoCpus;
+
+impl CpuId for TwoCpus {
+    fn current(&self) -> usize {
+        CPU.with(Cell::get)
+    }
+    fn count(&self) -> usize {
+        2
+    }
+}
+
+fn on(cpu: usize) {
+    CPU.with(|current| current.set(cpu));
+}
+
+/// Slabs, and what was handed out and not taken back yet. The list is no part of the model: it is
+/// changed between its steps.
+struct Space {
+    slabs: Slabs<TwoCpus>,
+    held: Mutex<Vec<(u64, u64)>>,
+}
+
+impl Space {
+    fn alloc(&self, granules: u64) -> u64 {
+        let iova = self.slabs.alloc(&Request::new(granules * 4096)).expect("room");
+        let range = (iova, iova + (granules * 4096 - 1));
+        let mut held = self.held.lock().expect("no thread panics with it");
+        assert!(
+            held.iter().all(|(first, last)| *last < range.0 || range.1 < *first),
+            "{range:x?} is handed out while {held:x?} are"
+        );
+        held.push(range);
+        iova
+    }
+
+    fn free(&self, iova: u64, granules: u64) {
+        self.held.lock().expect("no thread panics with it").retain(|(first, _)| *first != iova);
+        self.slabs.free(iova, granules * 4096).expect("it is allocated");
+    }
+}
+
+/// Granules of the models' aperture: 32 to 95, two slabs of the first class.
+const GRANULES: u64 = 64;
+
+fn space(slab: u64, idle: u32) -> Arc<Space> {
+    let aperture = Aperture::new(32 * 4096, 96 * 4096 - 1, 4096).expect("not empty");
+    let mut config = SlabConfig::default();
+    config.largest_slab = Some(slab * 4096);
+    config.idle_slabs = idle;
+    let slabs = Slabs::with_config(aperture, TwoCpus, config);
+    Arc::new(Space { slabs, held: Mutex::new(Vec::new()) })
+}
+
+/// Once nothing is allocated any more.
+fn is_whole(space: &Space) {
+    let mut core = space.slabs.core.lock();
+    space.slabs.withdraw_all(&mut core);
+    assert_eq!(core.tree.free(), GRANULES, "granules are lost");
+    assert_eq!(core.slabs().count(), 0);
+}
+
+fn explore(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.max_branches = 20_000;
+    builder.check(model);
+}
+
+/// Runs both on threads of their own.
+fn both(space: &Arc<Space>, one: impl FnOnce(&Space) + Send + 'static, other: impl FnOnce(&Space)) {
+    let theirs = Arc::clone(space);
+    let thread = thread::spawn(move || one(&theirs));
+    other(space);
+    thread.join().expect("the other thread");
+}
+
+#[test]
+fn model_two_threads_on_one_cpu_never_get_the_same_range() {
+    explore(3, || {
+        let space = space(2, 1);
+        let pair = |space: &Space| {
+            let first = space.alloc(1);
+            let second = space.alloc(1);
+            space.free(first, 1);
+            second
+        };
+        let theirs = Arc::clone(&space);
+        let thread = thread::spawn(move || pair(&theirs));
+        let mine = pair(&space);
+        let other = thread.join().expect("the other thread");
+        space.free(mine, 1);
+        space.free(other, 1);
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_of_two_who_free_a_range_one_is_told_so() {
+    for size in [4096, 3 * 4096] {
+        explore(3, move || {
+            let space = space(4, 1);
+            let iova = space.slabs.alloc(&Request::new(size)).expect("room");
+            let theirs = Arc::clone(&space);
+            let thread = thread::spawn(move || {
+                on(1);
+                theirs.slabs.free(iova, size).is_ok()
+            });
+            let mine = space.slabs.free(iova, size).is_ok();
+            assert!(mine ^ thread.join().expect("the other thread"));
+            is_whole(&space);
+        });
+    }
+}
+
+#[test]
+fn model_a_free_while_everything_is_taken_back_loses_nothing() {
+    explore(3, || {
+        let space = space(2, 1);
+        let first = space.alloc(1);
+        let second = space.alloc(1);
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(first, 1);
+                space.free(second, 1);
+            },
+            |space| space.slabs.drain(),
+        );
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_free_finds_a_detached_slab_attached_by_another() {
+    explore(3, || {
+        let space = space(2, 0);
+        // A slab of two, both taken: the next request leaves it detached.
+        let ranges: Vec<u64> = (0..3).map(|_| space.alloc(1)).collect();
+        let (first, second, third) = (ranges[0], ranges[1], ranges[2]);
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(first, 1);
+            },
+            move |space| space.free(second, 1),
+        );
+        space.free(third, 1);
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
+    explore(3, || {
+        let space = space(2, 0);
+        let first = space.alloc(1);
+        both(
+            &space,
+            // On the same CPU: with the slab in hand that is about to become another.
+            move |space| {
+                let iova = space.alloc(1);
+                space.free(iova, 1);
+            },
+            move |space| {
+                space.free(first, 1);
+                space.slabs.drain();
+                on(1);
+                let wide = space.alloc(2);
+                assert_eq!(wide % 8192, 0);
+                space.free(wide, 2);
+            },
+        );
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_what_another_cpu_keeps_is_found_when_nothing_else_is_left() {
+    explore(2, || {
+        let space = space(32, 1);
+        // One CPU has half of everything, the other half is taken as a whole.
+        let first = space.alloc(1);
+        let half = space.alloc(32);
+        both(
+            &space,
+            move |space| {
+                on(1);
+                let iova = space.alloc(1);
+                space.free(iova, 1);
+            },
+            move |space| space.free(first, 1),
+        );
+        space.free(half, 32);
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_slab_that_is_given_back_is_not_taken_from() {
+    explore(3, || {
+        let space = space(2, 0);
+        let ranges: Vec<u64> = (0..3).map(|_| space.alloc(1)).collect();
+        let (first, second, third) = (ranges[0], ranges[1], ranges[2]);
+        space.free(first, 1);
+        both(
+            &space,
+            // The last free gives the slab back, as none is kept idle,
+            move |space| space.free(second, 1),
+            // unless this one takes from it.
+            move |space| {
+                let iova = space.alloc(1);
+                space.free(iova, 1);
+            },
+        );
+        space.free(third, 1);
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_cpu_that_goes_offline_keeps_nothing() {
+    // rule L9
+    explore(3, || {
+        let space = space(2, 1);
+        let first = space.alloc(1);
+        let second = space.alloc(1);
+        both(
+            &space,
+            move |space| {
+                space.free(first, 1);
+                space.free(second, 1);
+            },
+            |space| space.slabs.offline(0),
+        );
+        let core = space.slabs.core.lock();
+        assert_eq!(core.tree.free(), GRANULES, "an offline CPU keeps granules");
+        drop(core);
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_tail_is_cut_off_or_freed_but_not_both() {
+    explore(3, || {
+        let space = space(4, 1);
+        let first = space.alloc(3);
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(first, 3);
+                let iova = space.alloc(3);
+                space.free(iova, 3);
+            },
+            |space| {
+                let mut core = space.slabs.core.lock();
+                space.slabs.withdraw_all(&mut core);
+                space.slabs.trim(&mut core);
+            },
+        );
+        is_whole(&space);
+    });
+}

@@ -137,6 +137,9 @@ impl<C: CpuId> Slabs<C> {
             }
         }
         let mut core = self.core.lock();
+        if let Some(fit) = core.tree.fit().checked_ilog2() {
+            self.relax(fit);
+        }
         let mut place = core.place(wanted, self.placement);
         if place.is_none() && request.flush {
             // Rule L11, and more: what was taken back is exact.
@@ -398,11 +401,10 @@ impl<C: CpuId> Slabs<C> {
         true
     }
 
-    /// How many slabs of a class a CPU may keep that are all free.
+    /// How many ranges of a class a CPU may keep in slabs that are all free.
     fn most_idle(&self, class: u32) -> u32 {
-        let slab = (class + SLOT_BITS).min(self.largest_slab).max(class);
-        let share = self.idle_share.checked_shr(slab).unwrap_or(0).max(1);
-        u32::try_from(share).map_or(self.idle_slabs, |share| share.min(self.idle_slabs))
+        let share = u32::try_from(self.idle_share >> class).unwrap_or(u32::MAX);
+        share.min(self.idle_slabs.saturating_mul(SLOTS))
     }
 
     /// Keeps or gives back a slab that is all free.

@@ -109,7 +109,8 @@ pub(super) struct Slab {
     sizes: OnceBox<[AtomicU32; SLOTS as usize]>,
     /// The CPU that it is attached to and its neighbours in that CPU's list, under its lock.
     pub(super) home: AtomicU32,
-    /// Whether it is in a list, and counted there as idle.
+    /// Whether it is in a list: [`NOWHERE`], [`LISTED`], or, if it is kept there as idle, that and
+    /// how many ranges it is counted for.
     pub(super) place: AtomicU32,
     pub(super) next: AtomicPtr<Slab>,
     pub(super) previous: AtomicPtr<Slab>,
@@ -119,9 +120,6 @@ pub(super) struct Slab {
 pub(super) const NOWHERE: u32 = 0;
 /// [`Slab::place`]: in a list.
 pub(super) const LISTED: u32 = 1;
-/// [`Slab::place`]: in a list, all of it free, and counted.
-pub(super) const IDLE: u32 = 2;
-
 /// What became of an attempt to free a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Freed {
