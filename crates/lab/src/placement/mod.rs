@@ -9,11 +9,13 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`model`] | the model: a set-associative IOTLB, page-walk caches |
-//! | `streams` | competing rings of buffers under each placement, through the model |
+//! | `machine` | an aged allocator, competing rings of buffers, a device that walks them |
+//! | `streams` | which of those are run, under each placement |
 //! | `fixed` | huge ranges, and a segment for each user: measured, no model |
 //! | `table` | the rows for a terminal |
 
 mod fixed;
+mod machine;
 pub mod model;
 mod streams;
 mod table;
@@ -263,7 +265,7 @@ fn check(options: &Options) -> Result<(), Usage> {
             options.streams, options.buffers, options.buffer_bytes, options.aperture_bits
         )));
     }
-    let uses = options.reuse.max(streams::LEAST_LAPS) * streams::RUNS;
+    let uses = options.reuse.max(machine::LEAST_LAPS) * streams::RUNS;
     if in_flight * u128::from(uses) > MOST_MOVED {
         return Err(Usage(format!(
             "{} MiB in flight, used {uses} times, are more than the {} GiB that the model moves",
