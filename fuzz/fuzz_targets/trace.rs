@@ -8,6 +8,11 @@ use flate2::{Compression, write::GzEncoder};
 use libfuzzer_sys::fuzz_target;
 use ringfence_lab::replay::Recording;
 
+const QEMU: &[u8] = b"\
+7@1.0:virtio_iommu_map domain=0 virt_start=0x1000 virt_end=0x8fff phys_start=0x2000 flags=3\n";
+const FTRACE: &[u8] = b"\
+fio-1 [001] ..... 1.0: map: IOMMU: iova=0x1000 - 0x9000 paddr=0x5000 size=32768\n";
+
 fuzz_target!(|bytes: &[u8]| {
     let read = |bytes: &[u8]| Recording::read(bytes, &AtomicBool::new(false));
     // As it is: gzip too, if its first bytes say so.
@@ -24,6 +29,11 @@ fuzz_target!(|bytes: &[u8]| {
             (Ok(plain), Ok(unzipped)) => assert_eq!(plain, unzipped),
             (plain, unzipped) => assert_eq!(plain.is_ok(), unzipped.is_ok()),
         }
+    }
+    // As what follows a recording: then its format is known, and each line is one or is damaged.
+    for begun in [QEMU, FTRACE] {
+        let recording = read(&[begun, bytes].concat()).expect("it begins with a map");
+        check(&recording);
     }
     // And a gzip that was cut.
     if let Ok(recording) = read(&zipped[..zipped.len() - zipped.len().min(9)]) {

@@ -133,6 +133,7 @@ fn every_recording_that_we_ship_is_replayed_completely() {
             for key in ["ns_per_op", "alloc_ns", "free_ns", "p99_ns", "worst_ns"] {
                 assert!(number(row, &format!("/{key}/median")) >= 0.0, "{key}: {row:#}");
             }
+            assert!(number(row, "/worst_steady_ns") >= 0.0, "{row:#}");
             assert!(number(row, "/ratio_to_ringfence/median") > 0.0);
         }
 

@@ -110,8 +110,11 @@ pub struct AllocatorRow {
     pub free_ns: Option<Estimate>,
     /// 99 of 100 operations of a round took no longer.
     pub p99_ns: Option<Estimate>,
-    /// The slowest operation of a round.
+    /// The slowest operation of a round, whatever the machine did meanwhile.
     pub worst_ns: Option<Estimate>,
+    /// The slowest operation if each counts with the shortest time that any round found for it
+    /// (the warm-up included): what the allocator itself takes at worst.
+    pub worst_steady_ns: Option<f64>,
     /// `ns_per_op` against that of `ringfence`, paired by round: above 1 is slower.
     pub ratio_to_ringfence: Option<Estimate>,
     /// Allocations that found no place. (`recorded`: whose place was in use still, so that the

@@ -23,7 +23,7 @@ use super::{
     requests::{Tuning, requests},
     space::{Moment, Space},
     stream::{Allocation, LeftOut, Stream},
-    timing::{Round, Script, Server},
+    timing::{Fastest, Round, Script, Server},
 };
 use crate::{
     allocators::AllocatorKind,
@@ -389,9 +389,10 @@ impl Replay<'_> {
         let kinds = self.options.allocators.iter().map(|kind| Server::Kind(*kind));
         let servers: Vec<Server> = std::iter::once(Server::Nobody).chain(kinds).collect();
         let mut rounds: Vec<Vec<Round>> = Vec::new();
-        for number in 0..=self.options.repeat {
+        let mut fastest: Vec<Fastest> = servers.iter().map(|_| Fastest::new(&script)).collect();
+        'rounds: for number in 0..=self.options.repeat {
             let mut round = Vec::new();
-            for server in &servers {
+            for (server, fastest) in servers.iter().zip(&mut fastest) {
                 let what = match server {
                     Server::Kind(kind) => kind.name(),
                     Server::Nobody => "the loop alone",
@@ -400,10 +401,10 @@ impl Replay<'_> {
                     0 => format!("{what}, warm-up"),
                     _ => format!("{what}, round {number} of {}", self.options.repeat),
                 });
-                match script.round(*server, self.stop)? {
+                match script.round(*server, fastest, self.stop)? {
                     Some(figures) => round.push(figures),
                     // A round that not all took part in compares nothing.
-                    None => return Self::conclude(&rounds, trace),
+                    None => break 'rounds,
                 }
                 self.done();
             }
@@ -412,11 +413,12 @@ impl Replay<'_> {
                 rounds.push(round);
             }
         }
-        Self::conclude(&rounds, trace)
+        Self::conclude(&rounds, &fastest, trace);
+        Ok(())
     }
 
     /// Figures of complete rounds; the first column is the loop's own.
-    fn conclude(rounds: &[Vec<Round>], trace: &mut TraceReport) -> Result<()> {
+    fn conclude(rounds: &[Vec<Round>], fastest: &[Fastest], trace: &mut TraceReport) {
         let column = |index: usize, figure: fn(&Round) -> f64| -> Vec<f64> {
             rounds.iter().map(|round| figure(&round[index])).collect()
         };
@@ -432,6 +434,7 @@ impl Replay<'_> {
             row.free_ns = estimate(index, |round| round.free);
             row.p99_ns = estimate(index, |round| round.p99);
             row.worst_ns = estimate(index, |round| round.worst);
+            row.worst_steady_ns = fastest[index].longest();
             row.ratio_to_ringfence = ours.and_then(|ours| {
                 Estimate::ratio(
                     &column(index, |round| round.both),
@@ -439,7 +442,6 @@ impl Replay<'_> {
                 )
             });
         }
-        Ok(())
     }
 
     fn begin(&self, what: &str) {
@@ -454,6 +456,8 @@ impl Replay<'_> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::replay::sample;
 
@@ -565,6 +569,59 @@ mod tests {
     fn a_replay_that_is_stopped_tells_what_is_complete() {
         let trace = run(sample::stream(), short(), true);
         assert_eq!((trace.allocators.len(), trace.rounds), (0, 0));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        #[test]
+        fn no_recording_makes_a_replay_fail(
+            script in prop::collection::vec(
+                (any::<bool>(), 0u32..3, address(), address(), any::<u64>(), 0u64..20_000_000),
+                1..60),
+            bits in prop::option::of(13u32..=64),
+        ) {
+            use crate::replay::stream::{Derivation, Stamp};
+            let mut derivation = Derivation::new();
+            // Nothing to replay is no recording.
+            derivation.map(0, 1 << 20, 1 << 21, 0, Stamp::default());
+            let mut time_ns = 0;
+            for (map, domain, one, other, target, wait) in script {
+                time_ns += wait;
+                let stamp = Stamp { time_ns: Some(time_ns), cpu: (target % 3) as u16 };
+                let (first, last) = (one.min(other), one.max(other));
+                match map {
+                    true => {
+                        let target = target.min(u64::MAX - (last - first));
+                        derivation.map(domain, first, last, target, stamp);
+                    }
+                    false => derivation.unmap(domain, first, last, wait % 2 == 0, stamp),
+                }
+            }
+            let options = Options {
+                aperture_bits: bits,
+                repeat: 1,
+                flush_queue_slots: Some(4),
+                policies: Policy::ALL.to_vec(),
+                ..short()
+            };
+            let trace = run(derivation.finish(), options, false);
+            prop_assert_eq!(trace.allocators.len(), 5);
+            prop_assert_eq!(trace.policies.len(), 1 + Policy::ALL.len());
+            for row in &trace.policies[2..] {
+                prop_assert!(row.failures.unwrap() <= trace.allocations);
+            }
+        }
+    }
+
+    /// Small ones, so that ranges meet, and any.
+    fn address() -> impl Strategy<Value = u64> {
+        prop_oneof![
+            8 => (0u64..64).prop_map(|page| page * 4096),
+            4 => (0u64..64).prop_map(|page| page * 4096 + 4095),
+            1 => (0u64..64).prop_map(|page| (page << 30) + 4095),
+            1 => any::<u64>(),
+            1 => Just(u64::MAX),
+        ]
     }
 
     #[test]

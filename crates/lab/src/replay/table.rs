@@ -14,6 +14,7 @@ use crate::{
 const ALLOCATORS: &str = "\
 An operation is an allocation or a free. Times are medians of rounds (allocators take turns); ± is the 95 % confidence.
   ns         an operation, timed all together; alloc, free, p99, worst: timed one by one
+  steady     the worst, if each operation counts with its fastest round: what the machine did meanwhile is not in it
   x          ns against ringfence's of the same round: above 1 is slower
   failed     allocations that found no place
   span       high-water mark: from the lowest to the highest address in use at one time
@@ -92,8 +93,8 @@ fn time(seconds: f64) -> String {
 fn allocators(trace: &TraceReport) -> String {
     let mut table = empty();
     table.add_row(Row::from(vec![
-        "", "ns", "±", "x", "±", "alloc", "free", "p99", "worst", "failed", "span", "tables",
-        "frag",
+        "", "ns", "±", "x", "±", "alloc", "free", "p99", "worst", "steady", "failed", "span",
+        "tables", "frag",
     ]));
     for row in &trace.allocators {
         table.add_row(Row::from(allocator_cells(row)));
@@ -115,6 +116,7 @@ fn allocator_cells(row: &AllocatorRow) -> Vec<String> {
         median(row.free_ns),
         median(row.p99_ns),
         median(row.worst_ns),
+        row.worst_steady_ns.map_or(dash(), number),
         row.failures.to_string(),
         bytes(row.span_bytes),
         row.table_pages.to_string(),
@@ -196,6 +198,7 @@ mod tests {
             free_ns: estimate,
             p99_ns: estimate,
             worst_ns: estimate,
+            worst_steady_ns: Some(123_456.0),
             ratio_to_ringfence: estimate,
             failures: 1_234_567,
             span_bytes: u64::MAX,
