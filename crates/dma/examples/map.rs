@@ -7,7 +7,7 @@ use ringfence_iommu::{
     Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,
     table::Limits,
 };
-use ringfence_iova::{Aperture, Magazines, RbTree};
+use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -17,8 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let sizes = PageSizes::from_granule(4096).expect("a power of two");
         let geometry = Geometry::new(sizes, aperture);
         let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
-        let tree = RbTree::new(Aperture::new(0, (1 << 48) - 1, 4096)?);
-        let allocator = Magazines::new(tree, OsCpu::new());
+        let allocator = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
         let device = Device::new(Arc::clone(&domain), allocator, Config::new(policy))?;
 
         // The mapping owns the buffer: nobody touches what the device may touch.

@@ -6,23 +6,28 @@
 //!
 //! | type | what it is | good at | bad at |
 //! |---|---|---|---|
+//! | [`Slabs`] | **the one to use**: slabs of equal ranges per CPU over a radix tree | everything; each free is checked | |
+//! | [`Ring`] | one contiguous chunk for a ring, cut into its buffers | what a device walks in order lies in order | one ring's own |
+//! | [`Preferred32`] | one device's preference for addresses below 4 GiB in front of any of them | short addresses as long as there are any | |
 //! | [`RbTree`] | red-black tree of the ranges that are taken, searched from the top down | any aperture, memory per live range only | a dense live set: a search walks it |
 //! | [`Bitmap`] | one bit a granule, next fit, over a bounded window | small ranges, constant memory | a full window; large aligned ranges |
-//! | [`Magazines`] | a cache of freed ranges per CPU in front of either | alloc and free of up to 32 granules without a search or a shared lock | keeps what it caches |
-//! | [`Preferred32`] | one device's preference for addresses below 4 GiB in front of any of them | short addresses as long as there are any | |
+//! | [`Magazines`] | a cache of freed ranges per CPU in front of either | alloc and free of up to 32 granules without a search or a shared lock | keeps what it caches; believes every free |
 //!
-//! They stack: `Preferred32<Arc<Magazines<RbTree, OsCpu>>>` is what Linux gives a PCI device. Tree,
-//! bitmap and magazines follow the Linux 6.12 DMA path on purpose, with its limits; what holds for
-//! each is written at the type, by the number of its rule.
+//! The last three follow the Linux 6.12 DMA path on purpose, with its limits; what holds for each is
+//! written at the type, by the number of its rule. They are what `ringfence bench iova` measures
+//! [`Slabs`] against, and stack: `Preferred32<Arc<Magazines<RbTree, OsCpu>>>` is what Linux gives a
+//! PCI device.
 //!
 //! ```
-//! use ringfence_iova::{Allocator, Aperture, RbTree, Request};
+//! use ringfence_iova::{Allocator, Aperture, Request, Slabs};
+//! use ringfence_sync::cpu::OneCpu;
 //!
-//! let space = RbTree::new(Aperture::new(0, (1 << 48) - 1, 4096)?);
+//! let space = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OneCpu);
 //! space.reserve(0xfee0_0000, 0xfeef_ffff)?;
 //! let iova = space.alloc(&Request::new(3 * 4096).limit(0xffff_ffff))?;
-//! assert_eq!(iova, 0xffff_c000); // the highest place that is aligned to four granules
+//! assert_eq!(iova % (4 * 4096), 0); // aligned to its size, rounded up
 //! space.free(iova, 3 * 4096)?;
+//! assert!(space.free(iova, 3 * 4096).is_err());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!

@@ -304,9 +304,11 @@ proptest! {
 
 /// Slabs of up to 64 granules in an aperture of 256, so that they are of some use.
 fn slabs(aperture: Aperture, cpu: &FixedCpu, placement: Placement) -> Slabs<&FixedCpu> {
-    let mut config = SlabConfig::default();
-    config.largest_slab = Some(64 * aperture.granule());
-    config.placement = placement;
+    let config = SlabConfig {
+        largest_slab: Some(64 * aperture.granule()),
+        placement,
+        ..SlabConfig::default()
+    };
     Slabs::with_config(aperture, cpu, config)
 }
 

@@ -52,8 +52,7 @@ impl AllocatorKind {
                 Box::new(Magazines::new(RbTree::new(aperture), OsCpu::new()))
             }
             AllocatorKind::Ringfence => {
-                let mut config = SlabConfig::default();
-                config.placement = placement;
+                let config = SlabConfig { placement, ..SlabConfig::default() };
                 Box::new(Slabs::with_config(aperture, OsCpu::new(), config))
             }
         }

@@ -56,7 +56,6 @@ pub enum Placement {
 
 /// How [`Slabs`] are set up.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct SlabConfig {
     /// Where ranges go.
     pub placement: Placement,

@@ -61,9 +61,8 @@ const GRANULES: u64 = 64;
 
 fn space(slab: u64, idle: u32) -> Arc<Space> {
     let aperture = Aperture::new(32 * 4096, 96 * 4096 - 1, 4096).expect("not empty");
-    let mut config = SlabConfig::default();
-    config.largest_slab = Some(slab * 4096);
-    config.idle_slabs = idle;
+    let config =
+        SlabConfig { largest_slab: Some(slab * 4096), idle_slabs: idle, ..SlabConfig::default() };
     let slabs = Slabs::with_config(aperture, TwoCpus, config);
     Arc::new(Space { slabs, held: Mutex::new(Vec::new()) })
 }

@@ -117,8 +117,7 @@ fn frees_that_are_wrong_are_told_and_harm_nothing() {
 
 #[test]
 fn what_is_kept_idle_is_bounded() {
-    let mut config = SlabConfig::default();
-    config.idle_slabs = 3;
+    let config = SlabConfig { idle_slabs: 3, ..SlabConfig::default() };
     let slabs = Slabs::with_config(aperture(48), OneCpu, config);
     let ranges: Vec<u64> = (0..10_000).map(|_| slabs.alloc(&pages(1)).unwrap()).collect();
     for iova in ranges {
@@ -192,8 +191,10 @@ fn what_lies_behind_short_ranges_is_found_when_nothing_else_is_left() {
 #[test]
 fn zones_keep_ranges_for_devices_of_less_bits_apart() {
     // rules L2, L12
-    let mut config = SlabConfig::default();
-    config.limits = vec![u32::MAX.into(), (1 << 40) - 1, u64::MAX];
+    let config = SlabConfig {
+        limits: vec![u32::MAX.into(), (1 << 40) - 1, u64::MAX],
+        ..SlabConfig::default()
+    };
     let slabs = Arc::new(Slabs::with_config(aperture(48), OneCpu, config));
     for (limit, low) in [(u64::MAX, 1 << 47), ((1 << 40) - 1, 1 << 39), (0xffff_ffff, 1 << 31)] {
         let before = slabs.stats().searches;
@@ -260,8 +261,7 @@ fn the_lowest_and_the_highest_place_are_just_that() {
     for (placement, first, second) in
         [(Placement::Lowest, 0x1000, 0x2000), (Placement::Highest, 0xffff_f000, 0xffff_e000)]
     {
-        let mut config = SlabConfig::default();
-        config.placement = placement;
+        let config = SlabConfig { placement, ..SlabConfig::default() };
         let slabs = Slabs::with_config(aperture(32), OneCpu, config);
         assert_eq!(slabs.alloc(&pages(1)), Ok(first));
         assert_eq!(slabs.alloc(&pages(1)), Ok(second));
@@ -303,8 +303,7 @@ fn other_alignments_are_met_where_there_is_room_for_them() {
     assert_eq!(wide % (1 << 30), 0);
     slabs.free(wide, PAGE).unwrap();
     // 3 pages at any page: no aligned place is left but an unaligned one is.
-    let mut config = SlabConfig::default();
-    config.largest_slab = Some(PAGE);
+    let config = SlabConfig { largest_slab: Some(PAGE), ..SlabConfig::default() };
     let slabs = Slabs::with_config(Aperture::new(0, 0x7fff, PAGE).unwrap(), OneCpu, config);
     let taken = slabs.alloc(&pages(1).limit(0x4fff)).unwrap();
     assert_eq!(taken, 0x4000);
