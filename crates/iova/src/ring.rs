@@ -63,11 +63,12 @@ impl<A: Allocator> Ring<A> {
     }
 
     /// As [`new`](Self::new), with `lead` bytes, rounded up to whole granules, in front of the chunk
-    /// that are never handed out: the chunk begins so far after its natural alignment.
+    /// that are never handed out; and aligned to the granule only, as the lead undoes more.
     ///
-    /// Rings whose leads differ by a granule begin in different sets of an IOTLB, if their buffers
-    /// are asked for with no more alignment than the granule's
-    /// ([`Align::Bytes`]); one that is aligned to its size loses the difference again.
+    /// Rings that are cut with a lead of a granule, one after the other, from one ring of all of
+    /// their device, lie so far apart that each begins in another set of an IOTLB, and fill the
+    /// tables for them without gaps. Their buffers must be asked for with the granule's alignment
+    /// ([`Align::Bytes`]) for that: one that is aligned to its size loses the difference again.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -77,13 +78,13 @@ impl<A: Allocator> Ring<A> {
         let too_big = AllocError { request: Request::new(bytes), reason: AllocReason::TooBig };
         let (bytes, lead) = whole(bytes).zip(whole(lead)).ok_or(too_big)?;
         let size = bytes.checked_add(lead).ok_or(too_big)?;
-        let align = bytes.checked_next_power_of_two().ok_or(too_big)?;
+        let align = if lead == 0 { Align::Size } else { Align::Bytes(granule) };
         if bytes / granule > MAX_GRANULES {
             return Err(too_big);
         }
         // Without bytes there is no ring, even with a lead.
         let size = if bytes == 0 { 0 } else { size };
-        let request = Request::new(size).align(Align::Bytes(align));
+        let request = Request::new(size).align(align);
         let first = inner.alloc(&request)?;
         let last = first.saturating_add(size.saturating_sub(1));
         // What was handed out is whole granules and not IOVA 0, so it is an aperture.

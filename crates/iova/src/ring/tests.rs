@@ -53,7 +53,7 @@ fn a_lead_shifts_the_chunk_and_is_handed_out_to_nobody() {
     let tree = Arc::new(tree());
     let ring = Ring::with_lead(Arc::clone(&tree), 8 * PAGE, 2 * PAGE + 5).unwrap();
     let base = ring.chunk().first();
-    assert_eq!(base % (8 * PAGE), 3 * PAGE);
+    assert_eq!(base, 57 * PAGE, "the last eight");
     assert_eq!((tree.stats().live_bytes, ring.optimal_size()), (11 * PAGE, 8 * PAGE));
     let two = pages(2).align(Align::Bytes(PAGE));
     let at: Vec<u64> = (0..4).map(|_| (ring.alloc(&two).unwrap() - base) / PAGE).collect();
@@ -68,6 +68,19 @@ fn a_lead_shifts_the_chunk_and_is_handed_out_to_nobody() {
     }
     drop(ring);
     assert_eq!(tree.stats().live_bytes, 53 * PAGE);
+}
+
+#[test]
+fn rings_of_a_ring_lie_a_lead_apart() {
+    let device = Arc::new(Ring::new(tree(), 27 * PAGE).unwrap());
+    let base = device.chunk().first();
+    let queues: Vec<_> =
+        (0..3).map(|_| Ring::with_lead(Arc::clone(&device), 8 * PAGE, PAGE).unwrap()).collect();
+    let firsts: Vec<u64> = queues.iter().map(|ring| (ring.chunk().first() - base) / PAGE).collect();
+    assert_eq!(firsts, [1, 10, 19]);
+    assert_eq!(device.fallbacks(), 0);
+    drop(queues);
+    assert_eq!(device.stats().live_ranges, 0);
 }
 
 #[test]

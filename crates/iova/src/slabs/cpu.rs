@@ -9,7 +9,7 @@ use ringfence_sync::{
 
 use super::{
     index::Hints,
-    slab::{Claimed, Handle, LISTED, NOWHERE, Slab},
+    slab::{Claimed, Handle, Place, Slab},
 };
 
 /// Size classes there can be: from one granule to 1 GiB of granules of one byte.
@@ -54,6 +54,8 @@ pub(super) struct Cpu {
 pub(super) struct Lists {
     /// Whether the CPU keeps slabs at all.
     pub(super) online: bool,
+    /// The CPU's number.
+    cpu: usize,
     lists: [List; LISTS],
 }
 
@@ -66,12 +68,13 @@ struct List {
 }
 
 impl Cpu {
-    pub(super) fn new() -> Cpu {
+    pub(super) fn new(number: usize) -> Cpu {
         Cpu {
             current: core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())),
             allocs: AtomicU64::new(0),
             lists: SpinLock::new(Lists {
                 online: true,
+                cpu: number,
                 lists: [List { head: None, tail: None, idle: 0 }; LISTS],
             }),
         }
@@ -111,14 +114,8 @@ impl Cpu {
         {
             return Some((slab, slot));
         }
-        while let Some(slab) = lists.lists[bin.0].head {
-            let claimed = slab.claim();
-            if claimed == Claimed::Frozen {
-                // Whoever froze it is about to tell what becomes of it, under the core's lock.
-                return None;
-            }
-            lists.unlink(bin, slab);
-            match claimed {
+        while let Some(slab) = lists.pop(bin) {
+            match slab.claim() {
                 Claimed::Last(slot) => return Some((slab, slot)),
                 Claimed::Current(slot) => {
                     self.set_current(bin, Some(slab));
@@ -128,10 +125,12 @@ impl Cpu {
                     }
                     return Some((slab, slot));
                 }
-                Claimed::None | Claimed::Frozen => {
-                    if slab.owned() == 0 {
-                        lost(slab);
-                    }
+                Claimed::None if slab.owned() == 0 => lost(slab),
+                Claimed::None => {}
+                Claimed::Frozen => {
+                    // Whoever froze it is about to tell what becomes of it, under the core's lock.
+                    lists.push(bin, slab);
+                    return None;
                 }
             }
         }
@@ -143,12 +142,10 @@ impl Cpu {
     pub(super) fn install(
         &self,
         lists: &mut Lists,
-        number: usize,
         bin: Bin,
         slab: Handle,
         lost: &mut impl FnMut(Handle),
     ) {
-        slab.home.store(number as u32, Ordering::Relaxed);
         let current = self.current(bin);
         self.set_current(bin, Some(slab));
         if let Some(current) = current {
@@ -170,11 +167,10 @@ impl Cpu {
 
 impl Lists {
     /// Puts an attached slab in front.
-    pub(super) fn push(&mut self, cpu: usize, bin: Bin, slab: Handle) {
-        debug_assert_eq!(slab.place.load(Ordering::Relaxed), NOWHERE);
+    pub(super) fn push(&mut self, bin: Bin, slab: Handle) {
+        debug_assert_eq!(slab.place(), Place::NOWHERE);
         let list = &mut self.lists[bin.0];
-        slab.home.store(cpu as u32, Ordering::Relaxed);
-        slab.place.store(LISTED, Ordering::Relaxed);
+        slab.set_place(Place::new(self.cpu, 0));
         link(None, Some(slab));
         link(Some(slab), list.head);
         if list.head.is_none() {
@@ -186,8 +182,7 @@ impl Lists {
     /// Where a slab goes that was the current one: into the list, if it has free ranges.
     fn displace(&mut self, bin: Bin, slab: Handle, lost: &mut impl FnMut(Handle)) {
         if !slab.displace() {
-            let home = slab.home.load(Ordering::Relaxed);
-            self.push(home as usize, bin, slab);
+            self.push(bin, slab);
         } else if slab.owned() == 0 {
             lost(slab);
         }
@@ -212,13 +207,14 @@ impl Lists {
         if next.is_none() {
             list.tail = previous;
         }
-        list.idle -= slab.place.swap(NOWHERE, Ordering::Relaxed).saturating_sub(LISTED);
+        list.idle -= slab.place().idle();
+        slab.set_place(Place::NOWHERE);
     }
 
     /// Keeps a listed slab that is all free, behind those that are not so that these are used up
     /// first; or false if there are too many of them already: more than `most` ranges.
-    pub(super) fn keep_idle(&mut self, cpu: usize, bin: Bin, slab: Handle, most: u32) -> bool {
-        if slab.place.load(Ordering::Relaxed) > LISTED {
+    pub(super) fn keep_idle(&mut self, bin: Bin, slab: Handle, most: u32) -> bool {
+        if slab.place().idle() != 0 {
             return true;
         }
         // It may get more later, of which the list then has no count: what is subtracted is what
@@ -230,8 +226,7 @@ impl Lists {
         self.unlink(bin, slab);
         let list = &mut self.lists[bin.0];
         list.idle += ranges;
-        slab.home.store(cpu as u32, Ordering::Relaxed);
-        slab.place.store(LISTED + ranges, Ordering::Relaxed);
+        slab.set_place(Place::new(self.cpu, ranges));
         link(list.tail, Some(slab));
         link(Some(slab), None);
         if list.tail.is_none() {

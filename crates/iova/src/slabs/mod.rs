@@ -99,7 +99,8 @@ impl Default for SlabConfig {
 /// Slabs are the magazines here: those with free ranges wait in a list of the CPU, those that are
 /// all free are kept up to a [bound](SlabConfig::idle_slabs) and then go back. They come from a
 /// tree of what is free, under one lock, in which everything takes logarithmic time: no live set
-/// makes it slow. Its memory, and all other, grows with what is allocated, not with the aperture.
+/// makes it slow. All memory is in proportion to the most that was allocated at once, none to the
+/// aperture.
 ///
 /// When nothing is left, what all CPUs keep is taken back (rule L11), and then even what lies
 /// behind ranges that are shorter than their class: a naturally aligned request
@@ -188,7 +189,7 @@ impl<C: CpuId> Slabs<C> {
             idle_share: granules >> IDLE_SHARE_BITS,
             indexes: (0..classes).map(|class| LazyIndex::new(region_of_last(class))).collect(),
             hints: Hints::new(),
-            cpus: (0..cpu.count().max(1)).map(|_| CachePadded::new(Cpu::new())).collect(),
+            cpus: (0..cpu.count().max(1)).map(|cpu| CachePadded::new(Cpu::new(cpu))).collect(),
             cpu,
             core: SpinLock::new(core),
             tight: AtomicBool::new(false),

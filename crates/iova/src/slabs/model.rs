@@ -168,6 +168,55 @@ fn model_a_free_finds_a_detached_slab_attached_by_another() {
 }
 
 #[test]
+fn model_two_frees_of_a_detached_slab_agree_on_whose_it_is() {
+    for idle in [0, 1] {
+        explore(3, move || {
+            let space = space(2, idle);
+            // CPU 0 has two slabs of two and one range of a third; the first is in its list, then
+            // all of it taken and so detached; it last was CPU 0's.
+            let ranges: Vec<u64> = (0..5).map(|_| space.alloc(1)).collect();
+            space.free(ranges[0], 1);
+            let again = space.alloc(1);
+            let (first, second) = (again, ranges[1]);
+            both(
+                &space,
+                move |space| {
+                    on(1);
+                    space.free(first, 1);
+                },
+                move |space| space.free(second, 1),
+            );
+            ranges[2..].iter().for_each(|range| space.free(*range, 1));
+            is_whole(&space);
+        });
+    }
+}
+
+#[test]
+fn model_the_last_range_of_a_listed_slab_is_taken_while_another_is_freed() {
+    explore(3, || {
+        let space = space(2, 1);
+        // The first slab is detached, then in the list with one free range.
+        let ranges: Vec<u64> = (0..4).map(|_| space.alloc(1)).collect();
+        let (first, second) = (ranges[0], ranges[1]);
+        space.free(first, 1);
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(second, 1);
+            },
+            move |space| {
+                let iova = space.alloc(1);
+                space.free(iova, 1);
+            },
+        );
+        ranges[2..].iter().for_each(|range| space.free(*range, 1));
+        is_whole(&space);
+    });
+}
+
+#[test]
 fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
     explore(3, || {
         let space = space(2, 0);

@@ -186,7 +186,7 @@ impl<C: CpuId> Slabs<C> {
     /// From a new slab.
     fn grow(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
         let mut core = self.core.lock();
-        let (number, cpu) = self.this_cpu();
+        let (_, cpu) = self.this_cpu();
         let mut lists = cpu.lists.lock();
         core.searches += 1;
         let fit = core.tree.fit().checked_ilog2()?;
@@ -215,7 +215,7 @@ impl<C: CpuId> Slabs<C> {
         if rest != 0 && slab.add_free_as_current(rest) {
             self.hints.set(slab);
             let mut lost = None;
-            cpu.install(&mut lists, number, self.bin_of(slab), slab, &mut |old| lost = Some(old));
+            cpu.install(&mut lists, self.bin_of(slab), slab, &mut |old| lost = Some(old));
             if let Some(lost) = lost {
                 core.retire_lost(&self.indexes, lost);
             }
@@ -248,7 +248,7 @@ impl<C: CpuId> Slabs<C> {
                 return None;
             }
             let slab = others.pop(bin)?;
-            my_lists.push(mine, bin, slab);
+            my_lists.push(bin, slab);
             let mut lost = Vec::new();
             let taken =
                 self.cpus[mine].take(my_lists, bin, &self.hints, &mut |slab| lost.push(slab));
@@ -368,12 +368,12 @@ impl<C: CpuId> Slabs<C> {
     /// such slab any more.
     #[inline(never)]
     fn attach(&self, slab: Handle, key: Key, slot: u32) -> bool {
-        let (number, cpu) = self.this_cpu();
+        let (_, cpu) = self.this_cpu();
         let mut lists = cpu.lists.lock();
         if lists.online {
             return match slab.give_and_attach(key, slot) {
                 Freed::Detached => {
-                    lists.push(number, self.bin_of(slab), slab);
+                    lists.push(self.bin_of(slab), slab);
                     let single = slab.is_all_free();
                     drop(lists);
                     if single {
@@ -388,11 +388,11 @@ impl<C: CpuId> Slabs<C> {
         drop(lists);
         // This CPU keeps nothing: straight back to the tree.
         let mut core = self.core.lock();
-        if slab.is_frozen() || slab.key() != key {
+        let bit = 1 << slot;
+        if slab.is_frozen() || slab.key() != key || slab.owned() & !slab.free() & bit == 0 {
             return false;
         }
         let free = slab.freeze();
-        let bit = 1 << slot;
         if slab.is_attached() {
             slab.thaw(free | bit);
         } else {
@@ -410,20 +410,15 @@ impl<C: CpuId> Slabs<C> {
     /// Keeps or gives back a slab that is all free.
     #[cold]
     fn settle(&self, slab: Handle, key: Key) {
-        use slab::NOWHERE;
         // Another thread may have it by now: everything is looked at again under its lock.
-        let home = slab.home.load(Ordering::Relaxed) as usize % self.cpus.len();
+        let Some(home) = slab.place().cpu() else { return };
         let here = |slab: Handle| {
-            slab.home.load(Ordering::Relaxed) as usize == home
-                && slab.place.load(Ordering::Relaxed) != NOWHERE
-                && slab.key() == key
-                && slab.is_all_free()
+            slab.place().cpu() == Some(home) && slab.key() == key && slab.is_all_free()
         };
         {
             let mut lists = self.cpus[home].lists.lock();
-            if !here(slab)
-                || lists.keep_idle(home, self.bin_of(slab), slab, self.most_idle(key.class()))
-            {
+            let most = self.most_idle(key.class());
+            if !here(slab) || lists.keep_idle(self.bin_of(slab), slab, most) {
                 return;
             }
         }

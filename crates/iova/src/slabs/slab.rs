@@ -107,19 +107,37 @@ pub(super) struct Slab {
     owned: AtomicU32,
     /// Granules of the ranges whose size is not that of the class; 0 for those whose size it is.
     sizes: OnceBox<[AtomicU32; SLOTS as usize]>,
-    /// The CPU that it is attached to and its neighbours in that CPU's list, under its lock.
-    pub(super) home: AtomicU32,
-    /// Whether it is in a list: [`NOWHERE`], [`LISTED`], or, if it is kept there as idle, that and
-    /// how many ranges it is counted for.
-    pub(super) place: AtomicU32,
+    /// In whose list it is: a [`Place`], under that CPU's lock, as its neighbours are. In one word,
+    /// as it is looked at without knowing whose lock to take.
+    place: AtomicU32,
     pub(super) next: AtomicPtr<Slab>,
     pub(super) previous: AtomicPtr<Slab>,
 }
 
-/// [`Slab::place`]: in no list.
-pub(super) const NOWHERE: u32 = 0;
-/// [`Slab::place`]: in a list.
-pub(super) const LISTED: u32 = 1;
+/// Where a slab is listed: a CPU, and for how many ranges it is counted as idle there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place(u32);
+
+impl Place {
+    /// In no list.
+    pub(super) const NOWHERE: Place = Place(0);
+    /// Enough for all ranges of a slab.
+    const IDLE_BITS: u32 = SLOT_BITS + 1;
+
+    pub(super) const fn new(cpu: usize, idle: u32) -> Place {
+        Place((cpu as u32 + 1) << Place::IDLE_BITS | idle)
+    }
+
+    /// The CPU, if there is one.
+    pub(super) fn cpu(self) -> Option<usize> {
+        (self.0 >> Place::IDLE_BITS).checked_sub(1).map(|cpu| cpu as usize)
+    }
+
+    pub(super) const fn idle(self) -> u32 {
+        self.0 & ((1 << Place::IDLE_BITS) - 1)
+    }
+}
+
 /// What became of an attempt to free a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Freed {
@@ -152,8 +170,7 @@ impl Slab {
             key: AtomicU64::new(0),
             owned: AtomicU32::new(0),
             sizes: OnceBox::new(),
-            home: AtomicU32::new(0),
-            place: AtomicU32::new(NOWHERE),
+            place: AtomicU32::new(Place::NOWHERE.0),
             next: AtomicPtr::new(ptr::null_mut()),
             previous: AtomicPtr::new(ptr::null_mut()),
         }
@@ -178,6 +195,16 @@ impl Slab {
 
     pub(super) fn class(&self) -> u32 {
         self.key().class()
+    }
+
+    /// Only certain under the lock of the CPU that it names.
+    pub(super) fn place(&self) -> Place {
+        Place(self.place.load(Ordering::Relaxed))
+    }
+
+    /// Under the lock of the CPU that it names, or did.
+    pub(super) fn set_place(&self, place: Place) {
+        self.place.store(place.0, Ordering::Relaxed);
     }
 
     pub(super) fn owned(&self) -> u32 {
@@ -364,7 +391,8 @@ impl Slab {
         }
     }
 
-    /// Takes a range of a slab in a list, which it is to leave. Under that list's lock.
+    /// Takes a range of a slab that was in a list. Under that list's lock, and no longer in the list:
+    /// once it is detached, another CPU may attach it.
     pub(super) fn claim(&self) -> Claimed {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
