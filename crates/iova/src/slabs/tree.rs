@@ -128,7 +128,7 @@ impl Tree {
     }
 
     /// Bytes of memory that it takes.
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(super) fn memory(&self) -> usize {
         self.inners.nodes.capacity() * size_of::<Inner>()
             + self.leaves.nodes.capacity() * size_of::<Leaf>()
