@@ -142,8 +142,8 @@ pub struct Slabs<C: CpuId> {
     hints: Hints,
     cpus: Box<[CachePadded<Cpu>]>,
     cpu: C,
-    /// Taken before the lock of a CPU's lists, if both are.
-    core: SpinLock<Core>,
+    /// Taken before the lock of a CPU's lists, if both are. Apart from what hot paths read.
+    core: CachePadded<SpinLock<Core>>,
     /// Space was so short that tails were cut off: ranges are given exactly what they need.
     tight: AtomicBool,
     failures: AtomicU64,
@@ -191,7 +191,7 @@ impl<C: CpuId> Slabs<C> {
             hints: Hints::new(),
             cpus: (0..cpu.count().max(1)).map(|cpu| CachePadded::new(Cpu::new(cpu))).collect(),
             cpu,
-            core: SpinLock::new(core),
+            core: CachePadded::new(SpinLock::new(core)),
             tight: AtomicBool::new(false),
             failures: AtomicU64::new(0),
             rejected: AtomicU64::new(0),
