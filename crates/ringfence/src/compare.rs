@@ -66,7 +66,8 @@ pub(crate) struct Arguments {
     allocator: Allocators,
 
     /// Where `ringfence` puts ranges: `size`, side by side by size, from the top; `lowest` or
-    /// `highest`, at the lowest or the highest place that fits.
+    /// `highest`, at the lowest or the highest place that fits; `ring`, in one chunk for all that is
+    /// in flight, cut in turn (what does not fit it as under `size`).
     #[arg(long, value_name = "NAME", default_value_t = PlacementName::default())]
     placement: PlacementName,
 

@@ -110,7 +110,7 @@ fn any_allocator_serves_any_aperture_and_an_aged_space() {
         assert_eq!(json["aperture_bits"].to_string(), aperture);
         assert_eq!(json["live_ranges"], 5000);
     }
-    for placement in ["size", "lowest", "highest"] {
+    for placement in ["size", "lowest", "highest", "ring"] {
         let arguments = ["--policy", "strict+map,lazy-mq", "--placement", placement];
         assert_eq!(all_rows("bs=4k,64k", &arguments)["placement"], placement);
     }

@@ -64,7 +64,7 @@ fn an_allocator_or_a_placement_that_is_none_is_answered_with_their_names() {
     place.run(&["compare", "--allocator", "rbtree,rbtree"]).refused(&["twice"]);
     place.run(&["compare", "--allocator", ","]).refused(&["empty"]);
     let ended = place.run(&["compare", "--placement", "left"]);
-    ended.refused(&["--placement", "left", "size", "lowest", "highest"]);
+    ended.refused(&["--placement", "left", "size", "lowest", "highest", "ring"]);
     // Nobody there who could heed it.
     let arguments = ["--allocator", "rbtree,bitmap", "--placement", "lowest"];
     place.compare(READS, &arguments).refused(&["lowest", "ringfence"]);

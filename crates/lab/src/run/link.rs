@@ -22,6 +22,7 @@ use ringfence_devices::{
     worker::Notify,
 };
 use ringfence_dma::{Coherent, Config, Device, Policy};
+use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::{
@@ -37,7 +38,7 @@ use super::{
     device::{DiskKind, ENDPOINT, Report, Setup},
     path::VirtioPath,
     probe::Probe,
-    space::{AnyAllocator, Space},
+    space::{AnyAllocator, Needs, Space},
 };
 use crate::allocators::AllocatorKind;
 
@@ -141,7 +142,9 @@ impl Link {
         if protected {
             domain.attach(ENDPOINT).context("attaching the disk to its domain")?;
         }
-        let dma = make_dma(plan, &domain)?;
+        let rings = std::iter::repeat_n(queue_layout.bytes(), plan.queues.into());
+        let mapped: Vec<usize> = lens.iter().copied().chain(rings).collect();
+        let dma = make_dma(plan, &domain, &mapped)?;
 
         let mut blk_front = Frontend::new(blk_socket, ANSWER);
         let mut features = 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
@@ -243,8 +246,12 @@ impl Link {
     }
 }
 
-fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>) -> Result<Dma> {
-    let allocator = plan.space.make(plan.allocator)?;
+fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>, mapped: &[usize]) -> Result<Dma> {
+    let reserved = domain.geometry().reserved;
+    let reserved: Vec<(u64, u64)> =
+        reserved.iter().map(|region| (region.range.first().0, region.range.last().0)).collect();
+    let needs = Needs { reserved: &reserved, mapped, lazy: plan.policy.is_lazy() };
+    let allocator = plan.space.make(plan.allocator, needs)?;
     let config = Config {
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
@@ -252,10 +259,7 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>) -> Result<Dma> {
         flush_queue_ms: plan.flush_queue_ms,
         ..Config::default()
     };
-    let dma =
-        Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")?;
-    plan.space.age(dma.allocator())?;
-    Ok(dma)
+    Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")
 }
 
 /// Pages of guest memory in an order in which an application that has run for a while has them:

@@ -1,10 +1,10 @@
 //! The space of I/O virtual addresses of a link: who hands them out, how many there are, and what is
 //! taken already.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, sync::Arc};
 
 use anyhow::{Context, Result};
-use ringfence_iova::{Allocator, Aperture, Bitmap, Placement, Preferred32, Request};
+use ringfence_iova::{Allocator, Aperture, Bitmap, Placement, Preferred32, Request, Ring};
 
 use super::Usage;
 use crate::allocators::AllocatorKind;
@@ -44,21 +44,46 @@ impl Default for Space {
 
 /// A placement by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PlacementName(pub Placement);
+pub enum PlacementName {
+    /// Ranges of one size side by side.
+    #[default]
+    Size,
+    /// The lowest place that fits.
+    Lowest,
+    /// The highest place that fits.
+    Highest,
+    /// One chunk for all that the disk has in flight, cut in turn.
+    Ring,
+}
 
 impl PlacementName {
-    /// All of them, with their names.
-    const ALL: [(&'static str, Placement); 3] = [
-        ("size", Placement::SizeAligned),
-        ("lowest", Placement::Lowest),
-        ("highest", Placement::Highest),
-    ];
+    /// All of them.
+    pub const ALL: [PlacementName; 4] =
+        [PlacementName::Size, PlacementName::Lowest, PlacementName::Highest, PlacementName::Ring];
+
+    /// Its name on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            PlacementName::Size => "size",
+            PlacementName::Lowest => "lowest",
+            PlacementName::Highest => "highest",
+            PlacementName::Ring => "ring",
+        }
+    }
+
+    /// Where the allocator itself puts ranges.
+    const fn of_ranges(self) -> Placement {
+        match self {
+            PlacementName::Size | PlacementName::Ring => Placement::SizeAligned,
+            PlacementName::Lowest => Placement::Lowest,
+            PlacementName::Highest => Placement::Highest,
+        }
+    }
 }
 
 impl fmt::Display for PlacementName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let known = Self::ALL.into_iter().find(|(_, placement)| *placement == self.0);
-        f.pad(known.map_or("unnamed", |(name, _)| name))
+        f.pad(self.name())
     }
 }
 
@@ -66,13 +91,36 @@ impl FromStr for PlacementName {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let known = Self::ALL.into_iter().find(|(known, _)| *known == name);
-        known.map(|(_, placement)| PlacementName(placement)).ok_or_else(|| {
-            let names = Self::ALL.map(|(name, _)| name).join(", ");
+        Self::ALL.into_iter().find(|placement| placement.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(PlacementName::name).join(", ");
             format!("no placement is called {name:?}: there are {names}")
         })
     }
 }
+
+/// What the device of a link needs of its space.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Needs<'a> {
+    /// Addresses that are never handed out, inclusive.
+    pub(crate) reserved: &'a [(u64, u64)],
+    /// The lengths of what is mapped at the same time.
+    pub(crate) mapped: &'a [usize],
+    /// Whether ranges wait for a flush after they were unmapped.
+    pub(crate) lazy: bool,
+}
+
+impl Needs<'_> {
+    /// Bytes of a chunk that holds all of it.
+    fn chunk(&self) -> u64 {
+        let aligned = |len: usize| (len as u64).next_multiple_of(GRANULE).next_power_of_two();
+        let mapped: u64 = self.mapped.iter().map(|&len| aligned(len)).sum();
+        if self.lazy { mapped.saturating_mul(WAITING) } else { mapped }
+    }
+}
+
+/// How many times what is in flight a chunk holds under a lazy policy, where ranges wait for their
+/// flush. A guess: it depends on time. What does not fit comes from elsewhere.
+const WAITING: u64 = 8;
 
 impl Space {
     /// Whether `kinds` can be had like this.
@@ -103,22 +151,38 @@ impl Space {
     }
 
     /// An allocator of this kind over these addresses.
-    pub(crate) fn make(&self, kind: AllocatorKind) -> Result<AnyAllocator> {
+    pub(crate) fn make(&self, kind: AllocatorKind, needs: Needs<'_>) -> Result<AnyAllocator> {
         let last = u64::MAX >> (u64::BITS - self.aperture_bits);
         let aperture = Aperture::new(0, last, GRANULE).context("the aperture")?;
-        Ok(Preferred32::new(match kind {
+        let allocator = match kind {
             // The whole aperture is its window, as far as a bitmap goes.
             AllocatorKind::Bitmap => Box::new(Bitmap::new(aperture, last)),
-            other => other.make(aperture, self.placement.0),
-        }))
-    }
-
-    /// Takes what others hold. After what is reserved was reserved: that must be free until then.
-    pub(crate) fn age(&self, allocator: &AnyAllocator) -> Result<()> {
+            other => other.make(aperture, self.placement.of_ranges()),
+        };
+        // First of all: what others hold must not lie there.
+        for &(first, last) in needs.reserved {
+            allocator.reserve(first, last).context("keeping reserved addresses free")?;
+        }
         // Others have a preference of their own: where they do not fit below 4 GiB any more, the
         // disk still may.
-        age(&Preferred32::new(allocator.inner()), self.live)
-            .with_context(|| format!("taking {} ranges before the jobs begin", self.live))
+        age(&Preferred32::new(&*allocator), self.live)
+            .with_context(|| format!("taking {} ranges before the jobs begin", self.live))?;
+        let ring = self.placement == PlacementName::Ring && kind == AllocatorKind::Ringfence;
+        Ok(Preferred32::new(if ring { cut(allocator, needs.chunk())? } else { allocator }))
+    }
+}
+
+/// A ring with a chunk of `bytes`, or of the largest part of it that there is room for.
+fn cut(allocator: Box<dyn Allocator>, bytes: u64) -> Result<Box<dyn Allocator>> {
+    // The chunk is asked for as a PCI device's buffers are: below 4 GiB if it can be had there.
+    let below = Arc::new(Preferred32::new(allocator));
+    let mut bytes = bytes.max(GRANULE);
+    loop {
+        match Ring::new(Arc::clone(&below), bytes) {
+            Ok(ring) => return Ok(Box::new(ring)),
+            Err(_) if bytes > GRANULE => bytes /= 2,
+            Err(error) => return Err(error).context("a chunk for the ring"),
+        }
     }
 }
 
@@ -154,15 +218,21 @@ fn age(allocator: &dyn Allocator, live: u32) -> Result<()> {
 mod tests {
     use super::*;
 
+    const MSI: (u64, u64) = (0xfee0_0000, 0xfeef_ffff);
+
     fn space(aperture_bits: u32, live: u32) -> Space {
         Space { aperture_bits, live, ..Space::default() }
+    }
+
+    fn make(space: Space, kind: AllocatorKind) -> AnyAllocator {
+        space.make(kind, Needs { reserved: &[MSI], ..Needs::default() }).unwrap()
     }
 
     #[test]
     fn every_allocator_can_be_had_in_every_aperture() {
         for kind in AllocatorKind::ALL {
             for bits in [NARROWEST, 39, 48, WIDEST] {
-                let allocator = space(bits, 0).make(kind).unwrap();
+                let allocator = make(space(bits, 0), kind);
                 let iova = allocator.alloc(&Request::new(GRANULE)).unwrap();
                 assert!(iova <= 0xffff_ffff, "{kind}: PCI devices prefer 32 bits");
                 allocator.free(iova, GRANULE).unwrap();
@@ -173,13 +243,12 @@ mod tests {
     #[test]
     fn an_aged_space_holds_what_was_asked_for() {
         for kind in AllocatorKind::ALL {
-            let space = space(32, 1000);
-            let allocator = space.make(kind).unwrap();
-            space.age(&allocator).unwrap();
-            // What magazines keep counts as live below them.
+            let allocator = make(space(32, 1000), kind);
             let stats = allocator.stats();
             assert_eq!(stats.allocs - stats.frees, 1000, "{kind}: {stats:?}");
             assert_eq!(stats.failures, 0, "{kind}");
+            // A device may be made in front of it, which reserves what is reserved.
+            allocator.reserve(MSI.0, MSI.1).unwrap();
         }
     }
 
@@ -195,7 +264,7 @@ mod tests {
         }
         assert!(space(32, 200_000).check(&ours).unwrap_err().0.contains("room for 104857"));
         assert!(space(48, MOST_LIVE + 1).check(&ours).is_err());
-        let lowest = Space { placement: "lowest".parse().unwrap(), ..Space::default() };
+        let lowest = Space { placement: PlacementName::Lowest, ..Space::default() };
         assert!(lowest.check(&[AllocatorKind::RbTree]).unwrap_err().0.contains("ringfence"));
         lowest.check(&[AllocatorKind::RbTree, AllocatorKind::Ringfence]).unwrap();
     }
@@ -203,17 +272,44 @@ mod tests {
     #[test]
     fn the_most_that_may_be_live_fits() {
         for kind in AllocatorKind::ALL {
-            let space = space(32, 104_857);
-            space.age(&space.make(kind).unwrap()).unwrap();
+            make(space(32, 104_857), kind);
         }
     }
 
     #[test]
     fn placements_have_names() {
-        for (name, placement) in PlacementName::ALL {
-            let parsed: PlacementName = name.parse().unwrap();
-            assert_eq!((parsed.0, parsed.to_string().as_str()), (placement, name));
+        for placement in PlacementName::ALL {
+            assert_eq!(placement.to_string().parse(), Ok(placement));
         }
         assert!("left".parse::<PlacementName>().unwrap_err().contains("lowest"));
+    }
+
+    #[test]
+    fn a_ring_holds_all_that_is_mapped_side_by_side() {
+        let ring = Space { placement: PlacementName::Ring, ..Space::default() };
+        let mapped = [65536, 65536, 65536, 20_000, 1024];
+        for bits in [NARROWEST, 48] {
+            let ring = Space { aperture_bits: bits, ..ring };
+            let needs = Needs { reserved: &[MSI], mapped: &mapped, lazy: false };
+            let allocator = ring.make(AllocatorKind::Ringfence, needs).unwrap();
+            let mut places: Vec<u64> = mapped
+                .iter()
+                .map(|&len| allocator.alloc(&Request::new(len as u64)).unwrap())
+                .collect();
+            places.sort_unstable();
+            let first = places[0];
+            let offsets: Vec<u64> = places.iter().map(|place| place - first).collect();
+            assert_eq!(offsets, [0, 0x10000, 0x20000, 0x30000, 0x35000], "{bits}");
+            assert!(first <= 0xffff_ffff, "{bits}");
+        }
+    }
+
+    #[test]
+    fn a_ring_that_has_no_room_is_as_large_as_it_can_be() {
+        let space = Space { placement: PlacementName::Ring, aperture_bits: 32, live: 0 };
+        let mapped = [1 << 30; 16];
+        let needs = Needs { reserved: &[MSI], mapped: &mapped, lazy: true };
+        let allocator = space.make(AllocatorKind::Ringfence, needs).unwrap();
+        allocator.alloc(&Request::new(1 << 29)).unwrap();
     }
 }
