@@ -49,6 +49,23 @@ pub(super) struct Slot {
     pub(super) granules: u64,
 }
 
+/// Why a set was not filled, in words for a row's note.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Unfilled {
+    /// It does not fit.
+    Full(String),
+    /// It takes too long.
+    Late(String),
+}
+
+impl Unfilled {
+    pub(super) fn why(self) -> String {
+        match self {
+            Unfilled::Full(why) | Unfilled::Late(why) => why,
+        }
+    }
+}
+
 /// What is allocated.
 #[derive(Debug, Default)]
 pub(super) struct LiveSet {
@@ -79,17 +96,20 @@ impl LiveSet {
         self.all().count() as u64
     }
 
-    /// Allocates it all. The granules end with `last`.
+    /// Allocates it all, by plain requests or, `placed`, range by range at places of our choice. The
+    /// granules end with `last`.
     ///
     /// # Errors
-    /// It does not fit, or takes longer than `limit`: in words, for a row's note.
+    /// It does not fit, or takes longer than `limit`.
     pub(super) fn fill(
         &mut self,
         contender: &Contender,
         (live, size): (Live, Size),
         last: u64,
+        placed: bool,
         limit: Duration,
-    ) -> Result<(), String> {
+    ) -> Result<(), Unfilled> {
+        self.placed = placed;
         let deadline = Instant::now() + limit;
         let sizes = match live {
             Live::Count(_) => draw(size),
@@ -101,23 +121,20 @@ impl LiveSet {
         };
         let late = |done: u64, of: u64, what: &str| {
             let (seconds, late) = (limit.as_secs_f64(), Instant::now() > deadline);
-            let text = || format!("{what} {done} of {of} ranges took more than {seconds:.1} s");
-            if late { Err(text()) } else { Ok(()) }
+            let text = || format!("{what} {done} of {of} ranges took more than {seconds} s");
+            if late { Err(Unfilled::Late(text())) } else { Ok(()) }
         };
         let mut next = 1;
         for index in 0..count {
             let granules = sizes[index as usize % sizes.len()];
             let place = u64::next_multiple_of(next, align(granules));
-            let first = match contender.place(place, granules) {
-                Some(taken) => {
-                    self.placed = true;
-                    next = place + granules;
-                    taken.then_some(place)
-                }
-                None => with_subject!(contender, subject => subject.take(granules)),
+            let first = match placed {
+                true => contender.place(place, granules).then_some(place),
+                false => with_subject!(contender, subject => subject.take(granules)),
             };
+            next = place + granules;
             let Some(first) = first else {
-                return Err(format!("{index} of {count} ranges fitted"));
+                return Err(Unfilled::Full(format!("{index} of {count} ranges fitted")));
             };
             self.churned.push(Slot { first, granules });
             // Each can take a millisecond.
@@ -199,8 +216,9 @@ mod tests {
     fn filled(one: Implementation, live: Live, size: Size) -> LiveSet {
         let aperture = Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap();
         let contender = one.make(aperture);
+        let placed = one.is_placed();
         let mut set = LiveSet::with_room(live, LAST);
-        set.fill(&contender, (live, size), LAST, Duration::from_secs(100)).unwrap();
+        set.fill(&contender, (live, size), LAST, placed, Duration::from_secs(100)).unwrap();
         set
     }
 
@@ -227,7 +245,7 @@ mod tests {
         let aperture = Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap();
         let contender = Implementation::BTreeMap.make(aperture);
         let mut set = LiveSet::with_room(live, LAST);
-        set.fill(&contender, (live, size), LAST, Duration::from_secs(100)).unwrap();
+        set.fill(&contender, (live, size), LAST, false, Duration::from_secs(100)).unwrap();
         assert!(set.churned.is_empty());
         set.fill_beside(&contender, size);
         assert_eq!(set.churned.len() as u64, BESIDE);
@@ -241,12 +259,14 @@ mod tests {
         let live = Live::Count(100_000);
         let mut set = LiveSet::with_room(live, LAST);
         let contender = Implementation::BTreeMap.make(aperture);
-        let error = set.fill(&contender, (live, size), LAST, Duration::from_secs(100));
-        assert!(error.unwrap_err().ends_with("of 100000 ranges fitted"));
+        let error = set.fill(&contender, (live, size), LAST, false, Duration::from_secs(100));
+        assert!(
+            matches!(error, Err(Unfilled::Full(why)) if why.ends_with("of 100000 ranges fitted"))
+        );
         let contender = Implementation::BTreeMap.make(aperture);
         let mut set = LiveSet::with_room(live, LAST);
-        let error = set.fill(&contender, (live, size), LAST, Duration::ZERO);
-        assert!(error.unwrap_err().contains("took more than"));
+        let error = set.fill(&contender, (live, size), LAST, false, Duration::ZERO);
+        assert!(matches!(error, Err(Unfilled::Late(why)) if why.contains("took more than")));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     GRANULE,
-    fill::{LiveSet, Slot, draw, heap},
+    fill::{LiveSet, Slot, Unfilled, draw, heap},
     oracle::{Oracle, Seen, Violation, Watched},
     pattern::{Live, Pattern, Size},
     peers::{Contender, Control, Implementation, Subject, with_subject},
@@ -20,6 +20,9 @@ use crate::{
 
 /// Operations that a check looks at, if they fit the time of a measurement.
 const CHECKED: u64 = 2000;
+
+/// How long requests may take to fill what can be filled in another way.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// How everything is measured.
 pub(super) struct Method {
@@ -44,6 +47,8 @@ pub(super) struct Entrant {
     pub(super) empty_bytes: Option<i64>,
     /// What it takes with the set, for each range of it, bytes.
     pub(super) bytes_per_live: Option<f64>,
+    /// Whether filling it took too long.
+    late: bool,
     /// Why it is not measured (any more).
     pub(super) out: Option<String>,
     /// What it did that none may do.
@@ -64,38 +69,52 @@ impl Entrant {
     /// The same, of what `make` makes.
     pub(super) fn with(
         implementation: Implementation,
-        make: impl FnOnce() -> Contender,
+        make: impl Fn() -> Contender,
         aperture: Aperture,
         (live, size): (Live, Size),
         method: &Method,
     ) -> Entrant {
         let last = aperture.last() / GRANULE;
-        let mut set = LiveSet::with_room(live, last);
-        let sizes = draw(size);
-        let before = heap();
-        let contender = make();
-        let grown = || Some(heap()? as i64 - before? as i64);
-        let empty_bytes = grown();
-        let filled = set.fill(&contender, (live, size), last, method.fill_limit);
-        let per_live = |bytes: i64| (set.len() > 0).then(|| bytes as f64 / set.len() as f64);
-        let measured = contender.allocates() && filled.is_ok();
-        Entrant {
-            implementation,
-            empty_bytes: empty_bytes.filter(|_| measured),
-            bytes_per_live: grown().filter(|_| measured).and_then(per_live),
-            out: filled.err(),
-            contender,
-            set,
-            size,
-            sizes,
-            last,
-            violations: Vec::new(),
+        let attempt = |placed, limit| {
+            let mut set = LiveSet::with_room(live, last);
+            let before = heap();
+            let contender = make();
+            let grown = || Some(heap()? as i64 - before? as i64);
+            let empty_bytes = grown();
+            let filled = set.fill(&contender, (live, size), last, placed, limit);
+            let per_live = |bytes: i64| (set.len() > 0).then(|| bytes as f64 / set.len() as f64);
+            let measured = contender.allocates() && filled.is_ok();
+            Entrant {
+                implementation,
+                empty_bytes: empty_bytes.filter(|_| measured),
+                bytes_per_live: grown().filter(|_| measured).and_then(per_live),
+                late: matches!(filled, Err(Unfilled::Late(_))),
+                out: filled.err().map(Unfilled::why),
+                contender,
+                set,
+                size,
+                sizes: draw(size),
+                last,
+                violations: Vec::new(),
+            }
+        };
+        if !implementation.is_placed() {
+            return attempt(false, method.fill_limit);
+        }
+        match attempt(false, method.fill_limit.min(PATIENCE)) {
+            slow if slow.late => {
+                drop(slow);
+                attempt(true, method.fill_limit)
+            }
+            filled => filled,
         }
     }
 
     /// What a reader should know of how the set was made.
     pub(super) fn note(&self) -> Option<&'static str> {
-        self.set.placed.then_some("filled range by range at given places, as its search is linear")
+        self.set
+            .placed
+            .then_some("filled range by range at given places, as requests would take too long")
     }
 
     /// How many ranges `random` takes from.
@@ -382,7 +401,7 @@ mod tests {
         live: Live,
         lie: fn(&RbTree, &Request, u64) -> Option<Result<u64, AllocReason>>,
     ) -> Entrant {
-        let make = || {
+        let make = move || {
             let tree = RbTree::new(aperture());
             Contender::Allocator(Box::new(Liar { tree, calls: AtomicU64::new(0), lie }))
         };

@@ -307,7 +307,7 @@ fn note(entrant: &Entrant, samples: &Samples, threads: usize) -> Option<String> 
     } else {
         notes.extend(entrant.out.as_ref().map(|why| format!("measured in part: {why}")));
         if samples.operations < FEW {
-            notes.push(format!("only {} operations fitted the budget", samples.operations));
+            notes.push(format!("fewer than {FEW} operations fitted the budget"));
         }
     }
     notes.extend(entrant.note().map(str::to_owned));

@@ -121,18 +121,27 @@ fn index(granule: u64) -> usize {
 
 /// Whether a page holds `granules` free ones at a multiple of their size.
 fn fits(page: &Page, granules: u64) -> bool {
-    let free = |first: u64| {
-        let (mut at, end) = (first, first + granules);
-        while at < end {
-            let (bits, mask) = word(at, end);
-            if page[index(at)] & mask != 0 {
-                return false;
+    let step = align(granules);
+    if step <= 64 {
+        // Within a word: bit `n` stays if those from `n` on are free, so many of them.
+        let starts = (0..64).step_by(step as usize).fold(0, |bits, at| bits | 1u64 << at);
+        return page.iter().any(|word| {
+            let mut free = !word;
+            let mut have = 1;
+            while have < granules {
+                let more = have.min(granules - have);
+                free &= free >> more;
+                have += more;
             }
-            at += bits;
-        }
-        true
-    };
-    (0..LARGEST).step_by(align(granules) as usize).any(free)
+            free & starts != 0
+        });
+    }
+    page.chunks((step / 64) as usize).any(|words| {
+        let (whole, rest) = words.split_at((granules / 64) as usize);
+        let free = |mask: u64| move |word: &u64| word & mask == 0;
+        let mask = (1u64 << (granules % 64)) - 1;
+        whole.iter().all(free(u64::MAX)) && rest.first().is_none_or(free(mask))
+    })
 }
 
 /// An allocator under the oracle's eyes.

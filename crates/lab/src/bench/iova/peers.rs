@@ -77,6 +77,12 @@ impl Implementation {
         }
     }
 
+    /// Whether it can be filled range by range at given places, where its search is too slow to fill
+    /// it by requests.
+    pub(super) fn is_placed(self) -> bool {
+        matches!(self, Implementation::VmAllocator | Implementation::BTreeMap)
+    }
+
     /// A fresh one over granules 1 to 2^bits / 4096 - 1.
     pub(super) fn make(self, aperture: Aperture) -> Contender {
         let (first, last) = (aperture.first() / GRANULE, aperture.last() / GRANULE);
@@ -139,12 +145,12 @@ impl Contender {
         !matches!(self, Contender::Control(_))
     }
 
-    /// Takes just this range, if the implementation can and needs that to be filled in reasonable
-    /// time; `None`: it has no such need.
-    pub(super) fn place(&self, first: u64, granules: u64) -> Option<bool> {
+    /// Takes just this range; false if that is not to be had, or the implementation has no way.
+    pub(super) fn place(&self, first: u64, granules: u64) -> bool {
         match self {
-            Contender::VmAllocator(subject) => Some(subject.place(first, granules)),
-            _ => None,
+            Contender::VmAllocator(subject) => subject.place(first, granules),
+            Contender::FreeRanges(subject) => subject.place(first, granules),
+            Contender::Allocator(_) | Contender::Control(_) => false,
         }
     }
 }
@@ -185,6 +191,28 @@ impl FreeRanges {
     fn new(first: u64, last: u64) -> FreeRanges {
         FreeRanges(Mutex::new(BTreeMap::from([(first, last)])))
     }
+
+    fn place(&self, place: u64, granules: u64) -> bool {
+        let (mut free, end) = (self.0.lock(), place + granules - 1);
+        let hole = free.range(..=place).next_back().map(|(first, last)| (*first, *last));
+        let hole = hole.filter(|(_, last)| *last >= end);
+        hole.is_some_and(|hole| {
+            cut(&mut free, hole, (place, end));
+            true
+        })
+    }
+}
+
+/// Takes `place..=end` out of the free range that holds it.
+fn cut(free: &mut BTreeMap<u64, u64>, (first, last): (u64, u64), (place, end): (u64, u64)) {
+    if place == first {
+        free.remove(&first);
+    } else {
+        free.insert(first, place - 1);
+    }
+    if end < last {
+        free.insert(end + 1, last);
+    }
 }
 
 impl Subject for FreeRanges {
@@ -195,15 +223,7 @@ impl Subject for FreeRanges {
             let place = (last + 1).checked_sub(granules)? & !mask;
             (place >= first).then_some((place, first, last))
         })?;
-        let end = place + granules - 1;
-        if place == first {
-            free.remove(&first);
-        } else {
-            free.insert(first, place - 1);
-        }
-        if end < last {
-            free.insert(end + 1, last);
-        }
+        cut(&mut free, (first, last), (place, place + granules - 1));
         Some(place)
     }
 
@@ -314,11 +334,16 @@ mod tests {
     }
 
     #[test]
-    fn vm_allocator_is_filled_place_by_place() {
-        let contender =
-            Implementation::VmAllocator.make(Aperture::new(0, 0xffff, GRANULE).unwrap());
-        assert_eq!(contender.place(4, 4), Some(true));
-        assert_eq!(contender.place(4, 4), Some(false), "it is taken");
-        with_subject!(&contender, subject => assert!(subject.give(4, 4)));
+    fn peers_with_slow_searches_are_filled_place_by_place() {
+        for one in Implementation::ALL {
+            let contender = one.make(Aperture::new(0, 0xffff, GRANULE).unwrap());
+            assert_eq!(contender.place(4, 4), one.is_placed(), "{one}");
+            if one.is_placed() {
+                assert!(!contender.place(4, 4), "it is taken");
+                assert!(!contender.place(12, 5), "it ends beyond");
+                with_subject!(&contender, subject => assert!(subject.give(4, 4)));
+                assert!(contender.place(1, 15));
+            }
+        }
     }
 }
