@@ -11,7 +11,7 @@ use clap::{ArgAction, Args};
 use ringfence_lab::{
     allocators::AllocatorKind,
     progress::Kind,
-    replay::{Ended, Options, Policy, replay, run, table},
+    replay::{Ended, Options, Placement, Policy, replay, run, table},
 };
 
 use crate::output::{Output, print, same_place};
@@ -37,8 +37,7 @@ const DEFAULT_REPEAT: u32 = 15;
 
 RECORDING:
     QEMU      -device virtio-iommu-pci -msg timestamp=on -D guest.log -trace 'virtio_iommu_*'
-    Linux     cd /sys/kernel/tracing; echo 1 > events/iommu/map/enable; echo 1 > events/iommu/unmap/enable
-              (the work); cat trace > /tmp/guest.txt
+    Linux     cd /sys/kernel/tracing; echo 1 > events/iommu/enable; (work); cat trace > /tmp/t.txt
 
 EXIT STATUS:
     0   done; damaged lines and recordings that were cut are told, and are no failure
@@ -62,6 +61,12 @@ pub(crate) struct Arguments {
     /// recorded addresses have].
     #[arg(long, value_name = "BITS", value_parser = clap::value_parser!(u32).range(13..=64))]
     aperture: Option<u32>,
+
+    /// Where ringfence puts ranges: size-aligned (as the DMA API needs them, fastest), lowest or
+    /// highest. The other allocators have placements of their own.
+    #[arg(long, value_name = "WHERE", value_parser = run::parse_placement,
+        default_value = "size-aligned")]
+    placement: Placement,
 
     /// Measured rounds of every allocator; one more before them warms up and is discarded.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_REPEAT,
@@ -116,6 +121,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         allocators: arguments.allocator.map_or_else(|| AllocatorKind::ALL.to_vec(), |list| list.0),
         policies: arguments.policy.map_or_else(run::default_policies, |list| list.0),
         aperture_bits: arguments.aperture,
+        placement: arguments.placement,
         repeat: arguments.repeat,
         flush_queue_slots: arguments.flush_queue_slots,
         flush_queue_ms: arguments.flush_queue_ms,

@@ -189,12 +189,14 @@ fn allocators_policies_and_the_aperture_are_chosen() {
             "off,strict",
             "--aperture",
             "39",
+            "--placement",
+            "lowest",
         ],
     );
     let trace = &json["traces"][0];
     assert_eq!(names(&trace["allocators"], "impl"), ["recorded", "bitmap", "ringfence"]);
     assert_eq!(names(&trace["policies"], "policy"), ["recorded", "off", "strict"]);
-    assert_eq!(trace["aperture_bits"], 39);
+    assert_eq!((&trace["aperture_bits"], &trace["placement"]), (&39.into(), &"lowest".into()));
     assert_eq!((count(trace, "/domains"), count(trace, "/attached")), (2, 1));
     assert_eq!((count(trace, "/allocations"), count(trace, "/frees")), (2, 1));
     assert_eq!(count(trace, "/policies/1/map_requests"), 0);
@@ -293,6 +295,7 @@ fn wrong_usage_is_answered_with_what_would_be_right() {
     refused(&["--allocator", "rbtree,rbtree"], &["twice"]);
     refused(&["--policy", "lazy"], &["lazy-mq+map"]);
     refused(&["--policy", "strict,strict"], &["twice"]);
+    refused(&["--placement", "middle"], &["middle", "size-aligned"]);
     refused(&["--aperture", "65"], &["65"]);
     refused(&["--aperture", "12"], &["12"]);
     refused(&["--repeat", "0"], &["0"]);

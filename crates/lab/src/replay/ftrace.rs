@@ -96,7 +96,7 @@ fn next_word(text: &str) -> Option<(&str, &str)> {
 }
 
 /// What stands between events: comments, lost events, the headers of trace-cmd, stack traces.
-fn is_note(line: &str) -> bool {
+pub(super) fn is_note(line: &str) -> bool {
     let line = line.trim_ascii();
     line.starts_with('#')
         || line.starts_with("=>")

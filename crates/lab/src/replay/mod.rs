@@ -53,5 +53,6 @@ mod sample;
 pub use recording::{Format, Recording};
 pub use report::Report;
 pub use ringfence_dma::Policy;
+pub use ringfence_iova::Placement;
 pub use run::{Ended, Options, replay};
 pub use stream::Stream;

@@ -262,8 +262,8 @@ impl Reader {
             if matches!(parsed, Ok(None)) {
                 continue;
             }
-            // A comment is one in any format.
-            if !(text.starts_with('#') || text.starts_with("version =")) {
+            // A comment proves nothing: other files have such lines too.
+            if !ftrace::is_note(text) {
                 self.format = Some(format);
             }
             return parsed;
@@ -476,6 +476,7 @@ mod tests {
             ("1@2.0:vtd_inv_desc_iec granularity 0x0 index 0x0 mask 0x0\n", "VT-d"),
             ("1@2.0:virtio_iommu_map domain=0\n", "line 1 is damaged"),
             ("# tracer: nop\n#\n", "none of its 2 lines"),
+            ("=> this\nthat\n", "is a map; understood"),
             ("1@2.0:virtio_iommu_unmap domain=0 virt_start=0x0 virt_end=0xfff\n", "is a map"),
         ] {
             let error = read(text).unwrap_err().to_string();

@@ -73,6 +73,8 @@ pub struct TraceReport {
     pub peak_live_bytes: u64,
     /// Bits of the aperture that the allocators had.
     pub aperture_bits: u32,
+    /// Where `ringfence` was told to put ranges: `size-aligned`, `lowest` or `highest`.
+    pub placement: String,
     /// Rounds measured.
     pub rounds: u32,
     /// What the loop over the operations takes without an allocator: part of every `ns_per_op`.

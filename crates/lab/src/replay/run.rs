@@ -54,6 +54,8 @@ pub struct Options {
     pub policies: Vec<Policy>,
     /// Bits of the aperture; `None`: as many as the recorded addresses have, at least 32.
     pub aperture_bits: Option<u32>,
+    /// Where ours puts ranges; the others have placements of their own.
+    pub placement: Placement,
     /// Measured rounds of every allocator; one more before them warms up.
     pub repeat: u32,
     /// Slots of a flush queue; `None`: as Linux tunes it.
@@ -70,6 +72,7 @@ impl Default for Options {
             allocators: AllocatorKind::ALL.to_vec(),
             policies: default_policies(),
             aperture_bits: None,
+            placement: Placement::default(),
             repeat: 15,
             flush_queue_slots: None,
             flush_queue_ms: None,
@@ -110,6 +113,28 @@ pub fn parse_policies(text: &str) -> Result<Vec<Policy>, String> {
     }
     Ok(policies)
 }
+
+/// The placement called `name`.
+///
+/// # Errors
+/// There is none of that name.
+pub fn parse_placement(name: &str) -> Result<Placement, String> {
+    PLACEMENTS
+        .into_iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, placement)| placement)
+        .ok_or_else(|| {
+            let names = PLACEMENTS.map(|(known, _)| known).join(", ");
+            format!("no placement is called {name:?}: there are {names}")
+        })
+}
+
+/// The placements by their names.
+const PLACEMENTS: [(&str, Placement); 3] = [
+    ("size-aligned", Placement::SizeAligned),
+    ("lowest", Placement::Lowest),
+    ("highest", Placement::Highest),
+];
 
 /// Replays recordings; `-` is standard input. `stop` ends it early: what is complete is returned.
 ///
@@ -230,6 +255,11 @@ impl Replay<'_> {
         self.options.aperture_bits.or_else(|| WIDTHS.into_iter().find(holds)).unwrap_or(64)
     }
 
+    fn placement_name(&self) -> &'static str {
+        let ours = self.options.placement;
+        PLACEMENTS.into_iter().find(|(_, known)| *known == ours).map_or("", |(name, _)| name)
+    }
+
     /// What the recording is, without any figure.
     fn describe(&self) -> TraceReport {
         let (recording, stream) = (self.recording, self.stream());
@@ -259,6 +289,7 @@ impl Replay<'_> {
             cpus: stream.cpus as u64,
             seconds: stream.duration_ns as f64 / 1e9,
             aperture_bits: self.bits(),
+            placement: self.placement_name().to_owned(),
             ..TraceReport::default()
         }
     }
@@ -283,7 +314,7 @@ impl Replay<'_> {
         for kind in &self.options.allocators {
             self.begin(&format!("{kind}, where it puts things"));
             let allocators: Vec<Box<dyn Allocator>> =
-                std::iter::repeat_with(|| kind.make(aperture, Placement::default()))
+                std::iter::repeat_with(|| kind.make(aperture, self.options.placement))
                     .take(self.stream().domains)
                     .collect();
             let of = |allocation: &Allocation| &*allocators[usize::from(allocation.domain)];
@@ -385,7 +416,7 @@ impl Replay<'_> {
 
     /// What every allocator takes, in interleaved rounds.
     fn time(&self, aperture: Aperture, trace: &mut TraceReport) -> Result<()> {
-        let script = Script::new(self.stream(), aperture);
+        let script = Script::new(self.stream(), aperture, self.options.placement);
         let kinds = self.options.allocators.iter().map(|kind| Server::Kind(*kind));
         let servers: Vec<Server> = std::iter::once(Server::Nobody).chain(kinds).collect();
         let mut rounds: Vec<Vec<Round>> = Vec::new();
@@ -535,6 +566,19 @@ mod tests {
     }
 
     #[test]
+    fn ours_puts_ranges_where_it_is_told_to() {
+        let at = |placement| {
+            let options = Options { placement, ..short() };
+            let trace = run(sample::stream(), options, false);
+            (trace.placement, trace.allocators[4].span_bytes)
+        };
+        let (name, lowest) = at(Placement::Lowest);
+        assert_eq!(name, "lowest");
+        // Nothing is kept in slabs: side by side, but for what alignment leaves.
+        assert!(lowest <= at(Placement::SizeAligned).1);
+    }
+
+    #[test]
     fn without_ours_there_is_no_ratio() {
         let options = Options { allocators: vec![AllocatorKind::RbTree], ..short() };
         let trace = run(sample::stream(), options, false);
@@ -629,6 +673,8 @@ mod tests {
         assert_eq!(parse_policies("strict, off").unwrap(), [Policy::Strict, Policy::Off]);
         assert!(parse_policies("strict,strict").unwrap_err().contains("twice"));
         assert!(parse_policies(",").unwrap_err().contains("empty"));
+        assert_eq!(parse_placement("lowest"), Ok(Placement::Lowest));
+        assert!(parse_placement("low").unwrap_err().contains("size-aligned, lowest"));
         assert!(parse_policies("strictest").unwrap_err().contains("lazy-mq+map"));
     }
 }

@@ -31,6 +31,7 @@ pub(super) struct Script {
     slots: usize,
     domains: usize,
     aperture: Aperture,
+    placement: Placement,
 }
 
 struct Step {
@@ -87,7 +88,7 @@ impl Fastest {
 }
 
 impl Script {
-    pub(super) fn new(stream: &Stream, aperture: Aperture) -> Script {
+    pub(super) fn new(stream: &Stream, aperture: Aperture, placement: Placement) -> Script {
         let step = |op| {
             let allocation = stream.allocation(op);
             let size = if op.free { 0 } else { allocation.size() };
@@ -98,6 +99,7 @@ impl Script {
             slots: stream.slots,
             domains: stream.domains,
             aperture,
+            placement,
         }
     }
 
@@ -120,7 +122,7 @@ impl Script {
 
     fn serve(&self, server: Server) -> Vec<Box<dyn Allocator>> {
         let one = || match server {
-            Server::Kind(kind) => kind.make(self.aperture, Placement::default()),
+            Server::Kind(kind) => kind.make(self.aperture, self.placement),
             Server::Nobody => Box::new(Nothing),
         };
         std::iter::repeat_with(one).take(self.domains).collect()
@@ -261,7 +263,7 @@ mod tests {
     #[test]
     fn a_round_of_every_allocator_has_figures() {
         let aperture = Aperture::new(0, u32::MAX.into(), 4096).unwrap();
-        let script = Script::new(&sample::stream(), aperture);
+        let script = Script::new(&sample::stream(), aperture, Placement::default());
         let go = AtomicBool::new(false);
         for kind in AllocatorKind::ALL {
             let mut fastest = Fastest::new(&script);
@@ -282,7 +284,7 @@ mod tests {
     #[test]
     fn a_round_stops_when_it_is_told_to() {
         let aperture = Aperture::new(0, u32::MAX.into(), 4096).unwrap();
-        let script = Script::new(&sample::stream(), aperture);
+        let script = Script::new(&sample::stream(), aperture, Placement::default());
         let stop = AtomicBool::new(true);
         let mut fastest = Fastest::new(&script);
         let server = Server::Kind(AllocatorKind::RbTree);
