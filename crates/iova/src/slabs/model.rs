@@ -216,10 +216,11 @@ fn model_two_frees_of_a_detached_slab_agree_on_whose_it_is() {
 fn model_the_last_range_of_a_listed_slab_is_taken_while_another_is_freed() {
     explore(3, || {
         let space = space(2, 1);
-        // The first slab is detached, then in the list with one free range.
-        let ranges: Vec<u64> = (0..4).map(|_| space.alloc(1)).collect();
-        let (first, second) = (ranges[0], ranges[1]);
-        space.free(first, 1);
+        // Two slabs are detached, then in the list with a free range each.
+        let ranges: Vec<u64> = (0..6).map(|_| space.alloc(1)).collect();
+        space.free(ranges[0], 1);
+        space.free(ranges[2], 1);
+        let second = ranges[3];
         both(
             &space,
             move |space| {
