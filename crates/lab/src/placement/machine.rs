@@ -39,9 +39,6 @@ const CPUS: usize = 4;
 const AGED_RANGES: usize = if cfg!(test) { 256 } else { 4096 };
 /// Times that ageing frees a range and allocates another.
 const AGED_STEPS: usize = if cfg!(test) { 1000 } else { 40_000 };
-/// Rings that are kept apart begin so many granules apart from each other, counted around: no fewer
-/// than an IOTLB is likely to have sets, and 252 KiB of addresses at most.
-const LEADS: usize = 64;
 /// The least times that a run moves all that is in flight.
 pub(super) const LEAST_LAPS: u32 = 8;
 
@@ -163,8 +160,10 @@ impl<'a> Machine<'a> {
         let mut machine =
             Machine { random: Random(seed), ..Machine::over(options, pattern, cpu, space) };
         machine.age()?;
-        if let "ring" | "ring-apart" = placement {
-            machine.make_rings(placement == "ring-apart")?;
+        match placement {
+            "ring" => machine.make_rings()?,
+            "ring-apart" => machine.make_rings_apart()?,
+            _ => {}
         }
         Ok(machine)
     }
@@ -222,22 +221,31 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Gives each stream a chunk of its own; `apart`: with leads that differ, and buffers cut without
-    /// more alignment than the granule's, which would undo that.
-    fn make_rings(&mut self, apart: bool) -> Result<()> {
-        let Pattern { slots, bytes, .. } = *self.pattern;
-        for (n, stream) in self.streams.iter_mut().enumerate() {
-            let below = Arc::clone(&self.space);
-            let ring = if apart {
-                stream.align = Align::Bytes(GRANULE);
-                Ring::with_lead(below, slots as u64 * bytes, (n % LEADS) as u64 * GRANULE)?
-            } else {
-                Ring::new(below, slots as u64 * bytes.next_power_of_two())?
-            };
-            let ring = Arc::new(ring);
+    /// Gives each stream a chunk of its own.
+    fn make_rings(&mut self) -> Result<()> {
+        let bytes = self.pattern.slots as u64 * self.pattern.bytes.next_power_of_two();
+        for stream in &mut self.streams {
+            let ring = Arc::new(Ring::new(Arc::clone(&self.space), bytes)?);
             stream.queue = Arc::clone(&ring) as Arc<dyn Allocator>;
             self.rings.push(ring);
         }
+        Ok(())
+    }
+
+    /// The same, cut from one chunk of all, a granule apart; and buffers are cut without more
+    /// alignment than the granule's, which would undo that.
+    fn make_rings_apart(&mut self) -> Result<()> {
+        let bytes = self.pattern.slots as u64 * self.pattern.bytes;
+        let all = self.streams.len() as u64 * (bytes + GRANULE);
+        let device = Arc::new(Ring::new(Arc::clone(&self.space), all)?);
+        for stream in &mut self.streams {
+            let device = Arc::clone(&device) as Arc<dyn Allocator>;
+            let ring = Arc::new(Ring::with_lead(device, bytes, GRANULE)?);
+            stream.queue = Arc::clone(&ring) as Arc<dyn Allocator>;
+            stream.align = Align::Bytes(GRANULE);
+            self.rings.push(ring);
+        }
+        self.rings.push(device);
         Ok(())
     }
 

@@ -31,8 +31,8 @@ pub fn render(rows: &[Row]) -> String {
 
 const STREAMS: &str = "\
 streams: a model of the hardware's caches, fed with the addresses that each allocator gave (no hardware was asked).
-  placement  ours: size-aligned, lowest first, highest first, a contiguous chunk a ring, the same with chunks that
-             begin a page apart (ring-apart); then the peers, whose placement is their own
+  placement  ours: size-aligned, lowest first, highest first, a contiguous chunk a ring, the same with all chunks side
+             by side, a page between them (ring-apart); then the peers, whose placement is their own
   filled     IOTLB entries filled, a GiB moved, drifting
   tables     table pages that the ranges in flight need, a GiB of them; touched: all that ever were
   miss, conf IOTLB misses a page of 4 KiB, and those that a fully associative IOTLB would not have had
