@@ -11,7 +11,7 @@ use clap::{ArgAction, Args};
 use ringfence_lab::{
     allocators::AllocatorKind,
     progress::Kind,
-    replay::{Ended, Options, Placement, Policy, replay, run, table},
+    replay::{Ended, Options, Placement, Policy, options, replay, table},
 };
 
 use crate::output::{Output, print, same_place};
@@ -64,7 +64,7 @@ pub(crate) struct Arguments {
 
     /// Where ringfence puts ranges: size-aligned (as the DMA API needs them, fastest), lowest or
     /// highest. The other allocators have placements of their own.
-    #[arg(long, value_name = "WHERE", value_parser = run::parse_placement,
+    #[arg(long, value_name = "WHERE", value_parser = options::parse_placement,
         default_value = "size-aligned")]
     placement: Placement,
 
@@ -106,7 +106,7 @@ fn parse_allocators(text: &str) -> Result<Allocators, String> {
 struct Policies(Vec<Policy>);
 
 fn parse_policies(text: &str) -> Result<Policies, String> {
-    run::parse_policies(text).map(Policies)
+    options::parse_policies(text).map(Policies)
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
@@ -117,9 +117,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let stop = Arc::new(AtomicBool::new(false));
     ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
 
-    let options = Options {
+    let asked = Options {
         allocators: arguments.allocator.map_or_else(|| AllocatorKind::ALL.to_vec(), |list| list.0),
-        policies: arguments.policy.map_or_else(run::default_policies, |list| list.0),
+        policies: arguments.policy.map_or_else(options::default_policies, |list| list.0),
         aperture_bits: arguments.aperture,
         placement: arguments.placement,
         repeat: arguments.repeat,
@@ -127,7 +127,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         flush_queue_ms: arguments.flush_queue_ms,
         progress,
     };
-    let Ended { mut report, failure } = replay(&arguments.traces, &options, &stop)?;
+    let Ended { mut report, failure } = replay(&arguments.traces, &asked, &stop)?;
 
     let mut verdict: Vec<String> = Vec::new();
     verdict.extend(failure.map(|failure| format!("error: {}", crate::explain(&failure))));

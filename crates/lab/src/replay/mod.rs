@@ -5,11 +5,13 @@
 //! | [`lines`] | a recording's bytes as lines: gzip or not, no line and no file too long |
 //! | `event` | what a line can say |
 //! | `qemu`, `ftrace` | the formats, a file each |
+//! | `open` | files, pipes, standard input |
 //! | [`recording`] | reading a recording, whatever its format; what in it is damaged |
 //! | [`stream`] | from maps and unmaps to allocations and frees |
 //! | [`space`] | how ranges lie: span, table pages, fragmentation |
 //! | `timing` | what an allocator takes for it |
 //! | `requests` | what a policy sends for it |
+//! | [`options`] | what is asked for |
 //! | [`run`] | all of it, in rounds |
 //! | [`report`] | the data model (`ringfence.replay/1`) and its JSON; [`table`], for people |
 //!
@@ -37,6 +39,8 @@
 mod event;
 mod ftrace;
 pub mod lines;
+mod open;
+pub mod options;
 mod qemu;
 pub mod recording;
 pub mod report;
@@ -50,9 +54,10 @@ mod timing;
 #[cfg(test)]
 mod sample;
 
+pub use options::Options;
 pub use recording::{Format, Recording};
 pub use report::Report;
 pub use ringfence_dma::Policy;
 pub use ringfence_iova::Placement;
-pub use run::{Ended, Options, replay};
+pub use run::{Ended, replay};
 pub use stream::Stream;

@@ -1,36 +1,29 @@
 //! All of a replay: recordings are read, then each is replayed, allocators in interleaved rounds.
 
 use std::{
-    fs::{File, OpenOptions},
-    io::ErrorKind,
-    os::unix::fs::OpenOptionsExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, anyhow};
-use ringfence_dma::Policy;
-use ringfence_iova::{Allocator, Aperture, Placement, Request};
+use ringfence_iova::{Allocator, Aperture, Request};
 
 use super::{
-    lines::Stoppable,
-    recording::{ReadError, Recording},
+    Options,
+    open::read_all,
+    options::placement_name,
+    recording::Recording,
     report::{AllocatorRow, LeftOutReport, PolicyRow, RECORDED, Report, TraceReport},
     requests::{Tuning, requests},
     space::{Moment, Space},
     stream::{Allocation, LeftOut, Stream},
     timing::{Fastest, Round, Script, Server},
 };
-use crate::{
-    allocators::AllocatorKind,
-    progress::{Kind, Progress},
-    run::Usage,
-    stats::Estimate,
-};
+use crate::{allocators::AllocatorKind, progress::Progress, stats::Estimate};
 
 /// Bytes of a granule: what recorded sizes are rounded up to.
 pub const GRANULE: u64 = 4096;
@@ -40,46 +33,8 @@ pub const GRANULE: u64 = 4096;
 const WIDTHS: [u32; 5] = [32, 39, 48, 57, 64];
 /// Moments that fragmentation over time is told for.
 const MOMENTS: usize = 20;
-/// A long recording is told of while it is read, so often.
-const BETWEEN_LINES: Duration = Duration::from_secs(2);
 /// What an operation of a pass takes, roughly, for the time left.
 const EXPECTED_NS: u64 = 500;
-
-/// What to replay, and how.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The allocators, in order.
-    pub allocators: Vec<AllocatorKind>,
-    /// The policies, in order.
-    pub policies: Vec<Policy>,
-    /// Bits of the aperture; `None`: as many as the recorded addresses have, at least 32.
-    pub aperture_bits: Option<u32>,
-    /// Where ours puts ranges; the others have placements of their own.
-    pub placement: Placement,
-    /// Measured rounds of every allocator; one more before them warms up.
-    pub repeat: u32,
-    /// Slots of a flush queue; `None`: as Linux tunes it.
-    pub flush_queue_slots: Option<usize>,
-    /// Its timer in milliseconds; `None`: as Linux tunes it.
-    pub flush_queue_ms: Option<u64>,
-    /// How to show progress.
-    pub progress: Kind,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            allocators: AllocatorKind::ALL.to_vec(),
-            policies: default_policies(),
-            aperture_bits: None,
-            placement: Placement::default(),
-            repeat: 15,
-            flush_queue_slots: None,
-            flush_queue_ms: None,
-            progress: Kind::Auto,
-        }
-    }
-}
 
 /// How a replay ended.
 #[derive(Debug)]
@@ -90,56 +45,10 @@ pub struct Ended {
     pub failure: Option<anyhow::Error>,
 }
 
-/// All policies that protect.
-pub fn default_policies() -> Vec<Policy> {
-    Policy::ALL.into_iter().filter(|policy| *policy != Policy::Off).collect()
-}
-
-/// The policies of a list such as `strict,lazy-mq+map`.
-///
-/// # Errors
-/// A name is none, or the list is empty or names one twice.
-pub fn parse_policies(text: &str) -> Result<Vec<Policy>, String> {
-    let mut policies: Vec<Policy> = Vec::new();
-    for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-        let policy: Policy = name.parse().map_err(|error| format!("{error}"))?;
-        if policies.contains(&policy) {
-            return Err(format!("{name} stands twice in the list of policies"));
-        }
-        policies.push(policy);
-    }
-    if policies.is_empty() {
-        return Err("an empty list of policies".to_owned());
-    }
-    Ok(policies)
-}
-
-/// The placement called `name`.
-///
-/// # Errors
-/// There is none of that name.
-pub fn parse_placement(name: &str) -> Result<Placement, String> {
-    PLACEMENTS
-        .into_iter()
-        .find(|(known, _)| *known == name)
-        .map(|(_, placement)| placement)
-        .ok_or_else(|| {
-            let names = PLACEMENTS.map(|(known, _)| known).join(", ");
-            format!("no placement is called {name:?}: there are {names}")
-        })
-}
-
-/// The placements by their names.
-const PLACEMENTS: [(&str, Placement); 3] = [
-    ("size-aligned", Placement::SizeAligned),
-    ("lowest", Placement::Lowest),
-    ("highest", Placement::Highest),
-];
-
 /// Replays recordings; `-` is standard input. `stop` ends it early: what is complete is returned.
 ///
 /// # Errors
-/// A recording cannot be read, or is none ([`Usage`]): nothing was replayed.
+/// A recording cannot be read, or is none ([`Usage`](crate::run::Usage)): nothing was replayed.
 pub fn replay(traces: &[PathBuf], options: &Options, stop: &Arc<AtomicBool>) -> Result<Ended> {
     let mut ended = Ended { report: Report::new(options.repeat), failure: None };
     let recordings = read_all(traces, options, stop, &mut ended.report)?;
@@ -172,69 +81,6 @@ pub fn replay(traces: &[PathBuf], options: &Options, stop: &Arc<AtomicBool>) -> 
     Ok(ended)
 }
 
-/// Reads every recording before the first is replayed: what is wrong with one is told at once.
-fn read_all(
-    traces: &[PathBuf],
-    options: &Options,
-    stop: &Arc<AtomicBool>,
-    report: &mut Report,
-) -> Result<Vec<(String, Recording)>> {
-    let stdin = traces.iter().filter(|trace| trace.as_os_str() == "-").count();
-    if stdin > 1 {
-        return Err(Usage("- stands twice: standard input can be read once".to_owned()).into());
-    }
-    let mut recordings = Vec::new();
-    for trace in traces {
-        if stop.load(Ordering::Relaxed) {
-            break;
-        }
-        let file = trace.display().to_string();
-        let mut told = Instant::now();
-        let mut tell = |lines: u64| {
-            if options.progress != Kind::Silent && told.elapsed() > BETWEEN_LINES {
-                told = Instant::now();
-                eprintln!("reading {file}: {lines} lines so far");
-            }
-        };
-        let recording = match read(trace, stop, &mut tell) {
-            Ok(recording) => recording,
-            Err(_) if stop.load(Ordering::Relaxed) => break,
-            Err(error) => return Err(error),
-        };
-        for warning in recording.warnings(&file) {
-            if options.progress != Kind::Silent {
-                eprintln!("{warning}");
-            }
-            report.warnings.push(warning);
-        }
-        recordings.push((file, recording));
-    }
-    Ok(recordings)
-}
-
-fn read(trace: &Path, stop: &Arc<AtomicBool>, tell: &mut dyn FnMut(u64)) -> Result<Recording> {
-    let name = trace.display();
-    let usage = |error: std::io::Error| match error.kind() {
-        ErrorKind::IsADirectory => Usage(format!("{name} is a directory, not a recording")).into(),
-        _ => anyhow!(error).context(format!("reading {name}")),
-    };
-    let file = if trace.as_os_str() == "-" {
-        // A descriptor of our own: it is closed when all is read.
-        File::from(rustix::io::dup(std::io::stdin()).map_err(std::io::Error::from).map_err(usage)?)
-    } else {
-        // A FIFO is opened without waiting for its writer: it is waited for where Ctrl-C ends that.
-        OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(trace)
-            .map_err(|error| Usage(format!("cannot read {name}: {error}")))?
-    };
-    Recording::read_telling(Stoppable::new(file, stop), stop, tell).map_err(|error| match error {
-        ReadError::NotARecording(why) => Usage(format!("{name} is no recording: {why}")).into(),
-        ReadError::Io(error) => usage(error),
-    })
-}
-
 /// The replay of one recording.
 struct Replay<'a> {
     file: &'a str,
@@ -253,11 +99,6 @@ impl Replay<'_> {
         let highest = self.stream().highest();
         let holds = |bits: &u32| *bits == 64 || highest >> bits == 0;
         self.options.aperture_bits.or_else(|| WIDTHS.into_iter().find(holds)).unwrap_or(64)
-    }
-
-    fn placement_name(&self) -> &'static str {
-        let ours = self.options.placement;
-        PLACEMENTS.into_iter().find(|(_, known)| *known == ours).map_or("", |(name, _)| name)
     }
 
     /// What the recording is, without any figure.
@@ -289,7 +130,7 @@ impl Replay<'_> {
             cpus: stream.cpus as u64,
             seconds: stream.duration_ns as f64 / 1e9,
             aperture_bits: self.bits(),
-            placement: self.placement_name().to_owned(),
+            placement: placement_name(self.options.placement).to_owned(),
             ..TraceReport::default()
         }
     }
@@ -486,195 +327,4 @@ impl Replay<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::replay::sample;
-
-    fn recording(stream: Stream) -> Recording {
-        Recording {
-            format: crate::replay::Format::Qemu,
-            lines: 0,
-            damaged: 0,
-            damage: Vec::new(),
-            maps: 100,
-            unmaps: 20,
-            attached: 0,
-            lost: 0,
-            timed: true,
-            incomplete: None,
-            stream,
-        }
-    }
-
-    fn run(stream: Stream, options: Options, stop: bool) -> TraceReport {
-        let recording = recording(stream);
-        let (stop, progress) =
-            (AtomicBool::new(stop), Progress::new(Kind::Silent, 1, Duration::ZERO));
-        let mut replay = Replay {
-            file: "x",
-            recording: &recording,
-            options: &options,
-            stop: &stop,
-            progress: &progress,
-        };
-        let mut trace = replay.describe();
-        replay.run(&mut trace).unwrap();
-        trace
-    }
-
-    fn short() -> Options {
-        Options { repeat: 2, progress: Kind::Silent, ..Options::default() }
-    }
-
-    #[test]
-    fn the_recorded_placement_is_the_recordings_own() {
-        let stream = sample::stream();
-        let trace = run(stream, short(), false);
-        assert_eq!(trace.allocations, trace.frees + trace.live_at_end);
-        assert_eq!(trace.operations, trace.allocations + trace.frees);
-        assert_eq!((trace.domains, trace.cpus, trace.rounds), (2, 2, 2));
-        let recorded = &trace.allocators[0];
-        assert_eq!((recorded.name.as_str(), recorded.failures), (RECORDED, 0));
-        assert_eq!(recorded.ns_per_op, None);
-        // Before the last unmap: what stays, and one buffer.
-        assert_eq!(recorded.peak_live_ranges, 51);
-        assert_eq!(recorded.table_pages, 2);
-        assert_eq!(trace.policies[0].map_requests, 100);
-    }
-
-    #[test]
-    fn every_allocator_and_policy_has_its_row() {
-        let trace = run(sample::stream(), short(), false);
-        let names: Vec<&str> = trace.allocators.iter().map(|row| row.name.as_str()).collect();
-        assert_eq!(names, [RECORDED, "rbtree", "bitmap", "magazines", "ringfence"]);
-        for row in &trace.allocators[1..] {
-            assert_eq!(row.failures, 0, "{}", row.name);
-            assert_eq!(row.peak_live_ranges, 51, "{}", row.name);
-            assert_eq!(row.peak_live_bytes, trace.peak_live_bytes, "{}", row.name);
-            assert_eq!(row.fragmentation_over_time.len(), MOMENTS, "{}", row.name);
-            assert!((0.0..1.0).contains(&row.fragmentation), "{}", row.name);
-            assert!(row.span_bytes >= trace.peak_live_bytes, "{}", row.name);
-            assert!(row.extent_bytes >= row.span_bytes / 2, "{}", row.name);
-            for estimate in [row.ns_per_op, row.alloc_ns, row.free_ns, row.ratio_to_ringfence] {
-                assert!(estimate.is_some(), "{}", row.name);
-            }
-        }
-        assert_eq!(trace.allocators[4].ratio_to_ringfence.unwrap().median, 1.0);
-        assert_eq!(trace.policies.len(), 1 + Policy::ALL.len() - 1);
-    }
-
-    #[test]
-    fn ours_puts_ranges_where_it_is_told_to() {
-        let at = |placement| {
-            let options = Options { placement, ..short() };
-            let trace = run(sample::stream(), options, false);
-            (trace.placement, trace.allocators[4].span_bytes)
-        };
-        let (name, lowest) = at(Placement::Lowest);
-        assert_eq!(name, "lowest");
-        // Nothing is kept in slabs: side by side, but for what alignment leaves.
-        assert!(lowest <= at(Placement::SizeAligned).1);
-    }
-
-    #[test]
-    fn without_ours_there_is_no_ratio() {
-        let options = Options { allocators: vec![AllocatorKind::RbTree], ..short() };
-        let trace = run(sample::stream(), options, false);
-        assert_eq!(trace.allocators[1].ratio_to_ringfence, None);
-        assert!(trace.allocators[1].ns_per_op.is_some());
-    }
-
-    #[test]
-    fn an_aperture_that_is_too_small_makes_failures_not_an_error() {
-        let options = Options { aperture_bits: Some(16), ..short() };
-        let trace = run(sample::stream(), options, false);
-        for row in &trace.allocators[1..] {
-            assert!(row.failures > 0, "{}", row.name);
-            assert!(row.peak_live_bytes <= 2 << 16, "{}", row.name);
-        }
-        assert!(trace.policies[1].failures.unwrap() > 0);
-    }
-
-    #[test]
-    fn the_aperture_is_as_wide_as_the_recorded_addresses() {
-        use crate::replay::stream::{Derivation, Stamp};
-        for (first, bits) in [(0x1000, 32), (1 << 32, 39), (1 << 40, 48), (1 << 63, 64)] {
-            let mut derivation = Derivation::new();
-            derivation.map(0, first, first + 4095, 0, Stamp::default());
-            let trace = run(derivation.finish(), short(), false);
-            assert_eq!(trace.aperture_bits, bits);
-            assert_eq!(trace.allocators[1].free_ns, None, "nothing is freed");
-        }
-    }
-
-    #[test]
-    fn a_replay_that_is_stopped_tells_what_is_complete() {
-        let trace = run(sample::stream(), short(), true);
-        assert_eq!((trace.allocators.len(), trace.rounds), (0, 0));
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(48))]
-        #[test]
-        fn no_recording_makes_a_replay_fail(
-            script in prop::collection::vec(
-                (any::<bool>(), 0u32..3, address(), address(), any::<u64>(), 0u64..20_000_000),
-                1..60),
-            bits in prop::option::of(13u32..=64),
-        ) {
-            use crate::replay::stream::{Derivation, Stamp};
-            let mut derivation = Derivation::new();
-            // Nothing to replay is no recording.
-            derivation.map(0, 1 << 20, 1 << 21, 0, Stamp::default());
-            let mut time_ns = 0;
-            for (map, domain, one, other, target, wait) in script {
-                time_ns += wait;
-                let stamp = Stamp { time_ns: Some(time_ns), cpu: (target % 3) as u16 };
-                let (first, last) = (one.min(other), one.max(other));
-                match map {
-                    true => {
-                        let target = target.min(u64::MAX - (last - first));
-                        derivation.map(domain, first, last, target, stamp);
-                    }
-                    false => derivation.unmap(domain, first, last, wait % 2 == 0, stamp),
-                }
-            }
-            let options = Options {
-                aperture_bits: bits,
-                repeat: 1,
-                flush_queue_slots: Some(4),
-                policies: Policy::ALL.to_vec(),
-                ..short()
-            };
-            let trace = run(derivation.finish(), options, false);
-            prop_assert_eq!(trace.allocators.len(), 5);
-            prop_assert_eq!(trace.policies.len(), 1 + Policy::ALL.len());
-            for row in &trace.policies[2..] {
-                prop_assert!(row.failures.unwrap() <= trace.allocations);
-            }
-        }
-    }
-
-    /// Small ones, so that ranges meet, and any.
-    fn address() -> impl Strategy<Value = u64> {
-        prop_oneof![
-            8 => (0u64..64).prop_map(|page| page * 4096),
-            4 => (0u64..64).prop_map(|page| page * 4096 + 4095),
-            1 => (0u64..64).prop_map(|page| (page << 30) + 4095),
-            1 => any::<u64>(),
-            1 => Just(u64::MAX),
-        ]
-    }
-
-    #[test]
-    fn lists_of_policies_name_each_once() {
-        assert_eq!(parse_policies("strict, off").unwrap(), [Policy::Strict, Policy::Off]);
-        assert!(parse_policies("strict,strict").unwrap_err().contains("twice"));
-        assert!(parse_policies(",").unwrap_err().contains("empty"));
-        assert_eq!(parse_placement("lowest"), Ok(Placement::Lowest));
-        assert!(parse_placement("low").unwrap_err().contains("size-aligned, lowest"));
-        assert!(parse_policies("strictest").unwrap_err().contains("lazy-mq+map"));
-    }
-}
+mod tests;

@@ -1,0 +1,89 @@
+//! Opening recordings: files, pipes, standard input.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::ErrorKind,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, anyhow};
+
+use super::{
+    Options,
+    lines::Stoppable,
+    recording::{ReadError, Recording},
+    report::Report,
+};
+use crate::{progress::Kind, run::Usage};
+
+/// A long recording is told of while it is read, so often.
+const BETWEEN_LINES: Duration = Duration::from_secs(2);
+
+/// Reads every recording before the first is replayed: what is wrong with one is told at once.
+pub(super) fn read_all(
+    traces: &[PathBuf],
+    options: &Options,
+    stop: &Arc<AtomicBool>,
+    report: &mut Report,
+) -> Result<Vec<(String, Recording)>> {
+    let stdin = traces.iter().filter(|trace| trace.as_os_str() == "-").count();
+    if stdin > 1 {
+        return Err(Usage("- stands twice: standard input can be read once".to_owned()).into());
+    }
+    let mut recordings = Vec::new();
+    for trace in traces {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let file = trace.display().to_string();
+        let mut told = Instant::now();
+        let mut tell = |lines: u64| {
+            if options.progress != Kind::Silent && told.elapsed() > BETWEEN_LINES {
+                told = Instant::now();
+                eprintln!("reading {file}: {lines} lines so far");
+            }
+        };
+        let recording = match read(trace, stop, &mut tell) {
+            Ok(recording) => recording,
+            Err(_) if stop.load(Ordering::Relaxed) => break,
+            Err(error) => return Err(error),
+        };
+        for warning in recording.warnings(&file) {
+            if options.progress != Kind::Silent {
+                eprintln!("{warning}");
+            }
+            report.warnings.push(warning);
+        }
+        recordings.push((file, recording));
+    }
+    Ok(recordings)
+}
+
+fn read(trace: &Path, stop: &Arc<AtomicBool>, tell: &mut dyn FnMut(u64)) -> Result<Recording> {
+    let name = trace.display();
+    let usage = |error: std::io::Error| match error.kind() {
+        ErrorKind::IsADirectory => Usage(format!("{name} is a directory, not a recording")).into(),
+        _ => anyhow!(error).context(format!("reading {name}")),
+    };
+    let file = if trace.as_os_str() == "-" {
+        // A descriptor of our own: it is closed when all is read.
+        File::from(rustix::io::dup(std::io::stdin()).map_err(std::io::Error::from).map_err(usage)?)
+    } else {
+        // A FIFO is opened without waiting for its writer: it is waited for where Ctrl-C ends that.
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(trace)
+            .map_err(|error| Usage(format!("cannot read {name}: {error}")))?
+    };
+    Recording::read_telling(Stoppable::new(file, stop), stop, tell).map_err(|error| match error {
+        ReadError::NotARecording(why) => Usage(format!("{name} is no recording: {why}")).into(),
+        ReadError::Io(error) => usage(error),
+    })
+}
