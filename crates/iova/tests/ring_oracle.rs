@@ -94,7 +94,8 @@ fn run(base: u64, chunk_pages: u64, lead: u64, ops: &[Op]) -> Result<(), TestCas
     let chunk = ring.chunk();
     let taken = chunk.first() - lead * PAGE;
     // A lead undoes the alignment.
-    prop_assert!(lead > 0 || taken % (chunk_pages.next_power_of_two() * PAGE) == 0);
+    let align = chunk_pages.next_power_of_two() * PAGE;
+    prop_assert!(lead > 0 || taken.is_multiple_of(align));
     prop_assert_eq!(chunk.last() - chunk.first() + 1, chunk_pages * PAGE);
     let mut oracle =
         Oracle { first: base, last, chunk, taken, live: BTreeMap::new(), reserved: Vec::new() };
