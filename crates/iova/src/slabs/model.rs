@@ -50,6 +50,11 @@ impl Space {
         iova
     }
 
+    /// As [`alloc`](Self::alloc), never to be freed by the model itself.
+    fn take(&self, granules: u64) {
+        self.alloc(granules);
+    }
+
     fn free(&self, iova: u64, granules: u64) {
         self.held.lock().expect("no thread panics with it").retain(|(first, _)| *first != iova);
         self.slabs.free(iova, granules * 4096).expect("it is allocated");
@@ -69,7 +74,7 @@ impl Space {
     }
 }
 
-/// Granules of the models' aperture: 32 to 95, two slabs of the first class.
+/// Granules of the models' aperture: 32 to 95. A slab has four ranges.
 const GRANULES: u64 = 64;
 
 fn space(slab: u64, idle: u32) -> Arc<Space> {
@@ -86,7 +91,16 @@ fn is_whole(space: &Space) {
     for held in [space.held(), 0] {
         let mut core = space.slabs.core.lock();
         space.slabs.withdraw_all(&mut core);
-        let in_slabs = |slab: &Slab| u64::from(slab.owned().count_ones()) << slab.class();
+        // A trimmed range is as long as it was asked for.
+        let length = |slab: &Slab, slot| match slab.size(slot) {
+            (size, true) => size,
+            (_, false) => 1 << slab.class(),
+        };
+        let in_slabs = |slab: &Slab| {
+            let owned = slab.owned();
+            let slots = (0..SLOTS).filter(|slot| owned & 1 << slot != 0);
+            slots.map(|slot| length(slab, slot)).sum::<u64>()
+        };
         let taken: u64 = core.slabs().map(in_slabs).sum();
         let exact: u64 = core.exact.iter().map(|(first, last)| last - first + 1).sum();
         assert_eq!(core.tree.free() + taken + exact, GRANULES, "granules are lost");
@@ -118,7 +132,7 @@ fn both(space: &Arc<Space>, one: impl FnOnce(&Space) + Send + 'static, other: im
 #[test]
 fn model_two_threads_on_one_cpu_never_get_the_same_range() {
     explore(3, || {
-        let space = space(2, 1);
+        let space = space(4, 1);
         let pair = |space: &Space| {
             let first = space.alloc(1);
             space.alloc(1);
@@ -128,6 +142,17 @@ fn model_two_threads_on_one_cpu_never_get_the_same_range() {
         let thread = thread::spawn(move || pair(&theirs));
         pair(&space);
         thread.join().expect("the other thread");
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_two_threads_that_need_a_new_slab_each_get_their_range() {
+    explore(2, || {
+        let space = space(4, 1);
+        (0..3).for_each(|_| space.take(1));
+        // One range is left for the two of them.
+        both(&space, |space| space.take(1), |space| space.take(1));
         is_whole(&space);
     });
 }
@@ -152,60 +177,47 @@ fn model_of_two_who_free_a_range_one_is_told_so() {
 
 #[test]
 fn model_a_free_while_everything_is_taken_back_loses_nothing() {
-    explore(3, || {
-        let space = space(2, 1);
-        let first = space.alloc(1);
-        let second = space.alloc(1);
-        both(
-            &space,
-            move |space| {
-                on(1);
-                space.free(first, 1);
-                space.free(second, 1);
-            },
-            |space| space.slabs.drain(),
-        );
-        is_whole(&space);
-    });
-}
-
-#[test]
-fn model_a_free_finds_a_detached_slab_attached_by_another() {
-    explore(3, || {
-        let space = space(2, 0);
-        // A slab of two, both taken: the next request leaves it detached.
-        let ranges: Vec<u64> = (0..3).map(|_| space.alloc(1)).collect();
-        let (first, second) = (ranges[0], ranges[1]);
-        both(
-            &space,
-            move |space| {
-                on(1);
-                space.free(first, 1);
-            },
-            move |space| space.free(second, 1),
-        );
-        is_whole(&space);
-    });
+    // Of a current slab, of one in a list, and of a detached one.
+    for taken in [2, 5, 8] {
+        explore(3, move || {
+            let space = space(4, 1);
+            let ranges: Vec<u64> = (0..taken).map(|_| space.alloc(1)).collect();
+            if taken == 8 {
+                space.free(ranges[3], 1);
+            }
+            both(
+                &space,
+                move |space| {
+                    on(1);
+                    space.free(ranges[0], 1);
+                    space.free(ranges[1], 1);
+                },
+                |space| space.slabs.drain(),
+            );
+            is_whole(&space);
+        });
+    }
 }
 
 #[test]
 fn model_two_frees_of_a_detached_slab_agree_on_whose_it_is() {
     for idle in [0, 1] {
         explore(3, move || {
-            let space = space(2, idle);
-            // CPU 0 has two slabs of two and one range of a third; the first is in its list, then
-            // all of it taken and so detached; it last was CPU 0's.
+            let space = space(4, idle);
+            // The first slab is detached.
             let ranges: Vec<u64> = (0..5).map(|_| space.alloc(1)).collect();
-            space.free(ranges[0], 1);
-            let again = space.alloc(1);
-            let (first, second) = (again, ranges[1]);
+            let (first, second, third, last) = (ranges[0], ranges[1], ranges[2], ranges[3]);
             both(
                 &space,
                 move |space| {
                     on(1);
                     space.free(first, 1);
+                    space.free(second, 1);
                 },
-                move |space| space.free(second, 1),
+                move |space| {
+                    space.free(third, 1);
+                    space.free(last, 1);
+                },
             );
             is_whole(&space);
         });
@@ -215,22 +227,39 @@ fn model_two_frees_of_a_detached_slab_agree_on_whose_it_is() {
 #[test]
 fn model_the_last_range_of_a_listed_slab_is_taken_while_another_is_freed() {
     explore(3, || {
-        let space = space(2, 1);
-        // Two slabs are detached, then in the list with a free range each.
-        let ranges: Vec<u64> = (0..6).map(|_| space.alloc(1)).collect();
+        let space = space(4, 1);
+        // Two slabs are detached, then in the list with a free range each; the current one is
+        // exhausted.
+        let ranges: Vec<u64> = (0..12).map(|_| space.alloc(1)).collect();
         space.free(ranges[0], 1);
-        space.free(ranges[2], 1);
-        let second = ranges[3];
+        space.free(ranges[4], 1);
+        let other = ranges[5];
         both(
             &space,
             move |space| {
                 on(1);
-                space.free(second, 1);
+                space.free(other, 1);
             },
+            |space| space.take(1),
+        );
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_free_while_its_slab_makes_place_for_another_is_not_lost() {
+    explore(3, || {
+        let space = space(4, 1);
+        let ranges: Vec<u64> = (0..4).map(|_| space.alloc(1)).collect();
+        let first = ranges[0];
+        both(
+            &space,
             move |space| {
-                let iova = space.alloc(1);
-                space.free(iova, 1);
+                on(1);
+                space.free(first, 1);
             },
+            // The current slab has nothing left, or just got that one.
+            |space| space.take(1),
         );
         is_whole(&space);
     });
@@ -239,22 +268,18 @@ fn model_the_last_range_of_a_listed_slab_is_taken_while_another_is_freed() {
 #[test]
 fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
     explore(3, || {
-        let space = space(2, 0);
+        let space = space(4, 0);
         let first = space.alloc(1);
         both(
             &space,
             // On the same CPU: with the slab in hand that is about to become another.
-            move |space| {
-                let iova = space.alloc(1);
-                space.free(iova, 1);
-            },
+            |space| space.take(1),
             move |space| {
                 space.free(first, 1);
                 space.slabs.drain();
                 on(1);
                 let wide = space.alloc(2);
                 assert_eq!(wide % 8192, 0);
-                space.free(wide, 2);
             },
         );
         is_whole(&space);
@@ -263,39 +288,73 @@ fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
 
 #[test]
 fn model_what_another_cpu_keeps_is_found_when_nothing_else_is_left() {
-    explore(2, || {
-        let space = space(32, 1);
-        // One CPU has half of everything, the other half is taken as a whole.
-        let first = space.alloc(1);
-        space.alloc(32);
+    // In its current slab, and in its list.
+    for taken in [1, 8] {
+        explore(2, move || {
+            let space = space(4, 1);
+            let ranges: Vec<u64> = (0..taken).map(|_| space.alloc(1)).collect();
+            let first = ranges[0];
+            if taken == 8 {
+                space.free(ranges[1], 1);
+                space.free(ranges[2], 1);
+                space.alloc(4);
+            } else {
+                space.alloc(4);
+                space.alloc(4);
+            }
+            [32, 16, 4].into_iter().for_each(|rest| space.take(rest));
+            both(
+                &space,
+                |space| {
+                    on(1);
+                    space.alloc(1);
+                },
+                move |space| space.free(first, 1),
+            );
+            is_whole(&space);
+        });
+    }
+}
+
+#[test]
+fn model_a_slab_that_is_given_back_is_not_taken_from() {
+    explore(3, || {
+        let space = space(4, 0);
+        // The first slab is in the list, all but one range of it free; the current one exhausted.
+        let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
+        ranges[..3].iter().for_each(|range| space.free(*range, 1));
+        let last = ranges[3];
         both(
             &space,
-            move |space| {
-                on(1);
-                let iova = space.alloc(1);
-                space.free(iova, 1);
-            },
-            move |space| space.free(first, 1),
+            // The last free gives the slab back, as none is kept idle,
+            move |space| space.free(last, 1),
+            // unless this one takes from it.
+            |space| space.take(1),
         );
         is_whole(&space);
     });
 }
 
 #[test]
-fn model_a_slab_that_is_given_back_is_not_taken_from() {
-    explore(3, || {
-        let space = space(2, 0);
-        let ranges: Vec<u64> = (0..3).map(|_| space.alloc(1)).collect();
-        let (first, second) = (ranges[0], ranges[1]);
-        space.free(first, 1);
+fn model_a_slab_that_others_take_over_is_not_settled_where_it_was() {
+    explore(2, || {
+        let space = space(4, 1);
+        let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
+        ranges[..2].iter().for_each(|range| space.free(*range, 1));
+        // Nothing is left but those.
+        [32, 16, 4, 4].into_iter().for_each(|rest| space.take(rest));
+        let (third, last) = (ranges[2], ranges[3]);
         both(
             &space,
-            // The last free gives the slab back, as none is kept idle,
-            move |space| space.free(second, 1),
-            // unless this one takes from it.
-            move |space| {
+            // CPU 1 takes the slab over, and gives back what it took.
+            |space| {
+                on(1);
                 let iova = space.alloc(1);
                 space.free(iova, 1);
+            },
+            move |space| {
+                space.free(third, 1);
+                space.free(last, 1);
             },
         );
         is_whole(&space);
@@ -305,58 +364,39 @@ fn model_a_slab_that_is_given_back_is_not_taken_from() {
 #[test]
 fn model_a_cpu_that_goes_offline_keeps_nothing() {
     // rule L9
-    explore(3, || {
-        let space = space(2, 1);
-        let first = space.alloc(1);
-        let second = space.alloc(1);
-        both(
-            &space,
-            move |space| {
-                space.free(first, 1);
-                space.free(second, 1);
-            },
-            |space| space.slabs.offline(0),
-        );
-        let core = space.slabs.core.lock();
-        assert_eq!(core.tree.free(), GRANULES, "an offline CPU keeps granules");
-        drop(core);
-        is_whole(&space);
-    });
-}
-
-#[test]
-fn model_a_free_while_its_slab_makes_place_for_another_is_not_lost() {
-    explore(3, || {
-        let space = space(2, 1);
-        let ranges: Vec<u64> = (0..2).map(|_| space.alloc(1)).collect();
-        let first = ranges[0];
-        both(
-            &space,
-            move |space| {
-                on(1);
-                space.free(first, 1);
-            },
-            // The current slab has nothing left, or just got that one.
-            |space| {
-                space.alloc(1);
-            },
-        );
-        is_whole(&space);
-    });
+    for taken in [2, 5] {
+        explore(3, move || {
+            let space = space(4, 1);
+            let ranges: Vec<u64> = (0..taken).map(|_| space.alloc(1)).collect();
+            let (first, second) = (ranges[0], ranges[1]);
+            both(
+                &space,
+                move |space| {
+                    space.free(first, 1);
+                    space.free(second, 1);
+                },
+                |space| space.slabs.offline(0),
+            );
+            let core = space.slabs.core.lock();
+            let left = GRANULES - (taken - 2);
+            assert_eq!(core.tree.free(), left, "an offline CPU keeps granules");
+            drop(core);
+            is_whole(&space);
+        });
+    }
 }
 
 #[test]
 fn model_a_tail_is_cut_off_or_freed_but_not_both() {
     explore(3, || {
-        let space = space(4, 1);
+        let space = space(16, 1);
         let first = space.alloc(3);
         both(
             &space,
             move |space| {
                 on(1);
                 space.free(first, 3);
-                let iova = space.alloc(3);
-                space.free(iova, 3);
+                space.alloc(3);
             },
             |space| {
                 let mut core = space.slabs.core.lock();

@@ -209,7 +209,7 @@ impl<C: CpuId> Slabs<C> {
         let slot = slot_of(first, class);
         let index = self.indexes[class as usize].make();
         let slab = core.slab_at(index, Key::of(first, class));
-        let slots = (u32::MAX >> (SLOTS - (1 << (order - class)))) << slot;
+        let slots = (((1u64 << (1 << (order - class))) - 1) << slot) as u32;
         slab.own(slots);
         let rest = slots & !(1 << slot);
         if rest != 0 && slab.add_free_as_current(rest) {

@@ -33,7 +33,11 @@ use alloc::boxed::Box;
 
 /// Ranges of a slab: a power of two, so that they are one aligned block; and half a word, so that
 /// the other half holds flags and the version.
+#[cfg(not(loom))]
 pub(super) const SLOTS: u32 = 32;
+/// A model is to have several slabs and yet few ranges.
+#[cfg(loom)]
+pub(super) const SLOTS: u32 = 4;
 pub(super) const SLOT_BITS: u32 = SLOTS.trailing_zeros();
 
 const FREE: u64 = u32::MAX as u64;
