@@ -10,7 +10,10 @@
 //! All of it is measured by the clock, in rounds in which everything has its turn.
 
 use std::{
-    sync::{Arc, Barrier},
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -47,12 +50,23 @@ pub(super) fn steps(options: &Options) -> u64 {
     u64::from(options.repeat)
 }
 
-pub(super) fn measure(options: &Options, progress: &Progress) -> Result<Vec<Row>> {
+pub(super) fn measure(
+    options: &Options,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Result<Vec<Row>> {
+    if stop.load(Ordering::Relaxed) {
+        return Ok(Vec::new());
+    }
     let last = u64::MAX >> (64 - options.aperture_bits);
     let aperture = Aperture::new(0, last, GRANULE)?;
     let mut cells = huge_cells(aperture)?;
     let mut users = Users::new(aperture, options)?;
     for round in 1..=options.repeat {
+        // One round at least: rows without a figure say nothing.
+        if round > 1 && stop.load(Ordering::Relaxed) {
+            break;
+        }
         progress.begin(&format!("huge ranges and segments, round {round} of {}", options.repeat));
         for cell in &mut cells {
             cell.round();
@@ -442,7 +456,7 @@ mod tests {
 
     fn rows(options: &Options) -> Vec<Row> {
         let progress = Progress::new(Kind::Silent, steps(options), Duration::ZERO);
-        measure(options, &progress).unwrap()
+        measure(options, &progress, &AtomicBool::new(false)).unwrap()
     }
 
     #[test]

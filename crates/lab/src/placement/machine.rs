@@ -402,8 +402,7 @@ impl<'a> Machine<'a> {
 /// The allocator of a placement, or of a peer.
 fn space(placement: &str, aperture: Aperture, cpu: &Arc<FixedCpu>) -> Result<Arc<dyn Allocator>> {
     let slabs = |placement| -> Arc<dyn Allocator> {
-        let mut config = SlabConfig::default();
-        config.placement = placement;
+        let config = SlabConfig { placement, ..SlabConfig::default() };
         Arc::new(Slabs::with_config(aperture, Arc::clone(cpu), config))
     };
     Ok(match placement {

@@ -20,7 +20,7 @@ pub mod model;
 mod streams;
 mod table;
 
-use std::time::Duration;
+use std::{sync::atomic::AtomicBool, time::Duration};
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -219,9 +219,22 @@ pub fn plan(options: &Options) -> (u64, Duration) {
 /// # Errors
 /// [`Usage`] if the options make no sense; else an allocator did what it must not.
 pub fn measure(options: &Options, progress: &Progress) -> Result<Vec<Row>> {
+    measure_until(options, progress, &AtomicBool::new(false))
+}
+
+/// As [`measure`], and what there is so far once `stop` is set: placements that were run, and static
+/// patterns of the rounds that were complete.
+///
+/// # Errors
+/// As [`measure`].
+pub fn measure_until(
+    options: &Options,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Result<Vec<Row>> {
     check(options)?;
-    let mut rows = streams::measure(options, progress)?;
-    rows.extend(fixed::measure(options, progress)?);
+    let mut rows = streams::measure(options, progress, stop)?;
+    rows.extend(fixed::measure(options, progress, stop)?);
     Ok(rows)
 }
 
@@ -306,6 +319,16 @@ mod tests {
             let Usage(text) = check(&bad).unwrap_err();
             assert!(text.contains(word), "{text}");
         }
+    }
+
+    #[test]
+    fn nothing_is_begun_once_it_is_to_stop() {
+        let options = Options::default();
+        let progress = Progress::new(crate::progress::Kind::Silent, 1, Duration::ZERO);
+        let rows = measure_until(&options, &progress, &AtomicBool::new(true)).unwrap();
+        assert_eq!(rows, []);
+        let wrong = Options { sets: 3, ..options };
+        assert!(measure_until(&wrong, &progress, &AtomicBool::new(true)).is_err());
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! Competing streams under each placement: which patterns are run, and what comes of them.
 
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use anyhow::{Context, Result};
 
@@ -25,9 +28,16 @@ pub(super) fn steps() -> u64 {
     PLACEMENTS.len() as u64
 }
 
-pub(super) fn measure(options: &Options, progress: &Progress) -> Result<Vec<Row>> {
+pub(super) fn measure(
+    options: &Options,
+    progress: &Progress,
+    stop: &AtomicBool,
+) -> Result<Vec<Row>> {
     let mut rows: Vec<Vec<Row>> = vec![Vec::new(); patterns(options).len()];
     for placement in PLACEMENTS {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
         progress.begin(&format!("placement {placement}"));
         for (pattern, rows) in patterns(options).into_iter().zip(&mut rows) {
             let row = row(options, &pattern, placement)
