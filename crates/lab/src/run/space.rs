@@ -15,8 +15,8 @@ pub(crate) type AnyAllocator = Preferred32<Box<dyn Allocator>>;
 
 /// What devices map in: x86 and Arm translate 4 KiB at the least, and so does the lab's device.
 const GRANULE: u64 = 4096;
-/// The most ranges that [`Space::live`] may ask for: ten times what the largest guest of the lab's
-/// traces keeps, and still made in less than a second.
+/// The most ranges that [`Space::live`] may ask for. They are made anew for each round; so many take
+/// a tree a second or more.
 pub const MOST_LIVE: u32 = 1_000_000;
 /// The narrowest aperture: what every PCI device can address.
 pub const NARROWEST: u32 = 32;
