@@ -3,19 +3,26 @@
 use std::{
     path::PathBuf,
     process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use anyhow::{Context, Result};
 use clap::{ArgAction, Args, Subcommand};
 use ringfence_lab::{
-    bench::iova::{
-        self, Options,
-        pattern::{Live, Pattern, Size, parse_list},
-        peers::Implementation,
+    bench::{
+        Benchmark,
+        iova::{
+            self, Options,
+            pattern::{Live, Pattern, Size, parse_list},
+            peers::Implementation,
+        },
     },
-    progress::Kind,
+    placement,
+    progress::{Kind, Progress},
 };
 
 use crate::output::{Output, print, same_place};
@@ -42,6 +49,7 @@ const DEFAULT_BUDGET: Duration = Duration::from_millis(8);
     ringfence bench iova
     ringfence bench iova --pattern random --live 1k,100k --sizes 1 --details
     ringfence bench iova --allocator ringfence,bitmap --live 48%x1 --pattern aligned16
+    ringfence bench iova --placement=only --iotlb-sets 64 --iotlb-ways 8
     ringfence bench iova --repeat 15 --budget 50 --json iova.json
 
 EXIT STATUS:
@@ -94,6 +102,21 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BITS", default_value_t = 48,
         value_parser = clap::value_parser!(u32).range(24..=57))]
     aperture: u32,
+
+    /// Measures as well (or, `only`, instead) what each placement costs the hardware: IOTLB entries,
+    /// table pages and misses of competing streams, by a model of the caches; and huge ranges and a
+    /// segment for each user, by the clock.
+    #[arg(long, value_name = "only", num_args = 0..=1, require_equals = true,
+        default_missing_value = "too", value_parser = ["too", "only"], hide_possible_values = true)]
+    placement: Option<String>,
+
+    /// Sets of the model's IOTLB, a power of two.
+    #[arg(long, value_name = "N", requires = "placement")]
+    iotlb_sets: Option<usize>,
+
+    /// Ways of the model's IOTLB.
+    #[arg(long, value_name = "N", requires = "placement")]
+    iotlb_ways: Option<usize>,
 
     /// Prints every figure: intervals, p99 and worst of single operations.
     #[arg(long)]
@@ -152,21 +175,33 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
     ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
 
     let options = Options {
-        implementations: or(arguments.allocator, &Implementation::ALL),
-        lives: or(arguments.live, &Live::DEFAULTS),
-        sizes: or(arguments.sizes, &Size::DEFAULTS),
-        patterns: or(arguments.pattern, &Pattern::ALL),
+        implementations: or(&arguments.allocator, &Implementation::ALL),
+        lives: or(&arguments.live, &Live::DEFAULTS),
+        sizes: or(&arguments.sizes, &Size::DEFAULTS),
+        patterns: or(&arguments.pattern, &Pattern::ALL),
         all: chosen,
-        threads: arguments.threads.0.into_iter().map(|threads| threads.0).collect(),
+        threads: arguments.threads.0.iter().map(|threads| threads.0).collect(),
         repeat: arguments.repeat,
         budget: arguments.budget.unwrap_or(DEFAULT_BUDGET),
         fill_limit: Duration::from_secs(arguments.fill_limit),
         aperture_bits: arguments.aperture,
         progress,
     };
-    let mut benchmark = iova::run(&options, &stop)?;
+    // First, as it is short and may refuse its options.
+    let placement = arguments.placement.as_deref();
+    let placements = match placement {
+        Some(_) => Some(measure_placements(&arguments, progress)?),
+        None => None,
+    };
+    let mut benchmark = match placement {
+        Some("only") => Benchmark::new("iova", arguments.repeat),
+        _ => iova::run(&options, &stop)?,
+    };
+    benchmark.placement = placements;
+    benchmark.interrupted = stop.load(Ordering::Relaxed);
 
-    let measured = !benchmark.rows.is_empty();
+    let timed = !benchmark.rows.is_empty();
+    let measured = timed || benchmark.placement.is_some();
     let mut verdict: Vec<String> =
         benchmark.errors.iter().map(|error| format!("error: {error}")).collect();
     if benchmark.interrupted {
@@ -180,10 +215,15 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
     if progress != Kind::Silent && same_place() {
         benchmark.warnings.clear();
     }
-    let shown = match table && measured {
-        true => print(&iova::table::render(&benchmark, arguments.details)),
-        false => Ok(()),
-    };
+    let mut text = String::new();
+    if timed {
+        text.push_str(&iova::table::render(&benchmark, arguments.details));
+    }
+    if let Some(rows) = &benchmark.placement {
+        text.push_str(if timed { "\n" } else { "" });
+        text.push_str(&placement::render(rows));
+    }
+    let shown = if table { print(&text) } else { Ok(()) };
     for line in &verdict {
         eprintln!("{line}");
     }
@@ -191,7 +231,22 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
     Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+fn measure_placements(arguments: &Arguments, kind: Kind) -> Result<Vec<placement::Row>> {
+    let defaults = placement::Options::default();
+    let options = placement::Options {
+        aperture_bits: arguments.aperture,
+        sets: arguments.iotlb_sets.unwrap_or(defaults.sets),
+        ways: arguments.iotlb_ways.unwrap_or(defaults.ways),
+        ..defaults
+    };
+    let (steps, expected) = placement::plan(&options);
+    let progress = Progress::new(kind, steps, expected);
+    let rows = placement::measure(&options, &progress);
+    progress.finish();
+    rows
+}
+
 /// What was asked for, or all of it.
-fn or<T: Clone>(list: Option<List<T>>, all: &[T]) -> Vec<T> {
-    list.map_or_else(|| all.to_vec(), |list| list.0)
+fn or<T: Clone>(list: &Option<List<T>>, all: &[T]) -> Vec<T> {
+    list.as_ref().map_or(all, |list| &list.0).to_vec()
 }

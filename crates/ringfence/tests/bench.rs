@@ -46,7 +46,7 @@ fn the_json_holds_every_field_of_the_contract() {
         for path in ["/ns_per_op/lo", "/ns_per_op/hi", "/operations", "/timed_failures"] {
             number(row, path);
         }
-        assert_eq!(row["note"].is_null() || row["note"].is_string(), true, "{row}");
+        assert!(row["note"].is_null() || row["note"].is_string(), "{row}");
         assert_eq!(row["scaling"].is_object(), params["threads"] == 2, "{row}");
         if row["impl"] != "control" {
             assert_eq!(row["failures"], 0, "{row}");
@@ -151,11 +151,15 @@ fn wrong_usage_is_refused_before_anything_runs() {
         ("--aperture", "12", &["--aperture"]),
         ("--aperture", "58", &["--aperture"]),
         ("--json", "missing/out.json", &["missing/out.json"]),
+        ("--placement=never", "--quiet", &["--placement"]),
+        ("--iotlb-sets", "64", &["--placement"]),
     ] {
         place.run(&["bench", "iova", option, value]).refused(words);
     }
     place.run(&["bench", "iova", "--no-such-option"]).refused(&["--no-such-option"]);
     place.run(&["bench", "iova", "--live", "0", "--pattern", "random"]).refused(&["live set"]);
+    let sets = ["bench", "iova", "--placement", "--quiet", "--iotlb-sets", "3"];
+    place.run(&sets).refused(&["IOTLB sets", "power of two"]);
     place.run(&["bench", "wheels"]).refused(&["wheels"]);
     assert_eq!(place.names(), Vec::<String>::new(), "nothing was left behind");
 }

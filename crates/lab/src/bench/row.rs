@@ -25,6 +25,9 @@ pub struct Benchmark {
     pub settings: Map<String, Value>,
     /// One for each implementation and each set of parameters.
     pub rows: Vec<Row>,
+    /// What each placement costs the hardware, if that was asked for (`iova`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<Vec<crate::placement::Row>>,
     /// What a reader should know of the run.
     pub warnings: Vec<String>,
     /// What an implementation did that it must not do: each makes the run a failure.
@@ -42,6 +45,7 @@ impl Benchmark {
             interrupted: false,
             settings: Map::new(),
             rows: Vec::new(),
+            placement: None,
             warnings: Vec::new(),
             errors: Vec::new(),
         }

@@ -185,10 +185,11 @@ impl Entrant {
             let per_ns: f64 = slices.iter().map(|slice| slice.operations as f64 / ns(slice)).sum();
             threads as f64 / per_ns
         };
-        let wall = a_thread(|slice| slice.wall_ns);
+        let (wall, cpu) = (a_thread(|slice| slice.wall_ns), a_thread(|slice| slice.cpu_ns));
         into.wall.push(wall);
+        into.cpu.push(cpu);
         // One thread waits for nobody: what others do with its CPU meanwhile is not its time.
-        into.ns.push(if threads == 1 { a_thread(|slice| slice.cpu_ns) } else { wall });
+        into.ns.push(if threads == 1 { cpu } else { wall });
         into.operations += slices.iter().map(|slice| slice.operations).sum::<u64>();
         into.failures += slices.iter().map(|slice| slice.failures).sum::<u64>();
         let refused = slices.into_iter().find_map(|slice| slice.refused);
@@ -256,6 +257,8 @@ pub(super) struct Samples {
     pub(super) ns: Rounds,
     /// The same of the wall's time, always: numbers of threads are compared by it.
     pub(super) wall: Rounds,
+    /// The same of the threads' CPU time, always.
+    pub(super) cpu: Rounds,
     /// Single operations of all rounds.
     pub(super) latencies: Option<Latencies>,
     /// Operations in the times of `ns`.

@@ -37,7 +37,7 @@ use std::{
 use ringfence_iova::Aperture;
 use serde_json::{Map, Value, json};
 
-use super::{Benchmark, Interval, Row, clock::Clock, threads};
+use super::{Benchmark, Interval, Row, clock::Clock, rounds::Rounds, threads};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -254,8 +254,8 @@ impl Contest {
             index.and_then(|index| self.samples.get(&(index, threads))).unwrap_or(&nothing)
         };
         // How much more several threads get done than one, a round each.
-        let scaling = |index: Option<usize>, threads: usize| {
-            let (one, several) = (&samples(index, 1).wall, &samples(index, threads).wall);
+        let scaling = |index: Option<usize>, threads: usize, time: fn(&Samples) -> &Rounds| {
+            let (one, several) = (time(samples(index, 1)), time(samples(index, threads)));
             one.with(several, |one, several| threads as f64 * one / several)
         };
         for threads in numbers.iter().copied() {
@@ -273,11 +273,18 @@ impl Contest {
                     figures: figures(entrant, own, checked, ratio),
                 };
                 if threads > 1 {
-                    let (of_it, of_control) =
-                        (scaling(Some(index), threads), scaling(control, threads));
-                    row.figures.insert("scaling".to_owned(), value(of_it.interval()));
-                    let ratio = of_it.ratio_to(&of_control);
-                    row.figures.insert("scaling_to_control".to_owned(), value(ratio));
+                    // On a machine that does other work, what a thread waits for its CPU hides what
+                    // it waits for the other: CPU time tells that, but not who sleeps at a lock.
+                    let times: [(_, fn(&Samples) -> &Rounds); 2] = [
+                        ("scaling", |samples| &samples.wall),
+                        ("cpu_scaling", |samples| &samples.cpu),
+                    ];
+                    for (key, time) in times {
+                        let of_it = scaling(Some(index), threads, time);
+                        let ratio = of_it.ratio_to(&scaling(control, threads, time));
+                        row.figures.insert(key.to_owned(), value(of_it.interval()));
+                        row.figures.insert(format!("{key}_to_control"), value(ratio));
+                    }
                 }
                 into.rows.push(row);
             }
@@ -325,6 +332,7 @@ fn figures(
     let figures = [
         ("ratio_interval", value(ratio)),
         ("wall_ns_per_op", value(samples.wall.interval())),
+        ("cpu_ns_per_op", value(samples.cpu.interval())),
         ("p99_ns", single(0.99).into()),
         ("worst_ns", single(1.0).into()),
         ("sampled_operations", samples.latencies.as_ref().map_or(0, |all| all.count()).into()),

@@ -342,7 +342,7 @@ mod tests {
                 assert!(!contender.place(4, 4), "it is taken");
                 assert!(!contender.place(12, 5), "it ends beyond");
                 with_subject!(&contender, subject => assert!(subject.give(4, 4)));
-                assert!(contender.place(1, 15));
+                assert!(contender.place(8, 8));
             }
         }
     }

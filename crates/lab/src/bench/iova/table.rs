@@ -59,8 +59,8 @@ fn headline(benchmark: &Benchmark) -> String {
     let setting = |key: &str| benchmark.settings.get(key).and_then(Value::as_f64).unwrap_or(0.0);
     let clock = benchmark.settings.get("clock").and_then(Value::as_str).unwrap_or("");
     format!(
-        "allocators of I/O virtual addresses; aperture of {} bits ({} for full sets), granule 4 KiB; {} rounds \
-         of {} ms{}; single operations by {clock}, which takes {} ns of each; {}",
+        "allocators of I/O virtual addresses; aperture of {} bits ({} for full sets), granule 4 KiB; \
+         {} rounds of {} ms{}; single operations by {clock}, which takes {} ns of each; {}",
         setting("aperture_bits"),
         setting("full_set_aperture_bits"),
         benchmark.rounds,
@@ -154,11 +154,11 @@ fn in_detail<'a>(rows: impl Iterator<Item = &'a Row>) -> String {
     let mut lines = vec![head.map(str::to_owned).to_vec()];
     for row in rows {
         let single = |key: &str| optional(row.figures.get(key).and_then(Value::as_f64));
-        let scaling: Interval = row
-            .figures
-            .get("scaling")
-            .and_then(|value| serde_json::from_value(value.clone()).ok())
-            .unwrap_or_default();
+        let interval = |key: &str| -> Interval {
+            let value = row.figures.get(key).cloned();
+            value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
+        };
+        let scaling = interval("scaling");
         lines.push(vec![
             text(&row.params, "live"),
             threads_of(row).to_string(),
@@ -171,6 +171,7 @@ fn in_detail<'a>(rows: impl Iterator<Item = &'a Row>) -> String {
             single("worst_ns"),
             times(scaling.median),
             half_width(scaling),
+            times(interval("cpu_scaling").median),
             count(row, "operations").to_string(),
         ]);
     }
