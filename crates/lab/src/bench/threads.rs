@@ -39,7 +39,11 @@ pub fn together<T: Send, R: Send>(
                     while missing.load(Ordering::Acquire) > 0 {
                         spins = spins.wrapping_add(1);
                         // More threads than CPUs: the missing one may need this one's.
-                        if spins % 1024 == 0 { thread::yield_now() } else { std::hint::spin_loop() }
+                        if spins.is_multiple_of(1024) {
+                            thread::yield_now()
+                        } else {
+                            std::hint::spin_loop()
+                        }
                     }
                     work(index, part)
                 })

@@ -231,6 +231,9 @@ impl Run<'_> {
     }
 }
 
+/// One of the times of some samples.
+type TimeOf = fn(&Samples) -> &Rounds;
+
 /// What came out of one cell, by the index of the implementation.
 #[derive(Default)]
 struct Contest {
@@ -254,7 +257,7 @@ impl Contest {
             index.and_then(|index| self.samples.get(&(index, threads))).unwrap_or(&nothing)
         };
         // How much more several threads get done than one, a round each.
-        let scaling = |index: Option<usize>, threads: usize, time: fn(&Samples) -> &Rounds| {
+        let scaling = |index: Option<usize>, threads: usize, time: TimeOf| {
             let (one, several) = (time(samples(index, 1)), time(samples(index, threads)));
             one.with(several, |one, several| threads as f64 * one / several)
         };
@@ -275,7 +278,7 @@ impl Contest {
                 if threads > 1 {
                     // On a machine that does other work, what a thread waits for its CPU hides what
                     // it waits for the other: CPU time tells that, but not who sleeps at a lock.
-                    let times: [(_, fn(&Samples) -> &Rounds); 2] = [
+                    let times: [(_, TimeOf); 2] = [
                         ("scaling", |samples| &samples.wall),
                         ("cpu_scaling", |samples| &samples.cpu),
                     ];

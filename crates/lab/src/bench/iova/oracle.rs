@@ -55,7 +55,7 @@ impl Oracle {
         let Some(end) = end else {
             return Err(Violation::Outside { first, granules, last: self.last });
         };
-        if first % align(granules) != 0 {
+        if !first.is_multiple_of(align(granules)) {
             return Err(Violation::Misaligned { first, granules });
         }
         match self.first_taken(first, end + 1) {

@@ -92,7 +92,7 @@ impl Implementation {
             }
             Implementation::VmAllocator => Contender::VmAllocator(VmAllocator::new(first, last)),
             Implementation::BTreeMap => Contender::FreeRanges(FreeRanges::new(first, last)),
-            Implementation::Control => Contender::Control(Control::default()),
+            Implementation::Control => Contender::Control(Box::default()),
         }
     }
 }
@@ -120,7 +120,7 @@ pub(super) enum Contender {
     Allocator(Box<dyn Allocator>),
     VmAllocator(VmAllocator),
     FreeRanges(FreeRanges),
-    Control(Control),
+    Control(Box<Control>),
 }
 
 /// Calls `$body` with `$subject` as what the contender holds.
@@ -133,7 +133,10 @@ macro_rules! with_subject {
             }
             Contender::VmAllocator($subject) => $body,
             Contender::FreeRanges($subject) => $body,
-            Contender::Control($subject) => $body,
+            Contender::Control($subject) => {
+                let $subject = &**$subject;
+                $body
+            }
         }
     };
 }

@@ -216,7 +216,7 @@ mod tests {
             self.next += 1;
             self.said.push(format!("alloc {granules}"));
             // Every fifth fails.
-            (self.next % 5 != 0).then_some(self.next)
+            (!self.next.is_multiple_of(5)).then_some(self.next)
         }
 
         fn free(&mut self, first: u64, _granules: u64) {
