@@ -122,7 +122,7 @@ fn models() -> Result<()> {
         let target = target.to_str().context("the path of the workspace is not UTF-8")?;
         cargo(
             &["test", "--release", "--lib", "--package", package, "model"],
-            &[("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", target)],
+            &[("RUSTFLAGS", "--cfg loom -Cdebug-assertions"), ("CARGO_TARGET_DIR", target)],
         )?;
     }
     Ok(())

@@ -45,9 +45,9 @@ impl AllocatorKind {
     pub fn make(self, aperture: Aperture, placement: Placement) -> Box<dyn Allocator> {
         match self {
             AllocatorKind::RbTree => Box::new(RbTree::new(aperture)),
-            // No smaller window than the aperture's end: the comparison is of all of it, up to
-            // what a bitmap can be asked to hold.
-            AllocatorKind::Bitmap => Box::new(Bitmap::new(aperture, 1 << 32)),
+            // All of the aperture, as far as a bitmap can be asked to hold it (256 GiB of pages):
+            // its default window is too small for a hundred thousand ranges.
+            AllocatorKind::Bitmap => Box::new(Bitmap::new(aperture, u64::MAX)),
             AllocatorKind::Magazines => {
                 Box::new(Magazines::new(RbTree::new(aperture), OsCpu::new()))
             }

@@ -197,6 +197,7 @@ impl Lists {
 
     /// Takes one out.
     pub(super) fn unlink(&mut self, bin: Bin, slab: Handle) {
+        debug_assert_eq!(slab.place().cpu(), Some(self.cpu), "not in this list");
         let list = &mut self.lists[bin.0];
         let previous = Handle::from_ptr(slab.previous.load(Ordering::Relaxed));
         let next = Handle::from_ptr(slab.next.load(Ordering::Relaxed));

@@ -317,6 +317,51 @@ fn model_what_another_cpu_keeps_is_found_when_nothing_else_is_left() {
 }
 
 #[test]
+fn model_a_cpu_that_others_take_from_gives_no_range_of_another_class() {
+    explore(3, || {
+        let space = space(4, 0);
+        let first = space.alloc(1);
+        // Nothing is left but what CPU 0 has: the others are three of its slab, and two pages.
+        [32, 16, 4, 4, 2].into_iter().for_each(|rest| space.take(rest));
+        both(
+            &space,
+            |space| {
+                on(1);
+                // There may be none at this moment.
+                let _ = space.slabs.alloc(&Request::new(4096).flush(false)).map(|iova| {
+                    space.slabs.free(iova, 4096).expect("it is allocated");
+                });
+            },
+            move |space| {
+                space.free(first, 1);
+                space.slabs.drain();
+                space.take(2);
+            },
+        );
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_free_on_an_offline_cpu_leaves_a_slab_to_who_has_it() {
+    explore(3, || {
+        let space = space(4, 1);
+        let ranges: Vec<u64> = (0..5).map(|_| space.alloc(1)).collect();
+        let (first, second) = (ranges[0], ranges[1]);
+        space.slabs.offline(0);
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(first, 1);
+            },
+            move |space| space.free(second, 1),
+        );
+        is_whole(&space);
+    });
+}
+
+#[test]
 fn model_a_slab_that_is_given_back_is_not_taken_from() {
     explore(3, || {
         let space = space(4, 0);

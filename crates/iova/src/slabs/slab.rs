@@ -472,6 +472,7 @@ impl Slab {
 
     /// Ends [`freeze`](Self::freeze), detached and with no free range.
     pub(super) fn thaw_detached(&self) {
+        debug_assert_eq!(self.place(), Place::NOWHERE, "in a list and detached");
         self.word.fetch_and(!(FROZEN | ATTACHED | CURRENT), Ordering::AcqRel);
     }
 
