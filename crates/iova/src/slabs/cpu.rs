@@ -115,7 +115,7 @@ impl Cpu {
             return Some((slab, slot));
         }
         while let Some(slab) = lists.pop(bin) {
-            match slab.claim() {
+            match slab.claim(current.is_none()) {
                 Claimed::Last(slot) => return Some((slab, slot)),
                 Claimed::Current(slot) => {
                     self.set_current(bin, Some(slab));
@@ -151,6 +151,11 @@ impl Cpu {
         if let Some(current) = current {
             lists.displace(bin, current, lost);
         }
+    }
+
+    /// Whether the CPU has nothing to take from at once. Under the lock of the lists.
+    pub(super) fn is_exhausted(&self, bin: Bin) -> bool {
+        self.current(bin).is_none_or(|slab| slab.free() == 0)
     }
 
     /// Takes the CPU's slabs of a bin away from it; they stay attached.

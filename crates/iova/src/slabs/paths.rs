@@ -117,22 +117,25 @@ impl<C: CpuId> Slabs<C> {
 
     fn alloc_wanted(&self, request: &Request, wanted: &Wanted) -> Option<u64> {
         let odd = !wanted.count.is_power_of_two();
-        if let Some((class, count)) = self.class_of(request.size)
-            && self.is_natural(request, class)
-            && !(odd && self.tight.load(Ordering::Relaxed))
-            && let Some(zone) = self.highest_zone(wanted.limit)
-        {
+        let slab = self
+            .class_of(request.size)
+            .filter(|(class, _)| self.is_natural(request, *class))
+            .filter(|_| !(odd && self.tight.load(Ordering::Relaxed)))
+            .and_then(|(class, _)| Some((class, self.highest_zone(wanted.limit)?)));
+        let taken = |(slab, slot): (Handle, u32)| {
+            if odd {
+                slab.note_odd(slot, wanted.count as u32);
+            }
+            slab.key().number(slot)
+        };
+        if let Some((class, zone)) = slab {
             for zone in (0..=zone).rev() {
-                let bin = Bin::new(zone, class);
                 let found = self
-                    .take_listed(self.this_cpu().1, bin)
-                    .or_else(|| self.grow(zone, class))
+                    .take_listed(self.this_cpu().1, Bin::new(zone, class))
+                    .or_else(|| self.grow(&mut self.core.lock(), zone, class))
                     .or_else(|| self.steal(zone, class));
-                if let Some((slab, slot)) = found {
-                    if odd {
-                        slab.note_odd(slot, count as u32);
-                    }
-                    return Some(slab.key().number(slot));
+                if let Some(found) = found {
+                    return Some(taken(found));
                 }
             }
         }
@@ -145,6 +148,11 @@ impl<C: CpuId> Slabs<C> {
             // Rule L11, and more: what was taken back is exact.
             self.drains.fetch_add(1, Ordering::Relaxed);
             self.withdraw_all(&mut core);
+            if let Some((class, zone)) = slab
+                && let Some(found) = self.grow(&mut core, zone, class)
+            {
+                return Some(taken(found));
+            }
             place = core.place(wanted, self.placement);
             if place.is_none() && !self.tight.load(Ordering::Relaxed) {
                 self.trim(&mut core);
@@ -174,18 +182,14 @@ impl<C: CpuId> Slabs<C> {
     }
 
     #[inline]
-    fn retire_lost(&self, lost: Vec<Handle>) {
-        if !lost.is_empty() {
-            let mut core = self.core.lock();
-            for slab in lost {
-                core.retire_lost(&self.indexes, slab);
-            }
+    fn retire_lost(&self, lost: impl IntoIterator<Item = Handle>) {
+        for slab in lost {
+            self.core.lock().retire_lost(&self.indexes, slab);
         }
     }
 
     /// From a new slab.
-    fn grow(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
-        let mut core = self.core.lock();
+    fn grow(&self, core: &mut Core, zone: usize, class: u32) -> Option<(Handle, u32)> {
         let (_, cpu) = self.this_cpu();
         let mut lists = cpu.lists.lock();
         core.searches += 1;
@@ -371,19 +375,28 @@ impl<C: CpuId> Slabs<C> {
         let (_, cpu) = self.this_cpu();
         let mut lists = cpu.lists.lock();
         if lists.online {
-            return match slab.give_and_attach(key, slot) {
+            // As the current slab if that has nothing left: the next request is met at once.
+            let bin = self.bin_of(slab);
+            let current = cpu.is_exhausted(bin);
+            match slab.give_and_attach(key, slot, current) {
+                Freed::Detached if current => {
+                    let mut lost = None;
+                    cpu.install(&mut lists, bin, slab, &mut |old| lost = Some(old));
+                    drop(lists);
+                    self.retire_lost(lost);
+                }
                 Freed::Detached => {
-                    lists.push(self.bin_of(slab), slab);
+                    lists.push(bin, slab);
                     let single = slab.is_all_free();
                     drop(lists);
                     if single {
                         self.settle(slab, key);
                     }
-                    true
                 }
-                Freed::Done { .. } => true,
-                Freed::Unclear => false,
-            };
+                Freed::Done { .. } => {}
+                Freed::Unclear => return false,
+            }
+            return true;
         }
         drop(lists);
         // This CPU keeps nothing: straight back to the tree.

@@ -296,9 +296,10 @@ impl Slab {
         }
     }
 
-    /// Frees a range of a detached slab and attaches it. Under the lock of the CPU that it is
-    /// attached to by this, which links it afterwards.
-    pub(super) fn give_and_attach(&self, key: Key, slot: u32) -> Freed {
+    /// Frees a range of a detached slab and attaches it, as the current one or to be listed. Under
+    /// the lock of the CPU that it is attached to by this.
+    pub(super) fn give_and_attach(&self, key: Key, slot: u32, current: bool) -> Freed {
+        let flags = if current { ATTACHED | CURRENT } else { ATTACHED };
         let mut word = self.word.load(Ordering::Acquire);
         loop {
             let bit = 1u32 << slot;
@@ -308,7 +309,7 @@ impl Slab {
             }
             // Somebody else was faster with another range: then it is simple.
             let attached = word & ATTACHED != 0;
-            let after = word | u64::from(bit) | ATTACHED;
+            let after = word | u64::from(bit) | if attached { 0 } else { flags };
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
             {
                 Ok(_) if attached => return Freed::Done { last: false },
@@ -397,7 +398,10 @@ impl Slab {
 
     /// Takes a range of a slab that was in a list. Under that list's lock, and no longer in the list:
     /// once it is detached, another CPU may attach it.
-    pub(super) fn claim(&self) -> Claimed {
+    ///
+    /// Its only one leaves it detached, unless `keep`: to make it current only to find it exhausted
+    /// the next time would be idle work.
+    pub(super) fn claim(&self, keep: bool) -> Claimed {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
             if word & FROZEN != 0 {
@@ -408,8 +412,7 @@ impl Slab {
             let rest = free & free.wrapping_sub(1);
             let (after, claimed) = match (free, rest) {
                 (0, _) => (word & !ATTACHED, Claimed::None),
-                // To make it current only to find it exhausted the next time would be idle work.
-                (_, 0) => (word & !(ATTACHED | u64::from(free)), Claimed::Last(slot)),
+                (_, 0) if !keep => (word & !(ATTACHED | u64::from(free)), Claimed::Last(slot)),
                 _ => ((word & !(1 << slot)) | CURRENT, Claimed::Current(slot)),
             };
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)

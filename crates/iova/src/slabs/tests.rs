@@ -135,7 +135,8 @@ fn what_is_kept_idle_is_bounded() {
         slabs.free(iova, 512 * PAGE).unwrap();
     }
     let kept = slabs.stats().live_bytes;
-    assert!(kept <= (1 << 32) / 64 + 2 * 1024 * PAGE, "{kept:#x}");
+    // 1/64 of it, and the 32 ranges of the current slab.
+    assert!(kept <= (1 << 32) / 64 + 32 * 512 * PAGE, "{kept:#x}");
 }
 
 #[test]
