@@ -234,32 +234,34 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    /// From another CPU.
+    /// From another CPU: a slab that it is not using, which then is this CPU's; or, if there is
+    /// none, a range of what it is using.
     fn steal(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
         let bin = Bin::new(zone, class);
         let (mine, _) = self.this_cpu();
-        (0..self.cpus.len()).filter(|other| *other != mine).find_map(|other| {
-            // A range of what it is using; or a slab that it is not.
-            if let Some((slab, slot)) = self.pick(other, bin) {
-                return Some((slab, slot));
-            }
-            let (first, second) = (mine.min(other), mine.max(other));
-            let mut first = self.cpus[first].lists.lock();
-            let mut second = self.cpus[second].lists.lock();
-            let (my_lists, others) =
-                if mine < other { (&mut first, &mut second) } else { (&mut second, &mut first) };
-            if !my_lists.online {
-                return None;
-            }
-            let slab = others.pop(bin)?;
-            my_lists.push(bin, slab);
-            let mut lost = Vec::new();
-            let taken =
-                self.cpus[mine].take(my_lists, bin, &self.hints, &mut |slab| lost.push(slab));
-            drop((first, second));
-            self.retire_lost(lost);
-            taken
-        })
+        let others = || (0..self.cpus.len()).filter(|other| *other != mine);
+        others()
+            .find_map(|other| self.take_over(mine, other, bin))
+            .or_else(|| others().find_map(|other| self.pick(other, bin)))
+    }
+
+    /// From a slab in another CPU's list.
+    fn take_over(&self, mine: usize, other: usize, bin: Bin) -> Option<(Handle, u32)> {
+        let (first, second) = (mine.min(other), mine.max(other));
+        let mut first = self.cpus[first].lists.lock();
+        let mut second = self.cpus[second].lists.lock();
+        let (my_lists, others) =
+            if mine < other { (&mut first, &mut second) } else { (&mut second, &mut first) };
+        if !my_lists.online {
+            return None;
+        }
+        let slab = others.pop(bin)?;
+        my_lists.push(bin, slab);
+        let mut lost = Vec::new();
+        let taken = self.cpus[mine].take(my_lists, bin, &self.hints, &mut |slab| lost.push(slab));
+        drop((first, second));
+        self.retire_lost(lost);
+        taken
     }
 
     /// A range of a CPU's current slab.
