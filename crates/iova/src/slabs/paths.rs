@@ -133,7 +133,11 @@ impl<C: CpuId> Slabs<C> {
                 let found = self
                     .take_listed(self.this_cpu().1, Bin::new(zone, class))
                     .or_else(|| self.grow(&mut self.core.lock(), zone, class))
-                    .or_else(|| self.steal(zone, class));
+                    .or_else(|| self.take_over(Bin::new(zone, class)))
+                    // Rather than to share what another CPU is using, take back what all keep.
+                    .or_else(
+                        || if request.flush { None } else { self.pick(Bin::new(zone, class)) },
+                    );
                 if let Some(found) = found {
                     return Some(taken(found));
                 }
@@ -234,43 +238,35 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    /// From another CPU: a slab that it is not using, which then is this CPU's; or, if there is
-    /// none, a range of what it is using.
-    fn steal(&self, zone: usize, class: u32) -> Option<(Handle, u32)> {
-        let bin = Bin::new(zone, class);
+    /// From a slab in another CPU's list, which then is this one's.
+    fn take_over(&self, bin: Bin) -> Option<(Handle, u32)> {
+        let (mine, cpu) = self.this_cpu();
+        (0..self.cpus.len()).filter(|other| *other != mine).find_map(|other| {
+            let mut first = self.cpus[mine.min(other)].lists.lock();
+            let mut second = self.cpus[mine.max(other)].lists.lock();
+            let (my_lists, others) =
+                if mine < other { (&mut first, &mut second) } else { (&mut second, &mut first) };
+            if !my_lists.online {
+                return None;
+            }
+            my_lists.push(bin, others.pop(bin)?);
+            let mut lost = Vec::new();
+            let taken = cpu.take(my_lists, bin, &self.hints, &mut |slab| lost.push(slab));
+            drop((first, second));
+            self.retire_lost(lost);
+            taken
+        })
+    }
+
+    /// A range of what another CPU is using.
+    fn pick(&self, bin: Bin) -> Option<(Handle, u32)> {
         let (mine, _) = self.this_cpu();
-        let others = || (0..self.cpus.len()).filter(|other| *other != mine);
-        others()
-            .find_map(|other| self.take_over(mine, other, bin))
-            .or_else(|| others().find_map(|other| self.pick(other, bin)))
-    }
-
-    /// From a slab in another CPU's list.
-    fn take_over(&self, mine: usize, other: usize, bin: Bin) -> Option<(Handle, u32)> {
-        let (first, second) = (mine.min(other), mine.max(other));
-        let mut first = self.cpus[first].lists.lock();
-        let mut second = self.cpus[second].lists.lock();
-        let (my_lists, others) =
-            if mine < other { (&mut first, &mut second) } else { (&mut second, &mut first) };
-        if !my_lists.online {
-            return None;
-        }
-        let slab = others.pop(bin)?;
-        my_lists.push(bin, slab);
-        let mut lost = Vec::new();
-        let taken = self.cpus[mine].take(my_lists, bin, &self.hints, &mut |slab| lost.push(slab));
-        drop((first, second));
-        self.retire_lost(lost);
-        taken
-    }
-
-    /// A range of a CPU's current slab.
-    fn pick(&self, cpu: usize, bin: Bin) -> Option<(Handle, u32)> {
-        let cpu = &self.cpus[cpu];
-        // Under the lock the slab stays what it is.
-        let _lists = cpu.lists.lock();
-        let slab = cpu.current(bin)?;
-        Some((slab, slab.take()?))
+        self.cpus.iter().enumerate().filter(|(other, _)| *other != mine).find_map(|(_, cpu)| {
+            // Under the lock the slab stays what it is.
+            let _lists = cpu.lists.lock();
+            let slab = cpu.current(bin)?;
+            Some((slab, slab.take()?))
+        })
     }
 
     /// One exchange: a bit of the range's slab. `odd` is what is left to check of the size.
@@ -285,13 +281,18 @@ impl<C: CpuId> Slabs<C> {
             return false;
         }
         let (key, slot) = (Key::of(number, class), slot_of(number, class));
-        let Some(slab) = self.hints.get(key).or_else(|| self.indexes[class as usize].get(key))
-        else {
+        let hint = self.hints.get(key);
+        let Some(slab) = hint.or_else(|| self.indexes[class as usize].get(key)) else {
             return false;
         };
         match slab.give(key, slot, odd) {
-            Freed::Done { last: false } => true,
-            Freed::Done { last: true } => {
+            Freed::Done { last: false, current } => {
+                if current && hint.is_none() {
+                    self.hints.set(slab);
+                }
+                true
+            }
+            Freed::Done { last: true, .. } => {
                 self.settle(slab, key);
                 true
             }
@@ -318,7 +319,7 @@ impl<C: CpuId> Slabs<C> {
                 None => return self.free_exact(iova, size, number, count),
             };
             match freed {
-                (slab, Freed::Done { last }) => {
+                (slab, Freed::Done { last, .. }) => {
                     if last {
                         self.settle(slab, key);
                     }

@@ -145,8 +145,9 @@ impl Place {
 /// What became of an attempt to free a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Freed {
-    /// It is free. `last`: it was the last one taken of a slab in a list.
-    Done { last: bool },
+    /// It is free. `last`: it was the last one taken of a slab in a list. `current`: of a slab that
+    /// a CPU takes from.
+    Done { last: bool, current: bool },
     /// The slab has to be attached.
     Detached,
     /// It is not as simple as that: to be looked at under the core's lock.
@@ -288,8 +289,8 @@ impl Slab {
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
             {
                 Ok(_) => {
-                    let last = after as u32 == owned && word & CURRENT == 0;
-                    return Freed::Done { last };
+                    let current = word & CURRENT != 0;
+                    return Freed::Done { last: after as u32 == owned && !current, current };
                 }
                 Err(now) => word = now,
             }
@@ -312,7 +313,7 @@ impl Slab {
             let after = word | u64::from(bit) | if attached { 0 } else { flags };
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
             {
-                Ok(_) if attached => return Freed::Done { last: false },
+                Ok(_) if attached => return Freed::Done { last: false, current: false },
                 Ok(_) => return Freed::Detached,
                 Err(now) => word = now,
             }
