@@ -112,6 +112,15 @@ impl Work {
         self.units.remove(&number)
     }
 
+    /// When something is due next.
+    fn next_due(&self) -> Option<u64> {
+        self.units.values().filter_map(|unit| unit.next_due()).min()
+    }
+
+    fn is_due_by(&self, ns: u64) -> bool {
+        self.next_due().is_some_and(|due| due <= ns)
+    }
+
     /// The unit of that number, if it is there and of that type.
     pub fn unit<U: Unit>(&mut self, number: u32) -> Option<&mut U> {
         let unit: &mut dyn Any = self.units.get_mut(&number)?.as_mut();
@@ -228,7 +237,9 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify) {
         }
         let since = *idle_since.get_or_insert(now);
         match spin_ns {
-            Some(spin) if now.saturating_sub(since) >= spin => {
+            // A sleep that something due ends costs a wake-up too: what is due sooner than that is
+            // waited for awake.
+            Some(spin) if now.saturating_sub(since) >= spin && !work.is_due_by(now + spin) => {
                 sleep(&mut work, bell, now);
                 idle_since = None;
             }
@@ -258,7 +269,7 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
     for unit in work.units.values_mut() {
         something |= unit.arm();
     }
-    let due = work.units.values().filter_map(|unit| unit.next_due()).min();
+    let due = work.next_due();
     if !something && due.is_none_or(|due| due > now_ns) {
         work.units.values_mut().for_each(|unit| unit.offline());
         {
@@ -333,6 +344,62 @@ mod tests {
             }
             let there = worker.call(|work| work.unit::<Counting>(1).is_some());
             assert_eq!(there, Some(true), "{notify}");
+        }
+    }
+
+    /// Has something due at a time, and counts the sleeps until then.
+    struct Due {
+        at: Arc<AtomicU64>,
+        sleeps: Arc<AtomicU64>,
+    }
+
+    impl Unit for Due {
+        fn poll(&mut self, now: u64) -> bool {
+            let at = self.at.load(Ordering::Acquire);
+            at != 0 && at <= now && self.at.swap(0, Ordering::AcqRel) != 0
+        }
+        fn arm(&mut self) -> bool {
+            false
+        }
+        fn disarm(&mut self) {}
+        fn wakers<'a>(&'a self, _: &mut Vec<BorrowedFd<'a>>) {}
+        fn next_due(&self) -> Option<u64> {
+            Some(self.at.load(Ordering::Acquire)).filter(|at| *at != 0)
+        }
+        fn offline(&mut self) {
+            self.sleeps.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    #[test]
+    fn what_is_due_soon_is_waited_for_awake() {
+        // Half a spin away, again and again: an adaptive worker never sleeps, another always does.
+        for (notify, sleeps_at_all) in [(Notify::Adaptive, false), (Notify::Sleep, true)] {
+            let worker = Worker::spawn("test", notify).unwrap();
+            let soon = || MonotonicClock.now_ns() + ADAPTIVE_SPIN.as_nanos() as u64 / 2;
+            let (at, sleeps) = (Arc::new(AtomicU64::new(soon())), Arc::new(AtomicU64::new(0)));
+            let unit = Due { at: Arc::clone(&at), sleeps: Arc::clone(&sleeps) };
+            worker.call(move |work| work.insert(1, Box::new(unit)));
+            let mut slept = 0;
+            for _ in 0..100 {
+                while at.load(Ordering::Acquire) != 0 {
+                    std::hint::spin_loop();
+                }
+                // Between two, with nothing due, it may sleep: not counted.
+                worker.call(|_| ());
+                sleeps.store(0, Ordering::Release);
+                at.store(soon(), Ordering::Release);
+                worker.call(|_| ());
+                while at.load(Ordering::Acquire) != 0 {
+                    std::hint::spin_loop();
+                }
+                slept += sleeps.load(Ordering::Acquire);
+            }
+            if sleeps_at_all {
+                assert!(slept > 0, "{notify}");
+            } else {
+                assert!(slept < 100, "{notify}: {slept} sleeps");
+            }
         }
     }
 
