@@ -6,7 +6,8 @@ use core::ops::ControlFlow;
 use super::{
     Placement,
     index::Index,
-    slab::{Handle, Key, Slab, slot_of},
+    key::{Key, slot_of},
+    slab::{Handle, Slab},
     tree::{Tree, order_of},
 };
 use crate::aperture::Wanted;

@@ -9,7 +9,8 @@ use ringfence_sync::{
 
 use super::{
     index::Hints,
-    slab::{Claimed, Handle, Place, Slab},
+    key::Place,
+    slab::{Claimed, Handle, Slab},
 };
 
 /// Size classes there can be: from one granule to 1 GiB of granules of one byte.

@@ -9,7 +9,10 @@ use core::ptr;
 use once_cell::race::OnceBox;
 use ringfence_sync::atomic::{AtomicPtr, Ordering};
 
-use super::slab::{Handle, Key, Slab};
+use super::{
+    key::Key,
+    slab::{Handle, Slab},
+};
 
 /// Bits of a region's number that a node looks at: 9, and so a node is a page of 4 KiB.
 #[cfg(not(loom))]

@@ -3,6 +3,7 @@
 mod core;
 mod cpu;
 mod index;
+mod key;
 mod paths;
 mod slab;
 mod tree;
@@ -24,7 +25,8 @@ use crate::{
 };
 use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
 use index::Hints;
-use slab::{Freed, Handle, Key, SLOT_BITS, SLOTS, slot_of};
+use key::{Key, slot_of};
+use slab::{Freed, Handle, SLOT_BITS, SLOTS};
 use tree::{Tree, order_of};
 
 /// The largest size class: 1 GiB, what the largest page of an IOMMU maps. Larger ranges are few and

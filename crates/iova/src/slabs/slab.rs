@@ -29,6 +29,8 @@ use core::{
 use once_cell::race::OnceBox;
 use ringfence_sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
+use super::key::{Key, Place};
+
 use alloc::boxed::Box;
 
 /// Ranges of a slab: a power of two, so that they are one aligned block; and half a word, so that
@@ -49,57 +51,6 @@ const VERSION: u64 = 1 << 35;
 /// Set in a size: what lies behind the range is not the slab's.
 const TRIMMED: u32 = 1 << 31;
 
-/// What a slab is: the number of its first granule, and the class in the bits that this leaves, as
-/// it is a multiple of 32 at least. In one word, so that they are loaded and compared at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Key(u64);
-
-impl Key {
-    const CLASS: u64 = SLOTS as u64 - 1;
-
-    /// That of the slab of a class which the granule is in.
-    #[inline]
-    pub(super) const fn of(number: u64, class: u32) -> Key {
-        // The class's shift is less than 32, and with the slots' less than 64.
-        Key(number & !((1 << (class + SLOT_BITS)) - 1) | class as u64)
-    }
-
-    #[inline]
-    pub(super) const fn class(self) -> u32 {
-        (self.0 & Key::CLASS) as u32
-    }
-
-    #[inline]
-    pub(super) const fn first(self) -> u64 {
-        self.0 & !Key::CLASS
-    }
-
-    /// Spread over the bits of a byte and more.
-    #[inline]
-    pub(super) const fn hash(self) -> usize {
-        // Fibonacci hashing: neighbours get far apart.
-        (self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize
-    }
-
-    /// The slab's number among those of its class.
-    #[inline]
-    pub(super) const fn region(self) -> u64 {
-        self.0 >> SLOT_BITS >> self.class()
-    }
-
-    /// The number of the first granule of a range.
-    #[inline]
-    pub(super) const fn number(self, slot: u32) -> u64 {
-        self.first() + ((slot as u64) << self.class())
-    }
-}
-
-/// The slot of a granule in its slab of a class.
-#[inline]
-pub(super) const fn slot_of(number: u64, class: u32) -> u32 {
-    (number >> class) as u32 & (SLOTS - 1)
-}
-
 /// 32 ranges of one class. On a cache line of its own.
 #[repr(align(64))]
 pub(super) struct Slab {
@@ -116,30 +67,6 @@ pub(super) struct Slab {
     place: AtomicU32,
     pub(super) next: AtomicPtr<Slab>,
     pub(super) previous: AtomicPtr<Slab>,
-}
-
-/// Where a slab is listed: a CPU, and for how many ranges it is counted as idle there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place(u32);
-
-impl Place {
-    /// In no list.
-    pub(super) const NOWHERE: Place = Place(0);
-    /// Enough for all ranges of a slab.
-    const IDLE_BITS: u32 = SLOT_BITS + 1;
-
-    pub(super) const fn new(cpu: usize, idle: u32) -> Place {
-        Place((cpu as u32 + 1) << Place::IDLE_BITS | idle)
-    }
-
-    /// The CPU, if there is one.
-    pub(super) fn cpu(self) -> Option<usize> {
-        (self.0 >> Place::IDLE_BITS).checked_sub(1).map(|cpu| cpu as usize)
-    }
-
-    pub(super) const fn idle(self) -> u32 {
-        self.0 & ((1 << Place::IDLE_BITS) - 1)
-    }
 }
 
 /// What became of an attempt to free a range.
@@ -175,7 +102,7 @@ impl Slab {
             key: AtomicU64::new(0),
             owned: AtomicU32::new(0),
             sizes: OnceBox::new(),
-            place: AtomicU32::new(Place::NOWHERE.0),
+            place: AtomicU32::new(Place::NOWHERE.bits()),
             next: AtomicPtr::new(ptr::null_mut()),
             previous: AtomicPtr::new(ptr::null_mut()),
         }
@@ -185,7 +112,7 @@ impl Slab {
     pub(super) fn set_up(&self, key: Key) {
         let word = self.word.load(Ordering::Relaxed);
         debug_assert_eq!((word & (FROZEN | FREE), self.owned()), (FROZEN, 0));
-        self.key.store(key.0, Ordering::Relaxed);
+        self.key.store(key.bits(), Ordering::Relaxed);
         // Release: whoever sees the new word sees the new key. Nobody else changes a
         // frozen word but for flags that it does not have now.
         let word = (word & !(FROZEN | ATTACHED | CURRENT)).wrapping_add(VERSION);
@@ -195,7 +122,7 @@ impl Slab {
     /// What it is. Only certain to who holds a range of it or the core's lock.
     #[inline]
     pub(super) fn key(&self) -> Key {
-        Key(self.key.load(Ordering::Relaxed))
+        Key::from_bits(self.key.load(Ordering::Relaxed))
     }
 
     pub(super) fn class(&self) -> u32 {
@@ -204,12 +131,12 @@ impl Slab {
 
     /// Only certain under the lock of the CPU that it names.
     pub(super) fn place(&self) -> Place {
-        Place(self.place.load(Ordering::Relaxed))
+        Place::from_bits(self.place.load(Ordering::Relaxed))
     }
 
     /// Under the lock of the CPU that it names, or did.
     pub(super) fn set_place(&self, place: Place) {
-        self.place.store(place.0, Ordering::Relaxed);
+        self.place.store(place.bits(), Ordering::Relaxed);
     }
 
     pub(super) fn owned(&self) -> u32 {

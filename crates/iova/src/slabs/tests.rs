@@ -34,6 +34,7 @@ fn what_is_allocated_in_turn_lies_side_by_side() {
 
 #[test]
 fn every_class_from_a_granule_to_a_gibibyte_has_slabs_and_what_is_larger_has_not() {
+    // rule L1
     let slabs = one_cpu(48);
     for order in 0..=18 {
         let (size, before) = (PAGE << order, slabs.stats().searches);
@@ -141,6 +142,7 @@ fn what_is_kept_idle_is_bounded() {
 
 #[test]
 fn one_cpus_frees_serve_another_when_nothing_else_is_left() {
+    // rule L11
     let cpu = FixedCpu::new(2);
     let slabs = Slabs::new(Aperture::new(0, 0xffff_ffff, PAGE).unwrap(), &cpu);
     // All of it, by CPU 0.

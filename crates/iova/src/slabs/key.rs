@@ -1,0 +1,96 @@
+//! What a slab is and where it is listed, each in one word.
+
+use super::slab::{SLOT_BITS, SLOTS};
+
+/// What a slab is: the number of its first granule, and the class in the bits that this leaves, as
+/// it is a multiple of 32 at least. In one word, so that they are loaded and compared at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Key(u64);
+
+impl Key {
+    #[inline]
+    pub(super) const fn from_bits(bits: u64) -> Key {
+        Key(bits)
+    }
+
+    #[inline]
+    pub(super) const fn bits(self) -> u64 {
+        self.0
+    }
+
+    const CLASS: u64 = SLOTS as u64 - 1;
+
+    /// That of the slab of a class which the granule is in.
+    #[inline]
+    pub(super) const fn of(number: u64, class: u32) -> Key {
+        // The class's shift is less than 32, and with the slots' less than 64.
+        Key(number & !((1 << (class + SLOT_BITS)) - 1) | class as u64)
+    }
+
+    #[inline]
+    pub(super) const fn class(self) -> u32 {
+        (self.0 & Key::CLASS) as u32
+    }
+
+    #[inline]
+    pub(super) const fn first(self) -> u64 {
+        self.0 & !Key::CLASS
+    }
+
+    /// Spread over the bits of a byte and more.
+    #[inline]
+    pub(super) const fn hash(self) -> usize {
+        // Fibonacci hashing: neighbours get far apart.
+        (self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize
+    }
+
+    /// The slab's number among those of its class.
+    #[inline]
+    pub(super) const fn region(self) -> u64 {
+        self.0 >> SLOT_BITS >> self.class()
+    }
+
+    /// The number of the first granule of a range.
+    #[inline]
+    pub(super) const fn number(self, slot: u32) -> u64 {
+        self.first() + ((slot as u64) << self.class())
+    }
+}
+
+/// The slot of a granule in its slab of a class.
+#[inline]
+pub(super) const fn slot_of(number: u64, class: u32) -> u32 {
+    (number >> class) as u32 & (SLOTS - 1)
+}
+
+/// Where a slab is listed: a CPU, and for how many ranges it is counted as idle there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place(u32);
+
+impl Place {
+    pub(super) const fn from_bits(bits: u32) -> Place {
+        Place(bits)
+    }
+
+    pub(super) const fn bits(self) -> u32 {
+        self.0
+    }
+
+    /// In no list.
+    pub(super) const NOWHERE: Place = Place(0);
+    /// Enough for all ranges of a slab.
+    const IDLE_BITS: u32 = SLOT_BITS + 1;
+
+    pub(super) const fn new(cpu: usize, idle: u32) -> Place {
+        Place((cpu as u32 + 1) << Place::IDLE_BITS | idle)
+    }
+
+    /// The CPU, if there is one.
+    pub(super) fn cpu(self) -> Option<usize> {
+        (self.0 >> Place::IDLE_BITS).checked_sub(1).map(|cpu| cpu as usize)
+    }
+
+    pub(super) const fn idle(self) -> u32 {
+        self.0 & ((1 << Place::IDLE_BITS) - 1)
+    }
+}
