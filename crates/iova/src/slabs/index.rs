@@ -132,26 +132,34 @@ pub(super) struct Hints([AtomicPtr<Slab>; HINTS]);
 #[cfg(not(loom))]
 const HINTS: usize = 256;
 #[cfg(loom)]
-const HINTS: usize = 1;
+const HINTS: usize = 2;
 
 impl Hints {
     pub(super) fn new() -> Hints {
         Hints(core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())))
     }
 
-    /// The slab, if it is there.
+    /// The slab, if it is there: at its own place or beside it.
     #[inline]
     pub(super) fn get(&self, key: Key) -> Option<Handle> {
-        // Acquire: the slab is seen as it was set up, or later.
-        let slab = Handle::from_ptr(self.0[key.hash() % HINTS].load(Ordering::Acquire))?;
-        (slab.key() == key).then_some(slab)
+        let place = key.hash() % HINTS;
+        [place, place ^ 1].into_iter().find_map(|place| {
+            // Acquire: the slab is seen as it was set up, or later.
+            let slab = Handle::from_ptr(self.0[place].load(Ordering::Acquire))?;
+            (slab.key() == key).then_some(slab)
+        })
     }
 
+    /// Two that are in use and want the same place both find one: else each free of theirs would
+    /// push the other out.
     pub(super) fn set(&self, slab: Handle) {
-        let hint = &self.0[slab.key().hash() % HINTS];
-        if hint.load(Ordering::Relaxed) != slab.as_ptr() {
-            hint.store(slab.as_ptr(), Ordering::Release);
+        let place = slab.key().hash() % HINTS;
+        let there = |place: usize| Handle::from_ptr(self.0[place].load(Ordering::Acquire));
+        if there(place) == Some(slab) || there(place ^ 1) == Some(slab) {
+            return;
         }
+        let used = there(place).is_some_and(|other| other.is_current());
+        self.0[if used { place ^ 1 } else { place }].store(slab.as_ptr(), Ordering::Release);
     }
 }
 

@@ -61,13 +61,18 @@ pub(super) struct Slab {
     /// The ranges that are the slab's at all. Changed under the core's lock.
     owned: AtomicU32,
     /// Granules of the ranges whose size is not that of the class; 0 for those whose size it is.
-    sizes: OnceBox<[AtomicU32; SLOTS as usize]>,
+    sizes: OnceBox<Sizes>,
     /// In whose list it is: a [`Place`], under that CPU's lock, as its neighbours are. In one word,
     /// as it is looked at without knowing whose lock to take.
     place: AtomicU32,
     pub(super) next: AtomicPtr<Slab>,
     pub(super) previous: AtomicPtr<Slab>,
 }
+
+/// The sizes of a slab's ranges. On cache lines of their own: those of the next slab may be
+/// another CPU's.
+#[repr(align(64))]
+struct Sizes([AtomicU32; SLOTS as usize]);
 
 /// What became of an attempt to free a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,6 +154,10 @@ impl Slab {
 
     pub(super) fn is_attached(&self) -> bool {
         self.word.load(Ordering::Relaxed) & ATTACHED != 0
+    }
+
+    pub(super) fn is_current(&self) -> bool {
+        self.word.load(Ordering::Relaxed) & CURRENT != 0
     }
 
     pub(super) fn is_frozen(&self) -> bool {
@@ -254,13 +263,13 @@ impl Slab {
     }
 
     #[cold]
-    fn make_sizes() -> Box<[AtomicU32; SLOTS as usize]> {
-        Box::new(core::array::from_fn(|_| AtomicU32::new(0)))
+    fn make_sizes() -> Box<Sizes> {
+        Box::new(Sizes(core::array::from_fn(|_| AtomicU32::new(0))))
     }
 
     #[inline]
     fn sizes(&self) -> &[AtomicU32; SLOTS as usize] {
-        self.sizes.get_or_init(Self::make_sizes)
+        &self.sizes.get_or_init(Self::make_sizes).0
     }
 
     /// Checks that the range has the size `odd`, and forgets it: 0 is what a range of the class's
@@ -270,7 +279,7 @@ impl Slab {
     /// [`trim`](Self::trim) either sees a size that stays, or none.
     #[inline]
     fn forget_odd(&self, slot: u32, odd: &mut u32) -> bool {
-        let Some(sizes) = self.sizes.get() else { return *odd == 0 };
+        let Some(Sizes(sizes)) = self.sizes.get() else { return *odd == 0 };
         let size = &sizes[slot as usize];
         if *odd == 0 {
             return size.load(Ordering::Relaxed) == 0;
@@ -285,7 +294,7 @@ impl Slab {
     /// The size of a range that is taken, in granules, and whether it was trimmed.
     pub(super) fn size(&self, slot: u32) -> (u64, bool) {
         let full = 1 << self.class();
-        match self.sizes.get().map_or(0, |sizes| sizes[slot as usize].load(Ordering::Relaxed)) {
+        match self.sizes.get().map_or(0, |sizes| sizes.0[slot as usize].load(Ordering::Relaxed)) {
             0 => (full, false),
             size => ((size & !TRIMMED).into(), size & TRIMMED != 0),
         }
@@ -416,7 +425,7 @@ impl Slab {
     /// `tail` with the number of the first granule behind each and how many there are. Only while
     /// frozen, `free` being what was free.
     pub(super) fn trim(&self, free: u32, mut tail: impl FnMut(u64, u64)) {
-        let Some(sizes) = self.sizes.get() else { return };
+        let Some(Sizes(sizes)) = self.sizes.get() else { return };
         let mut taken = self.owned() & !free;
         while taken != 0 {
             let slot = taken.trailing_zeros();
