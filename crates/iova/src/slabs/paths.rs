@@ -56,7 +56,7 @@ impl<C: CpuId> Slabs<C> {
         if !self.is_natural(request, class) {
             return None;
         }
-        // Rounded down: the zone's check below is in bytes and exact.
+        // Perhaps one granule too high: what was taken is looked at below.
         let zone = self.highest_zone(request.limit >> self.shift)?;
         let odd = count != 1 << class;
         if odd && self.tight.load(Ordering::Relaxed) {
@@ -71,7 +71,8 @@ impl<C: CpuId> Slabs<C> {
         // Only now is it certain what slab this is.
         let key = slab.key();
         let iova = key.number(slot) << self.shift;
-        if key.class() != class || iova + (request.size - 1) > request.limit {
+        // Whole granules count, also where less of the last one is asked for.
+        if key.class() != class || iova + ((count << self.shift) - 1) > request.limit {
             self.put_back(slab, slot);
             return None;
         }

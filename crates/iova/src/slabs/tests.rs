@@ -221,6 +221,20 @@ fn zones_keep_ranges_for_devices_of_less_bits_apart() {
 }
 
 #[test]
+fn a_limit_within_the_last_granule_keeps_all_of_it_out() {
+    // rule L2
+    let slabs = one_cpu(64);
+    let top = slabs.alloc(&pages(1)).unwrap();
+    let last = top + 31 * PAGE;
+    assert_eq!(last, u64::MAX - (PAGE - 1));
+    (1..31).for_each(|_| assert!(slabs.alloc(&pages(1)).is_ok()));
+    // The current slab has the last page left, and it ends beyond the limit.
+    let short = Request::new(PAGE - 1).limit(u64::MAX - 1);
+    assert!(slabs.alloc(&short).unwrap() < top);
+    assert_eq!(slabs.alloc(&pages(1)), Ok(last));
+}
+
+#[test]
 fn several_apertures_are_one_with_gaps() {
     let part = |first, last| Aperture::new(first, last, PAGE).unwrap();
     let parts = [part(0xfef0_0000, (1 << 39) - 1), part(0, 0xfedf_ffff)];
