@@ -7,6 +7,8 @@ use ringfence_iova::{
 };
 use ringfence_sync::cpu::OsCpu;
 
+use crate::list;
+
 /// An allocator by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum AllocatorKind {
@@ -63,18 +65,7 @@ impl AllocatorKind {
     /// # Errors
     /// A name is none, or the list is empty or names one twice.
     pub fn parse_list(text: &str) -> Result<Vec<AllocatorKind>, String> {
-        let mut kinds = Vec::new();
-        for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-            let kind: AllocatorKind = name.parse()?;
-            if kinds.contains(&kind) {
-                return Err(format!("{name} stands twice in the list of allocators"));
-            }
-            kinds.push(kind);
-        }
-        if kinds.is_empty() {
-            return Err("an empty list of allocators".to_owned());
-        }
-        Ok(kinds)
+        list::parse(text, "list of allocators")
     }
 }
 

@@ -15,6 +15,7 @@ pub mod allocators;
 pub mod bench;
 pub mod block;
 pub mod job;
+pub mod list;
 pub mod placement;
 pub mod progress;
 pub mod replay;

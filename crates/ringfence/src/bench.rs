@@ -17,7 +17,7 @@ use ringfence_lab::{
         Benchmark,
         iova::{
             self, Options,
-            pattern::{Live, Pattern, Size, parse_list},
+            pattern::{Live, Pattern, Size},
             peers::Implementation,
         },
     },
@@ -25,7 +25,10 @@ use ringfence_lab::{
     progress::{Kind, Progress},
 };
 
-use crate::output::{Output, print, same_place};
+use crate::{
+    list::{List, list},
+    output::{Output, print, same_place},
+};
 
 /// What can be measured.
 #[derive(Subcommand)]
@@ -129,14 +132,6 @@ pub(crate) struct Arguments {
     /// Shows no progress.
     #[arg(long, short, action = ArgAction::SetTrue)]
     quiet: bool,
-}
-
-/// A list (a type of its own, since clap takes a bare `Vec` for a repeated option).
-#[derive(Clone)]
-struct List<T>(Vec<T>);
-
-fn list<T: std::str::FromStr<Err = String> + PartialEq>(text: &str) -> Result<List<T>, String> {
-    parse_list(text).map(List)
 }
 
 /// A number of threads.

@@ -20,7 +20,10 @@ use ringfence_lab::{
     },
 };
 
-use crate::output::{Output, print, same_place};
+use crate::{
+    list::{self, List},
+    output::{Output, print, same_place},
+};
 
 /// Rounds and seconds that let the default jobs end in under two minutes.
 const DEFAULT_REPEAT: u32 = 5;
@@ -52,7 +55,7 @@ pub(crate) struct Arguments {
     /// lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map [default: all but io_uring, which --disk ram
     /// adds].
     #[arg(long, value_name = "LIST", value_parser = parse_rows)]
-    policy: Option<Rows>,
+    policy: Option<List<Row>>,
 
     /// The allocators of I/O virtual addresses (IOVAs), separated by commas: rbtree, bitmap,
     /// magazines, ringfence. With several, each policy that maps is run with each of them, in rows
@@ -62,8 +65,8 @@ pub(crate) struct Arguments {
     /// each page by next fit (in at most 256 GiB of the aperture), `magazines` is the tree with
     /// Linux's caches per CPU in front, `ringfence` is Ringfence's own. All of them stand behind a
     /// PCI device's preference for addresses below 4 GiB.
-    #[arg(long, value_name = "LIST", default_value = "ringfence", value_parser = parse_allocators)]
-    allocator: Allocators,
+    #[arg(long, value_name = "LIST", default_value = "ringfence", value_parser = list::allocators)]
+    allocator: List<AllocatorKind>,
 
     /// Where `ringfence` puts ranges: `size`, side by side by size, from the top; `lowest` or
     /// `highest`, at the lowest or the highest place that fits; `ring`, in one chunk for all that is
@@ -140,20 +143,8 @@ pub(crate) struct Arguments {
     quiet: bool,
 }
 
-/// The rows asked for (a type of its own, since clap takes a bare `Vec` for a repeated option).
-#[derive(Clone)]
-struct Rows(Vec<Row>);
-
-fn parse_rows(text: &str) -> Result<Rows, String> {
-    Row::parse_list(text).map(Rows)
-}
-
-/// The allocators asked for, likewise.
-#[derive(Clone)]
-struct Allocators(Vec<AllocatorKind>);
-
-fn parse_allocators(text: &str) -> Result<Allocators, String> {
-    AllocatorKind::parse_list(text).map(Allocators)
+fn parse_rows(text: &str) -> Result<List<Row>, String> {
+    Row::parse_list(text).map(List)
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {

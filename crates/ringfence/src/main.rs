@@ -3,6 +3,7 @@
 
 mod bench;
 mod compare;
+mod list;
 mod output;
 mod replay;
 

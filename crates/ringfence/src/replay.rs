@@ -14,7 +14,10 @@ use ringfence_lab::{
     replay::{Ended, Options, Placement, Policy, options, replay, table},
 };
 
-use crate::output::{Output, print, same_place};
+use crate::{
+    list::{self, List},
+    output::{Output, print, same_place},
+};
 
 /// Rounds of every allocator: with 15, the 95 % interval lies well within the extremes.
 const DEFAULT_REPEAT: u32 = 15;
@@ -49,13 +52,13 @@ pub(crate) struct Arguments {
     traces: Vec<PathBuf>,
 
     /// The allocators, separated by commas: rbtree, bitmap, magazines, ringfence [default: all].
-    #[arg(long, value_name = "LIST", value_parser = parse_allocators)]
-    allocator: Option<Allocators>,
+    #[arg(long, value_name = "LIST", value_parser = list::allocators)]
+    allocator: Option<List<AllocatorKind>>,
 
     /// The policies, separated by commas: off, strict, strict+map, lazy-sq, lazy-mq, lazy-sq+map,
     /// lazy-mq+map [default: all but off].
     #[arg(long, value_name = "LIST", value_parser = parse_policies)]
-    policy: Option<Policies>,
+    policy: Option<List<Policy>>,
 
     /// Bits of the addresses that allocators may hand out [default: 32, or as many more as the
     /// recorded addresses have].
@@ -92,21 +95,8 @@ pub(crate) struct Arguments {
     quiet: bool,
 }
 
-/// The allocators asked for (a type of its own, since clap takes a bare `Vec` for a repeated
-/// option).
-#[derive(Clone)]
-struct Allocators(Vec<AllocatorKind>);
-
-fn parse_allocators(text: &str) -> Result<Allocators, String> {
-    AllocatorKind::parse_list(text).map(Allocators)
-}
-
-/// The policies asked for.
-#[derive(Clone)]
-struct Policies(Vec<Policy>);
-
-fn parse_policies(text: &str) -> Result<Policies, String> {
-    options::parse_policies(text).map(Policies)
+fn parse_policies(text: &str) -> Result<List<Policy>, String> {
+    options::parse_policies(text).map(List)
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {

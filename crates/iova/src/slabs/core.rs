@@ -222,13 +222,18 @@ impl Core {
     }
 
     pub(super) fn is_reserved(&self, number: u64) -> bool {
-        self.reserved.range(..=number).next_back().is_some_and(|(_, last)| *last >= number)
+        holds(&self.reserved, number)
     }
 
     /// Whether `number` lies in a range that is in no slab.
     pub(super) fn exact_holds(&self, number: u64) -> bool {
-        self.exact.range(..=number).next_back().is_some_and(|(_, last)| *last >= number)
+        holds(&self.exact, number)
     }
+}
+
+/// Whether a range of `ranges`, by their first and last granule, holds `number`.
+fn holds(ranges: &BTreeMap<u64, u64>, number: u64) -> bool {
+    ranges.range(..=number).next_back().is_some_and(|(_, last)| *last >= number)
 }
 
 /// An index that is made when its class is first used.

@@ -3,7 +3,7 @@
 use ringfence_dma::Policy;
 use ringfence_iova::Placement;
 
-use crate::{allocators::AllocatorKind, progress::Kind};
+use crate::{allocators::AllocatorKind, list, progress::Kind};
 
 /// What to replay, and how.
 #[derive(Clone, Debug)]
@@ -51,18 +51,7 @@ pub fn default_policies() -> Vec<Policy> {
 /// # Errors
 /// A name is none, or the list is empty or names one twice.
 pub fn parse_policies(text: &str) -> Result<Vec<Policy>, String> {
-    let mut policies: Vec<Policy> = Vec::new();
-    for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-        let policy: Policy = name.parse().map_err(|error| format!("{error}"))?;
-        if policies.contains(&policy) {
-            return Err(format!("{name} stands twice in the list of policies"));
-        }
-        policies.push(policy);
-    }
-    if policies.is_empty() {
-        return Err("an empty list of policies".to_owned());
-    }
-    Ok(policies)
+    list::parse(text, "list of policies")
 }
 
 /// The placement called `name`.

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use ringfence_dma::Policy;
 
-use crate::allocators::AllocatorKind;
+use crate::{allocators::AllocatorKind, list};
 
 /// A row of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,18 +30,7 @@ impl Row {
     /// # Errors
     /// A name is none, or the list is empty or names one twice.
     pub fn parse_list(text: &str) -> Result<Vec<Row>, String> {
-        let mut rows: Vec<Row> = Vec::new();
-        for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-            let row: Row = name.parse()?;
-            if rows.contains(&row) {
-                return Err(format!("{name} stands twice in the list of policies"));
-            }
-            rows.push(row);
-        }
-        if rows.is_empty() {
-            return Err("an empty list of policies".to_owned());
-        }
-        Ok(rows)
+        list::parse(text, "list of policies")
     }
 }
 

@@ -4,7 +4,7 @@
 use std::{fmt, str::FromStr, sync::Arc};
 
 use anyhow::{Context, Result};
-use ringfence_iova::{Allocator, Aperture, Bitmap, Placement, Preferred32, Request, Ring};
+use ringfence_iova::{Allocator, Aperture, Placement, Preferred32, Request, Ring};
 
 use super::Usage;
 use crate::allocators::AllocatorKind;
@@ -154,11 +154,7 @@ impl Space {
     pub(crate) fn make(&self, kind: AllocatorKind, needs: Needs<'_>) -> Result<AnyAllocator> {
         let last = u64::MAX >> (u64::BITS - self.aperture_bits);
         let aperture = Aperture::new(0, last, GRANULE).context("the aperture")?;
-        let allocator = match kind {
-            // The whole aperture is its window, as far as a bitmap goes.
-            AllocatorKind::Bitmap => Box::new(Bitmap::new(aperture, last)),
-            other => other.make(aperture, self.placement.of_ranges()),
-        };
+        let allocator = kind.make(aperture, self.placement.of_ranges());
         // First of all: what others hold must not lie there.
         for &(first, last) in needs.reserved {
             allocator.reserve(first, last).context("keeping reserved addresses free")?;

@@ -4,6 +4,8 @@ use std::{fmt, str::FromStr};
 
 use serde_json::Value;
 
+use crate::list;
+
 /// The largest range of a benchmark, in granules: the oracle's pages are that large.
 pub const LARGEST: u64 = 4096;
 /// Ranges of a `batch`.
@@ -296,15 +298,7 @@ fn names<T: fmt::Display>(all: &[T]) -> String {
 /// # Errors
 /// One is none, or the list is empty or names one twice.
 pub fn parse_list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<Vec<T>, String> {
-    let mut items = Vec::new();
-    for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
-        let item: T = word.parse()?;
-        if items.contains(&item) {
-            return Err(format!("{word} stands twice in the list"));
-        }
-        items.push(item);
-    }
-    if items.is_empty() { Err("an empty list".to_owned()) } else { Ok(items) }
+    list::parse(text, "list")
 }
 
 #[cfg(test)]

@@ -1,0 +1,19 @@
+//! Options that are lists: a type of their own, since clap takes a bare `Vec` for a repeated option.
+
+use std::str::FromStr;
+
+use ringfence_lab::{allocators::AllocatorKind, bench::iova::pattern::parse_list};
+
+/// A list that is one option.
+#[derive(Clone)]
+pub(crate) struct List<T>(pub(crate) Vec<T>);
+
+/// The items of a list.
+pub(crate) fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<List<T>, String> {
+    parse_list(text).map(List)
+}
+
+/// The allocators asked for.
+pub(crate) fn allocators(text: &str) -> Result<List<AllocatorKind>, String> {
+    AllocatorKind::parse_list(text).map(List)
+}
