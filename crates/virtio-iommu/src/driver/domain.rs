@@ -87,7 +87,7 @@ impl ViommuDomain {
             reports,
             attached: AtomicBool::new(false),
             state: Mutex::new(State {
-                shadow: Shadow::default(),
+                shadow: Shadow::new(config.page_sizes.granule()),
                 geometry: Geometry::new(config.page_sizes, aperture),
                 endpoints: Vec::new(),
                 failed_maps: Failures::default(),
