@@ -8,12 +8,14 @@ use std::{
 };
 
 use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
-use ringfence_mem::{Access, Translate};
+use ringfence_mem::{Access, GuestRam, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{device::*, driver, driver::*, wire::Config};
-use ringfence_virtq::testing::{Ram, pair};
+use ringfence_virtq::{device as virtq, driver::Queue, driver::Rings, layout};
 
 /// How many mappings come and go together.
 const BATCH: usize = 16;
+/// Descriptors of the request queue.
+const SIZE: u16 = 256;
 
 /// One endpoint, number 1.
 struct OneEndpoint(Arc<Shootdown>);
@@ -35,12 +37,12 @@ impl Backing for OneEndpoint {
 
 /// The device works when the driver waits, and when it is told to.
 #[derive(Clone)]
-struct Turns(Arc<Mutex<RequestQueue<OneEndpoint>>>, Ram);
+struct Turns(Arc<Mutex<(RequestQueue<OneEndpoint>, Physical)>>);
 
 impl Turns {
     fn poll(&self) {
-        let mut requests = self.0.lock().expect("nobody panicked");
-        requests.poll(&self.1).expect("a driver that keeps to the rules");
+        let (requests, memory) = &mut *self.0.lock().expect("nobody panicked");
+        requests.poll(memory).expect("a driver that keeps to the rules");
     }
 }
 
@@ -56,12 +58,20 @@ fn main() -> Result<()> {
     let config = Config::parse(&device.config()).expect("a legal configuration");
     let features = negotiate(device.features().bits());
     device.set_features(features.bits());
-    let ram = Ram::new(0, 1 << 18);
-    let (front, back) = pair(&ram, 0, 256, true);
-    let len = Driver::buffer_bytes(256, &config) as u64;
-    let window = ram.window(0x1_0000, len, Access::ReadWrite).expect("memory for requests");
-    let turns = Turns(Arc::new(Mutex::new(RequestQueue::new(Arc::new(device), back))), ram);
-    let buffers = Buffers { window, addr: 0x1_0000 };
+    let ram = GuestRam::new(1 << 18, 0).expect("memory");
+    let memory = Physical::new(Memory::of_ram(&ram).expect("memory"));
+    let window = |at, len| memory.window(at, len, Access::ReadWrite).expect("memory for requests");
+    let areas = layout::offsets(SIZE);
+    let rings = Rings::in_window(&window(0, 1 << 16), SIZE).expect("there is room");
+    let front = Queue::new(SIZE, rings, true).expect("a legal queue");
+    let [desc, avail, used] = [areas.desc, areas.avail, areas.used].map(|offset| offset as u64);
+    let at =
+        virtq::Config { size: SIZE, desc, avail, used, event_idx: true, indirect: false, base: 0 };
+    let back = virtq::Queue::new(at, &memory).expect("a legal queue");
+    let window = window(1 << 16, Driver::buffer_bytes(SIZE, &config) as u64);
+    let requests = RequestQueue::new(Arc::new(device), back);
+    let turns = Turns(Arc::new(Mutex::new((requests, memory))));
+    let buffers = Buffers { window, addr: 1 << 16 };
     let options = driver::Options { notify: Notify::Sleep, ..Default::default() };
     let transport = Arc::new(turns.clone());
     let driver = Driver::new(transport, front, buffers, config, features, options)?;
