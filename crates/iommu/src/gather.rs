@@ -151,7 +151,7 @@ mod tests {
         // rule L42
         let mut gather = Gather::new();
         let wanted: alloc::vec::Vec<_> =
-            (0..3 * RANGES as u64).map(|n| range(n * n << 16, (n * n << 16) + 0xfff)).collect();
+            (0..3 * RANGES as u64).map(|n| range((n * n) << 16, ((n * n) << 16) + 0xfff)).collect();
         for (n, &r) in wanted.iter().enumerate() {
             assert_eq!(gather.is_exact(), n <= RANGES);
             gather.add(r);

@@ -75,7 +75,7 @@ impl Hasher for Mix {
     fn write_u64(&mut self, number: u64) {
         // The golden ratio: the high bits of the product depend on all of the number's.
         let product = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = product ^ product >> 32;
+        self.0 = product ^ (product >> 32);
     }
 
     #[inline]
@@ -329,7 +329,7 @@ impl Shadow {
     fn in_many(&self, range: Range) -> impl Iterator<Item = (u64, &Stretch, u64)> {
         let ((from, _), (to, _)) = (self.place(range.first().0), self.place(range.last().0));
         let few = to - from < self.stretches.len() as u64;
-        let by_number = few.then(|| from..=to).into_iter().flatten();
+        let by_number = few.then_some(from..=to).into_iter().flatten();
         let by_number = by_number.filter_map(|n| Some((n, self.stretches.get(&n)?)));
         let all = (!few).then_some(&self.stretches).into_iter().flatten();
         let all = all.filter(move |(n, _)| (from..=to).contains(*n)).map(|(&n, it)| (n, it));
@@ -447,7 +447,7 @@ mod tests {
 
     fn agrees(shadow: &Shadow, oracle: &Oracle, wanted: Range) -> TestResult {
         let held = || oracle.iter().filter(|(held, _)| held.overlaps(wanted));
-        prop_assert_eq!(shadow.overlapping(wanted), held().last().map(|(range, _)| *range));
+        prop_assert_eq!(shadow.overlapping(wanted), held().next_back().map(|(range, _)| *range));
         let splits = held().find(|(held, _)| !wanted.covers(*held));
         match shadow.covered(wanted) {
             Err(Error::WouldSplit { range, at }) => {
