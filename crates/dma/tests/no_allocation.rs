@@ -7,7 +7,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use ringfence_dma::{Config, Device, Direction, DmaBuffer, Policy, TimerKind};
+use ringfence_dma::{Config, Device, Direction, DmaBuffer, FlushTuning, Policy, TimerKind};
 use ringfence_iommu::{
     Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
 };
@@ -109,7 +109,7 @@ fn mapping_and_unmapping_take_nothing_from_the_heap() {
         let config = Config {
             timer: TimerKind::Manual,
             sample_every: 64,
-            flush_queue_slots: Some(256),
+            flush: Some(FlushTuning { slots: 256, ..FlushTuning::of(policy) }),
             ..Config::new(policy)
         };
         let device = Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap();

@@ -6,7 +6,7 @@
 //! caches all it can) must be on the list.
 
 use proptest::{collection::vec, prelude::*};
-use ringfence_dma::{Direction, Mapping, Policy, StaleIova};
+use ringfence_dma::{Direction, FlushTuning, Mapping, Policy, StaleIova};
 use ringfence_iommu::Prot;
 
 use crate::mock::{Bench, Buf, Setup};
@@ -208,7 +208,7 @@ proptest! {
     ) {
         // rules L17, L18, L19, L22, L33
         let mut setup = Setup { granule, ..Setup::new(policy) };
-        setup.config.flush_queue_slots = Some(slots);
+        setup.config.flush = Some(FlushTuning { slots, ..FlushTuning::of(policy) });
         let mut oracle = Oracle {
             bench: setup.build(),
             granule,
