@@ -73,7 +73,8 @@ pub struct Stats {
     /// bound of exposed bytes.
     pub bound_unmaps: u64,
     /// Released ranges that had been exposed for longer than
-    /// [`max_exposure_ms`](crate::FlushTuning::max_exposure_ms).
+    /// [`max_exposure_ms`](crate::FlushTuning::max_exposure_ms), those included that were queued
+    /// before it was set.
     pub late_releases: u64,
     /// What is unmapped and still waits in a flush queue, in ranges.
     pub queued: u64,
