@@ -42,11 +42,14 @@ pub(crate) struct Placed {
     /// `None` under policy `off`.
     pub(crate) span: Option<Span>,
     pub(crate) segments: Segments,
+    /// Whether the device knows of it; else the caller syncs it, with others.
+    pub(crate) synced: bool,
 }
 
 impl Placed {
     /// What is left where a mapping was taken away.
-    const NOWHERE: Placed = Placed { iova: Iova(0), len: 0, span: None, segments: Segments::new() };
+    const NOWHERE: Placed =
+        Placed { iova: Iova(0), len: 0, span: None, segments: Segments::new(), synced: true };
 }
 
 /// A buffer that a device may touch. It owns the buffer: no one else does.

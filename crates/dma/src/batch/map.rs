@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use ringfence_iommu::{Domain, SyncToken};
 use ringfence_iova::Allocator;
 
-use super::ranges::{Flight, Flights, join};
+use super::flights::{Flight, Flights, join};
 use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
     device::Failed,
@@ -101,10 +101,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let mut ranges = self.flights.ranges();
         let start = shared.sampler.start(counters.map_batches.get());
         counters.map_batches.add(1);
-        if shared.policy().batches_maps() {
-            ranges.extend(self.gathered.iter().filter_map(|m| Some(m.placed.span?.range)));
-            join(&mut ranges);
-        }
+        // Whatever the policy is by now: it may have changed since they were pushed.
+        let unsynced = self.gathered.iter().filter(|member| !member.placed.synced);
+        ranges.extend(unsynced.filter_map(|member| Some(member.placed.span?.range)));
+        join(&mut ranges);
         let (token, over) = if ranges.is_empty() {
             (SyncToken::DONE, Some(Ok(())))
         } else {
@@ -117,7 +117,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         // The calls were counted, and some of them timed, as they were pushed.
         shared.sampler.stop_many(start, 0, &counters.map_time);
         self.begun.extend(self.gathered.drain(..));
-        self.flights.push(Flight { token, members, ranges, over, timed: false });
+        let begun_ns = shared.clock.now_ns();
+        self.flights.push(Flight { token, members, ranges, over, begun_ns, timed: false });
     }
 
     /// Hands out, in the order in which they were pushed, the mappings that the device knows of; how
@@ -138,7 +139,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                     Err(error) => Err(error),
                 },
             };
-            flight.over = Some(over);
+            if flight.over.replace(over).is_none() {
+                counters.waits.map.record(shared.clock.now_ns().saturating_sub(flight.begun_ns));
+            }
             while flight.members > 0 {
                 // Counted first: should the caller's code panic, the rest is still in step.
                 flight.members -= 1;

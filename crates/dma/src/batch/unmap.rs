@@ -8,7 +8,7 @@ use std::{collections::VecDeque, sync::Arc};
 use ringfence_iommu::{Domain, Gather, Range, Result, SyncToken};
 use ringfence_iova::Allocator;
 
-use super::ranges::{Flight, Flights, join};
+use super::flights::{Flight, Flights, join};
 use crate::{
     Mapping, Returned, UnmapError,
     device::Port,
@@ -109,7 +109,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         if self.gathered.is_empty() {
             return;
         }
-        if self.port.shared.policy().batches_unmaps() {
+        if self.port.shared.mode.get().policy().batches_unmaps() {
             self.begin_together();
         } else {
             self.unmap_each();
@@ -124,7 +124,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             self.begun.push_back(member);
         }
         let (token, ranges, over) = (SyncToken::DONE, self.flights.ranges(), Some(Ok(())));
-        self.flights.push(Flight { token, members, ranges, over, timed: false });
+        self.flights.push(Flight { token, members, ranges, over, begun_ns: 0, timed: false });
     }
 
     fn begin_together(&mut self) {
@@ -166,7 +166,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             Err(error) => (SyncToken::DONE, Some(Err(error))),
         };
         shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
-        self.flights.push(Flight { token, members, ranges, over, timed: start.is_some() });
+        let (begun_ns, timed) = (shared.clock.now_ns(), start.is_some());
+        self.flights.push(Flight { token, members, ranges, over, begun_ns, timed });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
@@ -191,6 +192,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 },
             };
             if flight.over.replace(over).is_none() {
+                counters.waits.unmap.record(shared.clock.now_ns().saturating_sub(flight.begun_ns));
                 // All of them before the first is handed out: what the caller does is not timed.
                 let start = if flight.timed { shared.sampler.start_always() } else { None };
                 for member in self.begun.iter_mut().take(flight.members) {

@@ -283,6 +283,34 @@ fn a_map_sync_that_fails_undoes_the_whole_batch_and_tells_the_devices_status() {
 }
 
 #[test]
+fn what_was_pushed_before_the_policy_changed_is_synced_all_the_same() {
+    // rules L27, L34
+    let bench = Bench::new(Policy::StrictMap);
+    let (mut maps, mut unmaps): (Maps, Unmaps) =
+        (bench.device.map_batch(), bench.device.unmap_batch());
+    for n in 0..4u64 {
+        // Every second one under a policy that syncs each by itself.
+        let policy = if n % 2 == 0 { Policy::StrictMap } else { Policy::Strict };
+        bench.device.set_policy(policy).unwrap();
+        let buffer = Buf::new(&[(0x10_0000 * (n + 1), 0x1000)]);
+        maps.push(buffer, Direction::ToDevice, 0).unwrap();
+    }
+    bench.domain.hold();
+    maps.begin();
+    assert_eq!(maps.poll(|_, _| panic!("handed out before the device knows")), 0);
+    bench.domain.let_go();
+    assert_eq!(maps.poll(|_, mapping| unmaps.push(mapping.unwrap(), 0).unwrap()), 4);
+    bench.device.set_policy(Policy::StrictMap).unwrap();
+    unmaps.begin();
+    // Begun strictly, they end strictly.
+    bench.device.set_policy(Policy::LazySqMap).unwrap();
+    assert!(poll(&mut unmaps).0.is_empty());
+    bench.domain.let_go();
+    assert_eq!(poll(&mut unmaps).0.len(), 4);
+    bench.assert_nothing_leaked();
+}
+
+#[test]
 fn a_buffer_that_cannot_be_mapped_leaves_the_rest_of_the_batch_alone() {
     let bench = Bench::new(Policy::StrictMap);
     let mut batch: Maps = bench.device.map_batch();

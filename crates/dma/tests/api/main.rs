@@ -10,4 +10,6 @@ mod lists;
 mod mock;
 mod oracle;
 mod strict;
+mod switch;
+mod tuning;
 mod watch;
