@@ -1,14 +1,16 @@
 //! A device behind a domain.
 
-use core::{fmt, mem::ManuallyDrop};
+use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::sync::Arc;
 
-use ringfence_iommu::{Address, Domain, Iova, Range};
-use ringfence_iova::{Align, Allocator, Request};
+use ringfence_iommu::{Address, Domain, Fault, Iova, Range};
+use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapError, Mapping,
-    Policy, SetupError, SharedMemory, Stats, TimerKind,
+    Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback, MapError,
+    Mapping, Persistent, Platform, Policy, Refused, SetupError, SharedMemory, Stats, TimerKind,
+    Trust,
+    detect::Watchman,
     flush::{self, FlushQueues, Timer},
     layout::Limits,
     mapper::{Mapper, Pieces, measure},
@@ -17,6 +19,7 @@ use crate::{
     shared::{Lazy, Parts, Shared, Span, Unmapped},
     stats::{Count, Counters},
     thread_time::{BriefSampler, Sampler},
+    trust,
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -100,13 +103,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             let range = region.range;
             allocator.reserve(range.first().0, range.last().0)?;
         }
-        let (policy, fallback) = if config.policy.is_lazy() && !domain.capabilities().deferred_flush
-        {
-            (config.policy.to_strict(), Some(Fallback::NoDeferredFlush))
-        } else {
-            (config.policy, None)
-        };
+        let (policy, fallback) = choose(&config, domain.capabilities().deferred_flush)?;
         let Environment { clock, cpu, thread_clock } = environment;
+        let detector = config.detect.map(|bounds| Watchman::new(bounds, allocator.granule()));
         let rings = if policy.is_per_cpu() { cpu.count() } else { 1 };
         let mut no_thread = false;
         // Rule L27: the timer's thread holds a reference that leads nowhere until all is made.
@@ -143,6 +142,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 allocator,
                 policy,
                 fallback,
+                trust: config.trust,
+                detector,
                 clock,
                 cpu,
                 lazy,
@@ -159,6 +160,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// Nothing is mapped, and the buffer is in the error.
+    #[track_caller]
     pub fn map<B: DmaBuffer<D::Target>>(
         &self,
         buffer: B,
@@ -167,7 +169,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         let placed = self.place(&|each| buffer.for_each_segment(each), direction);
-        self.finish(ManuallyDrop::into_inner(buffer), placed)
+        self.finish(ManuallyDrop::into_inner(buffer), direction, placed)
     }
 
     /// Maps a scatter list: several buffers at one contiguous IOVA range (rules L35, L44-L46).
@@ -178,6 +180,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// As [`map`](Self::map); all buffers are in the error, in their order.
+    #[track_caller]
     pub fn map_sg<B: DmaBuffer<D::Target>>(
         &self,
         list: Vec<B>,
@@ -188,7 +191,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             list.iter().for_each(|buffer| buffer.for_each_segment(each));
         };
         let placed = self.place(&pieces, direction);
-        self.finish(ManuallyDrop::into_inner(list), placed)
+        self.finish(ManuallyDrop::into_inner(list), direction, placed)
     }
 
     /// Maps memory for as long as the result lives, for the device and the CPU at once: rings,
@@ -196,11 +199,32 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// As [`map`](Self::map).
+    #[track_caller]
     pub fn alloc_coherent<B: DmaBuffer<D::Target> + SharedMemory>(
         &self,
         memory: B,
     ) -> Result<Coherent<B>, MapError<B>> {
         self.map(memory, Direction::Bidirectional).map(Coherent::new)
+    }
+
+    /// Maps a buffer once for many I/Os: the result gives the segments of any part of it, and no
+    /// I/O needs a request to the IOMMU any more.
+    ///
+    /// That is a choice: until it is unmapped, the device reaches all of the buffer at any time,
+    /// under a strict policy too. [`Stats::persistent_bytes`] says how much that is.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    #[track_caller]
+    pub fn map_persistent<B: DmaBuffer<D::Target>>(
+        &self,
+        buffer: B,
+        direction: Direction,
+    ) -> Result<Persistent<B>, MapError<B>> {
+        let mapping = self.map(buffer, direction)?;
+        self.port.counters.persistent_maps.add(1);
+        self.port.counters.persistent_bytes.add(mapping.len());
+        Ok(Persistent::new(mapping))
     }
 
     /// The policy in force.
@@ -211,6 +235,18 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// Why the policy in force is not the one asked for; `None` if it is.
     pub fn fallback(&self) -> Option<Fallback> {
         self.shared().fallback
+    }
+
+    /// Whether the device is trusted.
+    pub fn trust(&self) -> Trust {
+        self.shared().trust
+    }
+
+    /// What an access was that the domain's fault tells of. `None` if it has to do with nothing that
+    /// is known, or if the device has no [`Config::detect`](crate::Config::detect).
+    pub fn explain(&self, fault: &Fault) -> Option<Explained> {
+        let shared = self.shared();
+        shared.detector.as_ref()?.explain(fault, shared.clock.now_ns())
     }
 
     /// The domain.
@@ -255,13 +291,19 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     }
 
     /// Makes a mapping, or an error, of what became of a buffer.
+    #[track_caller]
     fn finish<B>(
         &self,
         buffer: B,
+        direction: Direction,
         placed: Result<Placed, Failed>,
     ) -> Result<Mapping<B>, MapError<B>> {
         match placed {
             Ok(placed) => {
+                if let (Some(detector), Some(span)) = (&self.shared().detector, placed.span) {
+                    let now_ns = self.shared().clock.now_ns();
+                    detector.mapped(span.range, direction, Location::caller(), now_ns);
+                }
                 let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
                 Ok(Mapping::new(buffer, placed, owner))
             }
@@ -358,15 +400,25 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);
             sampler.time(number, calls, time, || shared.allocator.alloc(&request))
         };
-        match alloc(1) {
+        let allocated = match alloc(1) {
             Ok(base) => Ok(base),
             // What is queued holds IOVAs that only wait for a flush: better now than not at all.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
                 shared.flush()?;
-                Ok(alloc(0)?)
+                alloc(0)
             }
-            Err(error) => Err(error.into()),
-        }
+            Err(error) if !error.reason.is_invalid() && shared.free_held() => alloc(0),
+            Err(error) => Err(error),
+        };
+        allocated.map_err(|error| match error.reason {
+            AllocReason::Exhausted { .. } => {
+                let stats = shared.allocator.stats();
+                let live_ranges = stats.live_ranges.saturating_sub(stats.cached_ranges);
+                let live_bytes = stats.live_bytes;
+                Error::Exhausted { asked: size, limit: shared.limit, live_ranges, live_bytes }
+            }
+            _ => Error::NoIova(error),
+        })
     }
 }
 
@@ -376,8 +428,12 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         span: Option<Span>,
         strictly: bool,
         watched: bool,
+        at: Option<&'static Location<'static>>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
         let (shared, counters) = (&*self.shared, &*self.counters);
+        if let (Some(detector), Some(span)) = (&shared.detector, span) {
+            detector.unmapping(span.range, at, shared.clock.now_ns());
+        }
         let start = shared.sampler.start(counters.unmaps.get());
         let result = match span {
             Some(span) => shared.unmap(span, strictly, watched, counters),
@@ -406,6 +462,30 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     fn note_sync_for_device(&self) {
         self.counters.syncs_for_device.add(1);
     }
+
+    fn note_persistent_end(&self, bytes: u64) {
+        self.counters.persistent_unmaps.add(1);
+        self.counters.persistent_unmapped_bytes.add(bytes);
+    }
+}
+
+/// The policy in force, and why it is not the one asked for.
+fn choose(config: &Config, deferred_flush: bool) -> Result<(Policy, Option<Fallback>), SetupError> {
+    let wanted = config.policy;
+    // The platform has its say where no policy is named: here one is.
+    let decision = trust::decide(config.trust, Platform::Ordinary, Some(wanted), config.demand)?;
+    let policy = decision.policy;
+    let because = if config.detect.is_some() && !policy.is_strict() {
+        Fallback::Detector
+    } else if policy.is_lazy() && !deferred_flush {
+        Fallback::NoDeferredFlush
+    } else {
+        return Ok((policy, decision.fallback()));
+    };
+    if config.demand {
+        return Err(Refused { policy: wanted, because }.into());
+    }
+    Ok((trust::confined(policy), Some(because)))
 }
 
 /// Slots and milliseconds of the flush queues.

@@ -36,24 +36,32 @@
 
 mod buffer;
 mod config;
+mod detect;
 mod device;
 mod error;
 mod flush;
 mod layout;
 mod mapper;
 mod mapping;
+mod persistent;
 mod policy;
 mod segment;
 mod shared;
 mod stats;
 mod thread_time;
+mod trust;
 
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};
+pub use detect::{Detector, Explained, Misuse, Place, UseAfterUnmap};
 pub use device::Device;
-pub use error::{Error, MapError, OutOfBounds, SetupError, UnmapError};
+pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, UnmapError};
 pub use mapping::{Coherent, Mapping, StaleIova};
+pub use persistent::Persistent;
 pub use policy::{Fallback, ParsePolicyError, Policy};
 pub use segment::Segment;
 pub use stats::{Exposure, Sampled, Stats};
 pub use thread_time::{OsThreadClock, ThreadClock};
+pub use trust::{
+    Decision, Distrust, Finding, Guest, Platform, Reason, Refused, Trust, TrustError, decide,
+};

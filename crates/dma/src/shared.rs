@@ -8,7 +8,8 @@ use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    Fallback, Policy, Stats,
+    Fallback, Policy, Stats, Trust,
+    detect::Watchman,
     flush::{Batch, Enqueued, Entry, FlushQueues, Timer, Watch},
     layout::Limits,
     stats::{Count, Counters, FreeCounters, TimeCounter},
@@ -21,6 +22,9 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) allocator: A,
     pub(crate) policy: Policy,
     pub(crate) fallback: Option<Fallback>,
+    pub(crate) trust: Trust,
+    /// Holds freed IOVAs back, if the device is to be watched.
+    pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
@@ -78,6 +82,8 @@ pub(crate) struct Parts<D, A> {
     pub(crate) allocator: A,
     pub(crate) policy: Policy,
     pub(crate) fallback: Option<Fallback>,
+    pub(crate) trust: Trust,
+    pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,
@@ -94,6 +100,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             allocator,
             policy,
             fallback,
+            trust,
+            detector,
             limits,
             limit,
             sampler,
@@ -107,6 +115,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             allocator,
             policy,
             fallback,
+            trust,
+            detector,
             limits,
             limit,
             sampler,
@@ -238,8 +248,23 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.free(range);
     }
 
-    /// Gives an IOVA range back to the allocator.
+    /// Gives an IOVA range back to the allocator, or to the detector, which then gives back another.
     fn free(&self, range: Range) {
+        match &self.detector {
+            None => self.give_back(range),
+            Some(detector) => {
+                detector.retire(range, self.clock.now_ns(), &mut |range| self.give_back(range));
+            }
+        }
+    }
+
+    /// Has the allocator given back what the detector holds; whether it held anything.
+    pub(crate) fn free_held(&self) -> bool {
+        let detector = self.detector.as_ref();
+        detector.is_some_and(|held| held.release_all(&mut |range| self.give_back(range)))
+    }
+
+    fn give_back(&self, range: Range) {
         // It was allocated with a size that fits 64 bits, rounded in the same way.
         let size = range.extent().saturating_add(1);
         let size = self.allocation_size(size).unwrap_or(size);
@@ -368,6 +393,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         stats.quarantined = self.quarantine.ranges.get();
         stats.quarantined_bytes = self.quarantine.bytes.get();
         stats.flush_failures = self.flush_failures.get();
+        if let Some(detector) = &self.detector {
+            (stats.withheld, stats.withheld_bytes) = detector.held();
+        }
         self.expiry_time.add_to(&mut stats.expiry_time);
         self.frees.add_to(&mut stats);
         if let Some(lazy) = &self.lazy {
@@ -384,6 +412,7 @@ impl<D: Domain, A: Allocator> Drop for Shared<D, A> {
     /// Rule L30. Unlike in Linux the domain and the allocator may outlive the device: so what is
     /// queued is flushed one last time, and only what that covers is given back.
     fn drop(&mut self) {
+        self.free_held();
         let Some(mut lazy) = self.lazy.take() else { return };
         lazy.timer.stop();
         if lazy.queues.len() == 0 {

@@ -3,10 +3,14 @@
 #![cfg(not(loom))]
 
 mod allocator_time;
+mod detector;
 mod failures;
 mod lazy;
+mod leaks;
 mod lists;
 mod mock;
 mod oracle;
+mod persistent;
 mod strict;
+mod trust;
 mod watch;
