@@ -45,6 +45,7 @@ mod mapper;
 mod mapping;
 mod persistent;
 mod policy;
+mod pool;
 mod segment;
 mod shared;
 mod stats;
@@ -59,6 +60,7 @@ pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, UnmapError}
 pub use mapping::{Coherent, Mapping, StaleIova};
 pub use persistent::Persistent;
 pub use policy::{Fallback, ParsePolicyError, Policy};
+pub use pool::{Block, CoherentPool, PoolError, PoolLimits, PoolMemory, PoolStats};
 pub use segment::Segment;
 pub use stats::{Exposure, Sampled, Stats};
 pub use thread_time::{OsThreadClock, ThreadClock};

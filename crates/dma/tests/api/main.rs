@@ -11,6 +11,7 @@ mod lists;
 mod mock;
 mod oracle;
 mod persistent;
+mod pool;
 mod strict;
 mod trust;
 mod watch;
