@@ -52,6 +52,9 @@ pub enum Distrust {
     /// The kernel calls it, or what it hangs on, untrusted.
     #[error("the kernel calls it untrusted")]
     Marked,
+    /// Nothing could be found out about it: what [`TrustError`] is a good reason for.
+    #[error("nothing could be found out about it")]
+    Unknown,
 }
 
 impl Trust {
