@@ -8,8 +8,7 @@ use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
     Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback, MapError,
-    Mapping, Persistent, Platform, Policy, Refused, SetupError, SharedMemory, Stats, TimerKind,
-    Trust,
+    Mapping, Persistent, Policy, Refused, SetupError, SharedMemory, Stats, TimerKind, Trust,
     detect::Watchman,
     flush::{self, FlushQueues, Timer},
     layout::Limits,
@@ -242,6 +241,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().trust
     }
 
+    /// Why the device cannot have `policy`: neither now nor by a change at run time. `None` if it
+    /// can.
+    pub fn refuses(&self, policy: Policy) -> Option<Fallback> {
+        self.shared().refuses(policy)
+    }
+
     /// What an access was that the domain's fault tells of. `None` if it has to do with nothing that
     /// is known, or if the device has no [`Config::detect`](crate::Config::detect).
     pub fn explain(&self, fault: &Fault) -> Option<Explained> {
@@ -471,21 +476,12 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
 
 /// The policy in force, and why it is not the one asked for.
 fn choose(config: &Config, deferred_flush: bool) -> Result<(Policy, Option<Fallback>), SetupError> {
-    let wanted = config.policy;
-    // The platform has its say where no policy is named: here one is.
-    let decision = trust::decide(config.trust, Platform::Ordinary, Some(wanted), config.demand)?;
-    let policy = decision.policy;
-    let because = if config.detect.is_some() && !policy.is_strict() {
-        Fallback::Detector
-    } else if policy.is_lazy() && !deferred_flush {
-        Fallback::NoDeferredFlush
-    } else {
-        return Ok((policy, decision.fallback()));
-    };
-    if config.demand {
-        return Err(Refused { policy: wanted, because }.into());
+    let policy = config.policy;
+    match trust::against(policy, config.trust, config.detect.is_some(), deferred_flush) {
+        None => Ok((policy, None)),
+        Some(because) if config.demand => Err(Refused { policy, because }.into()),
+        Some(because) => Ok((trust::confined(policy), Some(because))),
     }
-    Ok((trust::confined(policy), Some(because)))
 }
 
 /// Slots and milliseconds of the flush queues.

@@ -13,6 +13,10 @@
 //!   refuses to touch what the device may touch. [`Mapping::unmap`] gives it back; `Drop` unmaps.
 //! * [`Device::alloc_coherent`] → [`Coherent`]: memory shared with the device for long, such as a
 //!   ring.
+//! * [`CoherentPool`] → [`Block`]: small pieces of such memory. [`Device::map_persistent`] →
+//!   [`Persistent`]: a buffer that stays mapped from one I/O to the next.
+//! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] tells why.
+//! * [`Detector`]: tells which lines mapped and unmapped what a device still uses.
 //! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
 //!   lazily unmapped memory stayed reachable.
 //!
@@ -20,7 +24,8 @@
 //!
 //! *Strict*: when `unmap` has returned, no device access to the buffer succeeds. *Lazy*: within a
 //! window bounded by the flush queue's timer it may; the IOVA is never given to another buffer
-//! meanwhile (rule L19). *Off*: nothing is mapped and nothing is protected.
+//! meanwhile (rule L19). *Off*: nothing is mapped and nothing is protected. What is mapped
+//! persistently is reachable until it is unmapped, whatever the policy.
 //!
 //! A buffer that does not fill the granules it lies in is mapped rounded to them, as Linux does for
 //! trusted devices: its neighbours in the first and the last granule are exposed while it is
@@ -30,9 +35,9 @@
 //! # When the device fails
 //!
 //! A map that fails is undone completely and hands the buffer back with the device's own status
-//! ([`MapError`]). An unmap whose invalidation fails *cannot* be undone: the device may still reach
-//! the memory. Then the buffer is not handed back as if it were safe ([`UnmapError`]), and its IOVA
-//! is quarantined: never reused, and counted.
+//! ([`MapError`]); [`ErrorKind`] says what the caller could do about it. An unmap whose invalidation
+//! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
+//! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and counted.
 
 mod buffer;
 mod config;

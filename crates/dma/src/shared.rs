@@ -14,6 +14,7 @@ use crate::{
     layout::Limits,
     stats::{Count, Counters, FreeCounters, TimeCounter},
     thread_time::{BriefSampler, Sampler},
+    trust,
 };
 
 /// The part of a device that its clones, its mappings and its timer share.
@@ -130,6 +131,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             quarantine: Quarantine::default(),
             clones: Mutex::default(),
         }
+    }
+
+    /// Why the device cannot have `policy`; `None` if it can.
+    pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
+        let deferred_flush = self.domain.capabilities().deferred_flush;
+        trust::against(policy, self.trust, self.detector.is_some(), deferred_flush)
     }
 
     /// Removes the translations of `span` and, at once or through a flush queue, what is cached of

@@ -8,6 +8,10 @@
 //! Three things may speak: a description ([`Trust::described`]), sysfs ([`Trust::from_sysfs`]) and
 //! the platform ([`Platform::detect`]). [`decide`] makes a policy of what they say and what is
 //! wanted.
+//!
+//! Strict is as far as this goes: a buffer of an untrusted device that does not fill its granules is
+//! mapped rounded to them, with its neighbours in them. To keep those away is for bounce buffers
+//! (rule L48), which are not here yet; until then give such a device whole granules.
 
 mod platform;
 mod sysfs;
@@ -82,11 +86,9 @@ impl Trust {
 
     /// The policy in force where `policy` is wanted, and why if it is another one.
     pub const fn confine(self, policy: Policy) -> (Policy, Option<Fallback>) {
-        match self {
-            Trust::Untrusted { why } if !self.allows(policy) => {
-                (confined(policy), Some(Fallback::Untrusted { why }))
-            }
-            _ => (policy, None),
+        match against(policy, self, false, true) {
+            Some(because) => (confined(policy), Some(because)),
+            None => (policy, None),
         }
     }
 }
@@ -105,6 +107,21 @@ pub(crate) const fn confined(policy: Policy) -> Policy {
     match policy {
         Policy::Off => Policy::StrictMap,
         other => other.to_strict(),
+    }
+}
+
+/// Why a device cannot have `policy`; `None` if it can. Distrust is the reason that is told first.
+pub(crate) const fn against(
+    policy: Policy,
+    trust: Trust,
+    detecting: bool,
+    deferred_flush: bool,
+) -> Option<Fallback> {
+    match trust {
+        Trust::Untrusted { why } if !trust.allows(policy) => Some(Fallback::Untrusted { why }),
+        _ if detecting && !policy.is_strict() => Some(Fallback::Detector),
+        _ if policy.is_lazy() && !deferred_flush => Some(Fallback::NoDeferredFlush),
+        _ => None,
     }
 }
 

@@ -31,6 +31,8 @@ fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
         assert!(in_force.is_strict(), "{policy} became {in_force}");
         assert_eq!(bench.device.fallback(), (!policy.is_strict()).then_some(BECAUSE));
         assert_eq!(bench.device.trust(), UNTRUSTED);
+        // And for a change at run time it would be the same.
+        assert_eq!(bench.device.refuses(policy), bench.device.fallback());
         // Not in name only.
         let mapping = bench.device.map(Buf::new(&[(0x5000, 0x1000)]), Direction::FromDevice);
         let mapping = mapping.unwrap();
@@ -82,4 +84,21 @@ fn distrust_is_the_reason_that_is_told_first() {
     });
     assert_eq!(bench.device.fallback(), Some(BECAUSE));
     assert_eq!(bench.device.effective_policy(), Policy::Strict);
+    assert_eq!(bench.device.refuses(Policy::Off), Some(BECAUSE));
+}
+
+#[test]
+fn a_trusted_device_refuses_what_its_domain_or_its_detector_cannot_do() {
+    let trusted = bench(Policy::Strict, |_| ());
+    let detecting = bench(Policy::Strict, |config| config.detect = Some(Detector::default()));
+    let mut setup = Setup::new(Policy::Strict);
+    setup.capabilities = Capabilities::default();
+    let strict_only = setup.build();
+    for policy in Policy::ALL {
+        assert_eq!(trusted.device.refuses(policy), None);
+        let refused = (!policy.is_strict()).then_some(Fallback::Detector);
+        assert_eq!(detecting.device.refuses(policy), refused);
+        let refused = policy.is_lazy().then_some(Fallback::NoDeferredFlush);
+        assert_eq!(strict_only.device.refuses(policy), refused);
+    }
 }
