@@ -11,6 +11,7 @@
 //! * [`Device::map`] and [`Device::map_sg`] → [`Mapping`]: one contiguous IOVA range, the
 //!   [`Segment`]s to put in descriptors, and the buffer, which the mapping *owns*: the compiler
 //!   refuses to touch what the device may touch. [`Mapping::unmap`] gives it back; `Drop` unmaps.
+//! * [`MapBatch`] and [`UnmapBatch`]: many mappings, one sync, and no waiting for it.
 //! * [`Device::alloc_coherent`] → [`Coherent`]: memory shared with the device for long, such as a
 //!   ring.
 //! * [`CoherentPool`] → [`Block`]: small pieces of such memory. [`Device::map_persistent`] →
@@ -39,6 +40,7 @@
 //! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
 //! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and counted.
 
+mod batch;
 mod buffer;
 mod config;
 mod detect;
@@ -57,12 +59,13 @@ mod stats;
 mod thread_time;
 mod trust;
 
+pub use batch::{MapBatch, UnmapBatch};
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};
 pub use detect::{Detector, Explained, Misuse, Place, UseAfterUnmap};
 pub use device::Device;
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, UnmapError};
-pub use mapping::{Coherent, Mapping, StaleIova};
+pub use mapping::{Coherent, Mapping, Returned, StaleIova};
 pub use persistent::Persistent;
 pub use policy::{Fallback, ParsePolicyError, Policy};
 pub use pool::{Block, CoherentPool, PoolError, PoolLimits, PoolMemory, PoolStats};

@@ -6,6 +6,7 @@ mod detector;
 mod healthy;
 mod in_flight;
 mod lifecycle;
+mod mapped;
 mod protection;
 mod rig;
 mod truncation;

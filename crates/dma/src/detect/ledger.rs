@@ -14,7 +14,7 @@ use crate::Direction;
 /// When, where and by whom something was done to a mapping.
 #[derive(Clone, Debug)]
 pub(crate) struct Mark {
-    /// `None` where the program did not say: the mapping was dropped, or unmapped among others.
+    /// `None` where the program did not say: the mapping was dropped.
     pub(crate) at: Option<&'static Location<'static>>,
     pub(crate) ns: u64,
     pub(crate) thread: Thread,
@@ -51,10 +51,11 @@ impl Ledger {
         self.records.insert(record.range.first().0, record);
     }
 
-    /// Takes note of an unmap before it is done: it may be what the device trips over.
+    /// Takes note of an unmap before it is done: it may be what the device trips over. Where several
+    /// places tell of it, the first is where it was wanted.
     pub(crate) fn unmap(&mut self, range: Range, mark: Mark) {
         if let Some(record) = self.records.get_mut(&range.first().0) {
-            record.unmapped = Some(mark);
+            record.unmapped.get_or_insert(mark);
         }
     }
 

@@ -191,7 +191,7 @@ impl Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.at {
             Some(at) => write!(f, "at {}:{}", at.file(), at.line())?,
-            None => f.write_str("by a drop, or among others")?,
+            None => f.write_str("by a drop")?,
         }
         match self.thread.name() {
             Some(name) => write!(f, ", thread {name:?}"),

@@ -93,6 +93,28 @@ fn every_way_to_map_and_to_unmap_tells_its_place() {
 }
 
 #[test]
+fn what_goes_in_a_batch_was_mapped_and_unmapped_where_it_was_pushed() {
+    for policy in [Policy::Strict, Policy::StrictMap] {
+        let bench = detecting(policy, 8, 1 << 20);
+        let mut maps = bench.device.map_batch();
+        maps.push(page(), Direction::FromDevice, ()).unwrap();
+        let mapped = line!() - 1;
+        let mut mapping = None;
+        maps.finish(|(), outcome| mapping = Some(outcome.unwrap()));
+        let mapping = mapping.unwrap();
+        let iova = mapping.iova().0;
+        let mut unmaps = bench.device.unmap_batch();
+        unmaps.push(mapping, ()).unwrap();
+        let unmapped = line!() - 1;
+        unmaps.finish(|(), outcome| drop(outcome.unwrap()));
+        let found = used(&bench, iova).unwrap();
+        assert_eq!(found.mapped.at.map(|at| (at.file(), at.line())), Some((file!(), mapped)));
+        assert_eq!(found.unmapped.at.map(|at| (at.file(), at.line())), Some((file!(), unmapped)));
+        assert_eq!(bench.device.stats().withheld, 1);
+    }
+}
+
+#[test]
 fn an_address_is_held_back_until_newer_ones_push_it_out() {
     // The allocator gives out at once what was freed last: without the detector, always the same.
     let bench = detecting(Policy::StrictMap, 3, 1 << 20);
