@@ -161,6 +161,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 && let Some(&(_, error)) = failed.iter().find(|(held, _)| held.covers(range))
             {
                 shared.quarantine(range);
+                counters.unmap_failures.add(1);
                 member.state = State::Known(Err(error));
             } else if member.watched {
                 let since_ns = shared.clock.now_ns();
