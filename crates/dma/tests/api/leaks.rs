@@ -273,6 +273,87 @@ fn an_unmap_that_fails_keeps_exactly_its_own_and_says_how_much() {
     }
 }
 
+/// Maps two buffers as a batch; the mappings, and how many could not be made.
+fn map_two(bench: &Bench) -> (Vec<Mapping<Counted>>, usize) {
+    let (mut mappings, mut failed) = (Vec::new(), 0);
+    let mut batch = bench.device.map_batch();
+    for n in 0..2 {
+        if let Err(((), refused)) = batch.push(bench.buffer(n), Direction::ToDevice, ()) {
+            assert!(refused.into_buffer().is_some());
+            failed += 1;
+        }
+    }
+    batch.finish(|(), outcome| match outcome {
+        Ok(mapping) => mappings.push(mapping),
+        Err(refused) => {
+            assert!(refused.into_buffer().is_some());
+            failed += 1;
+        }
+    });
+    (mappings, failed)
+}
+
+#[test]
+fn a_batch_of_maps_that_fails_anywhere_leaves_what_there_was() {
+    // rules L33, L34
+    let kinds = [Kind::Map, Kind::SyncMap, Kind::SyncMapBegin, Kind::SyncMapPoll, Kind::SyncWait];
+    for policy in MAPPING {
+        for kind in kinds {
+            let mut failures = 0;
+            for nth in 1.. {
+                let bench = Bench::new(policy);
+                drop(map_two(&bench));
+                let before = bench.assets();
+                bench.faulty.inject_error(kind, When::Nth(nth), Stage::Before, STATUS);
+                let (mappings, failed) = map_two(&bench);
+                let hit = bench.faulty.injected() > 0;
+                bench.faulty.clear();
+                assert_eq!((failed > 0, mappings.len()), (hit, 2 - failed), "{policy}, {kind:?}");
+                drop(mappings);
+                assert_eq!(bench.assets(), before, "{policy}, {kind:?} {nth}");
+                assert_eq!(bench.device.stats().quarantined, 0);
+                bench.assert_no_table_is_lost();
+                if !hit {
+                    break;
+                }
+                failures += 1;
+            }
+            let wanted = match (kind, policy.batches_maps()) {
+                (Kind::Map, _) | (Kind::SyncMap, false) => 6,
+                (Kind::SyncMap, true) | (_, false) => 0,
+                (_, true) => 1,
+            };
+            assert_eq!(failures, wanted, "{policy}, {kind:?}");
+        }
+    }
+}
+
+#[test]
+fn a_batch_of_unmaps_that_fails_keeps_exactly_those_it_says() {
+    let kinds = [Kind::Unmap, Kind::Sync, Kind::SyncBegin, Kind::SyncPoll, Kind::SyncWait];
+    for policy in [Policy::Strict, Policy::StrictMap] {
+        let mut hits = 0;
+        for kind in kinds {
+            let bench = Bench::new(policy);
+            drop(map_two(&bench));
+            let before = bench.assets();
+            let (mappings, _) = map_two(&bench);
+            let mut batch = bench.device.unmap_batch();
+            mappings.into_iter().for_each(|mapping| batch.push(mapping, ()).unwrap());
+            bench.faulty.inject_error(kind, When::Nth(1), Stage::Before, STATUS);
+            let mut kept = 0;
+            batch.finish(|(), outcome| kept += u64::from(outcome.is_err()));
+            hits += usize::from(bench.faulty.injected() > 0);
+            assert_eq!(kept > 0, bench.faulty.injected() > 0);
+            let (after, stats) = (bench.assets(), bench.device.stats());
+            assert_eq!((stats.quarantined, stats.unmap_failures), (kept, kept));
+            assert_eq!(after.iova_ranges, before.iova_ranges + kept);
+            assert_eq!(after.buffers as u64, before.buffers as u64 + kept);
+        }
+        assert_eq!(hits, if policy.batches_unmaps() { 4 } else { 2 });
+    }
+}
+
 #[test]
 fn a_flush_that_fails_keeps_what_is_queued_for_the_next() {
     for policy in MAPPING.into_iter().filter(|policy| policy.is_lazy()) {
