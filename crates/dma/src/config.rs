@@ -9,13 +9,21 @@ use ringfence_sync::{
     cpu::{CpuId, OsCpu},
 };
 
-use crate::{FlushTuning, OsThreadClock, Policy, ThreadClock};
+use crate::{Detector, FlushTuning, OsThreadClock, Policy, ThreadClock, Trust};
 
 /// How a [`Device`](crate::Device) maps.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// What mappings cost and promise. Default: [`Policy::StrictMap`].
     pub policy: Policy,
+    /// Whether the device is trusted; if not, it is strict whatever `policy` says. Default: it is.
+    pub trust: Trust,
+    /// Refuse to set the device up under another policy than `policy` (rule L28). Default: no, and
+    /// [`Device::fallback`](crate::Device::fallback) tells why.
+    pub demand: bool,
+    /// For debugging: finds out who uses what was unmapped. Default: no. It makes the device
+    /// strict, each map and unmap dearer, and holds back addresses.
+    pub detect: Option<Detector>,
     /// The highest address that the device can put on the bus. Default: no limit but the domain's.
     pub limit: Iova,
     /// A mask, 2^n-1: no segment holds addresses that differ above it (rule L44). Default: all
@@ -44,6 +52,9 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             policy: Policy::default(),
+            trust: Trust::Trusted,
+            demand: false,
+            detect: None,
             limit: Iova(u64::MAX),
             segment_boundary: u64::MAX,
             max_segment: u64::MAX,

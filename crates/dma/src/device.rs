@@ -1,15 +1,16 @@
 //! A device behind a domain.
 
-use core::{fmt, mem::ManuallyDrop};
+use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::sync::Arc;
 
-use ringfence_iommu::{Address, Domain, Iova, Range};
-use ringfence_iova::{Align, Allocator, Request};
+use ringfence_iommu::{Address, Domain, Fault, Iova, Range};
+use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, FlushTuning, MapBatch,
-    MapError, Mapping, Policy, SetupError, SharedMemory, Stats, SwitchError, TuningError,
-    UnmapBatch, Waits,
+    Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback, FlushTuning,
+    MapBatch, MapError, Mapping, Persistent, Policy, Refused, SetupError, SharedMemory, Stats,
+    SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    detect::Watchman,
     layout::Limits,
     lazy::Lazy,
     mapper::{Mapper, Pieces, Sync, measure},
@@ -20,6 +21,7 @@ use crate::{
     stats::{Count, Counters},
     switch::Control,
     thread_time::{BriefSampler, Sampler},
+    trust,
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -82,6 +84,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
     }
 }
 
+/// What a map call was asked for, and where in the program.
+#[derive(Clone, Copy)]
+pub(crate) struct Made {
+    pub(crate) direction: Direction,
+    pub(crate) at: &'static Location<'static>,
+}
+
 /// A map call that failed.
 pub(crate) struct Failed {
     pub(crate) error: Error,
@@ -122,13 +131,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             let range = region.range;
             allocator.reserve(range.first().0, range.last().0)?;
         }
-        let (policy, fallback) = if config.policy.is_lazy() && !domain.capabilities().deferred_flush
-        {
-            (config.policy.to_strict(), Some(Fallback::NoDeferredFlush))
-        } else {
-            (config.policy, None)
-        };
+        let (policy, fallback) = choose(&config, domain.capabilities().deferred_flush)?;
         let control = Control::new(policy, fallback, config.flush)?;
+        let granule_of_allocator = allocator.granule();
         let Environment { clock, cpu, thread_clock } = environment;
         // Rule L27: it becomes lazy, if it is to, as one becomes it that is in use.
         let at_first = Mode::new(policy.to_strict(), false);
@@ -144,6 +149,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             lazy: Lazy::new(cpu.count()),
             cpu,
             timer_kind: config.timer,
+            trust: config.trust,
+            detector: config.detect.map(|bounds| Watchman::new(bounds, granule_of_allocator)),
             control,
         }));
         shared.begin(policy)?;
@@ -155,6 +162,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// Nothing is mapped, and the buffer is in the error.
+    #[track_caller]
     pub fn map<B: DmaBuffer<D::Target>>(
         &self,
         buffer: B,
@@ -163,7 +171,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         let placed = self.place(&|each| buffer.for_each_segment(each), direction, Sync::Now);
-        self.finish(ManuallyDrop::into_inner(buffer), placed)
+        let made = Made { direction, at: Location::caller() };
+        self.finish(ManuallyDrop::into_inner(buffer), made, placed)
     }
 
     /// Maps a scatter list: several buffers at one contiguous IOVA range (rules L35, L44-L46).
@@ -174,6 +183,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// As [`map`](Self::map); all buffers are in the error, in their order.
+    #[track_caller]
     pub fn map_sg<B: DmaBuffer<D::Target>>(
         &self,
         list: Vec<B>,
@@ -184,7 +194,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             list.iter().for_each(|buffer| buffer.for_each_segment(each));
         };
         let placed = self.place(&pieces, direction, Sync::Now);
-        self.finish(ManuallyDrop::into_inner(list), placed)
+        let made = Made { direction, at: Location::caller() };
+        self.finish(ManuallyDrop::into_inner(list), made, placed)
     }
 
     /// Maps memory for as long as the result lives, for the device and the CPU at once: rings,
@@ -192,11 +203,32 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// As [`map`](Self::map).
+    #[track_caller]
     pub fn alloc_coherent<B: DmaBuffer<D::Target> + SharedMemory>(
         &self,
         memory: B,
     ) -> Result<Coherent<B>, MapError<B>> {
         self.map(memory, Direction::Bidirectional).map(Coherent::new)
+    }
+
+    /// Maps a buffer once for many I/Os: the result gives the segments of any part of it, and no
+    /// I/O needs a request to the IOMMU any more.
+    ///
+    /// That is a choice: until it is unmapped, the device reaches all of the buffer at any time,
+    /// under a strict policy too. [`Stats::persistent_bytes`] says how much that is.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    #[track_caller]
+    pub fn map_persistent<B: DmaBuffer<D::Target>>(
+        &self,
+        buffer: B,
+        direction: Direction,
+    ) -> Result<Persistent<B>, MapError<B>> {
+        let mapping = self.map(buffer, direction)?;
+        self.port.counters.persistent_maps.add(1);
+        self.port.counters.persistent_bytes.add(mapping.len());
+        Ok(Persistent::new(mapping))
     }
 
     /// A queue in which mappings of this device, once they were pushed, are made known to it
@@ -255,6 +287,24 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().set_flush_tuning(tuning)
     }
 
+    /// Whether the device is trusted.
+    pub fn trust(&self) -> Trust {
+        self.shared().trust
+    }
+
+    /// Why the device cannot have `policy`: neither now nor by a change at run time. `None` if it
+    /// can.
+    pub fn refuses(&self, policy: Policy) -> Option<Fallback> {
+        self.shared().refuses(policy)
+    }
+
+    /// What an access was that the domain's fault tells of. `None` if it has to do with nothing that
+    /// is known, or if the device has no [`Config::detect`](crate::Config::detect).
+    pub fn explain(&self, fault: &Fault) -> Option<Explained> {
+        let shared = self.shared();
+        shared.detector.as_ref()?.explain(fault, shared.clock.now_ns())
+    }
+
     /// The domain.
     pub fn domain(&self) -> &D {
         &self.shared().domain
@@ -310,10 +360,15 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub(crate) fn finish<B>(
         &self,
         buffer: B,
+        made: Made,
         placed: Result<Placed, Failed>,
     ) -> Result<Mapping<B>, MapError<B>> {
         match placed {
             Ok(placed) => {
+                if let (Some(detector), Some(span)) = (&self.shared().detector, placed.span) {
+                    let now_ns = self.shared().clock.now_ns();
+                    detector.mapped(span.range, made.direction, made.at, now_ns);
+                }
                 let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
                 Ok(Mapping::new(buffer, placed, owner))
             }
@@ -424,15 +479,25 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);
             sampler.time(number, calls, time, || shared.allocator.alloc(&request))
         };
-        match alloc(1) {
+        let allocated = match alloc(1) {
             Ok(base) => Ok(base),
             // What is queued holds IOVAs that only wait for a flush: better now than not at all.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
                 shared.flush_for_room(counters)?;
-                Ok(alloc(0)?)
+                alloc(0)
             }
-            Err(error) => Err(error.into()),
-        }
+            Err(error) if !error.reason.is_invalid() && shared.free_held() => alloc(0),
+            Err(error) => Err(error),
+        };
+        allocated.map_err(|error| match error.reason {
+            AllocReason::Exhausted { .. } => {
+                let stats = shared.allocator.stats();
+                let live_ranges = stats.live_ranges.saturating_sub(stats.cached_ranges);
+                let live_bytes = stats.live_bytes;
+                Error::Exhausted { asked: size, limit: shared.limit, live_ranges, live_bytes }
+            }
+            _ => Error::NoIova(error),
+        })
     }
 }
 
@@ -442,8 +507,12 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         span: Option<Span>,
         strictly: bool,
         watched: bool,
+        at: Option<&'static Location<'static>>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
         let (shared, counters) = (&*self.shared, &*self.counters);
+        if let (Some(detector), Some(span)) = (&shared.detector, span) {
+            detector.unmapping(span.range, at, shared.clock.now_ns());
+        }
         let start = shared.sampler.start(counters.unmaps.get());
         let result = match span {
             Some(span) => shared.unmap(span, strictly, watched, counters),
@@ -475,6 +544,21 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
 
     fn note_sync_for_device(&self) {
         self.counters.syncs_for_device.add(1);
+    }
+
+    fn note_persistent_end(&self, bytes: u64) {
+        self.counters.persistent_unmaps.add(1);
+        self.counters.persistent_unmapped_bytes.add(bytes);
+    }
+}
+
+/// The policy in force, and why it is not the one asked for.
+fn choose(config: &Config, deferred_flush: bool) -> Result<(Policy, Option<Fallback>), SetupError> {
+    let policy = config.policy;
+    match trust::against(policy, config.trust, config.detect.is_some(), deferred_flush) {
+        None => Ok((policy, None)),
+        Some(because) if config.demand => Err(Refused { policy, because }.into()),
+        Some(because) => Ok((trust::confined(policy), Some(because))),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use core::{fmt, str::FromStr};
 
-use crate::QueueKind;
+use crate::{Distrust, QueueKind};
 
 /// How mappings are made and unmade: what they cost, and what they promise.
 ///
@@ -144,6 +144,16 @@ pub enum Fallback {
     /// to defer.
     #[error("the domain cannot defer its flushes, so lazy falls back to strict")]
     NoDeferredFlush,
+    /// The device is untrusted: it gets strict protection, whatever was asked for (rule L28).
+    #[error("the device is untrusted ({why}), so it gets strict protection")]
+    Untrusted {
+        /// What speaks against it.
+        why: Distrust,
+    },
+    /// What is unmapped can be told from what was never mapped only if the device no longer
+    /// reaches it.
+    #[error("the use-after-unmap detector is on, which needs strict protection")]
+    Detector,
 }
 
 #[cfg(all(test, not(loom)))]

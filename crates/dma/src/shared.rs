@@ -8,7 +8,8 @@ use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    Stats, TimerKind, Waits,
+    Fallback, Policy, Stats, TimerKind, Trust, Waits,
+    detect::Watchman,
     flush::{Entry, Watch},
     layout::Limits,
     lazy::Lazy,
@@ -16,6 +17,7 @@ use crate::{
     stats::{Count, Counters, FreeCounters, TimeCounter},
     switch::Control,
     thread_time::{BriefSampler, Sampler},
+    trust,
     waits::{OtherWaits, timed},
 };
 
@@ -25,6 +27,9 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) allocator: A,
     /// The policy in force.
     pub(crate) mode: ModeCell,
+    pub(crate) trust: Trust,
+    /// Holds freed IOVAs back, if the device is to be watched.
+    pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
@@ -80,6 +85,8 @@ pub(crate) struct Parts<D, A> {
     pub(crate) domain: D,
     pub(crate) allocator: A,
     pub(crate) mode: ModeCell,
+    pub(crate) trust: Trust,
+    pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,
@@ -97,6 +104,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             domain,
             allocator,
             mode,
+            trust,
+            detector,
             limits,
             limit,
             sampler,
@@ -111,6 +120,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             domain,
             allocator,
             mode,
+            trust,
+            detector,
             limits,
             limit,
             sampler,
@@ -127,6 +138,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             quarantine: Quarantine::default(),
             clones: Mutex::default(),
         }
+    }
+
+    /// Why the device cannot have `policy`; `None` if it can.
+    pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
+        let deferred_flush = self.domain.capabilities().deferred_flush;
+        trust::against(policy, self.trust, self.detector.is_some(), deferred_flush)
     }
 
     /// Removes the translations of `span` and, at once or through a flush queue, what is cached of
@@ -210,9 +227,22 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.free(range);
     }
 
-    /// Gives an IOVA range back to the allocator.
+    /// Gives an IOVA range back to the allocator, or to the detector, which then gives back another.
     pub(crate) fn free(&self, range: Range) {
-        give_back(&self.allocator, range);
+        match &self.detector {
+            None => give_back(&self.allocator, range),
+            Some(detector) => {
+                let mut give_back = |range| give_back(&self.allocator, range);
+                detector.retire(range, self.clock.now_ns(), &mut give_back);
+            }
+        }
+    }
+
+    /// Has the allocator given back what the detector holds; whether it held anything.
+    pub(crate) fn free_held(&self) -> bool {
+        let detector = self.detector.as_ref();
+        detector
+            .is_some_and(|held| held.release_all(&mut |range| give_back(&self.allocator, range)))
     }
 
     /// How much to ask the allocator for: whole granules of its own.
@@ -259,6 +289,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         stats.quarantined = self.quarantine.ranges.get();
         stats.quarantined_bytes = self.quarantine.bytes.get();
         stats.flush_failures = self.flush_failures.get();
+        if let Some(detector) = &self.detector {
+            (stats.withheld, stats.withheld_bytes) = detector.held();
+        }
         self.expiry_time.add_to(&mut stats.expiry_time);
         self.frees.add_to(&mut stats);
         let queues = &self.lazy.queues;
@@ -275,6 +308,7 @@ impl<D: Domain, A: Allocator> Drop for Shared<D, A> {
     /// Rule L30. Unlike in Linux the domain and the allocator may outlive the device: so what is
     /// queued is flushed one last time, and only what that covers is given back.
     fn drop(&mut self) {
+        self.free_held();
         self.lazy.timer.stop();
         if self.lazy.queues.len() == 0 {
             return;

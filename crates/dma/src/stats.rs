@@ -84,6 +84,15 @@ pub struct Stats {
     pub quarantined: u64,
     /// The same in bytes of address space.
     pub quarantined_bytes: u64,
+    /// Freed IOVA ranges that the use-after-unmap detector holds back now.
+    pub withheld: u64,
+    /// The same in bytes of address space.
+    pub withheld_bytes: u64,
+    /// Persistent mappings now. The device reaches them whatever the policy: they are exposed by
+    /// choice, and count as neither strict nor lazy.
+    pub persistent: u64,
+    /// The same in bytes of their buffers.
+    pub persistent_bytes: u64,
     /// How long unmapped memory stayed reachable.
     pub exposure: Exposure,
     /// Thread time in map calls.
@@ -136,6 +145,10 @@ pub(crate) struct Counters {
     pub(crate) alloc_time: BriefCounter,
     pub(crate) frees: FreeCounters,
     pub(crate) waits: CallerWaits,
+    pub(crate) persistent_maps: AtomicU64,
+    pub(crate) persistent_bytes: AtomicU64,
+    pub(crate) persistent_unmaps: AtomicU64,
+    pub(crate) persistent_unmapped_bytes: AtomicU64,
 }
 
 /// What was given back to the allocator.
@@ -172,6 +185,11 @@ impl Counters {
         self.unmap_time.add_to(&mut stats.unmap_time);
         self.alloc_time.add_to(&mut stats.alloc_time);
         self.frees.add_to(stats);
+        // What is unmapped was mapped by the same clone; but the counts are read one by one.
+        let now = |mapped: &AtomicU64, unmapped: u64| mapped.get().saturating_sub(unmapped);
+        let (unmaps, bytes) = (self.persistent_unmaps.get(), self.persistent_unmapped_bytes.get());
+        stats.persistent += now(&self.persistent_maps, unmaps);
+        stats.persistent_bytes += now(&self.persistent_bytes, bytes);
     }
 }
 

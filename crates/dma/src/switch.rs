@@ -78,15 +78,15 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         if policy == Policy::Off || before == Policy::Off {
             return Err(SwitchError::Off { from: before, to: policy });
         }
+        if let Some(because) = self.refuses(policy) {
+            return Err(SwitchError::Fallback(because));
+        }
         match policy.queue_kind() {
             Some(kind) if before.queue_kind() == Some(kind) => {
                 let bounds_bytes = self.mode.get().bounds_bytes();
                 self.mode.set(Mode::new(policy, bounds_bytes));
             }
             Some(kind) => {
-                if !self.domain.capabilities().deferred_flush {
-                    return Err(SwitchError::Fallback(Fallback::NoDeferredFlush));
-                }
                 self.start_timer().map_err(|_| SwitchError::Thread)?;
                 let tuning = *control.of_kind(kind);
                 let result = self.queue_as(policy, &tuning);

@@ -1,6 +1,6 @@
 //! Mapping together what is submitted together.
 
-use core::{fmt, mem::ManuallyDrop};
+use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::collections::VecDeque;
 
 use ringfence_iommu::{Domain, SyncToken};
@@ -9,7 +9,7 @@ use ringfence_iova::Allocator;
 use super::flights::{Flight, Flights, join};
 use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
-    device::Failed,
+    device::{Failed, Made},
     mapper::{Pieces, Sync},
     mapping::Placed,
     stats::Count,
@@ -36,6 +36,7 @@ struct Member<B, T> {
     /// Leaked rather than dropped while it is mapped, should something panic.
     buffer: ManuallyDrop<B>,
     placed: Placed,
+    made: Made,
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
@@ -52,6 +53,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     ///
     /// # Errors
     /// As [`Device::map`]; nothing was added, and `tag` is given back.
+    #[track_caller]
     pub fn push(&mut self, buffer: B, direction: Direction, tag: T) -> Result<(), (T, MapError<B>)>
     where
         B: DmaBuffer<D::Target>,
@@ -59,6 +61,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         self.add(buffer, direction, tag, |buffer, each| buffer.for_each_segment(each))
     }
 
+    #[track_caller]
     fn add(
         &mut self,
         buffer: B,
@@ -70,7 +73,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let pieces: Pieces<'_, D::Target> = &|each| list(&buffer, each);
         match self.device.place(pieces, direction, Sync::Later) {
             Ok(placed) => {
-                self.gathered.push(Member { tag, buffer, placed });
+                let made = Made { direction, at: Location::caller() };
+                self.gathered.push(Member { tag, buffer, placed, made });
                 Ok(())
             }
             Err(failed) => Err((tag, self.device.failed(ManuallyDrop::into_inner(buffer), failed))),
@@ -145,7 +149,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
             while flight.members > 0 {
                 // Counted first: should the caller's code panic, the rest is still in step.
                 flight.members -= 1;
-                let Some(Member { tag, buffer, placed }) = self.begun.pop_front() else { break };
+                let Some(Member { tag, buffer, placed, made }) = self.begun.pop_front() else {
+                    break;
+                };
                 handed_out += 1;
                 let outcome = match over {
                     Ok(()) => Ok(placed),
@@ -158,7 +164,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                         Err(Failed { error: Error::Domain(error), undone })
                     }
                 };
-                each(tag, device.finish(ManuallyDrop::into_inner(buffer), outcome));
+                each(tag, device.finish(ManuallyDrop::into_inner(buffer), made, outcome));
             }
             self.flights.land();
         }
@@ -190,6 +196,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, Vec<B>, T
     ///
     /// # Errors
     /// As [`Device::map_sg`]; nothing was added, and `tag` is given back.
+    #[track_caller]
     pub fn push_sg(
         &mut self,
         list: Vec<B>,

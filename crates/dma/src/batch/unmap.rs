@@ -2,7 +2,7 @@
 
 #![allow(clippy::result_large_err, reason = "a mapping that is given back is moved as it came")]
 
-use core::fmt;
+use core::{fmt, panic::Location};
 use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_iommu::{Domain, Gather, Range, Result, SyncToken};
@@ -62,6 +62,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     ///
     /// # Errors
     /// The mapping is of another device; it is given back.
+    #[track_caller]
     pub fn push(&mut self, mapping: Mapping<B>, tag: T) -> core::result::Result<(), Mapping<B>> {
         self.add(mapping, tag, false)
     }
@@ -71,6 +72,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     ///
     /// # Errors
     /// As [`push`](Self::push).
+    #[track_caller]
     pub fn push_watched(
         &mut self,
         mapping: Mapping<B>,
@@ -79,6 +81,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         self.add(mapping, tag, true)
     }
 
+    #[track_caller]
     fn add(
         &mut self,
         mapping: Mapping<B>,
@@ -86,6 +89,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         watched: bool,
     ) -> core::result::Result<(), Mapping<B>> {
         let parts = mapping.into_parts(self.port.device_id())?;
+        let shared = &*self.port.shared;
+        if let (Some(detector), Some(span)) = (&shared.detector, parts.span()) {
+            detector.unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
+        }
         self.gathered.push(Member { tag, parts, watched, state: State::Open(None) });
         Ok(())
     }
@@ -119,7 +126,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     fn unmap_each(&mut self) {
         let members = self.gathered.len();
         for mut member in self.gathered.drain(..) {
-            let unmapped = self.port.unmap(member.parts.span(), false, member.watched);
+            let unmapped = self.port.unmap(member.parts.span(), false, member.watched, None);
             member.state = State::Known(unmapped);
             self.begun.push_back(member);
         }
@@ -154,6 +161,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 && let Some(&(_, error)) = failed.iter().find(|(held, _)| held.covers(range))
             {
                 shared.quarantine(range);
+                counters.unmap_failures.add(1);
                 member.state = State::Known(Err(error));
             } else if member.watched {
                 let since_ns = shared.clock.now_ns();

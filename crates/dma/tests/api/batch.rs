@@ -10,6 +10,8 @@ use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, STATUS}
 
 type Unmaps = UnmapBatch<std::sync::Arc<MockDomain>, std::sync::Arc<EagerAllocator>, Buf, usize>;
 type Maps = MapBatch<std::sync::Arc<MockDomain>, std::sync::Arc<EagerAllocator>, Buf, usize>;
+/// Buffers that came back, and those that did not, by their tags.
+type Polled = (Vec<(usize, Buf)>, Vec<(usize, UnmapError<Buf>)>);
 
 /// Maps pages far apart in memory, which the allocator puts side by side.
 fn map_pages(bench: &Bench, count: u64) -> Vec<Mapping<Buf>> {
@@ -18,7 +20,7 @@ fn map_pages(bench: &Bench, count: u64) -> Vec<Mapping<Buf>> {
 }
 
 /// The buffers that come back, by tag, and the tags of those that do not.
-fn poll(batch: &mut Unmaps) -> (Vec<(usize, Buf)>, Vec<(usize, UnmapError<Buf>)>) {
+fn poll(batch: &mut Unmaps) -> Polled {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     batch.poll(|tag, returned| match returned {
         Ok(returned) => good.push((tag, returned.buffer)),
