@@ -8,6 +8,8 @@ use ringfence_sync::{
 /// How long calls of the domain that wait for the device took, in nanoseconds by the environment's
 /// clock, by what they were for. All clones of a device together; failed ones included.
 ///
+/// The sync of a batch that is only asked after, and never waited for, is not here: nobody waited.
+///
 /// Of these, mappers wait for `map`, unmappers for `unmap` and `full`, and nobody for `timer`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Waits {

@@ -157,3 +157,24 @@ fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
     assert!(stats.flushes > flushes + 200, "the queues were filled many times: {stats:?}");
     assert!(stats.bound_flushes >= 199, "{stats:?}");
 }
+
+#[test]
+fn batches_take_nothing_from_the_heap_once_they_have_grown() {
+    for policy in Policy::ALL {
+        let device = device(policy, FlushTuning { slots: 256, ..FlushTuning::of(policy) });
+        let (mut maps, mut unmaps) = (device.map_batch(), device.unmap_batch());
+        let mut before = 0;
+        for round in 0..1000 {
+            if round == 2 {
+                before = ALLOCATIONS.with(Cell::get);
+            }
+            for n in 0..16 {
+                assert!(maps.push(Piece(n << 20), Direction::ToDevice, n).is_ok());
+            }
+            maps.finish(|n, mapping| unmaps.push(mapping.unwrap(), n).unwrap());
+            unmaps.finish(|_, returned| drop(returned.unwrap()));
+        }
+        let allocations = ALLOCATIONS.with(Cell::get) - before;
+        assert_eq!(allocations, 0, "{policy}");
+    }
+}
