@@ -24,6 +24,7 @@ use super::{
     row::Line,
     space::Space,
     target::{DiskChoice, Target},
+    tuning::Tuning,
 };
 use crate::{
     allocators::AllocatorKind,
@@ -56,10 +57,8 @@ pub struct Options {
     pub queues: Option<u16>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub run_pages: usize,
-    /// Slots of a flush queue; `None`: as Linux tunes it.
-    pub flush_queue_slots: Option<usize>,
-    /// Its timer in milliseconds; `None`: as Linux tunes it.
-    pub flush_queue_ms: Option<u64>,
+    /// How policies are carried out.
+    pub tuning: Tuning,
     /// How to show progress.
     pub progress: Kind,
 }
@@ -91,6 +90,10 @@ const MOST_PIECES: usize = 1000;
 /// Nothing could be measured at all: the jobs do not fit, the disk cannot be had.
 pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
     options.space.check(&options.allocators)?;
+    options.tuning.check(&options.rows)?;
+    if options.rows.contains(&Row::Persistent) {
+        bail!(Usage("persistent: buffers cannot stay mapped yet".to_owned()));
+    }
     let lines = Line::all(&options.rows, &options.allocators);
     let mut jobs = file.jobs;
     let mut warnings: Vec<String> = file.warnings.iter().map(ToString::to_string).collect();
@@ -334,9 +337,14 @@ impl Stage<'_> {
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         match row {
-            Row::Policy(policy) => {
+            Row::Policy(_) | Row::Persistent => {
                 let plan = Plan {
-                    policy,
+                    policy: match row {
+                        Row::Policy(policy) => policy,
+                        // What is mapped once needs one sync, and is unmapped for good.
+                        _ => Policy::StrictMap,
+                    },
+                    persistent: row == Row::Persistent,
                     // Under `off` it is never asked.
                     allocator: allocator.unwrap_or_default(),
                     space: self.options.space,
@@ -349,8 +357,7 @@ impl Stage<'_> {
                     pieces: pages.div_ceil(run_pages) + 1,
                     buffers: all,
                     run_pages,
-                    flush_queue_slots: self.options.flush_queue_slots,
-                    flush_queue_ms: self.options.flush_queue_ms,
+                    tuning: self.options.tuning,
                 };
                 self.run_linked(&plan, &dealt, round)
             }

@@ -1,0 +1,166 @@
+//! How a policy is carried out, as far as its name does not say.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Row, Usage};
+
+/// How a policy is carried out, as far as its name does not say. `None`: as Linux tunes it, or
+/// without a bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// Slots of a flush queue, which holds one entry less.
+    pub flush_queue_slots: Option<usize>,
+    /// How long an unmapped range waits for its flush at most, milliseconds.
+    pub flush_queue_ms: Option<u64>,
+    /// Entries of a flush queue from which on its flush is started before it is full.
+    pub high_water: Option<usize>,
+    /// The longest that memory may stay reachable after it was unmapped, milliseconds.
+    pub max_exposure_ms: Option<u64>,
+    /// The most bytes that may be unmapped and reachable at once.
+    pub max_exposure_bytes: Option<u64>,
+    /// The most requests that are mapped, or unmapped, with one sync.
+    pub batch: u32,
+    /// Whether the disk is trusted.
+    pub trust: TrustChoice,
+}
+
+impl Tuning {
+    /// What `batch` is without being told.
+    pub const BATCH: u32 = 64;
+    /// The largest `batch`: what the longest queue holds.
+    pub const MOST_BATCH: u32 = 1024;
+
+    /// Whether `rows` can be run like this.
+    ///
+    /// # Errors
+    /// Wrong usage: values that exclude each other, or nobody there to heed them.
+    pub fn check(&self, rows: &[Row]) -> Result<(), Usage> {
+        if let (Some(mark), Some(slots)) = (self.high_water, self.flush_queue_slots)
+            && mark >= slots
+        {
+            return Err(Usage(format!(
+                "--high-water {mark}: a flush queue of {slots} slots holds {} entries",
+                slots.saturating_sub(1)
+            )));
+        }
+        let lazy = rows.iter().any(|row| matches!(row, Row::Policy(policy) if policy.is_lazy()));
+        let bounds = [
+            ("--max-exposure-ms", self.max_exposure_ms.is_some()),
+            ("--max-exposure-bytes", self.max_exposure_bytes.is_some()),
+            ("--high-water", self.high_water.is_some()),
+        ];
+        match bounds.into_iter().find(|(_, given)| *given && !lazy) {
+            Some((option, _)) => Err(Usage(format!(
+                "{option}: only lazy policies leave unmapped memory exposed, and none is asked for"
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Default for Tuning {
+    fn default() -> Tuning {
+        Tuning {
+            flush_queue_slots: None,
+            flush_queue_ms: None,
+            high_water: None,
+            max_exposure_ms: None,
+            max_exposure_bytes: None,
+            batch: Tuning::BATCH,
+            trust: TrustChoice::default(),
+        }
+    }
+}
+
+/// Whether the disk is trusted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TrustChoice {
+    /// As the machine tells.
+    #[default]
+    Auto,
+    /// It may have any policy.
+    Trusted,
+    /// It gets a strict policy, whatever was asked for.
+    Untrusted,
+}
+
+impl TrustChoice {
+    /// All of them.
+    pub const ALL: [TrustChoice; 3] =
+        [TrustChoice::Auto, TrustChoice::Trusted, TrustChoice::Untrusted];
+
+    /// Its name on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TrustChoice::Auto => "auto",
+            TrustChoice::Trusted => "trusted",
+            TrustChoice::Untrusted => "untrusted",
+        }
+    }
+}
+
+impl fmt::Display for TrustChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for TrustChoice {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|trust| trust.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(TrustChoice::name).join(", ");
+            format!("{name:?} says nothing of trust: there are {names}")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(list: &str) -> Vec<Row> {
+        Row::parse_list(list).unwrap()
+    }
+
+    #[test]
+    fn a_bound_that_no_row_heeds_is_wrong_usage() {
+        let bounds = [
+            Tuning { max_exposure_ms: Some(5), ..Tuning::default() },
+            Tuning { max_exposure_bytes: Some(1 << 20), ..Tuning::default() },
+            Tuning { high_water: Some(100), ..Tuning::default() },
+        ];
+        let options = ["--max-exposure-ms", "--max-exposure-bytes", "--high-water"];
+        for (tuning, option) in bounds.into_iter().zip(options) {
+            for list in ["host", "off,strict+map", "persistent"] {
+                let error = tuning.check(&rows(list)).unwrap_err();
+                assert!(error.0.contains(option), "{error}");
+            }
+            tuning.check(&rows("off,lazy-mq")).unwrap();
+        }
+        Tuning::default().check(&rows("off")).unwrap();
+    }
+
+    #[test]
+    fn a_mark_lies_within_its_queue() {
+        let at = |mark| Tuning {
+            flush_queue_slots: Some(256),
+            high_water: Some(mark),
+            ..Tuning::default()
+        };
+        at(255).check(&rows("lazy-sq")).unwrap();
+        assert!(at(256).check(&rows("lazy-sq")).unwrap_err().0.contains("holds 255"));
+    }
+
+    #[test]
+    fn trust_has_names() {
+        for trust in TrustChoice::ALL {
+            assert_eq!(trust.to_string().parse(), Ok(trust));
+        }
+        assert!("maybe".parse::<TrustChoice>().unwrap_err().contains("auto, trusted, untrusted"));
+    }
+}
