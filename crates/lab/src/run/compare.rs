@@ -17,7 +17,7 @@ use super::{
     Row, Usage,
     device::{DiskKind, open_disk},
     engine::{self, Content, Control, JobClone, Phase},
-    figures::{Conducted, Notes, iommu_sample},
+    figures::{Conducted, Notes, exposure_sample, iommu_sample},
     link::{Link, Plan, local_buffers},
     path::{FilePath, MemoryPath, Path},
     probe::Found,
@@ -133,6 +133,7 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
     comparison.placement = options.space.placement.to_string();
     comparison.aperture_bits = options.space.aperture_bits;
     comparison.live_ranges = options.space.live;
+    comparison.tuning = options.tuning;
     comparison.warnings = warnings;
     let per_set = (stages.len() * lines.len()) as u32;
     let expected: Duration = stages
@@ -240,11 +241,7 @@ impl Stage<'_> {
                 let samples = measured.samples.into_iter().zip(measured.notes);
                 for (kept, (sample, notes)) in results.iter_mut().zip(samples) {
                     kept.effective_policy.clone_from(&measured.effective);
-                    for warning in &measured.warnings {
-                        if !kept.warnings.contains(warning) {
-                            kept.warnings.push(warning.clone());
-                        }
-                    }
+                    kept.fallback.clone_from(&measured.fallback);
                     if notes.torn && !kept.warnings.iter().any(|warning| warning == TORN) {
                         kept.warnings.push(TORN.to_owned());
                     }
@@ -437,11 +434,15 @@ impl Stage<'_> {
         drop(paths);
         // What is queued still was exposed until now.
         link.dma.flush().context("the last flush")?;
-        let exposure = link.dma.stats().exposure;
+        let exposure = protected.then(|| exposure_sample(&link.dma.stats()));
         let fallback = link.dma.fallback().map(|why| why.to_string());
-        let effective = link.dma.effective_policy();
+        // What keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
+        let effective = match plan.persistent {
+            true => Row::Persistent.to_string(),
+            false => link.dma.effective_policy().to_string(),
+        };
         let report = link.close()?;
-        let stale = protected.then(|| StaleWindow {
+        let stale = exposure.map(|exposure| StaleWindow {
             max_ms: found.max_ns as f64 / 1e6,
             byte_ms: exposure.byte_ns as f64 / 1e6,
             accesses: found.accesses,
@@ -461,16 +462,10 @@ impl Stage<'_> {
                 let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
                 sample.kicks = sample.kicks.map(|own| own + kicks as u64);
                 sample.stale = stale;
+                sample.exposure = exposure;
                 sample.iotlb = iotlb;
             });
-        Ok(Measured {
-            samples,
-            notes,
-            effective: effective.to_string(),
-            warnings: fallback.into_iter().collect(),
-            leak,
-            failure: None,
-        })
+        Ok(Measured { samples, notes, effective, fallback, leak, failure: None })
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
@@ -591,7 +586,8 @@ struct Measured {
     /// One a job.
     notes: Vec<Notes>,
     effective: String,
-    warnings: Vec<String>,
+    /// Why that is another policy than the one asked for.
+    fallback: Option<String>,
     leak: Option<String>,
     /// What broke a round that leaked.
     failure: Option<anyhow::Error>,

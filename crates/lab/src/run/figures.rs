@@ -8,7 +8,7 @@ use ringfence_virtio_iommu::driver::Stats as IommuStats;
 use super::engine::{Counted, Ran};
 use crate::{
     job::Job,
-    report::{IommuSample, Sample},
+    report::{ExposureSample, IommuSample, Sample, WaitsSample},
     stats::Latencies,
 };
 
@@ -121,5 +121,17 @@ pub(super) fn iommu_sample(
         requests: part(iommu.requests() as f64),
         syncs: part(iommu.syncs as f64),
         sync_wait,
+        waits: WaitsSample::default(),
+    }
+}
+
+/// What lay exposed in a round, by the account at its very end: after the last flush, when all that
+/// was mapped is unmapped and nothing is queued any more.
+pub(super) fn exposure_sample(dma: &DmaStats) -> ExposureSample {
+    ExposureSample {
+        max_ns: dma.exposure.max_age_ns,
+        byte_ns: dma.exposure.byte_ns,
+        mapped_bytes: dma.bytes,
+        late_releases: 0,
     }
 }

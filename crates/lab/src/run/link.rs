@@ -63,7 +63,6 @@ pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
 pub(crate) struct Plan {
     pub(crate) policy: Policy,
     /// Whether buffers are mapped once and stay mapped.
-    #[expect(dead_code, reason = "`compare` refuses such rows until there is a path for them")]
     pub(crate) persistent: bool,
     /// Who hands out I/O virtual addresses, and from where.
     pub(crate) allocator: AllocatorKind,
