@@ -62,9 +62,10 @@ fn the_json_holds_every_field_of_the_contract() {
             "/syncs_per_io",
             "/stale_window",
             "/iotlb",
+            "/exposure/byte_ms_per_gib",
         ] {
             let protected = policy != "off" && policy != "host";
-            let found = row.pointer(path).expect(path);
+            let found = row.pointer(path).unwrap_or(&Value::Null);
             assert_eq!(!found.is_null(), protected, "{policy}: {path} is {found}");
         }
         number(row, "/kicks_per_io");
@@ -83,6 +84,33 @@ fn the_json_holds_every_field_of_the_contract() {
         number(row, "/stale_window/byte_ms");
         assert!(number(row, "/iotlb/hits") + number(row, "/iotlb/misses") > 0.0);
     }
+
+    // What lies open, and until when: a promise and a figure that agree.
+    for policy in policies(&json, 0) {
+        let row = row(&json, 0, policy);
+        let wanted = match policy {
+            "host" => Value::Null,
+            "off" => "always".into(),
+            policy if policy.starts_with("lazy") => "flush".into(),
+            _ => "none".into(),
+        };
+        let reach = row.pointer("/exposure/reach").unwrap_or(&Value::Null);
+        assert_eq!(*reach, wanted, "{policy}");
+        assert!(row["fallback"].is_null() && row.get("fallback").is_some(), "{policy}");
+        if wanted == "none" {
+            assert_eq!(number(row, "/exposure/byte_ms"), 0.0, "{policy}");
+        } else if wanted == "flush" {
+            let figures = ["/exposure/byte_ms_per_gib", "/exposure/max_ms", "/exposure/byte_ms"];
+            assert!(figures.iter().all(|figure| number(row, figure) > 0.0), "{row}");
+            // Two sums of the same: they may round differently.
+            let [one, other] =
+                ["/exposure/byte_ms", "/stale_window/byte_ms"].map(|p| number(row, p));
+            assert!((one - other).abs() <= 1e-9 * one, "{policy}: {one} {other}");
+        }
+    }
+    let default = &json["tuning"];
+    assert_eq!((&default["batch"], &default["trust"]), (&64.into(), &"auto".into()));
+    assert!(default["max_exposure_ms"].is_null() && default["flush_queue_slots"].is_null());
 
     // The policies differ in what they ask of the IOMMU, whatever the machine.
     let of = |policy, path| number(row(&json, 0, policy), path);
@@ -122,6 +150,10 @@ fn the_table_has_a_row_for_each_policy_and_names_disk_and_notify_mode() {
     }
     assert!(ended.out.contains("disk paced"), "{ended}");
     assert!(ended.out.contains("notify sleep"), "{ended}");
+    // What off leaves open is no number.
+    let line = ended.out.lines().find(|line| line.trim_start().starts_with("off ")).unwrap();
+    assert!(line.contains(" open ") && ended.out.contains("lies  open"), "{ended}");
+    assert!(ended.out.contains("\nwaits: strict "), "{ended}");
     // Progress went elsewhere, as plain lines.
     assert!(ended.err.contains("warm-up") && !ended.err.contains('\u{1b}'), "{ended}");
     assert!(!ended.out.contains("warm-up") && !ended.out.contains('\u{1b}'), "{ended}");
@@ -156,7 +188,12 @@ fn each_policy_that_maps_is_run_with_each_allocator_in_order() {
     assert_eq!(rows, wanted);
     // People see both names.
     for name in ["strict+map/rbtree", "strict+map/ringfence", "lazy-mq/bitmap"] {
-        assert_eq!(ended.out.matches(name).count(), 1, "{name}\n{ended}");
+        // Name, figure, ratio: what is told below the table has other words.
+        let row = |line: &&str| {
+            let mut words = line.split_whitespace();
+            words.next() == Some(name) && words.nth(1).is_some_and(|word| word.ends_with('%'))
+        };
+        assert_eq!(ended.out.lines().filter(row).count(), 1, "{name}\n{ended}");
     }
 }
 
@@ -173,7 +210,8 @@ fn the_report_is_one_file_that_needs_no_other() {
     for policy in ["host"].iter().chain(&POLICIES) {
         assert!(page.contains(policy), "{policy}");
     }
-    for part in ["paced", "adaptive", "<svg", "pages"] {
+    for part in ["paced", "adaptive", "<svg", "pages", "The price of safety", "class=\"frontier\""]
+    {
         assert!(page.contains(part), "{part}");
     }
     // A name space is an address that nothing is fetched from.

@@ -14,14 +14,14 @@ use crate::stats::Estimate;
 const WIDTH: f64 = 880.0;
 const HEIGHT: f64 = 340.0;
 /// The plot: left, right, top and bottom.
-const LEFT: f64 = 56.0;
+const LEFT: f64 = 72.0;
 const RIGHT: f64 = WIDTH - 8.0;
 const TOP: f64 = 26.0;
 const BOTTOM: f64 = HEIGHT - 48.0;
 /// How wide either edge is.
 const EDGE: f64 = 150.0;
 /// What a label takes: a letter's width, a line's height.
-const LETTER: f64 = 7.0;
+const LETTER: f64 = 7.6;
 const LINE: f64 = 15.0;
 /// Ratios beyond are drawn at the border: a round that met a pause must not flatten all others.
 const MOST: f64 = 4.0;
@@ -169,6 +169,10 @@ impl Ratios {
         BOTTOM - part.clamp(0.0, 1.0) * (BOTTOM - TOP)
     }
 
+    fn holds(&self, ratio: f64) -> bool {
+        (self.first..=self.last).contains(&ratio)
+    }
+
     fn ticks(&self) -> impl Iterator<Item = f64> {
         let count = ((self.last - self.first) / self.step).round() as u32;
         (0..=count).map(|n| self.first + f64::from(n) * self.step)
@@ -210,15 +214,13 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
     frontier(page, &marks);
     for (x, y, point) in &marks {
         if let Some((lo, hi)) = point.interval {
-            let (from, to) = (ratios.y(lo), ratios.y(hi));
             let (one, other) = (x - 4.0, x + 4.0);
-            put(
-                page,
-                format_args!(
-                    "<path class=\"whisker\" d=\"M{x:.1} {from:.1}V{to:.1}\
-                     M{one:.1} {from:.1}H{other:.1}M{one:.1} {to:.1}H{other:.1}\"/>\n"
-                ),
-            );
+            let mut path = format!("M{x:.1} {:.1}V{:.1}", ratios.y(lo), ratios.y(hi));
+            // An end that lies beyond the plot is none.
+            for end in [lo, hi].into_iter().filter(|end| ratios.holds(*end)) {
+                put(&mut path, format_args!("M{one:.1} {:.1}H{other:.1}", ratios.y(end)));
+            }
+            put(page, format_args!("<path class=\"whisker\" d=\"{path}\"/>\n"));
         }
         put(
             page,
@@ -235,10 +237,9 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
 
 fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {
     let middle = (TOP + BOTTOM) / 2.0;
-    for (from, name, hint) in [
-        (LEFT, "nothing", "strict"),
-        (RIGHT - EDGE, "without bound", "as long as mapped, or always"),
-    ] {
+    for (from, name, hint) in
+        [(LEFT, "nothing", "strict"), (RIGHT - EDGE, "without bound", "off, persistent")]
+    {
         let at = from + EDGE / 2.0;
         put(
             page,
@@ -282,8 +283,8 @@ fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {
         page,
         format_args!(
             "<text x=\"{:.1}\" y=\"{:.1}\" class=\"hint\">exposure, MiB × ms a GiB</text>\n\
-             <text x=\"14\" y=\"{middle:.1}\" class=\"hint\" \
-             transform=\"rotate(-90 14 {middle:.1})\">against off</text>\n",
+             <text x=\"12\" y=\"{middle:.1}\" class=\"hint\" \
+             transform=\"rotate(-90 12 {middle:.1})\">against off</text>\n",
             (LEFT + RIGHT) / 2.0,
             BOTTOM + 36.0
         ),
@@ -325,10 +326,9 @@ fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
             let at = |left: f64| Rect::new(left, y + dy - LINE / 2.0, wide, LINE);
             [at(x + 9.0), at(x - 9.0 - wide), at(x - wide / 2.0)]
         };
-        // Right, left, then above and below, ever farther.
-        let steps = (1..16).flat_map(|n| [-LINE * f64::from(n), LINE * f64::from(n)]);
-        let places: Vec<Rect> =
-            beside(0.0)[..2].iter().copied().chain(steps.flat_map(beside)).collect();
+        // A little above or below, where the line does not run; then ever farther.
+        let steps = (0..16).map(|n| 10.0 + LINE * f64::from(n)).flat_map(|dy| [-dy, dy]);
+        let places: Vec<Rect> = steps.flat_map(beside).collect();
         let within = || places.iter().filter(|place| frame.holds(place));
         let free = within().find(|place| taken.iter().all(|other| !place.meets(other)));
         // A crowd without any room: what overlaps is still in the table.
@@ -336,7 +336,7 @@ fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
             continue;
         };
         let base = place.top + LINE - 4.0;
-        if (place.top + LINE / 2.0 - y).abs() > LINE {
+        if (place.top + LINE / 2.0 - y).abs() > 1.2 * LINE {
             let (to_x, to_y) = (x.clamp(place.left, place.right), place.top + LINE / 2.0);
             put(
                 page,
