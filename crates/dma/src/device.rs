@@ -7,15 +7,17 @@ use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Align, Allocator, Request};
 
 use crate::{
-    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapError, Mapping,
-    Policy, SetupError, SharedMemory, Stats, TimerKind,
-    flush::{self, FlushQueues, Timer},
+    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, FlushTuning, MapError,
+    Mapping, Policy, SetupError, SharedMemory, Stats, SwitchError, TuningError, Waits,
     layout::Limits,
+    lazy::Lazy,
     mapper::{Mapper, Pieces, measure},
     mapping::{Owner, Placed},
+    mode::{Mode, ModeCell},
     segment::Segments,
-    shared::{Lazy, Parts, Shared, Span, Unmapped},
+    shared::{Parts, Shared, Span, Unmapped},
     stats::{Count, Counters},
+    switch::Control,
     thread_time::{BriefSampler, Sampler},
 };
 
@@ -106,51 +108,25 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         } else {
             (config.policy, None)
         };
+        let control = Control::new(policy, fallback, config.flush)?;
         let Environment { clock, cpu, thread_clock } = environment;
-        let rings = if policy.is_per_cpu() { cpu.count() } else { 1 };
-        let mut no_thread = false;
-        // Rule L27: the timer's thread holds a reference that leads nowhere until all is made.
-        let shared = Arc::new_cyclic(|weak: &std::sync::Weak<Shared<D, A>>| {
-            let timer = match config.timer {
-                TimerKind::Thread if policy.is_lazy() => {
-                    let weak = weak.clone();
-                    let expire = move || match weak.upgrade() {
-                        // A flush that fails is counted, and tried again: the timer is armed.
-                        Some(shared) => shared.expire().map_or(true, |()| true),
-                        None => false,
-                    };
-                    Timer::spawn(Arc::clone(&clock), expire).unwrap_or_else(|_| {
-                        no_thread = true;
-                        Timer::manual()
-                    })
-                }
-                _ => Timer::manual(),
-            };
-            let lazy = policy.is_lazy().then(|| {
-                let (slots, ms) = tuning(&config, policy);
-                Lazy {
-                    queues: FlushQueues::new(rings, slots),
-                    interval_ns: ms.saturating_mul(1_000_000),
-                    timer,
-                }
-            });
-            Shared::new(Parts {
-                limits: Limits::new(&config, granule),
-                limit: config.limit.0.min(geometry.aperture.last().0),
-                sampler: Sampler::new(thread_clock, config.sample_every),
-                brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
-                domain,
-                allocator,
-                policy,
-                fallback,
-                clock,
-                cpu,
-                lazy,
-            })
-        });
-        if no_thread {
-            return Err(SetupError::Thread);
-        }
+        // Rule L27: it becomes lazy, if it is to, as one becomes it that is in use.
+        let at_first = Mode::new(policy.to_strict(), false);
+        let shared = Arc::new(Shared::new(Parts {
+            mode: ModeCell::new(at_first),
+            limits: Limits::new(&config, granule),
+            limit: config.limit.0.min(geometry.aperture.last().0),
+            sampler: Sampler::new(thread_clock, config.sample_every),
+            brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
+            domain,
+            allocator,
+            clock,
+            lazy: Lazy::new(cpu.count()),
+            cpu,
+            timer_kind: config.timer,
+            control,
+        }));
+        shared.begin(policy)?;
         Ok(Device { port: Port::new(shared) })
     }
 
@@ -205,12 +181,47 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     /// The policy in force.
     pub fn effective_policy(&self) -> Policy {
-        self.shared().policy
+        self.shared().mode.get().policy()
     }
 
     /// Why the policy in force is not the one asked for; `None` if it is.
     pub fn fallback(&self) -> Option<Fallback> {
-        self.shared().fallback
+        self.shared().fallback()
+    }
+
+    /// Changes the policy of the device and all its clones, in use or not (rule L27).
+    ///
+    /// What is unmapped after this has returned keeps to the new policy, and everything that was
+    /// unmapped lazily before, with other queues or with none from now on, has been flushed and
+    /// released. An unmap that is under way meanwhile keeps to either policy.
+    ///
+    /// Each kind of flush queue keeps the tuning that was last set for it.
+    ///
+    /// # Errors
+    /// From `off` or to `off`; to a lazy policy on a domain that cannot defer flushes; a flush that
+    /// failed. See [`SwitchError`] for which policy is in force then.
+    pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
+        self.shared().set_policy(policy)
+    }
+
+    /// How the flush queues in use are tuned; under a policy that is not lazy, those that were last.
+    pub fn flush_tuning(&self) -> FlushTuning {
+        self.shared().flush_tuning()
+    }
+
+    /// Tunes the flush queues of one kind, for the device and all its clones.
+    ///
+    /// If the policy is lazy, this is the kind in use from now on (the policy becomes its
+    /// [sibling](Policy::with_queue_kind)), and what was queued is flushed, so that the new bounds
+    /// hold for every unmap that begins when this has returned. (One that is under way, with none of
+    /// its bytes reserved, flushes before it returns instead of being queued.) If the policy is not
+    /// lazy, the tuning is kept until it is.
+    ///
+    /// # Errors
+    /// The tuning makes no sense, there is no memory for it, or that flush failed; see
+    /// [`TuningError`] for whether it is in force then.
+    pub fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
+        self.shared().set_flush_tuning(tuning)
     }
 
     /// The domain.
@@ -245,12 +256,18 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().expire()
     }
 
+    /// Who waited for the device, how often and how long, in the calls of all clones and apart from
+    /// them.
+    pub fn waits(&self) -> Waits {
+        self.shared().waits()
+    }
+
     /// What was done so far, by all clones together.
     pub fn stats(&self) -> Stats {
         self.shared().stats()
     }
 
-    fn shared(&self) -> &Shared<D, A> {
+    fn shared(&self) -> &Arc<Shared<D, A>> {
         &self.port.shared
     }
 
@@ -275,7 +292,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     fn place(&self, pieces: Pieces<'_, D::Target>, direction: Direction) -> Result<Placed, Failed> {
         let (shared, counters) = (self.shared(), &*self.port.counters);
         let start = shared.sampler.start(counters.maps.get());
-        let placed = if shared.policy == Policy::Off {
+        let placed = if shared.mode.get().is_off() {
             self.place_unmapped(pieces)
         } else {
             self.place_mapped(pieces, direction)
@@ -362,7 +379,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Ok(base) => Ok(base),
             // What is queued holds IOVAs that only wait for a flush: better now than not at all.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
-                shared.flush()?;
+                shared.flush_for_room(counters)?;
                 Ok(alloc(0)?)
             }
             Err(error) => Err(error.into()),
@@ -408,16 +425,6 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     }
 }
 
-/// Slots and milliseconds of the flush queues.
-fn tuning(config: &Config, policy: Policy) -> (usize, u64) {
-    let (slots, ms) = if policy.is_per_cpu() {
-        (flush::PER_CPU_SLOTS, flush::PER_CPU_MS)
-    } else {
-        (flush::SINGLE_SLOTS, flush::SINGLE_MS)
-    };
-    (config.flush_queue_slots.unwrap_or(slots), config.flush_queue_ms.unwrap_or(ms))
-}
-
 fn check(config: &Config, granule: u64, allocator: u64) -> Result<(), SetupError> {
     if !allocator.is_multiple_of(granule) || allocator == 0 {
         return Err(SetupError::Granule { allocator, domain: granule });
@@ -428,9 +435,6 @@ fn check(config: &Config, granule: u64, allocator: u64) -> Result<(), SetupError
     }
     if config.max_segment < granule {
         return Err(SetupError::MaxSegment(config.max_segment));
-    }
-    if let Some(slots) = config.flush_queue_slots.filter(|slots| *slots < 2) {
-        return Err(SetupError::Slots(slots));
     }
     if config.sample_every != 0 && !config.sample_every.is_power_of_two() {
         return Err(SetupError::SampleEvery(config.sample_every));

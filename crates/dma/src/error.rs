@@ -5,6 +5,8 @@ use core::{fmt, mem::ManuallyDrop};
 use ringfence_iommu::Range;
 use ringfence_iova::{AllocError, ReserveError};
 
+use crate::{Fallback, Policy, TuningError};
+
 /// Why a mapping could not be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -164,9 +166,9 @@ pub enum SetupError {
     /// The largest segment is smaller than the granule.
     #[error("the largest segment of {0:#x} bytes is smaller than the granule")]
     MaxSegment(u64),
-    /// A flush queue needs two slots (it holds one entry less than it has slots, rule L22).
-    #[error("a flush queue of {0} slots holds nothing: give it at least 2")]
-    Slots(usize),
+    /// The flush queues cannot be tuned so.
+    #[error(transparent)]
+    Tuning(#[from] TuningError),
     /// The sampling interval is no power of two.
     #[error("sample_every must be 0 or a power of two, not {0}")]
     SampleEvery(u32),
@@ -176,4 +178,35 @@ pub enum SetupError {
     /// The thread that flushes in time could not be started.
     #[error("cannot start the flush queue's timer thread")]
     Thread,
+}
+
+/// Why a device does not change to another policy. Unless it says otherwise, nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SwitchError {
+    /// Under `off` nothing is mapped, and under every other policy everything is: mappings of the
+    /// one kind cannot go on under the other.
+    #[error(
+        "a device cannot change from {from} to {to} while it lives: its mappings would not be \
+         protected, or not be mapped; make another device"
+    )]
+    Off {
+        /// The policy in force.
+        from: Policy,
+        /// The policy asked for.
+        to: Policy,
+    },
+    /// The policy in force would not be the one asked for.
+    #[error(transparent)]
+    Fallback(Fallback),
+    /// The thread that flushes in time could not be started.
+    #[error("cannot start the flush queue's timer thread")]
+    Thread,
+    /// The flush queues cannot be made. If their flush failed, the policy is in force.
+    #[error(transparent)]
+    Queues(#[from] TuningError),
+    /// The new policy is strict and in force, for every unmap that begins from now on; but what had
+    /// been unmapped lazily could not be flushed, and stays exposed until the timer's flush succeeds.
+    #[error("the policy is strict now, but what was unmapped before could not be flushed: {0}")]
+    Flush(ringfence_iommu::Error),
 }

@@ -20,7 +20,11 @@
 //!
 //! *Strict*: when `unmap` has returned, no device access to the buffer succeeds. *Lazy*: within a
 //! window bounded by the flush queue's timer it may; the IOVA is never given to another buffer
-//! meanwhile (rule L19). *Off*: nothing is mapped and nothing is protected.
+//! meanwhile (rule L19). How large that window may be, in time and in bytes, is part of the
+//! [`FlushTuning`]. *Off*: nothing is mapped and nothing is protected.
+//!
+//! Policy and tuning can be changed while the device is in use ([`Device::set_policy`],
+//! [`Device::set_flush_tuning`]): what is unmapped after such a call has returned keeps to it.
 //!
 //! A buffer that does not fill the granules it lies in is mapped rounded to them, as Linux does for
 //! trusted devices: its neighbours in the first and the last granule are exposed while it is
@@ -40,20 +44,27 @@ mod device;
 mod error;
 mod flush;
 mod layout;
+mod lazy;
 mod mapper;
 mod mapping;
+mod mode;
 mod policy;
 mod segment;
 mod shared;
 mod stats;
+mod switch;
 mod thread_time;
+mod tuning;
+mod waits;
 
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};
 pub use device::Device;
-pub use error::{Error, MapError, OutOfBounds, SetupError, UnmapError};
+pub use error::{Error, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
 pub use mapping::{Coherent, Mapping, StaleIova};
 pub use policy::{Fallback, ParsePolicyError, Policy};
 pub use segment::Segment;
 pub use stats::{Exposure, Sampled, Stats};
 pub use thread_time::{OsThreadClock, ThreadClock};
+pub use tuning::{FlushTuning, QueueKind, TuningError};
+pub use waits::Waits;

@@ -2,6 +2,8 @@
 
 use core::{fmt, str::FromStr};
 
+use crate::QueueKind;
+
 /// How mappings are made and unmade: what they cost, and what they promise.
 ///
 /// The names are those of the measurements on the kernel's mailing list that this crate is
@@ -69,6 +71,26 @@ impl Policy {
     /// Whether there is a flush queue per CPU.
     pub const fn is_per_cpu(self) -> bool {
         matches!(self, Policy::LazyMq | Policy::LazyMqMap)
+    }
+
+    /// Which flush queues it has; `None` if it is not lazy.
+    pub const fn queue_kind(self) -> Option<QueueKind> {
+        match self {
+            Policy::LazySq | Policy::LazySqMap => Some(QueueKind::Single),
+            Policy::LazyMq | Policy::LazyMqMap => Some(QueueKind::PerCpu),
+            Policy::Off | Policy::Strict | Policy::StrictMap => None,
+        }
+    }
+
+    /// The same policy with flush queues of this kind; what is not lazy stays as it is.
+    pub const fn with_queue_kind(self, kind: QueueKind) -> Policy {
+        match (self, kind) {
+            (Policy::LazySq | Policy::LazyMq, QueueKind::Single) => Policy::LazySq,
+            (Policy::LazySq | Policy::LazyMq, QueueKind::PerCpu) => Policy::LazyMq,
+            (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::Single) => Policy::LazySqMap,
+            (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::PerCpu) => Policy::LazyMqMap,
+            (Policy::Off | Policy::Strict | Policy::StrictMap, _) => self,
+        }
     }
 
     /// The strict policy that syncs maps as this one does; `Off` stays off.
@@ -146,6 +168,13 @@ mod tests {
             assert_eq!(policy.is_per_cpu(), policy.name().contains("-mq"));
             assert!(!policy.to_strict().is_lazy());
             assert_eq!(policy.to_strict().batches_maps(), policy.batches_maps());
+            assert_eq!(policy.queue_kind() == Some(QueueKind::PerCpu), policy.is_per_cpu());
+            assert_eq!(policy.queue_kind().is_some(), policy.is_lazy());
+            for kind in [QueueKind::Single, QueueKind::PerCpu] {
+                let other = policy.with_queue_kind(kind);
+                assert_eq!(other.queue_kind(), policy.queue_kind().map(|_| kind));
+                assert_eq!(other.to_strict(), policy.to_strict());
+            }
         }
     }
 }

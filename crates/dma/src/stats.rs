@@ -3,6 +3,8 @@
 // The atomics of `std` under loom too: counts are not a way for threads to agree.
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::waits::CallerWaits;
+
 /// Time measured on a sample of the calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sampled {
@@ -64,6 +66,16 @@ pub struct Stats {
     pub flush_failures: u64,
     /// Flushes that a caller had to make because its queue was full.
     pub full_queue_flushes: u64,
+    /// Flushes that a caller had to make for the sake of a bound of exposure: in bytes, in time, or
+    /// because the policy or the tuning became stricter while it unmapped.
+    pub bound_flushes: u64,
+    /// Unmaps under a lazy policy that were done strictly, as there was no room for them under the
+    /// bound of exposed bytes.
+    pub bound_unmaps: u64,
+    /// Released ranges that had been exposed for longer than
+    /// [`max_exposure_ms`](crate::FlushTuning::max_exposure_ms), those included that were queued
+    /// before it was set.
+    pub late_releases: u64,
     /// What is unmapped and still waits in a flush queue, in ranges.
     pub queued: u64,
     /// The same in bytes.
@@ -114,10 +126,13 @@ pub(crate) struct Counters {
     pub(crate) syncs_for_cpu: AtomicU64,
     pub(crate) syncs_for_device: AtomicU64,
     pub(crate) full_queue_flushes: AtomicU64,
+    pub(crate) bound_flushes: AtomicU64,
+    pub(crate) bound_unmaps: AtomicU64,
     pub(crate) map_time: TimeCounter,
     pub(crate) unmap_time: TimeCounter,
     pub(crate) alloc_time: BriefCounter,
     pub(crate) frees: FreeCounters,
+    pub(crate) waits: CallerWaits,
 }
 
 /// What was given back to the allocator.
@@ -148,6 +163,8 @@ impl Counters {
         stats.syncs_for_cpu += self.syncs_for_cpu.get();
         stats.syncs_for_device += self.syncs_for_device.get();
         stats.full_queue_flushes += self.full_queue_flushes.get();
+        stats.bound_flushes += self.bound_flushes.get();
+        stats.bound_unmaps += self.bound_unmaps.get();
         self.map_time.add_to(&mut stats.map_time);
         self.unmap_time.add_to(&mut stats.unmap_time);
         self.alloc_time.add_to(&mut stats.alloc_time);

@@ -86,7 +86,7 @@ fn a_bound_that_nobody_heeds_or_that_cannot_be_kept_is_refused() {
         place.compare(READS, &arguments).refused(&[option, "lazy"]);
     }
     let arguments = ["--flush-queue-slots", "256", "--high-water", "256"];
-    place.compare(READS, &arguments).refused(&["--high-water 256", "holds 255"]);
+    place.compare(READS, &arguments).refused(&["high-water mark of 256", "from 1 to 255"]);
     place.run(&["compare", "--trust", "no"]).refused(&["--trust", "auto, trusted, untrusted"]);
 }
 

@@ -2,7 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use ringfence_dma::{Config, Device, Direction, Error, MapError, Policy, SetupError};
+use ringfence_dma::{
+    Config, Device, Direction, Error, FlushTuning, MapError, Policy, QueueKind, SetupError,
+    TuningError,
+};
 use ringfence_iommu::{Capabilities, Error as DomainError, Iova, table::Limits};
 use ringfence_iova::AllocReason;
 
@@ -207,7 +210,16 @@ fn a_configuration_that_makes_no_sense_is_refused() {
     assert_eq!(device(Config { segment_boundary: 0x7ff, ..config() }), SetupError::Boundary(0x7ff));
     assert_eq!(device(Config { max_segment: 4095, ..config() }), SetupError::MaxSegment(4095));
     assert_eq!(device(Config { sample_every: 3, ..config() }), SetupError::SampleEvery(3));
-    assert_eq!(device(Config { flush_queue_slots: Some(1), ..config() }), SetupError::Slots(1));
+    let tuning = FlushTuning { slots: 1, ..FlushTuning::single() };
+    assert_eq!(
+        device(Config { flush: Some(tuning), ..config() }),
+        SetupError::Tuning(TuningError::Slots(1))
+    );
+    let policy = Policy::LazyMq;
+    assert_eq!(
+        device(Config { flush: Some(FlushTuning::single()), ..Config::new(policy) }),
+        SetupError::Tuning(TuningError::Kind { kind: QueueKind::Single, policy })
+    );
     let domain = MockDomain::new(8192, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, domain.log.clone());
     assert_eq!(

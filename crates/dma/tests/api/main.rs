@@ -9,4 +9,6 @@ mod lists;
 mod mock;
 mod oracle;
 mod strict;
+mod switch;
+mod tuning;
 mod watch;

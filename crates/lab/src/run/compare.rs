@@ -17,7 +17,7 @@ use super::{
     Row, Usage,
     device::{DiskKind, open_disk},
     engine::{self, Content, Control, JobClone, Phase},
-    figures::{Conducted, Notes, exposure_sample, iommu_sample},
+    figures::{Conducted, Notes, exposure_sample, iommu_sample, waits_sample},
     link::{Link, Plan, local_buffers},
     path::{FilePath, MemoryPath, Path},
     probe::Found,
@@ -31,7 +31,7 @@ use crate::{
     block::Format,
     job::{Job, JobFile, Scale},
     progress::{Kind, Progress},
-    report::{Comparison, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
+    report::{Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
 };
 
 /// What to compare, and how.
@@ -403,7 +403,7 @@ impl Stage<'_> {
             clones,
             round,
             || link.device_cpu_ns(),
-            || (link.dma.stats(), link.iommu.stats()),
+            || (link.dma.stats(), link.dma.waits(), link.iommu.stats()),
             || link.lost(),
         );
         let found =
@@ -451,20 +451,25 @@ impl Stage<'_> {
         let iotlb =
             protected.then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
         let all_ios = conducted.ios();
-        let (samples, notes) =
-            conducted.samples(self.jobs, |sample, ((dma0, iommu0), (dma1, iommu1))| {
+        let thread_ns = conducted.thread_ns();
+        let (samples, notes) = conducted.samples(
+            self.jobs,
+            |sample, ((dma0, waits0, iommu0), (dma1, waits1, iommu1))| {
                 // Jobs that run at the same time share one IOMMU: each gets the part that its I/Os are
                 // of all.
                 let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
                 if protected {
-                    sample.iommu = Some(iommu_sample(dma0, dma1, iommu0, iommu1, share));
+                    let iommu = iommu_sample(dma0, dma1, iommu0, iommu1, share);
+                    let waits = waits_sample(waits0, waits1, all_ios, thread_ns);
+                    sample.iommu = Some(IommuSample { waits, ..iommu });
                 }
                 let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
                 sample.kicks = sample.kicks.map(|own| own + kicks as u64);
                 sample.stale = stale;
                 sample.exposure = exposure;
                 sample.iotlb = iotlb;
-            });
+            },
+        );
         Ok(Measured { samples, notes, effective, fallback, leak, failure: None })
     }
 

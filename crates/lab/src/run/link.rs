@@ -81,7 +81,7 @@ pub(crate) struct Plan {
     pub(crate) buffers: Vec<usize>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub(crate) run_pages: usize,
-    /// Of it only the slots and the time of flush queues are heeded yet.
+    /// How the policy is carried out. Of batches and of trust nothing is heeded yet.
     pub(crate) tuning: Tuning,
 }
 
@@ -258,8 +258,7 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>, mapped: &[usize]) -> Result
     let config = Config {
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
-        flush_queue_slots: plan.tuning.flush_queue_slots,
-        flush_queue_ms: plan.tuning.flush_queue_ms,
+        flush: Some(plan.tuning.flush(plan.policy)),
         ..Config::default()
     };
     Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")

@@ -2,6 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
+use ringfence_dma::{FlushTuning, Policy};
 use serde::{Deserialize, Serialize};
 
 use super::{Row, Usage};
@@ -37,25 +38,39 @@ impl Tuning {
     /// # Errors
     /// Wrong usage: values that exclude each other, or nobody there to heed them.
     pub fn check(&self, rows: &[Row]) -> Result<(), Usage> {
-        if let (Some(mark), Some(slots)) = (self.high_water, self.flush_queue_slots)
-            && mark >= slots
-        {
-            return Err(Usage(format!(
-                "--high-water {mark}: a flush queue of {slots} slots holds {} entries",
-                slots.saturating_sub(1)
-            )));
+        let policies = rows.iter().filter_map(|row| match row {
+            Row::Policy(policy) if policy.is_lazy() => Some(*policy),
+            _ => None,
+        });
+        let lazy: Vec<Policy> = policies.collect();
+        for policy in &lazy {
+            let checked = self.flush(*policy).check();
+            checked.map_err(|error| Usage(format!("{policy}: {error}")))?;
         }
-        let lazy = rows.iter().any(|row| matches!(row, Row::Policy(policy) if policy.is_lazy()));
         let bounds = [
             ("--max-exposure-ms", self.max_exposure_ms.is_some()),
             ("--max-exposure-bytes", self.max_exposure_bytes.is_some()),
             ("--high-water", self.high_water.is_some()),
         ];
-        match bounds.into_iter().find(|(_, given)| *given && !lazy) {
+        match bounds.into_iter().find(|(_, given)| *given && lazy.is_empty()) {
             Some((option, _)) => Err(Usage(format!(
                 "{option}: only lazy policies leave unmapped memory exposed, and none is asked for"
             ))),
             None => Ok(()),
+        }
+    }
+
+    /// How the flush queues of `policy` are tuned: as Linux does it, as far as nothing else is asked
+    /// for.
+    pub(crate) fn flush(&self, policy: Policy) -> FlushTuning {
+        let linux = FlushTuning::of(policy);
+        FlushTuning {
+            slots: self.flush_queue_slots.unwrap_or(linux.slots),
+            interval_ms: self.flush_queue_ms.unwrap_or(linux.interval_ms),
+            high_water: self.high_water,
+            max_exposure_ms: self.max_exposure_ms,
+            max_exposure_bytes: self.max_exposure_bytes,
+            ..linux
         }
     }
 }
@@ -153,7 +168,35 @@ mod tests {
             ..Tuning::default()
         };
         at(255).check(&rows("lazy-sq")).unwrap();
-        assert!(at(256).check(&rows("lazy-sq")).unwrap_err().0.contains("holds 255"));
+        let error = at(256).check(&rows("off,lazy-sq")).unwrap_err().0;
+        assert!(error.contains("lazy-sq") && error.contains("from 1 to 255"), "{error}");
+        // Linux's queues, where nothing else is said: 32,768 slots, or 256 a CPU.
+        let mark = Tuning { high_water: Some(300), ..Tuning::default() };
+        mark.check(&rows("lazy-sq+map")).unwrap();
+        assert!(mark.check(&rows("lazy-sq,lazy-mq")).unwrap_err().0.contains("lazy-mq"));
+    }
+
+    #[test]
+    fn queues_are_linuxs_but_for_what_was_asked() {
+        let tuning = Tuning { max_exposure_ms: Some(5), ..Tuning::default() };
+        let linux = FlushTuning::of(Policy::LazyMq);
+        let wanted = FlushTuning { max_exposure_ms: Some(5), ..linux };
+        assert_eq!(tuning.flush(Policy::LazyMq), wanted);
+        let tuning = Tuning {
+            flush_queue_slots: Some(64),
+            flush_queue_ms: Some(3),
+            high_water: Some(32),
+            max_exposure_bytes: Some(1 << 20),
+            ..tuning
+        };
+        let wanted = FlushTuning {
+            slots: 64,
+            interval_ms: 3,
+            high_water: Some(32),
+            max_exposure_bytes: Some(1 << 20),
+            ..wanted
+        };
+        assert_eq!(tuning.flush(Policy::LazyMq), wanted);
     }
 
     #[test]
