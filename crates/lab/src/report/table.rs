@@ -26,7 +26,7 @@ pub fn render(comparison: &Comparison) -> String {
     out.push('\n');
     let any = |of: fn(&JobReport) -> bool| comparison.jobs.iter().any(of);
     let exposed = any(|job| !job.compares_allocators());
-    let waited = any(|job| waits::told(job).is_some());
+    let waited = any(|job| !waits::told(job).is_empty());
     let told = LEGEND.lines().filter(|line| match line.trim_start() {
         line if line.starts_with("lies open") => exposed,
         line if line.starts_with("waits") || line.starts_with("µs") => waited,

@@ -116,10 +116,23 @@ impl SyncWaits {
     }
 }
 
-/// What waited in the rows of a job, a clause a row; nothing if nothing did.
-pub(super) fn told(job: &JobReport) -> Option<String> {
-    let clauses: Vec<String> = job.results.iter().filter_map(|row| clause(job, row)).collect();
-    (!clauses.is_empty()).then(|| format!("waits: {}", clauses.join("; ")))
+/// What waited in the rows of a job, a clause a row, as many of them in a line as fit.
+pub(super) fn told(job: &JobReport) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for clause in job.results.iter().filter_map(|row| clause(job, row)) {
+        match lines.last_mut() {
+            Some(line) if columns(line) + columns(&clause) + 2 <= table::WIDTH => {
+                line.extend(["; ", &clause]);
+            }
+            // Each begins with a word of its own: none looks like a row of the table.
+            _ => lines.push(format!("waits: {clause}")),
+        }
+    }
+    lines
+}
+
+fn columns(text: &str) -> usize {
+    text.chars().count()
 }
 
 fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
@@ -247,10 +260,12 @@ mod tests {
         let rows = [row("strict+map", strict), lazy("lazy-sq"), lazy("lazy-mq")];
         let job = JobReport::new(&Job::default(), 1, &rows);
         assert_eq!(
-            told(&job).unwrap(),
-            "waits: strict+map map 1.00 (1.0%) unmap 1.00 (0.1%); \
-             lazy-sq map 16.0 (16.0%) flush .200 (1.0%) timer .200; \
-             lazy-mq map 16.0 (16.0%) flush .200 (1.0%) timer .200"
+            told(&job),
+            [
+                "waits: strict+map map 1.00 (1.0%) unmap 1.00 (0.1%); \
+                 lazy-sq map 16.0 (16.0%) flush .200 (1.0%) timer .200",
+                "waits: lazy-mq map 16.0 (16.0%) flush .200 (1.0%) timer .200"
+            ]
         );
         let text = queues(&job).unwrap();
         assert!(text.contains("lazy-sq and lazy-mq: flushes, which"), "{text}");
@@ -259,7 +274,7 @@ mod tests {
         // With one of them alone there is nothing to compare.
         let job = JobReport::new(&Job::default(), 1, &rows[..2]);
         assert_eq!(queues(&job), None);
-        assert!(told(&JobReport::new(&Job::default(), 1, &[])).is_none());
+        assert!(told(&JobReport::new(&Job::default(), 1, &[])).is_empty());
     }
 
     #[test]
@@ -269,12 +284,12 @@ mod tests {
         let waits = SyncWaits::new(&rows[0]).unwrap();
         assert_eq!((waits.map.per_io, waits.map.thread_fraction), (None, None));
         let job = JobReport::new(&Job::default(), 1, &rows);
-        assert_eq!(told(&job).unwrap(), "waits: strict map 2");
+        assert_eq!(told(&job), ["waits: strict map 2"]);
         // How long, even where nobody knows for what.
         let mut job = job;
         job.results[0].sync_waits = None;
         job.results[0].sync_wait_ns = Some(WaitSummary { p50: 287, p99: 8190 });
-        assert_eq!(told(&job).unwrap(), "waits: strict .287/8.19µs");
+        assert_eq!(told(&job), ["waits: strict .287/8.19µs"]);
     }
 
     #[test]
