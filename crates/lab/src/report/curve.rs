@@ -7,22 +7,14 @@
 use super::{
     Exposure, JobReport, Metric, PolicyResult, Reach,
     html::{escape, family, put},
+    plot::{
+        BOTTOM, Decades, EDGE, HEIGHT, LEFT, LETTER, LINE, RIGHT, Ratios, Rect, TOP, WIDTH,
+        power_of_ten,
+    },
     table::number,
 };
 use crate::stats::Estimate;
 
-const WIDTH: f64 = 880.0;
-const HEIGHT: f64 = 340.0;
-/// The plot: left, right, top and bottom.
-const LEFT: f64 = 72.0;
-const RIGHT: f64 = WIDTH - 8.0;
-const TOP: f64 = 26.0;
-const BOTTOM: f64 = HEIGHT - 48.0;
-/// How wide either edge is.
-const EDGE: f64 = 150.0;
-/// What a label takes: a letter's width, a line's height.
-const LETTER: f64 = 7.6;
-const LINE: f64 = 15.0;
 /// Ratios beyond are drawn at the border: a round that met a pause must not flatten all others.
 const MOST: f64 = 4.0;
 
@@ -104,83 +96,16 @@ impl Point {
     }
 }
 
-/// The scale of the log axis, in whole decades.
-struct Decades {
-    first: f64,
-    last: f64,
-}
-
-impl Decades {
-    fn of(points: &[Point]) -> Decades {
-        let logs = || {
-            points.iter().filter_map(|point| match point.place {
-                Place::Log(log) => Some(log),
-                _ => None,
-            })
-        };
-        // Without any, the axis still says what it would be.
-        let [first, last] = match logs().next() {
-            None => [0.0, 3.0],
-            Some(_) => {
-                [logs().fold(f64::MAX, f64::min).floor(), logs().fold(f64::MIN, f64::max).ceil()]
-            }
-        };
-        Decades { first, last: last.max(first + 1.0) }
-    }
-
-    fn x(&self, log: f64) -> f64 {
-        // A little within, so that nothing stands on an edge's border.
-        let (from, to) = (LEFT + EDGE + 12.0, RIGHT - EDGE - 12.0);
-        from + (log - self.first) / (self.last - self.first) * (to - from)
-    }
-
-    /// The decades that are labelled.
-    fn ticks(&self) -> impl Iterator<Item = i32> {
-        let (first, last) = (self.first as i32, self.last as i32);
-        let step = ((last - first) / 8 + 1) as usize;
-        (first..=last).step_by(step)
-    }
-}
-
-/// The scale of the ratios, in steps that read well. It need not begin at 0.
-struct Ratios {
-    first: f64,
-    last: f64,
-    step: f64,
-}
-
-impl Ratios {
-    fn of(points: &[Point]) -> Ratios {
-        let low = points.iter().map(|point| point.ratio).fold(1.0, f64::min);
-        let high = points.iter().map(|point| point.ratio).fold(1.0, f64::max);
-        // Intervals as far as they are no wider than what they are about.
-        let room = (high - low).max(0.04) * 0.6;
-        let intervals = || points.iter().filter_map(|point| point.interval);
-        let low = intervals().map(|(lo, _)| lo.max(low - room)).fold(low, f64::min);
-        let high = intervals().map(|(_, hi)| hi.min(high + room)).fold(high, f64::max);
-        let steps = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0];
-        let step = steps.into_iter().find(|step| (high - low) / step <= 6.0).unwrap_or(2.0);
-        let first = ((low / step).floor() * step).max(0.0);
-        Ratios { first, last: ((high / step).ceil() * step).max(first + step), step }
-    }
-
-    fn y(&self, ratio: f64) -> f64 {
-        let part = (ratio - self.first) / (self.last - self.first);
-        BOTTOM - part.clamp(0.0, 1.0) * (BOTTOM - TOP)
-    }
-
-    fn holds(&self, ratio: f64) -> bool {
-        (self.first..=self.last).contains(&ratio)
-    }
-
-    fn ticks(&self) -> impl Iterator<Item = f64> {
-        let count = ((self.last - self.first) / self.step).round() as u32;
-        (0..=count).map(|n| self.first + f64::from(n) * self.step)
-    }
-}
-
 fn chart(page: &mut String, mut points: Vec<Point>) {
-    let (decades, ratios) = (Decades::of(&points), Ratios::of(&points));
+    let logs: Vec<f64> = points
+        .iter()
+        .filter_map(|point| match point.place {
+            Place::Log(log) => Some(log),
+            _ => None,
+        })
+        .collect();
+    let drawn: Vec<_> = points.iter().map(|point| (point.ratio, point.interval)).collect();
+    let (decades, ratios) = (Decades::of(&logs), Ratios::of(&drawn));
     put(
         page,
         format_args!(
@@ -355,38 +280,6 @@ fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
     }
 }
 
-#[derive(Clone, Copy)]
-struct Rect {
-    left: f64,
-    top: f64,
-    right: f64,
-    bottom: f64,
-}
-
-impl Rect {
-    fn new(left: f64, top: f64, wide: f64, high: f64) -> Rect {
-        Rect { left, top, right: left + wide, bottom: top + high }
-    }
-
-    fn around(x: f64, y: f64, by: f64) -> Rect {
-        Rect::new(x - by, y - by, 2.0 * by, 2.0 * by)
-    }
-
-    fn meets(&self, other: &Rect) -> bool {
-        self.left < other.right
-            && other.left < self.right
-            && self.top < other.bottom
-            && other.top < self.bottom
-    }
-
-    fn holds(&self, other: &Rect) -> bool {
-        self.left <= other.left
-            && other.right <= self.right
-            && self.top <= other.top
-            && other.bottom <= self.bottom
-    }
-}
-
 /// The numbers of the chart, for those who cannot see it or want them exactly.
 fn numbers(page: &mut String, job: &JobReport, rows: &[(&PolicyResult, Exposure)]) {
     page.push_str(
@@ -452,18 +345,6 @@ fn percent(ratio: Estimate) -> String {
     match ratio.median * 100.0 {
         percent if percent.abs() < 1e4 => format!("{percent:.1} %{half}"),
         percent => format!("{} %{half}", number(percent)),
-    }
-}
-
-/// `0.01`, `1`, `100`, `10k`, `1M`: a power of ten as an axis has it.
-fn power_of_ten(n: i32) -> String {
-    match n {
-        ..0 => format!("{:.*}", n.unsigned_abs() as usize, 10f64.powi(n)),
-        0..3 => 10u64.pow(n as u32).to_string(),
-        _ => {
-            let unit = ["", "k", "M", "G", "T"][(n as usize / 3).min(4)];
-            format!("{}{unit}", 10u64.pow((n as u32 % 3).min(2)))
-        }
     }
 }
 
@@ -635,11 +516,5 @@ mod tests {
         let ys: Vec<f64> = numbers.iter().copied().skip(1).step_by(2).collect();
         assert!(xs.is_sorted() && ys.iter().rev().is_sorted() && ys.len() > 2, "{xs:?} {ys:?}");
         assert_eq!((xs[0], *xs.last().unwrap()), (LEFT, RIGHT));
-    }
-
-    #[test]
-    fn powers_of_ten_read_well() {
-        let names: Vec<String> = [-2, 0, 2, 3, 5, 6].map(power_of_ten).into();
-        assert_eq!(names, ["0.01", "1", "100", "1k", "100k", "1M"]);
     }
 }

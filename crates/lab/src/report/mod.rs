@@ -16,6 +16,7 @@ mod curve;
 mod exposure;
 pub mod html;
 pub mod json;
+mod plot;
 pub mod table;
 mod waits;
 

@@ -94,7 +94,7 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
         thread_cpu_ns: Some(1_000_000_000),
         iommu,
         kicks: (policy != "host").then(|| per_io(0.3)),
-        stale: protected.then(|| StaleWindow {
+        stale: protected.then_some(StaleWindow {
             max_ms: if lazy { 9.7 } else { 0.0 },
             byte_ms: if lazy { 3e9 } else { 0.0 },
             accesses: if lazy { 40 } else { 0 },
