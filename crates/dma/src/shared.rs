@@ -167,11 +167,23 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             counters.unmap_syncs.add(1);
             timed(&*self.clock, &counters.waits.unmap, || self.domain.iotlb_sync(&mut gather))
         });
+        drop(gather);
+        self.settle(span.range, unmapped, result, counters)
+    }
+
+    /// What follows the invalidation of a range that was unmapped strictly: it is free, or parked
+    /// with its watcher, or quarantined if the invalidation failed.
+    pub(crate) fn settle(
+        &self,
+        range: Range,
+        unmapped: Option<Unmapped>,
+        result: Result<()>,
+        counters: &Counters,
+    ) -> Result<Option<Unmapped>> {
         if let Err(error) = result {
-            self.quarantine(span.range);
+            self.quarantine(range);
             return Err(error);
         }
-        drop(gather);
         match &unmapped {
             // Nobody unwatches before it gets the watch: the IOVA is never ours here.
             Some(unmapped) => _ = unmapped.watch.release(self.clock.now_ns()),
@@ -179,7 +191,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                 counters.frees.count.add(1);
                 // The number that decides whether the unmap is timed: they never both are.
                 let (number, time) = (counters.unmaps.get(), &counters.frees.time);
-                self.brief_sampler.time(number, 1, time, || self.free(span.range));
+                self.brief_sampler.time(number, 1, time, || self.free(range));
             }
         }
         Ok(unmapped)

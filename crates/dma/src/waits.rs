@@ -11,11 +11,12 @@ use ringfence_sync::{
 /// Of these, mappers wait for `map`, unmappers for `unmap` and `full`, and nobody for `timer`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map): each is for a mapping, or for a
-    /// piece of one.
+    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map): each is for a mapping, for a
+    /// piece of one, or for a [`MapBatch`](crate::MapBatch), for which nobody need wait: from its
+    /// beginning until it was found over.
     pub map: HistogramSnapshot,
-    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync): strict unmaps, and what undoes a map
-    /// that failed.
+    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync): strict unmaps, each or as an
+    /// [`UnmapBatch`](crate::UnmapBatch) (likewise), and what undoes a map that failed.
     pub unmap: HistogramSnapshot,
     /// Whole-domain flushes by the timer.
     pub timer: HistogramSnapshot,

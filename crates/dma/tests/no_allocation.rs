@@ -137,6 +137,27 @@ fn mapping_and_unmapping_take_nothing_from_the_heap() {
 }
 
 #[test]
+fn batches_take_nothing_from_the_heap_once_they_have_grown() {
+    for policy in Policy::ALL {
+        let device = device(policy, FlushTuning { slots: 256, ..FlushTuning::of(policy) });
+        let (mut maps, mut unmaps) = (device.map_batch(), device.unmap_batch());
+        let mut before = 0;
+        for round in 0..1000 {
+            if round == 2 {
+                before = ALLOCATIONS.with(Cell::get);
+            }
+            for n in 0..16 {
+                assert!(maps.push(Piece(n << 20), Direction::ToDevice, n).is_ok());
+            }
+            maps.finish(|n, mapping| unmaps.push(mapping.unwrap(), n).unwrap());
+            unmaps.finish(|_, returned| drop(returned.unwrap()));
+        }
+        let allocations = ALLOCATIONS.with(Cell::get) - before;
+        assert_eq!(allocations, 0, "{policy}");
+    }
+}
+
+#[test]
 fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
     let linux = FlushTuning::per_cpu();
     let device = device(Policy::StrictMap, linux);

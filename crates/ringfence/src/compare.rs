@@ -125,6 +125,19 @@ pub(crate) struct Arguments {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
     page_run: usize,
 
+    /// The most requests that share one map sync, under a policy with `+map`; under `strict+map` as
+    /// many as complete at a time are unmapped with one. 1 maps and unmaps each by itself, as on the
+    /// mailing list.
+    #[arg(long, value_name = "N", default_value_t = Tuning::BATCH,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    batch: usize,
+
+    /// The most buffers that become one mapping, where they lie side by side in guest memory (see
+    /// --page-run) and go the same way; it is unmapped whole, after its last I/O.
+    #[arg(long, value_name = "N", default_value_t = Tuning::CHUNK,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    chunk: usize,
+
     /// Slots of each flush queue [default: 32768 for lazy-sq, 256 for lazy-mq].
     #[arg(long, value_name = "N",
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(2..=1 << 20))]
@@ -150,12 +163,6 @@ pub(crate) struct Arguments {
     /// one with k, m or g (powers of 1024), at least a page.
     #[arg(long, value_name = "BYTES", value_parser = parse_exposure)]
     max_exposure_bytes: Option<u64>,
-
-    /// The most requests that are mapped with one sync, or unmapped with one: what is submitted, or
-    /// has completed, together. 1: each by itself, as in the measurements of the mailing list.
-    #[arg(long, value_name = "N", default_value_t = Tuning::BATCH,
-        value_parser = clap::value_parser!(u32).range(1..=i64::from(Tuning::MOST_BATCH)))]
-    batch: u32,
 
     /// Whether the disk is trusted: `auto`, as the machine tells; `trusted`; `untrusted`, which gets
     /// a strict policy in every row, whatever its name (the table says so).
@@ -255,6 +262,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             max_exposure_ms: arguments.max_exposure_ms,
             max_exposure_bytes: arguments.max_exposure_bytes,
             batch: arguments.batch,
+            chunk: arguments.chunk,
             trust: arguments.trust,
         },
         progress,

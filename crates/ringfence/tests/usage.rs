@@ -111,6 +111,7 @@ fn numbers_out_of_range_are_refused() {
         ("--max-exposure-bytes", "-1"),
         ("--batch", "0"),
         ("--batch", "1025"),
+        ("--chunk", "0"),
         ("--trust", "maybe"),
         ("--notify", "loudly"),
         ("--aperture", "31"),
@@ -217,8 +218,14 @@ fn help_says_what_there_is() {
     for word in ["--allocator", "--placement", "--aperture", "--live", "magazines", "highest"] {
         assert!(ended.out.contains(word), "{word}\n{ended}");
     }
-    for word in ["--max-exposure-ms", "--max-exposure-bytes", "--high-water", "--batch", "--trust"]
-    {
+    for word in [
+        "--max-exposure-ms",
+        "--max-exposure-bytes",
+        "--high-water",
+        "--batch",
+        "--chunk",
+        "--trust",
+    ] {
         assert!(ended.out.contains(word), "{word}\n{ended}");
     }
     for word in ["persistent", "--destroy-data", "EXAMPLES", "lazy-mq+map", "fio", "virtio-iommu"] {

@@ -237,7 +237,7 @@ fn once_strict_is_in_force_nothing_is_queued_whoever_was_under_way() {
                     }
                 });
             }
-            for _ in 0..30 {
+            for _ in 0..12 {
                 let released = bench.device.stats().exposure.released;
                 while bench.device.stats().exposure.released < released + 32 {
                     thread::yield_now();

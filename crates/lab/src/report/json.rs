@@ -82,7 +82,10 @@ mod tests {
         }
         assert_eq!(row["effective_policy"], "strict");
         assert_eq!((&row["fallback"], &row["exposure"]["reach"]), (&Value::Null, &"none".into()));
-        assert_eq!(value["tuning"]["batch"], 64);
+        assert_eq!(
+            (&value["tuning"]["batch"], &value["tuning"]["chunk"]),
+            (&64.into(), &16.into())
+        );
         assert_eq!(value["tuning"]["trust"], "auto");
         assert!(value["tuning"]["max_exposure_ms"].is_null());
         assert_eq!(row["allocator"], "ringfence");

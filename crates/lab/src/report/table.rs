@@ -109,6 +109,7 @@ fn tuned(tuning: &Tuning) -> String {
         max_exposure_ms,
         max_exposure_bytes,
         batch,
+        chunk,
         trust,
     } = *tuning;
     let parts = [
@@ -118,6 +119,7 @@ fn tuned(tuning: &Tuning) -> String {
         max_exposure_ms.map(|n| format!("exposed {n} ms at most")),
         max_exposure_bytes.map(|n| format!("exposed {} at most", bytes(n))),
         (batch != Tuning::BATCH).then(|| format!("batches of {batch}")),
+        (chunk != Tuning::CHUNK).then(|| format!("chunks of {chunk}")),
         (trust != TrustChoice::Auto).then(|| format!("disk {trust}")),
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
@@ -461,11 +463,12 @@ mod tests {
             max_exposure_ms: Some(5),
             max_exposure_bytes: Some(1 << 20),
             batch: 1,
+            chunk: 2,
             trust: TrustChoice::Untrusted,
             ..Tuning::default()
         };
         let line = headline(&comparison);
-        let told = "exposed 5 ms at most, exposed 1 MiB at most, batches of 1, disk untrusted; ";
+        let told = "exposed 5 ms at most, exposed 1 MiB at most, batches of 1, chunks of 2, disk untrusted; ";
         assert!(line.contains(told), "{line}");
     }
 

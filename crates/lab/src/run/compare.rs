@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail};
-use ringfence_devices::{ram::PagedBuffer, worker::Notify};
+use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
 use ringfence_dma::Policy;
 
 use super::{
@@ -355,6 +355,10 @@ impl Stage<'_> {
                     buffers: all,
                     run_pages,
                     tuning: self.options.tuning,
+                    batching: Batching {
+                        requests: self.options.tuning.batch,
+                        chunk: self.options.tuning.chunk.min(self.options.tuning.batch),
+                    },
                 };
                 self.run_linked(&plan, &dealt, round)
             }

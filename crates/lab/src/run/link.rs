@@ -16,7 +16,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
 use ringfence_devices::{
-    blk::{DriverQueue, QueueLayout},
+    blk::{Batching, DriverQueue, QueueLayout},
     event,
     ram::{PagedBuffer, RamPart},
     worker::Notify,
@@ -81,8 +81,10 @@ pub(crate) struct Plan {
     pub(crate) buffers: Vec<usize>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub(crate) run_pages: usize,
-    /// How the policy is carried out. Of batches and of trust nothing is heeded yet.
+    /// How the policy is carried out. Its trust is not heeded yet.
     pub(crate) tuning: Tuning,
+    /// How requests share mappings and syncs.
+    pub(crate) batching: Batching,
 }
 
 /// A link to a running device process.
@@ -202,7 +204,7 @@ impl Link {
         for queue in queues {
             let page = buffers.pop().context("a page for each probe")?;
             let probe = protected.then(|| Probe::new(page, plan.policy.is_strict()));
-            paths.push(VirtioPath::new(dma.clone(), queue, probe));
+            paths.push(VirtioPath::new(dma.clone(), queue, probe, plan.batching));
         }
         let link = Link {
             dma,

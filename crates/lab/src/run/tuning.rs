@@ -21,17 +21,19 @@ pub struct Tuning {
     pub max_exposure_ms: Option<u64>,
     /// The most bytes that may be unmapped and reachable at once.
     pub max_exposure_bytes: Option<u64>,
-    /// The most requests that are mapped, or unmapped, with one sync.
-    pub batch: u32,
+    /// The most requests that are mapped with one sync, under a policy that shares syncs.
+    pub batch: usize,
+    /// The most buffers that become one mapping where they lie side by side.
+    pub chunk: usize,
     /// Whether the disk is trusted.
     pub trust: TrustChoice,
 }
 
 impl Tuning {
-    /// What `batch` is without being told.
-    pub const BATCH: u32 = 64;
-    /// The largest `batch`: what the longest queue holds.
-    pub const MOST_BATCH: u32 = 1024;
+    /// What [`batch`](Self::batch) is without being told.
+    pub const BATCH: usize = 64;
+    /// What [`chunk`](Self::chunk) is without being told.
+    pub const CHUNK: usize = 16;
 
     /// Whether `rows` can be run like this.
     ///
@@ -84,6 +86,7 @@ impl Default for Tuning {
             max_exposure_ms: None,
             max_exposure_bytes: None,
             batch: Tuning::BATCH,
+            chunk: Tuning::CHUNK,
             trust: TrustChoice::default(),
         }
     }
