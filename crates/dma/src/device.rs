@@ -7,12 +7,12 @@ use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Align, Allocator, Request};
 
 use crate::{
-    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapError, Mapping,
-    Policy, SetupError, SharedMemory, Stats, TimerKind,
+    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapBatch, MapError,
+    Mapping, Policy, SetupError, SharedMemory, Stats, TimerKind, UnmapBatch,
     flush::{self, FlushQueues, Timer},
     layout::Limits,
-    mapper::{Mapper, Pieces, measure},
-    mapping::{Owner, Placed},
+    mapper::{Mapper, Pieces, Sync, measure},
+    mapping::{DeviceId, Owner, Placed},
     segment::Segments,
     shared::{Lazy, Parts, Shared, Span, Unmapped},
     stats::{Count, Counters},
@@ -26,9 +26,9 @@ pub struct Device<D: Domain + 'static, A: Allocator + 'static> {
 }
 
 /// A clone of a device: what its mappings hold on to.
-struct Port<D: Domain, A: Allocator> {
-    shared: Arc<Shared<D, A>>,
-    counters: Arc<Counters>,
+pub(crate) struct Port<D: Domain, A: Allocator> {
+    pub(crate) shared: Arc<Shared<D, A>>,
+    pub(crate) counters: Arc<Counters>,
 }
 
 impl<D: Domain, A: Allocator> Port<D, A> {
@@ -36,6 +36,25 @@ impl<D: Domain, A: Allocator> Port<D, A> {
         let counters = Arc::new(Counters::default());
         shared.add_clone(&counters);
         Arc::new(Port { shared, counters })
+    }
+
+    /// What follows the invalidation of something that was unmapped strictly, in a batch.
+    pub(crate) fn settle(
+        &self,
+        span: Option<Span>,
+        unmapped: Option<Unmapped>,
+        result: ringfence_iommu::Result<()>,
+    ) -> ringfence_iommu::Result<Option<Unmapped>> {
+        let counters = &*self.counters;
+        let settled = match span {
+            Some(span) => self.shared.settle(span.range, unmapped, result, counters),
+            None => Ok(unmapped),
+        };
+        match &settled {
+            Ok(_) => counters.unmaps.add(1),
+            Err(_) => counters.unmap_failures.add(1),
+        }
+        settled
     }
 }
 
@@ -61,10 +80,10 @@ impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
 }
 
 /// A map call that failed.
-struct Failed {
-    error: Error,
+pub(crate) struct Failed {
+    pub(crate) error: Error,
     /// Whether nothing of it is left.
-    undone: bool,
+    pub(crate) undone: bool,
 }
 
 impl From<Error> for Failed {
@@ -166,7 +185,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Mapping<B>, MapError<B>> {
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
-        let placed = self.place(&|each| buffer.for_each_segment(each), direction);
+        let placed = self.place(&|each| buffer.for_each_segment(each), direction, Sync::Now);
         self.finish(ManuallyDrop::into_inner(buffer), placed)
     }
 
@@ -187,7 +206,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let pieces = |each: &mut dyn FnMut(D::Target, u64)| {
             list.iter().for_each(|buffer| buffer.for_each_segment(each));
         };
-        let placed = self.place(&pieces, direction);
+        let placed = self.place(&pieces, direction, Sync::Now);
         self.finish(ManuallyDrop::into_inner(list), placed)
     }
 
@@ -201,6 +220,17 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         memory: B,
     ) -> Result<Coherent<B>, MapError<B>> {
         self.map(memory, Direction::Bidirectional).map(Coherent::new)
+    }
+
+    /// A queue in which mappings of this device, once they were pushed, are made known to it
+    /// together.
+    pub fn map_batch<B, T>(&self) -> MapBatch<D, A, B, T> {
+        MapBatch::new(self.clone())
+    }
+
+    /// A queue in which mappings of this device are unmapped together.
+    pub fn unmap_batch<B, T>(&self) -> UnmapBatch<D, A, B, T> {
+        UnmapBatch::new(Arc::clone(&self.port))
     }
 
     /// The policy in force.
@@ -250,12 +280,16 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().stats()
     }
 
-    fn shared(&self) -> &Shared<D, A> {
+    pub(crate) fn shared(&self) -> &Shared<D, A> {
         &self.port.shared
     }
 
+    pub(crate) fn port(&self) -> &Arc<Port<D, A>> {
+        &self.port
+    }
+
     /// Makes a mapping, or an error, of what became of a buffer.
-    fn finish<B>(
+    pub(crate) fn finish<B>(
         &self,
         buffer: B,
         placed: Result<Placed, Failed>,
@@ -265,20 +299,32 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
                 Ok(Mapping::new(buffer, placed, owner))
             }
-            Err(Failed { error, undone }) => {
-                self.port.counters.map_failures.add(1);
-                Err(MapError::new(error, buffer, undone))
-            }
+            Err(failed) => Err(self.failed(buffer, failed)),
         }
     }
 
-    fn place(&self, pieces: Pieces<'_, D::Target>, direction: Direction) -> Result<Placed, Failed> {
+    pub(crate) fn failed<B>(&self, buffer: B, failed: Failed) -> MapError<B> {
+        self.port.counters.map_failures.add(1);
+        MapError::new(failed.error, buffer, failed.undone)
+    }
+
+    /// The same clone, not another.
+    pub(crate) fn same(&self) -> Device<D, A> {
+        Device { port: Arc::clone(&self.port) }
+    }
+
+    pub(crate) fn place(
+        &self,
+        pieces: Pieces<'_, D::Target>,
+        direction: Direction,
+        sync: Sync,
+    ) -> Result<Placed, Failed> {
         let (shared, counters) = (self.shared(), &*self.port.counters);
         let start = shared.sampler.start(counters.maps.get());
         let placed = if shared.policy == Policy::Off {
             self.place_unmapped(pieces)
         } else {
-            self.place_mapped(pieces, direction)
+            self.place_mapped(pieces, direction, sync)
         };
         if let Ok(placed) = &placed {
             counters.maps.add(1);
@@ -314,6 +360,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         &self,
         pieces: Pieces<'_, D::Target>,
         direction: Direction,
+        sync: Sync,
     ) -> Result<Placed, Failed> {
         let shared = self.shared();
         let (size, len) = measure(shared.limits, pieces)?;
@@ -322,7 +369,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             // An allocator that returns what would pass 2^64 is broken; do not believe in its range.
             return Err(Error::TooLong.into());
         };
-        let mut mapper = Mapper::new(shared, &self.port.counters, range, direction);
+        let mut mapper = Mapper::new(shared, &self.port.counters, range, direction, sync);
         match mapper.map(pieces) {
             Ok(()) => {
                 let iova =
@@ -393,6 +440,10 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
 
     fn free(&self, range: Range) {
         self.shared.free_counted(range, &self.counters);
+    }
+
+    fn device_id(&self) -> DeviceId {
+        DeviceId(Arc::as_ptr(&self.shared).addr())
     }
 
     fn now_ns(&self) -> u64 {

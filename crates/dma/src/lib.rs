@@ -11,6 +11,7 @@
 //! * [`Device::map`] and [`Device::map_sg`] → [`Mapping`]: one contiguous IOVA range, the
 //!   [`Segment`]s to put in descriptors, and the buffer, which the mapping *owns*: the compiler
 //!   refuses to touch what the device may touch. [`Mapping::unmap`] gives it back; `Drop` unmaps.
+//! * [`MapBatch`] and [`UnmapBatch`]: many mappings, one sync, and no waiting for it.
 //! * [`Device::alloc_coherent`] → [`Coherent`]: memory shared with the device for long, such as a
 //!   ring.
 //! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
@@ -34,6 +35,7 @@
 //! the memory. Then the buffer is not handed back as if it were safe ([`UnmapError`]), and its IOVA
 //! is quarantined: never reused, and counted.
 
+mod batch;
 mod buffer;
 mod config;
 mod device;
@@ -48,11 +50,12 @@ mod shared;
 mod stats;
 mod thread_time;
 
+pub use batch::{MapBatch, UnmapBatch};
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};
 pub use device::Device;
 pub use error::{Error, MapError, OutOfBounds, SetupError, UnmapError};
-pub use mapping::{Coherent, Mapping, StaleIova};
+pub use mapping::{Coherent, Mapping, Returned, StaleIova};
 pub use policy::{Fallback, ParsePolicyError, Policy};
 pub use segment::Segment;
 pub use stats::{Exposure, Sampled, Stats};

@@ -14,6 +14,15 @@ use crate::{
 /// The pieces of a buffer, or of a list of buffers, one after the other.
 pub(crate) type Pieces<'a, T> = &'a dyn Fn(&mut dyn FnMut(T, u64));
 
+/// When what a map call has queued is synced, if the policy leaves that open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sync {
+    /// At the end of the call.
+    Now,
+    /// By the caller, with others.
+    Later,
+}
+
 /// How much address space the pieces need, and how many bytes they are.
 pub(crate) fn measure<T: Address>(
     limits: Limits,
@@ -43,6 +52,7 @@ pub(crate) struct Mapper<'a, D> {
     direction: Direction,
     /// Sync each map call by itself, rather than all at the end.
     sync_each: bool,
+    sync: Sync,
     /// Runs that follow each other in IOVA and in memory, not mapped yet.
     pending: Option<(Range, u64)>,
     /// Whether anything was mapped.
@@ -57,6 +67,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
         counters: &'a Counters,
         range: Range,
         direction: Direction,
+        sync: Sync,
     ) -> Self {
         Mapper {
             domain: &shared.domain,
@@ -65,6 +76,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
             range,
             direction,
             sync_each: !shared.policy.batches_maps(),
+            sync,
             pending: None,
             any: false,
             mapped: 0,
@@ -84,7 +96,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
         result?;
         layout.finish(&mut |run| self.run(run))?;
         self.map_pending()?;
-        if !self.sync_each {
+        if !self.sync_each && self.sync == Sync::Now {
             // Rule L34: once, after all of them, over the whole range.
             self.counters.map_syncs.add(1);
             self.domain.iotlb_sync_map(self.range)?;

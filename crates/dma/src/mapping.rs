@@ -23,10 +23,16 @@ pub(crate) trait Owner: Send + Sync {
     ) -> DomainResult<Option<Unmapped>>;
     /// Frees an IOVA range that was parked.
     fn free(&self, range: Range);
+    /// Tells devices apart.
+    fn device_id(&self) -> DeviceId;
     fn now_ns(&self) -> u64;
     fn note_sync_for_cpu(&self);
     fn note_sync_for_device(&self);
 }
+
+/// Where all that the clones of a device share lies: another place for each device that lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DeviceId(pub(crate) usize);
 
 /// Where a buffer was mapped.
 #[derive(Debug)]
@@ -36,6 +42,11 @@ pub(crate) struct Placed {
     /// `None` under policy `off`.
     pub(crate) span: Option<Span>,
     pub(crate) segments: Segments,
+}
+
+impl Placed {
+    /// What is left where a mapping was taken away.
+    const NOWHERE: Placed = Placed { iova: Iova(0), len: 0, span: None, segments: Segments::new() };
 }
 
 /// A buffer that a device may touch. It owns the buffer: no one else does.
@@ -80,6 +91,20 @@ impl<B> Mapping<B> {
     #[inline]
     pub fn segments(&self) -> &[Segment] {
         self.placed.segments.as_slice()
+    }
+
+    /// As [`segments`](Self::segments), of some of the buffer's bytes only: `bytes` are offsets in
+    /// the buffer, what of them lies beyond its end is left out.
+    pub fn segments_of(&self, bytes: Bytes<u64>) -> impl Iterator<Item = Segment> + Clone + '_ {
+        let mut at = 0u64;
+        self.segments().iter().filter_map(move |segment| {
+            // Within the buffer: its length is the sum of the segments'.
+            let (first, next) = (at, at + segment.len);
+            at = next;
+            let (start, end) = (bytes.start.max(first), bytes.end.min(next));
+            (start < end)
+                .then(|| Segment { addr: segment.addr + (start - first), len: end - start })
+        })
     }
 
     /// Takes the buffer back from the device. Under a strict policy the device cannot reach it any
@@ -144,6 +169,20 @@ impl<B> Mapping<B> {
         }
     }
 
+    /// Takes the mapping apart, if it is of the device `of`: who has the parts unmaps them.
+    pub(crate) fn into_parts(mut self, of: DeviceId) -> Result<Parts<B>, Mapping<B>> {
+        match self.held.take() {
+            Some(Held { buffer, owner }) if owner.device_id() == of => {
+                let placed = core::mem::replace(&mut self.placed, Placed::NOWHERE);
+                Ok(Parts { placed, buffer: ManuallyDrop::new(buffer), owner })
+            }
+            held => {
+                self.held = held;
+                Err(self)
+            }
+        }
+    }
+
     /// Unmaps. What is left of the mapping is empty.
     #[allow(clippy::type_complexity, reason = "three things that go separate ways")]
     fn take(
@@ -162,6 +201,53 @@ impl<B> Mapping<B> {
             }
         }
     }
+}
+
+/// A mapping that a batch unmaps. Dropped, it leaks its buffer: the device may still reach it.
+pub(crate) struct Parts<B> {
+    placed: Placed,
+    buffer: ManuallyDrop<B>,
+    owner: Arc<dyn Owner>,
+}
+
+impl<B> Parts<B> {
+    pub(crate) fn span(&self) -> Option<Span> {
+        self.placed.span
+    }
+
+    /// The buffer, once it is known what became of it.
+    pub(crate) fn give_back(
+        self,
+        unmapped: DomainResult<Option<Unmapped>>,
+    ) -> Result<Returned<B>, UnmapError<B>> {
+        let Parts { placed, buffer, owner } = self;
+        match unmapped {
+            Ok(unmapped) => {
+                let stale = unmapped.map(|unmapped| StaleIova {
+                    iova: placed.iova,
+                    len: placed.len,
+                    range: placed.span.map(|span| span.range),
+                    unmapped,
+                    owner,
+                });
+                Ok(Returned { buffer: ManuallyDrop::into_inner(buffer), stale })
+            }
+            Err(error) => {
+                let range = placed.span.expect("only what is mapped can fail to unmap").range;
+                Err(UnmapError { error, range, buffer })
+            }
+        }
+    }
+}
+
+/// A buffer that a batch has unmapped: the device can no longer reach it (under a lazy policy: for
+/// long).
+#[derive(Debug)]
+pub struct Returned<B> {
+    /// The buffer.
+    pub buffer: B,
+    /// Its IOVA, parked, if that was asked for.
+    pub stale: Option<StaleIova>,
 }
 
 impl<B: SharedMemory> Mapping<B> {

@@ -13,7 +13,8 @@ pub enum Policy {
     Off,
     /// Invalidated before the buffer is returned; each map call synced by itself.
     Strict,
-    /// Invalidated before the buffer is returned; one map sync for the whole mapping.
+    /// Invalidated before the buffer is returned; one map sync for the whole mapping, and one sync
+    /// for all that is submitted, or completes, together.
     #[default]
     StrictMap,
     /// Invalidated later, through one flush queue; each map call synced by itself.
@@ -61,9 +62,16 @@ impl Policy {
         matches!(self, Policy::Strict | Policy::StrictMap)
     }
 
-    /// Whether one map sync serves a whole mapping.
+    /// Whether one map sync serves a whole mapping, and all that is submitted together (see
+    /// [`MapBatch`](crate::MapBatch)).
     pub const fn batches_maps(self) -> bool {
         matches!(self, Policy::StrictMap | Policy::LazySqMap | Policy::LazyMqMap)
+    }
+
+    /// Whether what completes together is invalidated together (see
+    /// [`UnmapBatch`](crate::UnmapBatch)). A lazy policy has nothing to wait for.
+    pub const fn batches_unmaps(self) -> bool {
+        matches!(self, Policy::StrictMap)
     }
 
     /// Whether there is a flush queue per CPU.

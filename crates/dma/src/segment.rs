@@ -23,8 +23,8 @@ pub(crate) enum Segments {
 }
 
 impl Segments {
-    pub(crate) fn new() -> Segments {
-        Segments::Inline(ArrayVec::new())
+    pub(crate) const fn new() -> Segments {
+        Segments::Inline(ArrayVec::new_const())
     }
 
     pub(crate) fn as_slice(&self) -> &[Segment] {

@@ -158,11 +158,23 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             counters.unmap_syncs.add(1);
             self.domain.iotlb_sync(&mut gather)
         });
+        drop(gather);
+        self.settle(span.range, unmapped, result, counters)
+    }
+
+    /// What follows the invalidation of a range that was unmapped strictly: it is free, or parked
+    /// with its watcher, or quarantined if the invalidation failed.
+    pub(crate) fn settle(
+        &self,
+        range: Range,
+        unmapped: Option<Unmapped>,
+        result: Result<()>,
+        counters: &Counters,
+    ) -> Result<Option<Unmapped>> {
         if let Err(error) = result {
-            self.quarantine(span.range);
+            self.quarantine(range);
             return Err(error);
         }
-        drop(gather);
         match &unmapped {
             // Nobody unwatches before it gets the watch: the IOVA is never ours here.
             Some(unmapped) => _ = unmapped.watch.release(self.clock.now_ns()),
@@ -170,10 +182,15 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                 counters.frees.count.add(1);
                 // The number that decides whether the unmap is timed: they never both are.
                 let (number, time) = (counters.unmaps.get(), &counters.frees.time);
-                self.brief_sampler.time(number, 1, time, || self.free(span.range));
+                self.brief_sampler.time(number, 1, time, || self.free(range));
             }
         }
         Ok(unmapped)
+    }
+
+    /// The policy in force.
+    pub(crate) fn policy(&self) -> Policy {
+        self.policy
     }
 
     /// Rule L18: translations go now; only the invalidation, the IOVA and the table pages wait.
@@ -256,7 +273,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Keeps an IOVA range from ever being used again. (Table pages need no such care: a list of
     /// them that is dropped goes back to its table, which frees it no sooner than it may.)
-    fn quarantine(&self, range: Range) {
+    pub(crate) fn quarantine(&self, range: Range) {
         self.quarantine.ranges.add(1);
         self.quarantine.bytes.add(range.extent().saturating_add(1));
     }

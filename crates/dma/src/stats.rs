@@ -111,6 +111,9 @@ pub(crate) struct Counters {
     pub(crate) map_calls: AtomicU64,
     pub(crate) map_syncs: AtomicU64,
     pub(crate) unmap_syncs: AtomicU64,
+    /// Batches begun: their numbers decide which are timed.
+    pub(crate) map_batches: AtomicU64,
+    pub(crate) unmap_batches: AtomicU64,
     pub(crate) syncs_for_cpu: AtomicU64,
     pub(crate) syncs_for_device: AtomicU64,
     pub(crate) full_queue_flushes: AtomicU64,
@@ -163,8 +166,9 @@ pub(crate) struct TimeCounter {
 }
 
 impl TimeCounter {
-    pub(crate) fn note(&self, ns: u64) {
-        self.count.add(1);
+    /// Notes the time of `calls` calls together; 0 for what belongs to calls counted already.
+    pub(crate) fn note(&self, calls: u64, ns: u64) {
+        self.count.add(calls);
         self.ns.add(ns);
     }
 
@@ -202,6 +206,8 @@ impl BriefCounter {
 /// Counting needs no order among threads.
 pub(crate) trait Count {
     fn add(&self, n: u64);
+    /// Undoes an [`add`](Self::add).
+    fn take_back(&self, n: u64);
     fn get(&self) -> u64;
 }
 
@@ -209,6 +215,10 @@ impl Count for AtomicU64 {
     #[inline]
     fn add(&self, n: u64) {
         self.fetch_add(n, Ordering::Relaxed);
+    }
+    #[inline]
+    fn take_back(&self, n: u64) {
+        self.fetch_sub(n, Ordering::Relaxed);
     }
     #[inline]
     fn get(&self) -> u64 {

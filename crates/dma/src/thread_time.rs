@@ -68,9 +68,15 @@ impl Sampler {
     /// Adds the time since `start` to `sum`, without what the clock itself took.
     #[inline]
     pub(crate) fn stop(&self, start: Option<u64>, sum: &TimeCounter) {
+        self.stop_many(start, 1, sum);
+    }
+
+    /// As [`stop`](Self::stop), for something that stands for `calls` calls.
+    #[inline]
+    pub(crate) fn stop_many(&self, start: Option<u64>, calls: u64, sum: &TimeCounter) {
         if let Some(start) = start {
             let ns = self.clock.thread_ns().saturating_sub(start);
-            sum.note(ns.saturating_sub(self.cost_ns));
+            sum.note(calls, ns.saturating_sub(self.cost_ns));
         }
     }
 }

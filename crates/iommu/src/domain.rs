@@ -73,13 +73,44 @@ pub trait Domain: Send + Sync {
         self.iotlb_sync(gather).map(|()| SyncToken::DONE)
     }
 
-    /// Whether the sync that gave `token` is over.
+    /// Whether the sync that gave `token` is over. `ranges` are those that were unmapped before it
+    /// began: a failure in one of them is told, once, by the call that finds the sync over.
     ///
     /// # Errors
     /// As [`iotlb_sync`](Self::iotlb_sync).
-    fn iotlb_sync_poll(&self, token: SyncToken) -> Result<bool> {
-        let _ = token;
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        let _ = (token, ranges);
         Ok(true)
+    }
+
+    /// Starts what [`iotlb_sync_map`](Self::iotlb_sync_map) does for each of `ranges`, without
+    /// waiting for it: one sync for many mappings. The default does it all at once.
+    ///
+    /// # Errors
+    /// As [`iotlb_sync_map`](Self::iotlb_sync_map).
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        ranges.iter().try_for_each(|&range| self.iotlb_sync_map(range))?;
+        Ok(SyncToken::DONE)
+    }
+
+    /// Whether the sync that [`iotlb_sync_map_begin`](Self::iotlb_sync_map_begin) began for
+    /// `ranges` is over.
+    ///
+    /// # Errors
+    /// As [`iotlb_sync_map`](Self::iotlb_sync_map), once, by the call that finds the sync over.
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        let _ = (token, ranges);
+        Ok(true)
+    }
+
+    /// Waits until the sync of either kind that gave `token` is over; the poll that follows tells
+    /// how it ended.
+    ///
+    /// # Errors
+    /// [`Gone`](crate::Error::Gone): it never will be.
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        let _ = token;
+        Ok(())
     }
 }
 
@@ -122,7 +153,16 @@ impl<D: Domain + ?Sized> Domain for alloc::sync::Arc<D> {
     fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
         (**self).iotlb_sync_begin(gather)
     }
-    fn iotlb_sync_poll(&self, token: SyncToken) -> Result<bool> {
-        (**self).iotlb_sync_poll(token)
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        (**self).iotlb_sync_poll(token, ranges)
+    }
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        (**self).iotlb_sync_map_begin(ranges)
+    }
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        (**self).iotlb_sync_map_poll(token, ranges)
+    }
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        (**self).iotlb_sync_wait(token)
     }
 }

@@ -284,12 +284,17 @@ impl<T: Address> Domain for SoftDomain<T> {
         Ok(SyncToken(self.begin_gather(gather)))
     }
 
-    fn iotlb_sync_poll(&self, token: SyncToken) -> Result<bool> {
+    fn iotlb_sync_poll(&self, token: SyncToken, _ranges: &[Range]) -> Result<bool> {
         let over = self.shootdown.is_over(token.0);
         if over {
             self.collect(None);
         }
         Ok(over)
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        self.shootdown.wait(token.0);
+        Ok(())
     }
 }
 
@@ -482,12 +487,12 @@ mod tests {
         domain.unmap_pages(page(2), &mut gather).unwrap();
         let token = domain.iotlb_sync_begin(&mut gather).unwrap();
         assert!(gather.is_empty());
-        assert_eq!(domain.iotlb_sync_poll(token), Ok(false));
+        assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(false));
         assert_eq!(heard(&mut reader), [Invalidation::Range(page(1))]);
-        assert_eq!(domain.iotlb_sync_poll(token), Ok(true));
+        assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
         // Nothing gathered, nothing to wait for.
         assert_eq!(domain.iotlb_sync_begin(&mut gather), Ok(SyncToken::DONE));
-        assert_eq!(domain.iotlb_sync_poll(SyncToken::DONE), Ok(true));
+        assert_eq!(domain.iotlb_sync_poll(SyncToken::DONE, &[]), Ok(true));
         domain.iotlb_sync(&mut gather).unwrap();
         // A queued gather knows no ranges: a flush is for everything, and so is a sync of it.
         let mut gather = Gather::queued();
@@ -495,7 +500,7 @@ mod tests {
         assert!(heard(&mut reader).is_empty());
         let token = domain.iotlb_sync_begin(&mut gather).unwrap();
         assert_eq!(heard(&mut reader), [Invalidation::All]);
-        assert_eq!(domain.iotlb_sync_poll(token), Ok(true));
+        assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
         reader.offline();
         domain.flush_iotlb_all().unwrap();
         let mut all = vec![];
@@ -516,11 +521,11 @@ mod tests {
             domain.unmap_pages(Range::ALL, &mut gather).unwrap();
             assert_eq!(domain.table_bytes(), mapped);
             let token = domain.iotlb_sync_begin(&mut gather).unwrap();
-            assert_eq!(domain.iotlb_sync_poll(token), Ok(false));
+            assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(false));
             assert_eq!(domain.table_bytes(), mapped);
             reader.poll(|_| ());
             assert_eq!(domain.table_bytes(), mapped);
-            assert_eq!(domain.iotlb_sync_poll(token), Ok(true));
+            assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
             assert_eq!(domain.table_bytes(), 0);
         }
     }
@@ -552,7 +557,7 @@ mod tests {
         let token = ours.iotlb_sync_begin(&mut retire()).unwrap();
         assert!(ours.table_bytes() > waiting);
         reader.poll(|_| ());
-        assert_eq!(ours.iotlb_sync_poll(token), Ok(true));
+        assert_eq!(ours.iotlb_sync_poll(token, &[]), Ok(true));
         assert_eq!(ours.table_bytes(), 0);
     }
 
@@ -593,7 +598,7 @@ mod tests {
             .collect();
         assert!(domain.table_bytes() > 0);
         reader.poll(|_| ());
-        assert!(tokens.iter().all(|&token| domain.iotlb_sync_poll(token) == Ok(true)));
+        assert!(tokens.iter().all(|&token| domain.iotlb_sync_poll(token, &[]) == Ok(true)));
         assert_eq!(domain.table_bytes(), 0);
     }
 
@@ -774,7 +779,7 @@ mod tests {
                         syncs.push((token, gathered.clone()));
                     }
                     Step::Ask => syncs.retain(|(token, gone)| {
-                        let over = domain.iotlb_sync_poll(*token).unwrap();
+                        let over = domain.iotlb_sync_poll(*token, &[]).unwrap();
                         if over {
                             returned.extend(gone.iter().copied());
                         }
@@ -822,7 +827,7 @@ mod tests {
             leases.clear();
             devices.iter_mut().for_each(|device| device.reader.poll(|_| ()));
             for (token, _) in syncs {
-                prop_assert_eq!(domain.iotlb_sync_poll(token), Ok(true));
+                prop_assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
             }
             domain.unmap_pages(Range::ALL, &mut gather).unwrap();
             drop(devices);

@@ -120,6 +120,19 @@ pub(crate) struct Arguments {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
     page_run: usize,
 
+    /// The most requests that share one map sync, under a policy with `+map`; under `strict+map` as
+    /// many as complete at a time are unmapped with one. 1 maps and unmaps each by itself, as on the
+    /// mailing list.
+    #[arg(long, value_name = "N", default_value_t = 64,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    batch: usize,
+
+    /// The most buffers that become one mapping, where they lie side by side in guest memory (see
+    /// --page-run) and go the same way; it is unmapped whole, after its last I/O.
+    #[arg(long, value_name = "N", default_value_t = 16,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    chunk: usize,
+
     /// Slots of each flush queue [default: 32768 for lazy-sq, 256 for lazy-mq].
     #[arg(long, value_name = "N",
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(2..=1 << 20))]
@@ -199,6 +212,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         runtime,
         queues: arguments.queues,
         run_pages: arguments.page_run,
+        batch: arguments.batch,
+        chunk: arguments.chunk,
         flush_queue_slots: arguments.flush_queue_slots,
         flush_queue_ms: arguments.flush_queue_ms,
         progress,

@@ -151,6 +151,11 @@ impl DriverQueue {
         self.free.len()
     }
 
+    /// How waits go.
+    pub fn notify(&self) -> Notify {
+        self.notify
+    }
+
     /// How many kicks were sent.
     pub fn kicks(&self) -> u64 {
         self.kicks

@@ -2,6 +2,7 @@
 
 mod backend;
 mod driver;
+mod mapped;
 mod queue;
 pub mod request;
 mod unit;
@@ -9,5 +10,6 @@ pub mod wire;
 
 pub use backend::{BlkBackend, BlkOptions};
 pub use driver::{Done, DriverQueue, QueueLayout};
+pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotAsked};
 pub use queue::{BlkQueue, QueueError, QueueStats};
 pub use unit::{BlkUnit, Start};

@@ -3,6 +3,7 @@
 #![cfg(not(loom))]
 
 mod allocator_time;
+mod batch;
 mod failures;
 mod lazy;
 mod lists;

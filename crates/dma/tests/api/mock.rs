@@ -13,7 +13,7 @@ use ringfence_dma::{
 };
 use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range,
-    ReservedKind, ReservedRegion, Result,
+    ReservedKind, ReservedRegion, Result, SyncToken,
     table::{Limits, Table},
 };
 use ringfence_iova::{
@@ -59,8 +59,18 @@ pub(crate) struct MockDomain {
     fail_after: AtomicI64,
     /// The operations that always fail.
     pub(crate) broken: Mutex<Broken>,
+    /// Syncs that were begun and are not over, while [`hold`](Self::hold) keeps them so.
+    begun: Mutex<Begun>,
     /// Runs in the middle of the next flush.
     pub(crate) during_flush: Mutex<Option<Hook>>,
+}
+
+#[derive(Default)]
+struct Begun {
+    held: bool,
+    last: u64,
+    /// What each is for, and whether it is for maps.
+    under_way: BTreeMap<u64, (Vec<Range>, bool)>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -84,8 +94,44 @@ impl MockDomain {
             log: Log::default(),
             fail_after: AtomicI64::new(i64::MAX),
             broken: Mutex::default(),
+            begun: Mutex::default(),
             during_flush: Mutex::default(),
         })
+    }
+
+    /// From now on syncs that are begun are over only after [`let_go`](Self::let_go) (or when
+    /// somebody waits for them).
+    pub(crate) fn hold(&self) {
+        self.begun.lock().unwrap().held = true;
+    }
+
+    /// Carries out the oldest sync that is held; whether there was one.
+    pub(crate) fn let_go(&self) -> bool {
+        let oldest = self.begun.lock().unwrap().under_way.pop_first();
+        if let Some((_, (ranges, false))) = &oldest {
+            self.invalidate(ranges);
+        }
+        oldest.is_some()
+    }
+
+    fn begin(&self, ranges: &[Range], map: bool) -> Option<SyncToken> {
+        let mut begun = self.begun.lock().unwrap();
+        begun.held.then(|| {
+            begun.last += 1;
+            let token = begun.last;
+            begun.under_way.insert(token, (ranges.to_vec(), map));
+            SyncToken(token)
+        })
+    }
+
+    fn is_over(&self, token: SyncToken) -> bool {
+        !self.begun.lock().unwrap().under_way.contains_key(&token.0)
+    }
+
+    fn invalidate(&self, ranges: &[Range]) {
+        let _one_at_a_time = self.invalidating.lock().unwrap();
+        let mut cached = self.cached.lock().unwrap();
+        cached.retain(|(held, ..)| ranges.iter().all(|range| !range.overlaps(*held)));
     }
 
     /// The operation after `good` good ones fails, once.
@@ -182,11 +228,55 @@ impl Domain for MockDomain {
 
     fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
         self.step(Event::Sync, |broken| broken.sync)?;
-        let _one_at_a_time = self.invalidating.lock().unwrap();
-        let mut cached = self.cached.lock().unwrap();
-        cached.retain(|(held, ..)| gather.ranges().iter().all(|range| !range.overlaps(*held)));
+        self.invalidate(gather.ranges());
         gather.clear_ranges();
         drop(gather.take_pages());
+        Ok(())
+    }
+
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        let Some(token) = self.begin(gather.ranges(), false) else {
+            return self.iotlb_sync(gather).map(|()| SyncToken::DONE);
+        };
+        gather.clear_ranges();
+        drop(gather.take_pages());
+        Ok(token)
+    }
+
+    fn iotlb_sync_poll(&self, token: SyncToken, _ranges: &[Range]) -> Result<bool> {
+        if token == SyncToken::DONE {
+            return Ok(true);
+        }
+        // A failure is told by the call that finds the sync over.
+        let over = self.is_over(token);
+        if over { self.step(Event::Sync, |broken| broken.sync).map(|()| true) } else { Ok(false) }
+    }
+
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        match self.begin(ranges, true) {
+            Some(token) => Ok(token),
+            None => {
+                ranges.iter().try_for_each(|&range| self.iotlb_sync_map(range))?;
+                Ok(SyncToken::DONE)
+            }
+        }
+    }
+
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        if token == SyncToken::DONE {
+            return Ok(true);
+        }
+        let over = self.is_over(token);
+        if over {
+            ranges.iter().try_for_each(|&range| self.iotlb_sync_map(range))?;
+        }
+        Ok(over)
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        while token != SyncToken::DONE && !self.is_over(token) {
+            self.let_go();
+        }
         Ok(())
     }
 

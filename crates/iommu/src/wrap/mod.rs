@@ -33,6 +33,12 @@ pub enum Kind {
     SyncBegin,
     /// [`iotlb_sync_poll`](crate::Domain::iotlb_sync_poll)
     SyncPoll,
+    /// [`iotlb_sync_map_begin`](crate::Domain::iotlb_sync_map_begin)
+    SyncMapBegin,
+    /// [`iotlb_sync_map_poll`](crate::Domain::iotlb_sync_map_poll)
+    SyncMapPoll,
+    /// [`iotlb_sync_wait`](crate::Domain::iotlb_sync_wait)
+    SyncWait,
     /// [`flush_iotlb_all`](crate::Domain::flush_iotlb_all)
     FlushAll,
     /// [`iova_to_phys`](crate::Domain::iova_to_phys)
@@ -41,13 +47,16 @@ pub enum Kind {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Kind; 8] = [
+    pub const ALL: [Kind; 11] = [
         Kind::Map,
         Kind::SyncMap,
         Kind::Unmap,
         Kind::Sync,
         Kind::SyncBegin,
         Kind::SyncPoll,
+        Kind::SyncMapBegin,
+        Kind::SyncMapPoll,
+        Kind::SyncWait,
         Kind::FlushAll,
         Kind::Lookup,
     ];
@@ -61,6 +70,9 @@ impl Kind {
             Kind::Sync => "sync",
             Kind::SyncBegin => "sync-begin",
             Kind::SyncPoll => "sync-poll",
+            Kind::SyncMapBegin => "sync-map-begin",
+            Kind::SyncMapPoll => "sync-map-poll",
+            Kind::SyncWait => "sync-wait",
             Kind::FlushAll => "flush-all",
             Kind::Lookup => "lookup",
         }
@@ -129,9 +141,32 @@ macro_rules! domain_around {
                 let call = |inner: &D| inner.iotlb_sync_begin(gather);
                 self.around($crate::wrap::Kind::SyncBegin, call, |_| 0)
             }
-            fn iotlb_sync_poll(&self, token: $crate::SyncToken) -> $crate::Result<bool> {
-                let call = |inner: &D| inner.iotlb_sync_poll(token);
+            fn iotlb_sync_poll(
+                &self,
+                token: $crate::SyncToken,
+                ranges: &[$crate::Range],
+            ) -> $crate::Result<bool> {
+                let call = |inner: &D| inner.iotlb_sync_poll(token, ranges);
                 self.around($crate::wrap::Kind::SyncPoll, call, |_| 0)
+            }
+            fn iotlb_sync_map_begin(
+                &self,
+                ranges: &[$crate::Range],
+            ) -> $crate::Result<$crate::SyncToken> {
+                let call = |inner: &D| inner.iotlb_sync_map_begin(ranges);
+                self.around($crate::wrap::Kind::SyncMapBegin, call, |_| 0)
+            }
+            fn iotlb_sync_map_poll(
+                &self,
+                token: $crate::SyncToken,
+                ranges: &[$crate::Range],
+            ) -> $crate::Result<bool> {
+                let call = |inner: &D| inner.iotlb_sync_map_poll(token, ranges);
+                self.around($crate::wrap::Kind::SyncMapPoll, call, |_| 0)
+            }
+            fn iotlb_sync_wait(&self, token: $crate::SyncToken) -> $crate::Result<()> {
+                let call = |inner: &D| inner.iotlb_sync_wait(token);
+                self.around($crate::wrap::Kind::SyncWait, call, |_| 0)
             }
         }
     };
@@ -197,8 +232,17 @@ pub(crate) mod fake {
             gather.clear_ranges();
             Ok(SyncToken(7))
         }
-        fn iotlb_sync_poll(&self, token: SyncToken) -> Result<bool> {
+        fn iotlb_sync_poll(&self, token: SyncToken, _ranges: &[Range]) -> Result<bool> {
             Ok(token == SyncToken(7))
+        }
+        fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+            Ok(SyncToken(ranges.len() as u64))
+        }
+        fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+            Ok(token == SyncToken(ranges.len() as u64))
+        }
+        fn iotlb_sync_wait(&self, _token: SyncToken) -> Result<()> {
+            Err(Error::Gone("never to be over"))
         }
     }
 
@@ -241,13 +285,18 @@ mod tests {
         assert_eq!(domain.unmap_pages(page(1), &mut gather), Ok(4096));
         // The inner domain's own way to begin a sync, not the default one of the trait.
         assert_eq!(domain.iotlb_sync_begin(&mut gather), Ok(SyncToken(7)));
-        assert_eq!(domain.iotlb_sync_poll(SyncToken(7)), Ok(true));
-        assert_eq!(domain.iotlb_sync_poll(SyncToken(8)), Ok(false));
+        assert_eq!(domain.iotlb_sync_poll(SyncToken(7), &[page(1)]), Ok(true));
+        assert_eq!(domain.iotlb_sync_poll(SyncToken(8), &[page(1)]), Ok(false));
+        let pages = [page(1), page(2)];
+        assert_eq!(domain.iotlb_sync_map_begin(&pages), Ok(SyncToken(2)));
+        assert_eq!(domain.iotlb_sync_map_poll(SyncToken(2), &pages), Ok(true));
+        assert_eq!(domain.iotlb_sync_map_poll(SyncToken(2), &pages[1..]), Ok(false));
+        assert!(domain.iotlb_sync_wait(SyncToken(2)).is_err());
         domain.iotlb_sync(&mut gather).unwrap();
         domain.flush_iotlb_all().unwrap();
         assert_eq!(domain.geometry(), Fake::default().geometry());
         assert_eq!(domain.capabilities(), Fake::default().capabilities());
-        assert_eq!(ring.take().len(), 10);
-        assert_eq!(Kind::ALL.iter().map(|&kind| counted.counts()[kind].calls).sum::<u64>(), 10);
+        assert_eq!(ring.take().len(), 14);
+        assert_eq!(Kind::ALL.iter().map(|&kind| counted.counts()[kind].calls).sum::<u64>(), 14);
     }
 }

@@ -63,7 +63,11 @@ impl<D, S: EventSink, C: Clock> Traced<D, S, C> {
 }
 
 fn ranges(gather: &Gather) -> Ranges {
-    gather.ranges().iter().copied().collect()
+    gather.ranges().into()
+}
+
+fn over_or_pending(&over: &bool) -> Outcome {
+    if over { Outcome::Over } else { Outcome::Pending }
 }
 
 impl<D: Domain, S: EventSink, C: Clock> Domain for Traced<D, S, C> {
@@ -117,10 +121,25 @@ impl<D: Domain, S: EventSink, C: Clock> Domain for Traced<D, S, C> {
         self.record(call, run, |&SyncToken(token)| Outcome::Begun(token))
     }
 
-    fn iotlb_sync_poll(&self, token: SyncToken) -> Result<bool> {
-        let run = || self.inner.iotlb_sync_poll(token);
-        let outcome = |&over: &bool| if over { Outcome::Over } else { Outcome::Pending };
-        self.record(Call::SyncPoll { token: token.0 }, run, outcome)
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        let run = || self.inner.iotlb_sync_poll(token, ranges);
+        self.record(Call::SyncPoll { token: token.0 }, run, over_or_pending)
+    }
+
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        let run = || self.inner.iotlb_sync_map_begin(ranges);
+        let call = Call::SyncMapBegin { ranges: ranges.into() };
+        self.record(call, run, |&SyncToken(token)| Outcome::Begun(token))
+    }
+
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        let run = || self.inner.iotlb_sync_map_poll(token, ranges);
+        self.record(Call::SyncMapPoll { token: token.0 }, run, over_or_pending)
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        let run = || self.inner.iotlb_sync_wait(token);
+        self.record(Call::SyncWait { token: token.0 }, run, |()| Outcome::Done)
     }
 }
 

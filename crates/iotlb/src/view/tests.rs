@@ -103,11 +103,11 @@ fn a_window_and_what_was_cached_go_before_the_invalidation_is_over() {
     assert_eq!(window.slice().as_ptr() as usize, host(&memory, 16 * PAGE));
     let token = unmap(&domain, 0x10_0000, 2);
     // Until the quiet point the device may go on, and nobody is told that it does not.
-    assert!(!domain.iotlb_sync_poll(token).unwrap());
+    assert!(!domain.iotlb_sync_poll(token, &[]).unwrap());
     assert!(window.is_valid());
     assert!(view.read(0x10_0000, &mut [0]).is_ok(), "cached");
     view.quiet();
-    assert!(domain.iotlb_sync_poll(token).unwrap());
+    assert!(domain.iotlb_sync_poll(token, &[]).unwrap());
     assert!(!window.is_valid() && !part.is_valid() && other.is_valid());
     let refused = AccessError::Unmapped { addr: 0x10_0000, access: Access::Read };
     assert_eq!(view.read(0x10_0000, &mut [0]), Err(refused));
@@ -125,12 +125,12 @@ fn a_lease_holds_up_its_range_and_no_other() {
     let other = unmap(&domain, 0x10_0000, 4);
     let held = unmap(&domain, 0, 4);
     view.quiet();
-    assert!(domain.iotlb_sync_poll(other).unwrap());
-    assert!(!domain.iotlb_sync_poll(held).unwrap());
+    assert!(domain.iotlb_sync_poll(other, &[]).unwrap());
+    assert!(!domain.iotlb_sync_poll(held, &[]).unwrap());
     view.quiet();
-    assert!(!domain.iotlb_sync_poll(held).unwrap());
+    assert!(!domain.iotlb_sync_poll(held, &[]).unwrap());
     drop(lease);
-    assert!(domain.iotlb_sync_poll(held).unwrap());
+    assert!(domain.iotlb_sync_poll(held, &[]).unwrap());
 }
 
 #[test]
@@ -180,7 +180,7 @@ fn a_view_that_is_offline_is_not_waited_for_and_has_forgotten_when_it_is_back() 
     let window = view.window(0x2000, 16, Access::Read).unwrap();
     view.offline();
     let token = unmap(&domain, 0x1000, 2);
-    assert!(domain.iotlb_sync_poll(token).unwrap());
+    assert!(domain.iotlb_sync_poll(token, &[]).unwrap());
     view.online();
     assert!(!window.is_valid());
     assert!(view.write(0x1000, &[1]).is_err());
@@ -402,7 +402,7 @@ proptest! {
                     table.retain(|page, _| page.wrapping_sub(iova) >= count);
                     let token = unmap(&domains[domain], iova << 12, count);
                     view.quiet();
-                    prop_assert!(domains[domain].iotlb_sync_poll(token).unwrap());
+                    prop_assert!(domains[domain].iotlb_sync_poll(token, &[]).unwrap());
                 }
                 Op::Bind(to) => {
                     oracle.bound = to;

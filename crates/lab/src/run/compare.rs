@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail};
-use ringfence_devices::{ram::PagedBuffer, worker::Notify};
+use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
 use ringfence_dma::Policy;
 
 use super::{
@@ -56,6 +56,10 @@ pub struct Options {
     pub queues: Option<u16>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub run_pages: usize,
+    /// The most requests that are mapped with one sync, under a policy that shares syncs.
+    pub batch: usize,
+    /// The most buffers that become one mapping where they lie side by side.
+    pub chunk: usize,
     /// Slots of a flush queue; `None`: as Linux tunes it.
     pub flush_queue_slots: Option<usize>,
     /// Its timer in milliseconds; `None`: as Linux tunes it.
@@ -351,6 +355,10 @@ impl Stage<'_> {
                     run_pages,
                     flush_queue_slots: self.options.flush_queue_slots,
                     flush_queue_ms: self.options.flush_queue_ms,
+                    batching: Batching {
+                        requests: self.options.batch,
+                        chunk: self.options.chunk.min(self.options.batch),
+                    },
                 };
                 self.run_linked(&plan, &dealt, round)
             }

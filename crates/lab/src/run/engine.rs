@@ -11,7 +11,10 @@ use ringfence_devices::ram::PagedBuffer;
 use ringfence_dma::{OsThreadClock, ThreadClock};
 use ringfence_sync::clock::{Clock, MonotonicClock};
 
-use super::path::{Completed, Path};
+use super::{
+    path::{Completed, Path},
+    pool::Pool,
+};
 use crate::{
     block::{BlockError, Format},
     job::Job,
@@ -157,6 +160,8 @@ pub(crate) struct Ran {
 struct Task {
     clone: usize,
     io: Io,
+    /// The number of its buffer among its clone's.
+    buffer: u32,
     started_ns: u64,
     repeats: u8,
 }
@@ -187,6 +192,8 @@ pub(crate) fn run<P: Path>(
 
 struct Runner<'c> {
     clones: Vec<JobClone>,
+    /// Their buffers.
+    pools: Vec<Pool>,
     tasks: Vec<Task>,
     content: Content,
     control: &'c Control,
@@ -204,6 +211,7 @@ impl<'c> Runner<'c> {
     ) -> Runner<'c> {
         Runner {
             clones,
+            pools: Vec::new(),
             tasks: Vec::new(),
             content,
             control,
@@ -215,14 +223,16 @@ impl<'c> Runner<'c> {
 
     fn run<P: Path>(mut self, path: &mut P) -> Result<Ran> {
         // Every task keeps its place for as long as its clone has I/O left.
-        let mut ready: VecDeque<(u32, PagedBuffer)> = VecDeque::new();
+        let mut ready: VecDeque<u32> = VecDeque::new();
         let mut again: Vec<(u32, PagedBuffer)> = Vec::new();
         for clone in 0..self.clones.len() {
-            for buffer in std::mem::take(&mut self.clones[clone].buffers) {
+            let pool = Pool::new(std::mem::take(&mut self.clones[clone].buffers));
+            for _ in 0..pool.len() {
                 let io = Io { op: Op::Read, offset: 0, len: 0 };
-                self.tasks.push(Task { clone, io, started_ns: 0, repeats: 0 });
-                ready.push_back((self.tasks.len() as u32 - 1, buffer));
+                self.tasks.push(Task { clone, io, buffer: 0, started_ns: 0, repeats: 0 });
+                ready.push_back(self.tasks.len() as u32 - 1);
             }
+            self.pools.push(pool);
         }
         let depth = path.depth();
         let thread_clock = OsThreadClock;
@@ -251,8 +261,8 @@ impl<'c> Runner<'c> {
                 started = true;
             }
             while phase != Phase::Ending && self.under_way < depth {
-                let Some((token, buffer)) = ready.pop_front() else { break };
-                started |= self.start(path, now, token, buffer)?;
+                let Some(token) = ready.pop_front() else { break };
+                started |= self.start(path, now, token)?;
             }
             if phase != Phase::Ending {
                 path.tick(now)?;
@@ -289,7 +299,11 @@ impl<'c> Runner<'c> {
             for completed in done.drain(..) {
                 let Completed { token, mut buffer, ok } = completed;
                 match self.complete(token, &mut buffer, ok, now, phase == Phase::Measured) {
-                    Next::Free => ready.push_back((token, buffer)),
+                    Next::Free => {
+                        let task = &self.tasks[token as usize];
+                        self.pools[task.clone].put(task.buffer, buffer);
+                        ready.push_back(token);
+                    }
                     Next::Again => again.push((token, buffer)),
                 }
             }
@@ -308,13 +322,7 @@ impl<'c> Runner<'c> {
     }
 
     /// Starts the next I/O of a task; false if its clone has none left, or its time is over.
-    fn start<P: Path>(
-        &mut self,
-        path: &mut P,
-        now_ns: u64,
-        token: u32,
-        buffer: PagedBuffer,
-    ) -> Result<bool> {
+    fn start<P: Path>(&mut self, path: &mut P, now_ns: u64, token: u32) -> Result<bool> {
         let task = &mut self.tasks[token as usize];
         let clone = &mut self.clones[task.clone];
         let begun = self.control.measured_ns().unwrap_or(now_ns);
@@ -322,7 +330,12 @@ impl<'c> Runner<'c> {
             return Ok(false);
         }
         let Some(io) = clone.workload.next() else { return Ok(false) };
+        // As many buffers as tasks: there is one for each that is ready.
+        let Some((number, buffer)) = self.pools[task.clone].take(io.op) else {
+            bail!("a job has more I/O under way than buffers");
+        };
         task.io = io;
+        task.buffer = number;
         task.repeats = 0;
         self.submit(path, token, buffer)?;
         Ok(true)

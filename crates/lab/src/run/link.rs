@@ -16,7 +16,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
 use ringfence_devices::{
-    blk::{DriverQueue, QueueLayout},
+    blk::{Batching, DriverQueue, QueueLayout},
     event,
     ram::{PagedBuffer, RamPart},
     worker::Notify,
@@ -80,6 +80,8 @@ pub(crate) struct Plan {
     pub(crate) run_pages: usize,
     pub(crate) flush_queue_slots: Option<usize>,
     pub(crate) flush_queue_ms: Option<u64>,
+    /// How requests share mappings and syncs.
+    pub(crate) batching: Batching,
 }
 
 /// A link to a running device process.
@@ -199,7 +201,7 @@ impl Link {
         for queue in queues {
             let page = buffers.pop().context("a page for each probe")?;
             let probe = protected.then(|| Probe::new(page, plan.policy.is_strict()));
-            paths.push(VirtioPath::new(dma.clone(), queue, probe));
+            paths.push(VirtioPath::new(dma.clone(), queue, probe, plan.batching));
         }
         let link = Link {
             dma,

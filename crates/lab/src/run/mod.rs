@@ -20,6 +20,7 @@ mod engine;
 mod figures;
 mod link;
 mod path;
+mod pool;
 mod probe;
 mod row;
 pub mod space;

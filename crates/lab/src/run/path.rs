@@ -4,15 +4,15 @@ use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use ringfence_devices::{
-    blk::{DriverQueue, wire},
+    blk::{Batching, Completion, DriverQueue, MappedQueue, wire},
     disk::{Disk, FileIo, FileOp},
     ram::PagedBuffer,
     worker::Notify,
 };
-use ringfence_dma::{Direction, Mapping};
 use ringfence_sync::clock::{Clock, MonotonicClock};
+use ringfence_virtio_iommu::driver::ViommuDomain;
 
-use super::{link::Dma, probe::Probe};
+use super::{link::Dma, probe::Probe, space::AnyAllocator};
 use crate::workload::Op;
 
 /// What came back from the disk.
@@ -52,14 +52,16 @@ pub(crate) trait Path {
     }
 }
 
+/// A queue of the disk, behind the DMA API.
+pub(crate) type Queue = MappedQueue<Arc<ViommuDomain>, AnyAllocator, PagedBuffer>;
+
 /// Through the DMA API and a virtqueue to the device process.
 pub(crate) struct VirtioPath {
     dma: Dma,
-    queue: DriverQueue,
-    mapped: Vec<Option<(Op, Mapping<PagedBuffer>)>>,
+    queue: Queue,
+    /// What was asked, by token: how many bytes an answer must say were written.
+    asked: Vec<u64>,
     probe: Option<Probe>,
-    /// Requests that were added and not published yet.
-    unpublished: usize,
 }
 
 /// How many requests are started, or taken back, before the other side, or the other direction,
@@ -67,14 +69,18 @@ pub(crate) struct VirtioPath {
 /// disk with nothing to do.
 const TURN: usize = 16;
 
-/// Requests of the probe have this bit in their number.
-pub(crate) const PROBE: u64 = 1 << 63;
 /// Places in the queue that are the probe's.
 const PROBE_ROOM: usize = 1;
 
 impl VirtioPath {
-    pub(crate) fn new(dma: Dma, queue: DriverQueue, probe: Option<Probe>) -> VirtioPath {
-        VirtioPath { dma, queue, mapped: Vec::new(), probe, unpublished: 0 }
+    pub(crate) fn new(
+        dma: Dma,
+        queue: DriverQueue,
+        probe: Option<Probe>,
+        batching: Batching,
+    ) -> VirtioPath {
+        let queue = MappedQueue::new(queue, &dma, batching);
+        VirtioPath { dma, queue, asked: Vec::new(), probe }
     }
 }
 
@@ -84,46 +90,42 @@ impl Path for VirtioPath {
     }
 
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
-        let (direction, kind) = match op {
-            Op::Read => (Direction::FromDevice, wire::Kind::In),
-            Op::Write => (Direction::ToDevice, wire::Kind::Out),
+        // A read that says OK has written all data and the status; a write the status.
+        let (kind, written) = match op {
+            Op::Read => (wire::Kind::In, ringfence_dma::DmaBuffer::len(&buffer) + 1),
+            Op::Write => (wire::Kind::Out, 1),
         };
-        let mapping = self.dma.map(buffer, direction).context("mapping a buffer")?;
-        self.queue.submit(kind, offset / wire::SECTOR, mapping.segments(), token.into())?;
         let at = token as usize;
-        if self.mapped.len() <= at {
-            self.mapped.resize_with(at + 1, || None);
+        if self.asked.len() <= at {
+            self.asked.resize(at + 1, 0);
         }
-        self.mapped[at] = Some((op, mapping));
-        self.unpublished += 1;
-        if self.unpublished >= TURN {
-            self.publish()?;
-        }
-        Ok(())
+        self.asked[at] = written;
+        Ok(self.queue.submit(kind, offset / wire::SECTOR, buffer, token.into())?)
     }
 
     fn publish(&mut self) -> Result<()> {
-        self.unpublished = 0;
-        self.queue.publish();
-        Ok(())
+        Ok(self.queue.publish()?)
     }
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        while into.len() < TURN
-            && let Some(done) = self.queue.reap()?
-        {
-            if done.token & PROBE != 0 {
-                let probe = self.probe.as_mut().context("an answer to no probe")?;
+        let (probe, asked) = (&mut self.probe, &self.asked);
+        let mut answer = None;
+        self.queue.reap(
+            TURN,
+            |_, done| answer = Some(done),
+            |Completion { token, buffer, outcome }| {
+                let wanted = asked[token as usize];
+                let ok = outcome.is_ok_and(|done| done.ok && u64::from(done.written) == wanted);
+                into.push(Completed { token: token as u32, buffer, ok });
+            },
+        )?;
+        if let Some(probe) = probe {
+            if let Some(done) = answer {
                 probe.answered(done.ok, &mut self.queue)?;
-                continue;
             }
-            let held = self.mapped.get_mut(done.token as usize).and_then(Option::take);
-            let (op, mapping) = held.context("an answer to no request")?;
-            let len = mapping.len();
-            let buffer = mapping.unmap().context("unmapping a buffer")?;
-            // A read that says OK has written all data and the status; a write the status.
-            let wrote = u64::from(done.written) == if op == Op::Read { len + 1 } else { 1 };
-            into.push(Completed { token: done.token as u32, buffer, ok: done.ok && wrote });
+            if let Some(returned) = self.queue.take_foreign() {
+                probe.unmapped(returned, &mut self.queue)?;
+            }
         }
         Ok(())
     }
@@ -135,7 +137,7 @@ impl Path for VirtioPath {
 
     fn tick(&mut self, now_ns: u64) -> Result<()> {
         match &mut self.probe {
-            Some(probe) => probe.tick(now_ns, &self.dma, &mut self.queue),
+            Some(probe) => probe.tick(now_ns, &self.dma, self.queue.raw()),
             None => Ok(()),
         }
     }

@@ -1,16 +1,19 @@
 //! The probe: does the device still reach memory that was unmapped, and for how long?
 //!
 //! It maps a page, has the device write to it (a GET_ID request through the very queue that the
-//! job uses, so that the worker's caches are warm), unmaps it as the policy says, and then hands
-//! the device the same descriptor again and again until it is refused. The IOVA is parked
+//! job uses, so that the worker's caches are warm), unmaps it as the policy says, in one batch with
+//! the job's own, and then hands the device the same descriptor again and again until it is refused. The IOVA is parked
 //! meanwhile, so that no buffer of the job can have it. GET_ID goes to no disk and is not paced.
 
 use anyhow::{Context, Result};
-use ringfence_devices::{blk::DriverQueue, blk::wire, ram::PagedBuffer};
-use ringfence_dma::{Direction, Mapping, Segment, StaleIova};
+use ringfence_devices::{
+    blk::{DriverQueue, FOREIGN, wire},
+    ram::PagedBuffer,
+};
+use ringfence_dma::{Direction, Mapping, Returned, Segment, StaleIova, UnmapError};
 use ringfence_sync::clock::{Clock, MonotonicClock};
 
-use super::{device::DISK_ID, link::Dma, path::PROBE};
+use super::{device::DISK_ID, link::Dma, path::Queue};
 
 /// From the end of a probe to the next.
 const EVERY_NS: u64 = 2_000_000;
@@ -26,7 +29,11 @@ enum State {
     },
     /// The device writes while it may.
     Warm {
-        mapping: Mapping<PagedBuffer>,
+        mapping: Mapping<Vec<PagedBuffer>>,
+    },
+    /// It is unmapped, together with what else has completed.
+    Unmapping {
+        segment: Segment,
     },
     /// The device is asked to write where it may no longer.
     Stale {
@@ -90,29 +97,22 @@ impl Probe {
             unreachable!("looked at above")
         };
         buffer.bytes_mut()[..DISK_ID.len()].fill(BLANK);
-        let mapping = dma.map(buffer, Direction::FromDevice).context("mapping the probe's page")?;
-        queue.submit(wire::Kind::GetId, 0, &mapping.segments()[..1], PROBE)?;
+        let mapping =
+            dma.map_sg(vec![buffer], Direction::FromDevice).context("mapping the probe's page")?;
+        queue.submit(wire::Kind::GetId, 0, &mapping.segments()[..1], FOREIGN)?;
         queue.publish();
         self.state = State::Warm { mapping };
         Ok(())
     }
 
     /// Takes the answer to the probe's request.
-    pub(crate) fn answered(&mut self, ok: bool, queue: &mut DriverQueue) -> Result<()> {
+    pub(crate) fn answered(&mut self, ok: bool, queue: &mut Queue) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Broken) {
             State::Warm { mapping } => {
                 anyhow::ensure!(ok, "the device refused the probe's page while it was mapped");
                 let segment = mapping.segments()[0];
-                let (mut buffer, iova) =
-                    mapping.unmap_watched().context("unmapping the probe's page")?;
-                let unmapped_ns = self.clock.now_ns();
-                let id = &mut buffer.bytes_mut()[..DISK_ID.len()];
-                anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");
-                id.fill(BLANK);
-                self.found.probes += 1;
-                queue.submit(wire::Kind::GetId, 0, &[segment], PROBE)?;
-                queue.publish();
-                self.state = State::Stale { buffer, iova, segment, unmapped_ns };
+                queue.unmap_foreign(mapping);
+                self.state = State::Unmapping { segment };
             }
             State::Stale { mut buffer, iova, segment, unmapped_ns } => {
                 let now = self.clock.now_ns();
@@ -126,17 +126,46 @@ impl Probe {
                 }
                 let again = reached && !self.strict && now - unmapped_ns < GIVE_UP_NS;
                 if again {
-                    self.found.probes += 1;
-                    queue.submit(wire::Kind::GetId, 0, &[segment], PROBE)?;
-                    queue.publish();
+                    self.ask(queue, segment)?;
                     self.state = State::Stale { buffer, iova, segment, unmapped_ns };
                 } else {
                     drop(iova);
                     self.state = State::Idle { buffer, next_ns: now + EVERY_NS };
                 }
             }
-            State::Idle { .. } | State::Broken => anyhow::bail!("an answer to no probe"),
+            State::Idle { .. } | State::Unmapping { .. } | State::Broken => {
+                anyhow::bail!("an answer to no probe")
+            }
         }
+        Ok(())
+    }
+
+    /// Takes the page back, which from now on the device must not reach: at once if strict.
+    pub(crate) fn unmapped(
+        &mut self,
+        returned: Result<Returned<Vec<PagedBuffer>>, UnmapError<Vec<PagedBuffer>>>,
+        queue: &mut Queue,
+    ) -> Result<()> {
+        let State::Unmapping { segment } = std::mem::replace(&mut self.state, State::Broken) else {
+            anyhow::bail!("a page of no probe")
+        };
+        let returned = returned.context("unmapping the probe's page")?;
+        let unmapped_ns = self.clock.now_ns();
+        let mut buffer = returned.buffer.into_iter().next().context("the probe's page")?;
+        let iova = returned.stale.context("the probe's IOVA")?;
+        let id = &mut buffer.bytes_mut()[..DISK_ID.len()];
+        anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");
+        id.fill(BLANK);
+        self.ask(queue, segment)?;
+        self.state = State::Stale { buffer, iova, segment, unmapped_ns };
+        Ok(())
+    }
+
+    /// Has the device write where it may no longer.
+    fn ask(&mut self, queue: &mut Queue, segment: Segment) -> Result<()> {
+        self.found.probes += 1;
+        queue.raw().submit(wire::Kind::GetId, 0, &[segment], FOREIGN)?;
+        queue.raw().publish();
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use ringfence_iommu::{Domain, Error, Gather, Result, SyncToken};
+use ringfence_iommu::{Domain, Error, Gather, Range, Result, SyncToken};
 
 use super::{Backing, Device, core::View};
 
@@ -11,13 +11,30 @@ use super::{Backing, Device, core::View};
 pub struct Session<B: Backing> {
     pub(super) last: Option<(u32, u64, View<B::Domain>)>,
     /// Domains with something to invalidate, the first `used`; the others are kept for reuse.
-    pub(super) touched: Vec<(Option<Arc<B::Domain>>, Gather)>,
+    pub(super) touched: Vec<Touched<B::Domain>>,
     pub(super) used: usize,
     pub(super) rebound: Vec<u32>,
     pub(super) orphans: Vec<Arc<B::Domain>>,
-    pub(super) waits: Vec<(Option<Arc<B::Domain>>, SyncToken)>,
+    pub(super) waits: Vec<(Whose, SyncToken)>,
     pub(super) failed: Option<Error>,
     pub(super) syncs: u64,
+}
+
+/// A domain with something to invalidate.
+pub(super) struct Touched<D> {
+    domain: Option<Arc<D>>,
+    gather: Gather,
+    /// What the gather held before its sync was begun.
+    ranges: Vec<Range>,
+}
+
+/// Whose invalidation is waited for.
+#[derive(Clone, Copy)]
+pub(super) enum Whose {
+    /// That of the domain at this place of [`Session::touched`].
+    Domain(usize),
+    /// That of an endpoint's binding.
+    Binding,
 }
 
 impl<B: Backing> Default for Session<B> {
@@ -65,34 +82,38 @@ impl<B: Backing> Session<B> {
     /// first.
     #[inline]
     pub(super) fn gather(&mut self, domain: &Arc<B::Domain>) -> &mut Gather {
-        let is_it = |(held, _): &(Option<Arc<B::Domain>>, Gather)| {
-            held.as_ref().is_some_and(|held| Arc::ptr_eq(held, domain))
+        let is_it = |touched: &Touched<B::Domain>| {
+            touched.domain.as_ref().is_some_and(|held| Arc::ptr_eq(held, domain))
         };
         let at = match self.touched[..self.used].iter().rposition(is_it) {
             Some(at) => at,
             None => {
                 if self.used == self.touched.len() {
-                    self.touched.push((None, Gather::new()));
+                    let (gather, ranges) = (Gather::new(), Vec::new());
+                    self.touched.push(Touched { domain: None, gather, ranges });
                 }
-                self.touched[self.used].0 = Some(Arc::clone(domain));
+                self.touched[self.used].domain = Some(Arc::clone(domain));
                 self.used += 1;
                 self.used - 1
             }
         };
-        &mut self.touched[at].1
+        &mut self.touched[at].gather
     }
 }
 
 impl<B: Backing> Device<B> {
     /// Starts the invalidations that `session` has gathered.
     pub fn begin_sync(&self, session: &mut Session<B>) {
-        for (domain, gather) in &mut session.touched[..session.used] {
+        for (at, touched) in session.touched[..session.used].iter_mut().enumerate() {
+            let Touched { domain, gather, ranges } = touched;
             if gather.is_empty() {
                 continue;
             }
+            ranges.clear();
+            ranges.extend_from_slice(gather.ranges());
             match domain.as_ref().map(|domain| domain.iotlb_sync_begin(gather)) {
                 Some(Ok(token)) if token != SyncToken::DONE => {
-                    session.waits.push((domain.clone(), token));
+                    session.waits.push((Whose::Domain(at), token));
                 }
                 Some(Err(error)) => session.failed = Some(error),
                 _ => {}
@@ -102,7 +123,7 @@ impl<B: Backing> Device<B> {
         for endpoint in session.rebound.drain(..) {
             match self.backing.sync_binding_begin(endpoint) {
                 Ok(SyncToken::DONE) => {}
-                Ok(token) => session.waits.push((None, token)),
+                Ok(token) => session.waits.push((Whose::Binding, token)),
                 Err(error) => session.failed = Some(error),
             }
         }
@@ -114,10 +135,14 @@ impl<B: Backing> Device<B> {
     /// One of them failed: what was unmapped may still be reachable.
     pub fn poll_sync(&self, session: &mut Session<B>) -> Result<bool> {
         let (waits, failed) = (&mut session.waits, &mut session.failed);
-        waits.retain(|(domain, token)| {
-            let over = match domain {
-                Some(domain) => domain.iotlb_sync_poll(*token),
-                None => self.backing.sync_binding_poll(*token),
+        let touched = &session.touched;
+        waits.retain(|&(whose, token)| {
+            let over = match whose {
+                Whose::Domain(at) => match &touched[at].domain {
+                    Some(domain) => domain.iotlb_sync_poll(token, &touched[at].ranges),
+                    None => Ok(true),
+                },
+                Whose::Binding => self.backing.sync_binding_poll(token),
             };
             match over {
                 Ok(over) => !over,
@@ -130,9 +155,9 @@ impl<B: Backing> Device<B> {
         if !session.waits.is_empty() {
             return Ok(false);
         }
-        for (domain, gather) in &mut session.touched[..session.used] {
-            *domain = None;
-            *gather = Gather::new();
+        for touched in &mut session.touched[..session.used] {
+            touched.domain = None;
+            touched.gather = Gather::new();
         }
         session.used = 0;
         session.orphans.clear();

@@ -299,6 +299,26 @@ impl Driver {
         result.map(|_| ())
     }
 
+    /// Kicks, and names what is in the ring now; 0 if there is nothing to wait for.
+    pub(super) fn begin_sync(&self) -> Result<u64> {
+        self.syncs.fetch_add(1, Ordering::Relaxed);
+        self.waiting.begin(&*self.transport)
+    }
+
+    /// Whether everything that [`begin_sync`](Self::begin_sync) named is answered.
+    #[inline]
+    pub(super) fn is_answered(&self, seq: u64) -> Result<bool> {
+        self.waiting.poll(seq)
+    }
+
+    /// Waits until it is.
+    pub(super) fn wait_for(&self, seq: u64) -> Result<()> {
+        let start = Instant::now();
+        let result = self.waiting.wait_for(seq, &*self.transport);
+        self.sync_wait_ns.record(start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX));
+        result
+    }
+
     /// As [`sync`](Self::sync), for the driver's own purposes.
     pub(super) fn drain(&self) -> Result<()> {
         self.waiting.drain(&*self.transport).map(|_| ())

@@ -11,7 +11,7 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_iommu::{
     Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Prot, Range,
-    ReservedRegion, Result,
+    ReservedRegion, Result, SyncToken,
 };
 
 use super::{
@@ -227,6 +227,29 @@ impl ViommuDomain {
         }
     }
 
+    /// Requests are answered in order: the number of the newest one names the sync.
+    fn begin_sync(&self) -> Result<SyncToken> {
+        match self.is_attached() {
+            true => self.driver.begin_sync().map(SyncToken),
+            false => Ok(SyncToken::DONE),
+        }
+    }
+
+    fn poll_sync(
+        &self,
+        token: SyncToken,
+        ranges: &[Range],
+        failures: impl FnOnce(&mut State) -> &mut Failures,
+    ) -> Result<bool> {
+        if token != SyncToken::DONE && !self.driver.is_answered(token.0)? {
+            return Ok(false);
+        }
+        let mut state = self.settled();
+        let failures = failures(&mut state);
+        let told = ranges.iter().map(|&range| failures.take(range));
+        told.fold(Ok(()), Result::and).map(|()| true)
+    }
+
     fn is_attached(&self) -> bool {
         self.attached.load(Ordering::Acquire)
     }
@@ -367,6 +390,29 @@ impl Domain for ViommuDomain {
         gather.clear_ranges();
         drop(gather.take_pages());
         result
+    }
+
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        let begun = self.begin_sync();
+        gather.clear_ranges();
+        drop(gather.take_pages());
+        begun
+    }
+
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        self.poll_sync(token, ranges, |state| &mut state.failed_unmaps)
+    }
+
+    fn iotlb_sync_map_begin(&self, _ranges: &[Range]) -> Result<SyncToken> {
+        self.begin_sync()
+    }
+
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        self.poll_sync(token, ranges, |state| &mut state.failed_maps)
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        if token == SyncToken::DONE { Ok(()) } else { self.driver.wait_for(token.0) }
     }
 
     fn flush_iotlb_all(&self) -> Result<()> {

@@ -161,11 +161,25 @@ impl Waiting {
     /// # Errors
     /// [`Error::Gone`].
     pub(super) fn drain(&self, transport: &dyn Transport) -> Result<bool> {
+        let target = self.begin(transport)?;
+        if target == 0 {
+            return Ok(false);
+        }
+        self.wait_for(target, transport)?;
+        Ok(true)
+    }
+
+    /// Kicks the device if it wants that. The number of the last request in the ring, or 0 if all
+    /// are answered.
+    ///
+    /// # Errors
+    /// [`Error::Gone`].
+    pub(super) fn begin(&self, transport: &dyn Transport) -> Result<u64> {
         let mut ring = self.ring()?;
         self.reap(&mut ring)?;
         let target = ring.issued();
         if ring.retired() >= target {
-            return Ok(false);
+            return Ok(0);
         }
         let kick = ring.queue().needs_kick();
         drop(ring);
@@ -173,12 +187,30 @@ impl Waiting {
             self.kicks.fetch_add(1, Ordering::Relaxed);
             transport.kick(REQUEST_QUEUE);
         }
-        self.wait_for(target, transport)?;
-        Ok(true)
+        Ok(target)
+    }
+
+    /// Whether all requests up to `target` are answered, as far as can be told without waiting.
+    ///
+    /// # Errors
+    /// [`Error::Gone`].
+    pub(super) fn poll(&self, target: u64) -> Result<bool> {
+        if self.is_retired(target) {
+            return Ok(true);
+        }
+        self.alive()?;
+        // Who holds the lock takes out what there is, or will be asked again.
+        if let Some(mut ring) = self.ring.try_lock() {
+            self.reap(&mut ring)?;
+        }
+        Ok(self.is_retired(target))
     }
 
     /// Waits until all requests up to `target` are answered.
-    fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Gone`].
+    pub(super) fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
         let start = Instant::now();
         let mut patience = Patience::new(self.retired.load(Ordering::SeqCst));
         let spin = match self.notify {

@@ -1,0 +1,219 @@
+//! Mapping together what is submitted together.
+
+use core::{fmt, mem::ManuallyDrop};
+use std::collections::VecDeque;
+
+use ringfence_iommu::{Domain, SyncToken};
+use ringfence_iova::Allocator;
+
+use super::ranges::{Flight, Flights, join};
+use crate::{
+    Device, Direction, DmaBuffer, Error, MapError, Mapping,
+    device::Failed,
+    mapper::{Pieces, Sync},
+    mapping::Placed,
+    stats::Count,
+};
+
+/// Maps buffers for one device together: one map sync for all of them, and only then are their
+/// addresses handed out (rule L34, for the batch).
+///
+/// `B` is the buffer, `T` what the caller wants to have back with it: a request, say. A batch whose
+/// `B` is `Vec<B>` maps scatter lists: a submission's buffers that follow each other in memory,
+/// pushed as one list, are one request to the device, and unmapped whole they are another.
+///
+/// Made by [`Device::map_batch`]. Dropping it unmaps what it holds. Nothing is allocated once it has
+/// grown to what is pushed at a time.
+pub struct MapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
+    device: Device<D, A>,
+    gathered: Vec<Member<B, T>>,
+    begun: VecDeque<Member<B, T>>,
+    flights: Flights,
+}
+
+struct Member<B, T> {
+    tag: T,
+    /// Leaked rather than dropped while it is mapped, should something panic.
+    buffer: ManuallyDrop<B>,
+    placed: Placed,
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
+    pub(crate) fn new(device: Device<D, A>) -> Self {
+        MapBatch {
+            device,
+            gathered: Vec::new(),
+            begun: VecDeque::new(),
+            flights: Flights::default(),
+        }
+    }
+
+    /// Adds a buffer: as [`Device::map`], but the device is not told yet.
+    ///
+    /// # Errors
+    /// As [`Device::map`]; nothing was added, and `tag` is given back.
+    pub fn push(&mut self, buffer: B, direction: Direction, tag: T) -> Result<(), (T, MapError<B>)>
+    where
+        B: DmaBuffer<D::Target>,
+    {
+        self.add(buffer, direction, tag, |buffer, each| buffer.for_each_segment(each))
+    }
+
+    fn add(
+        &mut self,
+        buffer: B,
+        direction: Direction,
+        tag: T,
+        list: impl Fn(&B, &mut dyn FnMut(D::Target, u64)),
+    ) -> Result<(), (T, MapError<B>)> {
+        let buffer = ManuallyDrop::new(buffer);
+        let pieces: Pieces<'_, D::Target> = &|each| list(&buffer, each);
+        match self.device.place(pieces, direction, Sync::Later) {
+            Ok(placed) => {
+                self.gathered.push(Member { tag, buffer, placed });
+                Ok(())
+            }
+            Err(failed) => Err((tag, self.device.failed(ManuallyDrop::into_inner(buffer), failed))),
+        }
+    }
+
+    /// How many buffers were pushed and not begun.
+    pub fn gathered(&self) -> usize {
+        self.gathered.len()
+    }
+
+    /// Whether everything was handed out.
+    pub fn is_empty(&self) -> bool {
+        self.gathered.is_empty() && self.begun.is_empty()
+    }
+
+    /// Starts to make all that was pushed known to the device, by one sync. (Under a policy that
+    /// does not share syncs ([`Policy::batches_maps`](crate::Policy::batches_maps)) the device knows
+    /// already.)
+    ///
+    /// What fails is told by [`poll`](Self::poll).
+    pub fn begin(&mut self) {
+        if self.gathered.is_empty() {
+            return;
+        }
+        let (shared, counters) = (self.device.shared(), &*self.device.port().counters);
+        let members = self.gathered.len();
+        let mut ranges = self.flights.ranges();
+        let start = shared.sampler.start(counters.map_batches.get());
+        counters.map_batches.add(1);
+        if shared.policy().batches_maps() {
+            ranges.extend(self.gathered.iter().filter_map(|m| Some(m.placed.span?.range)));
+            join(&mut ranges);
+        }
+        let (token, over) = if ranges.is_empty() {
+            (SyncToken::DONE, Some(Ok(())))
+        } else {
+            counters.map_syncs.add(1);
+            match shared.domain.iotlb_sync_map_begin(&ranges) {
+                Ok(token) => (token, None),
+                Err(error) => (SyncToken::DONE, Some(Err(error))),
+            }
+        };
+        // The calls were counted, and some of them timed, as they were pushed.
+        shared.sampler.stop_many(start, 0, &counters.map_time);
+        self.begun.extend(self.gathered.drain(..));
+        self.flights.push(Flight { token, members, ranges, over, timed: false });
+    }
+
+    /// Hands out, in the order in which they were pushed, the mappings that the device knows of; how
+    /// many. Never waits.
+    ///
+    /// If the device refuses one of those that were begun together, all of them are undone, and each
+    /// buffer is in an error with the device's own status (rule L34).
+    pub fn poll(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) -> usize {
+        let device = self.device.same();
+        let (shared, counters) = (device.shared(), &*device.port().counters);
+        let mut handed_out = 0;
+        while let Some(flight) = self.flights.front() {
+            let over = match flight.over {
+                Some(over) => over,
+                None => match shared.domain.iotlb_sync_map_poll(flight.token, &flight.ranges) {
+                    Ok(false) => break,
+                    Ok(true) => Ok(()),
+                    Err(error) => Err(error),
+                },
+            };
+            flight.over = Some(over);
+            while flight.members > 0 {
+                // Counted first: should the caller's code panic, the rest is still in step.
+                flight.members -= 1;
+                let Some(Member { tag, buffer, placed }) = self.begun.pop_front() else { break };
+                handed_out += 1;
+                let outcome = match over {
+                    Ok(()) => Ok(placed),
+                    Err(error) => {
+                        counters.maps.take_back(1);
+                        counters.bytes.take_back(placed.len);
+                        // Rule L29: strictly, whatever the policy.
+                        let range = placed.span.map(|span| span.range);
+                        let undone = range.is_none_or(|range| shared.unwind(range, counters));
+                        Err(Failed { error: Error::Domain(error), undone })
+                    }
+                };
+                each(tag, device.finish(ManuallyDrop::into_inner(buffer), outcome));
+            }
+            self.flights.land();
+        }
+        handed_out
+    }
+
+    /// Waits until the oldest sync that was begun is over, if there is one.
+    pub fn wait(&mut self) {
+        if let Some(flight) = self.flights.front()
+            && flight.over.is_none()
+            && let Err(error) = self.device.shared().domain.iotlb_sync_wait(flight.token)
+        {
+            flight.over = Some(Err(error));
+        }
+    }
+
+    /// Makes all that is left known to the device, waits for it, and hands it out.
+    pub fn finish(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) {
+        self.begin();
+        while !self.flights.is_empty() {
+            self.wait();
+            self.poll(&mut each);
+        }
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, Vec<B>, T> {
+    /// Adds a scatter list: as [`Device::map_sg`], but the device is not told yet.
+    ///
+    /// # Errors
+    /// As [`Device::map_sg`]; nothing was added, and `tag` is given back.
+    pub fn push_sg(
+        &mut self,
+        list: Vec<B>,
+        direction: Direction,
+        tag: T,
+    ) -> Result<(), (T, MapError<Vec<B>>)>
+    where
+        B: DmaBuffer<D::Target>,
+    {
+        self.add(list, direction, tag, |list, each| {
+            list.iter().for_each(|buffer| buffer.for_each_segment(each));
+        })
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, T> Drop for MapBatch<D, A, B, T> {
+    fn drop(&mut self) {
+        // Each mapping unmaps itself.
+        self.finish(|_, mapping| drop(mapping));
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, T> fmt::Debug for MapBatch<D, A, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MapBatch")
+            .field("gathered", &self.gathered.len())
+            .field("begun", &self.begun.len())
+            .finish_non_exhaustive()
+    }
+}

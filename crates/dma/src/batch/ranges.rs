@@ -1,0 +1,100 @@
+//! The ranges of a batch.
+
+use std::collections::VecDeque;
+
+use ringfence_iommu::{Range, Result, SyncToken};
+
+/// A sync that was begun for so many members of a batch.
+pub(super) struct Flight {
+    pub(super) token: SyncToken,
+    /// How many members it covers that were not handed out yet.
+    pub(super) members: usize,
+    /// What the sync is for, joined.
+    pub(super) ranges: Vec<Range>,
+    /// How it ended, once that is known.
+    pub(super) over: Option<Result<()>>,
+    /// Whether its time counts for those that are not measured.
+    pub(super) timed: bool,
+}
+
+/// Syncs under way, oldest first, and lists of ranges to use again.
+#[derive(Default)]
+pub(super) struct Flights {
+    queue: VecDeque<Flight>,
+    spare: Vec<Vec<Range>>,
+}
+
+impl Flights {
+    /// An empty list for the ranges of the next flight.
+    pub(super) fn ranges(&mut self) -> Vec<Range> {
+        self.spare.pop().unwrap_or_default()
+    }
+
+    pub(super) fn push(&mut self, flight: Flight) {
+        self.queue.push_back(flight);
+    }
+
+    pub(super) fn front(&mut self) -> Option<&mut Flight> {
+        self.queue.front_mut()
+    }
+
+    /// Takes out the oldest, all of which was handed out.
+    pub(super) fn land(&mut self) {
+        if let Some(mut flight) = self.queue.pop_front() {
+            flight.ranges.clear();
+            self.spare.push(flight.ranges);
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+}
+
+/// Sorts ranges and joins those that touch. Touching ranges of a batch are whole mappings all of
+/// them, so that their union holds nothing of anybody else.
+pub(super) fn join(ranges: &mut Vec<Range>) {
+    // What was mapped together is mostly in order already.
+    if !ranges.is_sorted_by_key(|range| range.first()) {
+        ranges.sort_unstable_by_key(|range| range.first());
+    }
+    ranges.dedup_by(|next, held| {
+        let touches = held.last().0.checked_add(1) == Some(next.first().0);
+        if touches {
+            *held = held.hull(*next);
+        }
+        touches
+    });
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+    use ringfence_iommu::Iova;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn joined_ranges_hold_the_same_addresses_and_do_not_touch(
+            // Granules that are taken, each a range of its own, in any order.
+            granules in proptest::collection::btree_set(0..40u64, 0..30),
+            seed in any::<u64>(),
+            at_the_end in any::<bool>(),
+        ) {
+            let base = if at_the_end { u64::MAX - 40 * 0x1000 + 1 } else { 0 };
+            let range = |n: u64| {
+                let first = base + n * 0x1000;
+                Range::new(Iova(first), Iova(first + 0xfff)).unwrap()
+            };
+            let mut ranges: Vec<Range> = granules.iter().map(|&n| range(n)).collect();
+            ranges.sort_by_key(|range| range.first().0.wrapping_mul(seed | 1));
+            join(&mut ranges);
+            let held = |n: &u64| ranges.iter().filter(|joined| joined.covers(range(*n))).count();
+            prop_assert!(granules.iter().all(|n| held(n) == 1));
+            let sum: u128 = ranges.iter().map(|range| range.len()).sum();
+            prop_assert_eq!(sum, granules.len() as u128 * 0x1000);
+            prop_assert!(ranges.windows(2).all(|two| two[0].last().0 + 1 < two[1].first().0));
+        }
+    }
+}

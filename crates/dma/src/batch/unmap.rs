@@ -1,0 +1,256 @@
+//! Unmapping together what completed together.
+
+use core::fmt;
+use std::{collections::VecDeque, sync::Arc};
+
+use ringfence_iommu::{Domain, Gather, Range, Result, SyncToken};
+use ringfence_iova::Allocator;
+
+use super::ranges::{Flight, Flights, join};
+use crate::{
+    Mapping, Returned, UnmapError,
+    device::Port,
+    mapping::{Owner, Parts},
+    shared::{Span, Unmapped},
+    stats::Count,
+};
+
+/// Unmaps mappings of one device together: touching ranges as one, one invalidation for all, and
+/// only then do the buffers go back to their owner (rule L17, for each of them).
+///
+/// `B` is the buffer, `T` what the caller wants to have back with it: the number of a request, say.
+///
+/// Made by [`Device::unmap_batch`](crate::Device::unmap_batch). Dropping it unmaps what it holds,
+/// and waits for that. Nothing is allocated once it has grown to what is pushed at a time.
+pub struct UnmapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
+    port: Arc<Port<D, A>>,
+    /// Pushed and not begun; then begun and not handed out. Leaked rather than dropped while the
+    /// device may reach the buffers, should something panic.
+    gathered: Vec<Member<B, T>>,
+    begun: VecDeque<Member<B, T>>,
+    flights: Flights,
+}
+
+struct Member<B, T> {
+    tag: T,
+    parts: Parts<B>,
+    watched: bool,
+    state: State,
+}
+
+/// What became of a member.
+enum State {
+    /// Nothing yet, or its flight will tell; `Some` for who watches.
+    Open(Option<Unmapped>),
+    /// That was known before its flight was over.
+    Known(Result<Option<Unmapped>>),
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
+    pub(crate) fn new(port: Arc<Port<D, A>>) -> Self {
+        UnmapBatch {
+            port,
+            gathered: Vec::new(),
+            begun: VecDeque::new(),
+            flights: Flights::default(),
+        }
+    }
+
+    /// Adds a mapping. Nothing happens to it before [`begin`](Self::begin).
+    ///
+    /// # Errors
+    /// The mapping is of another device; it is given back.
+    pub fn push(&mut self, mapping: Mapping<B>, tag: T) -> core::result::Result<(), Mapping<B>> {
+        self.add(mapping, tag, false)
+    }
+
+    /// As [`push`](Self::push), and hands out the IOVA too when it is unmapped, as
+    /// [`Mapping::unmap_watched`] does.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
+    pub fn push_watched(
+        &mut self,
+        mapping: Mapping<B>,
+        tag: T,
+    ) -> core::result::Result<(), Mapping<B>> {
+        self.add(mapping, tag, true)
+    }
+
+    fn add(
+        &mut self,
+        mapping: Mapping<B>,
+        tag: T,
+        watched: bool,
+    ) -> core::result::Result<(), Mapping<B>> {
+        let parts = mapping.into_parts(self.port.device_id())?;
+        self.gathered.push(Member { tag, parts, watched, state: State::Open(None) });
+        Ok(())
+    }
+
+    /// How many mappings were pushed and not begun.
+    pub fn gathered(&self) -> usize {
+        self.gathered.len()
+    }
+
+    /// Whether every buffer was handed out.
+    pub fn is_empty(&self) -> bool {
+        self.gathered.is_empty() && self.begun.is_empty()
+    }
+
+    /// Starts to unmap all that was pushed. Their translations are removed and one invalidation is
+    /// begun for all of them; under a policy that does not share syncs
+    /// ([`Policy::batches_unmaps`](crate::Policy::batches_unmaps)) they are unmapped one by one.
+    ///
+    /// What fails is told by [`poll`](Self::poll).
+    pub fn begin(&mut self) {
+        if self.gathered.is_empty() {
+            return;
+        }
+        if self.port.shared.policy().batches_unmaps() {
+            self.begin_together();
+        } else {
+            self.unmap_each();
+        }
+    }
+
+    fn unmap_each(&mut self) {
+        let members = self.gathered.len();
+        for mut member in self.gathered.drain(..) {
+            let unmapped = self.port.unmap(member.parts.span(), false, member.watched);
+            member.state = State::Known(unmapped);
+            self.begun.push_back(member);
+        }
+        let (token, ranges, over) = (SyncToken::DONE, self.flights.ranges(), Some(Ok(())));
+        self.flights.push(Flight { token, members, ranges, over, timed: false });
+    }
+
+    fn begin_together(&mut self) {
+        let (shared, counters) = (&*self.port.shared, &*self.port.counters);
+        let members = self.gathered.len();
+        let start = shared.sampler.start(counters.unmap_batches.get());
+        counters.unmap_batches.add(1);
+        let mut ranges = self.flights.ranges();
+        ranges.extend(self.gathered.iter().filter_map(|member| Some(member.parts.span()?.range)));
+        join(&mut ranges);
+        let mut gather = Gather::new();
+        let mut failed: Vec<(Range, ringfence_iommu::Error)> = Vec::new();
+        for &range in &ranges {
+            if let Err(error) = shared.domain.unmap_pages(range, &mut gather) {
+                failed.push((range, error));
+            }
+        }
+        let begun = match ranges.is_empty() {
+            true => Ok(SyncToken::DONE),
+            false => {
+                counters.unmap_syncs.add(1);
+                shared.domain.iotlb_sync_begin(&mut gather)
+            }
+        };
+        for mut member in self.gathered.drain(..) {
+            if let Some(Span { range, .. }) = member.parts.span()
+                && let Some(&(_, error)) = failed.iter().find(|(held, _)| held.covers(range))
+            {
+                shared.quarantine(range);
+                member.state = State::Known(Err(error));
+            } else if member.watched {
+                let since_ns = shared.clock.now_ns();
+                member.state = State::Open(Some(Unmapped { since_ns, watch: Arc::default() }));
+            }
+            self.begun.push_back(member);
+        }
+        let (token, over) = match begun {
+            Ok(token) => (token, None),
+            Err(error) => (SyncToken::DONE, Some(Err(error))),
+        };
+        shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
+        self.flights.push(Flight { token, members, ranges, over, timed: start.is_some() });
+    }
+
+    /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
+    /// how many. Never waits.
+    ///
+    /// An error says that the device may still reach that buffer, which is therefore not handed
+    /// back as safe.
+    pub fn poll(
+        &mut self,
+        mut each: impl FnMut(T, core::result::Result<Returned<B>, UnmapError<B>>),
+    ) -> usize {
+        let port = Arc::clone(&self.port);
+        let (shared, counters) = (&*port.shared, &*port.counters);
+        let mut handed_out = 0;
+        while let Some(flight) = self.flights.front() {
+            let over = match flight.over {
+                Some(over) => over,
+                None => match shared.domain.iotlb_sync_poll(flight.token, &flight.ranges) {
+                    Ok(false) => break,
+                    Ok(true) => Ok(()),
+                    Err(error) => Err(error),
+                },
+            };
+            if flight.over.replace(over).is_none() {
+                // All of them before the first is handed out: what the caller does is not timed.
+                let start = if flight.timed { shared.sampler.start_always() } else { None };
+                for member in self.begun.iter_mut().take(flight.members) {
+                    if let State::Open(watcher) = &mut member.state {
+                        let unmapped = port.settle(member.parts.span(), watcher.take(), over);
+                        member.state = State::Known(unmapped);
+                    }
+                }
+                shared.sampler.stop_many(start, 0, &counters.unmap_time);
+            }
+            while flight.members > 0 {
+                // Counted first: should the caller's code panic, the rest is still in step.
+                flight.members -= 1;
+                let Some(Member { tag, parts, state, .. }) = self.begun.pop_front() else { break };
+                handed_out += 1;
+                let unmapped = match state {
+                    State::Known(unmapped) => unmapped,
+                    // A sync that never began.
+                    State::Open(watcher) => port.settle(parts.span(), watcher, over),
+                };
+                each(tag, parts.give_back(unmapped));
+            }
+            self.flights.land();
+        }
+        handed_out
+    }
+
+    /// Waits until the oldest invalidation that was begun is over, if there is one.
+    pub fn wait(&mut self) {
+        if let Some(flight) = self.flights.front()
+            && flight.over.is_none()
+            && let Err(error) = self.port.shared.domain.iotlb_sync_wait(flight.token)
+        {
+            flight.over = Some(Err(error));
+        }
+    }
+
+    /// Unmaps all that is left, waits for it, and hands it out.
+    pub fn finish(
+        &mut self,
+        mut each: impl FnMut(T, core::result::Result<Returned<B>, UnmapError<B>>),
+    ) {
+        self.begin();
+        while !self.flights.is_empty() {
+            self.wait();
+            self.poll(&mut each);
+        }
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, T> Drop for UnmapBatch<D, A, B, T> {
+    fn drop(&mut self) {
+        // An error keeps its buffer, and leaks it: the device may still reach it.
+        self.finish(|_, _| ());
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, T> fmt::Debug for UnmapBatch<D, A, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UnmapBatch")
+            .field("gathered", &self.gathered.len())
+            .field("begun", &self.begun.len())
+            .finish_non_exhaustive()
+    }
+}
