@@ -10,7 +10,7 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result,
+    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result, SyncToken,
 };
 
 /// A counter that all threads share: what has the lower number came first.
@@ -35,6 +35,8 @@ pub(crate) struct Piece {
     pub(crate) mapped: u64,
     /// After its removal was asked for.
     pub(crate) unmapped: Option<u64>,
+    /// Whether an invalidation that covers it has begun, without anybody waiting for it yet.
+    pub(crate) begun: bool,
     /// After the invalidation that covers it: from then on nobody may reach it.
     pub(crate) closed: Option<u64>,
 }
@@ -91,7 +93,8 @@ impl History {
             told.violations.push(violation);
         }
         let by = thread::current().id();
-        told.pieces.push(Piece { range, target, prot, by, mapped, unmapped: None, closed: None });
+        let (unmapped, begun, closed) = (None, false, None);
+        told.pieces.push(Piece { range, target, prot, by, mapped, unmapped, begun, closed });
         let number = told.pieces.len() - 1;
         told.open.push(number);
         number
@@ -179,6 +182,42 @@ impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
             });
         }
         result
+    }
+
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        let began = self.history.sequence.next();
+        let ranges = gather.ranges().to_vec();
+        let result = self.inner.iotlb_sync_begin(gather);
+        if result.is_ok() {
+            self.history.close(|piece| {
+                piece.begun |= piece.unmapped.is_some_and(|unmapped| unmapped < began)
+                    && ranges.iter().any(|range| range.covers(piece.range));
+                false
+            });
+        }
+        result
+    }
+
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        let result = self.inner.iotlb_sync_poll(token, ranges);
+        if result == Ok(true) {
+            // Addresses are a batch's own until it has handed them out: what has begun is its own.
+            self.history
+                .close(|piece| piece.begun && ranges.iter().any(|range| range.covers(piece.range)));
+        }
+        result
+    }
+
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        self.inner.iotlb_sync_map_begin(ranges)
+    }
+
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        self.inner.iotlb_sync_map_poll(token, ranges)
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        self.inner.iotlb_sync_wait(token)
     }
 
     fn flush_iotlb_all(&self) -> Result<()> {

@@ -1,7 +1,7 @@
 //! A domain that is wrong in one thing, for tests of the tests.
 
 use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result,
+    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result, SyncToken,
 };
 
 /// What a domain is wrong in.
@@ -88,6 +88,41 @@ impl<D: Domain<Target = GuestPhys>> Domain for Lying<D> {
             }
             _ => self.inner.iotlb_sync(gather),
         }
+    }
+
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        match self.lie {
+            Lie::NoSync => {
+                gather.clear_ranges();
+                Ok(SyncToken::DONE)
+            }
+            _ => self.inner.iotlb_sync_begin(gather),
+        }
+    }
+
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        match self.lie {
+            Lie::NoSync => Ok(true),
+            _ => self.inner.iotlb_sync_poll(token, ranges),
+        }
+    }
+
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        match self.lie {
+            Lie::NoSyncMap => Ok(SyncToken::DONE),
+            _ => self.inner.iotlb_sync_map_begin(ranges),
+        }
+    }
+
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        match self.lie {
+            Lie::NoSyncMap => Ok(true),
+            _ => self.inner.iotlb_sync_map_poll(token, ranges),
+        }
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        self.inner.iotlb_sync_wait(token)
     }
 
     fn flush_iotlb_all(&self) -> Result<()> {

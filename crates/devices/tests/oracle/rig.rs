@@ -59,6 +59,8 @@ const APERTURE: u64 = 1 << 20;
 /// The driver's side, from what fails on demand down to what sends requests.
 pub(crate) type Stack = Faulty<Recorded<Lying<Arc<ViommuDomain>>>>;
 pub(crate) type Dma = Device<Stack, Box<dyn Allocator>>;
+pub(crate) type MapBatch<B, T> = ringfence_dma::MapBatch<Stack, Box<dyn Allocator>, B, T>;
+pub(crate) type UnmapBatch<B, T> = ringfence_dma::UnmapBatch<Stack, Box<dyn Allocator>, B, T>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Addresses {

@@ -54,7 +54,12 @@ pub(crate) fn runs(segments: &[Segment], pieces: &[(u64, u64)]) -> Option<Vec<Ru
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
+    /// In a batch: asked for, and nobody's yet.
+    Coming,
     Live,
+    /// In a batch whose invalidation has begun. What is not shared with others is over then, and
+    /// under a lazy policy the addresses may be free before the buffer is handed out.
+    Going,
     /// Unmapped lazily, or not known to be unmapped: reachable until the history says otherwise.
     Stale,
     /// As stale, and its addresses are never to be used again.
@@ -79,7 +84,7 @@ pub(crate) struct Entry {
 pub(crate) enum Verdict {
     /// It must succeed, here.
     Must(u64),
-    /// If it succeeds, then here: it shares a granule with a buffer, and is nobody's right.
+    /// If it succeeds, then here: it shares a granule with a buffer, or is in a batch under way.
     May(u64),
     /// If it succeeds, then here: it was unmapped, and no invalidation has told of it.
     Stale(u64),
@@ -103,14 +108,12 @@ impl Set {
         for entry in self.entries.iter().filter(|entry| entry.state != State::Gone) {
             let here = entry.runs.iter().find_map(|run| run.gpa_of(addr, self.granule));
             let Some(gpa) = here.filter(|_| entry.prot.allows(wanted)) else { continue };
-            if entry.state != State::Live {
-                verdict = Verdict::Stale(gpa);
-                continue;
-            }
-            // Nothing that is live overlaps it.
-            return match entry.runs.iter().any(|run| run.holds(addr)) {
-                true => Verdict::Must(gpa),
-                false => Verdict::May(gpa),
+            verdict = match entry.state {
+                State::Live if entry.runs.iter().any(|run| run.holds(addr)) => {
+                    return Verdict::Must(gpa);
+                }
+                State::Coming | State::Live | State::Going => Verdict::May(gpa),
+                _ => Verdict::Stale(gpa),
             };
         }
         verdict
@@ -126,7 +129,14 @@ impl Set {
         direction: Direction,
         pieces: Numbers<usize>,
     ) -> Result<usize, String> {
-        for run in &runs {
+        self.check_free(&runs)?;
+        let (prot, state) = (direction.prot(), State::Live);
+        self.entries.push(Entry { runs, prot, state, pieces, watched: false });
+        Ok(self.entries.len() - 1)
+    }
+
+    fn check_free(&self, runs: &[Run]) -> Result<(), String> {
+        for run in runs {
             let taken = self.entries.iter().find(|entry| {
                 (entry.state != State::Gone || entry.watched)
                     && entry.runs.iter().any(|held| {
@@ -142,16 +152,14 @@ impl Set {
                 return Err(format!("{run:x?} lost its offset in the granule"));
             }
         }
-        let (prot, state) = (direction.prot(), State::Live);
-        self.entries.push(Entry { runs, prot, state, pieces, watched: false });
-        Ok(self.entries.len() - 1)
+        Ok(())
     }
 
     /// Notes what invalidations have finished since. Calls `each` with the number of what is gone
     /// by that.
     pub(crate) fn settle(&mut self, history: &History, mut each: impl FnMut(usize)) {
         for (number, entry) in self.entries.iter_mut().enumerate() {
-            if matches!(entry.state, State::Stale | State::Quarantined)
+            if matches!(entry.state, State::Going | State::Stale | State::Quarantined)
                 && history.closed(entry.pieces.clone())
             {
                 // What is quarantined keeps its addresses, reachable or not.
