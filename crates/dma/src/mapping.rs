@@ -170,6 +170,7 @@ impl<B> Mapping<B> {
     }
 
     /// Takes the mapping apart, if it is of the device `of`: who has the parts unmaps them.
+    #[allow(clippy::result_large_err, reason = "it is given back as it came")]
     pub(crate) fn into_parts(mut self, of: DeviceId) -> Result<Parts<B>, Mapping<B>> {
         match self.held.take() {
             Some(Held { buffer, owner }) if owner.device_id() == of => {

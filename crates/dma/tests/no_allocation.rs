@@ -126,3 +126,30 @@ fn mapping_and_unmapping_take_nothing_from_the_heap() {
         }
     }
 }
+
+#[test]
+fn batches_take_nothing_from_the_heap_once_they_have_grown() {
+    for policy in Policy::ALL {
+        let config = Config {
+            timer: TimerKind::Manual,
+            sample_every: 64,
+            flush_queue_slots: Some(256),
+            ..Config::new(policy)
+        };
+        let device = Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap();
+        let (mut maps, mut unmaps) = (device.map_batch(), device.unmap_batch());
+        let mut before = 0;
+        for round in 0..1000 {
+            if round == 2 {
+                before = ALLOCATIONS.with(Cell::get);
+            }
+            for n in 0..16 {
+                assert!(maps.push(Piece(n << 20), Direction::ToDevice, n).is_ok());
+            }
+            maps.finish(|n, mapping| unmaps.push(mapping.unwrap(), n).unwrap());
+            unmaps.finish(|_, returned| drop(returned.unwrap()));
+        }
+        let allocations = ALLOCATIONS.with(Cell::get) - before;
+        assert_eq!(allocations, 0, "{policy}");
+    }
+}

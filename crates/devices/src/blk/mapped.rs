@@ -71,6 +71,9 @@ pub enum MappedError {
     Stray(u64),
 }
 
+/// What came of a mapping that was unmapped for the caller.
+pub type Unmapped<B> = Result<Returned<Vec<B>>, UnmapError<Vec<B>>>;
+
 /// Requests whose number has this bit are not the queue's: they were put into
 /// [`raw`](MappedQueue::raw), and their answers are handed to the caller as they are.
 pub const FOREIGN: u64 = 1 << 63;
@@ -132,7 +135,7 @@ pub struct MappedQueue<D: Domain + 'static, A: Allocator + 'static, B> {
     /// Requests that were not made, with their buffers.
     refused: Vec<Completion<B>>,
     /// What came back of a foreign mapping.
-    foreign: Option<Result<Returned<Vec<B>>, UnmapError<Vec<B>>>>,
+    foreign: Option<Unmapped<B>>,
 }
 
 impl<D, A, B> MappedQueue<D, A, B>
@@ -372,7 +375,7 @@ where
     }
 
     /// What came of [`unmap_foreign`](Self::unmap_foreign), once it is over.
-    pub fn take_foreign(&mut self) -> Option<Result<Returned<Vec<B>>, UnmapError<Vec<B>>>> {
+    pub fn take_foreign(&mut self) -> Option<Unmapped<B>> {
         self.foreign.take()
     }
 

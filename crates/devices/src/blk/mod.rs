@@ -10,6 +10,6 @@ pub mod wire;
 
 pub use backend::{BlkBackend, BlkOptions};
 pub use driver::{Done, DriverQueue, QueueLayout};
-pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotAsked};
+pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotAsked, Unmapped};
 pub use queue::{BlkQueue, QueueError, QueueStats};
 pub use unit::{BlkUnit, Start};

@@ -5,6 +5,7 @@ mod corrupt;
 mod healthy;
 mod in_flight;
 mod lifecycle;
+mod mapped;
 mod protection;
 mod rig;
 mod truncation;

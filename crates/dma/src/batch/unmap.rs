@@ -1,5 +1,7 @@
 //! Unmapping together what completed together.
 
+#![allow(clippy::result_large_err, reason = "a mapping that is given back is moved as it came")]
+
 use core::fmt;
 use std::{collections::VecDeque, sync::Arc};
 

@@ -57,7 +57,7 @@ mod tests {
     #[test]
     fn reads_take_the_lowest_and_writes_the_highest_free_buffer() {
         let mut pool = Pool::new(local_buffers(&[4096; 130], 256).unwrap());
-        let mut take = |op| pool.take(op).map(|(number, buffer)| (number, buffer));
+        let mut take = |op| pool.take(op);
         let (a, first) = take(Op::Read).unwrap();
         let (b, last) = take(Op::Write).unwrap();
         assert_eq!((a, b), (0, 129));

@@ -7,10 +7,10 @@
 
 use anyhow::{Context, Result};
 use ringfence_devices::{
-    blk::{DriverQueue, FOREIGN, wire},
+    blk::{DriverQueue, FOREIGN, Unmapped, wire},
     ram::PagedBuffer,
 };
-use ringfence_dma::{Direction, Mapping, Returned, Segment, StaleIova, UnmapError};
+use ringfence_dma::{Direction, Mapping, Segment, StaleIova};
 use ringfence_sync::clock::{Clock, MonotonicClock};
 
 use super::{device::DISK_ID, link::Dma, path::Queue};
@@ -143,7 +143,7 @@ impl Probe {
     /// Takes the page back, which from now on the device must not reach: at once if strict.
     pub(crate) fn unmapped(
         &mut self,
-        returned: Result<Returned<Vec<PagedBuffer>>, UnmapError<Vec<PagedBuffer>>>,
+        returned: Unmapped<PagedBuffer>,
         queue: &mut Queue,
     ) -> Result<()> {
         let State::Unmapping { segment } = std::mem::replace(&mut self.state, State::Broken) else {
