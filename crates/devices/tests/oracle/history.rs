@@ -33,6 +33,8 @@ pub(crate) struct Piece {
     pub(crate) by: ThreadId,
     /// Before it was asked for.
     pub(crate) mapped: u64,
+    /// Whether a sync has told that the device knows of it.
+    pub(crate) ready: bool,
     /// After its removal was asked for.
     pub(crate) unmapped: Option<u64>,
     /// Whether an invalidation that covers it has begun, without anybody waiting for it yet.
@@ -79,6 +81,14 @@ impl History {
         self.told.lock().pieces[numbers].iter().all(|piece| piece.closed.is_some())
     }
 
+    /// Whether the device is known to know of all that is mapped from `first` to `last`.
+    pub(crate) fn is_ready(&self, first: u64, last: u64) -> bool {
+        let range = Range::new(Iova(first), Iova(last)).expect("ordered");
+        let told = self.told.lock();
+        let mapped = told.open.iter().map(|&at| &told.pieces[at]);
+        mapped.filter(|piece| piece.range.overlaps(range)).all(|piece| piece.ready)
+    }
+
     /// Addresses that were mapped while they were still to be kept free (rule L19).
     pub(crate) fn violations(&self) -> Vec<String> {
         self.told.lock().violations.clone()
@@ -93,11 +103,20 @@ impl History {
             told.violations.push(violation);
         }
         let by = thread::current().id();
-        let (unmapped, begun, closed) = (None, false, None);
-        told.pieces.push(Piece { range, target, prot, by, mapped, unmapped, begun, closed });
+        let (ready, unmapped, begun, closed) = (false, None, false, None);
+        let piece = Piece { range, target, prot, by, mapped, ready, unmapped, begun, closed };
+        told.pieces.push(piece);
         let number = told.pieces.len() - 1;
         told.open.push(number);
         number
+    }
+
+    fn make_ready(&self, ranges: &[Range]) {
+        let mut told = self.told.lock();
+        let Told { pieces, open, .. } = &mut *told;
+        for &at in open.iter() {
+            pieces[at].ready |= ranges.iter().any(|range| range.covers(pieces[at].range));
+        }
     }
 
     /// Calls `each` with every open piece; closes those for which it is true.
@@ -152,7 +171,11 @@ impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
     }
 
     fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.inner.iotlb_sync_map(range)
+        let result = self.inner.iotlb_sync_map(range);
+        if result.is_ok() {
+            self.history.make_ready(&[range]);
+        }
+        result
     }
 
     fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
@@ -213,7 +236,11 @@ impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
     }
 
     fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        self.inner.iotlb_sync_map_poll(token, ranges)
+        let result = self.inner.iotlb_sync_map_poll(token, ranges);
+        if result == Ok(true) {
+            self.history.make_ready(ranges);
+        }
+        result
     }
 
     fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {

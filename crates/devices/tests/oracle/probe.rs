@@ -334,8 +334,8 @@ impl ProbeUnit {
         let held = write && (draw >> 27).is_multiple_of(64);
         let number = roaming.records.len();
         let mut data = if write { roaming.stamp | number as u64 } else { 0 };
-        // In the last page of all, there is no address after the last byte.
-        let addr = page + if write { HALF } else { 0 } + (draw >> 33) % (HALF / 8) * 8;
+        let half = if write { HALF } else { 0 };
+        let addr = page + half + (draw >> 33) % (HALF / 8) * 8;
         let began = roaming.sequence.next();
         let ProbeUnit { bus, holds, .. } = self;
         let mut access = || {

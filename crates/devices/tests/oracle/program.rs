@@ -214,9 +214,15 @@ impl Program {
             }
             Step::Use { which } => self.use_it(*which),
             Step::Hold { which, worker, us } => self.hold(*which, *worker, *us),
-            Step::Submit { buffers, direction, from } => self.submit(buffers, *direction, *from),
+            Step::Submit { buffers, direction, from, at_once } => {
+                self.submit(buffers, *direction, *from)?;
+                if *at_once { self.collect(false) } else { Ok(()) }
+            }
             Step::Collect { wait } => self.collect(*wait),
-            Step::Complete { which, count, watched } => self.complete(*which, *count, *watched),
+            Step::Complete { which, count, watched, at_once } => {
+                self.complete(*which, *count, *watched)?;
+                if *at_once { self.reap(false) } else { Ok(()) }
+            }
             Step::Reap { wait } => self.reap(*wait),
             Step::Flush => {
                 let flushed = self.dma().flush();
@@ -258,9 +264,18 @@ impl Program {
         // flushes, so look first what is over.
         self.settle()?;
         let runs = runs.ok_or("the segments are not as long as the buffer")?;
+        self.is_ready(&runs)?;
         let entry = self.set.add(runs, direction, before..self.rig.history.len())?;
         self.mappings.push((entry, held));
         Ok(())
+    }
+
+    /// Rule L34: what is handed out the device knows of.
+    fn is_ready(&self, runs: &[Run]) -> Result<(), String> {
+        match runs.iter().find(|run| !self.rig.history.is_ready(run.iova, run.last())) {
+            Some(run) => Err(format!("{run:x?} was handed out, and no sync has told of it")),
+            None => Ok(()),
+        }
     }
 
     /// What was asked of the domain since then, in whole granules.

@@ -27,7 +27,7 @@ use ringfence_iommu::{
 };
 
 use crate::{
-    history::Sequence,
+    history::History,
     pages::{Buf, PAGE, Pages},
     probe::{HALF, ProbeUnit, Record, Roaming},
     program::{self, cases, direction},
@@ -140,7 +140,7 @@ struct Account {
 struct Driver<'a> {
     dma: Dma,
     pages: &'a Arc<Pages>,
-    sequence: &'a Sequence,
+    history: &'a History,
     targets: &'a [AtomicU64],
     next_target: usize,
     held: Vec<(usize, Held)>,
@@ -248,9 +248,16 @@ impl Driver<'_> {
             drop(batch.push_sg(vec![buffer], direction, there));
         }
         batch.begin();
-        linger(Duration::from_micros(us));
         let mut mapped = Vec::new();
-        batch.finish(|there, mapping| mapped.extend(mapping.ok().map(|mapping| (there, mapping))));
+        // Asks again and again, or does something else and then waits.
+        if us.is_multiple_of(2) {
+            while !batch.is_empty() {
+                batch.poll(|there, mapping| mapped.extend(mapping.ok().map(|m| (there, m))));
+            }
+        } else {
+            linger(Duration::from_micros(us));
+            batch.finish(|there, mapping| mapped.extend(mapping.ok().map(|m| (there, m))));
+        }
         for (there, mapping) in mapped {
             self.mapped(mapping.segments(), &there, direction)?;
             self.held.push((self.account.live.len() - 1, Held::List(mapping)));
@@ -270,9 +277,15 @@ impl Driver<'_> {
             }
         }
         batch.begin();
-        linger(Duration::from_micros(us));
         let mut returned = Vec::new();
-        batch.finish(|live, result| returned.push((live, result.ok().map(|back| back.buffer))));
+        if us.is_multiple_of(2) {
+            while !batch.is_empty() {
+                batch.poll(|live, result| returned.push((live, result.ok().map(|r| r.buffer))));
+            }
+        } else {
+            linger(Duration::from_micros(us));
+            batch.finish(|live, result| returned.push((live, result.ok().map(|r| r.buffer))));
+        }
         returned.into_iter().try_for_each(|(live, buffers)| self.unmapped(live, false, buffers))
     }
 
@@ -282,9 +295,12 @@ impl Driver<'_> {
         pieces: &[(u64, u64)],
         direction: Direction,
     ) -> Result<(), String> {
-        let from = self.sequence.next();
+        let from = self.history.sequence.next();
         let runs = runs(segments, pieces).ok_or("the segments are not as long as the buffer")?;
         for run in &runs {
+            if !self.history.is_ready(run.iova, run.last()) {
+                return Err(format!("{run:x?} was handed out, and no sync has told of it"));
+            }
             for at in (0..run.len).step_by(PAGE as usize) {
                 let target = &self.targets[self.next_target % self.targets.len()];
                 target.store(run.iova + at, Ordering::SeqCst);
@@ -298,7 +314,7 @@ impl Driver<'_> {
     fn take(&mut self, which: usize) -> Option<(usize, Held)> {
         let count = self.held.len();
         let taken = (count > 0).then(|| self.held.swap_remove(which % count))?;
-        self.account.live[taken.0].until = self.sequence.next();
+        self.account.live[taken.0].until = self.history.sequence.next();
         Some(taken)
     }
 
@@ -309,7 +325,7 @@ impl Driver<'_> {
         strictly: bool,
         buffers: Option<Vec<Buf>>,
     ) -> Result<(), String> {
-        let at = self.sequence.next();
+        let at = self.history.sequence.next();
         let Some(buffers) = buffers else { return Ok(()) };
         if self.dma.effective_policy().is_lazy() && !strictly {
             return Ok(());
@@ -367,17 +383,26 @@ pub(crate) fn run(
         let word = if gpa % PAGE < HALF { NAME | gpa } else { 0 };
         pages.window().write((gpa - pages.gpa()) as usize, &word.to_le_bytes());
     }
-    let kinds = [Kind::Sync, Kind::SyncMap, Kind::FlushAll, Kind::SyncPoll, Kind::SyncMapPoll];
+    let kinds = [
+        Kind::SyncMap,
+        Kind::SyncMapBegin,
+        Kind::SyncMapPoll,
+        Kind::Unmap,
+        Kind::Sync,
+        Kind::SyncBegin,
+        Kind::SyncPoll,
+        Kind::FlushAll,
+    ];
     for kind in kinds {
         dma.domain().inject(kind, When::PerMillion(failures), Stage::Before);
     }
     let targets: Arc<Vec<AtomicU64>> =
         Arc::new((0..2 * TARGETS).map(|_| AtomicU64::new(0)).collect());
-    let sequence = rig.history.sequence.clone();
+    let history = rig.history.clone();
     let unit = rig.probe_unit;
     for (number, worker) in (0..).zip(&*rig.workers) {
         let stamp = STAMP | number << 48;
-        let roaming = Roaming::new(&targets, sequence.clone(), number, stamp);
+        let roaming = Roaming::new(&targets, history.sequence.clone(), number, stamp);
         worker.call(move |work| work.unit::<ProbeUnit>(unit).unwrap().roaming = Some(roaming));
     }
     let mut reported = Vec::new();
@@ -389,7 +414,7 @@ pub(crate) fn run(
                 let driver = Driver {
                     dma: dma.clone(),
                     pages: &pages,
-                    sequence: &sequence,
+                    history: &history,
                     targets,
                     next_target: 0,
                     held: Vec::new(),

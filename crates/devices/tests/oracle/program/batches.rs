@@ -45,6 +45,7 @@ impl Program {
                 Ok(mapping) => {
                     let runs = runs(mapping.segments(), &pieces);
                     let runs = runs.ok_or("the segments are not as long as the buffer")?;
+                    self.is_ready(&runs)?;
                     self.set.entries[entry].runs = runs;
                     self.set.entries[entry].state = State::Live;
                     self.mappings.push((entry, Held::List(mapping)));

@@ -56,6 +56,8 @@ pub(crate) enum Step {
         buffers: Vec<Pieces>,
         direction: Direction,
         from: usize,
+        /// Whether to ask for them in the same breath.
+        at_once: bool,
     },
     Collect {
         wait: bool,
@@ -65,6 +67,7 @@ pub(crate) enum Step {
         which: usize,
         count: usize,
         watched: bool,
+        at_once: bool,
     },
     Reap {
         wait: bool,
@@ -130,11 +133,15 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(pieces, direction, from)| Step::Map { pieces, direction, from }),
         2 => (lists, direction(), from.clone())
             .prop_map(|(buffers, direction, from)| Step::MapList { buffers, direction, from }),
-        2 => (batches, direction(), from.clone())
-            .prop_map(|(buffers, direction, from)| Step::Submit { buffers, direction, from }),
+        2 => (batches, direction(), from.clone(), any::<bool>()).prop_map(
+            |(buffers, direction, from, at_once)| {
+                Step::Submit { buffers, direction, from, at_once }
+            }
+        ),
         2 => any::<bool>().prop_map(|wait| Step::Collect { wait }),
-        3 => (which(), 1..6usize, any::<bool>())
-            .prop_map(|(which, count, watched)| Step::Complete { which, count, watched }),
+        3 => (which(), 1..6usize, any::<bool>(), any::<bool>()).prop_map(
+            |(which, count, watched, at_once)| Step::Complete { which, count, watched, at_once }
+        ),
         2 => any::<bool>().prop_map(|wait| Step::Reap { wait }),
         1 => (pieces(), from).prop_map(|(pieces, from)| Step::Coherent { pieces, from }),
         6 => which().prop_map(|which| Step::Unmap { which }),
@@ -147,7 +154,7 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Flush),
         1 => (0..20u64).prop_map(|ms| Step::Wait { ms }),
         1 => (0..2usize).prop_map(Step::MoveToCpu),
-        1 => failure(),
+        3 => failure(),
         1 => Just(Step::Mend),
     ]
 }
