@@ -80,6 +80,21 @@ impl PagedBuffer {
         buffers
     }
 
+    /// All the memory that this buffer and others were cut from, to be mapped once for all of them,
+    /// and where in it this buffer begins.
+    ///
+    /// # Safety
+    /// The caller sees to it that nobody touches a buffer of it that the device works on, and drops
+    /// no buffer's view of it while the arena is mapped to be used as private memory afterwards.
+    pub unsafe fn arena(&self) -> Arena {
+        Arena(Arc::clone(&self.view))
+    }
+
+    /// Where in its arena the buffer begins, in bytes.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
     /// Uses only the first `len` bytes from now on, or more again, up to what it was cut with.
     ///
     /// # Panics
@@ -103,6 +118,24 @@ impl PagedBuffer {
     /// The bytes as a piece to copy from and to.
     pub fn piece(&self) -> HostSlice<'_> {
         self.view.slice().part(self.offset, self.len)
+    }
+}
+
+/// The memory that buffers were cut from: what a program registers once.
+#[derive(Debug)]
+pub struct Arena(Arc<ScatteredView>);
+
+// SAFETY: the view keeps the pages where they are. That others use parts of it meanwhile, who made
+// the arena has promised to keep in order ([`PagedBuffer::arena`]).
+unsafe impl DmaBuffer<GuestPhys> for Arena {
+    fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+        self.0
+            .runs(0, self.0.len(), |gpa, len| each(GuestPhys(gpa), len))
+            .expect("all of a view lies in it");
+    }
+
+    fn len(&self) -> u64 {
+        self.0.len() as u64
     }
 }
 

@@ -153,9 +153,8 @@ impl Range {
     /// Whether the two overlap or stand side by side, so that their union is one range.
     #[inline]
     pub const fn touches(self, other: Range) -> bool {
-        self.overlaps(other)
-            || (self.last < other.first && other.first - self.last == 1)
-            || (other.last < self.first && self.first - other.last == 1)
+        // An end at 2^64-1 has nothing after it: what begins there overlaps.
+        self.first <= other.last.saturating_add(1) && other.first <= self.last.saturating_add(1)
     }
 
     /// The smallest range that covers both.

@@ -4,8 +4,56 @@ use arrayvec::ArrayVec;
 
 use crate::{Range, table::PageList};
 
-/// How many separate ranges a [`Gather`] keeps before it widens one.
-const RANGES: usize = 8;
+/// How many separate ranges a [`Gather`] keeps before it widens one: as many as a driver unmaps
+/// together if its buffers lie scattered.
+const RANGES: usize = 32;
+
+/// Ranges that do not touch each other, at most `N`.
+#[derive(Debug, Default)]
+pub(crate) struct Ranges<const N: usize> {
+    ranges: ArrayVec<Range, N>,
+    widened: bool,
+}
+
+impl<const N: usize> Ranges<N> {
+    /// Adds a range: joined with those that it touches (rule L39), or with the nearest if there
+    /// are too many (rule L42).
+    #[inline]
+    pub(crate) fn add(&mut self, mut range: Range) {
+        // Joining two may make the union touch a third: start over until nothing joins. The newest
+        // is the likeliest.
+        while let Some(at) = self.ranges.iter().rposition(|held| held.touches(range)) {
+            range = range.hull(self.ranges.swap_remove(at));
+        }
+        match self.ranges.is_full() {
+            false => self.ranges.push(range),
+            true => self.widen(range),
+        }
+    }
+
+    #[cold]
+    fn widen(&mut self, range: Range) {
+        self.widened = true;
+        let nearest = self
+            .ranges
+            .iter()
+            .enumerate()
+            .min_by_key(|(_, held)| held.hull(range).extent() - held.extent())
+            .map(|(at, _)| at)
+            .expect("a full gather holds ranges");
+        let widened = self.ranges.swap_remove(nearest).hull(range);
+        self.add(widened);
+    }
+
+    pub(crate) fn as_slice(&self) -> &[Range] {
+        &self.ranges
+    }
+
+    fn clear(&mut self) {
+        self.ranges.clear();
+        self.widened = false;
+    }
+}
 
 /// The ranges whose translations were removed but may still be cached, and the table pages that
 /// were unlinked with them: filled by [`unmap_pages`](crate::Domain::unmap_pages), emptied by
@@ -16,7 +64,7 @@ const RANGES: usize = 8;
 /// may over-invalidate and never under-invalidates (rule L42).
 #[derive(Debug, Default)]
 pub struct Gather {
-    ranges: ArrayVec<Range, RANGES>,
+    ranges: Ranges<RANGES>,
     pages: PageList,
     queued: bool,
 }
@@ -39,27 +87,17 @@ impl Gather {
     }
 
     /// Notes that `range` must be invalidated.
+    #[inline]
     pub fn add(&mut self, range: Range) {
-        if self.queued {
-            return;
+        if !self.queued {
+            self.ranges.add(range);
         }
-        let mut range = range;
-        // Joining two may make the union touch a third: start over until nothing joins.
-        while let Some(at) = self.ranges.iter().position(|held| held.touches(range)) {
-            range = range.hull(self.ranges.swap_remove(at));
-        }
-        if self.ranges.is_full() {
-            let nearest = self
-                .ranges
-                .iter()
-                .enumerate()
-                .min_by_key(|(_, held)| held.hull(range).len() - held.len())
-                .map(|(at, _)| at)
-                .expect("a full gather holds ranges");
-            let widened = self.ranges.swap_remove(nearest).hull(range);
-            return self.add(widened);
-        }
-        self.ranges.push(range);
+    }
+
+    /// Whether the ranges are those that were added and nothing else: none had to be widened.
+    /// What lies in a range that was widened may be somebody else's.
+    pub fn is_exact(&self) -> bool {
+        !self.ranges.widened
     }
 
     /// Notes table pages that were unlinked: they are not reused before the invalidation
@@ -70,12 +108,12 @@ impl Gather {
 
     /// The ranges to invalidate, in no order; they do not touch each other.
     pub fn ranges(&self) -> &[Range] {
-        &self.ranges
+        self.ranges.as_slice()
     }
 
     /// Whether there is nothing to invalidate and nothing to release.
     pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty() && self.pages.is_empty()
+        self.ranges().is_empty() && self.pages.is_empty()
     }
 
     /// Takes the table pages out, to be dropped once an invalidation that covers them is over.
@@ -113,13 +151,17 @@ mod tests {
         // rule L42
         let mut gather = Gather::new();
         let wanted: alloc::vec::Vec<_> =
-            (0..20u64).map(|n| range(n * n * 0x10000, n * n * 0x10000 + 0xfff)).collect();
-        for &r in &wanted {
+            (0..3 * RANGES as u64).map(|n| range((n * n) << 16, ((n * n) << 16) + 0xfff)).collect();
+        for (n, &r) in wanted.iter().enumerate() {
+            assert_eq!(gather.is_exact(), n <= RANGES);
             gather.add(r);
         }
         for r in wanted {
             assert!(gather.ranges().iter().any(|held| held.covers(r)), "{r} was lost");
         }
+        assert!(!gather.is_exact());
+        gather.clear_ranges();
+        assert!(gather.is_exact(), "nothing is left of what was widened");
     }
 
     #[test]

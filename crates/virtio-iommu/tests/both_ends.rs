@@ -305,6 +305,44 @@ fn a_refused_unmap_is_reported_by_its_sync_or_by_a_flush() {
 }
 
 #[test]
+fn a_refused_unmap_is_told_to_its_thread_whatever_others_were_told_meanwhile() {
+    // rule L42
+    let served = sleeping();
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    // Thread A unmaps more than a gather tells apart, so that it holds what lies between.
+    let mut theirs = Gather::new();
+    for n in 0..100 {
+        map(&domain, page(4 * n), 0).unwrap();
+        domain.unmap_pages(page(4 * n), &mut theirs).unwrap();
+    }
+    let between = theirs.ranges().iter().find(|range| range.len() > 4096).unwrap();
+    let mine = page((between.first().0 >> 12) + 1);
+    let refuse = || {
+        map(&domain, mine, 0).unwrap();
+        domain.iotlb_sync_map(mine).unwrap();
+        // Behind the driver's back the mapping grows: the UNMAP would split it.
+        let devices = devices_domain(&served);
+        devices.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+        let grown = range(mine.first().0 - 0x1000, mine.last().0);
+        devices.map_pages(grown, GuestPhys(0), Prot::READ).unwrap();
+        let mut gather = Gather::new();
+        assert_eq!(domain.unmap_pages(mine, &mut gather), Ok(4096));
+        gather
+    };
+    // Thread B's UNMAP is refused, and A comes by first.
+    let mut gather = refuse();
+    assert_eq!(refused(domain.iotlb_sync(&mut theirs)), Some(Status::Range as u8));
+    assert_eq!(refused(domain.iotlb_sync(&mut gather)), Some(Status::Range as u8));
+    devices_domain(&served).unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+    // And so if A flushes.
+    let mut gather = refuse();
+    assert_eq!(refused(domain.flush_iotlb_all()), Some(Status::Range as u8));
+    assert_eq!(domain.flush_iotlb_all(), Ok(()), "a flush is told once");
+    assert_eq!(refused(domain.iotlb_sync(&mut gather)), Some(Status::Range as u8));
+}
+
+#[test]
 fn a_late_refusal_does_not_take_back_a_later_mapping() {
     let served = sleeping();
     let domain = served.driver.domain().unwrap();

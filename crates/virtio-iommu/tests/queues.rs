@@ -120,6 +120,30 @@ fn a_broken_ring_ends_the_service_with_an_error() {
 }
 
 #[test]
+fn requests_before_one_that_cannot_be_read_are_carried_out() {
+    let mut rig = rig();
+    let map = |n: u64| {
+        let range = range(n << 12, (n << 12) + 0xfff);
+        Request::Map { domain: 1, range, phys: n << 16, flags: MapFlags::READ }
+    };
+    let mut bytes = [0; MAX_REQUEST_LEN];
+    for (at, request) in [attach(), map(1), map(2)].iter().enumerate() {
+        let len = request.emit(&mut bytes);
+        let to = DATA + at as u64 * 64;
+        rig.ram.write(to, &bytes[..len]).unwrap();
+        let descs = [Desc::readable(to, len as u32), Desc::writable(to + 60, 4)];
+        rig.driver.add(&descs, at as u64).unwrap();
+    }
+    let table = rig.ram.window(DATA + 0x2000, 32, Access::ReadWrite).unwrap();
+    let descs = [Desc::readable(DATA, 20), Desc::writable(DATA + 60, 4)];
+    rig.driver.add_indirect(0x10, &table, &descs, 3).unwrap();
+    rig.driver.publish();
+    assert!(rig.requests.poll(&rig.ram).is_err());
+    assert_eq!(rig.bench.reads(1, 0x2000), Some(0x2_0000));
+    assert_eq!(rig.requests.counters().maps, 2);
+}
+
+#[test]
 fn a_batch_is_answered_in_the_order_of_the_ring() {
     let mut rig = rig();
     let flags = MapFlags::READ;

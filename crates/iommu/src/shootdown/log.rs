@@ -12,7 +12,7 @@ use crate::{Iova, Range};
 
 /// How many invalidated ranges the log remembers. A reader that comes by more rarely than that
 /// drops everything. (A model checker explores lapping with fewer.)
-pub(super) const LOG: usize = if cfg!(loom) { 2 } else { 64 };
+pub(super) const LOG: usize = if cfg!(loom) { 2 } else { 256 };
 
 /// The last invalidated ranges, in a ring.
 ///

@@ -43,13 +43,16 @@ use ringfence_sync::{
 };
 
 use self::{leases::Leases, log::Log};
-use crate::{Gather, Range};
+use crate::{Range, gather::Ranges};
 
 /// How many invalidations with ranges can be told apart while they are under way; more are merged.
 const PENDING: usize = if cfg!(loom) { 2 } else { 32 };
 
+/// How many ranges of an invalidation are told apart.
+const RANGES: usize = 16;
+
 /// The ranges of an invalidation.
-type Gone = ArrayVec<Range, 8>;
+type Gone = ArrayVec<Range, RANGES>;
 
 /// The same ranges, joined and widened until they fit (rule L42).
 fn few(ranges: impl Iterator<Item = Range> + Clone) -> Gone {
@@ -57,9 +60,9 @@ fn few(ranges: impl Iterator<Item = Range> + Clone) -> Gone {
     if ranges.clone().all(|range| gone.try_push(range).is_ok()) {
         return gone;
     }
-    let mut gather = Gather::new();
-    ranges.for_each(|range| gather.add(range));
-    gather.ranges().iter().copied().collect()
+    let mut joined = Ranges::<RANGES>::default();
+    ranges.for_each(|range| joined.add(range));
+    joined.as_slice().iter().copied().collect()
 }
 
 /// What a cache must drop.

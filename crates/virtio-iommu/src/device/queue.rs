@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use ringfence_mem::Translate;
+use ringfence_mem::{AccessError, Translate};
 use ringfence_virtq::{Chain, Desc, RingError, cut, device::Queue};
 
 use super::{Backing, Device, Session, requests::Reply};
@@ -10,6 +10,11 @@ use crate::wire::{Kind, MAX_REQUEST_LEN, Status, TAIL_LEN, emit_tail};
 
 /// A batch ends once it has touched so many domains: so many invalidations wait at most.
 const TOUCHED: usize = 64;
+
+/// So many requests are read before the first of them is carried out. Another processor wrote them:
+/// their cache lines come one beside the other, where the locks that a request takes would let
+/// them come one after the other.
+const AHEAD: usize = 8;
 
 /// So many bytes of a buffer for properties are zeroed, however long the driver makes it.
 const MAX_PROPERTIES: usize = 1 << 16;
@@ -60,6 +65,14 @@ enum Tail {
     Split(Box<[Desc]>),
 }
 
+/// A request that was taken out of the ring.
+struct Taken {
+    chain: Chain,
+    bytes: [u8; MAX_REQUEST_LEN],
+    /// How many bytes of it were read.
+    len: Result<usize, AccessError>,
+}
+
 /// A reply that has not been published.
 #[derive(Debug)]
 struct Pending {
@@ -83,7 +96,8 @@ pub struct RequestQueue<B: Backing> {
     queue: Queue,
     session: Session<B>,
     counters: Counters,
-    chain: Chain,
+    /// Memory for requests, [`AHEAD`] of them.
+    taken: Box<[Taken]>,
     pending: Vec<Pending>,
     /// Whether `pending` waits for an invalidation.
     waiting: bool,
@@ -109,7 +123,9 @@ impl<B: Backing> RequestQueue<B> {
             queue,
             session: Session::new(),
             counters: Counters::default(),
-            chain: Chain::new(),
+            taken: (0..AHEAD)
+                .map(|_| Taken { chain: Chain::new(), bytes: [0; MAX_REQUEST_LEN], len: Ok(0) })
+                .collect(),
             waiting: false,
             properties: Vec::new(),
         }
@@ -127,13 +143,16 @@ impl<B: Backing> RequestQueue<B> {
             self.queue.revalidate(mem)?;
         }
         if !self.waiting {
-            while self.pending.len() < self.pending.capacity() && self.session.touched() < TOUCHED {
-                if !self.queue.pop(mem, &mut self.chain)? {
-                    break;
-                }
-                self.carry_out(mem);
-                progress.handled += 1;
+            let mut taken = core::mem::take(&mut self.taken);
+            let mut result = Ok(AHEAD);
+            while result == Ok(AHEAD) {
+                let count;
+                (count, result) = self.take(mem, &mut taken);
+                taken[..count].iter_mut().for_each(|taken| self.carry_out(mem, taken));
+                progress.handled += count;
             }
+            self.taken = taken;
+            result?;
             if self.session.needs_sync() {
                 self.device.begin_sync(&mut self.session);
                 self.counters.syncs = self.session.syncs;
@@ -157,15 +176,39 @@ impl<B: Backing> RequestQueue<B> {
         Ok(progress)
     }
 
-    /// Carries out the request in `self.chain`; its reply becomes pending.
+    /// Takes requests out of the ring, as many as there is room for: how many, and the same or what
+    /// the driver did to the ring after them.
     #[inline]
-    fn carry_out(&mut self, mem: &impl Translate) {
-        let mut request = [0; MAX_REQUEST_LEN];
-        let room = self.chain.writable_len();
-        // The bytes are read once; what the driver does to them afterwards changes nothing.
-        let reply = match self.chain.read_at(mem, 0, &mut request) {
+    fn take(
+        &mut self,
+        mem: &impl Translate,
+        taken: &mut [Taken],
+    ) -> (usize, Result<usize, RingError>) {
+        let room = self.pending.capacity() - self.pending.len();
+        // Each may touch a domain.
+        let room = room.min(TOUCHED.saturating_sub(self.session.touched()));
+        let mut count = 0;
+        for Taken { chain, bytes, len } in taken.iter_mut().take(room) {
+            match self.queue.pop(mem, chain) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => return (count, Err(error)),
+            }
+            // The bytes are read once; what the driver does to them afterwards changes nothing.
+            *len = chain.read_at(mem, 0, bytes);
+            count += 1;
+        }
+        (count, Ok(count))
+    }
+
+    /// Carries out a request; its reply becomes pending.
+    #[inline]
+    fn carry_out(&mut self, mem: &impl Translate, taken: &mut Taken) {
+        let Taken { chain, bytes, len } = taken;
+        let room = chain.writable_len();
+        let reply = match *len {
             Ok(len) => {
-                let request = &request[..len];
+                let request = &bytes[..len];
                 match request.first().copied().and_then(Kind::from_u8) {
                     Some(Kind::Map) => self.counters.maps += 1,
                     Some(Kind::Unmap) => self.counters.unmaps += 1,
@@ -184,7 +227,7 @@ impl<B: Backing> RequestQueue<B> {
         let end = room.saturating_sub(TAIL_LEN as u64);
         let (status, waits, tail_at) = match reply {
             Reply::Unwritten => {
-                let (head, used, tail) = (self.chain.head(), 0, Tail::None);
+                let (head, used, tail) = (chain.head(), 0, Tail::None);
                 self.counters.refused += 1;
                 let status = Status::Unsupp;
                 return self.pending.push(Pending { head, used, status, waits: false, tail });
@@ -198,7 +241,7 @@ impl<B: Backing> RequestQueue<B> {
                 self.properties.clear();
                 self.properties.resize(size.min(probe.max(MAX_PROPERTIES)), 0);
                 let mut status = self.device.emit_properties(&info, &mut self.properties);
-                if status == Status::Ok && self.chain.write_at(mem, 0, &self.properties).is_err() {
+                if status == Status::Ok && chain.write_at(mem, 0, &self.properties).is_err() {
                     status = Status::IoErr;
                 }
                 (status, false, end)
@@ -208,11 +251,11 @@ impl<B: Backing> RequestQueue<B> {
             self.counters.refused += 1;
         }
         let used = u32::try_from(tail_at).unwrap_or(u32::MAX).saturating_add(TAIL_LEN as u32);
-        let tail = match self.chain.writable() {
+        let tail = match chain.writable() {
             [first, ..] if tail_at == 0 && first.len >= TAIL_LEN as u32 => Tail::At(first.addr),
             all => Tail::Split(cut(all, tail_at, TAIL_LEN as u64).collect()),
         };
-        self.pending.push(Pending { head: self.chain.head(), used, status, waits, tail });
+        self.pending.push(Pending { head: chain.head(), used, status, waits, tail });
     }
 
     /// Writes and publishes all pending replies. Whether the driver wants an interrupt.

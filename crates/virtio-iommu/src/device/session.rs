@@ -157,7 +157,8 @@ impl<B: Backing> Device<B> {
         }
         for touched in &mut session.touched[..session.used] {
             touched.domain = None;
-            touched.gather = Gather::new();
+            touched.gather.clear_ranges();
+            drop(touched.gather.take_pages());
         }
         session.used = 0;
         session.orphans.clear();

@@ -87,7 +87,7 @@ impl ViommuDomain {
             reports,
             attached: AtomicBool::new(false),
             state: Mutex::new(State {
-                shadow: Shadow::default(),
+                shadow: Shadow::new(config.page_sizes.granule()),
                 geometry: Geometry::new(config.page_sizes, aperture),
                 endpoints: Vec::new(),
                 failed_maps: Failures::default(),
@@ -383,7 +383,11 @@ impl Domain for ViommuDomain {
             let mut state = self.settled();
             let mut told = Ok(());
             for &range in gather.ranges() {
-                told = told.and(state.failed_unmaps.take(range));
+                // A range that was widened may hold what others unmapped.
+                told = told.and(match gather.is_exact() {
+                    true => state.failed_unmaps.take(range),
+                    false => state.failed_unmaps.tell(range),
+                });
             }
             told
         });
@@ -419,7 +423,7 @@ impl Domain for ViommuDomain {
         if self.is_attached() {
             self.driver.sync()?;
         }
-        self.settled().failed_unmaps.take(Range::ALL)
+        self.settled().failed_unmaps.flush()
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {

@@ -12,6 +12,7 @@ mod report;
 mod ring;
 mod shadow;
 mod stats;
+mod stretch;
 mod transport;
 mod wait;
 

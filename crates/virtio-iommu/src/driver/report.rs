@@ -58,33 +58,67 @@ impl Reports {
 
 /// Failures that a sync point will return. Bounded: when there are too many, two become one that
 /// covers both, so that a failure may be reported to too many and never to nobody.
+///
+/// Who is told of a failure may take it for his own only if he named exactly what he unmapped. A
+/// sync of more than that, or of everything, may have met what another thread is about to ask
+/// after: it is told, and the failure stays.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
-    list: Vec<(Range, u8)>,
+    list: Vec<Kept>,
+}
+
+#[derive(Debug)]
+struct Kept {
+    range: Range,
+    status: u8,
+    /// Whether a flush was told. The next one is not: it is for what was unmapped since.
+    flushed: bool,
 }
 
 impl Failures {
     pub(super) fn add(&mut self, range: Range, status: u8) {
         if self.list.len() < KEPT {
-            self.list.push((range, status));
-        } else if let Some((held, _)) = self.list.last_mut() {
-            *held = held.hull(range);
+            self.list.push(Kept { range, status, flushed: false });
+        } else if let Some(held) = self.list.last_mut() {
+            held.range = held.range.hull(range);
+            held.flushed = false;
         }
     }
 
-    /// The first failure in `range`; those that lie in it are forgotten.
+    /// The first failure in `range`, which is what the caller unmapped or mapped and nothing else;
+    /// those that lie in it are forgotten.
     pub(super) fn take(&mut self, range: Range) -> Result<(), Error> {
-        let Some(&(at, status)) = self.list.iter().find(|(at, _)| at.overlaps(range)) else {
-            return Ok(());
-        };
-        self.forget(range);
-        Err(Error::Device { range: at, status })
+        let told = self.tell(range);
+        if told.is_err() {
+            self.forget(range);
+        }
+        told
+    }
+
+    /// The first failure in `range`, in which others may have failures too: none is forgotten.
+    pub(super) fn tell(&self, range: Range) -> Result<(), Error> {
+        match self.list.iter().find(|held| held.range.overlaps(range)) {
+            Some(&Kept { range, status, .. }) => Err(Error::Device { range, status }),
+            None => Ok(()),
+        }
+    }
+
+    /// The first failure that no flush was told of. All of them stay for those whose ranges they
+    /// lie in.
+    pub(super) fn flush(&mut self) -> Result<(), Error> {
+        let mut told = Ok(());
+        for Kept { range, status, flushed } in &mut self.list {
+            if !core::mem::replace(flushed, true) {
+                told = told.and(Err(Error::Device { range: *range, status: *status }));
+            }
+        }
+        told
     }
 
     /// Forgets the failures that lie in `range`.
     pub(super) fn forget(&mut self, range: Range) {
         if !self.list.is_empty() {
-            self.list.retain(|(at, _)| !range.covers(*at));
+            self.list.retain(|held| !range.covers(held.range));
         }
     }
 }
@@ -113,5 +147,29 @@ mod tests {
         (0..1000).for_each(|n| failures.add(range(n * 2), 4));
         assert_eq!(failures.list.len(), KEPT);
         assert!((0..1000).all(|n| failures.take(range(n * 2)).is_err()));
+    }
+
+    #[test]
+    fn who_asks_after_more_than_his_own_leaves_the_failures_to_their_owners() {
+        let mut failures = Failures::default();
+        let failed = |n| Err(Error::Device { range: range(n), status: 8 });
+        failures.add(range(3), 8);
+        assert_eq!(failures.tell(Range::ALL), failed(3));
+        assert_eq!(failures.flush(), failed(3));
+        assert_eq!(failures.flush(), Ok(()), "a flush is told of a failure once");
+        failures.add(range(5), 8);
+        assert_eq!(failures.flush(), failed(5));
+        assert_eq!(failures.take(range(3)), failed(3));
+        assert_eq!(failures.take(range(5)), failed(5));
+        assert_eq!(failures.tell(Range::ALL), Ok(()));
+    }
+
+    #[test]
+    fn a_failure_that_joins_others_is_told_to_the_next_flush() {
+        let mut failures = Failures::default();
+        (0..KEPT as u64).for_each(|n| failures.add(range(n * 2), 4));
+        assert!(failures.flush().is_err() && failures.flush().is_ok());
+        failures.add(range(1000), 4);
+        assert!(failures.flush().is_err());
     }
 }
