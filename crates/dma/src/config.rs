@@ -9,13 +9,21 @@ use ringfence_sync::{
     cpu::{CpuId, OsCpu},
 };
 
-use crate::{OsThreadClock, Policy, ThreadClock};
+use crate::{Detector, FlushTuning, OsThreadClock, Policy, ThreadClock, Trust};
 
 /// How a [`Device`](crate::Device) maps.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// What mappings cost and promise. Default: [`Policy::StrictMap`].
     pub policy: Policy,
+    /// Whether the device is trusted; if not, it is strict whatever `policy` says. Default: it is.
+    pub trust: Trust,
+    /// Refuse to set the device up under another policy than `policy` (rule L28). Default: no, and
+    /// [`Device::fallback`](crate::Device::fallback) tells why.
+    pub demand: bool,
+    /// For debugging: finds out who uses what was unmapped. Default: no. It makes the device
+    /// strict, each map and unmap dearer, and holds back addresses.
+    pub detect: Option<Detector>,
     /// The highest address that the device can put on the bus. Default: no limit but the domain's.
     pub limit: Iova,
     /// A mask, 2^n-1: no segment holds addresses that differ above it (rule L44). Default: all
@@ -23,13 +31,10 @@ pub struct Config {
     pub segment_boundary: u64,
     /// The largest segment, in bytes (rule L44). Default: no limit.
     pub max_segment: u64,
-    /// Slots of a flush queue, which holds one entry less. `None`: as Linux tunes it, 32,768 for a
-    /// single queue and 256 for each queue per CPU.
-    pub flush_queue_slots: Option<usize>,
-    /// How long, in milliseconds, an unmapped range waits at most for its flush to start. `None`:
-    /// as Linux tunes it, 1000 with a single queue and 10 with a queue per CPU.
-    pub flush_queue_ms: Option<u64>,
-    /// Who waits for that time to pass.
+    /// How the flush queues of a lazy policy are tuned; for a strict one, how they will be once it
+    /// becomes lazy. `None`: as Linux tunes the kind that the policy has.
+    pub flush: Option<FlushTuning>,
+    /// Who waits for the time to flush.
     pub timer: TimerKind,
     /// On average one map and one unmap call in so many are timed in thread CPU time; a power of
     /// two, 0 for none. Default: 0.
@@ -47,11 +52,13 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             policy: Policy::default(),
+            trust: Trust::Trusted,
+            demand: false,
+            detect: None,
             limit: Iova(u64::MAX),
             segment_boundary: u64::MAX,
             max_segment: u64::MAX,
-            flush_queue_slots: None,
-            flush_queue_ms: None,
+            flush: None,
             timer: TimerKind::Thread,
             sample_every: 0,
         }

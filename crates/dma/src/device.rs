@@ -1,22 +1,27 @@
 //! A device behind a domain.
 
-use core::{fmt, mem::ManuallyDrop};
+use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::sync::Arc;
 
-use ringfence_iommu::{Address, Domain, Iova, Range};
-use ringfence_iova::{Align, Allocator, Request};
+use ringfence_iommu::{Address, Domain, Fault, Iova, Range};
+use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    Coherent, Config, Direction, DmaBuffer, Environment, Error, Fallback, MapBatch, MapError,
-    Mapping, Policy, SetupError, SharedMemory, Stats, TimerKind, UnmapBatch,
-    flush::{self, FlushQueues, Timer},
+    Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback, FlushTuning,
+    MapBatch, MapError, Mapping, Persistent, Policy, Refused, SetupError, SharedMemory, Stats,
+    SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    detect::Watchman,
     layout::Limits,
+    lazy::Lazy,
     mapper::{Mapper, Pieces, Sync, measure},
     mapping::{DeviceId, Owner, Placed},
+    mode::{Mode, ModeCell},
     segment::Segments,
-    shared::{Lazy, Parts, Shared, Span, Unmapped},
+    shared::{Parts, Shared, Span, Unmapped},
     stats::{Count, Counters},
+    switch::Control,
     thread_time::{BriefSampler, Sampler},
+    trust,
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -79,6 +84,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
     }
 }
 
+/// What a map call was asked for, and where in the program.
+#[derive(Clone, Copy)]
+pub(crate) struct Made {
+    pub(crate) direction: Direction,
+    pub(crate) at: &'static Location<'static>,
+}
+
 /// A map call that failed.
 pub(crate) struct Failed {
     pub(crate) error: Error,
@@ -119,57 +131,29 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             let range = region.range;
             allocator.reserve(range.first().0, range.last().0)?;
         }
-        let (policy, fallback) = if config.policy.is_lazy() && !domain.capabilities().deferred_flush
-        {
-            (config.policy.to_strict(), Some(Fallback::NoDeferredFlush))
-        } else {
-            (config.policy, None)
-        };
+        let (policy, fallback) = choose(&config, domain.capabilities().deferred_flush)?;
+        let control = Control::new(policy, fallback, config.flush)?;
+        let granule_of_allocator = allocator.granule();
         let Environment { clock, cpu, thread_clock } = environment;
-        let rings = if policy.is_per_cpu() { cpu.count() } else { 1 };
-        let mut no_thread = false;
-        // Rule L27: the timer's thread holds a reference that leads nowhere until all is made.
-        let shared = Arc::new_cyclic(|weak: &std::sync::Weak<Shared<D, A>>| {
-            let timer = match config.timer {
-                TimerKind::Thread if policy.is_lazy() => {
-                    let weak = weak.clone();
-                    let expire = move || match weak.upgrade() {
-                        // A flush that fails is counted, and tried again: the timer is armed.
-                        Some(shared) => shared.expire().map_or(true, |()| true),
-                        None => false,
-                    };
-                    Timer::spawn(Arc::clone(&clock), expire).unwrap_or_else(|_| {
-                        no_thread = true;
-                        Timer::manual()
-                    })
-                }
-                _ => Timer::manual(),
-            };
-            let lazy = policy.is_lazy().then(|| {
-                let (slots, ms) = tuning(&config, policy);
-                Lazy {
-                    queues: FlushQueues::new(rings, slots),
-                    interval_ns: ms.saturating_mul(1_000_000),
-                    timer,
-                }
-            });
-            Shared::new(Parts {
-                limits: Limits::new(&config, granule),
-                limit: config.limit.0.min(geometry.aperture.last().0),
-                sampler: Sampler::new(thread_clock, config.sample_every),
-                brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
-                domain,
-                allocator,
-                policy,
-                fallback,
-                clock,
-                cpu,
-                lazy,
-            })
-        });
-        if no_thread {
-            return Err(SetupError::Thread);
-        }
+        // Rule L27: it becomes lazy, if it is to, as one becomes it that is in use.
+        let at_first = Mode::new(policy.to_strict(), false);
+        let shared = Arc::new(Shared::new(Parts {
+            mode: ModeCell::new(at_first),
+            limits: Limits::new(&config, granule),
+            limit: config.limit.0.min(geometry.aperture.last().0),
+            sampler: Sampler::new(thread_clock, config.sample_every),
+            brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
+            domain,
+            allocator,
+            clock,
+            lazy: Lazy::new(cpu.count()),
+            cpu,
+            timer_kind: config.timer,
+            trust: config.trust,
+            detector: config.detect.map(|bounds| Watchman::new(bounds, granule_of_allocator)),
+            control,
+        }));
+        shared.begin(policy)?;
         Ok(Device { port: Port::new(shared) })
     }
 
@@ -178,6 +162,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// Nothing is mapped, and the buffer is in the error.
+    #[track_caller]
     pub fn map<B: DmaBuffer<D::Target>>(
         &self,
         buffer: B,
@@ -186,7 +171,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         let placed = self.place(&|each| buffer.for_each_segment(each), direction, Sync::Now);
-        self.finish(ManuallyDrop::into_inner(buffer), placed)
+        let made = Made { direction, at: Location::caller() };
+        self.finish(ManuallyDrop::into_inner(buffer), made, placed)
     }
 
     /// Maps a scatter list: several buffers at one contiguous IOVA range (rules L35, L44-L46).
@@ -197,6 +183,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// As [`map`](Self::map); all buffers are in the error, in their order.
+    #[track_caller]
     pub fn map_sg<B: DmaBuffer<D::Target>>(
         &self,
         list: Vec<B>,
@@ -207,7 +194,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             list.iter().for_each(|buffer| buffer.for_each_segment(each));
         };
         let placed = self.place(&pieces, direction, Sync::Now);
-        self.finish(ManuallyDrop::into_inner(list), placed)
+        let made = Made { direction, at: Location::caller() };
+        self.finish(ManuallyDrop::into_inner(list), made, placed)
     }
 
     /// Maps memory for as long as the result lives, for the device and the CPU at once: rings,
@@ -215,11 +203,32 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// As [`map`](Self::map).
+    #[track_caller]
     pub fn alloc_coherent<B: DmaBuffer<D::Target> + SharedMemory>(
         &self,
         memory: B,
     ) -> Result<Coherent<B>, MapError<B>> {
         self.map(memory, Direction::Bidirectional).map(Coherent::new)
+    }
+
+    /// Maps a buffer once for many I/Os: the result gives the segments of any part of it, and no
+    /// I/O needs a request to the IOMMU any more.
+    ///
+    /// That is a choice: until it is unmapped, the device reaches all of the buffer at any time,
+    /// under a strict policy too. [`Stats::persistent_bytes`] says how much that is.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    #[track_caller]
+    pub fn map_persistent<B: DmaBuffer<D::Target>>(
+        &self,
+        buffer: B,
+        direction: Direction,
+    ) -> Result<Persistent<B>, MapError<B>> {
+        let mapping = self.map(buffer, direction)?;
+        self.port.counters.persistent_maps.add(1);
+        self.port.counters.persistent_bytes.add(mapping.len());
+        Ok(Persistent::new(mapping))
     }
 
     /// A queue in which mappings of this device, once they were pushed, are made known to it
@@ -235,12 +244,65 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     /// The policy in force.
     pub fn effective_policy(&self) -> Policy {
-        self.shared().policy
+        self.shared().mode.get().policy()
     }
 
     /// Why the policy in force is not the one asked for; `None` if it is.
     pub fn fallback(&self) -> Option<Fallback> {
-        self.shared().fallback
+        self.shared().fallback()
+    }
+
+    /// Changes the policy of the device and all its clones, in use or not (rule L27).
+    ///
+    /// What is unmapped after this has returned keeps to the new policy, and everything that was
+    /// unmapped lazily before, with other queues or with none from now on, has been flushed and
+    /// released. An unmap that is under way meanwhile keeps to either policy.
+    ///
+    /// Each kind of flush queue keeps the tuning that was last set for it.
+    ///
+    /// # Errors
+    /// From `off` or to `off`; to a lazy policy on a domain that cannot defer flushes; a flush that
+    /// failed. See [`SwitchError`] for which policy is in force then.
+    pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
+        self.shared().set_policy(policy)
+    }
+
+    /// How the flush queues in use are tuned; under a policy that is not lazy, those that were last.
+    pub fn flush_tuning(&self) -> FlushTuning {
+        self.shared().flush_tuning()
+    }
+
+    /// Tunes the flush queues of one kind, for the device and all its clones.
+    ///
+    /// If the policy is lazy, this is the kind in use from now on (the policy becomes its
+    /// [sibling](Policy::with_queue_kind)), and what was queued is flushed, so that the new bounds
+    /// hold for every unmap that begins when this has returned. (One that is under way, with none of
+    /// its bytes reserved, flushes before it returns instead of being queued.) If the policy is not
+    /// lazy, the tuning is kept until it is.
+    ///
+    /// # Errors
+    /// The tuning makes no sense, there is no memory for it, or that flush failed; see
+    /// [`TuningError`] for whether it is in force then.
+    pub fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
+        self.shared().set_flush_tuning(tuning)
+    }
+
+    /// Whether the device is trusted.
+    pub fn trust(&self) -> Trust {
+        self.shared().trust
+    }
+
+    /// Why the device cannot have `policy`: neither now nor by a change at run time. `None` if it
+    /// can.
+    pub fn refuses(&self, policy: Policy) -> Option<Fallback> {
+        self.shared().refuses(policy)
+    }
+
+    /// What an access was that the domain's fault tells of. `None` if it has to do with nothing that
+    /// is known, or if the device has no [`Config::detect`](crate::Config::detect).
+    pub fn explain(&self, fault: &Fault) -> Option<Explained> {
+        let shared = self.shared();
+        shared.detector.as_ref()?.explain(fault, shared.clock.now_ns())
     }
 
     /// The domain.
@@ -275,12 +337,18 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().expire()
     }
 
+    /// Who waited for the device, how often and how long, in the calls of all clones and apart from
+    /// them.
+    pub fn waits(&self) -> Waits {
+        self.shared().waits()
+    }
+
     /// What was done so far, by all clones together.
     pub fn stats(&self) -> Stats {
         self.shared().stats()
     }
 
-    pub(crate) fn shared(&self) -> &Shared<D, A> {
+    pub(crate) fn shared(&self) -> &Arc<Shared<D, A>> {
         &self.port.shared
     }
 
@@ -292,10 +360,15 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub(crate) fn finish<B>(
         &self,
         buffer: B,
+        made: Made,
         placed: Result<Placed, Failed>,
     ) -> Result<Mapping<B>, MapError<B>> {
         match placed {
             Ok(placed) => {
+                if let (Some(detector), Some(span)) = (&self.shared().detector, placed.span) {
+                    let now_ns = self.shared().clock.now_ns();
+                    detector.mapped(span.range, made.direction, made.at, now_ns);
+                }
                 let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
                 Ok(Mapping::new(buffer, placed, owner))
             }
@@ -321,7 +394,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Placed, Failed> {
         let (shared, counters) = (self.shared(), &*self.port.counters);
         let start = shared.sampler.start(counters.maps.get());
-        let placed = if shared.policy == Policy::Off {
+        let placed = if shared.mode.get().is_off() {
             self.place_unmapped(pieces)
         } else {
             self.place_mapped(pieces, direction, sync)
@@ -353,7 +426,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         });
         let len = len.ok_or(Error::TooLong)?;
         let first = segments.as_slice().first().ok_or(Error::Empty)?.addr;
-        Ok(Placed { iova: Iova(first), len, span: None, segments })
+        Ok(Placed { iova: Iova(first), len, span: None, segments, synced: true })
     }
 
     fn place_mapped(
@@ -375,7 +448,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 let iova =
                     Iova(mapper.segments.as_slice().first().map_or(base, |first| first.addr));
                 let span = Span { range, mapped: mapper.mapped };
-                Ok(Placed { iova, len, span: Some(span), segments: mapper.segments })
+                let synced = mapper.is_synced();
+                Ok(Placed { iova, len, span: Some(span), segments: mapper.segments, synced })
             }
             Err(error) => {
                 let undone = if mapper.any {
@@ -405,15 +479,25 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);
             sampler.time(number, calls, time, || shared.allocator.alloc(&request))
         };
-        match alloc(1) {
+        let allocated = match alloc(1) {
             Ok(base) => Ok(base),
             // What is queued holds IOVAs that only wait for a flush: better now than not at all.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
-                shared.flush()?;
-                Ok(alloc(0)?)
+                shared.flush_for_room(counters)?;
+                alloc(0)
             }
-            Err(error) => Err(error.into()),
-        }
+            Err(error) if !error.reason.is_invalid() && shared.free_held() => alloc(0),
+            Err(error) => Err(error),
+        };
+        allocated.map_err(|error| match error.reason {
+            AllocReason::Exhausted { .. } => {
+                let stats = shared.allocator.stats();
+                let live_ranges = stats.live_ranges.saturating_sub(stats.cached_ranges);
+                let live_bytes = stats.live_bytes;
+                Error::Exhausted { asked: size, limit: shared.limit, live_ranges, live_bytes }
+            }
+            _ => Error::NoIova(error),
+        })
     }
 }
 
@@ -423,8 +507,12 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         span: Option<Span>,
         strictly: bool,
         watched: bool,
+        at: Option<&'static Location<'static>>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
         let (shared, counters) = (&*self.shared, &*self.counters);
+        if let (Some(detector), Some(span)) = (&shared.detector, span) {
+            detector.unmapping(span.range, at, shared.clock.now_ns());
+        }
         let start = shared.sampler.start(counters.unmaps.get());
         let result = match span {
             Some(span) => shared.unmap(span, strictly, watched, counters),
@@ -457,16 +545,21 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     fn note_sync_for_device(&self) {
         self.counters.syncs_for_device.add(1);
     }
+
+    fn note_persistent_end(&self, bytes: u64) {
+        self.counters.persistent_unmaps.add(1);
+        self.counters.persistent_unmapped_bytes.add(bytes);
+    }
 }
 
-/// Slots and milliseconds of the flush queues.
-fn tuning(config: &Config, policy: Policy) -> (usize, u64) {
-    let (slots, ms) = if policy.is_per_cpu() {
-        (flush::PER_CPU_SLOTS, flush::PER_CPU_MS)
-    } else {
-        (flush::SINGLE_SLOTS, flush::SINGLE_MS)
-    };
-    (config.flush_queue_slots.unwrap_or(slots), config.flush_queue_ms.unwrap_or(ms))
+/// The policy in force, and why it is not the one asked for.
+fn choose(config: &Config, deferred_flush: bool) -> Result<(Policy, Option<Fallback>), SetupError> {
+    let policy = config.policy;
+    match trust::against(policy, config.trust, config.detect.is_some(), deferred_flush) {
+        None => Ok((policy, None)),
+        Some(because) if config.demand => Err(Refused { policy, because }.into()),
+        Some(because) => Ok((trust::confined(policy), Some(because))),
+    }
 }
 
 fn check(config: &Config, granule: u64, allocator: u64) -> Result<(), SetupError> {
@@ -479,9 +572,6 @@ fn check(config: &Config, granule: u64, allocator: u64) -> Result<(), SetupError
     }
     if config.max_segment < granule {
         return Err(SetupError::MaxSegment(config.max_segment));
-    }
-    if let Some(slots) = config.flush_queue_slots.filter(|slots| *slots < 2) {
-        return Err(SetupError::Slots(slots));
     }
     if config.sample_every != 0 && !config.sample_every.is_power_of_two() {
         return Err(SetupError::SampleEvery(config.sample_every));

@@ -2,8 +2,10 @@
 
 use core::{fmt, mem::ManuallyDrop};
 
-use ringfence_iommu::Range;
+use ringfence_iommu::{Error as DomainError, Range};
 use ringfence_iova::{AllocError, ReserveError};
+
+use crate::{Fallback, Policy, Refused, TuningError};
 
 /// Why a mapping could not be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -18,13 +20,75 @@ pub enum Error {
     /// The buffer did not list the same segments twice.
     #[error("the buffer's segments changed while it was mapped")]
     Unstable,
-    /// There is no I/O virtual address left for it, or never can be (what was asked and why not are
-    /// inside).
+    /// All I/O virtual addresses that would do are taken: unmap something and try again.
+    #[error(
+        "no I/O virtual addresses are free for {asked:#x} bytes at or below {limit:#x}: \
+         {live_ranges} ranges are live, {live_bytes:#x} bytes are taken"
+    )]
+    Exhausted {
+        /// Bytes of address space that were asked for.
+        asked: u64,
+        /// The highest address that would have done.
+        limit: u64,
+        /// Ranges that the allocator has given out.
+        live_ranges: u64,
+        /// Bytes of address space that are taken, by them and by what its caches keep.
+        live_bytes: u64,
+    },
+    /// There never can be an I/O virtual address for it (what was asked and why not are inside).
     #[error(transparent)]
-    NoIova(#[from] AllocError),
+    NoIova(AllocError),
     /// The domain refused, or the device behind it did (its status is inside).
     #[error(transparent)]
     Domain(#[from] ringfence_iommu::Error),
+}
+
+/// What an error means for who gets it: what he could do about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The buffer, or what was asked for, makes no sense. It will not do so later.
+    Senseless,
+    /// The address space is exhausted. When something is unmapped there will be room.
+    AddressSpace,
+    /// The domain is at its limit of mappings or of table memory. When something is unmapped there
+    /// will be room.
+    DomainFull,
+    /// There is no memory.
+    NoMemory,
+    /// The device answered with an error; this is its own status (rule L34).
+    Device {
+        /// For a virtio-iommu, the status of its reply.
+        status: u8,
+    },
+    /// The device no longer answers, or answers what it must not. Nothing will help.
+    Gone,
+}
+
+impl ErrorKind {
+    /// What a domain's error means.
+    pub const fn of(error: &DomainError) -> ErrorKind {
+        match *error {
+            DomainError::Full { .. } => ErrorKind::DomainFull,
+            DomainError::NoMemory => ErrorKind::NoMemory,
+            DomainError::Device { status, .. } => ErrorKind::Device { status },
+            DomainError::Gone(_) => ErrorKind::Gone,
+            _ => ErrorKind::Senseless,
+        }
+    }
+}
+
+impl Error {
+    /// What it means for who gets it.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Error::Exhausted { .. } => ErrorKind::AddressSpace,
+            Error::Domain(error) => ErrorKind::of(error),
+            Error::Empty | Error::TooLong | Error::Unstable | Error::NoIova(_) => {
+                ErrorKind::Senseless
+            }
+        }
+    }
 }
 
 /// A map that failed. Everything it had done was undone: the IOVA is free again, nothing is mapped,
@@ -41,6 +105,11 @@ impl<B> MapError<B> {
     /// Why.
     pub fn error(&self) -> Error {
         self.error
+    }
+
+    /// What that means for the caller.
+    pub fn kind(&self) -> ErrorKind {
+        self.error.kind()
     }
 
     /// The buffer. `None` if the device may still reach it: its memory is then leaked, and its IOVA
@@ -92,6 +161,11 @@ impl<B> UnmapError<B> {
     /// What the domain said.
     pub fn error(&self) -> ringfence_iommu::Error {
         self.error
+    }
+
+    /// What that means for the caller.
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::of(&self.error)
     }
 
     /// The I/O virtual addresses that may still lead to the buffer. They are not reused.
@@ -164,16 +238,50 @@ pub enum SetupError {
     /// The largest segment is smaller than the granule.
     #[error("the largest segment of {0:#x} bytes is smaller than the granule")]
     MaxSegment(u64),
-    /// A flush queue needs two slots (it holds one entry less than it has slots, rule L22).
-    #[error("a flush queue of {0} slots holds nothing: give it at least 2")]
-    Slots(usize),
+    /// The flush queues cannot be tuned so.
+    #[error(transparent)]
+    Tuning(#[from] TuningError),
     /// The sampling interval is no power of two.
     #[error("sample_every must be 0 or a power of two, not {0}")]
     SampleEvery(u32),
     /// A reserved region of the domain could not be reserved in the allocator.
     #[error("cannot keep the domain's reserved regions free: {0}")]
     Reserve(#[from] ReserveError),
+    /// A policy is demanded that the device cannot have (rule L28).
+    #[error(transparent)]
+    Refused(#[from] Refused),
     /// The thread that flushes in time could not be started.
     #[error("cannot start the flush queue's timer thread")]
     Thread,
+}
+
+/// Why a device does not change to another policy. Unless it says otherwise, nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SwitchError {
+    /// Under `off` nothing is mapped, and under every other policy everything is: mappings of the
+    /// one kind cannot go on under the other.
+    #[error(
+        "a device cannot change from {from} to {to} while it lives: its mappings would not be \
+         protected, or not be mapped; make another device"
+    )]
+    Off {
+        /// The policy in force.
+        from: Policy,
+        /// The policy asked for.
+        to: Policy,
+    },
+    /// The policy in force would not be the one asked for.
+    #[error(transparent)]
+    Fallback(Fallback),
+    /// The thread that flushes in time could not be started.
+    #[error("cannot start the flush queue's timer thread")]
+    Thread,
+    /// The flush queues cannot be made. If their flush failed, the policy is in force.
+    #[error(transparent)]
+    Queues(#[from] TuningError),
+    /// The new policy is strict and in force, for every unmap that begins from now on; but what had
+    /// been unmapped lazily could not be flushed, and stays exposed until the timer's flush succeeds.
+    #[error("the policy is strict now, but what was unmapped before could not be flushed: {0}")]
+    Flush(ringfence_iommu::Error),
 }

@@ -14,6 +14,10 @@
 //! * [`MapBatch`] and [`UnmapBatch`]: many mappings, one sync, and no waiting for it.
 //! * [`Device::alloc_coherent`] → [`Coherent`]: memory shared with the device for long, such as a
 //!   ring.
+//! * [`CoherentPool`] → [`Block`]: small pieces of such memory. [`Device::map_persistent`] →
+//!   [`Persistent`]: a buffer that stays mapped from one I/O to the next.
+//! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] tells why.
+//! * [`Detector`]: tells which lines mapped and unmapped what a device still uses.
 //! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
 //!   lazily unmapped memory stayed reachable.
 //!
@@ -21,7 +25,12 @@
 //!
 //! *Strict*: when `unmap` has returned, no device access to the buffer succeeds. *Lazy*: within a
 //! window bounded by the flush queue's timer it may; the IOVA is never given to another buffer
-//! meanwhile (rule L19). *Off*: nothing is mapped and nothing is protected.
+//! meanwhile (rule L19). How large that window may be, in time and in bytes, is part of the
+//! [`FlushTuning`]. *Off*: nothing is mapped and nothing is protected. What is mapped persistently
+//! is reachable until it is unmapped, whatever the policy.
+//!
+//! Policy and tuning can be changed while the device is in use ([`Device::set_policy`],
+//! [`Device::set_flush_tuning`]): what is unmapped after such a call has returned keeps to it.
 //!
 //! A buffer that does not fill the granules it lies in is mapped rounded to them, as Linux does for
 //! trusted devices: its neighbours in the first and the last granule are exposed while it is
@@ -31,32 +40,49 @@
 //! # When the device fails
 //!
 //! A map that fails is undone completely and hands the buffer back with the device's own status
-//! ([`MapError`]). An unmap whose invalidation fails *cannot* be undone: the device may still reach
-//! the memory. Then the buffer is not handed back as if it were safe ([`UnmapError`]), and its IOVA
-//! is quarantined: never reused, and counted.
+//! ([`MapError`]); [`ErrorKind`] says what the caller could do about it. An unmap whose invalidation
+//! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
+//! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and counted.
 
 mod batch;
 mod buffer;
 mod config;
+mod detect;
 mod device;
 mod error;
 mod flush;
 mod layout;
+mod lazy;
 mod mapper;
 mod mapping;
+mod mode;
+mod persistent;
 mod policy;
+mod pool;
 mod segment;
 mod shared;
 mod stats;
+mod switch;
 mod thread_time;
+mod trust;
+mod tuning;
+mod waits;
 
 pub use batch::{MapBatch, UnmapBatch};
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};
+pub use detect::{Detector, Explained, Misuse, Place, UseAfterUnmap};
 pub use device::Device;
-pub use error::{Error, MapError, OutOfBounds, SetupError, UnmapError};
+pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};
+pub use persistent::Persistent;
 pub use policy::{Fallback, ParsePolicyError, Policy};
+pub use pool::{Block, CoherentPool, PoolError, PoolLimits, PoolMemory, PoolStats};
 pub use segment::Segment;
 pub use stats::{Exposure, Sampled, Stats};
 pub use thread_time::{OsThreadClock, ThreadClock};
+pub use trust::{
+    Decision, Distrust, Finding, Guest, Platform, Reason, Refused, Trust, TrustError, decide,
+};
+pub use tuning::{FlushTuning, QueueKind, TuningError};
+pub use waits::Waits;

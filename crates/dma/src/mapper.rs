@@ -2,6 +2,7 @@
 
 use ringfence_iommu::{Address, Domain, Range};
 use ringfence_iova::Allocator;
+use ringfence_sync::clock::Clock;
 
 use crate::{
     Direction, Error,
@@ -9,6 +10,7 @@ use crate::{
     segment::Segments,
     shared::Shared,
     stats::{Count, Counters},
+    waits::timed,
 };
 
 /// The pieces of a buffer, or of a list of buffers, one after the other.
@@ -46,6 +48,7 @@ pub(crate) fn measure<T: Address>(
 /// Maps the pieces of one buffer into the range that was allocated for them.
 pub(crate) struct Mapper<'a, D> {
     domain: &'a D,
+    clock: &'a dyn Clock,
     counters: &'a Counters,
     limits: Limits,
     range: Range,
@@ -71,11 +74,12 @@ impl<'a, D: Domain> Mapper<'a, D> {
     ) -> Self {
         Mapper {
             domain: &shared.domain,
+            clock: &*shared.clock,
             counters,
             limits: shared.limits,
             range,
             direction,
-            sync_each: !shared.policy.batches_maps(),
+            sync_each: !shared.mode.get().batches_maps(),
             sync,
             pending: None,
             any: false,
@@ -98,10 +102,14 @@ impl<'a, D: Domain> Mapper<'a, D> {
         self.map_pending()?;
         if !self.sync_each && self.sync == Sync::Now {
             // Rule L34: once, after all of them, over the whole range.
-            self.counters.map_syncs.add(1);
-            self.domain.iotlb_sync_map(self.range)?;
+            self.sync(self.range)?;
         }
         Ok(())
+    }
+
+    /// Whether the device knows of all that was mapped.
+    pub(crate) fn is_synced(&self) -> bool {
+        self.sync_each || self.sync == Sync::Now
     }
 
     fn run(&mut self, run: Run) -> Result<(), Error> {
@@ -133,9 +141,14 @@ impl<'a, D: Domain> Mapper<'a, D> {
         self.any = true;
         self.mapped = self.mapped.saturating_add(range.extent()).saturating_add(1);
         if self.sync_each {
-            self.counters.map_syncs.add(1);
-            self.domain.iotlb_sync_map(range)?;
+            self.sync(range)?;
         }
         Ok(())
+    }
+
+    fn sync(&self, range: Range) -> Result<(), Error> {
+        self.counters.map_syncs.add(1);
+        let wait = || self.domain.iotlb_sync_map(range);
+        Ok(timed(self.clock, &self.counters.waits.map, wait)?)
     }
 }

@@ -1,6 +1,6 @@
 //! Buffers while the device has them.
 
-use core::{fmt, mem::ManuallyDrop, ops::Range as Bytes};
+use core::{fmt, mem::ManuallyDrop, ops::Range as Bytes, panic::Location};
 use std::sync::Arc;
 
 use ringfence_iommu::{Iova, Range, Result as DomainResult};
@@ -14,12 +14,14 @@ use crate::{
 /// What a mapping needs of its device. A trait object, so that a mapping's type tells only what it
 /// holds, not by which domain and allocator it was made.
 pub(crate) trait Owner: Send + Sync {
-    /// Unmaps; the IOVA is freed (or parked, if watched), or on failure quarantined.
+    /// Unmaps; the IOVA is freed (or parked, if watched), or on failure quarantined. `at` is the
+    /// place in the program that wants it, if there is one.
     fn unmap(
         &self,
         span: Option<Span>,
         strictly: bool,
         watched: bool,
+        at: Option<&'static Location<'static>>,
     ) -> DomainResult<Option<Unmapped>>;
     /// Frees an IOVA range that was parked.
     fn free(&self, range: Range);
@@ -28,6 +30,8 @@ pub(crate) trait Owner: Send + Sync {
     fn now_ns(&self) -> u64;
     fn note_sync_for_cpu(&self);
     fn note_sync_for_device(&self);
+    /// That so many bytes of a persistent mapping are unmapped.
+    fn note_persistent_end(&self, bytes: u64);
 }
 
 /// Where all that the clones of a device share lies: another place for each device that lives.
@@ -42,11 +46,14 @@ pub(crate) struct Placed {
     /// `None` under policy `off`.
     pub(crate) span: Option<Span>,
     pub(crate) segments: Segments,
+    /// Whether the device knows of it; else the caller syncs it, with others.
+    pub(crate) synced: bool,
 }
 
 impl Placed {
     /// What is left where a mapping was taken away.
-    const NOWHERE: Placed = Placed { iova: Iova(0), len: 0, span: None, segments: Segments::new() };
+    const NOWHERE: Placed =
+        Placed { iova: Iova(0), len: 0, span: None, segments: Segments::new(), synced: true };
 }
 
 /// A buffer that a device may touch. It owns the buffer: no one else does.
@@ -113,6 +120,7 @@ impl<B> Mapping<B> {
     /// # Errors
     /// The device did not acknowledge the invalidation and may still reach the buffer, which
     /// therefore is not handed back as safe.
+    #[track_caller]
     pub fn unmap(mut self) -> Result<B, UnmapError<B>> {
         self.take(false, false).map(|(buffer, ..)| buffer)
     }
@@ -122,6 +130,7 @@ impl<B> Mapping<B> {
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
+    #[track_caller]
     pub fn unmap_watched(mut self) -> Result<(B, StaleIova), UnmapError<B>> {
         let (iova, len) = (self.iova(), self.len());
         let range = self.placed.span.map(|span| span.range);
@@ -160,7 +169,7 @@ impl<B> Mapping<B> {
         Ok(())
     }
 
-    fn check(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+    pub(crate) fn check(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
         let Bytes { start, end } = bytes;
         if start <= end && end <= self.len() {
             Ok(())
@@ -184,17 +193,43 @@ impl<B> Mapping<B> {
         }
     }
 
-    /// Unmaps. What is left of the mapping is empty.
+    /// Unmaps on behalf of the caller. What is left of the mapping is empty.
     #[allow(clippy::type_complexity, reason = "three things that go separate ways")]
-    fn take(
+    #[track_caller]
+    pub(crate) fn take(
         &mut self,
         strictly: bool,
         watched: bool,
     ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
+        self.end(strictly, watched, Some(Location::caller()))
+    }
+
+    /// Unmaps because the mapping is dropped: the program names no place for that. Nothing is
+    /// returned where nothing was left to unmap, or the device may still reach it.
+    pub(crate) fn take_dropped(&mut self, strictly: bool) -> Option<Arc<dyn Owner>> {
+        self.held.as_ref()?;
+        // The error keeps the buffer, and leaks it.
+        let (buffer, owner, _) = self.end(strictly, false, None).ok()?;
+        drop(buffer);
+        Some(owner)
+    }
+
+    /// The buffer, which the device may touch.
+    pub(crate) fn buffer_mut(&mut self) -> &mut B {
+        &mut self.held.as_mut().expect("a mapping holds its buffer until it is unmapped").buffer
+    }
+
+    #[allow(clippy::type_complexity, reason = "three things that go separate ways")]
+    fn end(
+        &mut self,
+        strictly: bool,
+        watched: bool,
+        at: Option<&'static Location<'static>>,
+    ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
         let Held { buffer, owner } = self.held.take().expect("a mapping is unmapped once");
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
-        match owner.unmap(self.placed.span, strictly, watched) {
+        match owner.unmap(self.placed.span, strictly, watched, at) {
             Ok(unmapped) => Ok((ManuallyDrop::into_inner(buffer), owner, unmapped)),
             Err(error) => {
                 let range = self.placed.span.expect("only what is mapped can fail to unmap").range;
@@ -260,10 +295,7 @@ impl<B: SharedMemory> Mapping<B> {
 
 impl<B> Drop for Mapping<B> {
     fn drop(&mut self) {
-        if self.held.is_some() {
-            // The error keeps the buffer, and leaks it: the device may still reach it.
-            drop(self.take(false, false));
-        }
+        self.take_dropped(false);
     }
 }
 
@@ -318,6 +350,7 @@ impl<B> Coherent<B> {
     ///
     /// # Errors
     /// As [`Mapping::unmap`].
+    #[track_caller]
     pub fn free(mut self) -> Result<B, UnmapError<B>> {
         self.0.take(true, false).map(|(buffer, ..)| buffer)
     }
@@ -332,9 +365,7 @@ impl<B: SharedMemory> Coherent<B> {
 
 impl<B> Drop for Coherent<B> {
     fn drop(&mut self) {
-        if self.0.held.is_some() {
-            drop(self.0.take(true, false));
-        }
+        self.0.take_dropped(true);
     }
 }
 

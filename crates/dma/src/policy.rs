@@ -2,6 +2,8 @@
 
 use core::{fmt, str::FromStr};
 
+use crate::{Distrust, QueueKind};
+
 /// How mappings are made and unmade: what they cost, and what they promise.
 ///
 /// The names are those of the measurements on the kernel's mailing list that this crate is
@@ -79,6 +81,26 @@ impl Policy {
         matches!(self, Policy::LazyMq | Policy::LazyMqMap)
     }
 
+    /// Which flush queues it has; `None` if it is not lazy.
+    pub const fn queue_kind(self) -> Option<QueueKind> {
+        match self {
+            Policy::LazySq | Policy::LazySqMap => Some(QueueKind::Single),
+            Policy::LazyMq | Policy::LazyMqMap => Some(QueueKind::PerCpu),
+            Policy::Off | Policy::Strict | Policy::StrictMap => None,
+        }
+    }
+
+    /// The same policy with flush queues of this kind; what is not lazy stays as it is.
+    pub const fn with_queue_kind(self, kind: QueueKind) -> Policy {
+        match (self, kind) {
+            (Policy::LazySq | Policy::LazyMq, QueueKind::Single) => Policy::LazySq,
+            (Policy::LazySq | Policy::LazyMq, QueueKind::PerCpu) => Policy::LazyMq,
+            (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::Single) => Policy::LazySqMap,
+            (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::PerCpu) => Policy::LazyMqMap,
+            (Policy::Off | Policy::Strict | Policy::StrictMap, _) => self,
+        }
+    }
+
     /// The strict policy that syncs maps as this one does; `Off` stays off.
     pub const fn to_strict(self) -> Policy {
         match self {
@@ -122,6 +144,16 @@ pub enum Fallback {
     /// to defer.
     #[error("the domain cannot defer its flushes, so lazy falls back to strict")]
     NoDeferredFlush,
+    /// The device is untrusted: it gets strict protection, whatever was asked for (rule L28).
+    #[error("the device is untrusted ({why}), so it gets strict protection")]
+    Untrusted {
+        /// What speaks against it.
+        why: Distrust,
+    },
+    /// What is unmapped can be told from what was never mapped only if the device no longer
+    /// reaches it.
+    #[error("the use-after-unmap detector is on, which needs strict protection")]
+    Detector,
 }
 
 #[cfg(all(test, not(loom)))]
@@ -154,6 +186,13 @@ mod tests {
             assert_eq!(policy.is_per_cpu(), policy.name().contains("-mq"));
             assert!(!policy.to_strict().is_lazy());
             assert_eq!(policy.to_strict().batches_maps(), policy.batches_maps());
+            assert_eq!(policy.queue_kind() == Some(QueueKind::PerCpu), policy.is_per_cpu());
+            assert_eq!(policy.queue_kind().is_some(), policy.is_lazy());
+            for kind in [QueueKind::Single, QueueKind::PerCpu] {
+                let other = policy.with_queue_kind(kind);
+                assert_eq!(other.queue_kind(), policy.queue_kind().map(|_| kind));
+                assert_eq!(other.to_strict(), policy.to_strict());
+            }
         }
     }
 }

@@ -8,41 +8,48 @@ use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    Fallback, Policy, Stats,
-    flush::{Batch, Enqueued, Entry, FlushQueues, Timer, Watch},
+    Fallback, Policy, Stats, TimerKind, Trust, Waits,
+    detect::Watchman,
+    flush::{Entry, Watch},
     layout::Limits,
+    lazy::Lazy,
+    mode::ModeCell,
     stats::{Count, Counters, FreeCounters, TimeCounter},
+    switch::Control,
     thread_time::{BriefSampler, Sampler},
+    trust,
+    waits::{OtherWaits, timed},
 };
 
 /// The part of a device that its clones, its mappings and its timer share.
 pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) domain: D,
     pub(crate) allocator: A,
-    pub(crate) policy: Policy,
-    pub(crate) fallback: Option<Fallback>,
+    /// The policy in force.
+    pub(crate) mode: ModeCell,
+    pub(crate) trust: Trust,
+    /// Holds freed IOVAs back, if the device is to be watched.
+    pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,
     pub(crate) brief_sampler: BriefSampler,
     pub(crate) clock: Arc<dyn Clock>,
-    cpu: Arc<dyn CpuId>,
-    lazy: Option<Lazy>,
-    flush_failures: AtomicU64,
-    expiry_time: TimeCounter,
+    pub(crate) cpu: Arc<dyn CpuId>,
+    pub(crate) lazy: Lazy,
+    pub(crate) timer_kind: TimerKind,
+    /// What changes of policy and tuning take turns at.
+    pub(crate) control: Mutex<Control>,
+    pub(crate) flush_failures: AtomicU64,
+    pub(crate) expiry_time: TimeCounter,
     /// What was given back by nobody's clone: the timer, or a flush that was asked for.
-    frees: FreeCounters,
+    pub(crate) frees: FreeCounters,
+    /// Who waited for that.
+    pub(crate) waits: OtherWaits,
     quarantine: Quarantine,
     /// The counters of all clones, those that are gone summed up.
     clones: Mutex<Clones>,
-}
-
-/// What a lazy policy needs.
-pub(crate) struct Lazy {
-    pub(crate) queues: FlushQueues<Entry>,
-    pub(crate) interval_ns: u64,
-    pub(crate) timer: Timer,
 }
 
 #[derive(Default)]
@@ -55,6 +62,7 @@ struct Quarantine {
 struct Clones {
     alive: Vec<Arc<Counters>>,
     gone: Stats,
+    gone_waits: Waits,
 }
 
 /// The IOVA range of a mapping.
@@ -76,15 +84,18 @@ pub(crate) struct Unmapped {
 pub(crate) struct Parts<D, A> {
     pub(crate) domain: D,
     pub(crate) allocator: A,
-    pub(crate) policy: Policy,
-    pub(crate) fallback: Option<Fallback>,
+    pub(crate) mode: ModeCell,
+    pub(crate) trust: Trust,
+    pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,
     pub(crate) brief_sampler: BriefSampler,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) cpu: Arc<dyn CpuId>,
-    pub(crate) lazy: Option<Lazy>,
+    pub(crate) lazy: Lazy,
+    pub(crate) timer_kind: TimerKind,
+    pub(crate) control: Control,
 }
 
 impl<D: Domain, A: Allocator> Shared<D, A> {
@@ -92,8 +103,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         let Parts {
             domain,
             allocator,
-            policy,
-            fallback,
+            mode,
+            trust,
+            detector,
             limits,
             limit,
             sampler,
@@ -101,12 +113,15 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             clock,
             cpu,
             lazy,
+            timer_kind,
+            control,
         } = parts;
         Shared {
             domain,
             allocator,
-            policy,
-            fallback,
+            mode,
+            trust,
+            detector,
             limits,
             limit,
             sampler,
@@ -114,12 +129,21 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             clock,
             cpu,
             lazy,
+            timer_kind,
+            control: Mutex::new(control),
             flush_failures: AtomicU64::new(0),
             expiry_time: TimeCounter::default(),
             frees: FreeCounters::default(),
+            waits: OtherWaits::default(),
             quarantine: Quarantine::default(),
             clones: Mutex::default(),
         }
+    }
+
+    /// Why the device cannot have `policy`; `None` if it can.
+    pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
+        let deferred_flush = self.domain.capabilities().deferred_flush;
+        trust::against(policy, self.trust, self.detector.is_some(), deferred_flush)
     }
 
     /// Removes the translations of `span` and, at once or through a flush queue, what is cached of
@@ -134,15 +158,17 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         watched: bool,
         counters: &Counters,
     ) -> Result<Option<Unmapped>> {
-        match &self.lazy {
-            Some(lazy) if !strictly => self.unmap_lazily(lazy, span, watched, counters),
-            _ => self.unmap_strictly(span, watched, counters),
+        let mode = self.mode.get();
+        if mode.is_lazy() && !strictly {
+            self.unmap_lazily(mode, span, watched, counters)
+        } else {
+            self.unmap_strictly(span, watched, counters)
         }
     }
 
     /// Rule L17: the invalidation is over before the IOVA is free (and before the caller gets its
     /// buffer back).
-    fn unmap_strictly(
+    pub(crate) fn unmap_strictly(
         &self,
         span: Span,
         watched: bool,
@@ -156,7 +182,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                 unmapped = Some(Unmapped { since_ns, watch: Arc::default() });
             }
             counters.unmap_syncs.add(1);
-            self.domain.iotlb_sync(&mut gather)
+            timed(&*self.clock, &counters.waits.unmap, || self.domain.iotlb_sync(&mut gather))
         });
         drop(gather);
         self.settle(span.range, unmapped, result, counters)
@@ -188,60 +214,6 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Ok(unmapped)
     }
 
-    /// The policy in force.
-    pub(crate) fn policy(&self) -> Policy {
-        self.policy
-    }
-
-    /// Rule L18: translations go now; only the invalidation, the IOVA and the table pages wait.
-    fn unmap_lazily(
-        &self,
-        lazy: &Lazy,
-        span: Span,
-        watched: bool,
-        counters: &Counters,
-    ) -> Result<Option<Unmapped>> {
-        let mut gather = Gather::queued();
-        if let Err(error) = self.domain.unmap_pages(span.range, &mut gather) {
-            self.quarantine(span.range);
-            return Err(error);
-        }
-        let since_ns = self.clock.now_ns();
-        let watch = watched.then(Arc::<Watch>::default);
-        let unmapped = watch.clone().map(|watch| Unmapped { since_ns, watch });
-        let mut entry = Some(Entry {
-            range: span.range,
-            bytes: span.mapped,
-            since_ns,
-            pages: gather.take_pages(),
-            watch,
-        });
-        loop {
-            let ring = if lazy.queues.rings() == 1 { 0 } else { self.cpu.current() };
-            let mut batch = Batch::new();
-            let enqueued = lazy.queues.enqueue(ring, &mut entry, &mut batch);
-            self.release(&mut batch, &counters.frees);
-            match enqueued {
-                Enqueued::Queued => break,
-                Enqueued::Arm => {
-                    self.arm(lazy);
-                    break;
-                }
-                Enqueued::Full => {
-                    // Rule L22. Not under the queue's lock: others may queue meanwhile, where a
-                    // flush of somebody else made room.
-                    counters.full_queue_flushes.add(1);
-                    if let Err(error) = self.flush_domain(lazy) {
-                        self.quarantine(span.range);
-                        return Err(error);
-                    }
-                    self.reap(lazy, ring, &counters.frees);
-                }
-            }
-        }
-        Ok(unmapped)
-    }
-
     /// Takes back what a map call that failed had mapped. Rule L29: its IOVA is free at once, and
     /// never goes through the flush queue. Whether it worked; if not, the range is quarantined.
     pub(crate) fn unwind(&self, range: Range, counters: &Counters) -> bool {
@@ -255,15 +227,22 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.free(range);
     }
 
-    /// Gives an IOVA range back to the allocator.
-    fn free(&self, range: Range) {
-        // It was allocated with a size that fits 64 bits, rounded in the same way.
-        let size = range.extent().saturating_add(1);
-        let size = self.allocation_size(size).unwrap_or(size);
-        // An allocator refuses what it never gave out: then there is nothing to give back, and it
-        // has counted the attempt.
-        let freed = self.allocator.free(range.first().0, size);
-        debug_assert!(freed.is_ok(), "{freed:?}");
+    /// Gives an IOVA range back to the allocator, or to the detector, which then gives back another.
+    pub(crate) fn free(&self, range: Range) {
+        match &self.detector {
+            None => give_back(&self.allocator, range),
+            Some(detector) => {
+                let mut give_back = |range| give_back(&self.allocator, range);
+                detector.retire(range, self.clock.now_ns(), &mut give_back);
+            }
+        }
+    }
+
+    /// Has the allocator given back what the detector holds; whether it held anything.
+    pub(crate) fn free_held(&self) -> bool {
+        let detector = self.detector.as_ref();
+        detector
+            .is_some_and(|held| held.release_all(&mut |range| give_back(&self.allocator, range)))
     }
 
     /// How much to ask the allocator for: whole granules of its own.
@@ -278,93 +257,6 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.quarantine.bytes.add(range.extent().saturating_add(1));
     }
 
-    /// Releases what flushes have covered: table pages, then IOVAs.
-    fn release(&self, batch: &mut Batch<Entry>, frees: &FreeCounters) {
-        if batch.entries.is_empty() {
-            return;
-        }
-        let mut number = frees.count.get();
-        let mut freed = 0;
-        // By reference: a batch is some kilobytes, and mostly empty.
-        for Entry { range, pages, watch, .. } in batch.entries.drain(..) {
-            drop(pages);
-            if watch.is_none_or(|watch| watch.release(batch.released_ns)) {
-                self.brief_sampler.time(number, 1, &frees.time, || self.free(range));
-                number += 1;
-                freed += 1;
-            }
-        }
-        frees.count.add(freed);
-    }
-
-    fn arm(&self, lazy: &Lazy) {
-        lazy.timer.arm(self.clock.now_ns().saturating_add(lazy.interval_ns));
-    }
-
-    fn flush_domain(&self, lazy: &Lazy) -> Result<()> {
-        let ticket = lazy.queues.start_flush();
-        match self.domain.flush_iotlb_all() {
-            Ok(()) => {
-                lazy.queues.finish_flush(ticket, self.clock.now_ns());
-                Ok(())
-            }
-            Err(error) => {
-                self.flush_failures.add(1);
-                Err(error)
-            }
-        }
-    }
-
-    /// Rule L24: whoever flushed, every queue can be reaped.
-    fn reap_all(&self, lazy: &Lazy) {
-        (0..lazy.queues.rings()).for_each(|ring| self.reap(lazy, ring, &self.frees));
-    }
-
-    /// Releases all of a queue that may be.
-    fn reap(&self, lazy: &Lazy, ring: usize, frees: &FreeCounters) {
-        loop {
-            let mut batch = Batch::new();
-            lazy.queues.reap(ring, &mut batch);
-            let more = batch.entries.is_full();
-            self.release(&mut batch, frees);
-            if !more {
-                return;
-            }
-        }
-    }
-
-    /// Flushes and releases all that this covers. Nothing to do under a policy that is not lazy.
-    pub(crate) fn flush(&self) -> Result<()> {
-        let Some(lazy) = &self.lazy else { return Ok(()) };
-        self.flush_domain(lazy)?;
-        self.reap_all(lazy);
-        Ok(())
-    }
-
-    /// What is to be done when the timer expires (rule L23).
-    pub(crate) fn expire(&self) -> Result<()> {
-        let Some(lazy) = &self.lazy else { return Ok(()) };
-        let start = self.sampler.start_always();
-        lazy.timer.disarm();
-        lazy.queues.expiring();
-        let result = self.flush_domain(lazy);
-        self.reap_all(lazy);
-        if result.is_err() && lazy.queues.rearm() {
-            self.arm(lazy);
-        }
-        self.sampler.stop(start, &self.expiry_time);
-        result
-    }
-
-    /// Whether anything waits in a flush queue.
-    pub(crate) fn has_queued(&self) -> bool {
-        self.lazy.as_ref().is_some_and(|lazy| lazy.queues.len() != 0)
-    }
-
-    pub(crate) fn timer_due_ns(&self) -> Option<u64> {
-        self.lazy.as_ref()?.timer.due_ns()
-    }
-
     pub(crate) fn add_clone(&self, counters: &Arc<Counters>) {
         self.clones.lock().alive.push(Arc::clone(counters));
     }
@@ -373,6 +265,18 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         let mut clones = self.clones.lock();
         clones.alive.retain(|alive| !Arc::ptr_eq(alive, counters));
         counters.add_to(&mut clones.gone);
+        counters.waits.add_to(&mut clones.gone_waits);
+    }
+
+    pub(crate) fn waits(&self) -> Waits {
+        let mut waits = {
+            let clones = self.clones.lock();
+            let mut waits = clones.gone_waits.clone();
+            clones.alive.iter().for_each(|counters| counters.waits.add_to(&mut waits));
+            waits
+        };
+        self.waits.add_to(&mut waits);
+        waits
     }
 
     pub(crate) fn stats(&self) -> Stats {
@@ -385,14 +289,17 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         stats.quarantined = self.quarantine.ranges.get();
         stats.quarantined_bytes = self.quarantine.bytes.get();
         stats.flush_failures = self.flush_failures.get();
+        if let Some(detector) = &self.detector {
+            (stats.withheld, stats.withheld_bytes) = detector.held();
+        }
         self.expiry_time.add_to(&mut stats.expiry_time);
         self.frees.add_to(&mut stats);
-        if let Some(lazy) = &self.lazy {
-            stats.flushes = lazy.queues.flushes();
-            stats.queued = lazy.queues.len() as u64;
-            stats.queued_bytes = lazy.queues.bytes();
-            stats.exposure = lazy.queues.exposure();
-        }
+        let queues = &self.lazy.queues;
+        stats.flushes = queues.flushes();
+        stats.queued = queues.len() as u64;
+        stats.queued_bytes = queues.bytes();
+        stats.exposure = queues.exposure();
+        stats.late_releases = queues.late();
         stats
     }
 }
@@ -401,17 +308,28 @@ impl<D: Domain, A: Allocator> Drop for Shared<D, A> {
     /// Rule L30. Unlike in Linux the domain and the allocator may outlive the device: so what is
     /// queued is flushed one last time, and only what that covers is given back.
     fn drop(&mut self) {
-        let Some(mut lazy) = self.lazy.take() else { return };
-        lazy.timer.stop();
-        if lazy.queues.len() == 0 {
+        self.free_held();
+        self.lazy.timer.stop();
+        if self.lazy.queues.len() == 0 {
             return;
         }
         let flushed = self.domain.flush_iotlb_all().is_ok();
+        let Shared { lazy, allocator, .. } = self;
         lazy.queues.drain(&mut |Entry { range, pages, .. }| {
             drop(pages);
             if flushed {
-                self.free(range);
+                give_back(allocator, range);
             }
         });
     }
+}
+
+fn give_back<A: Allocator>(allocator: &A, range: Range) {
+    // It was allocated with a size that fits 64 bits, rounded in the same way.
+    let size = range.extent().saturating_add(1);
+    let size = size.checked_next_multiple_of(allocator.granule()).unwrap_or(size);
+    // An allocator refuses what it never gave out: then there is nothing to give back, and it has
+    // counted the attempt.
+    let freed = allocator.free(range.first().0, size);
+    debug_assert!(freed.is_ok(), "{freed:?}");
 }

@@ -3,6 +3,8 @@
 // The atomics of `std` under loom too: counts are not a way for threads to agree.
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::waits::CallerWaits;
+
 /// Time measured on a sample of the calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sampled {
@@ -64,6 +66,16 @@ pub struct Stats {
     pub flush_failures: u64,
     /// Flushes that a caller had to make because its queue was full.
     pub full_queue_flushes: u64,
+    /// Flushes that a caller had to make for the sake of a bound of exposure: in bytes, in time, or
+    /// because the policy or the tuning became stricter while it unmapped.
+    pub bound_flushes: u64,
+    /// Unmaps under a lazy policy that were done strictly, as there was no room for them under the
+    /// bound of exposed bytes.
+    pub bound_unmaps: u64,
+    /// Released ranges that had been exposed for longer than
+    /// [`max_exposure_ms`](crate::FlushTuning::max_exposure_ms), those included that were queued
+    /// before it was set.
+    pub late_releases: u64,
     /// What is unmapped and still waits in a flush queue, in ranges.
     pub queued: u64,
     /// The same in bytes.
@@ -72,6 +84,15 @@ pub struct Stats {
     pub quarantined: u64,
     /// The same in bytes of address space.
     pub quarantined_bytes: u64,
+    /// Freed IOVA ranges that the use-after-unmap detector holds back now.
+    pub withheld: u64,
+    /// The same in bytes of address space.
+    pub withheld_bytes: u64,
+    /// Persistent mappings now. The device reaches them whatever the policy: they are exposed by
+    /// choice, and count as neither strict nor lazy.
+    pub persistent: u64,
+    /// The same in bytes of their buffers.
+    pub persistent_bytes: u64,
     /// How long unmapped memory stayed reachable.
     pub exposure: Exposure,
     /// Thread time in map calls.
@@ -117,10 +138,17 @@ pub(crate) struct Counters {
     pub(crate) syncs_for_cpu: AtomicU64,
     pub(crate) syncs_for_device: AtomicU64,
     pub(crate) full_queue_flushes: AtomicU64,
+    pub(crate) bound_flushes: AtomicU64,
+    pub(crate) bound_unmaps: AtomicU64,
     pub(crate) map_time: TimeCounter,
     pub(crate) unmap_time: TimeCounter,
     pub(crate) alloc_time: BriefCounter,
     pub(crate) frees: FreeCounters,
+    pub(crate) waits: CallerWaits,
+    pub(crate) persistent_maps: AtomicU64,
+    pub(crate) persistent_bytes: AtomicU64,
+    pub(crate) persistent_unmaps: AtomicU64,
+    pub(crate) persistent_unmapped_bytes: AtomicU64,
 }
 
 /// What was given back to the allocator.
@@ -151,10 +179,17 @@ impl Counters {
         stats.syncs_for_cpu += self.syncs_for_cpu.get();
         stats.syncs_for_device += self.syncs_for_device.get();
         stats.full_queue_flushes += self.full_queue_flushes.get();
+        stats.bound_flushes += self.bound_flushes.get();
+        stats.bound_unmaps += self.bound_unmaps.get();
         self.map_time.add_to(&mut stats.map_time);
         self.unmap_time.add_to(&mut stats.unmap_time);
         self.alloc_time.add_to(&mut stats.alloc_time);
         self.frees.add_to(stats);
+        // What is unmapped was mapped by the same clone; but the counts are read one by one.
+        let now = |mapped: &AtomicU64, unmapped: u64| mapped.get().saturating_sub(unmapped);
+        let (unmaps, bytes) = (self.persistent_unmaps.get(), self.persistent_unmapped_bytes.get());
+        stats.persistent += now(&self.persistent_maps, unmaps);
+        stats.persistent_bytes += now(&self.persistent_bytes, bytes);
     }
 }
 

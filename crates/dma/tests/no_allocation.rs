@@ -7,7 +7,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use ringfence_dma::{Config, Device, Direction, DmaBuffer, Policy, TimerKind};
+use ringfence_dma::{Config, Device, Direction, DmaBuffer, FlushTuning, Policy, TimerKind};
 use ringfence_iommu::{
     Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
 };
@@ -103,24 +103,33 @@ unsafe impl DmaBuffer<GuestPhys> for Piece {
     }
 }
 
+fn device(policy: Policy, flush: FlushTuning) -> Device<Nothing, Endless> {
+    let config = Config {
+        timer: TimerKind::Manual,
+        sample_every: 64,
+        flush: Some(flush),
+        ..Config::new(policy)
+    };
+    Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap()
+}
+
+fn map_and_unmap(device: &Device<Nothing, Endless>) {
+    let policy = device.effective_policy();
+    let before = ALLOCATIONS.with(Cell::get);
+    for n in 0..10_000 {
+        let mapping = device.map(Piece(n << 20), Direction::ToDevice).unwrap();
+        assert_eq!(mapping.segments().len(), if policy == Policy::Off { 2 } else { 1 });
+        mapping.unmap().unwrap();
+    }
+    let allocations = ALLOCATIONS.with(Cell::get) - before;
+    assert_eq!(allocations, 0, "{policy}");
+}
+
 #[test]
 fn mapping_and_unmapping_take_nothing_from_the_heap() {
     for policy in Policy::ALL {
-        let config = Config {
-            timer: TimerKind::Manual,
-            sample_every: 64,
-            flush_queue_slots: Some(256),
-            ..Config::new(policy)
-        };
-        let device = Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap();
-        let before = ALLOCATIONS.with(Cell::get);
-        for n in 0..10_000 {
-            let mapping = device.map(Piece(n << 20), Direction::ToDevice).unwrap();
-            assert_eq!(mapping.segments().len(), if policy == Policy::Off { 2 } else { 1 });
-            mapping.unmap().unwrap();
-        }
-        let allocations = ALLOCATIONS.with(Cell::get) - before;
-        assert_eq!(allocations, 0, "{policy}");
+        let device = device(policy, FlushTuning { slots: 256, ..FlushTuning::of(policy) });
+        map_and_unmap(&device);
         if policy.is_lazy() {
             assert!(device.stats().flushes > 30, "the queue was filled many times");
         }
@@ -130,13 +139,7 @@ fn mapping_and_unmapping_take_nothing_from_the_heap() {
 #[test]
 fn batches_take_nothing_from_the_heap_once_they_have_grown() {
     for policy in Policy::ALL {
-        let config = Config {
-            timer: TimerKind::Manual,
-            sample_every: 64,
-            flush_queue_slots: Some(256),
-            ..Config::new(policy)
-        };
-        let device = Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap();
+        let device = device(policy, FlushTuning { slots: 256, ..FlushTuning::of(policy) });
         let (mut maps, mut unmaps) = (device.map_batch(), device.unmap_batch());
         let mut before = 0;
         for round in 0..1000 {
@@ -152,4 +155,26 @@ fn batches_take_nothing_from_the_heap_once_they_have_grown() {
         let allocations = ALLOCATIONS.with(Cell::get) - before;
         assert_eq!(allocations, 0, "{policy}");
     }
+}
+
+#[test]
+fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
+    let linux = FlushTuning::per_cpu();
+    let device = device(Policy::StrictMap, linux);
+    map_and_unmap(&device);
+    device.set_policy(Policy::LazyMqMap).unwrap();
+    map_and_unmap(&device);
+    let flushes = device.stats().flushes;
+    let tunings = [
+        FlushTuning { slots: 1000, high_water: Some(20), ..linux },
+        FlushTuning { slots: 100, max_exposure_ms: Some(1), ..linux },
+        FlushTuning { slots: 1000, max_exposure_bytes: Some(50 * 0x2_0000), ..linux },
+    ];
+    for tuning in tunings {
+        device.set_flush_tuning(tuning).unwrap();
+        map_and_unmap(&device);
+    }
+    let stats = device.stats();
+    assert!(stats.flushes > flushes + 200, "the queues were filled many times: {stats:?}");
+    assert!(stats.bound_flushes >= 199, "{stats:?}");
 }

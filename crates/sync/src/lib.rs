@@ -6,6 +6,7 @@
 //! * [`lock`]: a spin lock for sections of a few instructions, with a back-off that yields.
 //! * [`clock`] and [`cpu`]: time and the number of the CPU as traits, so that what depends on them
 //!   can be tested without either.
+//! * [`histogram`]: values that many threads record, each with two additions.
 //! * [`atomic`], [`cell`]: the atomics of `core`, or those of the [loom] model checker when built
 //!   with `--cfg loom`. This crate is the only place that knows of the difference: everything
 //!   lock-free in Ringfence imports its atomics from here and can so be model-checked.
@@ -25,6 +26,7 @@ mod backoff;
 pub mod cell;
 pub mod clock;
 pub mod cpu;
+pub mod histogram;
 pub mod lock;
 pub mod qsbr;
 

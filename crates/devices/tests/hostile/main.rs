@@ -2,6 +2,7 @@
 //! unmaps, truncates or forgets, its own queue stops or waits, and nothing else is harmed.
 
 mod corrupt;
+mod detector;
 mod healthy;
 mod in_flight;
 mod lifecycle;

@@ -1,15 +1,15 @@
 //! Mapping together what is submitted together.
 
-use core::{fmt, mem::ManuallyDrop};
+use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::collections::VecDeque;
 
 use ringfence_iommu::{Domain, SyncToken};
 use ringfence_iova::Allocator;
 
-use super::ranges::{Flight, Flights, join};
+use super::flights::{Flight, Flights, join};
 use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
-    device::Failed,
+    device::{Failed, Made},
     mapper::{Pieces, Sync},
     mapping::Placed,
     stats::Count,
@@ -36,6 +36,7 @@ struct Member<B, T> {
     /// Leaked rather than dropped while it is mapped, should something panic.
     buffer: ManuallyDrop<B>,
     placed: Placed,
+    made: Made,
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
@@ -52,6 +53,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     ///
     /// # Errors
     /// As [`Device::map`]; nothing was added, and `tag` is given back.
+    #[track_caller]
     pub fn push(&mut self, buffer: B, direction: Direction, tag: T) -> Result<(), (T, MapError<B>)>
     where
         B: DmaBuffer<D::Target>,
@@ -59,6 +61,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         self.add(buffer, direction, tag, |buffer, each| buffer.for_each_segment(each))
     }
 
+    #[track_caller]
     fn add(
         &mut self,
         buffer: B,
@@ -70,7 +73,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let pieces: Pieces<'_, D::Target> = &|each| list(&buffer, each);
         match self.device.place(pieces, direction, Sync::Later) {
             Ok(placed) => {
-                self.gathered.push(Member { tag, buffer, placed });
+                let made = Made { direction, at: Location::caller() };
+                self.gathered.push(Member { tag, buffer, placed, made });
                 Ok(())
             }
             Err(failed) => Err((tag, self.device.failed(ManuallyDrop::into_inner(buffer), failed))),
@@ -101,10 +105,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let mut ranges = self.flights.ranges();
         let start = shared.sampler.start(counters.map_batches.get());
         counters.map_batches.add(1);
-        if shared.policy().batches_maps() {
-            ranges.extend(self.gathered.iter().filter_map(|m| Some(m.placed.span?.range)));
-            join(&mut ranges);
-        }
+        // Whatever the policy is by now: it may have changed since they were pushed.
+        let unsynced = self.gathered.iter().filter(|member| !member.placed.synced);
+        ranges.extend(unsynced.filter_map(|member| Some(member.placed.span?.range)));
+        join(&mut ranges);
         let (token, over) = if ranges.is_empty() {
             (SyncToken::DONE, Some(Ok(())))
         } else {
@@ -117,7 +121,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         // The calls were counted, and some of them timed, as they were pushed.
         shared.sampler.stop_many(start, 0, &counters.map_time);
         self.begun.extend(self.gathered.drain(..));
-        self.flights.push(Flight { token, members, ranges, over, timed: false });
+        let begun_ns = shared.clock.now_ns();
+        self.flights.push(Flight { token, members, ranges, over, begun_ns, timed: false });
     }
 
     /// Hands out, in the order in which they were pushed, the mappings that the device knows of; how
@@ -138,11 +143,15 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                     Err(error) => Err(error),
                 },
             };
-            flight.over = Some(over);
+            if flight.over.replace(over).is_none() {
+                counters.waits.map.record(shared.clock.now_ns().saturating_sub(flight.begun_ns));
+            }
             while flight.members > 0 {
                 // Counted first: should the caller's code panic, the rest is still in step.
                 flight.members -= 1;
-                let Some(Member { tag, buffer, placed }) = self.begun.pop_front() else { break };
+                let Some(Member { tag, buffer, placed, made }) = self.begun.pop_front() else {
+                    break;
+                };
                 handed_out += 1;
                 let outcome = match over {
                     Ok(()) => Ok(placed),
@@ -155,7 +164,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                         Err(Failed { error: Error::Domain(error), undone })
                     }
                 };
-                each(tag, device.finish(ManuallyDrop::into_inner(buffer), outcome));
+                each(tag, device.finish(ManuallyDrop::into_inner(buffer), made, outcome));
             }
             self.flights.land();
         }
@@ -187,6 +196,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, Vec<B>, T
     ///
     /// # Errors
     /// As [`Device::map_sg`]; nothing was added, and `tag` is given back.
+    #[track_caller]
     pub fn push_sg(
         &mut self,
         list: Vec<B>,

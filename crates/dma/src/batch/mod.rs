@@ -17,8 +17,8 @@
 //! [`Policy::batches_unmaps`](crate::Policy::batches_unmaps). Under the others the batches do the
 //! same one mapping at a time, so that a driver is written once.
 
+mod flights;
 mod map;
-mod ranges;
 mod unmap;
 
 pub use map::MapBatch;

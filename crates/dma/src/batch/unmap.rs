@@ -2,13 +2,13 @@
 
 #![allow(clippy::result_large_err, reason = "a mapping that is given back is moved as it came")]
 
-use core::fmt;
+use core::{fmt, panic::Location};
 use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_iommu::{Domain, Gather, Range, Result, SyncToken};
 use ringfence_iova::Allocator;
 
-use super::ranges::{Flight, Flights, join};
+use super::flights::{Flight, Flights, join};
 use crate::{
     Mapping, Returned, UnmapError,
     device::Port,
@@ -62,6 +62,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     ///
     /// # Errors
     /// The mapping is of another device; it is given back.
+    #[track_caller]
     pub fn push(&mut self, mapping: Mapping<B>, tag: T) -> core::result::Result<(), Mapping<B>> {
         self.add(mapping, tag, false)
     }
@@ -71,6 +72,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     ///
     /// # Errors
     /// As [`push`](Self::push).
+    #[track_caller]
     pub fn push_watched(
         &mut self,
         mapping: Mapping<B>,
@@ -79,6 +81,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         self.add(mapping, tag, true)
     }
 
+    #[track_caller]
     fn add(
         &mut self,
         mapping: Mapping<B>,
@@ -86,6 +89,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         watched: bool,
     ) -> core::result::Result<(), Mapping<B>> {
         let parts = mapping.into_parts(self.port.device_id())?;
+        let shared = &*self.port.shared;
+        if let (Some(detector), Some(span)) = (&shared.detector, parts.span()) {
+            detector.unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
+        }
         self.gathered.push(Member { tag, parts, watched, state: State::Open(None) });
         Ok(())
     }
@@ -109,7 +116,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         if self.gathered.is_empty() {
             return;
         }
-        if self.port.shared.policy().batches_unmaps() {
+        if self.port.shared.mode.get().policy().batches_unmaps() {
             self.begin_together();
         } else {
             self.unmap_each();
@@ -119,12 +126,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     fn unmap_each(&mut self) {
         let members = self.gathered.len();
         for mut member in self.gathered.drain(..) {
-            let unmapped = self.port.unmap(member.parts.span(), false, member.watched);
+            let unmapped = self.port.unmap(member.parts.span(), false, member.watched, None);
             member.state = State::Known(unmapped);
             self.begun.push_back(member);
         }
         let (token, ranges, over) = (SyncToken::DONE, self.flights.ranges(), Some(Ok(())));
-        self.flights.push(Flight { token, members, ranges, over, timed: false });
+        self.flights.push(Flight { token, members, ranges, over, begun_ns: 0, timed: false });
     }
 
     fn begin_together(&mut self) {
@@ -154,6 +161,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 && let Some(&(_, error)) = failed.iter().find(|(held, _)| held.covers(range))
             {
                 shared.quarantine(range);
+                counters.unmap_failures.add(1);
                 member.state = State::Known(Err(error));
             } else if member.watched {
                 let since_ns = shared.clock.now_ns();
@@ -166,7 +174,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             Err(error) => (SyncToken::DONE, Some(Err(error))),
         };
         shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
-        self.flights.push(Flight { token, members, ranges, over, timed: start.is_some() });
+        let (begun_ns, timed) = (shared.clock.now_ns(), start.is_some());
+        self.flights.push(Flight { token, members, ranges, over, begun_ns, timed });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
@@ -191,6 +200,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 },
             };
             if flight.over.replace(over).is_none() {
+                counters.waits.unmap.record(shared.clock.now_ns().saturating_sub(flight.begun_ns));
                 // All of them before the first is handed out: what the caller does is not timed.
                 let start = if flight.timed { shared.sampler.start_always() } else { None };
                 for member in self.begun.iter_mut().take(flight.members) {

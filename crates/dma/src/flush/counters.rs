@@ -20,6 +20,10 @@ pub(crate) trait Rules {
     fn covers(stamp: u64, finished: u64) -> bool {
         stamp < finished
     }
+    /// Rule L27: a closed queue takes nothing, whoever comes late.
+    const CLOSES: bool = true;
+    /// Bytes are looked for and taken in one step.
+    const RESERVES_AT_ONCE: bool = true;
 }
 
 /// The rules as they must be.

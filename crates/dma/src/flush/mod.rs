@@ -1,16 +1,16 @@
 //! Lazy invalidation: what was unmapped waits in a queue for a flush of the whole domain.
 //!
-//! As Linux tunes it: one queue of 32,768 slots flushed at the latest after a second (`sq`), or a
-//! queue of 256 slots per CPU flushed after 10 ms (`mq`).
-//!
 //! * [`counters`]: which flush covers what; the heart of it.
-//! * [`ring`], [`queues`]: the queues, reaped from the front.
-//! * [`timer`]: flushes in time when nothing fills the queue.
+//! * [`ring`], [`queues`]: the queues, reaped from the front, opened and closed at run time.
+//! * [`budget`]: how many bytes may be exposed in all of them together.
+//! * [`timer`], [`pace`]: flushes in time when nothing fills the queue.
 //! * [`watch`]: lets someone learn when an IOVA was released, and keeps it from being reused.
 
+mod budget;
 mod counters;
 #[cfg(all(test, loom))]
 mod model;
+mod pace;
 mod queues;
 mod ring;
 mod timer;
@@ -21,20 +21,12 @@ use std::sync::Arc;
 use ringfence_iommu::{Range, table::PageList};
 
 pub(crate) use self::{
+    pace::{Pace, bound_ns},
     queues::{Enqueued, FlushQueues},
-    ring::{Batch, Queued},
+    ring::{Batch, Queued, Shape},
     timer::Timer,
     watch::Watch,
 };
-
-/// Slots of a single queue.
-pub(crate) const SINGLE_SLOTS: usize = 32_768;
-/// How long a single queue waits, in milliseconds.
-pub(crate) const SINGLE_MS: u64 = 1000;
-/// Slots of each queue where every CPU has one.
-pub(crate) const PER_CPU_SLOTS: usize = 256;
-/// How long queues per CPU wait, in milliseconds.
-pub(crate) const PER_CPU_MS: u64 = 10;
 
 /// An unmapped range that waits for its flush.
 pub(crate) struct Entry {
@@ -48,6 +40,8 @@ pub(crate) struct Entry {
     pub(crate) pages: PageList,
     /// Who wants to know.
     pub(crate) watch: Option<Arc<Watch>>,
+    /// Whether its bytes were reserved of the budget.
+    pub(crate) reserved: bool,
 }
 
 impl Queued for Entry {
@@ -56,5 +50,8 @@ impl Queued for Entry {
     }
     fn since_ns(&self) -> u64 {
         self.since_ns
+    }
+    fn is_reserved(&self) -> bool {
+        self.reserved
     }
 }

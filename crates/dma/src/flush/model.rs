@@ -18,10 +18,15 @@ use loom::{
 use super::{
     counters::{Rules, Sound},
     queues::{Enqueued, FlushQueues},
-    ring::{Batch, Queued},
+    ring::{Batch, Queued, Shape},
 };
 
-struct Unmapped(usize);
+mod live;
+
+struct Unmapped {
+    which: usize,
+    reserved: bool,
+}
 
 impl Queued for Unmapped {
     fn bytes(&self) -> u64 {
@@ -29,6 +34,9 @@ impl Queued for Unmapped {
     }
     fn since_ns(&self) -> u64 {
         0
+    }
+    fn is_reserved(&self) -> bool {
+        self.reserved
     }
 }
 
@@ -45,13 +53,26 @@ struct World<R> {
 
 impl<R: Rules> World<R> {
     fn new(rings: usize, slots: usize) -> Arc<Self> {
-        Arc::new(World {
-            queues: FlushQueues::new(rings, slots),
+        let world = World::closed(rings);
+        world.open(rings, slots, false);
+        Arc::new(world)
+    }
+
+    /// A world whose queues take nothing.
+    fn closed(rings: usize) -> Self {
+        World {
+            queues: FlushQueues::new(rings),
             present: [AtomicBool::new(true), AtomicBool::new(true)],
             freed: [AtomicBool::new(false), AtomicBool::new(false)],
             cached: Mutex::new([true; 2]),
             released: AtomicUsize::new(0),
-        })
+        }
+    }
+
+    fn open(&self, rings: usize, slots: usize, reserved_only: bool) {
+        let (high_water, late_after_ns) = (usize::MAX, u64::MAX);
+        let shape = Shape { capacity: slots - 1, high_water, late_after_ns, reserved_only };
+        self.queues.open(rings, shape).unwrap();
     }
 
     /// Whether the caller must arm the timer.
@@ -66,15 +87,15 @@ impl<R: Rules> World<R> {
     }
 
     fn enqueue(&self, ring: usize, which: usize) -> bool {
-        let mut entry = Some(Unmapped(which));
+        let mut entry = Some(Unmapped { which, reserved: false });
         loop {
             let mut batch = Batch::new();
             let enqueued = self.queues.enqueue(ring, &mut entry, &mut batch);
             self.release(batch);
             match enqueued {
-                Enqueued::Queued => return false,
-                Enqueued::Arm => return true,
+                Enqueued::Queued { arm, .. } => return arm,
                 Enqueued::Full => self.flush(),
+                Enqueued::Closed => unreachable!("nobody closes these queues"),
             }
         }
     }
@@ -103,12 +124,14 @@ impl<R: Rules> World<R> {
     }
 
     fn release(&self, batch: Batch<Unmapped>) {
-        for Unmapped(which) in batch.entries {
-            let cached = self.cached.lock().unwrap();
-            assert!(!cached[which], "released while the device still reaches it");
-            self.freed[which].store(true, Ordering::Relaxed);
-            self.released.fetch_add(1, Ordering::Relaxed);
-        }
+        batch.entries.into_iter().for_each(|entry| self.release_one(entry));
+    }
+
+    fn release_one(&self, Unmapped { which, .. }: Unmapped) {
+        let cached = self.cached.lock().unwrap();
+        assert!(!cached[which], "released while the device still reaches it");
+        self.freed[which].store(true, Ordering::Relaxed);
+        self.released.fetch_add(1, Ordering::Relaxed);
     }
 
     fn expire(&self) {

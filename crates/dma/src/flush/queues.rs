@@ -4,6 +4,8 @@
 //! is released before a flush that started after it was queued has finished**, and none is lost:
 //! as long as one is queued, the timer is armed or about to be.
 
+use std::collections::TryReserveError;
+
 use ringfence_sync::{
     CachePadded,
     atomic::{AtomicBool, Ordering},
@@ -11,45 +13,87 @@ use ringfence_sync::{
 };
 
 use super::{
+    budget::Budget,
     counters::{Counters, Rules, Sound, Ticket},
-    ring::{Batch, Queued, Ring},
+    ring::{Batch, Pushed, Queued, Ring, Shape, memory},
 };
 use crate::Exposure;
 
-/// One flush queue, or one per CPU.
+/// A ring for each CPU, of which only the first is used where there is to be a single queue: so
+/// nothing need be replaced, and nothing is lost, when that changes.
 pub(crate) struct FlushQueues<E, R = Sound> {
     counters: CachePadded<Counters<R>>,
     /// Whether the timer runs (rule L23).
     armed: CachePadded<AtomicBool>,
+    /// What may be exposed in all rings together, where that is bounded.
+    pub(crate) budget: CachePadded<Budget<R>>,
     rings: Box<[CachePadded<SpinLock<Ring<E>>>]>,
 }
 
 /// What [`FlushQueues::enqueue`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Enqueued {
-    /// The entry is queued and the timer runs already.
-    Queued,
-    /// The entry is queued; the caller arms the timer.
-    Arm,
+    /// The entry is queued.
+    Queued {
+        /// The timer does not run: the caller arms it.
+        arm: bool,
+        /// The queue is at its mark: the caller makes the timer due.
+        high: bool,
+    },
     /// The queue is full and holds nothing that may be released: the caller flushes and comes again.
     Full,
+    /// The queue takes no such entries any more (rule L27): the caller flushes and releases it.
+    Closed,
 }
 
 impl<E: Queued, R: Rules> FlushQueues<E, R> {
-    /// `rings` queues of `slots` slots each.
-    pub(crate) fn new(rings: usize, slots: usize) -> Self {
+    /// `rings` closed queues.
+    pub(crate) fn new(rings: usize) -> Self {
         FlushQueues {
             counters: CachePadded::new(Counters::new()),
             armed: CachePadded::new(AtomicBool::new(false)),
+            budget: CachePadded::new(Budget::new()),
             rings: (0..rings.max(1))
-                .map(|_| CachePadded::new(SpinLock::new(Ring::new(slots))))
+                .map(|_| CachePadded::new(SpinLock::new(Ring::new())))
                 .collect(),
         }
     }
 
+    /// Has the first `in_use` rings take entries in, as `shape` says. The others stay as they are,
+    /// but for the bounds, until they are [`close`](Self::close)d. When it returns the queues are
+    /// complete (rule L27).
+    ///
+    /// # Errors
+    /// There is no memory for them; nothing has changed.
+    pub(crate) fn open(&self, in_use: usize, shape: Shape) -> Result<(), TryReserveError> {
+        // All of it before any ring changes, and under no lock: nobody allocates afterwards.
+        let memories: Result<Vec<_>, _> =
+            self.rings.iter().take(in_use).map(|_| memory(shape.capacity)).collect();
+        for (ring, mut memory) in self.rings.iter().zip(memories?) {
+            ring.lock().open(shape, &mut memory);
+        }
+        self.rings.iter().skip(in_use).for_each(|ring| ring.lock().reshape(shape));
+        Ok(())
+    }
+
+    /// Has all but the first `in_use` rings take no entries any more. What they hold waits for a
+    /// flush.
+    pub(crate) fn close(&self, in_use: usize) {
+        self.rings.iter().skip(in_use).for_each(|ring| ring.lock().close());
+    }
+
+    /// Gives back the memory of the rings that are closed and empty.
+    pub(crate) fn trim(&self) {
+        for ring in &self.rings {
+            // Freed after the lock is.
+            let memory = ring.lock().trim();
+            drop(memory);
+        }
+    }
+
     /// Queues what was unmapped just now, after taking out entries that may be released (rule L22).
-    /// `entry` is taken unless the queue is full. `ring` is any number; it is taken modulo the number
-    /// of rings.
+    /// `entry` is taken if it is queued. `ring` is any number; it is taken modulo the number of
+    /// rings.
     pub(crate) fn enqueue(
         &self,
         ring: usize,
@@ -57,26 +101,34 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         batch: &mut Batch<E>,
     ) -> Enqueued {
         self.counters.removed();
-        {
-            let mut ring = self.rings[ring % self.rings.len()].lock();
+        let high = {
+            let mut ring = self.ring(ring).lock();
             ring.reap(&self.counters, batch);
             // Under the lock, so that stamps never fall from the front of a ring to its end.
-            if !ring.push(self.counters.stamp(), entry) {
-                return Enqueued::Full;
+            match ring.push::<R>(self.counters.stamp(), entry) {
+                Pushed::In { high } => high,
+                Pushed::Full => return Enqueued::Full,
+                Pushed::Closed => return Enqueued::Closed,
             }
-        }
+        };
         // Most find it armed and only read the line that they share.
-        if !self.armed.load(Ordering::Relaxed) && !self.armed.swap(true, Ordering::AcqRel) {
-            Enqueued::Arm
-        } else {
-            Enqueued::Queued
-        }
+        let arm = !self.armed.load(Ordering::Relaxed) && !self.armed.swap(true, Ordering::AcqRel);
+        Enqueued::Queued { arm, high }
+    }
+
+    fn ring(&self, ring: usize) -> &SpinLock<Ring<E>> {
+        &self.rings[ring % self.rings.len()]
+    }
+
+    /// Counts an entry that was released without having been queued.
+    pub(crate) fn note_released(&self, ring: usize, entry: &E, released_ns: u64) {
+        self.ring(ring).lock().note_released(entry, released_ns);
     }
 
     /// Takes out of one ring what may be released, at most a batch. A batch that comes back full
     /// may not have been all.
     pub(crate) fn reap(&self, ring: usize, batch: &mut Batch<E>) {
-        self.rings[ring % self.rings.len()].lock().reap(&self.counters, batch);
+        self.ring(ring).lock().reap(&self.counters, batch);
     }
 
     /// To be called before the domain is flushed.
@@ -125,6 +177,11 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
     /// What was released so far.
     pub(crate) fn exposure(&self) -> Exposure {
         self.rings.iter().fold(Exposure::default(), |sum, ring| sum.plus(ring.lock().exposure()))
+    }
+
+    /// How many of those had been exposed for longer than they should.
+    pub(crate) fn late(&self) -> u64 {
+        self.rings.iter().map(|ring| ring.lock().late()).sum()
     }
 
     /// Takes out everything, covered or not.

@@ -1,6 +1,6 @@
 //! One flush queue.
 
-use std::collections::VecDeque;
+use std::collections::{TryReserveError, VecDeque};
 
 use arrayvec::ArrayVec;
 
@@ -13,6 +13,8 @@ pub(crate) trait Queued {
     fn bytes(&self) -> u64;
     /// Since when, by the device's clock.
     fn since_ns(&self) -> u64;
+    /// Whether its bytes were reserved of the [`Budget`](super::Budget).
+    fn is_reserved(&self) -> bool;
 }
 
 /// How many entries are taken out in one go, so that the queue's lock is held shortly whatever the
@@ -32,29 +34,111 @@ impl<E> Batch<E> {
     }
 }
 
-struct Slot<E> {
+pub(crate) struct Slot<E> {
     stamp: u64,
     entry: E,
 }
 
+/// Memory for the entries of a ring.
+pub(crate) type Memory<E> = VecDeque<Slot<E>>;
+
+/// Memory for `capacity` entries.
+///
+/// # Errors
+/// There is none.
+pub(crate) fn memory<E>(capacity: usize) -> Result<Memory<E>, TryReserveError> {
+    let mut memory = VecDeque::new();
+    memory.try_reserve_exact(capacity)?;
+    Ok(memory)
+}
+
+/// What a ring takes in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    /// How many entries; never more than its memory holds.
+    pub(crate) capacity: usize,
+    /// How many make the timer due; `usize::MAX`: none do.
+    pub(crate) high_water: usize,
+    /// Entries that were exposed for longer are counted; `u64::MAX`: none are.
+    pub(crate) late_after_ns: u64,
+    /// Only entries whose bytes were reserved.
+    pub(crate) reserved_only: bool,
+}
+
+impl Shape {
+    /// Nothing.
+    const NONE: Shape = Shape {
+        capacity: 0,
+        high_water: usize::MAX,
+        late_after_ns: u64::MAX,
+        reserved_only: false,
+    };
+}
+
+/// What became of an entry that was pushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pushed {
+    /// It is in; whether the ring is at its mark.
+    In { high: bool },
+    /// There is no room for it.
+    Full,
+    /// The ring takes no entries, or none such as this.
+    Closed,
+}
+
 /// A ring of entries in the order of their stamps.
+///
+/// Who takes entries in and who changes what is taken in agree by the ring's lock: an entry that was
+/// under way while its device became strict, or bounded, meets a ring that refuses it.
 pub(crate) struct Ring<E> {
-    slots: VecDeque<Slot<E>>,
-    capacity: usize,
+    slots: Memory<E>,
+    shape: Shape,
+    open: bool,
     bytes: u64,
     exposure: Exposure,
+    late: u64,
 }
 
 impl<E: Queued> Ring<E> {
-    /// A ring of `slots` slots, which holds one entry less (rule L22). Never allocates afterwards.
-    pub(crate) fn new(slots: usize) -> Ring<E> {
-        let capacity = slots.saturating_sub(1);
+    /// A closed ring without memory.
+    pub(crate) fn new() -> Ring<E> {
         Ring {
-            slots: VecDeque::with_capacity(capacity),
-            capacity,
+            slots: Memory::new(),
+            shape: Shape::NONE,
+            open: false,
             bytes: 0,
             exposure: Exposure::default(),
+            late: 0,
         }
+    }
+
+    /// Takes entries in from now on, as `shape` says. `memory` must hold as many; what comes back in
+    /// its place is not needed any more. Entries beyond a smaller capacity stay until they are
+    /// released. Never allocates.
+    pub(crate) fn open(&mut self, shape: Shape, memory: &mut Memory<E>) {
+        if memory.capacity() > self.slots.capacity() {
+            memory.append(&mut self.slots);
+            core::mem::swap(&mut self.slots, memory);
+        }
+        debug_assert!(self.slots.capacity() >= shape.capacity);
+        self.shape = shape;
+        self.open = true;
+    }
+
+    /// As `shape` says from now on, but for the capacity, and without being opened.
+    pub(crate) fn reshape(&mut self, shape: Shape) {
+        self.shape = Shape { capacity: self.shape.capacity, ..shape };
+    }
+
+    /// Takes no more entries in; what is queued stays.
+    pub(crate) fn close(&mut self) {
+        self.open = false;
+    }
+
+    /// The memory, if nothing is in it and nothing can come in.
+    pub(crate) fn trim(&mut self) -> Memory<E> {
+        let unused = !self.open && self.slots.is_empty();
+        if unused { core::mem::take(&mut self.slots) } else { Memory::new() }
     }
 
     /// Takes out the entries that finished flushes cover, oldest first, as many as `batch` still
@@ -75,25 +159,36 @@ impl<E: Queued> Ring<E> {
             && let Some(Slot { entry, .. }) = self.slots.pop_front()
         {
             self.bytes -= entry.bytes();
-            let age = released_ns.saturating_sub(entry.since_ns());
-            self.exposure.byte_ns += u128::from(entry.bytes()) * u128::from(age);
-            self.exposure.max_age_ns = self.exposure.max_age_ns.max(age);
-            self.exposure.released += 1;
+            self.note_released(&entry, released_ns);
             batch.entries.push(entry);
         }
     }
 
-    /// Takes the entry in, if there is one; leaves it where it is if the ring is full. (By
-    /// reference: entries are moved once, into their slot.)
-    pub(crate) fn push(&mut self, stamp: u64, entry: &mut Option<E>) -> bool {
-        if self.slots.len() == self.capacity {
-            return false;
+    /// Counts what was released, from this ring or past it.
+    pub(crate) fn note_released(&mut self, entry: &E, released_ns: u64) {
+        let age = released_ns.saturating_sub(entry.since_ns());
+        self.exposure.byte_ns += u128::from(entry.bytes()) * u128::from(age);
+        self.exposure.max_age_ns = self.exposure.max_age_ns.max(age);
+        self.exposure.released += 1;
+        self.late += u64::from(age > self.shape.late_after_ns);
+    }
+
+    /// Takes the entry in, if there is one; leaves it where it is if the ring is full or takes none
+    /// such. (By reference: entries are moved once, into their slot.)
+    pub(crate) fn push<R: Rules>(&mut self, stamp: u64, entry: &mut Option<E>) -> Pushed {
+        let Some(pushed) = entry else { return Pushed::In { high: false } };
+        if R::CLOSES && !(self.open && (pushed.is_reserved() || !self.shape.reserved_only)) {
+            return Pushed::Closed;
         }
+        // More than its capacity if that was lowered.
+        if self.slots.len() >= self.shape.capacity {
+            return Pushed::Full;
+        }
+        self.bytes = self.bytes.saturating_add(pushed.bytes());
         if let Some(entry) = entry.take() {
-            self.bytes = self.bytes.saturating_add(entry.bytes());
             self.slots.push_back(Slot { stamp, entry });
         }
-        true
+        Pushed::In { high: self.slots.len() >= self.shape.high_water }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -106,6 +201,11 @@ impl<E: Queued> Ring<E> {
 
     pub(crate) fn exposure(&self) -> Exposure {
         self.exposure
+    }
+
+    /// How many of those that were released had been exposed for too long.
+    pub(crate) fn late(&self) -> u64 {
+        self.late
     }
 
     /// Takes out everything, covered or not: only for who gives the whole domain up.

@@ -19,7 +19,7 @@ const NEVER: u64 = u64::MAX;
 /// Expires once, some time after it was armed; a thread, if it has one, then calls back.
 pub(crate) struct Timer {
     state: Arc<State>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct State {
@@ -30,40 +30,55 @@ struct State {
 }
 
 impl Timer {
-    /// A timer that somebody polls.
-    pub(crate) fn manual() -> Timer {
+    /// A timer that somebody polls, or that is yet to be [`start`](Self::start)ed.
+    pub(crate) fn new() -> Timer {
         Timer {
             state: Arc::new(State {
                 due_ns: AtomicU64::new(NEVER),
                 stop: Mutex::new(false),
                 changed: Condvar::new(),
             }),
-            thread: None,
+            thread: Mutex::new(None),
         }
     }
 
-    /// A timer with a thread that calls `expire` when it is due, until that returns false or the
-    /// timer is stopped.
-    pub(crate) fn spawn(
+    /// Starts a thread, unless there is one, that calls `expire` when the timer is due, with how
+    /// late that is in nanoseconds, until it returns false or the timer is stopped.
+    pub(crate) fn start(
+        &self,
         clock: Arc<dyn Clock>,
-        expire: impl Fn() -> bool + Send + 'static,
-    ) -> io::Result<Timer> {
-        let mut timer = Timer::manual();
-        let state = Arc::clone(&timer.state);
-        let thread = thread::Builder::new()
-            .name("ringfence-flush".to_owned())
-            .spawn(move || while state.wait(&*clock) && expire() {})?;
-        timer.thread = Some(thread);
-        Ok(timer)
+        expire: impl Fn(u64) -> bool + Send + 'static,
+    ) -> io::Result<()> {
+        let mut thread = self.thread.lock();
+        if thread.is_none() {
+            let state = Arc::clone(&self.state);
+            let wait = move || while state.wait(&*clock).is_some_and(&expire) {};
+            *thread = Some(thread::Builder::new().name("ringfence-flush".to_owned()).spawn(wait)?);
+        }
+        Ok(())
     }
 
-    /// Sets the timer to expire at `due_ns`.
+    /// Sets the timer to expire at `due_ns`, if it would not do so earlier.
     pub(crate) fn arm(&self, due_ns: u64) {
         {
             let _stop = self.state.stop.lock();
-            self.state.due_ns.store(due_ns.min(NEVER - 1), Ordering::Relaxed);
+            self.state.due_ns.fetch_min(due_ns.min(NEVER - 1), Ordering::Relaxed);
         }
         self.state.changed.notify_one();
+    }
+
+    /// Whether it would expire after `due_ns`, or not at all.
+    pub(crate) fn is_later_than(&self, due_ns: u64) -> bool {
+        self.state.due_ns.load(Ordering::Relaxed) > due_ns
+    }
+
+    /// Unsets it if it was due at `latest_ns` or before. Of several that try, one does.
+    pub(crate) fn take_overdue(&self, latest_ns: u64) -> bool {
+        let due = self.state.due_ns.load(Ordering::Relaxed);
+        let relaxed = Ordering::Relaxed;
+        due <= latest_ns
+            && due != NEVER
+            && self.state.due_ns.compare_exchange(due, NEVER, relaxed, relaxed).is_ok()
     }
 
     /// Unsets it.
@@ -83,7 +98,7 @@ impl Timer {
     pub(crate) fn stop(&mut self) {
         *self.state.stop.lock() = true;
         self.state.changed.notify_one();
-        if let Some(thread) = self.thread.take()
+        if let Some(thread) = self.thread.get_mut().take()
             && thread.thread().id() != thread::current().id()
         {
             // The thread runs nothing of ours that panics; and if it did, there is nothing left to
@@ -100,12 +115,13 @@ impl Drop for Timer {
 }
 
 impl State {
-    /// Sleeps until the timer is due; false if it was stopped instead.
-    fn wait(&self, clock: &dyn Clock) -> bool {
+    /// Sleeps until the timer is due; how late that was, in nanoseconds. `None` if the timer was
+    /// stopped instead.
+    fn wait(&self, clock: &dyn Clock) -> Option<u64> {
         let mut stop = self.stop.lock();
         loop {
             if *stop {
-                return false;
+                return None;
             }
             let due = self.due_ns.load(Ordering::Relaxed);
             if due == NEVER {
@@ -115,7 +131,7 @@ impl State {
             let now = clock.now_ns();
             if now >= due {
                 self.due_ns.store(NEVER, Ordering::Relaxed);
-                return true;
+                return Some(now - due);
             }
             self.changed.wait_for(&mut stop, Duration::from_nanos(due - now));
         }
@@ -133,11 +149,14 @@ mod tests {
     #[test]
     fn a_timer_expires_once_for_each_time_it_is_armed() {
         let (sender, receiver) = mpsc::channel();
-        let timer =
-            Timer::spawn(Arc::new(MonotonicClock), move || sender.send(()).is_ok()).unwrap();
+        let timer = Timer::new();
+        timer.start(Arc::new(MonotonicClock), move |late| sender.send(late).is_ok()).unwrap();
+        timer.start(Arc::new(MonotonicClock), |_| panic!("a second thread")).unwrap();
         for _ in 0..3 {
-            timer.arm(MonotonicClock.now_ns() + 1000);
-            receiver.recv().unwrap();
+            let due = MonotonicClock.now_ns() + 1000;
+            timer.arm(due);
+            let late = receiver.recv().unwrap();
+            assert!(due + late <= MonotonicClock.now_ns());
             assert_eq!(timer.due_ns(), None);
         }
         drop(timer);
@@ -147,9 +166,27 @@ mod tests {
     #[test]
     fn stopping_does_not_wait_for_the_timer_to_be_due() {
         // rule L30
-        let timer = Timer::spawn(Arc::new(ManualClock::new(0)), || panic!("never due")).unwrap();
+        let timer = Timer::new();
+        timer.start(Arc::new(ManualClock::new(0)), |_| panic!("never due")).unwrap();
         timer.arm(u64::MAX);
         assert_eq!(timer.due_ns(), Some(u64::MAX - 1));
         drop(timer);
+    }
+
+    #[test]
+    fn a_timer_that_is_armed_again_keeps_the_earlier_time() {
+        let timer = Timer::new();
+        assert!(timer.is_later_than(u64::MAX - 1) && !timer.take_overdue(u64::MAX));
+        for (due, expected) in [(50, 50), (70, 50), (30, 30)] {
+            timer.arm(due);
+            assert_eq!(timer.due_ns(), Some(expected));
+        }
+        assert!(timer.is_later_than(29) && !timer.is_later_than(30));
+        assert!(!timer.take_overdue(29));
+        assert!(timer.take_overdue(30));
+        assert_eq!(timer.due_ns(), None);
+        timer.arm(70);
+        timer.disarm();
+        assert_eq!(timer.due_ns(), None);
     }
 }

@@ -10,6 +10,8 @@ use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, STATUS}
 
 type Unmaps = UnmapBatch<std::sync::Arc<MockDomain>, std::sync::Arc<EagerAllocator>, Buf, usize>;
 type Maps = MapBatch<std::sync::Arc<MockDomain>, std::sync::Arc<EagerAllocator>, Buf, usize>;
+/// Buffers that came back, and those that did not, by their tags.
+type Polled = (Vec<(usize, Buf)>, Vec<(usize, UnmapError<Buf>)>);
 
 /// Maps pages far apart in memory, which the allocator puts side by side.
 fn map_pages(bench: &Bench, count: u64) -> Vec<Mapping<Buf>> {
@@ -18,7 +20,7 @@ fn map_pages(bench: &Bench, count: u64) -> Vec<Mapping<Buf>> {
 }
 
 /// The buffers that come back, by tag, and the tags of those that do not.
-fn poll(batch: &mut Unmaps) -> (Vec<(usize, Buf)>, Vec<(usize, UnmapError<Buf>)>) {
+fn poll(batch: &mut Unmaps) -> Polled {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     batch.poll(|tag, returned| match returned {
         Ok(returned) => good.push((tag, returned.buffer)),
@@ -280,6 +282,34 @@ fn a_map_sync_that_fails_undoes_the_whole_batch_and_tells_the_devices_status() {
             bench.assert_nothing_leaked();
         }
     }
+}
+
+#[test]
+fn what_was_pushed_before_the_policy_changed_is_synced_all_the_same() {
+    // rules L27, L34
+    let bench = Bench::new(Policy::StrictMap);
+    let (mut maps, mut unmaps): (Maps, Unmaps) =
+        (bench.device.map_batch(), bench.device.unmap_batch());
+    for n in 0..4u64 {
+        // Every second one under a policy that syncs each by itself.
+        let policy = if n % 2 == 0 { Policy::StrictMap } else { Policy::Strict };
+        bench.device.set_policy(policy).unwrap();
+        let buffer = Buf::new(&[(0x10_0000 * (n + 1), 0x1000)]);
+        maps.push(buffer, Direction::ToDevice, 0).unwrap();
+    }
+    bench.domain.hold();
+    maps.begin();
+    assert_eq!(maps.poll(|_, _| panic!("handed out before the device knows")), 0);
+    bench.domain.let_go();
+    assert_eq!(maps.poll(|_, mapping| unmaps.push(mapping.unwrap(), 0).unwrap()), 4);
+    bench.device.set_policy(Policy::StrictMap).unwrap();
+    unmaps.begin();
+    // Begun strictly, they end strictly.
+    bench.device.set_policy(Policy::LazySqMap).unwrap();
+    assert!(poll(&mut unmaps).0.is_empty());
+    bench.domain.let_go();
+    assert_eq!(poll(&mut unmaps).0.len(), 4);
+    bench.assert_nothing_leaked();
 }
 
 #[test]

@@ -2,11 +2,14 @@
 
 use std::sync::atomic::Ordering;
 
-use ringfence_dma::{Config, Device, Direction, Error, MapError, Policy, SetupError};
+use ringfence_dma::{
+    Config, Device, Direction, Error, ErrorKind, FlushTuning, MapError, Policy, QueueKind,
+    SetupError, TuningError,
+};
 use ringfence_iommu::{Capabilities, Error as DomainError, Iova, table::Limits};
-use ringfence_iova::AllocReason;
+use ringfence_iova::{AllocError, AllocReason, Request};
 
-use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, STATUS, Setup};
+use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MSI, MockDomain, STATUS, Setup};
 
 const MAPPING: [Policy; 6] = [
     Policy::Strict,
@@ -160,8 +163,14 @@ fn an_exhausted_address_space_and_a_full_domain_are_told_apart() {
     let bench = setup.build();
     let one = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap();
     let error = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap_err();
-    assert!(matches!(error.error(),
-        Error::NoIova(error) if matches!(error.reason, AllocReason::Exhausted { .. })));
+    assert_eq!(error.kind(), ErrorKind::AddressSpace);
+    let (asked, limit, live_ranges, live_bytes) = (0x1000, 0x10_0fff, 1, 0x1000);
+    assert_eq!(error.error(), Error::Exhausted { asked, limit, live_ranges, live_bytes });
+    assert_eq!(
+        error.to_string(),
+        "cannot map: no I/O virtual addresses are free for 0x1000 bytes at or below 0x100fff: 1 \
+         ranges are live, 0x1000 bytes are taken"
+    );
     assert!(error.into_buffer().is_some());
     drop(one);
     bench.assert_nothing_leaked();
@@ -171,7 +180,38 @@ fn an_exhausted_address_space_and_a_full_domain_are_told_apart() {
     let bench = setup.build();
     let error = bench.device.map(buffer(), Direction::ToDevice).unwrap_err();
     assert!(matches!(error.error(), Error::Domain(DomainError::Full { limit: 2, .. })));
+    assert_eq!(error.kind(), ErrorKind::DomainFull);
     bench.assert_nothing_leaked();
+}
+
+#[test]
+fn an_error_says_what_it_means_for_who_gets_it() {
+    // rule L47
+    let bench = Bench::new(Policy::StrictMap);
+    let kind = |error: MapError<Buf>| error.kind();
+    let map = |bench: &Bench| bench.device.map(buffer(), Direction::ToDevice);
+    bench.domain.fail_after(3);
+    assert_eq!(kind(map(&bench).unwrap_err()), ErrorKind::Device { status: STATUS });
+    let empty = bench.device.map(Buf::new(&[]), Direction::ToDevice).unwrap_err();
+    assert_eq!(empty.kind(), ErrorKind::Senseless);
+    let mapping = map(&bench).unwrap();
+    bench.domain.fail_after(1);
+    assert_eq!(mapping.unmap().unwrap_err().kind(), ErrorKind::Device { status: STATUS });
+    // What never can be had is not what one could wait for.
+    let error = Error::NoIova(AllocError {
+        request: Request::new(0x2000).limit(0xfff),
+        reason: AllocReason::ApertureTooSmall { first: 0x1000, last: 0xfff },
+    });
+    assert_eq!(error.kind(), ErrorKind::Senseless);
+    for (error, wanted) in [
+        (DomainError::Gone("unplugged"), ErrorKind::Gone),
+        (DomainError::NoMemory, ErrorKind::NoMemory),
+        (DomainError::Full { what: "mappings", used: 2, limit: 2 }, ErrorKind::DomainFull),
+        (DomainError::NoPermission(MSI), ErrorKind::Senseless),
+    ] {
+        assert_eq!(Error::from(error).kind(), wanted);
+        assert_eq!(ErrorKind::of(&error), wanted);
+    }
 }
 
 #[test]
@@ -188,7 +228,7 @@ fn a_lazy_device_flushes_before_it_says_that_no_iova_is_left() {
     // What is mapped rather than queued is not to be had by flushing.
     let held = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap();
     let error = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap_err();
-    assert!(matches!(error.error(), Error::NoIova(_)));
+    assert!(matches!(error.error(), Error::Exhausted { .. }));
     drop(held);
 }
 
@@ -207,7 +247,16 @@ fn a_configuration_that_makes_no_sense_is_refused() {
     assert_eq!(device(Config { segment_boundary: 0x7ff, ..config() }), SetupError::Boundary(0x7ff));
     assert_eq!(device(Config { max_segment: 4095, ..config() }), SetupError::MaxSegment(4095));
     assert_eq!(device(Config { sample_every: 3, ..config() }), SetupError::SampleEvery(3));
-    assert_eq!(device(Config { flush_queue_slots: Some(1), ..config() }), SetupError::Slots(1));
+    let tuning = FlushTuning { slots: 1, ..FlushTuning::single() };
+    assert_eq!(
+        device(Config { flush: Some(tuning), ..config() }),
+        SetupError::Tuning(TuningError::Slots(1))
+    );
+    let policy = Policy::LazyMq;
+    assert_eq!(
+        device(Config { flush: Some(FlushTuning::single()), ..Config::new(policy) }),
+        SetupError::Tuning(TuningError::Kind { kind: QueueKind::Single, policy })
+    );
     let domain = MockDomain::new(8192, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, domain.log.clone());
     assert_eq!(

@@ -5,7 +5,7 @@ use std::{
     thread,
 };
 
-use ringfence_dma::{Config, Device, Direction, Fallback, Mapping, Policy, TimerKind};
+use ringfence_dma::{Config, Device, Direction, Fallback, FlushTuning, Mapping, Policy, TimerKind};
 use ringfence_iommu::{Capabilities, Iova, table::Limits};
 
 use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, Setup};
@@ -20,7 +20,7 @@ fn map(bench: &Bench) -> Mapping<Buf> {
 
 fn small(policy: Policy, slots: usize) -> Bench {
     let mut setup = Setup::new(policy);
-    setup.config.flush_queue_slots = Some(slots);
+    setup.config.flush = Some(FlushTuning { slots, ..FlushTuning::of(policy) });
     setup.build()
 }
 
@@ -301,7 +301,8 @@ fn the_timers_thread_flushes_without_anybody_asking() {
     // rule L23
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
-    let config = Config { flush_queue_ms: Some(1), ..Config::new(Policy::LazyMqMap) };
+    let tuning = FlushTuning { interval_ms: 1, ..FlushTuning::per_cpu() };
+    let config = Config { flush: Some(tuning), ..Config::new(Policy::LazyMqMap) };
     let device = Device::new(Arc::clone(&domain), Arc::clone(&allocator), config).unwrap();
     for _ in 0..3 {
         let (sender, receiver) = mpsc::channel();
@@ -321,7 +322,7 @@ fn many_threads_lose_nothing_and_reuse_nothing_too_early() {
     // rules L19, L22, L24
     for policy in LAZY {
         let mut setup = Setup::new(policy);
-        setup.config.flush_queue_slots = Some(16);
+        setup.config.flush = Some(FlushTuning { slots: 16, ..FlushTuning::of(policy) });
         let bench = setup.build();
         thread::scope(|scope| {
             for _ in 0..3 {

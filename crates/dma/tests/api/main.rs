@@ -4,10 +4,17 @@
 
 mod allocator_time;
 mod batch;
+mod detector;
 mod failures;
 mod lazy;
+mod leaks;
 mod lists;
 mod mock;
 mod oracle;
+mod persistent;
+mod pool;
 mod strict;
+mod switch;
+mod trust;
+mod tuning;
 mod watch;

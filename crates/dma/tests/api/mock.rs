@@ -385,7 +385,10 @@ impl Allocator for EagerAllocator {
     }
 
     fn stats(&self) -> Stats {
-        Stats::default()
+        let live = &self.state.lock().unwrap().live;
+        let mut stats = Stats::default();
+        (stats.live_ranges, stats.live_bytes) = (live.len() as u64, live.values().sum());
+        stats
     }
 }
 

@@ -6,7 +6,7 @@
 //! caches all it can) must be on the list.
 
 use proptest::{collection::vec, prelude::*};
-use ringfence_dma::{Direction, Mapping, Policy, StaleIova};
+use ringfence_dma::{Direction, FlushTuning, Mapping, Policy, StaleIova};
 use ringfence_iommu::Prot;
 
 use crate::mock::{Bench, Buf, Setup};
@@ -22,6 +22,8 @@ enum Step {
     MoveToCpu(usize),
     Wait(u64),
     FailAfter(i64),
+    SetPolicy(Policy),
+    Tune { slots: usize, pages: Option<u64> },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -41,6 +43,9 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..2usize).prop_map(Step::MoveToCpu),
         1 => (0..1_000_000u64).prop_map(Step::Wait),
         1 => (0..4i64).prop_map(Step::FailAfter),
+        1 => policy().prop_map(Step::SetPolicy),
+        1 => (2..6usize, proptest::option::of(1..6u64))
+            .prop_map(|(slots, pages)| Step::Tune { slots, pages }),
     ]
 }
 
@@ -68,7 +73,6 @@ enum State {
 struct Oracle {
     bench: Bench,
     granule: u64,
-    lazy: bool,
     allowed: Vec<Allowed>,
     mappings: Vec<(usize, Mapping<Buf>)>,
     watched: Vec<StaleIova>,
@@ -106,6 +110,14 @@ impl Oracle {
             Step::MoveToCpu(cpu) => self.bench.cpu.set(cpu),
             Step::Wait(ns) => self.bench.clock.advance(ns),
             Step::FailAfter(good) => self.bench.domain.fail_after(good),
+            // Whatever fails of these, the policy in force decides.
+            Step::SetPolicy(policy) => _ = self.bench.device.set_policy(policy),
+            Step::Tune { slots, pages } => {
+                let max_exposure_bytes = pages.map(|pages| pages * 0x1000);
+                let tuning = self.bench.device.flush_tuning();
+                let tuning = FlushTuning { slots, max_exposure_bytes, ..tuning };
+                let _ = self.bench.device.set_flush_tuning(tuning);
+            }
         }
     }
 
@@ -140,11 +152,13 @@ impl Oracle {
             return;
         }
         let (allowed, mapping) = self.mappings.swap_remove(which % self.mappings.len());
+        let lazy = self.bench.device.effective_policy().is_lazy();
+        let strictly = self.bench.device.stats().bound_unmaps;
         // Whatever flush the unmap itself makes, it makes for others.
         self.allowed[allowed].state = match how(mapping) {
             Ok(stale) => {
                 self.watched.extend(stale);
-                match self.lazy {
+                match lazy && self.bench.device.stats().bound_unmaps == strictly {
                     true => State::Stale { after_flush: self.flushes() },
                     false => State::Gone,
                 }
@@ -206,13 +220,12 @@ proptest! {
         slots in 2..6usize,
         steps in vec(step(), 1..60),
     ) {
-        // rules L17, L18, L19, L22, L33
+        // rules L17, L18, L19, L22, L27, L33
         let mut setup = Setup { granule, ..Setup::new(policy) };
-        setup.config.flush_queue_slots = Some(slots);
+        setup.config.flush = Some(FlushTuning { slots, ..FlushTuning::of(policy) });
         let mut oracle = Oracle {
             bench: setup.build(),
             granule,
-            lazy: policy.is_lazy(),
             allowed: Vec::new(),
             mappings: Vec::new(),
             watched: Vec::new(),

@@ -8,7 +8,8 @@ use std::sync::{
 
 use anyhow::{Context, Result};
 use ringfence_dma::{
-    Config, Device, Direction, DmaBuffer, Environment, Mapping, OsThreadClock, Policy, TimerKind,
+    Config, Device, Direction, DmaBuffer, Environment, FlushTuning, Mapping, OsThreadClock, Policy,
+    TimerKind,
 };
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,
@@ -121,8 +122,12 @@ impl Rig {
             let domain = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
             let mut config = Config::new(policy);
             config.timer = TimerKind::Manual;
-            config.flush_queue_slots = tuning.slots;
-            config.flush_queue_ms = tuning.ms;
+            let linux = FlushTuning::of(policy);
+            config.flush = Some(FlushTuning {
+                slots: tuning.slots.unwrap_or(linux.slots),
+                interval_ms: tuning.ms.unwrap_or(linux.interval_ms),
+                ..linux
+            });
             let environment = Environment {
                 clock: Arc::<ManualClock>::clone(&clock),
                 cpu: Arc::<FixedCpu>::clone(&cpu),

@@ -21,7 +21,7 @@ use ringfence_devices::{
     ram::{PagedBuffer, RamPart},
     worker::Notify,
 };
-use ringfence_dma::{Coherent, Config, Device, Policy};
+use ringfence_dma::{Coherent, Config, Device, FlushTuning, Policy};
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
@@ -254,11 +254,15 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>, mapped: &[usize]) -> Result
         reserved.iter().map(|region| (region.range.first().0, region.range.last().0)).collect();
     let needs = Needs { reserved: &reserved, mapped, lazy: plan.policy.is_lazy() };
     let allocator = plan.space.make(plan.allocator, needs)?;
+    let linux = FlushTuning::of(plan.policy);
     let config = Config {
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
-        flush_queue_slots: plan.flush_queue_slots,
-        flush_queue_ms: plan.flush_queue_ms,
+        flush: Some(FlushTuning {
+            slots: plan.flush_queue_slots.unwrap_or(linux.slots),
+            interval_ms: plan.flush_queue_ms.unwrap_or(linux.interval_ms),
+            ..linux
+        }),
         ..Config::default()
     };
     Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")

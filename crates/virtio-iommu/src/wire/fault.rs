@@ -75,6 +75,13 @@ impl FaultRecord {
         })
     }
 
+    /// The access as a domain's user knows it; `None` where the device did not say which address it
+    /// was.
+    pub fn fault(&self) -> Option<Fault> {
+        let FaultRecord { reason, endpoint, access, address } = *self;
+        Some(Fault { reason, endpoint, iova: address?, access })
+    }
+
     /// Parses a record; `None` if it is too short or must be ignored because the bytes after the
     /// reason are not zero. The other reserved field and undefined flags are ignored, an unknown
     /// reason is [`FaultReason::Unknown`] (rule V43).
@@ -119,6 +126,19 @@ mod tests {
         assert_eq!(bytes[..8], [2, 0, 0, 0, 2, 1, 0, 0]);
         assert_eq!(bytes[8..16], [8, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(bytes[16..], 0x1234u64.to_le_bytes());
+    }
+
+    #[test]
+    fn a_fault_survives_the_record() {
+        let fault = Fault {
+            reason: FaultReason::Mapping,
+            endpoint: 8,
+            iova: Iova(u64::MAX),
+            access: Prot::READ,
+        };
+        assert_eq!(FaultRecord::from(fault).fault(), Some(fault));
+        let nowhere = FaultRecord { address: None, ..FaultRecord::from(fault) };
+        assert_eq!(nowhere.fault(), None);
     }
 
     #[test]

@@ -1,0 +1,131 @@
+//! Who used what was unmapped: from the device's access through the event queue to the line.
+
+use std::{panic::Location, sync::Arc};
+
+use ringfence_devices::{blk::wire::Kind, ram::RamPart};
+use ringfence_dma::{
+    CoherentPool, Config, Detector, Device, Direction, Explained, Place, Policy, PoolLimits,
+};
+use ringfence_iommu::{Iova, Prot};
+use ringfence_iova::{Aperture, RbTree};
+use ringfence_virtio_iommu::driver::ViommuDomain;
+
+use crate::rig::*;
+
+type Dma = Device<Arc<ViommuDomain>, RbTree>;
+
+/// The DMA API over the rig's domain, at addresses where the rig itself maps nothing.
+fn dma(rig: &Rig, config: Config) -> Dma {
+    let aperture = Aperture::new(1 << 36, (1 << 37) - 1, PAGE as u64).unwrap();
+    Device::new(Arc::clone(&rig.domain), RbTree::new(aperture), config).unwrap()
+}
+
+fn detecting() -> Config {
+    Config { detect: Some(Detector::default()), ..Config::new(Policy::StrictMap) }
+}
+
+/// What the device's fault at `iova` was.
+fn explain(rig: &mut Rig, dma: &Dma, iova: u64) -> Explained {
+    let fault = rig.fault_at(iova).fault().unwrap();
+    assert_eq!((fault.endpoint, fault.iova), (ENDPOINT, Iova(iova)));
+    dma.explain(&fault).unwrap()
+}
+
+fn is_here(place: &Place, line: u32) -> bool {
+    place.at.is_some_and(|at: &Location<'_>| (at.file(), at.line()) == (file!(), line))
+}
+
+#[test]
+fn a_device_that_uses_a_stale_address_is_traced_to_the_lines_that_mapped_and_unmapped() {
+    for workers in [1, 2] {
+        let mut rig = Rig::new(Setup { workers, ..Setup::new(true) });
+        // With two workers the first queue shares its own with the IOMMU's, the second does not.
+        let mut queue = rig.queue(workers as u16 - 1);
+        let dma = dma(&rig, detecting());
+        let mapping = dma.map(rig.pages(2), Direction::FromDevice).unwrap();
+        let mapped = line!() - 1;
+        let iova = mapping.iova().0;
+        // The device's caches are warm.
+        assert_eq!(queue.read(0, piece(iova, 2 * PAGE)), OK);
+        let part = mapping.unmap().unwrap();
+        let unmapped = line!() - 1;
+        fill(part.window(), 0x5a);
+        // Others come and go, and none gets the address.
+        for _ in 0..20 {
+            let other = dma.map(rig.pages(1), Direction::FromDevice).unwrap();
+            assert!(!(iova..iova + 2 * PAGE as u64).contains(&other.iova().0));
+        }
+        let stale = iova + 0x1200;
+        assert_eq!(queue.read(0, piece(stale, 512)), IOERR);
+        assert!(holds(part.window(), 0x5a));
+        let explained = explain(&mut rig, &dma, stale);
+        let Explained::UseAfterUnmap(used) = &explained else { panic!("{explained}") };
+        assert!(is_here(&used.mapped, mapped) && is_here(&used.unmapped, unmapped), "{used:?}");
+        assert_eq!((used.fault.access, used.direction), (Prot::WRITE, Direction::FromDevice));
+        let said = explained.to_string();
+        assert!(said.starts_with("use after unmap: endpoint 7 wrote"), "{said}");
+        assert!(said.contains("0x1200 into"), "{said}");
+        assert!(said.contains(&format!("unmapped at {}:{unmapped},", file!())), "{said}");
+        assert!(said.contains(&format!("mapped at {}:{mapped},", file!())), "{said}");
+    }
+}
+
+#[test]
+fn a_request_in_flight_when_its_buffer_is_dropped_is_found_out() {
+    let mut rig = Rig::new(Setup::new(true));
+    let mut queue = rig.queue(0);
+    let dma = dma(&rig, detecting());
+    // The bug: the request is laid out, and the mapping dropped before the device has done it.
+    let mapping = dma.map(rig.pages(1), Direction::FromDevice).unwrap();
+    let iova = mapping.iova().0;
+    queue.lay(Kind::In, 0, &[piece(iova, PAGE)]);
+    drop(mapping);
+    queue.push(0);
+    assert_eq!(queue.finish(), IOERR);
+    let said = explain(&mut rig, &dma, iova).to_string();
+    assert!(said.contains("after it was unmapped by a drop"), "{said}");
+}
+
+#[test]
+fn what_a_live_mapping_does_not_allow_is_told_too() {
+    let mut rig = Rig::new(Setup::new(true));
+    let mut queue = rig.queue(0);
+    let dma = dma(&rig, detecting());
+    let mapping = dma.map(rig.pages(1), Direction::ToDevice).unwrap();
+    let iova = mapping.iova().0;
+    assert_eq!(queue.write(0, piece(iova, PAGE)), OK);
+    assert_eq!(queue.read(0, piece(iova, 512)), IOERR);
+    let explained = explain(&mut rig, &dma, iova);
+    assert!(matches!(explained, Explained::WrongDirection(_)), "{explained}");
+    // A length that is wrong by a sector: the first byte that is out of reach is told of.
+    assert_eq!(queue.write(0, piece(iova, PAGE + 512)), IOERR);
+    let explained = explain(&mut rig, &dma, iova + PAGE as u64);
+    assert!(matches!(explained, Explained::OutOfBounds(_)), "{explained}");
+    // An address from nowhere.
+    assert_eq!(queue.write(0, piece(1 << 38, 512)), IOERR);
+    let fault = rig.fault_at(1 << 38).fault().unwrap();
+    assert!(dma.explain(&fault).is_none());
+}
+
+#[test]
+fn a_device_reaches_a_block_of_a_pool_and_not_one_whose_chunk_is_gone() {
+    let mut rig = Rig::new(Setup::new(true));
+    let mut queue = rig.queue(0);
+    let dma = dma(&rig, detecting());
+    let ram = Arc::clone(&rig.ram);
+    let limits = PoolLimits { chunk: PAGE as u64, max: 1 << 16 };
+    let supply = move |len: u64| RamPart::carve(&ram, len as usize, PAGE).ok();
+    let pool = CoherentPool::new(&dma, limits, supply).unwrap();
+    let (block, neighbour) = (pool.alloc(512).unwrap(), pool.alloc(512).unwrap());
+    neighbour.write(0, &[0x77; 512]).unwrap();
+    assert_eq!(queue.write(0, piece(neighbour.iova().0, 512)), OK);
+    assert_eq!(queue.read(0, piece(block.iova().0, 512)), OK);
+    let mut bytes = [0; 512];
+    block.read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [0x77; 512]);
+    let iova = block.iova().0;
+    drop((block, neighbour, pool));
+    assert_eq!(queue.read(0, piece(iova, 512)), IOERR);
+    let explained = explain(&mut rig, &dma, iova);
+    assert!(matches!(explained, Explained::UseAfterUnmap(_)), "{explained}");
+}

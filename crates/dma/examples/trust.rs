@@ -1,0 +1,40 @@
+//! Which policy a device would get, and why: of the sysfs paths on the command line, or of every PCI
+//! device of this machine.
+
+use std::{env, fs, path::PathBuf};
+
+use ringfence_dma::{Distrust, Platform, Policy, Trust, decide};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut devices: Vec<PathBuf> = env::args_os().skip(1).map(PathBuf::from).collect();
+    if devices.is_empty() {
+        // A machine without PCI has none.
+        let listed = fs::read_dir("/sys/bus/pci/devices").into_iter().flatten();
+        devices = listed.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect();
+        devices.sort();
+    }
+    let platform = Platform::detect("/")?;
+    println!("platform: {platform}");
+    for device in devices {
+        let trust = match Trust::from_sysfs(&device) {
+            Ok(finding) => {
+                println!("\n{}: {finding}", device.display());
+                finding.trust
+            }
+            Err(error) => {
+                // What cannot be told is no reason to trust.
+                println!("\n{}: {error}", device.display());
+                Trust::Untrusted { why: Distrust::Unknown }
+            }
+        };
+        for wanted in [None, Some(Policy::LazyMqMap)] {
+            let asked = wanted.map_or("nothing", Policy::name);
+            println!("  {asked} asked for: {}", decide(trust, platform, wanted, false)?);
+        }
+        match decide(trust, platform, Some(Policy::LazyMqMap), true) {
+            Ok(decision) => println!("  demanded: {decision}"),
+            Err(refused) => println!("  {refused}"),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,280 @@
+//! What is mapped, and what was lately.
+
+use core::{fmt, panic::Location};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    thread::Thread,
+};
+
+use ringfence_iommu::{Iova, Range};
+
+use super::Detector;
+use crate::Direction;
+
+/// When, where and by whom something was done to a mapping.
+#[derive(Clone, Debug)]
+pub(crate) struct Mark {
+    /// `None` where the program did not say: the mapping was dropped.
+    pub(crate) at: Option<&'static Location<'static>>,
+    pub(crate) ns: u64,
+    pub(crate) thread: Thread,
+}
+
+/// What is known of an IOVA range.
+#[derive(Clone, Debug)]
+pub(crate) struct Record {
+    pub(crate) range: Range,
+    pub(crate) direction: Direction,
+    pub(crate) mapped: Mark,
+    /// Its unmap, as soon as that has begun.
+    pub(crate) unmapped: Option<Mark>,
+}
+
+/// The records of what is mapped, and of freed ranges that are held back.
+///
+/// No two of them overlap: a range that is held back is not allocated again.
+pub(crate) struct Ledger {
+    bounds: Detector,
+    /// By the first address of the range.
+    records: BTreeMap<u64, Record>,
+    /// What is held back, oldest first.
+    held: VecDeque<Range>,
+    held_bytes: u128,
+}
+
+impl Ledger {
+    pub(crate) fn new(bounds: Detector) -> Ledger {
+        Ledger { bounds, records: BTreeMap::new(), held: VecDeque::new(), held_bytes: 0 }
+    }
+
+    pub(crate) fn map(&mut self, record: Record) {
+        self.records.insert(record.range.first().0, record);
+    }
+
+    /// Takes note of an unmap before it is done: it may be what the device trips over. Where several
+    /// places tell of it, the first is where it was wanted.
+    pub(crate) fn unmap(&mut self, range: Range, mark: Mark) {
+        if let Some(record) = self.records.get_mut(&range.first().0) {
+            record.unmapped.get_or_insert(mark);
+        }
+    }
+
+    /// Takes a range that is free now, and calls `free` with what the allocator gets instead:
+    /// the oldest, as far as the bounds demand. `mark` is for a range whose unmap nobody told of.
+    pub(crate) fn retire(&mut self, range: Range, mark: Mark, free: &mut impl FnMut(Range)) {
+        let bytes = size(range);
+        let Some(record) = self.records.get_mut(&range.first().0) else {
+            // A map that failed: no device was told of it.
+            return free(range);
+        };
+        record.unmapped.get_or_insert(mark);
+        if self.bounds.ranges == 0 || bytes > self.bounds.bytes.into() {
+            // It would push out all others for nothing.
+            self.records.remove(&range.first().0);
+            return free(range);
+        }
+        self.held.push_back(range);
+        self.held_bytes += bytes;
+        while self.held.len() > self.bounds.ranges || self.held_bytes > self.bounds.bytes.into() {
+            self.release_oldest(free);
+        }
+    }
+
+    /// Gives everything that is held back to the allocator; whether there was anything.
+    pub(crate) fn release_all(&mut self, free: &mut impl FnMut(Range)) -> bool {
+        let any = !self.held.is_empty();
+        while !self.held.is_empty() {
+            self.release_oldest(free);
+        }
+        any
+    }
+
+    fn release_oldest(&mut self, free: &mut impl FnMut(Range)) {
+        if let Some(oldest) = self.held.pop_front() {
+            self.held_bytes -= size(oldest);
+            // First forgotten, then free: whoever gets it next has a record of his own.
+            self.records.remove(&oldest.first().0);
+            free(oldest);
+        }
+    }
+
+    /// The record of the range that `iova` lies in.
+    pub(crate) fn at(&self, iova: Iova) -> Option<&Record> {
+        let (_, record) = self.records.range(..=iova.0).next_back()?;
+        record.range.contains(iova).then_some(record)
+    }
+
+    /// What is mapped at most `reach` bytes below `iova`.
+    pub(crate) fn below(&self, iova: Iova, reach: u64) -> Option<&Record> {
+        let (_, record) = self.records.range(..=iova.0).next_back()?;
+        let beyond = iova.0.checked_sub(record.range.last().0)?;
+        (record.unmapped.is_none() && beyond <= reach).then_some(record)
+    }
+
+    /// What is mapped at most `reach` bytes above `iova`.
+    pub(crate) fn above(&self, iova: Iova, reach: u64) -> Option<&Record> {
+        let (first, record) = self.records.range(iova.0..).next()?;
+        (record.unmapped.is_none() && first - iova.0 <= reach).then_some(record)
+    }
+
+    /// How many ranges are held back, and how many bytes of address space.
+    pub(crate) fn held(&self) -> (u64, u64) {
+        (self.held.len() as u64, u64::try_from(self.held_bytes).unwrap_or(u64::MAX))
+    }
+}
+
+impl fmt::Debug for Ledger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ledger")
+            .field("records", &self.records.len())
+            .field("held", &self.held.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// How many bytes a range has.
+fn size(range: Range) -> u128 {
+    u128::from(range.extent()) + 1
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn mark(ns: u64) -> Mark {
+        Mark { at: None, ns, thread: std::thread::current() }
+    }
+
+    fn record(range: Range) -> Record {
+        Record { range, direction: Direction::ToDevice, mapped: mark(1), unmapped: None }
+    }
+
+    fn pages(first: u64, count: u64) -> Range {
+        Range::from_len(Iova(first << 12), count << 12).unwrap()
+    }
+
+    #[test]
+    fn the_last_address_is_one_like_any_other() {
+        let mut ledger = Ledger::new(Detector { ranges: 4, bytes: u64::MAX });
+        let top = Range::new(Iova(u64::MAX - 0xfff), Iova(u64::MAX)).unwrap();
+        ledger.map(record(top));
+        assert_eq!(ledger.at(Iova(u64::MAX)).unwrap().range, top);
+        assert!(ledger.above(Iova(u64::MAX - 0x1000), 0x1000).is_some());
+        assert!(ledger.below(Iova(u64::MAX - 0x1000), 0x1000).is_none());
+        ledger.retire(top, mark(2), &mut |_| panic!("there is room"));
+        ledger.map(record(Range::ALL));
+        let mut freed = Vec::new();
+        ledger.retire(Range::ALL, mark(3), &mut |range| freed.push(range));
+        // All of memory is a byte more than the bound.
+        assert_eq!((freed, ledger.held()), (vec![Range::ALL], (1, 0x1000)));
+    }
+
+    #[test]
+    fn a_range_larger_than_the_bound_pushes_nothing_out() {
+        let mut ledger = Ledger::new(Detector { ranges: 4, bytes: 0x4000 });
+        let mut freed = Vec::new();
+        for range in [pages(1, 1), pages(16, 5), pages(32, 4)] {
+            ledger.map(record(range));
+            ledger.retire(range, mark(2), &mut |range| freed.push(range));
+        }
+        assert_eq!(freed, [pages(16, 5), pages(1, 1)]);
+        assert_eq!(ledger.held(), (1, 0x4000));
+        assert!(ledger.at(Iova(0x10_000)).is_none());
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Map(u64),
+        Unmap(usize),
+        Exhausted,
+        Ask(u64),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => (0..8u64).prop_map(Step::Map),
+            4 => any::<usize>().prop_map(Step::Unmap),
+            1 => Just(Step::Exhausted),
+            4 => (0..300u64).prop_map(Step::Ask),
+        ]
+    }
+
+    proptest! {
+        // Against two plain lists, of what is mapped and of what is held back in its order.
+        #[test]
+        fn it_does_what_two_lists_would_do(
+            ranges in 0usize..6,
+            bytes in 0u64..0x8000,
+            steps in prop::collection::vec(step(), 0..120),
+        ) {
+            let mut ledger = Ledger::new(Detector { ranges, bytes });
+            let mut live: Vec<Range> = Vec::new();
+            let mut held: Vec<Range> = Vec::new();
+            for step in steps {
+                let mut freed = Vec::new();
+                let mut want = Vec::new();
+                match step {
+                    Step::Map(place) => {
+                        // Places of four granules each, of which one to four are used.
+                        let range = pages(place * 4, place % 4 + 1);
+                        if live.iter().chain(&held).any(|taken| taken.overlaps(range)) {
+                            continue;
+                        }
+                        ledger.map(record(range));
+                        live.push(range);
+                    }
+                    Step::Unmap(at) => {
+                        if live.is_empty() {
+                            continue;
+                        }
+                        let range = live.remove(at % live.len());
+                        ledger.unmap(range, mark(2));
+                        ledger.retire(range, mark(3), &mut |range| freed.push(range));
+                        if ranges == 0 || size(range) > bytes.into() {
+                            want.push(range);
+                        } else {
+                            held.push(range);
+                        }
+                        while held.len() > ranges
+                            || held.iter().copied().map(size).sum::<u128>() > bytes.into()
+                        {
+                            want.push(held.remove(0));
+                        }
+                    }
+                    Step::Exhausted => {
+                        let any = ledger.release_all(&mut |range| freed.push(range));
+                        prop_assert_eq!(any, !held.is_empty());
+                        want.append(&mut held);
+                    }
+                    Step::Ask(at) => {
+                        let iova = Iova(at << 8);
+                        let found = ledger.at(iova).map(|found| {
+                            (found.range, found.unmapped.as_ref().map(|mark| mark.ns))
+                        });
+                        let holds = |range: &&Range| range.contains(iova);
+                        let wanted = live.iter().find(holds).map(|range| (*range, None));
+                        let wanted =
+                            wanted.or_else(|| held.iter().find(holds).map(|r| (*r, Some(2))));
+                        prop_assert_eq!(found, wanted);
+                        let below = live.iter().find(|range| {
+                            range.last() < iova && iova.0 - range.last().0 <= 0x1000
+                        });
+                        let above = live.iter().find(|range| {
+                            range.first() > iova && range.first().0 - iova.0 <= 0x1000
+                        });
+                        if wanted.is_none() {
+                            let ledger_below = ledger.below(iova, 0x1000).map(|r| r.range);
+                            prop_assert_eq!(ledger_below, below.copied());
+                            let ledger_above = ledger.above(iova, 0x1000).map(|r| r.range);
+                            prop_assert_eq!(ledger_above, above.copied());
+                        }
+                    }
+                }
+                prop_assert_eq!(freed, want);
+                let bytes = held.iter().copied().map(size).sum::<u128>() as u64;
+                prop_assert_eq!(ledger.held(), (held.len() as u64, bytes));
+            }
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! Unmapping lazily: what waits for a flush, and who flushes.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ringfence_iommu::{Domain, Gather, Result};
+use ringfence_iova::Allocator;
+use ringfence_sync::histogram::Histogram;
+
+use crate::{
+    flush::{Batch, Enqueued, Entry, FlushQueues, Pace, Timer, Watch},
+    mode::Mode,
+    shared::{Shared, Span, Unmapped},
+    stats::{Count, Counters, FreeCounters},
+};
+
+/// What a lazy policy needs. A device that is strict has it too, closed and without memory, so that
+/// it can become lazy.
+pub(crate) struct Lazy {
+    pub(crate) queues: FlushQueues<Entry>,
+    pub(crate) pace: Pace,
+    pub(crate) timer: Timer,
+    /// Held by who flushes because the bound of bytes is reached, so that one does it for all.
+    at_bound: Mutex<()>,
+}
+
+impl Lazy {
+    pub(crate) fn new(rings: usize) -> Lazy {
+        Lazy {
+            queues: FlushQueues::new(rings),
+            pace: Pace::new(),
+            timer: Timer::new(),
+            at_bound: Mutex::new(()),
+        }
+    }
+}
+
+impl<D: Domain, A: Allocator> Shared<D, A> {
+    /// Rule L18: translations go now; only the invalidation, the IOVA and the table pages wait.
+    pub(crate) fn unmap_lazily(
+        &self,
+        mode: Mode,
+        span: Span,
+        watched: bool,
+        counters: &Counters,
+    ) -> Result<Option<Unmapped>> {
+        let reserved = mode.bounds_bytes();
+        if reserved && !self.reserve(span.mapped, counters) {
+            counters.bound_unmaps.add(1);
+            return self.unmap_strictly(span, watched, counters);
+        }
+        let mut gather = Gather::queued();
+        if let Err(error) = self.domain.unmap_pages(span.range, &mut gather) {
+            self.give_up(span, reserved);
+            return Err(error);
+        }
+        let since_ns = self.clock.now_ns();
+        let watch = watched.then(Arc::<Watch>::default);
+        let unmapped = watch.clone().map(|watch| Unmapped { since_ns, watch });
+        let mut entry = Some(Entry {
+            range: span.range,
+            bytes: span.mapped,
+            since_ns,
+            pages: gather.take_pages(),
+            watch,
+            reserved,
+        });
+        loop {
+            // Looked up each time: the queues may change while this thread flushes.
+            let ring = if self.mode.get().is_per_cpu() { self.cpu.current() } else { 0 };
+            let mut batch = Batch::new();
+            let enqueued = self.lazy.queues.enqueue(ring, &mut entry, &mut batch);
+            self.release(&mut batch, &counters.frees);
+            match enqueued {
+                Enqueued::Queued { arm, high } => {
+                    self.watch_time(since_ns, arm, high, counters);
+                    break;
+                }
+                // Rule L22. Not under the queue's lock: others may queue meanwhile, where a flush
+                // of somebody else made room.
+                Enqueued::Full => counters.full_queue_flushes.add(1),
+                // Rule L27: the device became strict, or bounded, after this thread had looked.
+                Enqueued::Closed => counters.bound_flushes.add(1),
+            }
+            if let Err(error) = self.flush_domain(&counters.waits.full) {
+                self.give_up(span, reserved);
+                return Err(error);
+            }
+            if enqueued == Enqueued::Full {
+                self.reap(ring, &counters.frees);
+            } else if let Some(entry) = entry.take() {
+                // The flush began after its translation was removed: it need not be queued.
+                let mut batch = Batch::new();
+                batch.released_ns = self.clock.now_ns();
+                self.lazy.queues.note_released(ring, &entry, batch.released_ns);
+                batch.entries.push(entry);
+                self.release(&mut batch, &counters.frees);
+                break;
+            }
+        }
+        if reserved && self.lazy.queues.budget.is_overdrawn() {
+            // The bound was lowered since this thread reserved. A flush that fails leaves to the
+            // timer what is queued.
+            counters.bound_flushes.add(1);
+            let _ = self.flush_domain(&counters.waits.full);
+            self.reap_all(&counters.frees);
+        }
+        Ok(unmapped)
+    }
+
+    /// Keeps a range whose unmap failed from being used again. Its buffer is not given back, so
+    /// that nothing of it counts as exposed.
+    fn give_up(&self, span: Span, reserved: bool) {
+        self.quarantine(span.range);
+        if reserved {
+            self.lazy.queues.budget.give_back(span.mapped);
+        }
+    }
+
+    /// Reserves bytes that are to be exposed, with a flush if the bound is reached. Whether they
+    /// could be: else they must not be exposed at all.
+    fn reserve(&self, bytes: u64, counters: &Counters) -> bool {
+        let budget = &self.lazy.queues.budget;
+        if !budget.fits(bytes) {
+            return false;
+        }
+        if budget.reserve(bytes) {
+            return true;
+        }
+        let _alone = self.lazy.at_bound.lock();
+        // Somebody may have made room while this thread waited for its turn.
+        if budget.reserve(bytes) {
+            return true;
+        }
+        counters.bound_flushes.add(1);
+        if self.flush_domain(&counters.waits.full).is_err() {
+            return false;
+        }
+        self.reap_all(&counters.frees);
+        // Others may have taken it all: no thread waits for more than one flush.
+        budget.reserve(bytes)
+    }
+
+    /// Has the timer be due in time for what was queued just now, and flushes itself if the timer
+    /// is overdue.
+    fn watch_time(&self, since_ns: u64, arm: bool, high: bool, counters: &Counters) {
+        let Lazy { pace, timer, .. } = &self.lazy;
+        let due_ns = if high { since_ns } else { since_ns.saturating_add(pace.wait_ns()) };
+        let patience_ns = pace.patience_ns();
+        // Most come while it is armed. If time is bounded it may have been armed for one that was
+        // unmapped later and queued sooner.
+        if arm || (high || patience_ns.is_some()) && timer.is_later_than(due_ns) {
+            timer.arm(due_ns);
+        }
+        if let Some(patience_ns) = patience_ns
+            && let Some(latest_ns) = since_ns.checked_sub(patience_ns.saturating_add(1))
+            && timer.take_overdue(latest_ns)
+        {
+            counters.bound_flushes.add(1);
+            // One that fails is counted, and leaves to the timer what is queued.
+            let _ = self.expire_in(&counters.waits.full, &counters.frees);
+        }
+    }
+
+    /// Releases what flushes have covered: table pages, then IOVAs.
+    fn release(&self, batch: &mut Batch<Entry>, frees: &FreeCounters) {
+        if batch.entries.is_empty() {
+            return;
+        }
+        let mut number = frees.count.get();
+        let (mut freed, mut reserved_bytes) = (0, 0);
+        // By reference: a batch is some kilobytes, and mostly empty.
+        for Entry { range, pages, watch, reserved, bytes, .. } in batch.entries.drain(..) {
+            drop(pages);
+            if reserved {
+                // What is reserved together fits 63 bits.
+                reserved_bytes += bytes;
+            }
+            if watch.is_none_or(|watch| watch.release(batch.released_ns)) {
+                self.brief_sampler.time(number, 1, &frees.time, || self.free(range));
+                number += 1;
+                freed += 1;
+            }
+        }
+        frees.count.add(freed);
+        if reserved_bytes != 0 {
+            self.lazy.queues.budget.give_back(reserved_bytes);
+        }
+    }
+
+    /// Flushes the domain, without looking at what that covers; notes in `waits` how long it took.
+    pub(crate) fn flush_domain(&self, waits: &Histogram) -> Result<()> {
+        let ticket = self.lazy.queues.start_flush();
+        let begun_ns = self.clock.now_ns();
+        let result = self.domain.flush_iotlb_all();
+        let ended_ns = self.clock.now_ns();
+        let took_ns = ended_ns.saturating_sub(begun_ns);
+        waits.record(took_ns);
+        self.lazy.pace.flushed(took_ns);
+        match result {
+            Ok(()) => self.lazy.queues.finish_flush(ticket, ended_ns),
+            Err(_) => self.flush_failures.add(1),
+        }
+        result
+    }
+
+    /// Rule L24: whoever flushed, every queue can be reaped, whether it is in use or was once.
+    pub(crate) fn reap_all(&self, frees: &FreeCounters) {
+        (0..self.lazy.queues.rings()).for_each(|ring| self.reap(ring, frees));
+    }
+
+    /// Releases all of a queue that may be.
+    fn reap(&self, ring: usize, frees: &FreeCounters) {
+        loop {
+            let mut batch = Batch::new();
+            self.lazy.queues.reap(ring, &mut batch);
+            let more = batch.entries.is_full();
+            self.release(&mut batch, frees);
+            if !more {
+                return;
+            }
+        }
+    }
+
+    /// Whether a flush has anything to do.
+    pub(crate) fn wants_flush(&self) -> bool {
+        self.mode.get().is_lazy() || self.has_queued()
+    }
+
+    /// Flushes and releases all that this covers. Nothing to do under a policy that is not lazy.
+    pub(crate) fn flush(&self) -> Result<()> {
+        if !self.wants_flush() {
+            return Ok(());
+        }
+        self.flush_domain(&self.waits.asked)?;
+        self.reap_all(&self.frees);
+        Ok(())
+    }
+
+    /// As [`flush`](Self::flush), for a caller that cannot go on without what is queued.
+    pub(crate) fn flush_for_room(&self, counters: &Counters) -> Result<()> {
+        self.flush_domain(&counters.waits.full)?;
+        self.reap_all(&counters.frees);
+        Ok(())
+    }
+
+    /// What is to be done when the timer expires (rule L23).
+    pub(crate) fn expire(&self) -> Result<()> {
+        let now_ns = self.clock.now_ns();
+        let late_ns = self.timer_due_ns().and_then(|due_ns| now_ns.checked_sub(due_ns));
+        self.expire_late(late_ns.unwrap_or(0))
+    }
+
+    /// The same, so many nanoseconds after it was to be done.
+    pub(crate) fn expire_late(&self, late_ns: u64) -> Result<()> {
+        let start = self.sampler.start_always();
+        self.lazy.pace.woke(late_ns);
+        let result = self.expire_in(&self.waits.timer, &self.frees);
+        self.sampler.stop(start, &self.expiry_time);
+        result
+    }
+
+    /// An expiry, with whoever makes it told by where it counts.
+    pub(crate) fn expire_in(&self, waits: &Histogram, frees: &FreeCounters) -> Result<()> {
+        let Lazy { queues, pace, timer, .. } = &self.lazy;
+        timer.disarm();
+        queues.expiring();
+        // After the flag was cleared: who is lazy again meanwhile must find it clear.
+        if !self.wants_flush() {
+            return Ok(());
+        }
+        let result = self.flush_domain(waits);
+        self.reap_all(frees);
+        if result.is_err() && queues.rearm() {
+            timer.arm(self.clock.now_ns().saturating_add(pace.wait_ns()));
+        }
+        result
+    }
+
+    /// Whether anything waits in a flush queue.
+    pub(crate) fn has_queued(&self) -> bool {
+        self.lazy.queues.len() != 0
+    }
+
+    pub(crate) fn timer_due_ns(&self) -> Option<u64> {
+        self.lazy.timer.due_ns()
+    }
+}

@@ -1,0 +1,145 @@
+//! Buffers that stay mapped from one I/O to the next.
+
+use core::{fmt, ops::Range as Bytes};
+
+use ringfence_iommu::Iova;
+
+use crate::{Mapping, OutOfBounds, Segment, SharedMemory, UnmapError};
+
+/// A buffer that is mapped once and used for many I/Os: no I/O costs a request to the IOMMU, and
+/// none is protected from another. What a program registers once anyway (a pool of I/O buffers, an
+/// arena) is what it is for.
+///
+/// As long as it lives the device reaches all of the buffer. The caller knows which parts the device
+/// works on; nothing else keeps them apart. Unmapping, and dropping, is strict whatever the policy.
+#[must_use = "dropping a persistent mapping unmaps it"]
+pub struct Persistent<B> {
+    mapping: Mapping<B>,
+    /// Where each segment begins in the buffer, if there are several.
+    starts: Box<[u64]>,
+}
+
+impl<B> Persistent<B> {
+    pub(crate) fn new(mapping: Mapping<B>) -> Persistent<B> {
+        let segments = mapping.segments();
+        let starts = if segments.len() == 1 {
+            Box::default()
+        } else {
+            let start = |sum: &mut u64, segment: &Segment| {
+                let start = *sum;
+                *sum = sum.saturating_add(segment.len);
+                Some(start)
+            };
+            segments.iter().scan(0, start).collect()
+        };
+        Persistent { mapping, starts }
+    }
+
+    /// Where the mapping begins for the device, as [`Mapping::iova`].
+    pub fn iova(&self) -> Iova {
+        self.mapping.iova()
+    }
+
+    /// How many bytes the buffer has.
+    pub fn len(&self) -> u64 {
+        self.mapping.len()
+    }
+
+    /// Always false: an empty buffer cannot be mapped.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// What to put into descriptors for all of the buffer.
+    pub fn segments(&self) -> &[Segment] {
+        self.mapping.segments()
+    }
+
+    /// What to put into descriptors for `bytes` (offsets in the buffer), in their order. Nothing is
+    /// allocated, and no segment is crossed.
+    ///
+    /// # Errors
+    /// `bytes` do not lie in the buffer.
+    #[inline]
+    pub fn segments_for(
+        &self,
+        bytes: Bytes<u64>,
+    ) -> Result<impl Iterator<Item = Segment> + '_, OutOfBounds> {
+        self.mapping.check(bytes.clone())?;
+        let first = self.starts.partition_point(|start| *start <= bytes.start).saturating_sub(1);
+        let mut skip = bytes.start - self.starts.get(first).copied().unwrap_or(0);
+        let mut left = bytes.end - bytes.start;
+        Ok(self.segments()[first..].iter().map_while(move |segment| {
+            // Bytes are in the buffer, so that whatever is left begins in this segment.
+            let len = left.min(segment.len - skip);
+            let part = Segment { addr: segment.addr + skip, len };
+            (left, skip) = (left - len, 0);
+            (len > 0).then_some(part)
+        }))
+    }
+
+    /// Makes what the device wrote to `bytes` visible to the CPU, as [`Mapping::sync_for_cpu`].
+    ///
+    /// # Errors
+    /// `bytes` do not lie in the buffer.
+    pub fn sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.mapping.sync_for_cpu(bytes)
+    }
+
+    /// Makes what the CPU wrote to `bytes` visible to the device, as [`Mapping::sync_for_device`].
+    ///
+    /// # Errors
+    /// `bytes` do not lie in the buffer.
+    pub fn sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.mapping.sync_for_device(bytes)
+    }
+
+    /// The buffer, which the device may touch all the while.
+    ///
+    /// # Safety
+    /// The caller touches no part of it that the device works on, does not move the buffer out, and
+    /// changes nothing of where it lies. What he reads there a device that misbehaves may have
+    /// written at any time: it must be valid whatever it is.
+    pub unsafe fn buffer_mut(&mut self) -> &mut B {
+        self.mapping.buffer_mut()
+    }
+
+    /// Takes the buffer back. Always strict: when this returns, the device reaches none of it.
+    ///
+    /// # Errors
+    /// As [`Mapping::unmap`].
+    #[track_caller]
+    pub fn unmap(mut self) -> Result<B, UnmapError<B>> {
+        let bytes = self.len();
+        let (buffer, owner, _) = self.mapping.take(true, false)?;
+        owner.note_persistent_end(bytes);
+        Ok(buffer)
+    }
+}
+
+impl<B: SharedMemory> Persistent<B> {
+    /// The buffer, to look at while the device works on it.
+    pub fn shared(&self) -> &B {
+        self.mapping.shared()
+    }
+}
+
+impl<B> Drop for Persistent<B> {
+    fn drop(&mut self) {
+        let bytes = self.len();
+        // One that cannot be unmapped is still reachable, and still counts.
+        if let Some(owner) = self.mapping.take_dropped(true) {
+            owner.note_persistent_end(bytes);
+        }
+    }
+}
+
+impl<B> fmt::Debug for Persistent<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Persistent")
+            .field("iova", &self.iova())
+            .field("len", &self.len())
+            .field("segments", &self.segments().len())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,191 @@
+//! What of a device can be changed while it is in use: its policy, and how its flush queues are
+//! tuned.
+//!
+//! Changes take turns. Who maps and unmaps never waits for one: it reads the mode once, and what it
+//! queues is taken in or refused under a queue's own lock. So the order of a change is: what the new
+//! mode needs is made, the mode is set, and what the old one left behind is flushed.
+
+use std::sync::Arc;
+
+use ringfence_iommu::Domain;
+use ringfence_iova::Allocator;
+
+use crate::{
+    Fallback, FlushTuning, Policy, QueueKind, SetupError, SwitchError, TimerKind, TuningError,
+    flush::{Shape, bound_ns},
+    mode::Mode,
+    shared::Shared,
+};
+
+/// What changes take turns at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Control {
+    /// Why the policy in force is not the one asked for.
+    fallback: Option<Fallback>,
+    /// The kind of queue that is in use, or was last, or will be.
+    kind: QueueKind,
+    single: FlushTuning,
+    per_cpu: FlushTuning,
+}
+
+impl Control {
+    /// For a device that begins under `policy`.
+    ///
+    /// # Errors
+    /// The tuning makes no sense, or not with this policy.
+    pub(crate) fn new(
+        policy: Policy,
+        fallback: Option<Fallback>,
+        tuning: Option<FlushTuning>,
+    ) -> Result<Control, SetupError> {
+        let tuning = tuning.unwrap_or(FlushTuning::of(policy));
+        tuning.check()?;
+        if policy.queue_kind().is_some_and(|kind| kind != tuning.kind) {
+            return Err(TuningError::Kind { kind: tuning.kind, policy }.into());
+        }
+        let (single, per_cpu) = (FlushTuning::single(), FlushTuning::per_cpu());
+        let mut control = Control { fallback, kind: tuning.kind, single, per_cpu };
+        *control.of_kind(tuning.kind) = tuning;
+        Ok(control)
+    }
+
+    fn of_kind(&mut self, kind: QueueKind) -> &mut FlushTuning {
+        match kind {
+            QueueKind::Single => &mut self.single,
+            QueueKind::PerCpu => &mut self.per_cpu,
+        }
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
+    /// Brings a device that was made strict, or `off`, under the policy it is to begin with.
+    pub(crate) fn begin(self: &Arc<Self>, policy: Policy) -> Result<(), SetupError> {
+        if let Some(kind) = policy.queue_kind() {
+            let tuning = *self.control.lock().of_kind(kind);
+            self.start_timer().map_err(|_| SetupError::Thread)?;
+            self.queue_as(policy, &tuning)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn set_policy(self: &Arc<Self>, policy: Policy) -> Result<(), SwitchError> {
+        let mut control = self.control.lock();
+        let before = self.mode.get().policy();
+        if policy == before {
+            control.fallback = None;
+            return Ok(());
+        }
+        if policy == Policy::Off || before == Policy::Off {
+            return Err(SwitchError::Off { from: before, to: policy });
+        }
+        if let Some(because) = self.refuses(policy) {
+            return Err(SwitchError::Fallback(because));
+        }
+        match policy.queue_kind() {
+            Some(kind) if before.queue_kind() == Some(kind) => {
+                let bounds_bytes = self.mode.get().bounds_bytes();
+                self.mode.set(Mode::new(policy, bounds_bytes));
+            }
+            Some(kind) => {
+                self.start_timer().map_err(|_| SwitchError::Thread)?;
+                let tuning = *control.of_kind(kind);
+                let result = self.queue_as(policy, &tuning);
+                if self.mode.get().policy() == policy {
+                    control.kind = kind;
+                }
+                result?;
+            }
+            None => self.stop_queueing(policy, before).map_err(SwitchError::Flush)?,
+        }
+        control.fallback = None;
+        Ok(())
+    }
+
+    pub(crate) fn flush_tuning(&self) -> FlushTuning {
+        let mut control = self.control.lock();
+        let kind = control.kind;
+        *control.of_kind(kind)
+    }
+
+    pub(crate) fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
+        tuning.check()?;
+        let mut control = self.control.lock();
+        let policy = self.mode.get().policy();
+        let result = if policy.is_lazy() {
+            self.queue_as(policy.with_queue_kind(tuning.kind), &tuning)
+        } else {
+            Ok(())
+        };
+        if !matches!(result, Err(TuningError::Memory(_))) {
+            control.kind = tuning.kind;
+            *control.of_kind(tuning.kind) = tuning;
+        }
+        result
+    }
+
+    pub(crate) fn fallback(&self) -> Option<Fallback> {
+        self.control.lock().fallback
+    }
+
+    /// Queues under a lazy policy, as `tuning` says, whatever was done before.
+    ///
+    /// # Errors
+    /// There is no memory for it, and nothing has changed; or the flush of what was queued before
+    /// failed, and the rest is done.
+    fn queue_as(&self, policy: Policy, tuning: &FlushTuning) -> Result<(), TuningError> {
+        let lazy = &self.lazy;
+        let bound = tuning.max_exposure_bytes;
+        let shape = Shape {
+            capacity: tuning.capacity(),
+            high_water: tuning.high_water.unwrap_or(usize::MAX),
+            late_after_ns: bound_ns(tuning),
+            reserved_only: bound.is_some(),
+        };
+        let in_use = if policy.is_per_cpu() { lazy.queues.rings() } else { 1 };
+        let was_lazy = self.wants_flush();
+        lazy.queues.open(in_use, shape).map_err(TuningError::memory(tuning.slots))?;
+        if let Some(bytes) = bound {
+            lazy.queues.budget.set(bytes);
+        }
+        lazy.pace.tune(tuning);
+        // Rule L27: from here on it can be seen.
+        self.mode.set(Mode::new(policy, bound.is_some()));
+        if was_lazy {
+            // Only now: who has not seen the mode yet would flush in vain until it does.
+            lazy.queues.close(in_use);
+            // What was queued under other bounds.
+            self.expire_in(&self.waits.asked, &self.frees).map_err(TuningError::Flush)?;
+            lazy.queues.trim();
+        }
+        Ok(())
+    }
+
+    /// Queues nothing any more, and flushes what is queued. What is under way either comes into a
+    /// queue before that is closed, and is flushed here, or finds it closed, and flushes itself.
+    ///
+    /// # Errors
+    /// The flush failed: the timer tries again. The policy is in force all the same.
+    fn stop_queueing(&self, policy: Policy, before: Policy) -> ringfence_iommu::Result<()> {
+        self.mode.set(Mode::new(policy, false));
+        if before.is_lazy() {
+            self.lazy.queues.close(0);
+            self.expire_in(&self.waits.asked, &self.frees)?;
+            self.lazy.queues.trim();
+        }
+        Ok(())
+    }
+
+    /// Starts the timer's thread, if there is to be one and is none.
+    fn start_timer(self: &Arc<Self>) -> std::io::Result<()> {
+        if self.timer_kind == TimerKind::Manual {
+            return Ok(());
+        }
+        // A reference that keeps nothing alive: the thread ends with the device.
+        let weak = Arc::downgrade(self);
+        self.lazy.timer.start(Arc::clone(&self.clock), move |late_ns| match weak.upgrade() {
+            // A flush that fails is counted, and tried again: the timer is armed.
+            Some(shared) => shared.expire_late(late_ns).map_or(true, |()| true),
+            None => false,
+        })
+    }
+}

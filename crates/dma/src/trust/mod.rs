@@ -1,0 +1,338 @@
+//! Which device is trusted with what.
+//!
+//! A device that anybody can plug in, or that somebody else serves, may be after memory that is not
+//! meant for it. A stale window is what it would use: so an untrusted device is never lazy and never
+//! unprotected, whatever was asked for (rule L28). Devices are trusted unless something says
+//! otherwise; *lazy* is nobody's default.
+//!
+//! Three things may speak: a description ([`Trust::described`]), sysfs ([`Trust::from_sysfs`]) and
+//! the platform ([`Platform::detect`]). [`decide`] makes a policy of what they say and what is
+//! wanted.
+//!
+//! Strict is as far as this goes: a buffer of an untrusted device that does not fill its granules is
+//! mapped rounded to them, with its neighbours in them. To keep those away is for bounce buffers
+//! (rule L48), which are not here yet; until then give such a device whole granules.
+
+mod platform;
+mod sysfs;
+#[cfg(all(test, not(loom)))]
+mod tree;
+
+use core::fmt;
+use std::{io, path::PathBuf, sync::Arc};
+
+use crate::{Fallback, Policy};
+
+pub use platform::{Guest, Platform};
+pub use sysfs::Finding;
+
+/// Whether a device is expected to keep to what it is told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Trust {
+    /// It may have whatever policy is asked for.
+    #[default]
+    Trusted,
+    /// It gets strict protection only.
+    Untrusted {
+        /// What spoke against it.
+        why: Distrust,
+    },
+}
+
+/// What speaks against a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum Distrust {
+    /// Whoever described it said so.
+    #[error("it was described as untrusted")]
+    Described,
+    /// It, or what it hangs on, can be removed by the user; as Linux says of all that lies behind
+    /// an external-facing PCI port.
+    #[error("it can be removed by the user")]
+    Removable,
+    /// It lies behind a port that the device tree calls external-facing.
+    #[error("it lies behind an external-facing port")]
+    ExternalFacing,
+    /// The kernel calls it, or what it hangs on, untrusted.
+    #[error("the kernel calls it untrusted")]
+    Marked,
+    /// Nothing could be found out about it: what [`TrustError`] is a good reason for.
+    #[error("nothing could be found out about it")]
+    Unknown,
+}
+
+impl Trust {
+    /// What an explicit description says.
+    pub const fn described(trusted: bool) -> Trust {
+        if trusted { Trust::Trusted } else { Trust::Untrusted { why: Distrust::Described } }
+    }
+
+    /// Whether the device may work under `policy` (rule L28).
+    pub const fn allows(self, policy: Policy) -> bool {
+        match (self, policy) {
+            (Trust::Trusted, _) | (Trust::Untrusted { .. }, Policy::Strict | Policy::StrictMap) => {
+                true
+            }
+            (
+                Trust::Untrusted { .. },
+                Policy::Off
+                | Policy::LazySq
+                | Policy::LazyMq
+                | Policy::LazySqMap
+                | Policy::LazyMqMap,
+            ) => false,
+        }
+    }
+
+    /// The policy in force where `policy` is wanted, and why if it is another one.
+    pub const fn confine(self, policy: Policy) -> (Policy, Option<Fallback>) {
+        match against(policy, self, false, true) {
+            Some(because) => (confined(policy), Some(because)),
+            None => (policy, None),
+        }
+    }
+}
+
+impl fmt::Display for Trust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Trust::Trusted => f.write_str("trusted"),
+            Trust::Untrusted { why } => write!(f, "untrusted: {why}"),
+        }
+    }
+}
+
+/// The strict policy nearest to `policy`.
+pub(crate) const fn confined(policy: Policy) -> Policy {
+    match policy {
+        Policy::Off => Policy::StrictMap,
+        other => other.to_strict(),
+    }
+}
+
+/// Why a device cannot have `policy`; `None` if it can. Distrust is the reason that is told first.
+pub(crate) const fn against(
+    policy: Policy,
+    trust: Trust,
+    detecting: bool,
+    deferred_flush: bool,
+) -> Option<Fallback> {
+    match trust {
+        Trust::Untrusted { why } if !trust.allows(policy) => Some(Fallback::Untrusted { why }),
+        _ if detecting && !policy.is_strict() => Some(Fallback::Detector),
+        _ if policy.is_lazy() && !deferred_flush => Some(Fallback::NoDeferredFlush),
+        _ => None,
+    }
+}
+
+/// A policy, and how it came about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// The policy in force.
+    pub policy: Policy,
+    /// Why it is this one.
+    pub reason: Reason,
+}
+
+/// Why a device works under the policy that it works under.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reason {
+    /// It was asked for.
+    Asked,
+    /// Nothing was asked for.
+    Default,
+    /// Nothing was asked for, in a guest that does not trust the machine that serves its devices.
+    ConfidentialGuest(Guest),
+    /// Another one was asked for, and could not be had.
+    Instead {
+        /// What was asked for.
+        of: Policy,
+        /// Why not.
+        because: Fallback,
+    },
+}
+
+impl Decision {
+    /// Why the policy is not the one asked for; `None` if it is, or nothing was.
+    pub const fn fallback(&self) -> Option<Fallback> {
+        match self.reason {
+            Reason::Instead { because, .. } => Some(because),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Decision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.policy)?;
+        match self.reason {
+            Reason::Asked => f.write_str("as asked for"),
+            Reason::Default => f.write_str("the default"),
+            Reason::ConfidentialGuest(guest) => write!(f, "the default of a {guest}"),
+            Reason::Instead { of, because } => write!(f, "instead of {of}: {because}"),
+        }
+    }
+}
+
+/// A policy that was demanded, and that the device cannot have (rule L28).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the policy {policy} is demanded and cannot be had: {because}")]
+pub struct Refused {
+    /// What was demanded.
+    pub policy: Policy,
+    /// Why not.
+    pub because: Fallback,
+}
+
+/// The policy of a device: of what is known of it and of the platform that serves it, and of what
+/// is wanted. Where something is `wanted` and `demanded`, nothing else will do.
+///
+/// A confidential guest has a default of its own, no more: what is named for a trusted device there
+/// is had.
+///
+/// # Errors
+/// What is demanded cannot be had.
+pub fn decide(
+    trust: Trust,
+    platform: Platform,
+    wanted: Option<Policy>,
+    demanded: bool,
+) -> Result<Decision, Refused> {
+    let Some(wanted) = wanted else {
+        let policy = platform.default_policy();
+        let reason = match platform {
+            Platform::Ordinary => Reason::Default,
+            Platform::Confidential(guest) => Reason::ConfidentialGuest(guest),
+        };
+        return Ok(Decision { policy, reason });
+    };
+    match trust.confine(wanted) {
+        (policy, None) => Ok(Decision { policy, reason: Reason::Asked }),
+        (_, Some(because)) if demanded => Err(Refused { policy: wanted, because }),
+        (policy, Some(because)) => {
+            Ok(Decision { policy, reason: Reason::Instead { of: wanted, because } })
+        }
+    }
+}
+
+/// Why it cannot be told whether a device is trusted. Never a reason to believe that it is.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrustError {
+    /// The path leads to no device of sysfs.
+    #[error("{} is no device in sysfs", .0.display())]
+    NotADevice(PathBuf),
+    /// A file is there and cannot be read.
+    #[error("cannot read {}: {error}", .file.display())]
+    Unreadable {
+        /// Which file.
+        file: PathBuf,
+        /// What the system said.
+        error: Arc<io::Error>,
+    },
+    /// A file says what it never should.
+    #[error("{} says {says:?}, which makes no sense there", .file.display())]
+    Senseless {
+        /// Which file.
+        file: PathBuf,
+        /// What it says.
+        says: String,
+    },
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const UNTRUSTED: Trust = Trust::Untrusted { why: Distrust::Removable };
+    const BECAUSE: Fallback = Fallback::Untrusted { why: Distrust::Removable };
+    const TDX: Platform = Platform::Confidential(Guest::Tdx);
+
+    #[test]
+    fn the_table_of_decisions() {
+        // rule L28
+        use Policy::*;
+        let asked = |policy| Ok((policy, Reason::Asked));
+        let instead = |of, policy| Ok((policy, Reason::Instead { of, because: BECAUSE }));
+        let refused = |policy| Err(Refused { policy, because: BECAUSE });
+        // trusted | untrusted | untrusted and demanded
+        let table = [
+            (Off, asked(Off), instead(Off, StrictMap), refused(Off)),
+            (Strict, asked(Strict), asked(Strict), asked(Strict)),
+            (StrictMap, asked(StrictMap), asked(StrictMap), asked(StrictMap)),
+            (LazySq, asked(LazySq), instead(LazySq, Strict), refused(LazySq)),
+            (LazyMq, asked(LazyMq), instead(LazyMq, Strict), refused(LazyMq)),
+            (LazySqMap, asked(LazySqMap), instead(LazySqMap, StrictMap), refused(LazySqMap)),
+            (LazyMqMap, asked(LazyMqMap), instead(LazyMqMap, StrictMap), refused(LazyMqMap)),
+        ];
+        assert_eq!(table.map(|row| row.0), Policy::ALL);
+        for platform in [Platform::Ordinary, TDX] {
+            let decide = |trust, wanted, demanded| {
+                decide(trust, platform, Some(wanted), demanded)
+                    .map(|decision| (decision.policy, decision.reason))
+            };
+            for (wanted, trusted, untrusted, demanded) in table {
+                assert_eq!(decide(Trust::Trusted, wanted, false), trusted);
+                assert_eq!(decide(Trust::Trusted, wanted, true), trusted);
+                assert_eq!(decide(UNTRUSTED, wanted, false), untrusted);
+                assert_eq!(decide(UNTRUSTED, wanted, true), demanded);
+            }
+        }
+    }
+
+    #[test]
+    fn nobody_is_lazy_or_unprotected_by_default() {
+        let guests = [Guest::Tdx, Guest::Sev, Guest::SecureExecution, Guest::Pef];
+        let guests = guests.map(Platform::Confidential);
+        for platform in [Platform::Ordinary].into_iter().chain(guests) {
+            for trust in [Trust::Trusted, UNTRUSTED, Trust::default(), Trust::described(false)] {
+                for demanded in [false, true] {
+                    let decision = decide(trust, platform, None, demanded).unwrap();
+                    assert!(decision.policy.is_strict(), "{decision}");
+                    assert!(trust.allows(decision.policy));
+                    assert_eq!(decision.fallback(), None);
+                    let confidential = matches!(decision.reason, Reason::ConfidentialGuest(_));
+                    assert_eq!(confidential, platform != Platform::Ordinary);
+                }
+            }
+        }
+        assert_eq!(Trust::default(), Trust::Trusted);
+    }
+
+    #[test]
+    fn what_is_allowed_is_what_is_not_replaced() {
+        for policy in Policy::ALL {
+            for trust in [Trust::Trusted, UNTRUSTED] {
+                let (in_force, fallback) = trust.confine(policy);
+                assert!(trust.allows(in_force));
+                assert_eq!(trust.allows(policy), fallback.is_none());
+                assert_eq!(trust.allows(policy), in_force == policy);
+            }
+            assert_eq!(UNTRUSTED.allows(policy), policy.is_strict());
+        }
+    }
+
+    #[test]
+    fn a_decision_says_how_it_came_about() {
+        let say = |trust, platform, wanted| decide(trust, platform, wanted, false).unwrap();
+        assert_eq!(
+            say(UNTRUSTED, TDX, Some(Policy::LazyMqMap)).to_string(),
+            "strict+map: instead of lazy-mq+map: the device is untrusted (it can be removed by the \
+             user), so it gets strict protection"
+        );
+        assert_eq!(
+            say(UNTRUSTED, TDX, None).to_string(),
+            "strict+map: the default of a confidential guest (TDX)"
+        );
+        assert_eq!(
+            say(Trust::Trusted, TDX, Some(Policy::LazySq)).to_string(),
+            "lazy-sq: as asked for"
+        );
+        assert_eq!(
+            decide(Trust::described(false), TDX, Some(Policy::Off), true).unwrap_err().to_string(),
+            "the policy off is demanded and cannot be had: the device is untrusted (it was \
+             described as untrusted), so it gets strict protection"
+        );
+    }
+}

@@ -1,0 +1,250 @@
+//! What sysfs says of a device.
+
+use core::fmt;
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use super::{Distrust, Trust, TrustError};
+
+/// What was found out about a device, and where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// What it comes to.
+    pub trust: Trust,
+    /// The file that says so. `None`: none speaks against the device, and so it is trusted.
+    pub file: Option<PathBuf>,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.file {
+            Some(file) => write!(f, "{} ({})", self.trust, file.display()),
+            None => write!(f, "{}: nothing speaks against it", self.trust),
+        }
+    }
+}
+
+impl Trust {
+    /// What sysfs says of the device in the directory `device`, such as
+    /// `/sys/bus/pci/devices/0000:01:00.0`, and of everything that it hangs on:
+    ///
+    /// * `removable` (sysfs-devices-removable): `removable` is what Linux says of a USB device that
+    ///   can be unplugged and of every PCI device behind an external-facing port, be that declared
+    ///   by ACPI or by the device tree. `fixed` and `unknown` speak for nothing.
+    /// * `of_node/external-facing` of a port above it: the device tree's own word for that.
+    /// * `untrusted`: 0 or 1. Linux itself has no such file; it is believed where a kernel has it.
+    ///
+    /// A block device's `removable` is about its medium (0 or 1), and is passed over.
+    ///
+    /// # Errors
+    /// The path is no device, or a file is unreadable or senseless. Then nothing is known, and the
+    /// caller should not trust the device.
+    pub fn from_sysfs(device: impl AsRef<Path>) -> Result<Finding, TrustError> {
+        let device = device.as_ref();
+        let home = fs::canonicalize(device).map_err(|error| unreadable(device, error))?;
+        if !is_there(&home.join("uevent"))? {
+            return Err(TrustError::NotADevice(home));
+        }
+        for dir in home.ancestors() {
+            // Every device has a uevent; the directories in between that only group them do not.
+            if !is_there(&dir.join("uevent"))? {
+                if dir.ends_with("devices") {
+                    return Ok(Finding { trust: Trust::Trusted, file: None });
+                }
+                continue;
+            }
+            let above = dir != home;
+            if let Some((why, file)) = against(dir, above)? {
+                return Ok(Finding { trust: Trust::Untrusted { why }, file: Some(file) });
+            }
+        }
+        Err(TrustError::NotADevice(home))
+    }
+}
+
+/// What a device's directory says against the device, or if it is `above` it, against what hangs on
+/// it.
+fn against(dir: &Path, above: bool) -> Result<Option<(Distrust, PathBuf)>, TrustError> {
+    let file = dir.join("removable");
+    if let Some(says) = read(&file)? {
+        match says.as_str() {
+            "removable" => return Ok(Some((Distrust::Removable, file))),
+            "fixed" | "unknown" => {}
+            "0" | "1" if is_block(dir) => {}
+            _ => return Err(TrustError::Senseless { file, says }),
+        }
+    }
+    let file = dir.join("untrusted");
+    if let Some(says) = read(&file)? {
+        match says.as_str() {
+            "1" => return Ok(Some((Distrust::Marked, file))),
+            "0" => {}
+            _ => return Err(TrustError::Senseless { file, says }),
+        }
+    }
+    // The port itself is part of the machine; what lies behind it is not.
+    let file = dir.join("of_node/external-facing");
+    if above && is_there(&file)? {
+        return Ok(Some((Distrust::ExternalFacing, file)));
+    }
+    Ok(None)
+}
+
+fn is_block(dir: &Path) -> bool {
+    fs::canonicalize(dir.join("subsystem")).is_ok_and(|subsystem| subsystem.ends_with("block"))
+}
+
+/// The content of a file in one line; `None` if there is no such file.
+pub(super) fn read(file: &Path) -> Result<Option<String>, TrustError> {
+    match fs::read(file) {
+        Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).trim_end().to_owned())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(unreadable(file, error)),
+    }
+}
+
+pub(super) fn is_there(file: &Path) -> Result<bool, TrustError> {
+    file.try_exists().map_err(|error| unreadable(file, error))
+}
+
+fn unreadable(file: &Path, error: io::Error) -> TrustError {
+    TrustError::Unreadable { file: file.to_owned(), error: Arc::new(error) }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::trust::tree::Tree;
+
+    const ROOT: &str = "sys/devices/pci0000:00";
+    const PORT: &str = "sys/devices/pci0000:00/0000:00:1c.0";
+    const DEVICE: &str = "sys/devices/pci0000:00/0000:00:1c.0/0000:01:00.0";
+
+    /// A machine with a port and a device behind it, of which nothing is said.
+    fn machine() -> Tree {
+        let tree = Tree::new();
+        for dir in [ROOT, PORT, DEVICE] {
+            tree.file(&format!("{dir}/uevent"), "");
+        }
+        tree
+    }
+
+    fn ask(tree: &Tree) -> Result<Finding, TrustError> {
+        Trust::from_sysfs(tree.path(DEVICE))
+    }
+
+    fn because(tree: &Tree) -> (Distrust, String) {
+        let finding = ask(tree).unwrap();
+        let Trust::Untrusted { why } = finding.trust else { panic!("{finding}") };
+        (why, tree.name(&finding.file.unwrap()))
+    }
+
+    #[test]
+    fn a_device_that_nothing_is_said_of_is_trusted() {
+        let tree = machine();
+        let finding = ask(&tree).unwrap();
+        assert_eq!(finding, Finding { trust: Trust::Trusted, file: None });
+        assert_eq!(finding.to_string(), "trusted: nothing speaks against it");
+        for word in ["fixed\n", "unknown\n"] {
+            tree.file(&format!("{DEVICE}/removable"), word);
+            assert_eq!(ask(&tree).unwrap().trust, Trust::Trusted);
+        }
+        tree.file(&format!("{DEVICE}/untrusted"), "0\n");
+        assert_eq!(ask(&tree).unwrap().trust, Trust::Trusted);
+    }
+
+    #[test]
+    fn one_that_can_be_removed_is_not_be_it_the_device_or_what_it_hangs_on() {
+        for dir in [DEVICE, PORT, ROOT] {
+            let tree = machine();
+            let file = format!("{dir}/removable");
+            tree.file(&file, "removable\n");
+            assert_eq!(because(&tree), (Distrust::Removable, file));
+            // A device that is fixed to one that is not is not fixed.
+            tree.file(&format!("{DEVICE}/removable"), "fixed\n");
+            assert_eq!(ask(&tree).unwrap().trust == Trust::Trusted, dir == DEVICE);
+        }
+    }
+
+    #[test]
+    fn what_lies_behind_an_external_facing_port_is_untrusted_the_port_is_not() {
+        let tree = machine();
+        let file = format!("{PORT}/of_node/external-facing");
+        tree.file(&file, "");
+        assert_eq!(because(&tree), (Distrust::ExternalFacing, file));
+        assert_eq!(Trust::from_sysfs(tree.path(PORT)).unwrap().trust, Trust::Trusted);
+    }
+
+    #[test]
+    fn what_a_kernel_calls_untrusted_is_believed() {
+        let tree = machine();
+        let file = format!("{PORT}/untrusted");
+        tree.file(&file, "1\n");
+        assert_eq!(because(&tree), (Distrust::Marked, file.clone()));
+        let said = ask(&tree).unwrap().to_string();
+        assert!(said.starts_with("untrusted: the kernel calls it untrusted ("), "{said}");
+        assert!(said.contains(&file), "{said}");
+    }
+
+    #[test]
+    fn a_link_leads_to_the_device_and_directories_between_devices_are_passed() {
+        let tree = machine();
+        // A class device, below a directory that is none.
+        let disk = format!("{DEVICE}/block/vda");
+        tree.file(&format!("{disk}/uevent"), "");
+        tree.link("sys/class/block/vda", &disk);
+        let disk = || Trust::from_sysfs(tree.path("sys/class/block/vda"));
+        assert_eq!(disk().unwrap().trust, Trust::Trusted);
+        tree.file(&format!("{PORT}/removable"), "removable\n");
+        assert_eq!(disk().unwrap().trust, Trust::Untrusted { why: Distrust::Removable });
+    }
+
+    #[test]
+    fn a_disks_removable_is_about_its_medium() {
+        let tree = machine();
+        let disk = format!("{DEVICE}/block/sr0");
+        tree.file(&format!("{disk}/uevent"), "");
+        tree.file(&format!("{disk}/removable"), "1\n");
+        let ask = || Trust::from_sysfs(tree.path(&disk));
+        assert!(matches!(ask(), Err(TrustError::Senseless { .. })), "it is no disk yet");
+        tree.file("sys/class/block/sr0", "");
+        tree.link(&format!("{disk}/subsystem"), "sys/class/block");
+        assert_eq!(ask().unwrap().trust, Trust::Trusted);
+    }
+
+    #[test]
+    fn what_makes_no_sense_or_cannot_be_read_is_an_error_that_names_the_file() {
+        for (name, says) in [("removable", "maybe\n"), ("removable", ""), ("untrusted", "yes\n")] {
+            let tree = machine();
+            let file = format!("{PORT}/{name}");
+            tree.file(&file, says);
+            let error = ask(&tree).unwrap_err();
+            assert!(matches!(&error, TrustError::Senseless { .. }), "{error}");
+            assert!(error.to_string().contains(&file), "{error}");
+            assert!(error.to_string().contains(&format!("{:?}", says.trim_end())), "{error}");
+        }
+        let tree = machine();
+        // A directory where there should be a file.
+        let file = format!("{DEVICE}/removable");
+        tree.file(&format!("{file}/uevent"), "");
+        let error = ask(&tree).unwrap_err();
+        assert!(matches!(&error, TrustError::Unreadable { .. }), "{error}");
+        assert!(error.to_string().contains(&file), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_device_is_not_taken_for_a_trusted_one() {
+        let tree = machine();
+        let error = |path: &str| Trust::from_sysfs(tree.path(path)).unwrap_err();
+        assert!(matches!(error("sys/devices/none"), TrustError::Unreadable { .. }));
+        assert!(matches!(error("sys/devices"), TrustError::NotADevice(_)));
+        assert!(matches!(error("sys"), TrustError::NotADevice(_)));
+        tree.file("elsewhere/uevent", "");
+        assert!(matches!(error("elsewhere"), TrustError::NotADevice(_)));
+        let said = error("sys").to_string();
+        assert!(said.ends_with("sys is no device in sysfs"), "{said}");
+    }
+}

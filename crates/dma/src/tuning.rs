@@ -1,0 +1,278 @@
+//! How flush queues are tuned.
+
+use std::collections::TryReserveError;
+
+use crate::Policy;
+
+/// Slots of a single queue, as Linux has it.
+const SINGLE_SLOTS: usize = 32_768;
+/// How long a single queue waits in Linux, in milliseconds.
+const SINGLE_MS: u64 = 1000;
+/// Slots of each queue in Linux where every CPU has one.
+const PER_CPU_SLOTS: usize = 256;
+/// How long queues per CPU wait in Linux, in milliseconds.
+const PER_CPU_MS: u64 = 10;
+
+/// One flush queue for all, or one for each CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum QueueKind {
+    /// One for all: the lazy policies with `sq` in their names.
+    #[default]
+    Single,
+    /// One for each CPU: the lazy policies with `mq` in their names.
+    PerCpu,
+}
+
+impl QueueKind {
+    /// In words.
+    pub const fn name(self) -> &'static str {
+        match self {
+            QueueKind::Single => "a single flush queue",
+            QueueKind::PerCpu => "a flush queue per CPU",
+        }
+    }
+}
+
+impl core::fmt::Display for QueueKind {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// How large flush queues are, when they are flushed, and how much may stay exposed in them.
+///
+/// A device keeps one tuning for each kind of queue, at first Linux's. Which kind is in use is part
+/// of the [`Policy`].
+///
+/// The two `max_exposure` bounds are what a lazy policy costs in safety, at most: unmapped memory is
+/// *exposed* from the removal of its translation to the end of the flush that covers it. Without
+/// them exposure is bounded by the slots and by the interval, as in Linux.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FlushTuning {
+    /// One queue, or one for each CPU.
+    pub kind: QueueKind,
+    /// Slots of each queue, which holds one entry less (rule L22). A thread that finds its queue
+    /// full flushes and waits for it.
+    pub slots: usize,
+    /// A queue that holds so many entries is flushed by the timer at once, so that no thread finds
+    /// it full. `None`: the timer waits for its interval, whatever the queues hold, as Linux's does.
+    pub high_water: Option<usize>,
+    /// How long, in milliseconds, an unmapped range waits at most for its flush to start.
+    pub interval_ms: u64,
+    /// How long, in milliseconds, unmapped memory may stay exposed.
+    ///
+    /// The timer is due early enough for what flushes and wake-ups were seen to take, and who
+    /// unmaps and finds it overdue flushes instead. That is as much as can be done without a
+    /// guarantee by the operating system: ranges that were exposed for longer all the same are
+    /// counted in [`Stats::late_releases`](crate::Stats::late_releases).
+    pub max_exposure_ms: Option<u64>,
+    /// How many bytes may be exposed at any moment, in all queues of the device together. Never
+    /// exceeded: an unmap that would exceed it flushes first, and one that is larger than the bound
+    /// is done strictly.
+    pub max_exposure_bytes: Option<u64>,
+}
+
+impl FlushTuning {
+    /// The fewest slots: a queue holds one entry less.
+    pub const MIN_SLOTS: usize = 2;
+    /// The most slots of a queue.
+    pub const MAX_SLOTS: usize = 1 << 20;
+    /// The longest that ranges may be told to wait, in milliseconds: a day.
+    pub const MAX_MS: u64 = 24 * 3600 * 1000;
+    /// The largest bound of exposed bytes.
+    pub const MAX_BYTES: u64 = i64::MAX as u64;
+
+    /// A single queue as Linux tunes it: 32,768 slots, flushed after a second.
+    pub const fn single() -> FlushTuning {
+        FlushTuning::linux(QueueKind::Single)
+    }
+
+    /// Queues per CPU as Linux tunes them: 256 slots each, flushed after 10 ms.
+    pub const fn per_cpu() -> FlushTuning {
+        FlushTuning::linux(QueueKind::PerCpu)
+    }
+
+    /// As Linux tunes queues of this kind.
+    pub const fn linux(kind: QueueKind) -> FlushTuning {
+        let (slots, interval_ms) = match kind {
+            QueueKind::Single => (SINGLE_SLOTS, SINGLE_MS),
+            QueueKind::PerCpu => (PER_CPU_SLOTS, PER_CPU_MS),
+        };
+        FlushTuning {
+            kind,
+            slots,
+            high_water: None,
+            interval_ms,
+            max_exposure_ms: None,
+            max_exposure_bytes: None,
+        }
+    }
+
+    /// As Linux tunes the queues of `policy`; those of a single queue if it has none.
+    pub const fn of(policy: Policy) -> FlushTuning {
+        match policy.queue_kind() {
+            Some(kind) => FlushTuning::linux(kind),
+            None => FlushTuning::single(),
+        }
+    }
+
+    /// Whether it makes sense.
+    ///
+    /// # Errors
+    /// The first value that does not, and what is allowed.
+    pub fn check(&self) -> Result<(), TuningError> {
+        let slots = self.slots;
+        if !(FlushTuning::MIN_SLOTS..=FlushTuning::MAX_SLOTS).contains(&slots) {
+            return Err(TuningError::Slots(slots));
+        }
+        if let Some(mark) = self.high_water.filter(|mark| !(1..slots).contains(mark)) {
+            return Err(TuningError::HighWater { mark, slots });
+        }
+        let legal = |ms: &u64| (1..=FlushTuning::MAX_MS).contains(ms);
+        if !legal(&self.interval_ms) {
+            return Err(TuningError::Interval(self.interval_ms));
+        }
+        if let Some(ms) = self.max_exposure_ms.filter(|ms| !legal(ms)) {
+            return Err(TuningError::MaxExposureMs(ms));
+        }
+        let legal = |bytes: &u64| (1..=FlushTuning::MAX_BYTES).contains(bytes);
+        if let Some(bytes) = self.max_exposure_bytes.filter(|bytes| !legal(bytes)) {
+            return Err(TuningError::MaxExposureBytes(bytes));
+        }
+        Ok(())
+    }
+
+    /// How many entries a queue holds.
+    pub(crate) const fn capacity(&self) -> usize {
+        self.slots.saturating_sub(1)
+    }
+}
+
+impl Default for FlushTuning {
+    fn default() -> FlushTuning {
+        FlushTuning::single()
+    }
+}
+
+/// Why flush queues cannot be tuned so. Unless it says otherwise, nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TuningError {
+    /// Too few slots, or too many.
+    #[error(
+        "a flush queue cannot have {0} slots: it holds one entry less, and must have {min} to {max}",
+        min = FlushTuning::MIN_SLOTS,
+        max = FlushTuning::MAX_SLOTS
+    )]
+    Slots(usize),
+    /// A mark that is never reached, or always.
+    #[error(
+        "a high-water mark of {mark} is of no use to a flush queue of {slots} slots: it must be \
+         from 1 to {}", .slots - 1
+    )]
+    HighWater {
+        /// The mark.
+        mark: usize,
+        /// The slots it was given with.
+        slots: usize,
+    },
+    /// No time at all, or more than a day.
+    #[error("a flush queue cannot wait {0} ms: it must be from 1 to {max}", max = FlushTuning::MAX_MS)]
+    Interval(u64),
+    /// No time at all, or more than a day.
+    #[error(
+        "exposure cannot be bounded by {0} ms: it must be from 1 to {max} (a strict policy exposes \
+         nothing)", max = FlushTuning::MAX_MS
+    )]
+    MaxExposureMs(u64),
+    /// No byte at all, or more than can be counted.
+    #[error(
+        "exposure cannot be bounded by {0} bytes: it must be from 1 to {max} (a strict policy \
+         exposes nothing)", max = FlushTuning::MAX_BYTES
+    )]
+    MaxExposureBytes(u64),
+    /// The tuning is for one kind of queue and the policy wants the other.
+    #[error("the tuning is for {tuned}, but the policy {policy} has {wanted}", tuned = .kind.name(),
+        wanted = .policy.queue_kind().map_or("no flush queue", QueueKind::name))]
+    Kind {
+        /// What was tuned.
+        kind: QueueKind,
+        /// What was to use it.
+        policy: Policy,
+    },
+    /// There is no memory for so many slots.
+    #[error("there is no memory for flush queues of {0} slots")]
+    Memory(usize),
+    /// The tuning is in force, but the flush that begins it failed: what was queued before stays
+    /// queued, and the timer tries again.
+    #[error("the queues are tuned, but what they held could not be flushed: {0}")]
+    Flush(ringfence_iommu::Error),
+}
+
+impl TuningError {
+    pub(crate) fn memory(slots: usize) -> impl FnOnce(TryReserveError) -> TuningError {
+        move |_| TuningError::Memory(slots)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn linuxs_tunings_make_sense_and_differ() {
+        for kind in [QueueKind::Single, QueueKind::PerCpu] {
+            assert_eq!(FlushTuning::linux(kind).check(), Ok(()));
+            assert_eq!(FlushTuning::linux(kind).kind, kind);
+        }
+        let single = FlushTuning::single();
+        assert_eq!((single.slots, single.interval_ms, single.capacity()), (32_768, 1000, 32_767));
+        let per_cpu = FlushTuning::per_cpu();
+        assert_eq!((per_cpu.slots, per_cpu.interval_ms, per_cpu.capacity()), (256, 10, 255));
+        assert_eq!(FlushTuning::of(Policy::LazyMqMap), per_cpu);
+        assert_eq!(FlushTuning::of(Policy::LazySq), single);
+        assert_eq!(FlushTuning::of(Policy::StrictMap), single);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_and_what_is_allowed_is_told() {
+        let good = FlushTuning { slots: 8, ..FlushTuning::single() };
+        let check = |tuning: FlushTuning, error: TuningError, says: &str| {
+            assert_eq!(tuning.check(), Err(error));
+            assert!(error.to_string().contains(says), "{error}");
+        };
+        for slots in [0, 1, FlushTuning::MAX_SLOTS + 1] {
+            check(
+                FlushTuning { slots, ..good },
+                TuningError::Slots(slots),
+                "must have 2 to 1048576",
+            );
+        }
+        for mark in [0, 8, usize::MAX] {
+            let error = TuningError::HighWater { mark, slots: 8 };
+            check(FlushTuning { high_water: Some(mark), ..good }, error, "from 1 to 7");
+        }
+        for ms in [0, FlushTuning::MAX_MS + 1] {
+            let tuning = FlushTuning { interval_ms: ms, ..good };
+            check(tuning, TuningError::Interval(ms), "from 1 to 86400000");
+            let tuning = FlushTuning { max_exposure_ms: Some(ms), ..good };
+            check(tuning, TuningError::MaxExposureMs(ms), "from 1 to 86400000");
+        }
+        for bytes in [0, u64::MAX] {
+            let tuning = FlushTuning { max_exposure_bytes: Some(bytes), ..good };
+            check(tuning, TuningError::MaxExposureBytes(bytes), "a strict policy exposes nothing");
+        }
+        let edge = FlushTuning {
+            slots: 2,
+            high_water: Some(1),
+            interval_ms: 1,
+            max_exposure_ms: Some(FlushTuning::MAX_MS),
+            max_exposure_bytes: Some(FlushTuning::MAX_BYTES),
+            ..good
+        };
+        assert_eq!(edge.check(), Ok(()));
+        let error =
+            TuningError::Kind { kind: QueueKind::Single, policy: Policy::LazyMq }.to_string();
+        assert!(error.contains("single") && error.contains("lazy-mq has a flush queue per CPU"));
+    }
+}

@@ -1,0 +1,121 @@
+//! Who waited for the device, and for what.
+
+use ringfence_sync::{
+    clock::Clock,
+    histogram::{Histogram, HistogramSnapshot},
+};
+
+/// How long calls of the domain that wait for the device took, in nanoseconds by the environment's
+/// clock, by what they were for. All clones of a device together; failed ones included.
+///
+/// Of these, mappers wait for `map`, unmappers for `unmap` and `full`, and nobody for `timer`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Waits {
+    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map): each is for a mapping, for a
+    /// piece of one, or for a [`MapBatch`](crate::MapBatch), for which nobody need wait: from its
+    /// beginning until it was found over.
+    pub map: HistogramSnapshot,
+    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync): strict unmaps, each or as an
+    /// [`UnmapBatch`](crate::UnmapBatch) (likewise), and what undoes a map that failed.
+    pub unmap: HistogramSnapshot,
+    /// Whole-domain flushes by the timer.
+    pub timer: HistogramSnapshot,
+    /// Whole-domain flushes by somebody who had to: its flush queue was full, a bound of exposure
+    /// was reached, the policy became strict under it, or no I/O virtual address was left.
+    pub full: HistogramSnapshot,
+    /// Whole-domain flushes that were asked for, changes of policy and of tuning included.
+    pub asked: HistogramSnapshot,
+}
+
+impl Waits {
+    /// What was waited for after `earlier`, taken from the same device.
+    pub fn since(&self, earlier: &Waits) -> Waits {
+        Waits {
+            map: self.map.since(&earlier.map),
+            unmap: self.unmap.since(&earlier.unmap),
+            timer: self.timer.since(&earlier.timer),
+            full: self.full.since(&earlier.full),
+            asked: self.asked.since(&earlier.asked),
+        }
+    }
+
+    /// The waits of both.
+    pub fn merge(&mut self, other: &Waits) {
+        self.map.merge(&other.map);
+        self.unmap.merge(&other.unmap);
+        self.timer.merge(&other.timer);
+        self.full.merge(&other.full);
+        self.asked.merge(&other.asked);
+    }
+}
+
+/// The waits in the calls of one clone.
+#[derive(Debug, Default)]
+pub(crate) struct CallerWaits {
+    pub(crate) map: Histogram,
+    pub(crate) unmap: Histogram,
+    pub(crate) full: Histogram,
+}
+
+impl CallerWaits {
+    pub(crate) fn add_to(&self, waits: &mut Waits) {
+        waits.map.merge(&self.map.snapshot());
+        waits.unmap.merge(&self.unmap.snapshot());
+        waits.full.merge(&self.full.snapshot());
+    }
+}
+
+/// The waits that are in no clone's calls.
+#[derive(Debug, Default)]
+pub(crate) struct OtherWaits {
+    pub(crate) timer: Histogram,
+    pub(crate) asked: Histogram,
+}
+
+impl OtherWaits {
+    pub(crate) fn add_to(&self, waits: &mut Waits) {
+        waits.timer.merge(&self.timer.snapshot());
+        waits.asked.merge(&self.asked.snapshot());
+    }
+}
+
+/// Makes a call that waits for the device, and notes how long it took.
+#[inline]
+pub(crate) fn timed<R>(clock: &dyn Clock, waits: &Histogram, wait: impl FnOnce() -> R) -> R {
+    let begun = clock.now_ns();
+    let result = wait();
+    waits.record(clock.now_ns().saturating_sub(begun));
+    result
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use ringfence_sync::clock::ManualClock;
+
+    use super::*;
+
+    #[test]
+    fn each_wait_is_noted_where_it_belongs() {
+        let clock = ManualClock::new(0);
+        let (caller, other) = (CallerWaits::default(), OtherWaits::default());
+        let kinds = [&caller.map, &caller.unmap, &other.timer, &caller.full, &other.asked];
+        for (times, histogram) in kinds.into_iter().enumerate() {
+            for _ in 0..=times {
+                assert_eq!(timed(&clock, histogram, || clock.advance(1000)), ());
+            }
+        }
+        let mut waits = Waits::default();
+        caller.add_to(&mut waits);
+        other.add_to(&mut waits);
+        let counts = |waits: &Waits| {
+            [&waits.map, &waits.unmap, &waits.timer, &waits.full, &waits.asked]
+                .map(|snapshot| (snapshot.count(), snapshot.sum()))
+        };
+        let expected = [(1, 1000), (2, 2000), (3, 3000), (4, 4000), (5, 5000)];
+        assert_eq!(counts(&waits), expected);
+        let mut twice = waits.clone();
+        twice.merge(&waits);
+        assert_eq!(counts(&twice), expected.map(|(count, sum)| (2 * count, 2 * sum)));
+        assert_eq!(counts(&twice.since(&waits)), expected);
+    }
+}

@@ -1,0 +1,305 @@
+//! Policies that change while the device is in use.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+};
+
+use ringfence_dma::{
+    Config, Device, Direction, Fallback, FlushTuning, Mapping, Policy, SwitchError, TimerKind,
+};
+use ringfence_iommu::{Capabilities, table::Limits};
+
+use crate::mock::{Bench, Broken, Buf, EagerAllocator, MockDomain, Setup};
+
+const LAZY: [Policy; 4] = [Policy::LazySq, Policy::LazyMq, Policy::LazySqMap, Policy::LazyMqMap];
+const STRICT: [Policy; 2] = [Policy::Strict, Policy::StrictMap];
+
+const MS: u64 = 1_000_000;
+
+fn map(bench: &Bench) -> Mapping<Buf> {
+    let pieces = [(0x1000, 0x1000), (0x8000, 0x1000)];
+    bench.device.map(Buf::new(&pieces), Direction::ToDevice).unwrap()
+}
+
+#[test]
+fn strict_becomes_lazy_while_mappings_live() {
+    // rule L27
+    for (strict, lazy) in STRICT.into_iter().flat_map(|s| LAZY.map(|l| (s, l))) {
+        let bench = Bench::new(strict);
+        let mapping = map(&bench);
+        let clone = bench.device.clone();
+        assert_eq!(clone.set_policy(lazy), Ok(()));
+        assert_eq!((bench.device.effective_policy(), bench.device.fallback()), (lazy, None));
+        let iova = mapping.iova().0;
+        drop(mapping);
+        assert!(bench.domain.reach(iova).is_some(), "{lazy}: it waits for its flush");
+        let interval = FlushTuning::of(lazy).interval_ms * MS;
+        assert_eq!(bench.device.timer_due_at_ns(), Some(MS + interval));
+        let stats = bench.device.stats();
+        assert_eq!((stats.queued, stats.unmap_syncs, stats.flushes), (1, 0, 0));
+        bench.device.expire().unwrap();
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn lazy_becomes_strict_and_what_was_queued_is_released() {
+    // rules L17, L24, L27
+    for (lazy, strict) in LAZY.into_iter().flat_map(|l| STRICT.map(|s| (l, s))) {
+        let bench = Bench::new(lazy);
+        let (first, second, third) = (map(&bench), map(&bench), map(&bench));
+        drop(first);
+        bench.cpu.set(1);
+        drop(second);
+        assert_eq!(bench.device.set_policy(strict), Ok(()));
+        assert_eq!(bench.device.effective_policy(), strict);
+        assert_eq!(bench.allocator.live(), 1, "only the third is in use");
+        assert_eq!(bench.device.timer_due_at_ns(), None);
+        let iova = third.iova().0;
+        drop(third.unmap().unwrap());
+        assert_eq!(bench.domain.reach(iova), None);
+        bench.assert_nothing_leaked();
+        let stats = bench.device.stats();
+        assert_eq!((stats.flushes, stats.unmap_syncs, stats.exposure.released), (1, 1, 2));
+        // And lazy again.
+        assert_eq!(bench.device.set_policy(lazy), Ok(()));
+        drop(map(&bench));
+        assert!(bench.device.timer_due_at_ns().is_some());
+        bench.device.expire().unwrap();
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn queues_change_their_kind_and_what_was_queued_is_released() {
+    // rules L24, L27
+    for (from, to) in LAZY.into_iter().flat_map(|from| LAZY.map(|to| (from, to))) {
+        let bench = Bench::new(from);
+        let (first, second, third) = (map(&bench), map(&bench), map(&bench));
+        drop(first);
+        bench.cpu.set(1);
+        drop(second);
+        assert_eq!(bench.device.set_policy(to), Ok(()));
+        assert_eq!(bench.device.effective_policy(), to);
+        let same = from.queue_kind() == to.queue_kind();
+        assert_eq!(bench.device.stats().queued, if same { 2 } else { 0 });
+        drop(third);
+        assert!(bench.device.timer_due_at_ns().is_some());
+        bench.device.expire().unwrap();
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn maps_are_synced_as_the_policy_in_force_says() {
+    let bench = Bench::new(Policy::Strict);
+    let mut syncs = 0;
+    let changes = [Policy::StrictMap, Policy::LazySq, Policy::LazySqMap, Policy::LazyMq];
+    for policy in changes {
+        bench.device.set_policy(policy).unwrap();
+        drop(map(&bench));
+        syncs += if policy.batches_maps() { 1 } else { 2 };
+        assert_eq!(bench.device.stats().map_syncs, syncs, "{policy}");
+    }
+}
+
+#[test]
+fn off_is_refused_and_so_is_what_is_not_off() {
+    for policy in Policy::ALL {
+        let bench = Bench::new(policy);
+        assert_eq!(bench.device.set_policy(policy), Ok(()), "that is no change");
+        for other in Policy::ALL.into_iter().filter(|other| *other != policy) {
+            let result = bench.device.set_policy(other);
+            if policy == Policy::Off || other == Policy::Off {
+                let error = SwitchError::Off { from: policy, to: other };
+                assert_eq!(result, Err(error));
+                let text = error.to_string();
+                assert!(text.contains(&format!("from {policy} to {other}")), "{text}");
+                assert_eq!(bench.device.effective_policy(), policy);
+            } else {
+                assert_eq!(result, Ok(()));
+                bench.device.set_policy(policy).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_domain_that_cannot_defer_flushes_stays_strict_and_says_why() {
+    for lazy in LAZY {
+        let mut setup = Setup::new(lazy);
+        setup.capabilities = Capabilities::default();
+        let bench = setup.build();
+        assert_eq!(bench.device.fallback(), Some(Fallback::NoDeferredFlush));
+        let error = SwitchError::Fallback(Fallback::NoDeferredFlush);
+        assert_eq!(bench.device.set_policy(lazy), Err(error));
+        assert!(error.to_string().contains("cannot defer its flushes"));
+        assert_eq!(bench.device.effective_policy(), lazy.to_strict());
+        // Strict is what is in force, once it is asked for.
+        bench.device.set_policy(lazy.to_strict()).unwrap();
+        assert_eq!(bench.device.fallback(), None);
+        drop(map(&bench));
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn a_flush_that_fails_leaves_a_strict_policy_and_its_old_debt_to_the_timer() {
+    // rules L19, L27
+    for lazy in LAZY {
+        let bench = Bench::new(lazy);
+        let (first, second) = (map(&bench), map(&bench));
+        drop(first);
+        bench.domain.broken.lock().unwrap().flush = true;
+        let error = bench.device.set_policy(Policy::Strict).unwrap_err();
+        assert!(matches!(error, SwitchError::Flush(_)), "{error}");
+        assert_eq!(bench.device.effective_policy(), Policy::Strict);
+        assert_eq!((bench.device.stats().queued, bench.allocator.live()), (1, 2));
+        assert!(bench.device.timer_due_at_ns().is_some());
+        let iova = second.iova().0;
+        drop(second);
+        assert_eq!(bench.domain.reach(iova), None, "what comes now is strict");
+        *bench.domain.broken.lock().unwrap() = Broken::default();
+        bench.device.expire().unwrap();
+        bench.assert_nothing_leaked();
+        assert_eq!(bench.device.timer_due_at_ns(), None);
+    }
+}
+
+#[test]
+fn the_queue_of_a_cpu_that_went_away_is_released_by_any_flush() {
+    // rules L23, L24
+    for policy in [Policy::LazyMq, Policy::LazyMqMap] {
+        let flushes: [fn(&Bench); 3] = [
+            |bench| bench.device.expire().unwrap(),
+            |bench| bench.device.flush().unwrap(),
+            |bench| bench.device.set_policy(Policy::LazySq).unwrap(),
+        ];
+        for flush in flushes {
+            let bench = Bench::new(policy);
+            bench.cpu.set(1);
+            drop((map(&bench), map(&bench)));
+            // From now on nobody runs there.
+            bench.cpu.set(0);
+            flush(&bench);
+            bench.assert_nothing_leaked();
+        }
+    }
+}
+
+#[test]
+fn a_device_that_becomes_lazy_has_a_timer_of_its_own_from_then_on() {
+    // rules L23, L30
+    let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
+    let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
+    let config = Config {
+        flush: Some(FlushTuning { interval_ms: 1, ..FlushTuning::single() }),
+        ..Config::new(Policy::StrictMap)
+    };
+    let device = Device::new(Arc::clone(&domain), Arc::clone(&allocator), config).unwrap();
+    for _ in 0..3 {
+        device.set_policy(Policy::LazySqMap).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        let hook = move || sender.send(thread::current().name().map(str::to_owned)).unwrap();
+        *domain.during_flush.lock().unwrap() = Some(Box::new(hook));
+        drop(device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap());
+        assert_eq!(receiver.recv().unwrap().as_deref(), Some("ringfence-flush"));
+        while allocator.live() != 0 {
+            thread::yield_now();
+        }
+        device.set_policy(Policy::StrictMap).unwrap();
+    }
+    drop(device);
+    assert_eq!(Arc::strong_count(&domain), 1, "the timer's thread is gone");
+}
+
+#[test]
+fn once_strict_is_in_force_nothing_is_queued_whoever_was_under_way() {
+    // rules L17, L27
+    for lazy in LAZY {
+        let mut setup = Setup::new(lazy);
+        setup.config.flush = Some(FlushTuning { slots: 16, ..FlushTuning::of(lazy) });
+        let bench = setup.build();
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                let (device, stop) = (bench.device.clone(), &stop);
+                scope.spawn(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        // The mock asserts that nothing is mapped where something is still cached.
+                        let buffer = Buf::new(&[(0x1000, 0x1000)]);
+                        drop(device.map(buffer, Direction::ToDevice).unwrap());
+                    }
+                });
+            }
+            for _ in 0..12 {
+                let released = bench.device.stats().exposure.released;
+                while bench.device.stats().exposure.released < released + 32 {
+                    thread::yield_now();
+                }
+                bench.device.set_policy(Policy::StrictMap).unwrap();
+                let unmaps = bench.device.stats().unmaps;
+                loop {
+                    let stats = bench.device.stats();
+                    assert_eq!(stats.queued, 0, "{lazy}");
+                    if stats.unmaps >= unmaps + 16 {
+                        break;
+                    }
+                    thread::yield_now();
+                }
+                bench.device.set_policy(lazy).unwrap();
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        bench.device.flush().unwrap();
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn threads_unmap_while_the_policy_goes_round() {
+    // rules L19, L22, L27
+    let mut setup = Setup::new(Policy::LazySq);
+    setup.config.timer = TimerKind::Manual;
+    let bench = setup.build();
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for thread in 0..3u64 {
+            let (device, stop) = (bench.device.clone(), &stop);
+            scope.spawn(move || {
+                let mut held = Vec::new();
+                while !stop.load(Ordering::Relaxed) {
+                    let buffer = Buf::new(&[(thread * 0x10_0000, 0x1000)]);
+                    held.push(device.map(buffer, Direction::ToDevice).unwrap());
+                    if held.len() == 8 {
+                        held.clear();
+                    }
+                }
+            });
+        }
+        for round in 0..200usize {
+            bench.cpu.set(round);
+            let policy = Policy::ALL[1 + (round * 5) % 6];
+            bench.device.set_policy(policy).unwrap();
+            if round % 7 == 0 {
+                bench.device.expire().unwrap();
+            }
+            let unmaps = bench.device.stats().unmaps;
+            while bench.device.stats().unmaps < unmaps + 8 {
+                thread::yield_now();
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    // Whoever is lazy at the end left nothing without a timer.
+    assert!(bench.device.stats().queued == 0 || bench.device.timer_due_at_ns().is_some());
+    bench.device.flush().unwrap();
+    bench.assert_nothing_leaked();
+    let stats = bench.device.stats();
+    assert_eq!(stats.exposure.released + stats.unmap_syncs, stats.unmaps);
+}

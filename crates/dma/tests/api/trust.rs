@@ -1,0 +1,104 @@
+//! An untrusted device is strict, whatever it was given.
+
+use ringfence_dma::{
+    Config, Detector, Device, Direction, Distrust, Fallback, Policy, Refused, SetupError, Trust,
+};
+use ringfence_iommu::{Capabilities, table::Limits};
+
+use crate::mock::{Bench, Buf, EagerAllocator, MockDomain, Setup};
+
+const UNTRUSTED: Trust = Trust::Untrusted { why: Distrust::Removable };
+const BECAUSE: Fallback = Fallback::Untrusted { why: Distrust::Removable };
+
+fn bench(policy: Policy, change: impl FnOnce(&mut Config)) -> Bench {
+    let mut setup = Setup::new(policy);
+    change(&mut setup.config);
+    setup.build()
+}
+
+fn refused(config: Config, capabilities: Capabilities) -> SetupError {
+    let domain = MockDomain::new(4096, capabilities, Limits::NONE);
+    let allocator = EagerAllocator::new(4096, domain.log.clone());
+    Device::new(domain, allocator, config).map(|_| ()).unwrap_err()
+}
+
+#[test]
+fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
+    // rule L28
+    for policy in Policy::ALL {
+        let bench = bench(policy, |config| config.trust = UNTRUSTED);
+        let in_force = bench.device.effective_policy();
+        assert!(in_force.is_strict(), "{policy} became {in_force}");
+        assert_eq!(bench.device.fallback(), (!policy.is_strict()).then_some(BECAUSE));
+        assert_eq!(bench.device.trust(), UNTRUSTED);
+        // And for a change at run time it would be the same.
+        assert_eq!(bench.device.refuses(policy), bench.device.fallback());
+        // Not in name only.
+        let mapping = bench.device.map(Buf::new(&[(0x5000, 0x1000)]), Direction::FromDevice);
+        let mapping = mapping.unwrap();
+        let iova = mapping.iova().0;
+        assert_ne!(iova, 0x5000, "mapped, not passed through");
+        assert!(bench.domain.reach(iova).is_some());
+        mapping.unmap().unwrap();
+        assert_eq!(bench.domain.reach(iova), None);
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn a_driver_that_demands_what_an_untrusted_device_cannot_have_is_refused() {
+    // rule L28
+    for policy in Policy::ALL {
+        let demand = |trust| Config { trust, demand: true, ..Config::new(policy) };
+        if policy.is_strict() {
+            let bench = bench(policy, |config| *config = demand(UNTRUSTED));
+            assert_eq!(bench.device.effective_policy(), policy);
+        } else {
+            let because = BECAUSE;
+            let wanted = SetupError::Refused(Refused { policy, because });
+            assert_eq!(refused(demand(UNTRUSTED), Capabilities::FULL), wanted);
+        }
+        let bench = bench(policy, |config| *config = demand(Trust::Trusted));
+        assert_eq!((bench.device.effective_policy(), bench.device.fallback()), (policy, None));
+    }
+}
+
+#[test]
+fn nor_does_a_demand_become_something_else_for_another_reason() {
+    let strict_only = Capabilities::default();
+    let demand = Config { demand: true, ..Config::new(Policy::LazyMqMap) };
+    let (policy, because) = (demand.policy, Fallback::NoDeferredFlush);
+    let wanted = SetupError::Refused(Refused { policy, because });
+    assert_eq!(refused(demand.clone(), strict_only), wanted);
+    let because = Fallback::Detector;
+    let wanted = SetupError::Refused(Refused { policy, because });
+    let detect = Some(Detector::default());
+    assert_eq!(refused(Config { detect, ..demand }, Capabilities::FULL), wanted);
+}
+
+#[test]
+fn distrust_is_the_reason_that_is_told_first() {
+    let detect = Some(Detector::default());
+    let bench = bench(Policy::LazySq, |config| {
+        *config = Config { trust: UNTRUSTED, detect, ..config.clone() };
+    });
+    assert_eq!(bench.device.fallback(), Some(BECAUSE));
+    assert_eq!(bench.device.effective_policy(), Policy::Strict);
+    assert_eq!(bench.device.refuses(Policy::Off), Some(BECAUSE));
+}
+
+#[test]
+fn a_trusted_device_refuses_what_its_domain_or_its_detector_cannot_do() {
+    let trusted = bench(Policy::Strict, |_| ());
+    let detecting = bench(Policy::Strict, |config| config.detect = Some(Detector::default()));
+    let mut setup = Setup::new(Policy::Strict);
+    setup.capabilities = Capabilities::default();
+    let strict_only = setup.build();
+    for policy in Policy::ALL {
+        assert_eq!(trusted.device.refuses(policy), None);
+        let refused = (!policy.is_strict()).then_some(Fallback::Detector);
+        assert_eq!(detecting.device.refuses(policy), refused);
+        let refused = policy.is_lazy().then_some(Fallback::NoDeferredFlush);
+        assert_eq!(strict_only.device.refuses(policy), refused);
+    }
+}

@@ -1,0 +1,628 @@
+//! Flush queues as they are tuned, and exposure as it is bounded.
+
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+};
+
+use proptest::prelude::*;
+use ringfence_dma::{
+    Config, Device, Direction, Environment, FlushTuning, Mapping, Policy, QueueKind, TimerKind,
+    TuningError,
+};
+use ringfence_iommu::{
+    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
+    table::Limits,
+};
+use ringfence_sync::{
+    clock::{Clock, ManualClock},
+    cpu::FixedCpu,
+};
+
+use crate::mock::{Bench, Broken, Buf, EagerAllocator, Log, MockDomain, Setup, TickingClock};
+
+const LAZY: [Policy; 4] = [Policy::LazySq, Policy::LazyMq, Policy::LazySqMap, Policy::LazyMqMap];
+
+const MS: u64 = 1_000_000;
+const PAGE: u64 = 0x1000;
+
+fn map_pages(bench: &Bench, pages: u64) -> Mapping<Buf> {
+    bench.device.map(Buf::new(&[(0x10_0000, pages * PAGE)]), Direction::ToDevice).unwrap()
+}
+
+fn map(bench: &Bench) -> Mapping<Buf> {
+    map_pages(bench, 1)
+}
+
+fn tuned(policy: Policy, change: impl Fn(FlushTuning) -> FlushTuning) -> Bench {
+    let mut setup = Setup::new(policy);
+    setup.config.flush = Some(change(FlushTuning::of(policy)));
+    setup.build()
+}
+
+#[test]
+fn a_queue_at_its_mark_makes_the_timer_due_and_nobody_waits() {
+    // rule L22
+    for policy in LAZY {
+        let bench = tuned(policy, |linux| FlushTuning { slots: 16, high_water: Some(4), ..linux });
+        let mappings: Vec<_> = (0..6).map(|_| map(&bench)).collect();
+        let interval = FlushTuning::of(policy).interval_ms * MS;
+        for (n, mapping) in mappings.into_iter().enumerate() {
+            drop(mapping);
+            let due = if n < 3 { MS + interval } else { MS };
+            assert_eq!(bench.device.timer_due_at_ns(), Some(due), "{policy}, entry {n}");
+            assert_eq!(bench.device.stats().flushes, 0, "that is the timer's work");
+        }
+        bench.device.expire().unwrap();
+        bench.assert_nothing_leaked();
+        drop(map(&bench));
+        assert_eq!(bench.device.timer_due_at_ns(), Some(MS + interval), "as before");
+    }
+}
+
+#[test]
+fn the_mark_wakes_the_timers_thread() {
+    let tuning =
+        FlushTuning { high_water: Some(4), interval_ms: 600_000, ..FlushTuning::per_cpu() };
+    let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
+    let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
+    // All of it on one CPU, so that one queue reaches its mark.
+    let environment = Environment { cpu: Arc::new(FixedCpu::new(1)), ..Environment::default() };
+    let config = Config { flush: Some(tuning), ..Config::new(Policy::LazyMqMap) };
+    let device =
+        Device::with_environment(domain, Arc::clone(&allocator), config, environment).unwrap();
+    for _ in 0..3 {
+        for _ in 0..4 {
+            drop(device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap());
+        }
+        while allocator.live() != 0 {
+            thread::yield_now();
+        }
+    }
+    let stats = device.stats();
+    assert_eq!((stats.full_queue_flushes, stats.queued), (0, 0));
+    assert_eq!(device.waits().timer.count(), stats.flushes);
+}
+
+#[test]
+fn an_unmap_that_would_exceed_the_bound_of_bytes_flushes_first() {
+    for policy in LAZY {
+        let bench =
+            tuned(policy, |linux| FlushTuning { max_exposure_bytes: Some(3 * PAGE), ..linux });
+        let mappings: Vec<_> = (0..4).map(|_| map(&bench)).collect();
+        for (n, mapping) in mappings.into_iter().enumerate() {
+            // Wherever they are queued.
+            bench.cpu.set(n);
+            drop(mapping);
+            let stats = bench.device.stats();
+            let (pages, flushes) = if n < 3 { (n as u64 + 1, 0) } else { (1, 1) };
+            assert_eq!((stats.queued_bytes, stats.bound_flushes), (pages * PAGE, flushes));
+        }
+        assert_eq!(bench.device.stats().exposure.released, 3);
+        assert_eq!(bench.device.waits().full.count(), 1, "that one waited");
+        bench.device.expire().unwrap();
+        bench.assert_nothing_leaked();
+        // And what was given back can be had again.
+        drop(map_pages(&bench, 3));
+        assert_eq!(bench.device.stats().bound_flushes, 1);
+        assert_eq!(bench.device.stats().queued_bytes, 3 * PAGE);
+    }
+}
+
+#[test]
+fn an_unmap_larger_than_the_bound_of_bytes_is_strict() {
+    // rule L17
+    for policy in LAZY {
+        let bench =
+            tuned(policy, |linux| FlushTuning { max_exposure_bytes: Some(3 * PAGE), ..linux });
+        drop(map(&bench));
+        let mapping = map_pages(&bench, 4);
+        let iova = mapping.iova().0;
+        drop(mapping.unmap().unwrap());
+        assert_eq!(bench.domain.reach(iova), None);
+        assert!(!bench.allocator.is_live(iova));
+        let stats = bench.device.stats();
+        assert_eq!((stats.bound_unmaps, stats.unmap_syncs, stats.flushes), (1, 1, 0));
+        assert_eq!(stats.queued, 1, "what was queued stays queued");
+    }
+}
+
+#[test]
+fn an_unmap_that_cannot_make_room_by_a_flush_is_strict() {
+    let bench =
+        tuned(Policy::LazySq, |linux| FlushTuning { max_exposure_bytes: Some(PAGE), ..linux });
+    let (one, two) = (map(&bench), map(&bench));
+    let iova = two.iova().0;
+    drop(one);
+    bench.domain.broken.lock().unwrap().flush = true;
+    drop(two.unmap().unwrap());
+    assert_eq!(bench.domain.reach(iova), None);
+    let stats = bench.device.stats();
+    assert_eq!((stats.queued, stats.bound_unmaps, stats.quarantined), (1, 1, 0));
+    *bench.domain.broken.lock().unwrap() = Broken::default();
+    bench.device.flush().unwrap();
+    bench.assert_nothing_leaked();
+}
+
+#[test]
+fn what_fails_to_unmap_gives_its_bytes_back() {
+    let bench = tuned(Policy::LazySq, |linux| FlushTuning {
+        slots: 2,
+        max_exposure_bytes: Some(2 * PAGE),
+        ..linux
+    });
+    let mappings: Vec<_> = (0..3).map(|_| map(&bench)).collect();
+    let mut mappings = mappings.into_iter();
+    bench.domain.broken.lock().unwrap().unmap = true;
+    assert!(mappings.next().unwrap().unmap().is_err());
+    *bench.domain.broken.lock().unwrap() = Broken::default();
+    drop(mappings.next());
+    // The queue is full, and there is no room in it.
+    bench.domain.broken.lock().unwrap().flush = true;
+    assert!(mappings.next().unwrap().unmap().is_err());
+    *bench.domain.broken.lock().unwrap() = Broken::default();
+    bench.device.flush().unwrap();
+    drop(map_pages(&bench, 2));
+    let stats = bench.device.stats();
+    assert_eq!((stats.queued_bytes, stats.quarantined), (2 * PAGE, 2));
+    assert_eq!((stats.bound_flushes, stats.bound_unmaps), (0, 0), "both pages were left");
+}
+
+/// A domain that keeps account of what is exposed: unmapped lazily, and not flushed since.
+#[derive(Default)]
+struct Gauge {
+    /// Bytes, by a number of their own.
+    exposed: Mutex<(u64, Vec<(u64, u64)>)>,
+    most: AtomicU64,
+    flushes: AtomicU64,
+}
+
+impl Domain for Gauge {
+    type Target = GuestPhys;
+
+    fn geometry(&self) -> Geometry {
+        Geometry::new(PageSizes::from_granule(PAGE).unwrap(), Range::ALL)
+    }
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::FULL
+    }
+    fn map_pages(&self, _: Range, _: GuestPhys, _: Prot) -> Result<()> {
+        Ok(())
+    }
+    fn iotlb_sync_map(&self, _: Range) -> Result<()> {
+        Ok(())
+    }
+    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        if gather.is_queued() {
+            let (number, exposed) = &mut *self.exposed.lock().unwrap();
+            *number += 1;
+            exposed.push((*number, range.extent() + 1));
+            let sum = exposed.iter().map(|(_, bytes)| bytes).sum();
+            self.most.fetch_max(sum, Ordering::Relaxed);
+        }
+        // So that others are in the middle of an unmap, too.
+        thread::yield_now();
+        Ok(range.len())
+    }
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
+        gather.clear_ranges();
+        Ok(())
+    }
+    fn flush_iotlb_all(&self) -> Result<()> {
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        let begun = self.exposed.lock().unwrap().0;
+        thread::yield_now();
+        self.exposed.lock().unwrap().1.retain(|(number, _)| *number > begun);
+        Ok(())
+    }
+    fn iova_to_phys(&self, _: Iova) -> Option<GuestPhys> {
+        None
+    }
+}
+
+fn gauged(
+    policy: Policy,
+    tuning: FlushTuning,
+) -> (Device<Arc<Gauge>, Arc<EagerAllocator>>, Arc<Gauge>) {
+    let domain = Arc::new(Gauge::default());
+    let allocator = EagerAllocator::new(PAGE, Log::default());
+    let config = Config {
+        flush: Some(FlushTuning { kind: policy.queue_kind().unwrap(), ..tuning }),
+        ..Config::new(policy)
+    };
+    (Device::new(Arc::clone(&domain), allocator, config).unwrap(), domain)
+}
+
+#[test]
+fn many_threads_together_never_exceed_the_bound_of_bytes() {
+    for policy in [Policy::LazySqMap, Policy::LazyMqMap] {
+        let bound = 8 * PAGE;
+        let tuning = FlushTuning {
+            max_exposure_bytes: Some(bound),
+            interval_ms: 1,
+            ..FlushTuning::single()
+        };
+        let (device, domain) = gauged(policy, tuning);
+        thread::scope(|scope| {
+            for thread in 0..4u64 {
+                let device = device.clone();
+                scope.spawn(move || {
+                    for n in 0..1000 {
+                        let pages = 1 + (thread + n) % 3;
+                        let buffer = Buf::new(&[(0x10_0000, pages * PAGE)]);
+                        drop(device.map(buffer, Direction::ToDevice).unwrap());
+                    }
+                });
+            }
+        });
+        let most = domain.most.load(Ordering::Relaxed);
+        assert!(most <= bound, "{policy}: {most:#x} bytes were exposed");
+        assert!(most > bound / 2, "{policy}: the test hardly comes near the bound");
+        device.flush().unwrap();
+        let stats = device.stats();
+        assert_eq!(stats.exposure.released + stats.bound_unmaps, 4000);
+        assert!(stats.bound_flushes > 100, "{stats:?}");
+    }
+}
+
+#[test]
+fn a_bound_of_bytes_holds_for_what_is_unmapped_after_it_was_set() {
+    for policy in LAZY {
+        let bench = tuned(policy, |linux| linux);
+        drop((map(&bench), map(&bench), map(&bench)));
+        assert_eq!(bench.device.stats().queued, 3);
+        let tuning = bench.device.flush_tuning();
+        let bounded = |pages: u64| FlushTuning { max_exposure_bytes: Some(pages * PAGE), ..tuning };
+        bench.device.set_flush_tuning(bounded(2)).unwrap();
+        assert_eq!(bench.device.stats().queued, 0, "what was queued is flushed");
+        let most = |pages| {
+            for _ in 0..2 * pages + 1 {
+                drop(map(&bench));
+                assert!(bench.device.stats().queued_bytes <= pages * PAGE);
+            }
+            bench.device.stats().bound_flushes
+        };
+        assert_eq!(most(2), 2);
+        bench.device.set_flush_tuning(bounded(4)).unwrap();
+        assert_eq!(most(4), 4);
+        bench.device.set_flush_tuning(bounded(1)).unwrap();
+        assert_eq!(most(1), 6);
+        bench.device.set_flush_tuning(tuning).unwrap();
+        drop((map(&bench), map(&bench), map(&bench), map(&bench), map(&bench)));
+        let stats = bench.device.stats();
+        assert_eq!((stats.queued, stats.bound_flushes), (5, 6), "not bounded any more");
+        bench.device.set_flush_tuning(bounded(3)).unwrap();
+        assert_eq!(most(3), 8);
+        bench.device.flush().unwrap();
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn bounds_may_change_while_threads_unmap() {
+    let single = FlushTuning { interval_ms: 1, ..FlushTuning::single() };
+    let (device, domain) = gauged(Policy::LazySq, single);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..3 {
+            let (device, stop) = (device.clone(), &stop);
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let buffer = Buf::new(&[(0x10_0000, PAGE)]);
+                    drop(device.map(buffer, Direction::ToDevice).unwrap());
+                }
+            });
+        }
+        for round in 0..60u64 {
+            let kind = if round % 3 == 0 { QueueKind::PerCpu } else { QueueKind::Single };
+            let max_exposure_bytes = (round % 4 != 0).then_some((1 + round % 4) * PAGE);
+            let tuning = FlushTuning { kind, slots: 64, max_exposure_bytes, ..single };
+            device.set_flush_tuning(tuning).unwrap();
+            assert_eq!(device.flush_tuning(), tuning);
+            let begun = domain.flushes.load(Ordering::Relaxed);
+            // Whatever was under way has ended once there were some more flushes.
+            while domain.flushes.load(Ordering::Relaxed) < begun + 8 {
+                if let Some(bytes) = max_exposure_bytes {
+                    // Not one entry was let in without its bytes, even if it was under way.
+                    let queued = device.stats().queued_bytes;
+                    assert!(queued <= bytes + 3 * PAGE, "{queued:#x} of {bytes:#x}");
+                }
+                thread::yield_now();
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    device.flush().unwrap();
+    let stats = device.stats();
+    assert_eq!((stats.queued, device.allocator().live()), (0, 0));
+    assert_eq!(stats.exposure.released + stats.bound_unmaps, stats.unmaps);
+}
+
+#[test]
+fn the_timer_is_due_before_a_bound_in_time() {
+    // rule L23
+    for policy in LAZY {
+        let bench = tuned(policy, |linux| FlushTuning {
+            interval_ms: 1000,
+            max_exposure_ms: Some(80),
+            ..linux
+        });
+        drop(map(&bench));
+        assert_eq!(bench.device.timer_due_at_ns(), Some(MS + 70 * MS), "an eighth to spare");
+        bench.clock.advance(70 * MS);
+        let clock = Arc::clone(&bench.clock);
+        *bench.domain.during_flush.lock().unwrap() = Some(Box::new(move || clock.advance(8 * MS)));
+        bench.device.expire().unwrap();
+        let stats = bench.device.stats();
+        assert_eq!((stats.exposure.max_age_ns, stats.late_releases), (78 * MS, 0));
+        let now = MS + 78 * MS;
+        drop(map(&bench));
+        assert_eq!(bench.device.timer_due_at_ns(), Some(now + 70 * MS), "8 and 2 fit into 10");
+        // The next expiry is late, and its flush is slow.
+        bench.clock.advance(76 * MS);
+        let clock = Arc::clone(&bench.clock);
+        *bench.domain.during_flush.lock().unwrap() = Some(Box::new(move || clock.advance(10 * MS)));
+        bench.device.expire().unwrap();
+        let stats = bench.device.stats();
+        assert_eq!((stats.exposure.max_age_ns, stats.late_releases), (86 * MS, 1), "not hidden");
+        let now = now + 86 * MS;
+        drop(map(&bench));
+        let due = now + 80 * MS - (10 + 6) * MS * 5 / 4;
+        assert_eq!(bench.device.timer_due_at_ns(), Some(due), "it learned from both");
+    }
+}
+
+#[test]
+fn who_unmaps_and_finds_the_timer_overdue_flushes() {
+    for policy in LAZY {
+        let bench = tuned(policy, |linux| FlushTuning {
+            interval_ms: 1000,
+            max_exposure_ms: Some(80),
+            ..linux
+        });
+        let (first, second) = (map(&bench), map(&bench));
+        bench.cpu.set(1);
+        drop(first);
+        bench.cpu.set(0);
+        bench.clock.advance(75 * MS);
+        drop(second);
+        assert_eq!(bench.device.stats().flushes, 0, "it might come any moment");
+        bench.clock.advance(1);
+        drop(map(&bench));
+        let stats = bench.device.stats();
+        assert_eq!((stats.flushes, stats.bound_flushes, stats.queued), (1, 1, 0), "{policy}");
+        assert_eq!((stats.exposure.max_age_ns, stats.late_releases), (75 * MS + 1, 0));
+        assert_eq!(bench.device.waits().full.count(), 1);
+        bench.assert_nothing_leaked();
+        // The timer begins anew.
+        assert_eq!(bench.device.timer_due_at_ns(), None);
+        drop(map(&bench));
+        assert_eq!(bench.device.timer_due_at_ns(), Some(MS + 145 * MS + 1));
+    }
+}
+
+#[test]
+fn what_was_exposed_for_too_long_is_told_whatever_the_machine_does() {
+    for policy in [Policy::LazySqMap, Policy::LazyMqMap] {
+        let tuning = FlushTuning {
+            interval_ms: 1000,
+            max_exposure_ms: Some(2),
+            slots: 4096,
+            ..FlushTuning::single()
+        };
+        let (device, domain) = gauged(policy, tuning);
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                let device = device.clone();
+                scope.spawn(move || {
+                    while device.stats().flushes < 20 {
+                        let buffer = Buf::new(&[(0x10_0000, PAGE)]);
+                        drop(device.map(buffer, Direction::ToDevice).unwrap());
+                    }
+                });
+            }
+        });
+        device.set_policy(Policy::StrictMap).unwrap();
+        let stats = device.stats();
+        assert_eq!(stats.flushes, domain.flushes.load(Ordering::Relaxed));
+        assert_eq!(stats.exposure.released, stats.unmaps);
+        // How well it was kept is up to the machine; not what is told about it.
+        assert_eq!(stats.late_releases > 0, stats.exposure.max_age_ns > 2 * MS, "{stats:?}");
+        let (timer, full) = (device.waits().timer.count(), device.waits().full.count());
+        assert_eq!(full, stats.bound_flushes + stats.full_queue_flushes);
+        assert!(timer + full >= 20, "{stats:?}");
+    }
+}
+
+#[test]
+fn smaller_queues_lose_nothing_of_what_is_queued() {
+    // rule L22
+    for policy in LAZY {
+        let bench = tuned(policy, |linux| FlushTuning { slots: 8, ..linux });
+        let mappings: Vec<_> = (0..8).map(|_| map(&bench)).collect();
+        let mut mappings = mappings.into_iter();
+        mappings.by_ref().take(6).for_each(drop);
+        // The flush fails, so that they stay.
+        bench.domain.broken.lock().unwrap().flush = true;
+        let smaller = FlushTuning { slots: 3, ..bench.device.flush_tuning() };
+        let error = bench.device.set_flush_tuning(smaller).unwrap_err();
+        assert!(matches!(error, TuningError::Flush(_)), "{error}");
+        assert_eq!(bench.device.flush_tuning(), smaller);
+        assert_eq!(bench.device.stats().queued, 6);
+        assert!(bench.device.timer_due_at_ns().is_some(), "the timer tries again");
+        *bench.domain.broken.lock().unwrap() = Broken::default();
+        drop(mappings.next());
+        let stats = bench.device.stats();
+        assert_eq!((stats.queued, stats.full_queue_flushes, stats.exposure.released), (1, 1, 6));
+        drop(mappings.next());
+        assert_eq!(bench.device.stats().queued, 2);
+        drop(map(&bench));
+        assert_eq!(bench.device.stats().queued, 1, "two at most");
+        bench.device.flush().unwrap();
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn larger_queues_hold_more() {
+    for policy in LAZY {
+        let bench = tuned(policy, |linux| FlushTuning { slots: 3, ..linux });
+        let larger = FlushTuning { slots: 1000, ..bench.device.flush_tuning() };
+        bench.device.set_flush_tuning(larger).unwrap();
+        for n in 1..1000 {
+            drop(map(&bench));
+            assert_eq!((bench.device.stats().queued, bench.device.stats().flushes), (n, 1));
+        }
+        drop(map(&bench));
+        assert_eq!((bench.device.stats().queued, bench.device.stats().flushes), (1, 2));
+    }
+}
+
+#[test]
+fn a_shorter_interval_holds_at_once() {
+    let bench = Bench::new(Policy::LazySq);
+    drop(map(&bench));
+    let shorter = FlushTuning { interval_ms: 5, ..FlushTuning::single() };
+    bench.device.set_flush_tuning(shorter).unwrap();
+    assert_eq!((bench.device.stats().queued, bench.device.timer_due_at_ns()), (0, None));
+    drop(map(&bench));
+    assert_eq!(bench.device.timer_due_at_ns(), Some(6 * MS));
+}
+
+#[test]
+fn each_kind_of_queue_keeps_its_tuning() {
+    let bench = Bench::new(Policy::LazySqMap);
+    let device = &bench.device;
+    assert_eq!(device.flush_tuning(), FlushTuning::single());
+    let per_cpu = FlushTuning { slots: 32, ..FlushTuning::per_cpu() };
+    device.set_flush_tuning(per_cpu).unwrap();
+    assert_eq!(device.effective_policy(), Policy::LazyMqMap, "the kind that was tuned is in use");
+    assert_eq!(device.flush_tuning(), per_cpu);
+    device.set_policy(Policy::LazySq).unwrap();
+    assert_eq!(device.flush_tuning(), FlushTuning::single());
+    device.set_policy(Policy::Strict).unwrap();
+    let single = FlushTuning { slots: 5, ..FlushTuning::single() };
+    device.set_flush_tuning(single).unwrap();
+    assert_eq!((device.effective_policy(), device.flush_tuning()), (Policy::Strict, single));
+    device.set_policy(Policy::LazyMq).unwrap();
+    assert_eq!(device.flush_tuning(), per_cpu);
+    device.set_policy(Policy::LazySq).unwrap();
+    (0..5).for_each(|_| drop(map(&bench)));
+    assert_eq!(device.stats().full_queue_flushes, 1, "four fit");
+}
+
+#[test]
+fn a_tuning_that_makes_no_sense_changes_nothing() {
+    for policy in [Policy::LazySq, Policy::StrictMap] {
+        let bench = Bench::new(policy);
+        drop(map(&bench));
+        let before = (bench.device.stats(), bench.device.flush_tuning());
+        let senseless = [
+            FlushTuning { slots: 1, ..FlushTuning::per_cpu() },
+            FlushTuning { high_water: Some(256), ..FlushTuning::per_cpu() },
+            FlushTuning { interval_ms: 0, ..FlushTuning::per_cpu() },
+            FlushTuning { max_exposure_ms: Some(0), ..FlushTuning::per_cpu() },
+            FlushTuning { max_exposure_bytes: Some(0), ..FlushTuning::per_cpu() },
+        ];
+        for tuning in senseless {
+            assert_eq!(bench.device.set_flush_tuning(tuning), Err(tuning.check().unwrap_err()));
+            assert_eq!((bench.device.stats(), bench.device.flush_tuning()), before);
+            assert_eq!(bench.device.effective_policy(), policy);
+        }
+    }
+}
+
+#[test]
+fn waits_are_told_by_what_they_were_for() {
+    let clock = Arc::new(ManualClock::stepping(10));
+    let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
+    let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
+    let environment = Environment {
+        clock,
+        cpu: Arc::new(FixedCpu::new(1)),
+        thread_clock: Arc::new(TickingClock::default()),
+    };
+    let tuning = FlushTuning { slots: 3, ..FlushTuning::single() };
+    let config =
+        Config { timer: TimerKind::Manual, flush: Some(tuning), ..Config::new(Policy::Strict) };
+    let device = Device::with_environment(domain, allocator, config, environment).unwrap();
+    let map = || {
+        // On a clone, which goes; two pieces.
+        let buffer = Buf::new(&[(0x1000, 0x1000), (0x8000, 0x1000)]);
+        drop(device.clone().map(buffer, Direction::ToDevice).unwrap());
+    };
+    let counts = || {
+        let waits = device.waits();
+        let kinds = [&waits.map, &waits.unmap, &waits.timer, &waits.full, &waits.asked];
+        // Two readings of the clock lie between beginning and end of each.
+        kinds.iter().for_each(|kind| assert_eq!(kind.sum(), 10 * kind.count()));
+        kinds.map(|kind| kind.count())
+    };
+    map();
+    assert_eq!(counts(), [2, 1, 0, 0, 0]);
+    device.set_policy(Policy::LazySqMap).unwrap();
+    (0..3).for_each(|_| map());
+    assert_eq!(counts(), [5, 1, 0, 1, 0], "the queue was full");
+    device.flush().unwrap();
+    assert_eq!(counts(), [5, 1, 0, 1, 1]);
+    device.expire().unwrap();
+    assert_eq!(counts(), [5, 1, 1, 1, 1]);
+    device.set_policy(Policy::StrictMap).unwrap();
+    assert_eq!(counts(), [5, 1, 1, 1, 1], "nothing was queued");
+    let stats = device.stats();
+    assert_eq!((stats.map_syncs, stats.unmap_syncs, stats.flushes), (5, 1, 3));
+}
+
+proptest! {
+    #[test]
+    fn what_is_queued_never_exceeds_its_bounds_and_is_all_released(
+        per_cpu: bool,
+        slots in 2..10usize,
+        high_water in proptest::option::of(1..10usize),
+        bytes in proptest::option::of(1..6u64),
+        ms in proptest::option::of(1..40u64),
+        steps in proptest::collection::vec((1..6u64, 0..2usize, 0..10u64), 1..60),
+    ) {
+        let policy = if per_cpu { Policy::LazyMqMap } else { Policy::LazySqMap };
+        let bench = tuned(policy, |linux| FlushTuning {
+            slots,
+            high_water: high_water.filter(|mark| *mark < slots),
+            interval_ms: 15,
+            max_exposure_bytes: bytes.map(|pages| pages * PAGE),
+            max_exposure_ms: ms,
+            ..linux
+        });
+        for &(pages, cpu, wait_ms) in &steps {
+            // The timer is a program that looks when it has nothing else to do: never too late.
+            let mut now = bench.device.timer_due_at_ns().unwrap_or(u64::MAX);
+            let until = bench.clock.now_ns() + wait_ms * MS;
+            while now <= until {
+                let clock = bench.clock.now_ns();
+                bench.clock.advance(now.saturating_sub(clock));
+                bench.device.expire().unwrap();
+                now = bench.device.timer_due_at_ns().unwrap_or(u64::MAX);
+            }
+            let clock = bench.clock.now_ns();
+            bench.clock.advance(until.saturating_sub(clock));
+            bench.cpu.set(cpu);
+            drop(map_pages(&bench, pages));
+            let stats = bench.device.stats();
+            prop_assert!(stats.queued as usize <= (slots - 1) * 2);
+            prop_assert!(stats.queued_bytes <= bytes.map_or(u64::MAX, |pages| pages * PAGE));
+            let armed = bench.device.timer_due_at_ns().is_some();
+            prop_assert!(stats.queued == 0 || armed, "an entry waits for a timer that is not armed");
+        }
+        let interval = ms.map_or(15, |ms| ms.min(15));
+        prop_assert!(bench.device.stats().exposure.max_age_ns <= interval * MS);
+        prop_assert_eq!(bench.device.stats().late_releases, 0);
+        bench.device.flush().unwrap();
+        bench.assert_nothing_leaked();
+        let stats = bench.device.stats();
+        prop_assert_eq!(stats.exposure.released + stats.bound_unmaps, steps.len() as u64);
+        let too_large = steps.iter().filter(|(pages, ..)| bytes.is_some_and(|b| *pages > b));
+        prop_assert_eq!(stats.bound_unmaps, too_large.count() as u64);
+    }
+}
