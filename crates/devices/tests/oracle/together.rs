@@ -19,7 +19,8 @@ use std::{
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    Coherent, Config, Direction, Environment, Mapping, Segment, StaleIova, TimerKind,
+    Coherent, Config, Direction, Environment, FlushTuning, Mapping, Policy, Segment, StaleIova,
+    TimerKind,
 };
 use ringfence_iommu::{
     Prot,
@@ -30,7 +31,7 @@ use crate::{
     history::History,
     pages::{Buf, PAGE, Pages},
     probe::{HALF, ProbeUnit, Record, Roaming},
-    program::{self, cases, direction},
+    program::{self, cases, direction, policy},
     rig::{Dma, Rig, Setup},
     set::{Run, runs},
     together::judge::{Judge, check_stamps},
@@ -82,6 +83,10 @@ pub(crate) enum Step {
         count: usize,
         us: u64,
     },
+    /// Another policy, for both drivers.
+    Switch {
+        policy: Policy,
+    },
     Flush,
     Linger {
         us: u64,
@@ -103,6 +108,7 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         1 => which().prop_map(|which| Step::UnmapWatched { which }),
         1 => which().prop_map(|which| Step::Unwatch { which }),
         1 => which().prop_map(|which| Step::Drop { which }),
+        1 => policy().prop_map(|policy| Step::Switch { policy }),
         1 => Just(Step::Flush),
         3 => (0..60u64).prop_map(|us| Step::Linger { us }),
     ]
@@ -137,7 +143,15 @@ struct Account {
     returned: Vec<Returned>,
 }
 
+/// How many changes of the policy there were.
+#[derive(Default)]
+struct Switches {
+    begun: AtomicU64,
+    done: AtomicU64,
+}
+
 struct Driver<'a> {
+    switches: &'a Switches,
     dma: Dma,
     pages: &'a Arc<Pages>,
     history: &'a History,
@@ -195,15 +209,17 @@ impl Driver<'_> {
                 }
             }
             Step::Unmap { which } => {
+                let strict = self.is_strict();
                 let Some((live, held)) = self.take(*which) else { return Ok(()) };
                 let (strictly, result) = match held {
                     Held::One(mapping) => (false, mapping.unmap().map(|buffer| vec![buffer]).ok()),
                     Held::List(mapping) => (false, mapping.unmap().ok()),
                     Held::Coherent(memory) => (true, memory.free().map(|buffer| vec![buffer]).ok()),
                 };
-                self.unmapped(live, strictly, result)?;
+                self.unmapped(live, strictly || self.stays_strict(strict), result)?;
             }
             Step::UnmapWatched { which } => {
+                let strict = self.is_strict();
                 let Some((live, held)) = self.take(*which) else { return Ok(()) };
                 let (strictly, result) = match held {
                     Held::One(mapping) => match mapping.unmap_watched() {
@@ -222,7 +238,7 @@ impl Driver<'_> {
                     },
                     Held::Coherent(memory) => (true, memory.free().map(|buffer| vec![buffer]).ok()),
                 };
-                self.unmapped(live, strictly, result)?;
+                self.unmapped(live, strictly || self.stays_strict(strict), result)?;
             }
             Step::Unwatch { which } => {
                 if !self.watched.is_empty() {
@@ -232,11 +248,29 @@ impl Driver<'_> {
             Step::Drop { which } => drop(self.take(*which)),
             Step::Submit { counts, direction, us } => self.submit(counts, *direction, *us)?,
             Step::Complete { count, us } => self.complete(*count, *us)?,
+            Step::Switch { policy } => {
+                self.switches.begun.fetch_add(1, Ordering::SeqCst);
+                // One that fails leaves the timer to flush.
+                let _ = self.dma.set_policy(*policy);
+                self.switches.done.fetch_add(1, Ordering::SeqCst);
+            }
             // One that fails is tried again by the timer.
             Step::Flush => drop(self.dma.flush()),
             Step::Linger { us } => linger(Duration::from_micros(*us)),
         }
         Ok(())
+    }
+
+    /// If the policy is strict and nobody changes it: how often it was changed so far.
+    fn is_strict(&self) -> Option<u64> {
+        let begun = self.switches.begun.load(Ordering::SeqCst);
+        let settled = self.switches.done.load(Ordering::SeqCst) == begun;
+        (settled && self.dma.effective_policy().is_strict()).then_some(begun)
+    }
+
+    /// Whether it has been strict since [`is_strict`](Self::is_strict) was asked.
+    fn stays_strict(&self, since: Option<u64>) -> bool {
+        since == Some(self.switches.begun.load(Ordering::SeqCst))
     }
 
     fn submit(&mut self, counts: &[u64], direction: Direction, us: u64) -> Result<(), String> {
@@ -266,6 +300,7 @@ impl Driver<'_> {
     }
 
     fn complete(&mut self, count: usize, us: u64) -> Result<(), String> {
+        let strict = self.is_strict();
         let mut batch = self.dma.unmap_batch();
         for _ in 0..count {
             let lists = |(_, held): &(usize, Held)| matches!(held, Held::List(_));
@@ -286,7 +321,8 @@ impl Driver<'_> {
             linger(Duration::from_micros(us));
             batch.finish(|live, result| returned.push((live, result.ok().map(|r| r.buffer))));
         }
-        returned.into_iter().try_for_each(|(live, buffers)| self.unmapped(live, false, buffers))
+        let strictly = self.stays_strict(strict);
+        returned.into_iter().try_for_each(|(live, buffers)| self.unmapped(live, strictly, buffers))
     }
 
     fn mapped(
@@ -327,7 +363,7 @@ impl Driver<'_> {
     ) -> Result<(), String> {
         let at = self.history.sequence.next();
         let Some(buffers) = buffers else { return Ok(()) };
-        if self.dma.effective_policy().is_lazy() && !strictly {
+        if !strictly {
             return Ok(());
         }
         let runs = self.account.live[live].runs.clone();
@@ -405,13 +441,14 @@ pub(crate) fn run(
         let roaming = Roaming::new(&targets, history.sequence.clone(), number, stamp);
         worker.call(move |work| work.unit::<ProbeUnit>(unit).unwrap().roaming = Some(roaming));
     }
-    let mut reported = Vec::new();
+    let (mut reported, switches) = (Vec::new(), Switches::default());
     let accounts = thread::scope(|scope| {
         let drivers: Vec<_> = programs
             .iter()
             .zip(targets.chunks(TARGETS))
             .map(|(steps, targets)| {
                 let driver = Driver {
+                    switches: &switches,
                     dma: dma.clone(),
                     pages: &pages,
                     history: &history,
@@ -488,7 +525,9 @@ prop_compose! {
     pub(crate) fn setup()(setup in program::setup(), ms in 1..5u64) -> Setup {
         let config = Config {
             timer: TimerKind::Thread,
-            flush_queue_ms: Some(ms),
+            flush: setup.config.flush.map(|tuning| FlushTuning { interval_ms: ms, ..tuning }),
+            // It keeps addresses, which the account of them at the end would have to know.
+            detect: None,
             // Whole pages, as the probes think of them.
             max_segment: setup.config.max_segment & !(PAGE - 1),
             ..setup.config
@@ -510,7 +549,7 @@ proptest! {
         failures in prop_oneof![2 => Just(0u32), 1 => Just(20_000)],
         programs in [vec(step(), 1..400), vec(step(), 1..400)],
     ) {
-        // rules L17, L19, L20, L22, L23, L24, D15
+        // rules L17, L19, L20, L22, L23, L24, L27, L34, D15
         run(&setup, failures, &programs).map_err(TestCaseError::fail)?;
     }
 }

@@ -2,7 +2,7 @@
 
 use ringfence_dma::{Direction, Returned};
 
-use super::{Coming, Held, Program, steps::Pieces};
+use super::{Coming, Going, Held, Program, steps::Pieces};
 use crate::set::{State, runs};
 
 impl Program {
@@ -80,10 +80,11 @@ impl Program {
             }
             let Some((at, _)) = lists.nth(which % lists_there) else { break };
             let (entry, Held::List(mapping)) = self.mappings.swap_remove(at) else { break };
+            let strictly = !self.is_lazy();
             let unmaps = &mut self.batches().unmaps;
             let pushed = match watched {
-                true => unmaps.push_watched(mapping, entry),
-                false => unmaps.push(mapping, entry),
+                true => unmaps.push_watched(mapping, Going { entry, strictly }),
+                false => unmaps.push(mapping, Going { entry, strictly }),
             };
             if pushed.is_err() {
                 return Err("a batch does not take a mapping of its device".to_owned());
@@ -100,17 +101,17 @@ impl Program {
         let mut handed_out = Vec::new();
         let unmaps = &mut self.batches().unmaps;
         if wait {
-            unmaps.finish(|entry, returned| handed_out.push((entry, returned)));
+            unmaps.finish(|going, returned| handed_out.push((going, returned)));
         } else {
-            unmaps.poll(|entry, returned| handed_out.push((entry, returned)));
+            unmaps.poll(|going, returned| handed_out.push((going, returned)));
         }
-        for (entry, returned) in handed_out {
+        for (Going { entry, strictly }, returned) in handed_out {
             match returned {
                 Ok(Returned { buffer, stale }) => {
                     self.watched.extend(stale.map(|stale| (entry, stale)));
-                    self.unmapped(entry, false, Ok(buffer))?;
+                    self.unmapped(entry, strictly, Ok(buffer))?;
                 }
-                Err(_) => self.unmapped(entry, false, Err(()))?,
+                Err(_) => self.unmapped(entry, strictly, Err(()))?,
             }
         }
         Ok(())

@@ -50,6 +50,7 @@ impl Program {
         if let Some(violation) = self.rig.history.violations().first() {
             return Err(violation.clone());
         }
+        self.check_exposure()?;
         for worker in 0..self.rig.probes.len() {
             let touches = self.touches();
             for touches in touches.chunks(AT_ONCE) {
@@ -59,6 +60,26 @@ impl Program {
             self.check_memory()?;
         }
         Ok(())
+    }
+
+    /// No more waits for a flush than the user has allowed.
+    fn check_exposure(&self) -> Result<(), String> {
+        let Some(dma) = &self.dma else { return Ok(()) };
+        if !dma.effective_policy().is_lazy() || !self.bounded {
+            return Ok(());
+        }
+        let Some(bound) = dma.flush_tuning().max_exposure_bytes else { return Ok(()) };
+        let stale = self.set.entries.iter().filter(|entry| entry.state == State::Stale);
+        let exposed: u128 = stale
+            .flat_map(|entry| {
+                self.rig.history.since(entry.pieces.start).into_iter().take(entry.pieces.len())
+            })
+            .map(|piece| piece.range.len())
+            .sum();
+        match exposed > u128::from(bound) {
+            true => Err(format!("{exposed} bytes are exposed, {bound} may be")),
+            false => Ok(()),
+        }
     }
 
     fn touches(&mut self) -> Vec<Touch> {

@@ -2,7 +2,9 @@
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_devices::worker::Notify;
-use ringfence_dma::{Config, Direction, Policy, TimerKind};
+use ringfence_dma::{
+    Config, Detector, Direction, Distrust, FlushTuning, Policy, QueueKind, TimerKind, Trust,
+};
 use ringfence_iommu::wrap::{Kind, Stage};
 
 use crate::{
@@ -26,6 +28,10 @@ pub(crate) enum Step {
         from: usize,
     },
     Coherent {
+        pieces: Pieces,
+        from: usize,
+    },
+    Persistent {
         pieces: Pieces,
         from: usize,
     },
@@ -71,6 +77,13 @@ pub(crate) enum Step {
     },
     Reap {
         wait: bool,
+    },
+    /// Another policy, while all of this goes on.
+    Switch {
+        policy: Policy,
+    },
+    Tune {
+        tuning: FlushTuning,
     },
     Flush,
     Wait {
@@ -151,6 +164,10 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         1 => which().prop_map(|which| Step::Use { which }),
         2 => (which(), 0..2usize, 0..400u64)
             .prop_map(|(which, worker, us)| Step::Hold { which, worker, us }),
+        1 => (pieces(), 0..96usize)
+            .prop_map(|(pieces, from)| Step::Persistent { pieces, from }),
+        1 => policy().prop_map(|policy| Step::Switch { policy }),
+        1 => any::<bool>().prop_flat_map(tuning).prop_map(|tuning| Step::Tune { tuning }),
         1 => Just(Step::Flush),
         1 => (0..20u64).prop_map(|ms| Step::Wait { ms }),
         1 => (0..2usize).prop_map(Step::MoveToCpu),
@@ -159,15 +176,35 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn policy() -> impl Strategy<Value = Policy> {
+pub(crate) fn policy() -> impl Strategy<Value = Policy> {
     let protecting: Vec<_> = Policy::ALL.into_iter().filter(|p| *p != Policy::Off).collect();
     prop::sample::select(protecting)
 }
 
 prop_compose! {
+    pub(crate) fn tuning(per_cpu: bool)(
+        slots in 2..6usize,
+        interval_ms in 1..20u64,
+        max_exposure_ms in prop_oneof![3 => Just(None), 1 => (1..10u64).prop_map(Some)],
+        max_exposure_bytes in prop_oneof![2 => Just(None), 1 => (1..60_000u64).prop_map(Some)],
+    ) -> FlushTuning {
+        let kind = if per_cpu { QueueKind::PerCpu } else { QueueKind::Single };
+        let high_water = None;
+        FlushTuning { kind, slots, high_water, interval_ms, max_exposure_ms, max_exposure_bytes }
+    }
+}
+
+prop_compose! {
     pub(crate) fn setup()(
         policy in policy(),
-        slots in 2..6usize,
+        tuning in tuning(false),
+        untrusted in prop::bool::weighted(0.1),
+        detect in prop_oneof![
+            3 => Just(None),
+            1 => (0..6usize, 1..200_000u64).prop_map(|(ranges, bytes)| {
+                Some(Detector { ranges, bytes })
+            }),
+        ],
         boundary in prop_oneof![3 => Just(u64::MAX), 1 => Just(0x3fff), 1 => Just(0xffff)],
         max_segment in prop_oneof![3 => Just(u64::MAX), 1 => 4096..20_000u64],
         granule in prop_oneof![3 => Just(4096u64), 1 => Just(512)],
@@ -183,7 +220,12 @@ prop_compose! {
         probe_first in any::<bool>(),
     ) -> Setup {
         let config = Config {
-            flush_queue_slots: Some(slots),
+            flush: Some(FlushTuning { kind: policy.queue_kind().unwrap_or_default(), ..tuning }),
+            trust: match untrusted {
+                true => Trust::Untrusted { why: Distrust::Described },
+                false => Trust::Trusted,
+            },
+            detect,
             segment_boundary: boundary,
             max_segment,
             timer: TimerKind::Manual,
