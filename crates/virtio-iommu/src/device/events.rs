@@ -84,14 +84,12 @@ pub struct EventQueue {
     faults: Arc<FaultQueue>,
     queue: Queue,
     chain: Chain,
-    /// The fault that the next buffer is for.
-    next: Option<Fault>,
 }
 
 impl EventQueue {
     /// Serves `queue` from `faults`.
     pub fn new(faults: Arc<FaultQueue>, queue: Queue) -> EventQueue {
-        EventQueue { faults, queue, chain: Chain::new(), next: None }
+        EventQueue { faults, queue, chain: Chain::new() }
     }
 
     /// Delivers what waits, as far as there are buffers. A buffer too small for a record is given
@@ -101,9 +99,9 @@ impl EventQueue {
     /// The driver broke the ring.
     pub fn poll(&mut self, mem: &impl Translate) -> Result<Progress, RingError> {
         let mut progress = Progress::default();
-        loop {
-            self.next = self.next.or_else(|| self.faults.take());
-            let Some(fault) = self.next else { break };
+        // A fault waits until there is a buffer for it: whoever decides by what waits whether to
+        // poll again must see it.
+        while self.faults.waiting() > 0 {
             if !self.queue.is_valid() {
                 self.queue.revalidate(mem)?;
             }
@@ -111,8 +109,10 @@ impl EventQueue {
                 break;
             }
             let mut used = 0;
-            if self.chain.writable_len() >= FAULT_LEN as u64 {
-                self.next = None;
+            // There is none any more if the device was reset meanwhile.
+            if self.chain.writable_len() >= FAULT_LEN as u64
+                && let Some(fault) = self.faults.take()
+            {
                 let record = FaultRecord::from(fault).emit();
                 match self.chain.write_at(mem, 0, &record) {
                     Ok(_) => used = FAULT_LEN as u32,

@@ -1,0 +1,263 @@
+//! What a domain was asked, and when: the witness that every judgement calls on.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::{self, ThreadId},
+};
+
+use parking_lot::Mutex;
+use ringfence_iommu::{
+    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result, SyncToken,
+};
+
+/// A counter that all threads share: what has the lower number came first.
+#[derive(Clone, Default)]
+pub(crate) struct Sequence(Arc<AtomicU64>);
+
+impl Sequence {
+    pub(crate) fn next(&self) -> u64 {
+        self.0.fetch_add(1, Ordering::SeqCst)
+    }
+}
+
+/// One mapping that was asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    pub(crate) range: Range,
+    pub(crate) target: u64,
+    pub(crate) prot: Prot,
+    /// Who asked.
+    pub(crate) by: ThreadId,
+    /// Before it was asked for.
+    pub(crate) mapped: u64,
+    /// Whether a sync has told that the device knows of it.
+    pub(crate) ready: bool,
+    /// After its removal was asked for.
+    pub(crate) unmapped: Option<u64>,
+    /// Whether an invalidation that covers it has begun, without anybody waiting for it yet.
+    pub(crate) begun: bool,
+    /// After the invalidation that covers it: from then on nobody may reach it.
+    pub(crate) closed: Option<u64>,
+}
+
+impl Piece {
+    /// Where `addr` leads by this piece.
+    pub(crate) fn target_of(&self, addr: u64) -> u64 {
+        self.target + (addr - self.range.first().0)
+    }
+}
+
+#[derive(Default)]
+struct Told {
+    pieces: Vec<Piece>,
+    /// The pieces that are not closed.
+    open: Vec<usize>,
+    violations: Vec<String>,
+}
+
+/// All that was ever mapped.
+#[derive(Clone, Default)]
+pub(crate) struct History {
+    pub(crate) sequence: Sequence,
+    told: Arc<Mutex<Told>>,
+}
+
+impl History {
+    /// How many pieces there were so far.
+    pub(crate) fn len(&self) -> usize {
+        self.told.lock().pieces.len()
+    }
+
+    /// The pieces from number `from` on.
+    pub(crate) fn since(&self, from: usize) -> Vec<Piece> {
+        self.told.lock().pieces[from..].to_vec()
+    }
+
+    /// Whether all of these pieces are closed.
+    pub(crate) fn closed(&self, numbers: core::ops::Range<usize>) -> bool {
+        self.told.lock().pieces[numbers].iter().all(|piece| piece.closed.is_some())
+    }
+
+    /// Whether the device is known to know of all that is mapped from `first` to `last`.
+    pub(crate) fn is_ready(&self, first: u64, last: u64) -> bool {
+        let range = Range::new(Iova(first), Iova(last)).expect("ordered");
+        let told = self.told.lock();
+        let mapped = told.open.iter().map(|&at| &told.pieces[at]);
+        mapped.filter(|piece| piece.range.overlaps(range)).all(|piece| piece.ready)
+    }
+
+    /// Addresses that were mapped while they were still to be kept free (rule L19).
+    pub(crate) fn violations(&self) -> Vec<String> {
+        self.told.lock().violations.clone()
+    }
+
+    fn map(&self, range: Range, target: u64, prot: Prot) -> usize {
+        let mut told = self.told.lock();
+        let mapped = self.sequence.next();
+        let held = told.open.iter().map(|&at| &told.pieces[at]).find(|p| p.range.overlaps(range));
+        if let Some(held) = held {
+            let violation = format!("{range} is mapped at {mapped} over {held:?}");
+            told.violations.push(violation);
+        }
+        let by = thread::current().id();
+        let (ready, unmapped, begun, closed) = (false, None, false, None);
+        let piece = Piece { range, target, prot, by, mapped, ready, unmapped, begun, closed };
+        told.pieces.push(piece);
+        let number = told.pieces.len() - 1;
+        told.open.push(number);
+        number
+    }
+
+    fn make_ready(&self, ranges: &[Range]) {
+        let mut told = self.told.lock();
+        let Told { pieces, open, .. } = &mut *told;
+        for &at in open.iter() {
+            pieces[at].ready |= ranges.iter().any(|range| range.covers(pieces[at].range));
+        }
+    }
+
+    /// Calls `each` with every open piece; closes those for which it is true.
+    fn close(&self, mut each: impl FnMut(&mut Piece) -> bool) {
+        let now = self.sequence.next();
+        let mut told = self.told.lock();
+        let Told { pieces, open, .. } = &mut *told;
+        open.retain(|&at| {
+            let closes = each(&mut pieces[at]);
+            if closes {
+                pieces[at].closed = Some(now);
+            }
+            !closes
+        });
+    }
+}
+
+/// A domain that writes down what it is asked.
+pub(crate) struct Recorded<D> {
+    inner: D,
+    history: History,
+}
+
+impl<D> Recorded<D> {
+    pub(crate) fn new(inner: D, history: History) -> Recorded<D> {
+        Recorded { inner, history }
+    }
+}
+
+impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
+    type Target = GuestPhys;
+
+    fn geometry(&self) -> Geometry {
+        self.inner.geometry()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+        let number = self.history.map(range, target.0, prot);
+        let result = self.inner.map_pages(range, target, prot);
+        if result.is_err() {
+            // Nothing was changed.
+            let mut told = self.history.told.lock();
+            told.open.retain(|&at| at != number);
+            let piece = &mut told.pieces[number];
+            piece.closed = Some(piece.mapped);
+        }
+        result
+    }
+
+    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
+        let result = self.inner.iotlb_sync_map(range);
+        if result.is_ok() {
+            self.history.make_ready(&[range]);
+        }
+        result
+    }
+
+    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        let result = self.inner.unmap_pages(range, gather);
+        if result.is_ok() {
+            let now = self.history.sequence.next();
+            self.history.close(|piece| {
+                if piece.unmapped.is_some() || !range.covers(piece.range) {
+                    return false;
+                }
+                piece.unmapped = Some(now);
+                // What the device had refused to map needs no invalidation, and gets none.
+                !gather.is_queued() && !gather.ranges().iter().any(|r| r.overlaps(piece.range))
+            });
+        }
+        result
+    }
+
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
+        let began = self.history.sequence.next();
+        let ranges = gather.ranges().to_vec();
+        let result = self.inner.iotlb_sync(gather);
+        if result.is_ok() {
+            self.history.close(|piece| {
+                piece.unmapped.is_some_and(|unmapped| unmapped < began)
+                    && ranges.iter().any(|range| range.covers(piece.range))
+            });
+        }
+        result
+    }
+
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        let began = self.history.sequence.next();
+        let ranges = gather.ranges().to_vec();
+        let result = self.inner.iotlb_sync_begin(gather);
+        if result.is_ok() {
+            self.history.close(|piece| {
+                piece.begun |= piece.unmapped.is_some_and(|unmapped| unmapped < began)
+                    && ranges.iter().any(|range| range.covers(piece.range));
+                false
+            });
+        }
+        result
+    }
+
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        let result = self.inner.iotlb_sync_poll(token, ranges);
+        if result == Ok(true) {
+            // Addresses are a batch's own until it has handed them out: what has begun is its own.
+            self.history
+                .close(|piece| piece.begun && ranges.iter().any(|range| range.covers(piece.range)));
+        }
+        result
+    }
+
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        self.inner.iotlb_sync_map_begin(ranges)
+    }
+
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        let result = self.inner.iotlb_sync_map_poll(token, ranges);
+        if result == Ok(true) {
+            self.history.make_ready(ranges);
+        }
+        result
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        self.inner.iotlb_sync_wait(token)
+    }
+
+    fn flush_iotlb_all(&self) -> Result<()> {
+        // Rule L19: it covers what was unmapped before it began, and nothing else.
+        let began = self.history.sequence.next();
+        let result = self.inner.flush_iotlb_all();
+        if result.is_ok() {
+            self.history.close(|piece| piece.unmapped.is_some_and(|unmapped| unmapped < began));
+        }
+        result
+    }
+
+    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
+        self.inner.iova_to_phys(iova)
+    }
+}

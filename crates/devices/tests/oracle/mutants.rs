@@ -1,0 +1,126 @@
+//! Tests of the tests: a stack that is wrong in one thing does not pass, and what is allowed to be
+//! stale is seen to be.
+
+use proptest::{
+    collection::vec,
+    strategy::{Strategy, ValueTree},
+    test_runner::TestRunner,
+};
+use ringfence_dma::{Policy, Trust};
+
+use crate::{
+    lying::Lie,
+    program::{self, Step},
+    rig::Setup,
+    together,
+};
+
+/// Programs that are tried before a lie counts as not found out.
+const TRIES: usize = 100;
+
+/// Runs programs of one driver under the policies that fit, until one fails.
+fn one_driver(lie: Lie, fits: impl Fn(Policy) -> bool) -> Option<String> {
+    let mut runner = TestRunner::deterministic();
+    let programs = (program::setup(), vec(program::step(), 40));
+    (0..TRIES).find_map(|_| {
+        let (setup, steps) = programs.new_tree(&mut runner).expect("a program").current();
+        let setup = Setup { lie, ..setup };
+        fits(setup.config.policy).then(|| program::run(&setup, &steps).err()).flatten()
+    })
+}
+
+/// As [`one_driver`], with two.
+fn two_drivers(lie: Lie, fits: impl Fn(Policy) -> bool) -> Option<String> {
+    let mut runner = TestRunner::deterministic();
+    let programs = (together::setup(), [vec(together::step(), 200), vec(together::step(), 200)]);
+    (0..TRIES).find_map(|_| {
+        let (setup, programs) = programs.new_tree(&mut runner).expect("a program").current();
+        let setup = Setup { lie, ..setup };
+        fits(setup.config.policy).then(|| together::run(&setup, 0, &programs).err()).flatten()
+    })
+}
+
+#[track_caller]
+fn is_found_out(lie: Lie, found: Option<String>, says: &[&str]) {
+    let what = found.unwrap_or_else(|| panic!("{lie:?} passes"));
+    println!("{lie:?}: {what}");
+    assert!(says.iter().any(|says| what.contains(says)), "{lie:?}: {what}");
+}
+
+/// By what a breach of protection is told.
+const REACHES: &[&str] = &["the device reaches", "was written after its unmap"];
+
+#[test]
+fn a_sync_that_waits_for_nobody_is_found_out() {
+    is_found_out(Lie::NoSync, one_driver(Lie::NoSync, Policy::is_strict), REACHES);
+    is_found_out(Lie::NoSync, two_drivers(Lie::NoSync, Policy::is_strict), REACHES);
+}
+
+#[test]
+fn a_flush_that_waits_for_nobody_is_found_out() {
+    is_found_out(Lie::NoFlush, one_driver(Lie::NoFlush, Policy::is_lazy), REACHES);
+    is_found_out(Lie::NoFlush, two_drivers(Lie::NoFlush, Policy::is_lazy), REACHES);
+}
+
+#[test]
+fn a_map_sync_that_waits_for_nobody_is_found_out() {
+    is_found_out(Lie::NoSyncMap, one_driver(Lie::NoSyncMap, |_| true), &["was refused"]);
+    is_found_out(Lie::NoSyncMap, two_drivers(Lie::NoSyncMap, |_| true), &["was refused"]);
+}
+
+#[test]
+fn an_unmap_that_removes_nothing_is_found_out() {
+    is_found_out(Lie::NoUnmap, one_driver(Lie::NoUnmap, |_| true), REACHES);
+    is_found_out(Lie::NoUnmap, two_drivers(Lie::NoUnmap, |_| true), REACHES);
+}
+
+#[test]
+fn permissions_that_are_too_wide_are_found_out() {
+    is_found_out(Lie::AllPermitted, one_driver(Lie::AllPermitted, |_| true), REACHES);
+    is_found_out(Lie::AllPermitted, two_drivers(Lie::AllPermitted, |_| true), REACHES);
+}
+
+#[test]
+fn a_mapping_that_is_too_long_is_found_out() {
+    is_found_out(Lie::OneMore, one_driver(Lie::OneMore, |_| true), REACHES);
+}
+
+#[test]
+fn a_mapping_that_leads_elsewhere_is_found_out() {
+    let says = ["does not read what is at", "was changed"];
+    is_found_out(Lie::Elsewhere, one_driver(Lie::Elsewhere, |_| true), &says);
+    is_found_out(Lie::Elsewhere, two_drivers(Lie::Elsewhere, |_| true), REACHES);
+}
+
+#[test]
+fn caches_are_warm_so_that_what_lazy_leaves_open_is_seen() {
+    let mut runner = TestRunner::deterministic();
+    let programs = (program::setup(), vec(program::step(), 40));
+    let mut lazy = program::Count::default();
+    let mut strict = program::Count::default();
+    for _ in 0..30 {
+        let (setup, steps) = programs.new_tree(&mut runner).unwrap().current();
+        // Neither failures nor another policy than the program begins with.
+        let plain = |step: &Step| !matches!(step, Step::Fail { .. } | Step::Switch { .. });
+        let steps: Vec<_> = steps.into_iter().filter(plain).collect();
+        let count = program::run(&setup, &steps).unwrap();
+        *if setup.config.policy.is_lazy() && setup.config.trust == Trust::Trusted {
+            &mut lazy
+        } else {
+            &mut strict
+        } += count;
+    }
+    println!("lazy: {lazy:?}; strict: {strict:?}");
+    assert!(lazy.stale > 0, "{lazy:?}");
+    assert!(strict.stale == 0 && strict.accesses > 0 && strict.refused > 0, "{strict:?}");
+
+    let programs = (together::setup(), [vec(together::step(), 200), vec(together::step(), 200)]);
+    let (mut stale, mut refused) = (0, 0);
+    for _ in 0..10 {
+        let (setup, programs) = programs.new_tree(&mut runner).unwrap().current();
+        let count = together::run(&setup, 0, &programs).unwrap();
+        println!("{}: {count:?}", setup.config.policy);
+        (stale, refused) = (stale + count.stale, refused + count.refused);
+    }
+    assert!(stale > 0 && refused > 0, "{stale} stale, {refused} refused");
+}

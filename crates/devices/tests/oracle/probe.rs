@@ -1,0 +1,358 @@
+//! A device that does nothing but try addresses, as a unit beside the IOMMU's on a worker.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
+    },
+    time::Duration,
+};
+
+use ringfence_devices::{
+    bus::Bus,
+    event,
+    worker::{Unit, Work, Worker},
+};
+use ringfence_iommu::shootdown::Lease;
+use ringfence_iotlb::{Endpoint, View};
+use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
+use ringfence_sync::clock::{Clock, MonotonicClock};
+
+use crate::history::Sequence;
+
+/// The most bytes of one touch.
+pub(crate) const MOST: usize = 16;
+
+/// An access to be made.
+#[derive(Clone, Debug)]
+pub(crate) struct Touch {
+    pub(crate) addr: u64,
+    pub(crate) len: usize,
+    pub(crate) how: How,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum How {
+    Read,
+    Write([u8; 8]),
+    /// Asynchronous I/O: writes `first` now and `last` when `time` has passed, to what `addr` led
+    /// to in the beginning; a lease holds that meanwhile. Eight bytes of one granule.
+    Hold {
+        first: [u8; 8],
+        last: [u8; 8],
+        time: Duration,
+        over: Arc<AtomicBool>,
+    },
+}
+
+impl Touch {
+    pub(crate) fn writes(&self) -> bool {
+        !matches!(self.how, How::Read)
+    }
+}
+
+/// What became of it: the bytes that were read.
+pub(crate) type Touched = Result<[u8; MOST], AccessError>;
+
+struct Batch {
+    touches: Vec<Touch>,
+    reply: mpsc::Sender<Vec<Touched>>,
+}
+
+/// The way to a probe on a worker.
+pub(crate) struct Probe {
+    post: mpsc::Sender<Batch>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Probe {
+    /// Puts a probe on `worker`, as its unit of that number.
+    pub(crate) fn start(
+        worker: &Worker,
+        number: u32,
+        endpoint: &Arc<Endpoint>,
+        memory: &Arc<Memory>,
+    ) -> Probe {
+        let (post, mail) = mpsc::channel();
+        let wake = Arc::new(event::new().unwrap());
+        let (endpoint, memory) = (Arc::clone(endpoint), Arc::clone(memory));
+        let bell = Arc::clone(&wake);
+        worker
+            .call(move |work: &mut Work| {
+                let view = View::new(endpoint, memory).expect("room for another view");
+                let bus = Bus::Iommu(Box::new(view));
+                let (next, holds, roaming) = (None, Vec::new(), None);
+                let unit = ProbeUnit { holds, bus, mail, next, wake: bell, roaming };
+                work.insert(number, Box::new(unit));
+            })
+            .expect("the worker is there");
+        Probe { post, wake }
+    }
+
+    /// Has the device make all of these accesses, in their order and without a quiet point.
+    pub(crate) fn touch(&self, touches: Vec<Touch>) -> Vec<Touched> {
+        let (reply, answer) = mpsc::channel();
+        self.post.send(Batch { touches, reply }).expect("the worker is there");
+        event::signal(&self.wake);
+        answer.recv().expect("the worker answers")
+    }
+}
+
+/// A translation in use beyond the burst that it was made in.
+struct Held {
+    at: NonNull<u8>,
+    until_ns: u64,
+    last: [u8; 8],
+    // Dropped after the end was told: what waits for it finds it told.
+    _lease: Lease,
+}
+
+/// Writes `first` at `addr`, and holds the translation.
+fn hold(
+    bus: &Bus,
+    addr: u64,
+    first: [u8; 8],
+    last: [u8; 8],
+    until_ns: u64,
+) -> Result<Held, AccessError> {
+    // Before the translation that it is to keep.
+    let lease = bus.lease(addr, 8).ok_or(AccessError::Overflow { addr, len: 8 })?;
+    let mut found = None;
+    bus.slices(addr, 8, Access::Write, |piece| {
+        assert_eq!(piece.len(), 8, "eight bytes of one granule");
+        piece.copy_from(&first);
+        found = NonNull::new(piece.as_ptr());
+    })?;
+    let at = found.expect("eight bytes are a piece");
+    Ok(Held { at, until_ns, last, _lease: lease })
+}
+
+/// Who is told of the end of what was held.
+enum Over {
+    Flag(Arc<AtomicBool>),
+    /// The record whose end is to be noted.
+    Record(usize),
+}
+
+pub(crate) struct ProbeUnit {
+    // Before the bus, which keeps the memory that they point into.
+    holds: Vec<(Held, Over)>,
+    bus: Bus,
+    mail: mpsc::Receiver<Batch>,
+    next: Option<Batch>,
+    wake: Arc<OwnedFd>,
+    pub(crate) roaming: Option<Roaming>,
+}
+
+impl ProbeUnit {
+    fn touch(&mut self, touch: &Touch) -> Touched {
+        let mut bytes = [0; MOST];
+        let (addr, len) = (touch.addr, touch.len);
+        match &touch.how {
+            How::Read => self.bus.read(addr, &mut bytes[..len])?,
+            How::Write(data) => self.bus.write(addr, &data[..len])?,
+            How::Hold { first, last, time, over } => {
+                let until_ns = MonotonicClock.now_ns() + time.as_nanos() as u64;
+                let held = hold(&self.bus, addr, *first, *last, until_ns)?;
+                self.holds.push((held, Over::Flag(Arc::clone(over))));
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// Ends what is held and due.
+    fn let_go(&mut self, now_ns: u64) -> bool {
+        let before = self.holds.len();
+        let roaming = &mut self.roaming;
+        self.holds.retain(|(held, over)| {
+            if held.until_ns > now_ns {
+                return true;
+            }
+            // SAFETY: the eight bytes were translated under the lease, which is held still; the
+            // memory that they lie in is kept by the bus, and nothing borrows it.
+            unsafe { HostSlice::new(held.at, 8) }.copy_from(&held.last);
+            match over {
+                Over::Flag(over) => over.store(true, Ordering::SeqCst),
+                Over::Record(number) => {
+                    if let Some(roaming) = roaming {
+                        roaming.records[*number].ended = Some(roaming.sequence.next());
+                    }
+                }
+            }
+            false
+        });
+        self.holds.len() != before
+    }
+}
+
+impl ProbeUnit {
+    /// Stops the roaming of the probe on `worker`; what it has recorded.
+    pub(crate) fn end_roaming(worker: &Worker, number: u32) -> Vec<Record> {
+        loop {
+            let ended = worker.call(move |work| {
+                let unit = work.unit::<ProbeUnit>(number).expect("the probe is there");
+                let roaming = unit.roaming.as_mut().expect("it roams");
+                roaming.ends = true;
+                // I/O under way is recorded when it is over.
+                unit.holds.is_empty().then(|| unit.roaming.take().map(|roaming| roaming.records))
+            });
+            if let Some(records) = ended.expect("the worker is there") {
+                return records.unwrap_or_default();
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Unit for ProbeUnit {
+    fn poll(&mut self, now_ns: u64) -> bool {
+        let mut busy = self.let_go(now_ns);
+        while let Some(batch) = self.next.take().or_else(|| self.mail.try_recv().ok()) {
+            let touched = batch.touches.iter().map(|touch| self.touch(touch)).collect();
+            // Whoever asked may have failed meanwhile.
+            let _ = batch.reply.send(touched);
+            busy = true;
+        }
+        busy | self.roam(now_ns)
+    }
+
+    fn quiet(&mut self) {
+        self.bus.quiet();
+    }
+
+    fn next_due(&self) -> Option<u64> {
+        let holds = self.holds.iter().map(|(held, _)| held.until_ns);
+        holds.chain(self.roaming.as_ref().map(|roaming| roaming.rest_until_ns)).min()
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.next.is_none() {
+            self.next = self.mail.try_recv().ok();
+        }
+        self.next.is_some()
+    }
+
+    fn disarm(&mut self) {}
+
+    fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
+        into.push(self.wake.as_fd());
+    }
+
+    fn offline(&mut self) {
+        self.bus.offline();
+    }
+
+    fn online(&mut self) {
+        self.bus.online();
+    }
+}
+
+/// An access that a roaming probe has made.
+#[derive(Clone, Debug)]
+pub(crate) struct Record {
+    pub(crate) addr: u64,
+    pub(crate) write: bool,
+    /// Before its translation.
+    pub(crate) began: u64,
+    /// After its last byte; `None` if it is under way.
+    pub(crate) ended: Option<u64>,
+    pub(crate) ok: bool,
+    /// What was read or written.
+    pub(crate) data: u64,
+    /// Whether its refusal, if it was refused, was reported.
+    pub(crate) loud: bool,
+}
+
+/// A probe that never stops: it picks addresses and touches them. The first half of each page it
+/// reads, the second it writes.
+pub(crate) struct Roaming {
+    /// Where pages are or were; 0 for nowhere yet.
+    targets: Arc<Vec<AtomicU64>>,
+    sequence: Sequence,
+    random: u64,
+    /// What it writes: this and the number of the record.
+    stamp: u64,
+    rest_until_ns: u64,
+    ends: bool,
+    pub(crate) records: Vec<Record>,
+}
+
+/// So many accesses are recorded at most.
+const RECORDS: usize = 400_000;
+/// Of each page: where what is written begins.
+pub(crate) const HALF: u64 = 2048;
+
+impl Roaming {
+    pub(crate) fn new(
+        targets: &Arc<Vec<AtomicU64>>,
+        sequence: Sequence,
+        seed: u64,
+        stamp: u64,
+    ) -> Roaming {
+        let (targets, records) = (Arc::clone(targets), Vec::new());
+        Roaming { targets, sequence, random: seed, stamp, rest_until_ns: 0, ends: false, records }
+    }
+
+    /// SplitMix64.
+    fn draw(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+impl ProbeUnit {
+    /// A burst of accesses; sometimes a rest, so that the worker sleeps.
+    fn roam(&mut self, now_ns: u64) -> bool {
+        let Some(mut roaming) = self.roaming.take() else { return false };
+        let full = roaming.records.len() >= RECORDS;
+        let rests = roaming.rest_until_ns > now_ns || full || roaming.ends;
+        if !rests {
+            for _ in 0..1 + roaming.draw() % 16 {
+                self.one(&mut roaming, now_ns);
+            }
+            if roaming.draw().is_multiple_of(16) {
+                roaming.rest_until_ns = now_ns + roaming.draw() % 200_000;
+            }
+        }
+        self.roaming = Some(roaming);
+        !rests
+    }
+
+    fn one(&mut self, roaming: &mut Roaming, now_ns: u64) {
+        let draw = roaming.draw();
+        let page = roaming.targets[draw as usize % roaming.targets.len()].load(Ordering::SeqCst);
+        if page == 0 {
+            return;
+        }
+        let (write, loud) = (draw & 1 << 20 != 0, (draw >> 21).is_multiple_of(64));
+        let held = write && (draw >> 27).is_multiple_of(64);
+        let number = roaming.records.len();
+        let mut data = if write { roaming.stamp | number as u64 } else { 0 };
+        let half = if write { HALF } else { 0 };
+        let addr = page + half + (draw >> 33) % (HALF / 8) * 8;
+        let began = roaming.sequence.next();
+        let ProbeUnit { bus, holds, .. } = self;
+        let mut access = || {
+            let mut bytes = data.to_le_bytes();
+            if held {
+                let until_ns = now_ns + draw % 100_000;
+                holds.push((hold(bus, addr, bytes, bytes, until_ns)?, Over::Record(number)));
+            } else if write {
+                bus.write(addr, &bytes)?;
+            } else {
+                bus.read(addr, &mut bytes)?;
+                data = u64::from_le_bytes(bytes);
+            }
+            Ok::<(), AccessError>(())
+        };
+        let ok = if loud { access() } else { bus.silently(access) }.is_ok();
+        let ended = (!ok || !held).then(|| roaming.sequence.next());
+        roaming.records.push(Record { addr, write, began, ended, ok, data, loud });
+    }
+}

@@ -1,0 +1,591 @@
+//! Random programs of one driver. After each step the device tries, from both workers, what it may
+//! reach and much that it may not.
+
+mod batches;
+mod check;
+mod steps;
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use proptest::{collection::vec, prelude::*};
+use ringfence_dma::{Coherent, Direction, Environment, MapError, Mapping, Persistent, StaleIova};
+use ringfence_iommu::{FaultReason, Prot, wrap::When};
+use ringfence_sync::{
+    clock::{Clock, ManualClock},
+    cpu::FixedCpu,
+};
+
+use crate::{
+    history::Piece,
+    pages::Buf,
+    probe::{How, Touch},
+    rig::{Dma, MapBatch, Rig, Setup, UnmapBatch},
+    set::{Run, Set, State, runs},
+};
+
+use self::steps::Pieces;
+pub(crate) use self::steps::{Step, direction, policy, setup, step};
+
+/// What the program has mapped.
+enum Held {
+    One(Mapping<Buf>),
+    List(Mapping<Vec<Buf>>),
+    Coherent(Coherent<Buf>),
+    Persistent(Persistent<Buf>),
+}
+
+/// Asynchronous I/O under way: when it is over, these eight bytes have been written once more.
+struct Moving {
+    entry: usize,
+    gpa: u64,
+    over: Arc<AtomicBool>,
+}
+
+/// What is mapped together, and what is unmapped together; with their entries in the set.
+struct Batches {
+    maps: MapBatch<Vec<Buf>, Coming>,
+    unmaps: UnmapBatch<Vec<Buf>, Going>,
+}
+
+/// A member of a batch that maps.
+struct Coming {
+    entry: usize,
+    pieces: Pieces,
+}
+
+/// A member of a batch that unmaps.
+struct Going {
+    entry: usize,
+    /// Whether it was begun under a strict policy.
+    strictly: bool,
+}
+
+pub(crate) struct Program {
+    // In the order of an end: what is mapped needs the device.
+    batches: Option<Batches>,
+    /// Each with its entry in the set.
+    mappings: Vec<(usize, Held)>,
+    watched: Vec<(usize, StaleIova)>,
+    /// Until the end.
+    dma: Option<Dma>,
+    rig: Rig,
+    clock: Arc<ManualClock>,
+    cpu: Arc<FixedCpu>,
+    granule: u64,
+    detects: bool,
+    /// Whether all that is stale was unmapped under the bounds in force: not so after a change of
+    /// them whose flush has failed.
+    bounded: bool,
+    set: Set,
+    /// What the data pages must hold.
+    shadow: Vec<u8>,
+    moving: Vec<Moving>,
+    random: u64,
+    fills: u8,
+    /// Why an access is refused.
+    reason: FaultReason,
+    accesses: u64,
+    refused: u64,
+    stale: u64,
+}
+
+/// What a program's device did.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Count {
+    pub(crate) accesses: u64,
+    pub(crate) refused: u64,
+    /// Bytes that were reached after their unmap, which a strict policy does not allow.
+    pub(crate) stale: u64,
+}
+
+impl core::ops::AddAssign for Count {
+    fn add_assign(&mut self, more: Count) {
+        self.accesses += more.accesses;
+        self.refused += more.refused;
+        self.stale += more.stale;
+    }
+}
+
+impl Program {
+    pub(crate) fn new(setup: &Setup) -> Program {
+        let (clock, cpu) = (Arc::new(ManualClock::new(1)), Arc::new(FixedCpu::new(2)));
+        let environment = Environment {
+            clock: Arc::clone(&clock) as _,
+            cpu: Arc::clone(&cpu) as _,
+            ..Environment::default()
+        };
+        let (rig, dma) = Rig::new(setup, environment);
+        let batches = Batches { maps: dma.map_batch(), unmaps: dma.unmap_batch() };
+        let mut program = Program {
+            batches: Some(batches),
+            shadow: vec![0; rig.pages.window().len()],
+            rig,
+            dma: Some(dma),
+            clock,
+            cpu,
+            granule: setup.granule,
+            detects: setup.config.detect.is_some(),
+            bounded: true,
+            set: Set::new(setup.granule),
+            mappings: Vec::new(),
+            watched: Vec::new(),
+            moving: Vec::new(),
+            random: 1,
+            fills: 0,
+            reason: FaultReason::Mapping,
+            accesses: 0,
+            refused: 0,
+            stale: 0,
+        };
+        // No two places hold the same, so that a byte tells where it came from.
+        let chunks: Vec<_> =
+            (0..program.shadow.len() / 8).map(|_| program.draw().to_le_bytes()).collect();
+        program.shadow.copy_from_slice(chunks.as_flattened());
+        program.rig.pages.window().write(0, &program.shadow);
+        program
+    }
+
+    fn draw(&mut self) -> u64 {
+        self.random =
+            self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x14057b7ef767814f);
+        self.random ^ (self.random >> 29)
+    }
+
+    fn dma(&self) -> &Dma {
+        self.dma.as_ref().expect("there until the end")
+    }
+
+    fn is_lazy(&self) -> bool {
+        self.dma().effective_policy().is_lazy()
+    }
+
+    pub(crate) fn run(&mut self, step: &Step) -> Result<(), String> {
+        match step {
+            Step::Map { pieces, direction, from } => {
+                let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
+                let (there, before) = (buffer.pieces.clone(), self.rig.history.len());
+                match self.dma().map(buffer, *direction) {
+                    Ok(mapping) => {
+                        let runs = runs(mapping.segments(), &there);
+                        self.mapped(runs, *direction, before, Held::One(mapping))
+                    }
+                    Err(error) => self.not_mapped(error, *direction, before),
+                }
+            }
+            Step::MapList { buffers, direction, from } => {
+                let mut list = Vec::new();
+                for pieces in buffers {
+                    list.extend(self.rig.pages.buffer(pieces, *from));
+                }
+                if list.is_empty() {
+                    return Ok(());
+                }
+                let there: Vec<_> = list.iter().flat_map(|buffer| buffer.pieces.clone()).collect();
+                let before = self.rig.history.len();
+                match self.dma().map_sg(list, *direction) {
+                    Ok(mapping) => {
+                        let runs = runs(mapping.segments(), &there);
+                        self.mapped(runs, *direction, before, Held::List(mapping))
+                    }
+                    Err(error) => self.not_mapped(error, *direction, before),
+                }
+            }
+            Step::Coherent { pieces, from } => {
+                let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
+                let (there, before) = (buffer.pieces.clone(), self.rig.history.len());
+                let direction = Direction::Bidirectional;
+                match self.dma().alloc_coherent(buffer) {
+                    Ok(memory) => {
+                        let runs = runs(memory.segments(), &there);
+                        self.mapped(runs, direction, before, Held::Coherent(memory))
+                    }
+                    Err(error) => self.not_mapped(error, direction, before),
+                }
+            }
+            Step::Persistent { pieces, from } => {
+                let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
+                let (there, before) = (buffer.pieces.clone(), self.rig.history.len());
+                let direction = Direction::Bidirectional;
+                match self.dma().map_persistent(buffer, direction) {
+                    Ok(mapping) => {
+                        let runs = runs(mapping.segments(), &there);
+                        self.mapped(runs, direction, before, Held::Persistent(mapping))
+                    }
+                    Err(error) => self.not_mapped(error, direction, before),
+                }
+            }
+            Step::Unmap { which } => self.unmap(*which),
+            Step::UnmapWatched { which } => self.unmap_watched(*which),
+            Step::Drop { which } => {
+                let Some((entry, held)) = self.take(*which) else { return Ok(()) };
+                let failures = self.dma().stats().unmap_failures;
+                let strictly = matches!(held, Held::Coherent(_) | Held::Persistent(_));
+                drop(held);
+                let failed = self.dma().stats().unmap_failures != failures;
+                self.unmapped(entry, strictly, if failed { Err(()) } else { Ok(Vec::new()) })
+            }
+            Step::Unwatch { which } => {
+                if !self.watched.is_empty() {
+                    let (entry, stale) = self.watched.swap_remove(which % self.watched.len());
+                    self.set.entries[entry].watched = false;
+                    drop(stale);
+                }
+                Ok(())
+            }
+            Step::Use { which } => self.use_it(*which),
+            Step::Hold { which, worker, us } => self.hold(*which, *worker, *us),
+            Step::Submit { buffers, direction, from, at_once } => {
+                self.submit(buffers, *direction, *from)?;
+                if *at_once { self.collect(false) } else { Ok(()) }
+            }
+            Step::Collect { wait } => self.collect(*wait),
+            Step::Complete { which, count, watched, at_once } => {
+                self.complete(*which, *count, *watched)?;
+                if *at_once { self.reap(false) } else { Ok(()) }
+            }
+            Step::Reap { wait } => self.reap(*wait),
+            Step::Switch { policy } => {
+                let switched = self.dma().set_policy(*policy);
+                self.bounded &= switched.is_ok();
+                // Between policies with the same queues nothing need be flushed.
+                self.flushed(switched.is_ok() && !self.is_lazy())
+            }
+            Step::Tune { tuning } => {
+                let tuned = self.dma().set_flush_tuning(*tuning);
+                self.bounded &= tuned.is_ok();
+                self.flushed(tuned.is_ok() && self.is_lazy())
+            }
+            Step::Flush => {
+                let flushed = self.dma().flush();
+                self.flushed(flushed.is_ok())
+            }
+            Step::Wait { ms } => {
+                self.clock.advance(ms * 1_000_000);
+                match self.dma().timer_due_at_ns() {
+                    Some(due) if due <= self.clock.now_ns() => {
+                        let flushed = self.dma().expire();
+                        self.flushed(flushed.is_ok())
+                    }
+                    _ => Ok(()),
+                }
+            }
+            Step::MoveToCpu(cpu) => {
+                self.cpu.set(*cpu);
+                Ok(())
+            }
+            Step::Fail { kind, stage, nth } => {
+                self.dma().domain().inject(*kind, When::Nth(*nth), *stage);
+                Ok(())
+            }
+            Step::Mend => {
+                self.dma().domain().clear();
+                Ok(())
+            }
+        }
+    }
+
+    fn mapped(
+        &mut self,
+        runs: Option<Vec<Run>>,
+        direction: Direction,
+        before: usize,
+        held: Held,
+    ) -> Result<(), String> {
+        // Rule L19: nothing that waits for a flush was handed out. A map that finds no address
+        // flushes, so look first what is over.
+        self.settle()?;
+        let runs = runs.ok_or("the segments are not as long as the buffer")?;
+        self.is_ready(&runs)?;
+        let entry = self.set.add(runs, direction, before..self.rig.history.len())?;
+        self.mappings.push((entry, held));
+        Ok(())
+    }
+
+    /// Rule L34: what is handed out the device knows of.
+    fn is_ready(&self, runs: &[Run]) -> Result<(), String> {
+        match runs.iter().find(|run| !self.rig.history.is_ready(run.iova, run.last())) {
+            Some(run) => Err(format!("{run:x?} was handed out, and no sync has told of it")),
+            None => Ok(()),
+        }
+    }
+
+    /// What was asked of the domain since then, in whole granules.
+    fn recorded(&self, before: usize) -> Vec<Run> {
+        let run = |piece: &Piece| Run {
+            iova: piece.range.first().0,
+            gpa: piece.target,
+            len: piece.range.len() as u64,
+        };
+        self.rig.history.since(before).iter().map(run).collect()
+    }
+
+    /// Rules L29, L33, L34: nothing is left of it, or it is quarantined.
+    fn not_mapped<B>(
+        &mut self,
+        error: MapError<B>,
+        direction: Direction,
+        before: usize,
+    ) -> Result<(), String> {
+        let numbers = before..self.rig.history.len();
+        let (runs, why) = (self.recorded(before), error.error());
+        // What the call had to flush to find an address is over.
+        self.settle()?;
+        let entry = self.set.add(runs, direction, numbers.clone())?;
+        let undone = error.into_buffer().is_some();
+        if undone && !self.rig.history.closed(numbers) {
+            return Err(format!("a map failed ({why}) and was not undone"));
+        }
+        self.set.entries[entry].state = if undone { State::Gone } else { State::Quarantined };
+        Ok(())
+    }
+
+    fn take(&mut self, which: usize) -> Option<(usize, Held)> {
+        let count = self.mappings.len();
+        (count > 0).then(|| self.mappings.swap_remove(which % count))
+    }
+
+    fn unmap(&mut self, which: usize) -> Result<(), String> {
+        let Some((entry, held)) = self.take(which) else { return Ok(()) };
+        match held {
+            Held::One(mapping) => {
+                let result = mapping.unmap().map(|buffer| vec![buffer]).map_err(|_| ());
+                self.unmapped(entry, false, result)
+            }
+            Held::List(mapping) => {
+                let result = mapping.unmap().map_err(|_| ());
+                self.unmapped(entry, false, result)
+            }
+            Held::Coherent(memory) => {
+                let result = memory.free().map(|buffer| vec![buffer]).map_err(|_| ());
+                self.unmapped(entry, true, result)
+            }
+            Held::Persistent(mapping) => {
+                let result = mapping.unmap().map(|buffer| vec![buffer]).map_err(|_| ());
+                self.unmapped(entry, true, result)
+            }
+        }
+    }
+
+    fn unmap_watched(&mut self, which: usize) -> Result<(), String> {
+        let Some((entry, held)) = self.take(which) else { return Ok(()) };
+        let result = match held {
+            Held::One(mapping) => {
+                mapping.unmap_watched().map(|(buffer, stale)| (vec![buffer], stale)).map_err(|_| ())
+            }
+            Held::List(mapping) => mapping.unmap_watched().map_err(|_| ()),
+            strict @ (Held::Coherent(_) | Held::Persistent(_)) => {
+                self.mappings.push((entry, strict));
+                return Ok(());
+            }
+        };
+        match result {
+            Ok((buffers, stale)) => {
+                self.set.entries[entry].watched = true;
+                self.watched.push((entry, stale));
+                self.unmapped(entry, false, Ok(buffers))
+            }
+            Err(()) => self.unmapped(entry, false, Err(())),
+        }
+    }
+
+    /// An unmap has returned: with the buffers, or with none.
+    fn unmapped(
+        &mut self,
+        entry: usize,
+        strictly: bool,
+        result: Result<Vec<Buf>, ()>,
+    ) -> Result<(), String> {
+        let lazily = self.is_lazy() && !strictly;
+        let state = match &result {
+            Err(()) => State::Quarantined,
+            Ok(_) if lazily => State::Stale,
+            Ok(_) => State::Gone,
+        };
+        self.set.entries[entry].state = state;
+        if state == State::Gone {
+            // Rule L17.
+            if !self.rig.history.closed(self.set.entries[entry].pieces.clone()) {
+                return Err("a strict unmap has returned, without an invalidation".to_owned());
+            }
+            self.is_gone(entry)?;
+        }
+        // The CPU has them to itself now, and uses them.
+        for buffer in result.iter().flatten() {
+            self.fills = self.fills.wrapping_add(1);
+            let gpa = self.rig.pages.gpa();
+            buffer.fill(self.fills, |at, len| {
+                self.shadow[(at - gpa) as usize..][..len].fill(self.fills);
+            });
+        }
+        self.settle()
+    }
+
+    /// Asynchronous I/O does not outlive what it is to.
+    fn is_gone(&self, entry: usize) -> Result<(), String> {
+        match self.moving.iter().find(|m| m.entry == entry && !m.over.load(Ordering::SeqCst)) {
+            Some(moving) => Err(format!("I/O to {:#x} outlives its mapping", moving.gpa)),
+            None => Ok(()),
+        }
+    }
+
+    fn settle(&mut self) -> Result<(), String> {
+        let mut gone = Vec::new();
+        self.set.settle(&self.rig.history, |entry| gone.push(entry));
+        gone.into_iter().try_for_each(|entry| self.is_gone(entry))?;
+        for (entry, stale) in &self.watched {
+            if stale.released_at_ns().is_some() && self.set.entries[*entry].state != State::Gone {
+                return Err(format!("{} was released too early", stale.iova()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rules L19, L24: after a flush nothing that was unmapped before is left.
+    fn flushed(&mut self, ok: bool) -> Result<(), String> {
+        self.settle()?;
+        let left = self.set.entries.iter().find(|entry| entry.state == State::Stale);
+        self.bounded |= left.is_none();
+        match left.filter(|_| ok) {
+            Some(left) => Err(format!("a flush has left {left:x?}")),
+            None => Ok(()),
+        }
+    }
+
+    fn use_it(&mut self, which: usize) -> Result<(), String> {
+        let Some(count) = self.mappings.len().checked_sub(1) else { return Ok(()) };
+        let (entry, held) = &self.mappings[which % (count + 1)];
+        let (entry, len) = (
+            *entry,
+            match held {
+                Held::One(mapping) => mapping.len(),
+                Held::List(mapping) => mapping.len(),
+                Held::Coherent(memory) => memory.len(),
+                Held::Persistent(mapping) => mapping.len(),
+            },
+        );
+        let sync = |for_cpu: bool| match (held, for_cpu) {
+            (Held::One(mapping), true) => mapping.sync_for_cpu(0..len),
+            (Held::One(mapping), false) => mapping.sync_for_device(0..len),
+            (Held::List(mapping), true) => mapping.sync_for_cpu(0..len),
+            (Held::List(mapping), false) => mapping.sync_for_device(0..len),
+            (Held::Persistent(mapping), true) => mapping.sync_for_cpu(0..len),
+            (Held::Persistent(mapping), false) => mapping.sync_for_device(0..len),
+            (Held::Coherent(_), _) => Ok(()),
+        };
+        // What the CPU writes now, the device reads in the check that follows.
+        let run = *self.set.entries[entry].runs.last().expect("a mapping has bytes");
+        let at = (run.gpa - self.rig.pages.gpa()) as usize;
+        let bytes = vec![0x5a; run.len as usize];
+        self.rig.pages.window().write(at, &bytes);
+        sync(false).map_err(|error| error.to_string())?;
+        self.shadow[at..at + bytes.len()].copy_from_slice(&bytes);
+        sync(true).map_err(|error| error.to_string())
+    }
+
+    fn hold(&mut self, which: usize, worker: usize, us: u64) -> Result<(), String> {
+        let Some(count) = self.mappings.len().checked_sub(1) else { return Ok(()) };
+        let entry = self.mappings[which % (count + 1)].0;
+        let found = &self.set.entries[entry];
+        // Bytes that nothing else touches, and eight of one granule.
+        let run = found.runs.iter().find(|run| {
+            run.len >= 64 && ((run.iova + 24) & (self.granule - 1)) <= self.granule - 8
+        });
+        let Some(&run) = run.filter(|_| found.prot.contains(Prot::WRITE)) else { return Ok(()) };
+        let (first, last) = (self.draw().to_le_bytes(), self.draw().to_le_bytes());
+        let (over, time) = (Arc::new(AtomicBool::new(false)), Duration::from_micros(us));
+        let how = How::Hold { first, last, time, over: Arc::clone(&over) };
+        let touch = Touch { addr: run.iova + 24, len: 8, how };
+        let touched = self.rig.probes[worker].touch(vec![touch]);
+        if let [Err(error)] = touched[..] {
+            return Err(format!("I/O to a live mapping was refused: {error}"));
+        }
+        let gpa = run.gpa + 24;
+        self.moving.push(Moving { entry, gpa, over });
+        Ok(())
+    }
+
+    /// Ends the program: nothing is left but what is quarantined, and without a domain nothing.
+    pub(crate) fn finish(mut self) -> Result<Count, String> {
+        self.dma().domain().clear();
+        self.collect(true)?;
+        self.reap(true)?;
+        while !self.mappings.is_empty() {
+            self.unmap(0)?;
+        }
+        self.watched.drain(..).for_each(|(entry, _)| self.set.entries[entry].watched = false);
+        let flushed = self.dma().flush();
+        self.flushed(flushed.is_ok())?;
+        if let Err(error) = flushed {
+            return Err(format!("the last flush failed: {error}"));
+        }
+        self.check()?;
+        if let Some(error) = self.rig.failed() {
+            return Err(format!("the driver gave up: {error}"));
+        }
+        let quarantined = self.dma().stats().quarantined;
+        let addresses = self.dma().allocator().stats();
+        let live = addresses.allocs - addresses.frees;
+        // A detector holds addresses back.
+        if live < quarantined
+            || live > quarantined && !self.detects
+            || addresses.rejected_frees != 0
+        {
+            return Err(format!(
+                "{live} ranges are taken, {quarantined} quarantined: {addresses:?}"
+            ));
+        }
+        let pieces = self.rig.history.since(0);
+        let open = pieces.iter().filter(|piece| piece.closed.is_none()).count() as u64;
+        let mapped = self.rig.mappings_in_the_device();
+        if mapped > open {
+            return Err(format!("the device holds {mapped} mappings, {open} are quarantined"));
+        }
+        if quarantined == 0 && self.rig.pages.free_pages() != crate::rig::PAGES {
+            return Err("pages of a buffer have leaked".to_owned());
+        }
+        // Without the device of the DMA API its domain goes, and the probes are attached to none.
+        self.batches = None;
+        self.dma = None;
+        self.set.entries.iter_mut().for_each(|entry| entry.state = State::Gone);
+        self.reason = FaultReason::NoDomain;
+        self.check()?;
+        Ok(Count { accesses: self.accesses, refused: self.refused, stale: self.stale })
+    }
+}
+
+/// Runs a program on a new rig.
+///
+/// # Errors
+/// What went wrong, and after which step.
+pub(crate) fn run(setup: &Setup, steps: &[Step]) -> Result<Count, String> {
+    let mut program = Program::new(setup);
+    for (number, step) in steps.iter().enumerate() {
+        let result = program.run(step).and_then(|()| program.check());
+        result.map_err(|what| format!("after step {number}, {step:?}: {what}"))?;
+    }
+    program.finish()
+}
+
+/// How many programs or seeds to try: as the environment says, else so many.
+pub(crate) fn cases(default: u32) -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(default)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(cases(100)))]
+
+    #[test]
+    fn the_device_never_reaches_a_byte_that_it_may_not(
+        setup in setup(),
+        steps in vec(step(), 1..60),
+    ) {
+        // rules L17, L19, L22, L24, L27, L28, L29, L33, L34, L43, D15
+        run(&setup, &steps).map_err(TestCaseError::fail)?;
+    }
+}

@@ -1,0 +1,239 @@
+//! What programs are made of.
+
+use proptest::{collection::vec, prelude::*};
+use ringfence_devices::worker::Notify;
+use ringfence_dma::{
+    Config, Detector, Direction, Distrust, FlushTuning, Policy, QueueKind, TimerKind, Trust,
+};
+use ringfence_iommu::wrap::{Kind, Stage};
+
+use crate::{
+    lying::Lie,
+    rig::{Addresses, Setup},
+};
+
+/// The pieces of a buffer: the offset of each in its first page, and its length.
+pub(super) type Pieces = Vec<(u64, u64)>;
+
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
+    Map {
+        pieces: Pieces,
+        direction: Direction,
+        from: usize,
+    },
+    MapList {
+        buffers: Vec<Pieces>,
+        direction: Direction,
+        from: usize,
+    },
+    Coherent {
+        pieces: Pieces,
+        from: usize,
+    },
+    Persistent {
+        pieces: Pieces,
+        from: usize,
+    },
+    Unmap {
+        which: usize,
+    },
+    UnmapWatched {
+        which: usize,
+    },
+    Drop {
+        which: usize,
+    },
+    Unwatch {
+        which: usize,
+    },
+    /// A persistent mapping at work: the CPU writes, the device reads and writes, the CPU reads.
+    Use {
+        which: usize,
+    },
+    /// Asynchronous I/O of the device, which goes on while the program does.
+    Hold {
+        which: usize,
+        worker: usize,
+        us: u64,
+    },
+    /// Maps these together, and begins to; [`Collect`](Step::Collect) hands them out.
+    Submit {
+        buffers: Vec<Pieces>,
+        direction: Direction,
+        from: usize,
+        /// Whether to ask for them in the same breath.
+        at_once: bool,
+    },
+    Collect {
+        wait: bool,
+    },
+    /// Unmaps so many together, and begins to; [`Reap`](Step::Reap) hands the buffers out.
+    Complete {
+        which: usize,
+        count: usize,
+        watched: bool,
+        at_once: bool,
+    },
+    Reap {
+        wait: bool,
+    },
+    /// Another policy, while all of this goes on.
+    Switch {
+        policy: Policy,
+    },
+    Tune {
+        tuning: FlushTuning,
+    },
+    Flush,
+    Wait {
+        ms: u64,
+    },
+    MoveToCpu(usize),
+    Fail {
+        kind: Kind,
+        stage: Stage,
+        nth: u64,
+    },
+    Mend,
+}
+
+fn pieces() -> impl Strategy<Value = Pieces> {
+    let offset = prop_oneof![3 => Just(0u64), 2 => 0..4096u64];
+    let len = prop_oneof![Just(4096u64), Just(8192), 1..12_000u64];
+    vec((offset, len), 1..4)
+}
+
+pub(crate) fn direction() -> impl Strategy<Value = Direction> {
+    prop_oneof![
+        Just(Direction::ToDevice),
+        Just(Direction::FromDevice),
+        Just(Direction::Bidirectional)
+    ]
+}
+
+fn failure() -> impl Strategy<Value = Step> {
+    // A map that fails has changed nothing, as the trait has it: never afterwards.
+    let call = prop_oneof![
+        Just((Kind::Map, Stage::Before)),
+        Just((Kind::SyncMap, Stage::Before)),
+        Just((Kind::SyncMap, Stage::After)),
+        Just((Kind::Unmap, Stage::Before)),
+        Just((Kind::Unmap, Stage::After)),
+        Just((Kind::Sync, Stage::Before)),
+        Just((Kind::Sync, Stage::After)),
+        Just((Kind::SyncBegin, Stage::Before)),
+        Just((Kind::SyncBegin, Stage::After)),
+        Just((Kind::SyncPoll, Stage::Before)),
+        Just((Kind::SyncPoll, Stage::After)),
+        Just((Kind::SyncMapBegin, Stage::Before)),
+        Just((Kind::SyncMapBegin, Stage::After)),
+        Just((Kind::SyncMapPoll, Stage::Before)),
+        Just((Kind::SyncMapPoll, Stage::After)),
+        Just((Kind::FlushAll, Stage::Before)),
+        Just((Kind::FlushAll, Stage::After)),
+    ];
+    (call, 1..4u64).prop_map(|((kind, stage), nth)| Step::Fail { kind, stage, nth })
+}
+
+pub(crate) fn step() -> impl Strategy<Value = Step> {
+    let from = 0..96usize;
+    let which = || any::<usize>();
+    let lists = vec(pieces(), 1..4);
+    let batches = vec(pieces(), 1..5);
+    prop_oneof![
+        7 => (pieces(), direction(), from.clone())
+            .prop_map(|(pieces, direction, from)| Step::Map { pieces, direction, from }),
+        2 => (lists, direction(), from.clone())
+            .prop_map(|(buffers, direction, from)| Step::MapList { buffers, direction, from }),
+        2 => (batches, direction(), from.clone(), any::<bool>()).prop_map(
+            |(buffers, direction, from, at_once)| {
+                Step::Submit { buffers, direction, from, at_once }
+            }
+        ),
+        2 => any::<bool>().prop_map(|wait| Step::Collect { wait }),
+        3 => (which(), 1..6usize, any::<bool>(), any::<bool>()).prop_map(
+            |(which, count, watched, at_once)| Step::Complete { which, count, watched, at_once }
+        ),
+        2 => any::<bool>().prop_map(|wait| Step::Reap { wait }),
+        1 => (pieces(), from).prop_map(|(pieces, from)| Step::Coherent { pieces, from }),
+        6 => which().prop_map(|which| Step::Unmap { which }),
+        1 => which().prop_map(|which| Step::UnmapWatched { which }),
+        1 => which().prop_map(|which| Step::Drop { which }),
+        1 => which().prop_map(|which| Step::Unwatch { which }),
+        1 => which().prop_map(|which| Step::Use { which }),
+        2 => (which(), 0..2usize, 0..400u64)
+            .prop_map(|(which, worker, us)| Step::Hold { which, worker, us }),
+        1 => (pieces(), 0..96usize)
+            .prop_map(|(pieces, from)| Step::Persistent { pieces, from }),
+        1 => policy().prop_map(|policy| Step::Switch { policy }),
+        1 => any::<bool>().prop_flat_map(tuning).prop_map(|tuning| Step::Tune { tuning }),
+        1 => Just(Step::Flush),
+        1 => (0..20u64).prop_map(|ms| Step::Wait { ms }),
+        1 => (0..2usize).prop_map(Step::MoveToCpu),
+        3 => failure(),
+        1 => Just(Step::Mend),
+    ]
+}
+
+pub(crate) fn policy() -> impl Strategy<Value = Policy> {
+    let protecting: Vec<_> = Policy::ALL.into_iter().filter(|p| *p != Policy::Off).collect();
+    prop::sample::select(protecting)
+}
+
+prop_compose! {
+    pub(crate) fn tuning(per_cpu: bool)(
+        slots in 2..6usize,
+        interval_ms in 1..20u64,
+        max_exposure_ms in prop_oneof![3 => Just(None), 1 => (1..10u64).prop_map(Some)],
+        max_exposure_bytes in prop_oneof![2 => Just(None), 1 => (1..60_000u64).prop_map(Some)],
+    ) -> FlushTuning {
+        let kind = if per_cpu { QueueKind::PerCpu } else { QueueKind::Single };
+        let high_water = None;
+        FlushTuning { kind, slots, high_water, interval_ms, max_exposure_ms, max_exposure_bytes }
+    }
+}
+
+prop_compose! {
+    pub(crate) fn setup()(
+        policy in policy(),
+        tuning in tuning(false),
+        untrusted in prop::bool::weighted(0.1),
+        detect in prop_oneof![
+            3 => Just(None),
+            1 => (0..6usize, 1..200_000u64).prop_map(|(ranges, bytes)| {
+                Some(Detector { ranges, bytes })
+            }),
+        ],
+        boundary in prop_oneof![3 => Just(u64::MAX), 1 => Just(0x3fff), 1 => Just(0xffff)],
+        max_segment in prop_oneof![3 => Just(u64::MAX), 1 => 4096..20_000u64],
+        granule in prop_oneof![3 => Just(4096u64), 1 => Just(512)],
+        addresses in prop_oneof![
+            Just(Addresses::Slabs),
+            Just(Addresses::Magazines),
+            Just(Addresses::Tree)
+        ],
+        at_the_top in any::<bool>(),
+        mappings in prop_oneof![2 => Just(1u64 << 16), 1 => 4..40u64],
+        notify in prop_oneof![2 => Just(Notify::Adaptive), 1 => Just(Notify::Sleep)],
+        ring_size in prop_oneof![Just(8u16), Just(64)],
+        probe_first in any::<bool>(),
+    ) -> Setup {
+        let config = Config {
+            flush: Some(FlushTuning { kind: policy.queue_kind().unwrap_or_default(), ..tuning }),
+            trust: match untrusted {
+                true => Trust::Untrusted { why: Distrust::Described },
+                false => Trust::Trusted,
+            },
+            detect,
+            segment_boundary: boundary,
+            max_segment,
+            timer: TimerKind::Manual,
+            ..Config::new(policy)
+        };
+        let lie = Lie::Nothing;
+        Setup {
+            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first, lie,
+        }
+    }
+}
