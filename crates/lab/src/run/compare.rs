@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
-use ringfence_dma::Policy;
+use ringfence_dma::{Policy, Trust};
 
 use super::{
     Row, Usage,
@@ -91,9 +91,6 @@ const MOST_PIECES: usize = 1000;
 pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
     options.space.check(&options.allocators)?;
     options.tuning.check(&options.rows)?;
-    if options.rows.contains(&Row::Persistent) {
-        bail!(Usage("persistent: buffers cannot stay mapped yet".to_owned()));
-    }
     let lines = Line::all(&options.rows, &options.allocators);
     let mut jobs = file.jobs;
     let mut warnings: Vec<String> = file.warnings.iter().map(ToString::to_string).collect();
@@ -112,6 +109,12 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
     warnings.extend(changes.map_err(|error| Usage(format!("{}: {error}", file.file)))?);
     let disk_bytes = Scale::disk_bytes(&jobs).next_multiple_of(4096);
 
+    let trust = options.tuning.trust.trust(&options.disk)?;
+    if trust != Trust::Trusted && options.rows.contains(&Row::Policy(Policy::Off)) {
+        warnings.push(format!(
+            "the disk is {trust}; off is run all the same, since the others are measured by it"
+        ));
+    }
     let target = Target::open(&options.disk, disk_bytes, &jobs, options.destroy_data)?;
     warnings.extend(target.warnings.iter().cloned());
     let sizes = jobs.iter().flat_map(|job| {
@@ -155,7 +158,7 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
             break;
         }
         let jobs = &jobs[range];
-        let stage = Stage { jobs, lines: &lines, options, target: &target, content, stop };
+        let stage = Stage { jobs, lines: &lines, options, target: &target, trust, content, stop };
         let rows = stage.run_all(&progress, &mut ended);
         for (index, job) in stage.jobs.iter().enumerate() {
             let rounds: Vec<PolicyRounds> = rows.iter().map(|row| row[index].clone()).collect();
@@ -189,6 +192,8 @@ struct Stage<'a> {
     lines: &'a [Line],
     options: &'a Options,
     target: &'a Target,
+    /// Whether it is trusted.
+    trust: Trust,
     content: Content,
     stop: &'a AtomicBool,
 }
@@ -355,6 +360,11 @@ impl Stage<'_> {
                     buffers: all,
                     run_pages,
                     tuning: self.options.tuning,
+                    // `off` is what all else is measured by: it is run, and warned of.
+                    trust: match row {
+                        Row::Policy(Policy::Off) => Trust::Trusted,
+                        _ => self.trust,
+                    },
                     batching: Batching {
                         requests: self.options.tuning.batch,
                         chunk: self.options.tuning.chunk.min(self.options.tuning.batch),
@@ -446,7 +456,9 @@ impl Stage<'_> {
             false => link.dma.effective_policy().to_string(),
         };
         let report = link.close()?;
-        let stale = exposure.map(|exposure| StaleWindow {
+        // Nothing is unmapped while it runs, so there is nothing to probe.
+        let probed = exposure.filter(|_| !plan.persistent);
+        let stale = probed.map(|exposure| StaleWindow {
             max_ms: found.max_ns as f64 / 1e6,
             byte_ms: exposure.byte_ns as f64 / 1e6,
             accesses: found.accesses,

@@ -21,7 +21,7 @@ use ringfence_devices::{
     ram::{PagedBuffer, RamPart},
     worker::Notify,
 };
-use ringfence_dma::{Coherent, Config, Device, Policy};
+use ringfence_dma::{Coherent, Config, Device, Direction, Policy, Trust};
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
@@ -36,7 +36,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
     device::{DiskKind, ENDPOINT, Report, Setup},
-    path::VirtioPath,
+    path::{LinkPath, VirtioPath},
+    persistent::PersistentPath,
     probe::Probe,
     space::{AnyAllocator, Needs, Space},
     tuning::Tuning,
@@ -81,8 +82,10 @@ pub(crate) struct Plan {
     pub(crate) buffers: Vec<usize>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub(crate) run_pages: usize,
-    /// How the policy is carried out. Its trust is not heeded yet.
+    /// How the policy is carried out.
     pub(crate) tuning: Tuning,
+    /// Whether the disk is trusted.
+    pub(crate) trust: Trust,
     /// How requests share mappings and syncs.
     pub(crate) batching: Batching,
 }
@@ -120,7 +123,7 @@ impl RingMemory {
 impl Link {
     /// Starts a device process and brings everything up; returns a path for each queue, without
     /// buffers for data yet.
-    pub(crate) fn open(plan: &Plan) -> Result<(Link, Vec<VirtioPath>, Vec<PagedBuffer>)> {
+    pub(crate) fn open(plan: &Plan) -> Result<(Link, Vec<LinkPath>, Vec<PagedBuffer>)> {
         let protected = plan.policy != Policy::Off;
         // A chain, even through an indirect table, is never longer than its queue.
         let queue_size = plan.depth.max(plan.pieces + 2).next_power_of_two().min(1024) as u16;
@@ -130,7 +133,9 @@ impl Link {
         let own = 2 * PAGE * usize::from(IOMMU_RING);
         let mut lens = plan.buffers.clone();
         // A page for each queue's probe.
-        lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
+        if !plan.persistent {
+            lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
+        }
         let ram = GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + own, GUEST_BASE)
             .context("making the guest memory")?;
 
@@ -201,10 +206,27 @@ impl Link {
 
         let mut buffers = scatter(&ram, &lens, plan.run_pages)?;
         let mut paths = Vec::new();
-        for queue in queues {
-            let page = buffers.pop().context("a page for each probe")?;
-            let probe = protected.then(|| Probe::new(page, plan.policy.is_strict()));
-            paths.push(VirtioPath::new(dma.clone(), queue, probe, plan.batching));
+        if plan.persistent {
+            let first = buffers.first().context("a buffer to map")?;
+            // SAFETY: a job thread touches a buffer only while no request of its is under way, and
+            // when the arena goes the paths and their requests are gone.
+            let arena = unsafe { first.arena() };
+            let arena = dma.map_persistent(arena, Direction::Bidirectional);
+            let arena = Arc::new(arena.context("mapping the buffers")?);
+            paths.extend(
+                queues.into_iter().map(|queue| {
+                    LinkPath::Persistent(PersistentPath::new(queue, Arc::clone(&arena)))
+                }),
+            );
+        } else {
+            for queue in queues {
+                let page = buffers.pop().context("a page for each probe")?;
+                // As it is in force: distrust may have made it another one.
+                let strict = dma.effective_policy().is_strict();
+                let probe = protected.then(|| Probe::new(page, strict));
+                let path = VirtioPath::new(dma.clone(), queue, probe, plan.batching);
+                paths.push(LinkPath::Mapped(path));
+            }
         }
         let link = Link {
             dma,
@@ -261,6 +283,7 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>, mapped: &[usize]) -> Result
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
         flush: Some(plan.tuning.flush(plan.policy)),
+        trust: plan.trust,
         ..Config::default()
     };
     Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")

@@ -21,6 +21,7 @@ mod engine;
 mod figures;
 mod link;
 mod path;
+mod persistent;
 mod pool;
 mod probe;
 mod row;

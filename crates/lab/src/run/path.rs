@@ -12,7 +12,7 @@ use ringfence_devices::{
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtio_iommu::driver::ViommuDomain;
 
-use super::{link::Dma, probe::Probe, space::AnyAllocator};
+use super::{link::Dma, persistent::PersistentPath, probe::Probe, space::AnyAllocator};
 use crate::workload::Op;
 
 /// What came back from the disk.
@@ -49,6 +49,62 @@ pub(crate) trait Path {
     /// What the probe found.
     fn probe(&self) -> Option<&Probe> {
         None
+    }
+}
+
+/// A way to the device process.
+// One a job thread: the size of the larger costs nothing.
+#[allow(clippy::large_enum_variant)]
+pub(crate) enum LinkPath {
+    Mapped(VirtioPath),
+    Persistent(PersistentPath),
+}
+
+impl LinkPath {
+    fn path(&mut self) -> &mut dyn Path {
+        match self {
+            LinkPath::Mapped(path) => path,
+            LinkPath::Persistent(path) => path,
+        }
+    }
+
+    fn look(&self) -> &dyn Path {
+        match self {
+            LinkPath::Mapped(path) => path,
+            LinkPath::Persistent(path) => path,
+        }
+    }
+}
+
+impl Path for LinkPath {
+    fn depth(&self) -> usize {
+        self.look().depth()
+    }
+    #[inline]
+    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
+        self.path().submit(op, offset, buffer, token)
+    }
+    fn publish(&mut self) -> Result<()> {
+        self.path().publish()
+    }
+    #[inline]
+    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
+        self.path().reap(into)
+    }
+    fn wait(&mut self, idle: Duration) -> Result<()> {
+        self.path().wait(idle)
+    }
+    fn tick(&mut self, now_ns: u64) -> Result<()> {
+        self.path().tick(now_ns)
+    }
+    fn is_settled(&self) -> bool {
+        self.look().is_settled()
+    }
+    fn kicks(&self) -> u64 {
+        self.look().kicks()
+    }
+    fn probe(&self) -> Option<&Probe> {
+        self.look().probe()
     }
 }
 

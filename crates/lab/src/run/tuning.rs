@@ -1,11 +1,16 @@
 //! How a policy is carried out, as far as its name does not say.
 
-use std::{fmt, str::FromStr};
+use std::{
+    fmt,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::Path,
+    str::FromStr,
+};
 
-use ringfence_dma::{FlushTuning, Policy};
+use ringfence_dma::{FlushTuning, Policy, Trust};
 use serde::{Deserialize, Serialize};
 
-use super::{Row, Usage};
+use super::{DiskChoice, Row, Usage};
 
 /// How a policy is carried out, as far as its name does not say. `None`: as Linux tunes it, or
 /// without a bound.
@@ -116,6 +121,35 @@ impl TrustChoice {
             TrustChoice::Auto => "auto",
             TrustChoice::Trusted => "trusted",
             TrustChoice::Untrusted => "untrusted",
+        }
+    }
+}
+
+impl TrustChoice {
+    /// Whether `disk` is trusted. What sysfs cannot tell of a block device is an error: whoever runs
+    /// this can say it.
+    ///
+    /// # Errors
+    /// What sysfs says makes no sense, or cannot be read.
+    pub(crate) fn trust(self, disk: &DiskChoice) -> Result<Trust, Usage> {
+        match (self, disk) {
+            (TrustChoice::Trusted, _) => Ok(Trust::Trusted),
+            (TrustChoice::Untrusted, _) => Ok(Trust::described(false)),
+            (TrustChoice::Auto, DiskChoice::Path(path)) => match std::fs::metadata(path) {
+                Ok(found) if found.file_type().is_block_device() => {
+                    let number = found.rdev();
+                    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+                    let device = format!("/sys/dev/block/{major}:{minor}");
+                    let finding = Trust::from_sysfs(Path::new(&device));
+                    finding.map(|finding| finding.trust).map_err(|error| {
+                        Usage(format!("{error}; say --trust trusted or --trust untrusted"))
+                    })
+                }
+                // A file is as far away as the file system puts it.
+                _ => Ok(Trust::Trusted),
+            },
+            // Our own process.
+            (TrustChoice::Auto, _) => Ok(Trust::Trusted),
         }
     }
 }
