@@ -595,7 +595,11 @@ mod tests {
 
     #[test]
     fn an_off_that_was_replaced_is_no_measure() {
-        let mut rows = [row("off", vec![round(1)]), row("strict", vec![round(1)])];
+        let mut one = round(1);
+        one.latency.record(10);
+        let mut rows = [row("off", vec![one.clone()]), row("strict", vec![one])];
+        let report = JobReport::new(&Job::default(), 0, &rows);
+        assert!(report.results[1].ratio_to_off.is_some());
         rows[0].effective_policy = "strict+map".into();
         rows[0].fallback = Some("untrusted".into());
         let report = JobReport::new(&Job::default(), 0, &rows);
