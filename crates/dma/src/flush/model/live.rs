@@ -24,6 +24,8 @@ trait Around: Rules + Send + Sync + 'static {
     const CLEARS_FLAG_FIRST: bool = true;
     /// Bytes are reserved before they are exposed.
     const RESERVES_FIRST: bool = true;
+    /// A queue that becomes bounded refuses what was not reserved.
+    const ASKS_FOR_RESERVATIONS: bool = true;
     /// What is queued at the end is flushed.
     const FLUSHES_AT_END: bool = true;
 }
@@ -33,7 +35,7 @@ impl Around for Sound {}
 struct Live<R> {
     world: World<R>,
     mode: AtomicUsize,
-    bounded: bool,
+    bounded: AtomicBool,
     /// Whether the timer will expire.
     due: AtomicBool,
     /// How many bytes are exposed, and may be.
@@ -46,7 +48,7 @@ impl<R: Around> Live<R> {
         let live = Live {
             world: World::closed(2),
             mode: AtomicUsize::new(mode),
-            bounded: false,
+            bounded: AtomicBool::new(false),
             due: AtomicBool::new(false),
             exposed: AtomicUsize::new(0),
             bound: 2,
@@ -59,7 +61,7 @@ impl<R: Around> Live<R> {
         let live = Live {
             world: World::closed(2),
             mode: AtomicUsize::new(PER_CPU),
-            bounded: true,
+            bounded: AtomicBool::new(true),
             due: AtomicBool::new(false),
             exposed: AtomicUsize::new(0),
             bound,
@@ -73,16 +75,17 @@ impl<R: Around> Live<R> {
         if self.mode.load(Ordering::Acquire) == STRICT {
             return self.unmap_strictly(which);
         }
-        if self.bounded && R::RESERVES_FIRST && !self.reserve() {
+        let bounded = self.bounded.load(Ordering::Acquire);
+        if bounded && R::RESERVES_FIRST && !self.reserve() {
             return self.unmap_strictly(which);
         }
         let exposed = self.exposed.fetch_add(1, Ordering::Relaxed) + 1;
         assert!(exposed <= self.bound, "more is exposed than may be");
         self.world.remove(which);
-        if self.bounded && !R::RESERVES_FIRST {
+        if bounded && !R::RESERVES_FIRST {
             while !self.reserve() {}
         }
-        let mut entry = Some(Unmapped { which, reserved: self.bounded });
+        let mut entry = Some(Unmapped { which, reserved: bounded });
         loop {
             let ring = if self.mode.load(Ordering::Acquire) == PER_CPU { cpu } else { 0 };
             let mut batch = Batch::new();
@@ -176,6 +179,14 @@ impl<R: Around> Live<R> {
                 self.expire();
             }
         }
+    }
+
+    /// From now on nothing is queued whose byte was not reserved.
+    fn become_bounded(&self) {
+        self.world.open(PER_CPU, 3, R::ASKS_FOR_RESERVATIONS);
+        self.world.queues.budget.set(self.bound as u64);
+        self.bounded.store(true, Ordering::Release);
+        self.expire();
     }
 
     /// What must hold when nobody is under way, and then that nothing was lost.
@@ -294,6 +305,24 @@ fn the_timer_may_expire_while_the_policy_changes_and_others_unmap() {
     });
 }
 
+fn becomes_bounded<R: Around>() {
+    let live = Live::<R>::new(PER_CPU, 3);
+    let other = Arc::clone(&live);
+    let unmapper = thread::spawn(move || other.unmap(1, 0));
+    live.become_bounded();
+    unmapper.join().unwrap();
+    let budget = &live.world.queues.budget;
+    let all_reserved = live.world.queues.len() == 0 || !budget.reserve(live.bound as u64);
+    assert!(all_reserved, "an entry is queued of which no byte was reserved");
+    live.settle(1);
+}
+
+#[test]
+fn what_is_under_way_while_queues_become_bounded_is_not_queued_unreserved() {
+    // rule L27
+    check(becomes_bounded::<Sound>);
+}
+
 fn two_unmap_under_a_bound<R: Around>() {
     let live = Live::<R>::bounded(1);
     let other = Arc::clone(&live);
@@ -404,6 +433,14 @@ fn the_model_finds_an_expiry_in_vain_that_leaves_its_flag() {
     // rules L23, L27
     mutant!(LeavesFlagInVain {} { const CLEARS_FLAG_FIRST: bool = false; });
     check_bounded(has_its_timer_expire_while_it_is_strict::<LeavesFlagInVain>);
+}
+
+#[test]
+#[should_panic(expected = "an entry is queued of which no byte was reserved")]
+fn the_model_finds_a_bounded_queue_that_takes_everything() {
+    // rule L27
+    mutant!(AsksNothing {} { const ASKS_FOR_RESERVATIONS: bool = false; });
+    check(becomes_bounded::<AsksNothing>);
 }
 
 #[test]
