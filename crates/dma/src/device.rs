@@ -244,7 +244,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     /// The policy in force.
     pub fn effective_policy(&self) -> Policy {
-        self.shared().mode.get().policy()
+        self.shared().policy()
     }
 
     /// Why the policy in force is not the one asked for; `None` if it is.

@@ -107,11 +107,6 @@ impl<'a, D: Domain> Mapper<'a, D> {
         Ok(())
     }
 
-    /// Whether the device knows of all that was mapped.
-    pub(crate) fn is_synced(&self) -> bool {
-        self.sync_each || self.sync == Sync::Now
-    }
-
     fn run(&mut self, run: Run) -> Result<(), Error> {
         let range = run
             .range(self.range.first().0)
@@ -144,6 +139,11 @@ impl<'a, D: Domain> Mapper<'a, D> {
             self.sync(range)?;
         }
         Ok(())
+    }
+
+    /// Whether the device knows of what was mapped; else it is for the caller to sync.
+    pub(crate) fn is_synced(&self) -> bool {
+        self.sync_each || self.sync == Sync::Now
     }
 
     fn sync(&self, range: Range) -> Result<(), Error> {

@@ -214,6 +214,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Ok(unmapped)
     }
 
+    /// The policy in force.
+    pub(crate) fn policy(&self) -> Policy {
+        self.mode.get().policy()
+    }
+
     /// Takes back what a map call that failed had mapped. Rule L29: its IOVA is free at once, and
     /// never goes through the flush queue. Whether it worked; if not, the range is quarantined.
     pub(crate) fn unwind(&self, range: Range, counters: &Counters) -> bool {

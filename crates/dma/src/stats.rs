@@ -102,7 +102,8 @@ pub struct Stats {
     /// Thread time of timer expiries (all of them are timed when sampling is on): work that a lazy
     /// policy moves out of the unmap calls.
     pub expiry_time: Sampled,
-    /// IOVA ranges that went back to the allocator, by unmaps and by flushes.
+    /// IOVA ranges that went back to the allocator, by unmaps and by flushes. (A use-after-unmap
+    /// detector gets them first: [`withheld`](Self::withheld) of them are not there yet.)
     pub frees: u64,
     /// Time in the allocator's `alloc`, of which every map has one. Unlike the times above it is
     /// wall time: see [`Config::sample_every`](crate::Config::sample_every).

@@ -8,15 +8,16 @@ use ringfence_sync::{
 /// How long calls of the domain that wait for the device took, in nanoseconds by the environment's
 /// clock, by what they were for. All clones of a device together; failed ones included.
 ///
+/// The sync of a batch that is only asked after, and never waited for, is not here: nobody waited.
+///
 /// Of these, mappers wait for `map`, unmappers for `unmap` and `full`, and nobody for `timer`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
     /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map): each is for a mapping, for a
-    /// piece of one, or for a [`MapBatch`](crate::MapBatch), for which nobody need wait: from its
-    /// beginning until it was found over.
+    /// piece of one, or for a [`MapBatch`](crate::MapBatch) that was waited for.
     pub map: HistogramSnapshot,
     /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync): strict unmaps, each or as an
-    /// [`UnmapBatch`](crate::UnmapBatch) (likewise), and what undoes a map that failed.
+    /// [`UnmapBatch`](crate::UnmapBatch) that was waited for, and what undoes a map that failed.
     pub unmap: HistogramSnapshot,
     /// Whole-domain flushes by the timer.
     pub timer: HistogramSnapshot,

@@ -1,4 +1,5 @@
-//! The allocators of I/O virtual addresses by the names that the command line and the reports use.
+//! The allocators of I/O virtual addresses, and where they put ranges, by the names that the command
+//! line and the reports use.
 
 use std::{fmt, str::FromStr};
 
@@ -86,6 +87,73 @@ impl FromStr for AllocatorKind {
     }
 }
 
+/// A placement by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlacementName {
+    /// Ranges of one size side by side.
+    #[default]
+    Size,
+    /// The lowest place that fits.
+    Lowest,
+    /// The highest place that fits.
+    Highest,
+    /// One chunk for all that the disk has in flight, cut in turn.
+    Ring,
+}
+
+impl PlacementName {
+    /// All of them.
+    pub const ALL: [PlacementName; 4] =
+        [PlacementName::Size, PlacementName::Lowest, PlacementName::Highest, PlacementName::Ring];
+
+    /// Its name on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            PlacementName::Size => "size",
+            PlacementName::Lowest => "lowest",
+            PlacementName::Highest => "highest",
+            PlacementName::Ring => "ring",
+        }
+    }
+
+    /// Where the allocator itself puts ranges.
+    pub const fn of_ranges(self) -> Placement {
+        match self {
+            PlacementName::Size | PlacementName::Ring => Placement::SizeAligned,
+            PlacementName::Lowest => Placement::Lowest,
+            PlacementName::Highest => Placement::Highest,
+        }
+    }
+
+    /// The placement called `name`, one of `offered`: not every command has all of them.
+    ///
+    /// `size-aligned`, as `replay` called `size` once, is still understood.
+    ///
+    /// # Errors
+    /// There is none of that name, or it is not offered.
+    pub fn parse_of(name: &str, offered: &[PlacementName]) -> Result<PlacementName, String> {
+        let name = if name == "size-aligned" { "size" } else { name };
+        offered.iter().copied().find(|placement| placement.name() == name).ok_or_else(|| {
+            let names: Vec<&str> = offered.iter().map(|placement| placement.name()).collect();
+            format!("no placement is called {name:?}: there are {}", names.join(", "))
+        })
+    }
+}
+
+impl fmt::Display for PlacementName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for PlacementName {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        PlacementName::parse_of(name, &Self::ALL)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,5 +177,17 @@ mod tests {
         assert!(AllocatorKind::parse_list("rbtree,rbtree").is_err());
         assert!(AllocatorKind::parse_list("").is_err());
         assert!(AllocatorKind::parse_list("tree").unwrap_err().contains("bitmap"));
+    }
+
+    #[test]
+    fn placements_have_names() {
+        for placement in PlacementName::ALL {
+            assert_eq!(placement.to_string().parse(), Ok(placement));
+        }
+        assert_eq!("size-aligned".parse(), Ok(PlacementName::Size));
+        let error = "left".parse::<PlacementName>().unwrap_err();
+        assert!(error.contains("lowest") && error.contains("ring"), "{error}");
+        let offered = [PlacementName::Size, PlacementName::Lowest];
+        assert!(PlacementName::parse_of("ring", &offered).unwrap_err().ends_with("size, lowest"));
     }
 }

@@ -17,6 +17,7 @@ use ringfence_lab::{
     run::{
         DiskChoice, Ended, Notify, Options, Row, compare,
         space::{MOST_LIVE, NARROWEST, PlacementName, Space, WIDEST},
+        tuning::{TrustChoice, Tuning},
     },
 };
 
@@ -41,6 +42,7 @@ const DEFAULT_RUNTIME: Duration = Duration::from_millis(900);
     ringfence compare --repeat 30 --runtime 10                      the protocol of the mailing list
     ringfence compare my.fio --policy off,strict+map --disk ram
     ringfence compare my.fio --policy off,strict+map --allocator rbtree,bitmap,ringfence
+    ringfence compare my.fio --policy off,strict+map,lazy-mq+map --max-exposure-ms 2
     ringfence compare my.fio --disk /dev/nvme1n1 --destroy-data --report report.html
 
 EXIT STATUS:
@@ -51,9 +53,12 @@ pub(crate) struct Arguments {
     /// A fio job file. Its `filename` is never opened: --disk decides.
     job: Option<PathBuf>,
 
-    /// The rows of the table, separated by commas: host, io_uring, off, strict, strict+map,
-    /// lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map [default: all but io_uring, which --disk ram
-    /// adds].
+    /// The rows of the table, separated by commas: host, io_uring, persistent, off, strict,
+    /// strict+map, lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map [default: all but io_uring, which
+    /// --disk ram adds, and persistent].
+    ///
+    /// `persistent` maps the job's buffers once, before its first I/O, and unmaps them after its
+    /// last: nothing is asked of the IOMMU in between, and the device reaches them all the while.
     #[arg(long, value_name = "LIST", value_parser = parse_rows)]
     policy: Option<List<Row>>,
 
@@ -123,13 +128,13 @@ pub(crate) struct Arguments {
     /// The most requests that share one map sync, under a policy with `+map`; under `strict+map` as
     /// many as complete at a time are unmapped with one. 1 maps and unmaps each by itself, as on the
     /// mailing list.
-    #[arg(long, value_name = "N", default_value_t = 64,
+    #[arg(long, value_name = "N", default_value_t = Tuning::BATCH,
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     batch: usize,
 
     /// The most buffers that become one mapping, where they lie side by side in guest memory (see
     /// --page-run) and go the same way; it is unmapped whole, after its last I/O.
-    #[arg(long, value_name = "N", default_value_t = 16,
+    #[arg(long, value_name = "N", default_value_t = Tuning::CHUNK,
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     chunk: usize,
 
@@ -142,6 +147,27 @@ pub(crate) struct Arguments {
     /// lazy-mq].
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
     flush_queue_ms: Option<u64>,
+
+    /// Entries of a flush queue from which on its flush is started, before it is full and an unmap
+    /// must wait for one.
+    #[arg(long, value_name = "N",
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..1 << 20))]
+    high_water: Option<usize>,
+
+    /// The longest that memory may stay reachable after it was unmapped, whatever the flush queue's
+    /// slots and time.
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    max_exposure_ms: Option<u64>,
+
+    /// The most bytes that may be unmapped and still reachable, all queues together: a number, or
+    /// one with k, m or g (powers of 1024), at least a page.
+    #[arg(long, value_name = "BYTES", value_parser = parse_exposure)]
+    max_exposure_bytes: Option<u64>,
+
+    /// Whether the disk is trusted: `auto`, as the machine tells; `trusted`; `untrusted`, which gets
+    /// a strict policy in every row, whatever its name (the table says so).
+    #[arg(long, value_name = "auto|trusted|untrusted", default_value_t = TrustChoice::Auto)]
+    trust: TrustChoice,
 
     /// Writes everything that was measured as JSON; `-` prints it instead of the table.
     #[arg(long, value_name = "FILE")]
@@ -167,6 +193,23 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
     } else {
         Err("from 0.01 to 86400 seconds".to_owned())
     }
+}
+
+/// A size in bytes that is no less than a page: a smaller bound would let nothing wait at all.
+fn parse_exposure(text: &str) -> Result<u64, String> {
+    const PAGE: u64 = 4096;
+    let allowed = "a number of bytes, at least 4096, with k, m or g (powers of 1024) if wanted";
+    let (number, shift) = match text.char_indices().next_back() {
+        Some((at, 'k' | 'K')) => (&text[..at], 10),
+        Some((at, 'm' | 'M')) => (&text[..at], 20),
+        Some((at, 'g' | 'G')) => (&text[..at], 30),
+        _ => (text, 0),
+    };
+    // No sign: the standard library's parser would take a `+`.
+    let digits = number.bytes().all(|byte| byte.is_ascii_digit());
+    let bytes = number.parse::<u64>().ok().filter(|_| digits);
+    let bytes = bytes.and_then(|n| n.checked_mul(1 << shift)).filter(|bytes| *bytes >= PAGE);
+    bytes.ok_or_else(|| allowed.to_owned())
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
@@ -212,10 +255,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         runtime,
         queues: arguments.queues,
         run_pages: arguments.page_run,
-        batch: arguments.batch,
-        chunk: arguments.chunk,
-        flush_queue_slots: arguments.flush_queue_slots,
-        flush_queue_ms: arguments.flush_queue_ms,
+        tuning: Tuning {
+            flush_queue_slots: arguments.flush_queue_slots,
+            flush_queue_ms: arguments.flush_queue_ms,
+            high_water: arguments.high_water,
+            max_exposure_ms: arguments.max_exposure_ms,
+            max_exposure_bytes: arguments.max_exposure_bytes,
+            batch: arguments.batch,
+            chunk: arguments.chunk,
+            trust: arguments.trust,
+        },
         progress,
     };
     let Ended { mut comparison, leaks, failure } = compare(jobs, &options, &stop)?;
@@ -253,4 +302,24 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     }
     json.and(html).and(shown)?;
     Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_powers_of_1024() {
+        for (text, bytes) in
+            [("4096", 4096), ("64k", 64 << 10), ("1m", 1 << 20), ("1M", 1 << 20), ("3G", 3 << 30)]
+        {
+            assert_eq!(parse_exposure(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "k", "0", "4095", "3k", "+64k", "-1", "1.5m", "64kb", "64 k", "1t", "ä"] {
+            assert!(parse_exposure(text).unwrap_err().contains("powers of 1024"), "{text}");
+        }
+        // More than 2^64.
+        assert!(parse_exposure("99999999999999g").is_err());
+        assert!(parse_exposure("18446744073709551616").is_err());
+    }
 }

@@ -9,9 +9,9 @@ use std::{
 use anyhow::{Context, Result};
 use clap::{ArgAction, Args};
 use ringfence_lab::{
-    allocators::AllocatorKind,
+    allocators::{AllocatorKind, PlacementName},
     progress::Kind,
-    replay::{Ended, Options, Placement, Policy, options, replay, table},
+    replay::{Ended, Options, Policy, options, replay, table},
 };
 
 use crate::{
@@ -65,11 +65,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BITS", value_parser = clap::value_parser!(u32).range(13..=64))]
     aperture: Option<u32>,
 
-    /// Where ringfence puts ranges: size-aligned (as the DMA API needs them, fastest), lowest or
-    /// highest. The other allocators have placements of their own.
-    #[arg(long, value_name = "WHERE", value_parser = options::parse_placement,
-        default_value = "size-aligned")]
-    placement: Placement,
+    /// Where `ringfence` puts ranges: `size`, side by side by size, from the top (as the DMA API needs
+    /// them, fastest); `lowest` or `highest`, at the lowest or the highest place that fits. The other
+    /// allocators have placements of their own.
+    #[arg(long, value_name = "NAME", value_parser = options::parse_placement,
+        default_value_t = PlacementName::default())]
+    placement: PlacementName,
 
     /// Measured rounds of every allocator; one more before them warms up and is discarded.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_REPEAT,

@@ -62,9 +62,10 @@ fn the_json_holds_every_field_of_the_contract() {
             "/syncs_per_io",
             "/stale_window",
             "/iotlb",
+            "/exposure/byte_ms_per_gib",
         ] {
             let protected = policy != "off" && policy != "host";
-            let found = row.pointer(path).expect(path);
+            let found = row.pointer(path).unwrap_or(&Value::Null);
             assert_eq!(!found.is_null(), protected, "{policy}: {path} is {found}");
         }
         number(row, "/kicks_per_io");
@@ -83,6 +84,55 @@ fn the_json_holds_every_field_of_the_contract() {
         number(row, "/stale_window/byte_ms");
         assert!(number(row, "/iotlb/hits") + number(row, "/iotlb/misses") > 0.0);
     }
+
+    // What lies open, and until when: a promise and a figure that agree.
+    for policy in policies(&json, 0) {
+        let row = row(&json, 0, policy);
+        let wanted = match policy {
+            "host" => Value::Null,
+            "off" => "always".into(),
+            policy if policy.starts_with("lazy") => "flush".into(),
+            _ => "none".into(),
+        };
+        let reach = row.pointer("/exposure/reach").unwrap_or(&Value::Null);
+        assert_eq!(*reach, wanted, "{policy}");
+        assert!(row["fallback"].is_null() && row.get("fallback").is_some(), "{policy}");
+        if wanted == "none" {
+            assert_eq!(number(row, "/exposure/byte_ms"), 0.0, "{policy}");
+        } else if wanted == "flush" {
+            let figures = ["/exposure/byte_ms_per_gib", "/exposure/max_ms", "/exposure/byte_ms"];
+            assert!(figures.iter().all(|figure| number(row, figure) > 0.0), "{row}");
+            // Two sums of the same: they may round differently.
+            let [one, other] =
+                ["/exposure/byte_ms", "/stale_window/byte_ms"].map(|p| number(row, p));
+            assert!((one - other).abs() <= 1e-9 * one, "{policy}: {one} {other}");
+        }
+    }
+    let default = &json["tuning"];
+    assert_eq!((&default["batch"], &default["trust"]), (&64.into(), &"auto".into()));
+    assert!(default["max_exposure_ms"].is_null() && default["flush_queue_slots"].is_null());
+
+    // Who waited: of each kind those that can, and all together as many as the driver counted.
+    for policy in &POLICIES[1..] {
+        let row = row(&json, 0, policy);
+        let of = |kind: &str, figure| number(row, &format!("/sync_waits/{kind}/{figure}"));
+        assert!(of("map", "count") > 0.0 && of("map", "thread_fraction") > 0.0, "{policy}: {row}");
+        let strict = policy.starts_with("strict");
+        assert_eq!(of("unmap", "count") > 0.0, strict, "{policy}: {row}");
+        if strict {
+            let flushes = ["timer", "full"].map(|kind| of(kind, "count"));
+            assert_eq!(flushes, [0.0; 2], "{policy}: {row}");
+        }
+        assert!(of("map", "p50") <= of("map", "p99"), "{policy}: {row}");
+        assert!(of("map", "total_ns") >= of("map", "count"), "{policy}: {row}");
+        let kinds = ["map", "unmap", "timer", "full", "asked"];
+        let waits: f64 = kinds.iter().map(|kind| of(kind, "per_io")).sum();
+        let syncs = number(row, "/syncs_per_io");
+        assert!((waits - syncs).abs() < 0.1 * syncs, "{policy}: {waits} of {syncs}");
+        // Their time is the timer's, not the job threads'.
+        assert!(row["sync_waits"]["timer"]["thread_fraction"].is_null(), "{policy}");
+    }
+    assert!(row(&json, 0, "off")["sync_waits"].is_null());
 
     // The policies differ in what they ask of the IOMMU, whatever the machine.
     let of = |policy, path| number(row(&json, 0, policy), path);
@@ -122,9 +172,30 @@ fn the_table_has_a_row_for_each_policy_and_names_disk_and_notify_mode() {
     }
     assert!(ended.out.contains("disk paced"), "{ended}");
     assert!(ended.out.contains("notify sleep"), "{ended}");
+    // What off leaves open is no number.
+    let line = ended.out.lines().find(|line| line.trim_start().starts_with("off ")).unwrap();
+    assert!(line.contains(" open ") && ended.out.contains("lies  open"), "{ended}");
+    assert!(ended.out.contains("\nwaits: strict map "), "{ended}");
+    assert!(ended.out.contains("\nqueues: lazy-sq and lazy-mq: "), "{ended}");
     // Progress went elsewhere, as plain lines.
     assert!(ended.err.contains("warm-up") && !ended.err.contains('\u{1b}'), "{ended}");
     assert!(!ended.out.contains("warm-up") && !ended.out.contains('\u{1b}'), "{ended}");
+}
+
+#[test]
+fn a_bound_of_exposure_is_kept_and_told() {
+    let bounds = ["--max-exposure-bytes", "128k", "--max-exposure-ms", "100"];
+    let arguments = ["--repeat", "1", "--policy", "off,lazy-sq+map"];
+    let json = Place::new().measure(JOB, &[&arguments[..], &bounds].concat());
+    assert_eq!(json["tuning"]["max_exposure_bytes"], 128 << 10);
+    assert_eq!(json["tuning"]["max_exposure_ms"], 100);
+    let row = row(&json, 0, "lazy-sq+map");
+    // Of two unmaps of 64 KiB the second cannot wait beside the first for long: somebody flushed,
+    // and not after a second, as a single queue does by itself.
+    assert!(number(row, "/sync_waits/full/count") > 0.0, "{row}");
+    let late = number(row, "/exposure/late_releases");
+    assert!(number(row, "/exposure/max_ms") <= 100.0 || late > 0.0, "{row}");
+    assert_eq!(row["exposure"]["reach"], "flush");
 }
 
 #[test]
@@ -156,7 +227,8 @@ fn each_policy_that_maps_is_run_with_each_allocator_in_order() {
     assert_eq!(rows, wanted);
     // People see both names.
     for name in ["strict+map/rbtree", "strict+map/ringfence", "lazy-mq/bitmap"] {
-        assert_eq!(ended.out.matches(name).count(), 1, "{name}\n{ended}");
+        let row = |line: &&str| line.split_whitespace().next() == Some(name);
+        assert_eq!(ended.out.lines().filter(row).count(), 1, "{name}\n{ended}");
     }
 }
 
@@ -173,7 +245,8 @@ fn the_report_is_one_file_that_needs_no_other() {
     for policy in ["host"].iter().chain(&POLICIES) {
         assert!(page.contains(policy), "{policy}");
     }
-    for part in ["paced", "adaptive", "<svg", "pages"] {
+    for part in ["paced", "adaptive", "<svg", "pages", "The price of safety", "class=\"frontier\""]
+    {
         assert!(page.contains(part), "{part}");
     }
     // A name space is an address that nothing is fetched from.

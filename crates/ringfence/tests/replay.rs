@@ -295,7 +295,9 @@ fn wrong_usage_is_answered_with_what_would_be_right() {
     refused(&["--allocator", "rbtree,rbtree"], &["twice"]);
     refused(&["--policy", "lazy"], &["lazy-mq+map"]);
     refused(&["--policy", "strict,strict"], &["twice"]);
-    refused(&["--placement", "middle"], &["middle", "size-aligned"]);
+    refused(&["--placement", "middle"], &["middle", "size, lowest, highest"]);
+    // Of buffers that `compare` has, a recording knows nothing.
+    refused(&["--placement", "ring"], &["ring", "size, lowest, highest"]);
     refused(&["--aperture", "65"], &["65"]);
     refused(&["--aperture", "12"], &["12"]);
     refused(&["--repeat", "0"], &["0"]);

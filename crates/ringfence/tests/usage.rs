@@ -48,7 +48,7 @@ fn a_job_that_cannot_fit_says_what_to_lower() {
 fn an_unknown_policy_is_answered_with_their_names() {
     let place = Place::new();
     let ended = place.run(&["compare", "--policy", "off,strictest"]);
-    ended.refused(&["strictest", "host", "io_uring"]);
+    ended.refused(&["strictest", "host", "io_uring", "persistent"]);
     ended.refused(&POLICIES);
     place.run(&["compare", "--policy", "off,off"]).refused(&["twice"]);
     place.run(&["compare", "--policy", ","]).refused(&["empty"]);
@@ -77,6 +77,20 @@ fn more_ranges_than_the_aperture_has_room_for_are_refused() {
 }
 
 #[test]
+fn a_bound_that_nobody_heeds_or_that_cannot_be_kept_is_refused() {
+    let place = Place::new();
+    for (option, value) in
+        [("--max-exposure-ms", "5"), ("--max-exposure-bytes", "1m"), ("--high-water", "200")]
+    {
+        let arguments = ["--policy", "off,strict+map", option, value];
+        place.compare(READS, &arguments).refused(&[option, "lazy"]);
+    }
+    let arguments = ["--flush-queue-slots", "256", "--high-water", "256"];
+    place.compare(READS, &arguments).refused(&["high-water mark of 256", "from 1 to 255"]);
+    place.run(&["compare", "--trust", "no"]).refused(&["--trust", "auto, trusted, untrusted"]);
+}
+
+#[test]
 fn numbers_out_of_range_are_refused() {
     let place = Place::new();
     for (option, value) in [
@@ -90,6 +104,15 @@ fn numbers_out_of_range_are_refused() {
         ("--page-run", "0"),
         ("--flush-queue-slots", "1"),
         ("--flush-queue-ms", "0"),
+        ("--high-water", "0"),
+        ("--max-exposure-ms", "0"),
+        ("--max-exposure-bytes", "4095"),
+        ("--max-exposure-bytes", "64kb"),
+        ("--max-exposure-bytes", "-1"),
+        ("--batch", "0"),
+        ("--batch", "1025"),
+        ("--chunk", "0"),
+        ("--trust", "maybe"),
         ("--notify", "loudly"),
         ("--aperture", "31"),
         ("--aperture", "58"),
@@ -195,7 +218,17 @@ fn help_says_what_there_is() {
     for word in ["--allocator", "--placement", "--aperture", "--live", "magazines", "highest"] {
         assert!(ended.out.contains(word), "{word}\n{ended}");
     }
-    for word in ["--destroy-data", "EXAMPLES", "lazy-mq+map", "fio", "virtio-iommu"] {
+    for word in [
+        "--max-exposure-ms",
+        "--max-exposure-bytes",
+        "--high-water",
+        "--batch",
+        "--chunk",
+        "--trust",
+    ] {
+        assert!(ended.out.contains(word), "{word}\n{ended}");
+    }
+    for word in ["persistent", "--destroy-data", "EXAMPLES", "lazy-mq+map", "fio", "virtio-iommu"] {
         assert!(ended.out.contains(word), "{word}\n{ended}");
     }
     // No command at all: help, and wrong usage.

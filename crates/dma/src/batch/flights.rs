@@ -11,8 +11,6 @@ pub(super) struct Flight {
     pub(super) members: usize,
     /// What the sync is for, joined.
     pub(super) ranges: Vec<Range>,
-    /// When it began.
-    pub(super) begun_ns: u64,
     /// How it ended, once that is known.
     pub(super) over: Option<Result<()>>,
     /// Whether its time counts for those that are not measured.

@@ -13,6 +13,7 @@ use crate::{
     mapper::{Pieces, Sync},
     mapping::Placed,
     stats::Count,
+    waits::timed,
 };
 
 /// Maps buffers for one device together: one map sync for all of them, and only then are their
@@ -121,8 +122,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         // The calls were counted, and some of them timed, as they were pushed.
         shared.sampler.stop_many(start, 0, &counters.map_time);
         self.begun.extend(self.gathered.drain(..));
-        let begun_ns = shared.clock.now_ns();
-        self.flights.push(Flight { token, members, ranges, over, begun_ns, timed: false });
+        self.flights.push(Flight { token, members, ranges, over, timed: false });
     }
 
     /// Hands out, in the order in which they were pushed, the mappings that the device knows of; how
@@ -143,9 +143,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                     Err(error) => Err(error),
                 },
             };
-            if flight.over.replace(over).is_none() {
-                counters.waits.map.record(shared.clock.now_ns().saturating_sub(flight.begun_ns));
-            }
+            flight.over = Some(over);
             while flight.members > 0 {
                 // Counted first: should the caller's code panic, the rest is still in step.
                 flight.members -= 1;
@@ -173,9 +171,11 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
 
     /// Waits until the oldest sync that was begun is over, if there is one.
     pub fn wait(&mut self) {
+        let (shared, waits) = (self.device.shared(), &self.device.port().counters.waits.map);
         if let Some(flight) = self.flights.front()
             && flight.over.is_none()
-            && let Err(error) = self.device.shared().domain.iotlb_sync_wait(flight.token)
+            && let Err(error) =
+                timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(flight.token))
         {
             flight.over = Some(Err(error));
         }

@@ -15,6 +15,7 @@ use crate::{
     mapping::{Owner, Parts},
     shared::{Span, Unmapped},
     stats::Count,
+    waits::timed,
 };
 
 /// Unmaps mappings of one device together: touching ranges as one, one invalidation for all, and
@@ -116,7 +117,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         if self.gathered.is_empty() {
             return;
         }
-        if self.port.shared.mode.get().policy().batches_unmaps() {
+        if self.port.shared.policy().batches_unmaps() {
             self.begin_together();
         } else {
             self.unmap_each();
@@ -131,7 +132,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             self.begun.push_back(member);
         }
         let (token, ranges, over) = (SyncToken::DONE, self.flights.ranges(), Some(Ok(())));
-        self.flights.push(Flight { token, members, ranges, over, begun_ns: 0, timed: false });
+        self.flights.push(Flight { token, members, ranges, over, timed: false });
     }
 
     fn begin_together(&mut self) {
@@ -174,8 +175,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             Err(error) => (SyncToken::DONE, Some(Err(error))),
         };
         shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
-        let (begun_ns, timed) = (shared.clock.now_ns(), start.is_some());
-        self.flights.push(Flight { token, members, ranges, over, begun_ns, timed });
+        self.flights.push(Flight { token, members, ranges, over, timed: start.is_some() });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
@@ -200,7 +200,6 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 },
             };
             if flight.over.replace(over).is_none() {
-                counters.waits.unmap.record(shared.clock.now_ns().saturating_sub(flight.begun_ns));
                 // All of them before the first is handed out: what the caller does is not timed.
                 let start = if flight.timed { shared.sampler.start_always() } else { None };
                 for member in self.begun.iter_mut().take(flight.members) {
@@ -230,9 +229,11 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
 
     /// Waits until the oldest invalidation that was begun is over, if there is one.
     pub fn wait(&mut self) {
+        let (shared, waits) = (&self.port.shared, &self.port.counters.waits.unmap);
         if let Some(flight) = self.flights.front()
             && flight.over.is_none()
-            && let Err(error) = self.port.shared.domain.iotlb_sync_wait(flight.token)
+            && let Err(error) =
+                timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(flight.token))
         {
             flight.over = Some(Err(error));
         }

@@ -148,7 +148,9 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
     /// and through the ring's lock, so that who queued it finds the flag clear and arms the timer
     /// again.
     pub(crate) fn expiring(&self) {
-        self.armed.store(false, Ordering::Release);
+        // A swap, as arming is one: changes of the flag then follow each other, and who arms it after
+        // this also sets the timer after whoever calls this has unset it.
+        self.armed.swap(false, Ordering::AcqRel);
     }
 
     /// Sets the timer's flag for what an expiry had to leave behind; whether the caller must arm it.

@@ -4,8 +4,10 @@ use std::{
     collections::BTreeMap,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicI64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering},
     },
+    thread,
+    time::{Duration, Instant},
 };
 
 use ringfence_dma::{
@@ -497,5 +499,23 @@ impl Bench {
         assert_eq!(self.allocator.live(), 0, "an IOVA leaked");
         assert_eq!(self.domain.table.mappings(), 0, "a translation leaked");
         assert_eq!(self.domain.cached(), [], "the device still reaches something");
+    }
+}
+
+/// Waits for other threads; fails rather than waiting for ever.
+pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{what}: not within a minute");
+        thread::yield_now();
+    }
+}
+
+/// Tells threads to stop when it goes, so that a failed assertion does not wait for them.
+pub(crate) struct Stop<'a>(pub(crate) &'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }

@@ -14,7 +14,7 @@ use ringfence_dma::{
 };
 use ringfence_iommu::{Capabilities, table::Limits};
 
-use crate::mock::{Bench, Broken, Buf, EagerAllocator, MockDomain, Setup};
+use crate::mock::{Bench, Broken, Buf, EagerAllocator, MockDomain, Setup, Stop, eventually};
 
 const LAZY: [Policy; 4] = [Policy::LazySq, Policy::LazyMq, Policy::LazySqMap, Policy::LazyMqMap];
 const STRICT: [Policy; 2] = [Policy::Strict, Policy::StrictMap];
@@ -105,6 +105,30 @@ fn maps_are_synced_as_the_policy_in_force_says() {
         drop(map(&bench));
         syncs += if policy.batches_maps() { 1 } else { 2 };
         assert_eq!(bench.device.stats().map_syncs, syncs, "{policy}");
+    }
+}
+
+#[test]
+fn what_was_pushed_under_another_policy_is_synced_all_the_same() {
+    // rules L27, L34
+    for (before, after) in STRICT.into_iter().chain(LAZY).flat_map(|b| STRICT.map(|a| (b, a))) {
+        let bench = Bench::new(before);
+        let mut maps = bench.device.map_batch();
+        maps.push(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice, ()).unwrap();
+        let each = if before.batches_maps() { 0 } else { 1 };
+        assert_eq!(bench.device.stats().map_syncs, each, "from {before}");
+        bench.device.set_policy(after).unwrap();
+        let mut mappings = Vec::new();
+        maps.finish(|(), mapping| mappings.push(mapping.unwrap()));
+        assert_eq!(bench.device.stats().map_syncs, 1, "from {before} to {after}");
+        // And what is unmapped together keeps to the policy that it finds.
+        let mut unmaps = bench.device.unmap_batch();
+        mappings.into_iter().for_each(|mapping| unmaps.push(mapping, ()).unwrap());
+        bench.device.set_policy(before).unwrap();
+        unmaps.finish(|(), returned| drop(returned.unwrap()));
+        assert_eq!(bench.device.stats().queued, u64::from(before.is_lazy()));
+        bench.device.flush().unwrap();
+        bench.assert_nothing_leaked();
     }
 }
 
@@ -209,9 +233,7 @@ fn a_device_that_becomes_lazy_has_a_timer_of_its_own_from_then_on() {
         *domain.during_flush.lock().unwrap() = Some(Box::new(hook));
         drop(device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap());
         assert_eq!(receiver.recv().unwrap().as_deref(), Some("ringfence-flush"));
-        while allocator.live() != 0 {
-            thread::yield_now();
-        }
+        eventually("the timer", || allocator.live() == 0);
         device.set_policy(Policy::StrictMap).unwrap();
     }
     drop(device);
@@ -227,6 +249,7 @@ fn once_strict_is_in_force_nothing_is_queued_whoever_was_under_way() {
         let bench = setup.build();
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
+            let stop_at_end = Stop(&stop);
             for _ in 0..2 {
                 let (device, stop) = (bench.device.clone(), &stop);
                 scope.spawn(move || {
@@ -239,22 +262,19 @@ fn once_strict_is_in_force_nothing_is_queued_whoever_was_under_way() {
             }
             for _ in 0..12 {
                 let released = bench.device.stats().exposure.released;
-                while bench.device.stats().exposure.released < released + 32 {
-                    thread::yield_now();
-                }
+                eventually("lazy unmaps", || {
+                    bench.device.stats().exposure.released >= released + 32
+                });
                 bench.device.set_policy(Policy::StrictMap).unwrap();
                 let unmaps = bench.device.stats().unmaps;
-                loop {
+                eventually("strict unmaps", || {
                     let stats = bench.device.stats();
                     assert_eq!(stats.queued, 0, "{lazy}");
-                    if stats.unmaps >= unmaps + 16 {
-                        break;
-                    }
-                    thread::yield_now();
-                }
+                    stats.unmaps >= unmaps + 16
+                });
                 bench.device.set_policy(lazy).unwrap();
             }
-            stop.store(true, Ordering::Relaxed);
+            drop(stop_at_end);
         });
         bench.device.flush().unwrap();
         bench.assert_nothing_leaked();
@@ -269,6 +289,7 @@ fn threads_unmap_while_the_policy_goes_round() {
     let bench = setup.build();
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
+        let stop_at_end = Stop(&stop);
         for thread in 0..3u64 {
             let (device, stop) = (bench.device.clone(), &stop);
             scope.spawn(move || {
@@ -290,11 +311,9 @@ fn threads_unmap_while_the_policy_goes_round() {
                 bench.device.expire().unwrap();
             }
             let unmaps = bench.device.stats().unmaps;
-            while bench.device.stats().unmaps < unmaps + 8 {
-                thread::yield_now();
-            }
+            eventually("unmaps", || bench.device.stats().unmaps >= unmaps + 8);
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(stop_at_end);
     });
     // Whoever is lazy at the end left nothing without a timer.
     assert!(bench.device.stats().queued == 0 || bench.device.timer_due_at_ns().is_some());

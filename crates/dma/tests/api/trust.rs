@@ -1,7 +1,8 @@
 //! An untrusted device is strict, whatever it was given.
 
 use ringfence_dma::{
-    Config, Detector, Device, Direction, Distrust, Fallback, Policy, Refused, SetupError, Trust,
+    Config, Detector, Device, Direction, Distrust, Fallback, Policy, Refused, SetupError,
+    SwitchError, Trust,
 };
 use ringfence_iommu::{Capabilities, table::Limits};
 
@@ -85,6 +86,30 @@ fn distrust_is_the_reason_that_is_told_first() {
     assert_eq!(bench.device.fallback(), Some(BECAUSE));
     assert_eq!(bench.device.effective_policy(), Policy::Strict);
     assert_eq!(bench.device.refuses(Policy::Off), Some(BECAUSE));
+}
+
+#[test]
+fn a_change_at_run_time_is_refused_as_the_beginning_would_have_been() {
+    // rule L28
+    let untrusted = bench(Policy::Strict, |config| config.trust = UNTRUSTED);
+    let detecting = bench(Policy::Strict, |config| config.detect = Some(Detector::default()));
+    for (bench, because) in [(untrusted, BECAUSE), (detecting, Fallback::Detector)] {
+        for policy in Policy::ALL {
+            let changed = bench.device.set_policy(policy);
+            if policy.is_strict() {
+                assert_eq!(changed, Ok(()));
+                assert_eq!(bench.device.effective_policy(), policy);
+            } else {
+                let from = bench.device.effective_policy();
+                let refused = match policy {
+                    Policy::Off => SwitchError::Off { from, to: policy },
+                    _ => SwitchError::Fallback(because),
+                };
+                assert_eq!(changed, Err(refused), "{policy}");
+                assert!(bench.device.effective_policy().is_strict());
+            }
+        }
+    }
 }
 
 #[test]

@@ -22,7 +22,9 @@ use ringfence_sync::{
     cpu::FixedCpu,
 };
 
-use crate::mock::{Bench, Broken, Buf, EagerAllocator, Log, MockDomain, Setup, TickingClock};
+use crate::mock::{
+    Bench, Broken, Buf, EagerAllocator, Log, MockDomain, Setup, Stop, TickingClock, eventually,
+};
 
 const LAZY: [Policy; 4] = [Policy::LazySq, Policy::LazyMq, Policy::LazySqMap, Policy::LazyMqMap];
 
@@ -78,9 +80,7 @@ fn the_mark_wakes_the_timers_thread() {
         for _ in 0..4 {
             drop(device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap());
         }
-        while allocator.live() != 0 {
-            thread::yield_now();
-        }
+        eventually("the timer", || allocator.live() == 0);
     }
     let stats = device.stats();
     assert_eq!((stats.full_queue_flushes, stats.queued), (0, 0));
@@ -307,6 +307,7 @@ fn bounds_may_change_while_threads_unmap() {
     let (device, domain) = gauged(Policy::LazySq, single);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
+        let stop_at_end = Stop(&stop);
         for _ in 0..3 {
             let (device, stop) = (device.clone(), &stop);
             scope.spawn(move || {
@@ -324,16 +325,16 @@ fn bounds_may_change_while_threads_unmap() {
             assert_eq!(device.flush_tuning(), tuning);
             let begun = domain.flushes.load(Ordering::Relaxed);
             // Whatever was under way has ended once there were some more flushes.
-            while domain.flushes.load(Ordering::Relaxed) < begun + 8 {
+            eventually("flushes", || {
                 if let Some(bytes) = max_exposure_bytes {
                     // Not one entry was let in without its bytes, even if it was under way.
                     let queued = device.stats().queued_bytes;
                     assert!(queued <= bytes + 3 * PAGE, "{queued:#x} of {bytes:#x}");
                 }
-                thread::yield_now();
-            }
+                domain.flushes.load(Ordering::Relaxed) >= begun + 8
+            });
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(stop_at_end);
     });
     device.flush().unwrap();
     let stats = device.stats();

@@ -58,6 +58,5 @@ pub use options::Options;
 pub use recording::{Format, Recording};
 pub use report::Report;
 pub use ringfence_dma::Policy;
-pub use ringfence_iova::Placement;
 pub use run::{Ended, replay};
 pub use stream::Stream;

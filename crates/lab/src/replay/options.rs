@@ -1,9 +1,12 @@
 //! What to replay, and how; lists of names as the command line gives them.
 
 use ringfence_dma::Policy;
-use ringfence_iova::Placement;
 
-use crate::{allocators::AllocatorKind, list, progress::Kind};
+use crate::{
+    allocators::{AllocatorKind, PlacementName},
+    list,
+    progress::Kind,
+};
 
 /// What to replay, and how.
 #[derive(Clone, Debug)]
@@ -15,7 +18,7 @@ pub struct Options {
     /// Bits of the aperture; `None`: as many as the recorded addresses have, at least 32.
     pub aperture_bits: Option<u32>,
     /// Where ours puts ranges; the others have placements of their own.
-    pub placement: Placement,
+    pub placement: PlacementName,
     /// Measured rounds of every allocator; one more before them warms up.
     pub repeat: u32,
     /// Slots of a flush queue; `None`: as Linux tunes it.
@@ -32,7 +35,7 @@ impl Default for Options {
             allocators: AllocatorKind::ALL.to_vec(),
             policies: default_policies(),
             aperture_bits: None,
-            placement: Placement::default(),
+            placement: PlacementName::default(),
             repeat: 15,
             flush_queue_slots: None,
             flush_queue_ms: None,
@@ -54,32 +57,14 @@ pub fn parse_policies(text: &str) -> Result<Vec<Policy>, String> {
     list::parse(text, "list of policies")
 }
 
-/// The placement called `name`.
+/// The placement called `name`; a recording's buffers are in no ring that could be one chunk.
 ///
 /// # Errors
-/// There is none of that name.
-pub fn parse_placement(name: &str) -> Result<Placement, String> {
-    PLACEMENTS
-        .into_iter()
-        .find(|(known, _)| *known == name)
-        .map(|(_, placement)| placement)
-        .ok_or_else(|| {
-            let names = PLACEMENTS.map(|(known, _)| known).join(", ");
-            format!("no placement is called {name:?}: there are {names}")
-        })
+/// There is none of that name here.
+pub fn parse_placement(name: &str) -> Result<PlacementName, String> {
+    use PlacementName::{Highest, Lowest, Size};
+    PlacementName::parse_of(name, &[Size, Lowest, Highest])
 }
-
-/// What a placement is called.
-pub(super) fn placement_name(placement: Placement) -> &'static str {
-    PLACEMENTS.into_iter().find(|(_, known)| *known == placement).map_or("", |(name, _)| name)
-}
-
-/// The placements by their names.
-const PLACEMENTS: [(&str, Placement); 3] = [
-    ("size-aligned", Placement::SizeAligned),
-    ("lowest", Placement::Lowest),
-    ("highest", Placement::Highest),
-];
 
 #[cfg(test)]
 mod tests {
@@ -90,8 +75,11 @@ mod tests {
         assert_eq!(parse_policies("strict, off").unwrap(), [Policy::Strict, Policy::Off]);
         assert!(parse_policies("strict,strict").unwrap_err().contains("twice"));
         assert!(parse_policies(",").unwrap_err().contains("empty"));
-        assert_eq!(parse_placement("lowest"), Ok(Placement::Lowest));
-        assert!(parse_placement("low").unwrap_err().contains("size-aligned, lowest"));
+        assert_eq!(parse_placement("lowest"), Ok(PlacementName::Lowest));
+        assert_eq!(parse_placement("size"), parse_placement("size-aligned"));
+        for name in ["low", "ring"] {
+            assert!(parse_placement(name).unwrap_err().contains("size, lowest"), "{name}");
+        }
         assert!(parse_policies("strictest").unwrap_err().contains("lazy-mq+map"));
     }
 }

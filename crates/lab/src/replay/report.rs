@@ -73,7 +73,7 @@ pub struct TraceReport {
     pub peak_live_bytes: u64,
     /// Bits of the aperture that the allocators had.
     pub aperture_bits: u32,
-    /// Where `ringfence` was told to put ranges: `size-aligned`, `lowest` or `highest`.
+    /// Where `ringfence` was told to put ranges: `size`, `lowest` or `highest`.
     pub placement: String,
     /// Rounds measured.
     pub rounds: u32,

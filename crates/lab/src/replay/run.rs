@@ -15,7 +15,6 @@ use ringfence_iova::{Allocator, Aperture, Request};
 use super::{
     Options,
     open::read_all,
-    options::placement_name,
     recording::Recording,
     report::{AllocatorRow, LeftOutReport, PolicyRow, RECORDED, Report, TraceReport},
     requests::{Tuning, requests},
@@ -130,7 +129,7 @@ impl Replay<'_> {
             cpus: stream.cpus as u64,
             seconds: stream.duration_ns as f64 / 1e9,
             aperture_bits: self.bits(),
-            placement: placement_name(self.options.placement).to_owned(),
+            placement: self.options.placement.to_string(),
             ..TraceReport::default()
         }
     }
@@ -155,7 +154,7 @@ impl Replay<'_> {
         for kind in &self.options.allocators {
             self.begin(&format!("{kind}, where it puts things"));
             let allocators: Vec<Box<dyn Allocator>> =
-                std::iter::repeat_with(|| kind.make(aperture, self.options.placement))
+                std::iter::repeat_with(|| kind.make(aperture, self.options.placement.of_ranges()))
                     .take(self.stream().domains)
                     .collect();
             let of = |allocation: &Allocation| &*allocators[usize::from(allocation.domain)];
@@ -257,7 +256,7 @@ impl Replay<'_> {
 
     /// What every allocator takes, in interleaved rounds.
     fn time(&self, aperture: Aperture, trace: &mut TraceReport) -> Result<()> {
-        let script = Script::new(self.stream(), aperture, self.options.placement);
+        let script = Script::new(self.stream(), aperture, self.options.placement.of_ranges());
         let kinds = self.options.allocators.iter().map(|kind| Server::Kind(*kind));
         let servers: Vec<Server> = std::iter::once(Server::Nobody).chain(kinds).collect();
         let mut rounds: Vec<Vec<Round>> = Vec::new();

@@ -6,8 +6,9 @@
 use std::fmt::{Display, Write};
 
 use super::{
-    Comparison, JobReport, Metric, PolicyResult, bytes,
-    table::{headline, number, us, warnings},
+    Comparison, JobReport, Metric, PolicyResult, bytes, curve,
+    table::{fallbacks, headline, marked, number, us, warnings},
+    waits::{percent, queues},
 };
 use crate::stats::Estimate;
 
@@ -88,8 +89,10 @@ fn section(page: &mut String, job: &JobReport) {
             row.stale_window.map(|w| (alone(w.max_ms), format!("{} ms", number(w.max_ms))))
         }),
     );
+    curve::figure(page, job);
     page.push_str("</div>\n");
     table(page, job);
+    waits(page, job);
     page.push_str("</section>\n");
 }
 
@@ -108,10 +111,11 @@ impl Bar {
 }
 
 /// Policies of one promise have one colour.
-fn family(policy: &str) -> &'static str {
+pub(super) fn family(policy: &str) -> &'static str {
     match policy {
         "host" | "off" => "none",
-        policy if policy.starts_with("strict") => "strict",
+        "persistent" => "persistent",
+        policy if policy.starts_with("strict") || policy.starts_with("bounce") => "strict",
         policy if policy.starts_with("lazy") => "lazy",
         _ => "other",
     }
@@ -220,7 +224,7 @@ fn table(page: &mut String, job: &JobReport) {
             format_args!(
                 "<tr><th><i class=\"{}\"></i>{}</th>",
                 family(&row.policy),
-                escape(&job.label(row))
+                escape(&marked(job, row))
             ),
         );
         let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
@@ -263,15 +267,59 @@ fn table(page: &mut String, job: &JobReport) {
             u64::from(job.iodepth) * u64::from(job.numjobs)
         ),
     );
+    for text in fallbacks(job) {
+        put(page, format_args!("<p class=\"fine\">{}</p>\n", escape(&text)));
+    }
 }
 
-fn put(page: &mut String, what: impl Display) {
+/// Who waited for the device, and for what: a line for each kind of wait that a row had.
+fn waits(page: &mut String, job: &JobReport) {
+    if job.results.iter().all(|row| row.sync_waits.is_none()) {
+        return;
+    }
+    page.push_str(
+        "<h3>Who waited, and for what</h3>\n<div class=\"scroll\"><table>\n<thead><tr>\
+         <th>policy</th><th>for</th><th>syncs</th><th>an I/O</th><th>of the job threads' time</th>\
+         <th>p50</th><th>p99, µs</th><th>all, ms</th></tr></thead>\n<tbody>\n",
+    );
+    for row in &job.results {
+        let Some(waits) = row.sync_waits else { continue };
+        for (kind, waited) in waits.kinds().filter(|(_, waited)| waited.count > 0) {
+            put(
+                page,
+                format_args!(
+                    "<tr><th><i class=\"{}\"></i>{}</th>",
+                    family(&row.policy),
+                    escape(&job.label(row))
+                ),
+            );
+            for cell in [
+                kind.to_owned(),
+                waited.count.to_string(),
+                waited.per_io.map_or("–".to_owned(), number),
+                waited.thread_fraction.map_or("none: not theirs".to_owned(), percent),
+                number(us(waited.p50)),
+                number(us(waited.p99)),
+                number(waited.total_ns as f64 / 1e6),
+            ] {
+                put(page, format_args!("<td>{}</td>", escape(&cell)));
+            }
+            page.push_str("</tr>\n");
+        }
+    }
+    page.push_str("</tbody>\n</table></div>\n");
+    if let Some(text) = queues(job) {
+        put(page, format_args!("<p class=\"fine\">{}.</p>\n", escape(&text)));
+    }
+}
+
+pub(super) fn put(page: &mut String, what: impl Display) {
     // Writing to a String does not fail.
     let _ = write!(page, "{what}");
 }
 
 /// Names come from job files, disks from the command line: neither may become markup.
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -323,25 +371,77 @@ mod tests {
     }
 
     #[test]
-    fn each_job_has_four_charts_a_table_and_whiskers() {
+    fn each_job_has_its_charts_tables_and_whiskers() {
         let page = render(&sample::comparison());
-        assert_eq!(page.matches("<svg").count(), 8);
-        assert_eq!(page.matches("<table").count(), 2);
-        // Eight policies, two charts with intervals, two jobs.
-        assert_eq!(page.matches("class=\"whisker\"").count(), 32);
+        // Four charts of bars and the curve; all figures, the curve's, and the waits.
+        assert_eq!(page.matches("<svg").count(), 2 * 5);
+        assert_eq!(page.matches("<table").count(), 2 * 3);
+        // Eight policies, two charts with intervals; of the curve all but the host; two jobs.
+        assert_eq!(page.matches("class=\"whisker\"").count(), 2 * (16 + 7));
         assert!(page.contains("disk paced") && page.contains("notify adaptive"));
     }
 
     #[test]
     fn every_tag_is_closed() {
         let page = render(&sample::comparison());
-        for tag in
-            ["svg", "figure", "table", "tr", "td", "th", "text", "rect", "section", "div", "p"]
-        {
-            let open = page.matches(&format!("<{tag} ")).count()
-                + page.matches(&format!("<{tag}>")).count();
-            assert_eq!(open, page.matches(&format!("</{tag}>")).count(), "{tag}");
+        let body = page.split_once("<main>").unwrap().1.split_once("</main>").unwrap().0;
+        assert_eq!(well_formed(body), Ok(()));
+        // The check can fail.
+        for wrong in ["<p>", "<p></q>", "<b><i></b></i>", "<rect x=1/>", "a & b", "<a b=\"<\"/>"] {
+            assert!(well_formed(wrong).is_err(), "{wrong}");
         }
+    }
+
+    /// As an XML parser would have it: tags closed in order, values quoted, nothing unescaped.
+    fn well_formed(text: &str) -> Result<(), String> {
+        let mut open = Vec::new();
+        let mut parts = text.split('<');
+        check_text(parts.next().unwrap_or_default())?;
+        for part in parts {
+            let (tag, text) = part.split_once('>').ok_or(part)?;
+            check_text(text)?;
+            if let Some(name) = tag.strip_prefix('/') {
+                (open.pop() == Some(name)).then_some(()).ok_or(part)?;
+                continue;
+            }
+            let (name, rest) = tag.split_once(' ').unwrap_or((tag, ""));
+            if !tag.ends_with('/') {
+                open.push(name);
+            }
+            let mut rest = rest.trim_end_matches('/').trim();
+            while !rest.is_empty() {
+                let (_, value) = rest.split_once("=\"").ok_or(part)?;
+                let (value, more) = value.split_once('"').ok_or(part)?;
+                check_text(value)?;
+                rest = more.trim();
+            }
+        }
+        if open.is_empty() { Ok(()) } else { Err(format!("{open:?} are open")) }
+    }
+
+    fn check_text(text: &str) -> Result<(), String> {
+        let entity = |rest: &str| {
+            let name = rest.split_once(';').map(|(name, _)| name);
+            ["amp", "lt", "gt", "quot", "#39"].map(Some).contains(&name)
+        };
+        let sound = text.split('&').skip(1).all(entity) && !text.contains(['<', '>']);
+        if sound { Ok(()) } else { Err(text.to_owned()) }
+    }
+
+    #[test]
+    fn who_waited_and_what_ran_as_something_else_is_told() {
+        let mut comparison = sample::comparison();
+        let row = &mut comparison.jobs[0].results[4];
+        row.effective_policy = "strict".to_owned();
+        row.fallback = Some("no <deferring>".to_owned());
+        let page = render(&comparison);
+        assert!(page.contains("lazy-sq* ran as strict: no &lt;deferring&gt;"));
+        assert!(page.contains("flush of a full queue") && page.contains("flush by timer"));
+        assert!(page.contains("queues: lazy-sq+map and lazy-mq+map: flushes"));
+        for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
+            row.sync_waits = None;
+        }
+        assert!(!render(&comparison).contains("Who waited"));
     }
 
     #[test]
@@ -357,6 +457,8 @@ mod tests {
         comparison.jobs[1].results.clear();
         let page = render(&comparison);
         assert!(!page.contains("NaN") && !page.contains("inf"));
+        let body = page.split_once("<main>").unwrap().1.split_once("</main>").unwrap().0;
+        assert_eq!(well_formed(body), Ok(()));
         for width in page.split("width=\"").skip(1).filter_map(|rest| rest.split('"').next()) {
             if let Ok(width) = width.parse::<f64>() {
                 assert!((0.0..=500.0).contains(&width), "{width}");

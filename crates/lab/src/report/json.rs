@@ -55,6 +55,19 @@ mod tests {
             "/stale_window/max_ms",
             "/stale_window/byte_ms",
             "/stale_window/accesses",
+            "/exposure/max_ms",
+            "/exposure/byte_ms",
+            "/exposure/byte_ms_per_gib",
+            "/exposure/late_releases",
+            "/sync_waits/map/count",
+            "/sync_waits/map/p50",
+            "/sync_waits/map/p99",
+            "/sync_waits/map/total_ns",
+            "/sync_waits/unmap/per_io",
+            "/sync_waits/unmap/thread_fraction",
+            "/sync_waits/timer/count",
+            "/sync_waits/full/count",
+            "/sync_waits/asked/count",
             "/sync_wait_ns/p50",
             "/sync_wait_ns/p99",
             "/cpu_ns_per_io",
@@ -68,6 +81,13 @@ mod tests {
             assert!(row.pointer(path).is_some_and(Value::is_number), "{path}: {row}");
         }
         assert_eq!(row["effective_policy"], "strict");
+        assert_eq!((&row["fallback"], &row["exposure"]["reach"]), (&Value::Null, &"none".into()));
+        assert_eq!(
+            (&value["tuning"]["batch"], &value["tuning"]["chunk"]),
+            (&64.into(), &16.into())
+        );
+        assert_eq!(value["tuning"]["trust"], "auto");
+        assert!(value["tuning"]["max_exposure_ms"].is_null());
         assert_eq!(row["allocator"], "ringfence");
         for key in ["disk", "notify"] {
             assert!(value[key].is_string(), "{key}");
@@ -82,6 +102,7 @@ mod tests {
             *row = PolicyResult {
                 policy: row.policy.clone(),
                 iops: Estimate { median: 0.5, lo: None, hi: Some(2.25) },
+                fallback: Some("because".to_owned()),
                 stale_window: row.stale_window,
                 iotlb: row.iotlb,
                 ..PolicyResult::default()

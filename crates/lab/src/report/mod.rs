@@ -8,15 +8,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     job::Job,
+    run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
 };
 
+mod curve;
+mod exposure;
 pub mod html;
 pub mod json;
+mod plot;
 pub mod table;
+mod waits;
 
 #[cfg(test)]
 mod sample;
+
+pub use exposure::{Exposure, ExposureSample, Reach};
+pub use waits::{SyncWaits, Waited, WaitsSample};
 
 /// Name and version of the JSON contract.
 pub const SCHEMA: &str = "ringfence.compare/1";
@@ -54,6 +62,9 @@ pub struct Comparison {
     /// Ranges of I/O virtual addresses that others held throughout.
     #[serde(default)]
     pub live_ranges: u32,
+    /// How policies were carried out, as far as it was asked for.
+    #[serde(default)]
+    pub tuning: Tuning,
     /// Rounds asked for (an interrupted run has fewer: see each job's `rounds`).
     pub rounds: u32,
     /// Seconds a job ran in each round.
@@ -125,6 +136,8 @@ pub struct PolicyResult {
     pub allocator: Option<String>,
     /// The policy that was in force (a domain may refuse lazy flushing).
     pub effective_policy: String,
+    /// Why it was another than the one asked for.
+    pub fallback: Option<String>,
     /// I/Os a second.
     pub iops: Estimate,
     /// Bytes a second.
@@ -156,7 +169,11 @@ pub struct PolicyResult {
     pub kicks_per_io: Option<f64>,
     /// How long a sync waited.
     pub sync_wait_ns: Option<WaitSummary>,
-    /// How long unmapped memory stayed reachable.
+    /// The same by what it waited for.
+    pub sync_waits: Option<SyncWaits>,
+    /// How much unmapped memory stayed reachable, by the account of the DMA API.
+    pub exposure: Option<Exposure>,
+    /// How long unmapped memory stayed reachable, as the probe found it.
     pub stale_window: Option<StaleWindow>,
     /// Lookups of the device's IOTLB.
     pub iotlb: Option<Iotlb>,
@@ -231,6 +248,8 @@ pub struct Sample {
     pub kicks: Option<u64>,
     /// The probe's findings.
     pub stale: Option<StaleWindow>,
+    /// The DMA API's account of what stayed reachable.
+    pub exposure: Option<ExposureSample>,
     /// Lookups of the device's IOTLB.
     pub iotlb: Option<Iotlb>,
     /// I/Os that failed or returned wrong bytes.
@@ -256,6 +275,8 @@ pub struct IommuSample {
     pub syncs: u64,
     /// How long they waited.
     pub sync_wait: Latencies,
+    /// The same by what they waited for.
+    pub waits: WaitsSample,
 }
 
 /// All rounds of one job under one policy.
@@ -265,12 +286,21 @@ pub struct PolicyRounds {
     pub policy: String,
     /// Who handed out I/O virtual addresses, where any were needed.
     pub allocator: Option<String>,
-    /// The policy in force.
+    /// The policy in force; "" where it is the one asked for.
     pub effective_policy: String,
+    /// Why it is another than the one asked for.
+    pub fallback: Option<String>,
     /// One a round, in order: round `i` of each policy ran next to round `i` of every other.
     pub rounds: Vec<Sample>,
     /// What a reader must know of this row.
     pub warnings: Vec<String>,
+}
+
+impl PolicyRounds {
+    /// The policy in force.
+    fn in_force(&self) -> &str {
+        if self.effective_policy.is_empty() { &self.policy } else { &self.effective_policy }
+    }
 }
 
 impl Machine {
@@ -308,6 +338,7 @@ impl Comparison {
             placement: String::new(),
             aperture_bits: 0,
             live_ranges: 0,
+            tuning: Tuning::default(),
             rounds,
             runtime_s,
             interrupted: false,
@@ -327,7 +358,8 @@ impl JobReport {
     /// What `rounds` say about `job`. Rows without a round are left out.
     pub fn new(job: &Job, stage: u32, rounds: &[PolicyRounds]) -> JobReport {
         let measured = || rounds.iter().filter(|row| !row.rounds.is_empty());
-        let off = measured().find(|row| row.policy == BASELINE);
+        // An `off` that was replaced is no measure for the others.
+        let off = measured().find(|row| row.policy == BASELINE && row.in_force() == BASELINE);
         let smallest = match job.rw {
             rw if !rw.writes() => job.bs.read,
             rw if !rw.reads() => job.bs.write,
@@ -415,6 +447,7 @@ impl PolicyResult {
             policy: row.policy.clone(),
             allocator: row.allocator.clone(),
             effective_policy: row.effective_policy.clone(),
+            fallback: row.fallback.clone(),
             iops: estimate(Sample::iops),
             bandwidth_bytes_per_s: estimate(Sample::bandwidth),
             latency_ns: latency.summary(),
@@ -437,6 +470,8 @@ impl PolicyResult {
             kicks_per_io: per(sum(&|s| s.kicks), ios),
             sync_wait_ns: (waits.count() > 0)
                 .then(|| WaitSummary { p50: waits.quantile(0.5), p99: waits.quantile(0.99) }),
+            sync_waits: SyncWaits::new(row),
+            exposure: Exposure::new(row),
             stale_window: rounds.iter().filter_map(|s| s.stale).reduce(|a, b| StaleWindow {
                 max_ms: a.max_ms.max(b.max_ms),
                 byte_ms: a.byte_ms + b.byte_ms,
@@ -450,6 +485,12 @@ impl PolicyResult {
             errors: rounds.iter().fold(0, |sum, s| sum.saturating_add(s.errors)),
             warnings: row.warnings.clone(),
         }
+    }
+
+    /// The policy that was in force instead of the one asked for.
+    pub fn replaced_by(&self) -> Option<&str> {
+        let other = self.effective_policy != self.policy && !self.effective_policy.is_empty();
+        other.then_some(&self.effective_policy)
     }
 
     /// Against `off` in what decides the job.
@@ -550,6 +591,18 @@ mod tests {
         assert_eq!(report.results.len(), 1);
         assert_eq!(report.results[0].ratio_to_off, None);
         assert_eq!(report.rounds, 1);
+    }
+
+    #[test]
+    fn an_off_that_was_replaced_is_no_measure() {
+        let mut rows = [row("off", vec![round(1)]), row("strict", vec![round(1)])];
+        rows[0].effective_policy = "strict+map".into();
+        rows[0].fallback = Some("untrusted".into());
+        let report = JobReport::new(&Job::default(), 0, &rows);
+        assert_eq!(report.results[1].ratio_to_off, None);
+        assert_eq!(report.results[0].replaced_by(), Some("strict+map"));
+        assert_eq!(report.results[0].fallback.as_deref(), Some("untrusted"));
+        assert_eq!(report.results[1].replaced_by(), None);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! A made-up comparison for the tests of the reports; its figures are those of no machine.
 
+use ringfence_virtio_iommu::driver::{Histogram, HistogramSnapshot};
+
 use super::*;
 use crate::job::JobFile;
 
@@ -35,7 +37,7 @@ pub(super) fn comparison() -> Comparison {
             allocator: (speed < 1.0).then(|| "ringfence".to_owned()),
             effective_policy: policy.to_owned(),
             rounds: (0..5).map(|n| sample(policy, speed, syncs, small, n)).collect(),
-            warnings: Vec::new(),
+            ..PolicyRounds::default()
         })
         .into();
         comparison.jobs.push(JobReport::new(job, stage as u32, &rows));
@@ -55,6 +57,23 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
         sync_wait.record(2000 + n * n / 20);
     }
     let protected = !matches!(policy, "host" | "off");
+    let lazy = policy.starts_with("lazy");
+    let waits = |ns: u64, times: u64| -> HistogramSnapshot {
+        let histogram = Histogram::default();
+        (0..times).for_each(|n| histogram.record(ns + n));
+        histogram.snapshot()
+    };
+    // Of a hundred I/Os.
+    let maps = if lazy { syncs } else { (syncs - 1.0).max(0.0) };
+    let waits = WaitsSample {
+        map: waits(2000, (maps * 100.0) as u64),
+        unmap: waits(3000, if lazy { 0 } else { 100 }),
+        timer: waits(20_000, if lazy { 2 } else { 0 }),
+        full: waits(9000, if lazy { 1 + 2 * u64::from(policy.contains("mq")) } else { 0 }),
+        asked: HistogramSnapshot::default(),
+        ios: 100,
+        thread_ns: 10_000_000,
+    };
     let iommu = protected.then(|| IommuSample {
         cpu_ns: per_io(300.0 * syncs),
         map_ns: per_io(190.0 * syncs),
@@ -64,6 +83,7 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
         requests: per_io(if small { 2.0 } else { 17.0 }),
         syncs: per_io(syncs / if small { 8.0 } else { 1.0 }),
         sync_wait,
+        waits,
     });
     Sample {
         elapsed_ns: 1_000_000_000,
@@ -74,13 +94,21 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
         thread_cpu_ns: Some(1_000_000_000),
         iommu,
         kicks: (policy != "host").then(|| per_io(0.3)),
-        stale: protected.then(|| {
-            let lazy = policy.starts_with("lazy");
-            StaleWindow {
-                max_ms: if lazy { 9.7 } else { 0.0 },
-                byte_ms: if lazy { 3e9 } else { 0.0 },
-                accesses: if lazy { 40 } else { 0 },
-                probes: 100,
+        stale: protected.then_some(StaleWindow {
+            max_ms: if lazy { 9.7 } else { 0.0 },
+            byte_ms: if lazy { 3e9 } else { 0.0 },
+            accesses: if lazy { 40 } else { 0 },
+            probes: 100,
+        }),
+        exposure: protected.then(|| {
+            // Four ms each with a queue per CPU, half a second with a single one.
+            let ns = if policy.contains("mq") { 4_000_000 } else { 500_000_000 };
+            let mapped_bytes = ios * block;
+            ExposureSample {
+                max_ns: if lazy { ns * 51 / 20 } else { 0 },
+                byte_ns: if lazy { u128::from(mapped_bytes) * u128::from(ns) } else { 0 },
+                mapped_bytes,
+                late_releases: 0,
             }
         }),
         iotlb: protected.then_some(Iotlb { hits: 900_000, misses: 1000 }),

@@ -3,8 +3,11 @@
 
 use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
 
-use super::{Comparison, JobReport, Metric, PolicyResult, bytes};
-use crate::stats::Estimate;
+use super::{Comparison, JobReport, Metric, PolicyResult, Reach, bytes, waits};
+use crate::{
+    run::tuning::{TrustChoice, Tuning},
+    stats::Estimate,
+};
 
 /// Widest line.
 pub const WIDTH: usize = 120;
@@ -17,10 +20,18 @@ pub fn render(comparison: &Comparison) -> String {
         out.push('\n');
         out.push_str(&wrap(&title(job)));
         out.push_str(&rows(job));
+        let below = fallbacks(job).into_iter().chain(waits::told(job)).chain(waits::queues(job));
+        below.for_each(|text| out.push_str(&wrap(&text)));
     }
     out.push('\n');
-    let waits = comparison.jobs.iter().any(|job| !job.compares_allocators());
-    let told = LEGEND.lines().filter(|line| waits || !line.trim_start().starts_with("sync wait"));
+    let any = |of: fn(&JobReport) -> bool| comparison.jobs.iter().any(of);
+    let exposed = any(|job| !job.compares_allocators());
+    let waited = any(|job| !waits::told(job).is_empty());
+    let told = LEGEND.lines().filter(|line| match line.trim_start() {
+        line if line.starts_with("lies open") => exposed,
+        line if line.starts_with("waits") || line.starts_with("µs") => waited,
+        _ => true,
+    });
     told.for_each(|line| out.extend([line, "\n"]));
     for warning in warnings(comparison) {
         out.push_str(&wrap(&format!("warning: {warning}")));
@@ -37,8 +48,10 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
   alloc      part of the job threads' time spent in the allocator of I/O virtual addresses: within that of CPU
   ms/GiB     time in map and in unmap, a GiB mapped
   per I/O    virtio-iommu requests; syncs, which wait for the device; kicks, which wake it
-  sync wait  how long a sync waited, µs, half of them and 99 of 100
+  lies open  longest that unmapped memory was reachable, ms; MiB x ms of it a GiB mapped; open: without bound
   stale      longest time an access still succeeded after unmap had returned, ms, as a probe found it (0: none did)
+  waits      syncs an I/O (part of the job threads' time); flush: of a full queue or asked for; timer: none waits;
+             µs that half and 99 of 100 of all its syncs took
 ";
 
 /// What was run, where: one sentence, on which every output agrees.
@@ -49,10 +62,11 @@ pub(super) fn headline(comparison: &Comparison) -> String {
         cpu => format!(" ({})", plain(cpu)),
     };
     format!(
-        "disk {}, notify {}; {}{}{}{}; {} CPUs{cpu}, {}, Linux {}",
+        "disk {}, notify {}; {}{}{}{}{}; {} CPUs{cpu}, {}, Linux {}",
         plain(&comparison.disk),
         plain(&comparison.notify),
         addresses(comparison),
+        tuned(&comparison.tuning),
         count(comparison.rounds, "round"),
         // Jobs without a runtime end by themselves.
         match comparison.runtime_s {
@@ -86,6 +100,48 @@ fn addresses(comparison: &Comparison) -> String {
     )
 }
 
+/// What of the tuning was asked for.
+fn tuned(tuning: &Tuning) -> String {
+    let Tuning {
+        flush_queue_slots,
+        flush_queue_ms,
+        high_water,
+        max_exposure_ms,
+        max_exposure_bytes,
+        batch,
+        chunk,
+        trust,
+    } = *tuning;
+    let parts = [
+        flush_queue_slots.map(|n| format!("flush queues of {n} slots")),
+        flush_queue_ms.map(|n| format!("flushed after {n} ms")),
+        high_water.map(|n| format!("or from {n} entries on")),
+        max_exposure_ms.map(|n| format!("exposed {n} ms at most")),
+        max_exposure_bytes.map(|n| format!("exposed {} at most", bytes(n))),
+        (batch != Tuning::BATCH).then(|| format!("batches of {batch}")),
+        (chunk != Tuning::CHUNK).then(|| format!("chunks of {chunk}")),
+        (trust != TrustChoice::Auto).then(|| format!("disk {trust}")),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    if parts.is_empty() { String::new() } else { format!("{}; ", parts.join(", ")) }
+}
+
+/// The rows that ran under another policy than the one asked for, and why.
+pub(super) fn fallbacks(job: &JobReport) -> Vec<String> {
+    let told = |row: &PolicyResult| {
+        let effective = row.replaced_by()?;
+        let why = row.fallback.as_deref().map_or(String::new(), |why| format!(": {}", plain(why)));
+        Some(format!("{} ran as {}{why}", marked(job, row), plain(effective)))
+    };
+    job.results.iter().filter_map(told).collect()
+}
+
+/// What a row is called, with a mark if it ran under another policy.
+pub(super) fn marked(job: &JobReport, row: &PolicyResult) -> String {
+    let mark = if row.replaced_by().is_some() { "*" } else { "" };
+    format!("{}{mark}", plain(&job.label(row)))
+}
+
 /// All warnings, each with the job and row it is about.
 pub(super) fn warnings(comparison: &Comparison) -> Vec<String> {
     let mut all: Vec<String> = comparison.warnings.iter().map(|text| plain(text)).collect();
@@ -95,8 +151,8 @@ pub(super) fn warnings(comparison: &Comparison) -> Vec<String> {
             if row.errors > 0 {
                 all.push(format!("{about}: {} I/Os failed or returned wrong bytes", row.errors));
             }
-            if row.effective_policy != row.policy && !row.effective_policy.is_empty() {
-                all.push(format!("{about}: ran as {}", plain(&row.effective_policy)));
+            if let Some(late) = row.exposure.map(|found| found.late_releases).filter(|n| *n > 0) {
+                all.push(format!("{about}: {late} ranges stayed reachable longer than the bound"));
             }
             all.extend(row.warnings.iter().map(|text| format!("{about}: {}", plain(text))));
         }
@@ -124,12 +180,12 @@ fn rows(job: &JobReport) -> String {
     table.load_preset(NOTHING);
     table.set_content_arrangement(ContentArrangement::Disabled);
     let headers = [
-        ["", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/GiB"],
+        ["", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/"],
         ["", "", "vs off", "±", "vs off", "±", "", "", "%", "%", "/I/O", "map"],
     ];
     let rest = [
-        ["", "per I/O", "", "", "sync", "wait", "stale"],
-        ["unmap", "reqs", "syncs", "kicks", "p50", "p99", "ms"],
+        ["GiB", "per", "I/O", "", "lies", "open", "stale"],
+        ["unmap", "reqs", "syncs", "kicks", "ms", "MiBms", "ms"],
     ];
     let headers = headers.iter().zip(&rest).map(|(first, rest)| {
         first.iter().chain(rest).map(|word| (*word).to_owned()).collect::<Vec<_>>()
@@ -137,7 +193,7 @@ fn rows(job: &JobReport) -> String {
     for mut line in headers.chain(job.results.iter().map(|row| cells(job, row))) {
         if job.compares_allocators() {
             // Their names take the room.
-            line.drain(SYNC_WAIT);
+            line.drain(EXPOSED);
         }
         table.add_row(Row::from(line));
     }
@@ -148,8 +204,8 @@ fn rows(job: &JobReport) -> String {
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
-/// The columns that tell how long a sync waited.
-const SYNC_WAIT: std::ops::Range<usize> = 16..18;
+/// The columns that tell what lay exposed: it hardly depends on an allocator.
+const EXPOSED: std::ops::Range<usize> = 16..18;
 
 fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
     let absolute = match job.metric {
@@ -165,9 +221,12 @@ fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
     };
     let [ratio, ratio_half] = percent(row.ratio(job.metric));
     let latency = row.ratio_to_off.map(|ratios| ratios.latency);
-    let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
+    let exposed = |figure: fn(&super::Exposure) -> Option<f64>| match row.exposure {
+        Some(found) if is_open(found.reach) => "open".to_owned(),
+        found => optional(found.as_ref().and_then(figure)),
+    };
     vec![
-        plain(&job.label(row)),
+        marked(job, row),
         absolute,
         ratio,
         ratio_half,
@@ -183,10 +242,15 @@ fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
         optional(row.requests_per_io),
         optional(row.syncs_per_io),
         optional(row.kicks_per_io),
-        wait(|w| w.p50),
-        wait(|w| w.p99),
+        exposed(|found| found.max_ms),
+        exposed(super::Exposure::mib_ms_per_gib),
         optional(row.stale_window.map(|window| window.max_ms)),
     ]
+}
+
+/// Whether memory is reached without bound, whatever was counted.
+fn is_open(reach: Reach) -> bool {
+    matches!(reach, Reach::Persistent | Reach::Always | Reach::Leaked)
 }
 
 fn dash() -> String {
@@ -322,11 +386,11 @@ mod tests {
         for line in text.lines() {
             assert!(line.chars().count() <= WIDTH, "{}: {line}", line.chars().count());
         }
-        // The sync waits make room; the columns are those of the row.
+        // What lay exposed makes room; the columns are those of the row.
         let (first, second) = text.split_once("randrw_page").unwrap();
-        assert!(!first.contains("wait") && second.contains("wait"), "{text}");
+        assert!(!first.contains("lies") && second.contains("lies"), "{text}");
         comparison.jobs.truncate(1);
-        assert!(!render(&comparison).contains("sync wait"), "{text}");
+        assert!(!render(&comparison).contains("lies"), "{text}");
     }
 
     #[test]
@@ -346,7 +410,74 @@ mod tests {
         comparison.jobs[0].results[2].errors = 3;
         comparison.jobs[0].results[3].effective_policy = "strict".to_owned();
         let text = render(&comparison);
-        assert!(text.contains("3 I/Os failed") && text.contains("ran as strict"));
+        assert!(text.contains("3 I/Os failed") && text.contains("\nstrict+map* ran as strict\n"));
+        comparison.jobs[0].results[3].fallback = Some("it is \u{1b}untrusted".to_owned());
+        let text = render(&comparison);
+        assert!(text.contains("\nstrict+map* ran as strict: it is ?untrusted\n"), "{text}");
+        // In the table, below it, and nowhere else.
+        assert_eq!(text.matches("strict+map*").count(), 2, "{text}");
+    }
+
+    /// A row's cells.
+    fn line<'a>(text: &'a str, policy: &str) -> Vec<&'a str> {
+        let words = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        words.into_iter().find(|words| words.first() == Some(&policy)).unwrap()
+    }
+
+    #[test]
+    fn what_is_open_never_looks_strict() {
+        let mut comparison = sample::comparison();
+        let mut row = comparison.jobs[0].results[3].clone();
+        assert_eq!(line(&render(&comparison), "strict+map")[16..], ["0", "0", "0"]);
+        for reach in [Reach::Persistent, Reach::Leaked, Reach::Always] {
+            row.policy = "registered".to_owned();
+            row.effective_policy.clear();
+            row.exposure.as_mut().unwrap().reach = reach;
+            comparison.jobs[0].results[3] = row.clone();
+            let text = render(&comparison);
+            assert_eq!(line(&text, "registered")[16..18], ["open", "open"], "{text}");
+        }
+        assert_eq!(line(&render(&comparison), "lazy-mq")[16..], ["10.2", "4096", "9.70"]);
+    }
+
+    #[test]
+    fn who_waited_stands_below_the_table() {
+        let mut comparison = sample::comparison();
+        let text = render(&comparison);
+        let plain = text.replace("\n  ", " ");
+        assert!(plain.contains("\nwaits: strict map 16.0 ("), "{text}");
+        assert!(plain.contains("\nqueues: lazy-sq and lazy-mq: flushes, which "), "{text}");
+        assert!(text.contains("\n  waits      syncs an I/O"), "{text}");
+        for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
+            (row.sync_waits, row.sync_wait_ns) = (None, None);
+        }
+        let text = render(&comparison);
+        assert!(!text.contains("waits") && !text.contains("queues:"), "{text}");
+    }
+
+    #[test]
+    fn a_tuning_that_was_asked_for_is_told() {
+        let mut comparison = sample::comparison();
+        assert!(!headline(&comparison).contains("batches"));
+        comparison.tuning = Tuning {
+            max_exposure_ms: Some(5),
+            max_exposure_bytes: Some(1 << 20),
+            batch: 1,
+            chunk: 2,
+            trust: TrustChoice::Untrusted,
+            ..Tuning::default()
+        };
+        let line = headline(&comparison);
+        let told = "exposed 5 ms at most, exposed 1 MiB at most, batches of 1, chunks of 2, disk untrusted; ";
+        assert!(line.contains(told), "{line}");
+    }
+
+    #[test]
+    fn a_bound_that_was_not_kept_is_told() {
+        let mut comparison = sample::comparison();
+        comparison.jobs[0].results[5].exposure.as_mut().unwrap().late_releases = 7;
+        let text = render(&comparison);
+        assert!(text.contains("lazy-mq: 7 ranges stayed reachable longer"), "{text}");
     }
 
     #[test]

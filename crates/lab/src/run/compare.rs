@@ -17,20 +17,21 @@ use super::{
     Row, Usage,
     device::{DiskKind, open_disk},
     engine::{self, Content, Control, JobClone, Phase},
-    figures::{Conducted, Notes, iommu_sample},
+    figures::{Conducted, Notes, exposure_sample, iommu_sample, waits_sample},
     link::{Link, Plan, local_buffers},
     path::{FilePath, MemoryPath, Path},
     probe::Found,
     row::Line,
     space::Space,
     target::{DiskChoice, Target},
+    tuning::Tuning,
 };
 use crate::{
     allocators::AllocatorKind,
     block::Format,
     job::{Job, JobFile, Scale},
     progress::{Kind, Progress},
-    report::{Comparison, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
+    report::{Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
 };
 
 /// What to compare, and how.
@@ -56,14 +57,8 @@ pub struct Options {
     pub queues: Option<u16>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub run_pages: usize,
-    /// The most requests that are mapped with one sync, under a policy that shares syncs.
-    pub batch: usize,
-    /// The most buffers that become one mapping where they lie side by side.
-    pub chunk: usize,
-    /// Slots of a flush queue; `None`: as Linux tunes it.
-    pub flush_queue_slots: Option<usize>,
-    /// Its timer in milliseconds; `None`: as Linux tunes it.
-    pub flush_queue_ms: Option<u64>,
+    /// How policies are carried out.
+    pub tuning: Tuning,
     /// How to show progress.
     pub progress: Kind,
 }
@@ -95,6 +90,10 @@ const MOST_PIECES: usize = 1000;
 /// Nothing could be measured at all: the jobs do not fit, the disk cannot be had.
 pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
     options.space.check(&options.allocators)?;
+    options.tuning.check(&options.rows)?;
+    if options.rows.contains(&Row::Persistent) {
+        bail!(Usage("persistent: buffers cannot stay mapped yet".to_owned()));
+    }
     let lines = Line::all(&options.rows, &options.allocators);
     let mut jobs = file.jobs;
     let mut warnings: Vec<String> = file.warnings.iter().map(ToString::to_string).collect();
@@ -134,6 +133,7 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
     comparison.placement = options.space.placement.to_string();
     comparison.aperture_bits = options.space.aperture_bits;
     comparison.live_ranges = options.space.live;
+    comparison.tuning = options.tuning;
     comparison.warnings = warnings;
     let per_set = (stages.len() * lines.len()) as u32;
     let expected: Duration = stages
@@ -241,11 +241,7 @@ impl Stage<'_> {
                 let samples = measured.samples.into_iter().zip(measured.notes);
                 for (kept, (sample, notes)) in results.iter_mut().zip(samples) {
                     kept.effective_policy.clone_from(&measured.effective);
-                    for warning in &measured.warnings {
-                        if !kept.warnings.contains(warning) {
-                            kept.warnings.push(warning.clone());
-                        }
-                    }
+                    kept.fallback.clone_from(&measured.fallback);
                     if notes.torn && !kept.warnings.iter().any(|warning| warning == TORN) {
                         kept.warnings.push(TORN.to_owned());
                     }
@@ -338,9 +334,14 @@ impl Stage<'_> {
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         match row {
-            Row::Policy(policy) => {
+            Row::Policy(_) | Row::Persistent => {
                 let plan = Plan {
-                    policy,
+                    policy: match row {
+                        Row::Policy(policy) => policy,
+                        // What is mapped once needs one sync, and is unmapped for good.
+                        _ => Policy::StrictMap,
+                    },
+                    persistent: row == Row::Persistent,
                     // Under `off` it is never asked.
                     allocator: allocator.unwrap_or_default(),
                     space: self.options.space,
@@ -353,11 +354,10 @@ impl Stage<'_> {
                     pieces: pages.div_ceil(run_pages) + 1,
                     buffers: all,
                     run_pages,
-                    flush_queue_slots: self.options.flush_queue_slots,
-                    flush_queue_ms: self.options.flush_queue_ms,
+                    tuning: self.options.tuning,
                     batching: Batching {
-                        requests: self.options.batch,
-                        chunk: self.options.chunk.min(self.options.batch),
+                        requests: self.options.tuning.batch,
+                        chunk: self.options.tuning.chunk.min(self.options.tuning.batch),
                     },
                 };
                 self.run_linked(&plan, &dealt, round)
@@ -407,7 +407,7 @@ impl Stage<'_> {
             clones,
             round,
             || link.device_cpu_ns(),
-            || (link.dma.stats(), link.iommu.stats()),
+            || (link.dma.stats(), link.dma.waits(), link.iommu.stats()),
             || link.lost(),
         );
         let found =
@@ -438,11 +438,15 @@ impl Stage<'_> {
         drop(paths);
         // What is queued still was exposed until now.
         link.dma.flush().context("the last flush")?;
-        let exposure = link.dma.stats().exposure;
+        let exposure = protected.then(|| exposure_sample(&link.dma.stats()));
         let fallback = link.dma.fallback().map(|why| why.to_string());
-        let effective = link.dma.effective_policy();
+        // What keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
+        let effective = match plan.persistent {
+            true => Row::Persistent.to_string(),
+            false => link.dma.effective_policy().to_string(),
+        };
         let report = link.close()?;
-        let stale = protected.then(|| StaleWindow {
+        let stale = exposure.map(|exposure| StaleWindow {
             max_ms: found.max_ns as f64 / 1e6,
             byte_ms: exposure.byte_ns as f64 / 1e6,
             accesses: found.accesses,
@@ -451,27 +455,26 @@ impl Stage<'_> {
         let iotlb =
             protected.then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
         let all_ios = conducted.ios();
-        let (samples, notes) =
-            conducted.samples(self.jobs, |sample, ((dma0, iommu0), (dma1, iommu1))| {
+        let thread_ns = conducted.thread_ns();
+        let (samples, notes) = conducted.samples(
+            self.jobs,
+            |sample, ((dma0, waits0, iommu0), (dma1, waits1, iommu1))| {
                 // Jobs that run at the same time share one IOMMU: each gets the part that its I/Os are
                 // of all.
                 let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
                 if protected {
-                    sample.iommu = Some(iommu_sample(dma0, dma1, iommu0, iommu1, share));
+                    let iommu = iommu_sample(dma0, dma1, iommu0, iommu1, share);
+                    let waits = waits_sample(waits0, waits1, all_ios, thread_ns);
+                    sample.iommu = Some(IommuSample { waits, ..iommu });
                 }
                 let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
                 sample.kicks = sample.kicks.map(|own| own + kicks as u64);
                 sample.stale = stale;
+                sample.exposure = exposure;
                 sample.iotlb = iotlb;
-            });
-        Ok(Measured {
-            samples,
-            notes,
-            effective: effective.to_string(),
-            warnings: fallback.into_iter().collect(),
-            leak,
-            failure: None,
-        })
+            },
+        );
+        Ok(Measured { samples, notes, effective, fallback, leak, failure: None })
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
@@ -592,7 +595,8 @@ struct Measured {
     /// One a job.
     notes: Vec<Notes>,
     effective: String,
-    warnings: Vec<String>,
+    /// Why that is another policy than the one asked for.
+    fallback: Option<String>,
     leak: Option<String>,
     /// What broke a round that leaked.
     failure: Option<anyhow::Error>,

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use ringfence_dma::Stats as DmaStats;
+use ringfence_dma::{Stats as DmaStats, Waits};
 use ringfence_virtio_iommu::driver::Stats as IommuStats;
 
 use super::engine::{Counted, Ran};
 use crate::{
     job::Job,
-    report::{IommuSample, Sample},
+    report::{ExposureSample, IommuSample, Sample, WaitsSample},
     stats::Latencies,
 };
 
@@ -35,6 +35,11 @@ pub(super) struct Conducted<S> {
 impl<S> Conducted<S> {
     pub(super) fn ios(&self) -> u64 {
         self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
+    }
+
+    /// Time of all job threads together in the measured part, asleep or not.
+    pub(super) fn thread_ns(&self) -> u64 {
+        (self.elapsed.as_nanos() as u64).saturating_mul(self.ran.len() as u64)
     }
 
     /// A sample for each job, and what there is to say of it; `add` adds what only some rows have.
@@ -121,5 +126,29 @@ pub(super) fn iommu_sample(
         requests: part(iommu.requests() as f64),
         syncs: part(iommu.syncs as f64),
         sync_wait,
+        waits: WaitsSample::default(),
     }
+}
+
+/// What lay exposed in a round, by the account at its very end: after the last flush, when all that
+/// was mapped is unmapped and nothing is queued any more.
+pub(super) fn exposure_sample(dma: &DmaStats) -> ExposureSample {
+    ExposureSample {
+        max_ns: dma.exposure.max_age_ns,
+        byte_ns: dma.exposure.byte_ns,
+        mapped_bytes: dma.bytes,
+        late_releases: dma.late_releases,
+    }
+}
+
+/// Who waited between two takings of stock: all jobs of a round, which took their threads
+/// `thread_ns` altogether.
+pub(super) fn waits_sample(
+    waits0: &Waits,
+    waits1: &Waits,
+    ios: u64,
+    thread_ns: u64,
+) -> WaitsSample {
+    let Waits { map, unmap, timer, full, asked } = waits1.since(waits0);
+    WaitsSample { map, unmap, timer, full, asked, ios, thread_ns }
 }

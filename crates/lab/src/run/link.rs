@@ -21,7 +21,7 @@ use ringfence_devices::{
     ram::{PagedBuffer, RamPart},
     worker::Notify,
 };
-use ringfence_dma::{Coherent, Config, Device, FlushTuning, Policy};
+use ringfence_dma::{Coherent, Config, Device, Policy};
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
@@ -39,6 +39,7 @@ use super::{
     path::VirtioPath,
     probe::Probe,
     space::{AnyAllocator, Needs, Space},
+    tuning::Tuning,
 };
 use crate::allocators::AllocatorKind;
 
@@ -61,6 +62,8 @@ pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
 #[derive(Clone)]
 pub(crate) struct Plan {
     pub(crate) policy: Policy,
+    /// Whether buffers are mapped once and stay mapped.
+    pub(crate) persistent: bool,
     /// Who hands out I/O virtual addresses, and from where.
     pub(crate) allocator: AllocatorKind,
     pub(crate) space: Space,
@@ -78,8 +81,8 @@ pub(crate) struct Plan {
     pub(crate) buffers: Vec<usize>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub(crate) run_pages: usize,
-    pub(crate) flush_queue_slots: Option<usize>,
-    pub(crate) flush_queue_ms: Option<u64>,
+    /// How the policy is carried out. Its trust is not heeded yet.
+    pub(crate) tuning: Tuning,
     /// How requests share mappings and syncs.
     pub(crate) batching: Batching,
 }
@@ -254,15 +257,10 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>, mapped: &[usize]) -> Result
         reserved.iter().map(|region| (region.range.first().0, region.range.last().0)).collect();
     let needs = Needs { reserved: &reserved, mapped, lazy: plan.policy.is_lazy() };
     let allocator = plan.space.make(plan.allocator, needs)?;
-    let linux = FlushTuning::of(plan.policy);
     let config = Config {
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
-        flush: Some(FlushTuning {
-            slots: plan.flush_queue_slots.unwrap_or(linux.slots),
-            interval_ms: plan.flush_queue_ms.unwrap_or(linux.interval_ms),
-            ..linux
-        }),
+        flush: Some(plan.tuning.flush(plan.policy)),
         ..Config::default()
     };
     Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`mod@compare`] | rounds: every row once, then every row again |
 //! | `row` | the rows, by name |
+//! | [`tuning`] | how a policy is carried out, as far as its name does not say |
 //! | [`space`] | the I/O virtual addresses of a link: which allocator, how many bits |
 //! | `figures` | what a round's figures are made of |
 //! | `engine` | one job thread |
@@ -25,6 +26,7 @@ mod probe;
 mod row;
 pub mod space;
 mod target;
+pub mod tuning;
 
 pub use compare::{Ended, Options, compare};
 pub use device::device_main;

@@ -14,6 +14,9 @@ pub enum Row {
     /// The job through an io_uring on the disk's file: what an application without virtual devices
     /// does, and the peer of `off` on a RAM disk.
     IoUring,
+    /// The job through virtqueues, in buffers that are mapped once and stay mapped: the device
+    /// reaches them as long as the job runs.
+    Persistent,
     /// The job through virtqueues and the DMA API under a policy.
     Policy(Policy),
 }
@@ -39,6 +42,7 @@ impl fmt::Display for Row {
         match self {
             Row::Host => f.pad("host"),
             Row::IoUring => f.pad("io_uring"),
+            Row::Persistent => f.pad("persistent"),
             Row::Policy(policy) => f.pad(policy.name()),
         }
     }
@@ -51,8 +55,9 @@ impl FromStr for Row {
         match name {
             "host" => Ok(Row::Host),
             "io_uring" => Ok(Row::IoUring),
+            "persistent" => Ok(Row::Persistent),
             _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
-                format!("{error}; also host and io_uring")
+                format!("{error}; also host, io_uring and persistent")
             }),
         }
     }
@@ -73,7 +78,7 @@ impl Line {
             Row::Host | Row::IoUring | Row::Policy(Policy::Off) => {
                 vec![Line { row, allocator: None }]
             }
-            Row::Policy(_) => {
+            Row::Persistent | Row::Policy(_) => {
                 allocators.iter().map(|&kind| Line { row, allocator: Some(kind) }).collect()
             }
         };
@@ -96,22 +101,23 @@ mod tests {
 
     #[test]
     fn what_maps_is_there_once_for_each_allocator() {
-        let rows = Row::parse_list("host,off,strict,lazy-mq").unwrap();
+        let rows = Row::parse_list("host,off,persistent,lazy-mq").unwrap();
         let lines = Line::all(&rows, &[AllocatorKind::RbTree, AllocatorKind::Ringfence]);
         let names: Vec<String> = lines.iter().map(Line::to_string).collect();
-        let wanted = ["strict/rbtree", "strict/ringfence", "lazy-mq/rbtree", "lazy-mq/ringfence"];
+        let wanted =
+            ["persistent/rbtree", "persistent/ringfence", "lazy-mq/rbtree", "lazy-mq/ringfence"];
         assert_eq!(names, [&["host", "off"][..], &wanted].concat());
     }
 
     #[test]
     fn rows_are_named_as_the_table_names_them() {
-        let rows = Row::parse_list("host, off,lazy-mq+map,io_uring").unwrap();
+        let rows = Row::parse_list("host, off,lazy-mq+map,io_uring,persistent").unwrap();
         let names: Vec<String> = rows.iter().map(Row::to_string).collect();
-        assert_eq!(names, ["host", "off", "lazy-mq+map", "io_uring"]);
+        assert_eq!(names, ["host", "off", "lazy-mq+map", "io_uring", "persistent"]);
         assert!(Row::parse_list("off,off").is_err());
         assert!(Row::parse_list("").is_err());
         let error = Row::parse_list("of").unwrap_err();
-        assert!(error.contains("strict+map") && error.contains("host"), "{error}");
+        assert!(error.contains("strict+map") && error.contains("persistent"), "{error}");
     }
 
     #[test]

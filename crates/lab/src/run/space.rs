@@ -1,13 +1,14 @@
 //! The space of I/O virtual addresses of a link: who hands them out, how many there are, and what is
 //! taken already.
 
-use std::{fmt, str::FromStr, sync::Arc};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use ringfence_iova::{Allocator, Aperture, Placement, Preferred32, Request, Ring};
+use ringfence_iova::{Allocator, Aperture, Preferred32, Request, Ring};
 
 use super::Usage;
 use crate::allocators::AllocatorKind;
+pub use crate::allocators::PlacementName;
 
 /// The allocator of a link, whichever it is, with Linux's preference of a PCI device for addresses
 /// below 4 GiB in front.
@@ -39,62 +40,6 @@ impl Default for Space {
     /// cost memory in proportion to the aperture cannot have that much, and say so.
     fn default() -> Space {
         Space { placement: PlacementName::default(), aperture_bits: 48, live: 0 }
-    }
-}
-
-/// A placement by name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PlacementName {
-    /// Ranges of one size side by side.
-    #[default]
-    Size,
-    /// The lowest place that fits.
-    Lowest,
-    /// The highest place that fits.
-    Highest,
-    /// One chunk for all that the disk has in flight, cut in turn.
-    Ring,
-}
-
-impl PlacementName {
-    /// All of them.
-    pub const ALL: [PlacementName; 4] =
-        [PlacementName::Size, PlacementName::Lowest, PlacementName::Highest, PlacementName::Ring];
-
-    /// Its name on the command line and in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            PlacementName::Size => "size",
-            PlacementName::Lowest => "lowest",
-            PlacementName::Highest => "highest",
-            PlacementName::Ring => "ring",
-        }
-    }
-
-    /// Where the allocator itself puts ranges.
-    const fn of_ranges(self) -> Placement {
-        match self {
-            PlacementName::Size | PlacementName::Ring => Placement::SizeAligned,
-            PlacementName::Lowest => Placement::Lowest,
-            PlacementName::Highest => Placement::Highest,
-        }
-    }
-}
-
-impl fmt::Display for PlacementName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for PlacementName {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|placement| placement.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(PlacementName::name).join(", ");
-            format!("no placement is called {name:?}: there are {names}")
-        })
     }
 }
 
@@ -270,14 +215,6 @@ mod tests {
         for kind in AllocatorKind::ALL {
             make(space(32, 104_857), kind);
         }
-    }
-
-    #[test]
-    fn placements_have_names() {
-        for placement in PlacementName::ALL {
-            assert_eq!(placement.to_string().parse(), Ok(placement));
-        }
-        assert!("left".parse::<PlacementName>().unwrap_err().contains("lowest"));
     }
 
     #[test]

@@ -20,6 +20,8 @@ trait Around: Rules + Send + Sync + 'static {
     const REAPS_ALL: bool = true;
     /// Who flushes for a change of policy also clears the flag of the timer that it stops.
     const CLEARS_FLAG: bool = true;
+    /// So does an expiry that finds nothing to flush.
+    const CLEARS_FLAG_FIRST: bool = true;
     /// Bytes are reserved before they are exposed.
     const RESERVES_FIRST: bool = true;
     /// What is queued at the end is flushed.
@@ -142,7 +144,13 @@ impl<R: Around> Live<R> {
 
     fn expire(&self) {
         self.due.store(false, Ordering::Relaxed);
-        if R::CLEARS_FLAG {
+        if R::CLEARS_FLAG && R::CLEARS_FLAG_FIRST {
+            self.world.queues.expiring();
+        }
+        if self.mode.load(Ordering::Acquire) == STRICT && self.world.queues.len() == 0 {
+            return;
+        }
+        if R::CLEARS_FLAG && !R::CLEARS_FLAG_FIRST {
             self.world.queues.expiring();
         }
         self.world.flush();
@@ -216,6 +224,18 @@ fn unmaps_before_and_after_it_was_strict<R: Around>() {
     live.settle(2);
 }
 
+fn has_its_timer_expire_while_it_is_strict<R: Around>() {
+    let live = Live::<R>::new(SINGLE, 3);
+    let other = Arc::clone(&live);
+    let unmapper = thread::spawn(move || other.unmap(0, 0));
+    live.switch(STRICT, 3);
+    live.expire();
+    live.switch(SINGLE, 3);
+    live.unmap(0, 1);
+    unmapper.join().unwrap();
+    live.settle(2);
+}
+
 fn loses_its_second_queue<R: Around>() {
     while_another_unmaps(Live::<R>::new(PER_CPU, 3), |live| live.switch(SINGLE, 3));
 }
@@ -231,6 +251,7 @@ fn what_is_under_way_while_the_policy_is_strict_for_a_while_is_not_lost() {
     // rules L19, L23, L27
     check(becomes_strict_and_lazy_again::<Sound>);
     check_bounded(unmaps_before_and_after_it_was_strict::<Sound>);
+    check_bounded(has_its_timer_expire_while_it_is_strict::<Sound>);
 }
 
 #[test]
@@ -375,6 +396,14 @@ fn the_model_finds_a_timer_that_is_stopped_with_its_flag_set() {
     // rules L23, L27
     mutant!(LeavesFlag {} { const CLEARS_FLAG: bool = false; });
     check(unmaps_before_and_after_it_was_strict::<LeavesFlag>);
+}
+
+#[test]
+#[should_panic(expected = "an entry waits for a timer that is not armed")]
+fn the_model_finds_an_expiry_in_vain_that_leaves_its_flag() {
+    // rules L23, L27
+    mutant!(LeavesFlagInVain {} { const CLEARS_FLAG_FIRST: bool = false; });
+    check_bounded(has_its_timer_expire_while_it_is_strict::<LeavesFlagInVain>);
 }
 
 #[test]

@@ -1,9 +1,8 @@
 use proptest::prelude::*;
 use ringfence_dma::Policy;
-use ringfence_iova::Placement;
 
 use super::*;
-use crate::{progress::Kind, replay::sample};
+use crate::{allocators::PlacementName, progress::Kind, replay::sample};
 
 fn recording(stream: Stream) -> Recording {
     Recording {
@@ -84,10 +83,10 @@ fn ours_puts_ranges_where_it_is_told_to() {
         let trace = run(sample::stream(), options, false);
         (trace.placement, trace.allocators[4].span_bytes)
     };
-    let (name, lowest) = at(Placement::Lowest);
+    let (name, lowest) = at(PlacementName::Lowest);
     assert_eq!(name, "lowest");
     // Nothing is kept in slabs: side by side, but for what alignment leaves.
-    assert!(lowest <= at(Placement::SizeAligned).1);
+    assert!(lowest <= at(PlacementName::Size).1);
 }
 
 #[test]

@@ -1,0 +1,520 @@
+//! The price of safety as a curve: what each row exposes, against how fast it is.
+//!
+//! Exposure is on a log scale between two edges that are no numbers: on the left what exposes
+//! nothing, on the right what is exposed without bound. A row stands at an edge for what it
+//! promises and kept, never because a figure is missing or small.
+
+use super::{
+    Exposure, JobReport, Metric, PolicyResult, Reach,
+    html::{escape, family, put},
+    plot::{
+        BOTTOM, Decades, EDGE, HEIGHT, LEFT, LETTER, LINE, RIGHT, Ratios, Rect, TOP, WIDTH,
+        power_of_ten,
+    },
+    table::number,
+};
+use crate::stats::Estimate;
+
+/// Ratios beyond are drawn at the border: a round that met a pause must not flatten all others.
+const MOST: f64 = 4.0;
+
+/// The figure of a job: the chart if there is something to compare with, and its numbers.
+pub(super) fn figure(page: &mut String, job: &JobReport) {
+    let rows: Vec<(&PolicyResult, Exposure)> =
+        job.results.iter().filter_map(|row| Some((row, row.exposure?))).collect();
+    if rows.is_empty() {
+        return;
+    }
+    let measure = match job.metric {
+        Metric::Bandwidth => "bandwidth",
+        Metric::Iops => "I/Os a second",
+    };
+    put(
+        page,
+        format_args!(
+            "<figure class=\"wide\">\n<figcaption>The price of safety<small>{measure} against off, \
+             over what stays reachable after unmap: MiB × ms for each GiB mapped (1024: each byte \
+             for a millisecond); the line is the best to be had for no more exposure</small>\
+             </figcaption>\n"
+        ),
+    );
+    let points: Vec<Point> =
+        rows.iter().filter_map(|(row, exposure)| Point::new(job, row, exposure)).collect();
+    if !points.is_empty() {
+        chart(page, points);
+    }
+    numbers(page, job, &rows);
+    page.push_str("</figure>\n");
+}
+
+/// Where on the exposure's axis.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    /// The left edge.
+    Nothing,
+    /// Decimal logarithm; what is too little for one lies at the axis's beginning, not at the edge.
+    Log(f64),
+    /// The right edge.
+    Unbounded,
+}
+
+struct Point {
+    label: String,
+    family: &'static str,
+    place: Place,
+    ratio: f64,
+    interval: Option<(f64, f64)>,
+    about: String,
+}
+
+impl Point {
+    /// `None` if either of its figures is missing.
+    fn new(job: &JobReport, row: &PolicyResult, exposure: &Exposure) -> Option<Point> {
+        let ratio = row.ratio(job.metric).filter(|ratio| ratio.median.is_finite())?;
+        let place = match exposure.reach {
+            Reach::None => Place::Nothing,
+            Reach::Persistent | Reach::Always | Reach::Leaked => Place::Unbounded,
+            Reach::Flush => {
+                let figure = exposure.mib_ms_per_gib().filter(|figure| figure.is_finite())?;
+                Place::Log(if figure > 0.0 { figure.log10().clamp(-6.0, 12.0) } else { -6.0 })
+            }
+        };
+        let label = job.label(row);
+        let about = format!("{label}: {}, {}", percent(ratio), exposed(exposure));
+        let label = match exposure.reach {
+            Reach::Leaked => format!("{label} LEAKED"),
+            _ => label,
+        };
+        Some(Point {
+            label,
+            family: family(&row.policy),
+            place,
+            ratio: ratio.median.clamp(0.0, MOST),
+            interval: ratio.lo.zip(ratio.hi).filter(|(lo, hi)| lo.is_finite() && hi.is_finite()),
+            about,
+        })
+    }
+}
+
+fn chart(page: &mut String, mut points: Vec<Point>) {
+    let logs: Vec<f64> = points
+        .iter()
+        .filter_map(|point| match point.place {
+            Place::Log(log) => Some(log),
+            _ => None,
+        })
+        .collect();
+    let drawn: Vec<_> = points.iter().map(|point| (point.ratio, point.interval)).collect();
+    let (decades, ratios) = (Decades::of(&logs), Ratios::of(&drawn));
+    put(
+        page,
+        format_args!(
+            "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
+             aria-label=\"Throughput against exposure; the table below has the numbers\">\n"
+        ),
+    );
+    axes(page, &decades, &ratios);
+    // Side by side where the axis tells nothing.
+    let edge = |place| points.iter().filter(|point| point.place == place).count() as f64;
+    let (nothing, unbounded) = (edge(Place::Nothing), edge(Place::Unbounded));
+    let slot = |from: f64, n: f64, of: f64| from + EDGE * (n + 0.5) / of;
+    let (mut left, mut right) = (0.0, 0.0);
+    let xs: Vec<f64> = points
+        .iter()
+        .map(|point| match point.place {
+            Place::Nothing => {
+                left += 1.0;
+                slot(LEFT, left - 1.0, nothing)
+            }
+            Place::Log(log) => decades.x(log),
+            Place::Unbounded => {
+                right += 1.0;
+                slot(RIGHT - EDGE, right - 1.0, unbounded)
+            }
+        })
+        .collect();
+    let mut marks: Vec<(f64, f64, Point)> =
+        xs.into_iter().zip(points.drain(..)).map(|(x, p)| (x, ratios.y(p.ratio), p)).collect();
+    marks.sort_by(|a, b| a.0.total_cmp(&b.0));
+    frontier(page, &marks);
+    for (x, y, point) in &marks {
+        if let Some((lo, hi)) = point.interval {
+            let (one, other) = (x - 4.0, x + 4.0);
+            let mut path = format!("M{x:.1} {:.1}V{:.1}", ratios.y(lo), ratios.y(hi));
+            // An end that lies beyond the plot is none.
+            for end in [lo, hi].into_iter().filter(|end| ratios.holds(*end)) {
+                put(&mut path, format_args!("M{one:.1} {:.1}H{other:.1}", ratios.y(end)));
+            }
+            put(page, format_args!("<path class=\"whisker\" d=\"{path}\"/>\n"));
+        }
+        put(
+            page,
+            format_args!(
+                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\" class=\"{}\"><title>{}</title></circle>\n",
+                point.family,
+                escape(&point.about)
+            ),
+        );
+    }
+    labels(page, &marks);
+    page.push_str("</svg>\n");
+}
+
+fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {
+    let middle = (TOP + BOTTOM) / 2.0;
+    for (from, name, hint) in
+        [(LEFT, "nothing", "strict"), (RIGHT - EDGE, "without bound", "off, persistent")]
+    {
+        let at = from + EDGE / 2.0;
+        put(
+            page,
+            format_args!(
+                "<rect x=\"{from:.1}\" y=\"{TOP}\" width=\"{EDGE}\" height=\"{:.1}\" class=\"edge\"/>\n\
+                 <text x=\"{at:.1}\" y=\"{:.1}\" class=\"tick\">{name}</text>\n\
+                 <text x=\"{at:.1}\" y=\"{:.1}\" class=\"hint\">{hint}</text>\n",
+                BOTTOM - TOP,
+                BOTTOM + 18.0,
+                BOTTOM + 36.0
+            ),
+        );
+    }
+    for ratio in ratios.ticks() {
+        let y = ratios.y(ratio);
+        let class = if (ratio - 1.0).abs() < 1e-9 { "reference" } else { "grid" };
+        put(
+            page,
+            format_args!(
+                "<path class=\"{class}\" d=\"M{LEFT:.1} {y:.1}H{RIGHT:.1}\"/>\n\
+                 <text x=\"{:.1}\" y=\"{:.1}\" class=\"label\">{:.0} %</text>\n",
+                LEFT - 8.0,
+                y + 4.5,
+                ratio * 100.0
+            ),
+        );
+    }
+    for decade in decades.ticks() {
+        let x = decades.x(f64::from(decade));
+        put(
+            page,
+            format_args!(
+                "<path class=\"grid\" d=\"M{x:.1} {TOP:.1}V{BOTTOM:.1}\"/>\n\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" class=\"tick\">{}</text>\n",
+                BOTTOM + 18.0,
+                power_of_ten(decade)
+            ),
+        );
+    }
+    put(
+        page,
+        format_args!(
+            "<text x=\"{:.1}\" y=\"{:.1}\" class=\"hint\">exposure, MiB × ms a GiB</text>\n\
+             <text x=\"12\" y=\"{middle:.1}\" class=\"hint\" \
+             transform=\"rotate(-90 12 {middle:.1})\">against off</text>\n",
+            (LEFT + RIGHT) / 2.0,
+            BOTTOM + 36.0
+        ),
+    );
+}
+
+/// The best ratio at each exposure or less: a line that only rises.
+fn frontier(page: &mut String, marks: &[(f64, f64, Point)]) {
+    let Some(place) = marks.first().map(|mark| mark.2.place) else { return };
+    // Within an edge the order means nothing: its best is the beginning.
+    let first = marks.iter().filter(|mark| place == Place::Nothing && mark.2.place == place);
+    let mut best = first.map(|mark| mark.1).fold(f64::MAX, f64::min);
+    let mut path = String::new();
+    if best < f64::MAX {
+        put(&mut path, format_args!("M{LEFT:.1} {best:.1}"));
+    }
+    for (x, y, point) in marks {
+        // On the page less is higher.
+        if *y < best {
+            // What lies without bound is reached at its border, whatever its slot.
+            let x = if point.place == Place::Unbounded { RIGHT - EDGE } else { *x };
+            match path.is_empty() {
+                true => put(&mut path, format_args!("M{x:.1} {y:.1}")),
+                false => put(&mut path, format_args!("H{x:.1}V{y:.1}")),
+            }
+            best = *y;
+        }
+    }
+    put(page, format_args!("<path class=\"frontier\" d=\"{path}H{RIGHT:.1}\"/>\n"));
+}
+
+/// A name beside each point: where there is room, else farther off, with a line to its point.
+fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
+    let mut taken: Vec<Rect> = marks.iter().map(|(x, y, _)| Rect::around(*x, *y, 7.0)).collect();
+    let frame = Rect { left: LEFT, top: TOP - 10.0, right: RIGHT, bottom: BOTTOM };
+    for (x, y, point) in marks {
+        let wide = LETTER * point.label.chars().count() as f64;
+        let beside = |dy: f64| {
+            let at = |left: f64| Rect::new(left, y + dy - LINE / 2.0, wide, LINE);
+            [at(x + 9.0), at(x - 9.0 - wide), at(x - wide / 2.0)]
+        };
+        // A little above or below, where the line does not run; then ever farther.
+        let steps = (0..16).map(|n| 10.0 + LINE * f64::from(n)).flat_map(|dy| [-dy, dy]);
+        let places: Vec<Rect> = steps.flat_map(beside).collect();
+        let within = || places.iter().filter(|place| frame.holds(place));
+        let free = within().find(|place| taken.iter().all(|other| !place.meets(other)));
+        // A crowd without any room: what overlaps is still in the table.
+        let Some(place) = free.or_else(|| within().next()).or(places.first()).copied() else {
+            continue;
+        };
+        let base = place.top + LINE - 4.0;
+        if (place.top + LINE / 2.0 - y).abs() > 1.2 * LINE {
+            let (to_x, to_y) = (x.clamp(place.left, place.right), place.top + LINE / 2.0);
+            put(
+                page,
+                format_args!("<path class=\"leader\" d=\"M{x:.1} {y:.1}L{to_x:.1} {to_y:.1}\"/>\n"),
+            );
+        }
+        put(
+            page,
+            format_args!(
+                "<text x=\"{:.1}\" y=\"{base:.1}\" class=\"point\">{}</text>\n",
+                place.left,
+                escape(&point.label)
+            ),
+        );
+        taken.push(place);
+    }
+}
+
+/// The numbers of the chart, for those who cannot see it or want them exactly.
+fn numbers(page: &mut String, job: &JobReport, rows: &[(&PolicyResult, Exposure)]) {
+    page.push_str(
+        "<div class=\"inner\"><table>\n<thead><tr><th>policy</th><th>against off</th>\
+         <th>unmapped memory is reachable</th><th>MiB × ms a GiB</th><th>a byte on average, ms</th>\
+         <th>longest, ms</th><th>longer than the bound</th></tr></thead>\n<tbody>\n",
+    );
+    let dash = || "–".to_owned();
+    for (row, exposure) in rows {
+        put(
+            page,
+            format_args!(
+                "<tr><th><i class=\"{}\"></i>{}</th>",
+                family(&row.policy),
+                escape(&job.label(row))
+            ),
+        );
+        let per_gib = exposure.mib_ms_per_gib();
+        for cell in [
+            row.ratio(job.metric).map_or_else(dash, percent),
+            until(exposure.reach).to_owned(),
+            per_gib.map_or_else(dash, number),
+            per_gib.map_or_else(dash, |figure| number(figure / 1024.0)),
+            exposure.max_ms.map_or_else(dash, number),
+            match exposure.late_releases {
+                0 => dash(),
+                n => n.to_string(),
+            },
+        ] {
+            put(page, format_args!("<td>{}</td>", escape(&cell)));
+        }
+        page.push_str("</tr>\n");
+    }
+    page.push_str("</tbody>\n</table></div>\n");
+}
+
+/// What a reader must know of a reach, in a few words.
+fn until(reach: Reach) -> &'static str {
+    match reach {
+        Reach::None => "never",
+        Reach::Flush => "until a flush",
+        Reach::Persistent => "as long as the job runs: persistent",
+        Reach::Always => "always",
+        Reach::Leaked => "although it must not: LEAKED",
+    }
+}
+
+fn exposed(exposure: &Exposure) -> String {
+    match (exposure.reach, exposure.mib_ms_per_gib(), exposure.max_ms) {
+        (Reach::Flush, Some(figure), Some(max)) => {
+            format!("{} MiB × ms a GiB, {} ms at most", number(figure), number(max))
+        }
+        (reach, ..) => format!("reachable after unmap {}", until(reach)),
+    }
+}
+
+fn percent(ratio: Estimate) -> String {
+    if !ratio.median.is_finite() {
+        return "–".to_owned();
+    }
+    let half = ratio.half_width().filter(|half| half.is_finite());
+    let half = half.map_or(String::new(), |half| format!(" ±{}", number(half * 100.0)));
+    match ratio.median * 100.0 {
+        percent if percent.abs() < 1e4 => format!("{percent:.1} %{half}"),
+        percent => format!("{} %{half}", number(percent)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::sample;
+
+    fn drawn(job: &JobReport) -> String {
+        let mut page = String::new();
+        figure(&mut page, job);
+        assert!(!page.contains("NaN") && !page.contains("inf"), "{page}");
+        page
+    }
+
+    fn job() -> JobReport {
+        sample::comparison().jobs.remove(0)
+    }
+
+    /// The place of a row's point: where its circle stands, and where its label begins.
+    fn point(page: &str, label: &str) -> (f64, f64) {
+        let about = page
+            .split("<circle cx=\"")
+            .skip(1)
+            .find(|rest| rest.split_once("<title>").unwrap().1.starts_with(&format!("{label}: ")));
+        let about = about.unwrap_or_else(|| panic!("no point {label}"));
+        let mut numbers = about.split('"').step_by(2).map(|text| text.parse::<f64>().unwrap());
+        (numbers.next().unwrap(), numbers.next().unwrap())
+    }
+
+    fn is_nothing(x: f64) -> bool {
+        (LEFT..LEFT + EDGE).contains(&x)
+    }
+
+    fn is_unbounded(x: f64) -> bool {
+        (RIGHT - EDGE..RIGHT).contains(&x)
+    }
+
+    #[test]
+    fn strict_is_at_the_left_edge_and_lazy_in_the_order_of_its_exposure() {
+        let page = drawn(&job());
+        let x = |label| point(&page, label).0;
+        assert!(is_nothing(x("strict")) && is_nothing(x("strict+map")));
+        assert!(is_unbounded(x("off")));
+        let [mq, sq] = [x("lazy-mq"), x("lazy-sq")];
+        assert!(LEFT + EDGE < mq && mq < sq && sq < RIGHT - EDGE, "{mq} {sq}");
+        // Without virtqueues there is nothing to protect.
+        assert!(!page.contains("host: "));
+        // Faster is higher.
+        assert!(point(&page, "strict+map").1 < point(&page, "strict").1);
+    }
+
+    #[test]
+    fn what_is_persistent_leaked_or_unknown_never_stands_with_strict() {
+        for (reach, word) in [
+            (Reach::Persistent, "persistent"),
+            (Reach::Leaked, "LEAKED"),
+            (Reach::Always, "always"),
+        ] {
+            let mut job = job();
+            let found = job.results[3].exposure.as_mut().unwrap();
+            // Whatever else its figures say.
+            (found.reach, found.byte_ms_per_gib) = (reach, Some(0.0));
+            let page = drawn(&job);
+            assert!(is_unbounded(point(&page, "strict+map").0) && page.contains(word), "{word}");
+        }
+        // Lazy, and nothing was exposed as it happened: on the axis, not at the edge.
+        let mut job = job();
+        job.results[5].exposure.as_mut().unwrap().byte_ms_per_gib = Some(0.0);
+        let x = point(&drawn(&job), "lazy-mq").0;
+        assert!(x > LEFT + EDGE && x < RIGHT - EDGE, "{x}");
+        // No figure, no point; the table has a dash.
+        job.results[5].exposure.as_mut().unwrap().byte_ms_per_gib = None;
+        assert!(!drawn(&job).contains("<title>lazy-mq: "));
+    }
+
+    #[test]
+    fn every_row_is_in_the_table_of_numbers() {
+        let job = job();
+        let page = drawn(&job);
+        let table = page.split_once("<table>").unwrap().1;
+        for row in &job.results[1..] {
+            assert!(table.contains(&format!("</i>{}</th>", row.policy)), "{}", row.policy);
+        }
+        // Four ms a byte, 10.2 at most.
+        assert!(table.contains("<td>4096</td><td>4.00</td><td>10.2</td>"), "{table}");
+        assert!(table.contains("<td>never</td><td>0</td>") && table.contains("<td>always</td>"));
+    }
+
+    #[test]
+    fn without_rows_off_or_figures_there_is_no_chart() {
+        let mut job = job();
+        job.results.iter_mut().for_each(|row| row.ratio_to_off = None);
+        let page = drawn(&job);
+        assert!(!page.contains("<svg") && page.contains("<table>"));
+        job.results.iter_mut().for_each(|row| row.exposure = None);
+        assert_eq!(drawn(&job), "");
+        job.results.clear();
+        assert_eq!(drawn(&job), "");
+    }
+
+    #[test]
+    fn wild_figures_stay_within_the_plot() {
+        let mut job = job();
+        let wild = [f64::NAN, f64::INFINITY, 1e300, -1e300, 0.0, 1e-300];
+        for (row, n) in job.results.iter_mut().zip(wild.iter().cycle()) {
+            let ratios = row.ratio_to_off.as_mut().unwrap();
+            ratios.bandwidth = Estimate { median: -*n, lo: Some(-n), hi: Some(*n) };
+            ratios.iops = ratios.bandwidth;
+            if let Some(found) = &mut row.exposure {
+                found.byte_ms_per_gib = Some(*n);
+                found.max_ms = Some(*n);
+            }
+        }
+        let page = drawn(&job);
+        let all = |name: &str| {
+            let name = format!(" {name}=\"");
+            let values = page.split(&name).skip(1);
+            values
+                .filter_map(|rest| rest.split('"').next()?.parse::<f64>().ok())
+                .collect::<Vec<_>>()
+        };
+        let (xs, ys) = ([all("cx"), all("x")].concat(), [all("cy"), all("y")].concat());
+        assert!(xs.len() > 8 && ys.len() > 8);
+        assert!(xs.iter().all(|x| (0.0..=WIDTH).contains(x)), "{xs:?}");
+        assert!(ys.iter().all(|y| (0.0..=HEIGHT).contains(y)), "{ys:?}");
+    }
+
+    #[test]
+    fn labels_do_not_cover_each_other_and_names_are_escaped() {
+        let mut job = job();
+        // All alike: as crowded as it gets.
+        let (ratios, exposure) = (job.results[5].ratio_to_off, job.results[5].exposure);
+        for row in &mut job.results {
+            (row.ratio_to_off, row.exposure) = (ratios, exposure);
+        }
+        job.results[2].policy = "<b>&\"".to_owned();
+        let page = drawn(&job);
+        assert!(!page.contains("<b>") && page.contains("&lt;b&gt;&amp;&quot;"));
+        let labels: Vec<Rect> = page
+            .split("<text ")
+            .filter(|text| text.contains("class=\"point\""))
+            .map(|text| {
+                let mut values = text.split('"').skip(1).step_by(2);
+                let mut number = || values.next().unwrap().parse::<f64>().unwrap();
+                let (x, y) = (number(), number());
+                let name = text.split_once('>').unwrap().1.split_once('<').unwrap().0;
+                let name = name.replace("&lt;", "<").replace("&gt;", ">");
+                let name = name.replace("&amp;", "&").replace("&quot;", "\"");
+                // A little less, for what printing rounds off.
+                let wide = LETTER * name.chars().count() as f64 - 0.2;
+                Rect::new(x + 0.1, y - LINE + 4.1, wide, LINE - 0.2)
+            })
+            .collect();
+        assert_eq!(labels.len(), job.results.len());
+        for (n, label) in labels.iter().enumerate() {
+            assert!(labels[..n].iter().all(|other| !label.meets(other)), "{n}");
+        }
+    }
+
+    #[test]
+    fn the_line_only_rises() {
+        let page = drawn(&job());
+        let path = page.split_once("class=\"frontier\" d=\"").unwrap().1.split_once('"').unwrap().0;
+        let path = path.replace(['M', 'H', 'V'], " ");
+        let numbers: Vec<f64> = path.split_whitespace().map(|n| n.parse().unwrap()).collect();
+        // x y, then x and y in turn, and the end.
+        let xs: Vec<f64> = numbers.iter().copied().step_by(2).collect();
+        let ys: Vec<f64> = numbers.iter().copied().skip(1).step_by(2).collect();
+        assert!(xs.is_sorted() && ys.iter().rev().is_sorted() && ys.len() > 2, "{xs:?} {ys:?}");
+        assert_eq!((xs[0], *xs.last().unwrap()), (LEFT, RIGHT));
+    }
+}

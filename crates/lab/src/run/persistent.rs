@@ -1,0 +1,78 @@
+//! The way through registered buffers: mapped once, used for every I/O.
+
+use std::{sync::Arc, time::Duration};
+
+use anyhow::{Context, Result, bail};
+use ringfence_devices::{
+    blk::{Done, DriverQueue, wire},
+    ram::{Arena, PagedBuffer},
+};
+use ringfence_dma::{DmaBuffer, Persistent, Segment};
+
+use super::path::{Completed, Path};
+use crate::workload::Op;
+
+/// Through a virtqueue to the device process, from buffers that stay mapped.
+pub(crate) struct PersistentPath {
+    queue: DriverQueue,
+    /// All buffers of all paths.
+    arena: Arc<Persistent<Arena>>,
+    /// Requests under way by token, and how many bytes an answer must say were written.
+    under_way: Vec<Option<(PagedBuffer, u64)>>,
+    segments: Vec<Segment>,
+}
+
+impl PersistentPath {
+    pub(crate) fn new(queue: DriverQueue, arena: Arc<Persistent<Arena>>) -> PersistentPath {
+        PersistentPath { queue, arena, under_way: Vec::new(), segments: Vec::new() }
+    }
+}
+
+impl Path for PersistentPath {
+    fn depth(&self) -> usize {
+        self.queue.room()
+    }
+
+    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
+        let first = buffer.offset() as u64;
+        let len = buffer.len();
+        self.segments.clear();
+        let parts = self.arena.segments_for(first..first + len);
+        self.segments.extend(parts.context("a buffer of another arena")?);
+        let (kind, written) = match op {
+            Op::Read => (wire::Kind::In, len + 1),
+            Op::Write => (wire::Kind::Out, 1),
+        };
+        self.queue.submit(kind, offset / wire::SECTOR, &self.segments, token.into())?;
+        let at = token as usize;
+        if self.under_way.len() <= at {
+            self.under_way.resize_with(at + 1, || None);
+        }
+        self.under_way[at] = Some((buffer, written));
+        Ok(())
+    }
+
+    fn publish(&mut self) -> Result<()> {
+        self.queue.publish();
+        Ok(())
+    }
+
+    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
+        while let Some(Done { token, ok, written }) = self.queue.reap()? {
+            let held = self.under_way.get_mut(token as usize).and_then(Option::take);
+            let Some((buffer, wanted)) = held else { bail!("an answer to no request") };
+            let ok = ok && u64::from(written) == wanted;
+            into.push(Completed { token: token as u32, buffer, ok });
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self, idle: Duration) -> Result<()> {
+        self.queue.wait(idle, Duration::from_millis(100));
+        Ok(())
+    }
+
+    fn kicks(&self) -> u64 {
+        self.queue.kicks()
+    }
+}

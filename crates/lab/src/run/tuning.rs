@@ -1,0 +1,212 @@
+//! How a policy is carried out, as far as its name does not say.
+
+use std::{fmt, str::FromStr};
+
+use ringfence_dma::{FlushTuning, Policy};
+use serde::{Deserialize, Serialize};
+
+use super::{Row, Usage};
+
+/// How a policy is carried out, as far as its name does not say. `None`: as Linux tunes it, or
+/// without a bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// Slots of a flush queue, which holds one entry less.
+    pub flush_queue_slots: Option<usize>,
+    /// How long an unmapped range waits for its flush at most, milliseconds.
+    pub flush_queue_ms: Option<u64>,
+    /// Entries of a flush queue from which on its flush is started before it is full.
+    pub high_water: Option<usize>,
+    /// The longest that memory may stay reachable after it was unmapped, milliseconds.
+    pub max_exposure_ms: Option<u64>,
+    /// The most bytes that may be unmapped and reachable at once.
+    pub max_exposure_bytes: Option<u64>,
+    /// The most requests that are mapped with one sync, under a policy that shares syncs.
+    pub batch: usize,
+    /// The most buffers that become one mapping where they lie side by side.
+    pub chunk: usize,
+    /// Whether the disk is trusted.
+    pub trust: TrustChoice,
+}
+
+impl Tuning {
+    /// What [`batch`](Self::batch) is without being told.
+    pub const BATCH: usize = 64;
+    /// What [`chunk`](Self::chunk) is without being told.
+    pub const CHUNK: usize = 16;
+
+    /// Whether `rows` can be run like this.
+    ///
+    /// # Errors
+    /// Wrong usage: values that exclude each other, or nobody there to heed them.
+    pub fn check(&self, rows: &[Row]) -> Result<(), Usage> {
+        let policies = rows.iter().filter_map(|row| match row {
+            Row::Policy(policy) if policy.is_lazy() => Some(*policy),
+            _ => None,
+        });
+        let lazy: Vec<Policy> = policies.collect();
+        for policy in &lazy {
+            let checked = self.flush(*policy).check();
+            checked.map_err(|error| Usage(format!("{policy}: {error}")))?;
+        }
+        let bounds = [
+            ("--max-exposure-ms", self.max_exposure_ms.is_some()),
+            ("--max-exposure-bytes", self.max_exposure_bytes.is_some()),
+            ("--high-water", self.high_water.is_some()),
+        ];
+        match bounds.into_iter().find(|(_, given)| *given && lazy.is_empty()) {
+            Some((option, _)) => Err(Usage(format!(
+                "{option}: only lazy policies leave unmapped memory exposed, and none is asked for"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// How the flush queues of `policy` are tuned: as Linux does it, as far as nothing else is asked
+    /// for.
+    pub(crate) fn flush(&self, policy: Policy) -> FlushTuning {
+        let linux = FlushTuning::of(policy);
+        FlushTuning {
+            slots: self.flush_queue_slots.unwrap_or(linux.slots),
+            interval_ms: self.flush_queue_ms.unwrap_or(linux.interval_ms),
+            high_water: self.high_water,
+            max_exposure_ms: self.max_exposure_ms,
+            max_exposure_bytes: self.max_exposure_bytes,
+            ..linux
+        }
+    }
+}
+
+impl Default for Tuning {
+    fn default() -> Tuning {
+        Tuning {
+            flush_queue_slots: None,
+            flush_queue_ms: None,
+            high_water: None,
+            max_exposure_ms: None,
+            max_exposure_bytes: None,
+            batch: Tuning::BATCH,
+            chunk: Tuning::CHUNK,
+            trust: TrustChoice::default(),
+        }
+    }
+}
+
+/// Whether the disk is trusted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TrustChoice {
+    /// As the machine tells.
+    #[default]
+    Auto,
+    /// It may have any policy.
+    Trusted,
+    /// It gets a strict policy, whatever was asked for.
+    Untrusted,
+}
+
+impl TrustChoice {
+    /// All of them.
+    pub const ALL: [TrustChoice; 3] =
+        [TrustChoice::Auto, TrustChoice::Trusted, TrustChoice::Untrusted];
+
+    /// Its name on the command line and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TrustChoice::Auto => "auto",
+            TrustChoice::Trusted => "trusted",
+            TrustChoice::Untrusted => "untrusted",
+        }
+    }
+}
+
+impl fmt::Display for TrustChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for TrustChoice {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|trust| trust.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(TrustChoice::name).join(", ");
+            format!("{name:?} says nothing of trust: there are {names}")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(list: &str) -> Vec<Row> {
+        Row::parse_list(list).unwrap()
+    }
+
+    #[test]
+    fn a_bound_that_no_row_heeds_is_wrong_usage() {
+        let bounds = [
+            Tuning { max_exposure_ms: Some(5), ..Tuning::default() },
+            Tuning { max_exposure_bytes: Some(1 << 20), ..Tuning::default() },
+            Tuning { high_water: Some(100), ..Tuning::default() },
+        ];
+        let options = ["--max-exposure-ms", "--max-exposure-bytes", "--high-water"];
+        for (tuning, option) in bounds.into_iter().zip(options) {
+            for list in ["host", "off,strict+map", "persistent"] {
+                let error = tuning.check(&rows(list)).unwrap_err();
+                assert!(error.0.contains(option), "{error}");
+            }
+            tuning.check(&rows("off,lazy-mq")).unwrap();
+        }
+        Tuning::default().check(&rows("off")).unwrap();
+    }
+
+    #[test]
+    fn a_mark_lies_within_its_queue() {
+        let at = |mark| Tuning {
+            flush_queue_slots: Some(256),
+            high_water: Some(mark),
+            ..Tuning::default()
+        };
+        at(255).check(&rows("lazy-sq")).unwrap();
+        let error = at(256).check(&rows("off,lazy-sq")).unwrap_err().0;
+        assert!(error.contains("lazy-sq") && error.contains("from 1 to 255"), "{error}");
+        // Linux's queues, where nothing else is said: 32,768 slots, or 256 a CPU.
+        let mark = Tuning { high_water: Some(300), ..Tuning::default() };
+        mark.check(&rows("lazy-sq+map")).unwrap();
+        assert!(mark.check(&rows("lazy-sq,lazy-mq")).unwrap_err().0.contains("lazy-mq"));
+    }
+
+    #[test]
+    fn queues_are_linuxs_but_for_what_was_asked() {
+        let tuning = Tuning { max_exposure_ms: Some(5), ..Tuning::default() };
+        let linux = FlushTuning::of(Policy::LazyMq);
+        let wanted = FlushTuning { max_exposure_ms: Some(5), ..linux };
+        assert_eq!(tuning.flush(Policy::LazyMq), wanted);
+        let tuning = Tuning {
+            flush_queue_slots: Some(64),
+            flush_queue_ms: Some(3),
+            high_water: Some(32),
+            max_exposure_bytes: Some(1 << 20),
+            ..tuning
+        };
+        let wanted = FlushTuning {
+            slots: 64,
+            interval_ms: 3,
+            high_water: Some(32),
+            max_exposure_bytes: Some(1 << 20),
+            ..wanted
+        };
+        assert_eq!(tuning.flush(Policy::LazyMq), wanted);
+    }
+
+    #[test]
+    fn trust_has_names() {
+        for trust in TrustChoice::ALL {
+            assert_eq!(trust.to_string().parse(), Ok(trust));
+        }
+        assert!("maybe".parse::<TrustChoice>().unwrap_err().contains("auto, trusted, untrusted"));
+    }
+}
