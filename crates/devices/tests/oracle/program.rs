@@ -14,7 +14,9 @@ use std::{
 };
 
 use proptest::{collection::vec, prelude::*};
-use ringfence_dma::{Coherent, Direction, Environment, MapError, Mapping, Persistent, StaleIova};
+use ringfence_dma::{
+    Coherent, Direction, Environment, MapError, Mapping, Persistent, StaleIova, Trust,
+};
 use ringfence_iommu::{FaultReason, Prot, wrap::When};
 use ringfence_sync::{
     clock::{Clock, ManualClock},
@@ -79,6 +81,7 @@ pub(crate) struct Program {
     cpu: Arc<FixedCpu>,
     granule: u64,
     detects: bool,
+    untrusted: bool,
     /// Whether all that is stale was unmapped under the bounds in force: not so after a change of
     /// them whose flush has failed.
     bounded: bool,
@@ -131,6 +134,7 @@ impl Program {
             cpu,
             granule: setup.granule,
             detects: setup.config.detect.is_some(),
+            untrusted: setup.config.trust != Trust::Trusted,
             bounded: true,
             set: Set::new(setup.granule),
             mappings: Vec::new(),

@@ -50,6 +50,10 @@ impl Program {
         if let Some(violation) = self.rig.history.violations().first() {
             return Err(violation.clone());
         }
+        let lazy = self.dma.as_ref().is_some_and(|dma| dma.effective_policy().is_lazy());
+        if self.untrusted && lazy {
+            return Err("a device that is not trusted is lazy".to_owned());
+        }
         self.check_exposure()?;
         for worker in 0..self.rig.probes.len() {
             let touches = self.touches();
