@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Domain, Gather, Result};
+use ringfence_iommu::{Domain, Gather, Result, table::PageList};
 use ringfence_iova::Allocator;
 use ringfence_sync::histogram::Histogram;
 
@@ -22,6 +22,14 @@ pub(crate) struct Lazy {
     pub(crate) timer: Timer,
     /// Held by who flushes because the bound of bytes is reached, so that one does it for all.
     at_bound: Mutex<()>,
+}
+
+/// Translations that were removed, before their invalidation waits in a queue.
+pub(crate) struct Removed {
+    /// When.
+    pub(crate) since_ns: u64,
+    /// Table pages that were unlinked with them.
+    pub(crate) pages: PageList,
 }
 
 impl Lazy {
@@ -54,17 +62,24 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             self.give_up(span, reserved);
             return Err(error);
         }
-        let since_ns = self.clock.now_ns();
+        let removed = Removed { since_ns: self.clock.now_ns(), pages: gather.take_pages() };
+        self.queue(span, removed, reserved, watched, counters)
+    }
+
+    /// Has what was removed of a range wait for a flush.
+    pub(crate) fn queue(
+        &self,
+        span: Span,
+        removed: Removed,
+        reserved: bool,
+        watched: bool,
+        counters: &Counters,
+    ) -> Result<Option<Unmapped>> {
+        let Removed { since_ns, pages } = removed;
         let watch = watched.then(Arc::<Watch>::default);
         let unmapped = watch.clone().map(|watch| Unmapped { since_ns, watch });
-        let mut entry = Some(Entry {
-            range: span.range,
-            bytes: span.mapped,
-            since_ns,
-            pages: gather.take_pages(),
-            watch,
-            reserved,
-        });
+        let mut entry =
+            Some(Entry { range: span.range, bytes: span.mapped, since_ns, pages, watch, reserved });
         loop {
             // Looked up each time: the queues may change while this thread flushes.
             let ring = if self.mode.get().is_per_cpu() { self.cpu.current() } else { 0 };

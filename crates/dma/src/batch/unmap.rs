@@ -12,8 +12,9 @@ use super::flights::{Flight, Flights, join};
 use crate::{
     Mapping, Returned, UnmapError,
     device::Port,
+    lazy::Removed,
     mapping::{Owner, Parts},
-    shared::{Span, Unmapped},
+    shared::Unmapped,
     stats::Count,
     waits::timed,
 };
@@ -39,6 +40,19 @@ struct Member<B, T> {
     parts: Parts<B>,
     watched: bool,
     state: State,
+}
+
+/// Ranges whose unmap failed. Mostly none: then nothing is allocated.
+#[derive(Default)]
+struct Failed(Vec<(Range, ringfence_iommu::Error)>);
+
+impl Failed {
+    /// The range of a mapping and why it could not be unmapped, if it could not.
+    fn of<B>(&self, parts: &Parts<B>) -> Option<(Range, ringfence_iommu::Error)> {
+        let range = parts.span()?.range;
+        let (_, error) = self.0.iter().find(|(held, _)| held.covers(range))?;
+        Some((range, *error))
+    }
 }
 
 /// What became of a member.
@@ -109,16 +123,20 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     }
 
     /// Starts to unmap all that was pushed. Their translations are removed and one invalidation is
-    /// begun for all of them; under a policy that does not share syncs
-    /// ([`Policy::batches_unmaps`](crate::Policy::batches_unmaps)) they are unmapped one by one.
+    /// begun for all of them ([`Policy::batches_unmaps`](crate::Policy::batches_unmaps)), or they
+    /// are queued for one; under a policy that shares nothing, or with a bound of exposed bytes,
+    /// they are unmapped one by one.
     ///
     /// What fails is told by [`poll`](Self::poll).
     pub fn begin(&mut self) {
         if self.gathered.is_empty() {
             return;
         }
-        if self.port.shared.policy().batches_unmaps() {
+        let mode = self.port.shared.mode.get();
+        if mode.policy().batches_unmaps() {
             self.begin_together();
+        } else if mode.is_lazy() && mode.batches_maps() && !mode.bounds_bytes() {
+            self.queue_together();
         } else {
             self.unmap_each();
         }
@@ -135,21 +153,28 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         self.flights.push(Flight { token, members, ranges, over, timed: false });
     }
 
-    fn begin_together(&mut self) {
-        let (shared, counters) = (&*self.port.shared, &*self.port.counters);
-        let members = self.gathered.len();
-        let start = shared.sampler.start(counters.unmap_batches.get());
-        counters.unmap_batches.add(1);
+    /// Removes the translations of all that was pushed, touching ranges as one.
+    fn remove(&mut self, gather: &mut Gather) -> (Vec<Range>, Failed) {
         let mut ranges = self.flights.ranges();
         ranges.extend(self.gathered.iter().filter_map(|member| Some(member.parts.span()?.range)));
         join(&mut ranges);
-        let mut gather = Gather::new();
-        let mut failed: Vec<(Range, ringfence_iommu::Error)> = Vec::new();
+        let mut failed = Failed::default();
         for &range in &ranges {
-            if let Err(error) = shared.domain.unmap_pages(range, &mut gather) {
-                failed.push((range, error));
+            if let Err(error) = self.port.shared.domain.unmap_pages(range, gather) {
+                failed.0.push((range, error));
             }
         }
+        (ranges, failed)
+    }
+
+    fn begin_together(&mut self) {
+        let port = Arc::clone(&self.port);
+        let (shared, counters) = (&*port.shared, &*port.counters);
+        let members = self.gathered.len();
+        let start = shared.sampler.start(counters.unmap_batches.get());
+        counters.unmap_batches.add(1);
+        let mut gather = Gather::new();
+        let (ranges, failed) = self.remove(&mut gather);
         let begun = match ranges.is_empty() {
             true => Ok(SyncToken::DONE),
             false => {
@@ -158,9 +183,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             }
         };
         for mut member in self.gathered.drain(..) {
-            if let Some(Span { range, .. }) = member.parts.span()
-                && let Some(&(_, error)) = failed.iter().find(|(held, _)| held.covers(range))
-            {
+            if let Some((range, error)) = failed.of(&member.parts) {
                 shared.quarantine(range);
                 counters.unmap_failures.add(1);
                 member.state = State::Known(Err(error));
@@ -176,6 +199,41 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         };
         shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
         self.flights.push(Flight { token, members, ranges, over, timed: start.is_some() });
+    }
+
+    /// Rule L18, for many: all translations go, and then each range waits in the flush queue.
+    fn queue_together(&mut self) {
+        let port = Arc::clone(&self.port);
+        let (shared, counters) = (&*port.shared, &*port.counters);
+        let members = self.gathered.len();
+        let start = shared.sampler.start(counters.unmap_batches.get());
+        counters.unmap_batches.add(1);
+        let mut gather = Gather::queued();
+        let (ranges, failed) = self.remove(&mut gather);
+        let since_ns = shared.clock.now_ns();
+        for mut member in self.gathered.drain(..) {
+            let unmapped = if let Some((range, error)) = failed.of(&member.parts) {
+                shared.quarantine(range);
+                Err(error)
+            } else if let Some(span) = member.parts.span() {
+                // Rule L21: the pages of all go with the first, which is queued after all of them
+                // were unlinked.
+                let removed = Removed { since_ns, pages: gather.take_pages() };
+                shared.queue(span, removed, false, member.watched, counters)
+            } else {
+                Ok(None)
+            };
+            match &unmapped {
+                Ok(_) => counters.unmaps.add(1),
+                Err(_) => counters.unmap_failures.add(1),
+            }
+            member.state = State::Known(unmapped);
+            self.begun.push_back(member);
+        }
+        shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
+        let over = Some(Ok(()));
+        let token = SyncToken::DONE;
+        self.flights.push(Flight { token, members, ranges, over, timed: false });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;

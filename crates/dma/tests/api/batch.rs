@@ -104,6 +104,59 @@ fn other_policies_unmap_each_by_itself() {
 }
 
 #[test]
+fn lazily_what_completes_together_is_one_unmap_and_each_range_waits_for_a_flush() {
+    // rules L18, L19, L26
+    let bench = Bench::new(Policy::LazySqMap);
+    let mappings = map_pages(&bench, 5);
+    let iovas: Vec<u64> = mappings.iter().map(|mapping| mapping.iova().0).collect();
+    let mut batch: Unmaps = bench.device.unmap_batch();
+    bench.domain.forget_events();
+    for (tag, mapping) in mappings.into_iter().enumerate() {
+        match tag {
+            2 => batch.push_watched(mapping, tag).unwrap(),
+            _ => batch.push(mapping, tag).unwrap(),
+        }
+    }
+    batch.begin();
+    let mut stale = None;
+    let mut count = 0;
+    batch.poll(|_, returned| {
+        let returned = returned.unwrap();
+        stale = stale.take().or(returned.stale);
+        count += 1;
+    });
+    assert_eq!(count, 5, "a lazy unmap waits for nobody");
+    let whole = Range::from_len(Iova(iovas[0]), 0x5000).unwrap();
+    assert_eq!(bench.domain.events(), [Event::Unmap { range: whole, queued: true }]);
+    assert_eq!((bench.device.stats().queued, bench.device.stats().queued_bytes), (5, 0x5000));
+    assert!(iovas.iter().all(|&iova| bench.allocator.is_live(iova)));
+    bench.device.flush().unwrap();
+    let live: Vec<bool> = iovas.iter().map(|&iova| bench.allocator.is_live(iova)).collect();
+    assert_eq!(live, [false, false, true, false, false], "all but the watched one are free");
+    assert!(stale.take().unwrap().released_at_ns().is_some());
+    bench.assert_nothing_leaked();
+}
+
+#[test]
+fn a_lazy_unmap_that_fails_quarantines_what_it_was_for_and_queues_the_rest() {
+    let bench = Bench::new(Policy::LazyMqMap);
+    let mut mappings = map_pages(&bench, 4);
+    let between = mappings.remove(1);
+    let mut batch: Unmaps = bench.device.unmap_batch();
+    for (tag, mapping) in mappings.into_iter().enumerate() {
+        batch.push(mapping, tag).unwrap();
+    }
+    bench.domain.fail_after(0);
+    batch.begin();
+    let (good, bad) = poll(&mut batch);
+    assert_eq!(bad.iter().map(|(tag, _)| *tag).collect::<Vec<_>>(), [0]);
+    assert_eq!(good.len(), 2);
+    let stats = bench.device.stats();
+    assert_eq!((stats.queued, stats.quarantined, stats.unmap_failures), (2, 1, 1));
+    drop(between);
+}
+
+#[test]
 fn a_sync_that_fails_quarantines_the_whole_batch() {
     for held in [false, true] {
         let bench = Bench::new(Policy::StrictMap);
