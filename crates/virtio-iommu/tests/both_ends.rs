@@ -12,7 +12,7 @@ use common::{
     ring::{Served, link},
 };
 use ringfence_iommu::{
-    Domain, Error, Gather, GuestPhys, Iova, Prot, Range, ReservedKind, table::Limits,
+    Domain, Error, Gather, GuestPhys, Iova, Prot, Range, ReservedKind, SyncToken, table::Limits,
 };
 use ringfence_virtio_iommu::{
     device::{Binding, Options as DeviceOptions, RequestQueue},
@@ -143,6 +143,87 @@ fn a_sync_kicks_a_device_that_sleeps() {
         sync.join().unwrap().unwrap();
     });
     link.bells.alive.store(false, std::sync::atomic::Ordering::Relaxed);
+}
+
+#[test]
+fn a_sync_that_was_begun_is_over_once_the_device_has_answered_and_not_before() {
+    // rules L17, L64
+    let bench = Bench::new();
+    let features = bench.device.features();
+    let link = link(64, bench.config(), features, Options::default());
+    let mut requests = RequestQueue::new(bench.device, link.queue);
+    let domain = link.driver.domain().unwrap();
+    let mut serve = || {
+        while !requests.poll(&link.ram).unwrap().is_idle() {}
+        requests.queue().enable_kicks();
+    };
+    thread::scope(|scope| {
+        let attach = scope.spawn(|| domain.attach(1));
+        while !attach.is_finished() {
+            serve();
+        }
+        attach.join().unwrap().unwrap();
+    });
+    let there = |n: u64| bench.endpoints.access(1, n << 12, Prot::READ).is_some();
+    let kicks = || link.driver.stats().kicks;
+    let before = kicks();
+    (0..4).for_each(|n| map(&domain, page(n), n << 12).unwrap());
+    let maps = domain.iotlb_sync_map_begin(&[range(0, 0x3fff)]).unwrap();
+    assert_eq!(kicks(), before + 1, "begun is asked for");
+    for _ in 0..3 {
+        assert_eq!(domain.iotlb_sync_map_poll(maps, &[range(0, 0x3fff)]), Ok(false));
+    }
+    // What comes later is not waited for.
+    map(&domain, page(9), 0).unwrap();
+    assert!(!there(0));
+    serve();
+    assert_eq!(domain.iotlb_sync_map_poll(maps, &[range(0, 0x3fff)]), Ok(true));
+    assert!((0..4).all(there));
+
+    let mut gather = Gather::new();
+    domain.unmap_pages(range(0, 0x3fff), &mut gather).unwrap();
+    let unmaps = domain.iotlb_sync_begin(&mut gather).unwrap();
+    assert!(gather.is_empty());
+    assert_eq!(domain.iotlb_sync_poll(unmaps, &[range(0, 0x3fff)]), Ok(false));
+    assert!((0..4).all(there), "the device has not looked yet");
+    serve();
+    assert_eq!(domain.iotlb_sync_poll(unmaps, &[range(0, 0x3fff)]), Ok(true));
+    assert!(!(0..4).any(there));
+    // Nothing is in the ring: there is nothing to wait for.
+    let nothing = domain.iotlb_sync_begin(&mut Gather::new()).unwrap();
+    assert_eq!(nothing, SyncToken::DONE);
+    link.bells.alive.store(false, std::sync::atomic::Ordering::Relaxed);
+}
+
+#[test]
+fn what_a_begun_sync_finds_refused_is_told_to_its_ranges_and_to_no_other() {
+    // rule L34
+    let limits = Limits { mappings: 3, ..Limits::NONE };
+    let bench = Bench::with(DeviceOptions::default(), limits);
+    let served = Served::start(bench, 64, Options::default(), false);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    (0..4).for_each(|n| map(&domain, page(n), n << 12).unwrap());
+    let token = domain.iotlb_sync_map_begin(&[page(0), page(1)]).unwrap();
+    let other = domain.iotlb_sync_map_begin(&[page(2), page(3)]).unwrap();
+    domain.iotlb_sync_wait(other).unwrap();
+    assert_eq!(domain.iotlb_sync_map_poll(token, &[page(0), page(1)]), Ok(true));
+    let refusal = domain.iotlb_sync_map_poll(other, &[page(2), page(3)]);
+    assert_eq!(refused(refusal.map(|_| ())), Some(Status::NoMem as u8));
+    assert_eq!(domain.iotlb_sync_map_poll(other, &[page(2), page(3)]), Ok(true), "told once");
+    assert_eq!(domain.mappings(), 3);
+
+    // Behind the driver's back a mapping grows: its UNMAP would split it.
+    let theirs = devices_domain(&served);
+    theirs.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+    theirs.map_pages(range(0x2000, 0x4fff), GuestPhys(0), Prot::READ).unwrap();
+    let mut gather = Gather::new();
+    domain.unmap_pages(page(2), &mut gather).unwrap();
+    let token = domain.iotlb_sync_begin(&mut gather).unwrap();
+    domain.iotlb_sync_wait(token).unwrap();
+    assert_eq!(domain.iotlb_sync_poll(token, &[page(0)]), Ok(true), "another thread's");
+    let refusal = domain.iotlb_sync_poll(token, &[page(2)]);
+    assert_eq!(refused(refusal.map(|_| ())), Some(Status::Range as u8));
 }
 
 #[test]

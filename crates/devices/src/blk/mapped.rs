@@ -422,7 +422,8 @@ where
         if self.queue.notify().spin().is_none_or(|spin| idle < spin) {
             return idle_step(idle);
         }
-        // The IOMMU answers soon, whatever the disk does. What was asked first.
+        // The IOMMU answers soon, whatever the disk does. Maps first: the disk has nothing of what
+        // they hold back.
         if self.maps.is_empty() { self.unmaps.wait() } else { self.maps.wait() }
     }
 }
