@@ -30,13 +30,18 @@ const STEPS: &[Step] = &[
     ("floors", |_| floors::check()),
     ("rules", |_| rules::account(false)),
     ("licences", |_| deny::check()),
-    ("unit and property tests", |_| cargo(&["test", "--workspace", "--exclude", "ringfence"], &[])),
+    // One that fails must not hide what others have to say.
+    ("unit and property tests", |_| {
+        cargo(&["test", "--workspace", "--exclude", "ringfence", "--no-fail-fast"], &[])
+    }),
     ("model checks", |_| models()),
     ("documentation", |_| {
         cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])
     }),
     ("examples", |_| examples()),
-    ("end to end", |_| cargo(&["test", "--release", "--package", "ringfence"], &[])),
+    ("end to end", |_| {
+        cargo(&["test", "--release", "--package", "ringfence", "--no-fail-fast"], &[])
+    }),
     ("job files under the real fio", real_fio),
     ("fuzz smoke", fuzz_smoke),
 ];

@@ -125,9 +125,9 @@ pub(crate) struct Arguments {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
     page_run: usize,
 
-    /// The most requests that share one map sync, under a policy with `+map`; under `strict+map` as
-    /// many as complete at a time are unmapped with one. 1 maps and unmaps each by itself, as on the
-    /// mailing list.
+    /// The most requests that share one map sync, under a policy with `+map`, and the most that are
+    /// unmapped with one under `strict+map`: as many as are there, never waiting for more. 1 maps and
+    /// unmaps each by itself, as on the mailing list.
     #[arg(long, value_name = "N", default_value_t = Tuning::BATCH,
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     batch: usize,

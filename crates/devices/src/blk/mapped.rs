@@ -15,8 +15,7 @@ use crate::worker::idle_step;
 /// How requests share mappings and syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batching {
-    /// The most requests that are mapped with one sync. (As many as complete at a time are unmapped
-    /// with one.) 1: each by itself.
+    /// The most requests that are mapped, or unmapped, with one sync. 1: each by itself.
     pub requests: usize,
     /// The most buffers that become one mapping, where they follow each other in memory and go the
     /// same way: one MAP and one UNMAP for all of them. Such a mapping is unmapped whole, so that a
@@ -366,6 +365,9 @@ where
         };
         // Ours all of them. One that was not would be unmapped here, by itself.
         debug_assert!(pushed.is_ok());
+        if self.unmaps.gathered() >= self.batching.requests {
+            self.unmaps.begin();
+        }
     }
 
     /// Has the queue unmap a mapping of the caller's with the next of its own, watched; what comes
