@@ -55,10 +55,7 @@ impl<D: Domain, A: Allocator> Port<D, A> {
             Some(span) => self.shared.settle(span.range, unmapped, result, counters),
             None => Ok(unmapped),
         };
-        match &settled {
-            Ok(_) => counters.unmaps.add(1),
-            Err(_) => counters.unmap_failures.add(1),
-        }
+        counters.note_unmap(&settled);
         settled
     }
 }
@@ -518,10 +515,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
             Some(span) => shared.unmap(span, strictly, watched, counters),
             None => Ok(None),
         };
-        match &result {
-            Ok(_) => counters.unmaps.add(1),
-            Err(_) => counters.unmap_failures.add(1),
-        }
+        counters.note_unmap(&result);
         shared.sampler.stop(start, &counters.unmap_time);
         result
     }

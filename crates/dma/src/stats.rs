@@ -168,6 +168,14 @@ impl FreeCounters {
 }
 
 impl Counters {
+    /// Counts an unmap by how it ended.
+    pub(crate) fn note_unmap<T>(&self, ended: &ringfence_iommu::Result<T>) {
+        match ended {
+            Ok(_) => self.unmaps.add(1),
+            Err(_) => self.unmap_failures.add(1),
+        }
+    }
+
     pub(crate) fn add_to(&self, stats: &mut Stats) {
         stats.maps += self.maps.get();
         stats.map_failures += self.map_failures.get();

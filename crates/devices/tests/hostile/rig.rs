@@ -375,12 +375,7 @@ fn iommu_ring(
 ) -> ring::Queue {
     let at = layout::offsets(size);
     let part = RamPart::carve(ram, at.len, PAGE).unwrap();
-    let piece = |offset, len| part.window().part(offset, len).unwrap();
-    let rings = ring::Rings {
-        desc: piece(at.desc, layout::desc_bytes(size)),
-        avail: piece(at.avail, layout::avail_bytes(size)),
-        used: piece(at.used, layout::used_bytes(size)),
-    };
+    let rings = ring::Rings::in_window(part.window(), size).unwrap();
     let queue = ring::Queue::new(size, rings, true).unwrap();
     let user = ram.user_addr() + (part.gpa() - ram.gpa());
     let addresses = RingAddresses {

@@ -17,6 +17,23 @@ pub(super) struct Flight {
     pub(super) timed: bool,
 }
 
+impl Flight {
+    /// How it ended; `ask` looks whether it has, unless that is known. `None` if it is under way.
+    pub(super) fn ended(
+        &mut self,
+        ask: impl FnOnce(SyncToken, &[Range]) -> Result<bool>,
+    ) -> Option<Result<()>> {
+        if self.over.is_none() {
+            self.over = match ask(self.token, &self.ranges) {
+                Ok(false) => None,
+                Ok(true) => Some(Ok(())),
+                Err(error) => Some(Err(error)),
+            };
+        }
+        self.over
+    }
+}
+
 /// Syncs under way, oldest first, and lists of ranges to use again.
 #[derive(Default)]
 pub(super) struct Flights {
@@ -43,6 +60,16 @@ impl Flights {
         if let Some(mut flight) = self.queue.pop_front() {
             flight.ranges.clear();
             self.spare.push(flight.ranges);
+        }
+    }
+
+    /// Has `wait` wait for the oldest, unless it is known how that ended.
+    pub(super) fn wait(&mut self, wait: impl FnOnce(SyncToken) -> Result<()>) {
+        if let Some(flight) = self.queue.front_mut()
+            && flight.over.is_none()
+            && let Err(error) = wait(flight.token)
+        {
+            flight.over = Some(Err(error));
         }
     }
 

@@ -135,15 +135,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let (shared, counters) = (device.shared(), &*device.port().counters);
         let mut handed_out = 0;
         while let Some(flight) = self.flights.front() {
-            let over = match flight.over {
-                Some(over) => over,
-                None => match shared.domain.iotlb_sync_map_poll(flight.token, &flight.ranges) {
-                    Ok(false) => break,
-                    Ok(true) => Ok(()),
-                    Err(error) => Err(error),
-                },
-            };
-            flight.over = Some(over);
+            let ask = |token, ranges: &_| shared.domain.iotlb_sync_map_poll(token, ranges);
+            let Some(over) = flight.ended(ask) else { break };
             while flight.members > 0 {
                 // Counted first: should the caller's code panic, the rest is still in step.
                 flight.members -= 1;
@@ -172,13 +165,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     /// Waits until the oldest sync that was begun is over, if there is one.
     pub fn wait(&mut self) {
         let (shared, waits) = (self.device.shared(), &self.device.port().counters.waits.map);
-        if let Some(flight) = self.flights.front()
-            && flight.over.is_none()
-            && let Err(error) =
-                timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(flight.token))
-        {
-            flight.over = Some(Err(error));
-        }
+        self.flights
+            .wait(|token| timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(token)));
     }
 
     /// Makes all that is left known to the device, waits for it, and hands it out.

@@ -223,10 +223,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             } else {
                 Ok(None)
             };
-            match &unmapped {
-                Ok(_) => counters.unmaps.add(1),
-                Err(_) => counters.unmap_failures.add(1),
-            }
+            counters.note_unmap(&unmapped);
             member.state = State::Known(unmapped);
             self.begun.push_back(member);
         }
@@ -249,15 +246,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let (shared, counters) = (&*port.shared, &*port.counters);
         let mut handed_out = 0;
         while let Some(flight) = self.flights.front() {
-            let over = match flight.over {
-                Some(over) => over,
-                None => match shared.domain.iotlb_sync_poll(flight.token, &flight.ranges) {
-                    Ok(false) => break,
-                    Ok(true) => Ok(()),
-                    Err(error) => Err(error),
-                },
-            };
-            if flight.over.replace(over).is_none() {
+            let known = flight.over.is_some();
+            let ask = |token, ranges: &_| shared.domain.iotlb_sync_poll(token, ranges);
+            let Some(over) = flight.ended(ask) else { break };
+            if !known {
                 // All of them before the first is handed out: what the caller does is not timed.
                 let start = if flight.timed { shared.sampler.start_always() } else { None };
                 for member in self.begun.iter_mut().take(flight.members) {
@@ -275,7 +267,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 handed_out += 1;
                 let unmapped = match state {
                     State::Known(unmapped) => unmapped,
-                    // A sync that never began.
+                    // Its sync never began, or a wait for it failed.
                     State::Open(watcher) => port.settle(parts.span(), watcher, over),
                 };
                 each(tag, parts.give_back(unmapped));
@@ -288,13 +280,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     /// Waits until the oldest invalidation that was begun is over, if there is one.
     pub fn wait(&mut self) {
         let (shared, waits) = (&self.port.shared, &self.port.counters.waits.unmap);
-        if let Some(flight) = self.flights.front()
-            && flight.over.is_none()
-            && let Err(error) =
-                timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(flight.token))
-        {
-            flight.over = Some(Err(error));
-        }
+        self.flights
+            .wait(|token| timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(token)));
     }
 
     /// Unmaps all that is left, waits for it, and hands it out.
