@@ -44,6 +44,20 @@ pub unsafe trait DmaBuffer<T: Address> {
         len
     }
 
+    /// Calls `each` with the bytes themselves, piece by piece: the same bytes in the same order as
+    /// the segments, though perhaps in other pieces. False, and no call, if the CPU cannot reach
+    /// them: then the buffer cannot be bounced. The default says so.
+    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+        let _ = each;
+        false
+    }
+
+    /// As [`for_each_slice`](Self::for_each_slice), to change the bytes.
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+        let _ = each;
+        false
+    }
+
     /// Whether there are no bytes. Such a buffer cannot be mapped.
     fn is_empty(&self) -> bool {
         self.len() == 0
@@ -63,11 +77,31 @@ unsafe impl DmaBuffer<HostAddr> for Box<[u8]> {
     fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
         each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
     }
+
+    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+        each(self);
+        true
+    }
+
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+        each(self);
+        true
+    }
 }
 
 // SAFETY: as for a boxed slice; the vector cannot grow while a mapping owns it.
 unsafe impl DmaBuffer<HostAddr> for Vec<u8> {
     fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
         each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
+    }
+
+    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+        each(self);
+        true
+    }
+
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+        each(self);
+        true
     }
 }

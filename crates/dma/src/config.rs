@@ -9,7 +9,7 @@ use ringfence_sync::{
     cpu::{CpuId, OsCpu},
 };
 
-use crate::{Detector, FlushTuning, OsThreadClock, Policy, ThreadClock, Trust};
+use crate::{BounceConfig, Detector, FlushTuning, OsThreadClock, Policy, ThreadClock, Trust};
 
 /// How a [`Device`](crate::Device) maps.
 #[derive(Clone, Debug)]
@@ -34,6 +34,8 @@ pub struct Config {
     /// How the flush queues of a lazy policy are tuned; for a strict one, how they will be once it
     /// becomes lazy. `None`: as Linux tunes the kind that the policy has.
     pub flush: Option<FlushTuning>,
+    /// How the device bounces, if it has pools ([`Device::with_pools`](crate::Device::with_pools)).
+    pub bounce: BounceConfig,
     /// Who waits for the time to flush.
     pub timer: TimerKind,
     /// On average one map and one unmap call in so many are timed in thread CPU time; a power of
@@ -59,6 +61,7 @@ impl Default for Config {
             segment_boundary: u64::MAX,
             max_segment: u64::MAX,
             flush: None,
+            bounce: BounceConfig::default(),
             timer: TimerKind::Thread,
             sample_every: 0,
         }

@@ -1,27 +1,29 @@
 //! A device behind a domain.
 
-use core::{fmt, mem::ManuallyDrop, panic::Location};
+use core::{fmt, mem::ManuallyDrop, ops::Range as Span, panic::Location};
 use std::sync::Arc;
 
 use ringfence_iommu::{Address, Domain, Fault, Iova, Range};
 use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback, FlushTuning,
-    MapBatch, MapError, Mapping, Persistent, Policy, Refused, SetupError, SharedMemory, Stats,
-    SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    BouncePools, Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback,
+    FlushTuning, MapBatch, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused, SetupError,
+    SharedMemory, Stats, SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    bounce::{Bounced, Bytes, Client, ClientParts, Slices, SlicesMut, Slot},
+    bouncer::{Bouncer, Lasting},
     detect::Watchman,
     layout::Limits,
     lazy::Lazy,
-    mapper::{Mapper, Pieces, Sync, measure},
+    mapper::{Mapper, Measured, Pieces, Sync, measure},
     mapping::{DeviceId, Owner, Placed},
     mode::{Mode, ModeCell},
     segment::Segments,
-    shared::{Parts, Shared, Span, Unmapped},
+    shared::{self, Parts, Shared, Unmapped},
     stats::{Count, Counters},
     switch::Control,
     thread_time::{BriefSampler, Sampler},
-    trust,
+    trust::{self, Means},
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -46,7 +48,7 @@ impl<D: Domain, A: Allocator> Port<D, A> {
     /// What follows the invalidation of something that was unmapped strictly, in a batch.
     pub(crate) fn settle(
         &self,
-        span: Option<Span>,
+        span: Option<shared::Span>,
         unmapped: Option<Unmapped>,
         result: ringfence_iommu::Result<()>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
@@ -82,10 +84,30 @@ impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
 }
 
 /// What a map call was asked for, and where in the program.
-#[derive(Clone, Copy)]
-pub(crate) struct Made {
+pub(crate) struct Made<B> {
     pub(crate) direction: Direction,
     pub(crate) at: &'static Location<'static>,
+    /// How to reach the bytes of what it was asked for.
+    pub(crate) bytes: Bytes<B>,
+}
+
+impl<B> Clone for Made<B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for Made<B> {}
+
+/// What a map call is to map.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted<'a, T> {
+    pub(crate) pieces: Pieces<'a, T>,
+    pub(crate) slices: Slices<'a>,
+    pub(crate) direction: Direction,
+    pub(crate) at: &'static Location<'static>,
+    pub(crate) lasting: Lasting,
+    pub(crate) sync: Sync,
 }
 
 /// A map call that failed.
@@ -111,6 +133,24 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         Self::with_environment(domain, allocator, config, Environment::default())
     }
 
+    /// As [`with_environment`](Self::with_environment), for a device that can bounce: what
+    /// [`Policy::Bounce`] and [`Policy::Auto`] need, and an untrusted device whose buffers do not
+    /// fill their granules.
+    ///
+    /// The pools are of the same domain, and may be those of other devices in it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_pools(
+        domain: D,
+        allocator: A,
+        config: Config,
+        environment: Environment,
+        pools: &BouncePools<D::Target>,
+    ) -> Result<Self, SetupError> {
+        Self::make(domain, allocator, config, environment, Some(pools.clone()))
+    }
+
     /// As [`new`](Self::new), with clocks and CPU numbers of the caller's.
     ///
     /// # Errors
@@ -121,6 +161,16 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         config: Config,
         environment: Environment,
     ) -> Result<Self, SetupError> {
+        Self::make(domain, allocator, config, environment, None)
+    }
+
+    fn make(
+        domain: D,
+        allocator: A,
+        config: Config,
+        environment: Environment,
+        pools: Option<BouncePools<D::Target>>,
+    ) -> Result<Self, SetupError> {
         let geometry = domain.geometry();
         let granule = geometry.page_sizes.granule();
         check(&config, granule, allocator.granule())?;
@@ -128,16 +178,31 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             let range = region.range;
             allocator.reserve(range.first().0, range.last().0)?;
         }
-        let (policy, fallback) = choose(&config, domain.capabilities().deferred_flush)?;
+        let means = Means {
+            detecting: config.detect.is_some(),
+            deferred_flush: domain.capabilities().deferred_flush,
+            pools: pools.is_some(),
+        };
+        let (policy, fallback) = choose(&config, means)?;
         let control = Control::new(policy, fallback, config.flush)?;
         let granule_of_allocator = allocator.granule();
         let Environment { clock, cpu, thread_clock } = environment;
         // Rule L27: it becomes lazy, if it is to, as one becomes it that is in use.
         let at_first = Mode::new(policy.to_strict(), false);
+        let limit = config.limit.0.min(geometry.aperture.last().0);
+        let bouncer = pools.map(|pools| {
+            let quota = config.bounce.quota;
+            let (cpu, clock) = (Arc::clone(&cpu), Arc::clone(&clock));
+            Bouncer::new(
+                Client::new(pools, ClientParts { limit, quota, cpu, clock }),
+                config.bounce,
+            )
+        });
         let shared = Arc::new(Shared::new(Parts {
+            bouncer,
             mode: ModeCell::new(at_first),
             limits: Limits::new(&config, granule),
-            limit: config.limit.0.min(geometry.aperture.last().0),
+            limit,
             sampler: Sampler::new(thread_clock, config.sample_every),
             brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
             domain,
@@ -165,10 +230,26 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         buffer: B,
         direction: Direction,
     ) -> Result<Mapping<B>, MapError<B>> {
+        let made = Made { direction, at: Location::caller(), bytes: Bytes::of::<D::Target>() };
+        self.map_one(buffer, made, Lasting::Streaming)
+    }
+
+    fn map_one<B: DmaBuffer<D::Target>>(
+        &self,
+        buffer: B,
+        made: Made<B>,
+        lasting: Lasting,
+    ) -> Result<Mapping<B>, MapError<B>> {
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
-        let placed = self.place(&|each| buffer.for_each_segment(each), direction, Sync::Now);
-        let made = Made { direction, at: Location::caller() };
+        let placed = self.place(&Wanted {
+            pieces: &|each| buffer.for_each_segment(each),
+            slices: &|each| buffer.for_each_slice(each),
+            direction: made.direction,
+            at: made.at,
+            lasting,
+            sync: Sync::Now,
+        });
         self.finish(ManuallyDrop::into_inner(buffer), made, placed)
     }
 
@@ -187,11 +268,15 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         direction: Direction,
     ) -> Result<Mapping<Vec<B>>, MapError<Vec<B>>> {
         let list = ManuallyDrop::new(list);
-        let pieces = |each: &mut dyn FnMut(D::Target, u64)| {
-            list.iter().for_each(|buffer| buffer.for_each_segment(each));
-        };
-        let placed = self.place(&pieces, direction, Sync::Now);
-        let made = Made { direction, at: Location::caller() };
+        let made = Made { direction, at: Location::caller(), bytes: Bytes::of_list::<D::Target>() };
+        let placed = self.place(&Wanted {
+            pieces: &|each| list.iter().for_each(|buffer| buffer.for_each_segment(each)),
+            slices: &|each| (made.bytes.read)(&list, each),
+            direction,
+            at: made.at,
+            lasting: Lasting::Streaming,
+            sync: Sync::Now,
+        });
         self.finish(ManuallyDrop::into_inner(list), made, placed)
     }
 
@@ -205,7 +290,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         &self,
         memory: B,
     ) -> Result<Coherent<B>, MapError<B>> {
-        self.map(memory, Direction::Bidirectional).map(Coherent::new)
+        let (direction, at) = (Direction::Bidirectional, Location::caller());
+        let made = Made { direction, at, bytes: Bytes::of::<D::Target>() };
+        self.map_one(memory, made, Lasting::Long).map(Coherent::new)
     }
 
     /// Maps a buffer once for many I/Os: the result gives the segments of any part of it, and no
@@ -222,10 +309,37 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         buffer: B,
         direction: Direction,
     ) -> Result<Persistent<B>, MapError<B>> {
-        let mapping = self.map(buffer, direction)?;
+        let made = Made { direction, at: Location::caller(), bytes: Bytes::of::<D::Target>() };
+        let mapping = self.map_one(buffer, made, Lasting::Long)?;
         self.port.counters.persistent_maps.add(1);
         self.port.counters.persistent_bytes.add(mapping.len());
         Ok(Persistent::new(mapping))
+    }
+
+    /// A buffer of `len` bytes in pool memory, mapped already, to be filled or read in place: no copy,
+    /// and no request to the IOMMU. It is exposed while it lives, and counted so.
+    ///
+    /// # Errors
+    /// The device has no pools ([`Error::NoPools`]), or there is no slot to be had.
+    #[track_caller]
+    pub fn take_buffer(&self, len: u64, direction: Direction) -> Result<PoolBuffer, Error> {
+        let shared = self.shared();
+        let bouncer = shared.bouncer.as_ref().ok_or(Error::NoPools)?;
+        if len == 0 {
+            return Err(Error::Empty);
+        }
+        let slot = bouncer.client.take(len, direction.prot(), Location::caller())?;
+        let mut segments = Segments::new();
+        shared.limits.add(&mut segments, slot.range.first().0, len);
+        self.port.counters.taken.add(1);
+        self.port.counters.taken_bytes.add(len);
+        let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
+        Ok(PoolBuffer::new(slot, len, segments, owner))
+    }
+
+    /// The pools that the device bounces in, if it has any.
+    pub fn pools(&self) -> Option<&BouncePools<D::Target>> {
+        self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.pools())
     }
 
     /// A queue in which mappings of this device, once they were pushed, are made known to it
@@ -357,7 +471,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub(crate) fn finish<B>(
         &self,
         buffer: B,
-        made: Made,
+        made: Made<B>,
         placed: Result<Placed, Failed>,
     ) -> Result<Mapping<B>, MapError<B>> {
         match placed {
@@ -367,7 +481,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                     detector.mapped(span.range, made.direction, made.at, now_ns);
                 }
                 let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
-                Ok(Mapping::new(buffer, placed, owner))
+                Ok(Mapping::new(buffer, placed, owner, made.bytes))
             }
             Err(failed) => Err(self.failed(buffer, failed)),
         }
@@ -383,18 +497,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         Device { port: Arc::clone(&self.port) }
     }
 
-    pub(crate) fn place(
-        &self,
-        pieces: Pieces<'_, D::Target>,
-        direction: Direction,
-        sync: Sync,
-    ) -> Result<Placed, Failed> {
+    pub(crate) fn place(&self, wanted: &Wanted<'_, D::Target>) -> Result<Placed, Failed> {
         let (shared, counters) = (self.shared(), &*self.port.counters);
         let start = shared.sampler.start(counters.maps.get());
         let placed = if shared.mode.get().is_off() {
-            self.place_unmapped(pieces)
+            self.place_unmapped(wanted.pieces)
         } else {
-            self.place_mapped(pieces, direction, sync)
+            self.place_protected(wanted)
         };
         if let Ok(placed) = &placed {
             counters.maps.add(1);
@@ -423,30 +532,84 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         });
         let len = len.ok_or(Error::TooLong)?;
         let first = segments.as_slice().first().ok_or(Error::Empty)?.addr;
-        Ok(Placed { iova: Iova(first), len, span: None, segments, synced: true })
+        let (iova, synced) = (Iova(first), true);
+        Ok(Placed { iova, len, span: None, bounced: None, segments, synced })
+    }
+
+    /// Mapped, or copied to where it is mapped.
+    fn place_protected(&self, wanted: &Wanted<'_, D::Target>) -> Result<Placed, Failed> {
+        let shared = self.shared();
+        let measured = measure(shared.limits, wanted.pieces)?;
+        // Rules L48, L50: what would show its neighbours to an untrusted device is copied, or not
+        // mapped at all.
+        let must = shared.trust != Trust::Trusted && !measured.fills;
+        let mode = shared.mode.get();
+        if must || mode.bounces() && wanted.lasting == Lasting::Streaming {
+            match self.place_bounced(wanted, &measured, must) {
+                Ok(Some(placed)) => return Ok(placed),
+                Ok(None) => {}
+                Err(error) if must => return Err(error.into()),
+                Err(_) => self.port.counters.not_bounced.add(1),
+            }
+        }
+        self.place_mapped(wanted, measured)
+    }
+
+    /// A copy, if it is to be one.
+    fn place_bounced(
+        &self,
+        wanted: &Wanted<'_, D::Target>,
+        measured: &Measured,
+        must: bool,
+    ) -> Result<Option<Placed>, Error> {
+        let (shared, counters) = (self.shared(), &*self.port.counters);
+        let granule = shared.limits.granule();
+        let Some(bouncer) = &shared.bouncer else { return Err(Error::Neighbours { granule }) };
+        if wanted.lasting == Lasting::Long {
+            return Err(Error::Uncopied { granule });
+        }
+        if !must && !bouncer.wants(shared.mode.get(), wanted, measured) {
+            return Ok(None);
+        }
+        let len = measured.len;
+        let slot = bouncer.client.take(len, wanted.direction.prot(), wanted.at)?;
+        let mut bounced = Bounced::new(slot, len, wanted.direction);
+        match bounced.load(wanted.direction, bouncer.config.written, wanted.slices) {
+            Some(copied) => counters.copied_bytes.add(copied),
+            None => {
+                bouncer.client.give_back(bounced.finish(None).0);
+                return Err(Error::Uncopied { granule });
+            }
+        }
+        counters.bounced.add(1);
+        let mut segments = Segments::new();
+        let iova = bounced.slot.range.first();
+        shared.limits.add(&mut segments, iova.0, len);
+        Ok(Some(Placed { iova, len, span: None, bounced: Some(bounced), segments, synced: true }))
     }
 
     fn place_mapped(
         &self,
-        pieces: Pieces<'_, D::Target>,
-        direction: Direction,
-        sync: Sync,
+        wanted: &Wanted<'_, D::Target>,
+        measured: Measured,
     ) -> Result<Placed, Failed> {
-        let shared = self.shared();
-        let (size, len) = measure(shared.limits, pieces)?;
+        let (shared, pieces) = (self.shared(), wanted.pieces);
+        let Measured { size, len, .. } = measured;
         let base = self.allocate(size)?;
         let Some(range) = Range::from_len(Iova(base), size) else {
             // An allocator that returns what would pass 2^64 is broken; do not believe in its range.
             return Err(Error::TooLong.into());
         };
+        let (direction, sync) = (wanted.direction, wanted.sync);
         let mut mapper = Mapper::new(shared, &self.port.counters, range, direction, sync);
         match mapper.map(pieces) {
             Ok(()) => {
                 let iova =
                     Iova(mapper.segments.as_slice().first().map_or(base, |first| first.addr));
-                let span = Span { range, mapped: mapper.mapped };
+                let span = shared::Span { range, mapped: mapper.mapped };
                 let synced = mapper.is_synced();
-                Ok(Placed { iova, len, span: Some(span), segments: mapper.segments, synced })
+                let (span, segments) = (Some(span), mapper.segments);
+                Ok(Placed { iova, len, span, bounced: None, segments, synced })
             }
             Err(error) => {
                 let undone = if mapper.any {
@@ -501,7 +664,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     fn unmap(
         &self,
-        span: Option<Span>,
+        span: Option<shared::Span>,
         strictly: bool,
         watched: bool,
         at: Option<&'static Location<'static>>,
@@ -524,6 +687,36 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         self.shared.free_counted(range, &self.counters);
     }
 
+    fn end_bounce(&self, bounced: Bounced, slices: Option<SlicesMut<'_>>) -> Slot {
+        let (shared, counters) = (&*self.shared, &*self.counters);
+        let start = shared.sampler.start(counters.unmaps.get());
+        let (slot, copied) = bounced.finish(slices);
+        counters.copied_bytes.add(copied);
+        counters.unmaps.add(1);
+        shared.sampler.stop(start, &counters.unmap_time);
+        slot
+    }
+
+    fn note_written(&self, bounced: &mut Bounced, bytes: Span<u64>, slices: SlicesMut<'_>) {
+        let (shared, counters) = (&*self.shared, &*self.counters);
+        // The unmap's own number: both are timed, or neither is.
+        let start = shared.sampler.start(counters.unmaps.get());
+        counters.copied_bytes.add(bounced.note_written(bytes, slices));
+        shared.sampler.stop_many(start, 0, &counters.unmap_time);
+    }
+
+    fn give_back_slot(&self, slot: Slot) {
+        if let Some(bouncer) = &self.shared.bouncer {
+            bouncer.client.give_back(slot);
+        }
+    }
+
+    fn give_back_taken(&self, slot: Slot, len: u64) {
+        self.counters.given_back.add(1);
+        self.counters.given_back_bytes.add(len);
+        self.give_back_slot(slot);
+    }
+
     fn device_id(&self) -> DeviceId {
         DeviceId(Arc::as_ptr(&self.shared).addr())
     }
@@ -532,12 +725,14 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         self.shared.clock.now_ns()
     }
 
-    fn note_sync_for_cpu(&self) {
+    fn note_sync_for_cpu(&self, copied: u64) {
         self.counters.syncs_for_cpu.add(1);
+        self.counters.copied_bytes.add(copied);
     }
 
-    fn note_sync_for_device(&self) {
+    fn note_sync_for_device(&self, copied: u64) {
         self.counters.syncs_for_device.add(1);
+        self.counters.copied_bytes.add(copied);
     }
 
     fn note_persistent_end(&self, bytes: u64) {
@@ -547,9 +742,9 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
 }
 
 /// The policy in force, and why it is not the one asked for.
-fn choose(config: &Config, deferred_flush: bool) -> Result<(Policy, Option<Fallback>), SetupError> {
+fn choose(config: &Config, means: Means) -> Result<(Policy, Option<Fallback>), SetupError> {
     let policy = config.policy;
-    match trust::against(policy, config.trust, config.detect.is_some(), deferred_flush) {
+    match trust::against(policy, config.trust, means) {
         None => Ok((policy, None)),
         Some(because) if config.demand => Err(Refused { policy, because }.into()),
         Some(because) => Ok((trust::confined(policy), Some(because))),

@@ -38,6 +38,46 @@ pub enum Error {
     /// There never can be an I/O virtual address for it (what was asked and why not are inside).
     #[error(transparent)]
     NoIova(AllocError),
+    /// It would have to be copied into a bounce slot, and the device holds all the memory of slots
+    /// that it may: unmap something and try again.
+    #[error(
+        "a bounce slot of {asked:#x} bytes: the device holds {held:#x} bytes of slots, and may hold \
+         {quota:#x} (BounceConfig::quota)"
+    )]
+    BounceQuota {
+        /// Bytes of the slot that was asked for.
+        asked: u64,
+        /// Bytes of slots that the device holds.
+        held: u64,
+        /// The most that it may.
+        quota: u64,
+    },
+    /// It would have to be copied into a bounce slot, and there is no memory for one.
+    #[error("there is no memory for a bounce slot of {0:#x} bytes")]
+    Bounce(u64),
+    /// A buffer in pool memory was asked for, and the device has no bounce pools.
+    #[error("the device has no bounce pools (Device::with_pools)")]
+    NoPools,
+    /// The buffer does not fill its granules, so that the device would reach what lies beside it; an
+    /// untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
+    #[error(
+        "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
+         the device has no bounce pools (Device::with_pools)"
+    )]
+    Neighbours {
+        /// Bytes of a granule.
+        granule: u64,
+    },
+    /// As [`Neighbours`](Self::Neighbours), of memory that is mapped for long, or that the CPU cannot
+    /// reach: such memory is never copied.
+    #[error(
+        "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
+         cannot be copied: it is mapped for long, or out of the CPU's reach"
+    )]
+    Uncopied {
+        /// Bytes of a granule.
+        granule: u64,
+    },
     /// The domain refused, or the device behind it did (its status is inside).
     #[error(transparent)]
     Domain(#[from] ringfence_iommu::Error),
@@ -56,6 +96,8 @@ pub enum ErrorKind {
     DomainFull,
     /// There is no memory.
     NoMemory,
+    /// There is no bounce slot. When something is unmapped there may be one.
+    BounceFull,
     /// The device answered with an error; this is its own status (rule L34).
     Device {
         /// For a virtio-iommu, the status of its reply.
@@ -84,9 +126,14 @@ impl Error {
         match self {
             Error::Exhausted { .. } => ErrorKind::AddressSpace,
             Error::Domain(error) => ErrorKind::of(error),
-            Error::Empty | Error::TooLong | Error::Unstable | Error::NoIova(_) => {
-                ErrorKind::Senseless
-            }
+            Error::BounceQuota { .. } | Error::Bounce(_) => ErrorKind::BounceFull,
+            Error::Empty
+            | Error::TooLong
+            | Error::Unstable
+            | Error::NoIova(_)
+            | Error::NoPools
+            | Error::Neighbours { .. }
+            | Error::Uncopied { .. } => ErrorKind::Senseless,
         }
     }
 }
@@ -253,6 +300,16 @@ pub enum SetupError {
     /// The thread that flushes in time could not be started.
     #[error("cannot start the flush queue's timer thread")]
     Thread,
+    /// The largest slot is no power of two of whole granules, or larger than all slots may be.
+    #[error("bounce slots of {largest:#x} bytes: a power of two, from {granule:#x} to {max:#x}")]
+    Slots {
+        /// Bytes of the largest slot.
+        largest: u64,
+        /// Bytes of the smallest that can be mapped.
+        granule: u64,
+        /// Bytes of all slots together.
+        max: u64,
+    },
 }
 
 /// Why a device does not change to another policy. Unless it says otherwise, nothing was changed.

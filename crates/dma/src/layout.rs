@@ -47,6 +47,16 @@ impl Limits {
         target & self.granule_mask
     }
 
+    /// Whether `len` bytes at `target` are whole granules.
+    pub(crate) fn fills_granules(&self, target: u64, len: u64) -> bool {
+        (target | len) & self.granule_mask == 0
+    }
+
+    /// Bytes of a granule.
+    pub(crate) fn granule(&self) -> u64 {
+        self.granule_mask + 1
+    }
+
     /// `len` bytes rounded up to whole granules.
     fn whole_granules(&self, len: u64) -> Option<u64> {
         Some(len.checked_add(self.granule_mask)? & !self.granule_mask)

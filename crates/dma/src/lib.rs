@@ -45,6 +45,8 @@
 //! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and counted.
 
 mod batch;
+mod bounce;
+mod bouncer;
 mod buffer;
 mod config;
 mod detect;
@@ -69,6 +71,10 @@ mod tuning;
 mod waits;
 
 pub use batch::{MapBatch, UnmapBatch};
+pub use bounce::{
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, Holder, HostMemory,
+    PoolBuffer, Written,
+};
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};
 pub use detect::{Detector, Explained, Misuse, Place, UseAfterUnmap};

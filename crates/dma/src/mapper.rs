@@ -25,24 +25,43 @@ pub(crate) enum Sync {
     Later,
 }
 
-/// How much address space the pieces need, and how many bytes they are.
+/// What the pieces of a buffer are together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measured {
+    /// Bytes of address space that they need.
+    pub(crate) size: u64,
+    /// Bytes of them.
+    pub(crate) len: u64,
+    /// How many there are, those as one that follow each other in memory.
+    pub(crate) runs: u64,
+    /// Whether they fill their granules, so that nothing else lies there.
+    pub(crate) fills: bool,
+}
+
+/// Measures the pieces.
 pub(crate) fn measure<T: Address>(
     limits: Limits,
     pieces: Pieces<'_, T>,
-) -> Result<(u64, u64), Error> {
+) -> Result<Measured, Error> {
     let mut layout = Layout::new(limits);
     let mut len = 0u64;
+    let (mut runs, mut fills) = (0, true);
+    let mut count = |run: Run| {
+        runs += 1;
+        fills &= limits.fills_granules(run.target, run.len);
+        Ok(())
+    };
     let mut result = Ok(());
     pieces(&mut |target, piece| {
         if result.is_ok() {
             len = len.saturating_add(piece);
-            result = layout.piece(target.as_u64(), piece, &mut |_| Ok(()));
+            result = layout.piece(target.as_u64(), piece, &mut count);
         }
     });
     result?;
-    let size = layout.finish(&mut |_| Ok(()))?;
+    let size = layout.finish(&mut count)?;
     // Address space is needed for every byte, so the sum of the bytes cannot pass 2^64 here.
-    if size == 0 { Err(Error::Empty) } else { Ok((size, len)) }
+    if size == 0 { Err(Error::Empty) } else { Ok(Measured { size, len, runs, fills }) }
 }
 
 /// Maps the pieces of one buffer into the range that was allocated for them.

@@ -7,6 +7,7 @@ use ringfence_iommu::{Iova, Range, Result as DomainResult};
 
 use crate::{
     Error, MapError, OutOfBounds, Segment, SharedMemory, UnmapError,
+    bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
     segment::Segments,
     shared::{Span, Unmapped},
 };
@@ -25,11 +26,21 @@ pub(crate) trait Owner: Send + Sync {
     ) -> DomainResult<Option<Unmapped>>;
     /// Frees an IOVA range that was parked.
     fn free(&self, range: Range);
+    /// Ends a mapping that is a copy, and brings back what is wanted of it. Its slot is left over.
+    fn end_bounce(&self, bounced: Bounced, slices: Option<SlicesMut<'_>>) -> Slot;
+    /// Brings back what the device wrote there.
+    fn note_written(&self, bounced: &mut Bounced, bytes: Bytes<u64>, slices: SlicesMut<'_>);
+    /// Gives back a slot of a mapping that has ended.
+    fn give_back_slot(&self, slot: Slot);
+    /// Gives back the slot of a buffer of so many bytes that was taken.
+    fn give_back_taken(&self, slot: Slot, len: u64);
     /// Tells devices apart.
     fn device_id(&self) -> DeviceId;
     fn now_ns(&self) -> u64;
-    fn note_sync_for_cpu(&self);
-    fn note_sync_for_device(&self);
+    /// That it was done, and so many bytes copied for it.
+    fn note_sync_for_cpu(&self, copied: u64);
+    /// That it was done, and so many bytes copied for it.
+    fn note_sync_for_device(&self, copied: u64);
     /// That so many bytes of a persistent mapping are unmapped.
     fn note_persistent_end(&self, bytes: u64);
 }
@@ -43,8 +54,10 @@ pub(crate) struct DeviceId(pub(crate) usize);
 pub(crate) struct Placed {
     pub(crate) iova: Iova,
     pub(crate) len: u64,
-    /// `None` under policy `off`.
+    /// `None` under policy `off`, and of a copy.
     pub(crate) span: Option<Span>,
+    /// If the device works on a copy.
+    pub(crate) bounced: Option<Bounced>,
     pub(crate) segments: Segments,
     /// Whether the device knows of it; else the caller syncs it, with others.
     pub(crate) synced: bool,
@@ -52,8 +65,14 @@ pub(crate) struct Placed {
 
 impl Placed {
     /// What is left where a mapping was taken away.
-    const NOWHERE: Placed =
-        Placed { iova: Iova(0), len: 0, span: None, segments: Segments::new(), synced: true };
+    const NOWHERE: Placed = Placed {
+        iova: Iova(0),
+        len: 0,
+        span: None,
+        bounced: None,
+        segments: Segments::new(),
+        synced: true,
+    };
 }
 
 /// A buffer that a device may touch. It owns the buffer: no one else does.
@@ -69,11 +88,22 @@ pub struct Mapping<B> {
 struct Held<B> {
     buffer: B,
     owner: Arc<dyn Owner>,
+    access: Access<B>,
 }
 
 impl<B> Mapping<B> {
-    pub(crate) fn new(buffer: B, placed: Placed, owner: Arc<dyn Owner>) -> Mapping<B> {
-        Mapping { placed, held: Some(Held { buffer, owner }) }
+    pub(crate) fn new(
+        buffer: B,
+        placed: Placed,
+        owner: Arc<dyn Owner>,
+        access: Access<B>,
+    ) -> Mapping<B> {
+        Mapping { placed, held: Some(Held { buffer, owner, access }) }
+    }
+
+    /// Whether the device works on a copy of the buffer, and never reaches the buffer itself.
+    pub fn is_bounced(&self) -> bool {
+        self.placed.bounced.is_some()
     }
 
     /// Where the mapping begins for the device: the address of the first byte, whose offset in its
@@ -134,37 +164,97 @@ impl<B> Mapping<B> {
     pub fn unmap_watched(mut self) -> Result<(B, StaleIova), UnmapError<B>> {
         let (iova, len) = (self.iova(), self.len());
         let range = self.placed.span.map(|span| span.range);
+        if self.is_bounced() {
+            let slot = self.bring_back(true);
+            let held = self.held.take().expect("a mapping is unmapped once");
+            let Held { buffer, owner, .. } = held;
+            let unmapped = Unmapped { since_ns: owner.now_ns(), watch: Arc::default() };
+            return Ok((buffer, StaleIova { iova, len, range, slot, unmapped, owner }));
+        }
+        let slot = None;
         self.take(false, true).map(|(buffer, owner, unmapped)| {
             let unmapped = unmapped
                 .unwrap_or_else(|| Unmapped { since_ns: owner.now_ns(), watch: Arc::default() });
-            (buffer, StaleIova { iova, len, range, unmapped, owner })
+            (buffer, StaleIova { iova, len, range, slot, unmapped, owner })
         })
     }
 
-    /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU.
+    /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU: of a copy,
+    /// by copying them back, no more than these.
     ///
-    /// All memory that this crate maps is coherent, so there is nothing to do but to check and to
-    /// count; callers that keep to it go on working where memory is not, and with bounce buffers.
+    /// All memory that this crate maps is coherent, so that otherwise there is nothing to do but to
+    /// check and to count.
     ///
     /// # Errors
     /// `bytes` do not lie in the buffer.
-    pub fn sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.check(bytes)?;
-        if let Some(held) = &self.held {
-            held.owner.note_sync_for_cpu();
+    pub fn sync_for_cpu(&mut self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.check(bytes.clone())?;
+        let Some(Held { buffer, owner, access }) = &mut self.held else { return Ok(()) };
+        let copied = match &mut self.placed.bounced {
+            Some(bounced) => bounced.sync_for_cpu(bytes, &mut |each| (access.write)(buffer, each)),
+            None => 0,
+        };
+        owner.note_sync_for_cpu(copied);
+        Ok(())
+    }
+
+    /// Makes what the CPU wrote to `bytes` (offsets in the buffer) visible to the device, as
+    /// [`sync_for_cpu`](Self::sync_for_cpu) the other way.
+    ///
+    /// # Errors
+    /// `bytes` do not lie in the buffer.
+    pub fn sync_for_device(&mut self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.check(bytes.clone())?;
+        let Some(Held { buffer, owner, access }) = &mut self.held else { return Ok(()) };
+        let copied = match &mut self.placed.bounced {
+            Some(bounced) => bounced.sync_for_device(bytes, &|each| (access.read)(buffer, each)),
+            None => 0,
+        };
+        owner.note_sync_for_device(copied);
+        Ok(())
+    }
+
+    /// Notes that the device says that it wrote `bytes` (offsets in the buffer), and no more than
+    /// what is noted: of a copy, these are brought back now, and the unmap brings back nothing else
+    /// (see [`Written`](crate::Written)).
+    ///
+    /// A device may say anything: hold it to the buffer's length first.
+    ///
+    /// # Errors
+    /// `bytes` do not lie in the buffer.
+    pub fn note_written(&mut self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.check(bytes.clone())?;
+        if let Some(bounced) = &mut self.placed.bounced
+            && let Some(Held { buffer, owner, access }) = &mut self.held
+        {
+            owner.note_written(bounced, bytes, &mut |each| (access.write)(buffer, each));
         }
         Ok(())
     }
 
-    /// Makes what the CPU wrote to `bytes` (offsets in the buffer) visible to the device. As
-    /// [`sync_for_cpu`](Self::sync_for_cpu), it only checks and counts.
-    ///
-    /// # Errors
-    /// `bytes` do not lie in the buffer.
-    pub fn sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+    /// Ends a copy, if it is one: from then on its slot is the caller's. The buffer gets what the
+    /// device wrote, if it is `wanted`.
+    fn bring_back(&mut self, wanted: bool) -> Option<Slot> {
+        let bounced = self.placed.bounced.take()?;
+        let Held { buffer, owner, access } = self.held.as_mut()?;
+        let mut slices = |each: &mut dyn FnMut(&mut [u8])| (access.write)(buffer, each);
+        Some(owner.end_bounce(bounced, wanted.then_some(&mut slices)))
+    }
+
+    /// As [`sync_for_cpu`](Self::sync_for_cpu), of what is no copy.
+    pub(crate) fn note_sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
         self.check(bytes)?;
         if let Some(held) = &self.held {
-            held.owner.note_sync_for_device();
+            held.owner.note_sync_for_cpu(0);
+        }
+        Ok(())
+    }
+
+    /// As [`sync_for_device`](Self::sync_for_device), of what is no copy.
+    pub(crate) fn note_sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
+        self.check(bytes)?;
+        if let Some(held) = &self.held {
+            held.owner.note_sync_for_device(0);
         }
         Ok(())
     }
@@ -182,9 +272,10 @@ impl<B> Mapping<B> {
     #[allow(clippy::result_large_err, reason = "it is given back as it came")]
     pub(crate) fn into_parts(mut self, of: DeviceId) -> Result<Parts<B>, Mapping<B>> {
         match self.held.take() {
-            Some(Held { buffer, owner }) if owner.device_id() == of => {
+            Some(Held { buffer, owner, access }) if owner.device_id() == of => {
                 let placed = core::mem::replace(&mut self.placed, Placed::NOWHERE);
-                Ok(Parts { placed, buffer: ManuallyDrop::new(buffer), owner })
+                let buffer = ManuallyDrop::new(buffer);
+                Ok(Parts { placed, buffer, owner, access, slot: None })
             }
             held => {
                 self.held = held;
@@ -226,7 +317,16 @@ impl<B> Mapping<B> {
         watched: bool,
         at: Option<&'static Location<'static>>,
     ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
-        let Held { buffer, owner } = self.held.take().expect("a mapping is unmapped once");
+        // A copy has nothing else to unmap, nor to wait for.
+        let bounced = self.placed.bounced.is_some();
+        let slot = self.bring_back(at.is_some());
+        let Held { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
+        if let Some(slot) = slot {
+            owner.give_back_slot(slot);
+        }
+        if bounced {
+            return Ok((buffer, owner, None));
+        }
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         match owner.unmap(self.placed.span, strictly, watched, at) {
@@ -244,6 +344,9 @@ pub(crate) struct Parts<B> {
     placed: Placed,
     buffer: ManuallyDrop<B>,
     owner: Arc<dyn Owner>,
+    access: Access<B>,
+    /// Of a copy that has ended and is watched.
+    slot: Option<Slot>,
 }
 
 impl<B> Parts<B> {
@@ -251,18 +354,33 @@ impl<B> Parts<B> {
         self.placed.span
     }
 
+    /// Ends a copy; false if it is none. The slot of one that is `watched` is kept.
+    pub(crate) fn end_bounce(&mut self, watched: bool) -> bool {
+        let Parts { placed, buffer, owner, access, slot } = self;
+        let Some(bounced) = placed.bounced.take() else { return false };
+        let mut slices = |each: &mut dyn FnMut(&mut [u8])| (access.write)(buffer, each);
+        let left = owner.end_bounce(bounced, Some(&mut slices));
+        if watched {
+            *slot = Some(left);
+        } else {
+            owner.give_back_slot(left);
+        }
+        true
+    }
+
     /// The buffer, once it is known what became of it.
     pub(crate) fn give_back(
         self,
         unmapped: DomainResult<Option<Unmapped>>,
     ) -> Result<Returned<B>, UnmapError<B>> {
-        let Parts { placed, buffer, owner } = self;
+        let Parts { placed, buffer, owner, slot, .. } = self;
         match unmapped {
             Ok(unmapped) => {
                 let stale = unmapped.map(|unmapped| StaleIova {
                     iova: placed.iova,
                     len: placed.len,
                     range: placed.span.map(|span| span.range),
+                    slot,
                     unmapped,
                     owner,
                 });
@@ -376,6 +494,8 @@ pub struct StaleIova {
     iova: Iova,
     len: u64,
     range: Option<Range>,
+    /// Of a copy: nobody else's meanwhile.
+    slot: Option<Slot>,
     unmapped: Unmapped,
     owner: Arc<dyn Owner>,
 }
@@ -415,6 +535,9 @@ impl StaleIova {
 
 impl Drop for StaleIova {
     fn drop(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            self.owner.give_back_slot(slot);
+        }
         if self.unmapped.watch.unwatch()
             && let Some(range) = self.range
         {

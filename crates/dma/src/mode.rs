@@ -9,6 +9,8 @@ const LAZY: u8 = 1 << 1;
 const PER_CPU: u8 = 1 << 2;
 const BATCHES_MAPS: u8 = 1 << 3;
 const BOUNDS_BYTES: u8 = 1 << 4;
+const BOUNCES: u8 = 1 << 5;
+const CHOOSES: u8 = 1 << 6;
 
 /// The policy in force, and whether exposed bytes are bounded: in one word, so that one load tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,11 +24,16 @@ impl Mode {
                 | bit(LAZY, policy.is_lazy())
                 | bit(PER_CPU, policy.is_per_cpu())
                 | bit(BATCHES_MAPS, policy.batches_maps())
-                | bit(BOUNDS_BYTES, bounds_bytes),
+                | bit(BOUNDS_BYTES, bounds_bytes)
+                | bit(BOUNCES, policy.bounces())
+                | bit(CHOOSES, policy == Policy::Auto),
         )
     }
 
     pub(crate) fn policy(self) -> Policy {
+        if self.bounces() {
+            return if self.chooses() { Policy::Auto } else { Policy::Bounce };
+        }
         match (self.is_off(), self.is_lazy(), self.is_per_cpu(), self.batches_maps()) {
             (true, ..) => Policy::Off,
             (_, false, _, false) => Policy::Strict,
@@ -56,6 +63,18 @@ impl Mode {
     #[inline]
     pub(crate) fn batches_maps(self) -> bool {
         self.0 & BATCHES_MAPS != 0
+    }
+
+    /// Whether mappings may be copies.
+    #[inline]
+    pub(crate) fn bounces(self) -> bool {
+        self.0 & BOUNCES != 0
+    }
+
+    /// Whether for each mapping it is decided anew whether it is a copy.
+    #[inline]
+    pub(crate) fn chooses(self) -> bool {
+        self.0 & CHOOSES != 0
     }
 
     /// Whether unmapped bytes are reserved before they are exposed.

@@ -83,7 +83,7 @@ impl<B> Persistent<B> {
     /// # Errors
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.mapping.sync_for_cpu(bytes)
+        self.mapping.note_sync_for_cpu(bytes)
     }
 
     /// Makes what the CPU wrote to `bytes` visible to the device, as [`Mapping::sync_for_device`].
@@ -91,7 +91,7 @@ impl<B> Persistent<B> {
     /// # Errors
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.mapping.sync_for_device(bytes)
+        self.mapping.note_sync_for_device(bytes)
     }
 
     /// The buffer, which the device may touch all the while.

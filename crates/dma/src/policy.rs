@@ -27,11 +27,18 @@ pub enum Policy {
     LazySqMap,
     /// Invalidated later, through a flush queue per CPU; one map sync for the whole mapping.
     LazyMqMap,
+    /// Copied into memory that stays mapped, and back: no request to the IOMMU, and nothing of the
+    /// buffer is ever reachable. What is longer than a threshold is mapped as under
+    /// [`StrictMap`](Self::StrictMap).
+    Bounce,
+    /// Each mapping as under [`Bounce`](Self::Bounce) or [`StrictMap`](Self::StrictMap), whichever is
+    /// cheaper on this machine.
+    Auto,
 }
 
 impl Policy {
     /// Every policy, in the order of the comparison table.
-    pub const ALL: [Policy; 7] = [
+    pub const ALL: [Policy; 9] = [
         Policy::Off,
         Policy::Strict,
         Policy::StrictMap,
@@ -39,6 +46,8 @@ impl Policy {
         Policy::LazyMq,
         Policy::LazySqMap,
         Policy::LazyMqMap,
+        Policy::Bounce,
+        Policy::Auto,
     ];
 
     /// The name, as [`FromStr`] reads it.
@@ -51,6 +60,8 @@ impl Policy {
             Policy::LazyMq => "lazy-mq",
             Policy::LazySqMap => "lazy-sq+map",
             Policy::LazyMqMap => "lazy-mq+map",
+            Policy::Bounce => "bounce",
+            Policy::Auto => "auto",
         }
     }
 
@@ -59,21 +70,34 @@ impl Policy {
         matches!(self, Policy::LazySq | Policy::LazyMq | Policy::LazySqMap | Policy::LazyMqMap)
     }
 
-    /// Whether when [`unmap`](crate::Mapping::unmap) has returned, no device access succeeds.
+    /// Whether when [`unmap`](crate::Mapping::unmap) has returned, no device access to the buffer
+    /// succeeds.
     pub const fn is_strict(self) -> bool {
-        matches!(self, Policy::Strict | Policy::StrictMap)
+        matches!(self, Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto)
+    }
+
+    /// Whether mappings may be copies in memory that stays mapped.
+    pub const fn bounces(self) -> bool {
+        matches!(self, Policy::Bounce | Policy::Auto)
     }
 
     /// Whether one map sync serves a whole mapping, and all that is submitted together (see
     /// [`MapBatch`](crate::MapBatch)).
     pub const fn batches_maps(self) -> bool {
-        matches!(self, Policy::StrictMap | Policy::LazySqMap | Policy::LazyMqMap)
+        matches!(
+            self,
+            Policy::StrictMap
+                | Policy::LazySqMap
+                | Policy::LazyMqMap
+                | Policy::Bounce
+                | Policy::Auto
+        )
     }
 
     /// Whether what completes together is invalidated together (see
     /// [`UnmapBatch`](crate::UnmapBatch)). A lazy policy has nothing to wait for.
     pub const fn batches_unmaps(self) -> bool {
-        matches!(self, Policy::StrictMap)
+        matches!(self, Policy::StrictMap | Policy::Bounce | Policy::Auto)
     }
 
     /// Whether there is a flush queue per CPU.
@@ -86,7 +110,9 @@ impl Policy {
         match self {
             Policy::LazySq | Policy::LazySqMap => Some(QueueKind::Single),
             Policy::LazyMq | Policy::LazyMqMap => Some(QueueKind::PerCpu),
-            Policy::Off | Policy::Strict | Policy::StrictMap => None,
+            Policy::Off | Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto => {
+                None
+            }
         }
     }
 
@@ -97,7 +123,10 @@ impl Policy {
             (Policy::LazySq | Policy::LazyMq, QueueKind::PerCpu) => Policy::LazyMq,
             (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::Single) => Policy::LazySqMap,
             (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::PerCpu) => Policy::LazyMqMap,
-            (Policy::Off | Policy::Strict | Policy::StrictMap, _) => self,
+            (
+                Policy::Off | Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto,
+                _,
+            ) => self,
         }
     }
 
@@ -106,7 +135,9 @@ impl Policy {
         match self {
             Policy::LazySq | Policy::LazyMq => Policy::Strict,
             Policy::LazySqMap | Policy::LazyMqMap => Policy::StrictMap,
-            Policy::Off | Policy::Strict | Policy::StrictMap => self,
+            Policy::Off | Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto => {
+                self
+            }
         }
     }
 }
@@ -121,7 +152,7 @@ impl fmt::Display for Policy {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no policy is called {0:?}: it must be one of off, strict, strict+map, lazy-sq, lazy-mq, \
-     lazy-sq+map, lazy-mq+map"
+     lazy-sq+map, lazy-mq+map, bounce, auto"
 )]
 pub struct ParsePolicyError(pub String);
 
@@ -154,6 +185,9 @@ pub enum Fallback {
     /// reaches it.
     #[error("the use-after-unmap detector is on, which needs strict protection")]
     Detector,
+    /// The device was made without bounce pools.
+    #[error("the device has no bounce pools, so it maps strictly")]
+    NoPools,
 }
 
 #[cfg(all(test, not(loom)))]
@@ -181,8 +215,10 @@ mod tests {
     fn names_say_what_a_policy_does() {
         for policy in Policy::ALL {
             assert_eq!(policy.is_lazy(), policy.name().starts_with("lazy"));
-            assert_eq!(policy.is_strict(), policy.name().starts_with("strict"));
-            assert_eq!(policy.batches_maps(), policy.name().ends_with("+map"));
+            let strict = policy.name().starts_with("strict");
+            assert_eq!(policy.is_strict(), strict || policy.bounces());
+            let batches = policy.name().ends_with("+map");
+            assert_eq!(policy.batches_maps(), batches || policy.bounces());
             assert_eq!(policy.is_per_cpu(), policy.name().contains("-mq"));
             assert!(!policy.to_strict().is_lazy());
             assert_eq!(policy.to_strict().batches_maps(), policy.batches_maps());

@@ -9,6 +9,7 @@ use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
     Fallback, Policy, Stats, TimerKind, Trust, Waits,
+    bouncer::Bouncer,
     detect::Watchman,
     flush::{Entry, Watch},
     layout::Limits,
@@ -17,7 +18,7 @@ use crate::{
     stats::{Count, Counters, FreeCounters, TimeCounter},
     switch::Control,
     thread_time::{BriefSampler, Sampler},
-    trust,
+    trust::{self, Means},
     waits::{OtherWaits, timed},
 };
 
@@ -28,6 +29,8 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     /// The policy in force.
     pub(crate) mode: ModeCell,
     pub(crate) trust: Trust,
+    /// Where it gets bounce slots, if it has pools.
+    pub(crate) bouncer: Option<Bouncer<D::Target>>,
     /// Holds freed IOVAs back, if the device is to be watched.
     pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
@@ -81,7 +84,8 @@ pub(crate) struct Unmapped {
 }
 
 /// The parts a [`Shared`] is made of.
-pub(crate) struct Parts<D, A> {
+pub(crate) struct Parts<D: Domain, A> {
+    pub(crate) bouncer: Option<Bouncer<D::Target>>,
     pub(crate) domain: D,
     pub(crate) allocator: A,
     pub(crate) mode: ModeCell,
@@ -101,6 +105,7 @@ pub(crate) struct Parts<D, A> {
 impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn new(parts: Parts<D, A>) -> Self {
         let Parts {
+            bouncer,
             domain,
             allocator,
             mode,
@@ -117,6 +122,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             control,
         } = parts;
         Shared {
+            bouncer,
             domain,
             allocator,
             mode,
@@ -143,7 +149,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     /// Why the device cannot have `policy`; `None` if it can.
     pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
         let deferred_flush = self.domain.capabilities().deferred_flush;
-        trust::against(policy, self.trust, self.detector.is_some(), deferred_flush)
+        let means = Means {
+            detecting: self.detector.is_some(),
+            deferred_flush,
+            pools: self.bouncer.is_some(),
+        };
+        trust::against(policy, self.trust, means)
     }
 
     /// Removes the translations of `span` and, at once or through a flush queue, what is cached of

@@ -93,6 +93,17 @@ pub struct Stats {
     pub persistent: u64,
     /// The same in bytes of their buffers.
     pub persistent_bytes: u64,
+    /// Mappings that were copies in bounce slots: of [`maps`](Self::maps).
+    pub bounced: u64,
+    /// Bytes that were copied for them, in and out.
+    pub copied_bytes: u64,
+    /// Mappings that were to be copies, and were mapped for want of a slot or of a way to copy them.
+    pub not_bounced: u64,
+    /// Buffers in pool memory that are taken now ([`Device::take_buffer`](crate::Device::take_buffer)):
+    /// reachable whatever the policy, as persistent mappings are.
+    pub taken: u64,
+    /// The same in bytes.
+    pub taken_bytes: u64,
     /// How long unmapped memory stayed reachable.
     pub exposure: Exposure,
     /// Thread time in map calls.
@@ -150,6 +161,13 @@ pub(crate) struct Counters {
     pub(crate) persistent_bytes: AtomicU64,
     pub(crate) persistent_unmaps: AtomicU64,
     pub(crate) persistent_unmapped_bytes: AtomicU64,
+    pub(crate) bounced: AtomicU64,
+    pub(crate) copied_bytes: AtomicU64,
+    pub(crate) not_bounced: AtomicU64,
+    pub(crate) taken: AtomicU64,
+    pub(crate) taken_bytes: AtomicU64,
+    pub(crate) given_back: AtomicU64,
+    pub(crate) given_back_bytes: AtomicU64,
 }
 
 /// What was given back to the allocator.
@@ -199,6 +217,12 @@ impl Counters {
         let (unmaps, bytes) = (self.persistent_unmaps.get(), self.persistent_unmapped_bytes.get());
         stats.persistent += now(&self.persistent_maps, unmaps);
         stats.persistent_bytes += now(&self.persistent_bytes, bytes);
+        stats.bounced += self.bounced.get();
+        stats.copied_bytes += self.copied_bytes.get();
+        stats.not_bounced += self.not_bounced.get();
+        let (taken, bytes) = (self.given_back.get(), self.given_back_bytes.get());
+        stats.taken += now(&self.taken, taken);
+        stats.taken_bytes += now(&self.taken_bytes, bytes);
     }
 }
 

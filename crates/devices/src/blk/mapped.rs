@@ -1,7 +1,7 @@
 //! The driver's end of a request queue behind the DMA API.
 
 use ringfence_dma::{
-    Device, Direction, DmaBuffer, Error, MapBatch, MapError, Mapping, Returned, Segment,
+    Device, Direction, DmaBuffer, Error, MapBatch, MapError, Mapping, Policy, Returned, Segment,
     UnmapBatch, UnmapError,
 };
 use ringfence_iommu::{Address, Domain};
@@ -148,9 +148,12 @@ where
         let batching = Batching {
             requests: batching.requests.max(1),
             // Without a sync to share there is nothing to wait for neighbours for.
-            chunk: match device.effective_policy().batches_maps() {
-                true => batching.chunk.clamp(1, batching.requests.max(1)),
-                false => 1,
+            // And a copy has no neighbours.
+            chunk: match device.effective_policy() {
+                policy if policy.batches_maps() && policy != Policy::Bounce => {
+                    batching.chunk.clamp(1, batching.requests.max(1))
+                }
+                _ => 1,
             },
         };
         MappedQueue {
@@ -347,6 +350,15 @@ where
             let request = request.filter(|request| request.outcome.is_none());
             let request = request.ok_or(MappedError::Stray(done.token))?;
             request.outcome = Some(Ok(Done { token: request.token, ..done }));
+            if let Some(mapping) = &mut group.mapping
+                && matches!(request.kind, Kind::In | Kind::GetId)
+            {
+                // What the device says that it wrote, without the status; as much as there was room.
+                let core::ops::Range { start, end } = request.bytes;
+                let written = u64::from(done.written.saturating_sub(1)).min(end - start);
+                let noted = mapping.note_written(start..start + written);
+                debug_assert!(noted.is_ok(), "a request's bytes lie in its mapping");
+            }
             group.left -= 1;
             if group.left == 0
                 && let Some(mapping) = group.mapping.take()

@@ -463,7 +463,7 @@ impl Program {
 
     fn use_it(&mut self, which: usize) -> Result<(), String> {
         let Some(count) = self.mappings.len().checked_sub(1) else { return Ok(()) };
-        let (entry, held) = &self.mappings[which % (count + 1)];
+        let (entry, held) = &mut self.mappings[which % (count + 1)];
         let (entry, len) = (
             *entry,
             match held {
@@ -473,7 +473,7 @@ impl Program {
                 Held::Persistent(mapping) => mapping.len(),
             },
         );
-        let sync = |for_cpu: bool| match (held, for_cpu) {
+        let mut sync = |for_cpu: bool| match (&mut *held, for_cpu) {
             (Held::One(mapping), true) => mapping.sync_for_cpu(0..len),
             (Held::One(mapping), false) => mapping.sync_for_device(0..len),
             (Held::List(mapping), true) => mapping.sync_for_cpu(0..len),

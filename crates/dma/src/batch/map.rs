@@ -9,8 +9,10 @@ use ringfence_iova::Allocator;
 use super::flights::{Flight, Flights, join};
 use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
-    device::{Failed, Made},
-    mapper::{Pieces, Sync},
+    bounce::Bytes,
+    bouncer::Lasting,
+    device::{Failed, Made, Wanted},
+    mapper::Sync,
     mapping::Placed,
     stats::Count,
     waits::timed,
@@ -37,7 +39,7 @@ struct Member<B, T> {
     /// Leaked rather than dropped while it is mapped, should something panic.
     buffer: ManuallyDrop<B>,
     placed: Placed,
-    made: Made,
+    made: Made<B>,
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
@@ -59,7 +61,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     where
         B: DmaBuffer<D::Target>,
     {
-        self.add(buffer, direction, tag, |buffer, each| buffer.for_each_segment(each))
+        let bytes = Bytes::of::<D::Target>();
+        self.add(buffer, direction, tag, bytes, |buffer, each| buffer.for_each_segment(each))
     }
 
     #[track_caller]
@@ -68,13 +71,21 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         buffer: B,
         direction: Direction,
         tag: T,
+        bytes: Bytes<B>,
         list: impl Fn(&B, &mut dyn FnMut(D::Target, u64)),
     ) -> Result<(), (T, MapError<B>)> {
         let buffer = ManuallyDrop::new(buffer);
-        let pieces: Pieces<'_, D::Target> = &|each| list(&buffer, each);
-        match self.device.place(pieces, direction, Sync::Later) {
+        let made = Made { direction, at: Location::caller(), bytes };
+        let placed = self.device.place(&Wanted {
+            pieces: &|each| list(&buffer, each),
+            slices: &|each| (bytes.read)(&buffer, each),
+            direction,
+            at: made.at,
+            lasting: Lasting::Streaming,
+            sync: Sync::Later,
+        });
+        match placed {
             Ok(placed) => {
-                let made = Made { direction, at: Location::caller() };
                 self.gathered.push(Member { tag, buffer, placed, made });
                 Ok(())
             }
@@ -194,7 +205,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, Vec<B>, T
     where
         B: DmaBuffer<D::Target>,
     {
-        self.add(list, direction, tag, |list, each| {
+        self.add(list, direction, tag, Bytes::of_list::<D::Target>(), |list, each| {
             list.iter().for_each(|buffer| buffer.for_each_segment(each));
         })
     }

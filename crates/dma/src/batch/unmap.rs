@@ -42,6 +42,13 @@ struct Member<B, T> {
     state: State,
 }
 
+impl<B, T> Member<B, T> {
+    /// Whether nothing is known of how it ended.
+    fn is_open(&self) -> bool {
+        matches!(self.state, State::Open(_))
+    }
+}
+
 /// Ranges whose unmap failed. Mostly none: then nothing is allocated.
 #[derive(Default)]
 struct Failed(Vec<(Range, ringfence_iommu::Error)>);
@@ -132,6 +139,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         if self.gathered.is_empty() {
             return;
         }
+        self.end_bounces();
         let mode = self.port.shared.mode.get();
         if mode.policy().batches_unmaps() {
             self.begin_together();
@@ -142,11 +150,25 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         }
     }
 
+    /// Copies back what the device wrote to copies: they have nothing to wait for. (But they are
+    /// handed out in order.)
+    fn end_bounces(&mut self) {
+        let clock = &self.port.shared.clock;
+        for member in &mut self.gathered {
+            if member.parts.end_bounce(member.watched) {
+                let watch = || Unmapped { since_ns: clock.now_ns(), watch: Arc::default() };
+                member.state = State::Known(Ok(member.watched.then(watch)));
+            }
+        }
+    }
+
     fn unmap_each(&mut self) {
         let members = self.gathered.len();
         for mut member in self.gathered.drain(..) {
-            let unmapped = self.port.unmap(member.parts.span(), false, member.watched, None);
-            member.state = State::Known(unmapped);
+            if member.is_open() {
+                let unmapped = self.port.unmap(member.parts.span(), false, member.watched, None);
+                member.state = State::Known(unmapped);
+            }
             self.begun.push_back(member);
         }
         let (token, ranges, over) = (SyncToken::DONE, self.flights.ranges(), Some(Ok(())));
@@ -171,6 +193,13 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
         let members = self.gathered.len();
+        let open = self.gathered.iter().filter(|member| member.is_open()).count();
+        if open == 0 {
+            self.begun.extend(self.gathered.drain(..));
+            let (ranges, over) = (self.flights.ranges(), Some(Ok(())));
+            let token = SyncToken::DONE;
+            return self.flights.push(Flight { token, members, ranges, over, timed: false });
+        }
         let start = shared.sampler.start(counters.unmap_batches.get());
         counters.unmap_batches.add(1);
         let mut gather = Gather::new();
@@ -183,11 +212,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             }
         };
         for mut member in self.gathered.drain(..) {
-            if let Some((range, error)) = failed.of(&member.parts) {
+            let failed = failed.of(&member.parts).filter(|_| member.is_open());
+            if let Some((range, error)) = failed {
                 shared.quarantine(range);
                 counters.unmap_failures.add(1);
                 member.state = State::Known(Err(error));
-            } else if member.watched {
+            } else if member.watched && member.is_open() {
                 let since_ns = shared.clock.now_ns();
                 member.state = State::Open(Some(Unmapped { since_ns, watch: Arc::default() }));
             }
@@ -197,7 +227,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             Ok(token) => (token, None),
             Err(error) => (SyncToken::DONE, Some(Err(error))),
         };
-        shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
+        shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
         self.flights.push(Flight { token, members, ranges, over, timed: start.is_some() });
     }
 
@@ -206,12 +236,17 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
         let members = self.gathered.len();
+        let open = self.gathered.iter().filter(|member| member.is_open()).count();
         let start = shared.sampler.start(counters.unmap_batches.get());
         counters.unmap_batches.add(1);
         let mut gather = Gather::queued();
         let (ranges, failed) = self.remove(&mut gather);
         let since_ns = shared.clock.now_ns();
         for mut member in self.gathered.drain(..) {
+            if !member.is_open() {
+                self.begun.push_back(member);
+                continue;
+            }
             let unmapped = if let Some((range, error)) = failed.of(&member.parts) {
                 shared.quarantine(range);
                 Err(error)
@@ -227,7 +262,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             member.state = State::Known(unmapped);
             self.begun.push_back(member);
         }
-        shared.sampler.stop_many(start, members as u64, &counters.unmap_time);
+        shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
         let over = Some(Ok(()));
         let token = SyncToken::DONE;
         self.flights.push(Flight { token, members, ranges, over, timed: false });

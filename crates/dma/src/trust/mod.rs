@@ -70,9 +70,11 @@ impl Trust {
     /// Whether the device may work under `policy` (rule L28).
     pub const fn allows(self, policy: Policy) -> bool {
         match (self, policy) {
-            (Trust::Trusted, _) | (Trust::Untrusted { .. }, Policy::Strict | Policy::StrictMap) => {
-                true
-            }
+            (Trust::Trusted, _)
+            | (
+                Trust::Untrusted { .. },
+                Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto,
+            ) => true,
             (
                 Trust::Untrusted { .. },
                 Policy::Off
@@ -86,7 +88,7 @@ impl Trust {
 
     /// The policy in force where `policy` is wanted, and why if it is another one.
     pub const fn confine(self, policy: Policy) -> (Policy, Option<Fallback>) {
-        match against(policy, self, false, true) {
+        match against(policy, self, Means::ALL) {
             Some(because) => (confined(policy), Some(because)),
             None => (policy, None),
         }
@@ -105,22 +107,38 @@ impl fmt::Display for Trust {
 /// The strict policy nearest to `policy`.
 pub(crate) const fn confined(policy: Policy) -> Policy {
     match policy {
-        Policy::Off => Policy::StrictMap,
+        // Distrust is no reason not to bounce; what is, is one for mapping.
+        Policy::Off | Policy::Bounce | Policy::Auto => Policy::StrictMap,
         other => other.to_strict(),
     }
 }
 
+/// What a device has that decides which policies it can have, besides trust.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Means {
+    /// Whether it is watched for uses after an unmap.
+    pub(crate) detecting: bool,
+    /// Whether its domain can defer flushes.
+    pub(crate) deferred_flush: bool,
+    /// Whether it has bounce pools.
+    pub(crate) pools: bool,
+}
+
+impl Means {
+    /// What speaks against nothing.
+    pub(crate) const ALL: Means = Means { detecting: false, deferred_flush: true, pools: true };
+}
+
 /// Why a device cannot have `policy`; `None` if it can. Distrust is the reason that is told first.
-pub(crate) const fn against(
-    policy: Policy,
-    trust: Trust,
-    detecting: bool,
-    deferred_flush: bool,
-) -> Option<Fallback> {
+pub(crate) const fn against(policy: Policy, trust: Trust, means: Means) -> Option<Fallback> {
     match trust {
         Trust::Untrusted { why } if !trust.allows(policy) => Some(Fallback::Untrusted { why }),
-        _ if detecting && !policy.is_strict() => Some(Fallback::Detector),
-        _ if policy.is_lazy() && !deferred_flush => Some(Fallback::NoDeferredFlush),
+        // A slot that is used after its unmap is used by the next mapping too.
+        _ if means.detecting && (!policy.is_strict() || policy.bounces()) => {
+            Some(Fallback::Detector)
+        }
+        _ if policy.is_lazy() && !means.deferred_flush => Some(Fallback::NoDeferredFlush),
+        _ if policy.bounces() && !means.pools => Some(Fallback::NoPools),
         _ => None,
     }
 }
@@ -265,6 +283,8 @@ mod tests {
             (LazyMq, asked(LazyMq), instead(LazyMq, Strict), refused(LazyMq)),
             (LazySqMap, asked(LazySqMap), instead(LazySqMap, StrictMap), refused(LazySqMap)),
             (LazyMqMap, asked(LazyMqMap), instead(LazyMqMap, StrictMap), refused(LazyMqMap)),
+            (Bounce, asked(Bounce), asked(Bounce), asked(Bounce)),
+            (Auto, asked(Auto), asked(Auto), asked(Auto)),
         ];
         assert_eq!(table.map(|row| row.0), Policy::ALL);
         for platform in [Platform::Ordinary, TDX] {

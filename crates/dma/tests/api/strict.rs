@@ -138,7 +138,7 @@ fn dropping_a_mapping_unmaps_it_and_drops_the_buffer_after() {
 #[test]
 fn a_sync_outside_of_the_buffer_is_refused() {
     let bench = Bench::new(Policy::StrictMap);
-    let mapping = bench.device.map(Buf::new(&[(0x1000, 10)]), Direction::FromDevice).unwrap();
+    let mut mapping = bench.device.map(Buf::new(&[(0x1000, 10)]), Direction::FromDevice).unwrap();
     assert_eq!(mapping.sync_for_cpu(0..10), Ok(()));
     assert_eq!(mapping.sync_for_cpu(10..10), Ok(()));
     assert_eq!(mapping.sync_for_device(3..4), Ok(()));

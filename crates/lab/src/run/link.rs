@@ -18,10 +18,13 @@ use parking_lot::Mutex;
 use ringfence_devices::{
     blk::{Batching, DriverQueue, QueueLayout},
     event,
-    ram::{PagedBuffer, RamPart},
+    ram::{PagedBuffer, RamMemory, RamPart},
     worker::Notify,
 };
-use ringfence_dma::{Coherent, Config, Device, Direction, Policy, Trust};
+use ringfence_dma::{
+    BounceConfig, BounceLimits, BouncePools, Coherent, Config, Device, Direction, Environment,
+    Policy, Trust, Written,
+};
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
@@ -55,6 +58,9 @@ const SAMPLE_EVERY: u32 = 64;
 const PAGE: usize = 4096;
 /// The most runs of pages that buffers are scattered in.
 const MOST_RUNS: usize = 30_000;
+
+/// Addresses of guest memory for bounce slots. No page of it is used before it is wanted.
+const POOLS: usize = 512 << 20;
 
 /// The DMA API as the jobs use it.
 pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
@@ -136,7 +142,8 @@ impl Link {
         if !plan.persistent {
             lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
         }
-        let ram = GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + own, GUEST_BASE)
+        let pools = if plan.policy.bounces() || plan.trust != Trust::Trusted { POOLS } else { 0 };
+        let ram = GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + own + pools, GUEST_BASE)
             .context("making the guest memory")?;
 
         let (blk_socket, blk_theirs) = UnixStream::pair()?;
@@ -154,7 +161,11 @@ impl Link {
         }
         let rings = std::iter::repeat_n(queue_layout.bytes(), plan.queues.into());
         let mapped: Vec<usize> = lens.iter().copied().chain(rings).collect();
-        let dma = make_dma(plan, &domain, &mapped)?;
+        let memory = match pools {
+            0 => None,
+            bytes => Some(RamMemory::carve(&ram, bytes).context("memory for bounce slots")?),
+        };
+        let dma = make_dma(plan, &domain, &mapped, memory)?;
 
         let mut blk_front = Frontend::new(blk_socket, ANSWER);
         let mut features = 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
@@ -172,7 +183,9 @@ impl Link {
         let mut rings = Vec::new();
         let mut queues = Vec::new();
         for index in 0..plan.queues {
-            let part = RamPart::carve(&ram, queue_layout.bytes(), PAGE)?;
+            // Whole pages: an untrusted device must see nothing beside them.
+            let bytes = queue_layout.bytes().next_multiple_of(PAGE);
+            let part = RamPart::carve(&ram, bytes, PAGE)?;
             // Addresses of rings: IOVAs behind an IOMMU, else this process's own.
             let (memory, bus, base) = if protected {
                 let coherent = dma.alloc_coherent(part).context("mapping a ring")?;
@@ -273,7 +286,12 @@ impl Link {
     }
 }
 
-fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>, mapped: &[usize]) -> Result<Dma> {
+fn make_dma(
+    plan: &Plan,
+    domain: &Arc<ViommuDomain>,
+    mapped: &[usize],
+    memory: Option<RamMemory>,
+) -> Result<Dma> {
     let reserved = domain.geometry().reserved;
     let reserved: Vec<(u64, u64)> =
         reserved.iter().map(|region| (region.range.first().0, region.range.last().0)).collect();
@@ -284,9 +302,21 @@ fn make_dma(plan: &Plan, domain: &Arc<ViommuDomain>, mapped: &[usize]) -> Result
         sample_every: SAMPLE_EVERY,
         flush: Some(plan.tuning.flush(plan.policy)),
         trust: plan.trust,
+        bounce: BounceConfig { written: Written::Reported, ..BounceConfig::default() },
         ..Config::default()
     };
-    Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API")
+    let device = match memory {
+        None => Device::new(Arc::clone(domain), allocator, config),
+        Some(memory) => {
+            let limits = BounceLimits { max_bytes: POOLS as u64, ..BounceLimits::default() };
+            let (for_domain, for_allocator) = (Arc::clone(domain), Arc::clone(&allocator));
+            let pools = BouncePools::new(for_domain, for_allocator, memory, limits)
+                .context("setting up the bounce pools")?;
+            let environment = Environment::default();
+            Device::with_pools(Arc::clone(domain), allocator, config, environment, &pools)
+        }
+    };
+    device.context("setting up the DMA API")
 }
 
 /// Pages of guest memory in an order in which an application that has run for a while has them:

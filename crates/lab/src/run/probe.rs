@@ -34,12 +34,15 @@ enum State {
     /// It is unmapped, together with what else has completed.
     Unmapping {
         segment: Segment,
+        bounced: bool,
     },
     /// The device is asked to write where it may no longer.
     Stale {
         buffer: PagedBuffer,
         iova: StaleIova,
         segment: Segment,
+        /// Whether what it reaches is a slot that stays mapped.
+        bounced: bool,
         unmapped_ns: u64,
     },
     /// Something went wrong; the error was returned.
@@ -110,15 +113,17 @@ impl Probe {
         match std::mem::replace(&mut self.state, State::Broken) {
             State::Warm { mapping } => {
                 anyhow::ensure!(ok, "the device refused the probe's page while it was mapped");
-                let segment = mapping.segments()[0];
+                let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
                 queue.unmap_foreign(mapping);
-                self.state = State::Unmapping { segment };
+                self.state = State::Unmapping { segment, bounced };
             }
-            State::Stale { mut buffer, iova, segment, unmapped_ns } => {
+            State::Stale { mut buffer, iova, segment, bounced, unmapped_ns } => {
                 let now = self.clock.now_ns();
                 let id = &mut buffer.bytes_mut()[..DISK_ID.len()];
                 // Either is a breach: the device says so, or the bytes do.
-                let reached = ok || id.iter().any(|&byte| byte != BLANK);
+                // A slot stays mapped: what counts there is that the page is as it was.
+                let said = ok && !bounced;
+                let reached = said || id.iter().any(|&byte| byte != BLANK);
                 id.fill(BLANK);
                 if reached {
                     self.found.accesses += 1;
@@ -127,7 +132,7 @@ impl Probe {
                 let again = reached && !self.strict && now - unmapped_ns < GIVE_UP_NS;
                 if again {
                     self.ask(queue, segment)?;
-                    self.state = State::Stale { buffer, iova, segment, unmapped_ns };
+                    self.state = State::Stale { buffer, iova, segment, bounced, unmapped_ns };
                 } else {
                     drop(iova);
                     self.state = State::Idle { buffer, next_ns: now + EVERY_NS };
@@ -146,7 +151,9 @@ impl Probe {
         returned: Unmapped<PagedBuffer>,
         queue: &mut Queue,
     ) -> Result<()> {
-        let State::Unmapping { segment } = std::mem::replace(&mut self.state, State::Broken) else {
+        let State::Unmapping { segment, bounced } =
+            std::mem::replace(&mut self.state, State::Broken)
+        else {
             anyhow::bail!("a page of no probe")
         };
         let returned = returned.context("unmapping the probe's page")?;
@@ -157,7 +164,7 @@ impl Probe {
         anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");
         id.fill(BLANK);
         self.ask(queue, segment)?;
-        self.state = State::Stale { buffer, iova, segment, unmapped_ns };
+        self.state = State::Stale { buffer, iova, segment, bounced, unmapped_ns };
         Ok(())
     }
 

@@ -12,7 +12,7 @@ pub use crate::allocators::PlacementName;
 
 /// The allocator of a link, whichever it is, with Linux's preference of a PCI device for addresses
 /// below 4 GiB in front.
-pub(crate) type AnyAllocator = Preferred32<Box<dyn Allocator>>;
+pub(crate) type AnyAllocator = Arc<Preferred32<Box<dyn Allocator>>>;
 
 /// What devices map in: x86 and Arm translate 4 KiB at the least, and so does the lab's device.
 const GRANULE: u64 = 4096;
@@ -109,7 +109,8 @@ impl Space {
         age(&Preferred32::new(&*allocator), self.live)
             .with_context(|| format!("taking {} ranges before the jobs begin", self.live))?;
         let ring = self.placement == PlacementName::Ring && kind == AllocatorKind::Ringfence;
-        Ok(Preferred32::new(if ring { cut(allocator, needs.chunk())? } else { allocator }))
+        let allocator = if ring { cut(allocator, needs.chunk())? } else { allocator };
+        Ok(Arc::new(Preferred32::new(allocator)))
     }
 }
 

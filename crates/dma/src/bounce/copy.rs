@@ -1,0 +1,222 @@
+//! Between a buffer and a slot.
+
+use core::ops::Range as Span;
+
+use ringfence_iommu::Address;
+
+use super::{Bounced, Slot, Written};
+use crate::{Direction, DmaBuffer};
+
+/// The bytes of a buffer, piece by piece; false if the CPU cannot reach them.
+pub(crate) type Slices<'a> = &'a dyn Fn(&mut dyn FnMut(&[u8])) -> bool;
+/// The same to be written.
+pub(crate) type SlicesMut<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut [u8])) -> bool;
+
+/// How the CPU reaches the bytes of what a mapping owns.
+pub(crate) struct Bytes<B> {
+    pub(crate) read: fn(&B, &mut dyn FnMut(&[u8])) -> bool,
+    pub(crate) write: fn(&mut B, &mut dyn FnMut(&mut [u8])) -> bool,
+}
+
+impl<B> Clone for Bytes<B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for Bytes<B> {}
+
+impl<B> Bytes<B> {
+    pub(crate) fn of<T: Address>() -> Bytes<B>
+    where
+        B: DmaBuffer<T>,
+    {
+        Bytes { read: B::for_each_slice, write: B::for_each_slice_mut }
+    }
+
+    pub(crate) fn of_list<T: Address>() -> Bytes<Vec<B>>
+    where
+        B: DmaBuffer<T>,
+    {
+        Bytes {
+            read: |list, each| list.iter().all(|buffer| buffer.for_each_slice(each)),
+            write: |list, each| list.iter_mut().all(|buffer| buffer.for_each_slice_mut(each)),
+        }
+    }
+}
+
+impl Slot {
+    /// Copies `bytes` of a buffer (offsets) to the same place of the slot. False if the CPU cannot
+    /// reach the buffer, or it is not as long as it said.
+    pub(crate) fn fill(&mut self, bytes: Span<u64>, slices: Slices<'_>) -> bool {
+        self.dirty = self.dirty.max(bytes.end);
+        let mut copier = Walk::new(bytes);
+        let reached = slices(&mut |slice| {
+            if let Some((skip, at, len)) = copier.step(slice.len() as u64) {
+                // SAFETY: `at + len` is at most the end asked for, which the caller keeps within
+                // the slot; the slot's memory is nobody else's in this process, and no slice of a
+                // buffer lies in it. A device may look on: it is another agent, and gets old or new
+                // bytes.
+                unsafe {
+                    let to = self.ptr.as_ptr().add(at as usize);
+                    to.copy_from_nonoverlapping(slice[skip as usize..].as_ptr(), len as usize);
+                }
+            }
+        });
+        reached && copier.is_done()
+    }
+
+    /// Copies `bytes` of the slot to the same place of a buffer; with `scrub`, leaves zeros in the
+    /// slot. False as for [`fill`](Self::fill).
+    pub(crate) fn bring_back(
+        &mut self,
+        bytes: Span<u64>,
+        scrub: bool,
+        slices: SlicesMut<'_>,
+    ) -> bool {
+        /// What is copied, and scrubbed, at a time: it is still in the nearest cache then.
+        const PIECE: usize = 4096;
+        let mut copier = Walk::new(bytes);
+        let reached = slices(&mut |slice| {
+            if let Some((skip, at, len)) = copier.step(slice.len() as u64) {
+                let slice = &mut slice[skip as usize..][..len as usize];
+                let mut at = at as usize;
+                for piece in slice.chunks_mut(PIECE) {
+                    // SAFETY: as in `fill`, with the roles exchanged. A device that writes
+                    // meanwhile makes bytes be old or new, which are plain integers.
+                    unsafe {
+                        let from = self.ptr.as_ptr().add(at);
+                        piece.as_mut_ptr().copy_from_nonoverlapping(from, piece.len());
+                        if scrub {
+                            from.write_bytes(0, piece.len());
+                        }
+                    }
+                    at += piece.len();
+                }
+            }
+        });
+        reached && copier.is_done()
+    }
+
+    /// Writes zeros over `bytes`.
+    pub(crate) fn zero(&mut self, bytes: Span<u64>) {
+        if bytes.start < bytes.end {
+            // SAFETY: the caller keeps `bytes` within the slot, whose memory is nobody else's.
+            unsafe {
+                let at = self.ptr.as_ptr().add(bytes.start as usize);
+                at.write_bytes(0, (bytes.end - bytes.start) as usize);
+            }
+        }
+    }
+}
+
+impl Bounced {
+    /// Gives the slot what the device may see, and nothing else: the buffer's bytes, if the device
+    /// reads them or may leave some of them as they are, and zeros. How many bytes were copied;
+    /// `None` if the CPU cannot reach the buffer.
+    pub(crate) fn load(
+        &mut self,
+        direction: Direction,
+        written: Written,
+        slices: Slices<'_>,
+    ) -> Option<u64> {
+        let (len, dirty) = (self.len, self.slot.dirty);
+        if direction == Direction::FromDevice && written == Written::Reported {
+            self.slot.zero(0..dirty);
+            self.slot.dirty = 0;
+            // Whether the buffer can be reached is to be known now, not when its bytes are there.
+            return slices(&mut |_| ()).then_some(0);
+        }
+        // What another mapping left behind it.
+        self.slot.zero(len..dirty);
+        self.slot.dirty = len;
+        self.slot.fill(0..len, slices).then_some(len)
+    }
+
+    /// Copies back what the device wrote to `bytes`, for good: the slot is zero there afterwards.
+    /// How many bytes.
+    pub(crate) fn note_written(&mut self, bytes: Span<u64>, slices: SlicesMut<'_>) -> u64 {
+        self.noted = true;
+        if !self.back || bytes.is_empty() {
+            return 0;
+        }
+        let scrub = self.scrubs();
+        if scrub && bytes.start <= self.clean {
+            self.clean = self.clean.max(bytes.end);
+        }
+        let len = bytes.end - bytes.start;
+        let reached = self.slot.bring_back(bytes, scrub, slices);
+        debug_assert!(reached, "it was reached when it was mapped");
+        len
+    }
+
+    /// Copies `bytes` back for the CPU to look at. How many bytes.
+    pub(crate) fn sync_for_cpu(&mut self, bytes: Span<u64>, slices: SlicesMut<'_>) -> u64 {
+        if !self.back || bytes.is_empty() {
+            return 0;
+        }
+        let len = bytes.end - bytes.start;
+        self.slot.bring_back(bytes, false, slices);
+        len
+    }
+
+    /// Copies `bytes` anew for the device to read, or to leave as they are. How many bytes.
+    pub(crate) fn sync_for_device(&mut self, bytes: Span<u64>, slices: Slices<'_>) -> u64 {
+        if bytes.is_empty() {
+            return 0;
+        }
+        let len = bytes.end - bytes.start;
+        self.clean = self.clean.min(bytes.start);
+        self.slot.fill(bytes, slices);
+        len
+    }
+
+    /// Whether the slot is left zeroed: a device that may read it too is shown what was there before
+    /// by the next copy only.
+    fn scrubs(&self) -> bool {
+        !self.slot.prot.contains(ringfence_iommu::Prot::READ)
+    }
+
+    /// The end of it: brings back what is left to bring back, to `slices` if the buffer is wanted,
+    /// and leaves the slot fit for the next. And how many bytes were copied.
+    pub(crate) fn finish(mut self, slices: Option<SlicesMut<'_>>) -> (Slot, u64) {
+        let mut copied = 0;
+        if let Some(slices) = slices
+            && self.back
+            && !self.noted
+        {
+            copied = self.note_written(0..self.len, slices);
+        }
+        if self.scrubs() {
+            let clean = self.clean;
+            self.slot.zero(clean..self.len.max(clean));
+            self.slot.dirty = 0;
+        }
+        (self.slot, copied)
+    }
+}
+
+/// Where the slices of a buffer meet a part of it.
+struct Walk {
+    wanted: Span<u64>,
+    at: u64,
+}
+
+impl Walk {
+    fn new(wanted: Span<u64>) -> Walk {
+        Walk { wanted, at: 0 }
+    }
+
+    /// Of the next slice, of `len` bytes: where in it to begin, where that lies in the buffer, and
+    /// how many bytes are wanted.
+    fn step(&mut self, len: u64) -> Option<(u64, u64, u64)> {
+        let (first, next) = (self.at, self.at.saturating_add(len));
+        self.at = next;
+        let (start, end) = (self.wanted.start.max(first), self.wanted.end.min(next));
+        (start < end).then(|| (start - first, start, end - start))
+    }
+
+    fn is_done(&self) -> bool {
+        self.at >= self.wanted.end
+    }
+}
