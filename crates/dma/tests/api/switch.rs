@@ -134,10 +134,11 @@ fn what_was_pushed_under_another_policy_is_synced_all_the_same() {
 
 #[test]
 fn off_is_refused_and_so_is_what_is_not_off() {
-    for policy in Policy::ALL {
+    let all = || Policy::ALL.into_iter().filter(|policy| !policy.bounces());
+    for policy in all() {
         let bench = Bench::new(policy);
         assert_eq!(bench.device.set_policy(policy), Ok(()), "that is no change");
-        for other in Policy::ALL.into_iter().filter(|other| *other != policy) {
+        for other in all().filter(|other| *other != policy) {
             let result = bench.device.set_policy(other);
             if policy == Policy::Off || other == Policy::Off {
                 let error = SwitchError::Off { from: policy, to: other };

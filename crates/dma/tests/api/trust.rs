@@ -30,7 +30,10 @@ fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
         let bench = bench(policy, |config| config.trust = UNTRUSTED);
         let in_force = bench.device.effective_policy();
         assert!(in_force.is_strict(), "{policy} became {in_force}");
-        assert_eq!(bench.device.fallback(), (!policy.is_strict()).then_some(BECAUSE));
+        // Distrust would let it bounce; it has no pools.
+        let no_pools = policy.bounces().then_some(Fallback::NoPools);
+        let because = (!policy.is_strict()).then_some(BECAUSE).or(no_pools);
+        assert_eq!(bench.device.fallback(), because);
         assert_eq!(bench.device.trust(), UNTRUSTED);
         // And for a change at run time it would be the same.
         assert_eq!(bench.device.refuses(policy), bench.device.fallback());
@@ -49,7 +52,7 @@ fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
 #[test]
 fn a_driver_that_demands_what_an_untrusted_device_cannot_have_is_refused() {
     // rule L28
-    for policy in Policy::ALL {
+    for policy in Policy::ALL.into_iter().filter(|policy| !policy.bounces()) {
         let demand = |trust| Config { trust, demand: true, ..Config::new(policy) };
         if policy.is_strict() {
             let bench = bench(policy, |config| *config = demand(UNTRUSTED));
@@ -96,7 +99,13 @@ fn a_change_at_run_time_is_refused_as_the_beginning_would_have_been() {
     for (bench, because) in [(untrusted, BECAUSE), (detecting, Fallback::Detector)] {
         for policy in Policy::ALL {
             let changed = bench.device.set_policy(policy);
-            if policy.is_strict() {
+            if policy.bounces() {
+                let without = match because {
+                    Fallback::Detector => Fallback::Detector,
+                    _ => Fallback::NoPools,
+                };
+                assert_eq!(changed, Err(SwitchError::Fallback(without)), "{policy}");
+            } else if policy.is_strict() {
                 assert_eq!(changed, Ok(()));
                 assert_eq!(bench.device.effective_policy(), policy);
             } else {
@@ -120,10 +129,11 @@ fn a_trusted_device_refuses_what_its_domain_or_its_detector_cannot_do() {
     setup.capabilities = Capabilities::default();
     let strict_only = setup.build();
     for policy in Policy::ALL {
-        assert_eq!(trusted.device.refuses(policy), None);
-        let refused = (!policy.is_strict()).then_some(Fallback::Detector);
-        assert_eq!(detecting.device.refuses(policy), refused);
-        let refused = policy.is_lazy().then_some(Fallback::NoDeferredFlush);
+        let no_pools = policy.bounces().then_some(Fallback::NoPools);
+        assert_eq!(trusted.device.refuses(policy), no_pools);
+        let watched = !policy.is_strict() || policy.bounces();
+        assert_eq!(detecting.device.refuses(policy), watched.then_some(Fallback::Detector));
+        let refused = policy.is_lazy().then_some(Fallback::NoDeferredFlush).or(no_pools);
         assert_eq!(strict_only.device.refuses(policy), refused);
     }
 }
