@@ -203,7 +203,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             mode: ModeCell::new(at_first),
             limits: Limits::new(&config, granule),
             limit,
-            sampler: Sampler::new(thread_clock, config.sample_every),
+            sampler: Sampler::new(thread_clock, Arc::clone(&clock), config.sample_every),
             brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
             domain,
             allocator,

@@ -13,6 +13,8 @@ pub struct Sampled {
     /// Their time together, in nanoseconds, the cost of reading the clock subtracted: thread CPU
     /// time, where nothing else is said.
     pub ns: u64,
+    /// Their time together by the wall's clock: more, if the thread slept or lost its CPU.
+    pub wall_ns: u64,
 }
 
 impl Sampled {
@@ -231,18 +233,21 @@ impl Counters {
 pub(crate) struct TimeCounter {
     count: AtomicU64,
     ns: AtomicU64,
+    wall_ns: AtomicU64,
 }
 
 impl TimeCounter {
     /// Notes the time of `calls` calls together; 0 for what belongs to calls counted already.
-    pub(crate) fn note(&self, calls: u64, ns: u64) {
+    pub(crate) fn note(&self, calls: u64, ns: u64, wall_ns: u64) {
         self.count.add(calls);
         self.ns.add(ns);
+        self.wall_ns.add(wall_ns);
     }
 
     pub(crate) fn add_to(&self, sum: &mut Sampled) {
         sum.count += self.count.get();
         sum.ns += self.ns.get();
+        sum.wall_ns += self.wall_ns.get();
     }
 }
 
@@ -267,7 +272,9 @@ impl BriefCounter {
         sum.count += self.count.get();
         // The sums, not each sample: a clock's jitter may make a single difference negative, and
         // to call that 0 would make the mean too large.
-        sum.ns += self.ns.get().saturating_sub(self.clock_ns.get());
+        let ns = self.ns.get().saturating_sub(self.clock_ns.get());
+        sum.ns += ns;
+        sum.wall_ns += ns;
     }
 }
 

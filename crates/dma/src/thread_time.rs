@@ -26,10 +26,18 @@ impl ThreadClock for OsThreadClock {
 /// Decides which calls are timed, and times them.
 pub(crate) struct Sampler {
     clock: Arc<dyn ThreadClock>,
+    wall: Arc<dyn Clock>,
     /// Calls whose number, multiplied by [`SPREAD`], is at most this are timed; `None`: none are.
     at_most: Option<u64>,
     /// What two readings in a row differ by.
-    cost_ns: u64,
+    cost: Reading,
+}
+
+/// Both clocks at a moment, or what lies between two of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reading {
+    thread_ns: u64,
+    wall_ns: u64,
 }
 
 /// 2^64 divided by the golden ratio. Its multiples modulo 2^64 are spread evenly, so that one in N
@@ -39,44 +47,56 @@ const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
 impl Sampler {
     /// Times one call in `every`, a power of two; none if 0.
-    pub(crate) fn new(clock: Arc<dyn ThreadClock>, every: u32) -> Sampler {
-        if every == 0 {
-            return Sampler { clock, at_most: None, cost_ns: 0 };
+    pub(crate) fn new(clock: Arc<dyn ThreadClock>, wall: Arc<dyn Clock>, every: u32) -> Sampler {
+        let at_most = (every != 0).then(|| u64::MAX >> every.trailing_zeros());
+        let mut sampler = Sampler { clock, wall, at_most, cost: Reading::default() };
+        if at_most.is_some() {
+            // The least of many: whatever disturbed the others was not the clocks' own cost.
+            let all = [(); 64].map(|()| sampler.since(sampler.begin()));
+            let least = |of: fn(&Reading) -> u64| all.iter().map(of).min().unwrap_or(0);
+            sampler.cost =
+                Reading { thread_ns: least(|r| r.thread_ns), wall_ns: least(|r| r.wall_ns) };
         }
-        // The least of many: whatever disturbed the others was not the clock's own cost.
-        let cost_ns = (0..64)
-            .map(|_| {
-                let start = clock.thread_ns();
-                clock.thread_ns().saturating_sub(start)
-            })
-            .min()
-            .unwrap_or(0);
-        Sampler { clock, at_most: Some(u64::MAX >> every.trailing_zeros()), cost_ns }
+        sampler
+    }
+
+    fn begin(&self) -> Reading {
+        let wall_ns = self.wall.now_ns();
+        Reading { thread_ns: self.clock.thread_ns(), wall_ns }
+    }
+
+    fn since(&self, start: Reading) -> Reading {
+        let thread_ns = self.clock.thread_ns().saturating_sub(start.thread_ns);
+        let wall_ns = self.wall.now_ns().saturating_sub(start.wall_ns);
+        Reading {
+            thread_ns: thread_ns.saturating_sub(self.cost.thread_ns),
+            wall_ns: wall_ns.saturating_sub(self.cost.wall_ns),
+        }
     }
 
     /// The time now, if call `number` is one to be timed.
     #[inline]
-    pub(crate) fn start(&self, number: u64) -> Option<u64> {
-        (number.wrapping_mul(SPREAD) <= self.at_most?).then(|| self.clock.thread_ns())
+    pub(crate) fn start(&self, number: u64) -> Option<Reading> {
+        (number.wrapping_mul(SPREAD) <= self.at_most?).then(|| self.begin())
     }
 
     /// The time now, if any calls are timed.
-    pub(crate) fn start_always(&self) -> Option<u64> {
-        self.at_most.map(|_| self.clock.thread_ns())
+    pub(crate) fn start_always(&self) -> Option<Reading> {
+        self.at_most.map(|_| self.begin())
     }
 
     /// Adds the time since `start` to `sum`, without what the clock itself took.
     #[inline]
-    pub(crate) fn stop(&self, start: Option<u64>, sum: &TimeCounter) {
+    pub(crate) fn stop(&self, start: Option<Reading>, sum: &TimeCounter) {
         self.stop_many(start, 1, sum);
     }
 
     /// As [`stop`](Self::stop), for something that stands for `calls` calls.
     #[inline]
-    pub(crate) fn stop_many(&self, start: Option<u64>, calls: u64, sum: &TimeCounter) {
+    pub(crate) fn stop_many(&self, start: Option<Reading>, calls: u64, sum: &TimeCounter) {
         if let Some(start) = start {
-            let ns = self.clock.thread_ns().saturating_sub(start);
-            sum.note(calls, ns.saturating_sub(self.cost_ns));
+            let Reading { thread_ns, wall_ns } = self.since(start);
+            sum.note(calls, thread_ns, wall_ns);
         }
     }
 }
@@ -147,10 +167,15 @@ mod tests {
         }
     }
 
+    fn sampler(every: u32) -> Sampler {
+        // Each reading of the other clock takes 30 ns.
+        Sampler::new(Arc::new(SlowClock::default()), Arc::new(ManualClock::stepping(30)), every)
+    }
+
     #[test]
     fn one_call_in_n_is_timed_and_the_clocks_own_cost_is_subtracted() {
         for every in [1, 2, 64, 1024] {
-            let sampler = Sampler::new(Arc::new(SlowClock::default()), every);
+            let sampler = sampler(every);
             let counter = TimeCounter::default();
             for number in 0..8192 {
                 let start = sampler.start(number);
@@ -158,16 +183,29 @@ mod tests {
             }
             let mut sum = Sampled::default();
             counter.add_to(&mut sum);
-            assert_eq!(sum.ns, 0);
+            assert_eq!((sum.ns, sum.wall_ns), (0, 0));
             assert!(sum.count.abs_diff(8192 / u64::from(every)) <= 1, "{every}: {}", sum.count);
         }
-        assert_eq!(Sampler::new(Arc::new(SlowClock::default()), 0).start(0), None);
+        assert_eq!(sampler(0).start(0), None);
+    }
+
+    #[test]
+    fn time_asleep_is_in_the_walls_figure_only() {
+        let wall = Arc::new(ManualClock::new(0));
+        let sampler = Sampler::new(Arc::new(SlowClock::default()), Arc::clone(&wall) as _, 1);
+        let counter = TimeCounter::default();
+        let start = sampler.start(0);
+        wall.advance(5000);
+        sampler.stop(start, &counter);
+        let mut sum = Sampled::default();
+        counter.add_to(&mut sum);
+        assert_eq!(sum, Sampled { count: 1, ns: 0, wall_ns: 5000 });
     }
 
     #[test]
     fn sampling_does_not_beat_with_batches() {
         // Every 16th call is another kind of call: the sample holds its share of them.
-        let sampler = Sampler::new(Arc::new(SlowClock::default()), 64);
+        let sampler = sampler(64);
         let timed = (0..1u64 << 16).filter(|&n| sampler.start(n).is_some());
         let first_of_batch = timed.filter(|n| n % 16 == 0).count();
         assert!(first_of_batch.abs_diff((1 << 16) / 64 / 16) <= 4, "{first_of_batch}");
@@ -199,13 +237,13 @@ mod tests {
         sampler.time(1, 0, &counter, || clock.advance(6));
         let mut sum = Sampled::default();
         counter.add_to(&mut sum);
-        assert_eq!(sum, Sampled { count: 1, ns: 11 });
+        assert_eq!(sum, Sampled { count: 1, ns: 11, wall_ns: 11 });
     }
 
     #[test]
     fn no_call_is_timed_by_both_clocks_unless_all_are() {
         for every in [2, 64, 1024] {
-            let long = Sampler::new(Arc::new(SlowClock::default()), every);
+            let long = sampler(every);
             let brief = BriefSampler::new(Arc::new(ManualClock::new(0)), every);
             let counter = BriefCounter::default();
             for number in (0..1 << 16).filter(|&number| long.start(number).is_some()) {
