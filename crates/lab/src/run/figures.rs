@@ -8,7 +8,7 @@ use ringfence_virtio_iommu::driver::Stats as IommuStats;
 use super::engine::{Counted, Ran};
 use crate::{
     job::Job,
-    report::{ExposureSample, IommuSample, Sample, WaitsSample},
+    report::{BounceSample, ExposureSample, IommuSample, Sample, WaitsSample},
     stats::Latencies,
 };
 
@@ -127,6 +127,26 @@ pub(super) fn iommu_sample(
         syncs: part(iommu.syncs as f64),
         sync_wait,
         waits: WaitsSample::default(),
+    }
+}
+
+/// What was copied between two takings of stock, of which this job has `share`, in pools that had
+/// `pool_bytes` of memory at most.
+pub(super) fn bounce_sample(
+    dma0: &DmaStats,
+    dma1: &DmaStats,
+    share: f64,
+    pool_bytes: u64,
+) -> BounceSample {
+    let part = |of: fn(&DmaStats) -> u64| ((of(dma1) - of(dma0)) as f64 * share) as u64;
+    BounceSample {
+        maps: part(|stats| stats.maps),
+        bounced: part(|stats| stats.bounced),
+        copied_bytes: part(|stats| stats.copied_bytes),
+        not_bounced: part(|stats| stats.not_bounced),
+        pool_bytes,
+        // As many as there are at any moment of the measured part.
+        taken_bytes: dma1.taken_bytes,
     }
 }
 
