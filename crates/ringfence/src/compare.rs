@@ -186,8 +186,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     explain: bool,
 
-    /// Whether the disk is trusted: `auto`, as the machine tells; `trusted`; `untrusted`, which gets
-    /// a strict policy in every row, whatever its name (the table says so).
+    /// Whether the disk is trusted: `auto`, as the machine tells; `trusted`; `untrusted`, which is
+    /// lazy in no row, whatever its name (the table says so), and reaches no buffer that shares a page:
+    /// it gets a copy.
     #[arg(long, value_name = "auto|trusted|untrusted", default_value_t = TrustChoice::Auto)]
     trust: TrustChoice,
 
