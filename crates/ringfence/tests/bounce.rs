@@ -115,7 +115,7 @@ fn what_is_longer_than_the_threshold_is_mapped() {
     let copied = of(&json, "bounce", "/bounced_fraction");
     assert!((0.1..0.9).contains(&copied), "{copied}");
     assert!(of(&json, "bounce", "/requests_per_io") > 1.0);
-    // A shorter threshold leaves nothing but the probe's pages, then not even these.
+    // Nothing is so short, the probe's pages included.
     let rows = ["--policy", "bounce", "--bounce-threshold", "512"];
     assert_eq!(of(&measure("bs=4k,64k", &rows), "bounce", "/bounced_fraction"), 0.0);
 }

@@ -2,11 +2,8 @@
 
 mod common;
 
-use common::{POLICIES, Place, number, policies, row};
+use common::{MAPPING, POLICIES, Place, number, policies, row};
 use serde_json::Value;
-
-/// The policies under which each buffer is mapped.
-const MAPPING: &[&str] = POLICIES.split_at(7).0.split_at(1).1;
 
 /// 64 KiB, which is 16 pages that lie apart: what tells a batched map from single ones.
 const JOB: &str = "\

@@ -33,6 +33,9 @@ pub(crate) const POLICIES: [&str; 9] = [
     "auto",
 ];
 
+/// Those of them under which every buffer is mapped.
+pub(crate) const MAPPING: &[&str] = POLICIES.split_at(7).0.split_at(1).1;
+
 /// No run of these tests takes longer, however busy the machine is.
 const LIMIT: Duration = Duration::from_secs(120);
 
