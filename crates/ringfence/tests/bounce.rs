@@ -69,7 +69,7 @@ fn what_is_filled_in_place_is_neither_copied_nor_called_strict() {
     assert!(number(row, "/requests_per_io") < 0.5, "{row}");
     // No more than is in flight.
     let taken = number(row, "/taken_bytes");
-    assert!(taken >= 65536.0 && taken <= 16.0 * 65536.0, "{taken}");
+    assert!((65536.0..=16.0 * 65536.0).contains(&taken), "{taken}");
     assert!(number(row, "/pool_bytes") >= taken, "{row}");
 }
 

@@ -80,6 +80,8 @@ pub(crate) struct Link {
 }
 
 /// Holds a queue's memory for as long as the device may use it.
+// One a queue: the size of the larger costs nothing.
+#[allow(clippy::large_enum_variant)]
 enum RingMemory {
     Plain(RamPart),
     Mapped(Coherent<RamPart>),
