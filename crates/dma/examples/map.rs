@@ -23,6 +23,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         // The mapping owns the buffer: nobody touches what the device may touch.
         let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?;
         let target = domain.iova_to_phys(mapping.iova());
+        if let Some(why) = device.fallback() {
+            println!("{policy:>11}  works as {}: {why}", device.effective_policy());
+        }
         println!(
             "{policy:>11}: the device gets {:x?}, which lead to {target:?}",
             mapping.segments()

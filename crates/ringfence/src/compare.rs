@@ -28,7 +28,7 @@ use crate::{
 
 /// Rounds and seconds that let the default jobs end in under two minutes.
 const DEFAULT_REPEAT: u32 = 5;
-const DEFAULT_RUNTIME: Duration = Duration::from_millis(900);
+const DEFAULT_RUNTIME: Duration = Duration::from_millis(650);
 
 /// Runs a fio job under every DMA policy and prints what each costs.
 ///
@@ -43,6 +43,7 @@ const DEFAULT_RUNTIME: Duration = Duration::from_millis(900);
     ringfence compare my.fio --policy off,strict+map --disk ram
     ringfence compare my.fio --policy off,strict+map --allocator rbtree,bitmap,ringfence
     ringfence compare my.fio --policy off,strict+map,lazy-mq+map --max-exposure-ms 2
+    ringfence compare my.fio --policy off,strict+map,bounce,auto,zero-copy --explain
     ringfence compare my.fio --disk /dev/nvme1n1 --destroy-data --report report.html
 
 EXIT STATUS:
@@ -53,12 +54,18 @@ pub(crate) struct Arguments {
     /// A fio job file. Its `filename` is never opened: --disk decides.
     job: Option<PathBuf>,
 
-    /// The rows of the table, separated by commas: host, io_uring, persistent, off, strict,
-    /// strict+map, lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map [default: all but io_uring, which
-    /// --disk ram adds, and persistent].
+    /// The rows of the table, separated by commas: host, io_uring, persistent, zero-copy, off,
+    /// strict, strict+map, lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map, bounce, auto [default: all but
+    /// io_uring, which --disk ram adds, persistent and zero-copy].
+    ///
+    /// `bounce` copies each buffer into a slot that stays mapped, and back; `auto` copies or maps,
+    /// whichever is cheaper.
     ///
     /// `persistent` maps the job's buffers once, before its first I/O, and unmaps them after its
     /// last: nothing is asked of the IOMMU in between, and the device reaches them all the while.
+    ///
+    /// `zero-copy` takes memory of the bounce pools for each I/O, fills or reads it in place and gives
+    /// it back: nothing is copied or mapped, and the device reaches that memory all the while.
     #[arg(long, value_name = "LIST", value_parser = parse_rows)]
     policy: Option<List<Row>>,
 
@@ -110,7 +117,7 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
 
-    /// Seconds that each job runs in a round [default: as the job file says; 0.9 without one].
+    /// Seconds that each job runs in a round [default: as the job file says; 0.65 without one].
     #[arg(long, value_name = "S", value_parser = parse_seconds)]
     runtime: Option<Duration>,
 
@@ -161,11 +168,27 @@ pub(crate) struct Arguments {
 
     /// The most bytes that may be unmapped and still reachable, all queues together: a number, or
     /// one with k, m or g (powers of 1024), at least a page.
-    #[arg(long, value_name = "BYTES", value_parser = parse_exposure)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
     max_exposure_bytes: Option<u64>,
 
-    /// Whether the disk is trusted: `auto`, as the machine tells; `trusted`; `untrusted`, which gets
-    /// a strict policy in every row, whatever its name (the table says so).
+    /// The longest mapping that `bounce` copies; what is longer is mapped, strictly. A number of
+    /// bytes, or one with k, m or g (powers of 1024) [default: 1m].
+    #[arg(long, value_name = "BYTES", value_parser = parse_threshold)]
+    bounce_threshold: Option<u64>,
+
+    /// The most bytes of bounce slots that the disk may hold at a time, as a size like the above, at
+    /// least a page. What finds no slot is mapped; an I/O that must not be fails [default: 256m, for
+    /// `zero-copy` at least what the jobs need].
+    #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
+    bounce_quota: Option<u64>,
+
+    /// Tells what `auto` chose for which mappings, and why.
+    #[arg(long)]
+    explain: bool,
+
+    /// Whether the disk is trusted: `auto`, as the machine tells; `trusted`; `untrusted`, which is
+    /// lazy in no row, whatever its name (the table says so), and reaches no buffer that shares a page:
+    /// it gets a copy.
     #[arg(long, value_name = "auto|trusted|untrusted", default_value_t = TrustChoice::Auto)]
     trust: TrustChoice,
 
@@ -195,10 +218,18 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A size in bytes that is no less than a page: a smaller bound would let nothing wait at all.
-fn parse_exposure(text: &str) -> Result<u64, String> {
-    const PAGE: u64 = 4096;
-    let allowed = "a number of bytes, at least 4096, with k, m or g (powers of 1024) if wanted";
+/// A size in bytes that is no less than a page: with a smaller bound nothing could wait, or be
+/// copied, at all.
+fn parse_bound(text: &str) -> Result<u64, String> {
+    parse_size(text, 4096)
+}
+
+/// A size in bytes that is no less than the shortest I/O.
+fn parse_threshold(text: &str) -> Result<u64, String> {
+    parse_size(text, 512)
+}
+
+fn parse_size(text: &str, least: u64) -> Result<u64, String> {
     let (number, shift) = match text.char_indices().next_back() {
         Some((at, 'k' | 'K')) => (&text[..at], 10),
         Some((at, 'm' | 'M')) => (&text[..at], 20),
@@ -208,8 +239,10 @@ fn parse_exposure(text: &str) -> Result<u64, String> {
     // No sign: the standard library's parser would take a `+`.
     let digits = number.bytes().all(|byte| byte.is_ascii_digit());
     let bytes = number.parse::<u64>().ok().filter(|_| digits);
-    let bytes = bytes.and_then(|n| n.checked_mul(1 << shift)).filter(|bytes| *bytes >= PAGE);
-    bytes.ok_or_else(|| allowed.to_owned())
+    let bytes = bytes.and_then(|n| n.checked_mul(1 << shift)).filter(|bytes| *bytes >= least);
+    bytes.ok_or_else(|| {
+        format!("a number of bytes, at least {least}, with k, m or g (powers of 1024) if wanted")
+    })
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
@@ -263,8 +296,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             max_exposure_bytes: arguments.max_exposure_bytes,
             batch: arguments.batch,
             chunk: arguments.chunk,
+            bounce_threshold: arguments.bounce_threshold,
+            bounce_quota: arguments.bounce_quota,
             trust: arguments.trust,
         },
+        explain: arguments.explain,
         progress,
     };
     let Ended { mut comparison, leaks, failure } = compare(jobs, &options, &stop)?;
@@ -294,7 +330,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         false => told,
     };
     let shown = match table && measured {
-        true => print(&report::table::render(&comparison)),
+        true => {
+            let why = arguments.explain.then(|| report::table::explain(&comparison));
+            print(&(report::table::render(&comparison) + &why.unwrap_or_default()))
+        }
         false => Ok(()),
     };
     for line in &verdict {
@@ -313,13 +352,15 @@ mod tests {
         for (text, bytes) in
             [("4096", 4096), ("64k", 64 << 10), ("1m", 1 << 20), ("1M", 1 << 20), ("3G", 3 << 30)]
         {
-            assert_eq!(parse_exposure(text), Ok(bytes), "{text}");
+            assert_eq!(parse_bound(text), Ok(bytes), "{text}");
         }
         for text in ["", "k", "0", "4095", "3k", "+64k", "-1", "1.5m", "64kb", "64 k", "1t", "ä"] {
-            assert!(parse_exposure(text).unwrap_err().contains("powers of 1024"), "{text}");
+            assert!(parse_bound(text).unwrap_err().contains("powers of 1024"), "{text}");
         }
+        assert_eq!(parse_threshold("512"), Ok(512));
+        assert!(parse_threshold("511").unwrap_err().contains("at least 512"));
         // More than 2^64.
-        assert!(parse_exposure("99999999999999g").is_err());
-        assert!(parse_exposure("18446744073709551616").is_err());
+        assert!(parse_bound("99999999999999g").is_err());
+        assert!(parse_bound("18446744073709551616").is_err());
     }
 }

@@ -56,7 +56,7 @@ pub(crate) struct Arguments {
     allocator: Option<List<AllocatorKind>>,
 
     /// The policies, separated by commas: off, strict, strict+map, lazy-sq, lazy-mq, lazy-sq+map,
-    /// lazy-mq+map [default: all but off].
+    /// lazy-mq+map [default: all but off]. `bounce` and `auto` copy, and a recording has no data.
     #[arg(long, value_name = "LIST", value_parser = parse_policies)]
     policy: Option<List<Policy>>,
 

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{POLICIES, Place, number, policies, row};
+use common::{MAPPING, POLICIES, Place, number, policies, row};
 use serde_json::Value;
 
 /// 64 KiB, which is 16 pages that lie apart: what tells a batched map from single ones.
@@ -74,7 +74,7 @@ fn the_json_holds_every_field_of_the_contract() {
     assert_eq!(json["allocators"], serde_json::json!(["ringfence"]));
     assert_eq!((&json["placement"], &json["aperture_bits"]), (&"size".into(), &48.into()));
     assert_eq!(json["live_ranges"], 0);
-    for policy in &POLICIES[1..] {
+    for policy in MAPPING {
         let row = row(&json, 0, policy);
         assert_eq!(row["allocator"], "ringfence");
         assert!(number(row, "/allocator_ns_per_io") > 0.0, "{policy}");
@@ -108,13 +108,31 @@ fn the_json_holds_every_field_of_the_contract() {
             assert!((one - other).abs() <= 1e-9 * one, "{policy}: {one} {other}");
         }
     }
+    // What was copied: without pools there is no such figure.
+    for policy in policies(&json, 0) {
+        let row = row(&json, 0, policy);
+        let copies = matches!(policy, "bounce" | "auto");
+        for path in [
+            "/bounced_per_io",
+            "/bounced_fraction",
+            "/copied_bytes_per_io",
+            "/not_bounced",
+            "/pool_bytes",
+            "/taken_bytes",
+        ] {
+            let found = row.pointer(path).unwrap_or_else(|| panic!("{policy} lacks {path}"));
+            assert_eq!(found.is_number(), copies, "{policy}: {path} is {found}");
+        }
+        assert!(row.get("explain").is_some(), "{policy}");
+    }
     let default = &json["tuning"];
+    assert!(default["bounce_threshold"].is_null() && default["bounce_quota"].is_null());
     assert_eq!((&default["batch"], &default["trust"]), (&64.into(), &"auto".into()));
     assert!(default["max_exposure_ms"].is_null() && default["flush_queue_slots"].is_null());
 
     // Who waited: of each kind those that can, and all together as many as the driver counted,
     // unless syncs are shared: those are asked after, and mostly nobody waits.
-    for policy in &POLICIES[1..] {
+    for policy in MAPPING {
         let row = row(&json, 0, policy);
         let of = |kind: &str, figure| number(row, &format!("/sync_waits/{kind}/{figure}"));
         let (strict, shared) = (policy.starts_with("strict"), policy.ends_with("+map"));
@@ -153,7 +171,7 @@ fn the_json_holds_every_field_of_the_contract() {
     }
 
     // The probe looked, and what it found is what the policies promise.
-    for strict in ["strict", "strict+map"] {
+    for strict in ["strict", "strict+map", "bounce", "auto"] {
         let row = row(&json, 0, strict);
         assert!(number(row, "/stale_window/probes") > 0.0, "{strict}");
         assert_eq!(number(row, "/stale_window/accesses"), 0.0, "{strict}");

@@ -10,7 +10,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use common::{Ended, POLICIES, Place, number};
+use common::{Ended, MAPPING, Place, number};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -138,7 +138,7 @@ fn every_recording_that_we_ship_is_replayed_completely() {
         }
 
         let rows = trace["policies"].as_array().unwrap();
-        assert_eq!(names(&trace["policies"], "policy"), [&["recorded"], &POLICIES[1..]].concat());
+        assert_eq!(names(&trace["policies"], "policy"), [&["recorded"], MAPPING].concat());
         assert_eq!(count(&rows[0], "/map_requests"), shipped.maps);
         for row in &rows[1..] {
             assert_eq!(row["effective_policy"], row["policy"]);
@@ -295,6 +295,9 @@ fn wrong_usage_is_answered_with_what_would_be_right() {
     refused(&["--allocator", "rbtree,rbtree"], &["twice"]);
     refused(&["--policy", "lazy"], &["lazy-mq+map"]);
     refused(&["--policy", "strict,strict"], &["twice"]);
+    // There is nothing to copy in a recording.
+    refused(&["--policy", "strict,bounce"], &["bounce cannot be replayed", "ringfence compare"]);
+    refused(&["--policy", "auto"], &["auto cannot be replayed", "no data"]);
     refused(&["--placement", "middle"], &["middle", "size, lowest, highest"]);
     // Of buffers that `compare` has, a recording knows nothing.
     refused(&["--placement", "ring"], &["ring", "size, lowest, highest"]);

@@ -48,7 +48,7 @@ fn a_job_that_cannot_fit_says_what_to_lower() {
 fn an_unknown_policy_is_answered_with_their_names() {
     let place = Place::new();
     let ended = place.run(&["compare", "--policy", "off,strictest"]);
-    ended.refused(&["strictest", "host", "io_uring", "persistent"]);
+    ended.refused(&["strictest", "host", "io_uring", "persistent", "zero-copy"]);
     ended.refused(&POLICIES);
     place.run(&["compare", "--policy", "off,off"]).refused(&["twice"]);
     place.run(&["compare", "--policy", ","]).refused(&["empty"]);
@@ -91,6 +91,19 @@ fn a_bound_that_nobody_heeds_or_that_cannot_be_kept_is_refused() {
 }
 
 #[test]
+fn bounds_of_copies_and_an_explanation_need_a_row_they_are_of() {
+    let place = Place::new();
+    for rows in ["off,strict+map", "auto", "zero-copy"] {
+        let arguments = ["--policy", rows, "--bounce-threshold", "64k"];
+        place.compare(READS, &arguments).refused(&["--bounce-threshold", "bounce"]);
+    }
+    let arguments = ["--policy", "off,lazy-mq,persistent", "--bounce-quota", "1m"];
+    place.compare(READS, &arguments).refused(&["--bounce-quota", "zero-copy", "untrusted"]);
+    let arguments = ["--policy", "off,bounce", "--explain"];
+    place.compare(READS, &arguments).refused(&["--explain", "auto"]);
+}
+
+#[test]
 fn numbers_out_of_range_are_refused() {
     let place = Place::new();
     for (option, value) in [
@@ -109,6 +122,11 @@ fn numbers_out_of_range_are_refused() {
         ("--max-exposure-bytes", "4095"),
         ("--max-exposure-bytes", "64kb"),
         ("--max-exposure-bytes", "-1"),
+        ("--bounce-threshold", "511"),
+        ("--bounce-threshold", "64kb"),
+        ("--bounce-quota", "4095"),
+        ("--bounce-quota", "0"),
+        ("--bounce-quota", "all"),
         ("--batch", "0"),
         ("--batch", "1025"),
         ("--chunk", "0"),
@@ -225,6 +243,10 @@ fn help_says_what_there_is() {
         "--batch",
         "--chunk",
         "--trust",
+        "--bounce-threshold",
+        "--bounce-quota",
+        "--explain",
+        "zero-copy",
     ] {
         assert!(ended.out.contains(word), "{word}\n{ended}");
     }

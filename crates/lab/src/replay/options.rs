@@ -44,17 +44,31 @@ impl Default for Options {
     }
 }
 
-/// All policies that protect.
+/// Whether what `policy` does can be replayed: a recording holds no data that could be copied.
+pub(super) fn is_replayable(policy: Policy) -> bool {
+    !policy.bounces()
+}
+
+/// All policies that protect and can be replayed.
 pub fn default_policies() -> Vec<Policy> {
-    Policy::ALL.into_iter().filter(|policy| *policy != Policy::Off).collect()
+    let protects = |policy: &Policy| *policy != Policy::Off && is_replayable(*policy);
+    Policy::ALL.into_iter().filter(protects).collect()
 }
 
 /// The policies of a list such as `strict,lazy-mq+map`.
 ///
 /// # Errors
-/// A name is none, or the list is empty or names one twice.
+/// A name is none or that of a policy that cannot be replayed, or the list is empty or names one
+/// twice.
 pub fn parse_policies(text: &str) -> Result<Vec<Policy>, String> {
-    list::parse(text, "list of policies")
+    let policies: Vec<Policy> = list::parse(text, "list of policies")?;
+    match policies.iter().find(|policy| !is_replayable(**policy)) {
+        Some(policy) => Err(format!(
+            "{policy} cannot be replayed: it copies, and a recording holds no data; `ringfence compare \
+             --policy {policy}` measures it"
+        )),
+        None => Ok(policies),
+    }
 }
 
 /// The placement called `name`; a recording's buffers are in no ring that could be one chunk.
@@ -81,5 +95,16 @@ mod tests {
             assert!(parse_placement(name).unwrap_err().contains("size, lowest"), "{name}");
         }
         assert!(parse_policies("strictest").unwrap_err().contains("lazy-mq+map"));
+    }
+
+    #[test]
+    fn what_copies_is_not_replayed() {
+        for policy in ["bounce", "auto"] {
+            let error = parse_policies(&format!("strict,{policy}")).unwrap_err();
+            assert!(error.starts_with(policy) && error.contains("no data"), "{error}");
+        }
+        let defaults = default_policies();
+        assert_eq!(defaults.len(), 6);
+        assert!(!defaults.iter().any(|policy| policy.bounces() || *policy == Policy::Off));
     }
 }

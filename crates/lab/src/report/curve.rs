@@ -321,7 +321,7 @@ fn until(reach: Reach) -> &'static str {
     match reach {
         Reach::None => "never",
         Reach::Flush => "until a flush",
-        Reach::Persistent => "as long as the job runs: persistent",
+        Reach::Persistent => "as long as the job runs, by choice",
         Reach::Always => "always",
         Reach::Leaked => "although it must not: LEAKED",
     }
@@ -399,11 +399,9 @@ mod tests {
 
     #[test]
     fn what_is_persistent_leaked_or_unknown_never_stands_with_strict() {
-        for (reach, word) in [
-            (Reach::Persistent, "persistent"),
-            (Reach::Leaked, "LEAKED"),
-            (Reach::Always, "always"),
-        ] {
+        for (reach, word) in
+            [(Reach::Persistent, "by choice"), (Reach::Leaked, "LEAKED"), (Reach::Always, "always")]
+        {
             let mut job = job();
             let found = job.results[3].exposure.as_mut().unwrap();
             // Whatever else its figures say.

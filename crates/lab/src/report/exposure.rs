@@ -15,7 +15,8 @@ pub enum Reach {
     None,
     /// Until a flush that comes later.
     Flush,
-    /// It is unmapped after the last I/O only: as long as the job runs, by choice.
+    /// It is unmapped after the last I/O only: as long as the job runs, by choice. Memory of the
+    /// bounce pools that is filled and read in place is as open.
     Persistent,
     /// Always: there is no protection.
     Always,
@@ -61,7 +62,7 @@ impl Exposure {
         let reach = match (row.policy.as_str(), row.in_force()) {
             ("host" | "io_uring", _) => return None,
             // Whatever maps and unmaps the buffers: in between they are open.
-            ("persistent", _) => Reach::Persistent,
+            ("persistent" | "zero-copy", _) => Reach::Persistent,
             (_, "off") => Reach::Always,
             (_, policy) if promises_none(policy) => match reached {
                 true => Reach::Leaked,
@@ -98,7 +99,7 @@ impl Exposure {
 
 /// Whether a policy of this name promises that nothing is reached any more when unmap has returned.
 fn promises_none(policy: &str) -> bool {
-    policy.starts_with("strict") || policy.starts_with("bounce")
+    policy.starts_with("strict") || matches!(policy, "bounce" | "auto")
 }
 
 /// Whether memory was reached, or lay open, after it was unmapped.
@@ -148,6 +149,8 @@ mod tests {
         for (policy, effective, wanted) in [
             ("persistent", "strict+map", Reach::Persistent),
             ("persistent", "", Reach::Persistent),
+            ("zero-copy", "zero-copy", Reach::Persistent),
+            ("zero-copy", "strict+map", Reach::Persistent),
             ("off", "", Reach::Always),
             ("off", "off", Reach::Always),
             ("lazy-mq", "off", Reach::Always),
@@ -168,6 +171,11 @@ mod tests {
         let stale = StaleWindow { accesses: 1, probes: 9, ..StaleWindow::default() };
         let probed = Sample { stale: Some(stale), ..round(0, 0) };
         assert_eq!(strict(vec![probed]), Reach::Leaked);
+        // A copy promises the same of the buffer: who chooses between the two promised it as well.
+        for policy in ["bounce", "auto"] {
+            assert_eq!(reach(&row(policy, policy, vec![round(0, 0)])), Reach::None, "{policy}");
+            assert_eq!(reach(&row(policy, policy, vec![round(1, 1)])), Reach::Leaked, "{policy}");
+        }
         // By the policy in force, not by its name.
         assert_eq!(reach(&row("lazy-mq", "strict", vec![round(0, 0)])), Reach::None);
         // One that nobody knows, and a lazy one that had nothing to expose, promised nothing.

@@ -6,8 +6,8 @@
 use std::fmt::{Display, Write};
 
 use super::{
-    Comparison, JobReport, Metric, PolicyResult, bytes, curve,
-    table::{fallbacks, headline, marked, number, us, warnings},
+    Comparison, JobReport, Metric, PolicyResult, bounce, bytes, curve,
+    table::{explained, fallbacks, headline, marked, number, us, warnings},
     waits::{percent, queues},
 };
 use crate::stats::Estimate;
@@ -114,8 +114,9 @@ impl Bar {
 pub(super) fn family(policy: &str) -> &'static str {
     match policy {
         "host" | "off" => "none",
-        "persistent" => "persistent",
-        policy if policy.starts_with("strict") || policy.starts_with("bounce") => "strict",
+        "persistent" | "zero-copy" => "persistent",
+        "bounce" | "auto" => "strict",
+        policy if policy.starts_with("strict") => "strict",
         policy if policy.starts_with("lazy") => "lazy",
         _ => "other",
     }
@@ -267,8 +268,13 @@ fn table(page: &mut String, job: &JobReport) {
             u64::from(job.iodepth) * u64::from(job.numjobs)
         ),
     );
-    for text in fallbacks(job) {
+    for text in fallbacks(job).into_iter().chain(bounce::told(job)) {
         put(page, format_args!("<p class=\"fine\">{}</p>\n", escape(&text)));
+    }
+    for (row, lines) in explained(job) {
+        put(page, format_args!("<p class=\"fine\">{}:", escape(&row)));
+        lines.iter().for_each(|line| put(page, format_args!("<br/>{}", escape(line))));
+        page.push_str("</p>\n");
     }
 }
 
@@ -376,8 +382,8 @@ mod tests {
         // Four charts of bars and the curve; all figures, the curve's, and the waits.
         assert_eq!(page.matches("<svg").count(), 2 * 5);
         assert_eq!(page.matches("<table").count(), 2 * 3);
-        // Eight policies, two charts with intervals; of the curve all but the host; two jobs.
-        assert_eq!(page.matches("class=\"whisker\"").count(), 2 * (16 + 7));
+        // Eleven rows, two charts with intervals; of the curve all but the host; two jobs.
+        assert_eq!(page.matches("class=\"whisker\"").count(), 2 * (22 + 10));
         assert!(page.contains("disk paced") && page.contains("notify adaptive"));
     }
 
@@ -442,6 +448,16 @@ mod tests {
             row.sync_waits = None;
         }
         assert!(!render(&comparison).contains("Who waited"));
+    }
+
+    #[test]
+    fn what_was_copied_and_why_is_told() {
+        let mut comparison = sample::comparison();
+        let auto = comparison.jobs[0].results.iter_mut().find(|row| row.policy == "auto").unwrap();
+        auto.explain = Some("up to <16> KiB\ncopied".to_owned());
+        let page = render(&comparison);
+        assert!(page.contains("bounce: bounce 100.0% copied, 64 KiB an I/O"), "{page}");
+        assert!(page.contains("auto:<br/>up to &lt;16&gt; KiB<br/>copied</p>"), "{page}");
     }
 
     #[test]

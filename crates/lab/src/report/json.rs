@@ -80,6 +80,24 @@ mod tests {
         ] {
             assert!(row.pointer(path).is_some_and(Value::is_number), "{path}: {row}");
         }
+        // What is copied instead, where there are pools.
+        let of = |policy: &str| {
+            let rows = job["results"].as_array().unwrap();
+            rows.iter().find(|row| row["policy"] == policy).unwrap()
+        };
+        for path in [
+            "/bounced_per_io",
+            "/bounced_fraction",
+            "/copied_bytes_per_io",
+            "/not_bounced",
+            "/pool_bytes",
+            "/taken_bytes",
+        ] {
+            assert!(of("auto").pointer(path).is_some_and(Value::is_number), "{path}");
+            assert_eq!(row.pointer(path), Some(&Value::Null), "{path}");
+        }
+        assert_eq!(of("auto").get("explain"), Some(&Value::Null));
+        assert_eq!(of("zero-copy")["exposure"]["reach"], "persistent");
         assert_eq!(row["effective_policy"], "strict");
         assert_eq!((&row["fallback"], &row["exposure"]["reach"]), (&Value::Null, &"none".into()));
         assert_eq!(

@@ -12,6 +12,7 @@ use crate::{
     stats::{Estimate, Latencies, LatencySummary},
 };
 
+mod bounce;
 mod curve;
 mod exposure;
 pub mod html;
@@ -23,6 +24,7 @@ mod waits;
 #[cfg(test)]
 mod sample;
 
+pub use bounce::BounceSample;
 pub use exposure::{Exposure, ExposureSample, Reach};
 pub use waits::{SyncWaits, Waited, WaitsSample};
 
@@ -175,6 +177,21 @@ pub struct PolicyResult {
     pub exposure: Option<Exposure>,
     /// How long unmapped memory stayed reachable, as the probe found it.
     pub stale_window: Option<StaleWindow>,
+    /// Mappings that were copies in bounce slots, an I/O.
+    pub bounced_per_io: Option<f64>,
+    /// The same as a part of all mappings.
+    pub bounced_fraction: Option<f64>,
+    /// Bytes that were copied for them, in and out, an I/O.
+    pub copied_bytes_per_io: Option<f64>,
+    /// Mappings that were to be copies, and were mapped for want of a slot.
+    pub not_bounced: Option<u64>,
+    /// The most memory that the bounce pools had at a time, bytes.
+    pub pool_bytes: Option<u64>,
+    /// Memory of the pools that was taken to be filled and read in place, bytes at a time: the device
+    /// reaches it.
+    pub taken_bytes: Option<u64>,
+    /// What `auto` chose, and why, in words.
+    pub explain: Option<String>,
     /// Lookups of the device's IOTLB.
     pub iotlb: Option<Iotlb>,
     /// I/Os that failed or returned wrong bytes.
@@ -250,6 +267,8 @@ pub struct Sample {
     pub stale: Option<StaleWindow>,
     /// The DMA API's account of what stayed reachable.
     pub exposure: Option<ExposureSample>,
+    /// What was copied in bounce slots.
+    pub bounce: Option<BounceSample>,
     /// Lookups of the device's IOTLB.
     pub iotlb: Option<Iotlb>,
     /// I/Os that failed or returned wrong bytes.
@@ -290,6 +309,8 @@ pub struct PolicyRounds {
     pub effective_policy: String,
     /// Why it is another than the one asked for.
     pub fallback: Option<String>,
+    /// What `auto` chose, and why, in words.
+    pub explain: Option<String>,
     /// One a round, in order: round `i` of each policy ran next to round `i` of every other.
     pub rounds: Vec<Sample>,
     /// What a reader must know of this row.
@@ -434,6 +455,10 @@ impl PolicyResult {
         };
         let iommu = |f: fn(&IommuSample) -> u64| sum(&|s| s.iommu.as_ref().map(f));
         let ios = sum(&|s| Some(s.ios));
+        let bounce = |f: fn(&BounceSample) -> u64| sum(&|s| s.bounce.as_ref().map(f));
+        let most = |f: fn(&BounceSample) -> u64| {
+            rounds.iter().filter_map(|s| s.bounce.as_ref().map(f)).max()
+        };
         let mapped_gib = iommu(|i| i.mapped_bytes).map(|n| n / GIB);
         let mut latency = Latencies::new();
         let mut waits = Latencies::new();
@@ -478,6 +503,13 @@ impl PolicyResult {
                 accesses: a.accesses.saturating_add(b.accesses),
                 probes: a.probes.saturating_add(b.probes),
             }),
+            bounced_per_io: per(bounce(|b| b.bounced), ios),
+            bounced_fraction: per(bounce(|b| b.bounced), bounce(|b| b.maps)),
+            copied_bytes_per_io: per(bounce(|b| b.copied_bytes), ios),
+            not_bounced: bounce(|b| b.not_bounced).map(|n| n as u64),
+            pool_bytes: most(|b| b.pool_bytes),
+            taken_bytes: most(|b| b.taken_bytes),
+            explain: row.explain.clone(),
             iotlb: rounds.iter().filter_map(|s| s.iotlb).reduce(|a, b| Iotlb {
                 hits: a.hits.saturating_add(b.hits),
                 misses: a.misses.saturating_add(b.misses),

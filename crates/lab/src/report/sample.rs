@@ -31,6 +31,9 @@ pub(super) fn comparison() -> Comparison {
             ("lazy-mq", 0.9, 16.0),
             ("lazy-sq+map", 0.985, 1.0),
             ("lazy-mq+map", 0.98, 1.0),
+            ("bounce", 0.97, 0.0),
+            ("auto", 0.975, 0.5),
+            ("zero-copy", 0.999, 0.0),
         ]
         .map(|(policy, speed, syncs)| PolicyRounds {
             policy: policy.to_owned(),
@@ -94,7 +97,22 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
         thread_cpu_ns: Some(1_000_000_000),
         iommu,
         kicks: (policy != "host").then(|| per_io(0.3)),
-        stale: protected.then_some(StaleWindow {
+        bounce: matches!(policy, "bounce" | "auto" | "zero-copy").then(|| {
+            let bounced = match policy {
+                "bounce" => ios,
+                "auto" => ios / 2,
+                _ => 0,
+            };
+            BounceSample {
+                maps: if policy == "zero-copy" { 0 } else { ios },
+                bounced,
+                copied_bytes: bounced * block,
+                not_bounced: 0,
+                pool_bytes: 256 * block,
+                taken_bytes: if policy == "zero-copy" { 256 * block } else { 0 },
+            }
+        }),
+        stale: (protected && policy != "zero-copy").then_some(StaleWindow {
             max_ms: if lazy { 9.7 } else { 0.0 },
             byte_ms: if lazy { 3e9 } else { 0.0 },
             accesses: if lazy { 40 } else { 0 },

@@ -3,7 +3,7 @@
 
 use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
 
-use super::{Comparison, JobReport, Metric, PolicyResult, Reach, bytes, waits};
+use super::{Comparison, JobReport, Metric, PolicyResult, Reach, bounce, bytes, waits};
 use crate::{
     run::tuning::{TrustChoice, Tuning},
     stats::Estimate,
@@ -21,15 +21,18 @@ pub fn render(comparison: &Comparison) -> String {
         out.push_str(&wrap(&title(job)));
         out.push_str(&rows(job));
         let below = fallbacks(job).into_iter().chain(waits::told(job)).chain(waits::queues(job));
+        let below = below.chain(bounce::told(job));
         below.for_each(|text| out.push_str(&wrap(&text)));
     }
     out.push('\n');
     let any = |of: fn(&JobReport) -> bool| comparison.jobs.iter().any(of);
     let exposed = any(|job| !job.compares_allocators());
     let waited = any(|job| !waits::told(job).is_empty());
+    let bounced = any(|job| !bounce::told(job).is_empty());
     let told = LEGEND.lines().filter(|line| match line.trim_start() {
         line if line.starts_with("lies open") => exposed,
         line if line.starts_with("waits") || line.starts_with("µs") => waited,
+        line if line.starts_with("bounce") || line.starts_with("memory") => bounced,
         _ => true,
     });
     told.for_each(|line| out.extend([line, "\n"]));
@@ -52,6 +55,8 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
   stale      longest time an access still succeeded after unmap had returned, ms, as a probe found it (0: none did)
   waits      syncs an I/O (part of the job threads' time); flush: of a full queue or asked for; timer: none waits;
              µs that half and 99 of 100 of all its syncs took
+  bounce     mappings that were copies, bytes copied an I/O, mappings that found no slot; most memory of the pools;
+             memory taken to be filled and read in place: open, as what is persistent
 ";
 
 /// What was run, where: one sentence, on which every output agrees.
@@ -110,6 +115,8 @@ fn tuned(tuning: &Tuning) -> String {
         max_exposure_bytes,
         batch,
         chunk,
+        bounce_threshold,
+        bounce_quota,
         trust,
     } = *tuning;
     let parts = [
@@ -120,6 +127,8 @@ fn tuned(tuning: &Tuning) -> String {
         max_exposure_bytes.map(|n| format!("exposed {} at most", bytes(n))),
         (batch != Tuning::BATCH).then(|| format!("batches of {batch}")),
         (chunk != Tuning::CHUNK).then(|| format!("chunks of {chunk}")),
+        bounce_threshold.map(|n| format!("copied up to {}", bytes(n))),
+        bounce_quota.map(|n| format!("slots of {} at most", bytes(n))),
         (trust != TrustChoice::Auto).then(|| format!("disk {trust}")),
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
@@ -134,6 +143,27 @@ pub(super) fn fallbacks(job: &JobReport) -> Vec<String> {
         Some(format!("{} ran as {}{why}", marked(job, row), plain(effective)))
     };
     job.results.iter().filter_map(told).collect()
+}
+
+/// The rows of a job that chose, and what each says of it, line by line.
+pub(super) fn explained(job: &JobReport) -> Vec<(String, Vec<String>)> {
+    let told = |row: &PolicyResult| {
+        let lines = row.explain.as_ref()?.lines().map(plain).collect();
+        Some((marked(job, row), lines))
+    };
+    job.results.iter().filter_map(told).collect()
+}
+
+/// What the rows that chose say of it, a job after the other, for a terminal.
+pub fn explain(comparison: &Comparison) -> String {
+    let mut out = String::new();
+    for job in &comparison.jobs {
+        for (row, lines) in explained(job) {
+            out.push_str(&format!("\n{}, {row}:\n", plain(&job.name)));
+            lines.iter().for_each(|line| out.extend(["  ", line, "\n"]));
+        }
+    }
+    out
 }
 
 /// What a row is called, with a mark if it ran under another policy.
@@ -289,6 +319,22 @@ pub(crate) fn number(n: f64) -> String {
 /// Names come from job files: nothing in them may move a terminal's cursor.
 pub(crate) fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+/// Lines below the table, as many clauses in each as fit.
+pub(super) fn clauses(word: &str, clauses: impl Iterator<Item = String>) -> Vec<String> {
+    let columns = |text: &str| text.chars().count();
+    let mut lines: Vec<String> = Vec::new();
+    for clause in clauses {
+        match lines.last_mut() {
+            Some(line) if columns(line) + columns(&clause) + 2 <= WIDTH => {
+                line.extend(["; ", &clause]);
+            }
+            // Each begins with a word of its own: none looks like a row of the table.
+            _ => lines.push(format!("{word}: {clause}")),
+        }
+    }
+    lines
 }
 
 /// Breaks at blanks; what has none is broken where the line ends.
@@ -456,19 +502,44 @@ mod tests {
     }
 
     #[test]
+    fn what_was_copied_stands_below_the_table_and_why_where_it_is_asked() {
+        let mut comparison = sample::comparison();
+        let text = render(&comparison);
+        assert!(text.contains("\nbounce: bounce 100.0% copied, 64 KiB an I/O, "), "{text}");
+        assert!(text.contains("auto 50.0% copied, 32 KiB an I/O, 0 without a slot"), "{text}");
+        assert!(text.contains("\n  bounce     mappings that were copies"), "{text}");
+        assert_eq!(explain(&comparison), "");
+        let auto = comparison.jobs[0].results.iter_mut().find(|row| row.policy == "auto").unwrap();
+        auto.explain = Some("up to 16 KiB copied\nabove \u{1b}mapped\n".to_owned());
+        let text = explain(&comparison);
+        assert_eq!(text, "\nrandwrite_multi, auto:\n  up to 16 KiB copied\n  above ?mapped\n");
+        for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
+            row.pool_bytes = None;
+        }
+        let text = render(&comparison);
+        assert!(
+            !text.contains("bounce: ") && !text.contains("mappings that were copies"),
+            "{text}"
+        );
+    }
+
+    #[test]
     fn a_tuning_that_was_asked_for_is_told() {
         let mut comparison = sample::comparison();
         assert!(!headline(&comparison).contains("batches"));
         comparison.tuning = Tuning {
             max_exposure_ms: Some(5),
             max_exposure_bytes: Some(1 << 20),
+            bounce_threshold: Some(64 << 10),
+            bounce_quota: Some(1 << 20),
             batch: 1,
             chunk: 2,
             trust: TrustChoice::Untrusted,
             ..Tuning::default()
         };
         let line = headline(&comparison);
-        let told = "exposed 5 ms at most, exposed 1 MiB at most, batches of 1, chunks of 2, disk untrusted; ";
+        let told = "exposed 5 ms at most, exposed 1 MiB at most, batches of 1, chunks of 2, copied up to 64 KiB, \
+                    slots of 1 MiB at most, disk untrusted; ";
         assert!(line.contains(told), "{line}");
     }
 

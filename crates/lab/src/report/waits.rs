@@ -118,21 +118,7 @@ impl SyncWaits {
 
 /// What waited in the rows of a job, a clause a row, as many of them in a line as fit.
 pub(super) fn told(job: &JobReport) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
-    for clause in job.results.iter().filter_map(|row| clause(job, row)) {
-        match lines.last_mut() {
-            Some(line) if columns(line) + columns(&clause) + 2 <= table::WIDTH => {
-                line.extend(["; ", &clause]);
-            }
-            // Each begins with a word of its own: none looks like a row of the table.
-            _ => lines.push(format!("waits: {clause}")),
-        }
-    }
-    lines
-}
-
-fn columns(text: &str) -> usize {
-    text.chars().count()
+    table::clauses("waits", job.results.iter().filter_map(|row| clause(job, row)))
 }
 
 fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
 use ringfence_dma::{Policy, Trust};
 
@@ -17,9 +17,10 @@ use super::{
     Row, Usage,
     device::{DiskKind, open_disk},
     engine::{self, Content, Control, JobClone, Phase},
-    figures::{Conducted, Notes, exposure_sample, iommu_sample, waits_sample},
-    link::{Link, Plan, local_buffers},
+    figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample, waits_sample},
+    link::{Link, local_buffers},
     path::{FilePath, MemoryPath, Path},
+    plan::{Plan, Way},
     probe::Found,
     row::Line,
     space::Space,
@@ -59,6 +60,8 @@ pub struct Options {
     pub run_pages: usize,
     /// How policies are carried out.
     pub tuning: Tuning,
+    /// Whether it is to be told what `auto` chose, and why.
+    pub explain: bool,
     /// How to show progress.
     pub progress: Kind,
 }
@@ -91,6 +94,11 @@ const MOST_PIECES: usize = 1000;
 pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
     options.space.check(&options.allocators)?;
     options.tuning.check(&options.rows)?;
+    if options.explain && !options.rows.contains(&Row::Policy(Policy::Auto)) {
+        bail!(Usage(String::from(
+            "--explain: only auto chooses, and it is not among the rows asked for"
+        )));
+    }
     let lines = Line::all(&options.rows, &options.allocators);
     let mut jobs = file.jobs;
     let mut warnings: Vec<String> = file.warnings.iter().map(ToString::to_string).collect();
@@ -247,6 +255,8 @@ impl Stage<'_> {
                 for (kept, (sample, notes)) in results.iter_mut().zip(samples) {
                     kept.effective_policy.clone_from(&measured.effective);
                     kept.fallback.clone_from(&measured.fallback);
+                    // It has learnt the most in the last round.
+                    kept.explain.clone_from(&measured.explain);
                     if notes.torn && !kept.warnings.iter().any(|warning| warning == TORN) {
                         kept.warnings.push(TORN.to_owned());
                     }
@@ -339,14 +349,18 @@ impl Stage<'_> {
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         match row {
-            Row::Policy(_) | Row::Persistent => {
+            Row::Policy(_) | Row::Persistent | Row::ZeroCopy => {
                 let plan = Plan {
                     policy: match row {
                         Row::Policy(policy) => policy,
                         // What is mapped once needs one sync, and is unmapped for good.
                         _ => Policy::StrictMap,
                     },
-                    persistent: row == Row::Persistent,
+                    way: match row {
+                        Row::Persistent => Way::Persistent,
+                        Row::ZeroCopy => Way::ZeroCopy,
+                        _ => Way::Streaming,
+                    },
                     // Under `off` it is never asked.
                     allocator: allocator.unwrap_or_default(),
                     space: self.options.space,
@@ -448,16 +462,23 @@ impl Stage<'_> {
         drop(paths);
         // What is queued still was exposed until now.
         link.dma.flush().context("the last flush")?;
+        if let Some(pools) = link.dma.pools() {
+            let slots = pools.stats().slots;
+            ensure!(slots == 0, "{slots} bounce slots were not given back: {:?}", pools.holders());
+        }
         let exposure = protected.then(|| exposure_sample(&link.dma.stats()));
+        let pool_bytes = link.most_pool_bytes();
+        let explain = link.choices();
         let fallback = link.dma.fallback().map(|why| why.to_string());
         // What keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
-        let effective = match plan.persistent {
-            true => Row::Persistent.to_string(),
-            false => link.dma.effective_policy().to_string(),
+        let effective = match plan.way {
+            Way::Persistent => Row::Persistent.to_string(),
+            Way::ZeroCopy => Row::ZeroCopy.to_string(),
+            Way::Streaming => link.dma.effective_policy().to_string(),
         };
         let report = link.close()?;
         // Nothing is unmapped while it runs, so there is nothing to probe.
-        let probed = exposure.filter(|_| !plan.persistent);
+        let probed = exposure.filter(|_| plan.way == Way::Streaming);
         let stale = probed.map(|exposure| StaleWindow {
             max_ms: found.max_ns as f64 / 1e6,
             byte_ms: exposure.byte_ns as f64 / 1e6,
@@ -479,6 +500,7 @@ impl Stage<'_> {
                     let waits = waits_sample(waits0, waits1, all_ios, thread_ns);
                     sample.iommu = Some(IommuSample { waits, ..iommu });
                 }
+                sample.bounce = pool_bytes.map(|bytes| bounce_sample(dma0, dma1, share, bytes));
                 let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
                 sample.kicks = sample.kicks.map(|own| own + kicks as u64);
                 sample.stale = stale;
@@ -486,7 +508,7 @@ impl Stage<'_> {
                 sample.iotlb = iotlb;
             },
         );
-        Ok(Measured { samples, notes, effective, fallback, leak, failure: None })
+        Ok(Measured { samples, notes, effective, fallback, explain, leak, failure: None })
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
@@ -609,6 +631,8 @@ struct Measured {
     effective: String,
     /// Why that is another policy than the one asked for.
     fallback: Option<String>,
+    /// What `auto` chose, and why.
+    explain: Option<String>,
     leak: Option<String>,
     /// What broke a round that leaked.
     failure: Option<anyhow::Error>,

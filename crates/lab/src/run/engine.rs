@@ -298,8 +298,10 @@ impl<'c> Runner<'c> {
             let now = self.clock.now_ns();
             for completed in done.drain(..) {
                 let Completed { token, mut buffer, ok } = completed;
-                match self.complete(token, &mut buffer, ok, now, phase == Phase::Measured) {
+                let data = path.bytes(&mut buffer, token);
+                match self.complete(token, data, ok, now, phase == Phase::Measured) {
                     Next::Free => {
+                        path.give_back(token);
                         let task = &self.tasks[token as usize];
                         self.pools[task.clone].put(task.buffer, buffer);
                         ready.push_back(token);
@@ -331,21 +333,22 @@ impl<'c> Runner<'c> {
         }
         let Some(io) = clone.workload.next() else { return Ok(false) };
         // As many buffers as tasks: there is one for each that is ready.
-        let Some((number, buffer)) = self.pools[task.clone].take(io.op) else {
+        let Some((number, mut buffer)) = self.pools[task.clone].take(io.op) else {
             bail!("a job has more I/O under way than buffers");
         };
         task.io = io;
         task.buffer = number;
         task.repeats = 0;
+        buffer.set_len(io.len as usize);
+        path.take(io.op, io.len, token)?;
         self.submit(path, token, buffer)?;
         Ok(true)
     }
 
     fn submit<P: Path>(&mut self, path: &mut P, token: u32, mut buffer: PagedBuffer) -> Result<()> {
         let task = &mut self.tasks[token as usize];
-        let Io { op, offset, len } = task.io;
-        buffer.set_len(len as usize);
-        let data = buffer.bytes_mut();
+        let Io { op, offset, .. } = task.io;
+        let data = path.bytes(&mut buffer, token);
         match op {
             Op::Write => {
                 let sequence = self.control.sequence.fetch_add(1, Ordering::Relaxed);
@@ -361,14 +364,7 @@ impl<'c> Runner<'c> {
     }
 
     /// Checks what has come back and counts it.
-    fn complete(
-        &mut self,
-        token: u32,
-        buffer: &mut PagedBuffer,
-        ok: bool,
-        now_ns: u64,
-        measured: bool,
-    ) -> Next {
+    fn complete(&mut self, token: u32, data: &[u8], ok: bool, now_ns: u64, measured: bool) -> Next {
         self.under_way -= 1;
         let Content { format, foreign, tears } = self.content;
         let task = &mut self.tasks[token as usize];
@@ -376,7 +372,7 @@ impl<'c> Runner<'c> {
         let wrong = match (ok, task.io.op) {
             (false, op) => Some(format!("{op:?} at {:#x} failed", task.io.offset)),
             (true, Op::Write) => None,
-            (true, Op::Read) => match format.check(buffer.bytes_mut(), task.io.offset) {
+            (true, Op::Read) => match format.check(data, task.io.offset) {
                 Ok(_) => None,
                 // What others wrote cannot be judged, only whether it came.
                 Err(error) if foreign && !matches!(error, BlockError::NotTransferred { .. }) => {

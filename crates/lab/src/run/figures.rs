@@ -8,7 +8,7 @@ use ringfence_virtio_iommu::driver::Stats as IommuStats;
 use super::engine::{Counted, Ran};
 use crate::{
     job::Job,
-    report::{ExposureSample, IommuSample, Sample, WaitsSample},
+    report::{BounceSample, ExposureSample, IommuSample, Sample, WaitsSample},
     stats::Latencies,
 };
 
@@ -103,13 +103,15 @@ pub(super) fn iommu_sample(
     let time = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
         let ((sampled0, calls0), (sampled1, calls1)) = (of(dma0), of(dma1));
         let count = sampled1.count - sampled0.count;
+        let calls = calls1.saturating_sub(calls0);
         // The allocator's times are differences, which a clock's jitter may make smaller.
         let ns = sampled1.ns.saturating_sub(sampled0.ns);
-        if count == 0 { 0.0 } else { ns as f64 / count as f64 * (calls1 - calls0) as f64 }
+        if count == 0 { 0.0 } else { ns as f64 / count as f64 * calls as f64 }
     };
     let map_ns = time(|stats| (stats.map_time, stats.maps));
     let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
-    let alloc_ns = time(|stats| (stats.alloc_time, stats.maps));
+    // A copy lies where its slot does.
+    let alloc_ns = time(|stats| (stats.alloc_time, stats.maps.saturating_sub(stats.bounced)));
     let free_ns = time(|stats| (stats.free_time, stats.frees));
     let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
     let iommu = iommu1.since(iommu0);
@@ -127,6 +129,28 @@ pub(super) fn iommu_sample(
         syncs: part(iommu.syncs as f64),
         sync_wait,
         waits: WaitsSample::default(),
+    }
+}
+
+/// What was copied between two takings of stock, of which this job has `share`, in pools that had
+/// `pool_bytes` of memory at most.
+pub(super) fn bounce_sample(
+    dma0: &DmaStats,
+    dma1: &DmaStats,
+    share: f64,
+    pool_bytes: u64,
+) -> BounceSample {
+    let part = |of: fn(&DmaStats) -> u64| ((of(dma1) - of(dma0)) as f64 * share) as u64;
+    let maps = part(|stats| stats.maps);
+    BounceSample {
+        maps,
+        // Counts are read one by one, and a mapping may lie between the two.
+        bounced: part(|stats| stats.bounced).min(maps),
+        copied_bytes: part(|stats| stats.copied_bytes),
+        not_bounced: part(|stats| stats.not_bounced),
+        pool_bytes,
+        // As many as there are at any moment of the measured part.
+        taken_bytes: dma1.taken_bytes,
     }
 }
 

@@ -16,14 +16,13 @@ use std::{
 use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
 use ringfence_devices::{
-    blk::{Batching, DriverQueue, QueueLayout},
+    blk::{DriverQueue, QueueLayout},
     event,
     ram::{PagedBuffer, RamMemory, RamPart},
     worker::Notify,
 };
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BouncePools, Coherent, Config, Device, Direction, Environment,
-    Policy, Trust, Written,
+    BounceLimits, BouncePools, Coherent, Config, Device, Direction, Environment, Policy,
 };
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
@@ -38,14 +37,15 @@ use ringfence_virtq::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
-    device::{DiskKind, ENDPOINT, Report, Setup},
+    device::{ENDPOINT, Report, Setup},
+    meter::{Meter, Metered},
     path::{LinkPath, VirtioPath},
     persistent::PersistentPath,
+    plan::{Plan, Way},
     probe::Probe,
-    space::{AnyAllocator, Needs, Space},
-    tuning::Tuning,
+    space::{AnyAllocator, Needs},
+    zero_copy::ZeroCopyPath,
 };
-use crate::allocators::AllocatorKind;
 
 /// How long the device process may take for any answer on its sockets.
 const ANSWER: Duration = Duration::from_secs(20);
@@ -59,47 +59,15 @@ const PAGE: usize = 4096;
 /// The most runs of pages that buffers are scattered in.
 const MOST_RUNS: usize = 30_000;
 
-/// Addresses of guest memory for bounce slots. No page of it is used before it is wanted.
-const POOLS: usize = 512 << 20;
-
 /// The DMA API as the jobs use it.
 pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
-
-/// What a link is for.
-#[derive(Clone)]
-pub(crate) struct Plan {
-    pub(crate) policy: Policy,
-    /// Whether buffers are mapped once and stay mapped.
-    pub(crate) persistent: bool,
-    /// Who hands out I/O virtual addresses, and from where.
-    pub(crate) allocator: AllocatorKind,
-    pub(crate) space: Space,
-    pub(crate) notify: Notify,
-    pub(crate) kind: DiskKind,
-    pub(crate) disk: Arc<OwnedFd>,
-    pub(crate) disk_bytes: u64,
-    /// Queues, with a job thread and a worker each.
-    pub(crate) queues: u16,
-    /// Requests under way in each queue.
-    pub(crate) depth: usize,
-    /// The most pieces that a buffer lies in.
-    pub(crate) pieces: usize,
-    /// How long each buffer is.
-    pub(crate) buffers: Vec<usize>,
-    /// Pages of a buffer that lie side by side in guest memory.
-    pub(crate) run_pages: usize,
-    /// How the policy is carried out.
-    pub(crate) tuning: Tuning,
-    /// Whether the disk is trusted.
-    pub(crate) trust: Trust,
-    /// How requests share mappings and syncs.
-    pub(crate) batching: Batching,
-}
 
 /// A link to a running device process.
 pub(crate) struct Link {
     // In the order of an orderly end: queues and mappings first, then the sockets, then the child.
     pub(crate) dma: Dma,
+    /// Of the bounce pools, if there are any.
+    meter: Option<Arc<Meter>>,
     rings: Vec<RingMemory>,
     pub(crate) iommu: Arc<Driver>,
     domain: Arc<ViommuDomain>,
@@ -112,6 +80,8 @@ pub(crate) struct Link {
 }
 
 /// Holds a queue's memory for as long as the device may use it.
+// One a queue: the size of the larger costs nothing.
+#[allow(clippy::large_enum_variant)]
 enum RingMemory {
     Plain(RamPart),
     Mapped(Coherent<RamPart>),
@@ -139,10 +109,10 @@ impl Link {
         let own = 2 * PAGE * usize::from(IOMMU_RING);
         let mut lens = plan.buffers.clone();
         // A page for each queue's probe.
-        if !plan.persistent {
+        if plan.way == Way::Streaming {
             lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
         }
-        let pools = if plan.policy.bounces() || plan.trust != Trust::Trusted { POOLS } else { 0 };
+        let pools = plan.pool_bytes();
         let ram = GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + own + pools, GUEST_BASE)
             .context("making the guest memory")?;
 
@@ -163,8 +133,12 @@ impl Link {
         let mapped: Vec<usize> = lens.iter().copied().chain(rings).collect();
         let memory = match pools {
             0 => None,
-            bytes => Some(RamMemory::carve(&ram, bytes).context("memory for bounce slots")?),
+            bytes => {
+                let memory = RamMemory::carve(&ram, bytes).context("memory for bounce slots")?;
+                Some(Metered::new(memory))
+            }
         };
+        let meter = memory.as_ref().map(Metered::meter);
         let dma = make_dma(plan, &domain, &mapped, memory)?;
 
         let mut blk_front = Frontend::new(blk_socket, ANSWER);
@@ -219,7 +193,7 @@ impl Link {
 
         let mut buffers = scatter(&ram, &lens, plan.run_pages)?;
         let mut paths = Vec::new();
-        if plan.persistent {
+        if plan.way == Way::Persistent {
             let first = buffers.first().context("a buffer to map")?;
             // SAFETY: a job thread touches a buffer only while no request of its is under way, and
             // when the arena goes the paths and their requests are gone.
@@ -231,6 +205,9 @@ impl Link {
                     LinkPath::Persistent(PersistentPath::new(queue, Arc::clone(&arena)))
                 }),
             );
+        } else if plan.way == Way::ZeroCopy {
+            let path = |queue| LinkPath::ZeroCopy(ZeroCopyPath::new(dma.clone(), queue));
+            paths.extend(queues.into_iter().map(path));
         } else {
             for queue in queues {
                 let page = buffers.pop().context("a page for each probe")?;
@@ -243,6 +220,7 @@ impl Link {
         }
         let link = Link {
             dma,
+            meter,
             rings,
             iommu,
             domain,
@@ -258,6 +236,18 @@ impl Link {
     /// CPU time of the device process so far, in nanoseconds.
     pub(crate) fn device_cpu_ns(&self) -> u64 {
         self.process.cpu_ns()
+    }
+
+    /// The most bytes of memory that the bounce pools had; `None` without pools.
+    pub(crate) fn most_pool_bytes(&self) -> Option<u64> {
+        self.meter.as_ref().map(|meter| meter.most())
+    }
+
+    /// What `auto` chose, and why, in words. `None` under other policies.
+    ///
+    // HOOK(explain): becomes `self.dma.choices().map(|choices| choices.to_string())`.
+    pub(crate) fn choices(&self) -> Option<String> {
+        None
     }
 
     /// How the device process ended, if it has: it should not, before it is hung up.
@@ -290,7 +280,7 @@ fn make_dma(
     plan: &Plan,
     domain: &Arc<ViommuDomain>,
     mapped: &[usize],
-    memory: Option<RamMemory>,
+    memory: Option<Metered<RamMemory>>,
 ) -> Result<Dma> {
     let reserved = domain.geometry().reserved;
     let reserved: Vec<(u64, u64)> =
@@ -302,13 +292,14 @@ fn make_dma(
         sample_every: SAMPLE_EVERY,
         flush: Some(plan.tuning.flush(plan.policy)),
         trust: plan.trust,
-        bounce: BounceConfig { written: Written::Reported, ..BounceConfig::default() },
+        bounce: plan.bounce(),
         ..Config::default()
     };
     let device = match memory {
         None => Device::new(Arc::clone(domain), allocator, config),
         Some(memory) => {
-            let limits = BounceLimits { max_bytes: POOLS as u64, ..BounceLimits::default() };
+            let max_bytes = plan.pool_bytes() as u64;
+            let limits = BounceLimits { max_bytes, ..BounceLimits::default() };
             let (for_domain, for_allocator) = (Arc::clone(domain), Arc::clone(&allocator));
             let pools = BouncePools::new(for_domain, for_allocator, memory, limits)
                 .context("setting up the bounce pools")?;

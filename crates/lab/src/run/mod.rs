@@ -11,6 +11,9 @@
 //! | `engine` | one job thread |
 //! | `path` | the ways from a job to the disk: virtqueues, or none |
 //! | `probe` | whether unmapped memory is still reached |
+//! | `persistent`, `zero_copy` | ways in memory that stays mapped |
+//! | `plan` | what a link is for |
+//! | `meter` | how much memory the bounce pools have |
 //! | `link` | the driver process's side: memory, front ends, the DMA API |
 //! | [`device`] | the device process |
 //! | `target` | the disk |
@@ -20,14 +23,17 @@ pub mod device;
 mod engine;
 mod figures;
 mod link;
+mod meter;
 mod path;
 mod persistent;
+mod plan;
 mod pool;
 mod probe;
 mod row;
 pub mod space;
 mod target;
 pub mod tuning;
+mod zero_copy;
 
 pub use compare::{Ended, Options, compare};
 pub use device::device_main;

@@ -12,7 +12,10 @@ use ringfence_devices::{
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtio_iommu::driver::ViommuDomain;
 
-use super::{link::Dma, persistent::PersistentPath, probe::Probe, space::AnyAllocator};
+use super::{
+    link::Dma, persistent::PersistentPath, probe::Probe, space::AnyAllocator,
+    zero_copy::ZeroCopyPath,
+};
 use crate::workload::Op;
 
 /// What came back from the disk.
@@ -26,6 +29,18 @@ pub(crate) struct Completed {
 pub(crate) trait Path {
     /// How many requests can be under way at a time.
     fn depth(&self) -> usize;
+    /// Readies the memory of a request of `len` bytes. Unless a path has other memory, that is the
+    /// job's own buffer, and there is nothing to do.
+    fn take(&mut self, _op: Op, _len: u32, _token: u32) -> Result<()> {
+        Ok(())
+    }
+    /// The memory of a request that is not under way: to be filled before it is submitted, to be
+    /// checked when it has completed. `own` is the job's buffer for it.
+    fn bytes<'a>(&'a mut self, own: &'a mut PagedBuffer, _token: u32) -> &'a mut [u8] {
+        own.bytes_mut()
+    }
+    /// Lets go of what [`take`](Self::take) took.
+    fn give_back(&mut self, _token: u32) {}
     /// Starts a request; there is room for it.
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()>;
     /// Makes what was started known to the other side.
@@ -58,6 +73,7 @@ pub(crate) trait Path {
 pub(crate) enum LinkPath {
     Mapped(VirtioPath),
     Persistent(PersistentPath),
+    ZeroCopy(ZeroCopyPath),
 }
 
 impl LinkPath {
@@ -65,6 +81,7 @@ impl LinkPath {
         match self {
             LinkPath::Mapped(path) => path,
             LinkPath::Persistent(path) => path,
+            LinkPath::ZeroCopy(path) => path,
         }
     }
 
@@ -72,6 +89,7 @@ impl LinkPath {
         match self {
             LinkPath::Mapped(path) => path,
             LinkPath::Persistent(path) => path,
+            LinkPath::ZeroCopy(path) => path,
         }
     }
 }
@@ -79,6 +97,15 @@ impl LinkPath {
 impl Path for LinkPath {
     fn depth(&self) -> usize {
         self.look().depth()
+    }
+    fn take(&mut self, op: Op, len: u32, token: u32) -> Result<()> {
+        self.path().take(op, len, token)
+    }
+    fn bytes<'a>(&'a mut self, own: &'a mut PagedBuffer, token: u32) -> &'a mut [u8] {
+        self.path().bytes(own, token)
+    }
+    fn give_back(&mut self, token: u32) {
+        self.path().give_back(token);
     }
     #[inline]
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {

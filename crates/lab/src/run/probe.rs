@@ -4,6 +4,9 @@
 //! job uses, so that the worker's caches are warm), unmaps it as the policy says, in one batch with
 //! the job's own, and then hands the device the same descriptor again and again until it is refused. The IOVA is parked
 //! meanwhile, so that no buffer of the job can have it. GET_ID goes to no disk and is not paced.
+//!
+//! Of a mapping that is a copy the address stays valid, and leads to the slot: the device carries
+//! the descriptor out, and what counts is that the page itself stays as it was.
 
 use anyhow::{Context, Result};
 use ringfence_devices::{
@@ -120,8 +123,7 @@ impl Probe {
             State::Stale { mut buffer, iova, segment, bounced, unmapped_ns } => {
                 let now = self.clock.now_ns();
                 let id = &mut buffer.bytes_mut()[..DISK_ID.len()];
-                // Either is a breach: the device says so, or the bytes do.
-                // A slot stays mapped: what counts there is that the page is as it was.
+                // Either is a breach: the device says so (of a slot it may), or the bytes do.
                 let said = ok && !bounced;
                 let reached = said || id.iter().any(|&byte| byte != BLANK);
                 id.fill(BLANK);

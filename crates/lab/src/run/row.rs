@@ -17,6 +17,9 @@ pub enum Row {
     /// The job through virtqueues, in buffers that are mapped once and stay mapped: the device
     /// reaches them as long as the job runs.
     Persistent,
+    /// The job through virtqueues, each I/O in memory of the bounce pools, filled and read in place:
+    /// nothing is copied or mapped, and the device reaches that memory as long as the job runs.
+    ZeroCopy,
     /// The job through virtqueues and the DMA API under a policy.
     Policy(Policy),
 }
@@ -43,6 +46,7 @@ impl fmt::Display for Row {
             Row::Host => f.pad("host"),
             Row::IoUring => f.pad("io_uring"),
             Row::Persistent => f.pad("persistent"),
+            Row::ZeroCopy => f.pad("zero-copy"),
             Row::Policy(policy) => f.pad(policy.name()),
         }
     }
@@ -56,8 +60,9 @@ impl FromStr for Row {
             "host" => Ok(Row::Host),
             "io_uring" => Ok(Row::IoUring),
             "persistent" => Ok(Row::Persistent),
+            "zero-copy" => Ok(Row::ZeroCopy),
             _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
-                format!("{error}; also host, io_uring and persistent")
+                format!("{error}; also host, io_uring, persistent and zero-copy")
             }),
         }
     }
@@ -78,7 +83,7 @@ impl Line {
             Row::Host | Row::IoUring | Row::Policy(Policy::Off) => {
                 vec![Line { row, allocator: None }]
             }
-            Row::Persistent | Row::Policy(_) => {
+            Row::Persistent | Row::ZeroCopy | Row::Policy(_) => {
                 allocators.iter().map(|&kind| Line { row, allocator: Some(kind) }).collect()
             }
         };
@@ -101,23 +106,25 @@ mod tests {
 
     #[test]
     fn what_maps_is_there_once_for_each_allocator() {
-        let rows = Row::parse_list("host,off,persistent,lazy-mq").unwrap();
+        let rows = Row::parse_list("host,off,persistent,zero-copy,bounce").unwrap();
         let lines = Line::all(&rows, &[AllocatorKind::RbTree, AllocatorKind::Ringfence]);
         let names: Vec<String> = lines.iter().map(Line::to_string).collect();
-        let wanted =
-            ["persistent/rbtree", "persistent/ringfence", "lazy-mq/rbtree", "lazy-mq/ringfence"];
-        assert_eq!(names, [&["host", "off"][..], &wanted].concat());
+        let of = |row| [format!("{row}/rbtree"), format!("{row}/ringfence")];
+        let wanted = ["persistent", "zero-copy", "bounce"].map(of).concat();
+        assert_eq!(names, [&["host".to_owned(), "off".to_owned()][..], &wanted].concat());
     }
 
     #[test]
     fn rows_are_named_as_the_table_names_them() {
-        let rows = Row::parse_list("host, off,lazy-mq+map,io_uring,persistent").unwrap();
+        let rows =
+            Row::parse_list("host, off,lazy-mq+map,io_uring,persistent,zero-copy,auto").unwrap();
         let names: Vec<String> = rows.iter().map(Row::to_string).collect();
-        assert_eq!(names, ["host", "off", "lazy-mq+map", "io_uring", "persistent"]);
+        let wanted = ["host", "off", "lazy-mq+map", "io_uring", "persistent", "zero-copy", "auto"];
+        assert_eq!(names, wanted);
         assert!(Row::parse_list("off,off").is_err());
         assert!(Row::parse_list("").is_err());
         let error = Row::parse_list("of").unwrap_err();
-        assert!(error.contains("strict+map") && error.contains("persistent"), "{error}");
+        assert!(error.contains("strict+map") && error.contains("zero-copy"), "{error}");
     }
 
     #[test]

@@ -30,6 +30,10 @@ pub struct Tuning {
     pub batch: usize,
     /// The most buffers that become one mapping where they lie side by side.
     pub chunk: usize,
+    /// The longest mapping that `bounce` copies, bytes.
+    pub bounce_threshold: Option<u64>,
+    /// The most bytes of bounce slots that the disk may hold at a time.
+    pub bounce_quota: Option<u64>,
     /// Whether the disk is trusted.
     pub trust: TrustChoice,
 }
@@ -63,8 +67,29 @@ impl Tuning {
             Some((option, _)) => Err(Usage(format!(
                 "{option}: only lazy policies leave unmapped memory exposed, and none is asked for"
             ))),
-            None => Ok(()),
+            None => self.check_bounce(rows),
         }
+    }
+
+    fn check_bounce(&self, rows: &[Row]) -> Result<(), Usage> {
+        if self.bounce_threshold.is_some() && !rows.contains(&Row::Policy(Policy::Bounce)) {
+            return Err(Usage(String::from(
+                "--bounce-threshold: only bounce copies by length, and it is not among the rows \
+                 asked for",
+            )));
+        }
+        let takes = |row: &Row| match row {
+            Row::Policy(policy) => policy.bounces(),
+            row => *row == Row::ZeroCopy,
+        };
+        let pools = rows.iter().any(takes) || self.trust == TrustChoice::Untrusted;
+        if self.bounce_quota.is_some() && !pools {
+            return Err(Usage(String::from(
+                "--bounce-quota: no row asked for uses bounce slots: bounce, auto and zero-copy do, \
+                 and every row of an untrusted disk",
+            )));
+        }
+        Ok(())
     }
 
     /// How the flush queues of `policy` are tuned: as Linux does it, as far as nothing else is asked
@@ -92,6 +117,8 @@ impl Default for Tuning {
             max_exposure_bytes: None,
             batch: Tuning::BATCH,
             chunk: Tuning::CHUNK,
+            bounce_threshold: None,
+            bounce_quota: None,
             trust: TrustChoice::default(),
         }
     }
@@ -195,6 +222,24 @@ mod tests {
             tuning.check(&rows("off,lazy-mq")).unwrap();
         }
         Tuning::default().check(&rows("off")).unwrap();
+    }
+
+    #[test]
+    fn what_bounds_copies_needs_a_row_that_copies() {
+        let threshold = Tuning { bounce_threshold: Some(4096), ..Tuning::default() };
+        let quota = Tuning { bounce_quota: Some(1 << 20), ..Tuning::default() };
+        threshold.check(&rows("off,bounce")).unwrap();
+        for list in ["off,auto", "zero-copy", "strict+map"] {
+            let error = threshold.check(&rows(list)).unwrap_err().0;
+            assert!(error.contains("--bounce-threshold"), "{list}: {error}");
+        }
+        for list in ["bounce", "off,auto", "zero-copy"] {
+            quota.check(&rows(list)).unwrap();
+        }
+        let error = quota.check(&rows("off,persistent,lazy-mq")).unwrap_err().0;
+        assert!(error.contains("--bounce-quota"), "{error}");
+        let untrusted = Tuning { trust: TrustChoice::Untrusted, ..quota };
+        untrusted.check(&rows("strict")).unwrap();
     }
 
     #[test]

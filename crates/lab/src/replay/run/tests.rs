@@ -2,7 +2,11 @@ use proptest::prelude::*;
 use ringfence_dma::Policy;
 
 use super::*;
-use crate::{allocators::PlacementName, progress::Kind, replay::sample};
+use crate::{
+    allocators::PlacementName,
+    progress::Kind,
+    replay::{options::default_policies, sample},
+};
 
 fn recording(stream: Stream) -> Recording {
     Recording {
@@ -73,7 +77,7 @@ fn every_allocator_and_policy_has_its_row() {
         }
     }
     assert_eq!(trace.allocators[4].ratio_to_ringfence.unwrap().median, 1.0);
-    assert_eq!(trace.policies.len(), 1 + Policy::ALL.len() - 1);
+    assert_eq!(trace.policies.len(), 1 + default_policies().len());
 }
 
 #[test]
@@ -156,12 +160,12 @@ proptest! {
             aperture_bits: bits,
             repeat: 1,
             flush_queue_slots: Some(4),
-            policies: Policy::ALL.to_vec(),
+            policies: [vec![Policy::Off], default_policies()].concat(),
             ..short()
         };
         let trace = run(derivation.finish(), options, false);
         prop_assert_eq!(trace.allocators.len(), 5);
-        prop_assert_eq!(trace.policies.len(), 1 + Policy::ALL.len());
+        prop_assert_eq!(trace.policies.len(), 2 + default_policies().len());
         for row in &trace.policies[2..] {
             prop_assert!(row.failures.unwrap() <= trace.allocations);
         }

@@ -1,0 +1,189 @@
+//! Rows whose I/O goes through the bounce pools: copied, or filled and read in place.
+
+mod common;
+
+use common::{Place, number, policies, row};
+use serde_json::Value;
+
+/// As short as it can be, and still something is measured.
+const SHORT: [&str; 4] = ["--repeat", "1", "--runtime", "0.1"];
+const ROWS: [&str; 2] = ["--policy", "off,strict+map,bounce,auto,zero-copy"];
+
+fn measure(lines: &str, arguments: &[&str]) -> Value {
+    let lines = lines.replace(' ', "\n");
+    let job = format!("[job]\nrw=randrw\nsize=32m\niodepth=8\nnumjobs=2\ntime_based\n{lines}\n");
+    Place::new().measure(&job, &[&SHORT[..], arguments].concat())
+}
+
+/// Of the row `policy`, the number at `path`.
+fn of(json: &Value, policy: &str, path: &str) -> f64 {
+    number(row(json, 0, policy), path)
+}
+
+/// That a row promised what strict promises, was probed, and kept it.
+fn is_strict(json: &Value, policy: &str) {
+    let row = row(json, 0, policy);
+    assert_eq!(row["exposure"]["reach"], "none", "{row}");
+    assert_eq!(number(row, "/exposure/max_ms"), 0.0, "{row}");
+    assert!(number(row, "/stale_window/probes") > 0.0, "{row}");
+    assert_eq!(number(row, "/stale_window/accesses"), 0.0, "{row}");
+}
+
+#[test]
+fn what_is_copied_asks_for_nothing_and_is_as_safe_as_strict() {
+    let json = measure("bs=64k", &ROWS);
+    assert_eq!(policies(&json, 0), ["off", "strict+map", "bounce", "auto", "zero-copy"]);
+    for policy in ["strict+map", "bounce", "auto"] {
+        is_strict(&json, policy);
+    }
+    let bounce = row(&json, 0, "bounce");
+    assert_eq!(bounce["effective_policy"], "bounce");
+    assert_eq!(number(bounce, "/bounced_fraction"), 1.0);
+    // Once an I/O: 64 KiB there, or back. The probe's pages are among them.
+    let copied = number(bounce, "/copied_bytes_per_io");
+    assert!((50e3..90e3).contains(&copied), "{copied}");
+    assert!((0.8..1.5).contains(&number(bounce, "/bounced_per_io")), "{bounce}");
+    assert_eq!(number(bounce, "/not_bounced"), 0.0);
+    assert!(number(bounce, "/pool_bytes") >= 65536.0, "{bounce}");
+    assert_eq!(number(bounce, "/taken_bytes"), 0.0);
+    // The pools' own growth is all that the IOMMU is asked for.
+    let requests = ["strict+map", "bounce"].map(|policy| of(&json, policy, "/requests_per_io"));
+    assert!(requests[1] < requests[0] / 10.0, "{requests:?}");
+    let auto = row(&json, 0, "auto");
+    assert_eq!(auto["effective_policy"], "auto");
+    assert!((0.0..=1.0).contains(&number(auto, "/bounced_fraction")), "{auto}");
+    // Who maps has no pools.
+    assert_eq!(row(&json, 0, "strict+map")["pool_bytes"], Value::Null);
+}
+
+#[test]
+fn what_is_filled_in_place_is_neither_copied_nor_called_strict() {
+    let json = measure("bs=64k", &ROWS);
+    let row = row(&json, 0, "zero-copy");
+    assert_eq!(row["effective_policy"], "zero-copy");
+    assert_eq!(row["exposure"]["reach"], "persistent");
+    assert_eq!(row["exposure"]["byte_ms_per_gib"], Value::Null);
+    assert_eq!(row["stale_window"], Value::Null, "nothing is unmapped that could be probed");
+    assert_eq!(number(row, "/copied_bytes_per_io"), 0.0);
+    assert_eq!(row["bounced_fraction"], Value::Null, "nothing is mapped");
+    assert!(number(row, "/requests_per_io") < 0.5, "{row}");
+    // No more than is in flight.
+    let taken = number(row, "/taken_bytes");
+    assert!((65536.0..=16.0 * 65536.0).contains(&taken), "{taken}");
+    assert!(number(row, "/pool_bytes") >= taken, "{row}");
+}
+
+#[test]
+fn sizes_from_a_sector_to_a_mebibyte_go_every_way() {
+    let rows = ["--policy", "strict+map,bounce,auto,zero-copy"];
+    let several = ["--queues", "2", "--notify", "sleep"];
+    let together = ["--page-run", "512", "--disk", "ram"];
+    for (lines, arguments) in [
+        ("bs=512", &several[..]),
+        ("bs=512", &together),
+        ("bs=6k", &together),
+        ("bs=4k,64k", &several),
+        ("bs=64k", &together),
+        ("bs=1m", &several),
+        ("bs=1m", &together),
+        // Longer than any slot that is kept, and than what `bounce` copies.
+        ("bs=8m size=64m iodepth=1", &["--page-run", "4"]),
+    ] {
+        let json = measure(lines, &[&rows[..], arguments].concat());
+        let copied = of(&json, "bounce", "/bounced_fraction");
+        assert!(copied == 1.0 || lines.contains("8m"), "{lines}: {copied}");
+        is_strict(&json, "bounce");
+    }
+}
+
+#[test]
+fn slots_serve_direct_io_on_a_file() {
+    let place = Place::new();
+    let job = "[job]\nrw=randrw\nbs=4k,64k\nsize=8m\niodepth=8\ntime_based\n";
+    let json = place.measure(job, &[&SHORT[..], &ROWS, &["--disk", "disk.img"]].concat());
+    assert_eq!(of(&json, "bounce", "/bounced_fraction"), 1.0);
+    assert_eq!(place.names(), ["job.fio"]);
+}
+
+#[test]
+fn what_is_longer_than_the_threshold_is_mapped() {
+    let rows = ["--policy", "bounce", "--bounce-threshold", "16k"];
+    let json = measure("bs=4k,64k", &rows);
+    assert_eq!(json["tuning"]["bounce_threshold"], 16 << 10);
+    is_strict(&json, "bounce");
+    // The reads are copied, the writes are not.
+    let copied = of(&json, "bounce", "/bounced_fraction");
+    assert!((0.1..0.9).contains(&copied), "{copied}");
+    assert!(of(&json, "bounce", "/requests_per_io") > 1.0);
+    // Nothing is so short, the probe's pages included.
+    let rows = ["--policy", "bounce", "--bounce-threshold", "512"];
+    assert_eq!(of(&measure("bs=4k,64k", &rows), "bounce", "/bounced_fraction"), 0.0);
+}
+
+#[test]
+fn an_untrusted_disk_gets_copies_of_what_shares_a_page_in_every_row() {
+    // rule L48, rule L50
+    let rows = ["--policy", "off,strict,strict+map,lazy-mq,bounce,auto,zero-copy"];
+    let untrusted = [&rows[..], &["--trust", "untrusted"]].concat();
+    // Less than a page, and a page and a half.
+    for lines in ["bs=512", "bs=1k", "bs=6k"] {
+        let json = measure(lines, &untrusted);
+        // rule L28
+        let lazy = row(&json, 0, "lazy-mq");
+        assert_eq!(lazy["effective_policy"], "strict");
+        assert!(lazy["fallback"].as_str().unwrap().contains("untrusted"), "{lazy}");
+        for policy in ["bounce", "auto", "zero-copy"] {
+            assert_eq!(row(&json, 0, policy)["fallback"], Value::Null, "{policy}");
+            assert_eq!(row(&json, 0, policy)["effective_policy"], policy);
+        }
+        for policy in ["strict", "strict+map", "lazy-mq", "bounce", "auto"] {
+            is_strict(&json, policy);
+            // All but the probe's pages, which are whole.
+            let row = row(&json, 0, policy);
+            assert!(number(row, "/bounced_per_io") > 0.9, "{lines}: {row}");
+            assert!(number(row, "/requests_per_io") < 1.0, "{lines}: {row}");
+        }
+        assert_eq!(row(&json, 0, "off")["pool_bytes"], Value::Null);
+    }
+    // Whole pages have nothing beside them: they are mapped.
+    let json = measure("bs=4k", &untrusted);
+    for policy in ["strict", "strict+map", "lazy-mq"] {
+        assert_eq!(of(&json, policy, "/bounced_fraction"), 0.0, "{policy}");
+    }
+    // And so is a part of a page, for a disk that is trusted.
+    let json = measure("bs=512", &["--policy", "strict"]);
+    assert_eq!(row(&json, 0, "strict")["pool_bytes"], Value::Null);
+    assert!(of(&json, "strict", "/requests_per_io") > 1.0);
+}
+
+#[test]
+fn people_are_told_what_was_copied() {
+    let place = Place::new();
+    let job = "[job]\nrw=randrw\nbs=16k\nsize=8m\niodepth=8\ntime_based\n";
+    let arguments = ["--explain", "--bounce-quota", "64m", "--report", "report.html"];
+    let ended = place.compare(job, &[&SHORT[..], &ROWS, &arguments].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(ended.out.contains("\nbounce: bounce 100.0% copied, "), "{ended}");
+    assert!(ended.out.contains("zero-copy in place, "), "{ended}");
+    assert!(ended.out.contains("mappings that were copies"), "{ended}");
+    assert!(ended.out.replace("\n  ", " ").contains("slots of 64 MiB at most"), "{ended}");
+    // What is filled in place is open.
+    let mut lines = ended.out.lines();
+    let line = lines.find(|line| line.trim_start().starts_with("zero-copy ")).unwrap();
+    assert!(line.contains(" open "), "{ended}");
+    assert!(place.read("report.html").contains("bounce: bounce 100.0% copied"));
+}
+
+#[test]
+#[ignore = "the plain pools hold to no quota"]
+fn what_finds_no_slot_is_mapped_and_what_must_have_one_fails() {
+    let rows = ["--policy", "bounce", "--bounce-quota", "128k"];
+    let json = measure("bs=64k", &rows);
+    assert!(of(&json, "bounce", "/not_bounced") > 0.0);
+    is_strict(&json, "bounce");
+    let job = "[job]\nrw=randrw\nbs=64k\nsize=8m\niodepth=8\ntime_based\n";
+    let rows = ["--policy", "zero-copy", "--bounce-quota", "128k"];
+    let ended = Place::new().compare(job, &[&SHORT[..], &rows].concat());
+    assert_eq!(ended.code(), 1, "{ended}");
+    assert!(ended.err.contains("a buffer of the pools"), "{ended}");
+}
