@@ -24,6 +24,14 @@ impl Shadow {
     fn get(&self, addr: u64) -> u8 {
         self.bytes[(addr - self.base) as usize]
     }
+
+    pub(crate) fn slice(&self, addr: u64, len: u64) -> &[u8] {
+        &self.bytes[(addr - self.base) as usize..][..len as usize]
+    }
+
+    pub(crate) fn holds_at(&self, addr: u64, byte: u8) -> bool {
+        self.get(addr) == byte
+    }
 }
 
 /// The memory of slots.
@@ -75,8 +83,9 @@ impl Slots {
 pub(crate) struct Copied {
     /// Where each byte of the buffer is.
     bytes: Vec<u64>,
-    /// Where its slot is, and how long that is.
-    slot: (u64, u64),
+    /// What its slot is loaded with; `None` until it is known which slot that is.
+    first: Vec<u8>,
+    slot: Option<u64>,
     direction: Direction,
     preloads: bool,
     noted: bool,
@@ -85,49 +94,64 @@ pub(crate) struct Copied {
 }
 
 impl Copied {
-    /// Of a buffer of these pieces, as the slot was when it was made.
-    pub(crate) fn new(pieces: &[(u64, u64)], direction: Direction, written: Written) -> Copied {
+    /// Of a buffer of these pieces, with the bytes that it has now.
+    pub(crate) fn new(
+        pieces: &[(u64, u64)],
+        direction: Direction,
+        written: Written,
+        data: &Shadow,
+    ) -> Copied {
         let bytes: Vec<u64> = pieces.iter().flat_map(|&(addr, len)| addr..addr + len).collect();
         let preloads = direction != Direction::FromDevice || written == Written::Unknown;
+        let first = bytes.iter().map(|&addr| if preloads { data.get(addr) } else { 0 }).collect();
         let done = vec![false; bytes.len()];
-        Copied { slot: (0, 0), bytes, direction, preloads, noted: false, done }
+        Copied { bytes, first, slot: None, direction, preloads, noted: false, done }
     }
 
     pub(crate) fn len(&self) -> u64 {
         self.bytes.len() as u64
     }
 
-    /// The slot's bytes that are the buffer's.
+    /// Where each byte of the buffer is.
+    pub(crate) fn bytes(&self) -> &[u64] {
+        &self.bytes
+    }
+
+    /// The slot's bytes that are the buffer's; none before it is known which slot that is.
     pub(crate) fn place(&self) -> Range<u64> {
-        self.slot.0..self.slot.0 + self.len()
+        self.slot.map_or(0..0, |slot| slot..slot + self.len())
     }
 
     fn reads(&self) -> bool {
         self.direction != Direction::FromDevice
     }
 
-    /// It was loaded into the slot at that address, of so many bytes. `found` tells what is there.
+    /// It was handed out: it is in the slot at that address, of so many bytes. `found` tells what is
+    /// there.
     ///
     /// # Errors
     /// Something is there that must not be.
     pub(crate) fn load(
         &mut self,
-        slot: (u64, u64),
-        data: &Shadow,
+        (slot, len): (u64, u64),
         slots: &mut Slots,
         found: impl Fn(u64) -> u8,
     ) -> Result<(), String> {
-        self.slot = slot;
-        for addr in slot.0..slot.0 + slot.1 {
+        self.slot = Some(slot);
+        for addr in slot..slot + len {
             let byte = found(addr);
-            match self.bytes.get((addr - slot.0) as usize) {
-                // Not what was there before, whoever wrote it.
-                Some(&from) if self.preloads => slots.put(addr, data.get(from)),
-                // The device may have written into a slot that nobody had. Not the driver.
-                Some(_) if byte == 0 || *slots.wrote(addr) == Some(byte) => {
+            match self.first.get((addr - slot) as usize) {
+                Some(&first) if first == byte => {
                     *slots.now.at(addr) = byte;
+                    if self.preloads {
+                        slots.put(addr, byte);
+                    }
                 }
-                Some(_) => return Err(format!("{byte:#x} is found at {addr:#x}, never loaded")),
+                // The device may have written there meanwhile, or before where nothing is loaded.
+                Some(_) if *slots.wrote(addr) == Some(byte) => *slots.now.at(addr) = byte,
+                Some(first) => {
+                    return Err(format!("{byte:#x} is found at {addr:#x}, and not {first:#x}"));
+                }
                 // Behind the buffer: nobody's.
                 None => *slots.now.at(addr) = 0,
             }
@@ -148,7 +172,7 @@ impl Copied {
             return;
         }
         for n in bytes {
-            let (to, byte) = (self.bytes[n as usize], slots.now.get(self.slot.0 + n));
+            let (to, byte) = (self.bytes[n as usize], slots.now.get(self.place().start + n));
             if !self.done[n as usize] {
                 *data.at(to) = byte;
             } else if found(to) == byte {
@@ -172,20 +196,43 @@ impl Copied {
         &mut self,
         bytes: Range<u64>,
         data: &mut Shadow,
-        slots: &Slots,
+        slots: &mut Slots,
         found: &dyn Fn(u64) -> u8,
     ) {
         self.bring_back(bytes.clone(), data, slots, found);
         self.noted = true;
-        if self.direction != Direction::ToDevice {
-            self.done[bytes.start as usize..bytes.end as usize].fill(true);
+        if self.direction == Direction::ToDevice {
+            return;
+        }
+        for n in bytes {
+            if !self.reads() && !self.done[n as usize] {
+                // Scrubbed now, or in the end. What the device writes later it writes too late.
+                *slots.wrote(self.place().start + n) = None;
+            }
+            self.done[n as usize] = true;
         }
     }
 
-    pub(crate) fn sync_for_device(&mut self, bytes: Range<u64>, data: &Shadow, slots: &mut Slots) {
-        for n in bytes {
-            slots.put(self.slot.0 + n, data.get(self.bytes[n as usize]));
-            self.done[n as usize] = false;
+    /// `found` tells what the slot holds.
+    pub(crate) fn sync_for_device(
+        &mut self,
+        bytes: Range<u64>,
+        data: &Shadow,
+        slots: &mut Slots,
+        found: impl Fn(u64) -> u8,
+    ) {
+        if bytes.is_empty() {
+            return;
+        }
+        for n in 0..self.len() {
+            let (addr, byte) = (self.place().start + n, data.get(self.bytes[n as usize]));
+            if bytes.contains(&n) {
+                slots.put(addr, byte);
+                self.done[n as usize] = false;
+            } else if self.done[n as usize] && !self.reads() && found(addr) == byte {
+                // What was brought back is the buffer's in any case; the device cannot look.
+                slots.put(addr, byte);
+            }
         }
     }
 
@@ -201,13 +248,24 @@ impl Copied {
             self.bring_back(0..self.len(), data, slots, found);
         }
         if !self.reads() {
-            // Scrubbed.
-            self.place().for_each(|addr| slots.put(addr, 0));
+            // Scrubbed, but for what was written too late.
+            for (addr, done) in self.place().zip(&self.done) {
+                *slots.now.at(addr) = 0;
+                if !done {
+                    *slots.wrote(addr) = None;
+                }
+            }
         }
     }
 
-    /// The bytes of the slot whose value is known: all that the device is to find, or has written.
-    pub(crate) fn known(&self) -> impl Iterator<Item = u64> + '_ {
-        self.place().zip(&self.done).filter(|(_, done)| !**done).map(|(addr, _)| addr)
+    /// Whether the value of that byte of its slot is known: it was loaded, or the device wrote it.
+    pub(crate) fn knows(&self, addr: u64) -> bool {
+        !self.done[(addr - self.place().start) as usize]
+    }
+
+    /// Whether `byte` may be found in a slot, so many bytes from its beginning, because this is being
+    /// loaded there: it is not known where.
+    pub(crate) fn is_loading(&self, offset: u64, byte: u8) -> bool {
+        self.slot.is_none() && self.first.get(offset as usize) == Some(&byte)
     }
 }
