@@ -81,11 +81,6 @@ impl Program {
         byte[0]
     }
 
-    fn data_byte(&self, gpa: u64) -> u8 {
-        let mut byte = [0];
-        self.rig.pages.window().read((gpa - self.rig.pages.gpa()) as usize, &mut byte);
-        byte[0]
-    }
 
     /// What a pool took anew belongs to nobody of before.
     pub(super) fn refresh(&mut self) {
