@@ -320,7 +320,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// and no request to the IOMMU. It is exposed while it lives, and counted so.
     ///
     /// # Errors
-    /// The device has no pools ([`Error::NoPools`]), or there is no slot to be had.
+    /// The device has no pools, or is under policy `off` ([`Error::NoPools`]), or there is no slot to
+    /// be had.
     #[track_caller]
     pub fn take_buffer(&self, len: u64, direction: Direction) -> Result<PoolBuffer, Error> {
         let shared = self.shared();
@@ -328,7 +329,14 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if len == 0 {
             return Err(Error::Empty);
         }
-        let slot = bouncer.client.take(len, direction.prot(), Location::caller())?;
+        // Nothing is translated for the device then: the address of a slot would mean something else.
+        if shared.mode.get().is_off() {
+            return Err(Error::NoPools);
+        }
+        let mut slot = bouncer.client.take(len, direction.prot(), Location::caller())?;
+        // Beyond its end nobody of this mapping would overwrite what a longer one left there.
+        slot.zero(len..slot.dirty);
+        slot.dirty = slot.dirty.min(len);
         let mut segments = Segments::new();
         shared.limits.add(&mut segments, slot.range.first().0, len);
         self.port.counters.taken.add(1);

@@ -107,7 +107,8 @@ impl<B> Mapping<B> {
     }
 
     /// Where the mapping begins for the device: the address of the first byte, whose offset in its
-    /// granule is the buffer's (rule L43). Under policy `off`, the first byte's target address.
+    /// granule is the buffer's (rule L43); of a copy, the beginning of its slot. Under policy `off`,
+    /// the first byte's target address.
     #[inline]
     pub fn iova(&self) -> Iova {
         self.placed.iova
@@ -217,6 +218,10 @@ impl<B> Mapping<B> {
     /// Notes that the device says that it wrote `bytes` (offsets in the buffer), and no more than
     /// what is noted: of a copy, these are brought back now, and the unmap brings back nothing else
     /// (see [`Written`](crate::Written)).
+    ///
+    /// A byte is brought back once: what the device writes there later counts only after a
+    /// [`sync_for_device`](Self::sync_for_device) of it, as the DMA API has it for any buffer that is
+    /// given to the device again. So ranges that are noted may overlap (a length that grows).
     ///
     /// A device may say anything: hold it to the buffer's length first.
     ///
@@ -516,7 +521,8 @@ impl StaleIova {
         false
     }
 
-    /// The range that was unmapped, in whole granules; `None` under policy `off`.
+    /// The range that was unmapped, in whole granules; `None` under policy `off`, and of a copy, whose
+    /// slot stays mapped.
     pub fn range(&self) -> Option<Range> {
         self.range
     }
@@ -527,7 +533,7 @@ impl StaleIova {
     }
 
     /// When the device was known to reach it no longer; `None` if that time has not come. Under
-    /// policy `off` it never comes.
+    /// policy `off` it never comes, nor for the slot of a copy (the buffer itself was never reached).
     pub fn released_at_ns(&self) -> Option<u64> {
         self.unmapped.watch.released_at_ns()
     }

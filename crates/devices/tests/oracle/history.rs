@@ -56,6 +56,29 @@ struct Told {
     /// The pieces that are not closed.
     open: Vec<usize>,
     violations: Vec<String>,
+    /// Where the memory of slots is.
+    slots: core::ops::Range<u64>,
+}
+
+/// A slot that is mapped: where for the device, where in memory, and how many bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SlotAt {
+    pub(crate) iova: u64,
+    pub(crate) gpa: u64,
+    pub(crate) len: u64,
+    pub(crate) prot: Prot,
+}
+
+impl Told {
+    fn open_slots(&self) -> impl Iterator<Item = SlotAt> + '_ {
+        let pieces = self.open.iter().map(|&at| &self.pieces[at]);
+        pieces.filter(|piece| self.slots.contains(&piece.target)).map(|piece| SlotAt {
+            iova: piece.range.first().0,
+            gpa: piece.target,
+            len: piece.range.len() as u64,
+            prot: piece.prot,
+        })
+    }
 }
 
 /// All that was ever mapped.
@@ -76,9 +99,51 @@ impl History {
         self.told.lock().pieces[from..].to_vec()
     }
 
+    /// From now on what leads there leads to slots, and to nobody's buffer.
+    pub(crate) fn set_slots(&self, slots: core::ops::Range<u64>) {
+        self.told.lock().slots = slots;
+    }
+
+    /// The slots that the device reaches.
+    pub(crate) fn slots(&self) -> Vec<SlotAt> {
+        self.told.lock().open_slots().collect()
+    }
+
+    /// Where an access to a slot leads, if it is one that is allowed.
+    pub(crate) fn in_slot(&self, addr: u64, wanted: Prot) -> Option<u64> {
+        let told = self.told.lock();
+        let mut here = told.open_slots().filter(|slot| slot.prot.allows(wanted));
+        here.find_map(|slot| {
+            let at = addr.checked_sub(slot.iova).filter(|at| *at < slot.len)?;
+            Some(slot.gpa + at)
+        })
+    }
+
+    /// The numbers of the pieces from number `from` on that lead to buffers.
+    pub(crate) fn numbers(&self, from: usize) -> Vec<usize> {
+        let told = self.told.lock();
+        let data = |at: &usize| !told.slots.contains(&told.pieces[*at].target);
+        (from..told.pieces.len()).filter(data).collect()
+    }
+
+    pub(crate) fn pieces(&self, numbers: &[usize]) -> Vec<Piece> {
+        let told = self.told.lock();
+        numbers.iter().map(|&at| told.pieces[at].clone()).collect()
+    }
+
+    /// Memory of a slot goes back to whom it was taken from: no device may reach it.
+    pub(crate) fn gives_back(&self, gpa: u64, len: u64) {
+        let mut told = self.told.lock();
+        let held = told.open_slots().find(|slot| slot.gpa < gpa + len && gpa < slot.gpa + slot.len);
+        if let Some(held) = held {
+            told.violations.push(format!("memory of {held:x?} is given back"));
+        }
+    }
+
     /// Whether all of these pieces are closed.
-    pub(crate) fn closed(&self, numbers: core::ops::Range<usize>) -> bool {
-        self.told.lock().pieces[numbers].iter().all(|piece| piece.closed.is_some())
+    pub(crate) fn closed(&self, numbers: &[usize]) -> bool {
+        let told = self.told.lock();
+        numbers.iter().all(|&at| told.pieces[at].closed.is_some())
     }
 
     /// Whether the device is known to know of all that is mapped from `first` to `last`.

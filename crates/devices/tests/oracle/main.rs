@@ -10,6 +10,8 @@
 //!
 //! `PROPTEST_CASES` sets how many programs are run.
 
+#[path = "../../../dma/tests/api/copied.rs"]
+mod copied;
 mod history;
 mod lying;
 mod mutants;
@@ -18,4 +20,5 @@ mod probe;
 mod program;
 mod rig;
 mod set;
+mod slots;
 mod together;

@@ -3,9 +3,11 @@
 
 mod batches;
 mod check;
+mod copies;
 mod steps;
 
 use std::{
+    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -15,7 +17,8 @@ use std::{
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    Coherent, Direction, Environment, MapError, Mapping, Persistent, StaleIova, Trust,
+    BounceConfig, Coherent, Direction, Environment, MapError, Mapping, Persistent, Policy,
+    PoolBuffer, Segment, StaleIova, Trust,
 };
 use ringfence_iommu::{FaultReason, Prot, wrap::When};
 use ringfence_sync::{
@@ -24,6 +27,7 @@ use ringfence_sync::{
 };
 
 use crate::{
+    copied::{Copied, Shadow, Slots},
     history::Piece,
     pages::Buf,
     probe::{How, Touch},
@@ -31,7 +35,7 @@ use crate::{
     set::{Run, Set, State, runs},
 };
 
-use self::steps::Pieces;
+use self::copies::Asked;
 pub(crate) use self::steps::{Step, direction, policy, setup, step};
 
 /// What the program has mapped.
@@ -58,7 +62,8 @@ struct Batches {
 /// A member of a batch that maps.
 struct Coming {
     entry: usize,
-    pieces: Pieces,
+    there: Asked,
+    policy: Policy,
 }
 
 /// A member of a batch that unmaps.
@@ -74,6 +79,7 @@ pub(crate) struct Program {
     /// Each with its entry in the set.
     mappings: Vec<(usize, Held)>,
     watched: Vec<(usize, StaleIova)>,
+    taken: Vec<(usize, PoolBuffer)>,
     /// Until the end.
     dma: Option<Dma>,
     rig: Rig,
@@ -87,7 +93,16 @@ pub(crate) struct Program {
     bounded: bool,
     set: Set,
     /// What the data pages must hold.
-    shadow: Vec<u8>,
+    shadow: Shadow,
+    /// What the memory of slots may hold.
+    slots: Slots,
+    /// Which entries are copies.
+    copies: BTreeMap<usize, Copied>,
+    bounce: BounceConfig,
+    /// How many copies were wanted, and mapped for want of a slot.
+    not_bounced: u64,
+    /// Whether what fails may cost a pool its addresses.
+    may_fail: bool,
     moving: Vec<Moving>,
     random: u64,
     fills: u8,
@@ -127,7 +142,13 @@ impl Program {
         let batches = Batches { maps: dma.map_batch(), unmaps: dma.unmap_batch() };
         let mut program = Program {
             batches: Some(batches),
-            shadow: vec![0; rig.pages.window().len()],
+            shadow: Shadow { base: rig.pages.gpa(), bytes: vec![0; rig.pages.window().len()] },
+            slots: Slots::new(rig.slots.gpa(), rig.slots.len()),
+            copies: BTreeMap::new(),
+            bounce: setup.config.bounce,
+            not_bounced: 0,
+            may_fail: setup.mappings < 1 << 16,
+            taken: Vec::new(),
             rig,
             dma: Some(dma),
             clock,
@@ -149,9 +170,10 @@ impl Program {
         };
         // No two places hold the same, so that a byte tells where it came from.
         let chunks: Vec<_> =
-            (0..program.shadow.len() / 8).map(|_| program.draw().to_le_bytes()).collect();
-        program.shadow.copy_from_slice(chunks.as_flattened());
-        program.rig.pages.window().write(0, &program.shadow);
+            (0..program.shadow.bytes.len() / 8).map(|_| program.draw().to_le_bytes()).collect();
+        program.shadow.bytes.copy_from_slice(chunks.as_flattened());
+        program.rig.pages.window().write(0, &program.shadow.bytes);
+        program.adopt();
         program
     }
 
@@ -173,11 +195,11 @@ impl Program {
         match step {
             Step::Map { pieces, direction, from } => {
                 let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
-                let (there, before) = (buffer.pieces.clone(), self.rig.history.len());
+                let (there, before) = (Asked::of(&buffer), self.rig.history.len());
                 match self.dma().map(buffer, *direction) {
                     Ok(mapping) => {
-                        let runs = runs(mapping.segments(), &there);
-                        self.mapped(runs, *direction, before, Held::One(mapping))
+                        let segments = mapping.segments().to_vec();
+                        self.mapped(&segments, &there, *direction, before, Held::One(mapping))
                     }
                     Err(error) => self.not_mapped(error, *direction, before),
                 }
@@ -190,36 +212,35 @@ impl Program {
                 if list.is_empty() {
                     return Ok(());
                 }
-                let there: Vec<_> = list.iter().flat_map(|buffer| buffer.pieces.clone()).collect();
-                let before = self.rig.history.len();
+                let (there, before) = (Asked::of_list(&list), self.rig.history.len());
                 match self.dma().map_sg(list, *direction) {
                     Ok(mapping) => {
-                        let runs = runs(mapping.segments(), &there);
-                        self.mapped(runs, *direction, before, Held::List(mapping))
+                        let segments = mapping.segments().to_vec();
+                        self.mapped(&segments, &there, *direction, before, Held::List(mapping))
                     }
                     Err(error) => self.not_mapped(error, *direction, before),
                 }
             }
             Step::Coherent { pieces, from } => {
                 let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
-                let (there, before) = (buffer.pieces.clone(), self.rig.history.len());
+                let (there, before) = (Asked::of(&buffer), self.rig.history.len());
                 let direction = Direction::Bidirectional;
                 match self.dma().alloc_coherent(buffer) {
                     Ok(memory) => {
-                        let runs = runs(memory.segments(), &there);
-                        self.mapped(runs, direction, before, Held::Coherent(memory))
+                        let segments = memory.segments().to_vec();
+                        self.mapped(&segments, &there, direction, before, Held::Coherent(memory))
                     }
                     Err(error) => self.not_mapped(error, direction, before),
                 }
             }
             Step::Persistent { pieces, from } => {
                 let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
-                let (there, before) = (buffer.pieces.clone(), self.rig.history.len());
+                let (there, before) = (Asked::of(&buffer), self.rig.history.len());
                 let direction = Direction::Bidirectional;
                 match self.dma().map_persistent(buffer, direction) {
                     Ok(mapping) => {
-                        let runs = runs(mapping.segments(), &there);
-                        self.mapped(runs, direction, before, Held::Persistent(mapping))
+                        let segments = mapping.segments().to_vec();
+                        self.mapped(&segments, &there, direction, before, Held::Persistent(mapping))
                     }
                     Err(error) => self.not_mapped(error, direction, before),
                 }
@@ -228,6 +249,7 @@ impl Program {
             Step::UnmapWatched { which } => self.unmap_watched(*which),
             Step::Drop { which } => {
                 let Some((entry, held)) = self.take(*which) else { return Ok(()) };
+                self.end_copy(entry, true);
                 let failures = self.dma().stats().unmap_failures;
                 let strictly = matches!(held, Held::Coherent(_) | Held::Persistent(_));
                 drop(held);
@@ -256,6 +278,7 @@ impl Program {
             Step::Reap { wait } => self.reap(*wait),
             Step::Switch { policy } => {
                 let switched = self.dma().set_policy(*policy);
+                self.adopt();
                 self.bounded &= switched.is_ok();
                 // Between policies with the same queues nothing need be flushed.
                 self.flushed(switched.is_ok() && !self.is_lazy())
@@ -264,6 +287,17 @@ impl Program {
                 let tuned = self.dma().set_flush_tuning(*tuning);
                 self.bounded &= tuned.is_ok();
                 self.flushed(tuned.is_ok() && self.is_lazy())
+            }
+            Step::Sync { which, part, for_cpu } => self.sync(*which, *part, *for_cpu),
+            Step::Note { which, part } => self.note(*which, *part),
+            Step::Take { len, direction } => self.take_buffer(*len, *direction),
+            Step::Fill { which } => self.fill(*which),
+            Step::GiveBack { which } => self.give_back(*which),
+            Step::Trim => {
+                if let Some(pools) = &self.rig.pools {
+                    pools.trim();
+                }
+                Ok(())
             }
             Step::Flush => {
                 let flushed = self.dma().flush();
@@ -284,6 +318,7 @@ impl Program {
                 Ok(())
             }
             Step::Fail { kind, stage, nth } => {
+                self.may_fail = true;
                 self.dma().domain().inject(*kind, When::Nth(*nth), *stage);
                 Ok(())
             }
@@ -296,7 +331,8 @@ impl Program {
 
     fn mapped(
         &mut self,
-        runs: Option<Vec<Run>>,
+        segments: &[Segment],
+        there: &Asked,
         direction: Direction,
         before: usize,
         held: Held,
@@ -304,9 +340,28 @@ impl Program {
         // Rule L19: nothing that waits for a flush was handed out. A map that finds no address
         // flushes, so look first what is over.
         self.settle()?;
-        let runs = runs.ok_or("the segments are not as long as the buffer")?;
-        self.is_ready(&runs)?;
-        let entry = self.set.add(runs, direction, before..self.rig.history.len())?;
+        let (bounced, lasts) = match &held {
+            Held::One(mapping) => (mapping.is_bounced(), false),
+            Held::List(mapping) => (mapping.is_bounced(), false),
+            Held::Coherent(_) | Held::Persistent(_) => (false, true),
+        };
+        self.must_be(there, self.dma().effective_policy(), bounced, lasts)?;
+        let numbers = self.rig.history.numbers(before);
+        let entry = if bounced {
+            if !numbers.is_empty() {
+                return Err("a copy was made, and the buffer mapped too".to_owned());
+            }
+            let mut copied = self.model(there, direction);
+            let runs = self.load(segments, &mut copied)?;
+            let entry = self.set.add(runs, direction, numbers)?;
+            self.copies.insert(entry, copied);
+            entry
+        } else {
+            let runs = runs(segments, &there.pieces);
+            let runs = runs.ok_or("the segments are not as long as the buffer")?;
+            self.is_ready(&runs)?;
+            self.set.add(runs, direction, numbers)?
+        };
         self.mappings.push((entry, held));
         Ok(())
     }
@@ -326,7 +381,8 @@ impl Program {
             gpa: piece.target,
             len: piece.range.len() as u64,
         };
-        self.rig.history.since(before).iter().map(run).collect()
+        let history = &self.rig.history;
+        history.pieces(&history.numbers(before)).iter().map(run).collect()
     }
 
     /// Rules L29, L33, L34: nothing is left of it, or it is quarantined.
@@ -336,13 +392,13 @@ impl Program {
         direction: Direction,
         before: usize,
     ) -> Result<(), String> {
-        let numbers = before..self.rig.history.len();
+        let numbers = self.rig.history.numbers(before);
         let (runs, why) = (self.recorded(before), error.error());
         // What the call had to flush to find an address is over.
         self.settle()?;
         let entry = self.set.add(runs, direction, numbers.clone())?;
         let undone = error.into_buffer().is_some();
-        if undone && !self.rig.history.closed(numbers) {
+        if undone && !self.rig.history.closed(&numbers) {
             return Err(format!("a map failed ({why}) and was not undone"));
         }
         self.set.entries[entry].state = if undone { State::Gone } else { State::Quarantined };
@@ -405,6 +461,13 @@ impl Program {
         strictly: bool,
         result: Result<Vec<Buf>, ()>,
     ) -> Result<(), String> {
+        if self.end_copy(entry, false) {
+            // Before the CPU uses it: it holds what it must.
+            self.check_memory()?;
+            if result.is_err() {
+                return Err("a copy could not be unmapped".to_owned());
+            }
+        }
         let lazily = self.is_lazy() && !strictly;
         let state = match &result {
             Err(()) => State::Quarantined,
@@ -414,7 +477,7 @@ impl Program {
         self.set.entries[entry].state = state;
         if state == State::Gone {
             // Rule L17.
-            if !self.rig.history.closed(self.set.entries[entry].pieces.clone()) {
+            if !self.rig.history.closed(&self.set.entries[entry].pieces) {
                 return Err("a strict unmap has returned, without an invalidation".to_owned());
             }
             self.is_gone(entry)?;
@@ -424,7 +487,7 @@ impl Program {
             self.fills = self.fills.wrapping_add(1);
             let gpa = self.rig.pages.gpa();
             buffer.fill(self.fills, |at, len| {
-                self.shadow[(at - gpa) as usize..][..len].fill(self.fills);
+                self.shadow.bytes[(at - gpa) as usize..][..len].fill(self.fills);
             });
         }
         self.settle()
@@ -464,6 +527,9 @@ impl Program {
     fn use_it(&mut self, which: usize) -> Result<(), String> {
         let Some(count) = self.mappings.len().checked_sub(1) else { return Ok(()) };
         let (entry, held) = &mut self.mappings[which % (count + 1)];
+        if self.copies.contains_key(entry) {
+            return Ok(());
+        }
         let (entry, len) = (
             *entry,
             match held {
@@ -488,7 +554,7 @@ impl Program {
         let bytes = vec![0x5a; run.len as usize];
         self.rig.pages.window().write(at, &bytes);
         sync(false).map_err(|error| error.to_string())?;
-        self.shadow[at..at + bytes.len()].copy_from_slice(&bytes);
+        self.shadow.bytes[at..at + bytes.len()].copy_from_slice(&bytes);
         sync(true).map_err(|error| error.to_string())
     }
 
@@ -500,7 +566,8 @@ impl Program {
         let run = found.runs.iter().find(|run| {
             run.len >= 64 && ((run.iova + 24) & (self.granule - 1)) <= self.granule - 8
         });
-        let Some(&run) = run.filter(|_| found.prot.contains(Prot::WRITE)) else { return Ok(()) };
+        let writes = found.prot.contains(Prot::WRITE) && !self.copies.contains_key(&entry);
+        let Some(&run) = run.filter(|_| writes) else { return Ok(()) };
         let (first, last) = (self.draw().to_le_bytes(), self.draw().to_le_bytes());
         let (over, time) = (Arc::new(AtomicBool::new(false)), Duration::from_micros(us));
         let how = How::Hold { first, last, time, over: Arc::clone(&over) };
@@ -528,22 +595,15 @@ impl Program {
         if let Err(error) = flushed {
             return Err(format!("the last flush failed: {error}"));
         }
+        while !self.taken.is_empty() {
+            self.give_back(0)?;
+        }
         self.check()?;
         if let Some(error) = self.rig.failed() {
             return Err(format!("the driver gave up: {error}"));
         }
+        self.check_pools()?;
         let quarantined = self.dma().stats().quarantined;
-        let addresses = self.dma().allocator().stats();
-        let live = addresses.allocs - addresses.frees;
-        // A detector holds addresses back.
-        if live < quarantined
-            || live > quarantined && !self.detects
-            || addresses.rejected_frees != 0
-        {
-            return Err(format!(
-                "{live} ranges are taken, {quarantined} quarantined: {addresses:?}"
-            ));
-        }
         let pieces = self.rig.history.since(0);
         let open = pieces.iter().filter(|piece| piece.closed.is_none()).count() as u64;
         let mapped = self.rig.mappings_in_the_device();
@@ -556,6 +616,15 @@ impl Program {
         // Without the device of the DMA API its domain goes, and the probes are attached to none.
         self.batches = None;
         self.dma = None;
+        let pooled = self.rig.pools.take().is_some();
+        let addresses = self.rig.allocator.stats();
+        let live = addresses.allocs - addresses.frees;
+        let leaks = pooled && self.may_fail;
+        if live < quarantined || live > quarantined && !leaks || addresses.rejected_frees != 0 {
+            return Err(format!(
+                "{live} ranges are taken, {quarantined} quarantined: {addresses:?}"
+            ));
+        }
         self.set.entries.iter_mut().for_each(|entry| entry.state = State::Gone);
         self.reason = FaultReason::NoDomain;
         self.check()?;

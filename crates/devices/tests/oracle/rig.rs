@@ -13,10 +13,10 @@ use ringfence_devices::{
     ram::RamPart,
     worker::{Notify, Worker},
 };
-use ringfence_dma::{Config, Device, Environment};
+use ringfence_dma::{BounceLimits, BouncePools, Config, Device, Environment};
 use ringfence_iommu::{
-    Geometry, Iova, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown,
-    table::Limits, wrap::Faulty,
+    Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
+    shootdown::Shootdown, table::Limits, wrap::Faulty,
 };
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_iova::{Allocator, Aperture, Magazines, RbTree, Slabs};
@@ -36,6 +36,7 @@ use crate::{
     lying::{Lie, Lying},
     pages::Pages,
     probe::Probe,
+    slots::{Lent, SlotMemory},
 };
 
 /// The endpoint ID of the probes.
@@ -58,9 +59,9 @@ const APERTURE: u64 = 1 << 20;
 
 /// The driver's side, from what fails on demand down to what sends requests.
 pub(crate) type Stack = Faulty<Recorded<Lying<Arc<ViommuDomain>>>>;
-pub(crate) type Dma = Device<Stack, Box<dyn Allocator>>;
-pub(crate) type MapBatch<B, T> = ringfence_dma::MapBatch<Stack, Box<dyn Allocator>, B, T>;
-pub(crate) type UnmapBatch<B, T> = ringfence_dma::UnmapBatch<Stack, Box<dyn Allocator>, B, T>;
+pub(crate) type Dma = Device<Arc<Stack>, Arc<dyn Allocator>>;
+pub(crate) type MapBatch<B, T> = ringfence_dma::MapBatch<Arc<Stack>, Arc<dyn Allocator>, B, T>;
+pub(crate) type UnmapBatch<B, T> = ringfence_dma::UnmapBatch<Arc<Stack>, Arc<dyn Allocator>, B, T>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Addresses {
@@ -83,10 +84,15 @@ pub(crate) struct Setup {
     /// Requests under way at a time, twice.
     pub(crate) ring_size: u16,
     pub(crate) probe_first: bool,
+    /// The limits of its bounce pools, and pages of memory for them; `None` for no pools.
+    pub(crate) bounces: Option<(BounceLimits, usize)>,
     pub(crate) lie: Lie,
 }
 
 pub(crate) struct Rig {
+    pub(crate) pools: Option<BouncePools<GuestPhys>>,
+    pub(crate) slots: Arc<SlotMemory>,
+    pub(crate) allocator: Arc<dyn Allocator>,
     pub(crate) history: History,
     pub(crate) pages: Arc<Pages>,
     pub(crate) endpoint: Arc<Endpoint>,
@@ -139,7 +145,7 @@ impl Rig {
         let options = IommuOptions { device, unit: IOMMU_UNIT };
         let mut backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
 
-        let ram = GuestRam::new(1 << 20, GPA).unwrap();
+        let ram = GuestRam::new(2 << 20, GPA).unwrap();
         let memory = Memory::of_ram(&ram).unwrap();
         let offer = backend.features();
         let features = driver::negotiate(offer);
@@ -180,11 +186,24 @@ impl Rig {
         domain.attach(ENDPOINT).unwrap();
         let history = History::default();
         let stack = Lying::new(domain, setup.lie);
-        let stack = Faulty::new(Recorded::new(stack, history.clone()), 1);
-        let allocator = allocator(setup);
-        let config = setup.config.clone();
-        let dma = Device::with_environment(stack, allocator, config, environment).unwrap();
+        let stack = Arc::new(Faulty::new(Recorded::new(stack, history.clone()), 1));
+        let allocator: Arc<dyn Allocator> = Arc::from(allocator(setup));
+        let room = setup.bounces.map_or(1, |(_, pages)| pages);
+        let slots = SlotMemory::carve(&ram, room, history.clone());
+        let pools = setup.bounces.map(|(limits, _)| {
+            let (domain, addresses) = (Arc::clone(&stack), Arc::clone(&allocator));
+            BouncePools::new(domain, addresses, Lent(Arc::clone(&slots)), limits).unwrap()
+        });
+        let (config, addresses) = (setup.config.clone(), Arc::clone(&allocator));
+        let dma = match &pools {
+            Some(pools) => Device::with_pools(stack, addresses, config, environment, pools),
+            None => Device::with_environment(stack, addresses, config, environment),
+        };
+        let dma = dma.unwrap();
         let rig = Rig {
+            pools,
+            slots,
+            allocator,
             history,
             pages,
             endpoint,

@@ -1,7 +1,5 @@
 //! The set of bytes that the device may touch, as the user of the DMA API is entitled to see it.
 
-use core::ops::Range as Numbers;
-
 use ringfence_dma::{Direction, Segment};
 use ringfence_iommu::Prot;
 
@@ -75,7 +73,7 @@ pub(crate) struct Entry {
     pub(crate) prot: Prot,
     pub(crate) state: State,
     /// Its pieces in the history.
-    pub(crate) pieces: Numbers<usize>,
+    pub(crate) pieces: Vec<usize>,
     /// Whether a watcher keeps its addresses from being used.
     pub(crate) watched: bool,
 }
@@ -127,7 +125,7 @@ impl Set {
         &mut self,
         runs: Vec<Run>,
         direction: Direction,
-        pieces: Numbers<usize>,
+        pieces: Vec<usize>,
     ) -> Result<usize, String> {
         self.check_free(&runs)?;
         let (prot, state) = (direction.prot(), State::Live);
@@ -148,6 +146,7 @@ impl Set {
             if let Some(taken) = taken {
                 return Err(format!("{run:x?} was handed out, but there is still {taken:x?}"));
             }
+            // (Slots begin on a granule, and so do copies in them.)
             if (run.iova ^ run.gpa) & (self.granule - 1) != 0 {
                 return Err(format!("{run:x?} lost its offset in the granule"));
             }
@@ -160,7 +159,7 @@ impl Set {
     pub(crate) fn settle(&mut self, history: &History, mut each: impl FnMut(usize)) {
         for (number, entry) in self.entries.iter_mut().enumerate() {
             if matches!(entry.state, State::Going | State::Stale | State::Quarantined)
-                && history.closed(entry.pieces.clone())
+                && history.closed(&entry.pieces)
             {
                 // What is quarantined keeps its addresses, reachable or not.
                 entry.watched |= entry.state == State::Quarantined;

@@ -532,7 +532,8 @@ prop_compose! {
             max_segment: setup.config.max_segment & !(PAGE - 1),
             ..setup.config
         };
-        Setup { config, ..setup }
+        // Copies are judged by what is done to them step by step: not here.
+        Setup { config, bounces: None, ..setup }
     }
 }
 

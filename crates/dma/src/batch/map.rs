@@ -140,7 +140,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     /// many. Never waits.
     ///
     /// If the device refuses one of those that were begun together, all of them are undone, and each
-    /// buffer is in an error with the device's own status (rule L34).
+    /// buffer is in an error with the device's own status (rule L34); but for copies in bounce slots,
+    /// which need no sync.
     pub fn poll(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) -> usize {
         let device = self.device.same();
         let (shared, counters) = (device.shared(), &*device.port().counters);
@@ -157,6 +158,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                 handed_out += 1;
                 let outcome = match over {
                     Ok(()) => Ok(placed),
+                    // A copy had no part in that sync: its slot is mapped, and stays so.
+                    Err(_) if placed.bounced.is_some() => Ok(placed),
                     Err(error) => {
                         counters.maps.take_back(1);
                         counters.bytes.take_back(placed.len);

@@ -133,16 +133,16 @@ impl Bounced {
         self.slot.fill(0..len, slices).then_some(len)
     }
 
-    /// Copies back what the device wrote to `bytes`, for good: the slot is zero there afterwards.
-    /// How many bytes.
+    /// Copies back what the device wrote to `bytes`, for good: what is scrubbed by that is not
+    /// brought back again. How many bytes.
     pub(crate) fn note_written(&mut self, bytes: Span<u64>, slices: SlicesMut<'_>) -> u64 {
         self.noted = true;
-        if !self.back || bytes.is_empty() {
-            return 0;
-        }
-        let scrub = self.scrubs();
-        if scrub && bytes.start <= self.clean {
-            self.clean = self.clean.max(bytes.end);
+        let Some(bytes) = self.to_bring_back(bytes) else { return 0 };
+        // What does not follow the rest is scrubbed in the end: by then it is not known from zeros
+        // that nobody wrote.
+        let scrub = self.scrubs() && bytes.start == self.clean;
+        if scrub {
+            self.clean = bytes.end;
         }
         let len = bytes.end - bytes.start;
         let reached = self.slot.bring_back(bytes, scrub, slices);
@@ -150,11 +150,15 @@ impl Bounced {
         len
     }
 
+    /// What of `bytes` the slot holds still: the rest is in the buffer already, and zero here.
+    fn to_bring_back(&self, bytes: Span<u64>) -> Option<Span<u64>> {
+        let bytes = bytes.start.max(self.clean)..bytes.end;
+        (self.back && !bytes.is_empty()).then_some(bytes)
+    }
+
     /// Copies `bytes` back for the CPU to look at. How many bytes.
     pub(crate) fn sync_for_cpu(&mut self, bytes: Span<u64>, slices: SlicesMut<'_>) -> u64 {
-        if !self.back || bytes.is_empty() {
-            return 0;
-        }
+        let Some(bytes) = self.to_bring_back(bytes) else { return 0 };
         let len = bytes.end - bytes.start;
         self.slot.bring_back(bytes, false, slices);
         len
@@ -165,6 +169,9 @@ impl Bounced {
         if bytes.is_empty() {
             return 0;
         }
+        // What was brought back and scrubbed beyond it too, or a later copy back would bring zeros.
+        // (Only a device that cannot read has anything scrubbed.)
+        let bytes = bytes.start..bytes.end.max(self.clean);
         let len = bytes.end - bytes.start;
         self.clean = self.clean.min(bytes.start);
         self.slot.fill(bytes, slices);

@@ -4,6 +4,8 @@
 
 mod allocator_time;
 mod batch;
+mod bounced;
+mod copied;
 mod detector;
 mod failures;
 mod lazy;
@@ -13,6 +15,7 @@ mod mock;
 mod oracle;
 mod persistent;
 mod pool;
+mod ram;
 mod strict;
 mod switch;
 mod trust;

@@ -2,7 +2,7 @@
 
 use ringfence_dma::{Direction, Returned};
 
-use super::{Coming, Going, Held, Program, steps::Pieces};
+use super::{Coming, Going, Held, Program, copies::Asked, steps::Pieces};
 use crate::set::{State, runs};
 
 impl Program {
@@ -14,14 +14,18 @@ impl Program {
     ) -> Result<(), String> {
         for pieces in buffers {
             let Some(buffer) = self.rig.pages.buffer(pieces, from) else { continue };
-            let (pieces, before) = (buffer.pieces.clone(), self.rig.history.len());
+            let (there, before) = (Asked::of(&buffer), self.rig.history.len());
             // Its number when it has one: nothing else adds any meanwhile.
             let entry = self.set.entries.len();
+            let (policy, copied) = (self.dma().effective_policy(), self.model(&there, direction));
             let maps = &mut self.batches().maps;
-            match maps.push_sg(vec![buffer], direction, Coming { entry, pieces }) {
+            match maps.push_sg(vec![buffer], direction, Coming { entry, there, policy }) {
                 Ok(()) => {
                     self.settle()?;
-                    let numbers = before..self.rig.history.len();
+                    let numbers = self.rig.history.numbers(before);
+                    if numbers.is_empty() {
+                        self.copies.insert(entry, copied);
+                    }
                     let entry = self.set.add(self.recorded(before), direction, numbers)?;
                     self.set.entries[entry].state = State::Coming;
                 }
@@ -40,10 +44,20 @@ impl Program {
         } else {
             maps.poll(|coming, mapping| handed_out.push((coming, mapping)));
         }
-        for (Coming { entry, pieces }, mapping) in handed_out {
+        for (Coming { entry, there, policy }, mapping) in handed_out {
             match mapping {
+                Ok(mapping) if mapping.is_bounced() => {
+                    self.must_be(&there, policy, true, false)?;
+                    let mut copied = self.copies.remove(&entry).ok_or("a copy was mapped too")?;
+                    let runs = self.load(mapping.segments(), &mut copied)?;
+                    self.copies.insert(entry, copied);
+                    self.set.entries[entry].runs = runs;
+                    self.set.entries[entry].state = State::Live;
+                    self.mappings.push((entry, Held::List(mapping)));
+                }
                 Ok(mapping) => {
-                    let runs = runs(mapping.segments(), &pieces);
+                    self.must_be(&there, policy, false, false)?;
+                    let runs = runs(mapping.segments(), &there.pieces);
                     let runs = runs.ok_or("the segments are not as long as the buffer")?;
                     self.is_ready(&runs)?;
                     self.set.entries[entry].runs = runs;
@@ -52,9 +66,11 @@ impl Program {
                 }
                 Err(error) => {
                     let why = error.error();
+                    if self.copies.remove(&entry).is_some() {
+                        return Err(format!("a copy needs no sync, and failed: {why}"));
+                    }
                     let undone = error.into_buffer().is_some();
-                    let numbers = self.set.entries[entry].pieces.clone();
-                    if undone && !self.rig.history.closed(numbers) {
+                    if undone && !self.rig.history.closed(&self.set.entries[entry].pieces) {
                         return Err(format!("a map failed ({why}) and was not undone"));
                     }
                     let state = if undone { State::Gone } else { State::Quarantined };
@@ -71,6 +87,7 @@ impl Program {
         count: usize,
         watched: bool,
     ) -> Result<(), String> {
+        let mut going = Vec::new();
         for _ in 0..count {
             let lists = self.mappings.iter().enumerate();
             let mut lists = lists.filter(|(_, (_, held))| matches!(held, Held::List(_)));
@@ -91,8 +108,15 @@ impl Program {
             }
             self.set.entries[entry].state = State::Going;
             self.set.entries[entry].watched = watched;
+            going.push(entry);
         }
         self.batches().unmaps.begin();
+        // A copy is brought back then, and its slot may be another's.
+        for entry in going {
+            if self.end_copy(entry, false) {
+                self.set.entries[entry].state = State::Gone;
+            }
+        }
         // Under a lazy policy a queue may have been full.
         self.settle()
     }

@@ -19,22 +19,22 @@ const MSI: u64 = 0x800_0000;
 
 impl Program {
     /// The data pages hold what they must, and nothing else.
-    fn check_memory(&mut self) -> Result<(), String> {
+    pub(super) fn check_memory(&mut self) -> Result<(), String> {
         // Looked at before memory is, so that what is over by then is seen.
         let under_way: Vec<bool> =
             self.moving.iter().map(|m| !m.over.load(Ordering::SeqCst)).collect();
-        let mut memory = vec![0; self.shadow.len()];
+        let mut memory = vec![0; self.shadow.bytes.len()];
         self.rig.pages.window().read(0, &mut memory);
         let base = self.rig.pages.gpa();
         for moving in &self.moving {
             // Overwritten once more at some time: whatever is there is right.
             let at = (moving.gpa - base) as usize;
-            self.shadow[at..at + 8].copy_from_slice(&memory[at..at + 8]);
+            self.shadow.bytes[at..at + 8].copy_from_slice(&memory[at..at + 8]);
         }
         let mut still = under_way.iter();
         self.moving.retain(|_| *still.next().unwrap_or(&false));
-        if memory != self.shadow {
-            let at = memory.iter().zip(&self.shadow).position(|(a, b)| a != b).unwrap_or(0);
+        if memory != self.shadow.bytes {
+            let at = memory.iter().zip(&self.shadow.bytes).position(|(a, b)| a != b).unwrap_or(0);
             return Err(format!("the byte at {:#x} was changed", base + at as u64));
         }
         Ok(())
@@ -55,6 +55,7 @@ impl Program {
             return Err("a device that is not trusted is lazy".to_owned());
         }
         self.check_exposure()?;
+        self.refresh();
         for worker in 0..self.rig.probes.len() {
             let touches = self.touches();
             for touches in touches.chunks(AT_ONCE) {
@@ -63,7 +64,7 @@ impl Program {
             }
             self.check_memory()?;
         }
-        Ok(())
+        self.check_slots()
     }
 
     /// No more waits for a flush than the user has allowed.
@@ -75,9 +76,7 @@ impl Program {
         let Some(bound) = dma.flush_tuning().max_exposure_bytes else { return Ok(()) };
         let stale = self.set.entries.iter().filter(|entry| entry.state == State::Stale);
         let exposed: u128 = stale
-            .flat_map(|entry| {
-                self.rig.history.since(entry.pieces.start).into_iter().take(entry.pieces.len())
-            })
+            .flat_map(|entry| self.rig.history.pieces(&entry.pieces))
             .map(|piece| piece.range.len())
             .sum();
         match exposed > u128::from(bound) {
@@ -121,6 +120,13 @@ impl Program {
                 all.push(read(to - 3, len as usize));
             }
         }
+        // Slots, whoever has them or had them last.
+        for slot in self.rig.history.slots().into_iter().take(8) {
+            let middle = slot.iova + slot.len / 2;
+            all.extend([slot.iova, middle, slot.iova + (slot.len - 8)].map(|addr| read(addr, 8)));
+            let how = How::Write(self.draw().to_le_bytes());
+            all.push(Touch { addr: middle + self.draw() % (slot.len / 2 - 8), len: 8, how });
+        }
         for addr in [0, RESERVED.first().0, RESERVED.last().0, MSI, u64::MAX] {
             all.push(read(addr, 1));
             all.push(Touch { addr, len: 1, how: How::Write([1; 8]) });
@@ -142,7 +148,18 @@ impl Program {
         for (touch, touched) in touches.iter().zip(touched) {
             self.accesses += 1;
             let write = touch.writes();
-            let verdict_at = |n: usize| self.set.verdict(touch.addr + n as u64, write);
+            let wanted = if write { Prot::WRITE } else { Prot::READ };
+            let verdict_at = |n: usize| {
+                let addr = touch.addr + n as u64;
+                match self.set.verdict(addr, write) {
+                    // A slot stays mapped, whoever has it.
+                    Verdict::Never => {
+                        let slot = self.rig.history.in_slot(addr, wanted);
+                        slot.map_or(Verdict::Never, Verdict::May)
+                    }
+                    verdict => verdict,
+                }
+            };
             let failed = match touched {
                 Ok(_) => None,
                 Err(
@@ -179,12 +196,20 @@ impl Program {
             }
             for (n, gpa) in bytes.into_iter().enumerate() {
                 let at = (gpa.wrapping_sub(base)) as usize;
-                if at >= self.shadow.len() {
+                if self.slots.holds(gpa) {
+                    match (&touch.how, touched) {
+                        (How::Write(data), _) => self.slots.written(gpa, data[n]),
+                        (_, Ok(read)) => self.check_slot_byte(gpa, read[n])?,
+                        _ => {}
+                    }
+                    continue;
+                }
+                if at >= self.shadow.bytes.len() {
                     return Err(format!("{touch:x?} leads to {gpa:#x}, which is no data"));
                 }
                 match (&touch.how, touched) {
-                    (How::Write(data), _) => self.shadow[at] = data[n],
-                    (_, Ok(read)) if read[n] != self.shadow[at] && !self.moves(gpa) => {
+                    (How::Write(data), _) => self.shadow.bytes[at] = data[n],
+                    (_, Ok(read)) if read[n] != self.shadow.bytes[at] && !self.moves(gpa) => {
                         return Err(format!("{touch:x?} does not read what is at {gpa:#x}"));
                     }
                     _ => {}

@@ -3,7 +3,8 @@
 use proptest::{collection::vec, prelude::*};
 use ringfence_devices::worker::Notify;
 use ringfence_dma::{
-    Config, Detector, Direction, Distrust, FlushTuning, Policy, QueueKind, TimerKind, Trust,
+    BounceConfig, BounceLimits, Config, Detector, Direction, Distrust, FlushTuning, Policy,
+    QueueKind, TimerKind, Trust, Written,
 };
 use ringfence_iommu::wrap::{Kind, Stage};
 
@@ -85,6 +86,29 @@ pub(crate) enum Step {
     Tune {
         tuning: FlushTuning,
     },
+    /// Part of a copy is made visible to the CPU, or to the device.
+    Sync {
+        which: usize,
+        part: (u64, u64),
+        for_cpu: bool,
+    },
+    /// The device is said to have written so much of a copy.
+    Note {
+        which: usize,
+        part: (u64, u64),
+    },
+    /// A buffer in pool memory.
+    Take {
+        len: u64,
+        direction: Direction,
+    },
+    Fill {
+        which: usize,
+    },
+    GiveBack {
+        which: usize,
+    },
+    Trim,
     Flush,
     Wait {
         ms: u64,
@@ -168,12 +192,24 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(pieces, from)| Step::Persistent { pieces, from }),
         1 => policy().prop_map(|policy| Step::Switch { policy }),
         1 => any::<bool>().prop_flat_map(tuning).prop_map(|tuning| Step::Tune { tuning }),
+        3 => (which(), part(), any::<bool>())
+            .prop_map(|(which, part, for_cpu)| Step::Sync { which, part, for_cpu }),
+        3 => (which(), part()).prop_map(|(which, part)| Step::Note { which, part }),
+        1 => (1..9000u64, direction()).prop_map(|(len, direction)| Step::Take { len, direction }),
+        1 => which().prop_map(|which| Step::Fill { which }),
+        1 => which().prop_map(|which| Step::GiveBack { which }),
+        1 => Just(Step::Trim),
         1 => Just(Step::Flush),
         1 => (0..20u64).prop_map(|ms| Step::Wait { ms }),
         1 => (0..2usize).prop_map(Step::MoveToCpu),
         3 => failure(),
         1 => Just(Step::Mend),
     ]
+}
+
+/// Where it begins and how long it is; what is too large is cut to what there is.
+fn part() -> impl Strategy<Value = (u64, u64)> {
+    (prop_oneof![Just(0u64), 0..12_000u64], prop_oneof![Just(u64::MAX), 0..5000u64])
 }
 
 pub(crate) fn policy() -> impl Strategy<Value = Policy> {
@@ -194,11 +230,36 @@ prop_compose! {
     }
 }
 
+/// Pools, or none; from such as hold nothing to such as hold all that a program wants.
+fn bounces() -> impl Strategy<Value = Option<(BounceLimits, usize)>> {
+    let largest = prop_oneof![Just(4096u64), Just(16_384), Just(1 << 20)];
+    let max_bytes = prop_oneof![Just(0u64), Just(16_384), Just(1 << 20)];
+    let limits = (largest, max_bytes).prop_map(|(largest, max_bytes)| BounceLimits {
+        largest,
+        max_bytes,
+        ..BounceLimits::default()
+    });
+    prop_oneof![1 => Just(None), 3 => (limits, 1..64usize).prop_map(Some)]
+}
+
+prop_compose! {
+    fn bounce()(
+        threshold in prop_oneof![Just(1u64 << 20), 0..16_000u64],
+        quota in prop_oneof![2 => Just(1u64 << 20), 1 => 0..60_000u64],
+        reported in any::<bool>(),
+    ) -> BounceConfig {
+        let written = if reported { Written::Reported } else { Written::Unknown };
+        BounceConfig { threshold, quota, written }
+    }
+}
+
 prop_compose! {
     pub(crate) fn setup()(
         policy in policy(),
         tuning in tuning(false),
-        untrusted in prop::bool::weighted(0.1),
+        untrusted in prop::bool::weighted(0.2),
+        bounces in bounces(),
+        bounce in bounce(),
         detect in prop_oneof![
             3 => Just(None),
             1 => (0..6usize, 1..200_000u64).prop_map(|(ranges, bytes)| {
@@ -226,6 +287,7 @@ prop_compose! {
                 false => Trust::Trusted,
             },
             detect,
+            bounce,
             segment_boundary: boundary,
             max_segment,
             timer: TimerKind::Manual,
@@ -233,7 +295,7 @@ prop_compose! {
         };
         let lie = Lie::Nothing;
         Setup {
-            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first, lie,
+            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first, bounces, lie,
         }
     }
 }

@@ -1,0 +1,271 @@
+//! The naive model of mappings that are copies: what of a buffer and of its slot may be which byte.
+//!
+//! The oracles of this crate and of `ringfence-devices` both judge by it.
+
+use core::ops::Range;
+
+use ringfence_dma::{Direction, Written};
+
+/// Bytes as they must be, from an address on.
+pub(crate) struct Shadow {
+    pub(crate) base: u64,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Shadow {
+    pub(crate) fn holds(&self, addr: u64) -> bool {
+        addr.checked_sub(self.base).is_some_and(|at| at < self.bytes.len() as u64)
+    }
+
+    pub(crate) fn at(&mut self, addr: u64) -> &mut u8 {
+        &mut self.bytes[(addr - self.base) as usize]
+    }
+
+    fn get(&self, addr: u64) -> u8 {
+        self.bytes[(addr - self.base) as usize]
+    }
+
+    pub(crate) fn slice(&self, addr: u64, len: u64) -> &[u8] {
+        &self.bytes[(addr - self.base) as usize..][..len as usize]
+    }
+
+    pub(crate) fn holds_at(&self, addr: u64, byte: u8) -> bool {
+        self.get(addr) == byte
+    }
+}
+
+/// The memory of slots.
+pub(crate) struct Slots {
+    /// What was last put there, by a driver or by the device.
+    pub(crate) now: Shadow,
+    /// What the device itself has written since a driver last overwrote it.
+    wrote: Vec<Option<u8>>,
+}
+
+impl Slots {
+    pub(crate) fn new(base: u64, len: usize) -> Slots {
+        Slots { now: Shadow { base, bytes: vec![0; len] }, wrote: vec![None; len] }
+    }
+
+    pub(crate) fn holds(&self, addr: u64) -> bool {
+        self.now.holds(addr)
+    }
+
+    fn wrote(&mut self, addr: u64) -> &mut Option<u8> {
+        &mut self.wrote[(addr - self.now.base) as usize]
+    }
+
+    /// A driver has put `byte` there.
+    pub(crate) fn put(&mut self, addr: u64, byte: u8) {
+        *self.now.at(addr) = byte;
+        *self.wrote(addr) = None;
+    }
+
+    /// The device has.
+    pub(crate) fn written(&mut self, addr: u64, byte: u8) {
+        *self.now.at(addr) = byte;
+        *self.wrote(addr) = Some(byte);
+    }
+
+    /// The memory was taken anew: who had it before does not matter any more.
+    pub(crate) fn fresh(&mut self, (addr, len): (u64, u64)) {
+        (addr..addr + len).for_each(|addr| self.put(addr, 0));
+    }
+
+    /// Whether `byte` may be found there: a zero, what was put there last, or what the device wrote.
+    pub(crate) fn may_hold(&self, addr: u64, byte: u8) -> bool {
+        let at = (addr - self.now.base) as usize;
+        byte == 0 || byte == self.now.bytes[at] || self.wrote[at] == Some(byte)
+    }
+}
+
+/// A mapping that is a copy.
+pub(crate) struct Copied {
+    /// Where each byte of the buffer is.
+    bytes: Vec<u64>,
+    /// What its slot is loaded with; `None` until it is known which slot that is.
+    first: Vec<u8>,
+    slot: Option<u64>,
+    direction: Direction,
+    preloads: bool,
+    noted: bool,
+    /// Bytes that were noted: their buffer is the driver's again, and their place in the slot nobody's.
+    done: Vec<bool>,
+}
+
+impl Copied {
+    /// Of a buffer of these pieces, with the bytes that it has now.
+    pub(crate) fn new(
+        pieces: &[(u64, u64)],
+        direction: Direction,
+        written: Written,
+        data: &Shadow,
+    ) -> Copied {
+        let bytes: Vec<u64> = pieces.iter().flat_map(|&(addr, len)| addr..addr + len).collect();
+        let preloads = direction != Direction::FromDevice || written == Written::Unknown;
+        let first = bytes.iter().map(|&addr| if preloads { data.get(addr) } else { 0 }).collect();
+        let done = vec![false; bytes.len()];
+        Copied { bytes, first, slot: None, direction, preloads, noted: false, done }
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    /// Where each byte of the buffer is.
+    pub(crate) fn bytes(&self) -> &[u64] {
+        &self.bytes
+    }
+
+    /// The slot's bytes that are the buffer's; none before it is known which slot that is.
+    pub(crate) fn place(&self) -> Range<u64> {
+        self.slot.map_or(0..0, |slot| slot..slot + self.len())
+    }
+
+    fn reads(&self) -> bool {
+        self.direction != Direction::FromDevice
+    }
+
+    /// It was handed out: it is in the slot at that address, of so many bytes. `found` tells what is
+    /// there.
+    ///
+    /// # Errors
+    /// Something is there that must not be.
+    pub(crate) fn load(
+        &mut self,
+        (slot, len): (u64, u64),
+        slots: &mut Slots,
+        found: impl Fn(u64) -> u8,
+    ) -> Result<(), String> {
+        self.slot = Some(slot);
+        for addr in slot..slot + len {
+            let byte = found(addr);
+            match self.first.get((addr - slot) as usize) {
+                Some(&first) if first == byte => {
+                    *slots.now.at(addr) = byte;
+                    if self.preloads {
+                        slots.put(addr, byte);
+                    }
+                }
+                // The device may have written there meanwhile, or before where nothing is loaded.
+                Some(_) if *slots.wrote(addr) == Some(byte) => *slots.now.at(addr) = byte,
+                Some(first) => {
+                    return Err(format!("{byte:#x} is found at {addr:#x}, and not {first:#x}"));
+                }
+                // Behind the buffer: nobody's.
+                None => *slots.now.at(addr) = 0,
+            }
+        }
+        Ok(())
+    }
+
+    /// The device's bytes are brought back, as far as that was not done. `found` tells what the buffer
+    /// holds.
+    fn bring_back(
+        &mut self,
+        bytes: Range<u64>,
+        data: &mut Shadow,
+        slots: &Slots,
+        found: &dyn Fn(u64) -> u8,
+    ) {
+        if self.direction == Direction::ToDevice {
+            return;
+        }
+        for n in bytes {
+            let (to, byte) = (self.bytes[n as usize], slots.now.get(self.place().start + n));
+            if !self.done[n as usize] {
+                *data.at(to) = byte;
+            } else if found(to) == byte {
+                // Brought back again, which it need not be.
+                *data.at(to) = byte;
+            }
+        }
+    }
+
+    pub(crate) fn sync_for_cpu(
+        &mut self,
+        bytes: Range<u64>,
+        data: &mut Shadow,
+        slots: &Slots,
+        found: &dyn Fn(u64) -> u8,
+    ) {
+        self.bring_back(bytes, data, slots, found);
+    }
+
+    pub(crate) fn note_written(
+        &mut self,
+        bytes: Range<u64>,
+        data: &mut Shadow,
+        slots: &mut Slots,
+        found: &dyn Fn(u64) -> u8,
+    ) {
+        self.bring_back(bytes.clone(), data, slots, found);
+        self.noted = true;
+        if self.direction == Direction::ToDevice {
+            return;
+        }
+        for n in bytes {
+            if !self.reads() && !self.done[n as usize] {
+                // Scrubbed now, or in the end. What the device writes later it writes too late.
+                *slots.wrote(self.place().start + n) = None;
+            }
+            self.done[n as usize] = true;
+        }
+    }
+
+    /// `found` tells what the slot holds.
+    pub(crate) fn sync_for_device(
+        &mut self,
+        bytes: Range<u64>,
+        data: &Shadow,
+        slots: &mut Slots,
+        found: impl Fn(u64) -> u8,
+    ) {
+        if bytes.is_empty() {
+            return;
+        }
+        for n in 0..self.len() {
+            let (addr, byte) = (self.place().start + n, data.get(self.bytes[n as usize]));
+            if bytes.contains(&n) {
+                slots.put(addr, byte);
+                self.done[n as usize] = false;
+            } else if self.done[n as usize] && !self.reads() && found(addr) == byte {
+                // What was brought back is the buffer's in any case; the device cannot look.
+                slots.put(addr, byte);
+            }
+        }
+    }
+
+    /// It was unmapped, or dropped.
+    pub(crate) fn end(
+        &mut self,
+        dropped: bool,
+        data: &mut Shadow,
+        slots: &mut Slots,
+        found: &dyn Fn(u64) -> u8,
+    ) {
+        if !dropped && !self.noted {
+            self.bring_back(0..self.len(), data, slots, found);
+        }
+        if !self.reads() {
+            // Scrubbed, but for what was written too late.
+            for (addr, done) in self.place().zip(&self.done) {
+                *slots.now.at(addr) = 0;
+                if !done {
+                    *slots.wrote(addr) = None;
+                }
+            }
+        }
+    }
+
+    /// Whether the value of that byte of its slot is known: it was loaded, or the device wrote it.
+    pub(crate) fn knows(&self, addr: u64) -> bool {
+        !self.done[(addr - self.place().start) as usize]
+    }
+
+    /// Whether `byte` may be found in a slot, so many bytes from its beginning, because this is being
+    /// loaded there: it is not known where.
+    pub(crate) fn is_loading(&self, offset: u64, byte: u8) -> bool {
+        self.slot.is_none() && self.first.get(offset as usize) == Some(&byte)
+    }
+}
