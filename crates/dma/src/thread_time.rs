@@ -54,6 +54,11 @@ impl Sampler {
         Sampler { clock, at_most: Some(u64::MAX >> every.trailing_zeros()), cost_ns }
     }
 
+    /// The CPU time of the calling thread.
+    pub(crate) fn thread_ns(&self) -> u64 {
+        self.clock.thread_ns()
+    }
+
     /// The time now, if call `number` is one to be timed.
     #[inline]
     pub(crate) fn start(&self, number: u64) -> Option<u64> {
