@@ -7,9 +7,9 @@ use ringfence_iommu::{Address, Domain, Fault, Iova, Range};
 use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    BouncePools, Choices, Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback,
-    FlushTuning, MapBatch, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused, SetupError,
-    SharedMemory, Stats, SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    BouncePools, Choices, Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained,
+    Fallback, FlushTuning, MapBatch, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused,
+    SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, UnmapBatch, Waits,
     auto::{self, Slice},
     bounce::{Bounced, Bytes, Client, ClientParts, Slices, SlicesMut, Slot},
     bouncer::{Bouncer, Decided, Lasting},

@@ -1,6 +1,6 @@
 //! Measuring what copies and maps cost, before there is anything to do.
 
-use core::panic::Location;
+use core::{mem::ManuallyDrop, panic::Location};
 
 use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Allocator, Request};
@@ -131,7 +131,7 @@ fn maps<D: Domain, A: Allocator>(
         client.give_back(slot);
     } else {
         // The device may still reach it by an address that is nobody's: it stays in use for ever.
-        core::mem::forget(slot);
+        _ = ManuallyDrop::new(slot);
     }
     result
 }

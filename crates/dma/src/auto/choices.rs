@@ -125,7 +125,12 @@ impl fmt::Display for Calibration {
         write!(f, "calibrated in {}:", Time(self.took_ns))?;
         match (self.map_run_ns, self.map_lone_ns) {
             (Some(run), Some(lone)) => {
-                write!(f, " map and unmap {} a granule in a batch, {} alone", Time(run), Time(lone))?;
+                write!(
+                    f,
+                    " map and unmap {} a granule in a batch, {} alone",
+                    Time(run),
+                    Time(lone)
+                )?;
             }
             _ => write!(f, " mapping could not be measured")?,
         }

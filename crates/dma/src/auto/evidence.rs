@@ -31,8 +31,7 @@ impl Evidence {
 
     /// Whether a result is such that what it is to be added to no longer holds.
     pub(crate) fn contradicts(&self, result: f64) -> bool {
-        self.trials > 0
-            && (result - self.mean).abs() > f64::max(0.15, 4.0 * self.variance.sqrt())
+        self.trials > 0 && (result - self.mean).abs() > f64::max(0.15, 4.0 * self.variance.sqrt())
     }
 
     pub(crate) fn trials(&self) -> u32 {

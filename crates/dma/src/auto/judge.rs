@@ -12,8 +12,8 @@
 use super::{
     Order,
     cell::{CELLS, Cell},
-    choices::ChoiceReason,
-    costs::Prior,
+    choices::{Calibration, ChoiceReason},
+    costs::Kind,
     evidence::Evidence,
     trial::{Cpu, Mark, Next, Outcome, Seen, Trial},
 };
@@ -152,10 +152,11 @@ impl Record {
 
 /// Decides for all cells of a device.
 pub(super) struct Judge {
+    calibration: Calibration,
     records: Box<[Record; CELLS]>,
     trial: Option<Trial>,
     /// The number of the last slice.
-    slice: u32,
+    pub(super) slice: u32,
     /// No trial but a cell's first before this.
     free_ns: u64,
     random: u64,
@@ -164,6 +165,7 @@ pub(super) struct Judge {
 impl Judge {
     pub(super) fn new() -> Judge {
         Judge {
+            calibration: Calibration::default(),
             records: Box::new([NEW; CELLS]),
             trial: None,
             slice: 0,
@@ -173,16 +175,20 @@ impl Judge {
     }
 
     /// Forgets everything but the number of the last slice: mappings of it may be under way.
-    pub(super) fn restart(&mut self) {
-        *self = Judge { slice: self.slice, ..Judge::new() };
+    pub(super) fn restart(&mut self, calibration: Calibration) {
+        *self = Judge { slice: self.slice, calibration, ..Judge::new() };
     }
 
-    /// The first choice for a cell.
-    pub(super) fn first(&mut self, cell: Cell, prior: Option<Prior>) -> bool {
+    pub(super) fn calibration(&self) -> &Calibration {
+        &self.calibration
+    }
+
+    /// The first choice for a cell, by a mapping of it.
+    pub(super) fn first(&mut self, cell: Cell, kind: Kind) -> bool {
         let record = &mut self.records[cell.index()];
         if !record.used {
             record.used = true;
-            if let Some(prior) = prior {
+            if let Some(prior) = self.calibration.expect(kind) {
                 record.copy = prior.copies();
                 record.reason = prior.reason();
             }

@@ -30,12 +30,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
+pub(crate) use self::{calibrate::calibrate, cell::Cell, costs::Kind};
 use self::{
     cell::CELLS,
     judge::Judge,
     trial::{Mark, Seen},
 };
-pub(crate) use self::{calibrate::calibrate, cell::Cell, costs::Kind};
 pub use choices::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 
 /// How many mappings of a cell a clone of a device makes from one look at the clock to the next; a
@@ -122,7 +122,9 @@ impl Tally {
 
     pub(crate) fn add_to(&self, sum: &Tally) {
         let add = |sums: &[AtomicU64], counts: &[AtomicU64]| {
-            sums.iter().zip(counts).for_each(|(sum, n)| _ = sum.fetch_add(n.load(Relaxed), Relaxed));
+            sums.iter()
+                .zip(counts)
+                .for_each(|(sum, n)| _ = sum.fetch_add(n.load(Relaxed), Relaxed));
         };
         add(&sum.copied, &self.copied);
         add(&sum.mapped, &self.mapped);
@@ -141,7 +143,6 @@ pub(crate) struct Auto {
     bytes: AtomicU64,
     /// Nobody who maps or unmaps waits for it: what is to be judged is there the next time too.
     judge: Mutex<Judge>,
-    calibration: Mutex<Calibration>,
 }
 
 impl Auto {
@@ -153,18 +154,16 @@ impl Auto {
             mappings: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             judge: Mutex::new(Judge::new()),
-            calibration: Mutex::default(),
         }
     }
 
     /// Begins anew, with what was calibrated.
     pub(crate) fn restart(&self, calibration: Calibration) {
         let mut judge = self.judge.lock();
-        judge.restart();
+        judge.restart(calibration);
         self.slice.store(0, Relaxed);
         self.wake_ns.store(u64::MAX, Relaxed);
         self.words.iter().for_each(|word| word.store(0, Relaxed));
-        *self.calibration.lock() = calibration;
     }
 
     /// How a mapping is to be made.
@@ -176,13 +175,13 @@ impl Auto {
 
     #[cold]
     fn first(&self, cell: Cell, kind: Kind) -> Choice {
-        let (slice, mapped) = (Slice::NONE, Choice { copy: false, slice: Slice::NONE });
-        let Some(mut judge) = self.judge.try_lock() else { return mapped };
-        let Some(calibration) = self.calibration.try_lock() else { return mapped };
-        let copy = judge.first(cell, calibration.expect(kind));
-        let unset = self.words[cell.index()].load(Relaxed) == 0;
-        if unset {
-            self.words[cell.index()].store(Word::new(copy, 0).0, Relaxed);
+        let slice = Slice::NONE;
+        let Some(mut judge) = self.judge.try_lock() else { return Choice { copy: false, slice } };
+        let copy = judge.first(cell, kind);
+        let word = &self.words[cell.index()];
+        // Another thread may have been first.
+        if word.load(Relaxed) == 0 {
+            word.store(Word::new(copy, 0).0, Relaxed);
         }
         Choice { copy, slice }
     }
@@ -258,7 +257,7 @@ impl Auto {
             })
         });
         let cells = cells.collect();
-        Choices { calibration: self.calibration.lock().clone(), cells }
+        Choices { calibration: judge.calibration().clone(), cells }
     }
 }
 
