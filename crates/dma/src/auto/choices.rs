@@ -93,7 +93,8 @@ pub enum ChoiceReason {
         /// How many trials say so.
         trials: u32,
     },
-    /// Trials say that it does not matter: it is as it was.
+    /// Trials say that neither way is faster, nor leaves the threads more CPU time (they may spin
+    /// rather than sleep): it is as the calibration says.
     Even {
         /// How many trials say so.
         trials: u32,

@@ -12,26 +12,32 @@ pub(crate) struct Evidence {
     trials: u32,
     mean: f64,
     variance: f64,
+    /// The mean of the variances that the trials themselves told.
+    noise: f64,
 }
 
 impl Evidence {
-    pub(crate) const NONE: Evidence = Evidence { trials: 0, mean: 0.0, variance: 0.0 };
+    pub(crate) const NONE: Evidence = Evidence { trials: 0, mean: 0.0, variance: 0.0, noise: 0.0 };
 
-    /// Adds the result of a trial; what is no number is none.
-    pub(crate) fn add(&mut self, result: f64) {
-        if !result.is_finite() {
+    /// Adds the result of a trial, whose variance is `noise` as far as the trial alone tells; what is
+    /// no number is none.
+    pub(crate) fn add(&mut self, result: f64, noise: f64) {
+        if !result.is_finite() || !noise.is_finite() {
             return;
         }
         self.trials = self.trials.saturating_add(1);
         let weight = 1.0 / self.weight();
         let off = result - self.mean;
         self.mean += weight * off;
+        self.noise += weight * (noise - self.noise);
         self.variance = (1.0 - weight) * (self.variance + weight * off * off);
     }
 
     /// Whether a result is such that what it is to be added to no longer holds.
     pub(crate) fn contradicts(&self, result: f64) -> bool {
-        self.trials > 0 && (result - self.mean).abs() > f64::max(0.15, 4.0 * self.variance.sqrt())
+        self.trials > 0
+            && (result - self.mean).abs()
+                > f64::max(0.15, 4.0 * self.variance.max(self.noise).sqrt())
     }
 
     pub(crate) fn trials(&self) -> u32 {
@@ -48,7 +54,7 @@ impl Evidence {
             return f64::INFINITY;
         }
         let count = self.weight();
-        let variance = self.variance + DOUBT * DOUBT / count;
+        let variance = self.variance.max(self.noise) + DOUBT * DOUBT / count;
         let errors = if self.trials == 1 { 4.0 } else { 2.0 };
         errors * (variance / count).sqrt()
     }
@@ -73,7 +79,7 @@ mod tests {
     fn one_result_decides_only_if_it_is_clear() {
         let of = |results: &[f64]| {
             let mut evidence = Evidence::NONE;
-            results.iter().for_each(|&result| evidence.add(result));
+            results.iter().for_each(|&result| evidence.add(result, 0.0));
             evidence.verdict(0.03)
         };
         assert_eq!(of(&[]), None);
@@ -87,10 +93,19 @@ mod tests {
     }
 
     #[test]
+    fn a_trial_that_says_that_it_is_noisy_is_believed_less() {
+        let mut evidence = Evidence::NONE;
+        evidence.add(0.5, 0.04);
+        assert_eq!(evidence.verdict(0.03), None);
+        (0..4).for_each(|_| evidence.add(0.5, 0.04));
+        assert_eq!(evidence.verdict(0.03), Some(true));
+    }
+
+    #[test]
     fn another_world_contradicts() {
         let mut evidence = Evidence::NONE;
         assert!(!evidence.contradicts(9.0), "nothing is known");
-        [0.3, 0.32, 0.28].into_iter().for_each(|result| evidence.add(result));
+        [0.3, 0.32, 0.28].into_iter().for_each(|result| evidence.add(result, 0.0));
         assert!(!evidence.contradicts(0.35));
         assert!(evidence.contradicts(-0.3));
     }
@@ -101,7 +116,7 @@ mod tests {
             results in proptest::collection::vec(-2.0..2.0f64, 1..=8),
         ) {
             let mut evidence = Evidence::NONE;
-            results.iter().for_each(|&result| evidence.add(result));
+            results.iter().for_each(|&result| evidence.add(result, 0.0));
             let count = results.len() as f64;
             let mean = results.iter().sum::<f64>() / count;
             let variance = results.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / count;
@@ -112,8 +127,8 @@ mod tests {
         #[test]
         fn what_is_long_ago_is_forgotten(old in -2.0..2.0f64, new in -2.0..2.0f64) {
             let mut evidence = Evidence::NONE;
-            (0..50).for_each(|_| evidence.add(old));
-            (0..100).for_each(|_| evidence.add(new));
+            (0..50).for_each(|_| evidence.add(old, 0.0));
+            (0..100).for_each(|_| evidence.add(new, 0.0));
             prop_assert!((evidence.mean - new).abs() < 1e-3);
         }
     }

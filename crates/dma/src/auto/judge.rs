@@ -13,7 +13,7 @@ use super::{
     Order,
     cell::{CELLS, Cell},
     choices::{Calibration, ChoiceReason},
-    costs::Kind,
+    costs::{Kind, Prior},
     evidence::Evidence,
     trial::{Cpu, Mark, Next, Outcome, Seen, Trial},
 };
@@ -43,6 +43,7 @@ const OTHER_PACE: f64 = 1.5;
 #[derive(Clone, Copy)]
 struct Record {
     used: bool,
+    prior: Option<Prior>,
     copy: bool,
     reason: ChoiceReason,
     speed: Evidence,
@@ -97,6 +98,7 @@ impl Pace {
 
 const NEW: Record = Record {
     used: false,
+    prior: None,
     copy: false,
     reason: ChoiceReason::Untried,
     speed: Evidence::NONE,
@@ -115,15 +117,16 @@ impl Record {
             (self.speed, self.cost) = (Evidence::NONE, Evidence::NONE);
             self.interval_ns = SOON_NS;
         }
-        self.speed.add(outcome.speed);
+        self.speed.add(outcome.speed, outcome.noise);
         if let Some(cpu) = outcome.cpu {
-            self.cost.add((cpu.copy_ns / cpu.map_ns).ln());
+            self.cost.add((cpu.copy_ns / cpu.map_ns).ln(), 0.0);
             self.cpu = Some(cpu);
         }
         let trials = self.speed.trials();
         let faster = self.speed.verdict(FASTER);
         let is_known = trials >= FIRST_TRIALS || trials > 1 && self.speed.margin() < KNOWN;
-        self.settled |= faster.is_some() || is_known;
+        // What is clear at once is chosen at once; but the next trial is long in coming.
+        self.settled |= trials > 1 && faster.is_some() || is_known;
         let before = self.copy;
         if let Some(copy) = faster {
             self.copy = copy;
@@ -145,7 +148,12 @@ impl Record {
                 let (copy_ns, map_ns) = (copy_ns as u64, map_ns as u64);
                 self.reason = ChoiceReason::Cheaper { copy_ns, map_ns, trials };
             }
-            _ => self.reason = ChoiceReason::Even { trials },
+            _ => {
+                // A thread that spins has no CPU time left to compare: what the driver alone does
+                // with it was calibrated.
+                self.copy = self.prior.map_or(self.copy, Prior::copies);
+                self.reason = ChoiceReason::Even { trials };
+            }
         }
     }
 }
@@ -188,7 +196,8 @@ impl Judge {
         let record = &mut self.records[cell.index()];
         if !record.used {
             record.used = true;
-            if let Some(prior) = self.calibration.expect(kind) {
+            record.prior = self.calibration.expect(kind);
+            if let Some(prior) = record.prior {
                 record.copy = prior.copies();
                 record.reason = prior.reason();
             }

@@ -13,8 +13,10 @@ const MS: u64 = 1_000_000;
 const LEAST_NS: u64 = 2 * MS;
 /// The longest that it waits, beyond its first unmap, before it counts.
 const WARM_NS: u64 = 2 * MS;
-/// A way that is so much slower in its first slice needs no second.
+/// A way that is so much slower in its first slice gets no second in this trial ...
 const CUT_SHORT: f64 = core::f64::consts::LN_2;
+/// ... but another thread may have had the CPU meanwhile: so much is the variance taken to be then.
+const CUT_SHORT_NOISE: f64 = 0.09;
 
 /// What a thread had done by some moment.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,6 +52,8 @@ pub(crate) enum Next {
 pub(crate) struct Outcome {
     /// The logarithm of how many times as many bytes a second went by copies as by maps.
     pub(crate) speed: f64,
+    /// The variance of that, as far as the slices tell.
+    pub(crate) noise: f64,
     /// What a mapping cost the threads, if that could be seen.
     pub(crate) cpu: Option<Cpu>,
 }
@@ -144,23 +148,28 @@ impl Trial {
         let [a, b, ..] = self.slices;
         match self.over {
             1 => Next::Slice(!self.in_force),
-            2 if b.speed < a.speed - CUT_SHORT => Next::Over(self.outcome(&[a], &[b])),
+            2 if b.speed < a.speed - CUT_SHORT => {
+                Next::Over(self.outcome(&[a], &[b], CUT_SHORT_NOISE))
+            }
             2 => Next::Slice(!self.in_force),
             3 => Next::Slice(self.in_force),
             _ => {
                 let [a, b, other_b, other_a] = self.slices;
-                Next::Over(self.outcome(&[a, other_a], &[b, other_b]))
+                let square = |one: Slice, other: Slice| (one.speed - other.speed).powi(2);
+                // Of each mean of two, a quarter of the square of their difference.
+                let noise = (square(a, other_a) + square(b, other_b)) / 4.0;
+                Next::Over(self.outcome(&[a, other_a], &[b, other_b], noise))
             }
         }
     }
 
-    fn outcome(&self, a: &[Slice], b: &[Slice]) -> Outcome {
+    fn outcome(&self, a: &[Slice], b: &[Slice], noise: f64) -> Outcome {
         let (copies, maps) = if self.in_force { (a, b) } else { (b, a) };
         let speed = |slices: &[Slice]| mean(slices.iter().map(|slice| slice.speed));
         let cpu = |slices: &[Slice]| mean(slices.iter().filter_map(|slice| slice.cpu_ns));
         let speed = speed(copies).zip(speed(maps)).map_or(0.0, |(copies, maps)| copies - maps);
         let cpu = cpu(copies).zip(cpu(maps)).map(|(copy_ns, map_ns)| Cpu { copy_ns, map_ns });
-        Outcome { speed, cpu }
+        Outcome { speed, noise, cpu }
     }
 }
 

@@ -181,19 +181,30 @@ fn of_equals_the_cheaper_is_taken() {
 }
 
 #[test]
-fn what_does_not_matter_stays_as_it_was() {
-    let mut world = World::new(32, 10);
-    let copies = vec![CopyCost { bytes: 1 << 20, in_ns: 10, out_ns: 10 }];
-    let (map_run_ns, map_lone_ns) = (Some(20), Some(20));
-    let calibration = Calibration { copies, map_run_ns, map_lone_ns, ..Calibration::default() };
-    world.auto.restart(calibration);
-    let same = |_| Cost { wall_ns: 10_000, cpu_ns: 10_000 };
-    world.io(Direction::FromDevice, 65536, same);
-    let reason = ChoiceReason::Prior { copy_ns: 10, map_ns: 20 };
-    assert_eq!((world.reads().copies, world.reads().reason), (true, reason));
-    world.read(5000, same);
-    assert!(world.reads().copies);
-    assert!(matches!(world.reads().reason, ChoiceReason::Even { .. }), "{:?}", world.reads());
+fn where_nothing_can_be_told_the_calibration_decides() {
+    for copies in [true, false] {
+        let mut world = World::new(32, 10);
+        let cost = CopyCost { bytes: 1 << 20, in_ns: 10, out_ns: 10 };
+        let map_ns = if copies { 20 } else { 5 };
+        world.auto.restart(Calibration {
+            copies: vec![cost],
+            map_run_ns: Some(map_ns),
+            map_lone_ns: Some(map_ns),
+            ..Calibration::default()
+        });
+        // At first it is faster the other way.
+        world.io(Direction::FromDevice, 65536, wall(10_000, 10_000));
+        let reason = ChoiceReason::Prior { copy_ns: 10, map_ns };
+        assert_eq!((world.reads().copies, world.reads().reason), (copies, reason));
+        world.read(100, if copies { wall(20_000, 10_000) } else { wall(10_000, 20_000) });
+        assert_eq!(world.reads().copies, !copies);
+        world.read(30_000, wall(10_000, 10_000));
+        assert_eq!(world.reads().copies, copies);
+        let ChoiceReason::Even { trials } = world.reads().reason else {
+            panic!("{:?}", world.reads())
+        };
+        assert!(trials > 1);
+    }
 }
 
 #[test]
