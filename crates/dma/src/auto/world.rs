@@ -149,6 +149,19 @@ fn trials_become_rare_and_the_loss_is_bounded() {
 }
 
 #[test]
+fn where_a_trial_takes_long_the_next_is_long_in_coming() {
+    // A slice takes as long to fill as others take altogether.
+    let mut world = World::new(128, 10);
+    let costs = wall(800_000, 1_000_000);
+    world.read(6_000, costs);
+    let (before, in_trials) = (world.now_ns, world.in_trials);
+    world.read(120_000, costs);
+    let mappings = (world.now_ns - before) / 800_000;
+    let in_trials = world.in_trials - in_trials;
+    assert!(in_trials > 0 && in_trials * 25 < mappings, "{in_trials} of {mappings} in trials");
+}
+
+#[test]
 fn another_world_is_found_out() {
     let mut world = World::new(16, 10);
     world.read(30_000, wall(5_000, 10_000));
