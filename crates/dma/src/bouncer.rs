@@ -2,7 +2,18 @@
 
 use ringfence_iommu::Address;
 
-use crate::{BounceConfig, bounce::Client, device::Wanted, mapper::Measured, mode::Mode};
+use crate::{
+    BounceConfig,
+    auto::{Auto, Cell, Choice, Kind, Slice},
+    bounce::Client,
+    device::Wanted,
+    mapper::Measured,
+    mode::Mode,
+};
+
+/// The longest mapping that is copied where the policy leaves it open, in bytes: where so much moves,
+/// a sync is nothing.
+const LONGEST: u64 = 4 << 20;
 
 /// For how long something is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,19 +28,42 @@ pub(crate) enum Lasting {
 pub(crate) struct Bouncer<T: Address> {
     pub(crate) client: Client<T>,
     pub(crate) config: BounceConfig,
+    /// Who chooses, under a policy that leaves it open.
+    pub(crate) auto: Auto,
+}
+
+/// What a mapping is to be that need not be a copy.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Decided {
+    pub(crate) choice: Choice,
+    /// Whose choice it was; `None` if it was the policy's.
+    pub(crate) cell: Option<Cell>,
 }
 
 impl<T: Address> Bouncer<T> {
     pub(crate) fn new(client: Client<T>, config: BounceConfig) -> Bouncer<T> {
-        Bouncer { client, config }
+        Bouncer { client, config, auto: Auto::new() }
     }
 
-    /// Whether a mapping that need not be a copy shall be one.
-    pub(crate) fn wants(&self, mode: Mode, wanted: &Wanted<'_, T>, measured: &Measured) -> bool {
-        let _ = wanted;
-        if mode.chooses() {
-            return measured.len <= 4096 * measured.runs;
+    /// Whether a streaming mapping that need not be a copy shall be one.
+    pub(crate) fn decide(
+        &self,
+        mode: Mode,
+        wanted: &Wanted<'_, T>,
+        measured: &Measured,
+    ) -> Decided {
+        let &Measured { len, runs, .. } = measured;
+        if !mode.chooses() {
+            let copy = mode.bounces() && len <= self.config.threshold;
+            return Decided { choice: Choice { copy, slice: Slice::NONE }, cell: None };
         }
-        measured.len <= self.config.threshold
+        if len > LONGEST {
+            return Decided { choice: Choice { copy: false, slice: Slice::NONE }, cell: None };
+        }
+        let &Wanted { direction, sync, .. } = wanted;
+        let written = self.config.written;
+        let cell = Cell::of(direction, len, runs);
+        let choice = self.auto.choose(cell, || Kind { direction, len, runs, sync, written });
+        Decided { choice, cell: Some(cell) }
     }
 }

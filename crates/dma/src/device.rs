@@ -7,11 +7,12 @@ use ringfence_iommu::{Address, Domain, Fault, Iova, Range};
 use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    BouncePools, Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained, Fallback,
-    FlushTuning, MapBatch, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused, SetupError,
-    SharedMemory, Stats, SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    BouncePools, Choices, Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained,
+    Fallback, FlushTuning, MapBatch, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused,
+    SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    auto::{self, Slice},
     bounce::{Bounced, Bytes, Client, ClientParts, Slices, SlicesMut, Slot},
-    bouncer::{Bouncer, Lasting},
+    bouncer::{Bouncer, Decided, Lasting},
     detect::Watchman,
     layout::Limits,
     lazy::Lazy,
@@ -40,7 +41,7 @@ pub(crate) struct Port<D: Domain, A: Allocator> {
 
 impl<D: Domain, A: Allocator> Port<D, A> {
     fn new(shared: Arc<Shared<D, A>>) -> Arc<Self> {
-        let counters = Arc::new(Counters::default());
+        let counters = Arc::new(Counters::new(shared.bouncer.is_some()));
         shared.add_clone(&counters);
         Arc::new(Port { shared, counters })
     }
@@ -350,6 +351,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.pools())
     }
 
+    /// What [`Policy::Auto`] chose for each kind of mapping so far, and why. `None` under any other
+    /// policy.
+    pub fn choices(&self) -> Option<Choices> {
+        self.shared().choices()
+    }
+
     /// A queue in which mappings of this device, once they were pushed, are made known to it
     /// together.
     pub fn map_batch<B, T>(&self) -> MapBatch<D, A, B, T> {
@@ -540,8 +547,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         });
         let len = len.ok_or(Error::TooLong)?;
         let first = segments.as_slice().first().ok_or(Error::Empty)?.addr;
-        let (iova, synced) = (Iova(first), true);
-        Ok(Placed { iova, len, span: None, bounced: None, segments, synced })
+        let (iova, synced, slice) = (Iova(first), true, Slice::NONE);
+        Ok(Placed { iova, len, span: None, bounced: None, segments, synced, slice })
     }
 
     /// Mapped, or copied to where it is mapped.
@@ -550,34 +557,43 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let measured = measure(shared.limits, wanted.pieces)?;
         // Rules L48, L50: what would show its neighbours to an untrusted device is copied, or not
         // mapped at all.
-        let must = shared.trust != Trust::Trusted && !measured.fills;
-        let mode = shared.mode.get();
-        if must || mode.bounces() && wanted.lasting == Lasting::Streaming {
-            match self.place_bounced(wanted, &measured, must) {
-                Ok(Some(placed)) => return Ok(placed),
-                Ok(None) => {}
-                Err(error) if must => return Err(error.into()),
-                Err(_) => self.port.counters.not_bounced.add(1),
-            }
+        if shared.trust != Trust::Trusted && !measured.fills {
+            return Ok(self.place_bounced(wanted, &measured)?);
         }
-        self.place_mapped(wanted, measured)
+        let mode = shared.mode.get();
+        let Some(bouncer) = &shared.bouncer else { return self.place_mapped(wanted, measured) };
+        if !mode.bounces() || wanted.lasting == Lasting::Long {
+            return self.place_mapped(wanted, measured);
+        }
+        let Decided { choice, cell } = bouncer.decide(mode, wanted, &measured);
+        let bounced = choice.copy.then(|| self.place_bounced(wanted, &measured));
+        let mut placed = match bounced {
+            Some(Ok(placed)) => placed,
+            Some(Err(_)) => {
+                self.port.counters.not_bounced.add(1);
+                self.place_mapped(wanted, measured)?
+            }
+            None => self.place_mapped(wanted, measured)?,
+        };
+        // Of one that was to be a copy and could not: that is part of what copying achieves.
+        placed.slice = choice.slice;
+        if let (Some(cell), Some(tally)) = (cell, &self.port.counters.tally) {
+            bouncer.auto.note(cell, placed.bounced.is_some(), tally, || shared.clock.now_ns());
+        }
+        Ok(placed)
     }
 
-    /// A copy, if it is to be one.
+    /// A copy.
     fn place_bounced(
         &self,
         wanted: &Wanted<'_, D::Target>,
         measured: &Measured,
-        must: bool,
-    ) -> Result<Option<Placed>, Error> {
+    ) -> Result<Placed, Error> {
         let (shared, counters) = (self.shared(), &*self.port.counters);
         let granule = shared.limits.granule();
         let Some(bouncer) = &shared.bouncer else { return Err(Error::Neighbours { granule }) };
         if wanted.lasting == Lasting::Long {
             return Err(Error::Uncopied { granule });
-        }
-        if !must && !bouncer.wants(shared.mode.get(), wanted, measured) {
-            return Ok(None);
         }
         let len = measured.len;
         let slot = bouncer.client.take(len, wanted.direction.prot(), wanted.at)?;
@@ -593,7 +609,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let mut segments = Segments::new();
         let iova = bounced.slot.range.first();
         shared.limits.add(&mut segments, iova.0, len);
-        Ok(Some(Placed { iova, len, span: None, bounced: Some(bounced), segments, synced: true }))
+        let (slice, bounced) = (Slice::NONE, Some(bounced));
+        Ok(Placed { iova, len, span: None, bounced, segments, synced: true, slice })
     }
 
     fn place_mapped(
@@ -616,8 +633,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                     Iova(mapper.segments.as_slice().first().map_or(base, |first| first.addr));
                 let span = shared::Span { range, mapped: mapper.mapped };
                 let synced = mapper.is_synced();
-                let (span, segments) = (Some(span), mapper.segments);
-                Ok(Placed { iova, len, span, bounced: None, segments, synced })
+                let (span, segments, slice) = (Some(span), mapper.segments, Slice::NONE);
+                Ok(Placed { iova, len, span, bounced: None, segments, synced, slice })
             }
             Err(error) => {
                 let undone = if mapper.any {
@@ -693,6 +710,16 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
 
     fn free(&self, range: Range) {
         self.shared.free_counted(range, &self.counters);
+    }
+
+    fn unmapping(&self, slice: Slice, len: u64) {
+        let Some(bouncer) = &self.shared.bouncer else { return };
+        let (shared, counters) = (&*self.shared, &self.counters);
+        let mark = || {
+            let clone = Arc::as_ptr(counters).addr();
+            auto::mark(clone, shared.sampler.thread_ns(), counters.bytes.get())
+        };
+        bouncer.auto.unmapping(slice, len, || shared.clock.now_ns(), mark);
     }
 
     fn end_bounce(&self, bounced: Bounced, slices: Option<SlicesMut<'_>>) -> Slot {

@@ -44,6 +44,7 @@
 //! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
 //! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and counted.
 
+mod auto;
 mod batch;
 mod bounce;
 mod bouncer;
@@ -70,6 +71,7 @@ mod trust;
 mod tuning;
 mod waits;
 
+pub use auto::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 pub use batch::{MapBatch, UnmapBatch};
 pub use bounce::{
     BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, Holder, HostMemory,

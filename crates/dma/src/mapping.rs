@@ -7,6 +7,7 @@ use ringfence_iommu::{Iova, Range, Result as DomainResult};
 
 use crate::{
     Error, MapError, OutOfBounds, Segment, SharedMemory, UnmapError,
+    auto::Slice,
     bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
     segment::Segments,
     shared::{Span, Unmapped},
@@ -24,6 +25,8 @@ pub(crate) trait Owner: Send + Sync {
         watched: bool,
         at: Option<&'static Location<'static>>,
     ) -> DomainResult<Option<Unmapped>>;
+    /// That a mapping of so many bytes, made in a slice of a trial, is unmapped now.
+    fn unmapping(&self, slice: Slice, len: u64);
     /// Frees an IOVA range that was parked.
     fn free(&self, range: Range);
     /// Ends a mapping that is a copy, and brings back what is wanted of it. Its slot is left over.
@@ -61,6 +64,8 @@ pub(crate) struct Placed {
     pub(crate) segments: Segments,
     /// Whether the device knows of it; else the caller syncs it, with others.
     pub(crate) synced: bool,
+    /// Of which trial it is a part, if of any.
+    pub(crate) slice: Slice,
 }
 
 impl Placed {
@@ -72,6 +77,7 @@ impl Placed {
         bounced: None,
         segments: Segments::new(),
         synced: true,
+        slice: Slice::NONE,
     };
 }
 
@@ -166,6 +172,7 @@ impl<B> Mapping<B> {
         let (iova, len) = (self.iova(), self.len());
         let range = self.placed.span.map(|span| span.range);
         if self.is_bounced() {
+            self.note_unmapping();
             let slot = self.bring_back(true);
             let held = self.held.take().expect("a mapping is unmapped once");
             let Held { buffer, owner, .. } = held;
@@ -237,6 +244,15 @@ impl<B> Mapping<B> {
         Ok(())
     }
 
+    /// Tells of the unmap, if a trial wants to know.
+    fn note_unmapping(&self) {
+        if self.placed.slice != Slice::NONE
+            && let Some(held) = &self.held
+        {
+            held.owner.unmapping(self.placed.slice, self.placed.len);
+        }
+    }
+
     /// Ends a copy, if it is one: from then on its slot is the caller's. The buffer gets what the
     /// device wrote, if it is `wanted`.
     fn bring_back(&mut self, wanted: bool) -> Option<Slot> {
@@ -278,6 +294,9 @@ impl<B> Mapping<B> {
     pub(crate) fn into_parts(mut self, of: DeviceId) -> Result<Parts<B>, Mapping<B>> {
         match self.held.take() {
             Some(Held { buffer, owner, access }) if owner.device_id() == of => {
+                if self.placed.slice != Slice::NONE {
+                    owner.unmapping(self.placed.slice, self.placed.len);
+                }
                 let placed = core::mem::replace(&mut self.placed, Placed::NOWHERE);
                 let buffer = ManuallyDrop::new(buffer);
                 Ok(Parts { placed, buffer, owner, access, slot: None })
@@ -322,6 +341,7 @@ impl<B> Mapping<B> {
         watched: bool,
         at: Option<&'static Location<'static>>,
     ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
+        self.note_unmapping();
         // A copy has nothing else to unmap, nor to wait for.
         let bounced = self.placed.bounced.is_some();
         let slot = self.bring_back(at.is_some());

@@ -8,7 +8,8 @@ use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    Fallback, Policy, Stats, TimerKind, Trust, Waits,
+    Choices, Fallback, Policy, Stats, TimerKind, Trust, Waits,
+    auto::{Tally, calibrate},
     bouncer::Bouncer,
     detect::Watchman,
     flush::{Entry, Watch},
@@ -66,6 +67,7 @@ struct Clones {
     alive: Vec<Arc<Counters>>,
     gone: Stats,
     gone_waits: Waits,
+    gone_tally: Tally,
 }
 
 /// The IOVA range of a mapping.
@@ -273,6 +275,29 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.quarantine.bytes.add(range.extent().saturating_add(1));
     }
 
+    /// Measures what copies and maps cost, if the policy needs to know that: to be called without
+    /// a lock that anybody waits for who maps.
+    pub(crate) fn prepare(&self, policy: Policy) {
+        if policy == Policy::Auto
+            && let Some(bouncer) = &self.bouncer
+        {
+            bouncer.auto.restart(calibrate(self, &bouncer.client));
+        }
+    }
+
+    /// What was chosen, and why, if the policy chooses.
+    pub(crate) fn choices(&self) -> Option<Choices> {
+        let bouncer = self.bouncer.as_ref().filter(|_| self.mode.get().chooses())?;
+        let sum = Tally::default();
+        {
+            let clones = self.clones.lock();
+            clones.gone_tally.add_to(&sum);
+            let tallies = clones.alive.iter().filter_map(|counters| counters.tally.as_deref());
+            tallies.for_each(|tally| tally.add_to(&sum));
+        }
+        Some(bouncer.auto.choices(&sum))
+    }
+
     pub(crate) fn add_clone(&self, counters: &Arc<Counters>) {
         self.clones.lock().alive.push(Arc::clone(counters));
     }
@@ -282,6 +307,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         clones.alive.retain(|alive| !Arc::ptr_eq(alive, counters));
         counters.add_to(&mut clones.gone);
         counters.waits.add_to(&mut clones.gone_waits);
+        if let Some(tally) = &counters.tally {
+            tally.add_to(&clones.gone_tally);
+        }
     }
 
     pub(crate) fn waits(&self) -> Waits {

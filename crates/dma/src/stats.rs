@@ -3,7 +3,7 @@
 // The atomics of `std` under loom too: counts are not a way for threads to agree.
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::waits::CallerWaits;
+use crate::{auto::Tally, waits::CallerWaits};
 
 /// Time measured on a sample of the calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -170,6 +170,8 @@ pub(crate) struct Counters {
     pub(crate) taken_bytes: AtomicU64,
     pub(crate) given_back: AtomicU64,
     pub(crate) given_back_bytes: AtomicU64,
+    /// What was copied and mapped where that is chosen; `None` of a device without pools.
+    pub(crate) tally: Option<Box<Tally>>,
 }
 
 /// What was given back to the allocator.
@@ -188,6 +190,11 @@ impl FreeCounters {
 }
 
 impl Counters {
+    /// With a tally, if `chooses`.
+    pub(crate) fn new(chooses: bool) -> Counters {
+        Counters { tally: chooses.then(Box::default), ..Counters::default() }
+    }
+
     /// Counts an unmap by how it ended.
     pub(crate) fn note_unmap<T>(&self, ended: &ringfence_iommu::Result<T>) {
         match ended {

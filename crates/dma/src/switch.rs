@@ -60,6 +60,7 @@ impl Control {
 impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     /// Brings a device that was made strict, or `off`, under the policy it is to begin with.
     pub(crate) fn begin(self: &Arc<Self>, policy: Policy) -> Result<(), SetupError> {
+        self.prepare(policy);
         if let Some(kind) = policy.queue_kind() {
             let tuning = *self.control.lock().of_kind(kind);
             self.start_timer().map_err(|_| SetupError::Thread)?;
@@ -69,6 +70,11 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     }
 
     pub(crate) fn set_policy(self: &Arc<Self>, policy: Policy) -> Result<(), SwitchError> {
+        // A change that comes to nothing has measured in vain.
+        let switches = policy != self.mode.get().policy() && self.refuses(policy).is_none();
+        if switches {
+            self.prepare(policy);
+        }
         let mut control = self.control.lock();
         let before = self.mode.get().policy();
         if policy == before {

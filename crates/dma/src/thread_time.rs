@@ -74,6 +74,11 @@ impl Sampler {
         }
     }
 
+    /// The CPU time of the calling thread.
+    pub(crate) fn thread_ns(&self) -> u64 {
+        self.clock.thread_ns()
+    }
+
     /// The time now, if call `number` is one to be timed.
     #[inline]
     pub(crate) fn start(&self, number: u64) -> Option<Reading> {

@@ -4,14 +4,22 @@
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     cell::Cell,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use ringfence_dma::{Config, Device, Direction, DmaBuffer, FlushTuning, Policy, TimerKind};
+use ringfence_dma::{
+    BounceLimits, BounceMemory, BouncePools, Chunk, Config, Device, Direction, DmaBuffer,
+    Environment, FlushTuning, HostMemory, Policy, TimerKind,
+};
 use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
+    Capabilities, Domain, Gather, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Prot, Range,
+    Result,
 };
 use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
+use ringfence_sync::clock::ManualClock;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -177,4 +185,69 @@ fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
     let stats = device.stats();
     assert!(stats.flushes > flushes + 200, "the queues were filled many times: {stats:?}");
     assert!(stats.bound_flushes >= 199, "{stats:?}");
+}
+
+/// The process's memory under other addresses.
+struct Memory;
+
+// SAFETY: the heap's promise is passed on.
+unsafe impl BounceMemory<GuestPhys> for Memory {
+    fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
+        let Chunk { target, ptr, len, align } = HostMemory.take(len, align)?;
+        Some(Chunk { target: GuestPhys(target.0), ptr, len, align })
+    }
+
+    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+        let Chunk { target, ptr, len, align } = chunk;
+        HostMemory.give_back(Chunk { target: HostAddr(target.0), ptr, len, align });
+    }
+}
+
+/// A buffer that can be copied.
+struct Heap(Box<[u8]>);
+
+// SAFETY: a box's memory stays where it is.
+unsafe impl DmaBuffer<GuestPhys> for Heap {
+    fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+        each(GuestPhys(0x1000), self.0.len() as u64);
+    }
+
+    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+        each(&self.0);
+        true
+    }
+
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+        each(&mut self.0);
+        true
+    }
+}
+
+#[test]
+fn choosing_takes_nothing_from_the_heap_in_trials_either() {
+    let (domain, allocator) = (Arc::new(Nothing), Arc::new(Endless(AtomicU64::new(1 << 20))));
+    let limits = BounceLimits::default();
+    let (for_domain, for_allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
+    let pools = BouncePools::new(for_domain, for_allocator, Memory, limits).unwrap();
+    let clock = Arc::new(ManualClock::new(0));
+    let environment = Environment { clock: Arc::clone(&clock) as _, ..Environment::default() };
+    let config = Config { timer: TimerKind::Manual, ..Config::new(Policy::Auto) };
+    let device = Device::with_pools(domain, allocator, config, environment, &pools).unwrap();
+    let run = |mut buffer, count| {
+        for _ in 0..count {
+            let mapping = device.map(buffer, Direction::Bidirectional).unwrap();
+            clock.advance(50_000);
+            buffer = mapping.unmap().unwrap();
+        }
+        buffer
+    };
+    let buffer = run(Heap(vec![0; 4096].into()), 10_000);
+    let cell = || device.choices().unwrap().cells.remove(0);
+    let at_first = cell();
+    let before = ALLOCATIONS.with(Cell::get);
+    run(buffer, 100_000);
+    assert_eq!(ALLOCATIONS.with(Cell::get) - before, 0);
+    let cell = cell();
+    let (copied, mapped) = (cell.copied - at_first.copied, cell.mapped - at_first.mapped);
+    assert!(copied > 100 && mapped > 100, "{cell:?}, {at_first:?}");
 }

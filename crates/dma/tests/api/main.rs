@@ -3,6 +3,7 @@
 #![cfg(not(loom))]
 
 mod allocator_time;
+mod auto;
 mod batch;
 mod bounced;
 mod copied;

@@ -1,0 +1,216 @@
+//! Measuring what copies and maps cost, before there is anything to do.
+
+use core::{mem::ManuallyDrop, panic::Location};
+
+use ringfence_iommu::{Address, Domain, Iova, Range};
+use ringfence_iova::{Allocator, Request};
+use ringfence_sync::clock::Clock;
+
+use super::{
+    cell::sizes,
+    choices::{Calibration, CopyCost},
+};
+use crate::{
+    Direction, Error,
+    bounce::{Bounced, Client, Slot, Written},
+    shared::{Shared, Span},
+    stats::Counters,
+};
+
+const MS: u64 = 1_000_000;
+/// After so long nothing new is begun: with what is under way then it stays below 200 ms.
+const BUDGET_NS: u64 = 150 * MS;
+/// For so long, and so often, one thing is measured at the most.
+const EACH_NS: u64 = 2 * MS;
+const REPEATS: usize = 9;
+/// How many granules share a sync in a batch.
+const BATCH: u64 = 32;
+/// What is copied is taken from here in turn, so that not all of it is in the nearest cache.
+const SOURCE: usize = 2 << 20;
+
+/// Measures what copies and maps cost on this machine and in this domain, in slots of `client`'s.
+/// Whatever cannot be measured lacks in the result.
+pub(crate) fn calibrate<D: Domain, A: Allocator>(
+    shared: &Shared<D, A>,
+    client: &Client<D::Target>,
+) -> Calibration {
+    let clock = &*shared.clock;
+    let began_ns = clock.now_ns();
+    let is_late = || clock.now_ns().saturating_sub(began_ns) >= BUDGET_NS;
+    let mut calibration = Calibration::default();
+    // Maps first: a slow domain must not be left out for the sake of copies, which are never slow.
+    match maps(shared, client, &is_late) {
+        Ok((run_ns, lone_ns)) => {
+            (calibration.map_run_ns, calibration.map_lone_ns) = (Some(run_ns), Some(lone_ns));
+        }
+        Err(error) => calibration.failed = Some(error),
+    }
+    let mut source = vec![0u8; SOURCE];
+    for bytes in sizes() {
+        if is_late() {
+            break;
+        }
+        let mut one = |direction| {
+            let mut at = 0;
+            median(clock, || {
+                let len = bytes as usize;
+                at = if at + 2 * len <= SOURCE { at + len } else { 0 };
+                copy(client, &mut source[at..at + len], direction)
+            })
+        };
+        let both = one(Direction::ToDevice).and_then(|in_ns| {
+            one(Direction::FromDevice).map(|out_ns| CopyCost { bytes, in_ns, out_ns })
+        });
+        match both {
+            Ok(cost) => calibration.copies.push(cost),
+            Err(error) => {
+                calibration.failed = calibration.failed.or(Some(error));
+                break;
+            }
+        }
+    }
+    calibration.took_ns = clock.now_ns().saturating_sub(began_ns);
+    calibration
+}
+
+/// The median time of several calls, of which the first does not count.
+fn median(clock: &dyn Clock, mut call: impl FnMut() -> Result<(), Error>) -> Result<u64, Error> {
+    call()?;
+    let began_ns = clock.now_ns();
+    let (mut times, mut count) = ([0; REPEATS], 0);
+    for time in &mut times {
+        let start_ns = clock.now_ns();
+        call()?;
+        let end_ns = clock.now_ns();
+        *time = end_ns.saturating_sub(start_ns);
+        count += 1;
+        if end_ns.saturating_sub(began_ns) >= EACH_NS {
+            break;
+        }
+    }
+    let times = &mut times[..count];
+    times.sort_unstable();
+    Ok(times[count / 2])
+}
+
+/// A mapping that is a copy, from its beginning to its end.
+fn copy<T: Address>(
+    client: &Client<T>,
+    buffer: &mut [u8],
+    direction: Direction,
+) -> Result<(), Error> {
+    let len = buffer.len() as u64;
+    let slot = client.take(len, direction.prot(), Location::caller())?;
+    let mut bounced = Bounced::new(slot, len, direction);
+    let loaded = bounced.load(direction, Written::Reported, &|each| {
+        each(buffer);
+        true
+    });
+    debug_assert!(loaded.is_some(), "the CPU reaches its own memory");
+    let (slot, _) = bounced.finish(Some(&mut |each| {
+        each(buffer);
+        true
+    }));
+    client.give_back(slot);
+    Ok(())
+}
+
+/// What it takes to map and unmap a granule, in a batch and alone.
+fn maps<D: Domain, A: Allocator>(
+    shared: &Shared<D, A>,
+    client: &Client<D::Target>,
+    is_late: &dyn Fn() -> bool,
+) -> Result<(u64, u64), Error> {
+    let granule = shared.limits.granule();
+    let size = granule.checked_mul(BATCH).ok_or(Error::TooLong)?;
+    // Memory that devices of the domain reach anyway, for as long as it is a slot.
+    let slot = client.take(size, Direction::ToDevice.prot(), Location::caller())?;
+    let mut safe = true;
+    let result = measure(shared, &slot, is_late, &mut safe);
+    if safe {
+        client.give_back(slot);
+    } else {
+        // The device may still reach it by an address that is nobody's: it stays in use for ever.
+        _ = ManuallyDrop::new(slot);
+    }
+    result
+}
+
+fn measure<D: Domain, A: Allocator>(
+    shared: &Shared<D, A>,
+    slot: &Slot,
+    is_late: &dyn Fn() -> bool,
+    safe: &mut bool,
+) -> Result<(u64, u64), Error> {
+    let clock = &*shared.clock;
+    let mut timed = |count: u64| median(clock, || pair(shared, slot, count, safe));
+    let lone_ns = timed(1)?;
+    let run_ns = if is_late() { lone_ns } else { timed(BATCH)? / BATCH };
+    Ok((run_ns, lone_ns))
+}
+
+/// Maps so many granules of a slot, each by itself, and unmaps them: two syncs for all of them.
+/// `safe` becomes false if the device may still reach them.
+fn pair<D: Domain, A: Allocator>(
+    shared: &Shared<D, A>,
+    slot: &Slot,
+    count: u64,
+    safe: &mut bool,
+) -> Result<(), Error> {
+    // It counts nowhere: nobody asked for these mappings.
+    let counters = Counters::default();
+    let granule = shared.limits.granule();
+    let size = granule.checked_mul(count).ok_or(Error::TooLong)?;
+    let size = shared.allocation_size(size).ok_or(Error::TooLong)?;
+    let request = Request::new(size).limit(shared.limit);
+    let base = shared.allocator.alloc(&request).map_err(Error::NoIova)?;
+    let range = Range::from_len(Iova(base), size).ok_or(Error::TooLong)?;
+    let mapped = (0..count).try_for_each(|number| map(shared, slot, range, number * granule));
+    let mapped = mapped.and_then(|()| Ok(shared.domain.iotlb_sync_map(range)?));
+    let unmapped = shared.unmap_strictly(Span { range, mapped: 0 }, false, &counters);
+    *safe &= unmapped.is_ok();
+    mapped?;
+    unmapped?;
+    Ok(())
+}
+
+/// Maps the granule at `offset` of a slot to the same place of `range`.
+fn map<D: Domain, A: Allocator>(
+    shared: &Shared<D, A>,
+    slot: &Slot,
+    range: Range,
+    offset: u64,
+) -> Result<(), Error> {
+    let granule = shared.limits.granule();
+    let at = |range: Range| range.first().0.checked_add(offset).map(Iova);
+    let target = at(slot.range).and_then(|iova| shared.domain.iova_to_phys(iova));
+    let granule = at(range).and_then(|iova| Range::from_len(iova, granule));
+    let (Some(target), Some(granule)) = (target, granule) else { return Err(Error::Unstable) };
+    Ok(shared.domain.map_pages(granule, target, slot.prot)?)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use ringfence_sync::clock::ManualClock;
+
+    use super::*;
+
+    #[test]
+    fn the_median_leaves_out_the_first_and_ends_in_time() {
+        let clock = ManualClock::new(0);
+        let mut calls = 0;
+        let time = median(&clock, || {
+            calls += 1;
+            clock.advance(if calls == 1 { 1_000_000 } else { 10 * calls });
+            Ok(())
+        });
+        assert_eq!((time, calls), (Ok(60), 10), "of 20 to 100");
+        let slow = median(&clock, || {
+            calls += 1;
+            clock.advance(EACH_NS);
+            Ok(())
+        });
+        assert_eq!((slow, calls), (Ok(EACH_NS), 12));
+        assert_eq!(median(&clock, || Err(Error::Empty)), Err(Error::Empty));
+    }
+}

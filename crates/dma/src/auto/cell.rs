@@ -1,0 +1,96 @@
+//! Cells: mappings that are decided about together.
+
+use crate::Direction;
+
+/// Powers of two from 512 B to 1 MiB.
+const SIZES: usize = 12;
+const SMALLEST: u64 = 512;
+const LARGEST: u64 = 1 << 20;
+
+/// How many cells there are.
+pub(crate) const CELLS: usize = 3 * SIZES * 2;
+
+/// Mappings of one direction, of one class of sizes, that are one run of memory or several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cell(u8);
+
+impl Cell {
+    pub(crate) fn of(direction: Direction, len: u64, runs: u64) -> Cell {
+        let direction = match direction {
+            Direction::ToDevice => 0,
+            Direction::FromDevice => 1,
+            Direction::Bidirectional => 2,
+        };
+        // Held to the classes first: what is longer has no next power of two.
+        let bytes = len.clamp(SMALLEST, LARGEST).next_power_of_two();
+        let size = (bytes / SMALLEST).trailing_zeros() as usize;
+        Cell(((direction * SIZES + size) * 2 + usize::from(runs > 1)) as u8)
+    }
+
+    /// All of them.
+    pub(crate) fn all() -> impl Iterator<Item = Cell> {
+        (0..CELLS as u8).map(Cell)
+    }
+
+    pub(crate) fn index(self) -> usize {
+        self.0.into()
+    }
+
+    pub(crate) fn direction(self) -> Direction {
+        match self.index() / (SIZES * 2) {
+            0 => Direction::ToDevice,
+            1 => Direction::FromDevice,
+            _ => Direction::Bidirectional,
+        }
+    }
+
+    /// The most bytes that a mapping of the class has; the last class has no bound.
+    pub(crate) fn bytes(self) -> u64 {
+        SMALLEST << (self.index() / 2 % SIZES)
+    }
+
+    /// Whether its mappings are several runs.
+    pub(crate) fn is_scattered(self) -> bool {
+        self.index() % 2 == 1
+    }
+}
+
+/// The classes of sizes, in bytes.
+pub(crate) fn sizes() -> impl Iterator<Item = u64> {
+    (0..SIZES).map(|size| SMALLEST << size)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const DIRECTIONS: [Direction; 3] =
+        [Direction::ToDevice, Direction::FromDevice, Direction::Bidirectional];
+
+    #[test]
+    fn every_cell_is_found_from_what_it_holds() {
+        for cell in Cell::all() {
+            let runs = if cell.is_scattered() { 2 } else { 1 };
+            assert_eq!(Cell::of(cell.direction(), cell.bytes(), runs), cell);
+        }
+        assert_eq!(Cell::all().count(), CELLS);
+        assert_eq!(sizes().last(), Some(LARGEST));
+    }
+
+    proptest! {
+        #[test]
+        fn a_mapping_lies_in_the_least_class_that_holds_it(
+            len in prop_oneof![0..4u64 << 20, any::<u64>()],
+            runs in any::<u64>(),
+            direction in 0..3usize,
+        ) {
+            let cell = Cell::of(DIRECTIONS[direction], len, runs);
+            let class = sizes().find(|&bytes| len <= bytes).unwrap_or(LARGEST);
+            prop_assert_eq!(cell.bytes(), class);
+            prop_assert_eq!(cell.direction(), DIRECTIONS[direction]);
+            prop_assert_eq!(cell.is_scattered(), runs > 1);
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! What was chosen, and why, for people and programs to look at.
+
+use core::fmt;
+
+use crate::{Direction, Error};
+
+/// What [`Policy::Auto`](crate::Policy::Auto) chose for each kind of mapping, and why. Its `Display`
+/// is a table.
+#[derive(Clone, Debug, Default)]
+pub struct Choices {
+    /// What was measured when the policy came into force.
+    pub calibration: Calibration,
+    /// The kinds of mappings that there were, in no order that matters.
+    pub cells: Vec<CellChoice>,
+}
+
+/// What copying and mapping cost the driver, measured when the policy came into force.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Calibration {
+    /// The cost of a copy, the smallest first; those that there was no slot or no time for lack.
+    pub copies: Vec<CopyCost>,
+    /// Wall time to map and unmap one granule where 32 share each of two syncs, in nanoseconds.
+    pub map_run_ns: Option<u64>,
+    /// Wall time to map and unmap one granule, with two syncs of its own, in nanoseconds.
+    pub map_lone_ns: Option<u64>,
+    /// How long it all took, in nanoseconds.
+    pub took_ns: u64,
+    /// Why something of it lacks.
+    pub failed: Option<Error>,
+}
+
+/// What it costs to copy so many bytes, all that belongs to a copied mapping included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyCost {
+    /// How many bytes.
+    pub bytes: u64,
+    /// Wall time when the device reads them, in nanoseconds.
+    pub in_ns: u64,
+    /// Wall time when the device writes them, scrubbing the slot included, in nanoseconds.
+    pub out_ns: u64,
+}
+
+/// What was chosen for one kind of mapping.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CellChoice {
+    /// Which way the data goes.
+    pub direction: Direction,
+    /// The most bytes that a mapping of this kind has, and more than half of which it has: a power of
+    /// two. The smallest class (512 B) holds all that is shorter, the largest (1 MiB) all that is
+    /// longer.
+    pub bytes: u64,
+    /// Whether its mappings are several runs of memory, rather than one.
+    pub scattered: bool,
+    /// How many were copied so far.
+    pub copied: u64,
+    /// How many were mapped so far, for want of a slot too.
+    pub mapped: u64,
+    /// Whether mappings are copies now, trials aside.
+    pub copies: bool,
+    /// Why.
+    pub reason: ChoiceReason,
+}
+
+/// Why mappings of a kind are copied, or mapped.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum ChoiceReason {
+    /// They are mapped, as nothing is known: the calibration failed, and there was no trial yet.
+    Untried,
+    /// The calibration says that it is cheaper; there was no trial yet, or none that told anything.
+    Prior {
+        /// What a copy is expected to cost the driver, in nanoseconds.
+        copy_ns: u64,
+        /// What a map and its unmap are.
+        map_ns: u64,
+    },
+    /// Trials say that it moves more bytes in the same time.
+    Faster {
+        /// How many times as many as the other way.
+        ratio: f64,
+        /// By what part of itself the ratio may be off (about two standard errors).
+        plus_minus: f64,
+        /// How many trials say so.
+        trials: u32,
+    },
+    /// Trials say that neither way is faster, and that it leaves the threads more CPU time.
+    Cheaper {
+        /// CPU time of a thread for each mapping that is a copy, all that the thread does for its
+        /// I/O included, in nanoseconds.
+        copy_ns: u64,
+        /// The same where it is mapped.
+        map_ns: u64,
+        /// How many trials say so.
+        trials: u32,
+    },
+    /// Trials say that neither way is faster, nor leaves the threads more CPU time (they may spin
+    /// rather than sleep): it is as the calibration says.
+    Even {
+        /// How many trials say so.
+        trials: u32,
+    },
+}
+
+impl fmt::Display for ChoiceReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            ChoiceReason::Untried => write!(f, "nothing is known yet"),
+            ChoiceReason::Prior { copy_ns, map_ns } => {
+                write!(f, "calibrated: copy {}, map {}", Time(copy_ns), Time(map_ns))
+            }
+            ChoiceReason::Faster { ratio, plus_minus, trials } => {
+                let plus_minus = 100.0 * plus_minus;
+                write!(f, "{ratio:.2}x as fast, +-{plus_minus:.0} %, {}", Trials(trials))
+            }
+            ChoiceReason::Cheaper { copy_ns, map_ns, trials } => {
+                let (copy, map) = (Time(copy_ns), Time(map_ns));
+                write!(f, "as fast; CPU of the thread: copy {copy}, map {map}, {}", Trials(trials))
+            }
+            ChoiceReason::Even { trials } => write!(f, "no difference, {}", Trials(trials)),
+        }
+    }
+}
+
+impl fmt::Display for Calibration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "calibrated in {}:", Time(self.took_ns))?;
+        match (self.map_run_ns, self.map_lone_ns) {
+            (Some(run), Some(lone)) => {
+                write!(
+                    f,
+                    " map and unmap {} a granule in a batch, {} alone",
+                    Time(run),
+                    Time(lone)
+                )?;
+            }
+            _ => write!(f, " mapping could not be measured")?,
+        }
+        match self.failed {
+            Some(error) => writeln!(f, " ({error})")?,
+            None => writeln!(f)?,
+        }
+        for CopyCost { bytes, in_ns, out_ns } in &self.copies {
+            let size = Size(*bytes).to_string();
+            writeln!(f, "  copy {size:>8}: in {}, out {}", Time(*in_ns), Time(*out_ns))?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Choices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.calibration)?;
+        writeln!(
+            f,
+            "{:<13} {:>8} {:<7} {:<4} {:>12} {:>12}  why",
+            "direction", "up to", "runs", "now", "copied", "mapped"
+        )?;
+        for cell in &self.cells {
+            let direction = match cell.direction {
+                Direction::ToDevice => "to device",
+                Direction::FromDevice => "from device",
+                Direction::Bidirectional => "bidirectional",
+            };
+            let (size, runs) = (Size(cell.bytes).to_string(), ["one", "several"]);
+            let runs = runs[usize::from(cell.scattered)];
+            let (now, copied, mapped) =
+                (if cell.copies { "copy" } else { "map" }, cell.copied, cell.mapped);
+            writeln!(
+                f,
+                "{direction:<13} {size:>8} {runs:<7} {now:<4} {copied:>12} {mapped:>12}  {}",
+                cell.reason
+            )?;
+        }
+        Ok(())
+    }
+}
+
+struct Trials(u32);
+
+impl fmt::Display for Trials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} trial{}", self.0, if self.0 == 1 { "" } else { "s" })
+    }
+}
+
+struct Time(u64);
+
+impl fmt::Display for Time {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            ns @ 0..1000 => write!(f, "{ns} ns"),
+            ns @ 1000..1_000_000 => write!(f, "{:.1} us", ns as f64 / 1e3),
+            ns => write!(f, "{:.1} ms", ns as f64 / 1e6),
+        }
+    }
+}
+
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            bytes if bytes >> 20 > 0 => write!(f, "{} MiB", bytes >> 20),
+            bytes if bytes >> 10 > 0 => write!(f, "{} KiB", bytes >> 10),
+            bytes => write!(f, "{bytes} B"),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_says_what_was_chosen_and_why() {
+        let cell = |copies, reason| CellChoice {
+            direction: Direction::FromDevice,
+            bytes: 65536,
+            scattered: true,
+            copied: 7,
+            mapped: 9,
+            copies,
+            reason,
+        };
+        let choices = Choices {
+            calibration: Calibration {
+                copies: vec![CopyCost { bytes: 1 << 20, in_ns: 80_000, out_ns: 1_500_000 }],
+                failed: Some(Error::Bounce(4096)),
+                took_ns: 950,
+                ..Calibration::default()
+            },
+            cells: vec![
+                cell(true, ChoiceReason::Faster { ratio: 1.87, plus_minus: 0.03, trials: 4 }),
+                cell(false, ChoiceReason::Cheaper { copy_ns: 900, map_ns: 400, trials: 1 }),
+            ],
+        };
+        let table = choices.to_string();
+        for wanted in [
+            "calibrated in 950 ns: mapping could not be measured",
+            "copy    1 MiB: in 80.0 us, out 1.5 ms",
+            "from device     64 KiB several copy            7            9  1.87x as fast, +-3 %, 4 trials",
+            "map             7            9  as fast; CPU of the thread: copy 900 ns, map 400 ns, 1 trial\n",
+        ] {
+            assert!(table.contains(wanted), "{wanted:?} lacks in\n{table}");
+        }
+    }
+}
