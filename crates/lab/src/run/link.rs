@@ -244,10 +244,8 @@ impl Link {
     }
 
     /// What `auto` chose, and why, in words. `None` under other policies.
-    ///
-    // HOOK(explain): becomes `self.dma.choices().map(|choices| choices.to_string())`.
     pub(crate) fn choices(&self) -> Option<String> {
-        None
+        self.dma.choices().map(|choices| choices.to_string())
     }
 
     /// How the device process ended, if it has: it should not, before it is hung up.
@@ -265,6 +263,14 @@ impl Link {
             if let RingMemory::Mapped(coherent) = ring {
                 coherent.free().context("unmapping a ring")?;
             }
+        }
+        if let Some(pools) = self.dma.pools() {
+            let held = pools.stats();
+            if held.slots > 0 {
+                bail!("{} bounce slots of {} bytes were lost", held.slots, held.slot_bytes);
+            }
+            // While there is somebody to unmap them.
+            pools.trim();
         }
         if self.dma.effective_policy() != Policy::Off {
             self.domain.detach(ENDPOINT).context("detaching the disk")?;
