@@ -17,8 +17,9 @@ use crate::{
     layout::Limits,
     lazy::Lazy,
     mapper::{Mapper, Measured, Pieces, Sync, measure},
-    mapping::{DeviceId, Owner, Placed},
+    mapping::{DeviceId, Owner},
     mode::{Mode, ModeCell},
+    placed::Placed,
     segment::Segments,
     shared::{self, Parts, Shared, Unmapped},
     stats::{Count, Counters},
@@ -531,7 +532,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// Policy `off`: the device uses the buffer's own addresses.
     fn place_unmapped(&self, pieces: Pieces<'_, D::Target>) -> Result<Placed, Failed> {
         let limits = self.shared().limits;
-        let mut segments = Segments::new();
+        let mut placed = Placed::new();
+        let segments = &mut placed.segments;
         let mut len = Some(0u64);
         pieces(&mut |target, piece| {
             let target = target.as_u64();
@@ -542,13 +544,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 .and_then(|len| len.checked_add(piece))
                 .filter(|_| target.checked_add(piece - 1).is_some());
             if len.is_some() {
-                limits.add(&mut segments, target, piece);
+                limits.add(segments, target, piece);
             }
         });
-        let len = len.ok_or(Error::TooLong)?;
-        let first = segments.as_slice().first().ok_or(Error::Empty)?.addr;
-        let (iova, synced, slice) = (Iova(first), true, Slice::NONE);
-        Ok(Placed { iova, len, span: None, bounced: None, segments, synced, slice })
+        placed.len = len.ok_or(Error::TooLong)?;
+        placed.iova = Iova(placed.segments.as_slice().first().ok_or(Error::Empty)?.addr);
+        Ok(placed)
     }
 
     /// Mapped, or copied to where it is mapped.
@@ -606,11 +607,11 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
         }
         counters.bounced.add(1);
-        let mut segments = Segments::new();
-        let iova = bounced.slot.range.first();
-        shared.limits.add(&mut segments, iova.0, len);
-        let (slice, bounced) = (Slice::NONE, Some(bounced));
-        Ok(Placed { iova, len, span: None, bounced, segments, synced: true, slice })
+        let mut placed = Placed::new();
+        (placed.iova, placed.len) = (bounced.slot.range.first(), len);
+        shared.limits.add(&mut placed.segments, bounced.slot.range.first().0, len);
+        placed.bounced = Some(bounced);
+        Ok(placed)
     }
 
     fn place_mapped(
@@ -626,15 +627,17 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             return Err(Error::TooLong.into());
         };
         let (direction, sync) = (wanted.direction, wanted.sync);
-        let mut mapper = Mapper::new(shared, &self.port.counters, range, direction, sync);
+        let mut placed = Placed::new();
+        let (counters, segments) = (&self.port.counters, &mut placed.segments);
+        let mut mapper = Mapper::new(shared, counters, range, direction, sync, segments);
         match mapper.map(pieces) {
             Ok(()) => {
-                let iova =
-                    Iova(mapper.segments.as_slice().first().map_or(base, |first| first.addr));
-                let span = shared::Span { range, mapped: mapper.mapped };
-                let synced = mapper.is_synced();
-                let (span, segments, slice) = (Some(span), mapper.segments, Slice::NONE);
-                Ok(Placed { iova, len, span, bounced: None, segments, synced, slice })
+                let (mapped, synced) = (mapper.mapped, mapper.is_synced());
+                let first = placed.segments.as_slice().first();
+                placed.iova = Iova(first.map_or(base, |first| first.addr));
+                placed.span = Some(shared::Span { range, mapped });
+                (placed.len, placed.synced) = (len, synced);
+                Ok(placed)
             }
             Err(error) => {
                 let undone = if mapper.any {

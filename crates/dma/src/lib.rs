@@ -60,6 +60,7 @@ mod mapper;
 mod mapping;
 mod mode;
 mod persistent;
+mod placed;
 mod policy;
 mod pool;
 mod segment;

@@ -80,7 +80,7 @@ pub(crate) struct Mapper<'a, D> {
     /// Whether anything was mapped.
     pub(crate) any: bool,
     pub(crate) mapped: u64,
-    pub(crate) segments: Segments,
+    segments: &'a mut Segments,
 }
 
 impl<'a, D: Domain> Mapper<'a, D> {
@@ -90,6 +90,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
         range: Range,
         direction: Direction,
         sync: Sync,
+        segments: &'a mut Segments,
     ) -> Self {
         Mapper {
             domain: &shared.domain,
@@ -103,7 +104,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
             pending: None,
             any: false,
             mapped: 0,
-            segments: Segments::new(),
+            segments,
         }
     }
 
@@ -133,7 +134,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
             .ok_or(Error::Unstable)?;
         let in_granule = self.limits.offset_in_granule(run.target);
         // Rule L43: the address keeps the buffer's offset in its granule.
-        self.limits.add(&mut self.segments, range.first().0 + in_granule, run.len);
+        self.limits.add(self.segments, range.first().0 + in_granule, run.len);
         let target = run.target - in_granule;
         if let Some((held, held_target)) = &mut self.pending
             && held.last().0.checked_add(1) == Some(range.first().0)

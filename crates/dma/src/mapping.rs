@@ -9,7 +9,7 @@ use crate::{
     Error, MapError, OutOfBounds, Segment, SharedMemory, UnmapError,
     auto::Slice,
     bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
-    segment::Segments,
+    placed::Placed,
     shared::{Span, Unmapped},
 };
 
@@ -51,35 +51,6 @@ pub(crate) trait Owner: Send + Sync {
 /// Where all that the clones of a device share lies: another place for each device that lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceId(pub(crate) usize);
-
-/// Where a buffer was mapped.
-#[derive(Debug)]
-pub(crate) struct Placed {
-    pub(crate) iova: Iova,
-    pub(crate) len: u64,
-    /// `None` under policy `off`, and of a copy.
-    pub(crate) span: Option<Span>,
-    /// If the device works on a copy.
-    pub(crate) bounced: Option<Bounced>,
-    pub(crate) segments: Segments,
-    /// Whether the device knows of it; else the caller syncs it, with others.
-    pub(crate) synced: bool,
-    /// Of which trial it is a part, if of any.
-    pub(crate) slice: Slice,
-}
-
-impl Placed {
-    /// What is left where a mapping was taken away.
-    const NOWHERE: Placed = Placed {
-        iova: Iova(0),
-        len: 0,
-        span: None,
-        bounced: None,
-        segments: Segments::new(),
-        synced: true,
-        slice: Slice::NONE,
-    };
-}
 
 /// A buffer that a device may touch. It owns the buffer: no one else does.
 ///
@@ -169,22 +140,18 @@ impl<B> Mapping<B> {
     /// As [`unmap`](Self::unmap).
     #[track_caller]
     pub fn unmap_watched(mut self) -> Result<(B, StaleIova), UnmapError<B>> {
-        let (iova, len) = (self.iova(), self.len());
-        let range = self.placed.span.map(|span| span.range);
-        if self.is_bounced() {
+        let (buffer, owner, unmapped) = if self.is_bounced() {
             self.note_unmapping();
-            let slot = self.bring_back(true);
-            let held = self.held.take().expect("a mapping is unmapped once");
-            let Held { buffer, owner, .. } = held;
-            let unmapped = Unmapped { since_ns: owner.now_ns(), watch: Arc::default() };
-            return Ok((buffer, StaleIova { iova, len, range, slot, unmapped, owner }));
-        }
-        let slot = None;
-        self.take(false, true).map(|(buffer, owner, unmapped)| {
-            let unmapped = unmapped
-                .unwrap_or_else(|| Unmapped { since_ns: owner.now_ns(), watch: Arc::default() });
-            (buffer, StaleIova { iova, len, range, slot, unmapped, owner })
-        })
+            self.placed.slot = self.bring_back(true);
+            let Held { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
+            (buffer, owner, None)
+        } else {
+            self.take(false, true)?
+        };
+        let unmapped = unmapped
+            .unwrap_or_else(|| Unmapped { since_ns: owner.now_ns(), watch: Arc::default() });
+        let placed = self.placed.take();
+        Ok((buffer, StaleIova { placed, unmapped, owner }))
     }
 
     /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU: of a copy,
@@ -297,9 +264,9 @@ impl<B> Mapping<B> {
                 if self.placed.slice != Slice::NONE {
                     owner.unmapping(self.placed.slice, self.placed.len);
                 }
-                let placed = core::mem::replace(&mut self.placed, Placed::NOWHERE);
+                let placed = self.placed.take();
                 let buffer = ManuallyDrop::new(buffer);
-                Ok(Parts { placed, buffer, owner, access, slot: None })
+                Ok(Parts { placed, buffer, owner, access })
             }
             held => {
                 self.held = held;
@@ -370,8 +337,6 @@ pub(crate) struct Parts<B> {
     buffer: ManuallyDrop<B>,
     owner: Arc<dyn Owner>,
     access: Access<B>,
-    /// Of a copy that has ended and is watched.
-    slot: Option<Slot>,
 }
 
 impl<B> Parts<B> {
@@ -381,12 +346,12 @@ impl<B> Parts<B> {
 
     /// Ends a copy; false if it is none. The slot of one that is `watched` is kept.
     pub(crate) fn end_bounce(&mut self, watched: bool) -> bool {
-        let Parts { placed, buffer, owner, access, slot } = self;
+        let Parts { placed, buffer, owner, access } = self;
         let Some(bounced) = placed.bounced.take() else { return false };
         let mut slices = |each: &mut dyn FnMut(&mut [u8])| (access.write)(buffer, each);
         let left = owner.end_bounce(bounced, Some(&mut slices));
         if watched {
-            *slot = Some(left);
+            placed.slot = Some(left);
         } else {
             owner.give_back_slot(left);
         }
@@ -398,17 +363,10 @@ impl<B> Parts<B> {
         self,
         unmapped: DomainResult<Option<Unmapped>>,
     ) -> Result<Returned<B>, UnmapError<B>> {
-        let Parts { placed, buffer, owner, slot, .. } = self;
+        let Parts { placed, buffer, owner, .. } = self;
         match unmapped {
             Ok(unmapped) => {
-                let stale = unmapped.map(|unmapped| StaleIova {
-                    iova: placed.iova,
-                    len: placed.len,
-                    range: placed.span.map(|span| span.range),
-                    slot,
-                    unmapped,
-                    owner,
-                });
+                let stale = unmapped.map(|unmapped| StaleIova { placed, unmapped, owner });
                 Ok(Returned { buffer: ManuallyDrop::into_inner(buffer), stale })
             }
             Err(error) => {
@@ -516,11 +474,8 @@ impl<B> Drop for Coherent<B> {
 ///
 /// A probe uses it to find out for how long a device still reaches memory.
 pub struct StaleIova {
-    iova: Iova,
-    len: u64,
-    range: Option<Range>,
-    /// Of a copy: nobody else's meanwhile.
-    slot: Option<Slot>,
+    /// Of a copy, with its slot: nobody else's meanwhile.
+    placed: Placed,
     unmapped: Unmapped,
     owner: Arc<dyn Owner>,
 }
@@ -528,12 +483,12 @@ pub struct StaleIova {
 impl StaleIova {
     /// The address that the mapping had.
     pub fn iova(&self) -> Iova {
-        self.iova
+        self.placed.iova
     }
 
     /// How many bytes the buffer had.
     pub fn len(&self) -> u64 {
-        self.len
+        self.placed.len
     }
 
     /// Always false.
@@ -544,7 +499,7 @@ impl StaleIova {
     /// The range that was unmapped, in whole granules; `None` under policy `off`, and of a copy, whose
     /// slot stays mapped.
     pub fn range(&self) -> Option<Range> {
-        self.range
+        self.placed.span.map(|span| span.range)
     }
 
     /// When its translation was removed, by the environment's clock.
@@ -561,11 +516,11 @@ impl StaleIova {
 
 impl Drop for StaleIova {
     fn drop(&mut self) {
-        if let Some(slot) = self.slot.take() {
+        if let Some(slot) = self.placed.slot.take() {
             self.owner.give_back_slot(slot);
         }
         if self.unmapped.watch.unwatch()
-            && let Some(range) = self.range
+            && let Some(range) = self.range()
         {
             self.owner.free(range);
         }
@@ -575,8 +530,8 @@ impl Drop for StaleIova {
 impl fmt::Debug for StaleIova {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("StaleIova")
-            .field("iova", &self.iova)
-            .field("len", &self.len)
+            .field("iova", &self.iova())
+            .field("len", &self.len())
             .field("queued_at_ns", &self.queued_at_ns())
             .field("released_at_ns", &self.released_at_ns())
             .finish_non_exhaustive()

@@ -27,6 +27,14 @@ impl Segments {
         Segments::Inline(ArrayVec::new_const())
     }
 
+    /// Forgets all of them.
+    pub(crate) fn clear(&mut self) {
+        match self {
+            Segments::Inline(few) => few.clear(),
+            Segments::Spilled(many) => many.clear(),
+        }
+    }
+
     pub(crate) fn as_slice(&self) -> &[Segment] {
         match self {
             Segments::Inline(few) => few,

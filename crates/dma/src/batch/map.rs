@@ -13,7 +13,7 @@ use crate::{
     bouncer::Lasting,
     device::{Failed, Made, Wanted},
     mapper::Sync,
-    mapping::Placed,
+    placed::Placed,
     stats::Count,
     waits::timed,
 };
