@@ -244,7 +244,6 @@ impl Link {
     }
 
     /// What `auto` chose, and why, in words. `None` under other policies.
-    ///
     // HOOK(explain): becomes `self.dma.choices().map(|choices| choices.to_string())`.
     pub(crate) fn choices(&self) -> Option<String> {
         None
