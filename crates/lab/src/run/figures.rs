@@ -37,6 +37,11 @@ impl<S> Conducted<S> {
         self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
     }
 
+    /// Thread time in taking and giving back the memory of requests.
+    pub(super) fn memory_ns(&self) -> u64 {
+        self.ran.iter().map(|ran| ran.memory_ns).sum()
+    }
+
     /// Time of all job threads together in the measured part, asleep or not.
     pub(super) fn thread_ns(&self) -> u64 {
         (self.elapsed.as_nanos() as u64).saturating_mul(self.ran.len() as u64)
