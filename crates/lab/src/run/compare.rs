@@ -489,6 +489,7 @@ impl Stage<'_> {
             protected.then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
         let all_ios = conducted.ios();
         let thread_ns = conducted.thread_ns();
+        let memory_ns = conducted.memory_ns() as f64;
         let (samples, notes) = conducted.samples(
             self.jobs,
             |sample, ((dma0, waits0, iommu0), (dma1, waits1, iommu1))| {
@@ -498,7 +499,8 @@ impl Stage<'_> {
                 if protected {
                     let iommu = iommu_sample(dma0, dma1, iommu0, iommu1, share);
                     let waits = waits_sample(waits0, waits1, all_ios, thread_ns);
-                    sample.iommu = Some(IommuSample { waits, ..iommu });
+                    let cpu_ns = iommu.cpu_ns + (memory_ns * share) as u64;
+                    sample.iommu = Some(IommuSample { cpu_ns, waits, ..iommu });
                 }
                 sample.bounce = pool_bytes.map(|bytes| bounce_sample(dma0, dma1, share, bytes));
                 let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;

@@ -154,6 +154,8 @@ pub(crate) struct Ran {
     pub(crate) thread_cpu_ns: u64,
     /// Of the measured phase.
     pub(crate) kicks: u64,
+    /// Thread time in taking and giving back memory, of the measured phase.
+    pub(crate) memory_ns: u64,
 }
 
 /// An I/O in flight, or one that waits for room.
@@ -246,7 +248,7 @@ impl<'c> Runner<'c> {
                 bail!("given up: the device is gone");
             }
             let phase = self.control.phase();
-            let mark = || (thread_clock.thread_ns(), path.kicks());
+            let mark = || (thread_clock.thread_ns(), path.kicks(), path.memory_ns());
             if phase == Phase::Measured && begun.is_none() {
                 begun = Some(mark());
             }
@@ -314,12 +316,14 @@ impl<'c> Runner<'c> {
             // Counted once more when the thread ends.
             self.control.finished.fetch_sub(1, Ordering::Release);
         }
-        let ended = ended.unwrap_or_else(|| (thread_clock.thread_ns(), path.kicks()));
+        let ended =
+            ended.unwrap_or_else(|| (thread_clock.thread_ns(), path.kicks(), path.memory_ns()));
         let begun = begun.unwrap_or(ended);
         Ok(Ran {
             jobs: self.counted,
             thread_cpu_ns: ended.0.saturating_sub(begun.0),
             kicks: ended.1 - begun.1,
+            memory_ns: ended.2.saturating_sub(begun.2),
         })
     }
 

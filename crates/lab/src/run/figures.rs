@@ -37,6 +37,11 @@ impl<S> Conducted<S> {
         self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
     }
 
+    /// Thread time in taking and giving back the memory of requests.
+    pub(super) fn memory_ns(&self) -> u64 {
+        self.ran.iter().map(|ran| ran.memory_ns).sum()
+    }
+
     /// Time of all job threads together in the measured part, asleep or not.
     pub(super) fn thread_ns(&self) -> u64 {
         (self.elapsed.as_nanos() as u64).saturating_mul(self.ran.len() as u64)
@@ -175,4 +180,45 @@ pub(super) fn waits_sample(
 ) -> WaitsSample {
     let Waits { map, unmap, timer, full, asked } = waits1.since(waits0);
     WaitsSample { map, unmap, timer, full, asked, ios, thread_ns }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringfence_dma::Sampled;
+
+    use super::*;
+
+    fn stats(maps: u64, bounced: u64) -> DmaStats {
+        DmaStats {
+            maps,
+            bounced,
+            copied_bytes: 4096 * bounced,
+            taken_bytes: 512,
+            alloc_time: Sampled { count: (maps - bounced.min(maps)) / 5, ns: 10 * maps },
+            ..DmaStats::default()
+        }
+    }
+
+    #[test]
+    fn a_copy_asks_no_allocator() {
+        let (before, after) = (stats(0, 0), stats(100, 90));
+        let iommu = IommuStats::default();
+        // Two of ten took 1000 ns.
+        let sample = iommu_sample(&before, &after, &iommu, &iommu, 1.0);
+        assert_eq!(sample.allocator_ns, 5000);
+        let half = iommu_sample(&before, &after, &iommu, &iommu, 0.5);
+        assert_eq!(half.allocator_ns, 2500);
+        // Where all are copies there is nothing to be a part of.
+        assert_eq!(iommu_sample(&before, &stats(9, 9), &iommu, &iommu, 1.0).allocator_ns, 0);
+    }
+
+    #[test]
+    fn a_job_gets_its_share_of_the_copies_and_all_of_the_pools() {
+        let sample = bounce_sample(&stats(10, 5), &stats(110, 45), 0.5, 1 << 20);
+        assert_eq!((sample.maps, sample.bounced, sample.copied_bytes), (50, 20, 20 * 4096));
+        assert_eq!((sample.pool_bytes, sample.taken_bytes), (1 << 20, 512));
+        // Counts that were read while one more was made.
+        let sample = bounce_sample(&stats(0, 0), &stats(7, 8), 1.0, 0);
+        assert_eq!((sample.maps, sample.bounced), (7, 7));
+    }
 }

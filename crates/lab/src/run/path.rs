@@ -61,6 +61,10 @@ pub(crate) trait Path {
     fn kicks(&self) -> u64 {
         0
     }
+    /// Thread time in [`take`](Self::take) and [`give_back`](Self::give_back) so far, ns (sampled).
+    fn memory_ns(&self) -> u64 {
+        0
+    }
     /// What the probe found.
     fn probe(&self) -> Option<&Probe> {
         None
@@ -129,6 +133,9 @@ impl Path for LinkPath {
     }
     fn kicks(&self) -> u64 {
         self.look().kicks()
+    }
+    fn memory_ns(&self) -> u64 {
+        self.look().memory_ns()
     }
     fn probe(&self) -> Option<&Probe> {
         self.look().probe()
