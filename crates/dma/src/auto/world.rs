@@ -264,6 +264,37 @@ fn a_new_beginning_forgets_what_was_chosen_and_ignores_old_slices() {
 }
 
 #[test]
+fn threads_choose_together_and_none_waits_for_another() {
+    let auto = Auto::new();
+    let now_ns = AtomicU64::new(0);
+    let tallies = [const { () }; 4].map(|()| Tally::default());
+    let choose = |tally: &Tally| {
+        for n in 0..20_000u64 {
+            let cell = Cell::of(Direction::ToDevice, 512 << (n % 3), 1);
+            let (direction, len, runs) = (cell.direction(), cell.bytes(), 1);
+            let (sync, written) = (Sync::Later, Written::Reported);
+            let choice = auto.choose(cell, || Kind { direction, len, runs, sync, written });
+            // A copy takes half as long.
+            let took_ns = if choice.copy { 2_000 } else { 4_000 };
+            let now_ns = now_ns.fetch_add(took_ns, Relaxed);
+            auto.note(cell, choice.copy, tally, || now_ns);
+            let clone = core::ptr::from_ref(tally).addr();
+            auto.unmapping(choice.slice, len, || now_ns, || mark(clone, now_ns, n));
+        }
+    };
+    std::thread::scope(|scope| {
+        tallies.each_ref().map(|tally| scope.spawn(|| choose(tally)));
+        // Who asks takes the judge away, who else would need him goes on without.
+        (0..100).for_each(|_| _ = auto.choices(&tallies[0]));
+    });
+    let sum = Tally::default();
+    tallies.iter().for_each(|tally| tally.add_to(&sum));
+    let cells = auto.choices(&sum).cells;
+    assert_eq!(cells.iter().map(|cell| cell.copied + cell.mapped).sum::<u64>(), 80_000);
+    assert!(cells.len() == 3 && cells.iter().all(|cell| cell.copied > 0), "{cells:?}");
+}
+
+#[test]
 fn a_words_numbers_never_run_out() {
     assert_eq!(Order::next_slice(0), 1);
     assert_eq!(Order::next_slice(u32::MAX >> Word::SLICE_SHIFT), 1);
