@@ -267,7 +267,7 @@ fn a_new_beginning_forgets_what_was_chosen_and_ignores_old_slices() {
 fn threads_choose_together_and_none_waits_for_another() {
     let auto = Auto::new();
     let now_ns = AtomicU64::new(0);
-    let tallies = [const { () }; 4].map(|()| Tally::default());
+    let tallies: [Tally; 4] = core::array::from_fn(|_| Tally::default());
     let choose = |tally: &Tally| {
         for n in 0..20_000u64 {
             let cell = Cell::of(Direction::ToDevice, 512 << (n % 3), 1);
@@ -283,7 +283,9 @@ fn threads_choose_together_and_none_waits_for_another() {
         }
     };
     std::thread::scope(|scope| {
-        tallies.each_ref().map(|tally| scope.spawn(|| choose(tally)));
+        for tally in &tallies {
+            scope.spawn(|| choose(tally));
+        }
         // Who asks takes the judge away, who else would need him goes on without.
         (0..100).for_each(|_| _ = auto.choices(&tallies[0]));
     });
