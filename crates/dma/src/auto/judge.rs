@@ -223,6 +223,8 @@ impl Judge {
             return None;
         }
         if record.pace.look(now_ns) {
+            record.speed.fade();
+            record.cost.fade();
             record.interval_ns = SOON_NS;
             record.due_ns = record.due_ns.min(now_ns);
         }

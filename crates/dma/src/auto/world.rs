@@ -221,6 +221,25 @@ fn where_nothing_can_be_told_the_calibration_decides() {
 }
 
 #[test]
+fn a_machine_that_is_busy_with_other_things_is_seen_through() {
+    let mut right = 0;
+    for seed in 1..=30u64 {
+        let mut world = World::new(64, 10);
+        world.random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let until_ns = world.now_ns + 400 * MS;
+        while world.now_ns < until_ns {
+            // More than half of the time is others', in pieces of 3 ms: longer than a slice.
+            if world.random().is_multiple_of(300) {
+                world.now_ns += 3 * MS;
+            }
+            world.io(Direction::FromDevice, 65536, wall(8_000, 10_000));
+        }
+        right += u32::from(world.reads().copies);
+    }
+    assert!(right >= 27, "{right} of 30");
+}
+
+#[test]
 fn cells_are_independent() {
     let mut world = World::new(32, 10);
     let until_ns = world.now_ns + 2000 * MS;
