@@ -18,6 +18,7 @@
 //!   [`Persistent`]: a buffer that stays mapped from one I/O to the next.
 //! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] tells why.
 //! * [`Detector`]: tells which lines mapped and unmapped what a device still uses.
+//! * [`Choices`]: what [`Policy::Auto`] copies and what it maps, and why.
 //! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
 //!   lazily unmapped memory stayed reachable.
 //!

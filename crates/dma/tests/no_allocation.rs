@@ -209,7 +209,7 @@ struct Heap(Box<[u8]>);
 // SAFETY: a box's memory stays where it is.
 unsafe impl DmaBuffer<GuestPhys> for Heap {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
-        each(GuestPhys(0x1000), self.0.len() as u64);
+        each(GuestPhys(0x1000), self.0.len());
     }
 
     fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {

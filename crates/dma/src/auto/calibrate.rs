@@ -25,8 +25,8 @@ const EACH_NS: u64 = 2 * MS;
 const REPEATS: usize = 9;
 /// How many granules share a sync in a batch.
 const BATCH: u64 = 32;
-/// What is copied is taken from here in turn, so that not all of it is in the nearest cache.
-const SOURCE: usize = 2 << 20;
+/// What is copied is taken from here in turn, so that not all of it is in the nearest caches.
+const SOURCE: usize = 8 << 20;
 
 /// Measures what copies and maps cost on this machine and in this domain, in slots of `client`'s.
 /// Whatever cannot be measured lacks in the result.
@@ -45,7 +45,8 @@ pub(crate) fn calibrate<D: Domain, A: Allocator>(
         }
         Err(error) => calibration.failed = Some(error),
     }
-    let mut source = vec![0u8; SOURCE];
+    // Not zeros: these would be one page of the system's, in the nearest cache, until written.
+    let mut source = vec![1u8; SOURCE];
     for bytes in sizes() {
         if is_late() {
             break;

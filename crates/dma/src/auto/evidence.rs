@@ -33,6 +33,11 @@ impl Evidence {
         self.variance = (1.0 - weight) * (self.variance + weight * off * off);
     }
 
+    /// Has what is known weigh no more than two trials do: things may have changed.
+    pub(crate) fn fade(&mut self) {
+        self.trials = self.trials.min(2);
+    }
+
     /// Whether a result is such that what it is to be added to no longer holds.
     pub(crate) fn contradicts(&self, result: f64) -> bool {
         self.trials > 0
@@ -48,15 +53,15 @@ impl Evidence {
         self.mean
     }
 
-    /// Two standard errors of the mean; of a single result, four.
+    /// How far the mean may be off: more than two standard errors, as many more as they are
+    /// themselves known from few results.
     pub(crate) fn margin(&self) -> f64 {
         if self.trials == 0 {
             return f64::INFINITY;
         }
         let count = self.weight();
         let variance = self.variance.max(self.noise) + DOUBT * DOUBT / count;
-        let errors = if self.trials == 1 { 4.0 } else { 2.0 };
-        errors * (variance / count).sqrt()
+        (2.0 + 2.5 / count) * (variance / count).sqrt()
     }
 
     /// Whether the mean is above 0 (or below), by more than `least` and more than it may be off.

@@ -223,6 +223,8 @@ impl Judge {
             return None;
         }
         if record.pace.look(now_ns) {
+            record.speed.fade();
+            record.cost.fade();
             record.interval_ns = SOON_NS;
             record.due_ns = record.due_ns.min(now_ns);
         }
@@ -249,7 +251,6 @@ impl Judge {
                 let jitter = self.jitter();
                 let record = &mut self.records[cell.index()];
                 let changed = record.learn(outcome);
-                record.pace.restart(seen.now_ns);
                 if record.settled {
                     let sooner = changed || record.speed.trials() <= 1;
                     let longer_ns = record.interval_ns.saturating_mul(2).min(RARELY_NS);
@@ -258,7 +259,9 @@ impl Judge {
                     let pause_ns = took_ns.saturating_mul(PAUSE);
                     self.free_ns = seen.now_ns.saturating_add(pause_ns);
                 }
-                Some(Order::end(cell, record.copy))
+                let order = Order::end(cell, record.copy);
+                self.restart_paces(seen.now_ns);
+                Some(order)
             }
         }
     }
@@ -268,9 +271,16 @@ impl Judge {
         let record = &mut self.records[trial.cell.index()];
         record.interval_ns = record.interval_ns.saturating_mul(2).min(RARELY_NS);
         record.due_ns = now_ns.saturating_add(record.interval_ns);
-        self.free_ns =
-            now_ns.saturating_add(now_ns.saturating_sub(trial.began_ns).saturating_mul(PAUSE));
-        Some(Order::end(trial.cell, record.copy))
+        let order = Order::end(trial.cell, record.copy);
+        let took_ns = now_ns.saturating_sub(trial.began_ns);
+        self.free_ns = now_ns.saturating_add(took_ns.saturating_mul(PAUSE));
+        self.restart_paces(now_ns);
+        Some(order)
+    }
+
+    /// During a trial nobody's looks were counted.
+    fn restart_paces(&mut self, now_ns: u64) {
+        self.records.iter_mut().for_each(|record| record.pace.restart(now_ns));
     }
 
     fn slice(&mut self, cell: Cell, copy: bool) -> Order {
