@@ -12,9 +12,11 @@
 //! | `path` | the ways from a job to the disk: virtqueues, or none |
 //! | `probe` | whether unmapped memory is still reached |
 //! | `link` | the driver process's side: memory, front ends, the DMA API |
+//! | `bare` | a link without jobs, for benchmarks |
 //! | [`device`] | the device process |
 //! | `target` | the disk |
 
+mod bare;
 pub mod compare;
 pub mod device;
 mod engine;
@@ -29,8 +31,11 @@ pub mod space;
 mod target;
 pub mod tuning;
 
+pub(crate) use bare::Bare;
+pub(crate) use compare::compare_rounds;
 pub use compare::{Ended, Options, compare};
 pub use device::device_main;
+pub(crate) use link::Dma;
 pub use ringfence_devices::worker::Notify;
 pub use row::Row;
 pub use target::DiskChoice;
