@@ -141,6 +141,8 @@ pub(super) fn run(
 struct Counted {
     /// Nanoseconds an I/O.
     ns: Rounds,
+    /// Bytes a second.
+    bandwidth: Rounds,
     map: Rounds,
     unmap: Rounds,
     cpu: Rounds,
@@ -157,6 +159,7 @@ impl Counted {
         let per_gib = |ns: u64, bytes: u64| (bytes > 0).then(|| ns as f64 / (bytes as f64 / GIB));
         Counted {
             ns: rounds(&|sample| sample.elapsed_ns as f64 / sample.ios as f64),
+            bandwidth: rounds(&|sample| sample.bytes as f64 / (sample.elapsed_ns as f64 / 1e9)),
             cpu: rounds(&|sample| sample.cpu_ns.unwrap_or(0) as f64 / sample.ios as f64),
             map: mapped(&|sample| {
                 let iommu = sample.iommu.as_ref()?;
@@ -210,6 +213,7 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
             ratio_to_ringfence: own.ns.ratio_to(&ours.ns).median,
             note,
             figures: object([
+                ("bandwidth_bytes_per_s", value(own.bandwidth.interval())),
                 ("ratio_to_strict", faster(strict)),
                 ("ratio_to_strict_map", faster(shared)),
                 ("ratio_to_off", faster(off)),
@@ -239,6 +243,7 @@ mod tests {
         Sample {
             elapsed_ns: ns * 1000,
             ios: 1000,
+            bytes: 1000 * 4096,
             cpu_ns: Some(7_000_000),
             iommu: (map > 0).then_some(iommu),
             ..Sample::default()
@@ -276,6 +281,7 @@ mod tests {
                 assert!((found - wanted).abs() < 1e-9, "{key}: {found}");
             }
         };
+        assert_eq!(bounce.figures["bandwidth_bytes_per_s"]["median"], 4096.0 / 200e-9);
         exactly("ratio_to_strict", 4.0);
         exactly("map_change_percent", -99.0);
         exactly("unmap_change_percent", -90.0);

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::{PEER, Part, subject::Op};
+use super::{OURS, PEER, Part, subject::Op};
 use crate::{
     bench::{
         Benchmark, Interval, Row,
@@ -68,7 +68,8 @@ fn seed(rows: &[&Row]) -> String {
             rows.iter().filter(|row| (text(row, "op"), count(row, "size")) == (op.clone(), size))
         {
             let mut line = vec![row.implementation.clone()];
-            line.extend(rate(row.ns_per_op, size));
+            let rate = interval(row, "bandwidth_bytes_per_s").scaled(1.0 / f64::from(1 << 20));
+            line.extend([optional(rate.median), half_width(rate)]);
             for key in ["ratio_to_strict", "ratio_to_strict_map", "ratio_to_off"] {
                 let ratio = interval(row, key);
                 line.extend([times(ratio.median), half_width(ratio)]);
@@ -86,14 +87,6 @@ fn seed(rows: &[&Row]) -> String {
         out.push_str(&block(lines));
     }
     out + "\n" + SEED
-}
-
-/// MiB a second of I/Os of `size` bytes, and its `±`.
-fn rate(ns: Interval, size: u64) -> [String; 2] {
-    let rate = |ns: f64| size as f64 / f64::from(1 << 20) / (ns / 1e9);
-    // The slower, the lower.
-    let of = Interval { median: ns.median.map(rate), lo: ns.hi.map(rate), hi: ns.lo.map(rate) };
-    [optional(of.median), half_width(of)]
 }
 
 /// `-97.1`, `+3.0`, or `-`.
@@ -183,15 +176,16 @@ fn pool(rows: &[&Row]) -> String {
     for name in distinct(rows, |row| text(row, "op")) {
         let about = Op::ALL.into_iter().find(|op| op.name() == name).map_or("", Op::about);
         let _ = write!(out, "\npools, {name}: {about}\n");
-        let (mut head, mut units) =
-            (vec![String::new(); 2], vec!["size".to_owned(), "held".to_owned()]);
+        let mut numbers = vec![String::new(); 2];
+        let mut names = numbers.clone();
+        let mut units = vec!["size".to_owned(), "held".to_owned()];
         for threads in &threads {
             let who = format!("{threads} thread{}", if *threads == 1 { "" } else { "s" });
-            head.extend([who, "ringfence".to_owned(), String::new()]);
-            head.extend([PEER.to_owned(), String::new(), String::new(), String::new()]);
-            units.extend(["", "ns", "±", "ns", "±", "x", "±"].map(str::to_owned));
+            numbers.extend([&who, "", "", "", "", ""].map(str::to_owned));
+            names.extend([OURS, "", PEER, "", "", ""].map(str::to_owned));
+            units.extend(["ns", "±", "ns", "±", "x", "±"].map(str::to_owned));
         }
-        let mut lines = vec![head, units];
+        let mut lines = vec![numbers, names, units];
         let of_op = || rows.iter().copied().filter(|row| text(row, "op") == name);
         let cells = of_op().collect::<Vec<_>>();
         let mut before = None;
@@ -208,7 +202,6 @@ fn pool(rows: &[&Row]) -> String {
                             && (row.implementation == PEER) == peer
                     })
                 };
-                line.push(String::new());
                 for peer in [false, true] {
                     let ns = find(peer).map(|row| row.ns_per_op).unwrap_or_default();
                     line.extend([optional(ns.median), half_width(ns)]);
@@ -283,6 +276,7 @@ mod tests {
             ns_per_op: of(figure),
             figures: object(
                 [
+                    "bandwidth_bytes_per_s",
                     "ratio_to_strict",
                     "ratio_to_strict_map",
                     "ratio_to_off",
@@ -368,10 +362,10 @@ mod tests {
         let text = rendered(rows(2e6));
         let line = text.lines().find(|line| line.contains("persistent")).unwrap();
         let cells: Vec<&str> = line.split_whitespace().collect();
-        // 128 KiB in 2 ms; 2e6 ns a GiB; 2e6 ns an I/O.
+        // 2e6 bytes a second; 2e6 ns a GiB; 2e6 ns an I/O.
         assert_eq!(
             (cells[1], cells[9], cells[cells.len() - 1]),
-            ("62.5", "2.00", "2000"),
+            ("1.91", "2.00", "2000"),
             "{line}"
         );
     }
