@@ -108,6 +108,28 @@ fn the_table_stands_on_standard_output_and_the_json_in_its_file() {
 }
 
 #[test]
+fn interrupted_it_tells_what_was_complete() {
+    let place = Place::new();
+    let only = ["bench", "bounce", "--only", "seed", "--sizes", "4k", "--op", "read"];
+    let long = ["--repeat", "1000", "--runtime", "0.05", "--json", "out.json"];
+    let mut running = place.start(&[&only[..], &long].concat());
+    running.wait_for(|line| {
+        let round = line.split_once(", round ").and_then(|(_, rest)| rest.split(' ').next());
+        round.is_some_and(|number| number.parse::<u32>().unwrap() >= 2)
+    });
+    running.signal_group(rustix::process::Signal::INT);
+    let ended = running.wait();
+    assert_eq!(ended.code(), 1, "{ended}");
+    assert!(ended.err.contains("interrupted: the figures are of what was complete"), "{ended}");
+    assert!(!ended.err.contains("error:"), "{ended}");
+    assert!(ended.out.contains("sequential reads of 4 KiB"), "{ended}");
+    let json: Value = serde_json::from_str(&place.read("out.json")).unwrap();
+    assert_eq!(json["interrupted"], true);
+    assert!(number(&json["rows"][0], "/ns_per_op/median") > 0.0, "{json:#}");
+    assert!(place.processes(Duration::from_secs(2)).is_empty(), "no process stays");
+}
+
+#[test]
 fn wrong_usage_is_refused_before_anything_runs() {
     let place = Place::new();
     for (option, value, words) in [

@@ -102,10 +102,7 @@ pub(super) fn run(
                 break;
             }
             bench.draw(elements);
-            if let Some(error) = bench.check().err() {
-                into.errors.push(format!("lists of {elements} elements: {error:#}"));
-                continue;
-            }
+            bench.check().with_context(|| format!("lists of {elements} elements"))?;
             let mut taken = vec![Taken::default(); Way::ALL.len()];
             'rounds: for round in 1..=repeat {
                 progress.begin(&format!(

@@ -247,7 +247,7 @@ impl<S: Subject> Entrant for Filled<S> {
         let (subject, size) = (&self.subject, self.size);
         let before = subject.in_use();
         // A whole program of large buffers takes long.
-        let steps = STEPS.min((16 << 20) / size as u32).max(20);
+        let steps = STEPS.min(((16 << 20) / size.max(1)) as u32).max(20);
         let found = threads::together(cpus, vec![1u64, 2], |index, seed| {
             check(&subject.for_thread(index), size, steps, seed)
         });

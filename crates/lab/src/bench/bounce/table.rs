@@ -54,7 +54,7 @@ interval. Processes and rings are real, the disk is memory, unpaced.
   map, unmap ms a GiB mapped, copies included, and by how much it differs from strict's
   CPU        of both processes, µs an I/O
 Seed 004 measured its bounce pools, on its own machine, at 2.8, 4.7, 3.6 and 3.6 times strict for reads of 4, 16, 64
-and 128 KiB; a GiB's unmap time at -94, -97, -90 and -87 %, its map time beyond -99 %.
+and 128 KiB; a GiB's unmap time at -97, -94, -90 and -87 %, its map time beyond -99 %.
 ";
 
 fn seed(rows: &[&Row]) -> String {
