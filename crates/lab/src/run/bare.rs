@@ -68,6 +68,11 @@ impl Bare {
         self.link.device_cpu_ns()
     }
 
+    /// Requests to the virtio-iommu so far.
+    pub(crate) fn requests(&self) -> u64 {
+        self.link.iommu.stats().requests()
+    }
+
     /// Ends it in order.
     ///
     /// # Errors

@@ -135,6 +135,8 @@ struct Taken {
     device: Rounds,
     /// Of both.
     both: Rounds,
+    /// Requests to the IOMMU: no time.
+    requests: Rounds,
 }
 
 fn row(way: Way, direction: &str, elements: usize, own: &Taken, ours: &Taken) -> Row {
@@ -154,6 +156,7 @@ fn row(way: Way, direction: &str, elements: usize, own: &Taken, ours: &Taken) ->
             ("thread_cpu_ns", value(own.cpu.interval())),
             ("device_cpu_ns", value(own.device.interval())),
             ("cpu_ns", value(own.both.interval())),
+            ("requests_per_list", value(own.requests.interval())),
             ("cpu_ratio", value(own.both.ratio_to(&ours.both))),
         ]),
     }
@@ -259,7 +262,8 @@ impl Bench {
         while run_in.elapsed() < budget / 8 {
             self.pass(way, direction)?;
         }
-        let (begun, device, cpu) = (Instant::now(), self.bare.device_cpu_ns(), cpu_time());
+        let before = (self.bare.device_cpu_ns(), self.bare.requests());
+        let (begun, cpu) = (Instant::now(), cpu_time());
         let (mut passes, mut chunk) = (0u64, 1u64);
         let took = loop {
             for _ in 0..chunk {
@@ -275,11 +279,13 @@ impl Bench {
         };
         let each = |ns: f64| ns / passes as f64;
         let cpu = cpu_time().saturating_sub(cpu).as_nanos() as f64;
-        let device = self.bare.device_cpu_ns().saturating_sub(device) as f64;
+        let device = self.bare.device_cpu_ns().saturating_sub(before.0) as f64;
+        let requests = self.bare.requests().saturating_sub(before.1) as f64;
         into.wall.push(each(took.as_nanos() as f64));
         into.cpu.push(each(cpu));
         into.device.push(each(device));
         into.both.push(each(cpu + device));
+        into.requests.push(each(requests));
         Ok(())
     }
 }

@@ -195,8 +195,11 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
     let row = |(row, own): (&PolicyRounds, &Counted)| {
         // Of throughput: how many times as much gets done.
         let faster = |base: &Counted| value(base.ns.ratio_to(&own.ns));
-        let note = match (&row.fallback, own.ns.is_empty()) {
-            (_, true) => Some("not measured: interrupted, or a row before it failed".to_owned()),
+        let note = match (&row.fallback, own.ns.interval().median) {
+            (_, None) if own.ns.is_empty() => {
+                Some("not measured: interrupted, or a row before it failed".to_owned())
+            }
+            (_, None) => Some("not measured: a round ended before its first I/O did".to_owned()),
             (Some(why), _) => Some(format!("in force was {}: {why}", row.effective_policy)),
             (None, _) => None,
         };
@@ -288,6 +291,17 @@ mod tests {
         exactly("cpu_ns_per_io", 7000.0);
         assert_eq!(bounce.figures["map_ns_per_gib"]["median"], 200.0);
         assert!(found[0].figures["map_ns_per_gib"]["median"].is_null(), "off maps nothing");
+    }
+
+    #[test]
+    fn a_round_without_an_io_is_no_figure() {
+        let mut rows = [rounds("off", [(100, 0, 0); 3]), rounds("auto", [(100, 5, 5); 3])];
+        rows[1].rounds[1].ios = 0;
+        let file = JobFile::parse(job_file(&[4096], Op::Write).as_bytes(), "t").unwrap();
+        let found = contest(&file.jobs[0], &rows, Notify::Sleep);
+        assert_eq!((found[1].ns_per_op, found[1].ratio_to_ringfence), (Default::default(), None));
+        assert!(found[1].note.as_ref().unwrap().contains("first I/O"), "{found:?}");
+        assert!(found[1].figures["ratio_to_off"]["median"].is_null());
     }
 
     /// The jobs that ship are the jobs that are measured.

@@ -105,27 +105,14 @@ and unmapped, nothing is transferred. µs a list: of the wall, of the thread's C
   ringfence   the whole list in one slot of a pool: one segment, no request to the IOMMU
   each        each element in a slot of our pools
   single-use  each element as Linux bounces it: a slot of a linear pool, mapped and synced, unmapped and synced
-  x           against ringfence; ± is half of a 95 % interval
+  x           against ringfence; ± is half of a 95 % interval    requests  to the virtio-iommu, a list
 ";
 
 fn list(rows: &[&Row]) -> String {
     let mut out = String::from("\nlists for an untrusted device, by elements\n");
-    let head = [
-        "",
-        "elements",
-        "",
-        "wall µs",
-        "±",
-        "x",
-        "±",
-        "thread µs",
-        "device µs",
-        "both µs",
-        "±",
-        "x",
-        "±",
-    ];
-    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let mut head = vec!["", "elements", "", "wall µs", "±", "x", "±", "thread µs", "device µs"];
+    head.extend(["both µs", "±", "x", "±", "requests"]);
+    let mut lines = vec![head.into_iter().map(str::to_owned).collect::<Vec<_>>()];
     let mut before = None;
     for row in rows {
         let direction = text(row, "direction");
@@ -154,6 +141,7 @@ fn list(rows: &[&Row]) -> String {
             half_width(cpu),
             times(cpu_ratio.median),
             half_width(cpu_ratio),
+            optional(interval(row, "requests_per_list").median),
         ]);
     }
     out.push_str(&block(lines));
@@ -290,6 +278,7 @@ mod tests {
                     "device_cpu_ns",
                     "cpu_ns",
                     "cpu_ratio",
+                    "requests_per_list",
                 ]
                 .map(|key| (key, value(of(figure)))),
             ),
