@@ -57,7 +57,7 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
 
-    /// How long a row of `seed` runs in a round, seconds [default: 0.2].
+    /// How long a row of `seed` runs in a round, seconds [default: 0.15].
     #[arg(long, value_name = "S", value_parser = parse_runtime)]
     runtime: Option<Duration>,
 
