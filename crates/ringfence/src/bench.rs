@@ -1,5 +1,7 @@
 //! `ringfence bench`.
 
+mod bounce;
+
 use std::{
     path::PathBuf,
     process::ExitCode,
@@ -35,6 +37,8 @@ use crate::{
 pub(crate) enum Bench {
     #[command(about = "Allocators of I/O virtual addresses")]
     Iova(Arguments),
+    #[command(about = "Bounce pools: copying against mapping, and against pools of another shape")]
+    Bounce(bounce::Arguments),
 }
 
 /// Rounds and their length that let the default run end in under four minutes.
@@ -159,12 +163,17 @@ fn parse_budget(text: &str) -> Result<Duration, String> {
 }
 
 pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
-    let Bench::Iova(arguments) = bench;
+    match bench {
+        Bench::Iova(arguments) => run_iova(&arguments),
+        Bench::Bounce(arguments) => bounce::run(arguments),
+    }
+}
+
+fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
     let chosen =
         arguments.live.is_some() || arguments.sizes.is_some() || arguments.pattern.is_some();
     // Opened now: a wrong path is told before anything runs, not after.
     let json = arguments.json.as_deref().map(Output::open).transpose()?;
-    let table = !json.as_ref().is_some_and(Output::is_stdout);
     let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
     let stop = Arc::new(AtomicBool::new(false));
     ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
@@ -185,7 +194,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
     // First, as it is short and may refuse its options.
     let placement = arguments.placement.as_deref();
     let placements = match placement {
-        Some(_) => Some(measure_placements(&arguments, progress)?),
+        Some(_) => Some(measure_placements(arguments, progress)?),
         None => None,
     };
     let mut benchmark = match placement {
@@ -197,6 +206,29 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
 
     let timed = !benchmark.rows.is_empty();
     let measured = timed || benchmark.placement.is_some();
+    show(benchmark, measured, json, progress, |benchmark| {
+        let mut text = String::new();
+        if timed {
+            text.push_str(&iova::table::render(benchmark, arguments.details));
+        }
+        if let Some(rows) = &benchmark.placement {
+            text.push_str(if timed { "\n" } else { "" });
+            text.push_str(&placement::render(rows));
+        }
+        text
+    })
+}
+
+/// Writes the JSON, prints the text (unless the JSON goes there), and tells on standard error what
+/// went wrong: that is the exit status.
+fn show(
+    mut benchmark: Benchmark,
+    measured: bool,
+    json: Option<Output>,
+    progress: Kind,
+    render: impl Fn(&Benchmark) -> String,
+) -> Result<ExitCode> {
+    let table = !json.as_ref().is_some_and(Output::is_stdout);
     let mut verdict: Vec<String> =
         benchmark.errors.iter().map(|error| format!("error: {error}")).collect();
     if benchmark.interrupted {
@@ -210,15 +242,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
     if progress != Kind::Silent && same_place() {
         benchmark.warnings.clear();
     }
-    let mut text = String::new();
-    if timed {
-        text.push_str(&iova::table::render(&benchmark, arguments.details));
-    }
-    if let Some(rows) = &benchmark.placement {
-        text.push_str(if timed { "\n" } else { "" });
-        text.push_str(&placement::render(rows));
-    }
-    let shown = if table { print(&text) } else { Ok(()) };
+    let shown = if table { print(&render(&benchmark)) } else { Ok(()) };
     for line in &verdict {
         eprintln!("{line}");
     }

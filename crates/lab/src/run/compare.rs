@@ -92,6 +92,17 @@ const MOST_PIECES: usize = 1000;
 /// # Errors
 /// Nothing could be measured at all: the jobs do not fit, the disk cannot be had.
 pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
+    compare_rounds(file, options, stop, &mut |_, _| ())
+}
+
+/// As [`compare`]; `each` is shown what the rounds of each job counted, row by row, where a report
+/// has only what they tell together.
+pub(crate) fn compare_rounds(
+    file: JobFile,
+    options: &Options,
+    stop: &AtomicBool,
+    each: &mut dyn FnMut(&Job, &[PolicyRounds]),
+) -> Result<Ended> {
     options.space.check(&options.allocators)?;
     options.tuning.check(&options.rows)?;
     if options.explain && !options.rows.contains(&Row::Policy(Policy::Auto)) {
@@ -172,6 +183,7 @@ pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<En
             let rounds: Vec<PolicyRounds> = rows.iter().map(|row| row[index].clone()).collect();
             if rounds.iter().any(|row| !row.rounds.is_empty()) {
                 ended.comparison.jobs.push(JobReport::new(job, number as u32 + 1, &rounds));
+                each(job, &rounds);
             }
         }
     }

@@ -15,9 +15,11 @@
 //! | `plan` | what a link is for |
 //! | `meter` | how much memory the bounce pools have |
 //! | `link` | the driver process's side: memory, front ends, the DMA API |
+//! | `bare` | a link without jobs, for benchmarks |
 //! | [`device`] | the device process |
 //! | `target` | the disk |
 
+mod bare;
 pub mod compare;
 pub mod device;
 mod engine;
@@ -35,8 +37,11 @@ mod target;
 pub mod tuning;
 mod zero_copy;
 
+pub(crate) use bare::Bare;
+pub(crate) use compare::compare_rounds;
 pub use compare::{Ended, Options, compare};
 pub use device::device_main;
+pub(crate) use link::Dma;
 pub use ringfence_devices::worker::Notify;
 pub use row::Row;
 pub use target::DiskChoice;

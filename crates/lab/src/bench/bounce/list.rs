@@ -1,0 +1,321 @@
+//! Scatter lists for an untrusted device, whose elements do not fill their granules: bounced whole,
+//! and element by element. Between two processes, over a virtio-iommu.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use ringfence_devices::{ram::PagedBuffer, worker::Notify};
+use ringfence_dma::{Direction, Mapping, Policy};
+
+use super::{OURS, Part, linear::Linear, object, pool::cpu_time, value};
+use crate::{
+    bench::{Benchmark, Row, rounds::Rounds},
+    progress::{Kind, Progress},
+    run::{Bare, Dma},
+};
+
+/// Bytes of the elements, in turn: none fills its granule.
+const LENS: [usize; 4] = [1024, 2048, 3072, 3584];
+const PAGE: usize = 4096;
+/// Bytes of the linear pool: more than the longest list takes.
+const BLOCK: u64 = 1 << 20;
+
+/// What to measure, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Elements of a list.
+    pub elements: Vec<usize>,
+    /// How long one measurement runs.
+    pub budget: Duration,
+}
+
+impl Options {
+    /// The longest list.
+    pub const LONGEST: usize = 128;
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { elements: vec![4, 16, 64], budget: Duration::from_millis(40) }
+    }
+}
+
+/// How a list is bounced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// All of it in one slot.
+    Whole,
+    /// Each element in a slot of our pools.
+    Each,
+    /// Each element as Linux does it: a slot of a linear pool, mapped for this use and unmapped
+    /// after it, a sync each time.
+    SingleUse,
+}
+
+impl Way {
+    const ALL: [Way; 3] = [Way::Whole, Way::Each, Way::SingleUse];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Way::Whole => OURS,
+            Way::Each => "each",
+            Way::SingleUse => "single-use",
+        }
+    }
+}
+
+const DIRECTIONS: [(Direction, &str); 2] =
+    [(Direction::ToDevice, "to"), (Direction::FromDevice, "from")];
+
+/// Runs all of it.
+///
+/// # Errors
+/// There is no device process.
+pub(super) fn run(
+    options: &Options,
+    (repeat, notify): (u32, Notify),
+    progress: Kind,
+    stop: &AtomicBool,
+    into: &mut Benchmark,
+) -> Result<()> {
+    let longest = options.elements.iter().copied().max().unwrap_or(0).min(Options::LONGEST);
+    let linear = Linear::new(BLOCK, 1);
+    let pages = (linear.bytes() / PAGE as u64) as usize;
+    let elements = LENS.iter().copied().cycle().take(longest);
+    let buffers = elements.chain(std::iter::repeat_n(PAGE, pages)).collect();
+    // Under a strict policy that does not share syncs, as Linux maps such an element.
+    let (bare, mut buffers) = Bare::untrusted(Policy::Strict, notify, buffers)?;
+    let pages = buffers.split_off(longest).into_iter().map(Some).collect();
+    let single = SingleUse { linear, pages, mapped: Vec::new() };
+    let mut bench = Bench { bare, list: Vec::new(), spare: buffers, single, each: Vec::new() };
+
+    let cells = options.elements.len() * DIRECTIONS.len();
+    let step = options.budget.mul_f64(1.2) * Way::ALL.len() as u32;
+    let steps = cells as u64 * u64::from(repeat);
+    let progress = Progress::new(progress, steps, step.mul_f64(steps as f64));
+    for elements in options.elements.iter().map(|elements| (*elements).min(longest)) {
+        for (direction, name) in DIRECTIONS {
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
+            bench.draw(elements);
+            bench.check().with_context(|| format!("lists of {elements} elements"))?;
+            let mut taken = vec![Taken::default(); Way::ALL.len()];
+            'rounds: for round in 1..=repeat {
+                progress.begin(&format!(
+                    "lists of {elements}, {name} the device, round {round} of {repeat}"
+                ));
+                for (way, taken) in Way::ALL.into_iter().zip(&mut taken) {
+                    if stop.load(Ordering::Relaxed) {
+                        break 'rounds;
+                    }
+                    bench.measure(way, direction, options.budget, taken)?;
+                }
+                progress.step(step);
+            }
+            for (way, own) in Way::ALL.into_iter().zip(&taken) {
+                into.rows.push(row(way, name, elements, own, &taken[0]));
+            }
+        }
+    }
+    progress.finish();
+    bench.bare.close()
+}
+
+/// What a list took in each round, ns.
+#[derive(Clone, Default)]
+struct Taken {
+    wall: Rounds,
+    /// Of the thread that maps.
+    cpu: Rounds,
+    /// Of the device process.
+    device: Rounds,
+    /// Of both.
+    both: Rounds,
+    /// Requests to the IOMMU: no time.
+    requests: Rounds,
+}
+
+fn row(way: Way, direction: &str, elements: usize, own: &Taken, ours: &Taken) -> Row {
+    Row {
+        name: format!("list/{direction}/{elements}"),
+        implementation: way.name().to_owned(),
+        params: object([
+            ("part", Part::List.name().into()),
+            ("direction", direction.into()),
+            ("elements", elements.into()),
+        ]),
+        ns_per_op: own.wall.interval(),
+        ratio_to_ringfence: own.wall.ratio_to(&ours.wall).median,
+        note: own.wall.is_empty().then(|| "not measured: interrupted".to_owned()),
+        figures: object([
+            ("ratio_interval", value(own.wall.ratio_to(&ours.wall))),
+            ("thread_cpu_ns", value(own.cpu.interval())),
+            ("device_cpu_ns", value(own.device.interval())),
+            ("cpu_ns", value(own.both.interval())),
+            ("requests_per_list", value(own.requests.interval())),
+            ("cpu_ratio", value(own.both.ratio_to(&ours.both))),
+        ]),
+    }
+}
+
+struct Bench {
+    bare: Bare,
+    /// The elements of the list.
+    list: Vec<PagedBuffer>,
+    /// More of them, for longer lists.
+    spare: Vec<PagedBuffer>,
+    single: SingleUse,
+    each: Vec<Mapping<PagedBuffer>>,
+}
+
+/// What bouncing each element by itself needs.
+struct SingleUse {
+    linear: Linear,
+    /// The pages of the linear pool's block, `None` while they are mapped.
+    pages: Vec<Option<PagedBuffer>>,
+    mapped: Vec<(Mapping<PagedBuffer>, u64)>,
+}
+
+impl Bench {
+    /// Makes the list so long.
+    fn draw(&mut self, elements: usize) {
+        self.spare.splice(0..0, self.list.drain(..));
+        self.list.extend(self.spare.drain(..elements));
+    }
+
+    /// Maps and unmaps the list.
+    fn pass(&mut self, way: Way, direction: Direction) -> Result<()> {
+        let (dma, list) = (self.bare.dma(), &mut self.list);
+        let writes = direction != Direction::ToDevice;
+        match way {
+            Way::Whole => {
+                let mut mapping = dma.map_sg(std::mem::take(list), direction)?;
+                ensure!(mapping.is_bounced(), "a list was mapped instead of copied");
+                ensure!(mapping.segments().len() == 1, "a copied list has several segments");
+                if writes {
+                    let len = mapping.len();
+                    mapping.note_written(0..len)?;
+                }
+                *list = mapping.unmap()?;
+            }
+            Way::Each => {
+                for buffer in list.drain(..) {
+                    let mapping = dma.map(buffer, direction)?;
+                    ensure!(mapping.is_bounced(), "an element was mapped instead of copied");
+                    self.each.push(mapping);
+                }
+                for mut mapping in self.each.drain(..) {
+                    if writes {
+                        let len = mapping.len();
+                        mapping.note_written(0..len)?;
+                    }
+                    list.push(mapping.unmap()?);
+                }
+            }
+            Way::SingleUse => {
+                for buffer in &mut *list {
+                    self.single.map(dma, buffer, direction)?;
+                }
+                self.single.unmap(list, writes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether every way brings back what it should.
+    fn check(&mut self) -> Result<()> {
+        for way in Way::ALL {
+            for direction in [Direction::Bidirectional, Direction::ToDevice] {
+                self.list.iter_mut().for_each(|buffer| buffer.bytes_mut().fill(0xa5));
+                self.pass(way, direction)?;
+                ensure!(self.holds(0xa5), "{}: bytes are lost", way.name());
+            }
+            if way != Way::SingleUse {
+                // The device wrote nothing, and is said to have: what comes back is nobody's.
+                self.pass(way, Direction::FromDevice)?;
+                ensure!(self.holds(0), "{}: bytes of another came back", way.name());
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the list's elements are in their order, full of `byte`.
+    fn holds(&mut self, byte: u8) -> bool {
+        self.list.iter_mut().zip(LENS.iter().cycle()).all(|(buffer, len)| {
+            let bytes = buffer.bytes_mut();
+            bytes.len() == *len && bytes.iter().all(|found| *found == byte)
+        })
+    }
+
+    fn measure(
+        &mut self,
+        way: Way,
+        direction: Direction,
+        budget: Duration,
+        into: &mut Taken,
+    ) -> Result<()> {
+        let run_in = Instant::now();
+        while run_in.elapsed() < budget / 8 {
+            self.pass(way, direction)?;
+        }
+        let before = (self.bare.device_cpu_ns(), self.bare.requests());
+        let (begun, cpu) = (Instant::now(), cpu_time());
+        let (mut passes, mut chunk) = (0u64, 1u64);
+        let took = loop {
+            for _ in 0..chunk {
+                self.pass(way, direction)?;
+            }
+            passes += chunk;
+            let took = begun.elapsed();
+            if took >= budget {
+                break took;
+            }
+            let fitting = passes as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
+            chunk = (fitting as u64).clamp(1, chunk * 2);
+        };
+        let each = |ns: f64| ns / passes as f64;
+        let cpu = cpu_time().saturating_sub(cpu).as_nanos() as f64;
+        let device = self.bare.device_cpu_ns().saturating_sub(before.0) as f64;
+        let requests = self.bare.requests().saturating_sub(before.1) as f64;
+        into.wall.push(each(took.as_nanos() as f64));
+        into.cpu.push(each(cpu));
+        into.device.push(each(device));
+        into.both.push(each(cpu + device));
+        into.requests.push(each(requests));
+        Ok(())
+    }
+}
+
+impl SingleUse {
+    fn map(&mut self, dma: &Dma, buffer: &mut PagedBuffer, direction: Direction) -> Result<()> {
+        let bytes = buffer.bytes_mut();
+        let original = bytes.as_ptr().addr() as u64;
+        let offset = self.linear.take(0, original, PAGE as u64, PAGE as u64);
+        let offset = offset.context("the linear pool is full")?;
+        let page = self.pages.get_mut(offset as usize / PAGE).and_then(Option::take);
+        let mut page = page.context("the linear pool gave a slot twice")?;
+        let (data, pad) = page.bytes_mut().split_at_mut(bytes.len());
+        data.copy_from_slice(bytes);
+        pad.fill(0);
+        self.mapped.push((dma.map(page, direction)?, offset));
+        Ok(())
+    }
+
+    fn unmap(&mut self, list: &mut [PagedBuffer], writes: bool) -> Result<()> {
+        for ((mapping, offset), buffer) in self.mapped.drain(..).zip(list) {
+            ensure!(!mapping.is_bounced(), "a whole granule was copied");
+            let mut page = mapping.unmap()?;
+            if writes {
+                let bytes = buffer.bytes_mut();
+                bytes.copy_from_slice(&page.bytes_mut()[..bytes.len()]);
+            }
+            self.pages[offset as usize / PAGE] = Some(page);
+            self.linear.give_back(offset).context("the linear pool lost a slot")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,325 @@
+//! The table of seed 004: sequential I/O, 64 deep, by block size, under each policy.
+
+use std::{sync::atomic::AtomicBool, time::Duration};
+
+use anyhow::{Context, Result};
+use ringfence_devices::worker::Notify;
+use ringfence_dma::Policy;
+
+use super::{Part, object, value};
+use crate::{
+    allocators::AllocatorKind,
+    bench::{Benchmark, Row as BenchRow, rounds::Rounds},
+    job::{Job, JobFile},
+    progress::Kind,
+    report::{PolicyRounds, Sample},
+    run::{self, DiskChoice, Row, compare_rounds, space::Space, tuning::Tuning},
+};
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// The rows, in order. `strict` is strict as the seed had it: each mapping is synced by itself,
+/// each unmap too; what shares syncs is called `strict+map` here.
+pub(super) const ROWS: [Row; 7] = [
+    Row::Policy(Policy::Off),
+    Row::Policy(Policy::Strict),
+    Row::Policy(Policy::StrictMap),
+    Row::Policy(Policy::LazyMqMap),
+    Row::Policy(Policy::Bounce),
+    Row::Policy(Policy::Auto),
+    Row::Persistent,
+];
+
+/// The policy that `ratio_to_ringfence` refers to.
+const OURS: Policy = Policy::Auto;
+
+/// Which way the data goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Sequential reads.
+    Read,
+    /// Sequential writes.
+    Write,
+}
+
+impl Op {
+    /// Its name, as fio has it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Op::Read => "read",
+            Op::Write => "write",
+        }
+    }
+}
+
+/// What to measure, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Block sizes, bytes.
+    pub sizes: Vec<u32>,
+    /// Reads, writes, or both.
+    pub ops: Vec<Op>,
+    /// How long each row runs in a round.
+    pub runtime: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        let sizes = [4 << 10, 16 << 10, 64 << 10, 128 << 10].to_vec();
+        let ops = vec![Op::Read, Op::Write];
+        Options { sizes, ops, runtime: Duration::from_millis(150) }
+    }
+}
+
+/// The job file of the examples, with these sizes.
+fn job_file(sizes: &[u32], op: Op) -> String {
+    let rw = op.name();
+    let mut text = format!(
+        "[global]\nioengine=libaio\ndirect=1\ntime_based\nruntime=10\nrw={rw}\niodepth=64\nsize=512m\n"
+    );
+    for size in sizes {
+        let name = match size {
+            size if size.is_multiple_of(1024) => format!("{}k", size / 1024),
+            size => size.to_string(),
+        };
+        text.push_str(&format!("[{rw}_{name}]\nstonewall\nbs={size}\n"));
+    }
+    text
+}
+
+/// Runs all of it, in one comparison: rows take turns in each round.
+///
+/// # Errors
+/// The jobs do not fit this machine.
+pub(super) fn run(
+    options: &Options,
+    (repeat, notify): (u32, Notify),
+    progress: Kind,
+    stop: &AtomicBool,
+    into: &mut Benchmark,
+) -> Result<()> {
+    let mut jobs = Vec::new();
+    let mut warnings = Vec::new();
+    for op in &options.ops {
+        let text = job_file(&options.sizes, *op);
+        let file = JobFile::parse(text.as_bytes(), "seed-004.fio").context("the seed's job")?;
+        jobs.extend(file.jobs);
+        warnings.extend(file.warnings);
+    }
+    let file = JobFile { jobs, warnings, file: "seed-004.fio".to_owned() };
+    let of_run = run::Options {
+        rows: ROWS.to_vec(),
+        allocators: vec![AllocatorKind::default()],
+        space: Space::default(),
+        disk: DiskChoice::Ram,
+        destroy_data: true,
+        notify,
+        repeat,
+        runtime: Some(options.runtime),
+        queues: Some(1),
+        run_pages: 1,
+        tuning: Tuning::default(),
+        progress,
+    };
+    let mut rows = Vec::new();
+    let ended = compare_rounds(file, &of_run, stop, &mut |job, rounds| {
+        rows.extend(contest(job, rounds, notify));
+    })?;
+    into.rows.extend(rows);
+    into.warnings.extend(ended.comparison.warnings);
+    let failure = ended.failure.map(|failure| format!("{failure:#}"));
+    let wrong = ended.comparison.jobs.iter().flat_map(|job| {
+        let failed = job.results.iter().filter(|row| row.errors > 0);
+        failed.map(|row| format!("{}, {}: {} I/Os failed", job.name, row.policy, row.errors))
+    });
+    let found = ended.leaks.into_iter().chain(failure).chain(wrong);
+    into.errors.extend(found.map(|found| format!("seed: {found}")));
+    Ok(())
+}
+
+/// What a row counted, a round each.
+struct Counted {
+    /// Nanoseconds an I/O.
+    ns: Rounds,
+    /// Bytes a second.
+    bandwidth: Rounds,
+    map: Rounds,
+    unmap: Rounds,
+    cpu: Rounds,
+}
+
+impl Counted {
+    fn of(samples: &[Sample]) -> Counted {
+        let rounds = |f: &dyn Fn(&Sample) -> f64| samples.iter().map(f).collect();
+        // Of a row without an IOMMU there is nothing to tell.
+        let mapped = |f: &dyn Fn(&Sample) -> Option<f64>| {
+            let values: Option<Vec<f64>> = samples.iter().map(f).collect();
+            values.unwrap_or_default().into_iter().collect()
+        };
+        let per_gib = |ns: u64, bytes: u64| (bytes > 0).then(|| ns as f64 / (bytes as f64 / GIB));
+        Counted {
+            ns: rounds(&|sample| sample.elapsed_ns as f64 / sample.ios as f64),
+            bandwidth: rounds(&|sample| sample.bytes as f64 / (sample.elapsed_ns as f64 / 1e9)),
+            cpu: rounds(&|sample| sample.cpu_ns.unwrap_or(0) as f64 / sample.ios as f64),
+            map: mapped(&|sample| {
+                let iommu = sample.iommu.as_ref()?;
+                per_gib(iommu.map_ns, iommu.mapped_bytes)
+            }),
+            unmap: mapped(&|sample| {
+                let iommu = sample.iommu.as_ref()?;
+                per_gib(iommu.unmap_ns, iommu.mapped_bytes)
+            }),
+        }
+    }
+}
+
+/// By how many percent `own` differs from `base`, round by round.
+fn change(own: &Rounds, base: &Rounds) -> Rounds {
+    own.with(base, |own, base| (own / base - 1.0) * 100.0)
+}
+
+/// The rows of a job.
+fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
+    let (op, size) = match job.rw.writes() {
+        true => (Op::Write, job.bs.write),
+        false => (Op::Read, job.bs.read),
+    };
+    let counted: Vec<Counted> = rows.iter().map(|row| Counted::of(&row.rounds)).collect();
+    let nothing = Counted::of(&[]);
+    let find = |policy: Policy| {
+        let index = rows.iter().position(|row| row.policy == policy.name());
+        index.map_or(&nothing, |index| &counted[index])
+    };
+    let (off, strict) = (find(Policy::Off), find(Policy::Strict));
+    let (shared, ours) = (find(Policy::StrictMap), find(OURS));
+    let row = |(row, own): (&PolicyRounds, &Counted)| {
+        // Of throughput: how many times as much gets done.
+        let faster = |base: &Counted| value(base.ns.ratio_to(&own.ns));
+        let note = match (&row.fallback, own.ns.interval().median) {
+            (_, None) if own.ns.is_empty() => {
+                Some("not measured: interrupted, or a row before it failed".to_owned())
+            }
+            (_, None) => Some("not measured: a round ended before its first I/O did".to_owned()),
+            (Some(why), _) => Some(format!("in force was {}: {why}", row.effective_policy)),
+            (None, _) => None,
+        };
+        BenchRow {
+            name: format!("seed/{}/{size}", op.name()),
+            implementation: row.policy.clone(),
+            params: object([
+                ("part", Part::Seed.name().into()),
+                ("op", op.name().into()),
+                ("size", size.into()),
+                ("notify", notify.to_string().into()),
+            ]),
+            ns_per_op: own.ns.interval(),
+            ratio_to_ringfence: own.ns.ratio_to(&ours.ns).median,
+            note,
+            figures: object([
+                ("bandwidth_bytes_per_s", value(own.bandwidth.interval())),
+                ("ratio_to_strict", faster(strict)),
+                ("ratio_to_strict_map", faster(shared)),
+                ("ratio_to_off", faster(off)),
+                ("map_ns_per_gib", value(own.map.interval())),
+                ("unmap_ns_per_gib", value(own.unmap.interval())),
+                ("map_change_percent", value(change(&own.map, &strict.map).interval())),
+                ("unmap_change_percent", value(change(&own.unmap, &strict.unmap).interval())),
+                ("cpu_ns_per_io", value(own.cpu.interval())),
+            ]),
+        }
+    };
+    rows.iter().zip(&counted).map(row).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::IommuSample;
+
+    fn sample(ns: u64, map: u64, unmap: u64) -> Sample {
+        let iommu = IommuSample {
+            map_ns: map,
+            unmap_ns: unmap,
+            mapped_bytes: 1 << 29,
+            ..IommuSample::default()
+        };
+        Sample {
+            elapsed_ns: ns * 1000,
+            ios: 1000,
+            bytes: 1000 * 4096,
+            cpu_ns: Some(7_000_000),
+            iommu: (map > 0).then_some(iommu),
+            ..Sample::default()
+        }
+    }
+
+    fn rounds(policy: &str, rounds: [(u64, u64, u64); 3]) -> PolicyRounds {
+        PolicyRounds {
+            policy: policy.to_owned(),
+            rounds: rounds.iter().map(|(ns, map, unmap)| sample(*ns, *map, *unmap)).collect(),
+            ..PolicyRounds::default()
+        }
+    }
+
+    #[test]
+    fn ratios_are_of_rounds_and_times_are_of_a_gib() {
+        let rows = [
+            rounds("off", [(100, 0, 0); 3]),
+            // A machine that slows down: every round is twice as long as the one before.
+            rounds("strict", [(400, 5000, 1000), (800, 10_000, 2000), (1600, 20_000, 4000)]),
+            rounds("bounce", [(100, 50, 100), (200, 100, 200), (400, 200, 400)]),
+        ];
+        let file = JobFile::parse(job_file(&[4096], Op::Read).as_bytes(), "t").unwrap();
+        let found = contest(&file.jobs[0], &rows, Notify::Sleep);
+        let bounce = &found[2];
+        assert_eq!(
+            (bounce.name.as_str(), bounce.params["notify"].as_str()),
+            ("seed/read/4096", Some("sleep"))
+        );
+        assert_eq!(bounce.ns_per_op.median, Some(200.0));
+        assert_eq!(bounce.ratio_to_ringfence, None, "there was no auto");
+        let exactly = |key: &str, wanted: f64| {
+            for part in ["median", "lo", "hi"] {
+                let found = bounce.figures[key][part].as_f64().unwrap();
+                assert!((found - wanted).abs() < 1e-9, "{key}: {found}");
+            }
+        };
+        assert_eq!(bounce.figures["bandwidth_bytes_per_s"]["median"], 4096.0 / 200e-9);
+        exactly("ratio_to_strict", 4.0);
+        exactly("map_change_percent", -99.0);
+        exactly("unmap_change_percent", -90.0);
+        exactly("cpu_ns_per_io", 7000.0);
+        assert_eq!(bounce.figures["map_ns_per_gib"]["median"], 200.0);
+        assert!(found[0].figures["map_ns_per_gib"]["median"].is_null(), "off maps nothing");
+    }
+
+    #[test]
+    fn a_round_without_an_io_is_no_figure() {
+        let mut rows = [rounds("off", [(100, 0, 0); 3]), rounds("auto", [(100, 5, 5); 3])];
+        rows[1].rounds[1].ios = 0;
+        let file = JobFile::parse(job_file(&[4096], Op::Write).as_bytes(), "t").unwrap();
+        let found = contest(&file.jobs[0], &rows, Notify::Sleep);
+        assert_eq!((found[1].ns_per_op, found[1].ratio_to_ringfence), (Default::default(), None));
+        assert!(found[1].note.as_ref().unwrap().contains("first I/O"), "{found:?}");
+        // Of throughput, which was none in that round.
+        assert_eq!(found[1].figures["ratio_to_off"]["median"], 1.0);
+    }
+
+    /// The jobs that ship are the jobs that are measured.
+    #[test]
+    fn the_examples_hold_the_same_jobs() {
+        let sizes = Options::default().sizes;
+        for (op, name) in [(Op::Read, "seed-004.fio"), (Op::Write, "seed-004-writes.fio")] {
+            let path = format!("{}/../../examples/{name}", env!("CARGO_MANIFEST_DIR"));
+            let example = JobFile::load(path.as_ref()).unwrap();
+            let own = JobFile::parse(job_file(&sizes, op).as_bytes(), name).unwrap();
+            assert_eq!(example.jobs.len(), own.jobs.len());
+            for (mut example, own) in example.jobs.into_iter().zip(own.jobs) {
+                // The first of a file need not wait for one before it.
+                example.stonewall |= own.stonewall;
+                example.filename = None;
+                assert_eq!(example.to_string(), own.to_string());
+            }
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! Who is measured in one process: our pools through the DMA API, and a linear pool.
+
+use std::sync::Arc;
+
+use ringfence_dma::{
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, Config, Device, Direction,
+    Environment, HostMemory, Mapping, Policy, Written,
+};
+use ringfence_iommu::{
+    Geometry, HostAddr, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
+};
+use ringfence_iova::{Aperture, Slabs};
+use ringfence_sync::cpu::OsCpu;
+
+use super::linear::{LONGEST, Linear, SLOT};
+
+/// What is done with a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Op {
+    /// A slot is taken and given back, and nothing copied.
+    Take,
+    /// The device reads: copied in.
+    ToDevice,
+    /// The device writes all of it, and says so: copied back.
+    FromDevice,
+    /// The device writes, and nobody knows how much: copied in, and back.
+    Preloaded,
+    /// Copied in, and back.
+    Both,
+}
+
+impl Op {
+    /// All of them.
+    pub const ALL: [Op; 5] = [Op::Take, Op::ToDevice, Op::FromDevice, Op::Preloaded, Op::Both];
+
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Op::Take => "take",
+            Op::ToDevice => "to",
+            Op::FromDevice => "from",
+            Op::Preloaded => "preloaded",
+            Op::Both => "both",
+        }
+    }
+
+    /// What it does, in a few words.
+    pub const fn about(self) -> &'static str {
+        match self {
+            Op::Take => "a slot taken and given back, nothing copied",
+            Op::ToDevice => "to the device: taken, copied in, given back",
+            Op::FromDevice => {
+                "from the device, which says how much it wrote: taken, copied back, given back"
+            }
+            Op::Preloaded => {
+                "from the device, nobody knows how much: taken, copied in, copied back, given back"
+            }
+            Op::Both => "both ways: taken, copied in, copied back, given back",
+        }
+    }
+
+    const fn direction(self) -> Direction {
+        match self {
+            Op::ToDevice => Direction::ToDevice,
+            Op::FromDevice | Op::Preloaded => Direction::FromDevice,
+            Op::Take | Op::Both => Direction::Bidirectional,
+        }
+    }
+
+    /// Whether something comes back.
+    pub(super) const fn comes_back(self) -> bool {
+        !matches!(self, Op::Take | Op::ToDevice)
+    }
+}
+
+/// Pools as a thread uses them.
+pub(super) trait Subject: Sized + Send + Sync {
+    /// A buffer while the device has it.
+    type Held: Send;
+
+    /// The same pools for thread `index`.
+    fn for_thread(&self, index: usize) -> Self;
+
+    /// Gives the device a buffer; `None` if it cannot be had, and the buffer is lost.
+    fn begin(&self, buffer: Vec<u8>, op: Op) -> Option<Self::Held>;
+
+    /// Takes it back, when the device has written its first `written` bytes. `None` if it is not
+    /// there.
+    fn end(&self, held: Self::Held, op: Op, written: usize) -> Option<Vec<u8>>;
+
+    /// A slot taken and given back; false if there is none.
+    fn take(&self, len: usize) -> bool;
+
+    /// What the device would do: where it sees the buffer, and where that lies in this process.
+    fn seen(&self, held: &Self::Held) -> Option<(u64, *mut u8)>;
+
+    /// Whether the device finds the buffer's bytes in the slot under `op`; else it finds zeros.
+    fn loads(&self, op: Op) -> bool;
+
+    /// Buffers that the device has; bytes of slots, where that is all that is known.
+    fn in_use(&self) -> u64;
+}
+
+type Soft = Arc<SoftDomain<HostAddr>>;
+type SoftDevice = Device<Soft, Arc<Slabs<OsCpu>>>;
+
+/// Our pools: devices of one domain in this process, one whose driver knows how much was written,
+/// and one whose driver does not.
+pub(super) struct Ours {
+    domain: Soft,
+    reported: SoftDevice,
+    unknown: SoftDevice,
+}
+
+impl Ours {
+    /// Without a slot yet.
+    ///
+    /// # Errors
+    /// The pools refuse to be set up.
+    pub(super) fn new() -> anyhow::Result<Ours> {
+        let sizes = PageSizes::from_granule(4096).expect("a power of two");
+        let geometry = Geometry::new(sizes, Range::ALL);
+        let domain: Soft = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
+        let aperture = Aperture::new(0, (1 << 48) - 1, 4096)?;
+        let allocator = Arc::new(Slabs::new(aperture, OsCpu::new()));
+        // Room for all that is held meanwhile, in whole granules.
+        let limits = BounceLimits { max_bytes: 1 << 30, ..BounceLimits::default() };
+        let pools = {
+            let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
+            BouncePools::new(domain, allocator, HostMemory, limits)?
+        };
+        let device = |written| {
+            let bounce = BounceConfig { quota: 1 << 30, written, ..BounceConfig::default() };
+            let config = Config { bounce, ..Config::new(Policy::Bounce) };
+            let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
+            Device::with_pools(domain, allocator, config, Environment::default(), &pools)
+        };
+        let (reported, unknown) = (device(Written::Reported)?, device(Written::Unknown)?);
+        Ok(Ours { domain, reported, unknown })
+    }
+
+    fn device(&self, op: Op) -> &SoftDevice {
+        if op == Op::Preloaded { &self.unknown } else { &self.reported }
+    }
+}
+
+impl Subject for Ours {
+    type Held = Mapping<Vec<u8>>;
+
+    fn for_thread(&self, _index: usize) -> Ours {
+        Ours {
+            domain: Arc::clone(&self.domain),
+            reported: self.reported.clone(),
+            unknown: self.unknown.clone(),
+        }
+    }
+
+    #[inline]
+    fn begin(&self, buffer: Vec<u8>, op: Op) -> Option<Mapping<Vec<u8>>> {
+        self.device(op).map(buffer, op.direction()).ok()
+    }
+
+    #[inline]
+    fn end(&self, mut held: Mapping<Vec<u8>>, op: Op, written: usize) -> Option<Vec<u8>> {
+        if op == Op::FromDevice {
+            held.note_written(0..written as u64).ok()?;
+        }
+        held.unmap().ok()
+    }
+
+    #[inline]
+    fn take(&self, len: usize) -> bool {
+        self.reported.take_buffer(len as u64, Direction::Bidirectional).is_ok()
+    }
+
+    fn seen(&self, held: &Mapping<Vec<u8>>) -> Option<(u64, *mut u8)> {
+        let iova = held.iova();
+        let [whole] = held.segments() else { return None };
+        if !held.is_bounced() || (whole.addr, whole.len) != (iova.0, held.len()) {
+            return None;
+        }
+        let mapping = self.domain.mapping(iova)?;
+        let inside = iova.0 - mapping.range.first().0;
+        let addr = usize::try_from(mapping.target.checked_add(inside)?).ok()?;
+        Some((iova.0, std::ptr::with_exposed_provenance_mut(addr)))
+    }
+
+    fn loads(&self, op: Op) -> bool {
+        op != Op::FromDevice
+    }
+
+    fn in_use(&self) -> u64 {
+        self.reported.pools().map_or(0, |pools| pools.stats().slots)
+    }
+}
+
+/// A linear pool, and its block.
+pub(super) struct SwiotlbLike {
+    pool: Arc<Pool>,
+    cpu: usize,
+}
+
+struct Pool {
+    slots: Linear,
+    block: Chunk<HostAddr>,
+}
+
+// SAFETY: the block is memory that lives as long as the pool; who touches it does so in slots that
+// are its own.
+unsafe impl Sync for Pool {}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        HostMemory.give_back(self.block);
+    }
+}
+
+impl SwiotlbLike {
+    /// With a block of about so many bytes, and an area for each CPU; `None` if there is no memory.
+    pub(super) fn new(bytes: u64, cpus: usize) -> Option<SwiotlbLike> {
+        let slots = Linear::new(bytes, cpus);
+        let block = HostMemory.take(slots.bytes(), 4096)?;
+        // SAFETY: the block is so long, and nobody else has it. Written to, its pages are there
+        // before anything is timed, as those of a block that was set aside at boot.
+        unsafe { block.ptr.as_ptr().write_bytes(0, slots.bytes() as usize) };
+        Some(SwiotlbLike { pool: Arc::new(Pool { slots, block }), cpu: 0 })
+    }
+
+    /// How many buffers of this length it holds when it is full.
+    pub(super) fn holds(&self, len: usize) -> usize {
+        match len as u64 {
+            0 => 0,
+            len if len > LONGEST => 0,
+            // From a page on, a buffer begins at one.
+            len => {
+                let step = if len < 4096 { SLOT } else { 4096 };
+                let (segments, each) =
+                    (self.pool.slots.bytes() / LONGEST, len.next_multiple_of(step));
+                (segments * (LONGEST / each)) as usize
+            }
+        }
+    }
+
+    fn at(&self, offset: u64) -> *mut u8 {
+        self.pool.block.ptr.as_ptr().wrapping_add(offset as usize)
+    }
+}
+
+/// A buffer and where its copy begins.
+pub(super) struct Copied {
+    buffer: Vec<u8>,
+    offset: u64,
+}
+
+impl Subject for SwiotlbLike {
+    type Held = Copied;
+
+    fn for_thread(&self, index: usize) -> SwiotlbLike {
+        SwiotlbLike { pool: Arc::clone(&self.pool), cpu: index }
+    }
+
+    /// Copies in whatever the direction: it is not told what the device will write.
+    #[inline]
+    fn begin(&self, buffer: Vec<u8>, _op: Op) -> Option<Copied> {
+        let (original, len) = (buffer.as_ptr().addr() as u64, buffer.len());
+        let offset = self.pool.slots.take(self.cpu, original, len as u64, 1)?;
+        // SAFETY: the slots from `offset` hold `len` bytes of the block and are this buffer's alone,
+        // which lies elsewhere.
+        unsafe { self.at(offset).copy_from_nonoverlapping(buffer.as_ptr(), len) };
+        Some(Copied { buffer, offset })
+    }
+
+    #[inline]
+    fn end(&self, held: Copied, op: Op, _written: usize) -> Option<Vec<u8>> {
+        let Copied { mut buffer, offset } = held;
+        let (original, len) = (buffer.as_ptr().addr() as u64, buffer.len());
+        if op.comes_back() {
+            // SAFETY: as in `begin`, the other way.
+            unsafe { buffer.as_mut_ptr().copy_from_nonoverlapping(self.at(offset), len) };
+        }
+        (self.pool.slots.give_back(offset) == Some((original, len as u64))).then_some(buffer)
+    }
+
+    #[inline]
+    fn take(&self, len: usize) -> bool {
+        let taken = self.pool.slots.take(self.cpu, 0, len as u64, 1);
+        taken.is_some_and(|offset| self.pool.slots.give_back(offset).is_some())
+    }
+
+    fn seen(&self, held: &Copied) -> Option<(u64, *mut u8)> {
+        Some((held.offset, self.at(held.offset)))
+    }
+
+    fn loads(&self, _op: Op) -> bool {
+        true
+    }
+
+    fn in_use(&self) -> u64 {
+        self.pool.slots.used()
+    }
+}

@@ -1,0 +1,84 @@
+//! A link without jobs, for benchmarks of the DMA API between two processes.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
+use ringfence_dma::{Policy, Trust};
+
+use super::{
+    DiskChoice,
+    link::{Dma, Link, Plan},
+    path::LinkPath,
+    space::Space,
+    target::Target,
+    tuning::Tuning,
+};
+
+/// Bytes of its disk, which nobody reads.
+const DISK: u64 = 1 << 20;
+
+/// A device process that serves a disk and its virtio-iommu, and nothing for it to do.
+pub(crate) struct Bare {
+    link: Link,
+    paths: Vec<LinkPath>,
+}
+
+impl Bare {
+    /// Starts one whose disk is untrusted, under `policy`; and buffers of these lengths in guest
+    /// memory, each in pages of its own.
+    ///
+    /// # Errors
+    /// The device process cannot be had.
+    pub(crate) fn untrusted(
+        policy: Policy,
+        notify: Notify,
+        buffers: Vec<usize>,
+    ) -> Result<(Bare, Vec<PagedBuffer>)> {
+        let target = Target::open(&DiskChoice::Ram, DISK, &[], true)?;
+        let plan = Plan {
+            policy,
+            persistent: false,
+            allocator: Default::default(),
+            space: Space::default(),
+            notify,
+            kind: target.kind,
+            disk: Arc::clone(&target.file),
+            disk_bytes: target.bytes,
+            queues: 1,
+            depth: 1,
+            pieces: 1,
+            buffers,
+            run_pages: 1,
+            tuning: Tuning::default(),
+            trust: Trust::described(false),
+            batching: Batching::default(),
+        };
+        let (link, paths, buffers) = Link::open(&plan).context("starting a device process")?;
+        Ok((Bare { link, paths }, buffers))
+    }
+
+    /// The DMA API of its disk.
+    pub(crate) fn dma(&self) -> &Dma {
+        &self.link.dma
+    }
+
+    /// CPU time of the device process so far, in nanoseconds.
+    pub(crate) fn device_cpu_ns(&self) -> u64 {
+        self.link.device_cpu_ns()
+    }
+
+    /// Requests to the virtio-iommu so far.
+    pub(crate) fn requests(&self) -> u64 {
+        self.link.iommu.stats().requests()
+    }
+
+    /// Ends it in order.
+    ///
+    /// # Errors
+    /// The device process failed.
+    pub(crate) fn close(self) -> Result<()> {
+        drop(self.paths);
+        self.link.close().map(drop)
+    }
+}
