@@ -192,11 +192,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let limit = config.limit.0.min(geometry.aperture.last().0);
         let bouncer = pools.map(|pools| {
             let quota = config.bounce.quota;
-            let (cpu, clock) = (Arc::clone(&cpu), Arc::clone(&clock));
-            Bouncer::new(
-                Client::new(pools, ClientParts { limit, quota, cpu, clock }),
-                config.bounce,
-            )
+            let cpu = Arc::clone(&cpu);
+            Bouncer::new(Client::new(pools, ClientParts { limit, quota, cpu }), config.bounce)
         });
         let shared = Arc::new(Shared::new(Parts {
             bouncer,
@@ -328,7 +325,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if len == 0 {
             return Err(Error::Empty);
         }
-        let slot = bouncer.client.take(len, direction.prot(), Location::caller())?;
+        let slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
         let mut segments = Segments::new();
         shared.limits.add(&mut segments, slot.range.first().0, len);
         self.port.counters.taken.add(1);
@@ -340,6 +337,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// The pools that the device bounces in, if it has any.
     pub fn pools(&self) -> Option<&BouncePools<D::Target>> {
         self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.pools())
+    }
+
+    /// Which device this one and its clones are to their pools: what
+    /// [`DeviceShare`](crate::DeviceShare) and [`SlotHolder`](crate::SlotHolder) call it.
+    pub fn number_in_pools(&self) -> Option<u32> {
+        self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.number())
     }
 
     /// A queue in which mappings of this device, once they were pushed, are made known to it
