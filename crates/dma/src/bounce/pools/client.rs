@@ -7,7 +7,7 @@ use std::sync::{
 };
 
 use ringfence_iommu::{Address, Prot, Range};
-use ringfence_sync::cpu::CpuId;
+use ringfence_sync::{CachePadded, cpu::CpuId};
 
 use super::{
     BouncePools, Inner,
@@ -41,7 +41,8 @@ pub(super) struct Account {
     /// Which device; no two of the pools ever have the same.
     pub(super) number: u32,
     pub(super) quota: u64,
-    pub(super) held: AtomicU64,
+    /// Apart from other devices': each is changed by another thread, as a rule.
+    pub(super) held: CachePadded<AtomicU64>,
 }
 
 /// Bytes that are charged to a device, for what it is about to get: given back when dropped.
@@ -82,7 +83,7 @@ impl<T: Address> Client<T> {
         let ClientParts { limit, quota, cpu } = parts;
         let inner = &*pools.0;
         let number = inner.numbers.fetch_add(1, Ordering::Relaxed);
-        let account = Arc::new(Account { number, quota, held: AtomicU64::new(0) });
+        let account = Arc::new(Account { number, quota, held: CachePadded::default() });
         let mut accounts = inner.accounts.lock();
         accounts.retain(|account| account.strong_count() > 0);
         accounts.push(Arc::downgrade(&account));
@@ -173,7 +174,9 @@ impl<T: Address> Client<T> {
     pub(crate) fn give_back(&self, mut slot: Slot) {
         let inner = &*self.pools.0;
         let size = slot.range.extent() + 1;
-        slot.key = self.number().into();
+        if slot.key != self.number().into() {
+            slot.key = self.number().into();
+        }
         let class = inner.class_of(size);
         match class.and_then(|class| self.homes[class].get()) {
             Some(home) if home.range.covers(slot.range) => self.push(home, slot),

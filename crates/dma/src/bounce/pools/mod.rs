@@ -17,6 +17,9 @@ mod shelf;
 mod single;
 mod zone;
 
+#[cfg(all(test, not(loom)))]
+mod tests;
+
 use core::{cmp::Reverse, fmt};
 use std::sync::{
     Arc, Weak,
