@@ -91,8 +91,9 @@ struct Inner<T: Address> {
 
 struct Class<T> {
     zones: RwLock<ArrayVec<Arc<Zone<T>>, ZONES>>,
-    /// How many asks for another zone are to be refused at once.
-    barren: AtomicU32,
+    /// Below which limit there were no addresses for a zone, and how many asks for one there are to
+    /// be refused at once. Locked while the zones are.
+    barren: Mutex<(u64, u32)>,
 }
 
 /// Counts; but for `pooled`, which bounds.
@@ -227,7 +228,7 @@ const MOST_CACHES: usize = 64;
 
 impl<T> Default for Class<T> {
     fn default() -> Class<T> {
-        Class { zones: RwLock::default(), barren: AtomicU32::new(0) }
+        Class { zones: RwLock::default(), barren: Mutex::default() }
     }
 }
 
@@ -271,17 +272,17 @@ impl<T: Address> Inner<T> {
         }
         let mut zones = zones.write();
         let (found, own) = usable(&zones);
-        let refused = barren.load(Ordering::Relaxed);
         if own || zones.is_full() {
             return found;
         }
-        if refused > 0 {
-            barren.store(refused - 1, Ordering::Relaxed);
+        let (below, refused) = &mut *barren.lock();
+        if limit <= *below && *refused > 0 {
+            *refused -= 1;
             return found;
         }
         match self.make_zone(class, limit) {
             Some(zone) => zones.push(Arc::new(zone)),
-            None => barren.store(PATIENCE, Ordering::Relaxed),
+            None => (*below, *refused) = (limit, PATIENCE),
         }
         usable(&zones).0
     }
@@ -290,7 +291,7 @@ impl<T: Address> Inner<T> {
     fn make_zone(&self, class: usize, limit: u64) -> Option<Zone<T>> {
         let shift = self.smallest + class as u32;
         let aperture = self.geometry.aperture;
-        let room = limit.min(aperture.last().0).checked_sub(aperture.first().0)? / SHARE;
+        let room = limit.min(aperture.last().0).checked_sub(aperture.first().0)? / SHARE + 1;
         let most = (room >> shift).min(SLOTS).checked_ilog2()?;
         let mut slots = self.limits.max_bytes.div_ceil(1 << shift).min(1 << most);
         slots = slots.next_power_of_two();

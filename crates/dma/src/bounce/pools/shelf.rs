@@ -96,7 +96,7 @@ impl Shelf {
     /// The slot of another kind that was not used for longest, of the kind that has most.
     pub(super) fn pop_other(&mut self, than: Kind) -> Option<Slot> {
         let other = (0..KINDS)
-            .filter(|&kind| kind != than.0)
+            .filter(|&kind| kind != than.0 && !self.kinds[kind].slots.is_empty())
             .max_by_key(|&kind| self.kinds[kind].slots.len())?;
         let slot = self.kinds[other].cut(1).next()?;
         self.len -= 1;
