@@ -4,6 +4,7 @@
 
 mod allocator_time;
 mod batch;
+mod bounce;
 mod detector;
 mod failures;
 mod lazy;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use ringfence_iommu::{
-    Domain, Geometry, HostAddr, Iova, PageSizes, Prot, Range, SoftDomain, shootdown::Shootdown,
+    Geometry, HostAddr, Iova, PageSizes, Prot, Range, SoftDomain, shootdown::Shootdown,
     table::Limits,
 };
 use ringfence_iova::{Aperture, RbTree};
