@@ -312,10 +312,10 @@ impl<T: Address> Inner<T> {
 
     /// Memory for a slot, zeroed.
     fn take_memory(&self, len: u64) -> Result<Chunk<T>, Error> {
-        // As it takes to be mapped with pages as large as the slot allows.
-        let pages = self.geometry.page_sizes.bitmap();
-        let align = pages & (u64::MAX >> len.leading_zeros());
-        let align = align.checked_ilog2().map_or(1, |log| 1 << log);
+        // As it takes to be mapped with the largest pages that it can be made of.
+        let multiple_of = 1 << len.trailing_zeros().min(63);
+        let pages = self.geometry.page_sizes.bitmap() & (multiple_of | (multiple_of - 1));
+        let align = pages.checked_ilog2().map_or(1, |log| 1 << log);
         let chunk = self.memory.take(len, align.max(self.granule)).ok_or(Error::Bounce(len))?;
         // SAFETY: it is memory of so many bytes, and nobody else's.
         unsafe { chunk.ptr.as_ptr().write_bytes(0, len as usize) };
