@@ -4,14 +4,21 @@
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     cell::Cell,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use ringfence_dma::{Config, Device, Direction, DmaBuffer, FlushTuning, Policy, TimerKind};
+use ringfence_dma::{
+    BounceLimits, BounceMemory, BouncePools, Chunk, Config, Device, Direction, DmaBuffer,
+    Environment, FlushTuning, HostMemory, Policy, TimerKind,
+};
 use ringfence_iommu::{
     Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
 };
 use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
+use ringfence_sync::cpu::OneCpu;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -177,4 +184,76 @@ fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
     let stats = device.stats();
     assert!(stats.flushes > flushes + 200, "the queues were filled many times: {stats:?}");
     assert!(stats.bound_flushes >= 199, "{stats:?}");
+}
+
+/// The heap, called guest-physical.
+struct Heap;
+
+// SAFETY: the memory is that of `HostMemory`, by another name.
+unsafe impl BounceMemory<GuestPhys> for Heap {
+    fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
+        let chunk = HostMemory.take(len, align)?;
+        Some(Chunk { target: GuestPhys(chunk.target.0), ptr: chunk.ptr, len, align })
+    }
+    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+        let target = ringfence_iommu::HostAddr(chunk.target.0);
+        HostMemory.give_back(Chunk { target, ptr: chunk.ptr, len: chunk.len, align: chunk.align });
+    }
+}
+
+/// Bytes of which the CPU knows where they are, and the device need not.
+struct Copied(&'static mut [u8]);
+
+// SAFETY: there is no memory behind the address that anybody could misuse; the bytes are there for
+// ever.
+unsafe impl DmaBuffer<GuestPhys> for Copied {
+    fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+        each(GuestPhys(1 << 40), self.0.len() as u64);
+    }
+    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+        each(self.0);
+        true
+    }
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+        each(self.0);
+        true
+    }
+}
+
+#[test]
+fn bouncing_takes_nothing_from_the_heap_once_there_are_slots() {
+    let allocator = Arc::new(Endless(AtomicU64::new(1 << 40)));
+    let limits = BounceLimits { idle_ms: 1 << 30, ..BounceLimits::default() };
+    // One CPU: were the thread moved to another, that would have to fill its cache first.
+    let environment = Environment { cpu: Arc::new(OneCpu), ..Environment::default() };
+    let domain = Arc::new(Nothing);
+    let pools = BouncePools::with_environment(
+        domain,
+        Arc::clone(&allocator) as _,
+        Heap,
+        limits,
+        environment.clone(),
+        TimerKind::Manual,
+    );
+    let config = Config { timer: TimerKind::Manual, ..Config::new(Policy::Bounce) };
+    let device =
+        Device::with_pools(Nothing, allocator, config, environment, &pools.unwrap()).unwrap();
+    for size in [4096, 100_000, 1 << 20] {
+        // More than a CPU keeps to itself.
+        let mut buffers: Vec<Copied> = (0..80).map(|_| Copied(vec![0; size].leak())).collect();
+        let mut mapped = Vec::with_capacity(buffers.len());
+        let mut before = 0;
+        for round in 0..20 {
+            if round == 4 {
+                before = ALLOCATIONS.with(Cell::get);
+            }
+            for buffer in buffers.drain(..) {
+                mapped.push(device.map(buffer, Direction::FromDevice).unwrap());
+            }
+            assert!(mapped.iter().all(|mapping| mapping.is_bounced()));
+            buffers.extend(mapped.drain(..).map(|mapping| mapping.unmap().unwrap()));
+            drop(device.take_buffer(size as u64, Direction::FromDevice).unwrap());
+        }
+        assert_eq!(ALLOCATIONS.with(Cell::get) - before, 0, "{size}");
+    }
 }

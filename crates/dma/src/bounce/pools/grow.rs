@@ -26,31 +26,27 @@ impl<T: Address> Inner<T> {
         zones: &'a [Arc<Zone<T>>],
         (cpu, kind, prot): (usize, Kind, Prot),
     ) -> Result<Option<(&'a Zone<T>, Slot)>, Error> {
-        let first = |ask: &mut dyn FnMut(&Zone<T>) -> Result<Option<Slot>, Error>| {
-            for zone in zones {
-                if let Some(slot) = ask(zone)? {
-                    return Ok(Some((&**zone, slot)));
-                }
-            }
-            Ok(None)
-        };
-        if let Some(found) = first(&mut |zone| Ok(zone.pop(cpu, kind)))? {
+        if let Some(found) = first_of(zones, |zone| Ok(zone.pop(cpu, kind)))? {
             return Ok(Some(found));
         }
-        let mut grown = first(&mut |zone| self.grow(zone, kind, prot));
+        let mut grown = first_of(zones, |zone| self.grow(zone, kind, prot));
         if grown.as_ref().is_ok_and(Option::is_some) || grown.as_ref().is_err_and(|e| !is_full(e)) {
             return grown;
         }
         // There is no room: CPUs that do not need what they keep must not stand in the way.
-        if let Some(found) = first(&mut |zone| Ok(zone.steal(kind)))? {
+        if let Some(found) = first_of(zones, |zone| Ok(zone.steal(kind)))? {
             return Ok(Some(found));
         }
-        if let Some(found) = first(&mut |zone| self.remap(zone, kind, prot))? {
+        if let Some(found) = first_of(zones, |zone| self.remap(zone, kind, prot))? {
             return Ok(Some(found));
         }
         let size = zones.first().map_or(0, |zone| zone.slot_bytes());
         if size > 0 && self.reclaim(size) {
-            grown = first(&mut |zone| self.grow(zone, kind, prot));
+            grown = first_of(zones, |zone| self.grow(zone, kind, prot));
+        }
+        // What was given back may lie in pieces.
+        if matches!(grown, Err(Error::Bounce(_))) && self.trim() {
+            grown = first_of(zones, |zone| self.grow(zone, kind, prot));
         }
         grown
     }
@@ -253,6 +249,19 @@ impl<T: Address> Inner<T> {
     fn unreserve(&self, size: u64, slots: u64) {
         self.usage.pooled.fetch_sub(size * slots, Ordering::Relaxed);
     }
+}
+
+/// What the first of `zones` gives that gives something.
+fn first_of<T>(
+    zones: &[Arc<Zone<T>>],
+    mut ask: impl FnMut(&Zone<T>) -> Result<Option<Slot>, Error>,
+) -> Result<Option<(&Zone<T>, Slot)>, Error> {
+    for zone in zones {
+        if let Some(slot) = ask(zone)? {
+            return Ok(Some((zone, slot)));
+        }
+    }
+    Ok(None)
 }
 
 /// Whether giving something back might help.

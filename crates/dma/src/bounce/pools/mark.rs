@@ -1,6 +1,6 @@
 //! Who holds which slot of a zone: what the leak detector reads.
 
-use core::{panic::Location, ptr};
+use core::{array, panic::Location, ptr};
 use std::sync::{
     OnceLock,
     atomic::{AtomicPtr, AtomicU64, Ordering},
@@ -39,6 +39,7 @@ impl Stamp {
 /// relaxed stores, and two that are written one after the other may be seen apart.
 pub(super) struct Marks(Box<[OnceLock<Box<[Mark; BLOCK]>>]>);
 
+#[derive(Default)]
 struct Mark {
     /// Null if nobody holds the slot.
     at: AtomicPtr<Location<'static>>,
@@ -53,9 +54,8 @@ impl Marks {
     /// Sees to it that there is a mark for `number`, so that [`set`](Self::set) takes nothing from
     /// the heap.
     pub(super) fn prepare(&self, number: u32) {
-        const FREE: Mark = Mark { at: AtomicPtr::new(ptr::null_mut()), stamp: AtomicU64::new(0) };
         if let Some(block) = self.0.get(number as usize / BLOCK) {
-            block.get_or_init(|| Box::new([const { FREE }; BLOCK]));
+            block.get_or_init(|| Box::new(array::from_fn(|_| Mark::default())));
         }
     }
 
