@@ -60,7 +60,8 @@ const PATIENCE: u32 = 64;
 /// pools.
 ///
 /// They hold no memory before a device asks for some. When the last clone and the last device are
-/// dropped, everything is unmapped and given back.
+/// dropped, everything is unmapped and given back: by that drop, or by the pools' thread if it is
+/// just at work.
 pub struct BouncePools<T: Address>(Arc<Inner<T>>);
 
 struct Inner<T: Address> {

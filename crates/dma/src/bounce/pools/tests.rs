@@ -255,6 +255,10 @@ fn the_thread_gives_back_what_is_idle_and_ends_with_the_pools() {
         thread::yield_now();
     }
     drop((client, pools));
+    // If the thread is at work still, it is the last who has the pools.
+    while rig.domain.mappings() > 0 || rig.allocator.stats().live_ranges > 0 {
+        thread::yield_now();
+    }
     rig.end();
 }
 

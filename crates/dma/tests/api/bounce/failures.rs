@@ -46,6 +46,7 @@ fn program(rig: &Rig) -> usize {
 
 #[test]
 fn whichever_operation_fails_no_slot_is_lost() {
+    // rules L34, L50
     let rig = Rig::new(LIMITS);
     assert_eq!(program(&rig), 0);
     let stats = rig.pools.stats();
@@ -96,7 +97,14 @@ fn growth_that_fails_half_way_gives_what_it_got() {
     let stats = rig.pools.stats();
     assert_eq!((stats.grown, stats.slots, stats.kept_bytes), (5, 1, 4 * 4096));
     assert_eq!(rig.memory.bytes(), 5 * 4096);
-    drop(buffer);
+    // What it did not get is there for others.
+    let rest: Vec<_> =
+        (1..24).map(|_| rig.devices[0].take_buffer(100, Direction::ToDevice).unwrap()).collect();
+    let stats = rig.pools.stats();
+    assert_eq!((stats.grown, stats.single_use, stats.slot_bytes), (24, 0, LIMITS.max_bytes));
+    let beyond = rig.devices[0].take_buffer(100, Direction::ToDevice).unwrap();
+    assert_eq!(rig.pools.stats().single_use, 1);
+    drop((buffer, rest, beyond));
     rig.end();
 }
 
@@ -136,6 +144,7 @@ fn a_slot_whose_unmap_fails_is_never_used_again() {
 
 #[test]
 fn memory_that_is_kept_elsewhere_is_given_back_before_there_is_none() {
+    // rule L50
     let rig = Rig::new(LIMITS);
     let device = &rig.devices[0];
     rig.memory.set_room(64 << 10);
