@@ -194,11 +194,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let limit = config.limit.0.min(geometry.aperture.last().0);
         let bouncer = pools.map(|pools| {
             let quota = config.bounce.quota;
-            let (cpu, clock) = (Arc::clone(&cpu), Arc::clone(&clock));
-            Bouncer::new(
-                Client::new(pools, ClientParts { limit, quota, cpu, clock }),
-                config.bounce,
-            )
+            let cpu = Arc::clone(&cpu);
+            Bouncer::new(Client::new(pools, ClientParts { limit, quota, cpu }), config.bounce)
         });
         let shared = Arc::new(Shared::new(Parts {
             bouncer,
@@ -335,7 +332,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if shared.mode.get().is_off() {
             return Err(Error::NoPools);
         }
-        let mut slot = bouncer.client.take(len, direction.prot(), Location::caller())?;
+        let mut slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
         // Beyond its end nobody of this mapping would overwrite what a longer one left there.
         slot.zero(len..slot.dirty);
         slot.dirty = slot.dirty.min(len);
@@ -356,6 +353,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// policy.
     pub fn choices(&self) -> Option<Choices> {
         self.shared().choices()
+    }
+
+    /// Which device this one and its clones are to their pools: what
+    /// [`DeviceShare`](crate::DeviceShare) and [`SlotHolder`](crate::SlotHolder) call it.
+    pub fn number_in_pools(&self) -> Option<u32> {
+        self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.number())
     }
 
     /// A queue in which mappings of this device, once they were pushed, are made known to it

@@ -297,8 +297,8 @@ pub enum SetupError {
     /// A policy is demanded that the device cannot have (rule L28).
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The thread that flushes in time could not be started.
-    #[error("cannot start the flush queue's timer thread")]
+    /// The thread that flushes, or gives back idle bounce slots, in time could not be started.
+    #[error("cannot start the timer thread of the flush queues or of the bounce pools")]
     Thread,
     /// The largest slot is no power of two of whole granules, or larger than all slots may be.
     #[error("bounce slots of {largest:#x} bytes: a power of two, from {granule:#x} to {max:#x}")]

@@ -76,8 +76,8 @@ mod waits;
 pub use auto::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 pub use batch::{MapBatch, UnmapBatch};
 pub use bounce::{
-    BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, Holder, HostMemory,
-    PoolBuffer, Written,
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, ClassStats,
+    DeviceShare, Holder, HostMemory, PoolBuffer, SlotHolder, SlotInfo, Written,
 };
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};

@@ -19,7 +19,7 @@ use ringfence_iommu::{
     Result,
 };
 use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
-use ringfence_sync::clock::ManualClock;
+use ringfence_sync::{clock::ManualClock, cpu::OneCpu};
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -187,38 +187,36 @@ fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
     assert!(stats.bound_flushes >= 199, "{stats:?}");
 }
 
-/// The process's memory under other addresses.
-struct Memory;
+/// The heap, called guest-physical.
+struct Heap;
 
-// SAFETY: the heap's promise is passed on.
-unsafe impl BounceMemory<GuestPhys> for Memory {
+// SAFETY: the memory is that of `HostMemory`, by another name.
+unsafe impl BounceMemory<GuestPhys> for Heap {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
-        let Chunk { target, ptr, len, align } = HostMemory.take(len, align)?;
-        Some(Chunk { target: GuestPhys(target.0), ptr, len, align })
+        let chunk = HostMemory.take(len, align)?;
+        Some(Chunk { target: GuestPhys(chunk.target.0), ptr: chunk.ptr, len, align })
     }
-
     fn give_back(&self, chunk: Chunk<GuestPhys>) {
-        let Chunk { target, ptr, len, align } = chunk;
-        HostMemory.give_back(Chunk { target: HostAddr(target.0), ptr, len, align });
+        let target = HostAddr(chunk.target.0);
+        HostMemory.give_back(Chunk { target, ptr: chunk.ptr, len: chunk.len, align: chunk.align });
     }
 }
 
-/// A buffer that can be copied.
-struct Heap(Box<[u8]>);
+/// Bytes of which the CPU knows where they are, and the device need not.
+struct Copied(&'static mut [u8]);
 
-// SAFETY: a box's memory stays where it is.
-unsafe impl DmaBuffer<GuestPhys> for Heap {
+// SAFETY: there is no memory behind the address that anybody could misuse; the bytes are there for
+// ever.
+unsafe impl DmaBuffer<GuestPhys> for Copied {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
-        each(GuestPhys(0x1000), self.0.len());
+        each(GuestPhys(1 << 40), self.0.len() as u64);
     }
-
     fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        each(&self.0);
+        each(self.0);
         true
     }
-
     fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(&mut self.0);
+        each(self.0);
         true
     }
 }
@@ -228,7 +226,7 @@ fn choosing_takes_nothing_from_the_heap_in_trials_either() {
     let (domain, allocator) = (Arc::new(Nothing), Arc::new(Endless(AtomicU64::new(1 << 20))));
     let limits = BounceLimits::default();
     let (for_domain, for_allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
-    let pools = BouncePools::new(for_domain, for_allocator, Memory, limits).unwrap();
+    let pools = BouncePools::new(for_domain, for_allocator, Heap, limits).unwrap();
     let clock = Arc::new(ManualClock::new(0));
     let environment = Environment { clock: Arc::clone(&clock) as _, ..Environment::default() };
     let config = Config { timer: TimerKind::Manual, ..Config::new(Policy::Auto) };
@@ -241,7 +239,7 @@ fn choosing_takes_nothing_from_the_heap_in_trials_either() {
         }
         buffer
     };
-    let buffer = run(Heap(vec![0; 4096].into()), 10_000);
+    let buffer = run(Copied(vec![0; 4096].leak()), 10_000);
     let cell = || device.choices().unwrap().cells.remove(0);
     let at_first = cell();
     let before = ALLOCATIONS.with(Cell::get);
@@ -250,4 +248,42 @@ fn choosing_takes_nothing_from_the_heap_in_trials_either() {
     let cell = cell();
     let (copied, mapped) = (cell.copied - at_first.copied, cell.mapped - at_first.mapped);
     assert!(copied > 100 && mapped > 100, "{cell:?}, {at_first:?}");
+}
+
+#[test]
+fn bouncing_takes_nothing_from_the_heap_once_there_are_slots() {
+    let allocator = Arc::new(Endless(AtomicU64::new(1 << 40)));
+    let limits = BounceLimits { idle_ms: 1 << 30, ..BounceLimits::default() };
+    // One CPU: were the thread moved to another, that would have to fill its cache first.
+    let environment = Environment { cpu: Arc::new(OneCpu), ..Environment::default() };
+    let domain = Arc::new(Nothing);
+    let pools = BouncePools::with_environment(
+        domain,
+        Arc::clone(&allocator) as _,
+        Heap,
+        limits,
+        environment.clone(),
+        TimerKind::Manual,
+    );
+    let config = Config { timer: TimerKind::Manual, ..Config::new(Policy::Bounce) };
+    let device =
+        Device::with_pools(Nothing, allocator, config, environment, &pools.unwrap()).unwrap();
+    for size in [4096, 100_000, 1 << 20] {
+        // More than a CPU keeps to itself.
+        let mut buffers: Vec<Copied> = (0..80).map(|_| Copied(vec![0; size].leak())).collect();
+        let mut mapped = Vec::with_capacity(buffers.len());
+        let mut before = 0;
+        for round in 0..20 {
+            if round == 4 {
+                before = ALLOCATIONS.with(Cell::get);
+            }
+            for buffer in buffers.drain(..) {
+                mapped.push(device.map(buffer, Direction::FromDevice).unwrap());
+            }
+            assert!(mapped.iter().all(|mapping| mapping.is_bounced()));
+            buffers.extend(mapped.drain(..).map(|mapping| mapping.unmap().unwrap()));
+            drop(device.take_buffer(size as u64, Direction::FromDevice).unwrap());
+        }
+        assert_eq!(ALLOCATIONS.with(Cell::get) - before, 0, "{size}");
+    }
 }

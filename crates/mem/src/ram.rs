@@ -1,7 +1,7 @@
 //! Memory that this process makes and shares.
 
 use crate::{HostSlice, MemError, PAGE_SIZE, Region, Window, mapping::Mapping};
-use rustix::fs::{self, MemfdFlags, SealFlags};
+use rustix::fs::{self, FallocateFlags, MemfdFlags, SealFlags};
 use std::{
     any::Any,
     fmt,
@@ -136,6 +136,31 @@ impl GuestRam {
                 Err(now) => from = now,
             }
         }
+    }
+
+    /// Gives the pages of the `len` bytes at `offset` back to the system, whoever maps them: they are
+    /// zero, and take memory again when they are touched. Both are multiples of [`PAGE_SIZE`]. The
+    /// memory stays as long as it is: the seals allow holes.
+    ///
+    /// Who else uses these bytes sees them change, as by a write.
+    ///
+    /// # Errors
+    /// [`MemError::Misaligned`], [`MemError::OutOfBounds`], or a refusal of the system: then the bytes
+    /// are as they were.
+    pub fn discard(&self, offset: usize, len: usize) -> Result<(), MemError> {
+        self.check(offset, len)?;
+        let align = PAGE_SIZE as u64;
+        for (what, value) in [("offset", offset as u64), ("length", len as u64)] {
+            if value % align != 0 {
+                return Err(MemError::Misaligned { what, value, align });
+            }
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fs::fallocate(&self.fd, hole, offset as u64, len as u64)
+            .map_err(MemError::os("fallocate of a hole in guest memory"))
     }
 
     /// Maps pages of this memory (`frames`: their offsets, in any order) once more, into one
@@ -344,6 +369,34 @@ mod tests {
         let mut byte = [0];
         ram.slice(2 * PAGE_SIZE, 1).unwrap().copy_to(&mut byte);
         assert_eq!(byte, [99]);
+    }
+
+    #[test]
+    fn pages_that_are_discarded_are_zero_and_take_no_memory() {
+        let ram = GuestRam::new(8 * PAGE_SIZE, 0x10_0000).unwrap();
+        let view = ram.scattered(&[3 * PAGE]).unwrap();
+        let byte = |page: usize| {
+            let mut byte = [0];
+            ram.slice(page * PAGE_SIZE + 5, 1).unwrap().copy_to(&mut byte);
+            byte[0]
+        };
+        let pages = || fs::fstat(ram.fd()).unwrap().st_blocks * 512 / PAGE as i64;
+        assert_eq!(pages(), 0);
+        ram.slice(0, ram.len()).unwrap().copy_from(&vec![7; ram.len()]);
+        assert_eq!(pages(), 8);
+        ram.discard(2 * PAGE_SIZE, 3 * PAGE_SIZE).unwrap();
+        assert_eq!(pages(), 5);
+        assert_eq!([1, 2, 3, 4, 5].map(byte), [7, 0, 0, 0, 7]);
+        // It is the same memory as before, through every mapping.
+        view.slice().part(5, 1).copy_from(&[9]);
+        assert_eq!((byte(3), ram.len()), (9, 8 * PAGE_SIZE));
+        ram.discard(8 * PAGE_SIZE, 0).unwrap();
+        assert!(matches!(ram.discard(1, PAGE_SIZE), Err(MemError::Misaligned { .. })));
+        assert!(matches!(ram.discard(0, 1), Err(MemError::Misaligned { .. })));
+        let beyond = ram.discard(7 * PAGE_SIZE, 2 * PAGE_SIZE);
+        assert!(matches!(beyond, Err(MemError::OutOfBounds { .. })));
+        assert!(ram.discard(PAGE_SIZE, usize::MAX - PAGE_SIZE + 1).is_err());
+        assert_eq!(byte(0), 7);
     }
 
     #[test]

@@ -13,6 +13,7 @@ pub(crate) type Slices<'a> = &'a dyn Fn(&mut dyn FnMut(&[u8])) -> bool;
 pub(crate) type SlicesMut<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut [u8])) -> bool;
 
 /// How the CPU reaches the bytes of what a mapping owns.
+#[allow(clippy::type_complexity, reason = "the two methods of a buffer, as they are")]
 pub(crate) struct Bytes<B> {
     pub(crate) read: fn(&B, &mut dyn FnMut(&[u8])) -> bool,
     pub(crate) write: fn(&mut B, &mut dyn FnMut(&mut [u8])) -> bool,

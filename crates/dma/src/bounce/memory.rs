@@ -14,7 +14,7 @@ pub struct Chunk<T> {
     pub ptr: NonNull<u8>,
     /// How many bytes.
     pub len: u64,
-    /// What both addresses are multiples of, at the least: as it was asked for.
+    /// What `target` is a multiple of, at the least: as it was asked for.
     pub align: u64,
 }
 
@@ -24,11 +24,11 @@ unsafe impl<T: Send> Send for Chunk<T> {}
 /// Who supplies the memory of bounce slots: on demand, and gets it back when it has been idle.
 ///
 /// # Safety
-/// What [`take`](Self::take) returns is memory of that length, in one piece at `target` and at `ptr`,
-/// both aligned as asked for; it stays there, readable and writable, and is nobody else's until it
+/// What [`take`](Self::take) returns is memory of that length, in one piece at `target`, aligned as
+/// asked for, and at `ptr`; it stays there, readable and writable, and is nobody else's until it
 /// is given back (for good, if it never is).
 pub unsafe trait BounceMemory<T: Address>: Send + Sync {
-    /// `len` bytes aligned to `align`, a power of two; `None` if there are none. What they hold does
+    /// `len` bytes, whose `target` is a multiple of `align`, a power of two; `None` if there are none. What they hold does
     /// not matter.
     fn take(&self, len: u64, align: u64) -> Option<Chunk<T>>;
 

@@ -13,7 +13,9 @@ use crate::Direction;
 
 pub(crate) use copy::{Bytes, Slices, SlicesMut};
 pub use memory::{BounceMemory, Chunk, HostMemory};
-pub use pools::{BounceLimits, BouncePools, BounceStats, Holder};
+pub use pools::{
+    BounceLimits, BouncePools, BounceStats, ClassStats, DeviceShare, Holder, SlotHolder, SlotInfo,
+};
 pub(crate) use pools::{Client, ClientParts};
 pub use taken::PoolBuffer;
 
@@ -61,7 +63,7 @@ pub(crate) struct Slot {
     pub(crate) prot: Prot,
     /// So many bytes from its beginning may not be zero.
     pub(crate) dirty: u64,
-    /// Which one it is; the pool's business.
+    /// The number of the device that had it last; the pools' business.
     pub(crate) key: u64,
 }
 

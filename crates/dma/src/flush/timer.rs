@@ -1,4 +1,4 @@
-//! The timer of the flush queues.
+//! The timer of the flush queues, and of the bounce pools.
 
 use std::{
     io,
@@ -18,6 +18,8 @@ const NEVER: u64 = u64::MAX;
 
 /// Expires once, some time after it was armed; a thread, if it has one, then calls back.
 pub(crate) struct Timer {
+    /// The thread's.
+    name: &'static str,
     state: Arc<State>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -32,7 +34,13 @@ struct State {
 impl Timer {
     /// A timer that somebody polls, or that is yet to be [`start`](Self::start)ed.
     pub(crate) fn new() -> Timer {
+        Timer::named("ringfence-flush")
+    }
+
+    /// The same with a thread of that name.
+    pub(crate) fn named(name: &'static str) -> Timer {
         Timer {
+            name,
             state: Arc::new(State {
                 due_ns: AtomicU64::new(NEVER),
                 stop: Mutex::new(false),
@@ -53,7 +61,7 @@ impl Timer {
         if thread.is_none() {
             let state = Arc::clone(&self.state);
             let wait = move || while state.wait(&*clock).is_some_and(&expire) {};
-            *thread = Some(thread::Builder::new().name("ringfence-flush".to_owned()).spawn(wait)?);
+            *thread = Some(thread::Builder::new().name(self.name.to_owned()).spawn(wait)?);
         }
         Ok(())
     }

@@ -5,6 +5,7 @@
 mod allocator_time;
 mod auto;
 mod batch;
+mod bounce;
 mod bounced;
 mod copied;
 mod detector;

@@ -343,7 +343,9 @@ impl Allocator for EagerAllocator {
             return fail(AllocReason::TooBig);
         };
         let mut state = self.state.lock().unwrap();
-        if let Some(at) = state.free.iter().rposition(|&(_, size)| size == request.size) {
+        let fits =
+            |&(iova, size): &(u64, u64)| size == request.size && iova + (size - 1) <= request.limit;
+        if let Some(at) = state.free.iter().rposition(fits) {
             let (iova, size) = state.free.remove(at);
             state.live.insert(iova, size);
             return Ok(iova);

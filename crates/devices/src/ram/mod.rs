@@ -1,10 +1,14 @@
 //! Pieces of guest memory as buffers of the DMA API.
 
+mod slots;
+
 use std::sync::Arc;
 
-use ringfence_dma::{BounceMemory, Chunk, DmaBuffer, PoolMemory, SharedMemory};
+use ringfence_dma::{DmaBuffer, PoolMemory, SharedMemory};
 use ringfence_iommu::GuestPhys;
 use ringfence_mem::{GuestRam, HostSlice, MemError, ScatteredView, Window};
+
+pub use self::slots::RamMemory;
 
 /// Contiguous guest memory that driver and device share for long: rings, headers, mailboxes.
 #[derive(Debug)]
@@ -180,51 +184,5 @@ unsafe impl DmaBuffer<GuestPhys> for PagedBuffer {
 
     fn len(&self) -> u64 {
         self.len as u64
-    }
-}
-
-/// Guest memory for bounce slots: a region that was carved, of which no page is used before it is
-/// wanted.
-#[derive(Debug)]
-pub struct RamMemory {
-    ram: Arc<GuestRam>,
-    free: parking_lot::Mutex<(std::collections::BTreeMap<u64, Vec<usize>>, usize)>,
-    end: usize,
-}
-
-impl RamMemory {
-    /// Sets `len` bytes of the addresses of `ram` aside.
-    ///
-    /// # Errors
-    /// There are not so many left.
-    pub fn carve(ram: &Arc<GuestRam>, len: usize) -> Result<RamMemory, MemError> {
-        let first = ram.carve(len, PAGE)?;
-        let free = parking_lot::Mutex::new((std::collections::BTreeMap::new(), first));
-        Ok(RamMemory { ram: Arc::clone(ram), free, end: first + len })
-    }
-}
-
-// SAFETY: what is taken lies in the region, which was carved for this value, and in nothing else
-// that was taken and not given back; the memory stays mapped as long as `ram` lives.
-unsafe impl BounceMemory<GuestPhys> for RamMemory {
-    fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
-        let mut free = self.free.lock();
-        let offset = match free.0.get_mut(&len).and_then(Vec::pop) {
-            Some(offset) => offset,
-            None => {
-                let at = free.1.checked_next_multiple_of(align as usize)?;
-                let end = at.checked_add(len as usize).filter(|&end| end <= self.end)?;
-                free.1 = end;
-                at
-            }
-        };
-        let slice = self.ram.slice(offset, len as usize).ok()?;
-        let ptr = std::ptr::NonNull::new(slice.as_ptr())?;
-        Some(Chunk { target: GuestPhys(self.ram.gpa() + offset as u64), ptr, len, align })
-    }
-
-    fn give_back(&self, chunk: Chunk<GuestPhys>) {
-        let offset = (chunk.target.0 - self.ram.gpa()) as usize;
-        self.free.lock().0.entry(chunk.len).or_default().push(offset);
     }
 }

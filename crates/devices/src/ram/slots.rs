@@ -1,0 +1,177 @@
+//! Guest memory for bounce slots.
+
+use core::ptr::NonNull;
+use std::{collections::BTreeMap, sync::Arc};
+
+use parking_lot::Mutex;
+use ringfence_dma::{BounceMemory, Chunk};
+use ringfence_iommu::GuestPhys;
+use ringfence_mem::{GuestRam, MemError};
+
+use super::PAGE;
+
+/// Guest memory for bounce slots: a region that was carved, of which no page is used before it is
+/// wanted, and none after it was given back.
+#[derive(Debug)]
+pub struct RamMemory {
+    ram: Arc<GuestRam>,
+    free: Mutex<Extents>,
+}
+
+impl RamMemory {
+    /// Sets `len` bytes of the addresses of `ram` aside, whole pages.
+    ///
+    /// # Errors
+    /// There are not so many left.
+    pub fn carve(ram: &Arc<GuestRam>, len: usize) -> Result<RamMemory, MemError> {
+        let len = len.next_multiple_of(PAGE);
+        let first = ram.carve(len, PAGE)?;
+        let mut free = Extents::default();
+        free.add(first, len);
+        Ok(RamMemory { ram: Arc::clone(ram), free: Mutex::new(free) })
+    }
+}
+
+// SAFETY: what is taken lies in the region, which was carved for this value, and in nothing else
+// that was taken and not given back; the memory stays mapped as long as `ram` lives, and who takes
+// from it holds it.
+unsafe impl BounceMemory<GuestPhys> for RamMemory {
+    fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
+        let gpa = self.ram.gpa();
+        let pages = usize::try_from(len).ok()?.checked_next_multiple_of(PAGE)?;
+        let offset = self.free.lock().take(pages, |offset| {
+            // Aligned in the guest's addresses.
+            let at = gpa.checked_add(offset as u64)?.checked_next_multiple_of(align)?;
+            usize::try_from(at - gpa).ok()?.checked_next_multiple_of(PAGE)
+        })?;
+        // It lies in the memory, whose addresses do not wrap.
+        let slice = self.ram.slice(offset, pages).ok()?;
+        let ptr = NonNull::new(slice.as_ptr())?;
+        Some(Chunk { target: GuestPhys(gpa + offset as u64), ptr, len, align })
+    }
+
+    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+        let offset = (chunk.target.0 - self.ram.gpa()) as usize;
+        let pages = (chunk.len as usize).next_multiple_of(PAGE);
+        // Before anybody else gets it. If the system refuses, the pages stay: that is a waste only.
+        let _ = self.ram.discard(offset, pages);
+        self.free.lock().add(offset, pages);
+    }
+}
+
+/// What is free: lengths by offset. No two extents touch.
+#[derive(Debug, Default)]
+struct Extents(BTreeMap<usize, usize>);
+
+impl Extents {
+    /// `len` bytes, as low as there are, from where `align` moves the beginning of an extent to.
+    fn take(&mut self, len: usize, align: impl Fn(usize) -> Option<usize>) -> Option<usize> {
+        let fits = |(&start, &room): (&usize, &usize)| {
+            let at = align(start)?;
+            let end = at.checked_add(len).filter(|&end| end <= start + room)?;
+            Some((start, at, end, start + room))
+        };
+        let (start, at, end, last) = self.0.iter().find_map(fits)?;
+        self.0.remove(&start);
+        for (from, to) in [(start, at), (end, last)] {
+            if from < to {
+                self.0.insert(from, to - from);
+            }
+        }
+        Some(at)
+    }
+
+    fn add(&mut self, start: usize, len: usize) {
+        let (mut start, mut len) = (start, len);
+        if let Some((&before, &room)) = self.0.range(..start).next_back()
+            && before + room == start
+        {
+            self.0.remove(&before);
+            (start, len) = (before, len + room);
+        }
+        if let Some(room) = self.0.remove(&(start + len)) {
+            len += room;
+        }
+        if len > 0 {
+            self.0.insert(start, len);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GPA: u64 = 0x10_3000;
+    const PAGES: usize = 64;
+
+    fn memory() -> (Arc<GuestRam>, RamMemory) {
+        let ram = GuestRam::new((PAGES + 3) * PAGE, GPA).unwrap();
+        ram.carve(PAGE, PAGE).unwrap();
+        let memory = RamMemory::carve(&ram, PAGES * PAGE - 1).unwrap();
+        (ram, memory)
+    }
+
+    fn blocks(ram: &GuestRam) -> i64 {
+        rustix::fs::fstat(ram.fd()).unwrap().st_blocks * 512 / PAGE as i64
+    }
+
+    #[test]
+    fn what_is_given_back_takes_no_memory_and_comes_again_zeroed() {
+        let (ram, memory) = memory();
+        assert_eq!(blocks(&ram), 0, "nothing is set aside");
+        let chunk = memory.take(3 * PAGE as u64, PAGE as u64).unwrap();
+        assert_eq!(chunk.target.0, GPA + PAGE as u64, "the lowest");
+        // SAFETY: it is ours, and so long.
+        unsafe { chunk.ptr.as_ptr().write_bytes(7, 3 * PAGE) };
+        assert_eq!(blocks(&ram), 3);
+        memory.give_back(chunk);
+        assert_eq!(blocks(&ram), 0);
+        let again = memory.take(3 * PAGE as u64, PAGE as u64).unwrap();
+        assert_eq!((again.target, again.ptr), (chunk.target, chunk.ptr));
+        // SAFETY: as above.
+        let bytes = unsafe { std::slice::from_raw_parts(again.ptr.as_ptr(), 3 * PAGE) };
+        assert!(bytes.iter().all(|&byte| byte == 0));
+        memory.give_back(again);
+        assert!(memory.take((PAGES as u64 + 1) * PAGE as u64, 1).is_none());
+        assert!(memory.take(u64::MAX, 1).is_none());
+        assert!(memory.take(1, 1 << 63).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_never_overlap_and_all_of_it_comes_together_again(
+            ops in prop::collection::vec((any::<bool>(), 1u64..20 * 4096, 0u32..18, any::<usize>()), 1..60),
+        ) {
+            let (_ram, memory) = memory();
+            let all = GPA + PAGE as u64..GPA + (1 + PAGES as u64) * PAGE as u64;
+            let mut live: Vec<Chunk<GuestPhys>> = Vec::new();
+            let pages = |chunk: &Chunk<GuestPhys>| chunk.len.next_multiple_of(PAGE as u64);
+            for (take, len, log, which) in ops {
+                if take {
+                    let align = 1u64 << log;
+                    let free = |at: u64| {
+                        let end = at + len.next_multiple_of(PAGE as u64);
+                        at.is_multiple_of(align)
+                            && at.is_multiple_of(PAGE as u64)
+                            && end <= all.end
+                            && live.iter().all(|c| c.target.0 + pages(c) <= at || end <= c.target.0)
+                    };
+                    // The oracle looks at every page there is.
+                    let expected = all.clone().step_by(PAGE).find(|&at| free(at));
+                    let taken = memory.take(len, align);
+                    prop_assert_eq!(taken.map(|chunk| chunk.target.0), expected);
+                    live.extend(taken);
+                } else if !live.is_empty() {
+                    let which = which % live.len();
+                    memory.give_back(live.swap_remove(which));
+                }
+            }
+            live.into_iter().for_each(|chunk| memory.give_back(chunk));
+            let whole = BTreeMap::from([(PAGE, PAGES * PAGE)]);
+            prop_assert_eq!(&memory.free.lock().0, &whole);
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Slots get memory, and lose it.
+
+use core::{ops::Range as Numbers, sync::atomic::Ordering};
+use std::sync::Arc;
+
+use ringfence_iommu::{Address, Error as DomainError, Gather, Prot, Range, Result as DomainResult};
+
+use super::{Inner, shelf::Kind, zone::Zone};
+use crate::{
+    Error,
+    bounce::{Chunk, Slot},
+};
+
+/// How many bytes of slots are mapped together, with one sync; at least one slot.
+const TOGETHER: u64 = 64 << 10;
+
+/// Slots of one zone that are to lose their memory.
+pub(super) type Victims<T> = (Arc<Zone<T>>, Vec<Slot>);
+
+impl<T: Address> Inner<T> {
+    /// A slot of one of these zones: a free one, one that gets memory, or one that the device may do
+    /// something else with so far, in this order. `None` if there is no room in any, nor any made by
+    /// giving back what others have idle.
+    pub(super) fn find<'a>(
+        &self,
+        zones: &'a [Arc<Zone<T>>],
+        (cpu, kind, prot): (usize, Kind, Prot),
+    ) -> Result<Option<(&'a Zone<T>, Slot)>, Error> {
+        if let Some(found) = first_of(zones, |zone| Ok(zone.pop(cpu, kind)))? {
+            return Ok(Some(found));
+        }
+        let mut grown = first_of(zones, |zone| self.grow(zone, kind, prot));
+        if grown.as_ref().is_ok_and(Option::is_some) || grown.as_ref().is_err_and(|e| !is_full(e)) {
+            return grown;
+        }
+        // There is no room: CPUs that do not need what they keep must not stand in the way.
+        if let Some(found) = first_of(zones, |zone| Ok(zone.steal(kind)))? {
+            return Ok(Some(found));
+        }
+        if let Some(found) = first_of(zones, |zone| self.remap(zone, kind, prot))? {
+            return Ok(Some(found));
+        }
+        let size = zones.first().map_or(0, |zone| zone.slot_bytes());
+        if size > 0 && self.reclaim(size) {
+            grown = first_of(zones, |zone| self.grow(zone, kind, prot));
+        }
+        // What was given back may lie in pieces.
+        if matches!(grown, Err(Error::Bounce(_))) && self.trim() {
+            grown = first_of(zones, |zone| self.grow(zone, kind, prot));
+        }
+        grown
+    }
+
+    /// Gives memory to slots of `zone`: neighbours, with one sync. The first of them; the others are
+    /// free. `None` if all slots of the zone have memory, or there may be no more memory.
+    fn grow(&self, zone: &Zone<T>, kind: Kind, prot: Prot) -> Result<Option<Slot>, Error> {
+        let size = zone.slot_bytes();
+        let granted = self.reserve(size, (TOGETHER / size).max(1));
+        if granted == 0 {
+            return Ok(None);
+        }
+        let Some(numbers) = zone.take_bare(granted as u32) else {
+            self.unreserve(size, granted);
+            return Ok(None);
+        };
+        let start = numbers.start;
+        let mut chunks = Vec::with_capacity(numbers.len());
+        let mapped = self.map_run(zone, &numbers, prot, &mut chunks);
+        let got = chunks.len();
+        self.unreserve(size, granted - got as u64);
+        zone.leave(start + got as u32..numbers.end);
+        if let Err(error) = mapped {
+            self.quarantine(zone, got, got);
+            return Err(error);
+        }
+        self.usage.grown.fetch_add(got as u64, Ordering::Relaxed);
+        let slot = |(number, chunk): (u32, &Chunk<T>)| Slot {
+            range: zone.range_of(&(number..number + 1)),
+            ptr: chunk.ptr,
+            prot,
+            dirty: 0,
+            key: 0,
+        };
+        let mut slots = (start..).zip(&chunks).map(slot);
+        let first = slots.next();
+        zone.add(start, &chunks, kind, slots.collect());
+        Ok(first)
+    }
+
+    /// Maps slots of these numbers, as many from the first on as there is memory for, and leaves
+    /// their memory in `chunks`: if it fails, that of those which the device may reach nevertheless.
+    fn map_run(
+        &self,
+        zone: &Zone<T>,
+        numbers: &Numbers<u32>,
+        prot: Prot,
+        chunks: &mut Vec<Chunk<T>>,
+    ) -> Result<(), Error> {
+        let start = numbers.start;
+        for number in numbers.clone() {
+            match self.map_slot(zone.range_of(&(number..number + 1)), prot) {
+                Ok(chunk) => chunks.push(chunk),
+                Err(error) if chunks.is_empty() => return Err(error),
+                // Fewer will do.
+                Err(_) => break,
+            }
+        }
+        let range = zone.range_of(&(start..start + chunks.len() as u32));
+        // Rule L34: once for them all; if it fails, all of them go.
+        self.domain.iotlb_sync_map(range).map_err(|error| {
+            if self.unmap_now(range).is_ok() {
+                chunks.drain(..).for_each(|chunk| self.give_back_memory(chunk));
+            }
+            error.into()
+        })
+    }
+
+    fn map_slot(&self, range: Range, prot: Prot) -> Result<Chunk<T>, Error> {
+        let chunk = self.take_memory(range.extent() + 1)?;
+        self.domain.map_pages(range, chunk.target, prot).map(|()| chunk).map_err(|error| {
+            self.give_back_memory(chunk);
+            error.into()
+        })
+    }
+
+    /// Unmaps strictly.
+    pub(super) fn unmap_now(&self, range: Range) -> DomainResult<()> {
+        let mut gather = Gather::new();
+        self.domain.unmap_pages(range, &mut gather)?;
+        self.domain.iotlb_sync(&mut gather)
+    }
+
+    /// Maps a free slot that allowed something else anew.
+    fn remap(&self, zone: &Zone<T>, kind: Kind, prot: Prot) -> Result<Option<Slot>, Error> {
+        let Some(mut slot) = zone.steal_other(kind) else { return Ok(None) };
+        let number = zone.number(slot.range.first());
+        let quarantined = |error: DomainError| {
+            self.quarantine(zone, 1, 0);
+            Err(error.into())
+        };
+        if let Err(error) = self.unmap_now(slot.range) {
+            return quarantined(error);
+        }
+        // What it held was for a device that might do less with it, or more.
+        slot.zero(0..slot.dirty);
+        (slot.dirty, slot.prot) = (0, prot);
+        let Some(chunk) = zone.chunk(number) else { return Ok(None) };
+        let mapped = self.domain.map_pages(slot.range, chunk.target, prot);
+        if let Err(error) = mapped.and_then(|()| self.domain.iotlb_sync_map(slot.range)) {
+            // Unmapping what is not mapped is no error.
+            if self.unmap_now(slot.range).is_err() {
+                return quarantined(error);
+            }
+            self.strip(zone, number..number + 1);
+            return Err(error.into());
+        }
+        self.usage.remapped.fetch_add(1, Ordering::Relaxed);
+        Ok(Some(slot))
+    }
+
+    /// Gives back idle slots of whatever kind, `bytes` at the least if there are so many. Whether any
+    /// were.
+    fn reclaim(&self, bytes: u64) -> bool {
+        let mut missing = bytes;
+        let mut victims = Vec::new();
+        for zone in self.zones() {
+            let mut slots = Vec::new();
+            zone.take_free(missing.div_ceil(zone.slot_bytes()) as usize, &mut slots);
+            missing = missing.saturating_sub(slots.len() as u64 * zone.slot_bytes());
+            victims.push((zone, slots));
+        }
+        self.release(victims) > 0
+    }
+
+    /// Gives back all memory that is not in use. Whether there was any.
+    pub(super) fn trim(&self) -> bool {
+        let victims = self.zones().into_iter().map(|zone| {
+            let mut slots = Vec::new();
+            zone.take_free(usize::MAX, &mut slots);
+            (zone, slots)
+        });
+        self.release(victims.collect()) > 0
+    }
+
+    /// Unmaps slots, all with one sync, and gives their memory back. How many; those whose unmap
+    /// failed are quarantined.
+    pub(super) fn release(&self, victims: Vec<Victims<T>>) -> u64 {
+        let mut gather = Gather::new();
+        let mut removed: Vec<(Arc<Zone<T>>, Numbers<u32>)> = Vec::new();
+        for (zone, slots) in victims {
+            let mut numbers: Vec<u32> =
+                slots.iter().map(|slot| zone.number(slot.range.first())).collect();
+            numbers.sort_unstable();
+            for run in numbers.chunk_by(|one, next| one + 1 == *next) {
+                let run = run[0]..run[0] + run.len() as u32;
+                match self.domain.unmap_pages(zone.range_of(&run), &mut gather) {
+                    Ok(_) => removed.push((Arc::clone(&zone), run)),
+                    Err(_) => self.quarantine(&zone, run.len(), 0),
+                }
+            }
+        }
+        if removed.is_empty() {
+            return 0;
+        }
+        let synced = self.domain.iotlb_sync(&mut gather);
+        let mut given_back = 0;
+        for (zone, run) in removed {
+            if synced.is_err() {
+                self.quarantine(&zone, run.len(), 0);
+            } else {
+                given_back += self.strip(&zone, run);
+            }
+        }
+        given_back
+    }
+
+    /// Gives the memory of slots back that no device reaches any more. How many.
+    fn strip(&self, zone: &Zone<T>, numbers: Numbers<u32>) -> u64 {
+        let mut chunks = Vec::with_capacity(numbers.len());
+        zone.strip(numbers, &mut chunks);
+        let count = chunks.len() as u64;
+        chunks.into_iter().for_each(|chunk| self.give_back_memory(chunk));
+        self.unreserve(zone.slot_bytes(), count);
+        self.usage.given_back.fetch_add(count, Ordering::Relaxed);
+        count
+    }
+
+    /// Slots, `new` of which were never in use, that the device may still reach: neither they nor
+    /// their memory are used again. They count as memory of the pools for ever, so that a device that
+    /// fails again and again cannot have all there is.
+    fn quarantine(&self, zone: &Zone<T>, slots: usize, new: usize) {
+        zone.quarantine(slots, new);
+        self.note_quarantine(zone.slot_bytes() * slots as u64);
+    }
+
+    pub(super) fn note_quarantine(&self, bytes: u64) {
+        self.usage.quarantined_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Leave for up to `most` more slots of `size` bytes: for how many.
+    fn reserve(&self, size: u64, most: u64) -> u64 {
+        let (pooled, max) = (&self.usage.pooled, self.limits.max_bytes);
+        let grant = |now: u64| most.min((max - now) / size);
+        let relaxed = Ordering::Relaxed;
+        let add = |now| (grant(now) > 0).then(|| now + grant(now) * size);
+        pooled.fetch_update(relaxed, relaxed, add).map_or(0, grant)
+    }
+
+    fn unreserve(&self, size: u64, slots: u64) {
+        self.usage.pooled.fetch_sub(size * slots, Ordering::Relaxed);
+    }
+}
+
+/// What the first of `zones` gives that gives something.
+fn first_of<T>(
+    zones: &[Arc<Zone<T>>],
+    mut ask: impl FnMut(&Zone<T>) -> Result<Option<Slot>, Error>,
+) -> Result<Option<(&Zone<T>, Slot)>, Error> {
+    for zone in zones {
+        if let Some(slot) = ask(zone)? {
+            return Ok(Some((zone, slot)));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether giving something back might help.
+fn is_full(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::Bounce(_) | Error::Domain(DomainError::Full { .. } | DomainError::NoMemory)
+    )
+}

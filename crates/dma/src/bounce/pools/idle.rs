@@ -1,0 +1,110 @@
+//! Memory that is idle is given back.
+//!
+//! Every shelf notes how many slots it held at the least in an interval; so many nobody needed. At the
+//! end of the interval these lose their memory, but for a quarter of the number that were needed. The
+//! timer looks after that for as long as slots come and go, and once more: then nothing is kept that
+//! it could give back, and it sleeps until somebody takes a slot again.
+
+use std::{
+    io,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use ringfence_iommu::Address;
+
+use super::{BouncePools, Inner};
+
+/// log2 of the nanoseconds of a tick: about a millisecond, so that 32 bits of them are weeks.
+const TICK: u32 = 20;
+
+impl<T: Address> BouncePools<T> {
+    /// Gives back all memory that is not in use.
+    pub fn trim(&self) {
+        self.0.trim();
+    }
+
+    /// When [`expire`](Self::expire) is to be called next, by the environment's clock; `None` if there
+    /// is nothing to do until somebody takes a slot.
+    pub fn due_at_ns(&self) -> Option<u64> {
+        self.0.timer.due_ns()
+    }
+
+    /// What the timer does when it is due: gives back what nobody needed since it was due last, but
+    /// for a quarter of what was needed. For callers with an event loop.
+    pub fn expire(&self) {
+        self.0.expire();
+    }
+}
+
+impl<T: Address> Inner<T> {
+    /// Starts the thread that expires in time.
+    pub(super) fn start_timer(self: &Arc<Self>) -> io::Result<()> {
+        // A reference that keeps nothing alive: the thread ends with the pools.
+        let weak = Arc::downgrade(self);
+        self.timer.start(Arc::clone(&self.clock), move |_| match weak.upgrade() {
+            Some(inner) => {
+                inner.expire();
+                true
+            }
+            None => false,
+        })
+    }
+
+    /// To be called after a slot came off a shelf, or went onto one: sees to it that the timer looks
+    /// after it.
+    ///
+    /// Relaxed is enough. The shelf was touched under its lock. If the timer, which says that it no
+    /// longer ticks before it locks any shelf, locks this one later, it finds it touched; if it was
+    /// earlier, what it said is seen here.
+    #[inline]
+    pub(super) fn note_use(&self) {
+        if !self.ticking.load(Ordering::Relaxed) {
+            self.wake();
+        }
+    }
+
+    #[cold]
+    fn wake(&self) {
+        let now_ns = self.look();
+        self.ticking.store(true, Ordering::Relaxed);
+        self.timer.arm(now_ns.saturating_add(self.interval_ns()));
+    }
+
+    fn interval_ns(&self) -> u64 {
+        self.limits.idle_ms.max(1).saturating_mul(1_000_000)
+    }
+
+    fn expire(&self) {
+        // Of two at a time, one would find what the other has looked at untouched, and put the timer
+        // to sleep.
+        let _one = self.expiring.lock();
+        self.timer.disarm();
+        self.ticking.store(false, Ordering::Relaxed);
+        self.look();
+        let mut touched = false;
+        let mut victims = Vec::new();
+        for zone in self.zones() {
+            let mut slots = Vec::new();
+            touched |= zone.take_idle(&mut slots);
+            victims.push((zone, slots));
+        }
+        self.release(victims);
+        if touched {
+            self.wake();
+        }
+    }
+
+    /// What time it is now: in nanoseconds, and for those who ask less exactly.
+    fn look(&self) -> u64 {
+        let now_ns = self.clock.now_ns();
+        self.tick.store((now_ns >> TICK) as u32, Ordering::Relaxed);
+        now_ns
+    }
+
+    /// How long ago it was `tick`.
+    pub(super) fn age(&self, tick: u32) -> Duration {
+        let ticks = ((self.clock.now_ns() >> TICK) as u32).wrapping_sub(tick);
+        Duration::from_nanos(u64::from(ticks) << TICK)
+    }
+}

@@ -1,0 +1,112 @@
+//! What pools may have, and what they tell of themselves.
+
+use core::{panic::Location, time::Duration};
+
+use ringfence_iommu::Range;
+
+/// How much memory the pools of a domain may have, and for how long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BounceLimits {
+    /// Bytes of the largest slot that is kept, a power of two; what is longer is mapped for one use.
+    pub largest: u64,
+    /// Bytes of all slots of the pools together, in use or kept. Beyond it, slots are mapped for one
+    /// use; these the quotas of the devices bound.
+    pub max_bytes: u64,
+    /// How long memory that is not used is kept, in milliseconds, at least; at most twice as long.
+    pub idle_ms: u64,
+}
+
+impl Default for BounceLimits {
+    /// Slots up to 4 MiB, 256 MiB in all, idle memory kept for a second.
+    fn default() -> BounceLimits {
+        BounceLimits { largest: 4 << 20, max_bytes: 256 << 20, idle_ms: 1000 }
+    }
+}
+
+/// What the pools of a domain hold, and what they did. What is counted while others take and give
+/// back is read one after the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BounceStats {
+    /// Slots in use, those for one use included.
+    pub slots: u64,
+    /// Bytes of them.
+    pub slot_bytes: u64,
+    /// Bytes that are kept mapped for the next use.
+    pub kept_bytes: u64,
+    /// The most bytes of memory that there ever were at a time, in use or kept.
+    pub peak_bytes: u64,
+    /// Slots that were mapped for one use, so far.
+    pub single_use: u64,
+    /// Slots that were given memory and mapped to be kept, so far.
+    pub grown: u64,
+    /// Slots whose memory was given back, so far; those for one use are not among them.
+    pub given_back: u64,
+    /// Slots that were mapped anew because the device was to be allowed something else, so far.
+    pub remapped: u64,
+    /// Bytes that the device may still reach although they were to be unmapped, since their
+    /// invalidation failed. Neither memory nor addresses are ever used again.
+    pub quarantined_bytes: u64,
+}
+
+/// The slots of one size in one range of addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClassStats {
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+    /// The addresses of the slots: slot n begins n slots after the first of them.
+    pub range: Range,
+    /// Slots in use.
+    pub used: u64,
+    /// Slots kept mapped for the next use.
+    pub kept: u64,
+    /// Slots that may have memory at a time.
+    pub room: u64,
+}
+
+/// Who holds slots.
+#[derive(Clone, Debug)]
+pub struct Holder {
+    /// Where in the program they were taken.
+    pub at: &'static Location<'static>,
+    /// How many.
+    pub slots: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// For how long the oldest of them has been held, give or take
+    /// [`BounceLimits::idle_ms`].
+    pub oldest: Duration,
+}
+
+/// What a device holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceShare {
+    /// Which one: its [`number`](crate::Device::number_in_pools).
+    pub device: u32,
+    /// Bytes of slots that it holds, and those that it may still reach because the unmap of a slot
+    /// for one use failed.
+    pub held: u64,
+    /// The most that it may.
+    pub quota: u64,
+}
+
+/// The slot at an address.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotInfo {
+    /// Its addresses.
+    pub range: Range,
+    /// Whether it is mapped for one use.
+    pub single_use: bool,
+    /// Who holds it; `None` if it is free.
+    pub holder: Option<SlotHolder>,
+}
+
+/// Who holds a slot.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotHolder {
+    /// Where in the program it was taken.
+    pub at: &'static Location<'static>,
+    /// For which device: its [`number`](crate::Device::number_in_pools).
+    pub device: u32,
+    /// How long ago, give or take [`BounceLimits::idle_ms`].
+    pub age: Duration,
+}

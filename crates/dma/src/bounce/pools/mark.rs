@@ -1,0 +1,135 @@
+//! Who holds which slot of a zone: what the leak detector reads.
+
+use core::{array, panic::Location, ptr};
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicPtr, AtomicU64, Ordering},
+};
+
+/// How many marks come from the heap at a time, when the first of them is needed.
+const BLOCK: usize = 64;
+
+/// Who holds a slot, and since when.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Held {
+    /// Where in the program it was taken.
+    pub(super) at: &'static Location<'static>,
+    pub(super) stamp: Stamp,
+}
+
+/// For which device, and when: one word, so that it is written at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stamp(u64);
+
+impl Stamp {
+    pub(super) fn new(device: u32, tick: u32) -> Stamp {
+        Stamp(u64::from(device) << 32 | u64::from(tick))
+    }
+
+    pub(super) fn device(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    pub(super) fn tick(self) -> u32 {
+        self.0 as u32
+    }
+}
+
+/// The marks of a zone's slots, by number. They are read by nobody but who is curious: written with
+/// relaxed stores, and two that are written one after the other may be seen apart.
+pub(super) struct Marks(Box<[OnceLock<Box<[Mark; BLOCK]>>]>);
+
+#[derive(Default)]
+struct Mark {
+    /// Null if nobody holds the slot.
+    at: AtomicPtr<Location<'static>>,
+    stamp: AtomicU64,
+}
+
+impl Marks {
+    pub(super) fn new(slots: u32) -> Marks {
+        Marks((0..slots.div_ceil(BLOCK as u32)).map(|_| OnceLock::new()).collect())
+    }
+
+    /// Sees to it that there is a mark for `number`, so that [`set`](Self::set) takes nothing from
+    /// the heap.
+    pub(super) fn prepare(&self, number: u32) {
+        if let Some(block) = self.0.get(number as usize / BLOCK) {
+            block.get_or_init(|| Box::new(array::from_fn(|_| Mark::default())));
+        }
+    }
+
+    #[inline]
+    fn mark(&self, number: u32) -> Option<&Mark> {
+        let number = number as usize;
+        Some(&self.0.get(number / BLOCK)?.get()?[Self::place(number)])
+    }
+
+    /// Where in its block the mark of a slot lies: apart from its neighbours', which are in other
+    /// CPUs' hands as often as not, so that these do not share a cache line.
+    #[inline]
+    fn place(number: usize) -> usize {
+        number % 4 * (BLOCK / 4) + number / 4 % (BLOCK / 4)
+    }
+
+    #[inline]
+    pub(super) fn set(&self, number: u32, held: Held) {
+        if let Some(mark) = self.mark(number) {
+            mark.stamp.store(held.stamp.0, Ordering::Relaxed);
+            mark.at.store(ptr::from_ref(held.at).cast_mut(), Ordering::Relaxed);
+        }
+    }
+
+    #[inline]
+    pub(super) fn clear(&self, number: u32) {
+        if let Some(mark) = self.mark(number) {
+            mark.at.store(ptr::null_mut(), Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn get(&self, number: u32) -> Option<Held> {
+        let mark = self.mark(number)?;
+        let at = mark.at.load(Ordering::Relaxed);
+        // SAFETY: it is null, or what `set` stored: a reference to what lives for ever.
+        let at = unsafe { at.as_ref() }?;
+        Some(Held { at, stamp: Stamp(mark.stamp.load(Ordering::Relaxed)) })
+    }
+
+    /// All that are held.
+    pub(super) fn held(&self) -> impl Iterator<Item = Held> + '_ {
+        let blocks = self.0.iter().enumerate().filter(|(_, block)| block.get().is_some());
+        blocks.flat_map(move |(block, _)| {
+            (0..BLOCK).filter_map(move |at| self.get((block * BLOCK + at) as u32))
+        })
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_of_a_block_are_all_different() {
+        let mut places: Vec<usize> = (0..BLOCK).map(|n| Marks::place(BLOCK * 3 + n)).collect();
+        places.sort_unstable();
+        assert!(places.into_iter().eq(0..BLOCK));
+    }
+
+    #[test]
+    fn a_mark_tells_who_and_since_when_until_it_is_cleared() {
+        let marks = Marks::new(100);
+        let held = |device| Held { at: Location::caller(), stamp: Stamp::new(device, 9) };
+        marks.set(99, held(1));
+        assert!(marks.get(99).is_none(), "it was not prepared");
+        marks.prepare(99);
+        marks.set(99, held(u32::MAX));
+        marks.prepare(1000);
+        marks.set(1000, held(3));
+        let found: Vec<Held> = marks.held().collect();
+        assert_eq!(found.len(), 1);
+        assert_eq!((found[0].stamp.device(), found[0].stamp.tick()), (u32::MAX, 9));
+        assert_eq!(found[0].at.file(), file!());
+        marks.clear(99);
+        assert!(marks.held().next().is_none());
+    }
+}

@@ -1,0 +1,347 @@
+//! The pools of a domain.
+//!
+//! Slots are of power-of-two sizes, the classes. The slots of a class lie in a [`zone`], a range of
+//! addresses of its own; where devices differ in the addresses that they can put on the bus, in
+//! several. A slot gets memory when it is first used ([`grow`]), one mapping of its own, and loses it
+//! when it has been idle ([`idle`]). What fits no class, and what there is no room for, is mapped for
+//! one use ([`single`]). Between uses slots lie on a [`shelf`], in a CPU's cache or in the depot of
+//! their zone, by everything that the device may do with them.
+
+mod client;
+mod grow;
+mod holders;
+mod idle;
+mod limits;
+mod mark;
+mod shelf;
+mod single;
+mod zone;
+
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use core::{cmp::Reverse, fmt};
+use std::sync::{
+    Arc, Weak,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+};
+
+use arrayvec::ArrayVec;
+use parking_lot::{Mutex, RwLock};
+use ringfence_iommu::{Address, Domain, Geometry};
+use ringfence_iova::{Allocator, Request};
+use ringfence_sync::clock::Clock;
+
+pub(crate) use self::client::{Client, ClientParts};
+pub use self::limits::{
+    BounceLimits, BounceStats, ClassStats, DeviceShare, Holder, SlotHolder, SlotInfo,
+};
+use self::{client::Account, single::Singles, zone::Zone};
+use super::{BounceMemory, Chunk};
+use crate::{Environment, Error, SetupError, TimerKind, flush::Timer};
+
+/// Bytes of the smallest slot, where the granule is not larger.
+const SMALLEST: u64 = 4096;
+
+/// The most zones of a class: as many as there are devices that differ in their limits, as a rule
+/// one or two. What a device finds no room in is mapped for one use.
+const ZONES: usize = 8;
+
+/// The most slots of a zone.
+const SLOTS: u64 = 1 << 20;
+
+/// A zone gets no more than one in so many of the addresses that it could have.
+const SHARE: u64 = 64;
+
+/// How many asks go by, where there were no addresses for a zone, before it is tried again.
+const PATIENCE: u32 = 64;
+
+/// The bounce pools of a domain, for one device or several. Cheap to clone: all clones are the same
+/// pools.
+///
+/// They hold no memory before a device asks for some. When the last clone and the last device are
+/// dropped, everything is unmapped and given back: by that drop, or by the pools' thread if it is
+/// just at work.
+pub struct BouncePools<T: Address>(Arc<Inner<T>>);
+
+struct Inner<T: Address> {
+    domain: Arc<dyn Domain<Target = T>>,
+    allocator: Arc<dyn Allocator>,
+    memory: Box<dyn BounceMemory<T>>,
+    geometry: Geometry,
+    granule: u64,
+    limits: BounceLimits,
+    /// log2 of the bytes of a slot of the first class; each that follows is twice as large.
+    smallest: u32,
+    classes: Box<[Class<T>]>,
+    /// Of each zone; a power of two.
+    caches: usize,
+    singles: Singles<T>,
+    usage: Usage,
+    /// Who takes slots. A number is given once.
+    accounts: Mutex<Vec<Weak<Account>>>,
+    numbers: AtomicU32,
+    clock: Arc<dyn Clock>,
+    timer: Timer,
+    expiring: Mutex<()>,
+    /// Whether the timer will look after the slots that are given back.
+    ticking: AtomicBool,
+    /// What time it was when somebody last looked, in [`idle`]'s ticks.
+    tick: AtomicU32,
+}
+
+struct Class<T> {
+    zones: RwLock<ArrayVec<Arc<Zone<T>>, ZONES>>,
+    /// Below which limit there were no addresses for a zone, and how many asks for one there are to
+    /// be refused at once. Locked while the zones are.
+    barren: Mutex<(u64, u32)>,
+}
+
+/// Counts; but for `pooled`, which bounds.
+#[derive(Default)]
+struct Usage {
+    /// Bytes of slots that are kept, or in use to be kept.
+    pooled: AtomicU64,
+    /// Bytes of all memory.
+    memory: AtomicU64,
+    peak: AtomicU64,
+    single_use: AtomicU64,
+    grown: AtomicU64,
+    given_back: AtomicU64,
+    remapped: AtomicU64,
+    quarantined_bytes: AtomicU64,
+}
+
+impl<T: Address> Clone for BouncePools<T> {
+    fn clone(&self) -> Self {
+        BouncePools(Arc::clone(&self.0))
+    }
+}
+
+impl<T: Address> fmt::Debug for BouncePools<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BouncePools").field("stats", &self.stats()).finish_non_exhaustive()
+    }
+}
+
+impl<T: Address> BouncePools<T> {
+    /// Empty pools of slots in `domain`, at addresses from `allocator`, in memory of `memory`. A
+    /// thread, asleep unless slots are taken or idle, gives back memory in time.
+    ///
+    /// # Errors
+    /// The limits make no sense, or that thread cannot be started.
+    pub fn new(
+        domain: Arc<dyn Domain<Target = T>>,
+        allocator: Arc<dyn Allocator>,
+        memory: impl BounceMemory<T> + 'static,
+        limits: BounceLimits,
+    ) -> Result<Self, SetupError> {
+        let environment = Environment::default();
+        Self::with_environment(domain, allocator, memory, limits, environment, TimerKind::Thread)
+    }
+
+    /// As [`new`](Self::new), with the caller's clock and number of CPUs; without a thread, if the
+    /// caller calls [`expire`](Self::expire) in time.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_environment(
+        domain: Arc<dyn Domain<Target = T>>,
+        allocator: Arc<dyn Allocator>,
+        memory: impl BounceMemory<T> + 'static,
+        limits: BounceLimits,
+        environment: Environment,
+        timer: TimerKind,
+    ) -> Result<Self, SetupError> {
+        let geometry = domain.geometry();
+        let granule = geometry.page_sizes.granule().max(allocator.granule());
+        let (largest, max) = (limits.largest, limits.max_bytes);
+        let smallest = granule.max(SMALLEST);
+        if !granule.is_power_of_two()
+            || !largest.is_power_of_two()
+            || !(smallest..=max).contains(&largest)
+        {
+            return Err(SetupError::Slots { largest, granule: smallest, max });
+        }
+        let smallest = smallest.trailing_zeros();
+        let classes = (smallest..=largest.trailing_zeros()).map(|_| Class::default()).collect();
+        let Environment { clock, cpu, .. } = environment;
+        let inner = Arc::new(Inner {
+            domain,
+            allocator,
+            memory: Box::new(memory),
+            geometry,
+            granule,
+            limits,
+            smallest,
+            classes,
+            caches: cpu.count().next_power_of_two().min(MOST_CACHES),
+            singles: Singles::default(),
+            usage: Usage::default(),
+            accounts: Mutex::default(),
+            numbers: AtomicU32::new(0),
+            clock,
+            timer: Timer::named("ringfence-bounce"),
+            expiring: Mutex::new(()),
+            ticking: AtomicBool::new(false),
+            tick: AtomicU32::new(0),
+        });
+        if timer == TimerKind::Thread {
+            inner.start_timer().map_err(|_| SetupError::Thread)?;
+        }
+        Ok(BouncePools(inner))
+    }
+
+    /// What they hold.
+    pub fn stats(&self) -> BounceStats {
+        let inner = &*self.0;
+        let (slots, slot_bytes) = inner.singles.total();
+        let get = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let usage = &inner.usage;
+        let mut stats = BounceStats {
+            slots,
+            slot_bytes,
+            kept_bytes: 0,
+            peak_bytes: get(&usage.peak),
+            single_use: get(&usage.single_use),
+            grown: get(&usage.grown),
+            given_back: get(&usage.given_back),
+            remapped: get(&usage.remapped),
+            quarantined_bytes: get(&usage.quarantined_bytes),
+        };
+        for class in self.classes() {
+            stats.slots += class.used;
+            stats.slot_bytes += class.used * class.slot_bytes;
+            stats.kept_bytes += class.kept * class.slot_bytes;
+        }
+        stats
+    }
+
+    /// What each range of slots holds, the smallest slots first. A size that nobody asked for has
+    /// none, one that devices with unequal limits asked for has several.
+    pub fn classes(&self) -> Vec<ClassStats> {
+        self.0.zones().iter().map(|zone| zone.stats()).collect()
+    }
+}
+
+/// The most caches of a zone, however many CPUs there are: several CPUs may share one.
+const MOST_CACHES: usize = 64;
+
+impl<T> Default for Class<T> {
+    fn default() -> Class<T> {
+        Class { zones: RwLock::default(), barren: Mutex::default() }
+    }
+}
+
+impl<T: Address> Inner<T> {
+    /// The class of slots of `size` bytes; `None` if they are of none.
+    #[inline]
+    fn class_of(&self, size: u64) -> Option<usize> {
+        let class = size.trailing_zeros().checked_sub(self.smallest)? as usize;
+        (size.is_power_of_two() && class < self.classes.len()).then_some(class)
+    }
+
+    /// Bytes of the slot for `len` bytes.
+    #[inline]
+    fn size_of(&self, len: u64) -> Result<u64, Error> {
+        if len <= self.limits.largest {
+            return Ok(len.next_power_of_two().max(1 << self.smallest));
+        }
+        len.checked_next_multiple_of(self.granule).ok_or(Error::TooLong)
+    }
+
+    /// All zones, those of the smallest class first.
+    fn zones(&self) -> Vec<Arc<Zone<T>>> {
+        let mut zones = Vec::new();
+        self.classes.iter().for_each(|class| zones.extend(class.zones.read().iter().cloned()));
+        zones
+    }
+
+    /// The zones of a class that a device may use whose highest address is `limit`, those first that
+    /// were made for the widest. One is made if there is none but for narrower ones.
+    fn zones_for(&self, class: usize, limit: u64) -> ArrayVec<Arc<Zone<T>>, ZONES> {
+        let usable = |zones: &[Arc<Zone<T>>]| {
+            let zones = zones.iter().filter(|zone| zone.range.last().0 <= limit);
+            let mut usable: ArrayVec<_, ZONES> = zones.cloned().collect();
+            usable.sort_by_key(|zone| Reverse((zone.made_for, zone.range.last())));
+            let own = usable.iter().any(|zone| zone.made_for >= limit);
+            (usable, own)
+        };
+        let Class { zones, barren } = &self.classes[class];
+        if let (found, true) = usable(&zones.read()) {
+            return found;
+        }
+        let mut zones = zones.write();
+        let (found, own) = usable(&zones);
+        if own || zones.is_full() {
+            return found;
+        }
+        let (below, refused) = &mut *barren.lock();
+        if limit <= *below && *refused > 0 {
+            *refused -= 1;
+            return found;
+        }
+        match self.make_zone(class, limit) {
+            Some(zone) => zones.push(Arc::new(zone)),
+            None => (*below, *refused) = (limit, PATIENCE),
+        }
+        usable(&zones).0
+    }
+
+    /// A zone of as many slots as there may be, or as there are addresses for.
+    fn make_zone(&self, class: usize, limit: u64) -> Option<Zone<T>> {
+        let shift = self.smallest + class as u32;
+        let aperture = self.geometry.aperture;
+        let room = limit.min(aperture.last().0).checked_sub(aperture.first().0)? / SHARE + 1;
+        let most = (room >> shift).min(SLOTS).checked_ilog2()?;
+        let mut slots = self.limits.max_bytes.div_ceil(1 << shift).min(1 << most);
+        slots = slots.next_power_of_two();
+        while slots > 0 {
+            // What CPUs have cached is left to them: a zone is worth less than that.
+            let request = Request::new(slots << shift).limit(limit).flush(false);
+            if let Ok(first) = self.allocator.alloc(&request) {
+                let zone = Zone::new(first, shift, slots as u32, limit, self.caches);
+                // An allocator that returns what it was not asked for is not believed in.
+                return zone.filter(|zone| {
+                    zone.range.last().0 <= limit && first.is_multiple_of(1 << shift)
+                });
+            }
+            slots /= 2;
+        }
+        None
+    }
+
+    /// Memory for a slot, zeroed.
+    fn take_memory(&self, len: u64) -> Result<Chunk<T>, Error> {
+        // As it takes to be mapped with the largest pages that it can be made of.
+        let multiple_of = 1 << len.trailing_zeros().min(63);
+        let pages = self.geometry.page_sizes.bitmap() & (multiple_of | (multiple_of - 1));
+        let align = pages.checked_ilog2().map_or(1, |log| 1 << log);
+        let chunk = self.memory.take(len, align.max(self.granule)).ok_or(Error::Bounce(len))?;
+        // SAFETY: it is memory of so many bytes, and nobody else's.
+        unsafe { chunk.ptr.as_ptr().write_bytes(0, len as usize) };
+        let usage = &self.usage;
+        let memory = usage.memory.fetch_add(len, Ordering::Relaxed) + len;
+        usage.peak.fetch_max(memory, Ordering::Relaxed);
+        Ok(chunk)
+    }
+
+    fn give_back_memory(&self, chunk: Chunk<T>) {
+        self.usage.memory.fetch_sub(chunk.len, Ordering::Relaxed);
+        self.memory.give_back(chunk);
+    }
+}
+
+impl<T: Address> Drop for Inner<T> {
+    /// Nobody holds a slot any more: who does, holds the device, which holds its pools.
+    fn drop(&mut self) {
+        self.trim();
+        for zone in self.zones() {
+            // What is still there the device may reach: its addresses die with the domain.
+            if zone.live() == (0, 0) {
+                let range = zone.range;
+                let _ = self.allocator.free(range.first().0, range.extent() + 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Free slots, by what the device may do.
+
+use ringfence_iommu::Prot;
+
+use crate::bounce::Slot;
+
+/// How many kinds of slots there can be: one for each set of known permission bits.
+const KINDS: usize = Prot::all().bits() as usize + 1;
+
+/// Slots that allow the same, in every respect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Kind(usize);
+
+impl Kind {
+    /// The kind of slots that allow `prot`: the number is its bits, all of them. `None` if there are
+    /// bits that nobody knows.
+    #[inline]
+    pub(super) fn of(prot: Prot) -> Option<Kind> {
+        let bits = prot.bits() as usize;
+        (bits < KINDS).then_some(Kind(bits))
+    }
+}
+
+/// Free slots of one kind: who was given back last is taken first, as its bytes are still cached.
+#[derive(Default)]
+struct Stack {
+    slots: Vec<Slot>,
+    /// How many it held at the least since the interval began: so many nobody needed.
+    low: usize,
+}
+
+/// Free slots of all kinds.
+#[derive(Default)]
+pub(super) struct Shelf {
+    kinds: [Stack; KINDS],
+    len: usize,
+    /// Whether any came or went since the interval began.
+    touched: bool,
+}
+
+impl Shelf {
+    /// How many slots.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    pub(super) fn pop(&mut self, kind: Kind) -> Option<Slot> {
+        self.touched = true;
+        let stack = &mut self.kinds[kind.0];
+        let slot = stack.slots.pop()?;
+        stack.low = stack.low.min(stack.slots.len());
+        self.len -= 1;
+        Some(slot)
+    }
+
+    /// # Panics
+    /// If the slot's permissions are of no kind: such a slot is made for one use, and never kept.
+    #[inline]
+    pub(super) fn push(&mut self, slot: Slot) {
+        self.touched = true;
+        self.len += 1;
+        self.kinds[slot.prot.bits() as usize].slots.push(slot);
+    }
+
+    /// Room for `more` slots of a kind, so that their push takes nothing from the heap.
+    pub(super) fn reserve(&mut self, kind: Kind, more: usize) {
+        self.kinds[kind.0].slots.reserve(more);
+    }
+
+    /// Moves up to `most` slots of `kind` from `from`, the ones used last on top.
+    pub(super) fn refill(&mut self, from: &mut Shelf, kind: Kind, most: usize) {
+        let source = &mut from.kinds[kind.0];
+        let count = most.min(source.slots.len());
+        let rest = source.slots.len() - count;
+        self.kinds[kind.0].slots.extend(source.slots.drain(rest..));
+        source.low = source.low.min(rest);
+        from.len -= count;
+        self.len += count;
+        from.touched = true;
+    }
+
+    /// Moves the coldest half (rounded up) of the kind that has most slots to `to`.
+    pub(super) fn spill(&mut self, to: &mut Shelf) {
+        let Some(most) = (0..KINDS).max_by_key(|&kind| self.kinds[kind].slots.len()) else {
+            return;
+        };
+        let count = self.kinds[most].slots.len().div_ceil(2);
+        to.kinds[most].slots.extend(self.kinds[most].cut(count));
+        self.len -= count;
+        to.len += count;
+        to.touched = true;
+    }
+
+    /// The slot of another kind that was not used for longest, of the kind that has most.
+    pub(super) fn pop_other(&mut self, than: Kind) -> Option<Slot> {
+        let other = (0..KINDS)
+            .filter(|&kind| kind != than.0 && !self.kinds[kind].slots.is_empty())
+            .max_by_key(|&kind| self.kinds[kind].slots.len())?;
+        let slot = self.kinds[other].cut(1).next()?;
+        self.len -= 1;
+        self.touched = true;
+        Some(slot)
+    }
+
+    /// How many of its slots nobody needed since the interval began.
+    pub(super) fn idle(&self) -> usize {
+        self.kinds.iter().map(|stack| stack.low).sum()
+    }
+
+    /// Moves up to `most` slots that nobody needed to `into`, those not used for longest first.
+    pub(super) fn take_idle(&mut self, most: usize, into: &mut Vec<Slot>) {
+        let before = into.len();
+        for stack in &mut self.kinds {
+            let count = stack.low.min(most - (into.len() - before));
+            into.extend(stack.cut(count));
+        }
+        self.len -= into.len() - before;
+    }
+
+    /// Moves up to `most` slots to `into`, those not used for longest first.
+    pub(super) fn take_coldest(&mut self, most: usize, into: &mut Vec<Slot>) {
+        let before = into.len();
+        for stack in &mut self.kinds {
+            let count = stack.slots.len().min(most - (into.len() - before));
+            into.extend(stack.cut(count));
+        }
+        self.len -= into.len() - before;
+    }
+
+    /// Begins an interval; whether any slot came or went in the one that ends.
+    pub(super) fn begin_interval(&mut self) -> bool {
+        self.kinds.iter_mut().for_each(|stack| stack.low = stack.slots.len());
+        std::mem::take(&mut self.touched)
+    }
+}
+
+impl Stack {
+    /// The `count` slots that were not used for longest.
+    fn cut(&mut self, count: usize) -> impl Iterator<Item = Slot> + '_ {
+        self.low = self.low.saturating_sub(count).min(self.slots.len() - count);
+        self.slots.drain(..count)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use core::ptr::NonNull;
+
+    use ringfence_iommu::{Iova, Range};
+
+    use super::*;
+
+    fn slot(number: u64, prot: Prot) -> Slot {
+        let range = Range::from_len(Iova(number << 12), 4096).unwrap();
+        Slot { range, ptr: NonNull::dangling(), prot, dirty: 0, key: 0 }
+    }
+
+    fn numbers(slots: &[Slot]) -> Vec<u64> {
+        slots.iter().map(|slot| slot.range.first().0 >> 12).collect()
+    }
+
+    #[test]
+    fn every_set_of_permissions_is_a_kind_of_its_own() {
+        let mut shelf = Shelf::default();
+        for bits in 0..KINDS as u32 {
+            shelf.push(slot(bits.into(), Prot::from_bits(bits).unwrap()));
+        }
+        for bits in (0..KINDS as u32).rev() {
+            let prot = Prot::from_bits(bits).unwrap();
+            let kind = Kind::of(prot).unwrap();
+            assert_eq!(shelf.pop(kind).unwrap().prot, prot);
+            assert!(shelf.pop(kind).is_none());
+        }
+        assert_eq!(Kind::of(Prot::from_bits_retain(KINDS as u32)), None);
+        assert_eq!(shelf.len(), 0);
+    }
+
+    #[test]
+    fn idle_is_what_was_never_taken_in_an_interval() {
+        let (mut shelf, kind) = (Shelf::default(), Kind::of(Prot::RW).unwrap());
+        (0..10).for_each(|number| shelf.push(slot(number, Prot::RW)));
+        assert_eq!(shelf.idle(), 0, "they came in this interval");
+        assert!(shelf.begin_interval());
+        assert_eq!(shelf.idle(), 10);
+        let used: Vec<Slot> = (0..4).map(|_| shelf.pop(kind).unwrap()).collect();
+        assert_eq!(numbers(&used), [9, 8, 7, 6]);
+        used.into_iter().for_each(|slot| shelf.push(slot));
+        assert_eq!(shelf.idle(), 6);
+        let mut idle = Vec::new();
+        shelf.take_idle(5, &mut idle);
+        assert_eq!((numbers(&idle), shelf.idle(), shelf.len()), (vec![0, 1, 2, 3, 4], 1, 5));
+        assert!(shelf.begin_interval());
+        assert!(!shelf.begin_interval(), "nothing happened");
+        assert_eq!(shelf.idle(), 5);
+    }
+
+    #[test]
+    fn slots_go_from_shelf_to_shelf_and_none_is_lost() {
+        let (mut cache, mut depot) = (Shelf::default(), Shelf::default());
+        let (read, write) = (Kind::of(Prot::READ).unwrap(), Kind::of(Prot::WRITE).unwrap());
+        (0..5).for_each(|number| cache.push(slot(number, Prot::READ)));
+        (5..7).for_each(|number| cache.push(slot(number, Prot::WRITE)));
+        cache.spill(&mut depot);
+        assert_eq!((cache.len(), depot.len()), (4, 3));
+        assert_eq!(numbers(&[cache.pop(read).unwrap()]), [4], "the warmest stayed");
+        cache.refill(&mut depot, read, 2);
+        assert_eq!((cache.len(), depot.len()), (5, 1));
+        assert_eq!(numbers(&[cache.pop_other(write).unwrap()]), [3]);
+        assert_eq!(numbers(&[cache.pop_other(read).unwrap()]), [5]);
+        let mut rest = Vec::new();
+        cache.take_coldest(10, &mut rest);
+        depot.take_coldest(10, &mut rest);
+        let mut rest = numbers(&rest);
+        rest.sort_unstable();
+        assert_eq!((rest, cache.len(), depot.len()), (vec![0, 1, 2, 6], 0, 0));
+        assert_eq!(cache.idle(), 0);
+    }
+}

@@ -1,0 +1,126 @@
+//! Slots for one use.
+
+use std::{collections::BTreeMap, sync::atomic::Ordering};
+
+use parking_lot::Mutex;
+use ringfence_iommu::{Address, Iova, Prot, Range};
+use ringfence_iova::{AllocError, AllocReason, Request};
+
+use super::{Inner, client::Charge, mark::Held};
+use crate::{
+    Error,
+    bounce::{Chunk, Slot},
+};
+
+/// The slots that are mapped for one use, by their first addresses.
+pub(super) struct Singles<T>(Mutex<BTreeMap<u64, Single<T>>>);
+
+#[derive(Clone, Copy)]
+pub(super) struct Single<T> {
+    pub(super) range: Range,
+    chunk: Chunk<T>,
+    pub(super) held: Held,
+}
+
+impl<T> Default for Singles<T> {
+    fn default() -> Singles<T> {
+        Singles(Mutex::default())
+    }
+}
+
+impl<T: Copy> Singles<T> {
+    /// How many there are, and how many bytes.
+    pub(super) fn total(&self) -> (u64, u64) {
+        let singles = self.0.lock();
+        (singles.len() as u64, singles.values().map(|single| single.range.extent() + 1).sum())
+    }
+
+    /// All of them.
+    pub(super) fn held(&self) -> Vec<Single<T>> {
+        self.0.lock().values().copied().collect()
+    }
+
+    /// The one at `iova`.
+    pub(super) fn at(&self, iova: Iova) -> Option<Single<T>> {
+        let singles = self.0.lock();
+        let (_, single) = singles.range(..=iova.0).next_back()?;
+        single.range.contains(iova).then_some(*single)
+    }
+}
+
+impl<T: Address> Inner<T> {
+    /// A slot of `size` bytes, whole granules, at or below `limit`, mapped now.
+    pub(super) fn take_single(
+        &self,
+        (size, prot, limit): (u64, Prot, u64),
+        held: Held,
+        charge: Charge<'_>,
+    ) -> Result<Slot, Error> {
+        let request = Request::new(size).limit(limit);
+        let first = self.allocator.alloc(&request).map_err(|error| self.no_iova(error))?;
+        let free = |error| {
+            // An allocator that does not know what it gave out has nothing that could be lost.
+            let _ = self.allocator.free(first, size);
+            error
+        };
+        let range = Range::from_len(Iova(first), size).ok_or(Error::TooLong)?;
+        let memory = self.take_memory(size);
+        // What is kept may be what is missing.
+        let memory = memory.or_else(|error| match self.trim() {
+            true => self.take_memory(size),
+            false => Err(error),
+        });
+        let chunk = memory.map_err(free)?;
+        let mapped = self.domain.map_pages(range, chunk.target, prot);
+        let synced = match mapped {
+            Ok(()) => self.domain.iotlb_sync_map(range),
+            Err(error) => {
+                self.give_back_memory(chunk);
+                return Err(free(error.into()));
+            }
+        };
+        if let Err(error) = synced {
+            if self.unmap_now(range).is_ok() {
+                self.give_back_memory(chunk);
+                return Err(free(error.into()));
+            }
+            self.note_quarantine(size);
+            charge.keep();
+            return Err(error.into());
+        }
+        charge.keep();
+        self.usage.single_use.fetch_add(1, Ordering::Relaxed);
+        self.singles.0.lock().insert(first, Single { range, chunk, held });
+        Ok(Slot { range, ptr: chunk.ptr, prot, dirty: 0, key: 0 })
+    }
+
+    /// Unmaps the slot, strictly: whether the device is known to reach it no longer. Otherwise neither
+    /// its memory nor its addresses are used again.
+    pub(super) fn give_back_single(&self, slot: &Slot) -> bool {
+        let first = slot.range.first().0;
+        let Some(single) = self.singles.0.lock().remove(&first) else { return false };
+        let size = single.range.extent() + 1;
+        if self.unmap_now(single.range).is_err() {
+            self.note_quarantine(size);
+            return false;
+        }
+        let _ = self.allocator.free(first, size);
+        self.give_back_memory(single.chunk);
+        true
+    }
+
+    fn no_iova(&self, error: AllocError) -> Error {
+        match error.reason {
+            AllocReason::Exhausted { .. } => {
+                let stats = self.allocator.stats();
+                Error::Exhausted {
+                    asked: error.request.size,
+                    limit: error.request.limit,
+                    live_ranges: stats.live_ranges.saturating_sub(stats.cached_ranges),
+                    live_bytes: stats.live_bytes,
+                }
+            }
+            _ => Error::NoIova(error),
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! The slots of one size in one range of addresses.
+
+use core::{cmp::Reverse, ops::Range as Numbers};
+use std::collections::BinaryHeap;
+
+use parking_lot::Mutex;
+use ringfence_iommu::{Iova, Range};
+use ringfence_sync::{CachePadded, lock::SpinLock};
+
+use super::{
+    ClassStats,
+    mark::Marks,
+    shelf::{Kind, Shelf},
+};
+use crate::bounce::{Chunk, Slot};
+
+/// The most bytes, and the most slots, that a CPU's cache of a zone holds.
+const CACHE_BYTES: u64 = 256 << 10;
+const CACHE_SLOTS: u64 = 64;
+
+/// A range of addresses, divided into slots. Slot n begins n slots after the range does, so that what
+/// lies at an address is arithmetic.
+///
+/// Free slots lie in the cache of a CPU, behind a lock of its own that nobody waits for, or in the
+/// depot. A cache's lock is taken before the depot's, and neither is held while the domain is asked
+/// for anything.
+pub(super) struct Zone<T> {
+    pub(super) range: Range,
+    shift: u32,
+    slots: u32,
+    /// The highest address of the device that it was made for.
+    pub(super) made_for: u64,
+    /// How many slots a cache holds at most.
+    depth: usize,
+    caches: Box<[CachePadded<SpinLock<Shelf>>]>,
+    depot: Mutex<Depot<T>>,
+    /// Who holds which slot.
+    pub(super) marks: Marks,
+}
+
+/// What all CPUs share.
+struct Depot<T> {
+    shelf: Shelf,
+    /// The memory of each slot that ever had any, by number; `None` if it has none.
+    chunks: Vec<Option<Chunk<T>>>,
+    /// Of these, the slots that have none.
+    bare: BinaryHeap<Reverse<u32>>,
+    /// Slots that have memory, and how many of these nobody may use again.
+    live: usize,
+    quarantined: usize,
+}
+
+impl<T> Depot<T> {
+    fn lowest_bare(&self) -> u32 {
+        self.bare.peek().map_or(self.chunks.len() as u32, |Reverse(lowest)| *lowest)
+    }
+
+    /// Takes that slot, the lowest.
+    fn take_bare(&mut self, lowest: u32) {
+        if self.bare.pop().is_none() {
+            debug_assert_eq!(lowest as usize, self.chunks.len(), "they are used one by one");
+            self.chunks.push(None);
+        }
+    }
+}
+
+impl<T: Copy> Zone<T> {
+    /// `slots` slots of `1 << shift` bytes from `first`, for `cpus` CPUs, a power of two. `None` if
+    /// they would pass the end of the address space.
+    pub(super) fn new(
+        first: u64,
+        shift: u32,
+        slots: u32,
+        made_for: u64,
+        cpus: usize,
+    ) -> Option<Self> {
+        let range = Range::from_len(Iova(first), u64::from(slots).checked_shl(shift)?)?;
+        Some(Zone {
+            range,
+            shift,
+            slots,
+            made_for,
+            depth: (CACHE_BYTES >> shift).min(CACHE_SLOTS) as usize,
+            caches: (0..cpus).map(|_| CachePadded::new(SpinLock::default())).collect(),
+            depot: Mutex::new(Depot {
+                shelf: Shelf::default(),
+                chunks: Vec::new(),
+                bare: BinaryHeap::new(),
+                live: 0,
+                quarantined: 0,
+            }),
+            marks: Marks::new(slots),
+        })
+    }
+
+    /// Bytes of a slot.
+    pub(super) fn slot_bytes(&self) -> u64 {
+        1 << self.shift
+    }
+
+    /// The number of the slot at `iova`, which lies in the range.
+    #[inline]
+    pub(super) fn number(&self, iova: Iova) -> u32 {
+        ((iova.0 - self.range.first().0) >> self.shift) as u32
+    }
+
+    /// The addresses of the slots of these numbers, which are at least one.
+    pub(super) fn range_of(&self, numbers: &Numbers<u32>) -> Range {
+        let at = |number: u32| self.range.first().0 + (u64::from(number) << self.shift);
+        // Within the zone's range, which does not wrap.
+        let last = at(numbers.end - 1) + (self.slot_bytes() - 1);
+        Range::new(Iova(at(numbers.start)), Iova(last)).expect("at least one slot")
+    }
+
+    /// A free slot: the CPU's own, or of those that all share.
+    #[inline]
+    pub(super) fn pop(&self, cpu: usize, kind: Kind) -> Option<Slot> {
+        // Who holds the lock is somebody who runs, or who was taken off this CPU while he held it:
+        // not to be waited for.
+        let cache = (self.depth > 0).then(|| self.caches[cpu & (self.caches.len() - 1)].try_lock());
+        let Some(mut cache) = cache.flatten() else { return self.depot.lock().shelf.pop(kind) };
+        match cache.pop(kind) {
+            Some(slot) => Some(slot),
+            None => self.refill(&mut cache, kind),
+        }
+    }
+
+    #[cold]
+    fn refill(&self, cache: &mut Shelf, kind: Kind) -> Option<Slot> {
+        let most = self.depth.div_ceil(2).min(self.depth - cache.len().min(self.depth));
+        let mut depot = self.depot.lock();
+        let slot = depot.shelf.pop(kind)?;
+        // One less, since that slot comes back too.
+        cache.refill(&mut depot.shelf, kind, most.saturating_sub(1));
+        Some(slot)
+    }
+
+    /// Takes a slot back.
+    #[inline]
+    pub(super) fn push(&self, cpu: usize, slot: Slot) {
+        let cache = (self.depth > 0).then(|| self.caches[cpu & (self.caches.len() - 1)].try_lock());
+        let Some(mut cache) = cache.flatten() else { return self.depot.lock().shelf.push(slot) };
+        if cache.len() >= self.depth {
+            self.spill(&mut cache);
+        }
+        cache.push(slot);
+    }
+
+    #[cold]
+    fn spill(&self, cache: &mut Shelf) {
+        cache.spill(&mut self.depot.lock().shelf);
+    }
+
+    /// Visits every place where free slots lie, one after the other.
+    fn each_shelf(&self, mut visit: impl FnMut(&mut Shelf)) {
+        visit(&mut self.depot.lock().shelf);
+        self.caches.iter().for_each(|cache| visit(&mut cache.lock()));
+    }
+
+    /// A free slot of that kind from wherever one is.
+    pub(super) fn steal(&self, kind: Kind) -> Option<Slot> {
+        let mut found = None;
+        self.each_shelf(|shelf| {
+            if found.is_none() {
+                found = shelf.pop(kind);
+            }
+        });
+        found
+    }
+
+    /// A free slot of another kind.
+    pub(super) fn steal_other(&self, than: Kind) -> Option<Slot> {
+        let mut found = None;
+        self.each_shelf(|shelf| {
+            if found.is_none() {
+                found = shelf.pop_other(than);
+            }
+        });
+        found
+    }
+
+    /// Up to `most` free slots, those not used for longest first.
+    pub(super) fn take_free(&self, most: usize, into: &mut Vec<Slot>) {
+        let end = into.len().saturating_add(most);
+        self.each_shelf(|shelf| shelf.take_coldest(end - into.len(), into));
+    }
+
+    /// Ends an interval: takes the slots that nobody needed in it, but for a quarter of those that
+    /// were needed. Whether any came or went in it.
+    pub(super) fn take_idle(&self, into: &mut Vec<Slot>) -> bool {
+        let mut idle = 0;
+        self.each_shelf(|shelf| idle += shelf.idle());
+        let (live, quarantined) = self.live();
+        // What every shelf held at all times was not needed at any time.
+        let needed = live.saturating_sub(quarantined).saturating_sub(idle);
+        let end = into.len() + idle.saturating_sub(needed / 4);
+        let mut touched = false;
+        self.each_shelf(|shelf| {
+            shelf.take_idle(end - into.len(), into);
+            touched |= shelf.begin_interval();
+        });
+        touched
+    }
+
+    /// Up to `most` numbers, one after the other from the lowest, of slots that have no memory.
+    /// `None` if all have. Who takes them gives them memory or [`leave`](Self::leave)s them bare.
+    pub(super) fn take_bare(&self, most: u32) -> Option<Numbers<u32>> {
+        let depot = &mut *self.depot.lock();
+        let start = depot.lowest_bare();
+        let mut end = start;
+        while end < self.slots && end - start < most && depot.lowest_bare() == end {
+            depot.take_bare(end);
+            self.marks.prepare(end);
+            end += 1;
+        }
+        (start < end).then_some(start..end)
+    }
+
+    /// Slots that were taken bare stay so.
+    pub(super) fn leave(&self, numbers: Numbers<u32>) {
+        self.depot.lock().bare.extend(numbers.map(Reverse));
+    }
+
+    /// Slots have got memory, from `first` on; `free` of them are free.
+    pub(super) fn add(&self, first: u32, chunks: &[Chunk<T>], kind: Kind, mut free: Vec<Slot>) {
+        let depot = &mut *self.depot.lock();
+        depot.live += chunks.len();
+        for (entry, chunk) in depot.chunks[first as usize..].iter_mut().zip(chunks) {
+            *entry = Some(*chunk);
+        }
+        // For them all, wherever they are now.
+        let live = depot.live;
+        let missing = live.saturating_sub(depot.shelf.len());
+        depot.shelf.reserve(kind, missing);
+        // The lowest number on top.
+        while let Some(slot) = free.pop() {
+            depot.shelf.push(slot);
+        }
+    }
+
+    /// Where the memory of a slot lies.
+    pub(super) fn chunk(&self, number: u32) -> Option<Chunk<T>> {
+        *self.depot.lock().chunks.get(number as usize)?
+    }
+
+    /// Slots are to be without memory from now on: theirs goes to `into`.
+    pub(super) fn strip(&self, numbers: impl Iterator<Item = u32>, into: &mut Vec<Chunk<T>>) {
+        let depot = &mut *self.depot.lock();
+        for number in numbers {
+            if let Some(chunk) = depot.chunks.get_mut(number as usize).and_then(Option::take) {
+                into.push(chunk);
+                depot.live -= 1;
+                depot.bare.push(Reverse(number));
+            }
+        }
+    }
+
+    /// So many slots, `new` of which were never added, may still be reached by the device: nobody
+    /// uses them again.
+    pub(super) fn quarantine(&self, slots: usize, new: usize) {
+        let depot = &mut *self.depot.lock();
+        depot.live += new;
+        depot.quarantined += slots;
+    }
+
+    /// Slots that have memory, and of these those in quarantine.
+    pub(super) fn live(&self) -> (usize, usize) {
+        let depot = self.depot.lock();
+        (depot.live, depot.quarantined)
+    }
+
+    /// What it holds.
+    pub(super) fn stats(&self) -> ClassStats {
+        let mut kept = 0;
+        self.each_shelf(|shelf| kept += shelf.len());
+        let (live, quarantined) = self.live();
+        ClassStats {
+            slot_bytes: self.slot_bytes(),
+            range: self.range,
+            used: live.saturating_sub(quarantined).saturating_sub(kept) as u64,
+            kept: kept as u64,
+            room: self.slots.into(),
+        }
+    }
+}
