@@ -149,11 +149,11 @@ struct Counted {
 }
 
 impl Counted {
-    fn of(samples: &[Sample]) -> Counted {
-        let rounds = |f: &dyn Fn(&Sample) -> f64| samples.iter().map(f).collect();
+    fn of(samples: &[&Sample]) -> Counted {
+        let rounds = |f: &dyn Fn(&Sample) -> f64| samples.iter().copied().map(f).collect();
         // Of a row without an IOMMU there is nothing to tell.
         let mapped = |f: &dyn Fn(&Sample) -> Option<f64>| {
-            let values: Option<Vec<f64>> = samples.iter().map(f).collect();
+            let values: Option<Vec<f64>> = samples.iter().copied().map(f).collect();
             values.unwrap_or_default().into_iter().collect()
         };
         let per_gib = |ns: u64, bytes: u64| (bytes > 0).then(|| ns as f64 / (bytes as f64 / GIB));
@@ -184,7 +184,17 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
         true => (Op::Write, job.bs.write),
         false => (Op::Read, job.bs.read),
     };
-    let counted: Vec<Counted> = rows.iter().map(|row| Counted::of(&row.rounds)).collect();
+    // A round in which a row got nothing done, on a machine with other work to do, tells nothing of
+    // the others beside it.
+    let idle =
+        |round: usize| rows.iter().any(|row| row.rounds.get(round).is_some_and(|of| of.ios == 0));
+    let counted = |row: &PolicyRounds| {
+        let kept = row.rounds.iter().enumerate().filter(|(round, _)| !idle(*round));
+        Counted::of(&kept.map(|(_, sample)| sample).collect::<Vec<_>>())
+    };
+    let left_out =
+        rows.first().map_or(0, |row| (0..row.rounds.len()).filter(|at| idle(*at)).count());
+    let counted: Vec<Counted> = rows.iter().map(counted).collect();
     let nothing = Counted::of(&[]);
     let find = |policy: Policy| {
         let index = rows.iter().position(|row| row.policy == policy.name());
@@ -195,12 +205,12 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
     let row = |(row, own): (&PolicyRounds, &Counted)| {
         // Of throughput: how many times as much gets done.
         let faster = |base: &Counted| value(base.ns.ratio_to(&own.ns));
-        let note = match (&row.fallback, own.ns.interval().median) {
-            (_, None) if own.ns.is_empty() => {
-                Some("not measured: interrupted, or a row before it failed".to_owned())
-            }
-            (_, None) => Some("not measured: a round ended before its first I/O did".to_owned()),
+        let note = match (&row.fallback, own.ns.is_empty()) {
+            (_, true) => Some("not measured: interrupted, or rows got nothing done".to_owned()),
             (Some(why), _) => Some(format!("in force was {}: {why}", row.effective_policy)),
+            (None, _) if left_out > 0 => {
+                Some(format!("rounds in which a row got nothing done are left out: {left_out}"))
+            }
             (None, _) => None,
         };
         BenchRow {
@@ -234,7 +244,7 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::IommuSample;
+    use crate::{bench::Interval, report::IommuSample};
 
     fn sample(ns: u64, map: u64, unmap: u64) -> Sample {
         let iommu = IommuSample {
@@ -294,15 +304,24 @@ mod tests {
     }
 
     #[test]
-    fn a_round_without_an_io_is_no_figure() {
-        let mut rows = [rounds("off", [(100, 0, 0); 3]), rounds("auto", [(100, 5, 5); 3])];
+    fn a_round_in_which_a_row_got_nothing_done_is_left_out_for_all() {
+        let mut rows = [
+            rounds("off", [(100, 0, 0), (900, 0, 0), (100, 0, 0)]),
+            rounds("auto", [(200, 5, 5); 3]),
+        ];
         rows[1].rounds[1].ios = 0;
         let file = JobFile::parse(job_file(&[4096], Op::Write).as_bytes(), "t").unwrap();
         let found = contest(&file.jobs[0], &rows, Notify::Sleep);
-        assert_eq!((found[1].ns_per_op, found[1].ratio_to_ringfence), (Default::default(), None));
-        assert!(found[1].note.as_ref().unwrap().contains("first I/O"), "{found:?}");
-        // Of throughput, which was none in that round.
-        assert_eq!(found[1].figures["ratio_to_off"]["median"], 1.0);
+        let exactly =
+            |value: f64| Interval { median: Some(value), lo: Some(value), hi: Some(value) };
+        assert_eq!(found[0].ns_per_op, exactly(100.0), "without the round of 900");
+        assert_eq!(found[1].ns_per_op, exactly(200.0));
+        assert_eq!(found[1].figures["ratio_to_off"]["median"], 0.5);
+        assert!(found.iter().all(|row| row.note.as_ref().unwrap().ends_with("left out: 1")));
+        rows[1].rounds.iter_mut().for_each(|round| round.ios = 0);
+        let found = contest(&file.jobs[0], &rows, Notify::Sleep);
+        assert!(found[1].note.as_ref().unwrap().contains("not measured"), "{found:?}");
+        assert_eq!(found[1].ns_per_op, Interval::default());
     }
 
     /// The jobs that ship are the jobs that are measured.
