@@ -45,8 +45,10 @@ pub(crate) fn calibrate<D: Domain, A: Allocator>(
         }
         Err(error) => calibration.failed = Some(error),
     }
-    // Not zeros: these would be one page of the system's, in the nearest cache, until written.
+    // Not the system's zeros: these would be one page, in the nearest cache, until written. But
+    // zeros, so that slots hold nothing of it, however this ends.
     let mut source = vec![1u8; SOURCE];
+    core::hint::black_box(&mut source).fill(0);
     for bytes in sizes() {
         if is_late() {
             break;

@@ -140,6 +140,8 @@ struct Oracle {
     granule: u64,
     trusted: bool,
     /// Whether calls of the domain fail at times.
+    /// How often what copies and maps cost was measured.
+    calibrations: u64,
     fails: bool,
     written: Written,
     allowed: Vec<Allowed>,
@@ -167,6 +169,7 @@ impl Oracle {
             pooled,
             granule,
             trusted: config.trust == Trust::Trusted,
+            calibrations: u64::from(config.policy == Policy::Auto),
             fails,
             written: config.bounce.written,
             allowed: Vec::new(),
@@ -211,7 +214,10 @@ impl Oracle {
             Step::FailAfter(good) if self.fails => self.pooled.bench.domain.fail_after(good),
             Step::FailAfter(_) => {}
             // Whatever fails of these, the policy in force decides.
-            Step::SetPolicy(policy) => _ = self.pooled.bench.device.set_policy(policy),
+            Step::SetPolicy(policy) => {
+                self.calibrations += u64::from(policy == Policy::Auto);
+                let _ = self.pooled.bench.device.set_policy(policy);
+            }
             Step::Tune { slots, pages } => {
                 let max_exposure_bytes = pages.map(|pages| pages * 0x1000);
                 let tuning = self.pooled.bench.device.flush_tuning();
@@ -271,6 +277,8 @@ impl Oracle {
     }
 
     fn write(&mut self, which: usize, at: u64, byte: u8) {
+        // A calibration takes memory when nobody maps.
+        self.refresh();
         let mut there = self.pooled.bench.domain.cached();
         there.retain(|(.., prot)| prot.contains(Prot::WRITE));
         let Some(which) = which.checked_rem(there.len()) else { return };
@@ -460,8 +468,12 @@ impl Oracle {
         self.watched.clear();
         self.pooled.bench.device.flush().unwrap();
         let stats = self.pooled.bench.device.stats();
-        prop_assert_eq!(self.pooled.pools.stats().slots, 0, "a slot is lost");
-        let never_bounced = stats.bounced == 0 && stats.not_bounced == 0 && self.trusted;
+        // What a calibration could not unmap stays its slot for ever.
+        let withheld = if self.fails { self.calibrations } else { 0 };
+        let lost = self.pooled.pools.stats().slots;
+        prop_assert!(lost <= withheld, "{lost} slots are lost");
+        // Where slots were ever wanted, even by a calibration, the pools keep addresses.
+        let never_bounced = self.pooled.pools.classes().is_empty() && self.trusted;
         if never_bounced {
             prop_assert_eq!(self.pooled.bench.allocator.live() as u64, stats.quarantined);
         }
