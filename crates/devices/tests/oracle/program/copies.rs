@@ -81,7 +81,6 @@ impl Program {
         byte[0]
     }
 
-
     /// What a pool took anew belongs to nobody of before.
     pub(super) fn refresh(&mut self) {
         self.rig.slots.fresh().into_iter().for_each(|fresh| self.slots.fresh(fresh));
