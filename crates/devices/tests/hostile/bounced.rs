@@ -308,3 +308,19 @@ fn a_length_beyond_the_buffer_breaks_the_ring_and_loses_no_slot() {
         bench.assert_no_slot_is_lost();
     }
 }
+
+#[test]
+#[ignore = "MappedQueue does not note yet that a device that was never asked has written nothing"]
+fn what_was_never_asked_is_left_alone() {
+    // rule L49
+    for written in [Written::Unknown, Written::Reported] {
+        let config = Config { max_segment: PAGE as u64, ..config(Policy::Bounce, written) };
+        let mut bench = bench(config, false);
+        // Three segments, and the ring takes two.
+        let buffer = bench.buffers(&[3 * PAGE]).remove(0);
+        let done = bench.once(Kind::In, 0, buffer);
+        assert!(done.outcome.is_err());
+        assert_eq!(whole(done.buffer), [OWN; 3 * PAGE], "{written:?}");
+        bench.assert_no_slot_is_lost();
+    }
+}
