@@ -5,6 +5,7 @@
 mod allocator_time;
 mod batch;
 mod bounced;
+#[allow(dead_code, reason = "the oracle of ringfence-devices uses all of it")]
 mod copied;
 mod detector;
 mod failures;
@@ -18,6 +19,7 @@ mod pool;
 mod ram;
 mod strict;
 mod switch;
+mod taken;
 mod trust;
 mod tuning;
 mod watch;
