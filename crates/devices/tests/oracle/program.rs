@@ -86,7 +86,6 @@ pub(crate) struct Program {
     clock: Arc<ManualClock>,
     cpu: Arc<FixedCpu>,
     granule: u64,
-    detects: bool,
     untrusted: bool,
     /// Whether all that is stale was unmapped under the bounds in force: not so after a change of
     /// them whose flush has failed.
@@ -154,7 +153,6 @@ impl Program {
             clock,
             cpu,
             granule: setup.granule,
-            detects: setup.config.detect.is_some(),
             untrusted: setup.config.trust != Trust::Trusted,
             bounded: true,
             set: Set::new(setup.granule),
