@@ -195,9 +195,10 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         3 => (which(), part(), any::<bool>())
             .prop_map(|(which, part, for_cpu)| Step::Sync { which, part, for_cpu }),
         3 => (which(), part()).prop_map(|(which, part)| Step::Note { which, part }),
-        1 => (1..9000u64, direction()).prop_map(|(len, direction)| Step::Take { len, direction }),
+        3 => (prop_oneof![1..4096u64, 1..9000u64], direction())
+            .prop_map(|(len, direction)| Step::Take { len, direction }),
         1 => which().prop_map(|which| Step::Fill { which }),
-        1 => which().prop_map(|which| Step::GiveBack { which }),
+        2 => which().prop_map(|which| Step::GiveBack { which }),
         1 => Just(Step::Trim),
         1 => Just(Step::Flush),
         1 => (0..20u64).prop_map(|ms| Step::Wait { ms }),
