@@ -198,7 +198,9 @@ fn data_gets_where_it_belongs() {
             }
             bench.queue.publish().unwrap();
             let written_back = bench.reap(lens.len());
-            assert!(written_back.values().all(|done| done.outcome.is_ok_and(|done| done.ok)));
+            for done in written_back.values() {
+                assert!(done.outcome.is_ok_and(|done| done.ok), "{policy}: {:?}", done.outcome);
+            }
             for (n, buffer) in bench.buffers(&lens).into_iter().enumerate() {
                 bench.queue.submit(Kind::In, n as u64 * 64, buffer, n as u64).unwrap();
             }
