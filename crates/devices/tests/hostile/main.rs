@@ -1,6 +1,7 @@
 //! The devices against drivers that are broken or hostile: whatever one writes into a ring,
 //! unmaps, truncates or forgets, its own queue stops or waits, and nothing else is harmed.
 
+mod bounced;
 mod corrupt;
 mod detector;
 mod healthy;

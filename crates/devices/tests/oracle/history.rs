@@ -131,6 +131,10 @@ impl History {
         numbers.iter().map(|&at| told.pieces[at].clone()).collect()
     }
 
+    pub(crate) fn is_slot(&self, piece: &Piece) -> bool {
+        self.told.lock().slots.contains(&piece.target)
+    }
+
     /// Memory of a slot goes back to whom it was taken from: no device may reach it.
     pub(crate) fn gives_back(&self, gpa: u64, len: u64) {
         let mut told = self.told.lock();

@@ -4,7 +4,7 @@ use ringfence_iommu::{
     Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result, SyncToken,
 };
 
-/// What a domain is wrong in.
+/// What a domain is wrong in, or what is made of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lie {
     /// It does all that it says.
@@ -23,6 +23,10 @@ pub(crate) enum Lie {
     OneMore,
     /// A mapping leads to the page after the one that it should lead to.
     Elsewhere,
+    /// A device that is not trusted is taken for one that is.
+    Trusts,
+    /// All memory for slots is the same.
+    OneSlot,
 }
 
 pub(crate) struct Lying<D> {

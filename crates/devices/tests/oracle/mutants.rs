@@ -47,6 +47,9 @@ fn is_found_out(lie: Lie, found: Option<String>, says: &[&str]) {
     assert!(says.iter().any(|says| what.contains(says)), "{lie:?}: {what}");
 }
 
+/// By what a slot that shows another mapping is told.
+const REACHES_OTHERS: &[&str] =
+    &["the device reaches", "where nobody writes", "has written to", "was written after"];
 /// By what a breach of protection is told.
 const REACHES: &[&str] = &["the device reaches", "was written after its unmap"];
 
@@ -87,9 +90,22 @@ fn a_mapping_that_is_too_long_is_found_out() {
 
 #[test]
 fn a_mapping_that_leads_elsewhere_is_found_out() {
-    let says = ["does not read what is at", "was changed"];
+    let says = ["does not read what is at", "was changed", "not its own", "is found at"];
     is_found_out(Lie::Elsewhere, one_driver(Lie::Elsewhere, |_| true), &says);
     is_found_out(Lie::Elsewhere, two_drivers(Lie::Elsewhere, |_| true), REACHES);
+}
+
+#[test]
+fn an_untrusted_device_that_is_trusted_is_found_out() {
+    let says = ["the neighbours of", "is lazy"];
+    is_found_out(Lie::Trusts, one_driver(Lie::Trusts, |_| true), &says);
+}
+
+#[test]
+fn slots_that_share_their_memory_are_found_out() {
+    let says = ["which is not its own", "of another mapping", "is found at", "was changed"];
+    is_found_out(Lie::OneSlot, one_driver(Lie::OneSlot, |_| true), &says);
+    is_found_out(Lie::OneSlot, two_drivers(Lie::OneSlot, |_| true), REACHES_OTHERS);
 }
 
 #[test]

@@ -5,14 +5,12 @@ mod batches;
 mod check;
 mod copies;
 mod steps;
+mod unmaps;
+mod uses;
 
 use std::{
     collections::BTreeMap,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
+    sync::{Arc, atomic::AtomicBool},
 };
 
 use proptest::{collection::vec, prelude::*};
@@ -20,7 +18,7 @@ use ringfence_dma::{
     BounceConfig, Coherent, Direction, Environment, MapError, Mapping, Persistent, Policy,
     PoolBuffer, Segment, StaleIova, Trust,
 };
-use ringfence_iommu::{FaultReason, Prot, wrap::When};
+use ringfence_iommu::{FaultReason, wrap::When};
 use ringfence_sync::{
     clock::{Clock, ManualClock},
     cpu::FixedCpu,
@@ -30,7 +28,6 @@ use crate::{
     copied::{Copied, Shadow, Slots},
     history::Piece,
     pages::Buf,
-    probe::{How, Touch},
     rig::{Dma, MapBatch, Rig, Setup, UnmapBatch},
     set::{Run, Set, State, runs},
 };
@@ -86,7 +83,6 @@ pub(crate) struct Program {
     clock: Arc<ManualClock>,
     cpu: Arc<FixedCpu>,
     granule: u64,
-    detects: bool,
     untrusted: bool,
     /// Whether all that is stale was unmapped under the bounds in force: not so after a change of
     /// them whose flush has failed.
@@ -154,7 +150,6 @@ impl Program {
             clock,
             cpu,
             granule: setup.granule,
-            detects: setup.config.detect.is_some(),
             untrusted: setup.config.trust != Trust::Trusted,
             bounded: true,
             set: Set::new(setup.granule),
@@ -405,102 +400,6 @@ impl Program {
         Ok(())
     }
 
-    fn take(&mut self, which: usize) -> Option<(usize, Held)> {
-        let count = self.mappings.len();
-        (count > 0).then(|| self.mappings.swap_remove(which % count))
-    }
-
-    fn unmap(&mut self, which: usize) -> Result<(), String> {
-        let Some((entry, held)) = self.take(which) else { return Ok(()) };
-        match held {
-            Held::One(mapping) => {
-                let result = mapping.unmap().map(|buffer| vec![buffer]).map_err(|_| ());
-                self.unmapped(entry, false, result)
-            }
-            Held::List(mapping) => {
-                let result = mapping.unmap().map_err(|_| ());
-                self.unmapped(entry, false, result)
-            }
-            Held::Coherent(memory) => {
-                let result = memory.free().map(|buffer| vec![buffer]).map_err(|_| ());
-                self.unmapped(entry, true, result)
-            }
-            Held::Persistent(mapping) => {
-                let result = mapping.unmap().map(|buffer| vec![buffer]).map_err(|_| ());
-                self.unmapped(entry, true, result)
-            }
-        }
-    }
-
-    fn unmap_watched(&mut self, which: usize) -> Result<(), String> {
-        let Some((entry, held)) = self.take(which) else { return Ok(()) };
-        let result = match held {
-            Held::One(mapping) => {
-                mapping.unmap_watched().map(|(buffer, stale)| (vec![buffer], stale)).map_err(|_| ())
-            }
-            Held::List(mapping) => mapping.unmap_watched().map_err(|_| ()),
-            strict @ (Held::Coherent(_) | Held::Persistent(_)) => {
-                self.mappings.push((entry, strict));
-                return Ok(());
-            }
-        };
-        match result {
-            Ok((buffers, stale)) => {
-                self.set.entries[entry].watched = true;
-                self.watched.push((entry, stale));
-                self.unmapped(entry, false, Ok(buffers))
-            }
-            Err(()) => self.unmapped(entry, false, Err(())),
-        }
-    }
-
-    /// An unmap has returned: with the buffers, or with none.
-    fn unmapped(
-        &mut self,
-        entry: usize,
-        strictly: bool,
-        result: Result<Vec<Buf>, ()>,
-    ) -> Result<(), String> {
-        if self.end_copy(entry, false) {
-            // Before the CPU uses it: it holds what it must.
-            self.check_memory()?;
-            if result.is_err() {
-                return Err("a copy could not be unmapped".to_owned());
-            }
-        }
-        let lazily = self.is_lazy() && !strictly;
-        let state = match &result {
-            Err(()) => State::Quarantined,
-            Ok(_) if lazily => State::Stale,
-            Ok(_) => State::Gone,
-        };
-        self.set.entries[entry].state = state;
-        if state == State::Gone {
-            // Rule L17.
-            if !self.rig.history.closed(&self.set.entries[entry].pieces) {
-                return Err("a strict unmap has returned, without an invalidation".to_owned());
-            }
-            self.is_gone(entry)?;
-        }
-        // The CPU has them to itself now, and uses them.
-        for buffer in result.iter().flatten() {
-            self.fills = self.fills.wrapping_add(1);
-            let gpa = self.rig.pages.gpa();
-            buffer.fill(self.fills, |at, len| {
-                self.shadow.bytes[(at - gpa) as usize..][..len].fill(self.fills);
-            });
-        }
-        self.settle()
-    }
-
-    /// Asynchronous I/O does not outlive what it is to.
-    fn is_gone(&self, entry: usize) -> Result<(), String> {
-        match self.moving.iter().find(|m| m.entry == entry && !m.over.load(Ordering::SeqCst)) {
-            Some(moving) => Err(format!("I/O to {:#x} outlives its mapping", moving.gpa)),
-            None => Ok(()),
-        }
-    }
-
     fn settle(&mut self) -> Result<(), String> {
         let mut gone = Vec::new();
         self.set.settle(&self.rig.history, |entry| gone.push(entry));
@@ -522,63 +421,6 @@ impl Program {
             Some(left) => Err(format!("a flush has left {left:x?}")),
             None => Ok(()),
         }
-    }
-
-    fn use_it(&mut self, which: usize) -> Result<(), String> {
-        let Some(count) = self.mappings.len().checked_sub(1) else { return Ok(()) };
-        let (entry, held) = &mut self.mappings[which % (count + 1)];
-        if self.copies.contains_key(entry) {
-            return Ok(());
-        }
-        let (entry, len) = (
-            *entry,
-            match held {
-                Held::One(mapping) => mapping.len(),
-                Held::List(mapping) => mapping.len(),
-                Held::Coherent(memory) => memory.len(),
-                Held::Persistent(mapping) => mapping.len(),
-            },
-        );
-        let mut sync = |for_cpu: bool| match (&mut *held, for_cpu) {
-            (Held::One(mapping), true) => mapping.sync_for_cpu(0..len),
-            (Held::One(mapping), false) => mapping.sync_for_device(0..len),
-            (Held::List(mapping), true) => mapping.sync_for_cpu(0..len),
-            (Held::List(mapping), false) => mapping.sync_for_device(0..len),
-            (Held::Persistent(mapping), true) => mapping.sync_for_cpu(0..len),
-            (Held::Persistent(mapping), false) => mapping.sync_for_device(0..len),
-            (Held::Coherent(_), _) => Ok(()),
-        };
-        // What the CPU writes now, the device reads in the check that follows.
-        let run = *self.set.entries[entry].runs.last().expect("a mapping has bytes");
-        let at = (run.gpa - self.rig.pages.gpa()) as usize;
-        let bytes = vec![0x5a; run.len as usize];
-        self.rig.pages.window().write(at, &bytes);
-        sync(false).map_err(|error| error.to_string())?;
-        self.shadow.bytes[at..at + bytes.len()].copy_from_slice(&bytes);
-        sync(true).map_err(|error| error.to_string())
-    }
-
-    fn hold(&mut self, which: usize, worker: usize, us: u64) -> Result<(), String> {
-        let Some(count) = self.mappings.len().checked_sub(1) else { return Ok(()) };
-        let entry = self.mappings[which % (count + 1)].0;
-        let found = &self.set.entries[entry];
-        // Bytes that nothing else touches, and eight of one granule.
-        let run = found.runs.iter().find(|run| {
-            run.len >= 64 && ((run.iova + 24) & (self.granule - 1)) <= self.granule - 8
-        });
-        let writes = found.prot.contains(Prot::WRITE) && !self.copies.contains_key(&entry);
-        let Some(&run) = run.filter(|_| writes) else { return Ok(()) };
-        let (first, last) = (self.draw().to_le_bytes(), self.draw().to_le_bytes());
-        let (over, time) = (Arc::new(AtomicBool::new(false)), Duration::from_micros(us));
-        let how = How::Hold { first, last, time, over: Arc::clone(&over) };
-        let touch = Touch { addr: run.iova + 24, len: 8, how };
-        let touched = self.rig.probes[worker].touch(vec![touch]);
-        if let [Err(error)] = touched[..] {
-            return Err(format!("I/O to a live mapping was refused: {error}"));
-        }
-        let gpa = run.gpa + 24;
-        self.moving.push(Moving { entry, gpa, over });
-        Ok(())
     }
 
     /// Ends the program: nothing is left but what is quarantined, and without a domain nothing.

@@ -13,7 +13,7 @@ use ringfence_devices::{
     ram::RamPart,
     worker::{Notify, Worker},
 };
-use ringfence_dma::{BounceLimits, BouncePools, Config, Device, Environment};
+use ringfence_dma::{BounceLimits, BouncePools, Config, Device, Environment, Trust};
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
     shootdown::Shootdown, table::Limits, wrap::Faulty,
@@ -189,12 +189,15 @@ impl Rig {
         let stack = Arc::new(Faulty::new(Recorded::new(stack, history.clone()), 1));
         let allocator: Arc<dyn Allocator> = Arc::from(allocator(setup));
         let room = setup.bounces.map_or(1, |(_, pages)| pages);
-        let slots = SlotMemory::carve(&ram, room, history.clone());
+        let slots = SlotMemory::carve(&ram, room, history.clone(), setup.lie);
         let pools = setup.bounces.map(|(limits, _)| {
             let (domain, addresses) = (Arc::clone(&stack), Arc::clone(&allocator));
             BouncePools::new(domain, addresses, Lent(Arc::clone(&slots)), limits).unwrap()
         });
-        let (config, addresses) = (setup.config.clone(), Arc::clone(&allocator));
+        let (mut config, addresses) = (setup.config.clone(), Arc::clone(&allocator));
+        if setup.lie == Lie::Trusts {
+            config.trust = Trust::Trusted;
+        }
         let dma = match &pools {
             Some(pools) => Device::with_pools(stack, addresses, config, environment, pools),
             None => Device::with_environment(stack, addresses, config, environment),

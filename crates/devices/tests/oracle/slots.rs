@@ -7,7 +7,7 @@ use ringfence_dma::{BounceMemory, Chunk};
 use ringfence_iommu::GuestPhys;
 use ringfence_mem::{GuestRam, Window};
 
-use crate::{history::History, pages::PAGE};
+use crate::{history::History, lying::Lie, pages::PAGE};
 
 /// What it holds when it is taken: whatever its last owner left there.
 const LEFT: u8 = 0xee;
@@ -18,6 +18,7 @@ pub(crate) struct SlotMemory {
     window: Window,
     history: History,
     book: Mutex<Book>,
+    lie: Lie,
 }
 
 #[derive(Default)]
@@ -29,12 +30,17 @@ struct Book {
 }
 
 impl SlotMemory {
-    pub(crate) fn carve(ram: &Arc<GuestRam>, pages: usize, history: History) -> Arc<SlotMemory> {
+    pub(crate) fn carve(
+        ram: &Arc<GuestRam>,
+        pages: usize,
+        history: History,
+        lie: Lie,
+    ) -> Arc<SlotMemory> {
         let len = pages * PAGE as usize;
         let offset = ram.carve(len, PAGE as usize).unwrap();
         let (gpa, window) = (ram.gpa() + offset as u64, ram.window(offset, len).unwrap());
         history.set_slots(gpa..gpa + len as u64);
-        Arc::new(SlotMemory { gpa, window, history, book: Mutex::default() })
+        Arc::new(SlotMemory { gpa, window, history, book: Mutex::default(), lie })
     }
 
     pub(crate) fn gpa(&self) -> u64 {
@@ -66,10 +72,10 @@ pub(crate) struct Lent(pub(crate) Arc<SlotMemory>);
 // SAFETY: what is taken lies in the window, which the value keeps, and in nothing else that is taken.
 unsafe impl BounceMemory<GuestPhys> for Lent {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
-        let SlotMemory { gpa, window, book, .. } = &*self.0;
+        let SlotMemory { gpa, window, book, lie, .. } = &*self.0;
         let mut book = book.lock();
         let mut at = gpa.checked_next_multiple_of(align)?;
-        for (&held, &held_len) in &book.out {
+        for (&held, &held_len) in book.out.iter().filter(|_| *lie != Lie::OneSlot) {
             if at.checked_add(len)? <= held {
                 break;
             }
@@ -84,6 +90,9 @@ unsafe impl BounceMemory<GuestPhys> for Lent {
     }
 
     fn give_back(&self, chunk: Chunk<GuestPhys>) {
+        if self.0.lie == Lie::OneSlot {
+            return;
+        }
         self.0.history.gives_back(chunk.target.0, chunk.len);
         let held = self.0.book.lock().out.remove(&chunk.target.0);
         assert_eq!(held, Some(chunk.len), "what is given back was taken");

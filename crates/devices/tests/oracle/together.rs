@@ -19,8 +19,8 @@ use std::{
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    Coherent, Config, Direction, Environment, FlushTuning, Mapping, Policy, Segment, StaleIova,
-    TimerKind,
+    BounceConfig, Coherent, Config, Direction, Environment, FlushTuning, Mapping, Policy, Segment,
+    StaleIova, TimerKind, Written,
 };
 use ringfence_iommu::{
     Prot,
@@ -88,6 +88,7 @@ pub(crate) enum Step {
         policy: Policy,
     },
     Flush,
+    Trim,
     Linger {
         us: u64,
     },
@@ -110,6 +111,7 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         1 => which().prop_map(|which| Step::Drop { which }),
         1 => policy().prop_map(|policy| Step::Switch { policy }),
         1 => Just(Step::Flush),
+        1 => Just(Step::Trim),
         3 => (0..60u64).prop_map(|us| Step::Linger { us }),
     ]
 }
@@ -128,6 +130,17 @@ struct Live {
     from: u64,
     /// Before the unmap was called.
     until: u64,
+    /// Whether it is a copy in a slot.
+    copy: bool,
+    /// Before the map was called, and after the unmap had returned.
+    asked: u64,
+    gone: u64,
+}
+
+/// What is to be mapped, and since when.
+struct Asked {
+    pieces: Vec<(u64, u64)>,
+    asked: u64,
 }
 
 /// A strict unmap that has returned.
@@ -180,21 +193,22 @@ impl Driver<'_> {
                 let Some(buffer) = self.pages.buffer(&pieces, self.next_target * 7) else {
                     return Ok(());
                 };
-                let there = buffer.pieces.clone();
+                let there = self.ask(buffer.pieces.clone());
                 if let Ok(mapping) = self.dma.map(buffer, *direction) {
-                    self.mapped(mapping.segments(), &there, *direction)?;
+                    self.mapped(mapping.segments(), &there, *direction, mapping.is_bounced())?;
                     self.held.push((self.account.live.len() - 1, Held::One(mapping)));
                 }
             }
             Step::MapList { counts, direction } => {
                 let buffer = |count: &u64| self.pages.buffer(&[(0, count * PAGE)], 0);
                 let list: Vec<_> = counts.iter().filter_map(buffer).collect();
-                let there: Vec<_> = list.iter().flat_map(|buffer| buffer.pieces.clone()).collect();
+                let pieces = list.iter().flat_map(|buffer| buffer.pieces.clone()).collect();
+                let there = self.ask(pieces);
                 if list.is_empty() {
                     return Ok(());
                 }
                 if let Ok(mapping) = self.dma.map_sg(list, *direction) {
-                    self.mapped(mapping.segments(), &there, *direction)?;
+                    self.mapped(mapping.segments(), &there, *direction, mapping.is_bounced())?;
                     self.held.push((self.account.live.len() - 1, Held::List(mapping)));
                 }
             }
@@ -202,9 +216,9 @@ impl Driver<'_> {
                 let Some(buffer) = self.pages.buffer(&[(0, count * PAGE)], 0) else {
                     return Ok(());
                 };
-                let there = buffer.pieces.clone();
+                let there = self.ask(buffer.pieces.clone());
                 if let Ok(memory) = self.dma.alloc_coherent(buffer) {
-                    self.mapped(memory.segments(), &there, Direction::Bidirectional)?;
+                    self.mapped(memory.segments(), &there, Direction::Bidirectional, false)?;
                     self.held.push((self.account.live.len() - 1, Held::Coherent(memory)));
                 }
             }
@@ -245,7 +259,17 @@ impl Driver<'_> {
                     drop(self.watched.swap_remove(which % self.watched.len()));
                 }
             }
-            Step::Drop { which } => drop(self.take(*which)),
+            Step::Drop { which } => {
+                if let Some((live, held)) = self.take(*which) {
+                    drop(held);
+                    self.account.live[live].gone = self.history.sequence.next();
+                }
+            }
+            Step::Trim => {
+                if let Some(pools) = self.dma.pools() {
+                    pools.trim();
+                }
+            }
             Step::Submit { counts, direction, us } => self.submit(counts, *direction, *us)?,
             Step::Complete { count, us } => self.complete(*count, *us)?,
             Step::Switch { policy } => {
@@ -277,7 +301,7 @@ impl Driver<'_> {
         let mut batch = self.dma.map_batch();
         for count in counts {
             let Some(buffer) = self.pages.buffer(&[(0, count * PAGE)], 0) else { continue };
-            let there = buffer.pieces.clone();
+            let there = self.ask(buffer.pieces.clone());
             // What is refused at once is undone at once.
             drop(batch.push_sg(vec![buffer], direction, there));
         }
@@ -293,7 +317,7 @@ impl Driver<'_> {
             batch.finish(|there, mapping| mapped.extend(mapping.ok().map(|m| (there, m))));
         }
         for (there, mapping) in mapped {
-            self.mapped(mapping.segments(), &there, direction)?;
+            self.mapped(mapping.segments(), &there, direction, mapping.is_bounced())?;
             self.held.push((self.account.live.len() - 1, Held::List(mapping)));
         }
         Ok(())
@@ -328,11 +352,13 @@ impl Driver<'_> {
     fn mapped(
         &mut self,
         segments: &[Segment],
-        pieces: &[(u64, u64)],
+        there: &Asked,
         direction: Direction,
+        copy: bool,
     ) -> Result<(), String> {
         let from = self.history.sequence.next();
-        let runs = runs(segments, pieces).ok_or("the segments are not as long as the buffer")?;
+        let runs =
+            runs(segments, &there.pieces).ok_or("the segments are not as long as the buffer")?;
         for run in &runs {
             if !self.history.is_ready(run.iova, run.last()) {
                 return Err(format!("{run:x?} was handed out, and no sync has told of it"));
@@ -343,8 +369,14 @@ impl Driver<'_> {
                 self.next_target += 1;
             }
         }
-        self.account.live.push(Live { runs, prot: direction.prot(), from, until: u64::MAX });
+        let (prot, until, gone) = (direction.prot(), u64::MAX, u64::MAX);
+        let asked = there.asked;
+        self.account.live.push(Live { runs, prot, from, until, copy, asked, gone });
         Ok(())
+    }
+
+    fn ask(&self, pieces: Vec<(u64, u64)>) -> Asked {
+        Asked { pieces, asked: self.history.sequence.next() }
     }
 
     fn take(&mut self, which: usize) -> Option<(usize, Held)> {
@@ -362,6 +394,7 @@ impl Driver<'_> {
         buffers: Option<Vec<Buf>>,
     ) -> Result<(), String> {
         let at = self.history.sequence.next();
+        self.account.live[live].gone = at;
         let Some(buffers) = buffers else { return Ok(()) };
         if !strictly {
             return Ok(());
@@ -471,7 +504,11 @@ pub(crate) fn run(
         rig.workers.iter().map(|worker| ProbeUnit::end_roaming(worker, unit)).collect();
     dma.domain().clear();
     dma.flush().map_err(|error| error.to_string())?;
-    let taken = taken_for_long(&dma);
+    let taken = match &rig.pools {
+        None => taken_for_long(&dma),
+        Some(_) => None,
+    };
+    let quarantined = dma.stats().quarantined;
     drop(dma);
     if let Some(violation) = rig.history.violations().first() {
         return Err(violation.clone());
@@ -480,7 +517,10 @@ pub(crate) fn run(
     if let Some(taken) = taken {
         return Err(taken);
     }
-    let judge = Judge::new(rig.history.since(0), accounts);
+    // What fails may cost a pool its addresses.
+    let exact = failures == 0 && setup.mappings == 1 << 16;
+    slots_left(&mut rig, quarantined, exact)?;
+    let judge = Judge::new(&rig.history, accounts);
     let mut count = Count::default();
     for record in records.iter().flatten() {
         judge.judge(record, &mut count)?;
@@ -521,6 +561,23 @@ fn taken_for_long(dma: &Dma) -> Option<String> {
     }
 }
 
+/// Without its devices a pool holds no slot, and once it is gone, nothing.
+fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String> {
+    let Some(pools) = rig.pools.take() else { return Ok(()) };
+    if pools.stats().slots != 0 {
+        return Err(format!("slots are lost: {:?}", pools.stats()));
+    }
+    pools.trim();
+    let left = rig.history.slots();
+    drop(pools);
+    let addresses = rig.allocator.stats();
+    let taken = addresses.allocs - addresses.frees;
+    if taken < quarantined || exact && (taken > quarantined || !left.is_empty()) {
+        return Err(format!("{taken} ranges are taken, {quarantined} quarantined; {left:x?}"));
+    }
+    Ok(())
+}
+
 prop_compose! {
     pub(crate) fn setup()(setup in program::setup(), ms in 1..5u64) -> Setup {
         let config = Config {
@@ -528,12 +585,13 @@ prop_compose! {
             flush: setup.config.flush.map(|tuning| FlushTuning { interval_ms: ms, ..tuning }),
             // It keeps addresses, which the account of them at the end would have to know.
             detect: None,
+            // The words that name their address stay where they are.
+            bounce: BounceConfig { written: Written::Unknown, ..setup.config.bounce },
             // Whole pages, as the probes think of them.
             max_segment: setup.config.max_segment & !(PAGE - 1),
             ..setup.config
         };
-        // Copies are judged by what is done to them step by step: not here.
-        Setup { config, bounces: None, ..setup }
+        Setup { config, ..setup }
     }
 }
 

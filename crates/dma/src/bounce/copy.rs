@@ -139,8 +139,8 @@ impl Bounced {
     pub(crate) fn note_written(&mut self, bytes: Span<u64>, slices: SlicesMut<'_>) -> u64 {
         self.noted = true;
         let Some(bytes) = self.to_bring_back(bytes) else { return 0 };
-        // What does not follow the rest is scrubbed in the end: by then it is not known from zeros
-        // that nobody wrote.
+        // What does not follow the rest is scrubbed with it in the end: were it zero now, a range
+        // noted later that holds it would bring back zeros.
         let scrub = self.scrubs() && bytes.start == self.clean;
         if scrub {
             self.clean = bytes.end;
@@ -170,8 +170,8 @@ impl Bounced {
         if bytes.is_empty() {
             return 0;
         }
-        // What was brought back and scrubbed beyond it too, or a later copy back would bring zeros.
-        // (Only a device that cannot read has anything scrubbed.)
+        // With what lies behind it and is scrubbed, or that would be brought back as zeros later. (The
+        // device cannot look at it: only then is anything scrubbed.)
         let bytes = bytes.start..bytes.end.max(self.clean);
         let len = bytes.end - bytes.start;
         self.clean = self.clean.min(bytes.start);

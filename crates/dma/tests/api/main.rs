@@ -7,6 +7,7 @@ mod auto;
 mod batch;
 mod bounce;
 mod bounced;
+#[allow(dead_code, reason = "the oracle of ringfence-devices uses all of it")]
 mod copied;
 mod detector;
 mod failures;
@@ -20,6 +21,7 @@ mod pool;
 mod ram;
 mod strict;
 mod switch;
+mod taken;
 mod trust;
 mod tuning;
 mod watch;

@@ -195,9 +195,10 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         3 => (which(), part(), any::<bool>())
             .prop_map(|(which, part, for_cpu)| Step::Sync { which, part, for_cpu }),
         3 => (which(), part()).prop_map(|(which, part)| Step::Note { which, part }),
-        1 => (1..9000u64, direction()).prop_map(|(len, direction)| Step::Take { len, direction }),
+        3 => (prop_oneof![1..4096u64, 1..9000u64], direction())
+            .prop_map(|(len, direction)| Step::Take { len, direction }),
         1 => which().prop_map(|which| Step::Fill { which }),
-        1 => which().prop_map(|which| Step::GiveBack { which }),
+        2 => which().prop_map(|which| Step::GiveBack { which }),
         1 => Just(Step::Trim),
         1 => Just(Step::Flush),
         1 => (0..20u64).prop_map(|ms| Step::Wait { ms }),
@@ -233,10 +234,9 @@ prop_compose! {
 /// Pools, or none; from such as hold nothing to such as hold all that a program wants.
 fn bounces() -> impl Strategy<Value = Option<(BounceLimits, usize)>> {
     let largest = prop_oneof![Just(4096u64), Just(16_384), Just(1 << 20)];
-    let max_bytes = prop_oneof![Just(0u64), Just(16_384), Just(1 << 20)];
-    let limits = (largest, max_bytes).prop_map(|(largest, max_bytes)| BounceLimits {
+    let limits = (largest, 1..5u64).prop_map(|(largest, times)| BounceLimits {
         largest,
-        max_bytes,
+        max_bytes: largest * times,
         ..BounceLimits::default()
     });
     prop_oneof![1 => Just(None), 3 => (limits, 1..64usize).prop_map(Some)]

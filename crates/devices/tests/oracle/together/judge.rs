@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use ringfence_iommu::Prot;
 
-use super::{Account, Count, NAME, STAMP};
+use super::{Account, Count, Live, NAME, STAMP};
 use crate::{
-    history::Piece,
+    history::{History, Piece},
     pages::{PAGE, Pages},
     probe::{HALF, Record},
     set::Run,
@@ -14,6 +14,8 @@ use crate::{
 
 pub(super) struct Judge {
     pieces: Vec<Piece>,
+    /// Which of them are slots.
+    slots: Vec<bool>,
     accounts: Vec<Account>,
     /// The pieces of each page, and the mappings.
     by_page: HashMap<u64, Vec<usize>>,
@@ -29,7 +31,9 @@ fn wanted(record: &Record) -> Prot {
 }
 
 impl Judge {
-    pub(super) fn new(pieces: Vec<Piece>, accounts: Vec<Account>) -> Judge {
+    pub(super) fn new(history: &History, accounts: Vec<Account>) -> Judge {
+        let pieces = history.since(0);
+        let slots = pieces.iter().map(|piece| history.is_slot(piece)).collect();
         let mut by_page: HashMap<_, Vec<_>> = HashMap::new();
         for (number, piece) in pieces.iter().enumerate() {
             for page in page_numbers(piece.range.first().0, piece.range.last().0) {
@@ -44,13 +48,14 @@ impl Judge {
                 live_by_page.entry(page).or_default().push((account, number));
             }
         }
-        Judge { pieces, accounts, by_page, live_by_page }
+        Judge { pieces, slots, accounts, by_page, live_by_page }
     }
 
-    /// The pieces that an access was entitled to.
-    fn allowing<'a>(&'a self, record: &'a Record) -> impl Iterator<Item = &'a Piece> {
+    /// The pieces that an access was entitled to, and which of them are slots.
+    fn allowing<'a>(&'a self, record: &'a Record) -> impl Iterator<Item = (&'a Piece, bool)> {
         let here = self.by_page.get(&(record.addr / PAGE)).map_or(&[][..], Vec::as_slice);
-        here.iter().map(|&number| &self.pieces[number]).filter(|piece| {
+        let here = here.iter().map(|&number| (&self.pieces[number], self.slots[number]));
+        here.filter(|(piece, _)| {
             let ended = record.ended.unwrap_or(u64::MAX);
             (piece.range.first().0..=piece.range.last().0).contains(&record.addr)
                 && piece.prot.allows(wanted(record))
@@ -62,9 +67,12 @@ impl Judge {
     pub(super) fn judge(&self, record: &Record, count: &mut Count) -> Result<(), String> {
         if record.ok {
             count.succeeded += 1;
-            let right =
-                |piece: &&Piece| record.write || record.data == NAME | piece.target_of(record.addr);
-            let Some(piece) = self.allowing(record).find(right) else {
+            let right = |(piece, slot): &(&Piece, bool)| match slot {
+                _ if record.write => true,
+                true => self.slot_may_show(record),
+                false => record.data == NAME | piece.target_of(record.addr),
+            };
+            let Some((piece, _)) = self.allowing(record).find(right) else {
                 let page = self.by_page.get(&(record.addr / PAGE));
                 let held: Vec<_> = page.into_iter().flatten().map(|&n| &self.pieces[n]).collect();
                 return Err(format!("the device reaches {record:x?}; it had {held:x?}"));
@@ -89,12 +97,52 @@ impl Judge {
         Ok(())
     }
 
+    /// The copies that were ever at an address, and where in its buffer each byte belongs.
+    fn copies_at(&self, addr: u64) -> impl Iterator<Item = (&Live, u64)> {
+        let here = self.live_by_page.get(&(addr / PAGE)).map_or(&[][..], Vec::as_slice);
+        let lives = here.iter().map(|&(account, number)| &self.accounts[account].live[number]);
+        lives.filter(|live| live.copy).filter_map(move |live| {
+            let run = live.runs.iter().find(|run| (run.iova..=run.last()).contains(&addr))?;
+            Some((live, run.gpa + (addr - run.iova)))
+        })
+    }
+
+    /// Whether a slot may have shown that word: the one whose copy it is then. If nobody has it, or
+    /// it is being loaded, that of its last owner will do too, or zeros.
+    fn slot_may_show(&self, record: &Record) -> bool {
+        let (began, ended) = (record.began, record.ended.unwrap_or(u64::MAX));
+        let copies = || self.copies_at(record.addr);
+        let all_the_time = |live: &Live| live.from < began && ended < live.until;
+        if let Some((_, gpa)) = copies().find(|(live, _)| all_the_time(live)) {
+            return record.data == NAME | gpa;
+        }
+        // Half of a word may be there already.
+        let loading = |live: &Live| live.asked < ended && began < live.from;
+        if copies().any(|(live, _)| loading(live)) {
+            return [0, NAME].contains(&(record.data & 0xff << 56));
+        }
+        let after = |live: &Live| copies().any(|(l, _)| l.asked > live.gone && l.from < began);
+        let last = |live: &Live| live.asked < ended && !after(live);
+        record.data == 0 || copies().any(|(live, gpa)| record.data == NAME | gpa && last(live))
+    }
+
+    /// Whether what was written there then may have come to that place in memory.
+    fn leads_to(&self, record: &Record, gpa: u64) -> bool {
+        let ended = record.ended.unwrap_or(u64::MAX);
+        let brought_back =
+            |(live, to): (&Live, u64)| to == gpa && live.asked < ended && record.began < live.gone;
+        let mut pieces = self.allowing(record);
+        pieces.any(|(piece, slot)| !slot && piece.target_of(record.addr) == gpa)
+            || self.copies_at(record.addr).any(brought_back)
+    }
+
     /// Rule L17: when a strict unmap has returned, there was an invalidation.
     pub(super) fn check_returned(&self) -> Result<(), String> {
         for returned in self.accounts.iter().flat_map(|account| &account.returned) {
             let pages = returned.runs.iter().flat_map(|run| page_numbers(run.iova, run.last()));
             let here = pages.filter_map(|page| self.by_page.get(&page)).flatten();
-            let open = here.map(|&number| &self.pieces[number]).find(|piece| {
+            let buffers = here.filter(|&&number| !self.slots[number]);
+            let open = buffers.map(|&number| &self.pieces[number]).find(|piece| {
                 let of_it = |run: &Run| {
                     run.iova <= piece.range.last().0 && piece.range.first().0 <= run.last()
                 };
@@ -127,7 +175,7 @@ pub(super) fn check_stamps(
             }
         } else if word & 0xff << 56 == STAMP {
             let record = &records[(word >> 48 & 0xff) as usize][word as u32 as usize];
-            if !judge.allowing(record).any(|piece| piece.target_of(record.addr) == gpa) {
+            if !judge.leads_to(record, gpa) {
                 return Err(format!("{record:x?} has written to {gpa:#x}"));
             }
         }

@@ -1,0 +1,328 @@
+//! A queue whose buffers are copied: over the real device and its worker, and over a device that
+//! says what it likes of what it has written.
+
+use std::{
+    collections::BTreeMap,
+    os::fd::AsFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use ringfence_devices::{
+    blk::{Batching, Completion, DriverQueue, MappedError, MappedQueue, QueueLayout, wire::Kind},
+    event,
+    ram::{PagedBuffer, RamMemory},
+    worker::Notify,
+};
+use ringfence_dma::{
+    BounceConfig, BounceLimits, BouncePools, Config, Device, Distrust, Environment, Policy, Trust,
+    Written,
+};
+use ringfence_iommu::{GuestPhys, Iova, Prot};
+use ringfence_iotlb::View;
+use ringfence_iova::{Aperture, Slabs};
+use ringfence_mem::Memory;
+use ringfence_sync::cpu::OsCpu;
+use ringfence_vhost_user::RingAddresses;
+use ringfence_virtio_iommu::driver::ViommuDomain;
+use ringfence_virtq::{Chain, device};
+
+use crate::rig::{ID, LONG, PAGE, Rig, Setup};
+
+type Dma = Device<Arc<ViommuDomain>, Arc<Slabs<OsCpu>>>;
+type Queue = MappedQueue<Arc<ViommuDomain>, Arc<Slabs<OsCpu>>, PagedBuffer>;
+
+const RING: u64 = 0x9000_0000;
+const FIRST: u64 = 0x4000_0000;
+/// What a buffer holds before the device has written to it.
+const OWN: u8 = 0x5c;
+
+struct Bench {
+    queue: Queue,
+    dma: Dma,
+    pools: BouncePools<GuestPhys>,
+    /// A device in place of the real one, if it is one that lies.
+    liar: Option<Liar>,
+    rig: Rig,
+}
+
+/// What the liar does with a request, and what it says that it did.
+#[derive(Clone, Copy, Debug)]
+struct Answer {
+    /// So many bytes it writes to the data, from the beginning.
+    writes: usize,
+    /// So many it says it wrote, the status included.
+    says: u32,
+    status: u8,
+}
+
+struct Liar {
+    view: View,
+    ring: device::Queue,
+}
+
+impl Liar {
+    /// Answers what there is, each request by the next of `answers`.
+    fn serve(&mut self, answers: &mut dyn Iterator<Item = Answer>) {
+        self.view.online();
+        let mut chain = Chain::new();
+        while self.ring.pop(&self.view, &mut chain).unwrap() {
+            let Answer { writes, says, status } = answers.next().expect("an answer for each");
+            chain.write_at(&self.view, 0, &vec![0xd0; writes]).unwrap();
+            let last = chain.writable_len() - 1;
+            chain.write_at(&self.view, last, &[status]).unwrap();
+            self.ring.push_used(chain.head(), says);
+        }
+        let _ = self.ring.publish_used();
+        self.view.offline();
+    }
+}
+
+fn bench(config: Config, lies: bool) -> Bench {
+    let mut rig = Rig::new(Setup { event_idx: true, ..Setup::new(true) });
+    let layout = QueueLayout::new(64, 2);
+    let part = rig.pages(layout.bytes().div_ceil(PAGE));
+    rig.map(RING, part.gpa(), part.window().len() as u64, Prot::RW);
+    let (kick, call) = (Arc::new(event::new().unwrap()), Arc::new(event::new().unwrap()));
+    let (k, c) = (Arc::clone(&kick), Arc::clone(&call));
+    let ring = DriverQueue::new(layout, part.window(), RING, k, c, Notify::Poll).unwrap();
+    let (desc, avail) = (RING, RING + layout.avail_at() as u64);
+    let used = RING + layout.used_at() as u64;
+    let liar = lies.then(|| {
+        let endpoint = rig.options.endpoint.clone().unwrap();
+        let memory = Memory::of_ram(&rig.ram).unwrap();
+        let mut view = View::new(endpoint, memory).expect("room for another view");
+        let (size, event_idx, indirect, base) = (64, true, true, 0);
+        let config = device::Config { size, desc, avail, used, event_idx, indirect, base };
+        let ring = device::Queue::new(config, &view).unwrap();
+        view.offline();
+        Liar { view, ring }
+    });
+    if liar.is_none() {
+        let addresses = RingAddresses { desc, avail, used, log: None };
+        rig.blk.set_vring_num(0, 64).unwrap();
+        rig.blk.set_vring_addr(0, &addresses).unwrap();
+        rig.blk.set_vring_call(0, Some(call.as_fd())).unwrap();
+        rig.blk.set_vring_kick(0, Some(kick.as_fd())).unwrap();
+        rig.blk.set_vring_enable(0, true).unwrap();
+    }
+    let aperture = Aperture::new(FIRST, FIRST + (1 << 24) - 1, PAGE as u64).unwrap();
+    let allocator = Arc::new(Slabs::new(aperture, OsCpu::new()));
+    let memory = RamMemory::carve(&rig.ram, 256 << 10).unwrap();
+    let (domain, addresses) = (Arc::clone(&rig.domain), Arc::clone(&allocator));
+    let pools = BouncePools::new(domain, addresses, memory, BounceLimits::default()).unwrap();
+    let config = Config { limit: Iova(FIRST + (1 << 24) - 1), ..config };
+    let domain = Arc::clone(&rig.domain);
+    let environment = Environment::default();
+    let dma = Device::with_pools(domain, allocator, config, environment, &pools).unwrap();
+    let queue = MappedQueue::new(ring, &dma, Batching { requests: 16, chunk: 4 });
+    Bench { queue, dma, pools, liar, rig }
+}
+
+fn config(policy: Policy, written: Written) -> Config {
+    let bounce = BounceConfig { written, ..BounceConfig::default() };
+    Config { bounce, ..Config::new(policy) }
+}
+
+impl Bench {
+    /// Buffers of these lengths, full of [`OWN`].
+    fn buffers(&self, lens: &[usize]) -> Vec<PagedBuffer> {
+        let pages: usize = lens.iter().map(|len| len.div_ceil(PAGE)).sum();
+        let first = self.rig.ram.carve(pages * PAGE, PAGE).unwrap() as u64;
+        // The last page first: no two follow each other.
+        let frames: Vec<u64> = (0..pages as u64).rev().map(|n| first + n * PAGE as u64).collect();
+        let view = self.rig.ram.scattered(&frames).unwrap();
+        let mut buffers = PagedBuffer::cut(view, lens.iter().copied());
+        assert_eq!(buffers.len(), lens.len());
+        for buffer in &mut buffers {
+            // Its neighbours in its last page too.
+            let len = buffer.bytes_mut().len();
+            buffer.set_len(len.next_multiple_of(PAGE));
+            buffer.bytes_mut().fill(OWN);
+            buffer.set_len(len);
+        }
+        buffers
+    }
+
+    fn reap(&mut self, count: usize) -> BTreeMap<u64, Completion<PagedBuffer>> {
+        let (mut all, start) = (BTreeMap::new(), Instant::now());
+        while all.len() < count {
+            self.queue
+                .reap(64, |_, done| panic!("{done:?}"), |done| _ = all.insert(done.token, done))
+                .unwrap();
+            assert!(start.elapsed() < LONG, "{} of {count} answers", all.len());
+            self.queue.wait(Duration::ZERO, Duration::from_millis(1));
+        }
+        all
+    }
+
+    /// One request and its answer.
+    fn once(&mut self, kind: Kind, sector: u64, buffer: PagedBuffer) -> Completion<PagedBuffer> {
+        self.queue.submit(kind, sector, buffer, 1).unwrap();
+        self.queue.publish().unwrap();
+        self.reap(1).remove(&1).unwrap()
+    }
+
+    fn assert_no_slot_is_lost(self) {
+        let Bench { queue, dma, pools, liar, rig } = self;
+        drop((queue, liar));
+        assert_eq!(pools.stats().slots, 0, "a slot is lost");
+        pools.trim();
+        assert_eq!(pools.stats().kept_bytes, 0);
+        drop((dma, pools, rig));
+    }
+}
+
+/// All of the page that a buffer's end lies in.
+fn whole(mut buffer: PagedBuffer) -> Vec<u8> {
+    let len = buffer.bytes_mut().len();
+    buffer.set_len(len.next_multiple_of(PAGE));
+    buffer.bytes_mut().to_vec()
+}
+
+#[test]
+fn data_gets_where_it_belongs() {
+    let untrusted = Trust::Untrusted { why: Distrust::Described };
+    for (policy, trust) in [
+        (Policy::Bounce, Trust::Trusted),
+        (Policy::Auto, Trust::Trusted),
+        (Policy::StrictMap, untrusted),
+        (Policy::Bounce, untrusted),
+    ] {
+        for written in [Written::Unknown, Written::Reported] {
+            let mut bench = bench(Config { trust, ..config(policy, written) }, false);
+            let lens = [512, 4096, 1536, 8192, 512, 12_800];
+            for (n, mut buffer) in bench.buffers(&lens).into_iter().enumerate() {
+                buffer.bytes_mut().fill(n as u8 + 1);
+                bench.queue.submit(Kind::Out, n as u64 * 64, buffer, n as u64).unwrap();
+            }
+            bench.queue.publish().unwrap();
+            let written_back = bench.reap(lens.len());
+            for done in written_back.values() {
+                assert!(done.outcome.is_ok_and(|done| done.ok), "{policy}: {:?}", done.outcome);
+            }
+            for (n, buffer) in bench.buffers(&lens).into_iter().enumerate() {
+                bench.queue.submit(Kind::In, n as u64 * 64, buffer, n as u64).unwrap();
+            }
+            bench.queue.publish().unwrap();
+            for (n, done) in bench.reap(lens.len()) {
+                let len = lens[n as usize];
+                let bytes = whole(done.buffer);
+                assert!(bytes[..len].iter().all(|&byte| byte == n as u8 + 1), "{policy}: {n}");
+                assert!(bytes[len..].iter().all(|&byte| byte == OWN), "{policy}: beside {n}");
+            }
+            assert!(bench.dma.stats().bounced > 0, "{policy}");
+            bench.assert_no_slot_is_lost();
+        }
+    }
+}
+
+#[test]
+fn what_the_device_did_not_write_stays_as_it_was() {
+    // rule L49
+    for written in [Written::Unknown, Written::Reported] {
+        let mut bench = bench(config(Policy::Bounce, written), false);
+        // An ID is 20 bytes long, however large the buffer.
+        let buffer = bench.buffers(&[1024]).remove(0);
+        let done = bench.once(Kind::GetId, 0, buffer);
+        let told = done.outcome.unwrap();
+        let bytes = whole(done.buffer);
+        assert!(told.ok && bytes.starts_with(ID.as_bytes()), "{written:?}");
+        let len = told.written as usize - 1;
+        assert!(len < 1024 && bytes[len..].iter().all(|&byte| byte == OWN), "{written:?}");
+        // Beyond the disk's end.
+        let buffer = bench.buffers(&[1024]).remove(0);
+        let done = bench.once(Kind::In, 1 << 20, buffer);
+        assert!(!done.outcome.unwrap().ok);
+        assert_eq!(whole(done.buffer), [OWN; PAGE], "{written:?}");
+        assert_eq!(bench.dma.stats().bounced, 2);
+        bench.assert_no_slot_is_lost();
+    }
+}
+
+#[test]
+fn a_device_that_tells_lies_harms_the_buffer_it_was_given_and_nothing_else() {
+    // rule L49
+    const LEN: usize = 1536;
+    let answers = [
+        Answer { writes: LEN, says: LEN as u32 + 1, status: 0 },
+        // Too much: what it never wrote.
+        Answer { writes: 100, says: LEN as u32 + 1, status: 0 },
+        Answer { writes: 0, says: LEN as u32 + 1, status: 1 },
+        // Too little.
+        Answer { writes: LEN, says: 101, status: 0 },
+        Answer { writes: LEN, says: 1, status: 0 },
+        Answer { writes: LEN, says: 0, status: 0 },
+        Answer { writes: 100, says: 51, status: 1 },
+    ];
+    for written in [Written::Unknown, Written::Reported] {
+        let mut bench = bench(config(Policy::Bounce, written), true);
+        // Another's bytes go through the slots first.
+        for mut buffer in bench.buffers(&[LEN; 7]) {
+            buffer.bytes_mut().fill(0xaa);
+            bench.queue.submit(Kind::In, 0, buffer, 0).unwrap();
+        }
+        bench.queue.publish().unwrap();
+        let honest = answers[0];
+        bench.liar.as_mut().unwrap().serve(&mut core::iter::repeat(honest));
+        let mut left = 7;
+        while left > 0 {
+            left -= bench.queue.reap(64, |_, _| unreachable!(), |_| ()).unwrap();
+        }
+        for (n, buffer) in bench.buffers(&[LEN; 7]).into_iter().enumerate() {
+            bench.queue.submit(Kind::In, 0, buffer, n as u64).unwrap();
+        }
+        bench.queue.publish().unwrap();
+        bench.liar.as_mut().unwrap().serve(&mut answers.iter().copied());
+        for (n, done) in bench.reap(7) {
+            let Answer { writes, says, status } = answers[n as usize];
+            let told = done.outcome.unwrap();
+            assert_eq!((told.ok, told.written), (status == 0 && says > 0, says));
+            let said = (says as usize).saturating_sub(1);
+            for (at, byte) in whole(done.buffer).into_iter().enumerate() {
+                let wanted = match (at < said, at < writes) {
+                    (false, _) => OWN,
+                    (true, true) => 0xd0,
+                    // Claimed, and never written: its own bytes, or none at all. Never another's.
+                    (true, false) if written == Written::Reported => 0,
+                    (true, false) => OWN,
+                };
+                assert_eq!(byte, wanted, "{written:?}, {:?}: byte {at}", answers[n as usize]);
+            }
+        }
+        bench.assert_no_slot_is_lost();
+    }
+}
+
+#[test]
+fn a_length_beyond_the_buffer_breaks_the_ring_and_loses_no_slot() {
+    for written in [Written::Unknown, Written::Reported] {
+        let mut bench = bench(config(Policy::Bounce, written), true);
+        for (n, buffer) in bench.buffers(&[512, 512]).into_iter().enumerate() {
+            bench.queue.submit(Kind::In, 0, buffer, n as u64).unwrap();
+        }
+        bench.queue.publish().unwrap();
+        let answer = |says| Answer { writes: 512, says, status: 0 };
+        let mut answers = [answer(514), answer(513)].into_iter();
+        bench.liar.as_mut().unwrap().serve(&mut answers);
+        let reaped = bench.queue.reap(64, |_, _| unreachable!(), |_| ());
+        assert!(matches!(reaped, Err(MappedError::Ring(_))), "{reaped:?}");
+        bench.assert_no_slot_is_lost();
+    }
+}
+
+#[test]
+#[ignore = "MappedQueue does not note yet that a device that was never asked has written nothing"]
+fn what_was_never_asked_is_left_alone() {
+    // rule L49
+    for written in [Written::Unknown, Written::Reported] {
+        let config = Config { max_segment: PAGE as u64, ..config(Policy::Bounce, written) };
+        let mut bench = bench(config, false);
+        // Three segments, and the ring takes two.
+        let buffer = bench.buffers(&[3 * PAGE]).remove(0);
+        let done = bench.once(Kind::In, 0, buffer);
+        assert!(done.outcome.is_err());
+        assert_eq!(whole(done.buffer), [OWN; 3 * PAGE], "{written:?}");
+        bench.assert_no_slot_is_lost();
+    }
+}
