@@ -493,7 +493,7 @@ pub(crate) fn cases(default: u32) -> u32 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases(100)))]
+    #![proptest_config(ProptestConfig::with_cases(cases(300)))]
 
     #[test]
     fn the_device_never_reaches_a_byte_that_it_may_not(

@@ -570,12 +570,19 @@ fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String
     pools.trim();
     let left = rig.history.slots();
     drop(pools);
-    let addresses = rig.allocator.stats();
-    let taken = addresses.allocs - addresses.frees;
-    if taken < quarantined || exact && (taken > quarantined || !left.is_empty()) {
-        return Err(format!("{taken} ranges are taken, {quarantined} quarantined; {left:x?}"));
+    let start = Instant::now();
+    loop {
+        let addresses = rig.allocator.stats();
+        let taken = addresses.allocs - addresses.frees;
+        if taken == quarantined && left.is_empty() || !exact && taken >= quarantined {
+            return Ok(());
+        }
+        // A thread of the pools' own may be the last to let go of them.
+        if start.elapsed() > Duration::from_secs(5) {
+            return Err(format!("{taken} ranges are taken, {quarantined} quarantined; {left:x?}"));
+        }
+        thread::yield_now();
     }
-    Ok(())
 }
 
 prop_compose! {

@@ -124,7 +124,7 @@ pub(crate) enum Step {
 
 fn pieces() -> impl Strategy<Value = Pieces> {
     let offset = prop_oneof![3 => Just(0u64), 2 => 0..4096u64];
-    let len = prop_oneof![Just(4096u64), Just(8192), 1..12_000u64];
+    let len = prop_oneof![Just(4096u64), Just(8192), 1..12_000u64, 1..600u64];
     vec((offset, len), 1..4)
 }
 
@@ -215,7 +215,8 @@ fn part() -> impl Strategy<Value = (u64, u64)> {
 
 pub(crate) fn policy() -> impl Strategy<Value = Policy> {
     let protecting: Vec<_> = Policy::ALL.into_iter().filter(|p| *p != Policy::Off).collect();
-    prop::sample::select(protecting)
+    let bouncing = vec![Policy::Bounce, Policy::Auto];
+    prop_oneof![3 => prop::sample::select(protecting), 2 => prop::sample::select(bouncing)]
 }
 
 prop_compose! {
