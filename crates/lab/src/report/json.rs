@@ -49,6 +49,8 @@ mod tests {
             "/iommu_cpu_fraction",
             "/map_ns_per_gib",
             "/unmap_ns_per_gib",
+            "/map_wall_ns_per_gib",
+            "/unmap_wall_ns_per_gib",
             "/requests_per_io",
             "/syncs_per_io",
             "/kicks_per_io",

@@ -163,6 +163,10 @@ pub struct PolicyResult {
     pub map_ns_per_gib: Option<f64>,
     /// Time in unmap, ns a GiB mapped.
     pub unmap_ns_per_gib: Option<f64>,
+    /// Time in map by the wall's clock, that asleep included, ns a GiB mapped.
+    pub map_wall_ns_per_gib: Option<f64>,
+    /// Time in unmap by the wall's clock, ns a GiB mapped.
+    pub unmap_wall_ns_per_gib: Option<f64>,
     /// virtio-iommu requests an I/O.
     pub requests_per_io: Option<f64>,
     /// Sync points that had to wait for the device, an I/O.
@@ -284,6 +288,10 @@ pub struct IommuSample {
     pub map_ns: u64,
     /// Time in unmap, ns.
     pub unmap_ns: u64,
+    /// Time in map by the wall's clock, that asleep included, ns (sampled).
+    pub map_wall_ns: u64,
+    /// The same in unmap.
+    pub unmap_wall_ns: u64,
     /// Time in the allocator of I/O virtual addresses, a part of both (sampled), ns.
     pub allocator_ns: u64,
     /// Bytes mapped.
@@ -490,6 +498,8 @@ impl PolicyResult {
             cpu_ns_per_io: per(sum(&|s| s.cpu_ns), ios),
             map_ns_per_gib: per(iommu(|i| i.map_ns), mapped_gib),
             unmap_ns_per_gib: per(iommu(|i| i.unmap_ns), mapped_gib),
+            map_wall_ns_per_gib: per(iommu(|i| i.map_wall_ns), mapped_gib),
+            unmap_wall_ns_per_gib: per(iommu(|i| i.unmap_wall_ns), mapped_gib),
             requests_per_io: per(iommu(|i| i.requests), ios),
             syncs_per_io: per(iommu(|i| i.syncs), ios),
             kicks_per_io: per(sum(&|s| s.kicks), ios),

@@ -8,8 +8,9 @@ use ringfence_dma::{Policy, Trust};
 
 use super::{
     DiskChoice,
-    link::{Dma, Link, Plan},
+    link::{Dma, Link},
     path::LinkPath,
+    plan::{Plan, Way},
     space::Space,
     target::Target,
     tuning::Tuning,
@@ -38,7 +39,7 @@ impl Bare {
         let target = Target::open(&DiskChoice::Ram, DISK, &[], true)?;
         let plan = Plan {
             policy,
-            persistent: false,
+            way: Way::Streaming,
             allocator: Default::default(),
             space: Space::default(),
             notify,

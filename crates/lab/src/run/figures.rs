@@ -105,14 +105,19 @@ pub(super) fn iommu_sample(
 ) -> IommuSample {
     let part = |n: f64| (n * share) as u64;
     // Sampled calls stand for all calls.
-    let time = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
+    let times = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
         let ((sampled0, calls0), (sampled1, calls1)) = (of(dma0), of(dma1));
         let count = sampled1.count - sampled0.count;
         let calls = calls1.saturating_sub(calls0);
         // The allocator's times are differences, which a clock's jitter may make smaller.
-        let ns = sampled1.ns.saturating_sub(sampled0.ns);
-        if count == 0 { 0.0 } else { ns as f64 / count as f64 * calls as f64 }
+        let all = |ns1: u64, ns0: u64| match count {
+            0 => 0.0,
+            _ => ns1.saturating_sub(ns0) as f64 / count as f64 * calls as f64,
+        };
+        (all(sampled1.ns, sampled0.ns), all(sampled1.wall_ns, sampled0.wall_ns))
     };
+    let time = |of| times(of).0;
+    let wall = |of| times(of).1;
     let map_ns = time(|stats| (stats.map_time, stats.maps));
     let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
     // A copy lies where its slot does.
@@ -128,6 +133,8 @@ pub(super) fn iommu_sample(
         cpu_ns: part(map_ns + unmap_ns + expiry_ns),
         map_ns: part(map_ns),
         unmap_ns: part(unmap_ns + expiry_ns),
+        map_wall_ns: part(wall(|stats| (stats.map_time, stats.maps))),
+        unmap_wall_ns: part(wall(|stats| (stats.unmap_time, stats.unmaps))),
         allocator_ns: part(alloc_ns + free_ns),
         mapped_bytes: part((dma1.bytes - dma0.bytes) as f64),
         requests: part(iommu.requests() as f64),

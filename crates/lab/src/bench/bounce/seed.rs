@@ -119,6 +119,7 @@ pub(super) fn run(
         queues: Some(1),
         run_pages: 1,
         tuning: Tuning::default(),
+        explain: false,
         progress,
     };
     let mut rows = Vec::new();
@@ -163,11 +164,11 @@ impl Counted {
             cpu: rounds(&|sample| sample.cpu_ns.unwrap_or(0) as f64 / sample.ios as f64),
             map: mapped(&|sample| {
                 let iommu = sample.iommu.as_ref()?;
-                per_gib(iommu.map_ns, iommu.mapped_bytes)
+                per_gib(iommu.map_wall_ns, iommu.mapped_bytes)
             }),
             unmap: mapped(&|sample| {
                 let iommu = sample.iommu.as_ref()?;
-                per_gib(iommu.unmap_ns, iommu.mapped_bytes)
+                per_gib(iommu.unmap_wall_ns, iommu.mapped_bytes)
             }),
         }
     }
@@ -248,8 +249,8 @@ mod tests {
 
     fn sample(ns: u64, map: u64, unmap: u64) -> Sample {
         let iommu = IommuSample {
-            map_ns: map,
-            unmap_ns: unmap,
+            map_wall_ns: map,
+            unmap_wall_ns: unmap,
             mapped_bytes: 1 << 29,
             ..IommuSample::default()
         };

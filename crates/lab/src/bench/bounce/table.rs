@@ -51,7 +51,7 @@ const SEED: &str = "\
 Rows take turns; each figure is the median of rounds, each ratio that of the rounds' ratios; ± is half of its 95 %
 interval. Processes and rings are real, the disk is memory, unpaced.
   x strict   throughput against strict: a sync for each map call and each unmap; x strict+map, x off: likewise
-  map, unmap ms a GiB mapped, copies included, and by how much it differs from strict's
+  map, unmap ms a GiB mapped, by the wall's clock: copies included, and sleep; by how much it differs from strict's
   CPU        of both processes, µs an I/O
 Seed 004 measured its bounce pools, on its own machine, at 2.8, 4.7, 3.6 and 3.6 times strict for reads of 4, 16, 64
 and 128 KiB; a GiB's unmap time at -97, -94, -90 and -87 %, its map time beyond -99 %.
