@@ -16,6 +16,8 @@
 //!   ring.
 //! * [`CoherentPool`] → [`Block`]: small pieces of such memory. [`Device::map_persistent`] →
 //!   [`Persistent`]: a buffer that stays mapped from one I/O to the next.
+//! * [`BouncePools`]: memory that stays mapped, for mappings that are copies;
+//!   [`Device::take_buffer`] → [`PoolBuffer`]: without a copy.
 //! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] tells why.
 //! * [`Detector`]: tells which lines mapped and unmapped what a device still uses.
 //! * [`Choices`]: what [`Policy::Auto`] copies and what it maps, and why.
@@ -35,8 +37,19 @@
 //!
 //! A buffer that does not fill the granules it lies in is mapped rounded to them, as Linux does for
 //! trusted devices: its neighbours in the first and the last granule are exposed while it is
-//! mapped. (Bounce buffers, which avoid that, are a policy of their own and not part of this crate
-//! yet.) A domain whose granule is one byte maps exactly the buffer.
+//! mapped. For an untrusted device it is copied instead. A domain whose granule is one byte maps
+//! exactly the buffer.
+//!
+//! # Copies
+//!
+//! [`BouncePools`] hold memory that stays mapped. Under [`Policy::Bounce`], under [`Policy::Auto`]
+//! where that is cheaper ([`Device::choices`] tells), and for what an untrusted device must not see
+//! around a buffer, a mapping is a copy in a slot of theirs: the device never reaches the buffer,
+//! and of the slot it sees the mapping's own bytes, zeros, and what it wrote itself. A copy begins
+//! where its slot does. The slot stays mapped after the unmap: the device may go on writing there,
+//! and reaches no buffer by it. [`Device::take_buffer`] hands out a slot to be filled in place.
+//! Devices of one domain share what it maps, slots included: the domain is the border, not the
+//! device.
 //!
 //! # When the device fails
 //!

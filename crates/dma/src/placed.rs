@@ -50,6 +50,7 @@ impl Place {
 const SPARE: usize = 1024;
 
 thread_local! {
+    #[allow(clippy::vec_box, reason = "a box goes to a mapping and comes back")]
     /// Places to be used again: a mapping takes nothing from the heap, once there are as many as
     /// the thread has mapped at a time.
     static SPARES: RefCell<Vec<Box<Place>>> = const { RefCell::new(Vec::new()) };

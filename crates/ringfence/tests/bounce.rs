@@ -177,7 +177,6 @@ fn people_are_told_what_was_copied() {
 }
 
 #[test]
-#[ignore = "the plain pools hold to no quota"]
 fn what_finds_no_slot_is_mapped_and_what_must_have_one_fails() {
     let rows = ["--policy", "bounce", "--bounce-quota", "128k"];
     let json = measure("bs=64k", &rows);

@@ -304,11 +304,16 @@ where
             let group = &mut groups[at];
             *waiting -= group.requests.len();
             match mapping {
-                Ok(mapping) => {
+                Ok(mut mapping) => {
                     group.submit(at, queue, segments, &mapping);
                     match group.left {
                         // None of them fits the ring: back with all of them.
-                        0 => _ = unmaps.push(mapping, Whose::Group(at)),
+                        0 => {
+                            // The device was never asked, and wrote nothing.
+                            let noted = mapping.note_written(0..0);
+                            debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
+                            _ = unmaps.push(mapping, Whose::Group(at));
+                        }
                         _ => group.mapping = Some(mapping),
                     }
                 }

@@ -90,7 +90,13 @@ fn a_mapping_that_is_too_long_is_found_out() {
 
 #[test]
 fn a_mapping_that_leads_elsewhere_is_found_out() {
-    let says = ["does not read what is at", "was changed", "not its own", "is found at"];
+    let says = [
+        "does not read what is at",
+        "was changed",
+        "not its own",
+        "is found at",
+        "of another mapping",
+    ];
     is_found_out(Lie::Elsewhere, one_driver(Lie::Elsewhere, |_| true), &says);
     is_found_out(Lie::Elsewhere, two_drivers(Lie::Elsewhere, |_| true), REACHES);
 }

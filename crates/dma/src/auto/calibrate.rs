@@ -1,6 +1,6 @@
 //! Measuring what copies and maps cost, before there is anything to do.
 
-use core::{mem::ManuallyDrop, panic::Location};
+use core::panic::Location;
 
 use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Allocator, Request};
@@ -133,8 +133,8 @@ fn maps<D: Domain, A: Allocator>(
     if safe {
         client.give_back(slot);
     } else {
-        // The device may still reach it by an address that is nobody's: it stays in use for ever.
-        _ = ManuallyDrop::new(slot);
+        // The device may still reach it by an address that is nobody's.
+        client.quarantine(slot);
     }
     result
 }

@@ -9,9 +9,9 @@
 //! the platform ([`Platform::detect`]). [`decide`] makes a policy of what they say and what is
 //! wanted.
 //!
-//! Strict is as far as this goes: a buffer of an untrusted device that does not fill its granules is
-//! mapped rounded to them, with its neighbours in them. To keep those away is for bounce buffers
-//! (rule L48), which are not here yet; until then give such a device whole granules.
+//! A buffer of an untrusted device that does not fill its granules is copied into a bounce slot,
+//! whatever the policy, so that its neighbours stay out of reach (rule L48); without pools, or
+//! without a slot, it is not mapped at all (rule L50).
 
 mod platform;
 mod sysfs;

@@ -149,7 +149,6 @@ fn a_copy_outlives_a_change_of_the_policy() {
 }
 
 #[test]
-#[ignore = "the stand-in pools do not know whose a slot was"]
 fn a_taken_buffer_never_holds_another_devices_bytes() {
     // One slot at a time, so that each gets what the other had.
     let pooled = Pooled::with(setup(Policy::Bounce, |_| ()), BounceLimits::default(), 0x1000);

@@ -81,6 +81,8 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
         cpu_ns: per_io(300.0 * syncs),
         map_ns: per_io(190.0 * syncs),
         unmap_ns: per_io(110.0 * syncs),
+        map_wall_ns: per_io(200.0 * syncs),
+        unmap_wall_ns: per_io(120.0 * syncs),
         allocator_ns: per_io(25.0),
         mapped_bytes: ios * block,
         requests: per_io(if small { 2.0 } else { 17.0 }),

@@ -201,7 +201,11 @@ mod tests {
             bounced,
             copied_bytes: 4096 * bounced,
             taken_bytes: 512,
-            alloc_time: Sampled { count: (maps - bounced.min(maps)) / 5, ns: 10 * maps },
+            alloc_time: Sampled {
+                count: (maps - bounced.min(maps)) / 5,
+                ns: 10 * maps,
+                wall_ns: 10 * maps,
+            },
             ..DmaStats::default()
         }
     }

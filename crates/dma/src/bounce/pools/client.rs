@@ -190,6 +190,23 @@ impl<T: Address> Client<T> {
         self.account.held.fetch_sub(size, Ordering::Relaxed);
     }
 
+    /// Takes a slot back whose memory the device may reach by other addresses too: it is never used
+    /// again. One for a single use stays charged to the device, as any that is in quarantine.
+    #[cold]
+    pub(crate) fn quarantine(&self, slot: Slot) {
+        let inner = &*self.pools.0;
+        let size = slot.range.extent() + 1;
+        let class = inner.class_of(size);
+        match class.and_then(|class| inner.zone_at(class, slot.range)) {
+            Some(zone) => {
+                zone.marks.clear(zone.number(slot.range.first()));
+                inner.quarantine(&zone, 1, 0);
+                self.account.held.fetch_sub(size, Ordering::Relaxed);
+            }
+            None => inner.quarantine_single(&slot),
+        }
+    }
+
     #[inline]
     fn push(&self, zone: &Zone<T>, slot: Slot) {
         zone.marks.clear(zone.number(slot.range.first()));

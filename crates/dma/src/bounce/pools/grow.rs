@@ -228,7 +228,7 @@ impl<T: Address> Inner<T> {
     /// Slots, `new` of which were never in use, that the device may still reach: neither they nor
     /// their memory are used again. They count as memory of the pools for ever, so that a device that
     /// fails again and again cannot have all there is.
-    fn quarantine(&self, zone: &Zone<T>, slots: usize, new: usize) {
+    pub(super) fn quarantine(&self, zone: &Zone<T>, slots: usize, new: usize) {
         zone.quarantine(slots, new);
         self.note_quarantine(zone.slot_bytes() * slots as u64);
     }

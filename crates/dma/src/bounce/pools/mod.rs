@@ -53,6 +53,9 @@ const SLOTS: u64 = 1 << 20;
 /// A zone gets no more than one in so many of the addresses that it could have.
 const SHARE: u64 = 64;
 
+/// And it leaves so many times its size to others.
+const SPARED: u64 = 8;
+
 /// How many asks go by, where there were no addresses for a zone, before it is tried again.
 const PATIENCE: u32 = 64;
 
@@ -300,6 +303,11 @@ impl<T: Address> Inner<T> {
             // What CPUs have cached is left to them: a zone is worth less than that.
             let request = Request::new(slots << shift).limit(limit).flush(false);
             if let Ok(first) = self.allocator.alloc(&request) {
+                if !self.spares(slots << shift, limit) {
+                    let _ = self.allocator.free(first, slots << shift);
+                    slots /= 2;
+                    continue;
+                }
                 let zone = Zone::new(first, shift, slots as u32, limit, self.caches);
                 // An allocator that returns what it was not asked for is not believed in.
                 return zone.filter(|zone| {
@@ -309,6 +317,14 @@ impl<T: Address> Inner<T> {
             slots /= 2;
         }
         None
+    }
+
+    /// Whether there are addresses left for others beside a zone of so many bytes. The domain's
+    /// aperture does not tell: an allocator may have been given a part of it.
+    fn spares(&self, bytes: u64, limit: u64) -> bool {
+        let size = bytes.saturating_mul(SPARED);
+        let rest = self.allocator.alloc(&Request::new(size).limit(limit).flush(false));
+        rest.is_ok_and(|rest| self.allocator.free(rest, size).is_ok())
     }
 
     /// Memory for a slot, zeroed.

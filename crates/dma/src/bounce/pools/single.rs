@@ -109,6 +109,13 @@ impl<T: Address> Inner<T> {
         true
     }
 
+    /// Forgets the slot: neither its memory nor its addresses are used again.
+    pub(super) fn quarantine_single(&self, slot: &Slot) {
+        if self.singles.0.lock().remove(&slot.range.first().0).is_some() {
+            self.note_quarantine(slot.range.extent() + 1);
+        }
+    }
+
     fn no_iova(&self, error: AllocError) -> Error {
         match error.reason {
             AllocReason::Exhausted { .. } => {

@@ -18,10 +18,7 @@ use ringfence_sync::{
 };
 
 use super::*;
-use crate::{
-    OsThreadClock, ThreadClock,
-    bounce::{HostMemory, Slot},
-};
+use crate::bounce::{HostMemory, Slot};
 
 const LAST: u64 = (1 << 40) - 1;
 
@@ -446,43 +443,4 @@ fn limits_that_make_no_sense_are_refused() {
     };
     assert!(refused(5000, 1 << 20) && refused(2048, 1 << 20) && refused(8192, 4096));
     assert!(!refused(8192, 8192));
-}
-
-/// What a take and give back of a slot that a CPU has cached cost: printed, not judged.
-/// `cargo test --release -p ringfence-dma --lib measure -- --ignored --nocapture`
-#[test]
-#[ignore = "it measures"]
-fn measure() {
-    const ROUNDS: u64 = 200_000;
-    let limits = BounceLimits { idle_ms: 1 << 30, ..BounceLimits::default() };
-    let rig = Rig::new(limits);
-    let same = rig.client(u64::MAX, 1 << 30);
-    // The best of ten, in time of the thread: the machine does other things too.
-    let run = |client: &Client<HostAddr>, size: u64, depth: usize| {
-        let mut held: Vec<Slot> = Vec::new();
-        let mut round = || {
-            let begun = OsThreadClock.thread_ns();
-            for _ in 0..ROUNDS / depth as u64 {
-                held.extend((0..depth).map(|_| take(client, size, Prot::WRITE).unwrap()));
-                held.drain(..).for_each(|slot| client.give_back(slot));
-            }
-            (OsThreadClock.thread_ns() - begun) as f64 / ROUNDS as f64
-        };
-        (0..10).map(|_| round()).fold(f64::INFINITY, f64::min)
-    };
-    for (size, depth) in [(4096, 1), (4096, 64), (16384, 1), (65536, 4), (65536, 64), (1 << 20, 1)]
-    {
-        println!(
-            "{size:>8} bytes, {depth:>2} at a time, 1 thread: {:.1} ns",
-            run(&same, size, depth)
-        );
-    }
-    let (one, other) = (rig.client(u64::MAX, 1 << 30), rig.client(u64::MAX, 1 << 30));
-    for (name, a, b) in [("one device", &same, &same), ("a device each", &one, &other)] {
-        let times = thread::scope(|scope| {
-            let threads = [a, b].map(|client| scope.spawn(move || run(client, 4096, 1)));
-            threads.map(|thread| thread.join().unwrap())
-        });
-        println!("    4096 bytes, 2 threads, {name}: {times:.1?} ns");
-    }
 }
