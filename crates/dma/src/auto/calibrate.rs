@@ -27,6 +27,10 @@ const REPEATS: usize = 9;
 const BATCH: u64 = 32;
 /// What is copied is taken from here in turn, so that not all of it is in the nearest caches.
 const SOURCE: usize = 8 << 20;
+/// Half of it.
+const FAR: u64 = (SOURCE / 2) as u64;
+/// From so many bytes on a copy goes to and from far memory.
+const LARGE: u64 = 256 << 10;
 
 /// Measures what copies and maps cost on this machine and in this domain, in slots of `client`'s.
 /// Whatever cannot be measured lacks in the result.
@@ -49,6 +53,7 @@ pub(crate) fn calibrate<D: Domain, A: Allocator>(
     // zeros, so that slots hold nothing of it, however this ends.
     let mut source = vec![1u8; SOURCE];
     core::hint::black_box(&mut source).fill(0);
+    let far = far_copy(clock, &mut source);
     for bytes in sizes() {
         if is_late() {
             break;
@@ -62,7 +67,13 @@ pub(crate) fn calibrate<D: Domain, A: Allocator>(
             })
         };
         let both = one(Direction::ToDevice).and_then(|in_ns| {
-            one(Direction::FromDevice).map(|out_ns| CopyCost { bytes, in_ns, out_ns })
+            one(Direction::FromDevice).map(|out_ns| {
+                // A slot that is used again and again is near, as small ones are in real use too.
+                // Large ones are not: the many that are under way do not fit into any cache.
+                let least_ns = if bytes >= LARGE { far.saturating_mul(bytes) / FAR } else { 0 };
+                let (in_ns, out_ns) = (in_ns.max(least_ns), out_ns.max(least_ns));
+                CopyCost { bytes, in_ns, out_ns }
+            })
         });
         match both {
             Ok(cost) => calibration.copies.push(cost),
@@ -74,6 +85,15 @@ pub(crate) fn calibrate<D: Domain, A: Allocator>(
     }
     calibration.took_ns = clock.now_ns().saturating_sub(began_ns);
     calibration
+}
+
+/// What it takes to copy [`FAR`] bytes that were not used for a while.
+fn far_copy(clock: &dyn Clock, memory: &mut [u8]) -> u64 {
+    let (from, to) = memory.split_at_mut(FAR as usize);
+    let start_ns = clock.now_ns();
+    to[..FAR as usize].copy_from_slice(from);
+    core::hint::black_box(to);
+    clock.now_ns().saturating_sub(start_ns)
 }
 
 /// The median time of several calls, of which the first does not count.
