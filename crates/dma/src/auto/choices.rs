@@ -19,7 +19,10 @@ pub struct Choices {
 pub struct Calibration {
     /// The cost of a copy, the smallest first; those that there was no slot or no time for lack.
     pub copies: Vec<CopyCost>,
-    /// Wall time to map and unmap one granule where 32 share each of two syncs, in nanoseconds.
+    /// Wall time to map and unmap, in a batch: of the calls, without waiting for the syncs, for which
+    /// nobody waits then, and without the pieces. In nanoseconds.
+    pub map_call_ns: Option<u64>,
+    /// The same for each granule by itself.
     pub map_run_ns: Option<u64>,
     /// Wall time to map and unmap one granule, with two syncs of its own, in nanoseconds.
     pub map_lone_ns: Option<u64>,
@@ -124,14 +127,10 @@ impl fmt::Display for ChoiceReason {
 impl fmt::Display for Calibration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "calibrated in {}:", Time(self.took_ns))?;
-        match (self.map_run_ns, self.map_lone_ns) {
-            (Some(run), Some(lone)) => {
-                write!(
-                    f,
-                    " map and unmap {} a granule in a batch, {} alone",
-                    Time(run),
-                    Time(lone)
-                )?;
+        match (self.map_call_ns, self.map_run_ns, self.map_lone_ns) {
+            (Some(call), Some(run), Some(lone)) => {
+                let (call, run, lone) = (Time(call), Time(run), Time(lone));
+                write!(f, " map and unmap {call} and {run} a granule in a batch, {lone} alone")?;
             }
             _ => write!(f, " mapping could not be measured")?,
         }

@@ -41,9 +41,9 @@ impl Calibration {
         let brings_back = direction != Direction::ToDevice;
         let copy_in = if loads { self.copy_ns(len, |cost| cost.in_ns)? } else { 0 };
         let copy_out = if brings_back { self.copy_ns(len, |cost| cost.out_ns)? } else { 0 };
-        let (run, lone) = (self.map_run_ns?, self.map_lone_ns?);
+        let (call, run, lone) = (self.map_call_ns?, self.map_run_ns?, self.map_lone_ns?);
         let map_ns = match sync {
-            Sync::Later => run.saturating_mul(runs),
+            Sync::Later => call.saturating_add(run.saturating_mul(runs)),
             Sync::Now => lone.saturating_add(run.saturating_mul(runs.saturating_sub(1))),
         };
         Some(Prior { copy_ns: copy_in.saturating_add(copy_out), map_ns })
@@ -74,6 +74,7 @@ mod tests {
         ];
         Calibration {
             copies,
+            map_call_ns: Some(50),
             map_run_ns: Some(100),
             map_lone_ns: Some(1000),
             ..Calibration::default()
@@ -101,7 +102,7 @@ mod tests {
     fn a_map_costs_its_runs_and_its_share_of_a_sync() {
         let expect = |kind| calibration().expect(kind).unwrap().map_ns;
         let several = Kind { runs: 16, ..kind(Direction::ToDevice, 512) };
-        assert_eq!(expect(several), 1600);
+        assert_eq!(expect(several), 1650);
         assert_eq!(expect(Kind { sync: Sync::Now, ..several }), 2500);
         assert_eq!(expect(Kind { runs: u64::MAX, ..several }), u64::MAX);
     }

@@ -5,7 +5,7 @@
 //! known, and soon come again when they do not, or when the cell's pace changes.
 //!
 //! One cell is tried at a time, so that no trial is disturbed by another. But for a cell's first
-//! trials, of which there are at most [`FIRST_TRIALS`], there is none before [`PAUSE`] times as much
+//! trials, of which there are at most [`FIRST_TRIALS`] in [`EARLY_NS`], there is none before [`PAUSE`] times as much
 //! time has passed as the one before took: at most 3 % of the time is spent in trials, and half of
 //! that with the way in force.
 
@@ -24,6 +24,8 @@ const SOON_NS: u64 = 100 * MS;
 const RARELY_NS: u64 = 4000 * MS;
 /// How many times its own duration a trial keeps others away.
 const PAUSE: u64 = 32;
+/// A cell's first trials may take so long together without any pause.
+const EARLY_NS: u64 = 200 * MS;
 /// So many trials without a result are a result: it is a tie.
 const FIRST_TRIALS: u32 = 8;
 /// Who is known as well as this is faster by nothing that matters, if he is not known to be faster.
@@ -52,6 +54,8 @@ struct Record {
     cpu: Option<Cpu>,
     /// Whether its first trials are over.
     settled: bool,
+    /// How long these took.
+    early_ns: u64,
     interval_ns: u64,
     due_ns: u64,
     pace: Pace,
@@ -105,12 +109,19 @@ const NEW: Record = Record {
     cost: Evidence::NONE,
     cpu: None,
     settled: false,
+    early_ns: 0,
     interval_ns: SOON_NS,
     due_ns: 0,
     pace: Pace { since_ns: 0, looks: 0, usual: 0.0, strayed: false },
 };
 
 impl Record {
+    /// Whether its trials need not wait for their share of the time: where they take long, as with
+    /// large blocks deep in a queue, what is known before must do until it comes.
+    fn is_early(&self) -> bool {
+        !self.settled && self.early_ns < EARLY_NS
+    }
+
     /// Takes in what a trial has shown; whether that changed the choice.
     fn learn(&mut self, outcome: Outcome) -> bool {
         if self.speed.contradicts(outcome.speed) {
@@ -228,7 +239,7 @@ impl Judge {
             record.interval_ns = SOON_NS;
             record.due_ns = record.due_ns.min(now_ns);
         }
-        if now_ns < record.due_ns || record.settled && !free {
+        if now_ns < record.due_ns || !record.is_early() && !free {
             return None;
         }
         let copy = record.copy;
@@ -251,7 +262,8 @@ impl Judge {
                 let jitter = self.jitter();
                 let record = &mut self.records[cell.index()];
                 let changed = record.learn(outcome);
-                if record.settled {
+                record.early_ns = record.early_ns.saturating_add(took_ns);
+                if !record.is_early() {
                     let sooner = changed || record.speed.trials() <= 1;
                     let longer_ns = record.interval_ns.saturating_mul(2).min(RARELY_NS);
                     record.interval_ns = if sooner { SOON_NS } else { longer_ns };

@@ -201,6 +201,7 @@ fn where_nothing_can_be_told_the_calibration_decides() {
         let map_ns = if copies { 20 } else { 5 };
         world.auto.restart(Calibration {
             copies: vec![cost],
+            map_call_ns: Some(0),
             map_run_ns: Some(map_ns),
             map_lone_ns: Some(map_ns),
             ..Calibration::default()
