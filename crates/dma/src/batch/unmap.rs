@@ -11,9 +11,9 @@ use ringfence_iova::Allocator;
 use super::flights::{Flight, Flights, join};
 use crate::{
     Mapping, Returned, UnmapError,
-    device::Port,
     lazy::Removed,
     mapping::{Owner, Parts},
+    port::Port,
     shared::Unmapped,
     stats::Count,
     waits::timed,

@@ -38,7 +38,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
     device::{ENDPOINT, Report, Setup},
-    meter::{Meter, Metered},
     path::{LinkPath, VirtioPath},
     persistent::PersistentPath,
     plan::{Plan, Way},
@@ -66,8 +65,6 @@ pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
 pub(crate) struct Link {
     // In the order of an orderly end: queues and mappings first, then the sockets, then the child.
     pub(crate) dma: Dma,
-    /// Of the bounce pools, if there are any.
-    meter: Option<Arc<Meter>>,
     rings: Vec<RingMemory>,
     pub(crate) iommu: Arc<Driver>,
     domain: Arc<ViommuDomain>,
@@ -133,12 +130,8 @@ impl Link {
         let mapped: Vec<usize> = lens.iter().copied().chain(rings).collect();
         let memory = match pools {
             0 => None,
-            bytes => {
-                let memory = RamMemory::carve(&ram, bytes).context("memory for bounce slots")?;
-                Some(Metered::new(memory))
-            }
+            bytes => Some(RamMemory::carve(&ram, bytes).context("memory for bounce slots")?),
         };
-        let meter = memory.as_ref().map(Metered::meter);
         let dma = make_dma(plan, &domain, &mapped, memory)?;
 
         let mut blk_front = Frontend::new(blk_socket, ANSWER);
@@ -220,7 +213,6 @@ impl Link {
         }
         let link = Link {
             dma,
-            meter,
             rings,
             iommu,
             domain,
@@ -240,7 +232,7 @@ impl Link {
 
     /// The most bytes of memory that the bounce pools had; `None` without pools.
     pub(crate) fn most_pool_bytes(&self) -> Option<u64> {
-        self.meter.as_ref().map(|meter| meter.most())
+        self.dma.pools().map(|pools| pools.stats().peak_bytes)
     }
 
     /// What `auto` chose, and why, in words. `None` under other policies.
@@ -282,7 +274,7 @@ fn make_dma(
     plan: &Plan,
     domain: &Arc<ViommuDomain>,
     mapped: &[usize],
-    memory: Option<Metered<RamMemory>>,
+    memory: Option<RamMemory>,
 ) -> Result<Dma> {
     let reserved = domain.geometry().reserved;
     let reserved: Vec<(u64, u64)> =

@@ -13,7 +13,6 @@
 //! | `probe` | whether unmapped memory is still reached |
 //! | `persistent`, `zero_copy` | ways in memory that stays mapped |
 //! | `plan` | what a link is for |
-//! | `meter` | how much memory the bounce pools have |
 //! | `link` | the driver process's side: memory, front ends, the DMA API |
 //! | `bare` | a link without jobs, for benchmarks |
 //! | [`device`] | the device process |
@@ -25,7 +24,6 @@ pub mod device;
 mod engine;
 mod figures;
 mod link;
-mod meter;
 mod path;
 mod persistent;
 mod plan;

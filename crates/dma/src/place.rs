@@ -1,0 +1,233 @@
+//! From the pieces of a buffer to where they are mapped, or copied to.
+
+use core::panic::Location;
+
+use ringfence_iommu::{Address, Domain, Iova, Range};
+use ringfence_iova::{Align, AllocReason, Allocator, Request};
+
+use crate::{
+    Device, Direction, Error, Trust,
+    bounce::{Bounced, Bytes, Slices},
+    bouncer::{Decided, Lasting},
+    mapper::{Mapper, Measured, Pieces, Sync, measure},
+    placed::Placed,
+    shared,
+    stats::Count,
+};
+
+/// What a map call was asked for, and where in the program.
+pub(crate) struct Made<B> {
+    pub(crate) direction: Direction,
+    pub(crate) at: &'static Location<'static>,
+    /// How to reach the bytes of what it was asked for.
+    pub(crate) bytes: Bytes<B>,
+}
+
+impl<B> Clone for Made<B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for Made<B> {}
+
+/// What a map call is to map.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted<'a, T> {
+    pub(crate) pieces: Pieces<'a, T>,
+    pub(crate) slices: Slices<'a>,
+    pub(crate) direction: Direction,
+    pub(crate) at: &'static Location<'static>,
+    pub(crate) lasting: Lasting,
+    pub(crate) sync: Sync,
+}
+
+/// A map call that failed.
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// Whether nothing of it is left.
+    pub(crate) undone: bool,
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Failed {
+        Failed { error, undone: true }
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
+    pub(crate) fn place(&self, wanted: &Wanted<'_, D::Target>) -> Result<Placed, Failed> {
+        let (shared, counters) = (self.shared(), &*self.port().counters);
+        let start = shared.sampler.start(counters.maps.get());
+        let placed = if shared.mode.get().is_off() {
+            self.place_unmapped(wanted.pieces)
+        } else {
+            self.place_protected(wanted)
+        };
+        if let Ok(placed) = &placed {
+            counters.maps.add(1);
+            counters.bytes.add(placed.len);
+        }
+        shared.sampler.stop(start, &counters.map_time);
+        placed
+    }
+
+    /// Policy `off`: the device uses the buffer's own addresses.
+    fn place_unmapped(&self, pieces: Pieces<'_, D::Target>) -> Result<Placed, Failed> {
+        let limits = self.shared().limits;
+        let mut placed = Placed::new();
+        let segments = &mut placed.segments;
+        let mut len = Some(0u64);
+        pieces(&mut |target, piece| {
+            let target = target.as_u64();
+            if piece == 0 {
+                return;
+            }
+            len = len
+                .and_then(|len| len.checked_add(piece))
+                .filter(|_| target.checked_add(piece - 1).is_some());
+            if len.is_some() {
+                limits.add(segments, target, piece);
+            }
+        });
+        placed.len = len.ok_or(Error::TooLong)?;
+        placed.iova = Iova(placed.segments.as_slice().first().ok_or(Error::Empty)?.addr);
+        Ok(placed)
+    }
+
+    /// Mapped, or copied to where it is mapped.
+    fn place_protected(&self, wanted: &Wanted<'_, D::Target>) -> Result<Placed, Failed> {
+        let shared = self.shared();
+        let measured = measure(shared.limits, wanted.pieces)?;
+        // Rules L48, L50: what would show its neighbours to an untrusted device is copied, or not
+        // mapped at all.
+        if shared.trust != Trust::Trusted && !measured.fills {
+            return Ok(self.place_bounced(wanted, &measured)?);
+        }
+        let mode = shared.mode.get();
+        let Some(bouncer) = &shared.bouncer else { return self.place_mapped(wanted, measured) };
+        if !mode.bounces() || wanted.lasting == Lasting::Long {
+            return self.place_mapped(wanted, measured);
+        }
+        let Decided { choice, cell } = bouncer.decide(mode, wanted, &measured);
+        let bounced = choice.copy.then(|| self.place_bounced(wanted, &measured));
+        let mut placed = match bounced {
+            Some(Ok(placed)) => placed,
+            Some(Err(_)) => {
+                self.port().counters.not_bounced.add(1);
+                self.place_mapped(wanted, measured)?
+            }
+            None => self.place_mapped(wanted, measured)?,
+        };
+        // Of one that was to be a copy and could not: that is part of what copying achieves.
+        placed.slice = choice.slice;
+        if let (Some(cell), Some(tally)) = (cell, &self.port().counters.tally) {
+            bouncer.auto.note(cell, placed.bounced.is_some(), tally, || shared.clock.now_ns());
+        }
+        Ok(placed)
+    }
+
+    /// A copy.
+    fn place_bounced(
+        &self,
+        wanted: &Wanted<'_, D::Target>,
+        measured: &Measured,
+    ) -> Result<Placed, Error> {
+        let (shared, counters) = (self.shared(), &*self.port().counters);
+        let granule = shared.limits.granule();
+        let Some(bouncer) = &shared.bouncer else { return Err(Error::Neighbours { granule }) };
+        if wanted.lasting == Lasting::Long {
+            return Err(Error::Uncopied { granule });
+        }
+        let len = measured.len;
+        let slot = bouncer.client.take(len, wanted.direction.prot(), wanted.at)?;
+        let mut bounced = Bounced::new(slot, len, wanted.direction);
+        match bounced.load(wanted.direction, bouncer.config.written, wanted.slices) {
+            Some(copied) => counters.copied_bytes.add(copied),
+            None => {
+                bouncer.client.give_back(bounced.finish(None).0);
+                return Err(Error::Uncopied { granule });
+            }
+        }
+        counters.bounced.add(1);
+        let mut placed = Placed::new();
+        (placed.iova, placed.len) = (bounced.slot.range.first(), len);
+        shared.limits.add(&mut placed.segments, bounced.slot.range.first().0, len);
+        placed.bounced = Some(bounced);
+        Ok(placed)
+    }
+
+    fn place_mapped(
+        &self,
+        wanted: &Wanted<'_, D::Target>,
+        measured: Measured,
+    ) -> Result<Placed, Failed> {
+        let (shared, pieces) = (self.shared(), wanted.pieces);
+        let Measured { size, len, .. } = measured;
+        let base = self.allocate(size)?;
+        let Some(range) = Range::from_len(Iova(base), size) else {
+            // An allocator that returns what would pass 2^64 is broken; do not believe in its range.
+            return Err(Error::TooLong.into());
+        };
+        let (direction, sync) = (wanted.direction, wanted.sync);
+        let mut placed = Placed::new();
+        let (counters, segments) = (&self.port().counters, &mut placed.segments);
+        let mut mapper = Mapper::new(shared, counters, range, direction, sync, segments);
+        match mapper.map(pieces) {
+            Ok(()) => {
+                let (mapped, synced) = (mapper.mapped, mapper.is_synced());
+                let first = placed.segments.as_slice().first();
+                placed.iova = Iova(first.map_or(base, |first| first.addr));
+                placed.span = Some(shared::Span { range, mapped });
+                (placed.len, placed.synced) = (len, synced);
+                Ok(placed)
+            }
+            Err(error) => {
+                let undone = if mapper.any {
+                    shared.unwind(range, &self.port().counters)
+                } else {
+                    shared.free_counted(range, &self.port().counters);
+                    true
+                };
+                Err(Failed { error, undone })
+            }
+        }
+    }
+
+    fn allocate(&self, size: u64) -> Result<u64, Error> {
+        let shared = self.shared();
+        let size = shared.allocation_size(size).ok_or(Error::TooLong)?;
+        let request = Request {
+            size,
+            align: Align::Size,
+            limit: shared.limit,
+            boundary: shared.limits.allocation_boundary(size),
+            flush: true,
+        };
+        let counters = &*self.port().counters;
+        let number = counters.maps.get();
+        let alloc = |calls| {
+            let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);
+            sampler.time(number, calls, time, || shared.allocator.alloc(&request))
+        };
+        let allocated = match alloc(1) {
+            Ok(base) => Ok(base),
+            // What is queued holds IOVAs that only wait for a flush: better now than not at all.
+            Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
+                shared.flush_for_room(counters)?;
+                alloc(0)
+            }
+            Err(error) if !error.reason.is_invalid() && shared.free_held() => alloc(0),
+            Err(error) => Err(error),
+        };
+        allocated.map_err(|error| match error.reason {
+            AllocReason::Exhausted { .. } => {
+                let stats = shared.allocator.stats();
+                let live_ranges = stats.live_ranges.saturating_sub(stats.cached_ranges);
+                let live_bytes = stats.live_bytes;
+                Error::Exhausted { asked: size, limit: shared.limit, live_ranges, live_bytes }
+            }
+            _ => Error::NoIova(error),
+        })
+    }
+}

@@ -1,0 +1,141 @@
+//! A clone of a device: what its mappings hold on to.
+
+use core::{ops::Range as Span, panic::Location};
+use std::sync::Arc;
+
+use ringfence_iommu::{Domain, Range};
+use ringfence_iova::Allocator;
+
+use crate::{
+    auto::{self, Slice},
+    bounce::{Bounced, SlicesMut, Slot},
+    mapping::{DeviceId, Owner},
+    shared::{self, Shared, Unmapped},
+    stats::{Count, Counters},
+};
+
+/// A clone of a device: what its mappings hold on to.
+pub(crate) struct Port<D: Domain, A: Allocator> {
+    pub(crate) shared: Arc<Shared<D, A>>,
+    pub(crate) counters: Arc<Counters>,
+}
+
+impl<D: Domain, A: Allocator> Port<D, A> {
+    pub(crate) fn new(shared: Arc<Shared<D, A>>) -> Arc<Self> {
+        let counters = Arc::new(Counters::new(shared.bouncer.is_some()));
+        shared.add_clone(&counters);
+        Arc::new(Port { shared, counters })
+    }
+
+    /// What follows the invalidation of something that was unmapped strictly, in a batch.
+    pub(crate) fn settle(
+        &self,
+        span: Option<shared::Span>,
+        unmapped: Option<Unmapped>,
+        result: ringfence_iommu::Result<()>,
+    ) -> ringfence_iommu::Result<Option<Unmapped>> {
+        let counters = &*self.counters;
+        let settled = match span {
+            Some(span) => self.shared.settle(span.range, unmapped, result, counters),
+            None => Ok(unmapped),
+        };
+        counters.note_unmap(&settled);
+        settled
+    }
+}
+
+impl<D: Domain, A: Allocator> Drop for Port<D, A> {
+    fn drop(&mut self) {
+        self.shared.remove_clone(&self.counters);
+    }
+}
+
+impl<D: Domain, A: Allocator> Owner for Port<D, A> {
+    fn unmap(
+        &self,
+        span: Option<shared::Span>,
+        strictly: bool,
+        watched: bool,
+        at: Option<&'static Location<'static>>,
+    ) -> ringfence_iommu::Result<Option<Unmapped>> {
+        let (shared, counters) = (&*self.shared, &*self.counters);
+        if let (Some(detector), Some(span)) = (&shared.detector, span) {
+            detector.unmapping(span.range, at, shared.clock.now_ns());
+        }
+        let start = shared.sampler.start(counters.unmaps.get());
+        let result = match span {
+            Some(span) => shared.unmap(span, strictly, watched, counters),
+            None => Ok(None),
+        };
+        counters.note_unmap(&result);
+        shared.sampler.stop(start, &counters.unmap_time);
+        result
+    }
+
+    fn free(&self, range: Range) {
+        self.shared.free_counted(range, &self.counters);
+    }
+
+    fn unmapping(&self, slice: Slice, len: u64) {
+        let Some(bouncer) = &self.shared.bouncer else { return };
+        let (shared, counters) = (&*self.shared, &self.counters);
+        let mark = || {
+            let clone = Arc::as_ptr(counters).addr();
+            auto::mark(clone, shared.sampler.thread_ns(), counters.bytes.get())
+        };
+        bouncer.auto.unmapping(slice, len, || shared.clock.now_ns(), mark);
+    }
+
+    fn end_bounce(&self, bounced: Bounced, slices: Option<SlicesMut<'_>>) -> Slot {
+        let (shared, counters) = (&*self.shared, &*self.counters);
+        let start = shared.sampler.start(counters.unmaps.get());
+        let (slot, copied) = bounced.finish(slices);
+        counters.copied_bytes.add(copied);
+        counters.unmaps.add(1);
+        shared.sampler.stop(start, &counters.unmap_time);
+        slot
+    }
+
+    fn note_written(&self, bounced: &mut Bounced, bytes: Span<u64>, slices: SlicesMut<'_>) {
+        let (shared, counters) = (&*self.shared, &*self.counters);
+        // The unmap's own number: both are timed, or neither is.
+        let start = shared.sampler.start(counters.unmaps.get());
+        counters.copied_bytes.add(bounced.note_written(bytes, slices));
+        shared.sampler.stop_many(start, 0, &counters.unmap_time);
+    }
+
+    fn give_back_slot(&self, slot: Slot) {
+        if let Some(bouncer) = &self.shared.bouncer {
+            bouncer.client.give_back(slot);
+        }
+    }
+
+    fn give_back_taken(&self, slot: Slot, len: u64) {
+        self.counters.given_back.add(1);
+        self.counters.given_back_bytes.add(len);
+        self.give_back_slot(slot);
+    }
+
+    fn device_id(&self) -> DeviceId {
+        DeviceId(Arc::as_ptr(&self.shared).addr())
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.shared.clock.now_ns()
+    }
+
+    fn note_sync_for_cpu(&self, copied: u64) {
+        self.counters.syncs_for_cpu.add(1);
+        self.counters.copied_bytes.add(copied);
+    }
+
+    fn note_sync_for_device(&self, copied: u64) {
+        self.counters.syncs_for_device.add(1);
+        self.counters.copied_bytes.add(copied);
+    }
+
+    fn note_persistent_end(&self, bytes: u64) {
+        self.counters.persistent_unmaps.add(1);
+        self.counters.persistent_unmapped_bytes.add(bytes);
+    }
+}
