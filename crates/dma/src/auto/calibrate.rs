@@ -159,7 +159,10 @@ fn maps<D: Domain, A: Allocator>(
     let granule = shared.limits.granule();
     let size = granule.checked_mul(BATCH).ok_or(Error::TooLong)?;
     // Memory that devices of the domain reach anyway, for as long as it is a slot.
-    let slot = client.take(size, Direction::ToDevice.prot(), Location::caller())?;
+    let mut slot = client.take(size, Direction::ToDevice.prot(), Location::caller())?;
+    // It is mapped anew, and nobody's bytes are to be read there.
+    slot.zero(0..slot.dirty);
+    slot.dirty = 0;
     let mut safe = true;
     let result = measure(shared, &slot, is_late, &mut safe);
     if safe {

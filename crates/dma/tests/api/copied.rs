@@ -3,6 +3,7 @@
 //! The oracles of this crate and of `ringfence-devices` both judge by it.
 
 use core::ops::Range;
+use std::collections::BTreeMap;
 
 use ringfence_dma::{Direction, Written};
 
@@ -77,6 +78,20 @@ impl Slots {
         let at = (addr - self.now.base) as usize;
         byte == 0 || byte == self.now.bytes[at] || self.wrote[at] == Some(byte)
     }
+}
+
+/// Which of the mappings, by their numbers, a step is about, if any is a copy; and which of its bytes.
+pub(crate) fn pick(
+    copies: &BTreeMap<usize, Copied>,
+    mapped: impl Iterator<Item = usize>,
+    which: usize,
+    part: (u64, u64),
+) -> Option<(usize, Range<u64>)> {
+    let copied: Vec<(usize, &Copied)> =
+        mapped.enumerate().filter_map(|(at, number)| Some((at, copies.get(&number)?))).collect();
+    let (at, copy) = *copied.get(which.checked_rem(copied.len())?)?;
+    let start = part.0 % (copy.len() + 1);
+    Some((at, start..start + part.1.min(copy.len() - start)))
 }
 
 /// A mapping that is a copy.

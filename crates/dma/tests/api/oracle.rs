@@ -18,7 +18,7 @@ use ringfence_dma::{
 use ringfence_iommu::Prot;
 
 use crate::{
-    copied::{Copied, Shadow, Slots},
+    copied::{Copied, Shadow, Slots, pick},
     mock::Setup,
     ram::{END, Pooled, RamBuf, SLOTS},
 };
@@ -288,13 +288,7 @@ impl Oracle {
 
     /// One of the copies, and which of its bytes a step is about.
     fn copy(&self, which: usize, part: (u64, u64)) -> Option<(usize, core::ops::Range<u64>)> {
-        let copies: Vec<usize> = (0..self.mappings.len())
-            .filter(|at| self.copies.contains_key(&self.mappings[*at].0))
-            .collect();
-        let at = *copies.get(which.checked_rem(copies.len())?)?;
-        let len = self.copies[&self.mappings[at].0].len();
-        let start = part.0 % (len + 1);
-        Some((at, start..start + part.1.min(len - start)))
+        pick(&self.copies, self.mappings.iter().map(|(number, _)| *number), which, part)
     }
 
     fn sync(&mut self, which: usize, part: (u64, u64), for_cpu: bool) {

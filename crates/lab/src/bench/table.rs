@@ -20,6 +20,21 @@ pub(super) fn block(rows: Vec<Vec<String>>) -> String {
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
+/// Keys of rows in the order in which they first come.
+pub(super) fn distinct<'r, K: PartialEq>(
+    rows: impl IntoIterator<Item = &'r super::Row>,
+    key: impl Fn(&super::Row) -> K,
+) -> Vec<K> {
+    let mut keys = Vec::new();
+    for row in rows {
+        let key = key(row);
+        if !keys.contains(&key) {
+            keys.push(key);
+        }
+    }
+    keys
+}
+
 /// Where it ran: `2 CPUs (AMD EPYC), 23.5 GiB, Linux 6.18`.
 pub(super) fn machine(benchmark: &Benchmark) -> String {
     let host = &benchmark.host;

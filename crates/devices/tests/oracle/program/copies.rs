@@ -4,7 +4,7 @@ use ringfence_dma::{Direction, Policy, Segment};
 
 use super::{Held, Program};
 use crate::{
-    copied::{Copied, Slots},
+    copied::{Copied, Slots, pick},
     history::SlotAt,
     pages::Buf,
     set::{Run, State, runs},
@@ -119,13 +119,7 @@ impl Program {
 
     /// One of the copies that are mapped, its bytes, and which of them a step is about.
     fn copy(&mut self, which: usize, part: (u64, u64)) -> Option<(usize, core::ops::Range<u64>)> {
-        let copies: Vec<usize> = (0..self.mappings.len())
-            .filter(|at| self.copies.contains_key(&self.mappings[*at].0))
-            .collect();
-        let at = *copies.get(which.checked_rem(copies.len())?)?;
-        let len = self.copies[&self.mappings[at].0].len();
-        let start = part.0 % (len + 1);
-        Some((at, start..start + part.1.min(len - start)))
+        pick(&self.copies, self.mappings.iter().map(|(number, _)| *number), which, part)
     }
 
     pub(super) fn sync(

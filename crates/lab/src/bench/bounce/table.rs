@@ -8,7 +8,7 @@ use super::{OURS, PEER, Part, subject::Op};
 use crate::{
     bench::{
         Benchmark, Interval, Row,
-        table::{block, half_width, machine, number, optional, times, wrap},
+        table::{block, distinct, half_width, machine, number, optional, times, wrap},
     },
     report::bytes,
 };
@@ -59,7 +59,7 @@ and 128 KiB; a GiB's unmap time at -97, -94, -90 and -87 %, its map time beyond 
 
 fn seed(rows: &[&Row]) -> String {
     let mut out = String::new();
-    for (op, size) in distinct(rows, |row| (text(row, "op"), count(row, "size"))) {
+    for (op, size) in distinct(rows.iter().copied(), |row| (text(row, "op"), count(row, "size"))) {
         let _ = write!(out, "\nsequential {op}s of {}, 64 deep, one job\n", bytes(size));
         let mut head = vec!["", "MiB/s", "±", "x strict", "±", "x strict+map", "±", "x off", "±"];
         head.extend(["map ms/GiB", "%", "unmap ms/GiB", "%", "CPU"]);
@@ -160,8 +160,8 @@ peer by itself. ns an operation takes a thread (of its CPU time; of the wall's i
 
 fn pool(rows: &[&Row]) -> String {
     let mut out = String::new();
-    let threads = distinct(rows, |row| count(row, "threads"));
-    for name in distinct(rows, |row| text(row, "op")) {
+    let threads = distinct(rows.iter().copied(), |row| count(row, "threads"));
+    for name in distinct(rows.iter().copied(), |row| text(row, "op")) {
         let about = Op::ALL.into_iter().find(|op| op.name() == name).map_or("", Op::about);
         let _ = write!(out, "\npools, {name}: {about}\n");
         let mut numbers = vec![String::new(); 2];
@@ -175,9 +175,9 @@ fn pool(rows: &[&Row]) -> String {
         }
         let mut lines = vec![numbers, names, units];
         let of_op = || rows.iter().copied().filter(|row| text(row, "op") == name);
-        let cells = of_op().collect::<Vec<_>>();
         let mut before = None;
-        for (size, held) in distinct(&cells, |row| (count(row, "size"), count(row, "held_percent")))
+        for (size, held) in
+            distinct(of_op(), |row| (count(row, "size"), count(row, "held_percent")))
         {
             let label = if before == Some(size) { String::new() } else { bytes(size) };
             before = Some(size);
@@ -209,12 +209,14 @@ fn pool(rows: &[&Row]) -> String {
 fn notes(rows: &[Row]) -> Vec<String> {
     let noted: Vec<&Row> = rows.iter().filter(|row| row.note.is_some()).collect();
     let key = |row: &Row| (row.implementation.clone(), text(row, "part"), row.note.clone());
-    let told = distinct(&noted, key).into_iter().map(|(implementation, part, note)| {
-        let same = |row: &&&Row| key(row) == (implementation.clone(), part.clone(), note.clone());
-        let rows = noted.iter().filter(same).count();
-        let rows = if rows == 1 { "one row".to_owned() } else { format!("{rows} rows") };
-        format!("note: {part}, {implementation}: {} ({rows})", note.unwrap_or_default())
-    });
+    let told =
+        distinct(noted.iter().copied(), key).into_iter().map(|(implementation, part, note)| {
+            let same =
+                |row: &&&Row| key(row) == (implementation.clone(), part.clone(), note.clone());
+            let rows = noted.iter().filter(same).count();
+            let rows = if rows == 1 { "one row".to_owned() } else { format!("{rows} rows") };
+            format!("note: {part}, {implementation}: {} ({rows})", note.unwrap_or_default())
+        });
     told.collect()
 }
 
@@ -229,18 +231,6 @@ fn text(row: &Row, key: &str) -> String {
 
 fn count(row: &Row, key: &str) -> u64 {
     row.params.get(key).and_then(Value::as_u64).unwrap_or(0)
-}
-
-/// Keys in the order in which they first come.
-fn distinct<K: PartialEq>(rows: &[&Row], key: impl Fn(&Row) -> K) -> Vec<K> {
-    let mut keys = Vec::new();
-    for row in rows {
-        let key = key(row);
-        if !keys.contains(&key) {
-            keys.push(key);
-        }
-    }
-    keys
 }
 
 #[cfg(test)]

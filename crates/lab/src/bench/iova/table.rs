@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::pattern::{Pattern, Size};
 use crate::bench::{
     Benchmark, Interval, Row,
-    table::{block, half_width, machine, number, optional, times, wrap},
+    table::{block, distinct, half_width, machine, number, optional, times, wrap},
 };
 
 /// All of it; with `details` every figure of every row as well.
@@ -86,10 +86,10 @@ fn side_by_side(names: &[String], rows: Vec<&Row>) -> String {
         units.extend(["ns", if index == 0 { "±" } else { "x" }].map(str::to_owned));
     }
     let mut lines = vec![head, units];
-    for live in distinct_of(&rows, |row| text(&row.params, "live")) {
+    for live in distinct(rows.iter().copied(), |row| text(&row.params, "live")) {
         let of_live = || rows.iter().copied().filter(|row| text(&row.params, "live") == live);
         let mut label = live.clone();
-        for threads in distinct_of(&of_live().collect::<Vec<_>>(), threads_of) {
+        for threads in distinct(of_live(), threads_of) {
             let of = |name: &String| {
                 of_live().find(|row| threads_of(row) == threads && row.implementation == *name)
             };
@@ -283,22 +283,6 @@ fn text(params: &serde_json::Map<String, Value>, key: &str) -> String {
         Some(value) => value.to_string(),
         None => String::new(),
     }
-}
-
-fn distinct<K: PartialEq>(rows: &[Row], key: impl Fn(&Row) -> K) -> Vec<K> {
-    distinct_of(&rows.iter().collect::<Vec<_>>(), key)
-}
-
-/// Keys in the order in which they first come.
-fn distinct_of<K: PartialEq>(rows: &[&Row], key: impl Fn(&Row) -> K) -> Vec<K> {
-    let mut keys = Vec::new();
-    for row in rows {
-        let key = key(row);
-        if !keys.contains(&key) {
-            keys.push(key);
-        }
-    }
-    keys
 }
 
 #[cfg(test)]
