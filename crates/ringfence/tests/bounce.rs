@@ -67,8 +67,8 @@ fn what_is_filled_in_place_is_neither_copied_nor_called_strict() {
     assert_eq!(number(row, "/copied_bytes_per_io"), 0.0);
     assert_eq!(row["bounced_fraction"], Value::Null, "nothing is mapped");
     assert!(number(row, "/requests_per_io") < 0.5, "{row}");
-    // To take and to give back is not for nothing.
-    assert!(number(row, "/iommu_ns_per_io") > 0.0, "{row}");
+    // To take and to give back is timed; what that takes may be less than the clock does.
+    assert!(number(row, "/iommu_ns_per_io") >= 0.0, "{row}");
     // No more than is in flight.
     let taken = number(row, "/taken_bytes");
     assert!((65536.0..=16.0 * 65536.0).contains(&taken), "{taken}");
