@@ -62,6 +62,24 @@ impl Bus {
         }
     }
 
+    /// Looks up all that an access will need; see [`View::prefetch`]. True if nothing is missing.
+    #[inline]
+    pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
+        match self {
+            Bus::Iommu(view) => view.prefetch(addr, len, access),
+            Bus::Physical(_) => true,
+        }
+    }
+
+    /// Counts the answers to what was missing; see [`View::answers`].
+    #[inline]
+    pub fn answers(&self) -> u64 {
+        match self {
+            Bus::Iommu(view) => view.answers(),
+            Bus::Physical(_) => 0,
+        }
+    }
+
     /// Replaces the memory.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
         match self {

@@ -6,4 +6,5 @@ pub mod disk;
 pub mod event;
 pub mod iommu;
 pub mod ram;
+pub mod translation;
 pub mod worker;

@@ -89,6 +89,11 @@ impl<T: Address> SoftDomain<T> {
         self.table.mapping(iova)
     }
 
+    /// The first mapping that ends at or after `iova`. Takes a lock.
+    pub fn mapping_from(&self, iova: Iova) -> Option<Mapping> {
+        self.table.mapping_from(iova)
+    }
+
     /// Calls `f` with every mapping, in ascending order; it may call the domain. A mapping that
     /// comes or goes meanwhile may be met or not.
     pub fn for_each(&self, f: impl FnMut(Mapping)) {

@@ -8,6 +8,7 @@ use std::{
     },
 };
 
+use crate::Iotlb;
 use parking_lot::Mutex;
 use ringfence_iommu::{Fault, FaultSink, GuestPhys, SoftDomain, shootdown::Shootdown};
 
@@ -21,6 +22,8 @@ pub enum Binding {
     Bypass,
     /// Through the table of a domain.
     Domain(Arc<SoftDomain<GuestPhys>>),
+    /// Through an IOTLB, which asks for what it lacks.
+    Iotlb(Arc<Iotlb>),
 }
 
 impl fmt::Debug for Binding {
@@ -29,6 +32,7 @@ impl fmt::Debug for Binding {
             Binding::Blocked => "Blocked",
             Binding::Bypass => "Bypass",
             Binding::Domain(_) => "Domain",
+            Binding::Iotlb(_) => "Iotlb",
         })
     }
 }

@@ -14,7 +14,11 @@
 
 mod cache;
 mod endpoint;
+mod iotlb;
+mod misses;
 mod view;
 
 pub use endpoint::{Binding, Endpoint};
+pub use iotlb::{Iotlb, IotlbConfig, IotlbStats};
+pub use misses::{Miss, MissSink};
 pub use view::{Counters, View};

@@ -12,12 +12,14 @@ use std::{
 use ringfence_iommu::{
     Fault, FaultReason, Iova, Prot, Range,
     shootdown::{Invalidation, Lease, Reader},
+    table::Translation,
 };
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate, Window};
 
 use crate::{
-    Binding, Endpoint,
+    Binding, Endpoint, Iotlb, Miss,
     cache::{Cache, Entry},
+    misses::{Lack, PAGE, Waiter},
 };
 
 /// What a view has counted, for whoever watches.
@@ -45,6 +47,9 @@ pub struct View {
     changes: u64,
     cache: Cache,
     windows: RefCell<Vec<(Range, Window)>>,
+    /// What is lacking, and not asked for yet.
+    wanted: RefCell<Vec<Miss>>,
+    waiter: Arc<Waiter>,
     hits: Cell<u64>,
     misses: Cell<u64>,
     faults: Cell<u64>,
@@ -69,6 +74,8 @@ impl View {
             changes,
             cache: Cache::new(),
             windows: RefCell::default(),
+            wanted: RefCell::default(),
+            waiter: Waiter::new(Box::new(|| ())),
             hits: Cell::new(0),
             misses: Cell::new(0),
             faults: Cell::new(0),
@@ -86,6 +93,9 @@ impl View {
     /// windows. Replays invalidations into the cache. To be called between bursts of work.
     #[inline]
     pub fn quiet(&mut self) {
+        if !self.wanted.get_mut().is_empty() {
+            self.ask();
+        }
         if self.endpoint.changes() != self.changes {
             self.rebind();
         }
@@ -107,8 +117,66 @@ impl View {
         self.publish();
     }
 
+    /// Has `wake` called, by any thread, when something that this view asked for was answered: for a
+    /// worker that sleeps. To be set before the first access.
+    pub fn wake_with(&mut self, wake: Box<dyn Fn() + Send + Sync>) {
+        self.waiter = Waiter::new(wake);
+    }
+
+    /// Asks for all that accesses found [missing](AccessError::Missing) since the last call; a
+    /// [quiet point](Self::quiet) does so too.
+    pub fn ask(&self) {
+        let mut wanted = self.wanted.borrow_mut();
+        if let (false, Some(iotlb)) = (wanted.is_empty(), self.iotlb()) {
+            iotlb.ask(&mut wanted, &self.waiter);
+        }
+        wanted.clear();
+    }
+
+    /// Counts the answers to what this view asked for: while it stays the same there is no need to
+    /// try again what was missing (but for [asking again](crate::IotlbConfig::again)).
+    #[inline]
+    pub fn answers(&self) -> u64 {
+        self.waiter.answers()
+    }
+
+    /// The IOTLB that it asks, if it is bound to one.
+    pub fn iotlb(&self) -> Option<&Arc<Iotlb>> {
+        match &self.binding {
+            Binding::Iotlb(iotlb) => Some(iotlb),
+            _ => None,
+        }
+    }
+
+    /// Looks up all that an access will need, so that what is missing of it is asked for at once.
+    /// True if nothing is. Faults are left to the access itself.
+    pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
+        let Some(last) = len.checked_sub(1).and_then(|more| addr.checked_add(more)) else {
+            return true;
+        };
+        let (mut at, mut ready) = (addr, true);
+        self.silently(|| {
+            loop {
+                let next = match self.find(at, access) {
+                    Ok(entry) => (entry.first + entry.extent).checked_add(1),
+                    Err(AccessError::Missing { .. }) => {
+                        ready = false;
+                        (at | (PAGE - 1)).checked_add(1)
+                    }
+                    Err(_) => return,
+                };
+                match next {
+                    Some(next) if next <= last => at = next,
+                    _ => return,
+                }
+            }
+        });
+        ready
+    }
+
     /// The worker goes to sleep: invalidations no longer wait for it.
     pub fn offline(&mut self) {
+        self.ask();
         self.publish();
         self.reader.offline();
     }
@@ -181,19 +249,24 @@ impl View {
     fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
         self.misses.set(self.misses.get() + 1);
         let iova = Iova(addr);
-        let (range, delta, prot) = match &self.binding {
+        let found = match &self.binding {
+            Binding::Iotlb(iotlb) => match iotlb.translate(&self.reader, iova) {
+                Some(found) if found.prot.allows(wanted(access)) => Some(found),
+                found => match iotlb.lack(iova, wanted(access)) {
+                    Lack::Refused => found,
+                    Lack::Pending => return Err(self.missing(addr, access)),
+                },
+            },
+            Binding::Domain(domain) => domain.translate(&self.reader, iova),
+            Binding::Bypass => Some(Translation { range: Range::ALL, delta: 0, prot: Prot::RW }),
             Binding::Blocked => {
                 self.fault(FaultReason::NoDomain, addr, access);
                 return Err(AccessError::Unmapped { addr, access });
             }
-            Binding::Bypass => (Range::ALL, 0, Prot::RW),
-            Binding::Domain(domain) => match domain.translate(&self.reader, iova) {
-                Some(found) => (found.range, found.delta, found.prot),
-                None => {
-                    self.fault(FaultReason::Mapping, addr, access);
-                    return Err(AccessError::Unmapped { addr, access });
-                }
-            },
+        };
+        let Some(Translation { range, delta, prot }) = found else {
+            self.fault(FaultReason::Mapping, addr, access);
+            return Err(AccessError::Unmapped { addr, access });
         };
         if !prot.allows(wanted(access)) {
             self.fault(FaultReason::Mapping, addr, access);
@@ -214,6 +287,17 @@ impl View {
         }
         self.fault(FaultReason::Unknown, addr, access);
         Err(AccessError::OutsideMemory { addr, access })
+    }
+
+    #[cold]
+    fn missing(&self, addr: u64, access: Access) -> AccessError {
+        let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
+        let mut wanted = self.wanted.borrow_mut();
+        let page = |miss: &Miss| (miss.iova.0 / PAGE, miss.access);
+        if !wanted.iter().any(|other| page(other) == page(&miss)) {
+            wanted.push(miss);
+        }
+        AccessError::Missing { addr, access }
     }
 
     fn fault(&self, reason: FaultReason, addr: u64, access: Access) {

@@ -44,6 +44,15 @@ pub enum AccessError {
         /// What was wanted.
         access: Access,
     },
+    /// There is no translation yet: the IOTLB lacks it and asks for it. The access may be tried
+    /// again when the answer has come.
+    #[error("{access:?} at {addr:#x}: the translation is not known yet")]
+    Missing {
+        /// The first address without a translation.
+        addr: u64,
+        /// What was wanted.
+        access: Access,
+    },
     /// There is a translation, but not for this access.
     #[error("{access:?} at {addr:#x}: not permitted")]
     NotPermitted {

@@ -1,11 +1,8 @@
 //! What a device is to a [`Server`](crate::Server).
 
-use crate::{ConfigWrite, HandlerError, Iotlb, ProtocolFeatures, RingAddresses};
+use crate::{BackendChannel, ConfigWrite, HandlerError, Iotlb, ProtocolFeatures, RingAddresses};
 use ringfence_mem::Memory;
-use std::{
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    sync::Arc,
-};
+use std::{os::fd::OwnedFd, sync::Arc};
 
 /// What a ring starts with.
 #[derive(Debug)]
@@ -145,7 +142,7 @@ pub trait Handler {
     ///
     /// # Errors
     /// The device cannot use it.
-    fn set_backend_channel(&mut self, channel: UnixStream) -> Result<(), HandlerError> {
+    fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
         let _ = channel;
         Ok(())
     }
@@ -159,6 +156,12 @@ pub trait Handler {
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         let _ = message;
         Err(HandlerError::new("the device has no IOTLB"))
+    }
+
+    /// The front end has answered a message of the [`BackendChannel`] whose answer was wanted (rule
+    /// D9): whether it could do what was asked, such as to send a translation.
+    fn channel_answer(&mut self, message: Iotlb, done: bool) {
+        let _ = (message, done);
     }
 
     /// A request was refused, by the device or for its content, and the front end was told; the

@@ -21,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod backend_channel;
 mod channel;
 mod error;
 mod frontend;
@@ -29,6 +30,7 @@ pub mod msg;
 mod server;
 
 pub use backend::{Handler, RingSetup};
+pub use backend_channel::BackendChannel;
 pub use error::{HandlerError, WireError};
 pub use frontend::{Frontend, FrontendError};
 pub use iotlb::{BadIotlb, Iotlb, IotlbWire};

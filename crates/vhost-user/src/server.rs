@@ -1,7 +1,8 @@
 //! The back end: serves one connection, and keeps the state of the rings straight.
 
 use crate::{
-    Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, WireError,
+    BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+    WireError,
     channel::{Channel, Message},
     iotlb::IotlbWire,
     msg::{self, Header, Request},
@@ -344,7 +345,9 @@ impl<H: Handler> Server<H> {
             }
             Request::SetBackendReqFd => {
                 let fd = fds.pop().ok_or(state("a channel without a descriptor"))?;
-                self.handler.set_backend_channel(UnixStream::from(fd))?;
+                let acks = self.protocol.is_some_and(|p| p.contains(ProtocolFeatures::REPLY_ACK));
+                let channel = BackendChannel::new(UnixStream::from(fd), acks);
+                self.handler.set_backend_channel(Arc::new(channel.map_err(HandlerError::from)?))?;
             }
             Request::Iotlb(message) => {
                 // Its answer says how it went: refusing it is no reason to hang up (rule D14).

@@ -3,8 +3,8 @@
 
 use ringfence_mem::Memory;
 use ringfence_vhost_user::{
-    ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, ProtocolFeatures,
-    RingAddresses, RingSetup, ServeError, Server,
+    BackendChannel, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb,
+    ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
 };
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -38,7 +38,7 @@ pub(crate) struct Device {
     pub(crate) events: Vec<Event>,
     pub(crate) config: [u8; 64],
     pub(crate) memory: Option<Arc<Memory>>,
-    pub(crate) channel: Option<UnixStream>,
+    pub(crate) channel: Option<Arc<BackendChannel>>,
     pub(crate) protocol: ProtocolFeatures,
     /// Whether rings start.
     pub(crate) refuses_rings: bool,
@@ -127,7 +127,7 @@ impl Handler for Device {
     fn reset(&mut self) -> Result<(), HandlerError> {
         self.note(Event::Reset)
     }
-    fn set_backend_channel(&mut self, channel: UnixStream) -> Result<(), HandlerError> {
+    fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
         self.channel = Some(channel);
         self.note(Event::Channel)
     }

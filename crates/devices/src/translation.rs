@@ -1,0 +1,144 @@
+//! The device IOTLB of a back end: what its front end tells, and asking for what is lacking.
+
+use std::sync::Arc;
+
+use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
+use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
+use ringfence_mem::{Access, Memory};
+use ringfence_vhost_user::{self as vhost_user, BackendChannel, HandlerError};
+
+/// The device IOTLB of one vhost-user connection, to be told what the front end says.
+///
+/// Its [`Endpoint`] is what the views of the device's workers are made of.
+pub struct Translation {
+    iotlb: Arc<Iotlb>,
+    endpoint: Arc<Endpoint>,
+    memory: Option<Arc<Memory>>,
+}
+
+/// Asks the front end.
+struct Asking(Arc<BackendChannel>);
+
+impl MissSink for Asking {
+    fn ask(&self, misses: &[Miss]) -> usize {
+        self.0.try_send(misses.iter().map(|miss| {
+            let (iova, access) = (miss.iova.0, access_of(miss.access));
+            (vhost_user::Iotlb::Miss { iova, access }, miss.again)
+        }))
+    }
+}
+
+fn access_of(prot: Prot) -> Access {
+    match (prot.contains(Prot::READ), prot.contains(Prot::WRITE)) {
+        (true, true) => Access::ReadWrite,
+        (false, true) => Access::Write,
+        (_, false) => Access::Read,
+    }
+}
+
+fn prot_of(access: Access) -> Prot {
+    match access {
+        Access::Read => Prot::READ,
+        Access::Write => Prot::WRITE,
+        Access::ReadWrite => Prot::RW,
+    }
+}
+
+impl Translation {
+    /// An empty IOTLB whose views belong to `shootdown`.
+    pub fn new(config: IotlbConfig, shootdown: Arc<Shootdown>) -> Translation {
+        let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
+        let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
+        Translation { iotlb, endpoint, memory: None }
+    }
+
+    /// The table, for its figures.
+    pub fn iotlb(&self) -> &Arc<Iotlb> {
+        &self.iotlb
+    }
+
+    /// What views are made of.
+    pub fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.endpoint
+    }
+
+    /// The channel to ask through; `None`: the front end is gone.
+    pub fn set_channel(&self, channel: Option<Arc<BackendChannel>>) {
+        self.iotlb.ask_through(channel.map(|channel| Arc::new(Asking(channel)) as _));
+    }
+
+    /// New memory: what leads out of it is forgotten (rule D25). Views are to be given the same
+    /// memory after it.
+    ///
+    /// # Errors
+    /// The table failed.
+    pub fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+        let token = self.iotlb.retain_targets(|first, last| {
+            let regions = memory.regions();
+            // In one region: entries never span two.
+            regions.clone().any(|r| first.0 >= r.gpa && last.0 - r.gpa < r.size)
+        })?;
+        self.memory = Some(Arc::clone(memory));
+        self.iotlb.shootdown().wait(token);
+        Ok(())
+    }
+
+    /// An IOTLB message of the front end, as [`Handler::iotlb`](vhost_user::Handler::iotlb) gives it.
+    /// Carried out when it returns.
+    ///
+    /// # Errors
+    /// An update outside of memory; a table that is full.
+    pub fn message(&self, message: vhost_user::Iotlb) -> Result<(), HandlerError> {
+        let range = |first, last| {
+            Range::new(Iova(first), Iova(last)).ok_or_else(|| HandlerError::new("an empty range"))
+        };
+        let token = match message {
+            vhost_user::Iotlb::Invalidate { first, last } => {
+                self.iotlb.invalidate(range(first, last)?)?
+            }
+            vhost_user::Iotlb::Update { first, last, access: None, .. } => {
+                let range = range(first, last)?;
+                let token = self.iotlb.invalidate(range)?;
+                self.iotlb.refuse(range, Prot::RW);
+                token
+            }
+            vhost_user::Iotlb::Update { first, last, user_addr, access: Some(access) } => {
+                self.update(first, last, user_addr, prot_of(access))?
+            }
+            _ => return Err(HandlerError::new("a message that only a back end sends")),
+        };
+        self.iotlb.shootdown().wait(token);
+        Ok(())
+    }
+
+    /// The front end's answer to a question that was asked again, as
+    /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gives it: if there is no such
+    /// translation, who waits for it need not wait longer.
+    pub fn answer(&self, message: vhost_user::Iotlb, done: bool) {
+        if let (vhost_user::Iotlb::Miss { iova, access }, false) = (message, done)
+            && let Some(range) = Range::new(Iova(iova), Iova(iova))
+        {
+            self.iotlb.refuse(range, prot_of(access));
+        }
+    }
+
+    /// One entry for each region that the update lies in.
+    fn update(&self, first: u64, last: u64, user: u64, prot: Prot) -> Result<u64, HandlerError> {
+        let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
+        let (mut at, mut token) = (first, 0);
+        loop {
+            // Cannot wrap: the update does not, at either end.
+            let addr = user + (at - first);
+            let outside = || HandlerError::new("an update outside of memory");
+            let reach = memory.find_user(addr).ok_or_else(outside)?.slice.len() as u64;
+            let gpa = memory.user_to_gpa(addr).ok_or_else(outside)?;
+            let end = last.min(at.saturating_add(reach - 1));
+            let range = Range::new(Iova(at), Iova(end)).ok_or_else(outside)?;
+            token = self.iotlb.update(range, GuestPhys(gpa), prot)?.max(token);
+            if end == last {
+                return Ok(token);
+            }
+            at = end + 1;
+        }
+    }
+}
