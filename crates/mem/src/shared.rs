@@ -122,7 +122,10 @@ mod tests {
     fn a_file_that_does_not_hold_the_range_is_refused() {
         let (_, fd) = SharedFile::create(4096).unwrap();
         for (offset, len) in [(0, 4097), (4096, 1), (1, 8), (0, 0), (u64::MAX - 4095, 4096)] {
-            assert!(SharedFile::map(fd.try_clone().unwrap(), offset, len).is_err(), "{offset} {len}");
+            assert!(
+                SharedFile::map(fd.try_clone().unwrap(), offset, len).is_err(),
+                "{offset} {len}"
+            );
         }
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         assert!(matches!(SharedFile::map(pipe, 0, 8), Err(MemError::NotAFile)));
