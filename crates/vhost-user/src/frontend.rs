@@ -84,7 +84,8 @@ impl Frontend {
 
     /// The usual beginning: SET_OWNER, features and protocol features. Settles on what both ends
     /// have of `features` and `protocol`, and returns the virtio features; REPLY_ACK is taken
-    /// wherever there is one.
+    /// wherever there is one. Logging is not switched on yet (see
+    /// [`set_log_base`](Self::set_log_base)).
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -96,7 +97,7 @@ impl Frontend {
             let common = self.protocol_features()? & wanted;
             self.set_protocol_features(common)?;
         }
-        let common = offered & features & !msg::F_PROTOCOL_FEATURES;
+        let common = offered & features & !(msg::F_PROTOCOL_FEATURES | msg::F_LOG_ALL);
         self.set_features(common | offered & msg::F_PROTOCOL_FEATURES)?;
         Ok(common)
     }

@@ -11,6 +11,8 @@
 
 mod packed;
 mod split;
+#[cfg(test)]
+mod tests;
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -237,92 +239,5 @@ impl Part {
 
     fn born(&self) {
         self.put16(VERSION_AT, VERSION);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-
-    use super::*;
-
-    thread_local! {
-        /// How many stores this thread has left to live for; `None`: for ever.
-        static STORES: Cell<Option<u32>> = const { Cell::new(None) };
-    }
-
-    /// One store is due: whether it is still done.
-    pub(super) fn alive() -> bool {
-        STORES.with(|stores| match stores.get() {
-            None => true,
-            Some(0) => false,
-            Some(left) => {
-                stores.set(Some(left - 1));
-                true
-            }
-        })
-    }
-
-    /// Whether the next store would still be done.
-    pub(super) fn lives() -> bool {
-        STORES.with(|stores| stores.get() != Some(0))
-    }
-
-    /// From now on, this thread lives for so many stores.
-    pub(super) fn live_for(stores: Option<u32>) {
-        STORES.with(|left| left.set(stores));
-    }
-
-    #[test]
-    fn a_region_that_another_process_kept_is_the_same_region() {
-        for packed in [false, true] {
-            let (made, fd) = InflightRegion::allocate(3, 100, packed).unwrap();
-            assert!(made.place().len >= 3 * part_len(100, packed) as u64);
-            let again = InflightRegion::open(fd, &made.place(), packed).unwrap();
-            if packed {
-                let (mut queue, _) = made.packed(2, 1 << 15 | 1 << 31, |_| 0).unwrap();
-                queue.take(&[PackedDescriptor { addr: 1, len: 2, flags: 3, id: 4 }]).unwrap();
-                assert_eq!(again.packed(2, 0, |_| 0).unwrap().1.len(), 1);
-                assert!(again.split(0, 0).is_err());
-            } else {
-                let (mut queue, _) = made.split(2, 0).unwrap();
-                queue.take(99);
-                assert_eq!(again.split(2, 0).unwrap().1, [99]);
-                assert!(again.packed(0, 0, |_| 0).is_err());
-            }
-            assert!(matches!(made.part(3, packed), Err(InflightError::NoQueue(3))));
-        }
-    }
-
-    #[test]
-    fn a_region_that_does_not_hold_its_queues_is_refused() {
-        let (made, fd) = InflightRegion::allocate(2, 64, false).unwrap();
-        let place = made.place();
-        let open = |place| InflightRegion::open(fd.try_clone().unwrap(), &place, false);
-        let needed = 2 * part_len(64, false) as u64;
-        assert!(open(msg::Inflight { len: needed, ..place }).is_ok());
-        let short = open(msg::Inflight { len: needed - 1, ..place });
-        assert!(matches!(short, Err(InflightError::TooShort { .. })));
-        for bad in [
-            msg::Inflight { queues: 0, ..place },
-            msg::Inflight { size: 0, ..place },
-            msg::Inflight { size: 40_000, ..place },
-            msg::Inflight { offset: 4096, ..place },
-            msg::Inflight { offset: u64::MAX - 4095, ..place },
-            msg::Inflight { queues: u16::MAX, size: 1 << 15, len: u64::MAX, ..place },
-        ] {
-            assert!(open(bad).is_err(), "{bad:?}");
-        }
-        assert!(InflightRegion::allocate(1, 0, true).is_err());
-    }
-
-    #[test]
-    fn a_layout_that_is_not_known_is_refused() {
-        let (made, _fd) = InflightRegion::allocate(1, 64, false).unwrap();
-        made.split(0, 0).unwrap();
-        made.part(0, false).unwrap().put16(DESC_NUM_AT, 65);
-        assert!(matches!(made.split(0, 0), Err(InflightError::Broken { value: 65, .. })));
-        made.part(0, false).unwrap().put16(VERSION_AT, 2);
-        assert!(matches!(made.split(0, 0), Err(InflightError::Version(2))));
     }
 }

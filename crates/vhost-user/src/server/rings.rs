@@ -103,7 +103,7 @@ impl<H: Handler> Server<H> {
         self.handler.iotlb(message)
     }
 
-    /// SET_FEATURES. Only F_LOG_ALL may change while a ring runs.
+    /// SET_FEATURES. Only F_LOG_ALL may change while a ring runs; it holds once there is a log.
     pub(super) fn set_features(&mut self, features: u64) -> Result<(), Failure> {
         let request = code::SET_FEATURES;
         let value = features & !self.offered;
@@ -117,9 +117,6 @@ impl<H: Handler> Server<H> {
             return Err(WireError::State { request, why }.into());
         }
         let logs = features & msg::F_LOG_ALL != 0;
-        if logs && self.log.is_none() {
-            return Err(HandlerError::new("writes are to be logged, and there is no log").into());
-        }
         if !running {
             self.handler.set_features(features & !super::OWN_FEATURES)?;
         }
