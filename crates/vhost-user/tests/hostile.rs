@@ -5,11 +5,11 @@ mod common;
 
 use common::{Device, Event, VERSION_1};
 use proptest::prelude::*;
-use ringfence_mem::{GuestRam, Region};
+use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
-    F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, IotlbWire,
-    ProtocolFeatures, ServeError, Server, WireError,
-    msg::{Header, Request, code},
+    F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendChannel, FrontendError,
+    Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, ServeError, Server, WireError,
+    msg::{Header, Inflight, Request, code},
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -211,6 +211,7 @@ fn what_was_not_negotiated_ends_the_connection() {
     let (socket, _other) = UnixStream::pair().unwrap();
     let none: &[BorrowedFd<'_>] = &[];
     let one = &[socket.as_fd()][..];
+    let place = Inflight { len: 4096, offset: 0, queues: 1, size: 64 };
     let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
     for (request, fds, needed) in [
         (iotlb, none, ProtocolFeatures::empty()),
@@ -218,6 +219,14 @@ fn what_was_not_negotiated_ends_the_connection() {
         (Request::GetQueueNum, none, ProtocolFeatures::MQ),
         (Request::GetConfig { offset: 0, size: 4 }, none, ProtocolFeatures::CONFIG),
         (Request::ResetDevice, none, ProtocolFeatures::RESET_DEVICE),
+        (Request::SetLogBase { len: 4096, offset: 0 }, one, ProtocolFeatures::LOG_SHMFD),
+        (Request::SetLogFd, one, ProtocolFeatures::LOG_SHMFD),
+        (Request::SendRarp([0; 6]), none, ProtocolFeatures::RARP),
+        (Request::NetSetMtu(1500), none, ProtocolFeatures::NET_MTU),
+        (Request::GetInflight(place), none, ProtocolFeatures::INFLIGHT_SHMFD),
+        (Request::SetInflight(place), one, ProtocolFeatures::INFLIGHT_SHMFD),
+        (Request::SetStatus(1), none, ProtocolFeatures::STATUS),
+        (Request::GetStatus, none, ProtocolFeatures::STATUS),
         (Request::GetMaxMemSlots, none, ProtocolFeatures::CONFIGURE_MEM_SLOTS),
         (Request::AddMemReg(region), one, ProtocolFeatures::CONFIGURE_MEM_SLOTS),
     ] {
@@ -424,6 +433,17 @@ fn any_piece() -> impl Strategy<Value = (Piece, Vec<u8>)> {
         Just(Request::GetConfig { offset: 3, size: 62 }),
         Just(Request::ResetDevice),
         Just(Request::SetBackendReqFd),
+        Just(Request::SetFeatures(VERSION_1 | F_ACCESS_PLATFORM | F_LOG_ALL)),
+        Just(Request::SetLogFd),
+        Just(Request::GetStatus),
+        any::<u8>().prop_map(|status| Request::SetStatus(status & 3)),
+        any::<u16>().prop_map(Request::NetSetMtu),
+        (0..20u64, 0..3u64)
+            .prop_map(|(len, offset)| Request::SetLogBase { len: len << 12, offset: offset << 11 }),
+        (0..4u16, 0..200u16, any::<bool>(), 0..20u64).prop_map(|(queues, size, set, len)| {
+            let place = Inflight { len: len << 12, offset: 0, queues, size };
+            if set { Request::SetInflight(place) } else { Request::GetInflight(place) }
+        }),
         prop::collection::vec(region.clone(), 1..4).prop_map(Request::SetMemTable),
         region.clone().prop_map(Request::AddMemReg),
         region.prop_map(Request::RemMemReg),
@@ -432,12 +452,8 @@ fn any_piece() -> impl Strategy<Value = (Piece, Vec<u8>)> {
             .prop_map(|(ring, num)| Request::SetVringNum { ring, num: num.into() }),
         ring.clone().prop_map(|ring| Request::SetVringNum { ring, num: 64 }),
         (ring.clone(), 0..4u64).prop_map(|(ring, at)| {
-            let addresses = ringfence_vhost_user::RingAddresses {
-                desc: at << 4,
-                avail: at << 4,
-                used: at << 4,
-                log: None,
-            };
+            let addresses =
+                RingAddresses { desc: at << 4, avail: at << 4, used: at << 4, log: None };
             Request::SetVringAddr { ring, addresses }
         }),
         ring.clone().prop_map(|ring| Request::GetVringBase { ring }),
@@ -510,6 +526,73 @@ proptest! {
             }
         }
         prop_assert_eq!(open_fds(), before);
+    }
+
+    #[test]
+    fn no_bytes_on_the_channel_harm_the_back_end(
+        questions in 0..4u64,
+        pieces in prop::collection::vec(
+            prop_oneof![
+                2 => Just(bytes(Header::reply(1, 8), &[0; 8])),
+                1 => prop::collection::vec(any::<u8>(), 0..30),
+            ],
+            0..6,
+        ),
+    ) {
+        let _alone = alone();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (mut channel, end) = UnixStream::pair().unwrap();
+        let device = Device {
+            on_stop: Some(|device| {
+                let channel = device.channel.as_ref().unwrap();
+                let access = Access::Read;
+                let miss = |iova| (Iotlb::Miss { iova, access }, true);
+                channel.try_send((0..u64::from(device.stopped_at)).map(miss));
+            }),
+            stopped_at: questions as u32,
+            ..Device::default()
+        };
+        let served = thread::spawn(move || {
+            let mut server = Server::new(theirs, device);
+            let _ = server.serve();
+            server.into_handler().events
+        });
+        let mut front = Frontend::new(ours, Duration::from_secs(10));
+        front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
+        front.set_backend_channel(end.as_fd()).unwrap();
+        let ram = GuestRam::new(1 << 16, 0).unwrap();
+        front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+        front.set_vring_num(0, 64).unwrap();
+        front.set_vring_addr(0, &RingAddresses::default()).unwrap();
+        front.set_vring_kick(0, None).unwrap();
+        front.get_vring_base(0).unwrap();
+        let sent = pieces.concat();
+        let _ = channel.write_all(&sent);
+        // Served, or cut off: in time either way.
+        let _ = front.queue_num();
+        drop(front);
+        let events = served.join().unwrap();
+        let answers = events.iter().filter(|event| matches!(event, Event::Answer(..))).count();
+        prop_assert!(answers as u64 <= questions.min(sent.len() as u64 / 20));
+        let good = pieces.iter().take_while(|piece| piece.len() == 20 && piece[0] == 1).count();
+        prop_assert!(answers as u64 >= questions.min(good as u64));
+    }
+
+    #[test]
+    fn no_bytes_on_the_channel_harm_the_front_end(
+        bytes in prop::collection::vec(any::<u8>(), 0..100),
+        head in any::<bool>(),
+    ) {
+        let _alone = alone();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let wire = Header::request(1, true, 32);
+        let bytes = if head { [wire.as_bytes(), &bytes].concat() } else { bytes };
+        send(&theirs, &bytes, &[]);
+        drop(theirs);
+        let mut channel = FrontendChannel::new(ours, Duration::from_secs(10));
+        let mut asked = Vec::new();
+        while let Ok(true) = channel.recv_all(&mut asked) {}
+        prop_assert!(asked.len() <= bytes.len() / Header::LEN);
     }
 
     #[test]
