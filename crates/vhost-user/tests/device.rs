@@ -65,12 +65,12 @@ fn writes_are_logged_while_the_feature_is_on_also_under_a_running_ring() {
     let logged: Vec<_> = device
         .events
         .into_iter()
-        .filter(|event| matches!(event, Event::Log(_) | Event::LogEvent | Event::Stop(_)))
+        .filter(|event| matches!(event, Event::Log(_) | Event::LogFd | Event::Stop(_)))
         .collect();
     assert_eq!(
         logged,
         [
-            Event::LogEvent,
+            Event::LogFd,
             Event::Log(true),
             Event::Log(true),
             Event::Log(false),

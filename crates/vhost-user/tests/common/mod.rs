@@ -2,17 +2,25 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 use ringfence_mem::{DirtyLog, Memory};
+use ringfence_vhost_user::msg::{Header, Request};
 use ringfence_vhost_user::{
     BackendChannel, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
     InflightRegion, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
     WireError,
 };
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::{
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    sync::Arc,
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::{
+        fd::{BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::{Arc, Mutex, MutexGuard},
     thread::{self, JoinHandle},
     time::Duration,
 };
+use zerocopy::IntoBytes;
 
 pub(crate) const VERSION_1: u64 = 1 << 32;
 
@@ -35,7 +43,7 @@ pub(crate) enum Event {
     ChannelLost,
     Inflight(u16, u16),
     Log(bool),
-    LogEvent,
+    LogFd,
     Status(u8),
     Rarp([u8; 6]),
     Mtu(u16),
@@ -176,7 +184,7 @@ impl Handler for Device {
         self.note(Event::Log(logs))
     }
     fn set_log_event(&mut self, _event: OwnedFd) -> Result<(), HandlerError> {
-        self.note(Event::LogEvent)
+        self.note(Event::LogFd)
     }
     fn set_status(&mut self, status: u8) -> Result<(), HandlerError> {
         self.note(Event::Status(status))
@@ -215,4 +223,33 @@ pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
 pub(crate) fn connect(device: Device) -> (Frontend, Served) {
     let (stream, served) = serve(device);
     (Frontend::new(stream, Duration::from_secs(10)), served)
+}
+
+/// Tests here count this process's descriptors: one at a time.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+pub(crate) fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+pub(crate) fn bytes(header: Header, payload: &[u8]) -> Vec<u8> {
+    [header.as_bytes(), payload].concat()
+}
+
+pub(crate) fn message(request: &Request, need_reply: bool) -> Vec<u8> {
+    let payload = request.payload();
+    bytes(Header::request(request.code(), need_reply, payload.len()), &payload)
+}
+
+/// Sends bytes with descriptors; that the peer has hung up already is no error.
+pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let _ = sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
 }
