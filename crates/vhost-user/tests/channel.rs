@@ -66,13 +66,21 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
     let mut front = FrontendChannel::new(theirs, LONG);
     let mut asked = Vec::new();
     let mut full = 0;
-    while sent < 5000 {
-        let count = channel.try_send((sent..sent + 100).map(|page| (miss(page << 12), false)));
-        sent += count as u64;
-        if count < 100 {
-            full += 1;
-            // As many as there are: the stream must go on where it was cut.
-            assert!(front.recv_all(&mut asked).unwrap());
+    for round in 0..200 {
+        // Single ones fill the buffer by different amounts; many at once then find room in part.
+        for wanted in std::iter::repeat_n(1, round % 9).chain([64]) {
+            let misses = (sent..sent + wanted).map(|page| (miss(page << 12), false));
+            let count = channel.try_send(misses) as u64;
+            sent += count;
+            if count < wanted {
+                full += 1;
+                // As many as there are: the stream must go on where it was cut.
+                while front.recv_all_within(Duration::ZERO, &mut asked).unwrap() {
+                    if asked.len() as u64 + 1 >= sent {
+                        break;
+                    }
+                }
+            }
         }
     }
     assert!(full > 0, "the socket took all at once");
