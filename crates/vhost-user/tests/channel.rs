@@ -268,8 +268,8 @@ fn a_front_end_that_closes_the_channel_is_served_on() {
 
 #[test]
 fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
-    // rules D8, D9, D19
-    // The device asks for a page when its ring is to stop, and stops when the answer is there.
+    // rules D7, D8, D9, D19
+    // The device asks when its ring is to stop, so that two threads are at work on one socket.
     let ask: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
         let questions = (0..200).map(|page| (miss(page << 12), page % 2 == 0));

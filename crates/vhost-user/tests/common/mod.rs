@@ -16,7 +16,10 @@ use std::{
         fd::{BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
     thread::{self, JoinHandle},
     time::Duration,
 };
@@ -61,6 +64,8 @@ pub(crate) struct Device {
     pub(crate) protocol: ProtocolFeatures,
     pub(crate) log: Option<Arc<DirtyLog>>,
     pub(crate) inflight: Option<Arc<InflightRegion>>,
+    /// How many IOTLB messages have taken effect.
+    pub(crate) carried_out: Arc<AtomicU64>,
     /// Whether the end of a connection is written down.
     pub(crate) notes_end: bool,
     /// What is done when a ring is asked to stop.
@@ -80,6 +85,7 @@ impl Default for Device {
             channel: None,
             log: None,
             inflight: None,
+            carried_out: Arc::default(),
             notes_end: false,
             on_stop: None,
             features: VERSION_1 | F_ACCESS_PLATFORM,
@@ -165,6 +171,9 @@ impl Handler for Device {
         self.note(Event::Channel)
     }
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
+        // An answer that does not wait for this comes before it.
+        thread::yield_now();
+        self.carried_out.fetch_add(1, Ordering::Relaxed);
         self.note(Event::Iotlb(message))
     }
     fn channel_answer(&mut self, message: Iotlb, done: bool) {
