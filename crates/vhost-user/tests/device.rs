@@ -85,6 +85,22 @@ fn writes_are_logged_while_the_feature_is_on_also_under_a_running_ring() {
 }
 
 #[test]
+fn logging_of_the_used_ring_begins_and_ends_under_a_running_ring() {
+    // rule D26
+    let (mut front, served) = negotiated(Device::default());
+    let _ram = started(&mut front);
+    for log in [Some(0x3000), None, None, Some(0x5000)] {
+        front.set_vring_addr(0, &RingAddresses { log, ..Default::default() }).unwrap();
+    }
+    front.set_vring_addr(0, &RingAddresses { desc: 0x100, ..Default::default() }).unwrap();
+    let events = finish(front, served).events;
+    let at = events.iter().position(|event| matches!(event, Event::Enable(..))).unwrap();
+    let log = |log| Event::LogRing(0, log);
+    let moved = Event::Move(0, 0x100);
+    assert_eq!(events[at + 1..], [log(None), log(Some(0x5000)), moved, Event::Stop(0)]);
+}
+
+#[test]
 fn what_a_device_marks_the_front_end_sees() {
     // rule D26
     let (mut front, served) = negotiated(Device::default());

@@ -47,6 +47,7 @@ pub(crate) enum Event {
     Inflight(u16, u16),
     Log(bool),
     LogFd,
+    LogRing(u16, Option<u64>),
     Status(u8),
     Rarp([u8; 6]),
     Mtu(u16),
@@ -191,6 +192,9 @@ impl Handler for Device {
         let logs = log.is_some();
         self.log = log;
         self.note(Event::Log(logs))
+    }
+    fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
+        self.note(Event::LogRing(ring, log))
     }
     fn set_log_event(&mut self, _event: OwnedFd) -> Result<(), HandlerError> {
         self.note(Event::LogFd)
