@@ -7,6 +7,7 @@
 //! qemu-system-x86_64    starts the QEMU in root/
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
+//! vfio-blk              our own driver, for use inside a guest
 //! ```
 
 mod cpio;
@@ -18,10 +19,11 @@ use std::{
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
+    process::Command,
     time::Instant,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use debian::Debian;
 
 /// Where it all lies.
@@ -32,8 +34,13 @@ pub(crate) fn folder() -> PathBuf {
 /// Changes whenever what is made changes: what an older checkout made is then made again.
 const RECIPE: &str = "1";
 
-/// Makes what is not there yet.
+/// Makes what is not there yet, and our own programs as their sources are now.
 pub(crate) fn make() -> Result<()> {
+    parts()?;
+    programs()
+}
+
+fn parts() -> Result<()> {
     let (folder, begun) = (folder(), Instant::now());
     let stamp = folder.join("made");
     if fs::read_to_string(&stamp).is_ok_and(|made| made == RECIPE) {
@@ -78,6 +85,24 @@ pub(crate) fn make() -> Result<()> {
     Ok(())
 }
 
+/// Our programs that run in guests: without libraries, as a guest has none.
+fn programs() -> Result<()> {
+    let build = folder().join("build");
+    // A target named in full: what runs while it is built is built as usual.
+    let target = "x86_64-unknown-linux-gnu";
+    let status = Command::new("cargo")
+        .args(["build", "--quiet", "--package", "ringfence-guest", "--target", target])
+        .env("RUSTFLAGS", "-Ctarget-feature=+crt-static")
+        .env("CARGO_TARGET_DIR", &build)
+        .env("CARGO_PROFILE_DEV_STRIP", "symbols")
+        .current_dir(crate::steps::root())
+        .status()
+        .context("cargo")?;
+    ensure!(status.success(), "our programs for guests could not be built");
+    fs::copy(build.join(target).join("debug/vfio-blk"), folder().join("vfio-blk"))?;
+    Ok(())
+}
+
 /// The program that starts QEMU with its own libraries, modules and firmware.
 fn qemu(folder: &Path, root: &Path) -> Result<()> {
     let program = folder.join("qemu-system-x86_64");
@@ -92,10 +117,8 @@ fn qemu(folder: &Path, root: &Path) -> Result<()> {
     );
     fs::write(&program, text)?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
-    let says = crate::guests::debian::output(
-        std::process::Command::new(&program).arg("--version"),
-    )
-    .context("the QEMU that was just unpacked does not start")?;
+    let says = debian::output(Command::new(&program).arg("--version"))
+        .context("the QEMU that was just unpacked does not start")?;
     println!("guests: {}", says.lines().next().unwrap_or_default());
     Ok(())
 }
