@@ -47,11 +47,13 @@ fn static_mapping(disk: &mut Disk) -> Result<()> {
         for at in 0..count {
             disk.ram().slice(out + at * size, size)?.copy_from(&pattern(size, at));
         }
-        let io = |write, base: usize| move |at: usize| Io {
-            write,
-            sector: (at * size / 512) as u64,
-            addr: STATIC + (base + at * size) as u64,
-            len: size as u32,
+        let io = |write, base: usize| {
+            move |at: usize| Io {
+                write,
+                sector: (at * size / 512) as u64,
+                addr: STATIC + (base + at * size) as u64,
+                len: size as u32,
+            }
         };
         disk.all((0..count).map(io(true, out)))?;
         disk.ram().slice(back, room)?.fill_zero();

@@ -117,9 +117,8 @@ impl Container {
     pub(crate) fn device(&self, address: &str) -> Result<Device> {
         let name = std::ffi::CString::new(address)?;
         // SAFETY: the request reads a string that ends with a zero.
-        let fd = unsafe {
-            libc::ioctl(self.group.as_raw_fd(), GROUP_GET_DEVICE_FD as _, name.as_ptr())
-        };
+        let fd =
+            unsafe { libc::ioctl(self.group.as_raw_fd(), GROUP_GET_DEVICE_FD as _, name.as_ptr()) };
         ensure!(fd >= 0, "{address}: {}", std::io::Error::last_os_error());
         // SAFETY: the kernel has just made it for us.
         let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });

@@ -108,7 +108,8 @@ impl Debian {
         output(self.apt("apt-get").args(["source", "--download-only", package]))?;
         let is_source = |file: &PathBuf| {
             let name = file.file_name().and_then(|n| n.to_str()).unwrap_or_default();
-            name.starts_with(&format!("{package}_")) && name.contains(".orig.tar.")
+            name.starts_with(&format!("{package}_"))
+                && name.contains(".orig.tar.")
                 && !name.ends_with(".asc")
         };
         let found = entries(&self.folder.join("archives"))?.into_iter().rfind(is_source);

@@ -13,13 +13,8 @@ use anyhow::{Context, Result, bail};
 use super::{cpio::Cpio, debian::entries};
 
 /// The modules that tests load. What they need comes along.
-const MODULES: &[&str] = &[
-    "virtio_blk",
-    "virtio_net",
-    "virtio-iommu",
-    "vfio-pci",
-    "vfio_iommu_type1",
-];
+const MODULES: &[&str] =
+    &["virtio_blk", "virtio_net", "virtio-iommu", "vfio-pci", "vfio_iommu_type1"];
 
 /// The first program of a guest.
 const INIT: &str = include_str!("init.sh");
@@ -132,10 +127,10 @@ mod tests {
 
     #[test]
     fn a_module_names_what_it_needs() {
-        assert_eq!(needs(b"\x7fELF\0license=GPL\0depends=net-failover,virtio\0"), [
-            "net_failover",
-            "virtio"
-        ]);
+        assert_eq!(
+            needs(b"\x7fELF\0license=GPL\0depends=net-failover,virtio\0"),
+            ["net_failover", "virtio"]
+        );
         assert_eq!(needs(b"depends=\0"), Vec::<String>::new());
         assert_eq!(needs(b"\x7fELF"), Vec::<String>::new());
     }

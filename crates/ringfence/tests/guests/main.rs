@@ -11,3 +11,8 @@ mod proxy;
 mod qemu;
 
 mod blk;
+mod crash;
+mod net;
+mod uml;
+mod vfio;
+mod wire;

@@ -171,8 +171,7 @@ fn receive(from: &UnixStream, way: Way) -> io::Result<(Message, Vec<OwnedFd>)> {
     let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
     let mut payload = vec![0; word(8) as usize];
     fill(from, &mut payload, &mut descriptors)?;
-    let message =
-        Message { at: Instant::now(), way, request: word(0), flags: word(4), payload };
+    let message = Message { at: Instant::now(), way, request: word(0), flags: word(4), payload };
     Ok((message, descriptors))
 }
 

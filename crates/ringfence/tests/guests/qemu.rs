@@ -126,7 +126,10 @@ impl Qemu {
         // It comes back after a crash of the back end.
         self.add("-chardev", format!("socket,id=c{n},path={},reconnect=1", socket.display()));
         let own = self.own();
-        self.add("-device", format!("vhost-user-blk-pci,chardev=c{n},num-queues={queues},{own}{more}"));
+        self.add(
+            "-device",
+            format!("vhost-user-blk-pci,chardev=c{n},num-queues={queues},{own}{more}"),
+        );
         self
     }
 
@@ -150,6 +153,18 @@ impl Qemu {
         self.add(
             "-device",
             format!("virtio-net-pci,netdev=n{n},mac=52:54:00:00:00:0{n},{mq}romfile=,vectors=0,{own}{more}"),
+        );
+        self
+    }
+
+    /// A network device of QEMU's own; all of a machine are in one network.
+    pub(crate) fn own_net(mut self) -> Qemu {
+        let n = self.port();
+        self.add("-netdev", format!("hubport,id=n{n},hubid=0"));
+        let own = self.own();
+        self.add(
+            "-device",
+            format!("virtio-net-pci,netdev=n{n},mac=52:54:00:00:00:0{n},romfile=,{own}"),
         );
         self
     }
