@@ -6,5 +6,6 @@ pub mod disk;
 pub mod event;
 pub mod iommu;
 pub mod ram;
+pub mod tally;
 pub mod translation;
 pub mod worker;

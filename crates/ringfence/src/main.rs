@@ -6,6 +6,7 @@ mod compare;
 mod list;
 mod output;
 mod replay;
+mod serve;
 
 use std::process::ExitCode;
 
@@ -38,7 +39,10 @@ fn main() -> ExitCode {
         Command::Compare(arguments) => compare::run(arguments),
         Command::Replay(arguments) => replay::run(arguments),
         Command::Bench(bench) => bench::run(bench),
-        Command::Device => ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS),
+        Command::Device => {
+            serve::begin_quiet_log();
+            ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS)
+        }
     };
     ended.unwrap_or_else(|error| {
         eprintln!("error: {}", explain(&error));

@@ -175,7 +175,7 @@ impl Handler for BlkBackend {
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
         if !memory.is_sealed() {
-            eprintln!("{}: the memory's file can be truncated under us", self.options.id);
+            tracing::warn!("{}: the memory's file can be truncated under us", self.options.id);
         }
         for ring in 0..self.workers.len() as u16 {
             let new = Arc::clone(&memory);

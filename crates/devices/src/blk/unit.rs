@@ -49,7 +49,7 @@ impl Served {
 
     /// This queue stops; all else goes on.
     fn fail(&mut self, device: &str, error: QueueError) {
-        eprintln!("{device}: queue {} stopped: {error}", self.index);
+        tracing::warn!("{device}: queue {} stopped: {error}", self.index);
         if let Some(err) = &self.err {
             event::signal(err);
         }
