@@ -6,10 +6,13 @@ use std::{
 };
 
 use ringfence_mem::{Access, AccessError, Translate};
+use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
     ChainFault, Desc, RingError, cut,
     device::{self, Burst, Taken},
 };
+
+use tracing::error;
 
 use super::{
     pieces::Lasting,
@@ -195,7 +198,7 @@ impl NetRing {
     #[cold]
     pub(super) fn fail(&mut self, why: impl std::fmt::Display) {
         if !std::mem::replace(&mut self.failed, true) {
-            eprintln!("{}: queue {} stopped: {why}", self.name, self.index);
+            error!("{}: queue {} stopped: {why}", self.name, self.index);
             self.counters.stopped();
             if let Some(err) = &self.err {
                 event::signal(err);
@@ -341,6 +344,13 @@ impl NetRing {
     /// What the driver kicks with.
     pub(super) fn kick(&self) -> Option<BorrowedFd<'_>> {
         self.kick.as_ref().filter(|_| !self.failed).map(AsFd::as_fd)
+    }
+
+    /// The ring lies elsewhere from now on, and is looked for there.
+    pub(super) fn relocate(&mut self, addresses: RingAddresses) {
+        let RingAddresses { desc, avail, used, .. } = addresses;
+        self.queue.relocate(desc, avail, used);
+        self.away_until = None;
     }
 
     /// Translates the ring's addresses anew.

@@ -10,22 +10,41 @@ use std::{
 
 use ringfence_iotlb::{Counters, Endpoint, View};
 use ringfence_mem::{Memory, Physical, UserAddresses};
+use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{RingError, device};
 
 use super::{
     lane::{Lane, Place, Terms, discard, forward},
     ring::{Events, NetRing},
     stats::{Lost, QueueCounters},
+    wire::feature,
 };
 use crate::{bus::Bus, event, worker::Unit};
 
 /// Where packets go that a driver sends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Way {
     /// Back to the driver, on the same pair of queues.
     Loopback,
     /// To the driver of the other of two devices.
     Peer,
+}
+
+impl Way {
+    /// How many devices there are.
+    pub fn ends(&self) -> usize {
+        match self {
+            Way::Loopback => 1,
+            Way::Peer => 2,
+        }
+    }
+
+    /// What a sender may leave to be done: what a receiver can be left to do.
+    pub(super) fn offloads(&self) -> u64 {
+        match self {
+            Way::Loopback | Way::Peer => feature::HOST_OFFLOADS | feature::GUEST_OFFLOADS,
+        }
+    }
 }
 
 /// What a ring is started with.
@@ -98,11 +117,11 @@ impl NetUnit {
             lanes: (0..pairs).map(|_| Lane::default()).collect(),
             ..End::default()
         };
-        let count = if way == Way::Peer { 2 } else { 1 };
-        Ok(NetUnit { ends: (0..count).map(|_| end()).collect(), way, wake })
+        Ok(NetUnit { ends: (0..way.ends()).map(|_| end()).collect(), way, wake })
     }
 
-    /// Starts a ring; the first of a driver says how its memory is reached.
+    /// Starts a ring; the first of a driver says how its memory is reached, and gives the counters of
+    /// the view, if one was made.
     ///
     /// # Errors
     /// What is wrong with the ring, or that there are too many workers for one IOMMU.
@@ -112,10 +131,11 @@ impl NetUnit {
         ring: u16,
         start: Start,
         connected: Connected,
-    ) -> Result<(), String> {
+    ) -> Result<Option<Arc<Counters>>, String> {
         self.stop(at, ring);
         let end = &mut self.ends[at];
         let Connected { memory, endpoint, terms, patience_ns } = connected;
+        let mut counted = None;
         let bus = match &mut end.bus {
             Some(bus) => bus,
             none => none.insert(match endpoint {
@@ -125,21 +145,47 @@ impl NetUnit {
                         .ok_or("too many workers for one IOMMU")?;
                     let wake = Arc::clone(&self.wake);
                     view.wake_with(Box::new(move || wake.wake()));
+                    counted = Some(view.counters());
                     Bus::Iommu(Box::new(view))
                 }
             }),
         };
         (end.terms, end.patience_ns) = (terms, patience_ns);
         let Start { config, events, enabled, counters, name } = start;
+        // Behind an IOMMU a ring may be where nobody has said yet (rule D22).
         let queue = match bus {
-            Bus::Iommu(view) => device::Queue::new(config, &**view),
+            Bus::Iommu(_) => device::Queue::postponed(config),
             Bus::Physical(_) => device::Queue::new(config, &UserAddresses::new(memory)),
         };
         let queue = queue.map_err(|error: RingError| error.to_string())?;
         let mut net = NetRing::new(ring, queue, events, counters, name);
         net.enabled = enabled;
         *self.slot(at, ring) = Some(Box::new(net));
-        Ok(())
+        Ok(counted)
+    }
+
+    /// Lets a ring work, or not.
+    pub(super) fn enable(&mut self, at: usize, ring: u16, enabled: bool) {
+        if let Some(ring) = self.ring(at, ring) {
+            ring.enabled = enabled;
+        }
+    }
+
+    /// A running ring lies elsewhere from now on.
+    pub(super) fn relocate(
+        &mut self,
+        at: usize,
+        ring: u16,
+        addresses: RingAddresses,
+        memory: &Arc<Memory>,
+    ) {
+        let plain = matches!(self.ends[at].bus, Some(Bus::Physical(_)));
+        if let Some(ring) = self.ring(at, ring) {
+            ring.relocate(addresses);
+            if plain {
+                ring.move_to(&UserAddresses::new(Arc::clone(memory)));
+            }
+        }
     }
 
     fn slot(&mut self, at: usize, ring: u16) -> &mut Option<Box<NetRing>> {
@@ -181,13 +227,6 @@ impl NetUnit {
         end.bus = None;
     }
 
-    /// What the view of a device's memory counts; `None` without an IOMMU.
-    pub(super) fn iotlb(&self, at: usize) -> Option<Arc<Counters>> {
-        match &self.ends[at].bus {
-            Some(Bus::Iommu(view)) => Some(view.counters()),
-            _ => None,
-        }
-    }
 }
 
 impl End {
@@ -211,14 +250,12 @@ impl End {
 
 /// One round of a transmit ring.
 fn round(
-    pair: usize,
     lane: &mut Lane,
     from: (&mut NetRing, &Bus, Terms),
     to: Option<(&mut NetRing, &Bus, Terms)>,
     now_ns: u64,
     patience_ns: u64,
 ) -> bool {
-    let _ = pair;
     let (ring, bus, terms) = from;
     let why = match (&to, ring.enabled) {
         _ if ring.has_failed() => return false,
@@ -263,7 +300,7 @@ fn loopback(end: &mut End, now_ns: u64) -> bool {
         let Some(from) = transmit.as_deref_mut() else { continue };
         let to = receive[pair].as_deref_mut().filter(|ring| ring.enabled && !ring.has_failed());
         let to = to.map(|ring| (ring, &*bus, *terms));
-        busy |= round(pair, lane, (from, bus, *terms), to, now_ns, *patience_ns);
+        busy |= round(lane, (from, bus, *terms), to, now_ns, *patience_ns);
     }
     busy
 }
@@ -278,7 +315,7 @@ fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
         let (target_bus, target_terms) = (to.bus.take(), to.terms);
         let target = to.receiver(pair).zip(target_bus.as_ref());
         let target = target.map(|(ring, bus)| (ring, bus, target_terms));
-        busy |= round(pair, lane, (ring, bus, *terms), target, now_ns, *patience_ns);
+        busy |= round(lane, (ring, bus, *terms), target, now_ns, *patience_ns);
         to.bus = target_bus;
     }
     busy
@@ -286,7 +323,7 @@ fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
 
 impl Unit for NetUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
-        match (self.way, &mut self.ends[..]) {
+        match (&self.way, &mut self.ends[..]) {
             (Way::Peer, [a, b]) => across(a, b, now_ns) | across(b, a, now_ns),
             (_, ends) => ends.iter_mut().fold(false, |busy, end| loopback(end, now_ns) | busy),
         }
@@ -311,12 +348,19 @@ impl Unit for NetUnit {
         fence(Ordering::SeqCst);
         let mut more = false;
         let mut starved = false;
-        for end in &mut self.ends {
+        let answers = self.ends.iter().map(|end| end.bus.as_ref().map_or(0, Bus::answers));
+        let answers: [u64; 2] = {
+            let mut each = answers.cycle();
+            std::array::from_fn(|_| each.next().unwrap_or(0))
+        };
+        for (at, end) in self.ends.iter_mut().enumerate() {
+            let answers = (answers[at], answers[1 - at]);
             for (transmit, lane) in end.transmit.iter_mut().zip(&end.lanes) {
                 if lane.is_starved() {
                     starved = true;
                 } else if let Some(ring) = transmit {
-                    more |= if lane.is_stalled() { lane.may_go_on() } else { ring.arm() };
+                    let changed = || lane.may_go_on(answers);
+                    more |= if lane.is_stalled() { changed() } else { ring.arm() };
                 }
             }
         }
