@@ -34,6 +34,27 @@ pub struct IotlbTotals {
     pub timeouts: u64,
 }
 
+impl std::ops::Add for IotlbTotals {
+    type Output = IotlbTotals;
+
+    fn add(self, more: IotlbTotals) -> IotlbTotals {
+        IotlbTotals {
+            entries: self.entries + more.entries,
+            open: self.open + more.open,
+            hits: self.hits + more.hits,
+            walks: self.walks + more.walks,
+            faults: self.faults + more.faults,
+            misses: self.misses + more.misses,
+            asked_again: self.asked_again + more.asked_again,
+            updates: self.updates + more.updates,
+            invalidations: self.invalidations + more.invalidations,
+            evictions: self.evictions + more.evictions,
+            refusals: self.refusals + more.refusals,
+            timeouts: self.timeouts + more.timeouts,
+        }
+    }
+}
+
 /// Sums what the IOTLBs of a device count, one a connection. Shared by the device's back ends, one
 /// after the other, and whoever shows the figures.
 #[derive(Default)]

@@ -16,7 +16,7 @@ use super::{
 };
 
 /// How many packets are moved before others have their turn.
-const BURST: usize = 64;
+pub(super) const BURST: usize = 64;
 /// How many are looked up before the first is copied.
 const CHUNK: usize = 32;
 /// How many are asked for together once a translation is missing.
@@ -62,7 +62,7 @@ struct Stall {
 }
 
 /// What became of a packet.
-enum Step {
+pub(super) enum Step {
     Moved { bytes: u64 },
     Lost(Lost),
     /// A translation is missing.
@@ -77,23 +77,32 @@ pub(super) struct Lane {
     stall: Option<Stall>,
     /// Since when the receiver has had no buffers.
     starved_ns: Option<u64>,
-    source: Vec<HostSlice<'static>>,
-    target: Vec<HostSlice<'static>>,
+    /// For so long that packets are dropped.
+    hopeless: bool,
+    pub(super) source: Vec<HostSlice<'static>>,
+    pub(super) target: Vec<HostSlice<'static>>,
 }
 
 /// What was moved in a round.
 #[derive(Default)]
-struct Moved {
-    packets: u64,
-    bytes: u64,
-    lost: u64,
+pub(super) struct Moved {
+    pub(super) packets: u64,
+    pub(super) bytes: u64,
+    /// Also buffers.
+    pub(super) lost: u64,
 }
 
 impl Lane {
     /// When there is something to do though nobody says so.
     pub(super) fn next_due(&self) -> Option<u64> {
         let starved = self.starved_ns.map(|since| since.saturating_add(GRACE_NS));
+        let starved = starved.filter(|_| !self.hopeless);
         self.stall.map(|stall| stall.retry_at).into_iter().chain(starved).min()
+    }
+
+    /// When it looks again for the translation that it waits for.
+    pub(super) fn next_retry(&self) -> Option<u64> {
+        self.stall.map(|stall| stall.retry_at)
     }
 
     /// Whether it waits for buffers of the receiver.
@@ -113,24 +122,46 @@ impl Lane {
 
     /// Whether nothing has changed for what it waits for.
     #[inline]
-    fn sleeps(&self, answers: (u64, u64), now_ns: u64) -> bool {
+    pub(super) fn sleeps(&self, answers: (u64, u64), now_ns: u64) -> bool {
         self.stall.is_some_and(|stall| stall.answers == answers && now_ns < stall.retry_at)
     }
 
-    fn wait(&mut self, answers: (u64, u64), now_ns: u64) {
+    pub(super) fn wait(&mut self, answers: (u64, u64), now_ns: u64) {
         let since_ns = self.stall.map_or(now_ns, |stall| stall.since_ns);
         let retry_at = now_ns.saturating_add(RETRY_NS);
         self.stall = Some(Stall { since_ns, retry_at, answers });
     }
 
-    fn is_over(&self, now_ns: u64, patience_ns: u64) -> bool {
+    pub(super) fn is_over(&self, now_ns: u64, patience_ns: u64) -> bool {
         self.stall.is_some_and(|stall| now_ns.saturating_sub(stall.since_ns) >= patience_ns)
     }
 
-    /// Whether the receiver has been without buffers for too long.
-    fn is_hopeless(&mut self, now_ns: u64) -> bool {
+    /// It need not wait for a translation any more.
+    #[inline]
+    pub(super) fn go_on(&mut self) {
+        self.stall = None;
+    }
+
+    /// The receiver has no buffers.
+    pub(super) fn starve(&mut self, now_ns: u64) {
+        self.starved_ns.get_or_insert(now_ns);
+    }
+
+    /// The receiver has buffers again.
+    #[inline]
+    pub(super) fn fed(&mut self) {
+        self.starved_ns = None;
+    }
+
+    /// Whether packets are dropped, as the receiver has been without buffers for too long.
+    pub(super) fn is_hopeless(&self) -> bool {
+        self.hopeless
+    }
+
+    fn loses_hope(&mut self, now_ns: u64) -> bool {
         let since = *self.starved_ns.get_or_insert(now_ns);
-        now_ns.saturating_sub(since) >= GRACE_NS
+        self.hopeless |= now_ns.saturating_sub(since) >= GRACE_NS;
+        self.hopeless
     }
 }
 
@@ -163,14 +194,14 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
             return false;
         }
         _ => {
-            lane.stall = None;
+            lane.go_on();
             return discard(src.ring, src.bus, Lost::NoReceiver, now_ns);
         }
     }
     let mut moved = Moved::default();
     if over {
         moved.lost += give_up(src) + give_up(dst);
-        lane.stall = None;
+        lane.go_on();
     }
     let waits = match run(lane, src, dst, now_ns, &mut moved) {
         Ok(waits) => waits,
@@ -184,7 +215,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         }
     };
     if moved.packets > 0 || !waits {
-        lane.stall = None;
+        lane.go_on();
     }
     if waits {
         // All that is knowable is asked for at once.
@@ -224,18 +255,18 @@ fn run<S: Lasting, D: Lasting>(
     let whole = dst.ring.take(dst.bus, BURST).map_err(|error| (Side::Target, error))?;
     while src.ring.held() > 0 && moved.packets + moved.lost < BURST as u64 {
         if quick(src, dst, moved) > 0 {
-            lane.starved_ns = None;
+            lane.fed();
             continue;
         }
         match single(lane, src, dst, moved).map_err(|error| (Side::Target, error))? {
             Step::Moved { bytes } => {
-                lane.starved_ns = None;
+                lane.fed();
                 moved.packets += 1;
                 moved.bytes += bytes;
             }
             Step::Missing => return Ok(true),
             Step::Full if !whole => return Ok(true),
-            Step::Full if lane.is_hopeless(now_ns) => {
+            Step::Full if lane.loses_hope(now_ns) => {
                 src.ring.lose(Lost::NoRoom);
                 moved.lost += 1;
             }
@@ -365,7 +396,7 @@ fn unreachable(error: AccessError) -> Step {
 ///
 /// # Errors
 /// The receiver broke the rules.
-fn receive<D: Lasting>(
+pub(super) fn receive<D: Lasting>(
     store: &mut Vec<HostSlice<'static>>,
     dst: &mut Place<'_, D>,
     header: Header,
@@ -512,7 +543,7 @@ fn ask_ahead<S: Lasting, D: Lasting>(src: &Place<'_, S>, dst: &Place<'_, D>) {
 
 /// Gives up on all that has waited for its translation in vain. Returns how many.
 #[cold]
-fn give_up<B: Lasting>(place: &mut Place<'_, B>) -> u64 {
+pub(super) fn give_up<B: Lasting>(place: &mut Place<'_, B>) -> u64 {
     let mut count = 0;
     for at in (0..place.ring.held()).rev() {
         if !place.ring.prefetch(place.bus, at, MAX_PACKET as u64) {

@@ -6,12 +6,15 @@
 
 mod backend;
 mod lane;
+mod outlet;
 mod pieces;
 mod ring;
 mod stats;
+mod tap;
 mod unit;
 pub mod wire;
 
 pub use backend::{Net, NetBackend, NetOptions};
 pub use stats::{Lost, QueueCounters};
+pub use tap::{Tap, TapError};
 pub use unit::{NetUnit, Way};

@@ -156,10 +156,6 @@ impl NetRing {
         ring
     }
 
-    pub(super) fn index(&self) -> u16 {
-        self.index
-    }
-
     pub(super) fn set_call(&mut self, call: Option<Arc<OwnedFd>>) {
         self.call = call;
     }
@@ -276,7 +272,7 @@ impl NetRing {
     pub(super) fn give_back_all(&mut self, lens: impl ExactSizeIterator<Item = u32>) {
         let (count, first, slots) = (lens.len(), self.first, &self.slots);
         debug_assert!(count <= self.held);
-        let head = |at| slots[(first + at) % DEPTH].head;
+        let head = |at: usize| slots[(first + at) % DEPTH].head;
         self.queue.push_used_burst(lens.enumerate().map(|(at, len)| (head(at), len)));
         self.forget(count);
     }

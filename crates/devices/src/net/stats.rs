@@ -40,6 +40,22 @@ impl Lost {
     ];
 }
 
+impl Lost {
+    /// What it means, in a few words.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Lost::Malformed => "no packet, or no buffer",
+            Lost::TooLong => "longer than the receiver's buffers",
+            Lost::NoRoom => "the receiver had no buffers",
+            Lost::NoReceiver => "nobody receives",
+            Lost::Unreachable => "memory that cannot be reached",
+            Lost::Unanswered => "a translation that did not come",
+            Lost::Offload => "work left that the receiver cannot do",
+            Lost::Disabled => "the queue is disabled",
+        }
+    }
+}
+
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -10,12 +10,7 @@ use std::{
 };
 
 use ringfence_mem::HostSlice;
-use zerocopy::IntoBytes;
-
-use super::{
-    lane::Terms,
-    wire::{Header, feature},
-};
+use super::{lane::Terms, wire::feature};
 
 /// What TUNSETOFFLOAD takes.
 mod offload {
@@ -205,11 +200,6 @@ impl Tap {
 
 /// The most pieces that one packet is sent in.
 pub(super) const MAX_PIECES: usize = 1000;
-
-/// A header as the kernel wants it.
-pub(super) fn header_bytes(header: &Header, terms: Terms) -> &[u8] {
-    &header.as_bytes()[..terms.header()]
-}
 
 fn device() -> Result<OwnedFd, TapError> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;

@@ -15,8 +15,10 @@ use ringfence_virtq::{RingError, device};
 
 use super::{
     lane::{Lane, Place, Terms, discard, forward},
+    outlet::Outlet,
     ring::{Events, NetRing},
     stats::{Lost, QueueCounters},
+    tap::Tap,
     wire::feature,
 };
 use crate::{bus::Bus, event, worker::Unit};
@@ -28,13 +30,15 @@ pub enum Way {
     Loopback,
     /// To the driver of the other of two devices.
     Peer,
+    /// To a tap device, from which come those that the driver receives.
+    Tap(Arc<Tap>),
 }
 
 impl Way {
     /// How many devices there are.
     pub fn ends(&self) -> usize {
         match self {
-            Way::Loopback => 1,
+            Way::Loopback | Way::Tap(_) => 1,
             Way::Peer => 2,
         }
     }
@@ -43,6 +47,7 @@ impl Way {
     pub(super) fn offloads(&self) -> u64 {
         match self {
             Way::Loopback | Way::Peer => feature::HOST_OFFLOADS | feature::GUEST_OFFLOADS,
+            Way::Tap(tap) => tap.offloads(),
         }
     }
 }
@@ -84,6 +89,8 @@ struct End {
 pub struct NetUnit {
     ends: Vec<End>,
     way: Way,
+    /// By pair, if they lead to a tap.
+    outlets: Vec<Outlet>,
     wake: Arc<Wake>,
 }
 
@@ -117,7 +124,14 @@ impl NetUnit {
             lanes: (0..pairs).map(|_| Lane::default()).collect(),
             ..End::default()
         };
-        Ok(NetUnit { ends: (0..way.ends()).map(|_| end()).collect(), way, wake })
+        let outlets = match &way {
+            Way::Tap(tap) => {
+                (0..usize::from(pairs)).map(|pair| Outlet::new(tap, pair)).collect::<Result<_, _>>()
+            }
+            _ => Ok(Vec::new()),
+        };
+        let ends = (0..way.ends()).map(|_| end()).collect();
+        Ok(NetUnit { ends, way, outlets: outlets?, wake })
     }
 
     /// Starts a ring; the first of a driver says how its memory is reached, and gives the counters of
@@ -151,6 +165,9 @@ impl NetUnit {
             }),
         };
         (end.terms, end.patience_ns) = (terms, patience_ns);
+        if let Way::Tap(tap) = &self.way {
+            tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
+        }
         let Start { config, events, enabled, counters, name } = start;
         // Behind an IOMMU a ring may be where nobody has said yet (rule D22).
         let queue = match bus {
@@ -161,13 +178,24 @@ impl NetUnit {
         let mut net = NetRing::new(ring, queue, events, counters, name);
         net.enabled = enabled;
         *self.slot(at, ring) = Some(Box::new(net));
+        self.open_outlet(ring, enabled);
         Ok(counted)
+    }
+
+    /// The tap is to give a pair packets, or not.
+    fn open_outlet(&mut self, ring: u16, open: bool) {
+        if ring.is_multiple_of(2)
+            && let Some(outlet) = self.outlets.get_mut(usize::from(ring / 2))
+        {
+            outlet.set_open(open);
+        }
     }
 
     /// Lets a ring work, or not.
     pub(super) fn enable(&mut self, at: usize, ring: u16, enabled: bool) {
-        if let Some(ring) = self.ring(at, ring) {
-            ring.enabled = enabled;
+        if let Some(found) = self.ring(at, ring) {
+            found.enabled = enabled;
+            self.open_outlet(ring, enabled);
         }
     }
 
@@ -201,6 +229,7 @@ impl NetUnit {
     /// Stops a ring, for good; returns the next available index.
     pub(super) fn stop(&mut self, at: usize, ring: u16) -> Option<u32> {
         let stopped = self.slot(at, ring).take()?;
+        self.open_outlet(ring, false);
         let end = &mut self.ends[at];
         end.lanes[usize::from(ring / 2)] = Lane::default();
         Some(stopped.stop(end.bus.as_ref()?))
@@ -221,6 +250,7 @@ impl NetUnit {
 
     /// The driver is gone.
     pub(super) fn forget(&mut self, at: usize) {
+        self.outlets.iter_mut().for_each(|outlet| outlet.set_open(false));
         let end = &mut self.ends[at];
         end.receive.iter_mut().chain(&mut end.transmit).for_each(|ring| *ring = None);
         end.lanes.iter_mut().for_each(|lane| *lane = Lane::default());
@@ -321,10 +351,48 @@ fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
     busy
 }
 
+fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+        return false;
+    };
+    let (terms, patience_ns) = (*terms, *patience_ns);
+    let mut busy = false;
+    for (pair, outlet) in outlets.iter_mut().enumerate() {
+        if let Some(ring) = transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
+            let lane = &mut lanes[pair];
+            busy |= match (&*bus, ring.enabled) {
+                (Bus::Iommu(view), false) => discard(ring, &**view, Lost::Disabled, now_ns),
+                (Bus::Physical(bus), false) => discard(ring, bus, Lost::Disabled, now_ns),
+                (Bus::Iommu(view), true) => {
+                    let mut src = Place { ring, bus: &**view, terms };
+                    outlet.send(lane, &mut src, now_ns, patience_ns)
+                }
+                (Bus::Physical(bus), true) => {
+                    outlet.send(lane, &mut Place { ring, bus, terms }, now_ns, patience_ns)
+                }
+            };
+        }
+        let takes = |ring: &&mut NetRing| ring.enabled && !ring.has_failed();
+        if let Some(ring) = receive[pair].as_deref_mut().filter(takes) {
+            busy |= match &*bus {
+                Bus::Iommu(view) => {
+                    let mut dst = Place { ring, bus: &**view, terms };
+                    outlet.take_in(&mut dst, now_ns, patience_ns)
+                }
+                Bus::Physical(bus) => {
+                    outlet.take_in(&mut Place { ring, bus, terms }, now_ns, patience_ns)
+                }
+            };
+        }
+    }
+    busy
+}
+
 impl Unit for NetUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         match (&self.way, &mut self.ends[..]) {
             (Way::Peer, [a, b]) => across(a, b, now_ns) | across(b, a, now_ns),
+            (Way::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
             (_, ends) => ends.iter_mut().fold(false, |busy, end| loopback(end, now_ns) | busy),
         }
     }
@@ -339,7 +407,8 @@ impl Unit for NetUnit {
             let rings = end.receive.iter().chain(&end.transmit).flatten();
             rings.filter_map(|ring| ring.next_look()).min()
         };
-        self.ends.iter().flat_map(|end| [lane(end), ring(end)]).flatten().min()
+        let inward = self.outlets.iter().filter_map(|outlet| outlet.inward.next_retry());
+        self.ends.iter().flat_map(|end| [lane(end), ring(end)]).flatten().chain(inward).min()
     }
 
     fn arm(&mut self) -> bool {
@@ -356,13 +425,20 @@ impl Unit for NetUnit {
         for (at, end) in self.ends.iter_mut().enumerate() {
             let answers = (answers[at], answers[1 - at]);
             for (transmit, lane) in end.transmit.iter_mut().zip(&end.lanes) {
-                if lane.is_starved() {
-                    starved = true;
-                } else if let Some(ring) = transmit {
-                    let changed = || lane.may_go_on(answers);
-                    more |= if lane.is_stalled() { changed() } else { ring.arm() };
+                starved |= lane.is_starved();
+                if let Some(ring) = transmit {
+                    // Packets that would only wait are no reason to stay awake.
+                    more |= match (lane.is_stalled(), lane.is_starved() && !lane.is_hopeless()) {
+                        (true, _) => lane.may_go_on(answers),
+                        (false, true) => false,
+                        (false, false) => ring.arm(),
+                    };
                 }
             }
+        }
+        for outlet in &self.outlets {
+            starved |= outlet.inward.is_starved();
+            more |= outlet.is_due() || outlet.inward.may_go_on((answers[0], answers[0]));
         }
         if starved {
             // Who waits for buffers sleeps until there are some.
@@ -382,6 +458,7 @@ impl Unit for NetUnit {
 
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
         into.push(self.wake.event.as_fd());
+        into.extend(self.outlets.iter().filter_map(Outlet::waker));
         let rings = |end: &'a End| end.receive.iter().chain(&end.transmit).flatten();
         into.extend(self.ends.iter().flat_map(rings).filter_map(|ring| ring.kick()));
     }
