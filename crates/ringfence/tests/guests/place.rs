@@ -3,6 +3,7 @@
 use std::{
     fs::File,
     io::{Read, Seek, SeekFrom, Write},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Mutex, MutexGuard},
@@ -49,17 +50,20 @@ impl Place {
         let log = self.path(&format!("{socket}.log"));
         // One that was killed has left its socket behind: what is waited for is the new one.
         let _ = std::fs::remove_file(&path);
+        let figures = self.path(&format!("{socket}.figures"));
         let written = File::options().create(true).append(true).open(&log).unwrap();
         let child = Command::new(env!("CARGO_BIN_EXE_ringfence"))
             .args(arguments)
             .arg("--socket")
             .arg(&path)
+            .arg("--metrics")
+            .arg(format!("unix:{}", figures.display()))
             .stdin(Stdio::null())
             .stdout(written.try_clone().unwrap())
             .stderr(written)
             .spawn()
             .unwrap();
-        let mut service = Service { child, socket: path, log };
+        let mut service = Service { child, socket: path, log, figures };
         let begun = Instant::now();
         while !service.socket.exists() {
             assert!(service.child.try_wait().unwrap().is_none(), "{}", service.log());
@@ -86,12 +90,41 @@ pub(crate) struct Service {
     child: Child,
     pub(crate) socket: PathBuf,
     log: PathBuf,
+    figures: PathBuf,
 }
 
 impl Service {
     /// What it has said so far.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Its figures as it serves them.
+    pub(crate) fn figures(&self) -> String {
+        let ask = || -> std::io::Result<String> {
+            let mut socket = UnixStream::connect(&self.figures)?;
+            socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+            socket.write_all(b"GET /metrics HTTP/1.1\r\nConnection: close\r\n\r\n")?;
+            let mut page = String::new();
+            socket.read_to_string(&mut page)?;
+            Ok(page)
+        };
+        ask().unwrap_or_else(|error| format!("no figures: {error}"))
+    }
+
+    /// The sum of a figure over its labels.
+    pub(crate) fn figure(&self, name: &str) -> f64 {
+        let page = self.figures();
+        let values = page.lines().filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let value = rest.strip_prefix(' ').or_else(|| {
+                rest.starts_with('{').then(|| rest.rsplit_once(' ').map(|(_, value)| value))?
+            })?;
+            value.parse::<f64>().ok()
+        });
+        let values: Vec<f64> = values.collect();
+        assert!(!values.is_empty(), "no figure {name} in\n{page}");
+        values.iter().sum()
     }
 
     pub(crate) fn is_running(&mut self) -> bool {
@@ -116,10 +149,15 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
+        let figures = if thread::panicking() { self.figures() } else { String::new() };
         let _ = self.child.kill();
         let _ = self.child.wait();
         if thread::panicking() {
-            eprintln!("--- back end at {}\n{}", self.socket.display(), tail(&self.log(), 60));
+            eprintln!(
+                "--- back end at {}\n{}\n{figures}",
+                self.socket.display(),
+                tail(&self.log(), 60)
+            );
         }
     }
 }
