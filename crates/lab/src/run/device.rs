@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use parking_lot::Mutex;
 use ringfence_devices::{
     blk::{BlkBackend, BlkOptions},
-    disk::{Disk, Pace, Pacer, Ram},
+    disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
     worker::{Notify, Worker},
 };
@@ -76,7 +76,7 @@ pub(crate) struct Report {
 /// The disk that a descriptor stands for.
 pub(crate) fn open_disk(kind: DiskKind, file: OwnedFd, len: u64) -> Result<Disk> {
     Ok(match kind {
-        DiskKind::File => Disk::File { file: Arc::new(file), len },
+        DiskKind::File => Disk::File(Arc::new(Image::new(file, len))),
         DiskKind::Ram => Disk::Ram(Arc::new(Ram::map(file.as_fd(), len)?)),
         DiskKind::Paced => {
             let ram = Arc::new(Ram::map(file.as_fd(), len)?);
