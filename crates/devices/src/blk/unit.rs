@@ -111,7 +111,7 @@ impl BlkUnit {
 
     /// Stops a queue, for good, once all that it has under way is answered; returns the next
     /// available index.
-    pub fn stop(&mut self, index: u16) -> Option<u16> {
+    pub fn stop(&mut self, index: u16) -> Option<u32> {
         let at = self.queues.iter().position(|served| served.index == index)?;
         let mut served = self.queues.swap_remove(at);
         if served.failed.is_none()

@@ -89,7 +89,7 @@ impl IommuUnit {
     }
 
     /// Stops a ring; returns the next available index.
-    pub fn stop(&mut self, ring: u16) -> Option<u16> {
+    pub fn stop(&mut self, ring: u16) -> Option<u32> {
         if ring == REQUESTS {
             let mut stopped = self.requests.take()?;
             self.past = self.counters_with(&stopped.queue);
