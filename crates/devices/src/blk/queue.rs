@@ -4,20 +4,29 @@
 //! request, and all that the request will need is asked for at once. It goes on when there was an
 //! answer, and fails when its patience is over.
 
+mod parked;
+mod ring;
+mod stop;
+mod store;
+mod wait;
+
 use std::{
-    ops::AddAssign,
+    ops::{AddAssign, SubAssign},
     os::fd::{BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
+    sync::Arc,
 };
 
-use ringfence_mem::{Access, AccessError, Memory, Translate};
-use ringfence_virtq::{Chain, ChainFault, RingError, device};
+use ringfence_mem::{AccessError, Memory, Translate};
+use ringfence_virtq::{Chain, RingError, device};
 
-use super::{
-    parked::{Look, Parked, Ready},
-    request::{self, Action, Limits, Missing, Stop},
+use self::{
+    parked::{Look, Parked},
+    ring::Away,
     store::{Handed, Store, Transfer},
+    wait::Wait,
+};
+use super::{
+    request::{self, Action, Limits, Stop},
     wire::Status,
 };
 use crate::{bus::Bus, disk::Disk, event};
@@ -27,15 +36,6 @@ use crate::{bus::Bus, disk::Disk, event};
 const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
-/// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
-/// most.
-const AWAY_NS: (u64, u64) = (500_000, 16_000_000);
-/// How many pages of a request are asked for in one go.
-const ASK_PAGES: u64 = 512;
-/// How many chains behind one that cannot be taken yet are looked at.
-const AHEAD: u16 = 64;
-/// How often a queue says that requests gave up waiting.
-const SAY_NS: u64 = 1_000_000_000;
 
 /// Why a queue stopped.
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +49,9 @@ pub enum QueueError {
     /// io_uring cannot be used.
     #[error("io_uring: {0}")]
     Io(#[from] std::io::Error),
+    /// More workers than the IOMMU has places for.
+    #[error("too many workers for one IOMMU")]
+    Readers,
     /// The disk does not answer.
     #[error("the disk has not answered {0} requests in time")]
     Stuck(u32),
@@ -82,12 +85,23 @@ impl AddAssign for QueueStats {
     }
 }
 
+impl SubAssign for QueueStats {
+    fn sub_assign(&mut self, less: QueueStats) {
+        self.requests -= less.requests;
+        self.failed -= less.failed;
+        self.bytes -= less.bytes;
+        self.interrupts -= less.interrupts;
+        self.parked -= less.parked;
+        self.away -= less.away;
+    }
+}
+
 /// A request that was taken from the ring.
 #[derive(Default)]
-pub(super) struct Slot {
+struct Slot {
     chain: Chain,
     step: Step,
-    pub(super) transfer: Transfer,
+    transfer: Transfer,
     /// Its number among all that were taken.
     number: u64,
     wait: Option<Wait>,
@@ -95,7 +109,7 @@ pub(super) struct Slot {
 
 impl Slot {
     /// Whether what the kernel has of it moves data.
-    pub(super) fn moves_data(&self) -> bool {
+    fn moves_data(&self) -> bool {
         matches!(self.step, Step::Busy(Action::Transfer { .. }))
     }
 }
@@ -116,23 +130,6 @@ enum Step {
     Move(Action),
     /// Write this status, after so many bytes of data.
     Answer(Status, u32),
-}
-
-/// What a request waits for.
-#[derive(Clone, Copy)]
-struct Wait {
-    missing: Missing,
-    since_ns: u64,
-    /// It waited at a look at all.
-    seen: bool,
-}
-
-/// A ring whose addresses lead nowhere now.
-#[derive(Clone, Copy)]
-struct Away {
-    retry_at: u64,
-    pause_ns: u64,
-    answers: u64,
 }
 
 /// The device's end of one request queue.
@@ -272,45 +269,6 @@ impl BlkQueue {
         }
     }
 
-    /// Looks whether the ring is where it was, and for where it is else; false if it is away.
-    #[inline]
-    fn find_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
-        // Ring addresses are IOVAs only behind an IOMMU; plain ones never become invalid.
-        if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus) }
-    }
-
-    #[cold]
-    fn look_for_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
-        let answers = bus.answers();
-        let found = match self.away {
-            Some(Away { retry_at, answers: seen, .. })
-                if self.now_ns < retry_at && seen == answers =>
-            {
-                return Ok(false);
-            }
-            // The driver has been told the first time.
-            Some(_) => bus.silently(|| self.ring.revalidate(bus)),
-            None => self.ring.revalidate(bus),
-        };
-        match found {
-            Ok(()) => self.away = None,
-            Err(RingError::Unreachable { .. }) => {
-                let (first, most) = AWAY_NS;
-                let pause_ns = match self.away {
-                    // There was an answer, perhaps the first of several.
-                    Some(away) if away.answers != answers => first,
-                    Some(away) => (away.pause_ns * 2).min(most),
-                    None => first,
-                };
-                self.stats.away += u64::from(self.away.is_none());
-                let retry_at = self.now_ns.saturating_add(pause_ns);
-                self.away = Some(Away { retry_at, pause_ns, answers });
-            }
-            Err(error) => return Err(error.into()),
-        }
-        Ok(self.away.is_none())
-    }
-
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
         // Nothing is published that may have been read from memory that is gone.
         bus.check()?;
@@ -340,6 +298,11 @@ impl BlkQueue {
     /// The ring is not there.
     pub fn move_to(&mut self, mem: &impl Translate) -> Result<(), RingError> {
         self.ring.revalidate(mem)
+    }
+
+    /// The ring lies elsewhere from now on; it is to be [found](Self::move_to) there.
+    pub fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
+        self.ring.relocate(desc, avail, used);
     }
 
     /// Whether requests are under way.
@@ -402,13 +365,11 @@ impl BlkQueue {
             match self.ring.pop(bus, &mut slot.chain) {
                 Ok(true) => self.head_since = None,
                 Ok(false) => break,
-                Err(error) => match missing_table(&error) {
-                    true => {
-                        self.wait_for_head(bus)?;
-                        break;
-                    }
-                    false => return Err(error.into()),
-                },
+                Err(error) if wait::is_missing_table(&error) => {
+                    self.wait_for_head(bus, error)?;
+                    break;
+                }
+                Err(error) => return Err(error.into()),
             }
             self.free.pop();
             slot.step = Step::Parse;
@@ -418,17 +379,6 @@ impl BlkQueue {
             self.advance(at, bus);
         }
         Ok(taken > 0)
-    }
-
-    /// The next chain's table is not there: what it and those behind it need is asked for.
-    #[cold]
-    fn wait_for_head(&mut self, bus: &Bus) -> Result<(), QueueError> {
-        if !self.waits() {
-            self.parked.begin(bus.answers(), self.now_ns);
-        }
-        let since = *self.head_since.get_or_insert(self.now_ns);
-        self.stats.parked += u64::from(since == self.now_ns);
-        Ok(())
     }
 
     fn is_stalled(&self) -> bool {
@@ -499,81 +449,6 @@ impl BlkQueue {
         Ok(None)
     }
 
-    /// A request has to wait: all that it needs is asked for, not only what it has met.
-    #[cold]
-    fn park(&mut self, at: u16, missing: Missing, bus: &Bus) {
-        if !self.waits() {
-            self.parked.begin(bus.answers(), self.now_ns);
-        }
-        self.stats.parked += 1;
-        let slot = &mut self.slots[usize::from(at)];
-        let since_ns = slot.wait.map_or(self.now_ns, |wait| wait.since_ns);
-        slot.wait = Some(Wait { missing, since_ns, seen: false });
-        self.parked.add(at);
-        let mut left = ASK_PAGES;
-        for desc in slot.chain.descs() {
-            let pages = u64::from(desc.len) / 4096 + 1;
-            let len = if pages > left { left * 4096 } else { desc.len.into() };
-            let access = if desc.write { Access::Write } else { Access::Read };
-            bus.prefetch(desc.addr, len, access);
-            left = left.saturating_sub(pages);
-        }
-    }
-
-    /// Goes on with what need not wait longer; true if there was anything.
-    #[cold]
-    fn resume(&mut self, bus: &Bus, look: Look) -> bool {
-        let (slots, now_ns) = (&mut self.slots, self.now_ns);
-        let patience_ns = bus.patience().as_nanos() as u64;
-        let mut ready = std::mem::take(&mut self.ready);
-        self.parked.sort(look, &mut ready, |at| {
-            let slot = &mut slots[usize::from(at)];
-            let Some(wait) = &mut slot.wait else { return Ready::Yes };
-            let Missing { addr, access } = wait.missing;
-            if bus.prefetch(addr, 1, access)
-                || now_ns.saturating_sub(wait.since_ns) >= patience_ns
-            {
-                return Ready::Yes;
-            }
-            match look == Look::All && std::mem::replace(&mut wait.seen, true) {
-                true => Ready::Late,
-                false => Ready::No,
-            }
-        });
-        let resumed = !ready.is_empty();
-        for at in ready.drain(..) {
-            let slot = &mut self.slots[usize::from(at)];
-            let since_ns = slot.wait.map_or(now_ns, |wait| wait.since_ns);
-            match now_ns.saturating_sub(since_ns) >= patience_ns {
-                true => self.give_up(at, bus),
-                false => self.advance(at, bus),
-            }
-        }
-        self.ready = ready;
-        resumed
-    }
-
-    /// Patience is over: an I/O error, if that can be told.
-    fn give_up(&mut self, at: u16, bus: &Bus) {
-        if let Some(iotlb) = bus.iotlb() {
-            iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
-        }
-        let slot = &self.slots[usize::from(at)];
-        if let (true, Some(wait)) = (self.now_ns >= self.say_at, slot.wait) {
-            self.say_at = self.now_ns.saturating_add(SAY_NS);
-            let Missing { addr, access } = wait.missing;
-            tracing::warn!("{}: nobody translates {addr:#x} ({access:?}): request failed", self.id);
-        }
-        self.fail(at, bus);
-    }
-
-    /// Answers a request that cannot go on: with an I/O error if the status can be written.
-    fn fail(&mut self, at: u16, bus: &Bus) {
-        let slot = &self.slots[usize::from(at)];
-        let used = request::answer(&slot.chain, bus, Status::IoErr, 0).unwrap_or(0);
-        self.finish(at, Status::IoErr, used);
-    }
-
     fn complete(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) {
         match &mut self.store {
             Store::Ram(_) => {}
@@ -642,12 +517,4 @@ impl BlkQueue {
             self.stats.interrupts += 1;
         }
     }
-}
-
-/// Whether a chain could not be taken because a translation is missing.
-fn missing_table(error: &RingError) -> bool {
-    let RingError::Chain { fault: ChainFault::IndirectUnreachable { error, .. }, .. } = error else {
-        return false;
-    };
-    matches!(error, AccessError::Missing { .. })
 }

@@ -139,12 +139,7 @@ fn place(sector: u64, len: u64, limits: &Limits) -> Result<u64, Status> {
 }
 
 /// A discard, or a request to write zeroes: of one range, as the configuration space says.
-fn zero(
-    chain: &Chain,
-    mem: &impl Translate,
-    limits: &Limits,
-    kind: Kind,
-) -> Result<Action, Stop> {
+fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Result<Action, Stop> {
     let Holes { punch, zero } = limits.holes;
     let can = if kind == Kind::Discard { punch } else { punch || zero };
     if !can {
@@ -299,7 +294,11 @@ mod tests {
             (1 << 55, 512),
         ] {
             for kind in [0, 1] {
-                assert_eq!(parsed(kind, sector, len), Err(Stop::Status(Status::IoErr)), "{sector} {len}");
+                assert_eq!(
+                    parsed(kind, sector, len),
+                    Err(Stop::Status(Status::IoErr)),
+                    "{sector} {len}"
+                );
             }
         }
         // Nothing at the very end is still on the disk.
@@ -353,11 +352,16 @@ mod tests {
     }
 
     /// A discard or a request to write zeroes, checked.
-    fn zeroed(kind: Kind, sector: u64, sectors: u32, flags: u32, limits: &Limits) -> Result<Action, Stop> {
+    fn zeroed(
+        kind: Kind,
+        sector: u64,
+        sectors: u32,
+        flags: u32,
+        limits: &Limits,
+    ) -> Result<Action, Stop> {
         let mem = memory();
         let header = header(&mem, kind.code(), 77);
-        let extent =
-            Extent { sector: sector.into(), sectors: sectors.into(), flags: flags.into() };
+        let extent = Extent { sector: sector.into(), sectors: sectors.into(), flags: flags.into() };
         mem.write(BUFFERS + 0x1000, extent.as_bytes()).unwrap();
         let extent = Desc::readable(BUFFERS + 0x1000, EXTENT_BYTES as u32);
         let status = Desc::writable(BUFFERS + 0x800, 1);

@@ -10,7 +10,9 @@ use std::{
     path::Path,
 };
 
-use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, OFlags, StatxFlags, fallocate, flock, statx};
+use rustix::fs::{
+    AtFlags, FallocateFlags, FlockOperation, OFlags, StatxFlags, fallocate, flock, statx,
+};
 
 /// The unit in which a disk is addressed.
 const SECTOR: u64 = 512;
@@ -164,7 +166,8 @@ impl Holes {
     /// What the file says when it is asked for nothing: a range past its end.
     fn of(file: &File, len: u64) -> Holes {
         let past = len.next_multiple_of(u64::from(PAGE));
-        let can = |mode| fallocate(file, mode | FallocateFlags::KEEP_SIZE, past, PAGE.into()).is_ok();
+        let can =
+            |mode| fallocate(file, mode | FallocateFlags::KEEP_SIZE, past, PAGE.into()).is_ok();
         match file.metadata().is_ok_and(|about| about.file_type().is_block_device()) {
             // The kernel does both itself if the device cannot.
             true => Holes { punch: true, zero: true },

@@ -10,7 +10,11 @@ use std::{
     },
 };
 
-use ringfence_devices::{blk::wire::Kind, disk::{Disk, Image}, ram::RamPart};
+use ringfence_devices::{
+    blk::wire::Kind,
+    disk::{Disk, Image},
+    ram::RamPart,
+};
 use ringfence_iommu::Prot;
 use ringfence_virtq::layout::DESC_F_WRITE;
 

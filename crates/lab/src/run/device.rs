@@ -141,7 +141,7 @@ pub(crate) fn serve(
         IommuOptions { device: Options { page_sizes, ..Options::default() }, unit: 0 };
     let iommu_backend = IommuBackend::new(endpoints, iommu_options, Arc::clone(&workers));
     let blk_options =
-        BlkOptions { disk, id: Arc::from(DISK_ID), queues, endpoint: Some(endpoint), unit: 1 };
+        BlkOptions { endpoint: Some(endpoint), unit: 1, ..BlkOptions::new(disk, DISK_ID, queues) };
     let blk_backend = BlkBackend::new(blk_options, Arc::clone(&workers));
 
     let mut iommu_server = Server::new(iommu, iommu_backend);

@@ -7,12 +7,12 @@ use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, Memory, Translate};
 use ringfence_virtq::Chain;
 
-use super::{
-    queue::Slot,
-    request::{self, Action, Missing},
-    wire::Status,
-};
+use super::Slot;
 use crate::{
+    blk::{
+        request::{self, Action, Missing},
+        wire::Status,
+    },
     bus::Bus,
     disk::{Disk, FileIo, FileOp, Pacer, Ram},
 };
@@ -127,12 +127,13 @@ impl Transfer {
             let pieces = &mut self.pieces;
             let visited = bus.slices(desc.addr, desc.len.into(), access, |piece| {
                 let base: *mut libc::c_void = piece.as_ptr().cast();
+                let full = pieces.len() > MAX_PIECES;
                 match pieces.last_mut() {
                     Some(last) if last.iov_base.wrapping_byte_add(last.iov_len) == base => {
                         last.iov_len += piece.len();
                     }
                     // More than that is refused below: a longer list is not needed for it.
-                    _ if pieces.len() > MAX_PIECES => {}
+                    _ if full => {}
                     _ => pieces.push(libc::iovec { iov_base: base, iov_len: piece.len() }),
                 }
             });

@@ -37,6 +37,10 @@ impl Parked {
         self.waiting.is_empty() && self.late.is_empty()
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len() + self.late.len()
+    }
+
     /// A request has to wait.
     pub(super) fn add(&mut self, at: u16) {
         self.waiting.push_back(at);
@@ -73,7 +77,12 @@ impl Parked {
     }
 
     /// Those that need not wait any longer, by what `ready` says of each, into `into`.
-    pub(super) fn sort(&mut self, look: Look, into: &mut Vec<u16>, mut ready: impl FnMut(u16) -> Ready) {
+    pub(super) fn sort(
+        &mut self,
+        look: Look,
+        into: &mut Vec<u16>,
+        mut ready: impl FnMut(u16) -> Ready,
+    ) {
         let limit = match look {
             Look::None => return,
             Look::Some => STILL,
