@@ -49,6 +49,8 @@ pub struct View {
     windows: RefCell<Vec<(Range, Window)>>,
     /// What is lacking, and not asked for yet.
     wanted: RefCell<Vec<Miss>>,
+    /// What may be lacking soon, and is not asked for yet.
+    ahead: RefCell<Vec<Miss>>,
     waiter: Arc<Waiter>,
     hits: Cell<u64>,
     misses: Cell<u64>,
@@ -75,6 +77,7 @@ impl View {
             cache: Cache::new(),
             windows: RefCell::default(),
             wanted: RefCell::default(),
+            ahead: RefCell::default(),
             waiter: Waiter::new(Box::new(|| ())),
             hits: Cell::new(0),
             misses: Cell::new(0),
@@ -93,7 +96,7 @@ impl View {
     /// windows. Replays invalidations into the cache. To be called between bursts of work.
     #[inline]
     pub fn quiet(&mut self) {
-        if !self.wanted.get_mut().is_empty() {
+        if !self.wanted.get_mut().is_empty() || !self.ahead.get_mut().is_empty() {
             self.ask();
         }
         if self.endpoint.changes() != self.changes {
@@ -126,15 +129,22 @@ impl View {
     /// Asks for all that accesses found [missing](AccessError::Missing) since the last call; a
     /// [quiet point](Self::quiet) does so too.
     pub fn ask(&self) {
-        let mut wanted = self.wanted.borrow_mut();
-        if let (false, Some(iotlb)) = (wanted.is_empty(), self.iotlb()) {
-            iotlb.ask(&mut wanted, &self.waiter);
+        let questions = [(&self.wanted, Some(&self.waiter)), (&self.ahead, None)];
+        for (misses, waiter) in questions {
+            let mut misses = misses.borrow_mut();
+            // Offline it has looked up nothing, and so lacks nothing.
+            if let (false, true, Some(iotlb)) =
+                (misses.is_empty(), self.reader.is_online(), self.iotlb())
+            {
+                iotlb.ask(&mut misses, waiter, &self.reader);
+            }
+            misses.clear();
         }
-        wanted.clear();
     }
 
     /// Counts the answers to what this view asked for: while it stays the same there is no need to
-    /// try again what was missing (but for [asking again](crate::IotlbConfig::again)).
+    /// try again what was missing (but for [asking again](crate::IotlbConfig::again)). To be read
+    /// before the access: the answer may come before the access returns.
     #[inline]
     pub fn answers(&self) -> u64 {
         self.waiter.answers()
@@ -150,17 +160,46 @@ impl View {
 
     /// Looks up all that an access will need, so that what is missing of it is asked for at once.
     /// True if nothing is. Faults are left to the access itself.
+    ///
+    /// What is missing beyond the first 256 pages is asked for when these are there.
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
+        self.look_ahead(addr, len, access, &self.wanted)
+    }
+
+    /// As [`prefetch`](Self::prefetch), of all pieces of a descriptor chain, say: all that is missing
+    /// of any is asked for at once.
+    pub fn prefetch_all(&self, pieces: impl IntoIterator<Item = (u64, u64, Access)>) -> bool {
+        let all = |ready, (addr, len, access)| self.prefetch(addr, len, access) && ready;
+        pieces.into_iter().fold(true, all)
+    }
+
+    /// Asks for what an access may need that nobody has wanted yet, such as the page after that of a
+    /// buffer: no access waits for the answer, and none fails because it was refused. True if nothing
+    /// is missing.
+    pub fn expect(&self, addr: u64, len: u64, access: Access) -> bool {
+        self.look_ahead(addr, len, access, &self.ahead)
+    }
+
+    fn look_ahead(
+        &self,
+        addr: u64,
+        len: u64,
+        access: Access,
+        missing: &RefCell<Vec<Miss>>,
+    ) -> bool {
         let Some(last) = len.checked_sub(1).and_then(|more| addr.checked_add(more)) else {
             return true;
         };
         let (mut at, mut ready) = (addr, true);
         self.silently(|| {
             loop {
-                let next = match self.find(at, access) {
+                let next = match self.lookup(at, access) {
                     Ok(entry) => (entry.first + entry.extent).checked_add(1),
                     Err(AccessError::Missing { .. }) => {
                         ready = false;
+                        if !note(missing, at, access) {
+                            return;
+                        }
                         (at | (PAGE - 1)).checked_add(1)
                     }
                     Err(_) => return,
@@ -234,8 +273,18 @@ impl View {
         faults.store(self.faults.get(), Ordering::Relaxed);
     }
 
+    /// The translation of an address; notes what is missing.
     #[inline]
     fn find(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        self.lookup(addr, access).inspect_err(|error| {
+            if matches!(error, AccessError::Missing { .. }) {
+                note(&self.wanted, addr, access);
+            }
+        })
+    }
+
+    #[inline]
+    fn lookup(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
         let entry = self.cache.get(addr);
         if entry.covers(addr, wanted(access)) {
             self.hits.set(self.hits.get() + 1);
@@ -250,11 +299,11 @@ impl View {
         self.misses.set(self.misses.get() + 1);
         let iova = Iova(addr);
         let found = match &self.binding {
-            Binding::Iotlb(iotlb) => match iotlb.translate(&self.reader, iova) {
+            Binding::Iotlb(iotlb) => match iotlb.translate(&self.reader, iova, Cache::block(addr)) {
                 Some(found) if found.prot.allows(wanted(access)) => Some(found),
-                found => match iotlb.lack(iova, wanted(access)) {
+                found => match iotlb.lack(iova, wanted(access), &self.waiter) {
                     Lack::Refused => found,
-                    Lack::Pending => return Err(self.missing(addr, access)),
+                    Lack::Pending => return Err(AccessError::Missing { addr, access }),
                 },
             },
             Binding::Domain(domain) => domain.translate(&self.reader, iova),
@@ -287,17 +336,6 @@ impl View {
         }
         self.fault(FaultReason::Unknown, addr, access);
         Err(AccessError::OutsideMemory { addr, access })
-    }
-
-    #[cold]
-    fn missing(&self, addr: u64, access: Access) -> AccessError {
-        let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
-        let mut wanted = self.wanted.borrow_mut();
-        let page = |miss: &Miss| (miss.iova.0 / PAGE, miss.access);
-        if !wanted.iter().any(|other| page(other) == page(&miss)) {
-            wanted.push(miss);
-        }
-        AccessError::Missing { addr, access }
     }
 
     fn fault(&self, reason: FaultReason, addr: u64, access: Access) {
@@ -365,6 +403,21 @@ impl Translate for View {
     }
 }
 
+/// The most questions that are gathered before they are sent.
+const BATCH: usize = 256;
+
+/// Notes what is missing; false if there is no room for it now.
+#[cold]
+fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
+    let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
+    let mut misses = misses.borrow_mut();
+    let room = misses.len() < BATCH;
+    if room && !misses.iter().any(|other| other.key() == miss.key()) {
+        misses.push(miss);
+    }
+    room
+}
+
 fn wanted(access: Access) -> Prot {
     match access {
         Access::Read => Prot::READ,
@@ -390,5 +443,5 @@ fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
     windows.borrow_mut().drain(..).for_each(|(_, window)| window.invalidate());
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;
