@@ -110,6 +110,11 @@ impl<T: Address> SoftDomain<T> {
         self.table.table_bytes()
     }
 
+    /// Those of the [`table_bytes`](Self::table_bytes) that wait for their grace period.
+    pub fn retired_bytes(&self) -> u64 {
+        self.table.retired_bytes()
+    }
+
     /// What tells this domain's readers about invalidations.
     pub fn shootdown(&self) -> &Arc<Shootdown> {
         &self.shootdown

@@ -6,7 +6,7 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
@@ -16,7 +16,10 @@ use ringfence_iommu::{
     shootdown::{Reader, Shootdown},
     table::{Limits, Mapping, Translation},
 };
-use ringfence_sync::clock::{Clock, MonotonicClock};
+use ringfence_sync::{
+    Backoff,
+    clock::{Clock, MonotonicClock},
+};
 
 use crate::{
     misses::{Lack, Miss, MissSink, Misses, Times, Waiter, point},
@@ -158,7 +161,8 @@ impl Iotlb {
     /// # Errors
     /// [`NoPermission`](Error::NoPermission) or [`TargetOverflow`](Error::TargetOverflow): nothing was
     /// changed (rule D14). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) where even eviction
-    /// makes no room: what was there before may be gone.
+    /// makes no room, or views pass no quiet point for 0.1 s, which their table memory waits for: what
+    /// was there before may be gone.
     pub fn update(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<u64> {
         if !prot.intersects(Prot::RW) {
             return Err(Error::NoPermission(range));
@@ -185,14 +189,8 @@ impl Iotlb {
             while self.domain.mappings() >= self.config.entries {
                 self.evict(&mut writer)?;
             }
-            // Each eviction frees some of the table's memory, in the end all of it.
-            loop {
-                match self.domain.map_pages(range, target, prot) {
-                    Err(full @ Error::Full { .. }) => {
-                        self.evict(&mut writer).map_err(|_| full)?;
-                    }
-                    done => break done?,
-                }
+            while let Err(error) = self.domain.map_pages(range, target, prot) {
+                self.make_room(&mut writer, range, error)?;
             }
             writer.victims.add(range.first(), &self.domain);
         }
@@ -293,6 +291,32 @@ impl Iotlb {
         Ok(())
     }
 
+    /// Frees some of the table's memory. Fails with the `error` that is the reason if it cannot.
+    fn make_room(&self, writer: &mut Writer, range: Range, error: Error) -> Result<()> {
+        if !matches!(error, Error::Full { .. }) {
+            return Err(error);
+        }
+        if self.domain.retired_bytes() == 0 {
+            // A sixteenth of them at a time: each round waits for all views.
+            for _ in 0..=self.domain.mappings() / 16 {
+                self.evict(writer).map_err(|_| error)?;
+            }
+            return Ok(());
+        }
+        // What was emptied is free once every view has passed a quiet point.
+        let mut gather = Gather::new();
+        gather.add(range);
+        let token = self.domain.iotlb_sync_begin(&mut gather)?;
+        let (begun, backoff) = (Instant::now(), Backoff::new());
+        while !self.domain.iotlb_sync_poll(token, &[])? {
+            if begun.elapsed() > QUIET_WITHIN {
+                return Err(error);
+            }
+            backoff.snooze();
+        }
+        Ok(())
+    }
+
     fn sink(&self) -> Option<Arc<dyn MissSink>> {
         self.sink.lock().clone()
     }
@@ -344,6 +368,9 @@ struct Writer {
     /// What was evicted, with the tokens of its invalidation: a view may still use it.
     evicted: Vec<(Range, u64)>,
 }
+
+/// How long a full table waits for views to pass a quiet point.
+const QUIET_WITHIN: Duration = Duration::from_millis(100);
 
 /// How many evictions are told apart.
 const EVICTED: usize = 32;
@@ -424,3 +451,6 @@ impl fmt::Debug for Iotlb {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -444,4 +444,4 @@ fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
 }
 
 #[cfg(all(test, not(loom)))]
-mod tests;
+pub(crate) mod tests;
