@@ -79,6 +79,7 @@ impl<T: Address> SoftDomain<T> {
     ///
     /// # Panics
     /// As [`translate`](Self::translate).
+    #[inline]
     pub fn translate_run(&self, reader: &Reader, iova: Iova, within: Range) -> Option<Translation> {
         self.assert_reader(reader);
         self.table.lookup_run(iova, within)
