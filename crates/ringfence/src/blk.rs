@@ -138,7 +138,7 @@ impl Service for Blk {
         let help = "Rings that stopped because of an error.";
         page.one(Kind::Counter, "ring_failures_total", help, failures);
         let help = "Rings that were stopped and whose I/O has not ended.";
-        page.one(Kind::Gauge, "stuck_rings", help, figures.stuck.load(Ordering::Relaxed));
+        page.one(Kind::Gauge, "stuck_rings", help, figures.stuck());
         serve::iotlb_figures(page, &figures.iotlb.totals());
     }
 }

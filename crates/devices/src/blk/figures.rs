@@ -1,8 +1,10 @@
 //! What a block device has done, for whoever watches.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::QueueStats;
+use parking_lot::Mutex;
+
+use super::{BlkQueue, QueueStats};
 use crate::tally::IotlbTally;
 
 /// What a block device has done over all its connections. Workers write it, anybody reads it.
@@ -12,8 +14,11 @@ pub struct BlkFigures {
     pub iotlb: IotlbTally,
     /// Rings that stopped because of an error.
     pub failures: AtomicU64,
-    /// Rings that have stopped, and whose I/O has not ended: the disk does not answer.
-    pub stuck: AtomicU64,
+    /// Rings that have stopped, and whose I/O has not ended: the disk does not answer. What the
+    /// kernel may still write to is kept with them.
+    stuck: Mutex<Vec<BlkQueue>>,
+    /// How many they are.
+    stuck_count: AtomicUsize,
 }
 
 /// One queue's. In a cache line of its own: its worker writes it all the time.
@@ -49,7 +54,8 @@ impl BlkFigures {
             queues: (0..queues).map(|_| QueueFigures::default()).collect(),
             iotlb: IotlbTally::default(),
             failures: AtomicU64::new(0),
-            stuck: AtomicU64::new(0),
+            stuck: Mutex::default(),
+            stuck_count: AtomicUsize::new(0),
         }
     }
 
@@ -70,6 +76,36 @@ impl BlkFigures {
             sum += stats;
             sum
         })
+    }
+
+    /// How many rings have stopped whose I/O has not ended.
+    pub fn stuck(&self) -> usize {
+        self.stuck_count.load(Ordering::Acquire)
+    }
+
+    /// Keeps a queue that has stopped until the kernel is done with it.
+    pub(super) fn keep(&self, queue: BlkQueue) {
+        let mut stuck = self.stuck.lock();
+        stuck.push(queue);
+        self.stuck_count.store(stuck.len(), Ordering::Release);
+    }
+
+    /// Lets go of what the kernel is done with. Unmaps may wait for it, so that workers call it.
+    #[inline]
+    pub(super) fn reap(&self) -> bool {
+        self.stuck() > 0 && self.reap_stuck()
+    }
+
+    #[cold]
+    fn reap_stuck(&self) -> bool {
+        let mut stuck = self.stuck.lock();
+        let before = stuck.len();
+        stuck.retain_mut(|queue| {
+            queue.reap();
+            queue.in_kernel() > 0
+        });
+        self.stuck_count.store(stuck.len(), Ordering::Release);
+        stuck.len() != before
     }
 
     /// Queue `index` has done so much more. Each queue has one worker at a time.

@@ -86,8 +86,6 @@ struct Shared {
 pub struct BlkUnit {
     // Before the bus: a queue may have I/O under way in the memory that the bus reaches.
     queues: Vec<Served>,
-    /// Of rings that have stopped: the kernel still has I/O of theirs under way.
-    stuck: Vec<BlkQueue>,
     bus: Bus,
     /// What the bus goes through while there are queues.
     endpoint: Option<Arc<Endpoint>>,
@@ -109,7 +107,6 @@ impl BlkUnit {
     ) -> io::Result<BlkUnit> {
         Ok(BlkUnit {
             queues: Vec::new(),
-            stuck: Vec::new(),
             bus: Bus::Physical(Physical::new(Arc::clone(memory))),
             endpoint,
             bell: Arc::new(Doorbell::new()?),
@@ -130,9 +127,9 @@ impl BlkUnit {
         start: Start,
         memory: &Arc<Memory>,
     ) -> Result<(), QueueError> {
-        let stuck = self.shared.figures.stuck.load(Ordering::Relaxed);
-        if stuck > 0 {
-            return Err(QueueError::Stuck(u32::try_from(stuck).unwrap_or(u32::MAX)));
+        self.shared.figures.reap();
+        if self.shared.figures.stuck() > 0 {
+            return Err(QueueError::Earlier);
         }
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
@@ -190,8 +187,7 @@ impl BlkUnit {
         let next = served.queue.ring().next_avail();
         if let Err(error) = ended {
             tracing::error!("{}: queue {index}: {error}", self.shared.name);
-            self.shared.figures.stuck.fetch_add(1, Ordering::Relaxed);
-            self.stuck.push(served.queue);
+            self.shared.figures.keep(served.queue);
             return Err(error);
         }
         drop(served);
@@ -277,6 +273,12 @@ impl BlkUnit {
         found.map_or(0, |served| served.queue.ring().in_flight())
     }
 
+    /// How many requests of a queue the kernel has.
+    pub fn in_kernel(&self, index: u16) -> u32 {
+        let found = self.queues.iter().find(|served| served.index == index);
+        found.map_or(0, |served| served.queue.in_kernel())
+    }
+
     /// Whether a queue's ring is not mapped, so that the queue waits.
     pub fn is_away(&self, index: u16) -> bool {
         self.queues.iter().any(|served| served.index == index && served.queue.is_away())
@@ -310,13 +312,7 @@ impl Unit for BlkUnit {
                 Err(error) => served.fail(&self.shared, error),
             }
         }
-        let figures = &self.shared.figures;
-        self.stuck.retain_mut(|queue| {
-            busy |= queue.reap();
-            let stuck = queue.in_kernel() > 0;
-            figures.stuck.fetch_sub(u64::from(!stuck), Ordering::Relaxed);
-            stuck
-        });
+        busy |= self.shared.figures.reap();
         busy
     }
 
@@ -361,15 +357,5 @@ impl Unit for BlkUnit {
 
     fn online(&mut self) {
         self.bus.online();
-    }
-}
-
-impl Drop for BlkUnit {
-    fn drop(&mut self) {
-        for queue in self.stuck.drain(..) {
-            // The kernel may still write where it says: that stays as it is, and so does the count
-            // of those that are stuck. No ring is started meanwhile, so that this does not go on.
-            std::mem::forget(queue);
-        }
     }
 }

@@ -87,6 +87,9 @@ pub(super) struct Transfer {
     write: bool,
 }
 
+// SAFETY: the pointers are for the kernel; no thread looks through them.
+unsafe impl Send for Transfer {}
+
 impl Transfer {
     fn op(&self) -> FileOp {
         if self.write { FileOp::Write(self.offset) } else { FileOp::Read(self.offset) }
