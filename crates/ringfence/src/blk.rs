@@ -68,6 +68,10 @@ pub(crate) struct Arguments {
           default_value_t = IotlbConfig::default().patience.as_millis() as u64,
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     iotlb_patience_ms: u64,
+
+    /// How many translations are asked for at a time
+    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses)]
+    iotlb_misses: usize,
 }
 
 fn id(text: &str) -> Result<String, String> {
@@ -92,6 +96,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let workers = service.workers("blk", *queues)?;
     let iotlb = IotlbConfig {
         entries: arguments.iotlb_entries,
+        misses: arguments.iotlb_misses.max(1),
         patience: Duration::from_millis(arguments.iotlb_patience_ms),
         ..IotlbConfig::default()
     };

@@ -13,6 +13,7 @@ mod qemu;
 mod blk;
 mod crash;
 mod net;
+mod speed;
 mod uml;
 mod vfio;
 mod wire;

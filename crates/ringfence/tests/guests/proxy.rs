@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use rustix::net::{
@@ -130,13 +130,23 @@ impl Recording {
         let wanted = |m: &Message| m.way == Way::ToBack && m.request == request;
         self.messages().into_iter().filter(wanted).collect()
     }
+}
 
-    /// Waits until what went by satisfies a test.
-    pub(crate) fn wait_until(&self, what: &str, wanted: impl Fn(&[Message]) -> bool) {
-        let begun = Instant::now();
-        while !wanted(&self.0.lock().unwrap()) {
-            assert!(begun.elapsed() < crate::place::LIMIT, "it never came to {what}");
-            thread::sleep(Duration::from_millis(2));
+impl Drop for Recording {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            return;
+        }
+        let messages = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        eprintln!("--- the end of {} messages", messages.len());
+        let Some(last) = messages.last() else { return };
+        for message in &messages[messages.len().saturating_sub(80)..] {
+            let before = last.at.duration_since(message.at).as_secs_f64();
+            let Message { way, request, flags, payload, .. } = message;
+            match message.iotlb() {
+                Some(iotlb) => eprintln!("-{before:.6} {way:?} {iotlb:x?}"),
+                None => eprintln!("-{before:.6} {way:?} {request} flags {flags:x} {payload:x?}"),
+            }
         }
     }
 }
