@@ -3,6 +3,7 @@
 
 mod deny;
 mod floors;
+mod guests;
 mod packages;
 mod readme;
 mod rules;
@@ -41,6 +42,8 @@ enum Command {
     },
     /// Checks licences, sources and bans of all dependencies against deny.toml.
     Deny,
+    /// Makes what the tests with real guests need, in target/guests: a QEMU, kernels, initramfs.
+    Guests,
     /// Runs the commands whose tables README.md shows and puts their output in.
     Readme,
     /// Runs every fuzz target for a while.
@@ -69,6 +72,7 @@ fn run(command: Command) -> Result<()> {
         Command::Test { only, list } => steps::test(only.as_deref(), list),
         Command::Rules { all } => rules::account(all),
         Command::Deny => deny::check(),
+        Command::Guests => guests::make(),
         Command::Readme => readme::regenerate(),
         Command::Fuzz { seconds, only } => steps::fuzz(seconds, only.as_deref()),
     }

@@ -8,6 +8,9 @@ const NEEDED: &[(&str, &str)] = &[
     ("fio", "/usr/bin/fio"),
     // The C and C++ compiler for libFuzzer, which the fuzz targets link.
     ("g++", "/usr/bin/g++"),
+    // A static fio for guests, and the modules of their kernel.
+    ("make", "/usr/bin/make"),
+    ("xz-utils", "/usr/bin/xz"),
 ];
 
 /// Installs what is missing if this is root; otherwise prints the line that would. Returns what is

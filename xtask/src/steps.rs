@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{deny, floors, packages, rules};
+use crate::{deny, floors, guests, packages, rules};
 
 /// The root of the workspace.
 pub(crate) fn root() -> PathBuf {
@@ -42,6 +42,7 @@ const STEPS: &[Step] = &[
     ("end to end", |_| {
         cargo(&["test", "--release", "--package", "ringfence", "--no-fail-fast"], &[])
     }),
+    ("guests", real_guests),
     ("job files under the real fio", real_fio),
     ("fuzz smoke", fuzz_smoke),
 ];
@@ -120,9 +121,14 @@ fn run(command: &mut Command) -> Result<()> {
 
 /// The lock-free parts, explored by loom in every interleaving that their bounds allow.
 fn models() -> Result<()> {
-    for package in
-        ["ringfence-sync", "ringfence-iommu", "ringfence-iova", "ringfence-dma", "ringfence-virtq"]
-    {
+    for package in [
+        "ringfence-sync",
+        "ringfence-iommu",
+        "ringfence-iova",
+        "ringfence-iotlb",
+        "ringfence-dma",
+        "ringfence-virtq",
+    ] {
         let target = root().join("target/loom");
         let target = target.to_str().context("the path of the workspace is not UTF-8")?;
         cargo(
@@ -159,6 +165,20 @@ fn examples() -> Result<()> {
         bail!("no example was found");
     }
     Ok(())
+}
+
+/// Strangers in front of our back ends. One guest at a time: each takes a processor.
+fn real_guests(machine: &Machine) -> Result<()> {
+    for package in ["g++", "make", "xz-utils"] {
+        if machine.missing.contains(&package) {
+            return Err(NotRun(format!("{package} is not installed")).into());
+        }
+    }
+    guests::make().map_err(|error| NotRun(format!("guests cannot be made: {error:#}")))?;
+    let command = ["test", "--release", "--package", "ringfence", "--test", "guests"];
+    // Not the table of speeds: it takes minutes, and a machine to itself.
+    let which = ["--no-fail-fast", "--", "--ignored", "--test-threads=1", "--skip", "speed::"];
+    cargo(&[&command[..], &which].concat(), &[])
 }
 
 /// The job files that we ship must be fio's own: fio parses them too.

@@ -2,10 +2,13 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod blk;
 mod compare;
 mod list;
+mod net;
 mod output;
 mod replay;
+mod serve;
 
 use std::process::ExitCode;
 
@@ -25,8 +28,12 @@ enum Command {
     Compare(compare::Arguments),
     #[command(about = "What a recorded stream of maps and unmaps costs under other allocators")]
     Replay(replay::Arguments),
+    #[command(about = "Serve a network device to vhost-user front ends such as QEMU")]
+    Net(net::Arguments),
     #[command(subcommand, about = "The tables of the components, with their peers beside them")]
     Bench(bench::Bench),
+    #[command(about = "A block device for virtual machines, over vhost-user")]
+    Blk(Box<blk::Arguments>),
     /// The device process of `compare`, which starts it.
     #[command(hide = true)]
     Device,
@@ -37,8 +44,13 @@ fn main() -> ExitCode {
     let ended = match Arguments::parse().command {
         Command::Compare(arguments) => compare::run(arguments),
         Command::Replay(arguments) => replay::run(arguments),
+        Command::Net(arguments) => net::run(arguments),
         Command::Bench(bench) => bench::run(bench),
-        Command::Device => ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS),
+        Command::Blk(arguments) => blk::run(*arguments),
+        Command::Device => {
+            serve::begin_quiet_log();
+            ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS)
+        }
     };
     ended.unwrap_or_else(|error| {
         eprintln!("error: {}", explain(&error));

@@ -1,0 +1,20 @@
+//! virtio-net: a back end that moves packets from driver to driver.
+//!
+//! A packet is copied once, from the sender's memory into the receiver's buffers. A worker takes a
+//! burst of packets and of buffers, looks all of them up, and copies; it never waits: where a
+//! translation is missing it asks for what the whole burst lacks, and goes on with other queues.
+
+mod backend;
+mod lane;
+mod outlet;
+mod pieces;
+mod ring;
+mod stats;
+mod tap;
+mod unit;
+pub mod wire;
+
+pub use backend::{Net, NetBackend, NetOptions};
+pub use stats::{Lost, QueueCounters};
+pub use tap::{Tap, TapError};
+pub use unit::{NetUnit, Way};

@@ -1,0 +1,225 @@
+//! Disks: what a guest writes is in the image and comes back, whatever IOMMU is in between.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::{
+    machine::Said,
+    place::{Place, Service, md5},
+    qemu::{Iommu, Qemu},
+};
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Writes with verification and reads it back; gives the sum of a part written without, and of the
+/// whole disk.
+pub(crate) const VERIFY: &str = r#"
+modprobe virtio_blk
+say domain $(domain $(virtio_pci 2 0))
+say queues $(ls /sys/block/vda/mq | wc -l)
+dd if=/dev/urandom of=/tmp/random bs=64k count=64
+dd if=/tmp/random of=/dev/vda bs=64k oflag=direct conv=fsync
+run_fio mixed --rw=randrw --bs=4k --iodepth=16 --numjobs=$(nproc) --offset=4m --size=4m \
+    --offset_increment=4m --verify=crc32c --group_reporting
+run_fio large --rw=write --bs=128k --iodepth=4 --offset=12m --size=16m --verify=crc32c
+say random $(md5sum < /tmp/random)
+echo 3 > /proc/sys/vm/drop_caches
+say whole $(md5sum < /dev/vda)
+"#;
+
+/// `ringfence blk` with an image of 32 MiB, and the image.
+pub(crate) fn service(place: &Place, image: &Path, queues: u32) -> Service {
+    let (image, queues) = (image.to_str().unwrap(), queues.to_string());
+    place.service("blk.sock", &["blk", "--image", image, "--queues", &queues, "--log", "debug"])
+}
+
+/// Every job of a fio report moved bytes and had no error.
+pub(crate) fn no_errors(report: &Value) {
+    for job in report["jobs"].as_array().unwrap() {
+        assert_eq!(job["error"], 0, "{job:#}");
+        assert!(job["write"]["total_ios"].as_u64().unwrap() > 0, "{job:#}");
+    }
+}
+
+/// What [`VERIFY`] told is right, and the same as what lies in the image.
+pub(crate) fn verified(said: &Said, image: &Path) {
+    no_errors(&said.json("mixed"));
+    no_errors(&said.json("large"));
+    let sum = |word: &str| said.word(word).split(' ').next().unwrap().to_owned();
+    assert_eq!(sum("random"), md5(image, 0, 4 * MIB));
+    assert_eq!(sum("whole"), md5(image, 0, 32 * MIB));
+}
+
+fn verify(iommu: Iommu, queues: u32, more: &str) {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let service = service(&place, &image, queues);
+    let machine = Qemu::new(iommu).cpus(queues).blk(&service.socket, queues, more);
+    let said = machine.start(&place, VERIFY).end();
+    assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
+    assert_eq!(said.word("queues"), queues.to_string());
+    verified(&said, &image);
+    service.terminate();
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn without_an_iommu() {
+    verify(Iommu::None, 1, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn behind_intels_iommu_strict() {
+    verify(Iommu::IntelStrict, 1, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn behind_intels_iommu_lazy_with_two_queues() {
+    verify(Iommu::IntelLazy, 2, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn behind_a_virtio_iommu_strict_with_two_queues() {
+    verify(Iommu::VirtioStrict, 2, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn behind_a_virtio_iommu_lazy() {
+    verify(Iommu::VirtioLazy, 1, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn packed_rings_behind_intels_iommu_strict() {
+    verify(Iommu::IntelStrict, 2, ",packed=on");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn packed_rings_behind_a_virtio_iommu_lazy() {
+    verify(Iommu::VirtioLazy, 1, ",packed=on");
+}
+
+/// The driver is taken off the device and put on again, under load.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_driver_that_comes_and_goes() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let service = service(&place, &image, 1);
+    let script = r#"
+modprobe virtio_blk
+pci=$(virtio_pci 2 0)
+dd if=/dev/urandom of=/tmp/random bs=64k count=64
+for round in 1 2 3 4 5; do
+    # Whatever is under way then may fail, but not hang.
+    fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
+        --iodepth=16 --time_based --runtime=20 --offset=8m > /tmp/load 2>&1 &
+    load=$!
+    usleep 200000
+    echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
+    wait $load || true
+    [ ! -e /dev/vda ]
+    echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
+    while [ ! -e /dev/vda ]; do usleep 10000; done
+    dd if=/tmp/random of=/dev/vda bs=64k seek=$round oflag=direct conv=fsync
+done
+say random $(md5sum < /tmp/random)
+run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=8m --size=4m --verify=crc32c
+"#;
+    let machine = Qemu::new(Iommu::IntelStrict).blk(&service.socket, 1, "");
+    let said = machine.start(&place, script).end();
+    no_errors(&said.json("mixed"));
+    let sum = said.word("random").split(' ').next().unwrap();
+    assert_eq!(sum, md5(&image, 5 * 64 * 1024, 4 * MIB));
+    service.terminate();
+}
+
+/// The guest reboots: firmware and a fresh driver meet the rings that the one before left.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_guest_that_reboots() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let service = service(&place, &image, 1);
+    let script = r#"
+modprobe virtio_blk
+boot=$(dd if=/dev/vda bs=1M skip=31 count=1 | head -c 1 | tr '\0' 0)
+if [ "$boot" != 2 ]; then
+    dd if=/dev/urandom of=/tmp/random bs=64k count=64
+    dd if=/tmp/random of=/dev/vda bs=64k seek=$((boot * 64)) oflag=direct conv=fsync
+    echo $((boot + 1)) | dd of=/dev/vda bs=1M seek=31 conv=fsync,sync
+    say boot$boot $(md5sum < /tmp/random)
+    # Once in an orderly way, once as a crash does, with I/O under way.
+    [ $boot = 0 ] || fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring \
+        --rw=randread --bs=4k --iodepth=16 --time_based --runtime=20 > /tmp/load 2>&1 &
+    sleep 1
+    reboot -f
+    sleep 100
+fi
+say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
+"#;
+    let machine = Qemu::new(Iommu::VirtioStrict).reboots().blk(&service.socket, 1, "");
+    let said = machine.start(&place, script).end();
+    for boot in 0..2 {
+        let sum = said.word(&format!("boot{boot}")).split(' ').next().unwrap();
+        assert_eq!(sum, md5(&image, boot * 4 * MIB, 4 * MIB), "boot {boot}");
+    }
+    assert_eq!(said.word("last").split(' ').next().unwrap(), md5(&image, 0, 8 * MIB));
+    service.terminate();
+}
+
+/// One client after the other, of several kinds, at one back end.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn client_after_client() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let mut service = service(&place, &image, 1);
+    let mut before = None;
+    for iommu in [Iommu::VirtioStrict, Iommu::None, Iommu::IntelLazy] {
+        let script = r#"
+modprobe virtio_blk
+say before $(md5sum < /dev/vda)
+run_fio mixed --rw=randrw --bs=4k --iodepth=16 --size=4m --verify=crc32c --fsync=64
+echo 3 > /proc/sys/vm/drop_caches
+say after $(md5sum < /dev/vda)
+"#;
+        let machine = Qemu::new(iommu).blk(&service.socket, 1, "");
+        let said = machine.start(&place, script).end();
+        no_errors(&said.json("mixed"));
+        if let Some(before) = &before {
+            assert_eq!(said.word("before"), *before, "{iommu}");
+        }
+        before = Some(said.word("after").to_owned());
+        assert!(service.is_running(), "{iommu}");
+    }
+    let sum = before.unwrap();
+    assert_eq!(sum.split(' ').next().unwrap(), md5(&image, 0, 32 * MIB));
+    service.terminate();
+}
+
+/// The guests can run at all, and what these tests look at can be seen: on QEMU's own disk.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn qemus_own_disk_passes() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let said = Qemu::new(Iommu::VirtioStrict).own_blk(&image, 1).start(&place, VERIFY).end();
+    assert_eq!(said.word("domain"), "DMA");
+    verified(&said, &image);
+}
+
+/// What a guest's script does wrong is not passed over.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+#[should_panic(expected = "the guest's script failed")]
+fn a_script_that_fails_is_seen() {
+    let place = Place::new();
+    Qemu::new(Iommu::None).start(&place, "false | true\nfalse\ntrue").end();
+}

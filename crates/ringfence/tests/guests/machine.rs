@@ -1,0 +1,176 @@
+//! A guest that runs: what it says, what it is told, and how it ends.
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    path::PathBuf,
+    process::{Child, ChildStdin, Command, Stdio},
+    sync::{Arc, Condvar, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+use flate2::{Compression, write::GzEncoder};
+use serde_json::Value;
+
+use crate::place::{LIMIT, part, tail};
+
+// The archive that holds a test's script is appended to the one that xtask makes, in its format.
+#[path = "../../../../xtask/src/guests/cpio.rs"]
+#[allow(dead_code)]
+mod cpio;
+
+/// The first root file system of a guest that runs `script`, with `files` beside it.
+///
+/// The script can say a line to the test (`say WORDS`), hear one (`hear`, then `$line`) and give
+/// what a command prints as a result (`COMMAND | give NAME`). The first command of it that fails
+/// ends it, and the test.
+pub(crate) fn initramfs(base: &str, script: &str, files: &[(&str, Vec<u8>)]) -> Vec<u8> {
+    let mut archive = cpio::Cpio::new();
+    archive.file("run.sh", script.as_bytes());
+    for (name, content) in files {
+        archive.file(name, content);
+    }
+    let mut all = std::fs::read(part(base)).unwrap();
+    // Packed as well: an unpacked archive that does not begin on a word is passed over in silence.
+    let mut packed = GzEncoder::new(&mut all, Compression::fast());
+    packed.write_all(&archive.end()).unwrap();
+    packed.finish().unwrap();
+    all
+}
+
+/// A guest, running. It does not outlive this.
+pub(crate) struct Guest {
+    child: Child,
+    talk: Option<ChildStdin>,
+    heard: Arc<Heard>,
+    /// How many of its lines were looked at.
+    seen: usize,
+    /// What its kernel prints, where that is not what it says.
+    console: Option<PathBuf>,
+}
+
+#[derive(Default)]
+struct Heard {
+    told: Mutex<Told>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct Told {
+    lines: Vec<String>,
+    over: bool,
+}
+
+impl Guest {
+    /// Starts a machine that talks on standard input and output.
+    pub(crate) fn start(command: &mut Command, console: Option<PathBuf>) -> Guest {
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a guest");
+        let (talk, says) = (child.stdin.take(), child.stdout.take().unwrap());
+        let heard = Arc::new(Heard::default());
+        let into = Arc::clone(&heard);
+        thread::spawn(move || {
+            let mut lines = BufReader::new(says);
+            let mut line = Vec::new();
+            while lines.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
+                let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+                into.told.lock().unwrap().lines.push(text);
+                into.more.notify_all();
+                line.clear();
+            }
+            into.told.lock().unwrap().over = true;
+            into.more.notify_all();
+        });
+        Guest { child, talk, heard, seen: 0, console }
+    }
+
+    /// Waits until the guest says a line that begins with `words`, after those looked at before;
+    /// the line.
+    pub(crate) fn hear(&mut self, words: &str) -> String {
+        let begun = Instant::now();
+        let mut told = self.heard.told.lock().unwrap();
+        loop {
+            while let Some(line) = told.lines.get(self.seen) {
+                self.seen += 1;
+                if line.starts_with(words) {
+                    return line.clone();
+                }
+                assert!(!line.starts_with("done "), "it never said {words:?}");
+            }
+            assert!(!told.over, "it ended and never said {words:?}");
+            assert!(begun.elapsed() < LIMIT, "it did not say {words:?} in {LIMIT:?}");
+            told = self.heard.more.wait_timeout(told, Duration::from_secs(1)).unwrap().0;
+        }
+    }
+
+    /// Says a line that the guest waits for.
+    pub(crate) fn say(&mut self, line: &str) {
+        let talk = self.talk.as_mut().expect("a guest that can be talked to");
+        talk.write_all(format!("{line}\n").as_bytes()).unwrap();
+        talk.flush().unwrap();
+    }
+
+    /// Everything the guest said, once its script has ended well and the machine is off.
+    pub(crate) fn end(mut self) -> Said {
+        let status = self.hear("done ");
+        assert_eq!(status, "done 0", "the guest's script failed");
+        let begun = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(begun.elapsed() < LIMIT, "the machine does not go off");
+            thread::sleep(Duration::from_millis(5));
+        };
+        assert!(status.success(), "the machine: {status}");
+        Said { lines: self.lines() }
+    }
+
+    fn lines(&self) -> Vec<String> {
+        self.heard.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).lines.clone()
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if thread::panicking() {
+            let console = self.console.as_ref().map(|path| std::fs::read(path).unwrap_or_default());
+            let console = console.unwrap_or_default();
+            eprintln!("--- console\n{}", tail(&String::from_utf8_lossy(&console), 60));
+            eprintln!("--- the guest said\n{}\n---", tail(&self.lines().join("\n"), 60));
+        }
+    }
+}
+
+/// What a guest said until its end.
+pub(crate) struct Said {
+    lines: Vec<String>,
+}
+
+impl Said {
+    /// The rest of the one line that begins with `word`.
+    pub(crate) fn word(&self, word: &str) -> &str {
+        let mut found = self.lines.iter().filter_map(|l| l.strip_prefix(word)?.strip_prefix(' '));
+        let first = found.next().unwrap_or_else(|| panic!("the guest did not say {word}"));
+        assert!(found.next().is_none(), "the guest said {word} more than once");
+        first
+    }
+
+    /// What was given under a name.
+    pub(crate) fn given(&self, name: &str) -> String {
+        let at = |mark: String| self.lines.iter().position(|line| *line == mark);
+        let (Some(begin), Some(end)) = (at(format!("begin {name}")), at(format!("end {name}")))
+        else {
+            panic!("the guest did not give {name}");
+        };
+        self.lines[begin + 1..end].join("\n")
+    }
+
+    /// The same as JSON.
+    pub(crate) fn json(&self, name: &str) -> Value {
+        let text = self.given(name);
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"))
+    }
+}

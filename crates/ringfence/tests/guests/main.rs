@@ -1,0 +1,19 @@
+//! Strangers: a stock QEMU, a stock Linux and User-Mode Linux in front of `ringfence blk` and
+//! `ringfence net`.
+//!
+//! Guests are made by `cargo xtask guests` and run by `cargo xtask test --only guests`; a test of
+//! these that is run without them fails and says so. They run one at a time: a guest is emulated
+//! and takes a processor to itself.
+
+mod machine;
+mod place;
+mod proxy;
+mod qemu;
+
+mod blk;
+mod crash;
+mod net;
+mod speed;
+mod uml;
+mod vfio;
+mod wire;

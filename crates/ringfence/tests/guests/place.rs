@@ -1,0 +1,185 @@
+//! Where a test runs: a folder that is gone afterwards, and our back ends, which do not outlive it.
+
+use std::{
+    fs::File,
+    io::{Read, Seek, SeekFrom, Write},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{Mutex, MutexGuard},
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+/// Nothing that these tests wait for takes longer, however busy the machine is.
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+
+static TURN: Mutex<()> = Mutex::new(());
+
+/// A folder of a test's own, and its turn.
+pub(crate) struct Place {
+    folder: TempDir,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Place {
+    pub(crate) fn new() -> Place {
+        // A test that failed in its turn does not spoil those of others.
+        let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // A socket's path may have 107 bytes: not below a target folder that lies anywhere.
+        Place { folder: tempfile::tempdir().unwrap(), _turn: turn }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// An image of that many MiB, all of it holes.
+    pub(crate) fn image(&self, name: &str, mib: u64) -> PathBuf {
+        let path = self.path(name);
+        File::create(&path).unwrap().set_len(mib << 20).unwrap();
+        path
+    }
+
+    /// `ringfence ARGUMENTS --socket SOCKET`, once it listens.
+    pub(crate) fn service(&self, socket: &str, arguments: &[&str]) -> Service {
+        let path = self.path(socket);
+        let log = self.path(&format!("{socket}.log"));
+        // One that was killed has left its socket behind: what is waited for is the new one.
+        let _ = std::fs::remove_file(&path);
+        let figures = self.path(&format!("{socket}.figures"));
+        let written = File::options().create(true).append(true).open(&log).unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_ringfence"))
+            .args(arguments)
+            .arg("--socket")
+            .arg(&path)
+            .arg("--metrics")
+            .arg(format!("unix:{}", figures.display()))
+            .stdin(Stdio::null())
+            .stdout(written.try_clone().unwrap())
+            .stderr(written)
+            .spawn()
+            .unwrap();
+        let mut service = Service { child, socket: path, log, figures };
+        let begun = Instant::now();
+        while !service.socket.exists() {
+            assert!(service.child.try_wait().unwrap().is_none(), "{}", service.log());
+            assert!(begun.elapsed() < LIMIT, "{}", service.log());
+            thread::sleep(Duration::from_millis(5));
+        }
+        service
+    }
+}
+
+/// The guests' parts.
+pub(crate) fn part(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guests");
+    assert!(
+        folder.join("made").exists(),
+        "{} is not there: `cargo xtask guests` makes it",
+        folder.display()
+    );
+    folder.canonicalize().unwrap().join(name)
+}
+
+/// A back end of ours, running.
+pub(crate) struct Service {
+    child: Child,
+    pub(crate) socket: PathBuf,
+    log: PathBuf,
+    figures: PathBuf,
+}
+
+impl Service {
+    /// What it has said so far.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Its figures as it serves them.
+    pub(crate) fn figures(&self) -> String {
+        let ask = || -> std::io::Result<String> {
+            let mut socket = UnixStream::connect(&self.figures)?;
+            socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+            socket.write_all(b"GET /metrics HTTP/1.1\r\nConnection: close\r\n\r\n")?;
+            let mut page = String::new();
+            socket.read_to_string(&mut page)?;
+            Ok(page)
+        };
+        ask().unwrap_or_else(|error| format!("no figures: {error}"))
+    }
+
+    /// The sum of a figure over its labels.
+    pub(crate) fn figure(&self, name: &str) -> f64 {
+        let page = self.figures();
+        let values = page.lines().filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let value = rest.strip_prefix(' ').or_else(|| {
+                rest.starts_with('{').then(|| rest.rsplit_once(' ').map(|(_, value)| value))?
+            })?;
+            value.parse::<f64>().ok()
+        });
+        let values: Vec<f64> = values.collect();
+        assert!(!values.is_empty(), "no figure {name} in\n{page}");
+        values.iter().sum()
+    }
+
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// As a crash does.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// As an operator does: it must end by itself, without an error.
+    pub(crate) fn terminate(mut self) {
+        assert!(self.is_running(), "it has ended already:\n{}", self.log());
+        let id = Pid::from_raw(self.child.id().try_into().unwrap()).unwrap();
+        kill_process(id, Signal::TERM).unwrap();
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "{status}\n{}", self.log());
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let figures = if thread::panicking() { self.figures() } else { String::new() };
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if thread::panicking() {
+            eprintln!(
+                "--- back end at {}\n{}\n{figures}",
+                self.socket.display(),
+                tail(&self.log(), 60)
+            );
+        }
+    }
+}
+
+/// The last lines of a text.
+pub(crate) fn tail(text: &str, lines: usize) -> String {
+    let all: Vec<&str> = text.lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+/// The MD5 of a part of a file: by the program, which a guest's own result is compared with.
+pub(crate) fn md5(path: &Path, first: u64, length: u64) -> String {
+    let mut file = File::open(path).unwrap();
+    file.seek(SeekFrom::Start(first)).unwrap();
+    let mut content = Vec::new();
+    file.take(length).read_to_end(&mut content).unwrap();
+    let mut child = Command::new("md5sum")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("md5sum");
+    child.stdin.take().unwrap().write_all(&content).unwrap();
+    let said = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
+    said.split(' ').next().unwrap().to_owned()
+}

@@ -1,0 +1,219 @@
+//! The machines that QEMU makes.
+
+use std::{fmt, path::Path, process::Command};
+
+use crate::{
+    machine::{Guest, initramfs},
+    place::{Place, part},
+};
+
+/// The IOMMU of a machine, and how its Linux uses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Iommu {
+    None,
+    IntelStrict,
+    IntelLazy,
+    VirtioStrict,
+    VirtioLazy,
+}
+
+impl Iommu {
+    /// What Linux calls the domain of a device behind it.
+    pub(crate) fn domain(self) -> &'static str {
+        match self {
+            Iommu::None => "none",
+            Iommu::IntelStrict | Iommu::VirtioStrict => "DMA",
+            Iommu::IntelLazy | Iommu::VirtioLazy => "DMA-FQ",
+        }
+    }
+
+    fn device(self) -> &'static [&'static str] {
+        match self {
+            Iommu::None => &[],
+            Iommu::IntelStrict | Iommu::IntelLazy => {
+                &["-device", "intel-iommu,intremap=on,device-iotlb=on"]
+            }
+            Iommu::VirtioStrict | Iommu::VirtioLazy => &["-device", "virtio-iommu-pci"],
+        }
+    }
+
+    fn kernel_line(self) -> &'static str {
+        match self {
+            Iommu::None => "intel_iommu=off",
+            Iommu::IntelStrict => "intel_iommu=on iommu.strict=1",
+            Iommu::IntelLazy => "intel_iommu=on iommu.strict=0",
+            Iommu::VirtioStrict => "intel_iommu=off iommu.strict=1",
+            Iommu::VirtioLazy => "intel_iommu=off iommu.strict=0",
+        }
+    }
+}
+
+impl fmt::Display for Iommu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self:?}")
+    }
+}
+
+/// What every script begins with: the IOMMU is there before the drivers, and which domain devices
+/// are in is said.
+const BEGIN: &str = r#"
+if grep -q viommu=1 /proc/cmdline; then modprobe virtio-iommu; fi
+# The PCI address of the nth virtio device of that kind (block 2, net 1), from 0.
+virtio_pci() {
+    for device in /sys/bus/pci/devices/*; do
+        [ $(cat $device/vendor) = 0x1af4 ] || continue
+        [ $(($(cat $device/device))) = $((0x1040 + $1)) ] || continue
+        [ $2 = 0 ] && { basename $device; return; }
+        set -- $1 $(($2 - 1))
+    done
+    false
+}
+# In which domain a PCI device is.
+domain() { cat /sys/bus/pci/devices/$1/iommu_group/type 2>/dev/null || echo none; }
+# fio on the disk: what it is given are its options; the result has the job's name.
+run_fio() {
+    fio --filename=/dev/vda --direct=1 --ioengine=io_uring --output-format=json --eta=never \
+        --output=/tmp/fio.$1 --name=$*
+    give $1 < /tmp/fio.$1
+}
+"#;
+
+/// A machine to be started.
+pub(crate) struct Qemu {
+    iommu: Iommu,
+    cpus: u32,
+    memory_mib: u32,
+    devices: u32,
+    reboots: bool,
+    arguments: Vec<String>,
+    files: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl Qemu {
+    pub(crate) fn new(iommu: Iommu) -> Qemu {
+        let arguments = iommu.device().iter().map(|&word| word.to_owned()).collect();
+        Qemu {
+            iommu,
+            cpus: 1,
+            memory_mib: 256,
+            devices: 0,
+            reboots: false,
+            arguments,
+            files: Vec::new(),
+        }
+    }
+
+    pub(crate) fn cpus(mut self, cpus: u32) -> Qemu {
+        self.cpus = cpus;
+        self
+    }
+
+    /// A reboot of the guest is one of the machine, and does not end it.
+    pub(crate) fn reboots(mut self) -> Qemu {
+        self.reboots = true;
+        self
+    }
+
+    /// A file in the guest.
+    pub(crate) fn file(mut self, name: &'static str, content: Vec<u8>) -> Qemu {
+        self.files.push((name, content));
+        self
+    }
+
+    /// A disk whose back end listens on a socket, with more of QEMU's options for it.
+    pub(crate) fn blk(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
+        let n = self.port();
+        // It comes back after a crash of the back end.
+        self.add("-chardev", format!("socket,id=c{n},path={},reconnect=1", socket.display()));
+        let own = self.own();
+        self.add(
+            "-device",
+            format!("vhost-user-blk-pci,chardev=c{n},num-queues={queues},{own}{more}"),
+        );
+        self
+    }
+
+    /// A disk of QEMU's own.
+    pub(crate) fn own_blk(mut self, image: &Path, queues: u32) -> Qemu {
+        let n = self.port();
+        self.add("-drive", format!("if=none,id=d{n},file={},format=raw", image.display()));
+        let own = self.own();
+        self.add("-device", format!("virtio-blk-pci,drive=d{n},num-queues={queues},{own}"));
+        self
+    }
+
+    /// A network device whose back end listens on a socket, with more of QEMU's options for it.
+    pub(crate) fn net(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
+        let n = self.port();
+        self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
+        self.add("-netdev", format!("type=vhost-user,id=n{n},chardev=c{n},queues={queues}"));
+        let mq = if queues > 1 { "mq=on," } else { "" };
+        let own = self.own();
+        // The interrupts of QEMU 7.2's vhost-user-net do not survive emulation with MSI-X.
+        self.add(
+            "-device",
+            format!("virtio-net-pci,netdev=n{n},mac=52:54:00:00:00:0{n},{mq}romfile=,vectors=0,{own}{more}"),
+        );
+        self
+    }
+
+    /// A network device of QEMU's own; all of a machine are in one network.
+    pub(crate) fn own_net(mut self) -> Qemu {
+        let n = self.port();
+        self.add("-netdev", format!("hubport,id=n{n},hubid=0"));
+        let own = self.own();
+        self.add(
+            "-device",
+            format!("virtio-net-pci,netdev=n{n},mac=52:54:00:00:00:0{n},romfile=,{own}"),
+        );
+        self
+    }
+
+    fn add(&mut self, option: &str, value: String) {
+        self.arguments.extend([option.to_owned(), value]);
+    }
+
+    /// A port of its own for the next device: address translation services exist behind one only.
+    fn port(&mut self) -> u32 {
+        self.devices += 1;
+        let n = self.devices;
+        self.add("-device", format!("pcie-root-port,id=rp{n},slot={n}"));
+        n
+    }
+
+    fn own(&self) -> String {
+        let translated = match self.iommu {
+            Iommu::None => "",
+            _ => ",iommu_platform=on,ats=on",
+        };
+        format!("bus=rp{},disable-legacy=on{translated}", self.devices)
+    }
+
+    /// Starts it; its Linux runs `script`.
+    pub(crate) fn start(self, place: &Place, script: &str) -> Guest {
+        let (console, initrd) = (place.path("console"), place.path("initramfs"));
+        let script = format!("{BEGIN}\n{script}");
+        std::fs::write(&initrd, initramfs("initramfs", &script, &self.files)).unwrap();
+        let mut command = Command::new(part("qemu-system-x86_64"));
+        command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);
+        command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
+        command.args(["-smp", &self.cpus.to_string(), "-m", &self.memory_mib.to_string()]);
+        let memory = format!("memory-backend-memfd,id=mem,size={}M,share=on", self.memory_mib);
+        command.args(["-object", &memory]);
+        if !self.reboots {
+            command.arg("-no-reboot");
+        }
+        command.args(&self.arguments);
+        command.arg("-kernel").arg(part("vmlinuz")).arg("-initrd").arg(&initrd);
+        let viommu = matches!(self.iommu, Iommu::VirtioStrict | Iommu::VirtioLazy);
+        let line = format!(
+            "console=ttyS0 loglevel=5 panic=-1 viommu={} {}",
+            u8::from(viommu),
+            self.iommu.kernel_line()
+        );
+        command.args(["-append", &line]);
+        command.arg("-serial").arg(format!("file:{}", console.display()));
+        command.args(["-serial", "stdio"]);
+        Guest::start(&mut command, Some(console))
+    }
+}

@@ -1,0 +1,63 @@
+//! What the device IOTLB was made for: a driver in user space, inside the guest, over VFIO, and no
+//! unsafe mode. What it maps the device reaches, and nothing else.
+
+use std::fs;
+
+use crate::{
+    blk::service,
+    place::{Place, part},
+    proxy::{MISS, Recording},
+    qemu::{Iommu, Qemu},
+};
+
+const SCRIPT: &str = r#"
+pci=$(virtio_pci 2 0)
+modprobe vfio-pci
+# A virtio-iommu does not remap interrupts, and VFIO wants to hear that this is known.
+if grep -q viommu=1 /proc/cmdline; then
+    modprobe vfio_iommu_type1 allow_unsafe_interrupts=1
+else
+    modprobe vfio_iommu_type1
+fi
+[ ! -e /sys/module/vfio/parameters/enable_unsafe_noiommu_mode ] ||
+    [ $(cat /sys/module/vfio/parameters/enable_unsafe_noiommu_mode) = N ]
+echo $pci > /sys/bus/pci/devices/$pci/driver/unbind
+echo vfio-pci > /sys/bus/pci/devices/$pci/driver_override
+echo $pci > /sys/bus/pci/drivers_probe
+vfio-blk $pci $(basename $(readlink /sys/bus/pci/devices/$pci/iommu_group)) > /tmp/vfio 2>&1 ||
+    { give vfio < /tmp/vfio; false; }
+give vfio < /tmp/vfio
+"#;
+
+fn static_mappings_and_isolation(iommu: Iommu) {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let back = service(&place, &image, 1);
+    let between = place.path("between.sock");
+    let wire = Recording::between(between.clone(), &back.socket);
+    let program = fs::read(part("vfio-blk")).unwrap();
+    let machine = Qemu::new(iommu).blk(&between, 1, "").file("bin/vfio-blk", program);
+    let said = machine.start(&place, SCRIPT).end().given("vfio");
+    for found in ["capacity 65536", "static 4096 256", "unmapped is out of reach"] {
+        assert!(said.contains(found), "{found}\n{said}");
+    }
+    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+    // The page that was taken away was asked for, and asked for again in a way that must be
+    // answered: the first question never is.
+    let asked = wire.iotlb(MISS);
+    let asked: Vec<_> = asked.iter().filter(|miss| miss.iova & !0xfff == 0x5000_0000).collect();
+    assert!(asked.iter().any(|miss| miss.need_reply), "{asked:?}");
+    back.terminate();
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn static_mappings_and_isolation_behind_intels_iommu() {
+    static_mappings_and_isolation(Iommu::IntelStrict);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn static_mappings_and_isolation_behind_a_virtio_iommu() {
+    static_mappings_and_isolation(Iommu::VirtioStrict);
+}

@@ -1,0 +1,123 @@
+//! A user-space driver of a virtio disk, inside a guest, over VFIO: what the device may reach is
+//! what this program maps, and the kernel's unsafe mode without an IOMMU is not needed.
+//!
+//! `vfio-blk PCI-ADDRESS GROUP`: writes and reads sectors through memory that is mapped once, then
+//! takes a page away and asks the device for it. A line for each thing that was found in order; the
+//! first that is not ends the program with an error.
+
+mod blk;
+mod pci;
+mod vfio;
+
+use std::{env, sync::Arc, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use blk::{Disk, Io};
+use ringfence_mem::GuestRam;
+use vfio::Container;
+
+/// Where the memory of all I/O lies for the device.
+const STATIC: u64 = 0x1000_0000;
+/// Where the page lies that is taken away: far from it, so that nothing merges them.
+const TAKEN: u64 = 0x5000_0000;
+const PAGE: usize = 4096;
+
+fn main() -> Result<()> {
+    let mut arguments = env::args().skip(1);
+    let mut next = |what| arguments.next().with_context(|| format!("{what} is missing"));
+    let (address, group) = (next("the device's PCI address")?, next("its group")?);
+    let container = Container::open(&group)?;
+    let device = container.device(&address)?;
+    let ram = GuestRam::new(4 << 20, STATIC)?;
+    container.map(&ram)?;
+    let mut disk = Disk::start(&device, Arc::clone(&ram))?;
+    println!("capacity {}", disk.capacity());
+    static_mapping(&mut disk)?;
+    isolation(&container, &mut disk)?;
+    println!("over");
+    Ok(())
+}
+
+/// Reads back what was written, in requests of several sizes, many at a time.
+fn static_mapping(disk: &mut Disk) -> Result<()> {
+    let room = 1 << 20;
+    let (out, back) = (disk.carve(room)?, disk.carve(room)?);
+    for size in [512, 4096, 65536] {
+        let count = room / size;
+        for at in 0..count {
+            disk.ram().slice(out + at * size, size)?.copy_from(&pattern(size, at));
+        }
+        let io = |write, base: usize| {
+            move |at: usize| Io {
+                write,
+                sector: (at * size / 512) as u64,
+                addr: STATIC + (base + at * size) as u64,
+                len: size as u32,
+            }
+        };
+        disk.all((0..count).map(io(true, out)))?;
+        disk.ram().slice(back, room)?.fill_zero();
+        disk.all((0..count).map(io(false, back)))?;
+        for at in 0..count {
+            ensure!(
+                bytes(disk.ram(), back + at * size, size)? == pattern(size, at),
+                "request {at} of {size} bytes did not come back as it was written"
+            );
+        }
+        println!("static {size} {count}");
+    }
+    Ok(())
+}
+
+/// What is not mapped any more is out of the device's reach, both ways, and back in it once it is
+/// mapped again.
+fn isolation(container: &Container, disk: &mut Disk) -> Result<()> {
+    let page = GuestRam::new(PAGE, TAKEN)?;
+    let own = disk.carve(PAGE)?;
+    let over_page = |write, sector| Io { write, sector, addr: TAKEN, len: PAGE as u32 };
+    let over_own =
+        |write, sector| Io { write, sector, addr: STATIC + own as u64, len: PAGE as u32 };
+    let (public, secret) = (pattern(PAGE, 1), pattern(PAGE, 2));
+
+    // Sector 0 has what everybody may see; the device has used the page, and knows where it lies.
+    disk.ram().slice(own, PAGE)?.copy_from(&public);
+    disk.all([over_own(true, 0), over_own(true, 8)])?;
+    container.map(&page)?;
+    disk.all([over_page(false, 0)])?;
+    ensure!(bytes(&page, 0, PAGE)? == public, "the device did not write to a mapped page");
+
+    page.slice(0, PAGE)?.copy_from(&secret);
+    container.unmap(&page)?;
+    for round in 0..3 {
+        let read = disk.one(over_page(false, 0), Duration::from_secs(30))?;
+        ensure!(!read, "a read into a page that was unmapped succeeded (round {round})");
+        let write = disk.one(over_page(true, 8), Duration::from_secs(30))?;
+        ensure!(!write, "a write from a page that was unmapped succeeded (round {round})");
+    }
+    ensure!(bytes(&page, 0, PAGE)? == secret, "the device wrote to a page that was unmapped");
+    disk.all([over_own(false, 8)])?;
+    ensure!(bytes(disk.ram(), own, PAGE)? == public, "a page that was unmapped is on the disk");
+    println!("unmapped is out of reach");
+
+    container.map(&page)?;
+    disk.all([over_page(true, 8), over_own(false, 8)])?;
+    ensure!(bytes(disk.ram(), own, PAGE)? == secret, "the page was mapped again and not read");
+    println!("mapped again is in reach");
+    Ok(())
+}
+
+/// Bytes that say where they belong.
+fn pattern(len: usize, seed: usize) -> Vec<u8> {
+    let mut state = (len as u64) << 32 ^ (seed as u64 + 1);
+    let next = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 56) as u8
+    };
+    (0..len).map(next).collect()
+}
+
+fn bytes(ram: &GuestRam, offset: usize, len: usize) -> Result<Vec<u8>> {
+    let mut out = vec![0; len];
+    ram.slice(offset, len)?.copy_to(&mut out);
+    Ok(out)
+}

@@ -1,0 +1,209 @@
+//! Debian's packages, fetched and unpacked without being installed.
+//!
+//! apt gets lists and a cache of its own: what the machine's are, how old, and who may write them,
+//! does not matter. It keeps the machine's sources, keys and proxy.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+
+/// An apt with a state of its own.
+pub(crate) struct Debian {
+    folder: PathBuf,
+    options: Vec<String>,
+}
+
+impl Debian {
+    /// With fresh lists, below `folder`.
+    ///
+    /// # Errors
+    /// This is no Debian, or its mirror cannot be reached.
+    pub(crate) fn new(folder: &Path) -> Result<Debian> {
+        let folder = folder.join("apt");
+        for part in ["lists/partial", "archives/partial", "sources"] {
+            fs::create_dir_all(folder.join(part))?;
+        }
+        sources(&folder.join("sources"))?;
+        let option = |name: &str, value: &str| {
+            ["-o".to_owned(), format!("{name}={}", folder.join(value).display())]
+        };
+        let mut options = Vec::new();
+        options.extend(option("Dir::State::lists", "lists"));
+        options.extend(option("Dir::Cache", ""));
+        options.extend(option("Dir::Etc::sourceparts", "sources"));
+        options.extend(["-o", "Dir::Etc::sourcelist=/dev/null"].map(String::from));
+        // It writes where only this user may.
+        options.extend(["-o", "APT::Sandbox::User=root"].map(String::from));
+        options.extend(["-o", "Acquire::Languages=none", "-q"].map(String::from));
+        let debian = Debian { folder, options };
+        output(debian.apt("apt-get").arg("update"))?;
+        Ok(debian)
+    }
+
+    fn apt(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.args(&self.options).env("LC_ALL", "C").current_dir(self.folder.join("archives"));
+        command
+    }
+
+    /// The newest kernel for clouds of the series that the tests know, or else of all.
+    pub(crate) fn newest_kernel(&self) -> Result<String> {
+        let pattern = "^linux-image-[0-9].*-cloud-amd64$";
+        let found = output(self.apt("apt-cache").args(["search", "--names-only", pattern]))?;
+        let names = found.lines().filter_map(|line| line.split_once(" - ").map(|(name, _)| name));
+        // A name with two numbers is one that leads to the newest of its series, and holds nothing.
+        let mut kernels: Vec<(bool, Vec<u64>, &str)> = names
+            .map(|name| (name.starts_with("linux-image-6.12."), numbers(name), name))
+            .filter(|(_, numbers, _)| numbers.len() > 3)
+            .collect();
+        kernels.sort();
+        let (.., newest) = kernels.last().context("Debian's lists name no cloud kernel")?;
+        Ok((*newest).to_owned())
+    }
+
+    /// A package, and those that it needs and this machine has not.
+    pub(crate) fn with_what_it_needs(&self, package: &str) -> Result<Vec<String>> {
+        let plan = output(self.apt("apt-get").args([
+            "install",
+            "--simulate",
+            "--no-install-recommends",
+            "--reinstall",
+            package,
+        ]))?;
+        let mut packages: Vec<String> = plan
+            .lines()
+            .filter_map(|line| line.strip_prefix("Inst ")?.split(' ').next().map(String::from))
+            .collect();
+        // Those of its own parts that the machine has may be of another version.
+        packages.extend(
+            [package, "qemu-system-common", "qemu-system-data", "seabios"].map(String::from),
+        );
+        packages.sort();
+        packages.dedup();
+        Ok(packages)
+    }
+
+    /// Fetches packages; where they lie.
+    pub(crate) fn fetch(&self, packages: &[String]) -> Result<Vec<PathBuf>> {
+        let archives = self.folder.join("archives");
+        output(self.apt("apt-get").arg("download").args(packages))?;
+        let mut files = Vec::new();
+        for package in packages {
+            let named = |file: &PathBuf| {
+                let name = file.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+                name.strip_prefix(package.as_str()).is_some_and(|rest| rest.starts_with('_'))
+            };
+            let file = entries(&archives)?.into_iter().rfind(named);
+            files.push(file.with_context(|| format!("{package} was not fetched"))?);
+        }
+        Ok(files)
+    }
+
+    /// Fetches a package's upstream source; where it lies.
+    pub(crate) fn fetch_source(&self, package: &str) -> Result<PathBuf> {
+        output(self.apt("apt-get").args(["source", "--download-only", package]))?;
+        let is_source = |file: &PathBuf| {
+            let name = file.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+            name.starts_with(&format!("{package}_"))
+                && name.contains(".orig.tar.")
+                && !name.ends_with(".asc")
+        };
+        let found = entries(&self.folder.join("archives"))?.into_iter().rfind(is_source);
+        found.with_context(|| format!("the source of {package} was not fetched"))
+    }
+}
+
+/// Unpacks a package into a folder.
+pub(crate) fn extract(package: &Path, into: &Path) -> Result<()> {
+    output(Command::new("dpkg-deb").arg("--extract").arg(package).arg(into)).map(|_| ())
+}
+
+/// What a command prints; its complaints are in the error.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let ended = command.output().with_context(|| format!("{command:?}"))?;
+    if !ended.status.success() {
+        bail!("{command:?}: {}\n{}", ended.status, String::from_utf8_lossy(&ended.stderr));
+    }
+    String::from_utf8(ended.stdout).with_context(|| format!("{command:?} printed no UTF-8"))
+}
+
+/// Debian's own sources as the machine has them, with the sources of packages: other archives need
+/// not be reachable.
+fn sources(into: &Path) -> Result<()> {
+    let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
+    files.extend(entries(Path::new("/etc/apt/sources.list.d")).unwrap_or_default());
+    let mut count = 0;
+    for file in files {
+        let Ok(text) = fs::read_to_string(&file) else { continue };
+        let deb822 = file.extension().is_some_and(|e| e == "sources");
+        let kept = if deb822 { stanzas(&text) } else { lines(&text) };
+        if !kept.is_empty() {
+            let ending = if deb822 { "sources" } else { "list" };
+            fs::write(into.join(format!("{count}.{ending}")), kept)?;
+            count += 1;
+        }
+    }
+    if count == 0 {
+        bail!("/etc/apt names no archive of Debian's: guests are made from Debian's packages");
+    }
+    Ok(())
+}
+
+fn stanzas(text: &str) -> String {
+    let debian = |stanza: &&str| stanza.lines().any(|l| l.starts_with("URIs:") && of_debian(l));
+    let kept: Vec<String> = text
+        .split("\n\n")
+        .filter(debian)
+        .map(|stanza| {
+            let types = |line: &str| match line.starts_with("Types:") {
+                true => "Types: deb deb-src".to_owned(),
+                false => line.to_owned(),
+            };
+            stanza.lines().map(types).collect::<Vec<_>>().join("\n")
+        })
+        .collect();
+    kept.join("\n\n")
+}
+
+fn lines(text: &str) -> String {
+    let debian = |line: &&str| line.starts_with("deb ") && of_debian(line);
+    text.lines().filter(debian).map(|line| format!("{line}\ndeb-src{}\n", &line[3..])).collect()
+}
+
+fn of_debian(line: &str) -> bool {
+    line.contains("/debian")
+}
+
+fn numbers(text: &str) -> Vec<u64> {
+    text.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
+}
+
+/// What lies in a folder, in order.
+pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).with_context(|| format!("{}", folder.display()))?;
+    let mut paths = entries.map(|e| Ok(e?.path())).collect::<Result<Vec<_>>>()?;
+    paths.sort();
+    Ok(paths)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_debians_and_have_those_of_packages() {
+        let text = "deb http://m/debian a main\ndeb http://other/apt a main\n# deb x/debian\n";
+        assert_eq!(lines(text), "deb http://m/debian a main\ndeb-src http://m/debian a main\n");
+        let text = "Types: deb\nURIs: http://m/debian\nSuites: a\n\nTypes: deb\nURIs: http://o/x\n";
+        assert_eq!(stanzas(text), "Types: deb deb-src\nURIs: http://m/debian\nSuites: a");
+    }
+
+    #[test]
+    fn versions_are_compared_by_number() {
+        assert!(numbers("linux-image-6.12.117+deb12") > numbers("linux-image-6.12.99+deb12"));
+    }
+}

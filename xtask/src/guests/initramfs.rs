@@ -1,0 +1,137 @@
+//! The root file system of a guest: busybox, fio, the modules, and a script that runs another.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::{cpio::Cpio, debian::entries};
+
+/// The modules that tests load. What they need comes along.
+const MODULES: &[&str] =
+    &["virtio_blk", "virtio_net", "virtio-iommu", "vfio-pci", "vfio_iommu_type1"];
+
+/// The first program of a guest.
+const INIT: &str = include_str!("init.sh");
+
+/// Makes `folder/name` for a kernel with these modules.
+pub(crate) fn make(folder: &Path, modules: &Path, name: &str) -> Result<()> {
+    let mut archive = Cpio::new();
+    for folder in ["bin", "dev", "lib", "lib/modules", "proc", "sys", "tmp"] {
+        archive.folder(folder);
+    }
+    archive.device("dev/console", (5, 1));
+    archive.file("init", INIT.as_bytes());
+    let busybox = folder.join("root/bin/busybox");
+    for (name, file) in [("bin/busybox", busybox), ("bin/fio", folder.join("fio"))] {
+        archive.file(name, &fs::read(&file).with_context(|| format!("{}", file.display()))?);
+    }
+    let version = modules.file_name().and_then(|n| n.to_str()).context("a kernel's version")?;
+    let place = format!("lib/modules/{version}");
+    archive.folder(&place);
+    let mut order = String::new();
+    for (module, needs) in with_needs(&find(modules)?)? {
+        archive.file(&format!("{place}/{}.ko", module.name), &module.bytes);
+        let needs: Vec<String> = needs.iter().map(|need| format!("{need}.ko")).collect();
+        order.push_str(&format!("{}.ko: {}\n", module.name, needs.join(" ")));
+    }
+    archive.file(&format!("{place}/modules.dep"), order.as_bytes());
+    let file = fs::File::create(folder.join(name))?;
+    let mut packed = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
+    packed.write_all(&archive.end())?;
+    packed.finish()?.sync_all()?;
+    Ok(())
+}
+
+struct Module {
+    name: String,
+    bytes: Vec<u8>,
+}
+
+/// Every module of a kernel, by the name that others know it by.
+fn find(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
+    let mut found = BTreeMap::new();
+    for path in entries(folder)? {
+        let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
+        if path.is_symlink() {
+            continue;
+        } else if path.is_dir() {
+            found.extend(find(&path)?);
+        } else if let Some((name, "ko" | "ko.xz")) = name.split_once('.') {
+            found.insert(name.replace('-', "_"), path);
+        }
+    }
+    Ok(found)
+}
+
+/// The modules that are wanted and those that they need, each with all that go before it, the
+/// nearest first. What the kernel has built in is nowhere and not wanted.
+fn with_needs(all: &BTreeMap<String, PathBuf>) -> Result<Vec<(Module, Vec<String>)>> {
+    let mut modules: BTreeMap<String, (Module, Vec<String>)> = BTreeMap::new();
+    let mut open: Vec<String> = MODULES.iter().map(|name| name.replace('-', "_")).collect();
+    while let Some(name) = open.pop() {
+        let Some(path) = all.get(&name).filter(|_| !modules.contains_key(&name)) else { continue };
+        let bytes = unpack(path)?;
+        let needs = needs(&bytes);
+        open.extend(needs.iter().cloned());
+        modules.insert(name.clone(), (Module { name, bytes }, needs));
+    }
+    let nearest: BTreeMap<String, Vec<String>> =
+        modules.iter().map(|(name, (_, needs))| (name.clone(), needs.clone())).collect();
+    let everything = |name: &str| {
+        let (mut order, mut seen) = (Vec::new(), BTreeSet::new());
+        let mut open: Vec<String> = nearest[name].clone();
+        while let Some(need) = open.pop() {
+            // One that is needed twice is loaded before both.
+            if let Some(its) = nearest.get(&need) {
+                open.extend(its.iter().cloned());
+                if !seen.insert(need.clone()) {
+                    order.retain(|other| other != &need);
+                }
+                order.push(need);
+            }
+        }
+        order
+    };
+    let names: Vec<Vec<String>> = modules.keys().map(|name| everything(name)).collect();
+    Ok(modules.into_values().map(|(module, _)| module).zip(names).collect())
+}
+
+fn unpack(path: &Path) -> Result<Vec<u8>> {
+    if path.extension().is_some_and(|e| e == "xz") {
+        let ended = Command::new("xz").args(["--decompress", "--stdout"]).arg(path).output();
+        let ended = ended.context("xz")?;
+        if !ended.status.success() {
+            bail!("xz {}: {}", path.display(), ended.status);
+        }
+        return Ok(ended.stdout);
+    }
+    fs::read(path).with_context(|| format!("{}", path.display()))
+}
+
+/// What a module says it needs: `depends=a,b` among the strings of its `.modinfo`.
+fn needs(module: &[u8]) -> Vec<String> {
+    let field = module.split(|&byte| byte == 0).find_map(|text| text.strip_prefix(b"depends="));
+    let names = String::from_utf8_lossy(field.unwrap_or_default()).replace('-', "_");
+    names.split(',').filter(|name| !name.is_empty()).map(String::from).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_module_names_what_it_needs() {
+        assert_eq!(
+            needs(b"\x7fELF\0license=GPL\0depends=net-failover,virtio\0"),
+            ["net_failover", "virtio"]
+        );
+        assert_eq!(needs(b"depends=\0"), Vec::<String>::new());
+        assert_eq!(needs(b"\x7fELF"), Vec::<String>::new());
+    }
+}

@@ -1,0 +1,130 @@
+//! What the tests with real guests need: a QEMU, a stock Linux with an initramfs, User-Mode Linux.
+//!
+//! All of it lies in `target/guests`, made from Debian's packages by [`make`]: nothing is installed
+//! and nothing outside the checkout is changed, so that root is not needed either.
+//!
+//! ```text
+//! qemu-system-x86_64    starts the QEMU in root/
+//! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
+//! linux.uml, initramfs.uml    the same for User-Mode Linux
+//! vfio-blk              our own driver, for use inside a guest
+//! ```
+
+mod cpio;
+mod debian;
+mod fio;
+mod initramfs;
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, ensure};
+use debian::Debian;
+
+/// Where it all lies.
+pub(crate) fn folder() -> PathBuf {
+    crate::steps::root().join("target/guests")
+}
+
+/// Changes whenever what is made changes: what an older checkout made is then made again.
+const RECIPE: &str = "1";
+
+/// Makes what is not there yet, and our own programs as their sources are now.
+pub(crate) fn make() -> Result<()> {
+    parts()?;
+    programs()
+}
+
+fn parts() -> Result<()> {
+    let (folder, begun) = (folder(), Instant::now());
+    let stamp = folder.join("made");
+    if fs::read_to_string(&stamp).is_ok_and(|made| made == RECIPE) {
+        println!("guests: all there ({})", folder.display());
+        return Ok(());
+    }
+    fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+    let _ = fs::remove_file(&stamp);
+    let root = folder.join("root");
+    let _ = fs::remove_dir_all(&root);
+
+    println!("guests: reading the lists of packages");
+    let debian = Debian::new(&folder)?;
+    let kernel = debian.newest_kernel()?;
+    let mut packages = debian.with_what_it_needs("qemu-system-x86")?;
+    packages.extend([kernel.clone(), "user-mode-linux".into(), "busybox-static".into()]);
+    println!("guests: {} packages, among them {kernel}", packages.len());
+    for file in debian.fetch(&packages)? {
+        debian::extract(&file, &root)?;
+    }
+    if !folder.join("fio").exists() {
+        println!("guests: building a static fio");
+        fio::build(&debian, &folder)?;
+    }
+
+    println!("guests: making the initramfs");
+    let version = kernel.strip_prefix("linux-image-").context("a kernel without a version")?;
+    fs::rename(root.join("boot").join(format!("vmlinuz-{version}")), folder.join("vmlinuz"))
+        .context("the kernel's package has no kernel")?;
+    initramfs::make(&folder, &root.join("lib/modules").join(version), "initramfs")?;
+    fs::rename(root.join("usr/bin/linux.uml"), folder.join("linux.uml"))
+        .context("the package user-mode-linux has no linux.uml")?;
+    let modules = only_folder(&root.join("usr/lib/uml/modules"))?;
+    initramfs::make(&folder, &modules, "initramfs.uml")?;
+    qemu(&folder, &root)?;
+    // What went into the initramfs, and what nobody asked for.
+    for spent in ["lib/modules", "usr/lib/uml", "boot", "usr/share/doc", "usr/share/locale"] {
+        let _ = fs::remove_dir_all(root.join(spent));
+    }
+    fs::write(&stamp, RECIPE)?;
+    println!("guests: made in {:.1} s", begun.elapsed().as_secs_f32());
+    Ok(())
+}
+
+/// Our programs that run in guests: without libraries, as a guest has none.
+fn programs() -> Result<()> {
+    let build = folder().join("build");
+    // A target named in full: what runs while it is built is built as usual.
+    let target = "x86_64-unknown-linux-gnu";
+    let status = Command::new("cargo")
+        .args(["build", "--quiet", "--package", "ringfence-guest", "--target", target])
+        .env("RUSTFLAGS", "-Ctarget-feature=+crt-static")
+        .env("CARGO_TARGET_DIR", &build)
+        .env("CARGO_PROFILE_DEV_STRIP", "symbols")
+        .current_dir(crate::steps::root())
+        .status()
+        .context("cargo")?;
+    ensure!(status.success(), "our programs for guests could not be built");
+    fs::copy(build.join(target).join("debug/vfio-blk"), folder().join("vfio-blk"))?;
+    Ok(())
+}
+
+/// The program that starts QEMU with its own libraries, modules and firmware.
+fn qemu(folder: &Path, root: &Path) -> Result<()> {
+    let program = folder.join("qemu-system-x86_64");
+    let text = format!(
+        "#!/bin/sh\n\
+         root='{}'\n\
+         export LD_LIBRARY_PATH=\"$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu\"\n\
+         export QEMU_MODULE_DIR=\"$root/usr/lib/x86_64-linux-gnu/qemu\"\n\
+         exec \"$root/usr/bin/qemu-system-x86_64\" -L \"$root/usr/share/qemu\" \
+         -L \"$root/usr/share/seabios\" \"$@\"\n",
+        root.display()
+    );
+    fs::write(&program, text)?;
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    let says = debian::output(Command::new(&program).arg("--version"))
+        .context("the QEMU that was just unpacked does not start")?;
+    println!("guests: {}", says.lines().next().unwrap_or_default());
+    Ok(())
+}
+
+fn only_folder(within: &Path) -> Result<PathBuf> {
+    let mut entries = fs::read_dir(within).with_context(|| format!("{}", within.display()))?;
+    let first = entries.next().with_context(|| format!("{} is empty", within.display()))??;
+    Ok(first.path())
+}
