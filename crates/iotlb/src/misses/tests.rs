@@ -39,7 +39,10 @@ fn one_question_for_a_page_and_an_access_however_many_want_it() {
     }
     assert_eq!(misses.open(), 2);
     // Asked again, with the address that was asked for first.
-    assert_eq!(note(&misses, &[miss(0x1800, Prot::READ)], &second, 20), [Miss { again: true, ..read }]);
+    assert_eq!(
+        note(&misses, &[miss(0x1800, Prot::READ)], &second, 20),
+        [Miss { again: true, ..read }]
+    );
     assert_eq!(note(&misses, &[read], &first, 21), []);
     misses.answer(pages(1, 1), Prot::READ);
     assert_eq!((first.answers(), second.answers(), misses.open()), (1, 1, 1));

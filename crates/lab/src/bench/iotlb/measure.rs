@@ -274,18 +274,19 @@ struct Ours {
 impl Ours {
     fn new(set: &Set, memory: &Arc<Memory>) -> Result<Ours> {
         let shootdown = Shootdown::new(8);
-        let config = IotlbConfig {
-            entries: set.entries,
-            table_bytes: 4 << 30,
-            ..IotlbConfig::default()
-        };
+        let config =
+            IotlbConfig { entries: set.entries, table_bytes: 4 << 30, ..IotlbConfig::default() };
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         for entry in 0..set.entries {
             renew(&iotlb, set, entry)?;
         }
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
-        let view = View::new(Arc::clone(&endpoint), Arc::clone(memory)).context("no place for a view")?;
-        ensure!(iotlb.stats().evictions.load(Ordering::Relaxed) == 0, "entries made room for others");
+        let view =
+            View::new(Arc::clone(&endpoint), Arc::clone(memory)).context("no place for a view")?;
+        ensure!(
+            iotlb.stats().evictions.load(Ordering::Relaxed) == 0,
+            "entries made room for others"
+        );
         Ok(Ours { iotlb, endpoint, memory: Arc::clone(memory), view })
     }
 }

@@ -183,8 +183,8 @@ impl<'a> Contest<'a> {
                 Some(_) => None,
             };
             for &implementation in &options.implementations {
-                let too_many = implementation == Implementation::SortedList
-                    && set.entries > SortedList::MOST;
+                let too_many =
+                    implementation == Implementation::SortedList && set.entries > SortedList::MOST;
                 let mut out = set.impossible().or_else(|| {
                     too_many.then(|| format!("not measured: it holds {} entries", SortedList::MOST))
                 });
@@ -280,7 +280,11 @@ impl<'a> Contest<'a> {
                         figures.insert(key.to_owned(), value(more.interval()));
                     }
                 }
-                let label = if order == Order::Threads { format!("/{}", threads + 1) } else { String::new() };
+                let label = if order == Order::Threads {
+                    format!("/{}", threads + 1)
+                } else {
+                    String::new()
+                };
                 into.rows.push(Row {
                     name: format!("{order}/{merge}/{page}/{}{label}", Entries(entries)),
                     implementation: entrant.implementation.to_string(),

@@ -39,16 +39,15 @@ impl Set {
         match self.merge {
             Merge::Mergeable => self.entries,
             // At least so many that steps of 27 never lead to the neighbour.
-            Merge::Unmergeable => {
-                (self.entries.max(64).next_power_of_two()).min(MOST / self.page)
-            }
+            Merge::Unmergeable => (self.entries.max(64).next_power_of_two()).min(MOST / self.page),
         }
     }
 
     /// Memory for all of it, of which nothing is there until it is touched.
     pub(super) fn memory(&self) -> Result<Arc<Memory>> {
         let size = self.places() * self.page;
-        let file: OwnedFd = memfd_create("bench", MemfdFlags::CLOEXEC).context("a file in memory")?;
+        let file: OwnedFd =
+            memfd_create("bench", MemfdFlags::CLOEXEC).context("a file in memory")?;
         ftruncate(&file, size).with_context(|| format!("a file of {size} bytes"))?;
         let region = Region { gpa: 0, size, user_addr: 0, mmap_offset: 0 };
         Memory::map(vec![(region, file)]).context("mapping memory")
@@ -78,7 +77,8 @@ impl Random {
     /// One below `end`.
     #[inline]
     pub(super) fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 32) * end) >> 32
     }
 }

@@ -41,7 +41,8 @@ which all take turns.
   ±         half of its 95 % interval     x   ns against those of ringfence, the median of the rounds' ratios
   x64       ringfence's ns against its own with 64 entries
   xlist     a sorted list of 2,048 entries against ringfence with this many
-  scaling   what two threads get done against what one does
+  scaling   what two threads get done against what one does, by the wall's time and by their CPU time: on a
+            machine that does other work, the first hides what the second tells
 ";
 
 fn headline(benchmark: &Benchmark) -> String {
@@ -88,15 +89,17 @@ fn side_by_side(names: &[String], rows: &[&Row]) -> String {
         let mut line = vec![if threads { format!("{label} x {count}") } else { label }];
         for (index, name) in names.iter().enumerate() {
             line.extend(match of(name) {
-                Some(row) if index == 0 => [optional(row.ns_per_op.median), half_width(row.ns_per_op)],
+                Some(row) if index == 0 => {
+                    [optional(row.ns_per_op.median), half_width(row.ns_per_op)]
+                }
                 Some(row) => [optional(row.ns_per_op.median), times(row.ratio_to_ringfence)],
                 None => [String::new(), String::new()],
             });
         }
         if !threads {
-            let ours = rows.iter().find(|row| {
-                row.implementation == "ringfence" && text(row, "entries") == entries
-            });
+            let ours = rows
+                .iter()
+                .find(|row| row.implementation == "ringfence" && text(row, "entries") == entries);
             let figure = |key| ours.and_then(|row| interval(row, key).median);
             line.push(times(figure("ratio_to_64_entries")));
             line.push(times(figure("sorted_list_of_2048_to_this")));
@@ -105,8 +108,8 @@ fn side_by_side(names: &[String], rows: &[&Row]) -> String {
         if count == "2" {
             let mut line = vec!["scaling".to_owned()];
             for name in names {
-                let scaling = of(name).map(|row| interval(row, "scaling")).unwrap_or_default();
-                line.extend([times(scaling.median), half_width(scaling)]);
+                let scaling = |key| times(of(name).and_then(|row| interval(row, key).median));
+                line.extend([scaling("scaling"), scaling("cpu_scaling")]);
             }
             lines.push(line);
         }
@@ -140,7 +143,15 @@ mod tests {
         let mut benchmark = super::super::run(&options, &AtomicBool::new(false)).unwrap();
         benchmark.warnings.push("it rains".to_owned());
         let plain = render(&benchmark);
-        for word in ["ringfence", "vm-memory", "single-lock", "unmergeable", "scaling", "it rains", "4k x 2"] {
+        for word in [
+            "ringfence",
+            "vm-memory",
+            "single-lock",
+            "unmergeable",
+            "scaling",
+            "it rains",
+            "4k x 2",
+        ] {
             assert!(plain.contains(word), "{word}\n{plain}");
         }
         for row in &mut benchmark.rows {
