@@ -137,6 +137,17 @@ fn an_access_over_two_entries_that_lead_apart_is_in_two_pieces() {
 }
 
 #[test]
+fn entries_that_lead_on_from_each_other_keep_their_permissions() {
+    let bench = bench();
+    bench.update(0, GPA, 1, Prot::RW);
+    bench.update(PAGE, GPA + PAGE, 1, Prot::READ);
+    bench.update(2 * PAGE, GPA + 2 * PAGE, 1, Prot::RW);
+    assert_eq!([0, 1, 2].map(|page| bench.reads(page * PAGE)), [true; 3]);
+    assert_eq!([0, 1, 2].map(|page| bench.writes(page * PAGE)), [true, false, true]);
+    assert_eq!(bench.pieces(0, 3 * PAGE).unwrap().len(), 1);
+}
+
+#[test]
 fn an_update_that_permits_more_takes_effect() {
     let mut bench = bench();
     bench.update(0, GPA, 1, Prot::READ);

@@ -147,6 +147,8 @@ fn a_refusal_is_for_those_who_waited_and_not_for_ever() {
     assert_eq!(lack(&later, 20), Lack::Pending, "there may be a translation by now");
     assert_eq!(lack(&waits, 21), Lack::Pending);
     assert_eq!(note(&misses, &[miss(0x1000, Prot::WRITE)], &later, 20).len(), 1);
+    // Not both: one of them may be.
+    assert_eq!(misses.refuse(Range::ALL, Prot::RW, 20), []);
     // No read access: so not both either.
     note(&misses, &[miss(0x1000, Prot::RW)], &waits, 20);
     assert_eq!(misses.refuse(Range::ALL, Prot::READ, 20).len(), 2);
