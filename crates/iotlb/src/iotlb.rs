@@ -453,3 +453,6 @@ impl fmt::Debug for Iotlb {
 
 #[cfg(all(test, not(loom)))]
 mod tests;
+
+#[cfg(all(test, loom))]
+mod model;
