@@ -1,0 +1,82 @@
+//! What a guard keeps in use, and what it does not.
+
+use ringfence_iotlb::Binding;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, Permissions};
+
+use crate::front_end::*;
+
+#[test]
+fn an_invalidation_waits_for_the_guards_that_used_the_range_and_for_no_other() {
+    // rule D15
+    let bench = bench();
+    bench.map(0, 0x20_0000, PAGE);
+    bench.map(0x10_0000, 0x20_1000, PAGE);
+    let space = bench.space();
+    let (memory, other) = (space.memory(), space.memory());
+    assert_eq!(memory.read_obj::<u64>(GuestAddress(8)).unwrap(), 0x20_0008);
+    assert_eq!(other.read_obj::<u64>(GuestAddress(0x10_0008)).unwrap(), 0x20_1008);
+    let clone = memory.clone();
+    let (used, unused) = (bench.unmap(0, PAGE), bench.unmap(0x20_0000, PAGE));
+    assert!(bench.shootdown.is_over(unused));
+    drop(memory);
+    assert!(!bench.shootdown.is_over(used), "the clone counts");
+    // Until then what it has stays good, for its clones too.
+    assert_eq!(clone.read_obj::<u64>(GuestAddress(8)).unwrap(), 0x20_0008);
+    drop(clone);
+    assert!(bench.shootdown.is_over(used));
+    assert_eq!(other.read_obj::<u64>(GuestAddress(0x10_0008)).unwrap(), 0x20_1008);
+    assert!(space.memory().read_obj::<u64>(GuestAddress(8)).is_err());
+}
+
+#[test]
+fn slices_are_good_while_the_guard_lives() {
+    // rule D15
+    let bench = bench();
+    bench.map(0, 0x20_0000, PAGE);
+    let memory = bench.space().memory();
+    let slice = memory
+        .get_slices(GuestAddress(0), 8, Permissions::ReadWrite)
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap();
+    let token = bench.unmap(0, PAGE);
+    assert!(!bench.shootdown.is_over(token));
+    slice.write_obj(3u64, 0).unwrap();
+    drop(memory);
+    assert!(bench.shootdown.is_over(token));
+    assert_eq!(bench.memory.read_obj::<u64>(GuestAddress(0x20_0000)).unwrap(), 3);
+}
+
+#[test]
+fn an_idle_address_space_is_in_nobodys_way() {
+    let bench = bench();
+    bench.map(0, 0x20_0000, PAGE);
+    let space = bench.space();
+    space.memory().read_obj::<u64>(GuestAddress(0)).unwrap();
+    let unused = space.memory();
+    assert!(bench.shootdown.is_over(bench.unmap(0, PAGE)));
+    assert!(bench.shootdown.is_over(bench.endpoint.bind(Binding::Bypass)));
+    assert_eq!(unused.read_obj::<u64>(GuestAddress(0x20_0000)).unwrap(), 0x20_0000);
+    assert!(!bench.shootdown.is_over(bench.endpoint.bind(Binding::Blocked)), "used now");
+}
+
+#[test]
+fn a_guard_that_used_very_much_holds_all_there_is() {
+    let bench = bench();
+    let pages = 300;
+    for page in 0..pages {
+        bench.map(page * 2 * PAGE, 0x20_0000 + page % 16 * PAGE, PAGE);
+    }
+    let memory = bench.space().memory();
+    for page in 0..pages {
+        let value = memory.read_obj::<u64>(GuestAddress(page * 2 * PAGE)).unwrap();
+        assert_eq!(value, 0x20_0000 + page % 16 * PAGE);
+    }
+    let tokens = [bench.unmap(0, PAGE), bench.unmap((pages - 1) * 2 * PAGE, PAGE)];
+    assert!(tokens.iter().all(|&token| !bench.shootdown.is_over(token)));
+    // More than it can remember one by one.
+    assert!(!bench.shootdown.is_over(bench.unmap(1 << 40, PAGE)));
+    drop(memory);
+    assert!(tokens.iter().all(|&token| bench.shootdown.is_over(token)));
+}
