@@ -225,9 +225,7 @@ impl Held {
             ready &= held.take_up(wanted).map_err(|failure| held.fail(failure, Prot::empty()))?;
         }
         let mut inner = self.inner.borrow_mut();
-        // Not with pieces that nothing is known of just now.
-        let mut scratch = Inner::default();
-        let Inner { pieces, leases, .. } = if ready { &mut *inner } else { &mut scratch };
+        let Inner { pieces, leases, .. } = &mut *inner;
         self.source.look(|looker| {
             for &(range, prot) in parts {
                 ready &= cover(looker, pieces, leases, range, prot, wanted)?;

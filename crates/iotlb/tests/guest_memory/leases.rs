@@ -1,6 +1,6 @@
 //! What a guard keeps in use, and what it does not.
 
-use ringfence_iotlb::Binding;
+use ringfence_iotlb::{Binding, IotlbConfig, guest_memory::Failure};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, Permissions};
 
 use crate::front_end::*;
@@ -77,6 +77,36 @@ fn a_guard_that_used_very_much_holds_all_there_is() {
     assert!(tokens.iter().all(|&token| !bench.shootdown.is_over(token)));
     // More than it can remember one by one.
     assert!(!bench.shootdown.is_over(bench.unmap(1 << 40, PAGE)));
+    drop(memory);
+    assert!(tokens.iter().all(|&token| bench.shootdown.is_over(token)));
+}
+
+#[test]
+fn a_guard_remembers_so_much_and_no_more() {
+    // rule D23
+    // rule D30
+    const ENTRIES: u64 = 70_000;
+    let bench = bench_with(IotlbConfig { entries: 2 * ENTRIES, ..IotlbConfig::default() });
+    let place = |entry: u64| 0x20_0000 + entry * 48 % 0xfff0;
+    for entry in 0..ENTRIES {
+        bench.map(entry * 16, place(entry), 16);
+    }
+    asks(&bench);
+    let space = bench.space();
+    let memory = space.memory();
+    let mut whole = vec![0; 16 * ENTRIES as usize];
+    assert!(memory.read(&mut whole, GuestAddress(0)).is_err());
+    assert_eq!(memory.check(), Err(Failure::TooManyParts { addr: 0 }));
+    drop(memory);
+    let memory = space.memory();
+    for entry in 0..ENTRIES {
+        assert_eq!(memory.read_obj::<u64>(GuestAddress(entry * 16)).unwrap(), place(entry));
+    }
+    let tokens = [bench.unmap(0, 16), bench.unmap(16 * (ENTRIES - 1), 16)];
+    assert!(tokens.iter().all(|&token| !bench.shootdown.is_over(token)));
+    // It could not tell whether what it has handed out is the same after a wait.
+    assert!(memory.read_obj::<u64>(GuestAddress(1 << 40)).is_err());
+    assert_eq!(memory.check(), Err(Failure::WouldWait { addr: 1 << 40 }));
     drop(memory);
     assert!(tokens.iter().all(|&token| bench.shootdown.is_over(token)));
 }

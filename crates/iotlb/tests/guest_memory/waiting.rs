@@ -264,6 +264,30 @@ fn a_wider_permission_is_had_by_asking() {
 }
 
 #[test]
+fn what_is_replaced_by_something_wider_is_looked_at_anew() {
+    // rule D15
+    let bench = bench();
+    bench.map_for(0x1000, 0x20_1000, PAGE, Prot::READ);
+    let space = bench.space();
+    let replace = |gpa| {
+        let memory = space.memory();
+        assert!(read(&*memory, 0x1000).is_some());
+        let range = range(0x1000, PAGE);
+        let token = bench.iotlb.update(range, ringfence_iommu::GuestPhys(gpa), Prot::RW).unwrap();
+        assert!(token == 0 || !bench.shootdown.is_over(token));
+        let result = memory.write_obj(5u64, GuestAddress(0x1008));
+        drop(memory);
+        bench.shootdown.wait(token);
+        result.is_ok()
+    };
+    assert!(replace(0x20_1000), "the same place");
+    bench.map_for(0x1000, 0x20_1000, PAGE, Prot::READ);
+    assert!(!replace(0x20_2000), "another");
+    let there = |gpa| bench.memory.read_obj::<u64>(GuestAddress(gpa)).unwrap();
+    assert_eq!((there(0x20_1008), there(0x20_2008)), (5, 0x20_2008));
+}
+
+#[test]
 fn who_waits_while_a_guard_lost_what_it_had_does_not_leave_it_to_be_used() {
     let bench = bench();
     bench.map(0x1000, 0x20_1000, PAGE);
