@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::Duration,
@@ -338,4 +338,69 @@ fn the_same_address_of_other_memory_is_a_change() {
         assert_eq!(read(&*memory, 0x5000), None);
         assert!(matches!(memory.check(), Err(Failure::Changed { .. })));
     });
+}
+
+#[test]
+fn what_was_invalidated_is_not_written_while_devices_wait_and_fail_and_go_on() {
+    // rule D15
+    // rule D19
+    let bench = bench();
+    let turn = Mutex::new(0u64);
+    let done = AtomicBool::new(false);
+    let answer = |bench: &Bench, misses: Vec<Miss>| {
+        // The owner has its memory to itself while it has the turn.
+        let mut turn = turn.lock().unwrap();
+        for miss in misses {
+            *turn += 1;
+            bench.map(page_of(&miss), 0x20_0000 + *turn * 3 % 16 * PAGE, PAGE);
+        }
+    };
+    // Two threads for each of two address spaces.
+    let spaces = [bench.space(), bench.space()];
+    let spaces = [&spaces[0], &spaces[0], &spaces[1], &spaces[1]];
+    let served = AtomicU64::new(0);
+    let device = &|space: &Space, mine: u64| {
+        while !done.load(Ordering::Relaxed) {
+            let memory = space.memory();
+            let (one, two) = (GuestAddress(mine), GuestAddress(mine + 3 * PAGE - 4));
+            let written = memory.get_slices(one, 64, Permissions::Write).and_then(|one| {
+                let slices: Vec<_> = one.collect::<Result<_, _>>()?;
+                let value = served.load(Ordering::Relaxed);
+                memory.write_slice(&value.to_le_bytes(), two)?;
+                slices.iter().for_each(|slice| slice.copy_from(&[value as u8; 64]));
+                Ok(())
+            });
+            assert_eq!(written.is_ok(), memory.check().is_ok());
+            served.fetch_add(u64::from(written.is_ok()), Ordering::Relaxed);
+        }
+    };
+    let snapshot = || {
+        let mut bytes = vec![0; 0x1_0000];
+        bench.memory.read_slice(&mut bytes, GuestAddress(0x20_0000)).unwrap();
+        bytes
+    };
+    let mut broken = 0;
+    bench.answered(answer, || {
+        thread::scope(|scope| {
+            for (at, space) in (0u64..).zip(spaces) {
+                scope.spawn(move || device(space, at << 20));
+            }
+            for _ in 0..200 {
+                let turn = turn.lock().unwrap();
+                bench.shootdown.wait(bench.iotlb.invalidate(Range::ALL).unwrap());
+                let before = snapshot();
+                for _ in 0..3 {
+                    thread::yield_now();
+                    broken += u32::from(snapshot() != before);
+                }
+                drop(turn);
+                thread::yield_now();
+            }
+            while served.load(Ordering::Relaxed) == 0 {
+                thread::yield_now();
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+    });
+    assert_eq!(broken, 0);
 }
