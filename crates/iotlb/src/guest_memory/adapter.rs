@@ -75,7 +75,7 @@ impl Iommu for IotlbIommu {
         access: Permissions,
     ) -> Result<IotlbIterator<FilledIotlb>, Error> {
         let refused = |failure: Failure| failure.into_iommu_error(iova.0, length);
-        let held = Held::new(&self.source, Box::new(|_| true));
+        let held = Held::new(&self.source, Box::new(|_, _| true));
         // `Iotlb` counts from the address to the one behind the last.
         if iova.0.checked_add(length as u64).is_none() {
             let failure = Failure::Overflow { addr: iova.0, count: length };

@@ -19,7 +19,10 @@ use crate::Miss;
 
 /// The most leases of a guard: instead of one more it takes one on all there is.
 const LEASES: usize = 256;
-/// The most pieces of a guard: with more it keeps what it has, and cannot wait any more.
+/// The most pieces of a guard and runs of pages in them: with more it keeps what it has, and cannot
+/// wait any more.
+const REMEMBERED: usize = 1 << 14;
+/// The most pieces of an access.
 const PIECES: usize = 1 << 16;
 /// The most that is asked for at a time.
 const MISSES: usize = 1024;
@@ -36,8 +39,9 @@ fn here() -> Vec<Rc<Held>> {
 /// What a guard and its clones hold.
 pub(super) struct Held {
     source: Arc<Source>,
-    /// Whether a target is in the same place of this process still.
-    same_place: Box<dyn Fn(u64) -> bool>,
+    /// Whether a target, with as many bytes as are given and one more, is in the same place of this
+    /// process still.
+    same_place: Box<dyn Fn(u64, u64) -> bool>,
     inner: RefCell<Inner>,
     failure: Cell<Option<Failure>>,
     /// Never lets go, and so never waits.
@@ -70,7 +74,7 @@ impl Leases {
 }
 
 impl Held {
-    pub(super) fn new(source: &Arc<Source>, same_place: Box<dyn Fn(u64) -> bool>) -> Rc<Held> {
+    pub(super) fn new(source: &Arc<Source>, same_place: Box<dyn Fn(u64, u64) -> bool>) -> Rc<Held> {
         let held = Rc::new(Held {
             source: Arc::clone(source),
             same_place,
@@ -266,7 +270,7 @@ impl Held {
                     }
                     new.pieces.touch(range, old.used);
                     let target = range.first().0.wrapping_add(old.delta);
-                    let mut same = (self.same_place)(target);
+                    let mut same = (self.same_place)(target, range.extent());
                     let mut runs = 0;
                     new.pieces.targets(range, |first, _| {
                         same &= first == target;
@@ -299,7 +303,7 @@ impl Held {
     /// Keeps what a guard remembers within bounds.
     fn bound(&self) {
         let mut inner = self.inner.borrow_mut();
-        if inner.pieces.len() > PIECES {
+        if inner.pieces.len() > REMEMBERED {
             debug_assert!(inner.leases.all, "there were more pieces than leases");
             self.fixed.set(true);
             // They are a cache now: what is not let go is not taken up.

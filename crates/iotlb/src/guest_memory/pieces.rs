@@ -7,11 +7,8 @@ use ringfence_iommu::{Iova, Prot, Range, table::Translation};
 
 use crate::misses::PAGE;
 
-/// No piece leaves an aligned block of this size, so that its pages are the bits of one word.
-const BLOCK: u64 = 64 * PAGE;
-
 /// Addresses that lead on in the same way.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct Piece {
     first: u64,
     last: u64,
@@ -20,8 +17,17 @@ pub(super) struct Piece {
     pub(super) prot: Prot,
     /// What its pages were handed out for.
     pub(super) used: Prot,
-    /// Which pages of the block were handed out, the lowest first.
-    pages: u64,
+    touched: Touched,
+}
+
+/// Which pages of a piece were handed out.
+#[derive(Debug)]
+enum Touched {
+    Nothing,
+    /// In particular of a piece that lies in one page: nothing is allocated for it.
+    All,
+    /// Runs of pages with gaps between them, in order, by their first and last addresses.
+    Runs(Vec<(u64, u64)>),
 }
 
 impl Piece {
@@ -30,14 +36,50 @@ impl Piece {
     }
 
     /// The addresses of the pages that were handed out, as far as they lie in the piece.
-    pub(super) fn touched(&self) -> impl Iterator<Item = Range> + use<> {
-        let piece = *self;
-        let base = piece.first & !(BLOCK - 1);
-        (0..64).filter(move |page| piece.pages >> page & 1 == 1).map(move |page| {
-            let first = base + page * PAGE;
-            let (first, last) = (first.max(piece.first), (first | (PAGE - 1)).min(piece.last));
-            Range::new(Iova(first), Iova(last)).expect("a page that was touched lies in its piece")
-        })
+    pub(super) fn touched(&self) -> impl Iterator<Item = Range> {
+        let whole = [(self.first, self.last)];
+        let (all, runs) = match &self.touched {
+            Touched::Nothing => (None, [].as_slice()),
+            Touched::All => (Some(whole), [].as_slice()),
+            Touched::Runs(runs) => (None, runs.as_slice()),
+        };
+        all.into_iter()
+            .flatten()
+            .chain(runs.iter().copied())
+            .map(|(first, last)| Range::new(Iova(first), Iova(last)).expect("runs are ordered"))
+    }
+
+    /// Notes that what lies in it of the addresses from `first` to `last` is handed out. Returns how
+    /// many runs there are more.
+    fn touch(&mut self, first: u64, last: u64) -> isize {
+        let whole = (self.first, self.last);
+        let (first, last) = ((first & !(PAGE - 1)).max(whole.0), (last | (PAGE - 1)).min(whole.1));
+        if let Touched::Nothing = self.touched {
+            self.touched = Touched::Runs(Vec::new());
+        }
+        let Touched::Runs(runs) = &mut self.touched else { return 0 };
+        let before = runs.len() as isize;
+        // Those that it overlaps or touches become one with it.
+        let from = runs.partition_point(|run| run.1 < first.saturating_sub(1));
+        let to = runs.partition_point(|run| run.0 <= last.saturating_add(1));
+        let run = match &runs[from..to] {
+            [] => (first, last),
+            [head, .., tail] => (head.0.min(first), tail.1.max(last)),
+            [one] => (one.0.min(first), one.1.max(last)),
+        };
+        if run == whole {
+            self.touched = Touched::All;
+            return -before;
+        }
+        match &mut runs[from..to] {
+            [] => runs.insert(from, run),
+            [one] => *one = run,
+            [head, ..] => {
+                *head = run;
+                runs.drain(from + 1..to);
+            }
+        }
+        runs.len() as isize - before
     }
 }
 
@@ -45,11 +87,14 @@ impl Piece {
 #[derive(Default)]
 pub(super) struct Pieces {
     by_last: BTreeMap<u64, Piece>,
+    /// Runs of pages, of all pieces together.
+    runs: usize,
 }
 
 impl Pieces {
+    /// How much there is to remember.
     pub(super) fn len(&self) -> usize {
-        self.by_last.len()
+        self.by_last.len() + self.runs
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Piece> {
@@ -77,12 +122,10 @@ impl Pieces {
         }
     }
 
-    /// Adds what is known of `at`, which lies in no piece: as much of it as stays in a block and
-    /// overlaps no other piece. Returns how much that is.
+    /// Adds what is known of `at`, which lies in no piece: as much of it as overlaps no other piece.
+    /// Returns how much that is.
     pub(super) fn add(&mut self, at: u64, found: &Translation) -> Range {
-        let block = at & !(BLOCK - 1);
-        let mut first = found.range.first().0.max(block);
-        let mut last = found.range.last().0.min(block | (BLOCK - 1));
+        let (mut first, mut last) = (found.range.first().0, found.range.last().0);
         // `at` lies between the two neighbours, so that neither sum wraps.
         if let Some((&below, _)) = self.by_last.range(..at).next_back() {
             first = first.max(below + 1);
@@ -91,9 +134,11 @@ impl Pieces {
             last = last.min(above.first - 1);
         }
         let Translation { delta, prot, .. } = *found;
-        let piece = Piece { first, last, delta, prot, used: Prot::empty(), pages: 0 };
+        let (used, touched) = (Prot::empty(), Touched::Nothing);
+        let piece = Piece { first, last, delta, prot, used, touched };
+        let range = piece.range();
         self.by_last.insert(last, piece);
-        piece.range()
+        range
     }
 
     /// Calls `each` with what every part of `range`, which is covered, leads to: the target and the
@@ -122,17 +167,15 @@ impl Pieces {
             if piece.first > range.last().0 {
                 break;
             }
-            let page = |at: u64| at / PAGE % 64;
-            let first = page(piece.first.max(range.first().0));
-            let last = page(piece.last.min(range.last().0));
-            piece.pages |= (u64::MAX >> (63 - (last - first))) << first;
+            let more = piece.touch(range.first().0, range.last().0);
+            self.runs = self.runs.checked_add_signed(more).expect("runs are counted");
             piece.used |= prot;
         }
     }
 
     /// Forgets what was never handed out.
     pub(super) fn forget_untouched(&mut self) {
-        self.by_last.retain(|_, piece| piece.pages != 0);
+        self.by_last.retain(|_, piece| !matches!(piece.touched, Touched::Nothing));
     }
 
     fn parts(&self, range: Range, mut each: impl FnMut(&Piece, u64, u64)) {
@@ -158,21 +201,20 @@ mod tests {
     }
 
     #[test]
-    fn pieces_fill_gaps_and_never_overlap_or_leave_their_block() {
+    fn pieces_fill_gaps_and_never_overlap() {
         let mut pieces = Pieces::default();
         assert_eq!(pieces.add(0x2000, &found(0x2000, 0x2fff, 0)), range(0x2000, 0x2fff));
         assert_eq!(pieces.add(0x5000, &found(0x5000, 0x5fff, 0)), range(0x5000, 0x5fff));
         let all = Translation { range: Range::ALL, delta: 7, prot: Prot::READ };
         assert_eq!(pieces.add(0x3123, &all), range(0x3000, 0x4fff));
         assert_eq!(pieces.add(0, &all), range(0, 0x1fff));
-        assert_eq!(pieces.add(0x6000, &all), range(0x6000, BLOCK - 1));
-        assert_eq!(pieces.add(u64::MAX, &all), range(u64::MAX - (BLOCK - 1), u64::MAX));
-        assert!(pieces.covers(range(0, BLOCK - 1), Prot::READ));
-        assert!(!pieces.covers(range(0, BLOCK - 1), Prot::WRITE), "the gaps may only be read");
-        assert!(!pieces.covers(range(0, BLOCK), Prot::READ));
-        assert!(pieces.covers(range(u64::MAX - 5, u64::MAX), Prot::READ));
+        assert!(!pieces.covers(range(0, 0x6000), Prot::READ));
+        assert_eq!(pieces.add(u64::MAX, &all), range(0x6000, u64::MAX));
+        assert!(pieces.covers(Range::ALL, Prot::READ));
+        assert!(!pieces.covers(Range::ALL, Prot::WRITE), "the gaps may only be read");
+        assert!(pieces.covers(range(0x2fff, 0x2fff), Prot::WRITE));
         assert_eq!(pieces.find(0x5fff).unwrap().delta, 0);
-        assert!(pieces.find(BLOCK).is_none());
+        assert_eq!(pieces.len(), 5);
     }
 
     #[test]
@@ -190,6 +232,10 @@ mod tests {
         assert_eq!(targets, [(0x10_1800, 0x17ff), (0x20_3000, 0xfff), (top, 0xfff), (0, 0)],);
     }
 
+    fn touched(pieces: &Pieces) -> Vec<Range> {
+        pieces.iter().flat_map(|piece| piece.touched()).collect()
+    }
+
     #[test]
     fn pages_that_were_handed_out_are_remembered_and_others_forgotten() {
         let mut pieces = Pieces::default();
@@ -199,12 +245,54 @@ mod tests {
         pieces.touch(range(0x900, 0x1000), Prot::READ);
         pieces.touch(range(u64::MAX, u64::MAX), Prot::WRITE);
         pieces.forget_untouched();
-        assert_eq!(pieces.len(), 2);
-        let touched: Vec<_> = pieces.iter().flat_map(|piece| piece.touched()).collect();
         let top = range(u64::MAX - 0xfff, u64::MAX);
-        assert_eq!(touched, [range(0x800, 0xfff), range(0x1000, 0x1fff), top]);
+        assert_eq!(touched(&pieces), [range(0x800, 0x1fff), top]);
         let used: Vec<_> = pieces.iter().map(|piece| piece.used).collect();
         assert_eq!(used, [Prot::READ, Prot::WRITE]);
         assert_eq!(pieces.iter().next().unwrap().range(), range(0x800, 0x2fff));
+        assert_eq!(pieces.len(), 3);
+        pieces.touch(range(0x2000, 0x2000), Prot::READ);
+        assert_eq!(touched(&pieces), [range(0x800, 0x2fff), top]);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn the_runs_are_the_pages_that_were_touched(
+            touches in proptest::collection::vec((0u64..64, 0u64..6), 0..40),
+            low in proptest::bool::ANY,
+        ) {
+            // 64 pages at either end of the address space, less a part of the first and the last.
+            let base = if low { 0 } else { u64::MAX - (64 * PAGE - 1) };
+            let whole = range(base + 0x800, base + (64 * PAGE - 1) - 0x800);
+            let mut pieces = Pieces::default();
+            pieces.add(whole.first().0, &Translation { range: whole, delta: 0, prot: Prot::RW });
+            let mut pages = [false; 64];
+            for (page, more) in touches {
+                let last = (page + more).min(63);
+                pages[page as usize..=last as usize].fill(true);
+                let first = Iova(base + page * PAGE + 0x900).min(whole.last());
+                let last = Iova(base + last * PAGE + 0xa00).min(whole.last());
+                pieces.touch(Range::new(first.min(last), last).unwrap(), Prot::READ);
+            }
+            let runs = touched(&pieces);
+            let expected: Vec<Range> = (0..64)
+                .filter(|&page| pages[page])
+                .map(|page| range(base + page as u64 * PAGE, base + page as u64 * PAGE + 0xfff))
+                .map(|page| page.intersection(whole).unwrap())
+                .collect();
+            let flat: Vec<Range> = runs
+                .iter()
+                .flat_map(|run| (0..64).filter_map(move |page| {
+                    range(base + page * PAGE, base + page * PAGE + 0xfff).intersection(*run)
+                }))
+                .collect();
+            proptest::prop_assert_eq!(flat, expected);
+            // Those that touch are one.
+            for pair in runs.windows(2) {
+                proptest::prop_assert!(pair[0].last().0 + 1 < pair[1].first().0);
+            }
+            let all = runs == [whole];
+            proptest::prop_assert_eq!(pieces.len(), 1 + if all { 0 } else { runs.len() });
+        }
     }
 }

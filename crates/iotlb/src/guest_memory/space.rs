@@ -74,11 +74,15 @@ where
     fn memory(&self) -> Self::T {
         let memory = self.memory.memory();
         let (space, then) = (self.memory.clone(), memory.clone());
-        let same_place = Box::new(move |target| {
-            let now = space.memory();
-            let host = |memory: &A::M| memory.get_host_address(GuestAddress(target)).ok();
-            // If they have no addresses here there is nothing to tell them apart by.
-            host(&now) == host(&then)
+        let same_place = Box::new(move |target, extent: u64| {
+            let host = |memory: &A::M| -> Vec<_> {
+                // Of what no slice can be had there is nothing to compare.
+                let count = (extent as usize).saturating_add(1);
+                GuestMemoryBackend::get_slices(memory, GuestAddress(target), count)
+                    .map(|slice| slice.ok().map(|slice| (slice.ptr_guard().as_ptr(), slice.len())))
+                    .collect()
+            };
+            host(&space.memory()) == host(&then)
         });
         Rc::new(IotlbMemory::new(Held::new(&self.source, same_place), memory))
     }
