@@ -15,7 +15,7 @@ use super::{
     pieces::Pieces,
     source::{Found, Looker, Source},
 };
-use crate::Miss;
+use crate::{Miss, misses::PAGE};
 
 /// The most leases of a guard: instead of one more it takes one on all there is.
 const LEASES: usize = 256;
@@ -24,6 +24,8 @@ const LEASES: usize = 256;
 const REMEMBERED: usize = 1 << 14;
 /// The most pieces of an access.
 const PIECES: usize = 1 << 16;
+/// How many addresses are found without a search.
+const RECENT: usize = 8;
 /// The most that is asked for at a time.
 const MISSES: usize = 1024;
 
@@ -43,9 +45,25 @@ pub(super) struct Held {
     /// process still.
     same_place: Box<dyn Fn(u64, u64) -> bool>,
     inner: RefCell<Inner>,
+    /// What was handed out last, by its first page, to be handed out again without a search.
+    recent: [Cell<Recent>; RECENT],
     failure: Cell<Option<Failure>>,
     /// Never lets go, and so never waits.
     fixed: Cell<bool>,
+}
+
+/// Addresses of one piece that were handed out.
+#[derive(Clone, Copy)]
+struct Recent {
+    first: u64,
+    last: u64,
+    delta: u64,
+    /// What for. Nothing, where there are none.
+    used: Prot,
+}
+
+impl Recent {
+    const NONE: Recent = Recent { first: 0, last: 0, delta: 0, used: Prot::empty() };
 }
 
 #[derive(Default)]
@@ -79,6 +97,7 @@ impl Held {
             source: Arc::clone(source),
             same_place,
             inner: RefCell::default(),
+            recent: [const { Cell::new(Recent::NONE) }; RECENT],
             failure: Cell::new(None),
             fixed: Cell::new(false),
         });
@@ -93,15 +112,36 @@ impl Held {
         addr: u64,
         count: usize,
         prot: Prot,
-        each: impl FnMut(u64, u64),
+        mut each: impl FnMut(u64, u64),
     ) -> Result<(), Failure> {
         self.usable()?;
         let Some(range) = self.range(addr, count).map_err(|failure| self.fail(failure, prot))?
         else {
             return Ok(());
         };
-        if !self.inner.borrow().pieces.covers(range, prot) {
-            self.ensure(&[(range, prot)]).map_err(|failure| self.fail(failure, prot))?;
+        let slot = &self.recent[(addr / PAGE) as usize % RECENT];
+        let recent = slot.get();
+        if recent.first <= addr
+            && range.last().0 <= recent.last
+            && recent.used.allows(prot)
+            && !recent.used.is_empty()
+        {
+            each(addr.wrapping_add(recent.delta), range.extent());
+            return Ok(());
+        }
+        // Mostly it is one piece, and mostly known.
+        for known in [true, false] {
+            if let Some(piece) = self.inner.borrow_mut().pieces.touch_one(range, prot) {
+                each(addr.wrapping_add(piece.delta), range.extent());
+                // What was touched is whole pages.
+                let first = (addr & !(PAGE - 1)).max(piece.range().first().0);
+                let last = (range.last().0 | (PAGE - 1)).min(piece.range().last().0);
+                slot.set(Recent { first, last, delta: piece.delta, used: piece.used });
+                return Ok(());
+            }
+            if known && !self.inner.borrow().pieces.covers(range, prot) {
+                self.ensure(&[(range, prot)]).map_err(|failure| self.fail(failure, prot))?;
+            }
         }
         let mut inner = self.inner.borrow_mut();
         inner.pieces.touch(range, prot);
@@ -239,6 +279,7 @@ impl Held {
     }
 
     fn let_go(&self) {
+        self.recent.iter().for_each(|slot| slot.set(Recent::NONE));
         let mut inner = self.inner.borrow_mut();
         inner.pieces.forget_untouched();
         inner.leases = Leases::default();
@@ -356,7 +397,7 @@ fn cover(
                     if wanted.len() >= MISSES {
                         return Ok(false);
                     }
-                    at | (crate::misses::PAGE - 1)
+                    at | (PAGE - 1)
                 }
                 (Found::Refused, _) => return Err(Failure::Refused { addr: at }),
             },

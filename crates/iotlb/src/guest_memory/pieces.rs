@@ -173,6 +173,20 @@ impl Pieces {
         }
     }
 
+    /// Notes that `range` is handed out for `prot`, if one piece is all of it. Returns the piece.
+    #[inline]
+    pub(super) fn touch_one(&mut self, range: Range, prot: Prot) -> Option<&Piece> {
+        let (first, last) = (range.first().0, range.last().0);
+        let (_, piece) = self.by_last.range_mut(first..).next()?;
+        if piece.first > first || piece.last < last || !piece.prot.allows(prot) {
+            return None;
+        }
+        let more = piece.touch(first, last);
+        self.runs = self.runs.checked_add_signed(more).expect("runs are counted");
+        piece.used |= prot;
+        Some(piece)
+    }
+
     /// Forgets what was never handed out.
     pub(super) fn forget_untouched(&mut self) {
         self.by_last.retain(|_, piece| !matches!(piece.touched, Touched::Nothing));
