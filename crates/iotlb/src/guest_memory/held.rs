@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use ringfence_iommu::{Iova, Prot, Range, shootdown::Lease};
+use ringfence_iommu::{Iova, Prot, Range, shootdown::Lease, table::Translation};
 
 use super::{
     Failure,
@@ -374,6 +374,14 @@ fn cover(
 ) -> Result<bool, Failure> {
     let (mut at, mut ready) = (range.first().0, true);
     let most = pieces.len() + PIECES;
+    // What was found last, to which the next may be joined: one piece, and one lease, for both.
+    let mut run: Option<Translation> = None;
+    let mut enter = |pieces: &mut Pieces, run: &mut Option<Translation>| {
+        if let Some(run) = run.take() {
+            pieces.add(&run);
+            leases.take(looker, run.range);
+        }
+    };
     loop {
         let last = match pieces.find(at) {
             Some(piece) if piece.prot.allows(prot) => piece.range().last().0,
@@ -383,9 +391,23 @@ fn cover(
                     if pieces.len() >= most {
                         return Err(Failure::TooManyParts { addr: range.first().0 });
                     }
-                    let range = pieces.add(at, &found);
-                    leases.take(looker, range);
-                    range.last().0
+                    let gap = pieces.gap(at, found.range);
+                    // `at` lies behind the run, whose pieces are not entered yet.
+                    let ended = run.map(|run| run.range.last().0 + 1);
+                    let first = Iova(ended.map_or(gap.first().0, |ended| ended.max(gap.first().0)));
+                    let joins = |run: &Translation| {
+                        ended == Some(first.0) && (run.delta, run.prot) == (found.delta, found.prot)
+                    };
+                    let from = match run.filter(joins) {
+                        Some(run) => run.range.first(),
+                        None => {
+                            enter(pieces, &mut run);
+                            first
+                        }
+                    };
+                    let range = Range::new(from, gap.last()).expect("`at` lies in it");
+                    run = Some(Translation { range, ..found });
+                    gap.last().0
                 }
                 (Found::There(_), Some(known)) => {
                     ready = false;
@@ -403,6 +425,7 @@ fn cover(
             },
         };
         if last >= range.last().0 {
+            enter(pieces, &mut run);
             return Ok(ready);
         }
         at = last + 1;

@@ -1,8 +1,6 @@
 //! What a guard has translated: which addresses lead where, and which pages of them were handed
 //! out.
 
-use std::collections::BTreeMap;
-
 use ringfence_iommu::{Iova, Prot, Range, table::Translation};
 
 use crate::misses::PAGE;
@@ -86,7 +84,11 @@ impl Piece {
 /// Pieces that do not overlap.
 #[derive(Default)]
 pub(super) struct Pieces {
-    by_last: BTreeMap<u64, Piece>,
+    /// In no order; few are ever taken away.
+    pieces: Vec<Piece>,
+    /// Their last addresses and their places, in order: mostly a handful, so that a search in it is
+    /// cheaper than one in a tree.
+    order: Vec<(u64, u32)>,
     /// Runs of pages, of all pieces together.
     runs: usize,
 }
@@ -94,17 +96,25 @@ pub(super) struct Pieces {
 impl Pieces {
     /// How much there is to remember.
     pub(super) fn len(&self) -> usize {
-        self.by_last.len() + self.runs
+        self.pieces.len() + self.runs
     }
 
+    /// In ascending order.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Piece> {
-        self.by_last.values()
+        self.order.iter().map(|&(_, at)| &self.pieces[at as usize])
+    }
+
+    /// The place in the order of the first piece that ends at or after `at`.
+    #[inline]
+    fn position(&self, at: u64) -> usize {
+        self.order.partition_point(|&(last, _)| last < at)
     }
 
     /// The piece that `at` lies in.
     #[inline]
     pub(super) fn find(&self, at: u64) -> Option<&Piece> {
-        self.by_last.range(at..).next().map(|(_, piece)| piece).filter(|piece| piece.first <= at)
+        let &(_, piece) = self.order.get(self.position(at))?;
+        Some(&self.pieces[piece as usize]).filter(|piece| piece.first <= at)
     }
 
     /// Whether all of `range` is there, for `prot`.
@@ -122,31 +132,41 @@ impl Pieces {
         }
     }
 
-    /// Adds what is known of `at`, which lies in no piece: as much of it as overlaps no other piece.
-    /// Returns how much that is.
-    pub(super) fn add(&mut self, at: u64, found: &Translation) -> Range {
-        let (mut first, mut last) = (found.range.first().0, found.range.last().0);
+    /// As much of `range` around `at`, which lies in no piece, as overlaps none.
+    pub(super) fn gap(&self, at: u64, range: Range) -> Range {
+        let (mut first, mut last) = (range.first().0, range.last().0);
+        let position = self.position(at);
         // `at` lies between the two neighbours, so that neither sum wraps.
-        if let Some((&below, _)) = self.by_last.range(..at).next_back() {
+        if let Some(&(below, _)) = position.checked_sub(1).map(|below| &self.order[below]) {
             first = first.max(below + 1);
         }
-        if let Some((_, above)) = self.by_last.range(at..).next() {
-            last = last.min(above.first - 1);
+        if let Some(&(_, above)) = self.order.get(position) {
+            last = last.min(self.pieces[above as usize].first - 1);
         }
-        let Translation { delta, prot, .. } = *found;
+        Range::new(Iova(first), Iova(last)).expect("both are around `at`")
+    }
+
+    /// Adds a translation whose range overlaps no piece.
+    pub(super) fn add(&mut self, found: &Translation) {
+        let &Translation { range, delta, prot } = found;
+        let (first, last) = (range.first().0, range.last().0);
         let (used, touched) = (Prot::empty(), Touched::Nothing);
-        let piece = Piece { first, last, delta, prot, used, touched };
-        let range = piece.range();
-        self.by_last.insert(last, piece);
-        range
+        self.order.insert(self.position(first), (last, self.pieces.len() as u32));
+        self.pieces.push(Piece { first, last, delta, prot, used, touched });
     }
 
     /// Calls `each` with what every part of `range`, which is covered, leads to: the target and the
     /// number of bytes less one. Parts whose targets follow each other are one.
     pub(super) fn targets(&self, range: Range, mut each: impl FnMut(u64, u64)) {
         let mut run: Option<(u64, u64)> = None;
-        self.parts(range, |piece, first, last| {
-            let (target, extent) = (first.wrapping_add(piece.delta), last - first);
+        for &(_, at) in &self.order[self.position(range.first().0)..] {
+            let piece = &self.pieces[at as usize];
+            if piece.first > range.last().0 {
+                break;
+            }
+            let first = piece.first.max(range.first().0);
+            let extent = piece.last.min(range.last().0) - first;
+            let target = first.wrapping_add(piece.delta);
             run = match run {
                 // The sum of two extents less than that of `range`, and one more.
                 Some((start, reach)) if start.checked_add(reach + 1) == Some(target) => {
@@ -157,48 +177,44 @@ impl Pieces {
                     Some((target, extent))
                 }
             };
-        });
+        }
         run.into_iter().for_each(|(start, reach)| each(start, reach));
     }
 
     /// Notes that `range`, which is covered, is handed out for `prot`.
     pub(super) fn touch(&mut self, range: Range, prot: Prot) {
-        for (_, piece) in self.by_last.range_mut(range.first().0..) {
-            if piece.first > range.last().0 {
+        for position in self.position(range.first().0)..self.order.len() {
+            if self.touch_at(position, range, prot).first > range.last().0 {
                 break;
             }
-            let more = piece.touch(range.first().0, range.last().0);
-            self.runs = self.runs.checked_add_signed(more).expect("runs are counted");
-            piece.used |= prot;
         }
     }
 
     /// Notes that `range` is handed out for `prot`, if one piece is all of it. Returns the piece.
     #[inline]
     pub(super) fn touch_one(&mut self, range: Range, prot: Prot) -> Option<&Piece> {
-        let (first, last) = (range.first().0, range.last().0);
-        let (_, piece) = self.by_last.range_mut(first..).next()?;
-        if piece.first > first || piece.last < last || !piece.prot.allows(prot) {
-            return None;
+        let position = self.position(range.first().0);
+        let piece = &self.pieces[self.order.get(position)?.1 as usize];
+        let is_all = piece.range().covers(range) && piece.prot.allows(prot);
+        is_all.then(|| self.touch_at(position, range, prot))
+    }
+
+    fn touch_at(&mut self, position: usize, range: Range, prot: Prot) -> &Piece {
+        let piece = &mut self.pieces[self.order[position].1 as usize];
+        if piece.first <= range.last().0 {
+            let more = piece.touch(range.first().0, range.last().0);
+            self.runs = self.runs.checked_add_signed(more).expect("runs are counted");
+            piece.used |= prot;
         }
-        let more = piece.touch(first, last);
-        self.runs = self.runs.checked_add_signed(more).expect("runs are counted");
-        piece.used |= prot;
-        Some(piece)
+        piece
     }
 
     /// Forgets what was never handed out.
     pub(super) fn forget_untouched(&mut self) {
-        self.by_last.retain(|_, piece| !matches!(piece.touched, Touched::Nothing));
-    }
-
-    fn parts(&self, range: Range, mut each: impl FnMut(&Piece, u64, u64)) {
-        for (_, piece) in self.by_last.range(range.first().0..) {
-            if piece.first > range.last().0 {
-                break;
-            }
-            each(piece, piece.first.max(range.first().0), piece.last.min(range.last().0));
-        }
+        self.pieces.retain(|piece| !matches!(piece.touched, Touched::Nothing));
+        self.order.clear();
+        self.order.extend((0..).zip(&self.pieces).map(|(at, piece)| (piece.last, at)));
+        self.order.sort_unstable();
     }
 }
 
@@ -214,16 +230,22 @@ mod tests {
         Translation { range: range(first, last), delta, prot: Prot::RW }
     }
 
+    fn add(pieces: &mut Pieces, at: u64, found: &Translation) -> Range {
+        let range = pieces.gap(at, found.range);
+        pieces.add(&Translation { range, ..*found });
+        range
+    }
+
     #[test]
     fn pieces_fill_gaps_and_never_overlap() {
         let mut pieces = Pieces::default();
-        assert_eq!(pieces.add(0x2000, &found(0x2000, 0x2fff, 0)), range(0x2000, 0x2fff));
-        assert_eq!(pieces.add(0x5000, &found(0x5000, 0x5fff, 0)), range(0x5000, 0x5fff));
+        assert_eq!(add(&mut pieces, 0x2000, &found(0x2000, 0x2fff, 0)), range(0x2000, 0x2fff));
+        assert_eq!(add(&mut pieces, 0x5000, &found(0x5000, 0x5fff, 0)), range(0x5000, 0x5fff));
         let all = Translation { range: Range::ALL, delta: 7, prot: Prot::READ };
-        assert_eq!(pieces.add(0x3123, &all), range(0x3000, 0x4fff));
-        assert_eq!(pieces.add(0, &all), range(0, 0x1fff));
+        assert_eq!(add(&mut pieces, 0x3123, &all), range(0x3000, 0x4fff));
+        assert_eq!(add(&mut pieces, 0, &all), range(0, 0x1fff));
         assert!(!pieces.covers(range(0, 0x6000), Prot::READ));
-        assert_eq!(pieces.add(u64::MAX, &all), range(0x6000, u64::MAX));
+        assert_eq!(add(&mut pieces, u64::MAX, &all), range(0x6000, u64::MAX));
         assert!(pieces.covers(Range::ALL, Prot::READ));
         assert!(!pieces.covers(Range::ALL, Prot::WRITE), "the gaps may only be read");
         assert!(pieces.covers(range(0x2fff, 0x2fff), Prot::WRITE));
@@ -234,12 +256,12 @@ mod tests {
     #[test]
     fn neighbours_that_lead_on_are_one_target() {
         let mut pieces = Pieces::default();
-        pieces.add(0x1000, &found(0x1000, 0x1fff, 0x10_0000));
-        pieces.add(0x2000, &found(0x2000, 0x2fff, 0x10_0000));
-        pieces.add(0x3000, &found(0x3000, 0x3fff, 0x20_0000));
+        add(&mut pieces, 0x1000, &found(0x1000, 0x1fff, 0x10_0000));
+        add(&mut pieces, 0x2000, &found(0x2000, 0x2fff, 0x10_0000));
+        add(&mut pieces, 0x3000, &found(0x3000, 0x3fff, 0x20_0000));
         // Ends with the last address there is, where nothing follows.
-        pieces.add(0x4000, &found(0x4000, 0x4fff, 0u64.wrapping_sub(0x5000)));
-        pieces.add(0x5000, &found(0x5000, 0x5fff, 0u64.wrapping_sub(0x5000)));
+        add(&mut pieces, 0x4000, &found(0x4000, 0x4fff, 0u64.wrapping_sub(0x5000)));
+        add(&mut pieces, 0x5000, &found(0x5000, 0x5fff, 0u64.wrapping_sub(0x5000)));
         let mut targets = vec![];
         pieces.targets(range(0x1800, 0x5000), |target, extent| targets.push((target, extent)));
         let top = u64::MAX - 0xfff;
@@ -253,9 +275,9 @@ mod tests {
     #[test]
     fn pages_that_were_handed_out_are_remembered_and_others_forgotten() {
         let mut pieces = Pieces::default();
-        pieces.add(0x800, &found(0x800, 0x2fff, 0));
-        pieces.add(0x4_0000, &found(0x4_0000, 0x4_0fff, 0));
-        pieces.add(u64::MAX, &found(u64::MAX - 0xfff, u64::MAX, 0));
+        add(&mut pieces, 0x800, &found(0x800, 0x2fff, 0));
+        add(&mut pieces, 0x4_0000, &found(0x4_0000, 0x4_0fff, 0));
+        add(&mut pieces, u64::MAX, &found(u64::MAX - 0xfff, u64::MAX, 0));
         pieces.touch(range(0x900, 0x1000), Prot::READ);
         pieces.touch(range(u64::MAX, u64::MAX), Prot::WRITE);
         pieces.forget_untouched();
@@ -279,7 +301,7 @@ mod tests {
             let base = if low { 0 } else { u64::MAX - (64 * PAGE - 1) };
             let whole = range(base + 0x800, base + (64 * PAGE - 1) - 0x800);
             let mut pieces = Pieces::default();
-            pieces.add(whole.first().0, &Translation { range: whole, delta: 0, prot: Prot::RW });
+            add(&mut pieces, whole.first().0, &Translation { range: whole, delta: 0, prot: Prot::RW });
             let mut pages = [false; 64];
             for (page, more) in touches {
                 let last = (page + more).min(63);

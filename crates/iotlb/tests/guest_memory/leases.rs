@@ -62,6 +62,29 @@ fn an_idle_address_space_is_in_nobodys_way() {
 }
 
 #[test]
+fn entries_that_an_access_meets_are_told_apart_where_they_differ() {
+    let bench = bench();
+    // Entries to the byte, some of which lead on, and some of which were known before.
+    let places = [(0u64, 100u64, 0x20_0000u64), (100, 60, 0x20_0064), (160, 40, 0x20_1000)];
+    places.iter().for_each(|&(at, len, gpa)| bench.map(at, gpa, len));
+    for known in [None, Some(0), Some(99), Some(120), Some(160), Some(199)] {
+        let memory = bench.space().memory();
+        if let Some(at) = known {
+            memory.read_obj::<u8>(GuestAddress(at)).unwrap();
+        }
+        let slices = memory.get_slices(GuestAddress(10), 190, Permissions::Read).unwrap();
+        let lens: Vec<_> = slices.map(|slice| slice.unwrap().len()).collect();
+        assert_eq!(lens, [150, 40], "{known:?}");
+        for (at, _, _) in places {
+            let token = bench.unmap(at, 1);
+            assert!(!bench.shootdown.is_over(token));
+        }
+        drop(memory);
+        places.iter().for_each(|&(at, len, gpa)| bench.map(at, gpa, len));
+    }
+}
+
+#[test]
 fn a_guard_that_used_very_much_holds_all_there_is() {
     let bench = bench();
     let pages = 300;
