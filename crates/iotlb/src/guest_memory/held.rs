@@ -45,7 +45,8 @@ pub(super) struct Held {
     /// process still.
     same_place: Box<dyn Fn(u64, u64) -> bool>,
     inner: RefCell<Inner>,
-    /// What was handed out last, by its first page, to be handed out again without a search.
+    /// What was handed out last, by its first page, to be handed out again without a search. After a
+    /// wait it is good again, as all that was handed out, or nothing is.
     recent: [Cell<Recent>; RECENT],
     failure: Cell<Option<Failure>>,
     /// Never lets go, and so never waits.
@@ -279,7 +280,6 @@ impl Held {
     }
 
     fn let_go(&self) {
-        self.recent.iter().for_each(|slot| slot.set(Recent::NONE));
         let mut inner = self.inner.borrow_mut();
         inner.pieces.forget_untouched();
         inner.leases = Leases::default();

@@ -1,5 +1,6 @@
 //! What a guard keeps in use, and what it does not.
 
+use ringfence_iommu::{GuestPhys, Prot};
 use ringfence_iotlb::{Binding, IotlbConfig, guest_memory::Failure};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, Permissions};
 
@@ -82,6 +83,28 @@ fn entries_that_an_access_meets_are_told_apart_where_they_differ() {
         drop(memory);
         places.iter().for_each(|&(at, len, gpa)| bench.map(at, gpa, len));
     }
+}
+
+#[test]
+fn what_a_guard_has_stays_as_it_is_whatever_comes_around_it() {
+    let bench = bench();
+    let last = 0x3f_f000;
+    bench.map(last, 0x20_3000, PAGE);
+    let memory = bench.space().memory();
+    assert_eq!(memory.read_obj::<u64>(GuestAddress(last)).unwrap(), 0x20_3000);
+    // One large entry that ends with the same page, which leads elsewhere by it.
+    let range = range(0x20_0000, 0x20_0000);
+    let token = bench.iotlb.update(range, GuestPhys(0x1_0000), Prot::RW).unwrap();
+    assert!(!bench.shootdown.is_over(token));
+    assert_eq!(memory.read_obj::<u64>(GuestAddress(last - 8)).unwrap(), 0x20_eff8);
+    assert_eq!(memory.read_obj::<u64>(GuestAddress(last + 8)).unwrap(), 0x20_3008);
+    let mut both = [0; 16];
+    memory.read_slice(&mut both, GuestAddress(last - 8)).unwrap();
+    assert_eq!(both[8..], 0x20_3000u64.to_le_bytes());
+    drop(memory);
+    bench.shootdown.wait(token);
+    let memory = bench.space().memory();
+    assert_eq!(memory.read_obj::<u64>(GuestAddress(last + 8)).unwrap(), 0x20_f008);
 }
 
 #[test]
