@@ -17,6 +17,10 @@
 //! asynchronous I/O there is [`IotlbMemory::hold`]. A device that keeps slices of a guard that failed
 //! must not use them any more.
 //!
+//! What the guards of a thread have handed out must be in the table all at once to be taken up
+//! again: a request must not need more entries than
+//! [`IotlbConfig::entries`](crate::IotlbConfig::entries), or it runs out of patience.
+//!
 //! # An error is not an end
 //! `virtio-queue`'s iterator over a chain ends where the next descriptor cannot be read, as if the
 //! chain ended there: the device would serve a shorter request than was made. So whatever follows

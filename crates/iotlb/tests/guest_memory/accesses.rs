@@ -1,9 +1,12 @@
 //! What an access reads and writes, and what it refuses.
 
-use std::{os::fd::AsFd, sync::Arc};
+use std::{
+    os::fd::AsFd,
+    sync::{Arc, atomic::Ordering},
+};
 
 use ringfence_iommu::{
-    Domain, Geometry, GuestPhys, PageSizes, Prot, Range, SoftDomain, shootdown::Shootdown,
+    Domain, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, SoftDomain, shootdown::Shootdown,
     table::Limits,
 };
 use ringfence_iotlb::{
@@ -12,7 +15,6 @@ use ringfence_iotlb::{
 };
 use ringfence_mem::{Memory, Region};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use std::sync::atomic::Ordering;
 use vm_memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemoryBackend, GuestMemoryMmap,
     GuestMemoryRegion, Permissions,
@@ -123,21 +125,10 @@ fn an_empty_iotlb_serves_nothing_at_the_top_and_nothing_it_is_told_panics() {
     assert!(memory.read(&mut [0; 4096], near).is_err());
     // From 0x1000 to the end, and a length of nothing.
     bench.map(0x1000, 0x20_0000, PAGE);
-    let token =
-        bench.iotlb.invalidate(Range::new(0x1000.into_iova(), u64::MAX.into_iova()).unwrap());
+    let token = bench.iotlb.invalidate(Range::new(Iova(0x1000), Iova(u64::MAX)).unwrap());
     bench.shootdown.wait(token.unwrap());
     assert_eq!(bench.iotlb.entries(), 0);
-    assert!(Range::from_len(0x1000.into_iova(), 0).is_none());
-}
-
-trait IntoIova {
-    fn into_iova(self) -> ringfence_iommu::Iova;
-}
-
-impl IntoIova for u64 {
-    fn into_iova(self) -> ringfence_iommu::Iova {
-        ringfence_iommu::Iova(self)
-    }
+    assert!(Range::from_len(Iova(0x1000), 0).is_none());
 }
 
 #[test]

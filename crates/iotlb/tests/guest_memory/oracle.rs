@@ -1,16 +1,14 @@
 //! The same random requests, served over plain memory and over an IOTLB that knows little, forgets
 //! much and is invalidated all the time: the same bytes in the end.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use proptest::prelude::*;
-use ringfence_iotlb::{IotlbConfig, Miss};
-use std::time::Duration;
+use ringfence_iotlb::{IotlbConfig, Miss, guest_memory::FailureScope};
 use virtio_queue::Queue;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use crate::{front_end::*, rings::*};
-use ringfence_iotlb::guest_memory::FailureScope;
 
 /// All pages of the memory, in another order; they are the pages from IOVA 0 on.
 const PAGES: u64 = 32;
@@ -81,6 +79,7 @@ proptest! {
         by_descriptor in any::<bool>(),
         scope in prop::sample::select(vec![FailureScope::Guard, FailureScope::Space]),
     ) {
+        // rule D24
         let order = if in_order { pages() } else { order };
         let plain = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), (PAGES * PAGE) as usize)]);
         let plain: Plain = Arc::new(plain.unwrap());
