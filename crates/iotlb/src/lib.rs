@@ -14,6 +14,8 @@
 
 mod cache;
 mod endpoint;
+#[cfg(feature = "vm-memory")]
+pub mod guest_memory;
 mod iotlb;
 mod misses;
 mod victims;
