@@ -265,10 +265,11 @@ impl Cache {
                 return false;
             }
         } else if !old.prot.is_empty() {
-            // Another block's. Now and then only, so that two of them do not drive each other out
-            // all the time.
+            // Another block's. Parts of blocks only now and then, so that two of them do not drive
+            // each other out all the time; whole ones always, as there are too many pages in them.
             bump(&self.crowded[1]);
-            if !self.crowded[1].get().is_multiple_of(8) && run.holds(around(addr, PAGE_SHIFT)) {
+            let often = !self.crowded[1].get().is_multiple_of(8);
+            if often && !run.holds(block) && run.holds(around(addr, PAGE_SHIFT)) {
                 return false;
             }
         }

@@ -6,6 +6,11 @@
 //! front of the domain's lock-free table. The view implements [`Translate`](ringfence_mem::Translate),
 //! so that rings and devices reach memory through it and in no other way.
 //!
+//! An [`Iotlb`] is such a table for a device whose translations come from elsewhere: a front end, which
+//! is asked for what is lacking ([`MissSink`]), or an IOMMU in this process, which maps and unmaps
+//! through it. An access that lacks a translation fails at once, the worker goes on with other work
+//! and tries again when an answer has come.
+//!
 //! Readers never wait. The worker calls [`View::quiet`] between bursts of work; that replays the
 //! invalidations since the last call into the cache and announces that nothing older is in use.
 //! An invalidation is over when every view has done so (rule D15): the

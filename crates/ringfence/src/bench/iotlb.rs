@@ -26,7 +26,7 @@ use crate::{
 
 /// Rounds and their length that let the default run end in under 90 seconds.
 const DEFAULT_REPEAT: u32 = 7;
-const DEFAULT_BUDGET: Duration = Duration::from_millis(4);
+const DEFAULT_BUDGET: Duration = Duration::from_millis(8);
 
 /// Measures lookups in a device's IOTLB, with other ways to keep one in the same run.
 ///
@@ -74,7 +74,7 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
 
-    /// How long one measurement runs, milliseconds [default: 4].
+    /// How long one measurement runs, milliseconds [default: 8].
     #[arg(long, value_name = "MS", value_parser = super::parse_budget)]
     budget: Option<Duration>,
 

@@ -114,11 +114,12 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         ("sorted_list_entries", SortedList::MOST.into()),
     ]);
     let each = |cell: &Cell| {
-        let threads = if cell.order == Order::Threads { 3 } else { 1 };
-        (options.entries(*cell).len() * options.implementations.len() * threads) as u32
+        // What warms up included: a half, or a quarter of two.
+        let times = if cell.order == Order::Threads { 2.5 } else { 1.5 };
+        let all = options.entries(*cell).len() * options.implementations.len();
+        options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
     };
-    let expected: Duration =
-        cells.iter().map(|cell| options.budget * each(cell) * (options.repeat + 2)).sum();
+    let expected: Duration = cells.iter().map(each).sum();
     let progress = Progress::new(options.progress, cells.len() as u64, expected);
     for cell in cells {
         if stop.load(Ordering::Relaxed) {
@@ -127,7 +128,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         let Cell { order, page, merge } = cell;
         progress.begin(&format!("{merge} entries of {page}, {order}"));
         Contest::new(cell, options, &cpus, &mut benchmark)?.run(options, stop, &mut benchmark);
-        progress.step(options.budget * each(&cell) * (options.repeat + 2));
+        progress.step(each(&cell));
     }
     progress.finish();
     benchmark.interrupted = stop.load(Ordering::Relaxed);
@@ -206,8 +207,8 @@ impl<'a> Contest<'a> {
 
     fn run(mut self, options: &Options, stop: &AtomicBool, into: &mut Benchmark) {
         let (order, budget) = (self.cell.order, options.budget);
-        // The first two rounds warm caches, and count for nothing.
-        for round in 0..options.repeat + 2 {
+        // In the first round caches grow, and it counts for nothing.
+        for round in 0..=options.repeat {
             for entrant in &mut self.entrants {
                 if stop.load(Ordering::Relaxed) {
                     break;
@@ -215,8 +216,10 @@ impl<'a> Contest<'a> {
                 let Some(subject) = &mut entrant.subject else { continue };
                 if order != Order::Threads {
                     let cursor = &mut entrant.cursor;
+                    // The others had the processor's caches meanwhile.
+                    subject.time(&entrant.set, order, cursor, budget / 2);
                     let sample = subject.time(&entrant.set, order, cursor, budget);
-                    if round >= 2 {
+                    if round > 0 {
                         entrant.samples[0].add(sample);
                     }
                     continue;
@@ -225,7 +228,7 @@ impl<'a> Contest<'a> {
                     let cpus = &self.cpus[..self.cpus.len().min(threads + 1)];
                     let cpus = if cpus.len() <= threads { &[cpus[0]; 2] } else { cpus };
                     let sample = subject.threads(&entrant.set, cpus, budget);
-                    if round >= 2 {
+                    if round > 0 {
                         samples.add(sample);
                     }
                 }
