@@ -388,11 +388,18 @@ impl BlkQueue {
                     slot.entry = entry;
                 }
                 Ok(None) => break,
-                Err(error) if wait::is_missing_table(&error) => {
-                    self.wait_for_head(bus, error)?;
-                    break;
-                }
-                Err(error) => return Err(error.into()),
+                // Behind an IOTLB it may yet come, and if not, the next chain is none the worse.
+                Err(error) => match wait::unreachable_table(&error) {
+                    Some(why) if bus.iotlb().is_some() => {
+                        if self.wait_for_head(bus, why) {
+                            break;
+                        }
+                        self.give_head_up(at)?;
+                        taken += 1;
+                        continue;
+                    }
+                    _ => return Err(error.into()),
+                },
             }
             self.free.pop();
             slot.step = Step::Parse;
@@ -551,16 +558,16 @@ impl BlkQueue {
 fn take_next(
     ring: &mut device::Queue,
     recorded: Option<&mut Recorded>,
-    bus: &Bus,
+    mem: &impl Translate,
     chain: &mut Chain,
 ) -> Result<Option<u16>, RingError> {
     let Some(recorded) = recorded else {
-        return Ok(ring.pop(bus, chain)?.then_some(NO_ENTRY));
+        return Ok(ring.pop(mem, chain)?.then_some(NO_ENTRY));
     };
-    if let Some(taken) = recorded.take_again(ring, bus, chain) {
+    if let Some(taken) = recorded.take_again(ring, mem, chain) {
         return taken.map(Some);
     }
-    if !ring.pop(bus, chain)? {
+    if !ring.pop(mem, chain)? {
         return Ok(None);
     }
     // Room for as many as a ring holds was made, unless the region is for smaller rings.

@@ -181,13 +181,15 @@ fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
 
 #[test]
 fn a_miss_that_is_never_answered_stalls_its_request_alone_and_not_for_ever() {
-    // Header, data, status: what is missing, and what can still be told.
-    for (missing, told) in [(0, (1, 1)), (1, (1, 1)), (2, (0, 0xee))] {
+    // Header, data, status, or the table of all of them: what is missing, and what can still be told.
+    for (table, missing, told) in
+        [(false, 0, (1, 1)), (false, 1, (1, 1)), (false, 2, (0, 0xee)), (true, 0, (0, 0xee))]
+    {
         let patience = Duration::from_millis(300);
         let mut behind = Behind::new(1, IotlbConfig { patience, ..config() }, ram_disk(1 << 20));
         let mut queue = behind.queue(0);
         queue.go_round();
-        let lost = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
+        let lost = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, table);
         let page = lost.pages[missing];
         behind.front.table.lock().unwrap().remove(&iova(page));
         queue.push(0);
@@ -228,6 +230,12 @@ fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_mo
     queue.push(0);
     assert_eq!(finish(&mut queue, 1), [(0, PAGE as u32 + 1)]);
     assert_eq!(next.status(), 0);
+    // Not even its table: the chain is given back, and the ring goes on.
+    behind.answers(Answers::Never);
+    Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, true);
+    queue.push(0);
+    assert_eq!(finish(&mut queue, 1), [(0, 0)]);
+    assert_eq!(behind.timeouts(), 2);
 }
 
 #[test]
