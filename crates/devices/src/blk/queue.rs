@@ -4,25 +4,28 @@
 //! request, and all that the request will need is asked for at once. It goes on when there was an
 //! answer, and fails when its patience is over.
 
+mod error;
 mod inflight;
 mod parked;
 mod ring;
+mod stats;
 mod stop;
 mod store;
 mod wait;
 
+pub use error::QueueError;
+pub use stats::QueueStats;
+
 use std::{
-    ops::{AddAssign, SubAssign},
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
 };
 
-use ringfence_mem::{AccessError, Memory, Translate};
-use ringfence_vhost_user::InflightError;
+use ringfence_mem::{Memory, Translate};
 use ringfence_virtq::{Chain, RingError, device};
 
 use self::{
-    inflight::{NO_ENTRY, Recorded},
+    inflight::{Recorded, take_next},
     parked::{Look, Parked},
     ring::Away,
     store::{Handed, Store, Transfer},
@@ -39,74 +42,6 @@ use crate::{bus::Bus, disk::Disk, event};
 const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
-
-/// Why a queue stopped.
-#[derive(Debug, thiserror::Error)]
-pub enum QueueError {
-    /// The driver broke the rules of the ring, or the ring cannot be reached.
-    #[error("ring: {0}")]
-    Ring(#[from] RingError),
-    /// Memory that was in use is gone.
-    #[error("memory: {0}")]
-    Memory(#[from] AccessError),
-    /// What stands in the record of an earlier process makes no sense.
-    #[error(transparent)]
-    Record(#[from] InflightError),
-    /// io_uring cannot be used.
-    #[error("io_uring: {0}")]
-    Io(#[from] std::io::Error),
-    /// The ring is not where it was said to be now.
-    #[error("the ring is not where it was moved to")]
-    Moved,
-    /// More workers than the IOMMU has places for.
-    #[error("too many workers for one IOMMU")]
-    Readers,
-    /// What the driver asks for now could come before what it asked for on an earlier ring.
-    #[error("the disk has not answered requests of a ring that was stopped")]
-    Earlier,
-    /// The disk does not answer.
-    #[error("the disk has not answered {0} requests in time")]
-    Stuck(u32),
-}
-
-/// What a queue has done.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct QueueStats {
-    /// Requests answered.
-    pub requests: u64,
-    /// Of these, answered with another status than OK.
-    pub failed: u64,
-    /// Bytes of data moved.
-    pub bytes: u64,
-    /// Interrupts sent.
-    pub interrupts: u64,
-    /// How often a request had to wait for a translation.
-    pub parked: u64,
-    /// How often the ring was not mapped.
-    pub away: u64,
-}
-
-impl AddAssign for QueueStats {
-    fn add_assign(&mut self, more: QueueStats) {
-        self.requests += more.requests;
-        self.failed += more.failed;
-        self.bytes += more.bytes;
-        self.interrupts += more.interrupts;
-        self.parked += more.parked;
-        self.away += more.away;
-    }
-}
-
-impl SubAssign for QueueStats {
-    fn sub_assign(&mut self, less: QueueStats) {
-        self.requests -= less.requests;
-        self.failed -= less.failed;
-        self.bytes -= less.bytes;
-        self.interrupts -= less.interrupts;
-        self.parked -= less.parked;
-        self.away -= less.away;
-    }
-}
 
 /// A request that was taken from the ring.
 #[derive(Default)]
@@ -550,26 +485,4 @@ impl BlkQueue {
             self.stats.interrupts += 1;
         }
     }
-}
-
-/// Takes the next chain: first those that an earlier process took. Its entry in the record; `None`:
-/// there is no chain.
-#[inline]
-fn take_next(
-    ring: &mut device::Queue,
-    recorded: Option<&mut Recorded>,
-    mem: &impl Translate,
-    chain: &mut Chain,
-) -> Result<Option<u16>, RingError> {
-    let Some(recorded) = recorded else {
-        return Ok(ring.pop(mem, chain)?.then_some(NO_ENTRY));
-    };
-    if let Some(taken) = recorded.take_again(ring, mem, chain) {
-        return taken.map(Some);
-    }
-    if !ring.pop(mem, chain)? {
-        return Ok(None);
-    }
-    // Room for as many as a ring holds was made, unless the region is for smaller rings.
-    recorded.take(chain).map(Some).ok_or(RingError::Format)
 }

@@ -39,7 +39,7 @@ enum Again {
 }
 
 /// The entry of a chain that has none, or needs none: a split ring's is its head.
-pub(super) const NO_ENTRY: u16 = u16::MAX;
+const NO_ENTRY: u16 = u16::MAX;
 
 impl Recorded {
     pub(super) fn new(region: Arc<InflightRegion>, queue: u16) -> Recorded {
@@ -198,6 +198,28 @@ impl Recorded {
         }
         wanted
     }
+}
+
+/// Takes the next chain: first those that an earlier process took. Its entry in the record; `None`:
+/// there is no chain.
+#[inline]
+pub(super) fn take_next(
+    ring: &mut device::Queue,
+    recorded: Option<&mut Recorded>,
+    mem: &impl Translate,
+    chain: &mut Chain,
+) -> Result<Option<u16>, RingError> {
+    let Some(recorded) = recorded else {
+        return Ok(ring.pop(mem, chain)?.then_some(NO_ENTRY));
+    };
+    if let Some(taken) = recorded.take_again(ring, mem, chain) {
+        return taken.map(Some);
+    }
+    if !ring.pop(mem, chain)? {
+        return Ok(None);
+    }
+    // Room for as many as a ring holds was made, unless the region is for smaller rings.
+    recorded.take(chain).map(Some).ok_or(RingError::Format)
 }
 
 fn unreachable(area: Area, addr: u64, error: AccessError) -> RingError {

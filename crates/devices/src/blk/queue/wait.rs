@@ -7,8 +7,8 @@ use ringfence_virtq::{ChainFault, Desc, RingError, device::Glimpse, layout};
 
 use super::{
     BlkQueue, QueueError, Step,
+    inflight::take_next,
     parked::{Look, Ready},
-    take_next,
 };
 use crate::{
     blk::{
