@@ -22,7 +22,7 @@ use std::{
 };
 
 use ringfence_mem::{Memory, Translate};
-use ringfence_virtq::{Chain, RingError, device};
+use ringfence_virtq::{Chain, device};
 
 use self::{
     inflight::{Recorded, take_next},
