@@ -4,22 +4,28 @@
 //! request, and all that the request will need is asked for at once. It goes on when there was an
 //! answer, and fails when its patience is over.
 
+mod error;
+mod inflight;
 mod parked;
 mod ring;
+mod stats;
 mod stop;
 mod store;
 mod wait;
 
+pub use error::QueueError;
+pub use stats::QueueStats;
+
 use std::{
-    ops::{AddAssign, SubAssign},
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
 };
 
-use ringfence_mem::{AccessError, Memory, Translate};
-use ringfence_virtq::{Chain, RingError, device};
+use ringfence_mem::{Memory, Translate};
+use ringfence_virtq::{Chain, device};
 
 use self::{
+    inflight::{Recorded, take_next},
     parked::{Look, Parked},
     ring::Away,
     store::{Handed, Store, Transfer},
@@ -37,68 +43,6 @@ const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
 
-/// Why a queue stopped.
-#[derive(Debug, thiserror::Error)]
-pub enum QueueError {
-    /// The driver broke the rules of the ring, or the ring cannot be reached.
-    #[error("ring: {0}")]
-    Ring(#[from] RingError),
-    /// Memory that was in use is gone.
-    #[error("memory: {0}")]
-    Memory(#[from] AccessError),
-    /// io_uring cannot be used.
-    #[error("io_uring: {0}")]
-    Io(#[from] std::io::Error),
-    /// More workers than the IOMMU has places for.
-    #[error("too many workers for one IOMMU")]
-    Readers,
-    /// What the driver asks for now could come before what it asked for on an earlier ring.
-    #[error("the disk has not answered requests of a ring that was stopped")]
-    Earlier,
-    /// The disk does not answer.
-    #[error("the disk has not answered {0} requests in time")]
-    Stuck(u32),
-}
-
-/// What a queue has done.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct QueueStats {
-    /// Requests answered.
-    pub requests: u64,
-    /// Of these, answered with another status than OK.
-    pub failed: u64,
-    /// Bytes of data moved.
-    pub bytes: u64,
-    /// Interrupts sent.
-    pub interrupts: u64,
-    /// How often a request had to wait for a translation.
-    pub parked: u64,
-    /// How often the ring was not mapped.
-    pub away: u64,
-}
-
-impl AddAssign for QueueStats {
-    fn add_assign(&mut self, more: QueueStats) {
-        self.requests += more.requests;
-        self.failed += more.failed;
-        self.bytes += more.bytes;
-        self.interrupts += more.interrupts;
-        self.parked += more.parked;
-        self.away += more.away;
-    }
-}
-
-impl SubAssign for QueueStats {
-    fn sub_assign(&mut self, less: QueueStats) {
-        self.requests -= less.requests;
-        self.failed -= less.failed;
-        self.bytes -= less.bytes;
-        self.interrupts -= less.interrupts;
-        self.parked -= less.parked;
-        self.away -= less.away;
-    }
-}
-
 /// A request that was taken from the ring.
 #[derive(Default)]
 struct Slot {
@@ -107,6 +51,8 @@ struct Slot {
     transfer: Transfer,
     /// Its number among all that were taken.
     number: u64,
+    /// Its entry in the record of what is in flight.
+    entry: u16,
     wait: Option<Wait>,
 }
 
@@ -142,6 +88,7 @@ pub struct BlkQueue {
     store: Store,
     slots: Vec<Slot>,
     ring: device::Queue,
+    recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
     away: Option<Away>,
     parked: Parked,
@@ -175,6 +122,7 @@ impl BlkQueue {
             store: Store::new(disk, size)?,
             slots: (0..size).map(|_| Slot::default()).collect(),
             ring,
+            recorded: None,
             away: None,
             parked: Parked::default(),
             head_since: None,
@@ -275,7 +223,11 @@ impl BlkQueue {
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
         // Nothing is published that may have been read from memory that is gone.
         bus.check()?;
-        if self.ring.publish_used() {
+        let wanted = match &mut self.recorded {
+            Some(recorded) => recorded.publish(&mut self.ring),
+            None => self.ring.publish_used(),
+        };
+        if wanted {
             self.interrupt();
         }
         Ok(())
@@ -299,8 +251,8 @@ impl BlkQueue {
     ///
     /// # Errors
     /// The ring is not there.
-    pub fn move_to(&mut self, mem: &impl Translate) -> Result<(), RingError> {
-        self.ring.revalidate(mem)
+    pub fn move_to(&mut self, mem: &impl Translate) -> Result<(), QueueError> {
+        self.find(mem)
     }
 
     /// The ring lies elsewhere from now on; it is to be [found](Self::move_to) there.
@@ -365,14 +317,24 @@ impl BlkQueue {
         while taken < ROUND_REQUESTS && self.stats.bytes < stop_at && !self.is_stalled() {
             let Some(&at) = self.free.last() else { break };
             let slot = &mut self.slots[usize::from(at)];
-            match self.ring.pop(bus, &mut slot.chain) {
-                Ok(true) => self.head_since = None,
-                Ok(false) => break,
-                Err(error) if wait::is_missing_table(&error) => {
-                    self.wait_for_head(bus, error)?;
-                    break;
+            match take_next(&mut self.ring, self.recorded.as_mut(), bus, &mut slot.chain) {
+                Ok(Some(entry)) => {
+                    self.head_since = None;
+                    slot.entry = entry;
                 }
-                Err(error) => return Err(error.into()),
+                Ok(None) => break,
+                // Behind an IOTLB it may yet come, and if not, the next chain is none the worse.
+                Err(error) => match wait::unreachable_table(&error) {
+                    Some(why) if bus.iotlb().is_some() => {
+                        if self.wait_for_head(bus, why) {
+                            break;
+                        }
+                        self.give_head_up(at)?;
+                        taken += 1;
+                        continue;
+                    }
+                    _ => return Err(error.into()),
+                },
             }
             self.free.pop();
             slot.step = Step::Parse;
@@ -507,6 +469,9 @@ impl BlkQueue {
 
     fn finish(&mut self, at: u16, status: Status, used: u32) {
         let slot = &mut self.slots[usize::from(at)];
+        if let Some(recorded) = &mut self.recorded {
+            recorded.complete(slot.chain.head(), slot.entry);
+        }
         self.ring.push_used(slot.chain.head(), used);
         (slot.step, slot.wait) = (Step::Free, None);
         self.free.push(at);

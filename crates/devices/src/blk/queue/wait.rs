@@ -2,11 +2,12 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use ringfence_mem::{Access, AccessError};
+use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use ringfence_virtq::{ChainFault, Desc, RingError, device::Glimpse, layout};
 
 use super::{
     BlkQueue, QueueError, Step,
+    inflight::take_next,
     parked::{Look, Ready},
 };
 use crate::{
@@ -39,9 +40,11 @@ pub(super) struct Wait {
 }
 
 impl BlkQueue {
-    /// The next chain's table is not there: what it and those behind it need is asked for.
+    /// The next chain's table is not there: what it and those behind it need is asked for. False if
+    /// it is not to be waited for any longer.
     #[cold]
-    pub(super) fn wait_for_head(&mut self, bus: &Bus, error: RingError) -> Result<(), QueueError> {
+    pub(super) fn wait_for_head(&mut self, bus: &Bus, error: &AccessError) -> bool {
+        let Some(missing) = Missing::of(*error) else { return false };
         let Some(since_ns) = self.head_since else {
             if !self.waits() {
                 self.parked.begin(bus.answers(), self.now_ns);
@@ -56,11 +59,26 @@ impl BlkQueue {
                     }
                 };
             });
-            return Ok(());
+            return true;
         };
-        if self.now_ns.saturating_sub(since_ns) >= nanos(bus.patience()) {
-            timed_out(bus);
-            return Err(error.into());
+        let waits = self.now_ns.saturating_sub(since_ns) < nanos(bus.patience());
+        if !waits {
+            self.timed_out(missing, bus);
+        }
+        waits
+    }
+
+    /// Takes the next chain into `at` without its table, and gives it back at once: nobody knows
+    /// what it wants, or where its status is.
+    #[cold]
+    pub(super) fn give_head_up(&mut self, at: u16) -> Result<(), QueueError> {
+        let slot = &mut self.slots[usize::from(at)];
+        let recorded = self.recorded.as_mut();
+        if let Some(entry) = take_next(&mut self.ring, recorded, &Blank, &mut slot.chain)? {
+            self.head_since = None;
+            slot.entry = entry;
+            self.free.pop();
+            self.finish(at, Status::IoErr, 0);
         }
         Ok(())
     }
@@ -117,14 +135,20 @@ impl BlkQueue {
 
     /// Patience is over: an I/O error, if that can be told.
     fn give_up(&mut self, at: u16, bus: &Bus) {
-        timed_out(bus);
-        let slot = &self.slots[usize::from(at)];
-        if let (true, Some(wait)) = (self.now_ns >= self.say_at, slot.wait) {
-            self.say_at = self.now_ns.saturating_add(SAY_NS);
-            let Missing { addr, access } = wait.missing;
-            tracing::warn!("{}: nobody translates {addr:#x} ({access:?}): request failed", self.id);
+        if let Some(wait) = self.slots[usize::from(at)].wait {
+            self.timed_out(wait.missing, bus);
         }
         self.fail(at, bus);
+    }
+
+    fn timed_out(&mut self, Missing { addr, access }: Missing, bus: &Bus) {
+        if let Some(iotlb) = bus.iotlb() {
+            iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
+        }
+        if self.now_ns >= self.say_at {
+            self.say_at = self.now_ns.saturating_add(SAY_NS);
+            tracing::warn!("{}: nobody translates {addr:#x} ({access:?}): request failed", self.id);
+        }
     }
 
     /// Answers a request that cannot go on: with an I/O error if it was not done, and if the status
@@ -140,13 +164,35 @@ impl BlkQueue {
     }
 }
 
-/// Whether a chain could not be taken because a translation is missing.
-pub(super) fn is_missing_table(error: &RingError) -> bool {
-    let RingError::Chain { fault: ChainFault::IndirectUnreachable { error, .. }, .. } = error
-    else {
-        return false;
-    };
-    matches!(error, AccessError::Missing { .. })
+/// Why the table of a chain could not be read, if that is what the error says.
+pub(super) fn unreachable_table(error: &RingError) -> Option<&AccessError> {
+    match error {
+        RingError::Chain { fault: ChainFault::IndirectUnreachable { error, .. }, .. } => {
+            Some(error)
+        }
+        _ => None,
+    }
+}
+
+/// Memory that reads as zeroes: a table in it is of buffers without bytes.
+struct Blank;
+
+impl Translate for Blank {
+    fn slices<F>(&self, addr: u64, _: u64, access: Access, _: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        Err(AccessError::Unmapped { addr, access })
+    }
+
+    fn window(&self, addr: u64, _: u64, access: Access) -> Result<Window, AccessError> {
+        Err(AccessError::Unmapped { addr, access })
+    }
+
+    fn read(&self, _: u64, out: &mut [u8]) -> Result<(), AccessError> {
+        out.fill(0);
+        Ok(())
+    }
 }
 
 /// Asks for a buffer, up to so many pages of it.
@@ -158,12 +204,6 @@ fn ask_for(desc: &Desc, bus: &Bus, most: u64) -> bool {
 /// How many pages a buffer touches, at most.
 fn pages(desc: &Desc) -> u64 {
     u64::from(desc.len) / PAGE + 2
-}
-
-fn timed_out(bus: &Bus) {
-    if let Some(iotlb) = bus.iotlb() {
-        iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
-    }
 }
 
 fn nanos(duration: Duration) -> u64 {

@@ -3,6 +3,7 @@
 
 mod invalidations;
 mod misses;
+mod packed;
 mod stops;
 
 use std::{
@@ -95,6 +96,11 @@ impl Behind {
 
     /// A new connection to the same device.
     pub(crate) fn connect(workers: Arc<[Worker]>, options: BlkOptions) -> Behind {
+        Behind::connect_with(workers, options, 0)
+    }
+
+    /// With more virtio features than most tests need.
+    pub(crate) fn connect_with(workers: Arc<[Worker]>, options: BlkOptions, more: u64) -> Behind {
         let ram = GuestRam::new(4 << 20, GPA).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let backend = BlkBackend::new(options.clone(), Arc::clone(&workers));
@@ -102,10 +108,11 @@ impl Behind {
         let shutdown = server.shutdown_handle().unwrap();
         let serving = Some(std::thread::spawn(move || server.serve()));
         let mut main = Frontend::new(ours, LONG);
-        let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | 1 << F_ACCESS_PLATFORM;
+        let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | 1 << F_ACCESS_PLATFORM | more;
         let protocol = ProtocolFeatures::MQ
             | ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::BACKEND_REQ
+            | ProtocolFeatures::INFLIGHT_SHMFD
             | ProtocolFeatures::CONFIG;
         assert_eq!(main.negotiate(features, protocol).unwrap(), features);
         let (channel, other) = UnixStream::pair().unwrap();

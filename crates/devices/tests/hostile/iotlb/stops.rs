@@ -3,6 +3,7 @@
 use std::{io::Write as _, time::Instant};
 
 use ringfence_devices::blk::wire::Kind;
+use ringfence_iotlb::IotlbConfig;
 
 use super::{invalidations::pipe, *};
 
@@ -52,6 +53,44 @@ fn who_has_no_running_ring_asks_for_nothing_and_still_answers() {
     assert_eq!((behind.asked().len(), queue.used_index()), (asked, used));
 }
 
+#[test]
+fn a_request_whose_failure_cannot_be_told_is_given_back_all_the_same() {
+    let config = IotlbConfig { again: Duration::from_millis(1), ..config() };
+    let mut behind = Behind::new(1, config, ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    for _ in 0..10 {
+        behind.answers(Answers::Now);
+        queue.go_round();
+        behind.answers(Answers::Never);
+        let [data, status] = [(); 2].map(|()| behind.mapped().0);
+        queue.lay(Kind::In, 0, &[piece(iova(data), PAGE)]);
+        queue.desc(2, iova(status), 1, 2, 0);
+        queue.push(0);
+        behind.wait_asked(status);
+        overtake(&mut queue);
+        // It fails, and not even that can be told: the status is missing, too.
+        let base = behind.main().get_vring_base(0).unwrap();
+        let asked = behind.asked().len();
+        assert_eq!(queue.wait(), (0, 0));
+        for _ in 0..5 {
+            std::thread::sleep(Duration::from_millis(1));
+            behind.round(0);
+        }
+        assert_eq!(behind.asked().len(), asked);
+        behind.answers(Answers::Now);
+        queue.start(&mut behind.main(), base as u16);
+    }
+}
+
+/// A flush on descriptors 8 and 9, which is answered while an earlier request waits.
+fn overtake(queue: &mut RawQueue) {
+    queue.page.write(2800, &[4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    queue.desc(8, queue.bus + 2800, 16, 1, 9);
+    queue.desc(9, queue.bus + 3000, 1, 2, 0);
+    queue.push(8);
+    assert_eq!(queue.wait(), (8, 1));
+}
+
 fn event_and_round(behind: &Behind, queue: &RawQueue) {
     ringfence_devices::event::signal(&queue.kick);
     behind.round(0);
@@ -68,18 +107,43 @@ fn requests_that_ran_before_one_that_waits_are_answered() {
     // The first waits; the second, taken after it, is done.
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
     behind.wait_asked(page);
-    let status = queue.page.part(3000, 1).unwrap();
-    let header = queue.page.part(2800, 16).unwrap();
-    header.write(0, &[4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-    queue.desc(8, queue.bus + 2800, 16, 1, 9);
-    queue.desc(9, queue.bus + 3000, 1, 2, 0);
-    queue.push(8);
-    assert_eq!(queue.wait(), (8, 1));
-    assert!(holds(&status, 0));
+    overtake(&mut queue);
     // It cannot go back behind one that was answered: it fails, and is told so.
     let base = behind.main().get_vring_base(0).unwrap();
     assert_eq!(base, u32::from(answered) + 2);
     assert_eq!(queue.finish(), IOERR);
+}
+
+#[test]
+fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
+    for overtaken in [false, true] {
+        let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+        let region = behind.main().inflight(4, SIZE).unwrap().unwrap();
+        behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
+        let mut queue = behind.queue(0);
+        queue.go_round();
+        let answered = queue.used_index();
+        behind.answers(Answers::Held);
+        let (page, data) = behind.mapped();
+        fill(&data, 7);
+        queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+        behind.wait_asked(page);
+        if overtaken {
+            // One that came later is answered: the one that waits cannot go back into the ring.
+            overtake(&mut queue);
+        }
+        let base = behind.main().get_vring_base(0).unwrap();
+        assert_eq!(base, u32::from(answered) + if overtaken { 2 } else { 0 });
+        assert_eq!(queue.take(), None, "it was answered without being done");
+        behind.answers(Answers::Now);
+        behind.release(|_| ());
+        // Whatever base the front end believes in.
+        queue.start(&mut behind.main(), answered);
+        assert_eq!(queue.finish(), OK);
+        assert!(holds(&data, 0));
+        queue.go_round();
+        assert_eq!(behind.options.figures.sum().failed, 0);
+    }
 }
 
 #[test]

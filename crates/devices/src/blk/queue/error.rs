@@ -1,0 +1,34 @@
+//! Why a queue stopped.
+
+use ringfence_mem::AccessError;
+use ringfence_vhost_user::InflightError;
+use ringfence_virtq::RingError;
+
+/// Why a queue stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueError {
+    /// The driver broke the rules of the ring, or the ring cannot be reached.
+    #[error("ring: {0}")]
+    Ring(#[from] RingError),
+    /// Memory that was in use is gone.
+    #[error("memory: {0}")]
+    Memory(#[from] AccessError),
+    /// What stands in the record of an earlier process makes no sense.
+    #[error(transparent)]
+    Record(#[from] InflightError),
+    /// io_uring cannot be used.
+    #[error("io_uring: {0}")]
+    Io(#[from] std::io::Error),
+    /// The ring is not where it was said to be now.
+    #[error("the ring is not where it was moved to")]
+    Moved,
+    /// More workers than the IOMMU has places for.
+    #[error("too many workers for one IOMMU")]
+    Readers,
+    /// What the driver asks for now could come before what it asked for on an earlier ring.
+    #[error("the disk has not answered requests of a ring that was stopped")]
+    Earlier,
+    /// The disk does not answer.
+    #[error("the disk has not answered {0} requests in time")]
+    Stuck(u32),
+}

@@ -1,0 +1,139 @@
+//! Packed rings, with and without a record of what is under way.
+
+use ringfence_devices::{blk::wire::Kind, event};
+use ringfence_mem::Window;
+use ringfence_vhost_user::RingAddresses;
+use ringfence_virtq::{Desc, F_RING_PACKED, device, driver};
+
+use super::*;
+
+/// No power of two: packed rings may have any size.
+const SIZE: u16 = 13;
+
+struct Packed {
+    behind: Behind,
+    ring: driver::Queue,
+    at: u64,
+    offsets: [u64; 3],
+    kick: std::os::fd::OwnedFd,
+}
+
+impl Packed {
+    fn new(recorded: bool) -> Packed {
+        let workers: Arc<[Worker]> = Arc::new([Worker::spawn("worker", Notify::Adaptive).unwrap()]);
+        let options = BlkOptions {
+            iotlb: Some(config()),
+            unit: BLK_UNIT,
+            ..BlkOptions::new(ram_disk(1 << 20), ID, 4)
+        };
+        let mut behind = Behind::connect_with(workers, options, 1 << F_RING_PACKED);
+        if recorded {
+            let region = behind.main().inflight(4, SIZE).unwrap().unwrap();
+            behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
+        }
+        let (page, window) = behind.mapped();
+        let config = driver::Config { size: SIZE, event_idx: false, packed: true };
+        let rings = driver::Rings::placed(&window, &config).unwrap();
+        let ring = driver::Queue::with_config(config, rings).unwrap();
+        let at = config.offsets();
+        let offsets = [at.desc, at.avail, at.used].map(|offset| offset as u64);
+        let kick = event::new().unwrap();
+        let packed = Packed { behind, ring, at: iova(page), offsets, kick };
+        packed.start(device::Config::start(true));
+        packed
+    }
+
+    fn start(&self, base: u32) {
+        let [desc, avail, used] = self.offsets.map(|offset| self.at + offset);
+        let mut main = self.behind.main();
+        main.set_vring_num(0, SIZE).unwrap();
+        main.set_vring_base(0, base).unwrap();
+        main.set_vring_addr(0, &RingAddresses { desc, avail, used, log: None }).unwrap();
+        main.set_vring_kick(0, Some(self.kick.as_fd())).unwrap();
+        main.set_vring_enable(0, true).unwrap();
+        event::signal(&self.kick);
+    }
+
+    /// Submits a request for a page of data, full of `byte`, on fresh pages; returns the pages, and
+    /// the data.
+    fn submit(&mut self, kind: Kind, sector: u64, table: bool, byte: u8) -> (Vec<usize>, Window) {
+        let [header, data, status] = [(); 3].map(|()| self.behind.mapped());
+        let bytes = [u64::from(kind.code()), sector].map(u64::to_le_bytes).concat();
+        header.1.write(0, &bytes);
+        status.1.write(0, &[0xee]);
+        fill(&data.1, byte);
+        let write = kind == Kind::In;
+        let descs = [
+            Desc::readable(iova(header.0), 16),
+            Desc { addr: iova(data.0), len: PAGE as u32, write },
+            Desc::writable(iova(status.0), 1),
+        ];
+        match table {
+            false => self.ring.add(&descs, sector).unwrap(),
+            true => {
+                let (page, window) = self.behind.mapped();
+                self.ring.add_indirect(iova(page), &window, &descs, sector).unwrap();
+            }
+        }
+        self.ring.publish();
+        event::signal(&self.kick);
+        (vec![header.0, data.0, status.0], data.1)
+    }
+
+    fn wait(&mut self) -> driver::Used {
+        let mut found = None;
+        until("an answer in the ring", || {
+            found = self.ring.pop().unwrap();
+            found.is_some()
+        });
+        found.unwrap()
+    }
+}
+
+#[test]
+fn packed_rings_carry_the_same_requests() {
+    for recorded in [false, true] {
+        let mut packed = Packed::new(recorded);
+        for round in 0..60u8 {
+            let sector = u64::from(round % 32) * 8;
+            packed.submit(Kind::Out, sector, round % 2 == 0, round);
+            assert_eq!(packed.wait().len, 1);
+            let (_, back) = packed.submit(Kind::In, sector, round % 5 == 0, 0xff);
+            let used = packed.wait();
+            assert_eq!((used.token, used.len), (sector, PAGE as u32 + 1));
+            assert!(holds(&back, round), "round {round}");
+            if round % 7 == 0 {
+                packed.behind.invalidate_all();
+            }
+        }
+        assert_eq!(packed.behind.options.figures.sum().failed, 0);
+    }
+}
+
+#[test]
+fn a_packed_ring_that_is_stopped_goes_on_with_what_waits() {
+    for (recorded, table) in [(false, false), (false, true), (true, false), (true, true)] {
+        let mut packed = Packed::new(recorded);
+        for round in 0..8 {
+            packed.submit(Kind::In, 0, true, 0);
+            packed.wait();
+            packed.behind.answers(Answers::Held);
+            let (pages, data) = packed.submit(Kind::In, 8, table, 7);
+            if table {
+                // Its table first, then what stands in it.
+                until("a miss", || !packed.behind.front.held.lock().unwrap().is_empty());
+                packed.behind.release(|_| ());
+            }
+            pages.iter().for_each(|&page| packed.behind.wait_asked(page));
+            let base = packed.behind.main().get_vring_base(0).unwrap();
+            assert_eq!(packed.ring.pop().unwrap().map(|used| used.token), None);
+            packed.behind.answers(Answers::Now);
+            packed.behind.release(|_| ());
+            packed.start(base);
+            let used = packed.wait();
+            assert_eq!((used.token, used.len), (8, PAGE as u32 + 1), "round {round}");
+            assert!(holds(&data, 0));
+        }
+        assert_eq!(packed.behind.options.figures.sum().failed, 0);
+    }
+}
