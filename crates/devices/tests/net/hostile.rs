@@ -5,7 +5,7 @@ use ringfence_devices::{net::Way, worker::Notify};
 use ringfence_mem::Access;
 use ringfence_virtq::Desc;
 
-use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, SIZE, Setup, device, options, packet, until};
+use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, Setup, device, options, packet, until};
 
 /// A page that nobody was ever told of.
 const SECRET: u64 = BUFFERS_AT + 200 * PAGE;
@@ -26,7 +26,7 @@ fn any_chain() -> impl Strategy<Value = Vec<Desc>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
     fn no_chains_reach_what_was_not_given(
@@ -60,10 +60,11 @@ proptest! {
         let mut back = 0;
         let start = std::time::Instant::now();
         let stopped = |ring: usize| net.counters(0)[ring].stops() > 0;
-        while back < sent.len() && !stopped(1) && start.elapsed().as_secs() < 3 {
+        while back < sent.len() && !stopped(1) && start.elapsed().as_secs() < 10 {
             back += driver.reclaim(0);
             std::thread::yield_now();
         }
+        prop_assert!(back == sent.len() || stopped(1), "{back} of {} came back", sent.len());
         prop_assert!(driver.get(SECRET, PAGE as usize) == secret);
         // The device lives, and serves the next driver.
         drop(driver);
@@ -100,6 +101,5 @@ proptest! {
                 drivers[0].receive(1).is_some_and(|(_, bytes)| bytes == packet(round, 500))
             });
         }
-        prop_assert!(SIZE > 0);
     }
 }

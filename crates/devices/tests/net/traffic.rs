@@ -251,11 +251,9 @@ fn a_ring_that_stops_goes_on_where_it_was() {
             driver.listen();
             !driver.asked.is_empty()
         });
-        for ring in [1, 0] {
-            let base = driver.front.get_vring_base(ring).unwrap();
-            assert_eq!(driver.reclaim(0), 0, "nothing was lost");
-            driver.go_on(ring, base);
-        }
+        let bases = [1, 0].map(|ring| (ring, driver.front.get_vring_base(ring).unwrap()));
+        assert_eq!(driver.reclaim(0), 0, "nothing was lost");
+        bases.into_iter().rev().for_each(|(ring, base)| driver.go_on(ring, base));
         let mut got = 0;
         until("all packets", &mut [&mut driver], |drivers| {
             while let Some((_, bytes)) = drivers[0].receive(0) {
