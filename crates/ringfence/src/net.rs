@@ -67,8 +67,17 @@ fn address(text: &str) -> Result<[u8; 6], String> {
 struct Serving(Arc<Net>);
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let Arguments { service, loopback: _, peer, tap, queues, mac, mtu, iotlb_entries, miss_timeout } =
-        arguments;
+    let Arguments {
+        service,
+        loopback: _,
+        peer,
+        tap,
+        queues,
+        mac,
+        mtu,
+        iotlb_entries,
+        miss_timeout,
+    } = arguments;
     serve::begin_log(&service);
     let way = match (&tap, &peer) {
         (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
@@ -107,7 +116,8 @@ impl Service for Serving {
         let Serving(net) = self;
         let of = |read: &dyn Fn(&QueueCounters) -> u64| {
             let ends = 0..net.options().way.ends();
-            let each = ends.flat_map(|end| net.counters(end).iter().enumerate().map(move |at| (end, at)));
+            let each =
+                ends.flat_map(|end| net.counters(end).iter().enumerate().map(move |at| (end, at)));
             each.map(|(end, (ring, counters))| (format!("{end}.{ring}"), read(counters)))
                 .collect::<Vec<_>>()
         };
@@ -128,7 +138,8 @@ impl Service for Serving {
         }
         for why in Lost::ALL {
             let name = format!("net_lost_{why}_total");
-            let help = format!("Packets and buffers that were given back unused: {}.", why.reason());
+            let help =
+                format!("Packets and buffers that were given back unused: {}.", why.reason());
             page.many(Kind::Counter, &name, &help, "queue", of(&|counters| counters.lost(why)));
         }
         let totals = (0..net.options().way.ends()).map(|end| net.iotlb(end));

@@ -256,7 +256,6 @@ impl NetUnit {
         end.lanes.iter_mut().for_each(|lane| *lane = Lane::default());
         end.bus = None;
     }
-
 }
 
 impl End {

@@ -9,7 +9,9 @@ use ringfence_devices::{
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::Access;
 
-use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, SIZE, Setup, device, options, packet, unanswered, until};
+use crate::rig::{
+    BUFFERS_AT, Driver, IOVA, PAGE, SIZE, Setup, device, options, packet, unanswered, until,
+};
 
 fn impatient(pairs: u16, patience: Duration) -> NetOptions {
     let iotlb = IotlbConfig { patience, ..IotlbConfig::default() };
@@ -65,8 +67,12 @@ fn a_burst_asks_for_all_that_it_lacks_at_once_and_for_nothing_twice() {
     });
     std::thread::sleep(Duration::from_millis(50));
     driver.listen();
-    let mut pages: Vec<_> =
-        driver.asked.iter().skip(already).map(|&(iova, access)| (iova / PAGE, access as u8)).collect();
+    let mut pages: Vec<_> = driver
+        .asked
+        .iter()
+        .skip(already)
+        .map(|&(iova, access)| (iova / PAGE, access as u8))
+        .collect();
     let count = pages.len();
     pages.sort_unstable();
     pages.dedup();

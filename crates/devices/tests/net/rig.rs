@@ -364,7 +364,11 @@ impl Drop for Driver {
 }
 
 /// Waits for something, while the drivers answer what they are asked.
-pub(crate) fn until(what: &str, drivers: &mut [&mut Driver], mut done: impl FnMut(&mut [&mut Driver]) -> bool) {
+pub(crate) fn until(
+    what: &str,
+    drivers: &mut [&mut Driver],
+    mut done: impl FnMut(&mut [&mut Driver]) -> bool,
+) {
     let start = Instant::now();
     while !done(drivers) {
         drivers.iter_mut().for_each(|driver| driver.answer());
@@ -375,7 +379,11 @@ pub(crate) fn until(what: &str, drivers: &mut [&mut Driver], mut done: impl FnMu
 }
 
 /// Waits for something, while the driver answers nothing.
-pub(crate) fn unanswered(what: &str, driver: &mut Driver, mut done: impl FnMut(&mut Driver) -> bool) {
+pub(crate) fn unanswered(
+    what: &str,
+    driver: &mut Driver,
+    mut done: impl FnMut(&mut Driver) -> bool,
+) {
     let start = Instant::now();
     while !done(driver) {
         assert!(start.elapsed() < LONG, "this does not come: {what}");
