@@ -5,6 +5,7 @@ pub mod bus;
 pub mod disk;
 pub mod event;
 pub mod iommu;
+pub mod net;
 pub mod ram;
 pub mod translation;
 pub mod worker;

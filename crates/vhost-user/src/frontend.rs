@@ -369,7 +369,11 @@ impl Frontend {
             let wire = part.emit().filter(|wire| wire.parse().is_ok());
             let why = "the range is empty or wraps";
             let wire = wire.ok_or(FrontendError::Argument { request, why })?;
-            match self.ask_word(Request::Iotlb(wire))? {
+            // The answer comes in any case (rule D13), but there are back ends that give it only
+            // where it is asked for.
+            let ack = self.protocol.contains(ProtocolFeatures::REPLY_ACK);
+            self.send(&Request::Iotlb(wire), ack, &[])?;
+            match self.reply_word(request)? {
                 0 => {}
                 code => return Err(FrontendError::Refused { request, code }),
             }
