@@ -47,6 +47,8 @@ impl Process {
         // A file takes all that it says; a pipe that nobody empties would stop it.
         let log = socket.with_extension("log");
         command.args(arguments).stderr(File::create(&log).context("a file for its messages")?);
+        // Where DPDK keeps what it needs while it runs.
+        command.env("RUNTIME_DIRECTORY", socket.parent().unwrap_or(Path::new("/tmp")));
         let talk = || if talks { Stdio::piped() } else { Stdio::null() };
         command.stdin(talk()).stdout(talk());
         let child = threads::bound_to(cpu, || command.spawn())

@@ -48,7 +48,7 @@ impl Testpmd {
         // Two lcores, the least it takes, on one CPU: the first only waits for commands.
         let arguments = format!(
             "--lcores 0@{cpu},1@{cpu} --no-huge --no-pci --no-telemetry --iova-mode=va -m 256 \
-             --in-memory --vdev net_vhost0,iface={},iommu-support=1,queues=1 -- \
+             --file-prefix ringfence --vdev net_vhost0,iface={},iommu-support=1,queues=1 -- \
              -i --port-topology=loop --total-num-mbufs=8192",
             socket.display()
         );
