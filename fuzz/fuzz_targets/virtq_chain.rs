@@ -41,7 +41,8 @@ fn run(ram: &testing::Ram, chain: &mut Chain, bits: u8, flags: u8, rounds: u8, c
         used: BASE + at.used as u64,
         event_idx,
         indirect: flags & 2 != 0,
-        base: u16::from_le_bytes(used_idx).wrapping_add(u16::from(flags >> 4)),
+        packed: false,
+        base: u16::from_le_bytes(used_idx).wrapping_add(u16::from(flags >> 4)).into(),
     };
     let Ok(mut queue) = device::Queue::new(config, ram) else { return };
     let mut bytes = [0; 64];

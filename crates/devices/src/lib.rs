@@ -7,5 +7,6 @@ pub mod event;
 pub mod iommu;
 pub mod net;
 pub mod ram;
+pub mod tally;
 pub mod translation;
 pub mod worker;

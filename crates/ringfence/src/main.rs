@@ -4,8 +4,10 @@
 mod bench;
 mod compare;
 mod list;
+mod net;
 mod output;
 mod replay;
+mod serve;
 
 use std::process::ExitCode;
 
@@ -25,6 +27,8 @@ enum Command {
     Compare(compare::Arguments),
     #[command(about = "What a recorded stream of maps and unmaps costs under other allocators")]
     Replay(replay::Arguments),
+    #[command(about = "Serve a network device to vhost-user front ends such as QEMU")]
+    Net(net::Arguments),
     #[command(subcommand, about = "The tables of the components, with their peers beside them")]
     Bench(bench::Bench),
     /// The device process of `compare`, which starts it.
@@ -37,8 +41,12 @@ fn main() -> ExitCode {
     let ended = match Arguments::parse().command {
         Command::Compare(arguments) => compare::run(arguments),
         Command::Replay(arguments) => replay::run(arguments),
+        Command::Net(arguments) => net::run(arguments),
         Command::Bench(bench) => bench::run(bench),
-        Command::Device => ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS),
+        Command::Device => {
+            serve::begin_quiet_log();
+            ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS)
+        }
     };
     ended.unwrap_or_else(|error| {
         eprintln!("error: {}", explain(&error));

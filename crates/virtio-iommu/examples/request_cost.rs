@@ -68,8 +68,16 @@ fn main() -> Result<()> {
     let rings = Rings::in_window(&window(0, 1 << 16), SIZE).expect("there is room");
     let front = Queue::new(SIZE, rings, true).expect("a legal queue");
     let [desc, avail, used] = [areas.desc, areas.avail, areas.used].map(|offset| offset as u64);
-    let at =
-        virtq::Config { size: SIZE, desc, avail, used, event_idx: true, indirect: false, base: 0 };
+    let at = virtq::Config {
+        size: SIZE,
+        desc,
+        avail,
+        used,
+        event_idx: true,
+        indirect: false,
+        packed: false,
+        base: 0,
+    };
     let back = virtq::Queue::new(at, &memory).expect("a legal queue");
     let window = window(1 << 16, Driver::buffer_bytes(SIZE, &config) as u64);
     let requests = RequestQueue::new(Arc::new(device), back);

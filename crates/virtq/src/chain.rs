@@ -2,10 +2,10 @@
 
 use ringfence_mem::{AccessError, Translate};
 
-use crate::{ChainFault, layout, ring::RawDesc};
+use crate::ChainFault;
 
 /// One buffer: a range of memory that the device reads or writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Desc {
     /// Its address, as the device sees it: an IOVA with `ACCESS_PLATFORM`, else guest-physical.
     pub addr: u64,
@@ -42,6 +42,10 @@ impl Desc {
 #[derive(Clone, Debug, Default)]
 pub struct Chain {
     pub(crate) head: u16,
+    /// How many descriptors of the ring it takes.
+    pub(crate) count: u16,
+    /// Address and length of the indirect table that it ends with.
+    pub(crate) table: Option<(u64, u32)>,
     pub(crate) descs: Vec<Desc>,
     pub(crate) readable: usize,
     pub(crate) readable_len: u32,
@@ -54,9 +58,22 @@ impl Chain {
         Chain::default()
     }
 
-    /// The index of its first descriptor: its name in the used ring.
+    /// The index of its first descriptor, or in a packed ring its buffer id: its name when it is
+    /// given back.
     pub fn head(&self) -> u16 {
         self.head
+    }
+
+    /// How many descriptors of the ring itself it takes, an indirect one included.
+    pub fn count(&self) -> u16 {
+        self.count
+    }
+
+    /// Address and length in bytes of the indirect table, if it has one. In a packed ring all its
+    /// buffers lie in that; so a record of what is in flight can name the chain by it
+    /// ([`Stored`](crate::device::Stored)).
+    pub fn table(&self) -> Option<(u64, u32)> {
+        self.table
     }
 
     /// All buffers: those that the device reads, then those that it writes.
@@ -128,14 +145,14 @@ impl Chain {
     #[inline]
     pub(crate) fn clear(&mut self) {
         self.descs.clear();
-        (self.head, self.readable, self.readable_len, self.writable_len) = (0, 0, 0, 0);
+        (self.head, self.count, self.table) = (0, 0, None);
+        (self.readable, self.readable_len, self.writable_len) = (0, 0, 0);
     }
 
     /// Appends descriptor `at` of some table, our copy of it, if it may stand here.
     #[inline]
-    pub(crate) fn push(&mut self, at: u16, raw: &RawDesc) -> Result<(), ChainFault> {
-        let &RawDesc { addr, len, .. } = raw;
-        let desc = Desc { addr, len, write: raw.has(layout::DESC_F_WRITE) };
+    pub(crate) fn push(&mut self, at: u16, desc: Desc) -> Result<(), ChainFault> {
+        let Desc { addr, len, .. } = desc;
         if desc.wraps() {
             return Err(ChainFault::Wraps { at, addr, len });
         }

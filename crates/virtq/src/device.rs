@@ -1,154 +1,129 @@
-//! The device's end of a split virtqueue.
+//! The device's end of a virtqueue.
 
-use core::sync::atomic::{Ordering, fence};
+mod burst;
+mod flight;
+mod packed;
+mod split;
+mod table;
 
-use ringfence_mem::{Access, Translate};
+use ringfence_mem::{Access, Translate, Window};
 
-use crate::{
-    Area, Chain, ChainFault, RingError, layout,
-    ring::{AvailRing, DescTable, RawDesc, UsedRing},
+pub use self::{
+    burst::{Burst, Taken},
+    packed::Packed,
+    split::Split,
 };
+use crate::{Area, Chain, Desc, RingError};
 
 /// Where the areas lie, as the device sees them, and what was negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// How many descriptors: a power of two, at most 32768.
+    /// How many descriptors: at most 32768; a power of two if the ring is split.
     pub size: u16,
-    /// Address of the descriptor table.
+    /// Address of the descriptor table; of a packed queue, of its ring.
     pub desc: u64,
-    /// Address of the available ring.
+    /// Address of the available ring; of a packed queue, of the driver's event structure.
     pub avail: u64,
-    /// Address of the used ring.
+    /// Address of the used ring; of a packed queue, of the device's event structure.
     pub used: u64,
     /// Whether `EVENT_IDX` was negotiated.
     pub event_idx: bool,
     /// Whether `INDIRECT_DESC` was negotiated.
     pub indirect: bool,
-    /// The available index to start from: 0, or what [`next_avail`](Queue::next_avail) said when
-    /// the queue was stopped.
-    pub base: u16,
+    /// Whether `RING_PACKED` was negotiated.
+    pub packed: bool,
+    /// Where to start from, as vhost-user's `SET_VRING_BASE` has it: what
+    /// [`next_avail`](Queue::next_avail) said when the queue was stopped, or [`start`](Self::start)
+    /// of a new one. Of a split queue, the available index. Of a packed one, the place of the next
+    /// available descriptor in the low 16 bits, of the next used one in the high 16, each with its
+    /// wrap counter in bit 15; if the high half is 0 and the low one has its wrap counter set, both
+    /// places are the same.
+    pub base: u32,
 }
 
-/// The three areas, where they lie now.
-#[derive(Debug)]
-struct Areas {
-    desc: DescTable,
-    avail: AvailRing,
-    used: UsedRing,
-}
-
-impl Areas {
-    fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
-        let Config { size, desc, avail, used, event_idx, .. } = *config;
-        // Without EVENT_IDX the events need not exist.
-        let events = if event_idx { 0 } else { 2 };
-        let window = |area, addr, len: usize, access| {
-            mem.window(addr, len as u64, access).map_err(|error| RingError::Unreachable {
-                area,
-                addr,
-                error,
-            })
-        };
-        // What each area is for is all that is asked: a used ring need only be writable.
-        let desc_window = window(Area::Descriptors, desc, layout::desc_bytes(size), Access::Read)?;
-        let avail_window =
-            window(Area::Avail, avail, layout::avail_bytes(size) - events, Access::Read)?;
-        let used_window =
-            window(Area::Used, used, layout::used_bytes(size) - events, Access::Write)?;
-        Ok(Areas {
-            desc: DescTable::new(desc_window, desc, size)?,
-            avail: AvailRing::new(avail_window, avail, size, event_idx)?,
-            used: UsedRing::new(used_window, used, size, event_idx)?,
-        })
+impl Config {
+    /// The `base` of a queue that was never used.
+    pub const fn start(packed: bool) -> u32 {
+        if packed { 0x8000_8000 } else { 0 }
     }
 }
 
-/// The device's end: takes chains, gives them back in batches.
-#[derive(Debug)]
-pub struct Queue {
-    areas: Areas,
-    config: Config,
-    /// Which heads are taken and not given back.
-    in_flight: Box<[bool]>,
-    /// Where an indirect table is copied to before it is looked at.
-    table: Box<[u8]>,
-    /// The available index of the next chain to take.
-    next_avail: u16,
-    /// The available index when it was last read.
-    seen: u16,
-    /// The used index of the next chain to give back, and up to which the driver was told.
-    next_used: u16,
-    published: u16,
-    /// Whether kicks are asked for.
-    kicks: bool,
-    broken: Option<RingError>,
+/// The most descriptors that one [`peek`](Ring::peek) looks at in the rings, and in indirect tables.
+pub const PEEK_DESCS: usize = 512;
+
+/// What [`peek`](Ring::peek) sees. It is unchecked and may be gone by the time that the chain is
+/// taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Glimpse {
+    /// A buffer.
+    Buffer(Desc),
+    /// An indirect table, which the device reads.
+    Table {
+        /// Its address.
+        addr: u64,
+        /// Its length in bytes.
+        len: u32,
+    },
 }
 
-impl Queue {
-    /// A queue over the areas that `config` names. The used index goes on from what the used ring
-    /// holds. Kicks are wanted at first (`enable_kicks` need not be called).
-    ///
-    /// # Errors
-    /// [`RingError::Size`], [`RingError::Misaligned`], [`RingError::Unreachable`],
-    /// [`RingError::Base`].
-    pub fn new(config: Config, mem: &impl Translate) -> Result<Queue, RingError> {
-        let Config { size, base, .. } = config;
-        if !layout::is_size(size) {
-            return Err(RingError::Size { size });
-        }
-        let areas = Areas::translate(&config, mem)?;
-        // Read once, here: from now on only we write it.
-        let used = areas.used.idx().load(Ordering::Relaxed);
-        if base.wrapping_sub(used) > size {
-            return Err(RingError::Base { base, used, size });
-        }
-        let entries = if config.indirect { usize::from(layout::MAX_INDIRECT) } else { 0 };
-        Ok(Queue {
-            areas,
-            config,
-            in_flight: vec![false; size.into()].into_boxed_slice(),
-            table: vec![0; entries * layout::DESC_SIZE].into_boxed_slice(),
-            next_avail: base,
-            seen: base,
-            next_used: used,
-            published: used,
-            kicks: true,
-            broken: None,
-        })
-    }
+/// A chain of a packed ring as a record of what was in flight has it: its place in the ring may be
+/// written over.
+#[derive(Clone, Copy, Debug)]
+pub enum Stored<'a> {
+    /// Its buffers, one for each descriptor.
+    Buffers(&'a [Desc]),
+    /// Its indirect table.
+    Table {
+        /// Its address.
+        addr: u64,
+        /// Its length in bytes.
+        len: u32,
+    },
+}
 
-    /// What the queue was made from.
-    pub fn config(&self) -> &Config {
-        &self.config
-    }
+/// A window of an area.
+fn window(
+    mem: &impl Translate,
+    area: Area,
+    addr: u64,
+    len: usize,
+    access: Access,
+) -> Result<Window, RingError> {
+    mem.window(addr, len as u64, access).map_err(|error| RingError::Unreachable {
+        area,
+        addr,
+        error,
+    })
+}
 
-    /// Whether the translations of all three areas still stand. To be asked before each round of
-    /// work (rules D21, D22). While it is false the areas are to be left alone (they may not be
-    /// the driver's any more, though accesses stay sound) until [`revalidate`](Self::revalidate)
-    /// has found them again.
-    #[inline]
-    pub fn is_valid(&self) -> bool {
-        let Areas { desc, avail, used } = &self.areas;
-        desc.is_valid() && avail.is_valid() && used.is_valid()
-    }
+/// What the ends of both formats can do, for a data path that is compiled for each
+/// ([`Queue`] has the same and asks each time which it is).
+pub trait Ring {
+    /// What the queue was made from, with the addresses of now.
+    fn config(&self) -> &Config;
 
-    /// Translates the areas' addresses again, after an invalidation. Indices go on.
+    /// Whether the areas were found and the translations of all three still stand. To be asked
+    /// before each round of work (rules D21, D22). While it is false the areas are to be left alone
+    /// (they may not be the driver's any more, though accesses stay sound) until
+    /// [`revalidate`](Self::revalidate) has found them again.
+    fn is_valid(&self) -> bool;
+
+    /// Translates the areas' addresses: for the first time if the queue was
+    /// [postponed](Queue::postponed), or again, after an invalidation. Indices go on.
     ///
     /// # Errors
     /// [`RingError::Unreachable`] or [`RingError::Misaligned`]: this does not break the queue, a
-    /// later attempt may succeed. The error that broke the queue, if one did.
-    pub fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        self.areas = Areas::translate(&self.config, mem)?;
-        Ok(())
-    }
+    /// later attempt may succeed. The first time, [`RingError::Base`], which breaks it. The error
+    /// that broke the queue, if one did.
+    fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError>;
+
+    /// The areas lie elsewhere from now on (`SET_VRING_ADDR` on a ring that runs): the queue is not
+    /// valid until [`revalidate`](Self::revalidate) has found them. Indices and chains in flight go
+    /// on, so that the driver must have moved the contents.
+    fn relocate(&mut self, desc: u64, avail: u64, used: u64);
 
     /// What broke the queue, if something did.
-    pub fn broken(&self) -> Option<RingError> {
-        self.broken
-    }
+    fn broken(&self) -> Option<RingError>;
 
     /// Takes the next available chain into `chain`; false if there is none. The head stays this
     /// device's until [`push_used`](Self::push_used), and no other chain with it is taken
@@ -156,139 +131,36 @@ impl Queue {
     ///
     /// # Errors
     /// [`RingError`]: the driver broke the rules; every later call returns the same (but see
-    /// [`ChainFault::IndirectUnreachable`]). `chain` is
+    /// [`ChainFault::IndirectUnreachable`](crate::ChainFault::IndirectUnreachable)). `chain` is
     /// empty then.
-    #[inline]
-    pub fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
-        chain.clear();
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let index = self.next_avail;
-        if self.seen == index {
-            self.look()?;
-            if self.seen == index {
-                return Ok(false);
-            }
-        }
-        let head = self.areas.avail.head(index).load(Ordering::Relaxed);
-        if let Err(fault) = self.take(mem, head, chain) {
-            return Err(self.refuse(index, head, fault, chain));
-        }
-        chain.head = head;
-        self.next_avail = index.wrapping_add(1);
-        Ok(true)
-    }
+    fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError>;
 
-    /// Reads the available index, once for as many chains as it announces.
-    #[inline]
-    fn look(&mut self) -> Result<(), RingError> {
-        // Acquire pairs with the driver's Release: the entries, descriptors and buffers of every
-        // chain before the index are seen by the loads that follow.
-        let idx = self.areas.avail.idx().load(Ordering::Acquire);
-        let size = self.config.size;
-        let next = self.next_avail;
-        // At most `size`: so it began (`new`), and never more chains are taken than the check
-        // below admits.
-        let in_flight = next.wrapping_sub(self.next_used);
-        if idx.wrapping_sub(next) > size - in_flight {
-            let error = RingError::AvailJump { next, idx, in_flight, size };
-            self.broken = Some(error);
-            return Err(error);
-        }
-        self.seen = idx;
-        Ok(())
-    }
-
-    /// Copies the chain that begins at `head`.
-    #[inline]
-    fn take(
+    /// Takes up to `most` available chains into `burst`, which is emptied first; returns how many.
+    /// A split ring's index is read once for all of them.
+    ///
+    /// # Errors
+    /// As [`pop`](Self::pop), for the first chain; if a later one is at fault, those before it are
+    /// returned, and the next call fails.
+    fn pop_burst(
         &mut self,
         mem: &impl Translate,
-        head: u16,
-        chain: &mut Chain,
-    ) -> Result<(), ChainFault> {
-        let size = self.config.size;
-        match self.in_flight.get(usize::from(head)) {
-            None => return Err(ChainFault::Head { size }),
-            Some(true) => return Err(ChainFault::InFlight),
-            Some(false) => {}
-        }
-        let mut at = head;
-        // A chain that visits a descriptor twice loops; one that does not has at most `size`.
-        for _ in 0..size {
-            let raw = self.areas.desc.load(at);
-            if raw.has(layout::DESC_F_INDIRECT) {
-                self.take_table(mem, at, raw, chain)?;
-                self.in_flight[usize::from(head)] = true;
-                return Ok(());
-            }
-            chain.push(at, &raw)?;
-            if !raw.has(layout::DESC_F_NEXT) {
-                self.in_flight[usize::from(head)] = true;
-                return Ok(());
-            }
-            if raw.next >= size {
-                return Err(ChainFault::Next { at, next: raw.next, entries: size });
-            }
-            at = raw.next;
-        }
-        Err(ChainFault::Loop { entries: size })
-    }
+        most: usize,
+        burst: &mut Burst,
+    ) -> Result<usize, RingError>;
 
-    /// Copies the indirect table that descriptor `at` refers to, and then the chain in it. The
-    /// descriptor's own write flag means nothing (virtio 2.7.5.3.2), and buffers may have come
-    /// before it.
-    fn take_table(
-        &mut self,
-        mem: &impl Translate,
-        at: u16,
-        raw: RawDesc,
-        chain: &mut Chain,
-    ) -> Result<(), ChainFault> {
-        let RawDesc { addr, len, .. } = raw;
-        if !self.config.indirect {
-            return Err(ChainFault::NotNegotiated { at });
-        }
-        if raw.has(layout::DESC_F_NEXT) {
-            return Err(ChainFault::IndirectNext { at });
-        }
-        let table = match self.table.get_mut(..len as usize) {
-            Some(table) if len != 0 && len.is_multiple_of(layout::DESC_SIZE as u32) => table,
-            _ => return Err(ChainFault::IndirectLength { at, len }),
-        };
-        // The whole table in one go: what is checked below is our copy.
-        mem.read(addr, table).map_err(|error| ChainFault::IndirectUnreachable { addr, error })?;
-        let (table, _) = table.as_chunks::<{ layout::DESC_SIZE }>();
-        let entries = table.len() as u16;
-        let mut at = 0;
-        for _ in 0..entries {
-            let raw = RawDesc::from_bytes(&table[usize::from(at)]);
-            if raw.has(layout::DESC_F_INDIRECT) {
-                return Err(ChainFault::Nested { at });
-            }
-            chain.push(at, &raw)?;
-            if !raw.has(layout::DESC_F_NEXT) {
-                return Ok(());
-            }
-            if raw.next >= entries {
-                return Err(ChainFault::Next { at, next: raw.next, entries });
-            }
-            at = raw.next;
-        }
-        Err(ChainFault::Loop { entries })
-    }
+    /// Shows `each` what lies in up to `ahead` available chains that are not taken yet, and in
+    /// their indirect tables as far as these can be read, without taking them: to ask for all
+    /// translations that they will need at once. Nothing is checked, errors are passed over, and no
+    /// more than [`PEEK_DESCS`] descriptors are looked at.
+    ///
+    /// Tables are read through `mem` after `each` was shown them: a read that meets a gap may be
+    /// noted there.
+    fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse));
 
-    #[cold]
-    fn refuse(&mut self, index: u16, head: u16, fault: ChainFault, chain: &mut Chain) -> RingError {
-        chain.clear();
-        let error = RingError::Chain { index, head, fault };
-        // A translation that is missing now may be there later: the chain stays where it is.
-        if !matches!(fault, ChainFault::IndirectUnreachable { .. }) {
-            self.broken = Some(error);
-        }
-        error
-    }
+    /// Puts the chain `head` back, untouched, as if it had not been taken: the next
+    /// [`pop`](Self::pop) takes it again. Only for the one that was taken last, so that several go
+    /// back in reverse order; false if `head` is another, and nothing has changed then.
+    fn untake(&mut self, head: u16) -> bool;
 
     /// Gives the chain `head` back, `len` bytes of it written. The driver sees it after
     /// [`publish_used`](Self::publish_used). Works on a broken queue too, for the chains that were
@@ -296,79 +168,236 @@ impl Queue {
     ///
     /// # Panics
     /// If `head` is not in flight: the device's own mistake.
+    fn push_used(&mut self, head: u16, len: u32);
+
+    /// Gives chains back, in this order: each its head, and the bytes written.
+    ///
+    /// # Panics
+    /// As [`push_used`](Self::push_used).
     #[inline]
-    pub fn push_used(&mut self, head: u16, len: u32) {
-        let was = core::mem::replace(&mut self.in_flight[usize::from(head)], false);
-        assert!(was, "chain {head} is given back but not in flight");
-        // The element is free: it was last used `size` chains ago, and the driver has since made
-        // available, after it took that one back, the chain that made room for this one.
-        self.areas.used.store(self.next_used, head.into(), len);
-        self.next_used = self.next_used.wrapping_add(1);
+    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
+        used.into_iter().for_each(|(head, len)| self.push_used(head, len));
     }
 
     /// Makes all chains given back so far visible to the driver. True if it wants an interrupt.
-    #[inline]
     #[must_use]
-    pub fn publish_used(&mut self) -> bool {
-        let (old, new) = (self.published, self.next_used);
-        if old == new {
-            return false;
-        }
-        self.published = new;
-        // Release: a driver that reads this index (with Acquire) sees the elements before it and
-        // what was written to their buffers, and we read none of those buffers later.
-        self.areas.used.idx().store(new, Ordering::Release);
-        // The store of the index and the load of what the driver asked for must not change places:
-        // the mirror image of `driver::Queue::needs_kick`, with the same argument. The driver's
-        // part is in `enable_notifications`.
-        fence(Ordering::SeqCst);
-        match self.areas.avail.used_event() {
-            Some(event) => layout::passed_event(event.load(Ordering::Relaxed), new, old),
-            None => {
-                let flags = self.areas.avail.flags().load(Ordering::Relaxed);
-                flags & layout::AVAIL_F_NO_INTERRUPT == 0
-            }
-        }
-    }
+    fn publish_used(&mut self) -> bool;
 
     /// Asks the driver for no kicks. A hint: one may still come.
-    #[inline]
-    pub fn suppress_kicks(&mut self) {
-        // The line belongs to what the driver reads: do not touch it without need.
-        if core::mem::replace(&mut self.kicks, false) {
-            match self.areas.used.avail_event() {
-                // There is no event that says never; this one is half a lap of the index away, so
-                // that a poller is kicked once in 2^16 chains.
-                Some(event) => event.store(self.next_avail ^ 0x8000, Ordering::Relaxed),
-                None => self.areas.used.flags().store(layout::USED_F_NO_NOTIFY, Ordering::Relaxed),
-            }
-        }
-    }
+    fn suppress_kicks(&mut self);
 
     /// Asks the driver for a kick with the next available chain. True if one is there already, for
     /// which none may come: look again before going to sleep. To be called before each sleep, also
     /// when the last call was not followed by [`suppress_kicks`](Self::suppress_kicks).
     #[must_use]
-    pub fn enable_kicks(&mut self) -> bool {
-        self.kicks = true;
-        match self.areas.used.avail_event() {
-            Some(event) => event.store(self.next_avail, Ordering::Relaxed),
-            None => self.areas.used.flags().store(0, Ordering::Relaxed),
-        }
-        // Either we see the index that the driver has published, or it sees what we have just
-        // asked for: argued in `driver::Queue::needs_kick`.
-        fence(Ordering::SeqCst);
-        // A broken queue has something to say as well.
-        self.broken.is_some() || self.look().is_err() || self.seen != self.next_avail
-    }
+    fn enable_kicks(&mut self) -> bool;
 
-    /// The next available index: what `GET_VRING_BASE` answers when the queue stops.
-    pub fn next_avail(&self) -> u16 {
-        self.next_avail
-    }
+    /// Where the queue stands: what `GET_VRING_BASE` answers when it stops (see [`Config::base`]).
+    fn next_avail(&self) -> u32;
 
     /// How many chains are taken and not yet given back.
+    fn in_flight(&self) -> u16;
+}
+
+/// The device's end: takes chains, gives them back in batches.
+// Queues are few, and live as long as their device: one that is larger costs nothing.
+#[allow(clippy::large_enum_variant)]
+#[derive(Debug)]
+pub enum Queue {
+    /// Of a split ring.
+    Split(Split),
+    /// Of a packed ring.
+    Packed(Packed),
+}
+
+/// The same call to either format.
+macro_rules! either {
+    ($queue:expr, $ring:ident => $call:expr) => {
+        match $queue {
+            Queue::Split($ring) => $call,
+            Queue::Packed($ring) => $call,
+        }
+    };
+}
+
+impl Queue {
+    /// A queue over the areas that `config` names. The used index of a split ring goes on from what
+    /// the used ring holds. Kicks are wanted at first (`enable_kicks` need not be called).
+    ///
+    /// # Errors
+    /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::Misaligned`],
+    /// [`RingError::Unreachable`], [`RingError::Base`] or [`PackedBase`](RingError::PackedBase).
+    pub fn new(config: Config, mem: &impl Translate) -> Result<Queue, RingError> {
+        let mut queue = Queue::postponed(config)?;
+        queue.revalidate(mem)?;
+        Ok(queue)
+    }
+
+    /// A queue whose areas need not be there yet (rules D21, D22: a ring may be started before its
+    /// addresses are known). It is not [valid](Self::is_valid), and has no chains, until
+    /// [`revalidate`](Self::revalidate) has found them.
+    ///
+    /// # Errors
+    /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::Base`] or
+    /// [`PackedBase`](RingError::PackedBase).
+    pub fn postponed(config: Config) -> Result<Queue, RingError> {
+        Ok(match config.packed {
+            false => Queue::Split(Split::postponed(config)?),
+            true => Queue::Packed(Packed::postponed(config)?),
+        })
+    }
+
+    /// Takes into `chain` the chain at `head` of a split ring, which an earlier device took and did
+    /// not give back: its descriptors, which are the device's still, are read again. It counts as
+    /// in flight. To be called for all of them, on a queue that is valid, before others are taken;
+    /// [`Config::base`] is the used index, or that and the number of those chains.
+    ///
+    /// # Errors
+    /// As [`pop`](Self::pop); [`RingError::Format`] if the ring is packed.
+    ///
+    /// # Panics
+    /// If chains were taken from the ring already, or it was never valid.
+    pub fn take_head(
+        &mut self,
+        mem: &impl Translate,
+        head: u16,
+        chain: &mut Chain,
+    ) -> Result<(), RingError> {
+        match self {
+            Queue::Split(ring) => ring.take_head(mem, head, chain),
+            Queue::Packed(_) => Err(RingError::Format),
+        }
+    }
+
+    /// Takes into `chain` the chain `id` of a packed ring, which an earlier device took and did not
+    /// give back, from a record of it. It counts as in flight. To be called for all of them before
+    /// others are taken; [`Config::base`] has the used place twice, or that and where these chains
+    /// end.
+    ///
+    /// # Errors
+    /// As [`pop`](Self::pop); [`RingError::Format`] if the ring is split.
+    ///
+    /// # Panics
+    /// If chains were taken from the ring already.
+    pub fn take_stored(
+        &mut self,
+        mem: &impl Translate,
+        id: u16,
+        stored: Stored<'_>,
+        chain: &mut Chain,
+    ) -> Result<(), RingError> {
+        match self {
+            Queue::Split(_) => Err(RingError::Format),
+            Queue::Packed(ring) => ring.take_stored(mem, id, stored, chain),
+        }
+    }
+
+    /// As [`Ring::config`].
+    pub fn config(&self) -> &Config {
+        either!(self, ring => ring.config())
+    }
+
+    /// As [`Ring::is_valid`].
+    #[inline]
+    pub fn is_valid(&self) -> bool {
+        either!(self, ring => ring.is_valid())
+    }
+
+    /// As [`Ring::revalidate`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
+        either!(self, ring => ring.revalidate(mem))
+    }
+
+    /// As [`Ring::relocate`].
+    pub fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
+        either!(self, ring => ring.relocate(desc, avail, used));
+    }
+
+    /// As [`Ring::broken`].
+    pub fn broken(&self) -> Option<RingError> {
+        either!(self, ring => ring.broken())
+    }
+
+    /// As [`Ring::pop`].
+    ///
+    /// # Errors
+    /// As there.
+    #[inline]
+    pub fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
+        either!(self, ring => ring.pop(mem, chain))
+    }
+
+    /// As [`Ring::pop_burst`].
+    ///
+    /// # Errors
+    /// As there.
+    #[inline]
+    pub fn pop_burst(
+        &mut self,
+        mem: &impl Translate,
+        most: usize,
+        burst: &mut Burst,
+    ) -> Result<usize, RingError> {
+        either!(self, ring => ring.pop_burst(mem, most, burst))
+    }
+
+    /// As [`Ring::peek`].
+    pub fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse)) {
+        either!(self, ring => ring.peek(mem, ahead, each));
+    }
+
+    /// As [`Ring::untake`].
+    pub fn untake(&mut self, head: u16) -> bool {
+        either!(self, ring => ring.untake(head))
+    }
+
+    /// As [`Ring::push_used`].
+    ///
+    /// # Panics
+    /// As there.
+    #[inline]
+    pub fn push_used(&mut self, head: u16, len: u32) {
+        either!(self, ring => ring.push_used(head, len));
+    }
+
+    /// As [`Ring::push_used_burst`].
+    ///
+    /// # Panics
+    /// As there.
+    #[inline]
+    pub fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
+        either!(self, ring => ring.push_used_burst(used));
+    }
+
+    /// As [`Ring::publish_used`].
+    #[inline]
+    #[must_use]
+    pub fn publish_used(&mut self) -> bool {
+        either!(self, ring => ring.publish_used())
+    }
+
+    /// As [`Ring::suppress_kicks`].
+    #[inline]
+    pub fn suppress_kicks(&mut self) {
+        either!(self, ring => ring.suppress_kicks());
+    }
+
+    /// As [`Ring::enable_kicks`].
+    #[must_use]
+    pub fn enable_kicks(&mut self) -> bool {
+        either!(self, ring => ring.enable_kicks())
+    }
+
+    /// As [`Ring::next_avail`].
+    pub fn next_avail(&self) -> u32 {
+        either!(self, ring => ring.next_avail())
+    }
+
+    /// As [`Ring::in_flight`].
     pub fn in_flight(&self) -> u16 {
-        self.next_avail.wrapping_sub(self.next_used)
+        either!(self, ring => ring.in_flight())
     }
 }

@@ -4,15 +4,19 @@ use core::fmt;
 
 use ringfence_mem::AccessError;
 
-/// One of the three areas of a split virtqueue.
+/// One of the three areas of a virtqueue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Area {
-    /// The descriptor table.
+    /// The descriptor table; of a packed queue, its one ring.
     Descriptors,
     /// The available ring, written by the driver.
     Avail,
     /// The used ring, written by the device.
     Used,
+    /// Of a packed queue: what the driver says of the interrupts that it wants.
+    DriverEvent,
+    /// Of a packed queue: what the device says of the kicks that it wants.
+    DeviceEvent,
 }
 
 impl fmt::Display for Area {
@@ -21,6 +25,8 @@ impl fmt::Display for Area {
             Area::Descriptors => "descriptor table",
             Area::Avail => "available ring",
             Area::Used => "used ring",
+            Area::DriverEvent => "driver event structure",
+            Area::DeviceEvent => "device event structure",
         })
     }
 }
@@ -29,13 +35,22 @@ impl fmt::Display for Area {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
-    /// A queue's size must be a power of two from 1 to 32768 (virtio 2.7).
+    /// A split queue's size must be a power of two from 1 to 32768 (virtio 2.7).
     #[error("queue size {size} is not a power of two from 1 to 32768")]
     Size {
         /// The size that was asked for.
         size: u16,
     },
-    /// An area does not have the alignment of virtio 2.7.
+    /// A packed queue's size must be from 1 to 32768 (virtio 2.8.10.1).
+    #[error("packed queue size {size} is not from 1 to 32768")]
+    PackedSize {
+        /// The size that was asked for.
+        size: u16,
+    },
+    /// The queue has the other format: only a split one knows heads, only a packed one ids.
+    #[error("the queue has the other format")]
+    Format,
+    /// An area does not have the alignment of virtio 2.7 or 2.8.10.
     #[error("{area} at {addr:#x} is not aligned to {align} bytes")]
     Misaligned {
         /// Which area.
@@ -69,9 +84,18 @@ pub enum RingError {
     #[error("base {base} is more than {size} past the used index {used}")]
     Base {
         /// The available index to start from.
-        base: u16,
+        base: u32,
         /// The used index found in memory.
         used: u16,
+        /// The queue's size.
+        size: u16,
+    },
+    /// The places to start from are none in a packed ring of this size, or further from each other
+    /// than it is long.
+    #[error("base {base:#x} is none for a packed queue of {size}")]
+    PackedBase {
+        /// What was given: see [`device::Config::base`](crate::device::Config::base).
+        base: u32,
         /// The queue's size.
         size: u16,
     },
@@ -90,9 +114,10 @@ pub enum RingError {
     /// A chain that was made available breaks a rule.
     #[error("chain at available index {index}, head {head}: {fault}")]
     Chain {
-        /// The available index of the chain.
+        /// The available index of the chain; in a packed ring, where it begins.
         index: u16,
-        /// Its head: the first descriptor.
+        /// Its head: the first descriptor; in a packed ring, its buffer id, or 0 if that was not
+        /// reached.
         head: u16,
         /// What is wrong with it.
         fault: ChainFault,
@@ -168,6 +193,12 @@ pub enum ChainFault {
         /// How many entries the table has.
         entries: u16,
     },
+    /// A chain of a packed ring goes on into descriptors that are in flight.
+    #[error("it goes on past the {room} descriptors that are not in flight")]
+    TooMany {
+        /// How many descriptors are not in flight.
+        room: u16,
+    },
     /// An indirect descriptor, but the feature was not negotiated.
     #[error("descriptor {at} is indirect, which was not negotiated")]
     NotNegotiated {
@@ -180,8 +211,9 @@ pub enum ChainFault {
         /// The entry of the table.
         at: u16,
     },
-    /// An indirect descriptor that says it is followed by another.
-    #[error("descriptor {at} is both indirect and followed by another")]
+    /// An indirect descriptor that says it is followed by another, or in a packed ring one that
+    /// follows another.
+    #[error("descriptor {at} is indirect and not the last, or not alone in a packed ring")]
     IndirectNext {
         /// The descriptor.
         at: u16,

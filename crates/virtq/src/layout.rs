@@ -1,4 +1,4 @@
-//! How large the areas of a split virtqueue are, and where their parts lie (virtio 1.3, 2.7).
+//! How large the areas of a virtqueue are, and where their parts lie (virtio 1.3, 2.7 and 2.8).
 
 /// The largest queue.
 pub const MAX_SIZE: u16 = 32768;
@@ -89,4 +89,41 @@ pub const fn offsets(size: u16) -> Offsets {
 /// told: whether `event` is one of `old ..= new - 1`, all modulo 2^16 (virtio 2.7.7.2, 2.7.10).
 pub const fn passed_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+/// The packed format (virtio 1.3, 2.8): one ring of descriptors that both ends write, and two event
+/// structures. A descriptor has the size and alignment of a split one; its last two fields are the
+/// buffer id and the flags.
+pub mod packed {
+    use super::{MAX_SIZE, Offsets, desc_bytes};
+
+    /// Descriptor flag: equal to the driver's wrap counter when it makes the descriptor available.
+    pub const DESC_F_AVAIL: u16 = 1 << 7;
+    /// Descriptor flag: the inverse of that wrap counter while the descriptor is available; equal
+    /// to [`DESC_F_AVAIL`] when it is used.
+    pub const DESC_F_USED: u16 = 1 << 15;
+
+    /// Bytes of an event structure: a place in the ring (its wrap counter in bit 15), then flags.
+    pub const EVENT_SIZE: usize = 4;
+    /// What the address of an event structure is a multiple of.
+    pub const EVENT_ALIGN: usize = 4;
+    /// Event flags: notifications are wanted.
+    pub const EVENT_ENABLE: u16 = 0;
+    /// Event flags: none are wanted.
+    pub const EVENT_DISABLE: u16 = 1;
+    /// Event flags: one is wanted when the place has been passed (with `EVENT_IDX` only).
+    pub const EVENT_DESC: u16 = 2;
+
+    /// Whether a packed queue may have this size: anything up to [`MAX_SIZE`].
+    pub const fn is_size(size: u16) -> bool {
+        0 < size && size <= MAX_SIZE
+    }
+
+    /// Places the areas of a packed queue of `size` one after the other, each on 128 bytes: the
+    /// ring as `desc`, the driver's event structure as `avail`, the device's as `used`.
+    pub const fn offsets(size: u16) -> Offsets {
+        const APART: usize = 128;
+        let avail = desc_bytes(size).next_multiple_of(APART);
+        Offsets { desc: 0, avail, used: avail + APART, len: avail + 2 * APART }
+    }
 }

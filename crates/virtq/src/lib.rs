@@ -34,6 +34,7 @@
 
 mod chain;
 mod error;
+mod packed;
 mod ring;
 
 pub mod device;
@@ -55,3 +56,5 @@ pub const F_EVENT_IDX: u32 = 29;
 pub const F_VERSION_1: u32 = 32;
 /// Feature bit: the addresses that the device sees are translated (`VIRTIO_F_ACCESS_PLATFORM`).
 pub const F_ACCESS_PLATFORM: u32 = 33;
+/// Feature bit: the ring is packed (`VIRTIO_F_RING_PACKED`).
+pub const F_RING_PACKED: u32 = 34;

@@ -1,4 +1,4 @@
-//! The three areas as fields in memory: each checked once for size and alignment, then read and
+//! The three areas of a split queue as fields in memory: each checked once for size and alignment, then read and
 //! written without a check.
 //!
 //! Every accessor reduces its index modulo the queue's size, so none can leave its area whatever
@@ -18,7 +18,7 @@ use crate::{Area, Desc, RingError, layout};
 
 /// Checks that `window` can be the area: at least `needed` bytes, aligned here and, at `addr`, for
 /// the device. Returns where it begins.
-fn check(
+pub(crate) fn check(
     window: &Window,
     area: Area,
     addr: u64,
@@ -56,6 +56,12 @@ impl RawDesc {
             flags: write | more,
             next: next.unwrap_or_default(),
         }
+    }
+
+    /// The buffer that it names.
+    #[inline]
+    pub(crate) fn desc(&self) -> Desc {
+        Desc { addr: self.addr, len: self.len, write: self.has(layout::DESC_F_WRITE) }
     }
 
     #[inline]
@@ -113,6 +119,12 @@ impl DescTable {
         let needed = layout::desc_bytes(size);
         let base = check(&window, Area::Descriptors, addr, needed, layout::DESC_ALIGN)?;
         Ok(DescTable { base, mask: size - 1, window })
+    }
+
+    /// How many descriptors it has.
+    #[inline]
+    pub(crate) fn size(&self) -> u16 {
+        self.mask + 1
     }
 
     pub(crate) fn is_valid(&self) -> bool {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-use crate::{device, driver, layout};
+use crate::{device, driver};
 
 const PAGE: usize = 4096;
 
@@ -149,34 +149,48 @@ impl Translate for Ram {
     }
 }
 
-/// Windows of the areas of a queue of `size` that begin at `addr` in `ram`, and the configuration
-/// by which the device's end finds them; indirect descriptors allowed. The areas lie as
-/// [`layout::offsets`] says.
+/// Windows of the areas of a split queue of `size` that begin at `addr` in `ram`, and the
+/// configuration by which the device's end finds them; indirect descriptors allowed. The areas lie
+/// as [`layout::offsets`](crate::layout::offsets) says.
 ///
 /// # Panics
 /// If they do not fit.
 pub fn areas(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Rings, device::Config) {
-    let at = layout::offsets(size);
-    let [desc, avail, used] = [at.desc, at.avail, at.used].map(|offset| addr + offset as u64);
-    let window = |addr, len: usize| {
-        ram.window(addr, len as u64, Access::ReadWrite).expect("the areas lie in the memory")
-    };
-    let rings = driver::Rings {
-        desc: window(desc, layout::desc_bytes(size)),
-        avail: window(avail, layout::avail_bytes(size)),
-        used: window(used, layout::used_bytes(size)),
-    };
-    (rings, device::Config { size, desc, avail, used, event_idx, indirect: true, base: 0 })
+    areas_of(ram, addr, driver::Config { size, event_idx, packed: false })
 }
 
-/// Both ends of a queue of `size` whose areas begin at `addr` in `ram`, which must hold
-/// [`offsets(size).len`](layout::offsets) bytes there; indirect descriptors allowed.
+/// As [`areas`], for either format.
+///
+/// # Panics
+/// If they do not fit.
+pub fn areas_of(ram: &Ram, addr: u64, config: driver::Config) -> (driver::Rings, device::Config) {
+    let driver::Config { size, event_idx, packed } = config;
+    let at = config.offsets();
+    let whole = ram.window(addr, at.len as u64, Access::ReadWrite);
+    let rings = driver::Rings::placed(&whole.expect("the areas lie in the memory"), &config);
+    let [desc, avail, used] = [at.desc, at.avail, at.used].map(|offset| addr + offset as u64);
+    let base = device::Config::start(packed);
+    let config =
+        device::Config { size, desc, avail, used, event_idx, indirect: true, packed, base };
+    (rings.expect("there is room"), config)
+}
+
+/// Both ends of a split queue of `size` whose areas begin at `addr` in `ram`, which must hold
+/// [`offsets(size).len`](crate::layout::offsets) bytes there; indirect descriptors allowed.
 ///
 /// # Panics
 /// If they do not fit.
 pub fn pair(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Queue, device::Queue) {
-    let (rings, config) = areas(ram, addr, size, event_idx);
-    let driver = driver::Queue::new(size, rings, event_idx).expect("a legal queue");
-    let device = device::Queue::new(config, ram).expect("a legal queue");
+    pair_of(ram, addr, driver::Config { size, event_idx, packed: false })
+}
+
+/// As [`pair`], for either format.
+///
+/// # Panics
+/// If they do not fit.
+pub fn pair_of(ram: &Ram, addr: u64, config: driver::Config) -> (driver::Queue, device::Queue) {
+    let (rings, at) = areas_of(ram, addr, config);
+    let driver = driver::Queue::with_config(config, rings).expect("a legal queue");
+    let device = device::Queue::new(at, ram).expect("a legal queue");
     (driver, device)
 }

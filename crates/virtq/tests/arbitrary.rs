@@ -127,7 +127,7 @@ proptest! {
         let mut taken = Vec::new();
         let room = SIZE - 0_u16.wrapping_sub(used_idx);
         loop {
-            let next = usize::from(queue.next_avail());
+            let next = queue.next_avail() as usize;
             match queue.pop(&ram, &mut chain) {
                 Ok(true) => {
                     prop_assert_eq!(chain.head(), heads[next]);
@@ -184,7 +184,8 @@ proptest! {
             used,
             event_idx: true,
             indirect: true,
-            base: u16::from_le_bytes([bytes[used as usize + 2], bytes[used as usize + 3]]),
+            packed: false,
+            base: u16::from_le_bytes([bytes[used as usize + 2], bytes[used as usize + 3]]).into(),
         };
         let mut queue = device::Queue::new(config, &ram).unwrap();
         let mut chain = Chain::new();

@@ -205,6 +205,7 @@ fn without_event_idx_the_areas_may_end_before_the_events() {
         used,
         event_idx: false,
         indirect: false,
+        packed: false,
         base: 0,
     };
     assert!(device::Queue::new(config, &ram).is_ok());
@@ -289,12 +290,15 @@ proptest! {
     #[test]
     fn both_ends_agree_with_plain_queues(
         steps in prop::collection::vec(step(), 1..300),
-        bits in 0..5_u8,
+        size in 1..17_u16,
         event_idx: bool,
+        packed: bool,
     ) {
         use std::collections::VecDeque;
         let ram = ram().fragmented(97);
-        let (mut driver, mut device) = testing::pair(&ram, BASE, 1 << bits, event_idx);
+        let size = if packed { size } else { size.next_power_of_two() };
+        let config = driver::Config { size, event_idx, packed };
+        let (mut driver, mut device) = testing::pair_of(&ram, BASE, config);
         let (mut added, mut sent) = (VecDeque::new(), VecDeque::new());
         let (mut taken, mut given, mut back) = (Vec::new(), VecDeque::new(), VecDeque::new());
         let mut chain = Chain::new();
@@ -318,7 +322,7 @@ proptest! {
                     };
                     let wants = if indirect { 1 } else { descs.len() };
                     let fits = !descs.is_empty()
-                        && descs.len() <= 1 << bits
+                        && descs.len() <= usize::from(size)
                         && wants <= usize::from(free);
                     prop_assert_eq!(result.is_ok(), fits, "{:?}", result);
                     if fits {

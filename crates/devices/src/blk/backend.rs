@@ -175,7 +175,7 @@ impl Handler for BlkBackend {
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
         if !memory.is_sealed() {
-            eprintln!("{}: the memory's file can be truncated under us", self.options.id);
+            tracing::warn!("{}: the memory's file can be truncated under us", self.options.id);
         }
         for ring in 0..self.workers.len() as u16 {
             let new = Arc::clone(&memory);
@@ -187,8 +187,6 @@ impl Handler for BlkBackend {
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
-        let base = u16::try_from(setup.base)
-            .map_err(|_| HandlerError::new("a split ring's index has 16 bits"))?;
         let start = Start {
             config: device::Config {
                 size: setup.size,
@@ -197,7 +195,8 @@ impl Handler for BlkBackend {
                 used: setup.addresses.used,
                 event_idx: self.has(F_EVENT_IDX),
                 indirect: self.has(F_INDIRECT_DESC),
-                base,
+                packed: false,
+                base: setup.base,
             },
             disk: self.options.disk.clone(),
             id: Arc::clone(&self.options.id),
@@ -219,7 +218,7 @@ impl Handler for BlkBackend {
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
         let next = self.on_unit(ring, move |unit| unit.stop(ring))?;
-        next.flatten().map(u32::from).ok_or_else(|| HandlerError::new("the ring is not running"))
+        next.flatten().ok_or_else(|| HandlerError::new("the ring is not running"))
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {

@@ -49,7 +49,7 @@ impl Served {
 
     /// This queue stops; all else goes on.
     fn fail(&mut self, device: &str, error: QueueError) {
-        eprintln!("{device}: queue {} stopped: {error}", self.index);
+        tracing::warn!("{device}: queue {} stopped: {error}", self.index);
         if let Some(err) = &self.err {
             event::signal(err);
         }
@@ -111,7 +111,7 @@ impl BlkUnit {
 
     /// Stops a queue, for good, once all that it has under way is answered; returns the next
     /// available index.
-    pub fn stop(&mut self, index: u16) -> Option<u16> {
+    pub fn stop(&mut self, index: u16) -> Option<u32> {
         let at = self.queues.iter().position(|served| served.index == index)?;
         let mut served = self.queues.swap_remove(at);
         if served.failed.is_none()

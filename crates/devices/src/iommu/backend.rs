@@ -135,8 +135,6 @@ impl Handler for IommuBackend {
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        let base = u16::try_from(setup.base)
-            .map_err(|_| HandlerError::new("a split ring's index has 16 bits"))?;
         let config = device::Config {
             size: setup.size,
             desc: setup.addresses.desc,
@@ -144,7 +142,8 @@ impl Handler for IommuBackend {
             used: setup.addresses.used,
             event_idx: self.features & (1 << F_EVENT_IDX) != 0,
             indirect: false,
-            base,
+            packed: false,
+            base: setup.base,
         };
         let RingSetup { kick, enabled, .. } = setup;
         let started = self.on_unit(move |unit| unit.start(ring, config, kick, enabled))?;
@@ -156,9 +155,8 @@ impl Handler for IommuBackend {
         loop {
             let late = Instant::now() >= deadline;
             // Every reply is given that can be: the driver waits for it.
-            let stopped = self.on_unit(move |unit| {
-                (late || !unit.is_pending(ring)).then(|| unit.stop(ring).map(u32::from))
-            })?;
+            let stopped = self
+                .on_unit(move |unit| (late || !unit.is_pending(ring)).then(|| unit.stop(ring)))?;
             match stopped {
                 Some(Some(Some(next))) => return Ok(next),
                 Some(None) => std::thread::yield_now(),

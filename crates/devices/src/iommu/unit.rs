@@ -89,7 +89,7 @@ impl IommuUnit {
     }
 
     /// Stops a ring; returns the next available index.
-    pub fn stop(&mut self, ring: u16) -> Option<u16> {
+    pub fn stop(&mut self, ring: u16) -> Option<u32> {
         if ring == REQUESTS {
             let mut stopped = self.requests.take()?;
             self.past = self.counters_with(&stopped.queue);
@@ -128,14 +128,14 @@ impl IommuUnit {
         if let Some(ring) = self.requests.as_mut().filter(|ring| !ring.failed)
             && let Err(error) = ring.queue.queue().revalidate(&addresses)
         {
-            eprintln!("iommu: request queue stopped: {error}");
+            tracing::warn!("iommu: request queue stopped: {error}");
             ring.failed = true;
             self.pending = false;
         }
         if let Some(ring) = self.events.as_mut().filter(|ring| !ring.failed)
             && let Err(error) = ring.queue.queue().revalidate(&addresses)
         {
-            eprintln!("iommu: event queue stopped: {error}");
+            tracing::warn!("iommu: event queue stopped: {error}");
             ring.failed = true;
         }
     }
@@ -180,7 +180,7 @@ impl Unit for IommuUnit {
                     }
                 }
                 Err(error) => {
-                    eprintln!("iommu: request queue stopped: {error}");
+                    tracing::warn!("iommu: request queue stopped: {error}");
                     ring.failed = true;
                     self.pending = false;
                 }
@@ -199,7 +199,7 @@ impl Unit for IommuUnit {
                     }
                 }
                 Err(error) => {
-                    eprintln!("iommu: event queue stopped: {error}");
+                    tracing::warn!("iommu: event queue stopped: {error}");
                     ring.failed = true;
                 }
             }

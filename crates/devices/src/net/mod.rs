@@ -1,5 +1,24 @@
-//! virtio-net.
+//! virtio-net: a back end that moves packets from driver to driver.
 //!
-//! [`driver`]: a front end and a driver in one, which loads back ends and checks what they do.
+//! A packet is copied once, from the sender's memory into the receiver's buffers. A worker takes a
+//! burst of packets and of buffers, looks all of them up, and copies; it never waits: where a
+//! translation is missing it asks for what the whole burst lacks, and goes on with other queues.
+//!
+//! [`driver`] is the other end: a front end and a driver in one, which loads back ends and checks
+//! what they do.
 
+mod backend;
 pub mod driver;
+mod lane;
+mod outlet;
+mod pieces;
+mod ring;
+mod stats;
+mod tap;
+mod unit;
+pub mod wire;
+
+pub use backend::{Net, NetBackend, NetOptions};
+pub use stats::{Lost, QueueCounters};
+pub use tap::{Tap, TapError};
+pub use unit::{NetUnit, Way};

@@ -92,8 +92,8 @@ fn bench(config: Config, lies: bool) -> Bench {
         let endpoint = rig.options.endpoint.clone().unwrap();
         let memory = Memory::of_ram(&rig.ram).unwrap();
         let mut view = View::new(endpoint, memory).expect("room for another view");
-        let (size, event_idx, indirect, base) = (64, true, true, 0);
-        let config = device::Config { size, desc, avail, used, event_idx, indirect, base };
+        let (size, event_idx, indirect, packed, base) = (64, true, true, false, 0);
+        let config = device::Config { size, desc, avail, used, event_idx, indirect, packed, base };
         let ring = device::Queue::new(config, &view).unwrap();
         view.offline();
         Liar { view, ring }

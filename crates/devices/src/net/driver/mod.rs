@@ -26,7 +26,7 @@ use std::{io, os::unix::net::UnixStream};
 
 use ringfence_mem::MemError;
 use ringfence_vhost_user::FrontendError;
-use ringfence_virtq::{AddError, F_ACCESS_PLATFORM, F_VERSION_1, RingError};
+use ringfence_virtq::{AddError, F_ACCESS_PLATFORM, F_VERSION_1, RingError, driver::Config};
 
 pub use arrivals::{Arrivals, Expect};
 pub use frame::{FRAME, HEADER, PACKET, number, one_buffer, packet};
@@ -174,9 +174,10 @@ impl NetDriver {
         if packed {
             needed |= F_RING_PACKED;
         }
+        let config = Config { size: ring, event_idx: false, packed };
         let mut link = Link::open(stream, needed, needed, &space)?;
-        let mut rx = Side::new(&space, RX, ring, 0..rx_buffers)?;
-        let mut tx = Side::new(&space, TX, ring, rx_buffers..rx_buffers + tx_buffers)?;
+        let mut rx = Side::new(&space, RX, config, 0..rx_buffers)?;
+        let mut tx = Side::new(&space, TX, config, rx_buffers..rx_buffers + tx_buffers)?;
         rx.start(&mut link, &space)?;
         tx.start(&mut link, &space)?;
         if prefill {

@@ -8,7 +8,10 @@ use std::{
 
 use ringfence_mem::Window;
 use ringfence_vhost_user::RingAddresses;
-use ringfence_virtq::{Desc, driver, layout};
+use ringfence_virtq::{
+    Desc,
+    driver::{Config, Queue, Rings, Used},
+};
 
 use super::{
     Addressing, Entry, NetDriverError,
@@ -20,7 +23,7 @@ use super::{
 use crate::event;
 
 /// Most packets that are taken back at once.
-const BURST: u64 = 64;
+const BURST: usize = 64;
 /// Receive buffers are made available by so many: each time, the line of the index changes hands.
 const REFILL: u16 = 32;
 
@@ -28,7 +31,7 @@ const REFILL: u16 = 32;
 #[derive(Debug)]
 pub(super) struct Side {
     ring: u16,
-    queue: driver::Queue,
+    queue: Queue,
     free: Fifo,
     /// The first buffer.
     first: u32,
@@ -36,7 +39,7 @@ pub(super) struct Side {
     /// Where the device sees each: for good, or for this use.
     addrs: Vec<u64>,
     kick: OwnedFd,
-    size: u16,
+    config: Config,
     addresses: RingAddresses,
     addressing: Addressing,
     /// Buffers that are the device's no more when their ticket is done, and the ticket.
@@ -51,15 +54,15 @@ impl Side {
     pub(super) fn new(
         space: &Space,
         ring: u16,
-        size: u16,
+        config: Config,
         own: Range<u32>,
     ) -> Result<Side, NetDriverError> {
         let bytes = space.ring_bytes() / 2;
         let at = usize::from(ring) * bytes;
         let window = space.ram().window(at, bytes)?;
-        let queue = driver::Queue::new(size, driver::Rings::in_window(&window, size)?, false)?;
+        let queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
         let base = space.device_addr(at as u64);
-        let offsets = layout::offsets(size);
+        let offsets = config.offsets();
         let addresses = RingAddresses {
             desc: base + offsets.desc as u64,
             avail: base + offsets.avail as u64,
@@ -78,7 +81,7 @@ impl Side {
             buffers: windows.collect::<Result<_, _>>()?,
             addrs: own.map(|buffer| space.device_addr(space.buffer(buffer))).collect(),
             kick: event::new()?,
-            size,
+            config,
             addresses,
             addressing: space.addressing(),
             parked: VecDeque::new(),
@@ -91,8 +94,10 @@ impl Side {
     pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
         // The driver polls.
         self.queue.suppress_notifications();
-        let Side { size, addresses, .. } = *self;
-        let parts = RingParts { size, base: 0, addresses, kick: self.kick.as_fd() };
+        let Side { config: Config { size, packed, .. }, addresses, .. } = *self;
+        // Of a packed ring: both indices 0, both wrap counters 1.
+        let base = if packed { 0x8000_8000 } else { 0 };
+        let parts = RingParts { size, base, addresses, kick: self.kick.as_fd() };
         link.start_ring(self.ring, &parts, space)
     }
 
@@ -111,33 +116,29 @@ impl Side {
         link: &mut Link,
         mut each: impl FnMut(&[u8; PACKET], u32),
     ) -> Result<u64, NetDriverError> {
-        let mut gone = Vec::new();
-        let mut count = 0;
-        while count < BURST {
-            let Some(used) = self.queue.pop()? else { break };
-            let buffer = used.token as u32;
-            let index = (buffer - self.first) as usize;
-            if used.len > 0 {
+        let mut used = [Used::default(); BURST];
+        let count = self.queue.pop_burst(&mut used)?;
+        for Used { token, len } in &used[..count] {
+            let buffer = *token as u32;
+            if *len > 0 {
                 let mut bytes = [0; PACKET];
-                self.buffers[index].read(0, &mut bytes);
-                each(&bytes, used.len);
+                self.buffers[(buffer - self.first) as usize].read(0, &mut bytes);
+                each(&bytes, *len);
             }
-            match self.addressing.is_fresh() {
-                true => gone.push(buffer),
-                false => self.free.put(buffer),
+            if !self.addressing.is_fresh() {
+                self.free.put(buffer);
             }
-            count += 1;
         }
         if self.addressing.is_fresh() {
-            self.unmap(&gone, space, link);
+            self.unmap(&used[..count], space, link);
         }
-        Ok(count)
+        Ok(count as u64)
     }
 
     /// Takes the addresses of buffers back, and then those that can be used anew.
-    fn unmap(&mut self, gone: &[u32], space: &mut Space, link: &mut Link) {
-        let entries = gone.iter().filter_map(|buffer| {
-            let addr = self.addrs[(buffer - self.first) as usize];
+    fn unmap(&mut self, used: &[Used], space: &mut Space, link: &mut Link) {
+        let entries = used.iter().filter_map(|used| {
+            let addr = self.addrs[(used.token as u32 - self.first) as usize];
             let entry = space.entry(addr);
             space.unmap(addr);
             // Only their order matters here, not where they lead.
@@ -145,7 +146,7 @@ impl Side {
         });
         let mut ticket = 0;
         runs(entries, |run| ticket = link.invalidate(run.first, run.last));
-        self.parked.extend(gone.iter().map(|buffer| (ticket, *buffer)));
+        self.parked.extend(used.iter().map(|used| (ticket, used.token as u32)));
         while let Some(&(ticket, buffer)) = self.parked.front() {
             if !link.is_done(ticket) {
                 break;
@@ -183,15 +184,15 @@ impl Side {
         space: &mut Space,
         link: &mut Link,
     ) -> Result<(), NetDriverError> {
-        if !self.release(link) || self.queue.free_descs() < REFILL.min(self.size) {
+        if !self.release(link) || self.queue.free_descs() < REFILL.min(self.config.size) {
             return Ok(());
         }
         let most = self.free.len().min(self.queue.free_descs().into());
         self.fill(most, ROOM, space, link, |_| true)
     }
 
-    /// Adds `count` buffers of `len` bytes, prepared by `each`, which tells whether the device
-    /// writes.
+    /// Adds `count` buffers of `len` bytes, for which there is room, prepared by `each`, which tells
+    /// whether the device writes.
     #[inline]
     fn fill(
         &mut self,
@@ -202,18 +203,19 @@ impl Side {
         mut each: impl FnMut(&Window) -> bool,
     ) -> Result<(), NetDriverError> {
         let mut entries = Vec::new();
-        for _ in 0..count {
-            let Some(buffer) = self.free.take() else { break };
-            let index = (buffer - self.first) as usize;
-            let write = each(&self.buffers[index]);
-            if self.addressing.is_fresh() {
-                self.addrs[index] = space.map(self.ring.into(), buffer);
-                entries.extend(space.entry(self.addrs[index]));
+        let Side { ring, queue, free, first, buffers, addrs, addressing, .. } = self;
+        let fresh = addressing.is_fresh();
+        let descs = std::iter::from_fn(|| {
+            let buffer = free.take()?;
+            let index = (buffer - *first) as usize;
+            let write = each(&buffers[index]);
+            if fresh {
+                addrs[index] = space.map((*ring).into(), buffer);
+                entries.extend(space.entry(addrs[index]));
             }
-            let desc = Desc { addr: self.addrs[index], len, write };
-            self.queue.add(&[desc], buffer.into())?;
-            self.unpublished += 1;
-        }
+            Some((Desc { addr: addrs[index], len, write }, u64::from(buffer)))
+        });
+        self.unpublished += queue.add_burst(descs.take(count))?;
         if self.addressing == (Addressing::Fresh { push: true }) {
             runs(entries, |run| self.held = link.update(run));
         }

@@ -1,0 +1,385 @@
+//! A network device as a vhost-user back end.
+
+use std::{collections::HashMap, io, os::fd::OwnedFd, sync::Arc, time::Duration};
+
+use ringfence_iommu::shootdown::Shootdown;
+use ringfence_iotlb::IotlbConfig;
+use ringfence_mem::Memory;
+use ringfence_vhost_user::{
+    BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+};
+use ringfence_virtq::{
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device,
+};
+use tracing::{debug, warn};
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::{
+    lane::Terms,
+    ring::Events,
+    stats::QueueCounters,
+    unit::{Connected, NetUnit, Start, Way},
+    wire::{Config, LINK_UP, feature},
+};
+use crate::{
+    tally::{IotlbTally, IotlbTotals},
+    translation::Translation,
+    worker::Worker,
+};
+
+/// The number of a network device's units among a worker's.
+const UNIT: u32 = 0;
+
+/// A network device as it is set up.
+#[derive(Clone)]
+pub struct NetOptions {
+    /// Its name in messages.
+    pub name: Arc<str>,
+    /// Where packets go.
+    pub way: Way,
+    /// How many pairs of queues it offers.
+    pub pairs: u16,
+    /// The address that it tells; `None`: none.
+    pub mac: Option<[u8; 6]>,
+    /// The MTU that it tells; `None`: none.
+    pub mtu: Option<u16>,
+    /// What its device IOTLB may hold, and how long a packet waits for a translation.
+    pub iotlb: IotlbConfig,
+}
+
+/// A network device, or two that are back to back. It outlives its drivers.
+pub struct Net {
+    options: NetOptions,
+    workers: Arc<[Worker]>,
+    ends: Vec<End>,
+}
+
+/// What stays of one device when its driver changes.
+#[derive(Default)]
+struct End {
+    /// By ring.
+    counters: Vec<Arc<QueueCounters>>,
+    tally: IotlbTally,
+}
+
+impl Net {
+    /// A device whose pairs of queues are served by `workers`, in turn. They serve nothing else.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new(options: NetOptions, workers: Arc<[Worker]>) -> io::Result<Arc<Net>> {
+        for worker in &*workers {
+            let (way, pairs) = (options.way.clone(), options.pairs);
+            let made = worker.call(move |work| {
+                work.insert(UNIT, Box::new(NetUnit::new(way, pairs)?));
+                Ok(())
+            });
+            made.unwrap_or_else(|| Err(io::Error::other("the worker is gone")))?;
+        }
+        let end = || End {
+            counters: (0..2 * options.pairs).map(|_| Arc::default()).collect(),
+            ..End::default()
+        };
+        let ends = (0..options.way.ends()).map(|_| end()).collect();
+        Ok(Arc::new(Net { options, workers, ends }))
+    }
+
+    /// A back end for a driver of device `end` (0, or of two also 1). The one before it must be
+    /// gone.
+    pub fn connect(self: &Arc<Self>, end: usize) -> NetBackend {
+        // A shootdown of its own: who waits for this driver's invalidations waits for no other's.
+        let shootdown = Shootdown::new(self.workers.len());
+        let translation = Translation::new(self.options.iotlb, shootdown);
+        self.ends[end].tally.begin(translation.iotlb());
+        NetBackend {
+            net: Arc::clone(self),
+            end,
+            translation,
+            memory: None,
+            features: 0,
+            calls: HashMap::new(),
+            errs: HashMap::new(),
+        }
+    }
+
+    /// What it was made with.
+    pub fn options(&self) -> &NetOptions {
+        &self.options
+    }
+
+    /// What the rings of device `end` count, by their number: pair n receives in ring 2 n and sends
+    /// in ring 2 n + 1.
+    pub fn counters(&self, end: usize) -> &[Arc<QueueCounters>] {
+        &self.ends[end].counters
+    }
+
+    /// What the IOTLBs of device `end` have counted.
+    pub fn iotlb(&self, end: usize) -> IotlbTotals {
+        self.ends[end].tally.totals()
+    }
+
+    /// Runs `job` on the share of the worker that serves `ring`.
+    fn on_unit<R: Send + 'static>(
+        &self,
+        ring: u16,
+        job: impl FnOnce(&mut NetUnit) -> R + Send + 'static,
+    ) -> Result<R, HandlerError> {
+        self.on_worker(usize::from(ring / 2) % self.workers.len(), job)
+    }
+
+    fn on_worker<R: Send + 'static>(
+        &self,
+        worker: usize,
+        job: impl FnOnce(&mut NetUnit) -> R + Send + 'static,
+    ) -> Result<R, HandlerError> {
+        let found = self.workers[worker].call(move |work| work.unit::<NetUnit>(UNIT).map(job));
+        found.flatten().ok_or_else(|| HandlerError::new("the worker is gone"))
+    }
+
+    /// On each worker in turn.
+    fn on_all(&self, job: impl Fn(&mut NetUnit) + Clone + Send + 'static) {
+        for worker in 0..self.workers.len() {
+            // One that is gone has nothing any more.
+            let _ = self.on_worker(worker, job.clone());
+        }
+    }
+}
+
+/// A network device as a vhost-user back end, for one driver.
+pub struct NetBackend {
+    net: Arc<Net>,
+    end: usize,
+    translation: Translation,
+    memory: Option<Arc<Memory>>,
+    features: u64,
+    calls: HashMap<u16, Arc<OwnedFd>>,
+    errs: HashMap<u16, Arc<OwnedFd>>,
+}
+
+impl NetBackend {
+    fn has(&self, feature: u32) -> bool {
+        self.features & (1 << feature) != 0
+    }
+
+    fn name(&self) -> Arc<str> {
+        match self.net.ends.len() {
+            1 => Arc::clone(&self.net.options.name),
+            _ => format!("{} {}", self.net.options.name, self.end).into(),
+        }
+    }
+
+    /// Takes what is this driver's from the workers.
+    fn forget(&self) {
+        let end = self.end;
+        self.net.on_all(move |unit| unit.forget(end));
+    }
+
+    fn on_ring(
+        &self,
+        ring: u16,
+        job: impl FnOnce(&mut NetUnit, usize) + Send + 'static,
+    ) -> Result<(), HandlerError> {
+        let end = self.end;
+        self.net.on_unit(ring, move |unit| job(unit, end))
+    }
+}
+
+impl Drop for NetBackend {
+    fn drop(&mut self) {
+        self.translation.set_channel(None);
+        self.forget();
+        self.net.ends[self.end].tally.end();
+    }
+}
+
+impl Handler for NetBackend {
+    fn features(&self) -> u64 {
+        let NetOptions { pairs, mac, mtu, way, .. } = &self.net.options;
+        let mut features = feature::MRG_RXBUF
+            | feature::STATUS
+            | way.offloads()
+            | 1 << F_INDIRECT_DESC
+            | 1 << F_EVENT_IDX
+            | 1 << F_VERSION_1
+            | 1 << F_ACCESS_PLATFORM
+            | 1 << F_RING_PACKED;
+        for (offered, bit) in [
+            (*pairs > 1, feature::MQ),
+            (mac.is_some(), feature::MAC),
+            (mtu.is_some(), feature::MTU),
+        ] {
+            features |= if offered { bit } else { 0 };
+        }
+        features
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::BACKEND_REQ
+            | ProtocolFeatures::MQ
+            | ProtocolFeatures::CONFIG
+            | ProtocolFeatures::RESET_DEVICE
+            | ProtocolFeatures::CONFIGURE_MEM_SLOTS
+    }
+
+    fn queues(&self) -> u16 {
+        2 * self.net.options.pairs
+    }
+
+    fn max_ring_size(&self) -> u16 {
+        // As large as DPDK's drivers like them.
+        4096
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        // Rings are stopped. What addresses mean may not change under a way to memory that is left.
+        if (self.features ^ features) & (1 << F_ACCESS_PLATFORM) != 0 {
+            self.forget();
+        }
+        debug!("{}: features {features:#x}", self.name());
+        self.features = features;
+        Ok(())
+    }
+
+    fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
+        if !memory.is_sealed() {
+            debug!("{}: the memory's file can be truncated under us", self.name());
+        }
+        self.translation.set_memory(&memory)?;
+        let (end, new) = (self.end, Arc::clone(&memory));
+        self.net.on_all(move |unit| unit.set_memory(end, &new));
+        self.memory = Some(memory);
+        Ok(())
+    }
+
+    fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
+        let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
+        let translated = self.has(F_ACCESS_PLATFORM);
+        let start = Start {
+            config: device::Config {
+                size: setup.size,
+                desc: setup.addresses.desc,
+                avail: setup.addresses.avail,
+                used: setup.addresses.used,
+                event_idx: self.has(F_EVENT_IDX),
+                indirect: self.has(F_INDIRECT_DESC),
+                packed: self.has(F_RING_PACKED),
+                base: setup.base,
+            },
+            events: Events {
+                kick: setup.kick,
+                call: self.calls.get(&ring).cloned(),
+                err: self.errs.get(&ring).cloned(),
+            },
+            enabled: setup.enabled,
+            counters: Arc::clone(&self.net.ends[self.end].counters[usize::from(ring)]),
+            name: self.name(),
+        };
+        let connected = Connected {
+            memory,
+            endpoint: translated.then(|| Arc::clone(self.translation.endpoint())),
+            terms: Terms { features: self.features },
+            patience_ns: nanos(self.net.options.iotlb.patience),
+        };
+        let end = self.end;
+        let view = self
+            .net
+            .on_unit(ring, move |unit| unit.start(end, ring, start, connected))?
+            .map_err(HandlerError::new)?;
+        if let Some(view) = view {
+            self.net.ends[end].tally.view(view);
+        }
+        Ok(())
+    }
+
+    fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
+        let end = self.end;
+        let next = self.net.on_unit(ring, move |unit| unit.stop(end, ring))?;
+        next.ok_or_else(|| HandlerError::new("the ring is not running"))
+    }
+
+    fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
+        self.on_ring(ring, move |unit, end| unit.enable(end, ring, enabled))
+    }
+
+    fn move_ring(&mut self, ring: u16, addresses: RingAddresses) -> Result<(), HandlerError> {
+        let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
+        self.on_ring(ring, move |unit, end| unit.relocate(end, ring, addresses, &memory))
+    }
+
+    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
+        let call = keep(&mut self.calls, ring, call);
+        self.on_ring(ring, move |unit, end| {
+            if let Some(ring) = unit.ring(end, ring) {
+                ring.set_call(call);
+            }
+        })
+    }
+
+    fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
+        let err = keep(&mut self.errs, ring, err);
+        self.on_ring(ring, move |unit, end| {
+            if let Some(ring) = unit.ring(end, ring) {
+                ring.set_err(err);
+            }
+        })
+    }
+
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+        let NetOptions { pairs, mac, mtu, .. } = &self.net.options;
+        let mut config = Config::new_zeroed();
+        config.mac = mac.unwrap_or_default();
+        config.status.set(LINK_UP);
+        config.max_virtqueue_pairs.set(*pairs);
+        config.mtu.set(mtu.unwrap_or_default());
+        config.speed.set(u32::MAX);
+        config.duplex = u8::MAX;
+        // Front ends ask for the whole of a later, longer layout: what we do not have reads as 0.
+        let mut space = [0; 256];
+        space[..size_of::<Config>()].copy_from_slice(config.as_bytes());
+        let from = offset as usize;
+        let part = from.checked_add(out.len()).and_then(|end| space.get(from..end));
+        out.copy_from_slice(part.ok_or_else(|| HandlerError::new("past the configuration space"))?);
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<(), HandlerError> {
+        self.features = 0;
+        self.forget();
+        Ok(())
+    }
+
+    fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
+        self.translation.set_channel(Some(channel));
+        Ok(())
+    }
+
+    fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
+        self.translation.message(message)
+    }
+
+    fn channel_answer(&mut self, message: Iotlb, done: bool) {
+        self.translation.answer(message, done);
+    }
+
+    fn refused(&mut self, request: u32, why: &HandlerError) {
+        warn!("{}: request {request} was refused: {why}", self.name());
+    }
+}
+
+fn keep(
+    all: &mut HashMap<u16, Arc<OwnedFd>>,
+    ring: u16,
+    fd: Option<OwnedFd>,
+) -> Option<Arc<OwnedFd>> {
+    let fd = fd.map(Arc::new);
+    match &fd {
+        Some(fd) => all.insert(ring, Arc::clone(fd)),
+        None => all.remove(&ring),
+    };
+    fd
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,266 @@
+//! Between a pair of queues and a queue of a tap device.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use rustix::event::epoll;
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::{
+    lane::{BURST, Lane, Moved, Place, Step, give_up, read, receive},
+    pieces::{Lasting, Writer, recycle},
+    ring::Ready,
+    stats::Lost,
+    tap::{MAX_PIECES, Tap},
+    wire::{Header, MAX_PACKET},
+};
+
+/// One queue of a tap, as a worker serves it.
+pub(super) struct Outlet {
+    tap: Arc<Tap>,
+    queue: usize,
+    /// Readable while the tap is. Unlike the tap itself it loses nothing when somebody reads from it
+    /// to be rid of a notification.
+    readable: OwnedFd,
+    /// What came from the tap, and its packet that has no room yet.
+    packet: Box<[u8]>,
+    waiting: Option<usize>,
+    vectors: Vec<libc::iovec>,
+    /// What the way in remembers. The way out has the pair's own.
+    pub(super) inward: Lane,
+    /// Whether a driver takes packets at all.
+    pub(super) open: bool,
+}
+
+impl Outlet {
+    /// # Errors
+    /// No descriptor is left.
+    pub(super) fn new(tap: &Arc<Tap>, queue: usize) -> std::io::Result<Outlet> {
+        let readable = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let data = epoll::EventData::new_u64(0);
+        epoll::add(&readable, tap.queue(queue), data, epoll::EventFlags::IN)?;
+        Ok(Outlet {
+            tap: Arc::clone(tap),
+            queue,
+            readable,
+            packet: vec![0; MAX_PACKET].into(),
+            waiting: None,
+            vectors: Vec::new(),
+            inward: Lane::default(),
+            open: false,
+        })
+    }
+
+    /// What becomes readable when there is something to receive, if that can be received.
+    pub(super) fn waker(&self) -> Option<BorrowedFd<'_>> {
+        let idle = self.open && !self.inward.is_starved() && !self.inward.is_stalled();
+        idle.then(|| self.readable.as_fd())
+    }
+
+    /// Whether there is something to receive that can be received.
+    pub(super) fn is_due(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        self.waker().is_some_and(|waker| {
+            let mut fds = [PollFd::from_borrowed_fd(waker, PollFlags::IN)];
+            poll(&mut fds, Some(&Timespec::default())).is_ok_and(|count| count > 0)
+        })
+    }
+
+    /// A driver begins or ends to take packets.
+    pub(super) fn set_open(&mut self, open: bool) {
+        if self.open != open {
+            self.tap.attach(self.queue, open);
+            self.open = open;
+            (self.waiting, self.inward) = (None, Lane::default());
+        }
+    }
+
+    /// Packets of a driver go out. True if there were any.
+    pub(super) fn send<S: Lasting>(
+        &mut self,
+        lane: &mut Lane,
+        src: &mut Place<'_, S>,
+        now_ns: u64,
+        patience_ns: u64,
+    ) -> bool {
+        let answers = (src.bus.answers(), src.bus.answers());
+        if lane.sleeps(answers, now_ns) {
+            return false;
+        }
+        match src.ring.ready(src.bus, now_ns) {
+            Ready::Yes => {}
+            Ready::No => return false,
+            Ready::Soon => {
+                lane.wait(answers, now_ns);
+                return false;
+            }
+        }
+        let mut moved = Moved::default();
+        if lane.is_over(now_ns, patience_ns) {
+            moved.lost += give_up(src);
+            lane.go_on();
+        }
+        let mut waits = match src.ring.take(src.bus, BURST) {
+            Ok(whole) => !whole && src.ring.held() == 0,
+            Err(error) => {
+                src.ring.fail(error);
+                return true;
+            }
+        };
+        let mut pieces = recycle(std::mem::take(&mut lane.source));
+        while src.ring.held() > 0 && moved.packets + moved.lost < BURST as u64 {
+            pieces.clear();
+            let header = match read(src, &mut pieces) {
+                Ok(header) => header,
+                Err(Step::Lost(why)) => {
+                    src.ring.lose(why);
+                    moved.lost += 1;
+                    continue;
+                }
+                Err(_) => {
+                    waits = true;
+                    break;
+                }
+            };
+            let bytes: usize = pieces.iter().map(|piece| piece.len()).sum();
+            let head = &header.as_bytes()[..src.terms.header()];
+            let sent = if pieces.len() <= MAX_PIECES {
+                self.tap.write(self.queue, head, &pieces, &mut self.vectors)
+            } else {
+                self.write_whole(head, &pieces)
+            };
+            match sent {
+                Ok(()) => {
+                    src.ring.give_back(0);
+                    moved.packets += 1;
+                    moved.bytes += bytes as u64;
+                }
+                Err(error) => {
+                    src.ring.lose(match error.raw_os_error() {
+                        Some(libc::EINVAL) => Lost::Malformed,
+                        Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => Lost::NoRoom,
+                        _ => Lost::NoReceiver,
+                    });
+                    moved.lost += 1;
+                }
+            }
+        }
+        lane.source = recycle(pieces);
+        if moved.packets > 0 || !waits {
+            lane.go_on();
+        }
+        if waits {
+            let _ = src.ring.take(src.bus, 2 * BURST);
+            for at in 0..src.ring.held() {
+                src.ring.prefetch(src.bus, at, u64::MAX);
+            }
+            lane.wait(answers, now_ns);
+        }
+        let did = moved.packets + moved.lost > 0;
+        if did {
+            src.ring.counters.passed(moved.packets, moved.bytes);
+            src.ring.publish(src.bus);
+        }
+        did
+    }
+
+    /// A packet in more pieces than a system call takes.
+    #[cold]
+    fn write_whole(
+        &mut self,
+        head: &[u8],
+        pieces: &[ringfence_mem::HostSlice<'_>],
+    ) -> std::io::Result<()> {
+        let mut whole = vec![0; pieces.iter().map(|piece| piece.len()).sum()];
+        let mut at = 0;
+        pieces.iter().for_each(|piece| at += piece.copy_to(&mut whole[at..]));
+        let whole = [head, &whole].concat();
+        rustix::io::write(self.tap.queue(self.queue), &whole)?;
+        Ok(())
+    }
+
+    /// Packets come in to a driver. True if there were any.
+    pub(super) fn take_in<D: Lasting>(
+        &mut self,
+        dst: &mut Place<'_, D>,
+        now_ns: u64,
+        patience_ns: u64,
+    ) -> bool {
+        let answers = (dst.bus.answers(), dst.bus.answers());
+        if self.inward.sleeps(answers, now_ns) {
+            return false;
+        }
+        match dst.ring.ready(dst.bus, now_ns) {
+            Ready::Yes => {}
+            Ready::No => return false,
+            Ready::Soon => {
+                self.inward.wait(answers, now_ns);
+                return false;
+            }
+        }
+        let mut moved = Moved::default();
+        if self.inward.is_over(now_ns, patience_ns) {
+            moved.lost += give_up(dst);
+            self.inward.go_on();
+        }
+        let mut waits = false;
+        while moved.packets + moved.lost < BURST as u64 {
+            let Some(len) = self.waiting.or_else(|| self.tap.read(self.queue, &mut self.packet))
+            else {
+                break;
+            };
+            self.waiting = Some(len);
+            let (head, bytes) = self.packet[..len].split_at(dst.terms.header().min(len));
+            let mut header = Header::new_zeroed();
+            if let Some(part) = header.as_mut_bytes().get_mut(..head.len()) {
+                part.copy_from_slice(head);
+            }
+            let fill = |writer: &mut Writer<'_, '_>| writer.put_bytes(bytes);
+            let store = &mut self.inward.target;
+            match receive(store, dst, header, bytes.len(), &mut moved, fill) {
+                Ok(Step::Moved { bytes }) => {
+                    self.inward.fed();
+                    self.waiting = None;
+                    moved.packets += 1;
+                    moved.bytes += bytes;
+                }
+                Ok(Step::Lost(why)) => {
+                    self.waiting = None;
+                    dst.ring.counters.lose(why, 1);
+                    moved.lost += 1;
+                }
+                Ok(Step::Missing) => {
+                    waits = true;
+                    break;
+                }
+                // The kernel drops what comes meanwhile.
+                Ok(Step::Full) => {
+                    self.inward.starve(now_ns);
+                    break;
+                }
+                Err(error) => {
+                    dst.ring.fail(error);
+                    break;
+                }
+            }
+        }
+        if moved.packets > 0 || !waits {
+            self.inward.go_on();
+        }
+        if waits {
+            let _ = dst.ring.take(dst.bus, BURST);
+            for at in 0..dst.ring.held() {
+                dst.ring.prefetch(dst.bus, at, MAX_PACKET as u64);
+            }
+            self.inward.wait(answers, now_ns);
+        }
+        let did = moved.packets + moved.lost > 0;
+        if did {
+            dst.ring.counters.passed(moved.packets, moved.bytes);
+            dst.ring.publish(dst.bus);
+        }
+        did
+    }
+}

@@ -1,0 +1,242 @@
+//! Where the bytes of packets lie in this process, and how they are copied from one driver's memory
+//! to another's in one go.
+
+use std::{cell::Cell, ptr::NonNull, sync::atomic::Ordering};
+
+use ringfence_iotlb::View;
+use ringfence_mem::{Access, AccessError, HostSlice, Physical, Translate};
+use ringfence_virtq::Desc;
+
+/// Memory whose pieces may be kept for a while, so that those of a whole burst are looked up before
+/// the first is touched.
+///
+/// # Safety
+/// A piece that [`Translate::slices`] gives stays mapped, without a Rust reference to it, for as
+/// long as `self` is borrowed.
+pub(super) unsafe trait Lasting: Translate {
+    /// Notes all that an access lacks, so that it is asked for at once. True if it lacks nothing.
+    fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool;
+
+    /// Counts the answers to what was asked for.
+    fn answers(&self) -> u64;
+
+    /// Counts an access that gave up waiting.
+    fn gave_up(&self);
+
+    /// Runs `job` without reporting the faults that come of it.
+    fn silently<R>(&self, job: impl FnOnce() -> R) -> R;
+}
+
+// SAFETY: a view's pieces lie in the memory that it holds, which only `set_memory` replaces, and
+// that takes the view by a unique borrow.
+unsafe impl Lasting for View {
+    fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
+        View::prefetch(self, addr, len, access)
+    }
+
+    fn answers(&self) -> u64 {
+        View::answers(self)
+    }
+
+    fn gave_up(&self) {
+        if let Some(iotlb) = self.iotlb() {
+            iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[inline]
+    fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
+        View::silently(self, job)
+    }
+}
+
+// SAFETY: its pieces lie in the memory that it holds for as long as it lives.
+unsafe impl Lasting for Physical {
+    fn prefetch(&self, _: u64, _: u64, _: Access) -> bool {
+        true
+    }
+
+    fn answers(&self) -> u64 {
+        0
+    }
+
+    fn gave_up(&self) {}
+
+    #[inline]
+    fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
+        job()
+    }
+}
+
+/// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not.
+#[inline]
+pub(super) fn one_piece<'b, B: Lasting>(
+    bus: &'b B,
+    addr: u64,
+    len: u64,
+    access: Access,
+) -> Result<Option<HostSlice<'b>>, AccessError> {
+    let found: Cell<Option<(*mut u8, usize)>> = Cell::new(None);
+    let count = Cell::new(0);
+    bus.slices(addr, len, access, |piece| {
+        count.set(count.get() + 1);
+        found.set(Some((piece.as_ptr(), piece.len())));
+    })?;
+    let found = found.get().filter(|_| count.get() == 1);
+    Ok(found.and_then(|(base, len)| {
+        // SAFETY: mapped while `bus` is borrowed, and without references (`Lasting`).
+        Some(unsafe { HostSlice::new(NonNull::new(base)?, len) })
+    }))
+}
+
+/// Appends the pieces of `desc` to `into`.
+///
+/// # Errors
+/// An address cannot be reached.
+pub(super) fn gather<'b, B: Lasting>(
+    bus: &'b B,
+    desc: Desc,
+    access: Access,
+    into: &mut Vec<HostSlice<'b>>,
+) -> Result<(), AccessError> {
+    bus.slices(desc.addr, desc.len.into(), access, |piece| {
+        if let Some(base) = NonNull::new(piece.as_ptr()) {
+            // SAFETY: as in `one_piece`.
+            into.push(unsafe { HostSlice::new(base, piece.len()) });
+        }
+    })
+}
+
+/// An empty list in the memory of an old one, so that no packet allocates.
+pub(super) fn recycle<'new>(mut old: Vec<HostSlice<'_>>) -> Vec<HostSlice<'new>> {
+    old.clear();
+    // Collected in place.
+    old.into_iter().map(|_| unreachable!("it is empty")).collect()
+}
+
+/// Asks the processor for memory that is about to be copied. A hint.
+#[inline]
+pub(super) fn soon(piece: HostSlice<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch has no effect on the program, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(piece.as_ptr().cast()) };
+    }
+    let _ = piece;
+}
+
+/// Copies as many bytes as both pieces hold; returns how many. They may overlap: two drivers, or
+/// the two queues of one, may use one page.
+#[inline]
+pub(super) fn copy(from: HostSlice<'_>, to: HostSlice<'_>) -> usize {
+    let len = from.len().min(to.len());
+    // SAFETY: both are mapped for `len` bytes and have no references (contract of
+    // `HostSlice::new`), and this copy allows an overlap. Other processes may write meanwhile: the
+    // bytes are plain data and any mix of old and new is accepted.
+    unsafe { to.as_ptr().copy_from(from.as_ptr(), len) };
+    len
+}
+
+/// Fills pieces one after the other.
+pub(super) struct Writer<'p, 'b> {
+    pieces: &'p [HostSlice<'b>],
+    /// What the first of `pieces` still takes.
+    left: HostSlice<'b>,
+}
+
+impl<'p, 'b> Writer<'p, 'b> {
+    /// `None` for no pieces.
+    pub(super) fn new(pieces: &'p [HostSlice<'b>]) -> Option<Writer<'p, 'b>> {
+        let (&left, pieces) = pieces.split_first()?;
+        Some(Writer { pieces, left })
+    }
+
+    /// Writes `from`; what finds no room is left out.
+    pub(super) fn put(&mut self, mut from: HostSlice<'_>) {
+        while !from.is_empty() {
+            let done = copy(from, self.left);
+            from = from.part(done, usize::MAX);
+            if !self.advance(done) {
+                return;
+            }
+        }
+    }
+
+    /// Writes `bytes`; what finds no room is left out.
+    pub(super) fn put_bytes(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let done = self.left.copy_from(bytes);
+            bytes = &bytes[done..];
+            if !self.advance(done) {
+                return;
+            }
+        }
+    }
+
+    /// False at the end.
+    fn advance(&mut self, done: usize) -> bool {
+        self.left = self.left.part(done, usize::MAX);
+        while self.left.is_empty() {
+            let Some((&next, rest)) = self.pieces.split_first() else { return false };
+            (self.left, self.pieces) = (next, rest);
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use ringfence_mem::{GuestRam, Memory};
+
+    proptest! {
+        #[test]
+        fn pieces_of_any_length_are_filled_in_order(
+            from in prop::collection::vec(0..40usize, 1..10),
+            to in prop::collection::vec(0..40usize, 1..10),
+        ) {
+            let ram = GuestRam::new(8192, 0).unwrap();
+            let bus = Physical::new(Memory::of_ram(&ram).unwrap());
+            let bytes: Vec<u8> = (0..400).map(|at| (at * 7 + at / 256) as u8).collect();
+            bus.write(0, &bytes).unwrap();
+            let lay = |lens: &[usize], mut at: u64| -> Vec<Desc> {
+                let place = |&len: &usize| {
+                    let desc = Desc::readable(at, len as u32);
+                    at += len as u64;
+                    desc
+                };
+                lens.iter().map(place).collect()
+            };
+            let (mut source, mut target) = (Vec::new(), Vec::new());
+            for desc in lay(&from, 0) {
+                gather(&bus, desc, Access::Read, &mut source).unwrap();
+            }
+            for desc in lay(&to, 4096) {
+                gather(&bus, desc, Access::Write, &mut target).unwrap();
+            }
+            if let Some(mut writer) = Writer::new(&target) {
+                writer.put_bytes(b"ab");
+                source.iter().for_each(|&piece| writer.put(piece));
+            }
+            let sent = [&b"ab"[..], &bytes[..from.iter().sum()]].concat();
+            let room = to.iter().sum::<usize>();
+            let mut got = vec![0; 400];
+            bus.read(4096, &mut got).unwrap();
+            let count = room.min(sent.len());
+            prop_assert_eq!(&got[..count], &sent[..count]);
+            prop_assert!(got[count..].iter().all(|&byte| byte == 0));
+            prop_assert!(recycle(source).is_empty());
+        }
+    }
+
+    #[test]
+    fn what_crosses_regions_is_no_one_piece() {
+        let ram = GuestRam::new(4096, 0).unwrap();
+        let bus = Physical::new(Memory::of_ram(&ram).unwrap());
+        assert!(one_piece(&bus, 10, 20, Access::Read).unwrap().is_some_and(|p| p.len() == 20));
+        assert!(one_piece(&bus, 4090, 20, Access::Read).is_err());
+        assert!(one_piece(&bus, 0, 0, Access::Read).unwrap().is_none());
+    }
+}

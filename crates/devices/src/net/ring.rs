@@ -1,0 +1,390 @@
+//! One ring of a network device, and the chains that were taken from it and not given back.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use ringfence_mem::{Access, AccessError, Translate};
+use ringfence_vhost_user::RingAddresses;
+use ringfence_virtq::{
+    ChainFault, Desc, RingError, cut,
+    device::{self, Burst, Taken},
+};
+
+use tracing::error;
+
+use super::{
+    pieces::Lasting,
+    stats::{Lost, QueueCounters},
+};
+use crate::event;
+
+/// How many chains are held at most: what may be asked for at once.
+pub(super) const DEPTH: usize = 256;
+
+/// How long it takes, in ns, until a ring whose address leads nowhere is looked for again.
+const AWAY_NS: u64 = 1_000_000;
+
+/// A chain that was taken.
+#[derive(Clone)]
+pub(super) struct Held {
+    head: u16,
+    /// How many of its buffers the device reads.
+    readable: u32,
+    /// Its buffer, if that is all.
+    one: Desc,
+    /// Its buffers, if there are more (or none).
+    many: Vec<Desc>,
+    is_one: bool,
+}
+
+impl Default for Held {
+    fn default() -> Held {
+        let one = Desc::readable(0, 0);
+        Held { head: 0, readable: 0, one, many: Vec::new(), is_one: true }
+    }
+}
+
+impl Held {
+    /// All buffers: those that the device reads, then those that it writes.
+    #[inline]
+    pub(super) fn descs(&self) -> &[Desc] {
+        if self.is_one { std::slice::from_ref(&self.one) } else { &self.many }
+    }
+
+    /// The buffers that the device reads.
+    #[inline]
+    pub(super) fn readable(&self) -> &[Desc] {
+        &self.descs()[..self.readable as usize]
+    }
+
+    /// The buffers that the device writes.
+    #[inline]
+    pub(super) fn writable(&self) -> &[Desc] {
+        &self.descs()[self.readable as usize..]
+    }
+
+    /// Bytes that the device may read.
+    pub(super) fn readable_len(&self) -> u64 {
+        self.readable().iter().map(|desc| u64::from(desc.len)).sum()
+    }
+
+    /// Bytes that the device may write.
+    pub(super) fn writable_len(&self) -> u64 {
+        self.writable().iter().map(|desc| u64::from(desc.len)).sum()
+    }
+
+    #[inline]
+    fn fill(&mut self, taken: &Taken<'_>) {
+        (self.head, self.readable) = (taken.head(), taken.readable().len() as u32);
+        self.is_one = false;
+        self.many.clear();
+        match taken.descs() {
+            [one] => (self.one, self.is_one) = (*one, true),
+            many => self.many.extend_from_slice(many),
+        }
+    }
+}
+
+/// Whether a ring can be worked on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ready {
+    /// It can.
+    Yes,
+    /// Its own translation is on its way.
+    Soon,
+    /// It cannot.
+    No,
+}
+
+/// One ring that was started.
+pub(super) struct NetRing {
+    index: u16,
+    queue: device::Queue,
+    burst: Burst,
+    /// Chains that were taken and not given back, in the order of the ring: `held` of them from
+    /// `first` on.
+    slots: Box<[Held]>,
+    first: usize,
+    held: usize,
+    kick: Option<OwnedFd>,
+    call: Option<Arc<OwnedFd>>,
+    err: Option<Arc<OwnedFd>>,
+    pub(super) enabled: bool,
+    /// It broke the rules, and does nothing any more.
+    failed: bool,
+    /// When the ring, whose address leads nowhere, is looked for again.
+    away_until: Option<u64>,
+    pub(super) counters: Arc<QueueCounters>,
+    name: Arc<str>,
+}
+
+/// The events of a ring.
+pub(super) struct Events {
+    pub(super) kick: Option<OwnedFd>,
+    pub(super) call: Option<Arc<OwnedFd>>,
+    pub(super) err: Option<Arc<OwnedFd>>,
+}
+
+impl NetRing {
+    pub(super) fn new(
+        index: u16,
+        queue: device::Queue,
+        events: Events,
+        counters: Arc<QueueCounters>,
+        name: Arc<str>,
+    ) -> NetRing {
+        let Events { kick, call, err } = events;
+        let mut ring = NetRing {
+            index,
+            queue,
+            burst: Burst::new(),
+            slots: vec![Held::default(); DEPTH].into(),
+            first: 0,
+            held: 0,
+            kick,
+            call,
+            err,
+            enabled: false,
+            failed: false,
+            away_until: None,
+            counters,
+            name,
+        };
+        ring.disarm();
+        ring
+    }
+
+    pub(super) fn set_call(&mut self, call: Option<Arc<OwnedFd>>) {
+        self.call = call;
+    }
+
+    pub(super) fn set_err(&mut self, err: Option<Arc<OwnedFd>>) {
+        self.err = err;
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed
+    }
+
+    /// How many chains are held.
+    #[inline]
+    pub(super) fn held(&self) -> usize {
+        self.held
+    }
+
+    #[inline]
+    fn slot(&self, at: usize) -> usize {
+        (self.first + at) % DEPTH
+    }
+
+    /// A chain that is held, counted from the oldest.
+    #[inline]
+    pub(super) fn chain(&self, at: usize) -> &Held {
+        &self.slots[self.slot(at)]
+    }
+
+    /// Whether no more can be held than there is.
+    pub(super) fn is_full(&self) -> bool {
+        self.held >= DEPTH.min(self.queue.config().size.into())
+    }
+
+    /// This ring stops; all else goes on.
+    #[cold]
+    pub(super) fn fail(&mut self, why: impl std::fmt::Display) {
+        if !std::mem::replace(&mut self.failed, true) {
+            error!("{}: queue {} stopped: {why}", self.name, self.index);
+            self.counters.stopped();
+            if let Some(err) = &self.err {
+                event::signal(err);
+            }
+        }
+    }
+
+    /// Looks whether the ring is where it was, and for where it is else (rules D21, D22).
+    #[inline]
+    pub(super) fn ready<B: Translate>(&mut self, bus: &B, now_ns: u64) -> Ready {
+        if self.failed {
+            return Ready::No;
+        }
+        if self.queue.is_valid() { Ready::Yes } else { self.look_for(bus, now_ns) }
+    }
+
+    #[cold]
+    fn look_for<B: Translate>(&mut self, bus: &B, now_ns: u64) -> Ready {
+        if self.away_until.is_some_and(|until| now_ns < until) {
+            return Ready::No;
+        }
+        match self.queue.revalidate(bus) {
+            Ok(()) => {
+                self.away_until = None;
+                Ready::Yes
+            }
+            Err(RingError::Unreachable { error: AccessError::Missing { .. }, .. }) => Ready::Soon,
+            Err(RingError::Unreachable { .. }) => {
+                self.away_until = Some(now_ns.saturating_add(AWAY_NS));
+                Ready::No
+            }
+            Err(error) => {
+                self.fail(error);
+                Ready::No
+            }
+        }
+    }
+
+    /// When a ring that is away is looked for again.
+    pub(super) fn next_look(&self) -> Option<u64> {
+        self.away_until.filter(|_| !self.failed)
+    }
+
+    /// Takes chains until `many` are held, or there are no more. False if an indirect table's
+    /// translation is missing.
+    ///
+    /// # Errors
+    /// The driver broke the rules.
+    #[inline]
+    pub(super) fn take<B: Translate>(&mut self, bus: &B, many: usize) -> Result<bool, RingError> {
+        let Some(most) = many.min(DEPTH).checked_sub(self.held).filter(|&most| most > 0) else {
+            return Ok(true);
+        };
+        let count = match self.queue.pop_burst(bus, most, &mut self.burst) {
+            Ok(count) => count,
+            Err(error) => return missing_table(error),
+        };
+        for (at, taken) in self.burst.iter().enumerate() {
+            self.slots[(self.first + self.held + at) % DEPTH].fill(&taken);
+        }
+        self.held += count;
+        Ok(true)
+    }
+
+    /// Gives the oldest chain that is held back, `len` bytes of it written.
+    #[inline]
+    pub(super) fn give_back(&mut self, len: u32) {
+        debug_assert!(self.held > 0);
+        self.queue.push_used(self.chain(0).head, len);
+        self.forget(1);
+    }
+
+    /// Gives the oldest chains back, with the bytes written to each.
+    #[inline]
+    pub(super) fn give_back_all(&mut self, lens: impl ExactSizeIterator<Item = u32>) {
+        let (count, first, slots) = (lens.len(), self.first, &self.slots);
+        debug_assert!(count <= self.held);
+        let head = |at: usize| slots[(first + at) % DEPTH].head;
+        self.queue.push_used_burst(lens.enumerate().map(|(at, len)| (head(at), len)));
+        self.forget(count);
+    }
+
+    #[inline]
+    fn forget(&mut self, count: usize) {
+        self.first = (self.first + count) % DEPTH;
+        self.held -= count;
+    }
+
+    /// Gives a chain back unused that need not be the oldest.
+    #[cold]
+    pub(super) fn reject(&mut self, at: usize, why: Lost) {
+        self.counters.lose(why, 1);
+        self.queue.push_used(self.chain(at).head, 0);
+        for later in at + 1..self.held {
+            let (a, b) = (self.slot(later - 1), self.slot(later));
+            self.slots.swap(a, b);
+        }
+        self.held -= 1;
+    }
+
+    /// Drops the oldest packet that is held.
+    #[cold]
+    pub(super) fn lose(&mut self, why: Lost) {
+        self.counters.lose(why, 1);
+        self.give_back(0);
+    }
+
+    /// Asks for all translations of the first `most` bytes of a held chain. True if none is
+    /// missing.
+    pub(super) fn prefetch<B: Lasting>(&self, bus: &B, at: usize, most: u64) -> bool {
+        cut(self.chain(at).descs(), 0, most).fold(true, |ready, desc| {
+            let access = if desc.write { Access::Write } else { Access::Read };
+            bus.prefetch(desc.addr, desc.len.into(), access) & ready
+        })
+    }
+
+    /// Shows the driver what was given back, and tells it if it wants to be told.
+    #[inline]
+    pub(super) fn publish<B: Translate>(&mut self, bus: &B) {
+        // Nothing is published that may have been read from memory that is gone.
+        if let Err(error) = bus.check() {
+            return self.fail(error);
+        }
+        if self.queue.publish_used()
+            && let Some(call) = &self.call
+        {
+            event::signal(call);
+        }
+    }
+
+    /// Asks for kicks; true if there is something to do already.
+    pub(super) fn arm(&mut self) -> bool {
+        !self.failed && self.queue.is_valid() && self.queue.enable_kicks()
+    }
+
+    /// Asks for no kicks.
+    pub(super) fn disarm(&mut self) {
+        if !self.failed && self.queue.is_valid() {
+            self.queue.suppress_kicks();
+        }
+    }
+
+    /// What the driver kicks with.
+    pub(super) fn kick(&self) -> Option<BorrowedFd<'_>> {
+        self.kick.as_ref().filter(|_| !self.failed).map(AsFd::as_fd)
+    }
+
+    /// The ring lies elsewhere from now on, and is looked for there.
+    pub(super) fn relocate(&mut self, addresses: RingAddresses) {
+        let RingAddresses { desc, avail, used, .. } = addresses;
+        self.queue.relocate(desc, avail, used);
+        self.away_until = None;
+    }
+
+    /// Translates the ring's addresses anew.
+    pub(super) fn move_to(&mut self, mem: &impl Translate) {
+        if !self.failed
+            && let Err(error) = self.queue.revalidate(mem)
+        {
+            self.fail(error);
+        }
+    }
+
+    /// Puts back what is held, so that it is taken again when the ring goes on; returns where that
+    /// is.
+    pub(super) fn stop(mut self, bus: &impl Translate) -> u32 {
+        // The newest first. One that cannot go back, as a later one was given up, is lost.
+        while let Some(last) = self.held.checked_sub(1) {
+            if !self.queue.untake(self.chain(last).head) {
+                break;
+            }
+            self.held = last;
+        }
+        if self.held > 0 && !self.failed && self.queue.is_valid() {
+            while self.held > 0 {
+                self.lose(Lost::NoReceiver);
+            }
+            self.publish(bus);
+        }
+        self.queue.next_avail()
+    }
+}
+
+#[cold]
+fn missing_table(error: RingError) -> Result<bool, RingError> {
+    match error {
+        RingError::Chain {
+            fault: ChainFault::IndirectUnreachable { error: AccessError::Missing { .. }, .. },
+            ..
+        } => Ok(false),
+        _ => Err(error),
+    }
+}

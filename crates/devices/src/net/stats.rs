@@ -1,0 +1,124 @@
+//! What queues count.
+
+use std::{
+    fmt,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// Why a packet, or a receive buffer, was given back without use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lost {
+    /// A packet that is none: too short, or its chain is the wrong way round.
+    Malformed,
+    /// Longer than what the receiver's buffers can hold.
+    TooLong,
+    /// The receiver had no buffers for a while.
+    NoRoom,
+    /// Nobody receives.
+    NoReceiver,
+    /// Its memory cannot be reached.
+    Unreachable,
+    /// The translation of its memory was asked for, and did not come.
+    Unanswered,
+    /// The receiver cannot do what the sender left to be done.
+    Offload,
+    /// The queue is disabled (rule D28).
+    Disabled,
+}
+
+impl Lost {
+    /// All reasons.
+    pub const ALL: [Lost; 8] = [
+        Lost::Malformed,
+        Lost::TooLong,
+        Lost::NoRoom,
+        Lost::NoReceiver,
+        Lost::Unreachable,
+        Lost::Unanswered,
+        Lost::Offload,
+        Lost::Disabled,
+    ];
+}
+
+impl Lost {
+    /// What it means, in a few words.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Lost::Malformed => "no packet, or no buffer",
+            Lost::TooLong => "longer than the receiver's buffers",
+            Lost::NoRoom => "the receiver had no buffers",
+            Lost::NoReceiver => "nobody receives",
+            Lost::Unreachable => "memory that cannot be reached",
+            Lost::Unanswered => "a translation that did not come",
+            Lost::Offload => "work left that the receiver cannot do",
+            Lost::Disabled => "the queue is disabled",
+        }
+    }
+}
+
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Lost::Malformed => "malformed",
+            Lost::TooLong => "too_long",
+            Lost::NoRoom => "no_room",
+            Lost::NoReceiver => "no_receiver",
+            Lost::Unreachable => "unreachable",
+            Lost::Unanswered => "unanswered",
+            Lost::Offload => "offload",
+            Lost::Disabled => "disabled",
+        })
+    }
+}
+
+/// What one queue counts. One thread writes at a time; anybody may read.
+#[derive(Debug, Default)]
+pub struct QueueCounters {
+    packets: AtomicU64,
+    bytes: AtomicU64,
+    lost: [AtomicU64; Lost::ALL.len()],
+    stops: AtomicU64,
+}
+
+/// One writer: no need for an atomic addition.
+#[inline]
+fn add(counter: &AtomicU64, more: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
+}
+
+impl QueueCounters {
+    /// Packets that went through.
+    pub fn packets(&self) -> u64 {
+        self.packets.load(Ordering::Relaxed)
+    }
+
+    /// Their bytes, without virtio's header.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Packets (or receive buffers) that were lost for this reason.
+    pub fn lost(&self, why: Lost) -> u64 {
+        self.lost[why as usize].load(Ordering::Relaxed)
+    }
+
+    /// How often the queue was stopped because its driver broke the rules.
+    pub fn stops(&self) -> u64 {
+        self.stops.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    pub(super) fn passed(&self, packets: u64, bytes: u64) {
+        add(&self.packets, packets);
+        add(&self.bytes, bytes);
+    }
+
+    #[cold]
+    pub(super) fn lose(&self, why: Lost, packets: u64) {
+        add(&self.lost[why as usize], packets);
+    }
+
+    pub(super) fn stopped(&self) {
+        add(&self.stops, 1);
+    }
+}

@@ -1,0 +1,239 @@
+//! A tap device of the kernel's, by which packets leave the machine or come to it.
+
+use std::{
+    fs::OpenOptions,
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::fs::OpenOptionsExt,
+    },
+};
+
+use super::{lane::Terms, wire::feature};
+use ringfence_mem::HostSlice;
+
+/// What TUNSETOFFLOAD takes.
+mod offload {
+    pub(super) const CSUM: libc::c_ulong = 0x01;
+    pub(super) const TSO4: libc::c_ulong = 0x02;
+    pub(super) const TSO6: libc::c_ulong = 0x04;
+    pub(super) const ECN: libc::c_ulong = 0x08;
+    pub(super) const USO4: libc::c_ulong = 0x20;
+    pub(super) const USO6: libc::c_ulong = 0x40;
+}
+
+/// A structure ifreq as far as a tap needs it.
+#[repr(C)]
+struct IfReq {
+    name: [u8; libc::IFNAMSIZ],
+    flags: libc::c_short,
+    rest: [u8; 22],
+}
+
+/// A tap device, with a descriptor for each of its queues.
+#[derive(Debug)]
+pub struct Tap {
+    name: String,
+    queues: Vec<OwnedFd>,
+    /// Whether the kernel cuts UDP datagrams.
+    uso: bool,
+}
+
+/// Why a tap cannot be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TapError {
+    /// A name that no network interface can have.
+    #[error("{0:?} is no name of a network interface: 1 to 15 letters")]
+    Name(String),
+    /// The kernel has no tap devices.
+    #[error("/dev/net/tun: {0} (is the module `tun` loaded, and the device in this container?)")]
+    Device(io::Error),
+    /// Not allowed.
+    #[error(
+        "{name}: {source}; it takes CAP_NET_ADMIN, or a tap made for this user: \
+         ip tuntap add dev {name} mode tap multi_queue user USER"
+    )]
+    NotAllowed {
+        /// The tap.
+        name: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// It is there, but of another kind or in use.
+    #[error("{name}: {source}; is it in use, no tap, or made without multi_queue?")]
+    Other {
+        /// The tap.
+        name: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl Tap {
+    /// Opens the tap `name`, which is made if it is not there, with so many queues.
+    ///
+    /// # Errors
+    /// See [`TapError`].
+    pub fn open(name: &str, queues: u16) -> Result<Tap, TapError> {
+        if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains(['/', ' ', '\0']) {
+            return Err(TapError::Name(name.into()));
+        }
+        let explain = |source: io::Error| {
+            let name = name.to_owned();
+            match source.raw_os_error() {
+                Some(libc::EPERM | libc::EACCES) => TapError::NotAllowed { name, source },
+                _ => TapError::Other { name, source },
+            }
+        };
+        let many = libc::IFF_MULTI_QUEUE;
+        let mut fds = Vec::new();
+        for _ in 0..queues {
+            let fd = device()?;
+            let joined = match join(fd.as_fd(), name, many) {
+                // One that was made without `multi_queue` has one queue.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) && queues == 1 => {
+                    join(fd.as_fd(), name, 0)
+                }
+                joined => joined,
+            };
+            joined.map_err(explain)?;
+            fds.push(fd);
+        }
+        let mut tap = Tap { name: name.into(), queues: fds, uso: true };
+        // Kernels before 6.2 refuse what they do not know.
+        tap.uso = tap.settle(Terms { features: feature::GUEST_OFFLOADS }).is_ok();
+        tap.settle(Terms::default()).map_err(explain)?;
+        Ok(tap)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it leaves undone, and does for others.
+    pub(super) fn offloads(&self) -> u64 {
+        use feature::*;
+        let uso = if self.uso { GUEST_USO4 | GUEST_USO6 | HOST_USO } else { 0 };
+        CSUM | HOST_TSO4
+            | HOST_TSO6
+            | HOST_ECN
+            | GUEST_CSUM
+            | GUEST_TSO4
+            | GUEST_TSO6
+            | GUEST_ECN
+            | uso
+    }
+
+    /// A driver has settled on this.
+    ///
+    /// # Errors
+    /// The kernel refuses it.
+    pub(super) fn settle(&self, terms: Terms) -> io::Result<()> {
+        let has = |bit| terms.features & bit != 0;
+        let mut offloads = 0;
+        if has(feature::GUEST_CSUM) {
+            for (bits, flag) in [
+                (feature::GUEST_CSUM, offload::CSUM),
+                (feature::GUEST_TSO4, offload::TSO4),
+                (feature::GUEST_TSO6, offload::TSO6),
+                (feature::GUEST_ECN, offload::ECN),
+                (feature::GUEST_USO4, offload::USO4),
+                (feature::GUEST_USO6, offload::USO6),
+            ] {
+                offloads |= if has(bits) { flag } else { 0 };
+            }
+        }
+        // Both or none.
+        if offloads & (offload::USO4 | offload::USO6) != offload::USO4 | offload::USO6 || !self.uso
+        {
+            offloads &= !(offload::USO4 | offload::USO6);
+        }
+        let header = terms.header() as libc::c_int;
+        for fd in &self.queues {
+            // SAFETY: the ioctl reads one int, which outlives the call.
+            check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETVNETHDRSZ as _, &header) })?;
+        }
+        let Some(fd) = self.queues.first() else { return Ok(()) };
+        // SAFETY: the argument is a number.
+        check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETOFFLOAD as _, offloads) })
+    }
+
+    /// Whether the kernel is to use a queue: what it puts into one that nobody reads is lost.
+    pub(super) fn attach(&self, queue: usize, attached: bool) {
+        let (Some(fd), true) = (self.queues.get(queue), self.queues.len() > 1) else { return };
+        let flags = if attached { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
+        let request = IfReq { name: [0; 16], flags: flags as libc::c_short, rest: [0; 22] };
+        // It fails where it is so already.
+        // SAFETY: the ioctl reads an ifreq, which outlives the call.
+        let _ = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETQUEUE as _, &request) };
+    }
+
+    /// A queue's descriptor.
+    pub(super) fn queue(&self, queue: usize) -> BorrowedFd<'_> {
+        self.queues[queue].as_fd()
+    }
+
+    /// Takes the next packet, with its header; `None` if there is none.
+    pub(super) fn read(&self, queue: usize, into: &mut [u8]) -> Option<usize> {
+        rustix::io::read(&self.queues[queue], into).ok().filter(|&len| len > 0)
+    }
+
+    /// Sends a packet.
+    ///
+    /// # Errors
+    /// The kernel does not take it.
+    pub(super) fn write(
+        &self,
+        queue: usize,
+        header: &[u8],
+        pieces: &[HostSlice<'_>],
+        vectors: &mut Vec<libc::iovec>,
+    ) -> io::Result<()> {
+        let part =
+            |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };
+        vectors.clear();
+        vectors.push(part(header.as_ptr(), header.len()));
+        vectors.extend(pieces.iter().map(|piece| part(piece.as_ptr(), piece.len())));
+        let fd = self.queues[queue].as_raw_fd();
+        // SAFETY: every vector is memory that is mapped while `header` and `pieces` are borrowed,
+        // and the kernel only reads it.
+        let sent = unsafe { libc::writev(fd, vectors.as_ptr(), vectors.len() as libc::c_int) };
+        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+/// The most pieces that one packet is sent in.
+pub(super) const MAX_PIECES: usize = 1000;
+
+fn device() -> Result<OwnedFd, TapError> {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/net/tun");
+    file.map(OwnedFd::from).map_err(TapError::Device)
+}
+
+fn join(fd: BorrowedFd<'_>, name: &str, more: libc::c_int) -> io::Result<()> {
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | more;
+    let mut request = IfReq { name: [0; 16], flags: flags as libc::c_short, rest: [0; 22] };
+    request.name[..name.len()].copy_from_slice(name.as_bytes());
+    // SAFETY: the ioctl reads and writes an ifreq, which outlives the call.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETIFF as _, &mut request) })
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_no_interface_has_is_refused() {
+        for name in ["", "a/b", "a b", "sixteen-letters-"] {
+            assert!(matches!(Tap::open(name, 1), Err(TapError::Name(_))), "{name}");
+        }
+        assert_eq!(size_of::<IfReq>(), size_of::<libc::ifreq>());
+    }
+}

@@ -1,0 +1,472 @@
+//! A worker's share of a network device: some of its pairs of queues, and what lies between them.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering, fence},
+    },
+};
+
+use ringfence_iotlb::{Counters, Endpoint, View};
+use ringfence_mem::{Memory, Physical, UserAddresses};
+use ringfence_vhost_user::RingAddresses;
+use ringfence_virtq::{RingError, device};
+
+use super::{
+    lane::{Lane, Place, Terms, discard, forward},
+    outlet::Outlet,
+    ring::{Events, NetRing},
+    stats::{Lost, QueueCounters},
+    tap::Tap,
+    wire::feature,
+};
+use crate::{bus::Bus, event, worker::Unit};
+
+/// Where packets go that a driver sends.
+#[derive(Clone, Debug)]
+pub enum Way {
+    /// Back to the driver, on the same pair of queues.
+    Loopback,
+    /// To the driver of the other of two devices.
+    Peer,
+    /// To a tap device, from which come those that the driver receives.
+    Tap(Arc<Tap>),
+}
+
+impl Way {
+    /// How many devices there are.
+    pub fn ends(&self) -> usize {
+        match self {
+            Way::Loopback | Way::Tap(_) => 1,
+            Way::Peer => 2,
+        }
+    }
+
+    /// What a sender may leave to be done: what a receiver can be left to do.
+    pub(super) fn offloads(&self) -> u64 {
+        match self {
+            Way::Loopback | Way::Peer => feature::HOST_OFFLOADS | feature::GUEST_OFFLOADS,
+            Way::Tap(tap) => tap.offloads(),
+        }
+    }
+}
+
+/// What a ring is started with.
+pub(super) struct Start {
+    pub(super) config: device::Config,
+    pub(super) events: Events,
+    pub(super) enabled: bool,
+    pub(super) counters: Arc<QueueCounters>,
+    pub(super) name: Arc<str>,
+}
+
+/// How a driver's memory is reached, and what was settled on.
+pub(super) struct Connected {
+    pub(super) memory: Arc<Memory>,
+    /// `None`: addresses are guest-physical.
+    pub(super) endpoint: Option<Arc<Endpoint>>,
+    pub(super) terms: Terms,
+    /// How long, in ns, a packet waits for a translation.
+    pub(super) patience_ns: u64,
+}
+
+/// One device, as far as this worker has to do with it.
+#[derive(Default)]
+struct End {
+    /// `None`: no driver is there.
+    bus: Option<Bus>,
+    terms: Terms,
+    patience_ns: u64,
+    /// By pair.
+    receive: Vec<Option<Box<NetRing>>>,
+    transmit: Vec<Option<Box<NetRing>>>,
+    /// For each transmit ring.
+    lanes: Vec<Lane>,
+}
+
+/// A worker's share of a network device, or of two that are back to back.
+pub struct NetUnit {
+    ends: Vec<End>,
+    way: Way,
+    /// By pair, if they lead to a tap.
+    outlets: Vec<Outlet>,
+    wake: Arc<Wake>,
+}
+
+/// Wakes the worker when what it asked for was answered.
+struct Wake {
+    event: OwnedFd,
+    asleep: AtomicBool,
+}
+
+impl Wake {
+    fn wake(&self) {
+        // The answer was counted before. Of this fence and the one of `NetUnit::arm` one comes
+        // first: either we see that the worker is about to sleep, or it sees the count.
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::Relaxed) {
+            event::signal(&self.event);
+        }
+    }
+}
+
+impl NetUnit {
+    /// A share without queues, of devices with `pairs` pairs of queues each.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new(way: Way, pairs: u16) -> std::io::Result<NetUnit> {
+        let wake = Arc::new(Wake { event: event::new()?, asleep: AtomicBool::new(false) });
+        let end = || End {
+            receive: (0..pairs).map(|_| None).collect(),
+            transmit: (0..pairs).map(|_| None).collect(),
+            lanes: (0..pairs).map(|_| Lane::default()).collect(),
+            ..End::default()
+        };
+        let outlets = match &way {
+            Way::Tap(tap) => {
+                (0..usize::from(pairs)).map(|pair| Outlet::new(tap, pair)).collect::<Result<_, _>>()
+            }
+            _ => Ok(Vec::new()),
+        };
+        let ends = (0..way.ends()).map(|_| end()).collect();
+        Ok(NetUnit { ends, way, outlets: outlets?, wake })
+    }
+
+    /// Starts a ring; the first of a driver says how its memory is reached, and gives the counters of
+    /// the view, if one was made.
+    ///
+    /// # Errors
+    /// What is wrong with the ring, or that there are too many workers for one IOMMU.
+    pub(super) fn start(
+        &mut self,
+        at: usize,
+        ring: u16,
+        start: Start,
+        connected: Connected,
+    ) -> Result<Option<Arc<Counters>>, String> {
+        self.stop(at, ring);
+        let end = &mut self.ends[at];
+        let Connected { memory, endpoint, terms, patience_ns } = connected;
+        let mut counted = None;
+        let bus = match &mut end.bus {
+            Some(bus) => bus,
+            none => none.insert(match endpoint {
+                None => Bus::Physical(Physical::new(Arc::clone(&memory))),
+                Some(endpoint) => {
+                    let mut view = View::new(endpoint, Arc::clone(&memory))
+                        .ok_or("too many workers for one IOMMU")?;
+                    let wake = Arc::clone(&self.wake);
+                    view.wake_with(Box::new(move || wake.wake()));
+                    counted = Some(view.counters());
+                    Bus::Iommu(Box::new(view))
+                }
+            }),
+        };
+        (end.terms, end.patience_ns) = (terms, patience_ns);
+        if let Way::Tap(tap) = &self.way {
+            tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
+        }
+        let Start { config, events, enabled, counters, name } = start;
+        // Behind an IOMMU a ring may be where nobody has said yet (rule D22).
+        let queue = match bus {
+            Bus::Iommu(_) => device::Queue::postponed(config),
+            Bus::Physical(_) => device::Queue::new(config, &UserAddresses::new(memory)),
+        };
+        let queue = queue.map_err(|error: RingError| error.to_string())?;
+        let mut net = NetRing::new(ring, queue, events, counters, name);
+        net.enabled = enabled;
+        *self.slot(at, ring) = Some(Box::new(net));
+        self.open_outlet(ring, enabled);
+        Ok(counted)
+    }
+
+    /// The tap is to give a pair packets, or not.
+    fn open_outlet(&mut self, ring: u16, open: bool) {
+        if ring.is_multiple_of(2)
+            && let Some(outlet) = self.outlets.get_mut(usize::from(ring / 2))
+        {
+            outlet.set_open(open);
+        }
+    }
+
+    /// Lets a ring work, or not.
+    pub(super) fn enable(&mut self, at: usize, ring: u16, enabled: bool) {
+        if let Some(found) = self.ring(at, ring) {
+            found.enabled = enabled;
+            self.open_outlet(ring, enabled);
+        }
+    }
+
+    /// A running ring lies elsewhere from now on.
+    pub(super) fn relocate(
+        &mut self,
+        at: usize,
+        ring: u16,
+        addresses: RingAddresses,
+        memory: &Arc<Memory>,
+    ) {
+        let plain = matches!(self.ends[at].bus, Some(Bus::Physical(_)));
+        if let Some(ring) = self.ring(at, ring) {
+            ring.relocate(addresses);
+            if plain {
+                ring.move_to(&UserAddresses::new(Arc::clone(memory)));
+            }
+        }
+    }
+
+    fn slot(&mut self, at: usize, ring: u16) -> &mut Option<Box<NetRing>> {
+        let (end, pair) = (&mut self.ends[at], usize::from(ring / 2));
+        if ring.is_multiple_of(2) { &mut end.receive[pair] } else { &mut end.transmit[pair] }
+    }
+
+    /// A ring that was started.
+    pub(super) fn ring(&mut self, at: usize, ring: u16) -> Option<&mut NetRing> {
+        self.slot(at, ring).as_deref_mut()
+    }
+
+    /// Stops a ring, for good; returns the next available index.
+    pub(super) fn stop(&mut self, at: usize, ring: u16) -> Option<u32> {
+        let stopped = self.slot(at, ring).take()?;
+        self.open_outlet(ring, false);
+        let end = &mut self.ends[at];
+        end.lanes[usize::from(ring / 2)] = Lane::default();
+        Some(stopped.stop(end.bus.as_ref()?))
+    }
+
+    /// Replaces the memory under running rings. One whose ring is not in the new memory stops, as
+    /// one does whose driver breaks the rules.
+    pub(super) fn set_memory(&mut self, at: usize, memory: &Arc<Memory>) {
+        let end = &mut self.ends[at];
+        let Some(bus) = &mut end.bus else { return };
+        bus.set_memory(Arc::clone(memory));
+        if let Bus::Physical(_) = bus {
+            let addresses = UserAddresses::new(Arc::clone(memory));
+            let rings = end.receive.iter_mut().chain(&mut end.transmit);
+            rings.flatten().for_each(|ring| ring.move_to(&addresses));
+        }
+    }
+
+    /// The driver is gone.
+    pub(super) fn forget(&mut self, at: usize) {
+        self.outlets.iter_mut().for_each(|outlet| outlet.set_open(false));
+        let end = &mut self.ends[at];
+        end.receive.iter_mut().chain(&mut end.transmit).for_each(|ring| *ring = None);
+        end.lanes.iter_mut().for_each(|lane| *lane = Lane::default());
+        end.bus = None;
+    }
+}
+
+impl End {
+    /// The receive ring for what comes on another's pair of that number.
+    #[inline]
+    fn receiver(&mut self, pair: usize) -> Option<&mut NetRing> {
+        let takes = |ring: &Option<Box<NetRing>>| {
+            ring.as_ref().is_some_and(|ring| ring.enabled && !ring.has_failed())
+        };
+        // Drivers need not use as many pairs as each other.
+        let at = if self.receive.get(pair).is_some_and(takes) {
+            pair
+        } else {
+            let many = self.receive.iter().filter(|ring| takes(ring)).count();
+            let nth = pair.checked_rem(many)?;
+            self.receive.iter().enumerate().filter(|(_, ring)| takes(ring)).nth(nth)?.0
+        };
+        self.receive[at].as_deref_mut()
+    }
+}
+
+/// One round of a transmit ring.
+fn round(
+    lane: &mut Lane,
+    from: (&mut NetRing, &Bus, Terms),
+    to: Option<(&mut NetRing, &Bus, Terms)>,
+    now_ns: u64,
+    patience_ns: u64,
+) -> bool {
+    let (ring, bus, terms) = from;
+    let why = match (&to, ring.enabled) {
+        _ if ring.has_failed() => return false,
+        // A ring that is started and disabled is emptied without effect (rule D28).
+        (_, false) => Some(Lost::Disabled),
+        (None, true) => Some(Lost::NoReceiver),
+        (Some(_), true) => None,
+    };
+    let (Some((target, target_bus, target_terms)), None) = (to, why) else {
+        let why = why.unwrap_or(Lost::NoReceiver);
+        return match bus {
+            Bus::Iommu(view) => discard(ring, &**view, why, now_ns),
+            Bus::Physical(physical) => discard(ring, physical, why, now_ns),
+        };
+    };
+    // A way for each combination, so that what is not behind an IOMMU pays nothing for one.
+    macro_rules! go {
+        ($src:expr, $dst:expr) => {
+            forward(
+                lane,
+                &mut Place { ring, bus: $src, terms },
+                &mut Place { ring: target, bus: $dst, terms: target_terms },
+                now_ns,
+                patience_ns,
+            )
+        };
+    }
+    match (bus, target_bus) {
+        (Bus::Iommu(src), Bus::Iommu(dst)) => go!(&**src, &**dst),
+        (Bus::Iommu(src), Bus::Physical(dst)) => go!(&**src, dst),
+        (Bus::Physical(src), Bus::Iommu(dst)) => go!(src, &**dst),
+        (Bus::Physical(src), Bus::Physical(dst)) => go!(src, dst),
+    }
+}
+
+fn loopback(end: &mut End, now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+        return false;
+    };
+    let mut busy = false;
+    for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
+        let Some(from) = transmit.as_deref_mut() else { continue };
+        let to = receive[pair].as_deref_mut().filter(|ring| ring.enabled && !ring.has_failed());
+        let to = to.map(|ring| (ring, &*bus, *terms));
+        busy |= round(lane, (from, bus, *terms), to, now_ns, *patience_ns);
+    }
+    busy
+}
+
+fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, transmit, lanes, .. } = from else {
+        return false;
+    };
+    let mut busy = false;
+    for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
+        let Some(ring) = transmit.as_deref_mut() else { continue };
+        let (target_bus, target_terms) = (to.bus.take(), to.terms);
+        let target = to.receiver(pair).zip(target_bus.as_ref());
+        let target = target.map(|(ring, bus)| (ring, bus, target_terms));
+        busy |= round(lane, (ring, bus, *terms), target, now_ns, *patience_ns);
+        to.bus = target_bus;
+    }
+    busy
+}
+
+fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+        return false;
+    };
+    let (terms, patience_ns) = (*terms, *patience_ns);
+    let mut busy = false;
+    for (pair, outlet) in outlets.iter_mut().enumerate() {
+        if let Some(ring) = transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
+            let lane = &mut lanes[pair];
+            busy |= match (&*bus, ring.enabled) {
+                (Bus::Iommu(view), false) => discard(ring, &**view, Lost::Disabled, now_ns),
+                (Bus::Physical(bus), false) => discard(ring, bus, Lost::Disabled, now_ns),
+                (Bus::Iommu(view), true) => {
+                    let mut src = Place { ring, bus: &**view, terms };
+                    outlet.send(lane, &mut src, now_ns, patience_ns)
+                }
+                (Bus::Physical(bus), true) => {
+                    outlet.send(lane, &mut Place { ring, bus, terms }, now_ns, patience_ns)
+                }
+            };
+        }
+        let takes = |ring: &&mut NetRing| ring.enabled && !ring.has_failed();
+        if let Some(ring) = receive[pair].as_deref_mut().filter(takes) {
+            busy |= match &*bus {
+                Bus::Iommu(view) => {
+                    let mut dst = Place { ring, bus: &**view, terms };
+                    outlet.take_in(&mut dst, now_ns, patience_ns)
+                }
+                Bus::Physical(bus) => {
+                    outlet.take_in(&mut Place { ring, bus, terms }, now_ns, patience_ns)
+                }
+            };
+        }
+    }
+    busy
+}
+
+impl Unit for NetUnit {
+    fn poll(&mut self, now_ns: u64) -> bool {
+        match (&self.way, &mut self.ends[..]) {
+            (Way::Peer, [a, b]) => across(a, b, now_ns) | across(b, a, now_ns),
+            (Way::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
+            (_, ends) => ends.iter_mut().fold(false, |busy, end| loopback(end, now_ns) | busy),
+        }
+    }
+
+    fn quiet(&mut self) {
+        self.ends.iter_mut().filter_map(|end| end.bus.as_mut()).for_each(Bus::quiet);
+    }
+
+    fn next_due(&self) -> Option<u64> {
+        let lane = |end: &End| end.lanes.iter().filter_map(Lane::next_due).min();
+        let ring = |end: &End| {
+            let rings = end.receive.iter().chain(&end.transmit).flatten();
+            rings.filter_map(|ring| ring.next_look()).min()
+        };
+        let inward = self.outlets.iter().filter_map(|outlet| outlet.inward.next_retry());
+        self.ends.iter().flat_map(|end| [lane(end), ring(end)]).flatten().chain(inward).min()
+    }
+
+    fn arm(&mut self) -> bool {
+        self.wake.asleep.store(true, Ordering::Relaxed);
+        // See `Wake::wake`.
+        fence(Ordering::SeqCst);
+        let mut more = false;
+        let mut starved = false;
+        let answers = self.ends.iter().map(|end| end.bus.as_ref().map_or(0, Bus::answers));
+        let answers: [u64; 2] = {
+            let mut each = answers.cycle();
+            std::array::from_fn(|_| each.next().unwrap_or(0))
+        };
+        for (at, end) in self.ends.iter_mut().enumerate() {
+            let answers = (answers[at], answers[1 - at]);
+            for (transmit, lane) in end.transmit.iter_mut().zip(&end.lanes) {
+                starved |= lane.is_starved();
+                if let Some(ring) = transmit {
+                    // Packets that would only wait are no reason to stay awake.
+                    more |= match (lane.is_stalled(), lane.is_starved() && !lane.is_hopeless()) {
+                        (true, _) => lane.may_go_on(answers),
+                        (false, true) => false,
+                        (false, false) => ring.arm(),
+                    };
+                }
+            }
+        }
+        for outlet in &self.outlets {
+            starved |= outlet.inward.is_starved();
+            more |= outlet.is_due() || outlet.inward.may_go_on((answers[0], answers[0]));
+        }
+        if starved {
+            // Who waits for buffers sleeps until there are some.
+            let rings = self.ends.iter_mut().flat_map(|end| &mut end.receive).flatten();
+            more |= rings.fold(false, |more, ring| ring.arm() | more);
+        }
+        more
+    }
+
+    fn disarm(&mut self) {
+        self.wake.asleep.store(false, Ordering::Relaxed);
+        for end in &mut self.ends {
+            let rings = end.receive.iter_mut().chain(&mut end.transmit);
+            rings.flatten().for_each(|ring| ring.disarm());
+        }
+    }
+
+    fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
+        into.push(self.wake.event.as_fd());
+        into.extend(self.outlets.iter().filter_map(Outlet::waker));
+        let rings = |end: &'a End| end.receive.iter().chain(&end.transmit).flatten();
+        into.extend(self.ends.iter().flat_map(rings).filter_map(|ring| ring.kick()));
+    }
+
+    fn offline(&mut self) {
+        self.ends.iter_mut().filter_map(|end| end.bus.as_mut()).for_each(Bus::offline);
+    }
+
+    fn online(&mut self) {
+        self.ends.iter_mut().filter_map(|end| end.bus.as_mut()).for_each(Bus::online);
+    }
+}

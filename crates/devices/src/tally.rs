@@ -1,0 +1,156 @@
+//! What the IOTLB of a device has counted, over all its connections.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use parking_lot::Mutex;
+use ringfence_iotlb::{Counters, Iotlb};
+
+/// What the IOTLB of a device has counted. All but `entries` and `open` only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IotlbTotals {
+    /// Translations in the table now.
+    pub entries: u64,
+    /// Misses that are not answered yet.
+    pub open: u64,
+    /// Lookups that a worker's own cache answered.
+    pub hits: u64,
+    /// Lookups that had to look in the table.
+    pub walks: u64,
+    /// Accesses that were refused.
+    pub faults: u64,
+    /// Misses that were sent.
+    pub misses: u64,
+    /// Of these, those that had been sent before.
+    pub asked_again: u64,
+    /// Translations that were told.
+    pub updates: u64,
+    /// Invalidations.
+    pub invalidations: u64,
+    /// Entries that made room for others.
+    pub evictions: u64,
+    /// Misses for which there is no translation.
+    pub refusals: u64,
+    /// Requests that gave up waiting.
+    pub timeouts: u64,
+}
+
+impl std::ops::Add for IotlbTotals {
+    type Output = IotlbTotals;
+
+    fn add(self, more: IotlbTotals) -> IotlbTotals {
+        IotlbTotals {
+            entries: self.entries + more.entries,
+            open: self.open + more.open,
+            hits: self.hits + more.hits,
+            walks: self.walks + more.walks,
+            faults: self.faults + more.faults,
+            misses: self.misses + more.misses,
+            asked_again: self.asked_again + more.asked_again,
+            updates: self.updates + more.updates,
+            invalidations: self.invalidations + more.invalidations,
+            evictions: self.evictions + more.evictions,
+            refusals: self.refusals + more.refusals,
+            timeouts: self.timeouts + more.timeouts,
+        }
+    }
+}
+
+/// Sums what the IOTLBs of a device count, one a connection. Shared by the device's back ends, one
+/// after the other, and whoever shows the figures.
+#[derive(Default)]
+pub struct IotlbTally {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// Of connections that are over.
+    past: IotlbTotals,
+    iotlb: Option<Arc<Iotlb>>,
+    views: Vec<Arc<Counters>>,
+}
+
+impl IotlbTally {
+    /// A connection begins, with this table. The one before it is over.
+    pub fn begin(&self, iotlb: &Arc<Iotlb>) {
+        let mut inner = self.inner.lock();
+        inner.end();
+        inner.iotlb = Some(Arc::clone(iotlb));
+    }
+
+    /// A worker's view of the table counts too.
+    pub fn view(&self, counters: Arc<Counters>) {
+        self.inner.lock().views.push(counters);
+    }
+
+    /// The connection is over.
+    pub fn end(&self) {
+        self.inner.lock().end();
+    }
+
+    /// The figures.
+    pub fn totals(&self) -> IotlbTotals {
+        self.inner.lock().totals()
+    }
+}
+
+impl Inner {
+    fn end(&mut self) {
+        self.past = IotlbTotals { entries: 0, open: 0, ..self.totals() };
+        self.iotlb = None;
+        self.views.clear();
+    }
+
+    fn totals(&self) -> IotlbTotals {
+        let mut sum = self.past;
+        if let Some(iotlb) = &self.iotlb {
+            let stats = iotlb.stats();
+            sum.entries = iotlb.entries();
+            sum.open = iotlb.open_misses() as u64;
+            for (into, from) in [
+                (&mut sum.misses, &stats.misses),
+                (&mut sum.asked_again, &stats.asked_again),
+                (&mut sum.updates, &stats.updates),
+                (&mut sum.invalidations, &stats.invalidations),
+                (&mut sum.evictions, &stats.evictions),
+                (&mut sum.refusals, &stats.refusals),
+                (&mut sum.timeouts, &stats.timeouts),
+            ] {
+                *into += from.load(Ordering::Relaxed);
+            }
+        }
+        for view in &self.views {
+            sum.hits += view.hits.load(Ordering::Relaxed);
+            sum.walks += view.misses.load(Ordering::Relaxed);
+            sum.faults += view.faults.load(Ordering::Relaxed);
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
+    use ringfence_iotlb::IotlbConfig;
+
+    #[test]
+    fn what_a_connection_counted_stays_when_it_is_over() {
+        let tally = IotlbTally::default();
+        let range = Range::from_len(Iova(0x1000), 0x1000).unwrap();
+        for connection in 1..=3 {
+            let iotlb = Iotlb::new(IotlbConfig::default(), Shootdown::new(1));
+            tally.begin(&iotlb);
+            let counters = Arc::<Counters>::default();
+            tally.view(Arc::clone(&counters));
+            counters.hits.store(5, Ordering::Relaxed);
+            iotlb.update(range, GuestPhys(0), Prot::RW).unwrap();
+            let totals = tally.totals();
+            assert_eq!((totals.entries, totals.updates), (1, connection));
+            assert_eq!(totals.hits, 5 * connection);
+        }
+        tally.end();
+        let totals = tally.totals();
+        assert_eq!((totals.entries, totals.updates, totals.hits), (0, 3, 15));
+    }
+}

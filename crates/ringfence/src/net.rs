@@ -1,0 +1,161 @@
+//! `ringfence net`: a network device for vhost-user front ends.
+
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use ringfence_devices::net::{Lost, Net, NetBackend, NetOptions, QueueCounters, Tap, Way};
+use ringfence_iotlb::IotlbConfig;
+
+use crate::serve::{self, Kind, Page, Service};
+
+#[derive(Args)]
+#[group(id = "way", required = true, multiple = false, args = ["loopback", "peer", "tap"])]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    service: serve::Options,
+
+    /// What a driver sends comes back to it
+    #[arg(long)]
+    loopback: bool,
+
+    /// Serve a second device on this socket, back to back with the first
+    #[arg(long, value_name = "PATH")]
+    peer: Option<PathBuf>,
+
+    /// Pass packets to and from this tap device, which is made if it is not there
+    #[arg(long, value_name = "NAME")]
+    tap: Option<String>,
+
+    /// How many pairs of queues a driver may use
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=127))]
+    queues: u16,
+
+    /// The address that the device tells, such as 52:54:00:12:34:56 [default: the front end's own]
+    #[arg(long, value_name = "ADDRESS", value_parser = address)]
+    mac: Option<[u8; 6]>,
+
+    /// The MTU that the device tells
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..))]
+    mtu: Option<u16>,
+
+    /// How many translations the device IOTLB holds at most
+    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries, value_parser = clap::value_parser!(u64).range(16..=1 << 24))]
+    iotlb_entries: u64,
+
+    /// How long a packet waits for a translation before it is dropped, in ms
+    #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
+    miss_timeout: u64,
+}
+
+fn address(text: &str) -> Result<[u8; 6], String> {
+    let bytes: Result<Vec<u8>, _> =
+        text.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
+    let bytes = bytes.ok().and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
+    match bytes {
+        Some(bytes) if bytes[0] & 1 == 0 => Ok(bytes),
+        Some(_) => Err("that is the address of a group".into()),
+        None => Err("expected six bytes, such as 52:54:00:12:34:56".into()),
+    }
+}
+
+struct Serving(Arc<Net>);
+
+pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
+    let Arguments {
+        service,
+        loopback: _,
+        peer,
+        tap,
+        queues,
+        mac,
+        mtu,
+        iotlb_entries,
+        miss_timeout,
+    } = arguments;
+    serve::begin_log(&service);
+    let way = match (&tap, &peer) {
+        (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
+        (None, Some(_)) => Way::Peer,
+        (None, None) => Way::Loopback,
+    };
+    // What one device sends on a pair the other receives on any: with one worker none is out of
+    // reach.
+    let workers = match (&way, service.workers) {
+        (Way::Peer, None) => service.workers("net", 1)?,
+        _ => service.workers("net", queues)?,
+    };
+    let iotlb = IotlbConfig {
+        entries: iotlb_entries,
+        patience: Duration::from_millis(miss_timeout),
+        ..IotlbConfig::default()
+    };
+    let options = NetOptions { name: "net".into(), way, pairs: queues, mac, mtu, iotlb };
+    let net = Net::new(options, workers).context("preparing the device")?;
+    let more: Vec<&Path> = peer.as_deref().into_iter().collect();
+    serve::run(&service, &more, Serving(net))
+}
+
+impl Service for Serving {
+    type Handler = NetBackend;
+
+    fn name(&self) -> &'static str {
+        "net"
+    }
+
+    fn connect(&self, socket: usize) -> Result<NetBackend> {
+        Ok(self.0.connect(socket))
+    }
+
+    fn figures(&self, page: &mut Page) {
+        let Serving(net) = self;
+        let of = |read: &dyn Fn(&QueueCounters) -> u64| {
+            let ends = 0..net.options().way.ends();
+            let each =
+                ends.flat_map(|end| net.counters(end).iter().enumerate().map(move |at| (end, at)));
+            each.map(|(end, (ring, counters))| (format!("{end}.{ring}"), read(counters)))
+                .collect::<Vec<_>>()
+        };
+        for (name, help, read) in [
+            (
+                "net_packets_total",
+                "Packets by queue: device, and ring (even: received by the driver, odd: sent).",
+                &QueueCounters::packets as &dyn Fn(&QueueCounters) -> u64,
+            ),
+            ("net_bytes_total", "Their bytes.", &QueueCounters::bytes),
+            (
+                "net_queue_stops_total",
+                "Queues that were stopped because their driver broke the rules.",
+                &QueueCounters::stops,
+            ),
+        ] {
+            page.many(Kind::Counter, name, help, "queue", of(read));
+        }
+        for why in Lost::ALL {
+            let name = format!("net_lost_{why}_total");
+            let help =
+                format!("Packets and buffers that were given back unused: {}.", why.reason());
+            page.many(Kind::Counter, &name, &help, "queue", of(&|counters| counters.lost(why)));
+        }
+        let totals = (0..net.options().way.ends()).map(|end| net.iotlb(end));
+        serve::iotlb_figures(page, &totals.fold(Default::default(), |sum, totals| sum + totals));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_has_six_bytes_and_is_no_group() {
+        assert_eq!(address("52:54:00:12:34:56"), Ok([0x52, 0x54, 0, 0x12, 0x34, 0x56]));
+        for wrong in ["", "52:54:00:12:34", "52:54:00:12:34:56:78", "53:54:00:12:34:56", "x"] {
+            assert!(address(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! What a service says, on standard error: a line an event.
+
+use std::{
+    fmt::{self, Write as _},
+    io::Write as _,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use tracing::{
+    Event, Level, Metadata, Subscriber,
+    field::{Field, Visit},
+    level_filters::LevelFilter,
+    span::{Attributes, Id, Record},
+};
+
+/// Has everything down to `level` said from now on; the first call decides.
+pub(crate) fn begin(level: LevelFilter) {
+    let _ = tracing::subscriber::set_global_default(Lines(level));
+}
+
+/// Writes each event as one line. Spans are not used here, and not told.
+struct Lines(LevelFilter);
+
+impl Subscriber for Lines {
+    fn enabled(&self, about: &Metadata<'_>) -> bool {
+        about.is_event() && *about.level() <= self.0
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(self.0)
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let mut line = Line { text: timestamp(now.as_millis()) };
+        line.text.push_str(match *event.metadata().level() {
+            Level::ERROR => " error: ",
+            Level::WARN => " warning: ",
+            Level::INFO => " ",
+            Level::DEBUG => " debug: ",
+            Level::TRACE => " trace: ",
+        });
+        event.record(&mut line);
+        line.text.push('\n');
+        // In one call, so that lines of several threads stay whole. Nobody is left to be told that
+        // nobody listens.
+        let _ = std::io::stderr().lock().write_all(line.text.as_bytes());
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+struct Line {
+    text: String,
+}
+
+impl Line {
+    /// What a peer had a part in stays on its line.
+    fn push(&mut self, value: &str) {
+        for letter in value.chars() {
+            match letter.is_control() {
+                true => self.text.extend(letter.escape_default()),
+                false => self.text.push(letter),
+            }
+        }
+    }
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let mut text = String::new();
+        let _ = match field.name() {
+            "message" => write!(text, "{value:?}"),
+            name => write!(text, " {name}={value:?}"),
+        };
+        self.push(&text);
+    }
+}
+
+/// `2026-11-21T23:10:26.123Z`, from milliseconds since 1970.
+fn timestamp(ms: u128) -> String {
+    let seconds = ms / 1000;
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years that begin with March, so that the day of a leap year is the last (Richards' algorithm).
+    let from_march = days + 719_468;
+    let (era, day_of_era) = (from_march / 146_097, from_march % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = year_of_era + era * 400 + u128::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:03}Z", ms % 1000)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_those_of_the_calendar() {
+        assert_eq!(timestamp(0), "1970-01-01T00:00:00.000Z");
+        assert_eq!(timestamp(951_782_399_999), "2000-02-28T23:59:59.999Z");
+        assert_eq!(timestamp(951_782_400_000), "2000-02-29T00:00:00.000Z");
+        assert_eq!(timestamp(951_868_800_000), "2000-03-01T00:00:00.000Z");
+        assert_eq!(timestamp(1_735_689_599_000), "2024-12-31T23:59:59.000Z");
+        assert_eq!(timestamp(4_107_542_400_000), "2100-03-01T00:00:00.000Z");
+    }
+
+    #[test]
+    fn a_value_does_not_leave_its_line() {
+        let mut line = Line { text: String::new() };
+        line.push("a\nb\u{1b}[2J");
+        assert_eq!(line.text, "a\\nb\\u{1b}[2J");
+    }
+}

@@ -1,0 +1,327 @@
+//! The frame of a vhost-user service: its sockets, one front end after the other, figures, logs,
+//! and an orderly end.
+
+mod http;
+mod log;
+mod page;
+mod socket;
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use parking_lot::Mutex;
+use ringfence_devices::{
+    tally::IotlbTotals,
+    worker::{Notify, Worker},
+};
+use ringfence_vhost_user::{Handler, Server, Shutdown};
+use rustix::event::{PollFd, PollFlags, poll};
+use sd_notify::NotifyState;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use tracing::{error, info, level_filters::LevelFilter, warn};
+
+pub(crate) use page::{Kind, Page};
+use socket::Listener;
+
+/// How long I/O that is under way may take to end when the service does.
+const LAST_IO: Duration = Duration::from_secs(30);
+
+/// What every service can be told.
+#[derive(Args)]
+pub(crate) struct Options {
+    /// The socket that front ends connect to [default: what the service manager passes]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+
+    /// Who may connect: the socket's permission bits
+    #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = octal)]
+    pub(crate) socket_mode: u32,
+
+    /// Serve figures for Prometheus: HOST:PORT (port 0: any) or unix:PATH
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) metrics: Option<http::Address>,
+
+    /// How many threads move data, at most [default: one a queue, no more than CPUs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) workers: Option<u16>,
+
+    /// How they wait for the driver: adaptive (spin, then sleep), poll or sleep
+    #[arg(long, value_name = "HOW", default_value_t = Notify::Adaptive)]
+    pub(crate) notify: Notify,
+
+    /// How much is said on standard error: off, error, warn, info, debug or trace
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    pub(crate) log: LevelFilter,
+}
+
+fn octal(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode @ 0..=0o777) => Ok(mode),
+        _ => Err("expected three octal digits, such as 660".into()),
+    }
+}
+
+impl Options {
+    /// Threads for a device of that many queues: no more than have something to do.
+    ///
+    /// # Errors
+    /// No thread is left.
+    pub(crate) fn workers(&self, name: &str, queues: u16) -> Result<Arc<[Worker]>> {
+        let cpus = thread::available_parallelism().map_or(1, |cpus| cpus.get());
+        let most = self.workers.map_or(cpus, usize::from);
+        (0..most.min(queues.into()).max(1))
+            .map(|at| Worker::spawn(&format!("{name}-{at}"), self.notify))
+            .collect::<io::Result<_>>()
+            .context("starting a worker")
+    }
+}
+
+/// A device, or several, for front ends to connect to.
+pub(crate) trait Service: Send + Sync {
+    /// What serves one connection.
+    type Handler: Handler;
+
+    /// The service's name in messages.
+    fn name(&self) -> &'static str;
+
+    /// A front end has connected to the socket of that number (0: `--socket`); the one before it is
+    /// gone. Called and used on the socket's own thread.
+    ///
+    /// # Errors
+    /// It cannot be served: the connection is closed.
+    fn connect(&self, socket: usize) -> Result<Self::Handler>;
+
+    /// The service's own figures.
+    fn figures(&self, page: &mut Page);
+}
+
+/// Says from now on what `--log` asks for. To be called before anything is made that may speak.
+pub(crate) fn begin_log(options: &Options) {
+    log::begin(options.log);
+}
+
+/// The log of a process that serves another of this command.
+pub(crate) fn begin_quiet_log() {
+    log::begin(LevelFilter::WARN);
+}
+
+/// What the frame counts for each socket.
+#[derive(Default)]
+struct Front {
+    connections: AtomicU64,
+    broken: AtomicU64,
+    /// The connection that is served now.
+    now: Mutex<Option<Shutdown>>,
+}
+
+struct Frame<S> {
+    service: S,
+    begun: Instant,
+    listeners: Vec<Listener>,
+    fronts: Vec<Front>,
+    stopping: AtomicBool,
+}
+
+/// Listens on `--socket` and `more`, and serves until SIGTERM or SIGINT. What is under way then is
+/// finished and answered; a second signal ends the process at once.
+///
+/// # Errors
+/// [`Usage`]; a socket or the endpoint of the figures cannot be had; I/O does not end.
+pub(crate) fn run<S: Service>(options: &Options, more: &[&Path], service: S) -> Result<ExitCode> {
+    ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
+    let paths: Vec<&Path> =
+        options.socket.as_deref().into_iter().chain(more.iter().copied()).collect();
+    let listeners = socket::open(&paths, 1 + more.len(), options.socket_mode)?;
+    let endpoint = match &options.metrics {
+        Some(address) => Some(
+            http::Endpoint::open(address)
+                .with_context(|| format!("cannot serve figures at {address}"))?,
+        ),
+        None => None,
+    };
+    let signals = signals().context("preparing for signals")?;
+    // Hung up in the end, so that all who wait see it.
+    let (stop, running) = UnixStream::pair().context("preparing for the end")?;
+    let fronts = listeners.iter().map(|_| Front::default()).collect();
+    let stopping = AtomicBool::new(false);
+    let frame = Frame { service, begun: Instant::now(), listeners, fronts, stopping };
+    let name = frame.service.name();
+    for listener in &frame.listeners {
+        info!("{name}: listening on {}", listener.name);
+    }
+    if let Some(endpoint) = &endpoint {
+        info!("{name}: figures at {}", endpoint.address());
+    }
+    tell(&[NotifyState::Ready, NotifyState::Status("waiting for a front end")]);
+
+    thread::scope(|scope| {
+        for at in 0..frame.listeners.len() {
+            let (frame, stop) = (&frame, stop.as_fd());
+            scope.spawn(move || frame.accept(at, stop));
+        }
+        if let Some(endpoint) = &endpoint {
+            let (frame, stop) = (&frame, stop.as_fd());
+            scope.spawn(move || endpoint.serve(stop, || frame.page()));
+        }
+        let mut fds = [PollFd::new(&signals, PollFlags::IN)];
+        while fds[0].revents().is_empty() {
+            let _ = poll(&mut fds, None);
+        }
+        info!("{name}: ending");
+        tell(&[NotifyState::Stopping]);
+        // Not of the scope, which would wait for it.
+        thread::spawn(move || {
+            thread::sleep(LAST_IO);
+            error!("{name}: I/O has not ended for {LAST_IO:?}: giving up");
+            std::process::exit(1);
+        });
+        frame.end();
+        drop(running);
+    });
+    info!("{name}: ended");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What becomes readable with the first SIGTERM or SIGINT. The second ends the process.
+fn signals() -> io::Result<UnixStream> {
+    use signal_hook::{flag, low_level::pipe};
+    let (read, write) = UnixStream::pair()?;
+    let seen = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT] {
+        // In this order: when the flag is set already, the first acts.
+        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&seen))?;
+        flag::register(signal, Arc::clone(&seen))?;
+        pipe::register(signal, write.try_clone()?)?;
+    }
+    Ok(read)
+}
+
+/// Tells the service manager, if there is one.
+fn tell(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        warn!("the service manager cannot be told: {error}");
+    }
+}
+
+impl<S: Service> Frame<S> {
+    /// Serves the front ends of a socket, one after the other, until `stop` is hung up.
+    fn accept(&self, at: usize, stop: BorrowedFd<'_>) {
+        let Listener { socket, name, .. } = &self.listeners[at];
+        while !self.stopping.load(Ordering::Acquire) {
+            let mut fds =
+                [PollFd::new(socket, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
+            let _ = poll(&mut fds, None);
+            if !fds[1].revents().is_empty() {
+                return;
+            }
+            match socket.accept() {
+                Ok((stream, _)) => self.serve(at, stream),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    // No descriptor is left, say: not at full speed.
+                    warn!("{name}: {error}");
+                    thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+    }
+
+    fn serve(&self, at: usize, stream: UnixStream) {
+        let (front, name) = (&self.fronts[at], &self.listeners[at].name);
+        front.connections.fetch_add(1, Ordering::Relaxed);
+        info!("{name}: a front end has connected");
+        tell(&[NotifyState::Status("serving a front end")]);
+        let ended = self.converse(front, at, stream);
+        *front.now.lock() = None;
+        match ended {
+            Ok(()) => info!("{name}: the front end is gone"),
+            Err(why) => {
+                front.broken.fetch_add(1, Ordering::Relaxed);
+                warn!("{name}: connection ended: {}", crate::explain(&why));
+            }
+        }
+        tell(&[NotifyState::Status("waiting for a front end")]);
+    }
+
+    fn converse(&self, front: &Front, at: usize, stream: UnixStream) -> Result<()> {
+        stream.set_nonblocking(false)?;
+        let mut server = Server::new(stream, self.service.connect(at)?);
+        let shutdown = server.shutdown_handle()?;
+        {
+            // Whoever ends the service sets the flag first and then looks here.
+            let mut now = front.now.lock();
+            if self.stopping.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            *now = Some(shutdown);
+        }
+        Ok(server.serve()?)
+    }
+
+    fn end(&self) {
+        self.stopping.store(true, Ordering::Release);
+        for front in &self.fronts {
+            if let Some(shutdown) = &*front.now.lock() {
+                shutdown.shutdown();
+            }
+        }
+    }
+
+    fn page(&self) -> String {
+        let mut page = Page::default();
+        let uptime = self.begun.elapsed().as_secs_f64();
+        page.one(Kind::Gauge, "uptime_seconds", "Since the service began.", uptime);
+        let of = |read: fn(&Front) -> u64| {
+            let fronts = self.listeners.iter().zip(&self.fronts);
+            fronts.map(move |(listener, front)| (&listener.name, read(front))).collect::<Vec<_>>()
+        };
+        let made = of(|front| front.connections.load(Ordering::Relaxed));
+        let broken = of(|front| front.broken.load(Ordering::Relaxed));
+        let now = of(|front| front.now.lock().is_some().into());
+        page.many(Kind::Counter, "connections_total", "Front ends so far.", "socket", made);
+        let help = "Connections that ended for another reason than the front end's leave.";
+        page.many(Kind::Counter, "broken_connections_total", help, "socket", broken);
+        page.many(Kind::Gauge, "connected", "Whether there is a front end.", "socket", now);
+        self.service.figures(&mut page);
+        page.into_text()
+    }
+}
+
+/// The figures of a device's IOTLB.
+pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
+    for (name, help, value) in [
+        ("iotlb_entries", "Translations in the table.", totals.entries),
+        ("iotlb_open_misses", "Misses that are not answered yet.", totals.open),
+    ] {
+        page.one(Kind::Gauge, name, help, value);
+    }
+    for (name, help, value) in [
+        ("iotlb_cache_hits_total", "Lookups that a worker's own cache answered.", totals.hits),
+        ("iotlb_cache_misses_total", "Lookups that had to look in the table.", totals.walks),
+        ("iotlb_misses_total", "Misses sent to the front end.", totals.misses),
+        ("iotlb_asked_again_total", "Of these, those that were sent before.", totals.asked_again),
+        ("iotlb_updates_total", "Translations that were told.", totals.updates),
+        ("iotlb_invalidations_total", "Invalidations.", totals.invalidations),
+        ("iotlb_evictions_total", "Entries that made room for others.", totals.evictions),
+        ("iotlb_refusals_total", "Misses for which there is no translation.", totals.refusals),
+        ("iotlb_timeouts_total", "Requests that gave up waiting.", totals.timeouts),
+        ("iotlb_faults_total", "Accesses that were refused.", totals.faults),
+    ] {
+        page.one(Kind::Counter, name, help, value);
+    }
+}

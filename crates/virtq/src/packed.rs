@@ -1,0 +1,293 @@
+//! A packed ring as fields in memory (virtio 1.3, 2.8), and what a place in it is.
+//!
+//! All that says in which state a descriptor is, its length, id and flags, is one aligned 64-bit
+//! word: one load is one look at all of them, and one store changes all of them. So no field of it
+//! is read twice, and none is seen without the others.
+//!
+//! As for a split ring, the *order* of accesses is the caller's, who argues it.
+
+use core::{
+    ptr::NonNull,
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+};
+
+use ringfence_mem::Window;
+
+use crate::{
+    Area, Desc, RingError,
+    layout::{self, packed},
+    ring::check,
+};
+
+/// A place in the ring: the descriptor, and the wrap counter of the lap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Below the queue's size.
+    pub(crate) at: u16,
+    /// True in the first lap, false in the second, and so on.
+    pub(crate) wrap: bool,
+}
+
+impl Place {
+    /// Where both ends begin.
+    pub(crate) const START: Place = Place { at: 0, wrap: true };
+
+    /// `steps` descriptors further, at most the ring's length.
+    #[inline]
+    pub(crate) fn forward(self, steps: u16, size: u16) -> Place {
+        // Both are at most 2^15, and the place is less: no overflow.
+        let at = self.at + steps;
+        if at < size { Place { at, ..self } } else { Place { at: at - size, wrap: !self.wrap } }
+    }
+
+    /// `steps` descriptors back, at most the ring's length.
+    #[inline]
+    pub(crate) fn back(self, steps: u16, size: u16) -> Place {
+        match self.at.checked_sub(steps) {
+            Some(at) => Place { at, ..self },
+            None => Place { at: self.at + size - steps, wrap: !self.wrap },
+        }
+    }
+
+    /// How far it is from `self` on to `later`, if that is at most the ring's length. `self` may be
+    /// foreign, and no place of the ring.
+    #[inline]
+    pub(crate) fn distance(self, later: Place, size: u16) -> Option<u16> {
+        match self.wrap == later.wrap {
+            true => later.at.checked_sub(self.at),
+            // At most `size`, or `later` has passed this place more than once.
+            false if later.at <= self.at => Some(later.at + size.checked_sub(self.at)?),
+            false => None,
+        }
+    }
+
+    /// As event structures and vhost-user have it: the wrap counter in bit 15.
+    #[inline]
+    pub(crate) fn bits(self) -> u16 {
+        self.at | u16::from(self.wrap) << 15
+    }
+
+    #[inline]
+    pub(crate) fn from_bits(bits: u16) -> Place {
+        Place { at: bits & 0x7fff, wrap: bits >> 15 != 0 }
+    }
+}
+
+/// Length, id and flags of a descriptor: its second word, in our byte order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct State(u64);
+
+impl State {
+    #[inline]
+    pub(crate) fn new(len: u32, id: u16, flags: u16) -> State {
+        State(u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48)
+    }
+
+    /// Of a buffer that is made available in the lap of `wrap`; `flags` are those beside the two
+    /// that say so.
+    #[inline]
+    pub(crate) fn available(len: u32, id: u16, flags: u16, wrap: bool) -> State {
+        let lap = if wrap { packed::DESC_F_AVAIL } else { packed::DESC_F_USED };
+        State::new(len, id, flags | lap)
+    }
+
+    /// Of a buffer that is given back in the lap of `wrap`.
+    #[inline]
+    pub(crate) fn used(len: u32, id: u16, wrap: bool) -> State {
+        let lap = if wrap { packed::DESC_F_AVAIL | packed::DESC_F_USED } else { 0 };
+        // Virtio 2.8.5: the length counts if the device wrote something.
+        let written = if len > 0 { layout::DESC_F_WRITE } else { 0 };
+        State::new(len, id, lap | written)
+    }
+
+    #[inline]
+    pub(crate) fn len(self) -> u32 {
+        self.0 as u32
+    }
+
+    #[inline]
+    pub(crate) fn id(self) -> u16 {
+        (self.0 >> 32) as u16
+    }
+
+    #[inline]
+    fn flags(self) -> u16 {
+        (self.0 >> 48) as u16
+    }
+
+    #[inline]
+    pub(crate) fn has(self, flags: u16) -> bool {
+        self.flags() & flags != 0
+    }
+
+    /// Whether the driver has made it available in the lap of `wrap`.
+    #[inline]
+    pub(crate) fn is_available(self, wrap: bool) -> bool {
+        self.has(packed::DESC_F_AVAIL) == wrap && self.has(packed::DESC_F_USED) != wrap
+    }
+
+    /// Whether the device has given it back in the lap of `wrap`.
+    #[inline]
+    pub(crate) fn is_used(self, wrap: bool) -> bool {
+        self.has(packed::DESC_F_AVAIL) == wrap && self.has(packed::DESC_F_USED) == wrap
+    }
+
+    /// The buffer at `addr` that it describes.
+    #[inline]
+    pub(crate) fn desc(self, addr: u64) -> Desc {
+        Desc { addr, len: self.len(), write: self.has(layout::DESC_F_WRITE) }
+    }
+
+    /// A descriptor of an indirect table, of which only the flag for writing counts.
+    pub(crate) fn to_bytes(self, addr: u64) -> [u8; layout::DESC_SIZE] {
+        (u128::from(addr) | u128::from(self.0) << 64).to_le_bytes()
+    }
+
+    /// Address and state of a descriptor of an indirect table.
+    #[inline]
+    pub(crate) fn from_bytes(bytes: &[u8; layout::DESC_SIZE]) -> (u64, State) {
+        let value = u128::from_le_bytes(*bytes);
+        (value as u64, State((value >> 64) as u64))
+    }
+}
+
+/// The ring of descriptors, which both ends read and write.
+#[derive(Debug)]
+pub(crate) struct DescRing {
+    base: NonNull<u8>,
+    size: u16,
+    window: Window,
+}
+
+// SAFETY: `base` leads into `window`, which may be sent and keeps its memory mapped; every access
+// is atomic.
+unsafe impl Send for DescRing {}
+// SAFETY: as above.
+unsafe impl Sync for DescRing {}
+
+impl DescRing {
+    /// The ring of a queue of `size` at the device's address `addr`.
+    pub(crate) fn new(window: Window, addr: u64, size: u16) -> Result<DescRing, RingError> {
+        let needed = layout::desc_bytes(size);
+        let base = check(&window, Area::Descriptors, addr, needed, layout::DESC_ALIGN)?;
+        Ok(DescRing { base, size, window })
+    }
+
+    /// How many descriptors it has.
+    #[inline]
+    pub(crate) fn size(&self) -> u16 {
+        self.size
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.window.is_valid()
+    }
+
+    /// Word 0 or 1 of descriptor `at`.
+    ///
+    /// # Panics
+    /// If that passes the ring: a [`Place`] never does.
+    #[inline]
+    fn word(&self, at: u16, word: usize) -> &AtomicU64 {
+        assert!(at < self.size && word < 2, "descriptor {at} of a ring of {}", self.size);
+        let offset = layout::DESC_SIZE * usize::from(at) + 8 * word;
+        // SAFETY: the descriptor is one of the queue's, for which `new` checked that the area has
+        // room and is aligned to 16; `window`, which lives as long as the reference, keeps the
+        // memory mapped.
+        unsafe { AtomicU64::from_ptr(self.base.add(offset).cast().as_ptr()) }
+    }
+
+    #[inline]
+    pub(crate) fn addr(&self, at: u16) -> u64 {
+        u64::from_le(self.word(at, 0).load(Ordering::Relaxed))
+    }
+
+    #[inline]
+    pub(crate) fn set_addr(&self, at: u16, addr: u64) {
+        self.word(at, 0).store(addr.to_le(), Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn state(&self, at: u16, order: Ordering) -> State {
+        State(u64::from_le(self.word(at, 1).load(order)))
+    }
+
+    #[inline]
+    pub(crate) fn set_state(&self, at: u16, state: State, order: Ordering) {
+        self.word(at, 1).store(state.0.to_le(), order);
+    }
+}
+
+/// What one end says of the notifications that it wants, written by it and read by the other. A
+/// single word too.
+#[derive(Debug)]
+pub(crate) struct Event {
+    base: NonNull<u8>,
+    window: Window,
+}
+
+// SAFETY: as for `DescRing`.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    pub(crate) fn new(window: Window, area: Area, addr: u64) -> Result<Event, RingError> {
+        let base = check(&window, area, addr, packed::EVENT_SIZE, packed::EVENT_ALIGN)?;
+        Ok(Event { base, window })
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.window.is_valid()
+    }
+
+    #[inline]
+    fn word(&self) -> &AtomicU32 {
+        // SAFETY: `new` checked that the area holds it and is aligned to 4; `window` keeps the
+        // memory mapped.
+        unsafe { AtomicU32::from_ptr(self.base.cast().as_ptr()) }
+    }
+
+    #[inline]
+    pub(crate) fn load(&self) -> Wanted {
+        Wanted(u32::from_le(self.word().load(Ordering::Relaxed)))
+    }
+
+    #[inline]
+    pub(crate) fn store(&self, wanted: Wanted) {
+        self.word().store(wanted.0.to_le(), Ordering::Relaxed);
+    }
+}
+
+/// The contents of an event structure, in our byte order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted(u32);
+
+impl Wanted {
+    pub(crate) const ALL: Wanted = Wanted((packed::EVENT_ENABLE as u32) << 16);
+    pub(crate) const NONE: Wanted = Wanted((packed::EVENT_DISABLE as u32) << 16);
+
+    /// One when the descriptor at `place` has been passed.
+    #[inline]
+    pub(crate) fn at(place: Place) -> Wanted {
+        Wanted(u32::from(place.bits()) | u32::from(packed::EVENT_DESC) << 16)
+    }
+
+    /// Whether an end that has moved on by `moved` descriptors, to `now`, has to notify the one
+    /// that wants this.
+    #[inline]
+    pub(crate) fn is_due(self, now: Place, moved: u64, size: u16, event_idx: bool) -> bool {
+        match (self.0 >> 16) as u16 & 3 {
+            packed::EVENT_DISABLE => false,
+            packed::EVENT_DESC if event_idx => {
+                // Whoever went round the whole ring has passed every place there is.
+                moved > u64::from(size)
+                    || Place::from_bits(self.0 as u16)
+                        .distance(now, size)
+                        .is_some_and(|since| 1 <= since && u64::from(since) <= moved)
+            }
+            // What is reserved loses no wake-up.
+            _ => true,
+        }
+    }
+}
