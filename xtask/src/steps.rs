@@ -120,9 +120,14 @@ fn run(command: &mut Command) -> Result<()> {
 
 /// The lock-free parts, explored by loom in every interleaving that their bounds allow.
 fn models() -> Result<()> {
-    for package in
-        ["ringfence-sync", "ringfence-iommu", "ringfence-iova", "ringfence-dma", "ringfence-virtq"]
-    {
+    for package in [
+        "ringfence-sync",
+        "ringfence-iommu",
+        "ringfence-iova",
+        "ringfence-iotlb",
+        "ringfence-dma",
+        "ringfence-virtq",
+    ] {
         let target = root().join("target/loom");
         let target = target.to_str().context("the path of the workspace is not UTF-8")?;
         cargo(

@@ -1,9 +1,9 @@
 //! How a device reaches memory: through the IOMMU, or plainly.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use ringfence_iommu::shootdown::Lease;
-use ringfence_iotlb::View;
+use ringfence_iotlb::{Iotlb, View};
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Physical, Translate, Window};
 
 /// How one worker reaches memory for one device.
@@ -78,6 +78,19 @@ impl Bus {
             Bus::Iommu(view) => view.answers(),
             Bus::Physical(_) => 0,
         }
+    }
+
+    /// The IOTLB that it asks for what is missing, if there is one.
+    pub fn iotlb(&self) -> Option<&Arc<Iotlb>> {
+        match self {
+            Bus::Iommu(view) => view.iotlb(),
+            Bus::Physical(_) => None,
+        }
+    }
+
+    /// How long an access waits for its translation before it fails.
+    pub fn patience(&self) -> Duration {
+        self.iotlb().map_or(Duration::ZERO, |iotlb| iotlb.config().patience)
     }
 
     /// Replaces the memory.

@@ -26,6 +26,14 @@ impl MissSink for Asking {
             (vhost_user::Iotlb::Miss { iova, access }, miss.again)
         }))
     }
+
+    fn fail(&self, misses: &[Miss]) {
+        // What there is no room for is lost: nobody answers it.
+        self.0.try_send(misses.iter().map(|miss| {
+            let (iova, access) = (miss.iova.0, access_of(miss.access));
+            (vhost_user::Iotlb::AccessFail { iova, access }, false)
+        }));
+    }
 }
 
 fn access_of(prot: Prot) -> Access {
@@ -99,11 +107,13 @@ impl Translation {
             vhost_user::Iotlb::Update { first, last, access: None, .. } => {
                 let range = range(first, last)?;
                 let token = self.iotlb.invalidate(range)?;
-                self.iotlb.refuse(range, Prot::RW);
+                // Neither of them, and so not both.
+                self.iotlb.refuse(range, Prot::READ);
+                self.iotlb.refuse(range, Prot::WRITE);
                 token
             }
             vhost_user::Iotlb::Update { first, last, user_addr, access: Some(access) } => {
-                self.update(first, last, user_addr, prot_of(access))?
+                return self.update(first, last, user_addr, prot_of(access));
             }
             _ => return Err(HandlerError::new("a message that only a back end sends")),
         };
@@ -115,30 +125,38 @@ impl Translation {
     /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gives it: if there is no such
     /// translation, who waits for it need not wait longer.
     pub fn answer(&self, message: vhost_user::Iotlb, done: bool) {
-        if let (vhost_user::Iotlb::Miss { iova, access }, false) = (message, done)
-            && let Some(range) = Range::new(Iova(iova), Iova(iova))
-        {
+        let vhost_user::Iotlb::Miss { iova, access } = message else { return };
+        let Some(range) = Range::new(Iova(iova), Iova(iova)) else { return };
+        if done {
+            self.iotlb.acknowledge(range.first(), prot_of(access));
+        } else {
             self.iotlb.refuse(range, prot_of(access));
         }
     }
 
-    /// One entry for each region that the update lies in.
-    fn update(&self, first: u64, last: u64, user: u64, prot: Prot) -> Result<u64, HandlerError> {
+    /// One entry for each region that the update lies in; all of it is looked at before any is
+    /// changed (rule D14).
+    fn update(&self, first: u64, last: u64, user: u64, prot: Prot) -> Result<(), HandlerError> {
         let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
-        let (mut at, mut token) = (first, 0);
+        let outside = || HandlerError::new("an update outside of memory");
+        let (mut at, mut parts) = (first, Vec::new());
         loop {
             // Cannot wrap: the update does not, at either end.
             let addr = user + (at - first);
-            let outside = || HandlerError::new("an update outside of memory");
             let reach = memory.find_user(addr).ok_or_else(outside)?.slice.len() as u64;
             let gpa = memory.user_to_gpa(addr).ok_or_else(outside)?;
             let end = last.min(at.saturating_add(reach - 1));
-            let range = Range::new(Iova(at), Iova(end)).ok_or_else(outside)?;
-            token = self.iotlb.update(range, GuestPhys(gpa), prot)?.max(token);
+            parts.push((Range::new(Iova(at), Iova(end)).ok_or_else(outside)?, GuestPhys(gpa)));
             if end == last {
-                return Ok(token);
+                break;
             }
             at = end + 1;
         }
+        for (range, target) in parts {
+            // Each by itself: that one is over says nothing of the leases on another.
+            let token = self.iotlb.update(range, target, prot)?;
+            self.iotlb.shootdown().wait(token);
+        }
+        Ok(())
     }
 }

@@ -79,6 +79,7 @@ impl<T: Address> SoftDomain<T> {
     ///
     /// # Panics
     /// As [`translate`](Self::translate).
+    #[inline]
     pub fn translate_run(&self, reader: &Reader, iova: Iova, within: Range) -> Option<Translation> {
         self.assert_reader(reader);
         self.table.lookup_run(iova, within)
@@ -108,6 +109,11 @@ impl<T: Address> SoftDomain<T> {
     /// Bytes of table memory, pages that wait for their grace period included.
     pub fn table_bytes(&self) -> u64 {
         self.table.table_bytes()
+    }
+
+    /// Those of the [`table_bytes`](Self::table_bytes) that wait for their grace period.
+    pub fn retired_bytes(&self) -> u64 {
+        self.table.retired_bytes()
     }
 
     /// What tells this domain's readers about invalidations.

@@ -1,16 +1,36 @@
-//! The small cache in front of the table.
+//! The cache of a view, in front of the table.
+//!
+//! Three parts, asked in this order, for three kinds of mappings:
+//!
+//! | part | what it holds | for |
+//! |---|---|---|
+//! | `whole` | one run of any size, the largest that is known | memory that is mapped in one piece, be it by a million entries |
+//! | `blocks` | a run in each aligned 2 MiB, direct-mapped | large pages, memory in several pieces |
+//! | `pages` | a page, direct-mapped, 16 bytes each | pages that lead all over the memory |
+//!
+//! A run is addresses that lead to one piece of this process's memory with one permission: entries
+//! side by side that lead on from each other cost as one. No run of `blocks` leaves its block, and no
+//! page its page, so that what an invalidation may have to drop is found from its addresses.
+//!
+//! The direct-mapped parts are small at first, to leave the processor's caches to the data, and grow
+//! when what is looked up again and again does not fit.
 
 use std::{cell::Cell, ptr::NonNull};
 
 use ringfence_iommu::{Iova, Prot, Range};
 
-/// How many entries there are. 256 entries of 32 bytes fit the first-level data cache beside the
-/// data.
-const ENTRIES: usize = 256;
 const PAGE_SHIFT: u32 = 12;
-/// No entry leaves an aligned block of this size, so that what an invalidation may have to drop is
-/// found from its addresses.
-const BLOCK: u64 = 16 << PAGE_SHIFT;
+const PAGE: u64 = 1 << PAGE_SHIFT;
+const BLOCK_SHIFT: u32 = 21;
+
+/// How many slots there are at first and at most: 4 KiB to 1 MiB of pages, 2 KiB to 128 KiB of
+/// blocks.
+const PAGES: [usize; 2] = [1 << 8, 1 << 16];
+const BLOCKS: [usize; 2] = [1 << 6, 1 << 12];
+
+/// How many lookups in the table a block whose run was invalidated waits for before it is searched
+/// for a run again: searching must not cost more than what it may save.
+const HOLD: u32 = 16;
 
 /// Addresses that translate to one piece of this process's memory.
 #[derive(Clone, Copy)]
@@ -23,126 +43,349 @@ pub(crate) struct Entry {
     pub(crate) host: NonNull<u8>,
     /// What is allowed. Nothing, for an entry that is not in use.
     pub(crate) prot: Prot,
+    /// Of a block: how many lookups in the table it still waits for.
+    hold: u32,
 }
 
 impl Entry {
     const EMPTY: Entry =
-        Entry { first: 0, extent: 0, host: NonNull::dangling(), prot: Prot::empty() };
+        Entry { first: 0, extent: 0, host: NonNull::dangling(), prot: Prot::empty(), hold: 0 };
+
+    /// One that leads from `first` on to `host`.
+    pub(crate) fn new(first: u64, extent: u64, host: NonNull<u8>, prot: Prot) -> Entry {
+        Entry { first, extent, host, prot, hold: 0 }
+    }
+
+    fn last(&self) -> u64 {
+        self.first + self.extent
+    }
 
     #[inline]
     pub(crate) fn covers(&self, addr: u64, wanted: Prot) -> bool {
         addr.wrapping_sub(self.first) <= self.extent && self.prot.contains(wanted)
     }
 
+    fn holds(&self, range: Range) -> bool {
+        self.first <= range.first().0 && range.last().0 <= self.last()
+    }
+
     fn overlaps(&self, range: Range) -> bool {
-        let last = self.first.saturating_add(self.extent);
-        self.first <= range.last().0 && range.first().0 <= last
+        !self.prot.is_empty() && self.first <= range.last().0 && range.first().0 <= self.last()
+    }
+
+    /// The part in `range`, which it overlaps.
+    fn clip(&self, range: Range) -> Entry {
+        let first = self.first.max(range.first().0);
+        let last = self.last().min(range.last().0);
+        let host = offset(self.host, first - self.first);
+        Entry { first, extent: last - first, host, ..*self }
+    }
+
+    /// Whether both lead to the same piece of memory, and touch or overlap.
+    fn joins(&self, other: &Entry) -> bool {
+        let address = |entry: &Entry| (entry.host.as_ptr() as u64).wrapping_sub(entry.first);
+        address(self) == address(other)
+            && self.prot == other.prot
+            && self.first <= other.last().saturating_add(1)
+            && other.first <= self.last().saturating_add(1)
+    }
+
+    /// Both, which [join](Self::joins).
+    fn hull(self, other: Entry) -> Entry {
+        let lower = if self.first <= other.first { self } else { other };
+        Entry { extent: self.last().max(other.last()) - lower.first, ..lower }
+    }
+
+    /// What remains without `range`, which it overlaps: the larger of two parts.
+    fn without(&self, range: Range) -> Entry {
+        let below = range.first().0.saturating_sub(self.first);
+        let above = self.last().saturating_sub(range.last().0);
+        if below == 0 && above == 0 {
+            Entry { hold: HOLD, ..Entry::EMPTY }
+        } else if below >= above {
+            Entry { extent: below - 1, hold: HOLD, ..*self }
+        } else {
+            let moved = self.extent - (above - 1);
+            let (first, host) = (self.first + moved, offset(self.host, moved));
+            Entry { first, extent: above - 1, host, hold: HOLD, ..*self }
+        }
     }
 }
 
-/// A direct-mapped cache of [`Entry`]s, indexed by page: each page of a large mapping gets an
-/// entry where it is touched.
+/// The address `by` bytes further on, in the same piece of memory.
+pub(crate) fn offset(host: NonNull<u8>, by: u64) -> NonNull<u8> {
+    NonNull::new(host.as_ptr().wrapping_add(by as usize)).expect("mapped memory is not at 0")
+}
+
+/// A page that leads to a piece of memory as a whole.
+#[derive(Clone, Copy)]
+struct Page {
+    /// `page's first address | generation (bits 3..12) | permission (bits 0..3)`.
+    tag: u64,
+    host: NonNull<u8>,
+}
+
+impl Page {
+    const EMPTY: Page = Page { tag: 0, host: NonNull::dangling() };
+    const PROT: u64 = 7;
+    const GENERATION: u64 = 1 << 3;
+}
+
+/// See the [module](self).
 pub(crate) struct Cache {
-    entries: Box<[Cell<Entry>; ENTRIES]>,
+    whole: Cell<Entry>,
+    blocks: Box<[Cell<Entry>]>,
+    pages: Box<[Cell<Page>]>,
+    /// That of the pages that count, in its place in the tag; never 0, which is that of empty slots.
+    generation: Cell<u64>,
+    /// How often something made way for something else, in each of the two.
+    crowded: [Cell<usize>; 2],
+}
+
+fn slots<T: Copy>(empty: T, count: usize) -> Box<[Cell<T>]> {
+    vec![Cell::new(empty); count].into()
 }
 
 impl Cache {
     pub(crate) fn new() -> Cache {
-        Cache { entries: Box::new(std::array::from_fn(|_| Cell::new(Entry::EMPTY))) }
+        Cache {
+            whole: Cell::new(Entry::EMPTY),
+            blocks: slots(Entry::EMPTY, BLOCKS[0]),
+            pages: slots(Page::EMPTY, PAGES[0]),
+            generation: Cell::new(Page::GENERATION),
+            crowded: Default::default(),
+        }
     }
 
-    /// The aligned block that `addr` lies in: entries must not leave it.
-    pub(crate) fn block(addr: u64) -> Range {
-        let first = addr & !(BLOCK - 1);
-        Range::new(Iova(first), Iova(first | (BLOCK - 1))).expect("ordered")
+    /// The aligned 2 MiB that `addr` lies in.
+    fn block(addr: u64) -> Range {
+        around(addr, BLOCK_SHIFT)
     }
 
     #[inline]
-    fn slot(&self, addr: u64) -> &Cell<Entry> {
-        &self.entries[(addr >> PAGE_SHIFT) as usize % ENTRIES]
+    fn block_slot(&self, addr: u64) -> &Cell<Entry> {
+        &self.blocks[place(addr >> BLOCK_SHIFT, self.blocks.len())]
     }
 
-    /// The entry that may cover `addr`.
     #[inline]
-    pub(crate) fn get(&self, addr: u64) -> Entry {
-        self.slot(addr).get()
+    fn page_slot(&self, addr: u64) -> &Cell<Page> {
+        &self.pages[place(addr >> PAGE_SHIFT, self.pages.len())]
     }
 
-    /// Keeps `entry` for the page of `addr`.
+    /// The entry that covers `addr` and allows `wanted`.
+    #[inline]
+    pub(crate) fn get(&self, addr: u64, wanted: Prot) -> Option<Entry> {
+        let whole = self.whole.get();
+        if whole.covers(addr, wanted) {
+            return Some(whole);
+        }
+        let block = self.block_slot(addr).get();
+        if block.covers(addr, wanted) {
+            return Some(block);
+        }
+        let Page { tag, host } = self.page_slot(addr).get();
+        let (first, wanted) = (addr & !(PAGE - 1), u64::from(wanted.bits()));
+        let differs = (tag ^ (first | self.generation.get() | wanted)) & (!Page::PROT | wanted);
+        let prot = Prot::from_bits_truncate(tag as u32 & Page::PROT as u32);
+        (differs == 0).then_some(Entry { first, extent: PAGE - 1, host, prot, hold: 0 })
+    }
+
+    /// How far around `addr`, which is not in the cache, to look for a run in the table.
+    #[inline]
+    pub(crate) fn search(&self, addr: u64) -> Range {
+        let slot = self.block_slot(addr);
+        let entry = slot.get();
+        if entry.hold == 0 {
+            return Self::block(addr);
+        }
+        slot.set(Entry { hold: entry.hold - 1, ..entry });
+        around(addr, PAGE_SHIFT)
+    }
+
+    /// Keeps `entry`, which covers `addr`.
     pub(crate) fn put(&self, addr: u64, entry: Entry) {
-        debug_assert_eq!(Self::block(entry.first), Self::block(entry.first + entry.extent));
-        self.slot(addr).set(entry);
+        if self.put_whole(entry) {
+            return;
+        }
+        let page = around(addr, PAGE_SHIFT);
+        let run = entry.clip(Self::block(addr));
+        // What is not a page as a whole can lie nowhere else than in a block.
+        if (run.extent >= PAGE || !run.holds(page)) && self.put_block(addr, run) {
+            return;
+        }
+        if run.holds(page) {
+            let slot = self.page_slot(addr);
+            let (first, generation) = (page.first().0, self.generation.get());
+            let prot = u64::from((entry.prot & Prot::all()).bits());
+            let new = Page {
+                tag: first | generation | prot,
+                host: offset(entry.host, first - entry.first),
+            };
+            let old = slot.replace(new).tag;
+            let (live, same) = (old & (PAGE - 1) & !Page::PROT == generation, old & !(PAGE - 1) == first);
+            if live && !same {
+                bump(&self.crowded[0]);
+            }
+        }
     }
 
-    /// Drops every entry that overlaps `range`.
+    /// Keeps a run that is the largest, or leads on from that.
+    fn put_whole(&self, entry: Entry) -> bool {
+        let mut whole = self.whole.get();
+        if !whole.prot.is_empty() && whole.joins(&entry) {
+            whole = whole.hull(entry);
+            // What lies in blocks on either side belongs to it too. Some at a time: the rest is
+            // found when it is looked up.
+            for _ in 0..64 {
+                let next = [whole.last().checked_add(1), whole.first.checked_sub(1)]
+                    .into_iter()
+                    .flatten()
+                    .map(|addr| (addr, self.block_slot(addr).get()))
+                    .find(|(addr, near)| near.covers(*addr, whole.prot) && near.joins(&whole));
+                let Some((_, near)) = next else { break };
+                whole = whole.hull(near);
+            }
+        } else if entry.extent >= PAGE && entry.extent > whole.extent {
+            whole = entry;
+        } else {
+            return false;
+        }
+        self.whole.set(whole);
+        true
+    }
+
+    /// Keeps a run in its block, unless that has a better one.
+    fn put_block(&self, addr: u64, run: Entry) -> bool {
+        let slot = self.block_slot(addr);
+        let old = slot.get();
+        let block = Self::block(addr);
+        if old.overlaps(block) {
+            if old.extent >= run.extent {
+                return false;
+            }
+        } else if !old.prot.is_empty() {
+            // Another block's. Now and then only, so that two of them do not drive each other out
+            // all the time.
+            bump(&self.crowded[1]);
+            if self.crowded[1].get() % 8 != 0 && run.holds(around(addr, PAGE_SHIFT)) {
+                return false;
+            }
+        }
+        slot.set(Entry { hold: 0, ..run });
+        true
+    }
+
+    /// Makes room if there is too little. To be called now and then.
+    #[inline]
+    pub(crate) fn grow(&mut self) {
+        let full = |crowded: &Cell<usize>, slots: usize, most: usize| {
+            crowded.get() > slots / 2 && slots < most
+        };
+        if full(&self.crowded[0], self.pages.len(), PAGES[1]) {
+            self.grow_pages();
+        }
+        if full(&self.crowded[1], self.blocks.len(), BLOCKS[1]) {
+            self.grow_blocks();
+        }
+    }
+
+    #[cold]
+    fn grow_pages(&mut self) {
+        let count = self.pages.len() * 4;
+        let old = std::mem::replace(&mut self.pages, slots(Page::EMPTY, count));
+        for slot in old {
+            let page = slot.get();
+            if page.tag & (PAGE - 1) & !Page::PROT == self.generation.get() {
+                self.page_slot(page.tag & !(PAGE - 1)).set(page);
+            }
+        }
+        self.crowded[0].set(0);
+    }
+
+    #[cold]
+    fn grow_blocks(&mut self) {
+        let count = self.blocks.len() * 4;
+        let old = std::mem::replace(&mut self.blocks, slots(Entry::EMPTY, count));
+        for slot in old {
+            let entry = slot.get();
+            if !entry.prot.is_empty() {
+                self.block_slot(entry.first).set(entry);
+            }
+        }
+        self.crowded[1].set(0);
+    }
+
+    /// Drops every translation of `range`.
     pub(crate) fn invalidate(&self, range: Range) {
-        // All pages of an entry lie in its block, so that the slots of the blocks that the range
-        // touches are the only ones that can hold an entry of it.
-        let first = Self::block(range.first().0).first().0 >> PAGE_SHIFT;
-        let last = Self::block(range.last().0).last().0 >> PAGE_SHIFT;
-        if last - first >= ENTRIES as u64 {
-            return self.entries.iter().for_each(|slot| Self::drop_if(slot, range));
+        let whole = self.whole.get();
+        let hit = whole.overlaps(range);
+        if hit {
+            self.whole.set(whole.without(range));
+        }
+        let cut = |slot: &Cell<Entry>| {
+            let entry = slot.get();
+            if entry.overlaps(range) {
+                slot.set(entry.without(range));
+            } else if hit {
+                // Its run lay in `whole`.
+                slot.set(Entry { hold: HOLD, ..entry });
+            }
+        };
+        let (first, last) = (range.first().0 >> BLOCK_SHIFT, range.last().0 >> BLOCK_SHIFT);
+        if last - first >= self.blocks.len() as u64 {
+            self.blocks.iter().for_each(cut);
+        } else {
+            (first..=last).for_each(|block| cut(self.block_slot(block << BLOCK_SHIFT)));
+        }
+        let (first, last) = (range.first().0 >> PAGE_SHIFT, range.last().0 >> PAGE_SHIFT);
+        if last - first >= PAGES[0] as u64 {
+            self.forget_pages();
+            return;
         }
         for page in first..=last {
-            Self::drop_if(&self.entries[page as usize % ENTRIES], range);
+            let page = page << PAGE_SHIFT;
+            let slot = self.page_slot(page);
+            if slot.get().tag & !(PAGE - 1) == page {
+                slot.set(Page::EMPTY);
+            }
         }
     }
 
-    fn drop_if(slot: &Cell<Entry>, range: Range) {
-        if slot.get().overlaps(range) {
-            slot.set(Entry::EMPTY);
+    /// Drops all pages. Those that are still true are in the table.
+    fn forget_pages(&self) {
+        let next = self.generation.get() + Page::GENERATION;
+        if next < PAGE {
+            self.generation.set(next);
+        } else {
+            self.pages.iter().for_each(|slot| slot.set(Page::EMPTY));
+            self.generation.set(Page::GENERATION);
         }
     }
 
     /// Drops everything.
     pub(crate) fn clear(&self) {
-        self.entries.iter().for_each(|slot| slot.set(Entry::EMPTY));
+        self.whole.set(Entry::EMPTY);
+        self.blocks.iter().for_each(|slot| slot.set(Entry::EMPTY));
+        self.forget_pages();
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn entry(first: u64, extent: u64) -> Entry {
-        Entry { first, extent, host: NonNull::dangling(), prot: Prot::RW }
-    }
-
-    #[test]
-    fn the_top_of_the_address_space_is_cached_and_dropped_like_any_other() {
-        let cache = Cache::new();
-        cache.put(u64::MAX, entry(u64::MAX - 0xfff, 0xfff));
-        assert!(cache.get(u64::MAX).covers(u64::MAX, Prot::READ));
-        cache.invalidate(Range::new(Iova(u64::MAX), Iova(u64::MAX)).unwrap());
-        assert!(!cache.get(u64::MAX).covers(u64::MAX, Prot::READ));
-    }
-
-    #[test]
-    fn an_empty_cache_covers_nothing_not_even_address_zero() {
-        assert!(!Cache::new().get(0).covers(0, Prot::READ));
-    }
-
-    proptest! {
-        #[test]
-        fn no_entry_of_an_invalidated_range_survives(
-            puts in proptest::collection::vec((0u64..1 << 24, 0u64..BLOCK), 1..200),
-            first in 0u64..1 << 24,
-            extent in 0u64..1 << 22,
-        ) {
-            let cache = Cache::new();
-            for &(addr, reach) in &puts {
-                let block = Cache::block(addr);
-                let first = addr.saturating_sub(reach).max(block.first().0);
-                let last = (addr + reach).min(block.last().0);
-                cache.put(addr, entry(first, last - first));
-            }
-            let range = Range::new(Iova(first), Iova(first + extent)).unwrap();
-            cache.invalidate(range);
-            for (addr, _) in puts {
-                let held = cache.get(addr);
-                prop_assert!(held.prot.is_empty() || !held.overlaps(range));
-            }
-        }
-    }
+/// The 2^`bits` addresses, so aligned, around `addr`.
+fn around(addr: u64, bits: u32) -> Range {
+    let low = (1 << bits) - 1;
+    Range::new(Iova(addr & !low), Iova(addr | low)).expect("ordered")
 }
+
+/// The slot, of `count`, a power of two, of a page or block of that number. Neighbours lie side by
+/// side; those that lie apart by a power of two do not share few slots.
+#[inline]
+fn place(number: u64, count: usize) -> usize {
+    (number ^ number >> 10) as usize & (count - 1)
+}
+
+fn bump(counter: &Cell<usize>) {
+    counter.set(counter.get().wrapping_add(1));
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -111,7 +111,7 @@ impl Endpoint {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use ringfence_iommu::{FaultReason, Iova, Prot};

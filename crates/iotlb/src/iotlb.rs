@@ -6,7 +6,7 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
@@ -14,11 +14,17 @@ use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
     SoftDomain, SyncToken,
     shootdown::{Reader, Shootdown},
-    table::{Limits, Translation},
+    table::{Limits, Mapping, Translation},
 };
-use ringfence_sync::clock::{Clock, MonotonicClock};
+use ringfence_sync::{
+    Backoff,
+    clock::{Clock, MonotonicClock},
+};
 
-use crate::misses::{Lack, Miss, MissSink, Misses, Times, Waiter};
+use crate::{
+    misses::{Lack, Miss, MissSink, Misses, Times, Waiter, point},
+    victims::Victims,
+};
 
 /// How an [`Iotlb`] is made.
 #[derive(Clone, Copy, Debug)]
@@ -78,47 +84,12 @@ pub struct IotlbStats {
 pub struct Iotlb {
     domain: Arc<SoftDomain<GuestPhys>>,
     config: IotlbConfig,
-    writer: Mutex<Victims>,
+    writer: Mutex<Writer>,
     misses: Misses,
     sink: Mutex<Option<Arc<dyn MissSink>>>,
     /// Whether there is a sink: read on each miss.
     asks: OnceLock<()>,
     stats: IotlbStats,
-}
-
-/// The beginnings of entries, for picking one at random; some may be gone.
-#[derive(Default)]
-struct Victims {
-    firsts: Vec<Iova>,
-    random: u64,
-}
-
-impl Victims {
-    fn add(&mut self, first: Iova, domain: &SoftDomain<GuestPhys>) {
-        if self.firsts.len() as u64 > 2 * domain.mappings() + 64 {
-            self.firsts.sort_unstable_by_key(|first| first.0);
-            self.firsts.dedup();
-            self.firsts.retain(|&first| domain.mapping(first).is_some());
-        }
-        self.firsts.push(first);
-    }
-
-    fn pick(&mut self, domain: &SoftDomain<GuestPhys>) -> Option<Range> {
-        while !self.firsts.is_empty() {
-            // SplitMix64; seeded so that nobody can tell which entry goes.
-            self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut mixed = self.random;
-            mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            let at =
-                ((u128::from(mixed ^ (mixed >> 31)) * self.firsts.len() as u128) >> 64) as usize;
-            let first = self.firsts.swap_remove(at);
-            if let Some(mapping) = domain.mapping(first) {
-                return Some(mapping.range);
-            }
-        }
-        None
-    }
 }
 
 impl Iotlb {
@@ -134,7 +105,7 @@ impl Iotlb {
         Arc::new(Iotlb {
             domain,
             config,
-            writer: Mutex::new(Victims { firsts: Vec::new(), random: seed }),
+            writer: Mutex::new(Writer { victims: Victims::new(seed), evicted: Vec::new() }),
             misses: Misses::new(config.misses, times),
             sink: Mutex::new(None),
             asks: OnceLock::new(),
@@ -188,12 +159,19 @@ impl Iotlb {
     /// [`Shootdown::is_over`] says so of it (0: at once).
     ///
     /// # Errors
-    /// [`NoPermission`](Error::NoPermission), [`TargetOverflow`](Error::TargetOverflow),
-    /// [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) where even eviction makes no room. What
-    /// was there before may be gone then.
+    /// [`NoPermission`](Error::NoPermission) or [`TargetOverflow`](Error::TargetOverflow): nothing was
+    /// changed (rule D14). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) where even eviction
+    /// makes no room, or views pass no quiet point for 0.1 s, which their table memory waits for: what
+    /// was there before may be gone.
     pub fn update(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<u64> {
-        let mut victims = self.writer.lock();
-        let same = |mapping: ringfence_iommu::table::Mapping| {
+        if !prot.intersects(Prot::RW) {
+            return Err(Error::NoPermission(range));
+        }
+        if target.0.checked_add(range.extent()).is_none() {
+            return Err(Error::TargetOverflow(range));
+        }
+        let mut writer = self.writer.lock();
+        let same = |mapping: Mapping| {
             mapping.prot == prot
                 && mapping.range.covers(range)
                 && mapping.target.wrapping_add(range.first().0 - mapping.range.first().0)
@@ -201,24 +179,22 @@ impl Iotlb {
         };
         let mut token = 0;
         if !self.domain.mapping(range.first()).is_some_and(same) {
-            if self.domain.mapping_from(range.first()).is_some_and(|m| m.range.overlaps(range)) {
+            let there = self.domain.mapping_from(range.first());
+            // What was evicted may still be in use, as what is replaced may.
+            if there.is_some_and(|mapping| mapping.range.overlaps(range))
+                || writer.was_evicted(range, self.shootdown())
+            {
                 token = self.remove(range)?;
             }
             while self.domain.mappings() >= self.config.entries {
-                self.evict(&mut victims)?;
+                self.evict(&mut writer)?;
             }
-            // Each eviction frees some of the table's memory, in the end all of it.
-            loop {
-                match self.domain.map_pages(range, target, prot) {
-                    Err(full @ Error::Full { .. }) => {
-                        self.evict(&mut victims).map_err(|_| full)?;
-                    }
-                    done => break done?,
-                }
+            while let Err(error) = self.domain.map_pages(range, target, prot) {
+                self.make_room(&mut writer, range, error)?;
             }
-            victims.add(range.first(), &self.domain);
+            writer.victims.add(range.first(), &self.domain);
         }
-        drop(victims);
+        drop(writer);
         self.stats.updates.fetch_add(1, Ordering::Relaxed);
         self.misses.answer(range, prot);
         Ok(token)
@@ -231,7 +207,7 @@ impl Iotlb {
     /// # Errors
     /// The table failed.
     pub fn invalidate(&self, range: Range) -> Result<u64> {
-        let _victims = self.writer.lock();
+        let _writer = self.writer.lock();
         self.stats.invalidations.fetch_add(1, Ordering::Relaxed);
         self.remove(range)
     }
@@ -243,8 +219,7 @@ impl Iotlb {
     /// # Errors
     /// The table failed.
     pub fn retain_targets(&self, keep: impl Fn(GuestPhys, GuestPhys) -> bool) -> Result<u64> {
-        let _victims = self.writer.lock();
-        let mut token = 0;
+        let _writer = self.writer.lock();
         let mut gone = Vec::new();
         self.domain.for_each(|mapping| {
             let last = mapping.target.wrapping_add(mapping.range.extent());
@@ -252,17 +227,40 @@ impl Iotlb {
                 gone.push(mapping.range);
             }
         });
+        // One token for all of them, which waits for the leases on each.
+        let mut gather = Gather::new();
         for range in gone {
-            token = self.remove(range)?;
+            self.domain.unmap_pages(range, &mut gather)?;
         }
-        Ok(token)
+        Ok(self.domain.iotlb_sync_begin(&mut gather)?.0)
     }
 
     /// The one who knows says that there is no translation of `range` for `access`: who waits for
-    /// one fails.
+    /// one, or for one that allows more, fails.
     pub fn refuse(&self, range: Range, access: Prot) {
         self.stats.refusals.fetch_add(1, Ordering::Relaxed);
-        self.misses.refuse(range, access, MonotonicClock.now_ns());
+        let mut refused = self.misses.refuse(range, access, MonotonicClock.now_ns());
+        // Present, but forbidden (rule D16).
+        refused.retain(|miss| self.forbids(miss.iova, miss.access));
+        if !refused.is_empty()
+            && let Some(sink) = self.sink()
+        {
+            sink.fail(&refused);
+        }
+    }
+
+    /// The one who knows says that it has answered the question for `iova` and `access`, with whatever
+    /// there is. If that is a translation that does not allow the access, it is refused; but not
+    /// at the first time: the answer may still be on its way.
+    pub fn acknowledge(&self, iova: Iova, access: Prot) {
+        if self.misses.acknowledge(iova, access) && self.forbids(iova, access) {
+            self.refuse(point(iova), access);
+        }
+    }
+
+    /// Whether there is an entry, and it does not allow `access`.
+    fn forbids(&self, iova: Iova, access: Prot) -> bool {
+        self.domain.mapping(iova).is_some_and(|mapping| !mapping.prot.allows(access))
     }
 
     fn remove(&self, range: Range) -> Result<u64> {
@@ -276,36 +274,114 @@ impl Iotlb {
         Ok(self.domain.iotlb_sync_begin(&mut gather)?.0)
     }
 
-    fn evict(&self, victims: &mut Victims) -> Result<()> {
-        let range = victims.pick(&self.domain).ok_or(Error::NoMemory)?;
+    fn evict(&self, writer: &mut Writer) -> Result<()> {
+        let range = writer.victims.pick(&self.domain).ok_or(Error::NoMemory)?;
         self.stats.evictions.fetch_add(1, Ordering::Relaxed);
-        self.remove(range).map(|_| ())
+        let token = self.remove(range)?;
+        writer.evicted.push((range, token));
+        if writer.evicted.len() > EVICTED {
+            writer.evicted.retain(|&(_, token)| !self.shootdown().is_over(token));
+        }
+        if let Some(all) = writer.evicted.iter().map(|&(range, _)| range).reduce(Range::hull)
+            && writer.evicted.len() > EVICTED
+        {
+            // Some views have not come by for long: told of all that lies between, one will do.
+            writer.evicted = vec![(all, self.shootdown().begin(&[all], false))];
+        }
+        Ok(())
     }
 
-    pub(crate) fn translate(&self, reader: &Reader, iova: Iova) -> Option<Translation> {
-        self.domain.translate(reader, iova)
+    /// Frees some of the table's memory. Fails with the `error` that is the reason if it cannot.
+    fn make_room(&self, writer: &mut Writer, range: Range, error: Error) -> Result<()> {
+        if !matches!(error, Error::Full { .. }) {
+            return Err(error);
+        }
+        if self.domain.retired_bytes() == 0 {
+            // A sixteenth of them at a time: each round waits for all views.
+            for _ in 0..=self.domain.mappings() / 16 {
+                self.evict(writer).map_err(|_| error)?;
+            }
+            return Ok(());
+        }
+        // What was emptied is free once every view has passed a quiet point.
+        let mut gather = Gather::new();
+        gather.add(range);
+        let token = self.domain.iotlb_sync_begin(&mut gather)?;
+        let (begun, backoff) = (Instant::now(), Backoff::new());
+        while !self.domain.iotlb_sync_poll(token, &[])? {
+            if begun.elapsed() > QUIET_WITHIN {
+                return Err(error);
+            }
+            backoff.snooze();
+        }
+        Ok(())
+    }
+
+    fn sink(&self) -> Option<Arc<dyn MissSink>> {
+        self.sink.lock().clone()
+    }
+
+    #[inline]
+    pub(crate) fn translate(
+        &self,
+        reader: &Reader,
+        iova: Iova,
+        within: Range,
+    ) -> Option<Translation> {
+        self.domain.translate_run(reader, iova, within)
     }
 
     /// What to do about an address that is not there.
-    pub(crate) fn lack(&self, iova: Iova, access: Prot) -> Lack {
+    pub(crate) fn lack(&self, iova: Iova, access: Prot, waiter: &Arc<Waiter>) -> Lack {
         if !self.asks() {
             return Lack::Refused;
         }
-        self.misses.lack(iova, access, MonotonicClock.now_ns())
+        self.misses.lack(iova, access, waiter, MonotonicClock.now_ns())
     }
 
-    /// Asks for what a view lacks; `wanted` is emptied.
-    pub(crate) fn ask(&self, wanted: &mut Vec<Miss>, waiter: &Arc<Waiter>) {
-        self.misses.note(wanted, waiter, MonotonicClock.now_ns());
+    /// Asks for what a view lacks, and has `waiter` told of the answers; without one it is asked in
+    /// advance, and nobody waits. `wanted` is emptied.
+    pub(crate) fn ask(
+        &self,
+        wanted: &mut Vec<Miss>,
+        waiter: Option<&Arc<Waiter>>,
+        reader: &Reader,
+    ) {
+        self.misses.note(wanted, waiter, MonotonicClock.now_ns(), |miss| {
+            let found = self.domain.translate(reader, miss.iova);
+            found.is_some_and(|found| found.prot.allows(miss.access))
+        });
         if !wanted.is_empty() {
-            let sink = self.sink.lock().clone();
-            let sent = sink.map_or(0, |sink| sink.ask(wanted)).min(wanted.len());
+            let sent = self.sink().map_or(0, |sink| sink.ask(wanted)).min(wanted.len());
             self.stats.misses.fetch_add(sent as u64, Ordering::Relaxed);
             let again = wanted[..sent].iter().filter(|miss| miss.again).count();
             self.stats.asked_again.fetch_add(again as u64, Ordering::Relaxed);
-            self.misses.forget(&wanted[sent..]);
+            self.misses.unsent(&wanted[sent..]);
             wanted.clear();
         }
+    }
+}
+
+/// What only the one who changes the table touches.
+struct Writer {
+    victims: Victims,
+    /// What was evicted, with the tokens of its invalidation: a view may still use it.
+    evicted: Vec<(Range, u64)>,
+}
+
+/// How long a full table waits for views to pass a quiet point.
+const QUIET_WITHIN: Duration = Duration::from_millis(100);
+
+/// How many evictions are told apart.
+const EVICTED: usize = 32;
+
+impl Writer {
+    /// Whether a view may still use an entry of `range` that was evicted.
+    fn was_evicted(&mut self, range: Range, shootdown: &Shootdown) -> bool {
+        let held = |&(evicted, token): &(Range, u64)| {
+            evicted.overlaps(range) && !shootdown.is_over(token)
+        };
+        self.evicted.iter().any(held)
     }
 }
 
@@ -326,7 +402,7 @@ impl Domain for Iotlb {
     }
 
     fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        let _victims = self.writer.lock();
+        let _writer = self.writer.lock();
         self.domain.map_pages(range, target, prot)?;
         self.misses.answer(range, prot);
         Ok(())
@@ -337,7 +413,7 @@ impl Domain for Iotlb {
     }
 
     fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        let _victims = self.writer.lock();
+        let _writer = self.writer.lock();
         self.domain.unmap_pages(range, gather)
     }
 
@@ -375,3 +451,6 @@ impl fmt::Debug for Iotlb {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

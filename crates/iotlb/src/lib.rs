@@ -16,6 +16,7 @@ mod cache;
 mod endpoint;
 mod iotlb;
 mod misses;
+mod victims;
 mod view;
 
 pub use endpoint::{Binding, Endpoint};

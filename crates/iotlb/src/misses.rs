@@ -1,15 +1,15 @@
 //! What was asked for and not answered yet.
 
 use std::{
-    collections::HashMap,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    collections::BTreeMap,
+    sync::Arc,
 };
 
-use parking_lot::Mutex;
 use ringfence_iommu::{Iova, Prot, Range};
+use ringfence_sync::{
+    atomic::{AtomicU64, Ordering},
+    lock::SpinLock,
+};
 
 /// Misses are told apart by page.
 pub(crate) const PAGE: u64 = 4096;
@@ -26,13 +26,29 @@ pub struct Miss {
     pub again: bool,
 }
 
+impl Miss {
+    /// What it is found by: the page, and what it is wanted for (rule D17).
+    pub(crate) fn key(&self) -> Key {
+        (self.iova.0 / PAGE, self.access.bits())
+    }
+}
+
+type Key = (u64, u32);
+
 /// Where misses go: to a front end, say, who answers with updates.
 ///
-/// Called by workers, between two accesses; it must not block, and must not call the IOTLB.
+/// Called by workers between two accesses, and by whoever tells the IOTLB of refusals, with no lock
+/// held (rule D20). It must not block.
 pub trait MissSink: Send + Sync {
     /// Asks for translations; returns how many of them were sent, from the first on. The rest is
     /// asked for again later.
     fn ask(&self, misses: &[Miss]) -> usize;
+
+    /// There is a translation, but not for this access, and there will be none (rule D16). Told once
+    /// for each refusal, so no more often than it was asked; what cannot be sent is lost.
+    fn fail(&self, misses: &[Miss]) {
+        let _ = misses;
+    }
 }
 
 /// Who waits for answers: a view, as far as the IOTLB knows it.
@@ -59,17 +75,73 @@ impl Waiter {
     }
 }
 
+/// Waiters to be woken once the list is unlocked: waking is a system call. Each once, however many
+/// of its questions were answered.
+#[derive(Default)]
+struct Woken(Vec<Arc<Waiter>>);
+
+impl Woken {
+    fn add(&mut self, waiter: &Arc<Waiter>) {
+        if !self.0.iter().any(|other| Arc::ptr_eq(other, waiter)) {
+            self.0.push(Arc::clone(waiter));
+        }
+    }
+
+    fn wake(self) {
+        self.0.iter().for_each(|waiter| waiter.answered());
+    }
+}
+
+#[derive(Clone, Copy)]
 enum State {
+    /// To be asked for by who looks next: it could not be sent.
+    Unsent,
     /// Asked for at this time.
     Asked { at_ns: u64 },
-    /// There is no such translation, and until then nobody asks for it again.
+    /// There is no such translation, and until then those who waited are told so.
     Refused { until_ns: u64 },
 }
 
+/// A view that waits for something in a page, and in which part of it.
+struct Waiting {
+    waiter: Arc<Waiter>,
+    first: Iova,
+    last: Iova,
+}
+
 struct Pending {
+    /// The address that was asked for.
     iova: Iova,
     state: State,
-    waiters: Vec<Arc<Waiter>>,
+    /// When somebody last wanted it.
+    noted_ns: u64,
+    /// How often the one who knows said that it had answered.
+    acknowledged: u32,
+    waiters: Vec<Waiting>,
+}
+
+impl Pending {
+    fn new(iova: Iova, now_ns: u64) -> Pending {
+        let state = State::Asked { at_ns: now_ns };
+        Pending { iova, state, noted_ns: now_ns, acknowledged: 0, waiters: Vec::new() }
+    }
+
+    fn waits(&self, waiter: &Arc<Waiter>) -> bool {
+        self.waiters.iter().any(|waiting| Arc::ptr_eq(&waiting.waiter, waiter))
+    }
+
+    fn add(&mut self, waiter: &Arc<Waiter>, iova: Iova) {
+        match self.waiters.iter_mut().find(|waiting| Arc::ptr_eq(&waiting.waiter, waiter)) {
+            Some(waiting) => {
+                waiting.first = waiting.first.min(iova);
+                waiting.last = waiting.last.max(iova);
+            }
+            None => {
+                let waiter = Arc::clone(waiter);
+                self.waiters.push(Waiting { waiter, first: iova, last: iova });
+            }
+        }
+    }
 }
 
 /// What came of a lookup of something that is not in the table.
@@ -84,113 +156,250 @@ pub(crate) enum Lack {
 /// How long things take.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// After how long without an answer it is asked again.
+    /// After how long without an answer it is asked again. Who still waits has looked again within
+    /// this time.
     pub(crate) again_ns: u64,
-    /// For how long what was refused is not asked for again.
+    /// For how long those who waited are told of a refusal.
     pub(crate) refused_ns: u64,
+}
+
+#[derive(Default)]
+struct List {
+    pending: BTreeMap<Key, Pending>,
+    /// Who found the list full, to be woken when it is not.
+    crowd: Vec<Arc<Waiter>>,
+}
+
+impl List {
+    /// Forgets those that `gone` picks of the pages of `range`; who waited for them looks again.
+    fn drop_if(
+        &mut self,
+        range: Range,
+        woken: &mut Woken,
+        mut gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool,
+    ) {
+        let keys = (range.first().0 / PAGE, 0)..=(range.last().0 / PAGE, u32::MAX);
+        let mut over = Vec::new();
+        for (&key, pending) in self.pending.range_mut(keys) {
+            if gone(pending, Prot::from_bits_truncate(key.1), woken) {
+                over.push(key);
+            }
+        }
+        for key in &over {
+            if let Some(pending) = self.pending.remove(key) {
+                pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
+            }
+        }
+        if !over.is_empty() {
+            self.crowd.drain(..).for_each(|waiter| woken.add(&waiter));
+        }
+    }
+
+    /// Forgets what nobody wants any more: what was refused a while ago, and questions whose askers
+    /// have given up.
+    fn tidy(&mut self, times: Times, now_ns: u64, woken: &mut Woken) {
+        self.drop_if(Range::ALL, woken, |pending, _, _| match pending.state {
+            State::Refused { until_ns } => now_ns >= until_ns,
+            _ => now_ns >= pending.noted_ns.saturating_add(times.again_ns),
+        });
+    }
 }
 
 /// The pending list: at most one question for each page and access (rule D17), and a bounded number
 /// of them in all.
+///
+/// # Why no answer is lost
+/// Who answers changes the table first and looks at the list then; who lacks something enters
+/// the list first and looks at the table once more then. Both look at the list under its lock: one of
+/// them sees what the other did.
 pub(crate) struct Misses {
-    pending: Mutex<HashMap<(u64, Prot), Pending>>,
+    list: SpinLock<List>,
     most: usize,
     times: Times,
 }
 
 impl Misses {
     pub(crate) fn new(most: usize, times: Times) -> Misses {
-        Misses { pending: Mutex::default(), most, times }
+        Misses { list: SpinLock::new(List::default()), most, times }
     }
 
-    /// How many questions are open.
+    /// How many questions there are, those that were refused a moment ago included.
     pub(crate) fn open(&self) -> usize {
-        self.pending.lock().len()
+        self.list.lock().pending.len()
     }
 
-    /// Whether what is lacking was refused a moment ago.
-    pub(crate) fn lack(&self, iova: Iova, access: Prot, now_ns: u64) -> Lack {
-        match self.pending.lock().get(&(iova.0 / PAGE, access)).map(|pending| &pending.state) {
-            Some(State::Refused { until_ns }) if now_ns < *until_ns => Lack::Refused,
+    /// Whether what is lacking was refused a moment ago, and `waiter` was among those who waited. Who
+    /// did not wait then asks anew: there may be a translation by now.
+    pub(crate) fn lack(
+        &self,
+        iova: Iova,
+        access: Prot,
+        waiter: &Arc<Waiter>,
+        now_ns: u64,
+    ) -> Lack {
+        let key = Miss { iova, access, again: false }.key();
+        match self.list.lock().pending.get(&key) {
+            Some(pending @ Pending { state: State::Refused { until_ns }, .. })
+                if now_ns < *until_ns && pending.waits(waiter) =>
+            {
+                Lack::Refused
+            }
             _ => Lack::Pending,
         }
     }
 
-    /// Notes that `waiter` waits for `wanted`; leaves in it what is to be asked for now.
-    pub(crate) fn note(&self, wanted: &mut Vec<Miss>, waiter: &Arc<Waiter>, now_ns: u64) {
-        let mut pending = self.pending.lock();
-        wanted.retain_mut(|miss| {
-            let key = (miss.iova.0 / PAGE, miss.access);
-            let full = pending.len() >= self.most;
-            match pending.get_mut(&key) {
-                None if full => false,
-                None => {
-                    let state = State::Asked { at_ns: now_ns };
-                    let waiters = vec![Arc::clone(waiter)];
-                    pending.insert(key, Pending { iova: miss.iova, state, waiters });
-                    true
-                }
-                Some(found) => {
-                    if !found.waiters.iter().any(|other| Arc::ptr_eq(other, waiter)) {
-                        found.waiters.push(Arc::clone(waiter));
-                    }
-                    let due = match found.state {
-                        State::Asked { at_ns } => at_ns.saturating_add(self.times.again_ns),
-                        State::Refused { until_ns } => until_ns,
-                    };
-                    let asks = now_ns >= due;
-                    if asks {
-                        miss.again = matches!(found.state, State::Asked { .. });
-                        found.state = State::Asked { at_ns: now_ns };
-                    }
-                    asks
-                }
+    /// Notes that `waiter` waits for `wanted` (`None`: nobody does, it is asked for in advance);
+    /// leaves in it what is to be asked for now. `there` says what has come meanwhile.
+    pub(crate) fn note(
+        &self,
+        wanted: &mut Vec<Miss>,
+        waiter: Option<&Arc<Waiter>>,
+        now_ns: u64,
+        there: impl Fn(&Miss) -> bool,
+    ) {
+        let mut woken = Woken::default();
+        let noted = wanted.clone();
+        {
+            let mut list = self.list.lock();
+            if list.pending.len().saturating_add(wanted.len()) > self.most {
+                list.tidy(self.times, now_ns, &mut woken);
             }
-        });
+            wanted.retain_mut(|miss| self.enter(&mut list, miss, waiter, now_ns));
+        }
+        woken.wake();
+        // Only now: see above.
+        for miss in noted.into_iter().filter(|miss| there(miss)) {
+            self.answer(point(miss.iova), miss.access);
+            wanted.retain(|other| other.key() != miss.key());
+        }
     }
 
-    /// Forgets that `misses` were asked for: they could not be sent.
-    pub(crate) fn forget(&self, misses: &[Miss]) {
-        let mut pending = self.pending.lock();
+    /// Whether it is to be asked for.
+    fn enter(
+        &self,
+        list: &mut List,
+        miss: &mut Miss,
+        waiter: Option<&Arc<Waiter>>,
+        now_ns: u64,
+    ) -> bool {
+        let (full, iova) = (list.pending.len() >= self.most, miss.iova);
+        let Some(found) = list.pending.get_mut(&miss.key()) else {
+            if full {
+                let crowd = &mut list.crowd;
+                if let Some(waiter) = waiter
+                    && !crowd.iter().any(|other| Arc::ptr_eq(other, waiter))
+                {
+                    crowd.push(Arc::clone(waiter));
+                }
+                return false;
+            }
+            let mut pending = Pending::new(miss.iova, now_ns);
+            waiter.inspect(|waiter| pending.add(waiter, iova));
+            list.pending.insert(miss.key(), pending);
+            return true;
+        };
+        found.noted_ns = now_ns;
+        let asks = match found.state {
+            State::Unsent => true,
+            State::Asked { at_ns } => {
+                miss.again = now_ns >= at_ns.saturating_add(self.times.again_ns);
+                miss.again
+            }
+            State::Refused { .. } => {
+                // Another question than the one that was refused.
+                *found = Pending::new(iova, now_ns);
+                true
+            }
+        };
+        if asks {
+            // What was asked for first, so that the answer finds it.
+            miss.iova = found.iova;
+            found.state = State::Asked { at_ns: now_ns };
+        }
+        waiter.inspect(|waiter| found.add(waiter, iova));
+        asks
+    }
+
+    /// `misses` could not be sent: who looks next asks.
+    pub(crate) fn unsent(&self, misses: &[Miss]) {
+        let mut list = self.list.lock();
         for miss in misses {
-            pending.remove(&(miss.iova.0 / PAGE, miss.access));
+            if let Some(found) = list.pending.get_mut(&miss.key())
+                && matches!(found.state, State::Asked { .. })
+            {
+                found.state = State::Unsent;
+            }
         }
     }
 
     /// A translation of `range` with `prot` is there: wakes those whom it satisfies, in address
     /// *and* permission (rule D18).
     pub(crate) fn answer(&self, range: Range, prot: Prot) {
-        self.take(|pending, access| range.contains(pending.iova) && prot.allows(access));
+        self.change(range, |pending, access, woken| {
+            if !prot.allows(access) {
+                return false;
+            }
+            // Pages of a front end are no smaller than ours, as a rule. Else some of those who wait
+            // may have been answered, and the question stays.
+            for waiting in &pending.waiters {
+                if waiting.first <= range.last() && range.first() <= waiting.last {
+                    woken.add(&waiting.waiter);
+                }
+            }
+            range.contains(pending.iova)
+        });
     }
 
-    /// There is no translation of `range` for `access`.
-    pub(crate) fn refuse(&self, range: Range, access: Prot, now_ns: u64) {
-        let until_ns = now_ns.saturating_add(self.times.refused_ns);
-        let mut woken = Vec::new();
-        for (&(_, wanted), pending) in self.pending.lock().iter_mut() {
-            if range.contains(pending.iova) && wanted.intersects(access) {
-                pending.state = State::Refused { until_ns };
-                woken.append(&mut pending.waiters);
+    /// There is no translation of `range` for `access`. Returns what was refused by that.
+    pub(crate) fn refuse(&self, range: Range, access: Prot, now_ns: u64) -> Vec<Miss> {
+        let mut refused = Vec::new();
+        self.change(range, |pending, wanted, woken| {
+            let open = !matches!(pending.state, State::Refused { .. });
+            // Who wants less may get it.
+            if !(open && range.contains(pending.iova) && wanted.contains(access)) {
+                return false;
             }
-        }
-        woken.iter().for_each(|waiter| waiter.answered());
+            refused.push(Miss { iova: pending.iova, access: wanted, again: false });
+            let until_ns = now_ns.saturating_add(self.times.refused_ns);
+            pending.state = State::Refused { until_ns };
+            pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
+            pending.waiters.is_empty()
+        });
+        refused
+    }
+
+    /// The one who knows says that it has answered. Returns whether it had said so before, and the
+    /// question is open all the same.
+    pub(crate) fn acknowledge(&self, iova: Iova, access: Prot) -> bool {
+        let mut again = false;
+        self.change(point(iova), |pending, wanted, _| {
+            if wanted == access && !matches!(pending.state, State::Refused { .. }) {
+                again = pending.acknowledged > 0;
+                pending.acknowledged = 1;
+            }
+            false
+        });
+        again
     }
 
     /// Nobody will answer any more: all who wait are to look again.
     pub(crate) fn clear(&self) {
-        self.take(|_, _| true);
+        self.change(Range::ALL, |_, _, _| true);
     }
 
-    fn take(&self, which: impl Fn(&Pending, Prot) -> bool) {
-        let mut woken = Vec::new();
-        self.pending.lock().retain(|&(_, access), pending| {
-            let over = which(pending, access);
-            if over {
-                woken.append(&mut pending.waiters);
-            }
-            !over
-        });
-        // Outside of the lock: waking is a system call.
-        woken.iter().for_each(|waiter| waiter.answered());
+    fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
+        let mut woken = Woken::default();
+        self.list.lock().drop_if(range, &mut woken, gone);
+        woken.wake();
     }
 }
+
+pub(crate) fn point(iova: Iova) -> Range {
+    Range::new(iova, iova).expect("an address is not below itself")
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+#[cfg(all(test, loom))]
+mod model;

@@ -18,7 +18,7 @@ use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate, Window};
 
 use crate::{
     Binding, Endpoint, Iotlb, Miss,
-    cache::{Cache, Entry},
+    cache::{Cache, Entry, offset},
     misses::{Lack, PAGE, Waiter},
 };
 
@@ -34,7 +34,7 @@ pub struct Counters {
 }
 
 /// How one worker thread reaches memory for one endpoint: a cache of translations resolved to
-/// pointers of this process.
+/// pointers of this process, in which entries side by side that lead on from each other cost as one.
 ///
 /// Between two calls of [`quiet`](Self::quiet) what it translates stays usable, whatever the
 /// IOMMU's driver does meanwhile; that is why an invalidation waits for the next one.
@@ -46,9 +46,13 @@ pub struct View {
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
     cache: Cache,
+    /// The region of memory that was met last.
+    region: Cell<Option<Region>>,
     windows: RefCell<Vec<(Range, Window)>>,
     /// What is lacking, and not asked for yet.
     wanted: RefCell<Vec<Miss>>,
+    /// What may be lacking soon, and is not asked for yet.
+    ahead: RefCell<Vec<Miss>>,
     waiter: Arc<Waiter>,
     hits: Cell<u64>,
     misses: Cell<u64>,
@@ -73,8 +77,10 @@ impl View {
             binding,
             changes,
             cache: Cache::new(),
+            region: Cell::new(None),
             windows: RefCell::default(),
             wanted: RefCell::default(),
+            ahead: RefCell::default(),
             waiter: Waiter::new(Box::new(|| ())),
             hits: Cell::new(0),
             misses: Cell::new(0),
@@ -93,12 +99,13 @@ impl View {
     /// windows. Replays invalidations into the cache. To be called between bursts of work.
     #[inline]
     pub fn quiet(&mut self) {
-        if !self.wanted.get_mut().is_empty() {
+        if !self.wanted.get_mut().is_empty() || !self.ahead.get_mut().is_empty() {
             self.ask();
         }
         if self.endpoint.changes() != self.changes {
             self.rebind();
         }
+        self.cache.grow();
         let (cache, windows) = (&self.cache, &self.windows);
         let mut all = false;
         self.reader.poll(|invalidation| {
@@ -126,15 +133,22 @@ impl View {
     /// Asks for all that accesses found [missing](AccessError::Missing) since the last call; a
     /// [quiet point](Self::quiet) does so too.
     pub fn ask(&self) {
-        let mut wanted = self.wanted.borrow_mut();
-        if let (false, Some(iotlb)) = (wanted.is_empty(), self.iotlb()) {
-            iotlb.ask(&mut wanted, &self.waiter);
+        let questions = [(&self.wanted, Some(&self.waiter)), (&self.ahead, None)];
+        for (misses, waiter) in questions {
+            let mut misses = misses.borrow_mut();
+            // Offline it has looked up nothing, and so lacks nothing.
+            if let (false, true, Some(iotlb)) =
+                (misses.is_empty(), self.reader.is_online(), self.iotlb())
+            {
+                iotlb.ask(&mut misses, waiter, &self.reader);
+            }
+            misses.clear();
         }
-        wanted.clear();
     }
 
     /// Counts the answers to what this view asked for: while it stays the same there is no need to
-    /// try again what was missing (but for [asking again](crate::IotlbConfig::again)).
+    /// try again what was missing (but for [asking again](crate::IotlbConfig::again)). To be read
+    /// before the access: the answer may come before the access returns.
     #[inline]
     pub fn answers(&self) -> u64 {
         self.waiter.answers()
@@ -150,17 +164,46 @@ impl View {
 
     /// Looks up all that an access will need, so that what is missing of it is asked for at once.
     /// True if nothing is. Faults are left to the access itself.
+    ///
+    /// What is missing beyond the first 256 pages is asked for when these are there.
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
+        self.look_ahead(addr, len, access, &self.wanted)
+    }
+
+    /// As [`prefetch`](Self::prefetch), of all pieces of a descriptor chain, say: all that is missing
+    /// of any is asked for at once.
+    pub fn prefetch_all(&self, pieces: impl IntoIterator<Item = (u64, u64, Access)>) -> bool {
+        let all = |ready, (addr, len, access)| self.prefetch(addr, len, access) && ready;
+        pieces.into_iter().fold(true, all)
+    }
+
+    /// Asks for what an access may need that nobody has wanted yet, such as the page after that of a
+    /// buffer: no access waits for the answer, and none fails because it was refused. True if nothing
+    /// is missing.
+    pub fn expect(&self, addr: u64, len: u64, access: Access) -> bool {
+        self.look_ahead(addr, len, access, &self.ahead)
+    }
+
+    fn look_ahead(
+        &self,
+        addr: u64,
+        len: u64,
+        access: Access,
+        missing: &RefCell<Vec<Miss>>,
+    ) -> bool {
         let Some(last) = len.checked_sub(1).and_then(|more| addr.checked_add(more)) else {
             return true;
         };
         let (mut at, mut ready) = (addr, true);
         self.silently(|| {
             loop {
-                let next = match self.find(at, access) {
+                let next = match self.lookup(at, access) {
                     Ok(entry) => (entry.first + entry.extent).checked_add(1),
                     Err(AccessError::Missing { .. }) => {
                         ready = false;
+                        if !note(missing, at, access) {
+                            return;
+                        }
                         (at | (PAGE - 1)).checked_add(1)
                     }
                     Err(_) => return,
@@ -215,6 +258,7 @@ impl View {
     /// Replaces the memory, as after a new memory table; all that was cached is dropped.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
         drop_all(&self.cache, &self.windows);
+        self.region.set(None);
         self.memory = memory;
     }
 
@@ -234,30 +278,44 @@ impl View {
         faults.store(self.faults.get(), Ordering::Relaxed);
     }
 
+    /// The translation of an address; notes what is missing.
     #[inline]
     fn find(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
-        let entry = self.cache.get(addr);
-        if entry.covers(addr, wanted(access)) {
-            self.hits.set(self.hits.get() + 1);
-            return Ok(entry);
-        }
-        self.walk(addr, access)
+        self.lookup(addr, access).inspect_err(|error| {
+            if matches!(error, AccessError::Missing { .. }) {
+                note(&self.wanted, addr, access);
+            }
+        })
     }
 
-    #[cold]
+    #[inline]
+    fn lookup(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        match self.cache.get(addr, wanted(access)) {
+            Some(entry) => {
+                self.hits.set(self.hits.get() + 1);
+                Ok(entry)
+            }
+            None => self.walk(addr, access),
+        }
+    }
+
     #[inline(never)]
     fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
         self.misses.set(self.misses.get() + 1);
         let iova = Iova(addr);
         let found = match &self.binding {
-            Binding::Iotlb(iotlb) => match iotlb.translate(&self.reader, iova) {
-                Some(found) if found.prot.allows(wanted(access)) => Some(found),
-                found => match iotlb.lack(iova, wanted(access)) {
-                    Lack::Refused => found,
-                    Lack::Pending => return Err(self.missing(addr, access)),
-                },
-            },
-            Binding::Domain(domain) => domain.translate(&self.reader, iova),
+            Binding::Iotlb(iotlb) => {
+                match iotlb.translate(&self.reader, iova, self.cache.search(addr)) {
+                    Some(found) if found.prot.allows(wanted(access)) => Some(found),
+                    found => match iotlb.lack(iova, wanted(access), &self.waiter) {
+                        Lack::Refused => found,
+                        Lack::Pending => return Err(AccessError::Missing { addr, access }),
+                    },
+                }
+            }
+            Binding::Domain(domain) => {
+                domain.translate_run(&self.reader, iova, self.cache.search(addr))
+            }
             Binding::Bypass => Some(Translation { range: Range::ALL, delta: 0, prot: Prot::RW }),
             Binding::Blocked => {
                 self.fault(FaultReason::NoDomain, addr, access);
@@ -272,32 +330,36 @@ impl View {
             self.fault(FaultReason::Mapping, addr, access);
             return Err(AccessError::NotPermitted { addr, access });
         }
-        let within = Cache::block(addr).intersection(range).expect("both hold the address");
-        // From the block's beginning if memory reaches that far down, else from the address.
-        for first in [within.first().0, addr] {
-            let Some(found) = self.memory.find_gpa(first.wrapping_add(delta)) else { continue };
-            let reach = found.slice.len() as u64 - 1;
-            if reach < addr - first {
-                continue;
-            }
-            let host = NonNull::new(found.slice.as_ptr()).expect("mapped memory is not at 0");
-            let entry = Entry { first, extent: reach.min(within.last().0 - first), host, prot };
-            self.cache.put(addr, entry);
-            return Ok(entry);
-        }
-        self.fault(FaultReason::Unknown, addr, access);
-        Err(AccessError::OutsideMemory { addr, access })
+        let gpa = addr.wrapping_add(delta);
+        let Some(region) = self.region(gpa) else {
+            self.fault(FaultReason::Unknown, addr, access);
+            return Err(AccessError::OutsideMemory { addr, access });
+        };
+        // As far down and up as both reach, the translation and the region.
+        let below = (addr - range.first().0).min(gpa - region.first);
+        let above = (range.last().0 - addr).min(region.extent - (gpa - region.first));
+        let host = offset(region.base, gpa - region.first - below);
+        let entry = Entry::new(addr - below, below + above, host, prot);
+        self.cache.put(addr, entry);
+        Ok(entry)
     }
 
-    #[cold]
-    fn missing(&self, addr: u64, access: Access) -> AccessError {
-        let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
-        let mut wanted = self.wanted.borrow_mut();
-        let page = |miss: &Miss| (miss.iova.0 / PAGE, miss.access);
-        if !wanted.iter().any(|other| page(other) == page(&miss)) {
-            wanted.push(miss);
+    /// The region of memory with `gpa`.
+    #[inline]
+    fn region(&self, gpa: u64) -> Option<Region> {
+        match self.region.get() {
+            Some(region) if gpa.wrapping_sub(region.first) <= region.extent => Some(region),
+            _ => self.find_region(gpa),
         }
-        AccessError::Missing { addr, access }
+    }
+
+    fn find_region(&self, gpa: u64) -> Option<Region> {
+        let number = self.memory.find_gpa(gpa)?.region;
+        let &ringfence_mem::Region { gpa: first, size, .. } = self.memory.regions().nth(number)?;
+        let base = NonNull::new(self.memory.find_gpa(first)?.slice.as_ptr())?;
+        let region = Region { first, extent: size - 1, base };
+        self.region.set(Some(region));
+        Some(region)
     }
 
     fn fault(&self, reason: FaultReason, addr: u64, access: Access) {
@@ -310,33 +372,92 @@ impl View {
     }
 }
 
+/// A region of memory, by guest-physical address.
+#[derive(Clone, Copy)]
+struct Region {
+    first: u64,
+    extent: u64,
+    base: NonNull<u8>,
+}
+
+/// `more + 1` bytes of an entry from an address on.
+///
+/// # Safety
+/// They are the entry's, and the memory it leads to stays mapped as long as `'m`.
+#[inline]
+unsafe fn piece<'m>(entry: Entry, addr: u64, more: u64) -> HostSlice<'m> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let base = entry.host.add((addr - entry.first) as usize);
+        HostSlice::new(base, (more as usize).saturating_add(1))
+    }
+}
+
+impl View {
+    /// The pieces of an access that begins in `entry` and leaves it. Those that follow each other in
+    /// this process are one, whatever they were found as.
+    fn pieces<F>(
+        &self,
+        mut entry: Entry,
+        mut at: u64,
+        mut left: u64,
+        access: Access,
+        mut each: F,
+    ) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        let mut held: Option<(NonNull<u8>, usize)> = None;
+        // SAFETY: as in `slices`; what was joined are such bytes, one after the other.
+        let mut give = |(base, len)| each(unsafe { HostSlice::new(base, len) });
+        let result = loop {
+            let more = left.min(entry.extent - (at - entry.first));
+            // SAFETY: as in `slices`.
+            let next = unsafe { piece(entry, at, more) };
+            let base = NonNull::new(next.as_ptr()).expect("mapped memory is not at 0");
+            held = Some(match held {
+                Some((first, len)) if first.as_ptr().wrapping_add(len) == base.as_ptr() => {
+                    (first, len.saturating_add(next.len()))
+                }
+                other => {
+                    other.map(&mut give);
+                    (base, next.len())
+                }
+            });
+            if more == left {
+                break Ok(());
+            }
+            left -= more + 1;
+            // Cannot wrap: the access does not.
+            at += more + 1;
+            match self.find(at, access) {
+                Ok(found) => entry = found,
+                Err(error) => break Err(error),
+            }
+        };
+        held.map(&mut give);
+        result
+    }
+}
+
 impl Translate for View {
     #[inline]
     fn slices<F>(&self, addr: u64, len: u64, access: Access, mut each: F) -> Result<(), AccessError>
     where
         F: FnMut(HostSlice<'_>),
     {
-        let Some(mut left) = len.checked_sub(1) else { return Ok(()) };
+        let Some(left) = len.checked_sub(1) else { return Ok(()) };
         if addr.checked_add(left).is_none() {
             return Err(AccessError::Overflow { addr, len });
         }
-        let mut at = addr;
-        loop {
-            let entry = self.find(at, access)?;
-            let offset = at - entry.first;
-            let more = left.min(entry.extent - offset);
-            // SAFETY: the entry was made from `self.memory`, which lives as long as `self` is
-            // borrowed, and `offset + more` is at most the entry's extent.
-            each(unsafe {
-                HostSlice::new(entry.host.add(offset as usize), (more as usize).saturating_add(1))
-            });
-            if more == left {
-                return Ok(());
-            }
-            left -= more + 1;
-            // Cannot wrap: `addr + len - 1` does not, and this is no greater.
-            at += more + 1;
+        let entry = self.find(addr, access)?;
+        if left > entry.extent - (addr - entry.first) {
+            return self.pieces(entry, addr, left, access, each);
         }
+        // SAFETY: the entry was made from `self.memory`, which lives as long as `self` is borrowed,
+        // and the bytes are the entry's.
+        each(unsafe { piece(entry, addr, left) });
+        Ok(())
     }
 
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
@@ -365,6 +486,21 @@ impl Translate for View {
     }
 }
 
+/// The most questions that are gathered before they are sent.
+const BATCH: usize = 256;
+
+/// Notes what is missing; false if there is no room for it now.
+#[cold]
+fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
+    let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
+    let mut misses = misses.borrow_mut();
+    let room = misses.len() < BATCH;
+    if room && !misses.iter().any(|other| other.key() == miss.key()) {
+        misses.push(miss);
+    }
+    room
+}
+
 fn wanted(access: Access) -> Prot {
     match access {
         Access::Read => Prot::READ,
@@ -390,5 +526,5 @@ fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
     windows.borrow_mut().drain(..).for_each(|(_, window)| window.invalidate());
 }
 
-#[cfg(test)]
-mod tests;
+#[cfg(all(test, not(loom)))]
+pub(crate) mod tests;

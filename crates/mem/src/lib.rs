@@ -29,17 +29,21 @@
 //! ```
 
 mod access;
+mod dirty;
 mod error;
 mod mapping;
 mod memory;
 mod ram;
+mod shared;
 pub mod sigbus;
 mod translate;
 
 pub use access::{Access, AccessError, HostSlice, Translate, Window};
+pub use dirty::{DirtyLog, LogIndex};
 pub use error::MemError;
 pub use memory::{Found, Memory, Region};
 pub use ram::{GuestRam, ScatteredView};
+pub use shared::SharedFile;
 pub use translate::{Physical, UserAddresses};
 
 /// The granule of everything here: 4096 bytes, on every machine that virtio and vhost-user meet.

@@ -1,6 +1,8 @@
 //! Reaching memory by addresses that need no IOMMU.
 
-use crate::{Access, AccessError, HostSlice, Memory, Translate, Window, memory::Table, sigbus};
+use crate::{
+    Access, AccessError, DirtyLog, HostSlice, Memory, Translate, Window, memory::Table, sigbus,
+};
 use core::{
     cell::Cell,
     sync::atomic::{Ordering, fence},
@@ -20,11 +22,13 @@ struct Direct {
     touched: Cell<u64>,
     /// By windows, which are touched without our knowing.
     held: Cell<u64>,
+    /// Where writes are marked; only where addresses are guest-physical.
+    log: Option<Arc<DirtyLog>>,
 }
 
 impl Direct {
     fn new(memory: Arc<Memory>) -> Direct {
-        Direct { memory, touched: Cell::new(0), held: Cell::new(0) }
+        Direct { memory, touched: Cell::new(0), held: Cell::new(0), log: None }
     }
 
     #[inline]
@@ -42,6 +46,11 @@ impl Direct {
             }
             self.touched.set(self.touched.get() | bit(found.region));
             each(found.slice);
+            if let Some(log) = &self.log
+                && access.writes()
+            {
+                log.mark(at, found.slice.len() as u64);
+            }
             Ok(())
         })
     }
@@ -145,6 +154,16 @@ direct! {
     /// Reaches memory by address of the front end's process: what SET_VRING_ADDR carries where no
     /// IOMMU is negotiated (rule D2).
     UserAddresses, by_user, user_addr
+}
+
+impl Physical {
+    /// Where the pages that are written are marked from now on (rule D26); `None`: nowhere.
+    ///
+    /// A piece is marked when the closure that got it returns. Whoever lets the kernel write it
+    /// later marks it again then ([`DirtyLog::mark`]); so does who writes through a window.
+    pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
+        self.0.log = log;
+    }
 }
 
 #[cfg(test)]

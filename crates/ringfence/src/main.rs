@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod blk;
 mod compare;
 mod list;
 mod net;
@@ -31,6 +32,8 @@ enum Command {
     Net(net::Arguments),
     #[command(subcommand, about = "The tables of the components, with their peers beside them")]
     Bench(bench::Bench),
+    #[command(about = "A block device for virtual machines, over vhost-user")]
+    Blk(Box<blk::Arguments>),
     /// The device process of `compare`, which starts it.
     #[command(hide = true)]
     Device,
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Command::Replay(arguments) => replay::run(arguments),
         Command::Net(arguments) => net::run(arguments),
         Command::Bench(bench) => bench::run(bench),
+        Command::Blk(arguments) => blk::run(*arguments),
         Command::Device => {
             serve::begin_quiet_log();
             ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS)

@@ -1,7 +1,10 @@
 //! What a device is to a [`Server`](crate::Server).
 
-use crate::{BackendChannel, ConfigWrite, HandlerError, Iotlb, ProtocolFeatures, RingAddresses};
-use ringfence_mem::Memory;
+use crate::{
+    BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    RingAddresses, WireError,
+};
+use ringfence_mem::{DirtyLog, LogIndex, Memory};
 use std::{os::fd::OwnedFd, sync::Arc};
 
 /// What a ring starts with.
@@ -28,7 +31,7 @@ pub struct RingSetup {
 /// otherwise the connection ends.
 pub trait Handler {
     /// The virtio features that the device offers. (The server itself offers
-    /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30.)
+    /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30, and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
     fn features(&self) -> u64;
 
     /// The protocol features that the device offers; the server removes those that it does not
@@ -48,8 +51,8 @@ pub trait Handler {
         32768
     }
 
-    /// The front end has settled on these virtio features (a subset of those offered, bit 30
-    /// removed).
+    /// The front end has settled on these virtio features (a subset of those offered, bits 30 and
+    /// 26 removed). No ring runs.
     ///
     /// # Errors
     /// The device cannot work with them.
@@ -62,6 +65,9 @@ pub trait Handler {
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError>;
 
     /// The ring starts. It is not running before.
+    ///
+    /// With ACCESS_PLATFORM it is no error that the addresses cannot be translated yet: the ring
+    /// waits for the translations.
     ///
     /// # Errors
     /// The addresses lead nowhere, say.
@@ -163,6 +169,86 @@ pub trait Handler {
     fn channel_answer(&mut self, message: Iotlb, done: bool) {
         let _ = (message, done);
     }
+
+    /// The [`BackendChannel`] is gone: the front end has closed it. What was asked on it will not be
+    /// answered; the connection goes on.
+    fn channel_lost(&mut self, why: &WireError) {
+        let _ = why;
+    }
+
+    /// Where the device notes what it has taken and not yet completed, so that another process can
+    /// go on after a crash of this one (see [`InflightRegion`]). Comes before the rings start; only
+    /// if the device offers INFLIGHT_SHMFD.
+    ///
+    /// # Errors
+    /// The device cannot use it.
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        let _ = inflight;
+        Err(HandlerError::new("the device keeps no account of requests in flight"))
+    }
+
+    /// What a dirty log is indexed by (rule D26), if the front end brings one.
+    fn log_index(&self) -> LogIndex {
+        LogIndex::Physical
+    }
+
+    /// Where every write to guest memory is logged from now on (rule D26); `None`: nowhere. Comes
+    /// also while rings run: when it returns, all workers log. Only if the device offers LOG_SHMFD.
+    ///
+    /// The device marks what it writes to buffers by their addresses, and, for a ring whose
+    /// [`RingAddresses::log`] is there, what it writes to the used ring: at that address and on.
+    ///
+    /// # Errors
+    /// The device cannot log.
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
+        match log {
+            Some(_) => Err(HandlerError::new("the device cannot log its writes")),
+            None => Ok(()),
+        }
+    }
+
+    /// What the front end wants to be told with that something was logged, non-blocking; by default
+    /// dropped, as front ends look when they need to know.
+    ///
+    /// # Errors
+    /// The device cannot use it.
+    fn set_log_event(&mut self, event: OwnedFd) -> Result<(), HandlerError> {
+        let _ = event;
+        Ok(())
+    }
+
+    /// The driver's device status, as virtio defines it (STATUS). 0 is a reset, for which
+    /// [`reset`](Self::reset) is called instead.
+    ///
+    /// # Errors
+    /// The device cannot.
+    fn set_status(&mut self, status: u8) -> Result<(), HandlerError> {
+        let _ = status;
+        Ok(())
+    }
+
+    /// A guest with this address has come here by migration (RARP): the device announces it.
+    ///
+    /// # Errors
+    /// The device cannot.
+    fn send_rarp(&mut self, mac: [u8; 6]) -> Result<(), HandlerError> {
+        let _ = mac;
+        Ok(())
+    }
+
+    /// The MTU of the guest's network (NET_MTU).
+    ///
+    /// # Errors
+    /// The device cannot.
+    fn set_mtu(&mut self, mtu: u16) -> Result<(), HandlerError> {
+        let _ = mtu;
+        Ok(())
+    }
+
+    /// The connection has ended; every ring is stopped, and logging too. The device may be given to
+    /// another [`Server`](crate::Server) then. What belonged to the connection is to be forgotten:
+    /// the channel, descriptors, translations.
+    fn disconnected(&mut self) {}
 
     /// A request was refused, by the device or for its content, and the front end was told; the
     /// connection goes on. For logs.

@@ -1,27 +1,62 @@
 //! The back end's own channel, on which it makes requests of the front end.
 
 use std::{
+    collections::VecDeque,
     io,
     os::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
+    sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
 };
 
-use rustix::net::{self, SendFlags};
+use rustix::{
+    event::PollFlags,
+    io::Errno,
+    net::{self, RecvFlags, SendFlags},
+};
 use zerocopy::IntoBytes;
 
-use crate::{Iotlb, msg::Header};
+use crate::{
+    Iotlb, WireError,
+    inbox::{Inbox, Message},
+    msg::{Header, code},
+};
 
-/// BACKEND_IOTLB_MSG.
-const BACKEND_IOTLB_MSG: u32 = 1;
+/// Most messages that wait for an answer. Beyond it nothing more is asked.
+const MOST_ANSWERS: usize = 256;
+
+/// Most messages that go with one call.
+const BATCH: usize = 64;
 
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
+///
+/// Workers send on it without ever blocking; the thread that serves the connection reads the
+/// answers. Nothing is sent while every ring is stopped (rule D27).
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: UnixStream,
     /// Whether the front end answers where it is asked to (REPLY_ACK).
     acks: bool,
+    outbox: Mutex<Outbox>,
+    inbox: Mutex<Inbox>,
+    /// How many misses were sent and have probably not been answered by an update yet.
+    open: AtomicU32,
+    /// Every ring is stopped.
+    silent: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Outbox {
+    /// The end of a message that found no room; less than one message.
+    rest: Vec<u8>,
+    /// What was sent with need_reply, in order.
+    asked: VecDeque<Iotlb>,
+    /// The front end is gone.
+    broken: bool,
 }
 
 impl BackendChannel {
@@ -31,24 +66,180 @@ impl BackendChannel {
     /// The stream cannot be made non-blocking.
     pub fn new(stream: UnixStream, acks: bool) -> io::Result<BackendChannel> {
         stream.set_nonblocking(true)?;
-        Ok(BackendChannel { stream, acks })
+        Ok(BackendChannel {
+            stream,
+            acks,
+            outbox: Mutex::default(),
+            inbox: Mutex::new(Inbox::new()),
+            open: AtomicU32::new(0),
+            silent: AtomicBool::new(false),
+        })
     }
 
     /// Sends IOTLB messages (misses and access failures, rule D16), each with whether an answer is
-    /// wanted: without blocking. Returns how many were sent, from the first on.
+    /// wanted (rule D9): without blocking, many with one call. Returns how many were sent, from the
+    /// first on: the rest finds no room now.
     pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, bool)>) -> usize {
-        let mut sent = 0;
-        for (message, ack) in messages {
-            let Some(wire) = message.emit() else { break };
-            let header = Header::request(BACKEND_IOTLB_MSG, ack && self.acks, size_of_val(&wire));
-            let bytes = [header.as_bytes(), wire.as_bytes()].concat();
-            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-            match net::send(&self.stream, &bytes, flags) {
-                Ok(count) if count == bytes.len() => sent += 1,
-                _ => break,
+        let mut messages = messages.into_iter().fuse();
+        let mut outbox = self.outbox();
+        let (mut total, mut bytes) = (0, Vec::new());
+        loop {
+            bytes.clear();
+            let mut batch = Vec::new();
+            let mut answers = outbox.asked.len();
+            let mut more = false;
+            while let Some((message, ack)) = messages.next() {
+                let Some(wire) = message.emit() else { break };
+                let ack = ack && self.acks;
+                answers += usize::from(ack);
+                if answers > MOST_ANSWERS {
+                    break;
+                }
+                let header = Header::request(code::BACKEND_IOTLB_MSG, ack, size_of_val(&wire));
+                bytes.extend_from_slice(header.as_bytes());
+                bytes.extend_from_slice(wire.as_bytes());
+                batch.push((message, ack));
+                more = batch.len() == BATCH;
+                if more {
+                    break;
+                }
+            }
+            if batch.is_empty() {
+                return total;
+            }
+            let sent = self.send(&mut outbox, &bytes, bytes.len() / batch.len());
+            for &(message, ack) in &batch[..sent] {
+                if ack {
+                    outbox.asked.push_back(message);
+                }
+                if let Iotlb::Miss { .. } = message {
+                    self.open.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            total += sent;
+            if sent < batch.len() || !more {
+                return total;
             }
         }
-        sent
+    }
+
+    /// Tells the front end that the configuration space has changed (BACKEND_CONFIG_CHANGE_MSG);
+    /// false if that finds no room, or no ring runs (rule D27): try again later. Needs CONFIG.
+    pub fn config_changed(&self) -> bool {
+        let header = Header::request(code::BACKEND_CONFIG_CHANGE_MSG, false, 0);
+        self.send(&mut self.outbox(), header.as_bytes(), Header::LEN) == 1
+    }
+
+    /// Sends messages of `each` bytes; returns how many are on their way. One of which only a part
+    /// found room is: its rest goes before everything else.
+    fn send(&self, outbox: &mut Outbox, bytes: &[u8], each: usize) -> usize {
+        if self.silent.load(Ordering::Acquire) || !self.flush_rest(outbox) {
+            return 0;
+        }
+        let sent = self.put(outbox, bytes);
+        let begun = sent.div_ceil(each);
+        outbox.rest.extend_from_slice(&bytes[sent..begun * each]);
+        begun
+    }
+
+    /// Finishes the message that was begun; whether nothing of it is left.
+    fn flush_rest(&self, outbox: &mut Outbox) -> bool {
+        if !outbox.rest.is_empty() {
+            let rest = std::mem::take(&mut outbox.rest);
+            let sent = self.put(outbox, &rest);
+            outbox.rest.extend_from_slice(&rest[sent..]);
+        }
+        outbox.rest.is_empty() && !outbox.broken
+    }
+
+    /// Sends bytes, as far as there is room.
+    fn put(&self, outbox: &mut Outbox, bytes: &[u8]) -> usize {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        loop {
+            match net::send(&self.stream, bytes, flags) {
+                Ok(sent) => return sent,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return 0,
+                Err(_) => {
+                    outbox.broken = true;
+                    return 0;
+                }
+            }
+        }
+    }
+
+    /// What the thread that serves waits for.
+    pub(crate) fn interest(&self) -> PollFlags {
+        match self.outbox().rest.is_empty() {
+            true => PollFlags::IN,
+            false => PollFlags::IN | PollFlags::OUT,
+        }
+    }
+
+    /// Finishes what was begun, and reads all answers that are there, each with whether the front
+    /// end could do what it was asked.
+    ///
+    /// # Errors
+    /// The front end hung up, or answered what was not asked.
+    pub(crate) fn serve(&self, mut each: impl FnMut(Iotlb, bool)) -> Result<(), WireError> {
+        self.flush_rest(&mut self.outbox());
+        let mut inbox = self.inbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        loop {
+            while let Some(Message { header, payload, .. }) = inbox.take(true)? {
+                let (got, wanted) = (header.request, code::BACKEND_IOTLB_MSG);
+                if got != wanted {
+                    return Err(WireError::WrongReply { wanted, got });
+                }
+                let word = <[u8; 8]>::try_from(&payload[..])
+                    .map_err(|_| WireError::Size { request: got, size: header.size })?;
+                let asked = self.outbox().asked.pop_front();
+                let why = "an answer to nothing that was asked";
+                let asked = asked.ok_or(WireError::State { request: got, why })?;
+                each(asked, u64::from_ne_bytes(word) == 0);
+            }
+            let room = inbox.room();
+            // Descriptors have no business here: a receive that does not ask for them closes them.
+            match net::recv(&self.stream, room, RecvFlags::DONTWAIT) {
+                Ok((0, _)) | Err(Errno::CONNRESET) => {
+                    self.outbox().broken = true;
+                    return Err(WireError::HungUp { what: "the back end's channel" });
+                }
+                Ok((bytes, _)) => inbox.filled(bytes, Vec::new())?,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(errno) => {
+                    return Err(WireError::Os { what: "recv", source: errno.into() });
+                }
+            }
+        }
+    }
+
+    /// Whether misses were sent that have probably not been answered yet.
+    pub(crate) fn is_open(&self) -> bool {
+        self.open.load(Ordering::Relaxed) != 0
+    }
+
+    /// An update came.
+    pub(crate) fn answered(&self) {
+        let less = |open: u32| open.checked_sub(1);
+        let _ = self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+    }
+
+    /// Nothing came for a while: some misses never get an answer.
+    pub(crate) fn forget(&self) {
+        let less = |open: u32| (open != 0).then_some(open / 2);
+        let _ = self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+    }
+
+    /// Whether every ring is stopped (rule D27).
+    pub(crate) fn set_silent(&self, silent: bool) {
+        // Under the lock: who sends has either sent, or sees it.
+        let _outbox = self.outbox();
+        self.silent.store(silent, Ordering::Release);
+    }
+
+    fn outbox(&self) -> MutexGuard<'_, Outbox> {
+        self.outbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 

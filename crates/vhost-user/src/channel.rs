@@ -2,6 +2,7 @@
 
 use crate::{
     WireError,
+    inbox::{Inbox, Message},
     msg::{Header, MAX_FDS},
 };
 use rustix::{
@@ -16,21 +17,12 @@ use std::{
     io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
     time::{Duration, Instant},
 };
-use zerocopy::{FromBytes, IntoBytes};
-
-/// A message as it came: its header was checked, its payload was not.
-#[derive(Debug)]
-pub(crate) struct Message {
-    pub(crate) header: Header,
-    pub(crate) payload: Vec<u8>,
-    /// At most [`MAX_FDS`]; whoever drops the message closes them.
-    pub(crate) fds: Vec<OwnedFd>,
-}
+use zerocopy::IntoBytes;
 
 /// Until when to wait.
 #[derive(Clone, Copy, Debug)]
@@ -88,12 +80,21 @@ impl Channel {
         payload: &[u8],
         fds: &[BorrowedFd<'_>],
     ) -> Result<(), WireError> {
-        let bytes = [header.as_bytes(), payload].concat();
+        self.send_bytes(header.request, &[header.as_bytes(), payload].concat(), fds)
+    }
+
+    /// Sends whole messages; descriptors belong to the only one. `request` is for errors.
+    pub(crate) fn send_bytes(
+        &self,
+        request: u32,
+        bytes: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), WireError> {
         let until = self.deadline();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-            return Err(WireError::Fds { request: header.request, count: fds.len() });
+            return Err(WireError::Fds { request, count: fds.len() });
         }
         let mut sent = 0;
         while sent < bytes.len() {
@@ -117,80 +118,83 @@ impl Channel {
     }
 
     /// Receives one request, however long it takes to begin; `None` if the peer hung up instead.
-    pub(crate) fn recv_request(&self) -> Result<Option<Message>, WireError> {
-        self.recv(false, Deadline { at: None, patience: self.patience })
+    pub(crate) fn recv_request(&self, inbox: &mut Inbox) -> Result<Option<Message>, WireError> {
+        self.recv(inbox, false, Deadline { at: None, patience: self.patience })
+    }
+
+    /// As [`recv_request`](Self::recv_request), but it must begin within `limit`.
+    pub(crate) fn recv_request_within(
+        &self,
+        inbox: &mut Inbox,
+        limit: Duration,
+    ) -> Result<Option<Message>, WireError> {
+        let begin = Deadline { at: Instant::now().checked_add(limit), patience: limit };
+        self.recv(inbox, false, begin)
     }
 
     /// Receives an answer, in time.
-    pub(crate) fn recv_reply(&self) -> Result<Message, WireError> {
-        self.recv(true, self.deadline())?.ok_or(WireError::HungUp { what: "an answer" })
+    pub(crate) fn recv_reply(&self, inbox: &mut Inbox) -> Result<Message, WireError> {
+        let answer = self.recv(inbox, true, self.deadline())?;
+        answer.ok_or(WireError::HungUp { what: "an answer" })
     }
 
-    fn recv(&self, reply: bool, begin: Deadline) -> Result<Option<Message>, WireError> {
-        let what = if reply { "answer" } else { "whole message" };
-        let mut fds = Vec::new();
-        let mut header = [0; Header::LEN];
-        let mut read = self.recv_some(&mut header, &mut fds, begin, what)?;
-        if read == 0 {
-            return Ok(None);
-        }
-        let until = if reply { begin } else { self.deadline() };
-        let mut fill = |buffer: &mut [u8], mut read: usize| {
-            while read < buffer.len() {
-                match self.recv_some(&mut buffer[read..], &mut fds, until, what)? {
-                    0 => return Err(WireError::HungUp { what: "a message" }),
-                    more => read += more,
-                }
-            }
-            Ok(read)
-        };
-        read = fill(&mut header, read)?;
-        debug_assert_eq!(read, Header::LEN);
-        let header = Header::read_from_bytes(&header).expect("a header is that long");
-        header.check(reply)?;
-        // Bounded by the check.
-        let mut payload = vec![0; header.size as usize];
-        fill(&mut payload, 0)?;
-        if fds.len() > MAX_FDS {
-            return Err(WireError::Fds { request: header.request, count: fds.len() });
-        }
-        Ok(Some(Message { header, payload, fds }))
-    }
-
-    /// Receives some bytes; 0 if the peer hung up.
-    fn recv_some(
+    fn recv(
         &self,
-        buffer: &mut [u8],
-        fds: &mut Vec<OwnedFd>,
+        inbox: &mut Inbox,
+        reply: bool,
+        begin: Deadline,
+    ) -> Result<Option<Message>, WireError> {
+        let what = if reply { "answer" } else { "whole message" };
+        let mut begun = None;
+        loop {
+            if let Some(message) = inbox.take(reply)? {
+                return Ok(Some(message));
+            }
+            let until = if reply || inbox.is_empty() {
+                begin
+            } else {
+                *begun.get_or_insert_with(|| self.deadline())
+            };
+            if !self.fill(inbox, until, what)? {
+                return match inbox.is_empty() {
+                    true => Ok(None),
+                    false => Err(WireError::HungUp { what: "a message" }),
+                };
+            }
+        }
+    }
+
+    /// Receives some bytes, of several messages perhaps; false if the peer hung up.
+    fn fill(
+        &self,
+        inbox: &mut Inbox,
         until: Deadline,
         what: &'static str,
-    ) -> Result<usize, WireError> {
+    ) -> Result<bool, WireError> {
         loop {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
-            let mut data = [IoSliceMut::new(buffer)];
+            let mut data = [IoSliceMut::new(inbox.room())];
             let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
             match net::recvmsg(&self.stream, &mut data, &mut control, flags) {
                 Ok(message) => {
+                    let mut fds = Vec::new();
                     for ancillary in control.drain() {
                         if let RecvAncillaryMessage::ScmRights(rights) = ancillary {
                             fds.extend(rights);
                         }
                     }
-                    // Those that found no room were closed by the kernel. Few messages can bring
-                    // few each, too: `fds` must not grow with the number of pieces.
-                    if message.flags.contains(ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
-                        return Err(WireError::Fds {
-                            request: 0,
-                            count: fds.len().max(MAX_FDS + 1),
-                        });
+                    // Those that found no room were closed by the kernel.
+                    if message.flags.contains(ReturnFlags::CTRUNC) {
+                        return Err(WireError::Fds { request: 0, count: MAX_FDS + 1 });
                     }
-                    return Ok(message.bytes);
+                    inbox.filled(message.bytes, fds)?;
+                    return Ok(message.bytes != 0);
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => self.wait(PollFlags::IN, until, what)?,
                 // The peer closed with bytes of ours unread.
-                Err(Errno::CONNRESET) => return Ok(0),
+                Err(Errno::CONNRESET) => return Ok(false),
                 Err(errno) => return Err(os("recvmsg", errno)),
             }
         }

@@ -8,13 +8,16 @@
 //! - [`Frontend`]: asks, with a time limit, and waits for the answer where there is one.
 //! - [`Server`]: answers, and calls a [`Handler`] with values that were checked: whatever bytes
 //!   and descriptors arrive, the worst outcome is a closed connection with a reason.
+//! - [`BackendChannel`] and [`FrontendChannel`]: the two ends of the channel on which the back end
+//!   asks: for translations that it lacks, above all.
+//! - [`InflightRegion`]: what a back end has taken and not completed, so that another can go on.
 //!
 //! Rings are stopped and disabled at first, start with SET_VRING_KICK and stop with GET_VRING_BASE
 //! (rule D28); the [`Server`] keeps that state, so that a [`Handler`] is never asked to start what
 //! runs or to stop what does not, and stops every ring when the connection ends.
 //!
-//! The IOTLB messages are read, checked and answered here; the cache that they feed, and the
-//! requests that a back end makes on its own channel, are for the device to bring.
+//! The IOTLB messages are read, checked and answered here; the cache that they feed is for the
+//! device to bring.
 //!
 //! The text is QEMU's `docs/interop/vhost-user.rst`.
 
@@ -25,6 +28,9 @@ mod backend_channel;
 mod channel;
 mod error;
 mod frontend;
+mod frontend_channel;
+mod inbox;
+mod inflight;
 mod iotlb;
 pub mod msg;
 mod server;
@@ -32,7 +38,11 @@ mod server;
 pub use backend::{Handler, RingSetup};
 pub use backend_channel::BackendChannel;
 pub use error::{HandlerError, WireError};
-pub use frontend::{Frontend, FrontendError};
+pub use frontend::{Frontend, FrontendError, IotlbHandle};
+pub use frontend_channel::{Asked, BackendMessage, FrontendChannel};
+pub use inflight::{
+    InflightError, InflightRegion, PackedBuffer, PackedDescriptor, PackedInflight, SplitInflight,
+};
 pub use iotlb::{BadIotlb, Iotlb, IotlbWire};
 pub use msg::{ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES};
 pub use msg::{ProtocolFeatures, RingAddresses};

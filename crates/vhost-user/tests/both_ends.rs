@@ -5,7 +5,7 @@ mod common;
 use common::{Device, Event, VERSION_1, connect};
 use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
-    ConfigWrite, F_ACCESS_PLATFORM, F_PROTOCOL_FEATURES, Frontend, FrontendError, Iotlb,
+    ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, Iotlb,
     ProtocolFeatures, RingAddresses, ServeError, Server, WireError, msg::code,
 };
 use rustix::event::{EventfdFlags, eventfd};
@@ -63,7 +63,10 @@ fn both_ends_settle_on_the_features_that_both_have() {
     let common = front.negotiate(wanted, ProtocolFeatures::CONFIG).unwrap();
     assert_eq!(common, VERSION_1);
     assert_eq!(front.protocol(), ProtocolFeatures::CONFIG | ProtocolFeatures::REPLY_ACK);
-    assert_eq!(front.features().unwrap(), VERSION_1 | F_ACCESS_PLATFORM | F_PROTOCOL_FEATURES);
+    assert_eq!(
+        front.features().unwrap(),
+        VERSION_1 | F_ACCESS_PLATFORM | F_PROTOCOL_FEATURES | F_LOG_ALL
+    );
     assert_eq!(finish(front, served), [Event::Features(VERSION_1)]);
 }
 

@@ -7,8 +7,8 @@ use common::{Device, Event, VERSION_1};
 use proptest::prelude::*;
 use ringfence_mem::{GuestRam, Region};
 use ringfence_vhost_user::{
-    F_ACCESS_PLATFORM, F_PROTOCOL_FEATURES, Frontend, FrontendError, IotlbWire, ProtocolFeatures,
-    ServeError, Server, WireError,
+    F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, IotlbWire,
+    ProtocolFeatures, ServeError, Server, WireError,
     msg::{Header, Request, code},
 };
 use rustix::{
@@ -94,7 +94,7 @@ fn answers_carry_the_reply_bit_and_zero_for_success() {
     let _alone = alone();
     let (stream, served) = settled(VERSION_1, ProtocolFeatures::KNOWN);
     send(&stream, &message(&Request::GetFeatures, false), &[]);
-    let features = VERSION_1 | F_ACCESS_PLATFORM | F_PROTOCOL_FEATURES;
+    let features = VERSION_1 | F_ACCESS_PLATFORM | F_PROTOCOL_FEATURES | F_LOG_ALL;
     assert_eq!(answer_word(&stream, code::GET_FEATURES), features);
     send(&stream, &message(&Request::SetOwner, true), &[]);
     assert_eq!(answer_word(&stream, code::SET_OWNER), 0);

@@ -1,6 +1,6 @@
-//! Virtqueues: the driver's end and the device's end of a split ring.
+//! Virtqueues: the driver's end and the device's end of split and packed rings.
 //!
-//! A virtqueue (virtio 1.3, section 2.7) is three areas of memory that a driver and a device
+//! A split virtqueue (virtio 1.3, section 2.7) is three areas of memory that a driver and a device
 //! share: a table of descriptors, a ring in which the driver makes chains of them *available*, and
 //! a ring in which the device gives them back as *used*.
 //!
@@ -13,11 +13,18 @@
 //!  enable_notifications▶ (used event, avail flags) ────▶ publish_used (interrupt wanted?)
 //! ```
 //!
+//! A packed one (2.8) is a single ring of descriptors: the driver makes them available in their
+//! order, and the device writes over them what it gives back; a flag of each, compared with the
+//! parity of the lap, says whose it is. Two small structures beside it say who wants to be notified
+//! of what. The two ends have the same methods as those of a split ring.
+//!
 //! - [`driver::Queue`] makes buffers available and takes them back; it trusts nothing that the
 //!   device writes.
 //! - [`device::Queue`] takes [`Chain`]s and gives them back; it trusts nothing that the driver
 //!   writes. It reaches memory through [`ringfence_mem::Translate`] only, so the same code serves
 //!   guest-physical addresses and I/O virtual ones.
+//! - Both are enums of the two formats. A data path that is to be compiled for each takes a
+//!   [`driver::Ring`] or a [`device::Ring`] instead, and moves bursts.
 //! - [`layout`] says how large the areas are and where their parts lie.
 //!
 //! What both ends hold to:
@@ -30,7 +37,7 @@
 //! - **No wake-up is lost.** Whoever goes to sleep first says so (`enable_*`), and then looks
 //!   again; the fences that this needs stand, with their argument, where they are executed.
 //!
-//! Only the split format is here, in little-endian, as virtio 1.x has it.
+//! All fields are little-endian, as virtio 1.x has them.
 
 mod chain;
 mod error;
@@ -42,6 +49,8 @@ pub mod driver;
 pub mod layout;
 #[cfg(all(test, loom))]
 mod model;
+#[cfg(all(test, loom))]
+mod model_packed;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 

@@ -261,7 +261,7 @@ impl Event {
 
 /// The contents of an event structure, in our byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Wanted(u32);
+pub(crate) struct Wanted(pub(crate) u32);
 
 impl Wanted {
     pub(crate) const ALL: Wanted = Wanted((packed::EVENT_ENABLE as u32) << 16);

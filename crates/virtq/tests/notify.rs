@@ -8,9 +8,10 @@ use std::{
 
 use ringfence_virtq::{Chain, Desc, device, driver, layout, testing};
 
-fn pair(size: u16, event_idx: bool) -> (testing::Ram, driver::Queue, device::Queue) {
-    let ram = testing::Ram::new(0, layout::offsets(size).len);
-    let (driver, device) = testing::pair(&ram, 0, size, event_idx);
+fn pair(size: u16, event_idx: bool, packed: bool) -> (testing::Ram, driver::Queue, device::Queue) {
+    let config = driver::Config { size, event_idx, packed };
+    let ram = testing::Ram::new(0, config.offsets().len);
+    let (driver, device) = testing::pair_of(&ram, 0, config);
     (ram, driver, device)
 }
 
@@ -30,101 +31,111 @@ fn passing_an_event_is_what_counting_one_by_one_says() {
 
 #[test]
 fn with_event_idx_each_end_is_told_once_across_the_wrap_of_the_index() {
-    let (ram, mut driver, mut device) = pair(4, true);
-    let mut chain = Chain::new();
-    for token in 0..140_000 {
-        // Both want to be told of the next one.
-        assert!(!device.enable_kicks() && !driver.enable_notifications());
-        driver.add(&[Desc::readable(0, 1)], token).unwrap();
-        driver.publish();
-        assert!(driver.needs_kick(), "at {token}");
-        driver.add(&[Desc::readable(0, 1)], token).unwrap();
-        driver.publish();
-        assert!(!driver.needs_kick(), "the device has not asked again, at {token}");
-        for first in [true, false] {
-            assert!(device.pop(&ram, &mut chain).unwrap());
-            device.push_used(chain.head(), 0);
-            assert_eq!(device.publish_used(), first, "at {token}");
-            assert!(driver.pop().unwrap().is_some());
+    for packed in [false, true] {
+        let (ram, mut driver, mut device) = pair(4, true, packed);
+        let mut chain = Chain::new();
+        for token in 0..140_000 {
+            // Both want to be told of the next one.
+            assert!(!device.enable_kicks() && !driver.enable_notifications());
+            driver.add(&[Desc::readable(0, 1)], token).unwrap();
+            driver.publish();
+            assert!(driver.needs_kick(), "at {token}");
+            driver.add(&[Desc::readable(0, 1)], token).unwrap();
+            driver.publish();
+            assert!(!driver.needs_kick(), "the device has not asked again, at {token}");
+            for first in [true, false] {
+                assert!(device.pop(&ram, &mut chain).unwrap());
+                device.push_used(chain.head(), 0);
+                assert_eq!(device.publish_used(), first, "at {token}");
+                assert!(driver.pop().unwrap().is_some());
+            }
         }
     }
 }
 
 #[test]
 fn a_batch_that_crosses_the_wrap_and_the_event_in_it_notifies() {
-    let (ram, mut driver, mut device) = pair(8, true);
-    let mut chain = Chain::new();
-    for round in 0..40_000 {
-        assert!(!device.enable_kicks() && !driver.enable_notifications());
-        for token in 0..5 {
-            driver.add(&[Desc::readable(0, 1)], token).unwrap();
+    for packed in [false, true] {
+        let (ram, mut driver, mut device) = pair(8, true, packed);
+        let mut chain = Chain::new();
+        for round in 0..40_000 {
+            assert!(!device.enable_kicks() && !driver.enable_notifications());
+            for token in 0..5 {
+                driver.add(&[Desc::readable(0, 1)], token).unwrap();
+            }
+            driver.publish();
+            assert!(driver.needs_kick(), "round {round}");
+            while device.pop(&ram, &mut chain).unwrap() {
+                device.push_used(chain.head(), 0);
+            }
+            assert!(device.publish_used(), "round {round}");
+            while driver.pop().unwrap().is_some() {}
         }
-        driver.publish();
-        assert!(driver.needs_kick(), "round {round}");
-        while device.pop(&ram, &mut chain).unwrap() {
-            device.push_used(chain.head(), 0);
-        }
-        assert!(device.publish_used(), "round {round}");
-        while driver.pop().unwrap().is_some() {}
     }
 }
 
 #[test]
 fn who_polls_is_told_at_most_once_in_65536_chains() {
-    for (event_idx, most) in [(true, 3), (false, 0)] {
-        let (ram, mut driver, mut device) = pair(16, event_idx);
-        let mut chain = Chain::new();
-        driver.suppress_notifications();
-        device.suppress_kicks();
-        let (mut kicks, mut interrupts) = (0, 0);
-        for token in 0..3 * 65536 {
-            driver.add(&[Desc::readable(0, 1)], token).unwrap();
-            driver.publish();
-            kicks += u32::from(driver.needs_kick());
-            assert!(device.pop(&ram, &mut chain).unwrap());
-            device.push_used(chain.head(), 0);
-            interrupts += u32::from(device.publish_used());
-            assert!(driver.pop().unwrap().is_some());
+    for packed in [false, true] {
+        for (event_idx, most) in [(true, 3), (false, 0)] {
+            let (ram, mut driver, mut device) = pair(16, event_idx, packed);
+            let mut chain = Chain::new();
+            driver.suppress_notifications();
+            device.suppress_kicks();
+            let (mut kicks, mut interrupts) = (0, 0);
+            for token in 0..3 * 65536 {
+                driver.add(&[Desc::readable(0, 1)], token).unwrap();
+                driver.publish();
+                kicks += u32::from(driver.needs_kick());
+                assert!(device.pop(&ram, &mut chain).unwrap());
+                device.push_used(chain.head(), 0);
+                interrupts += u32::from(device.publish_used());
+                assert!(driver.pop().unwrap().is_some());
+            }
+            assert!(kicks <= most && interrupts <= most, "{kicks} {interrupts}");
         }
-        assert!(kicks <= most && interrupts <= most, "{kicks} {interrupts}");
     }
 }
 
 #[test]
 fn who_has_not_asked_for_a_whole_lap_kicks() {
-    let (ram, mut driver, mut device) = pair(16, true);
-    let mut chain = Chain::new();
-    for token in 0..65_537 {
-        assert!(!device.enable_kicks());
-        driver.add(&[Desc::readable(0, 1)], token).unwrap();
-        driver.publish();
-        assert!(device.pop(&ram, &mut chain).unwrap());
-        device.push_used(chain.head(), 0);
-        let _ = device.publish_used();
-        assert!(driver.pop().unwrap().is_some());
+    for packed in [false, true] {
+        let (ram, mut driver, mut device) = pair(16, true, packed);
+        let mut chain = Chain::new();
+        for token in 0..65_537 {
+            assert!(!device.enable_kicks());
+            driver.add(&[Desc::readable(0, 1)], token).unwrap();
+            driver.publish();
+            assert!(device.pop(&ram, &mut chain).unwrap());
+            device.push_used(chain.head(), 0);
+            let _ = device.publish_used();
+            assert!(driver.pop().unwrap().is_some());
+        }
+        assert!(driver.needs_kick());
     }
-    assert!(driver.needs_kick());
 }
 
 #[test]
 fn enabling_says_when_something_came_meanwhile() {
-    for event_idx in [true, false] {
-        let (ram, mut driver, mut device) = pair(16, event_idx);
-        let mut chain = Chain::new();
-        device.suppress_kicks();
-        driver.suppress_notifications();
-        driver.add(&[Desc::readable(0, 1)], 0).unwrap();
-        assert!(!device.enable_kicks());
-        device.suppress_kicks();
-        driver.publish();
-        assert!(!driver.needs_kick());
-        assert!(device.enable_kicks());
-        assert!(device.pop(&ram, &mut chain).unwrap());
-        device.push_used(chain.head(), 0);
-        assert!(!driver.enable_notifications());
-        driver.suppress_notifications();
-        assert!(!device.publish_used());
-        assert!(driver.enable_notifications());
+    for packed in [false, true] {
+        for event_idx in [true, false] {
+            let (ram, mut driver, mut device) = pair(16, event_idx, packed);
+            let mut chain = Chain::new();
+            device.suppress_kicks();
+            driver.suppress_notifications();
+            driver.add(&[Desc::readable(0, 1)], 0).unwrap();
+            assert!(!device.enable_kicks());
+            device.suppress_kicks();
+            driver.publish();
+            assert!(!driver.needs_kick());
+            assert!(device.enable_kicks());
+            assert!(device.pop(&ram, &mut chain).unwrap());
+            device.push_used(chain.head(), 0);
+            assert!(!driver.enable_notifications());
+            driver.suppress_notifications();
+            assert!(!device.publish_used());
+            assert!(driver.enable_notifications());
+        }
     }
 }
 
@@ -142,8 +153,8 @@ fn bell() -> (impl Fn() + Send, impl Fn() + Send) {
 }
 
 /// Two threads that sleep whenever they find nothing, and batches of changing length.
-fn ping_pong(event_idx: bool, size: u16, requests: u64) {
-    let (ram, mut driver, mut device) = pair(size, event_idx);
+fn ping_pong(event_idx: bool, packed: bool, size: u16, requests: u64) {
+    let (ram, mut driver, mut device) = pair(size, event_idx, packed);
     let (kick, wait_kick) = bell();
     let (interrupt, wait_interrupt) = bell();
     thread::scope(|scope| {
@@ -199,12 +210,16 @@ fn ping_pong(event_idx: bool, size: u16, requests: u64) {
 
 #[test]
 fn no_wake_up_is_lost_between_two_threads_with_event_idx() {
-    ping_pong(true, 16, 40_000);
-    ping_pong(true, 2, 10_000);
+    ping_pong(true, false, 16, 40_000);
+    ping_pong(true, false, 2, 10_000);
+    ping_pong(true, true, 15, 40_000);
+    ping_pong(true, true, 2, 10_000);
 }
 
 #[test]
 fn no_wake_up_is_lost_between_two_threads_with_flags() {
-    ping_pong(false, 16, 40_000);
-    ping_pong(false, 2, 10_000);
+    ping_pong(false, false, 16, 40_000);
+    ping_pong(false, false, 2, 10_000);
+    ping_pong(false, true, 15, 40_000);
+    ping_pong(false, true, 2, 10_000);
 }

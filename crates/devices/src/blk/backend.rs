@@ -1,24 +1,25 @@
 //! A block device as a vhost-user back end.
 
-use std::{
-    collections::HashMap,
-    os::fd::OwnedFd,
-    sync::{Arc, atomic::Ordering},
-};
+use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use ringfence_iotlb::{Endpoint, View};
-use ringfence_mem::{Memory, Physical};
-use ringfence_vhost_user::{Handler, HandlerError, RingSetup};
-use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, device};
+use ringfence_iommu::shootdown::Shootdown;
+use ringfence_iotlb::{Endpoint, IotlbConfig};
+use ringfence_mem::Memory;
+use ringfence_vhost_user::{
+    BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+};
+use ringfence_virtq::{
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device,
+};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    BlkUnit, QueueStats, Start,
+    BlkFigures, BlkUnit, QueueStats, Start, request,
     wire::{Config, SECTOR, feature},
 };
 use crate::{
-    bus::Bus,
     disk::Disk,
+    translation::Translation,
     worker::{Work, Worker},
 };
 
@@ -30,20 +31,48 @@ const SEG_MAX: u32 = 254;
 pub struct BlkOptions {
     /// What it serves.
     pub disk: Disk,
+    /// Whether nothing may be written.
+    pub read_only: bool,
     /// The name that it gives.
     pub id: Arc<str>,
     /// How many queues it offers.
     pub queues: u16,
-    /// Which endpoint it is; with one it offers `VIRTIO_F_ACCESS_PLATFORM`.
+    /// Which endpoint of an IOMMU in this process it is; with one it offers
+    /// `VIRTIO_F_ACCESS_PLATFORM`.
     pub endpoint: Option<Arc<Endpoint>>,
+    /// Without an endpoint: an IOTLB for each connection, which its front end fills; it offers
+    /// `VIRTIO_F_ACCESS_PLATFORM` too.
+    pub iotlb: Option<IotlbConfig>,
     /// The number of its units among a worker's.
     pub unit: u32,
+    /// How long the disk is waited for when a ring stops.
+    pub patience: Duration,
+    /// Where it counts.
+    pub figures: Arc<BlkFigures>,
 }
 
-/// A block device as a vhost-user back end.
+impl BlkOptions {
+    /// A device without IOMMU, unit 0, that may be written.
+    pub fn new(disk: Disk, id: &str, queues: u16) -> BlkOptions {
+        BlkOptions {
+            disk,
+            read_only: false,
+            id: Arc::from(id),
+            queues,
+            endpoint: None,
+            iotlb: None,
+            unit: 0,
+            patience: Duration::from_secs(20),
+            figures: Arc::new(BlkFigures::new(queues)),
+        }
+    }
+}
+
+/// A block device as a vhost-user back end, for one connection.
 pub struct BlkBackend {
     options: BlkOptions,
     workers: Arc<[Worker]>,
+    translation: Option<Translation>,
     memory: Option<Arc<Memory>>,
     features: u64,
     calls: HashMap<u16, Arc<OwnedFd>>,
@@ -53,38 +82,35 @@ pub struct BlkBackend {
 impl BlkBackend {
     /// A device whose queues are served by `workers`, in turn.
     pub fn new(options: BlkOptions, workers: Arc<[Worker]>) -> BlkBackend {
+        let translation = match (&options.endpoint, options.iotlb) {
+            (None, Some(config)) => {
+                let translation = Translation::new(config, Shootdown::new(workers.len()));
+                options.figures.iotlb.begin(translation.iotlb());
+                Some(translation)
+            }
+            _ => None,
+        };
         let (calls, errs) = (HashMap::new(), HashMap::new());
-        BlkBackend { options, workers, memory: None, features: 0, calls, errs }
+        BlkBackend { options, workers, translation, memory: None, features: 0, calls, errs }
     }
 
     /// What all queues have done.
     pub fn stats(&self) -> QueueStats {
-        let mut sum = QueueStats::default();
-        let unit = self.options.unit;
-        for worker in &*self.workers {
-            let stats = worker.call(move |work| work.unit::<BlkUnit>(unit).map(|u| u.stats()));
-            if let Some(stats) = stats.flatten() {
-                sum += stats;
-            }
-        }
-        sum
+        self.options.figures.sum()
     }
 
     /// What the IOTLBs of all workers have counted: hits, misses and faults. `None` without an
     /// IOMMU.
     pub fn iotlb(&self) -> Option<(u64, u64, u64)> {
-        let unit = self.options.unit;
-        let mut sum = None;
-        for worker in &*self.workers {
-            let found = worker.call(move |work| work.unit::<BlkUnit>(unit).and_then(|u| u.iotlb()));
-            if let Some(counters) = found.flatten() {
-                let (hits, misses, faults) = sum.get_or_insert((0, 0, 0));
-                *hits += counters.hits.load(Ordering::Relaxed);
-                *misses += counters.misses.load(Ordering::Relaxed);
-                *faults += counters.faults.load(Ordering::Relaxed);
-            }
-        }
-        sum
+        self.endpoint()?;
+        let totals = self.options.figures.iotlb.totals();
+        Some((totals.hits, totals.walks, totals.faults))
+    }
+
+    /// What its accesses go through, if they are translated.
+    fn endpoint(&self) -> Option<&Arc<Endpoint>> {
+        let own = self.translation.as_ref().map(Translation::endpoint);
+        self.options.endpoint.as_ref().or(own)
     }
 
     fn worker(&self, ring: u16) -> &Worker {
@@ -121,21 +147,27 @@ impl BlkBackend {
 fn unit_of<'w>(
     work: &'w mut Work,
     options: &BlkOptions,
-    translated: bool,
+    endpoint: Option<Arc<Endpoint>>,
     memory: &Arc<Memory>,
-) -> Result<&'w mut BlkUnit, String> {
+) -> std::io::Result<&'w mut BlkUnit> {
     if work.unit::<BlkUnit>(options.unit).is_none() {
-        let bus = match &options.endpoint {
-            Some(endpoint) if translated => {
-                let view = View::new(Arc::clone(endpoint), Arc::clone(memory));
-                Bus::Iommu(Box::new(view.ok_or("too many workers for one IOMMU")?))
-            }
-            _ => Bus::Physical(Physical::new(Arc::clone(memory))),
-        };
-        let unit = BlkUnit::new(&options.id, bus).map_err(|error| error.to_string())?;
+        let unit = BlkUnit::new(&options.id, endpoint, memory, Arc::clone(&options.figures))?;
         work.insert(options.unit, Box::new(unit));
     }
     Ok(work.unit(options.unit).expect("inserted above"))
+}
+
+/// The connection is over: nobody answers any more, and what the workers have of it goes.
+impl Drop for BlkBackend {
+    fn drop(&mut self) {
+        if let Some(translation) = &self.translation {
+            translation.set_channel(None);
+        }
+        self.forget_units();
+        if self.translation.is_some() {
+            self.options.figures.iotlb.end();
+        }
+    }
 }
 
 impl Handler for BlkBackend {
@@ -146,9 +178,30 @@ impl Handler for BlkBackend {
             | feature::MQ
             | 1 << F_INDIRECT_DESC
             | 1 << F_EVENT_IDX
+            | 1 << F_RING_PACKED
             | 1 << F_VERSION_1;
-        if self.options.endpoint.is_some() {
+        if self.endpoint().is_some() {
             features |= 1 << F_ACCESS_PLATFORM;
+        }
+        let holes = self.options.disk.holes();
+        match self.options.read_only {
+            true => features |= feature::RO,
+            false => {
+                features |= if holes.punch { feature::DISCARD } else { 0 };
+                features |= if holes.punch || holes.zero { feature::WRITE_ZEROES } else { 0 };
+            }
+        }
+        features
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        let mut features = ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::MQ
+            | ProtocolFeatures::CONFIG
+            | ProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | ProtocolFeatures::RESET_DEVICE;
+        if self.translation.is_some() {
+            features |= ProtocolFeatures::BACKEND_REQ;
         }
         features
     }
@@ -177,6 +230,10 @@ impl Handler for BlkBackend {
         if !memory.is_sealed() {
             tracing::warn!("{}: the memory's file can be truncated under us", self.options.id);
         }
+        // First what leads there, then what is there.
+        if let Some(translation) = &mut self.translation {
+            translation.set_memory(&memory)?;
+        }
         for ring in 0..self.workers.len() as u16 {
             let new = Arc::clone(&memory);
             self.on_unit(ring, move |unit| unit.set_memory(&new))?;
@@ -195,10 +252,11 @@ impl Handler for BlkBackend {
                 used: setup.addresses.used,
                 event_idx: self.has(F_EVENT_IDX),
                 indirect: self.has(F_INDIRECT_DESC),
-                packed: false,
+                packed: self.has(F_RING_PACKED),
                 base: setup.base,
             },
             disk: self.options.disk.clone(),
+            read_only: self.options.read_only,
             id: Arc::clone(&self.options.id),
             kick: setup.kick,
             call: self.calls.get(&ring).cloned(),
@@ -206,10 +264,11 @@ impl Handler for BlkBackend {
             enabled: setup.enabled,
         };
         let options = self.options.clone();
-        let translated = self.has(F_ACCESS_PLATFORM);
+        let endpoint = self.endpoint().filter(|_| self.has(F_ACCESS_PLATFORM)).cloned();
         self.worker(ring)
             .call(move |work| {
-                let unit = unit_of(work, &options, translated, &memory)?;
+                let unit = unit_of(work, &options, endpoint, &memory);
+                let unit = unit.map_err(|error| error.to_string())?;
                 unit.start(ring, start, &memory).map_err(|error| error.to_string())
             })
             .unwrap_or_else(|| Err("the worker is gone".into()))
@@ -217,8 +276,24 @@ impl Handler for BlkBackend {
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
-        let next = self.on_unit(ring, move |unit| unit.stop(ring))?;
-        next.flatten().ok_or_else(|| HandlerError::new("the ring is not running"))
+        let patience = self.options.patience;
+        let next = self.on_unit(ring, move |unit| {
+            unit.stop(ring, patience).map_err(|error| error.to_string())
+        })?;
+        match next {
+            Some(Ok(Some(next))) => Ok(next),
+            Some(Err(error)) => Err(HandlerError::new(&error)),
+            Some(Ok(None)) | None => Err(HandlerError::new("the ring is not running")),
+        }
+    }
+
+    fn move_ring(&mut self, ring: u16, to: RingAddresses) -> Result<(), HandlerError> {
+        let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
+        let RingAddresses { desc, avail, used, .. } = to;
+        let moved = self.on_unit(ring, move |unit| {
+            unit.relocate(ring, (desc, avail, used), &memory).map_err(|error| error.to_string())
+        })?;
+        moved.unwrap_or(Ok(())).map_err(|error| HandlerError::new(&error))
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
@@ -249,6 +324,12 @@ impl Handler for BlkBackend {
         config.seg_max.set(SEG_MAX);
         config.blk_size.set(SECTOR as u32);
         config.num_queues.set(self.options.queues);
+        config.max_discard_sectors.set(request::MOST_ZEROED);
+        config.max_discard_seg.set(1);
+        config.discard_sector_alignment.set(1);
+        config.max_write_zeroes_sectors.set(request::MOST_ZEROED);
+        config.max_write_zeroes_seg.set(1);
+        config.write_zeroes_may_unmap = u8::from(self.options.disk.holes().punch);
         // Front ends ask for the whole of a later, longer layout: what we do not have reads as 0.
         let mut space = [0; 256];
         space[..size_of::<Config>()].copy_from_slice(config.as_bytes());
@@ -262,5 +343,30 @@ impl Handler for BlkBackend {
         self.features = 0;
         self.forget_units();
         Ok(())
+    }
+
+    fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
+        let translation = self.translation.as_ref();
+        let translation = translation.ok_or_else(|| HandlerError::new("nothing to ask for"))?;
+        translation.set_channel(Some(channel));
+        Ok(())
+    }
+
+    fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
+        match &self.translation {
+            Some(translation) => translation.message(message),
+            // The IOMMU is in this process and knows better: QEMU sends one at the start of a ring.
+            None => Ok(()),
+        }
+    }
+
+    fn channel_answer(&mut self, message: Iotlb, done: bool) {
+        if let Some(translation) = &self.translation {
+            translation.answer(message, done);
+        }
+    }
+
+    fn refused(&mut self, request: u32, why: &HandlerError) {
+        tracing::debug!("{}: request {request} was refused: {why}", self.options.id);
     }
 }

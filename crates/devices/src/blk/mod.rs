@@ -2,6 +2,7 @@
 
 mod backend;
 mod driver;
+mod figures;
 mod mapped;
 mod queue;
 pub mod request;
@@ -10,6 +11,7 @@ pub mod wire;
 
 pub use backend::{BlkBackend, BlkOptions};
 pub use driver::{Done, DriverQueue, QueueLayout};
+pub use figures::BlkFigures;
 pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotAsked, Unmapped};
 pub use queue::{BlkQueue, QueueError, QueueStats};
 pub use unit::{BlkUnit, Start};

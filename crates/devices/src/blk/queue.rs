@@ -1,32 +1,41 @@
 //! The device's end of one request queue of a block device.
+//!
+//! A queue never waits: a step of a request that meets a translation that is missing parks the
+//! request, and all that the request will need is asked for at once. It goes on when there was an
+//! answer, and fails when its patience is over.
 
-use std::{collections::VecDeque, ops::AddAssign, os::fd::OwnedFd, sync::Arc};
+mod parked;
+mod ring;
+mod stop;
+mod store;
+mod wait;
 
-use parking_lot::Mutex;
-use ringfence_iommu::shootdown::Lease;
-use ringfence_mem::{Access, AccessError, Memory, Translate};
+use std::{
+    ops::{AddAssign, SubAssign},
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use ringfence_mem::{AccessError, Memory, Translate};
 use ringfence_virtq::{Chain, RingError, device};
 
+use self::{
+    parked::{Look, Parked},
+    ring::Away,
+    store::{Handed, Store, Transfer},
+    wait::Wait,
+};
 use super::{
-    request::{self, Action},
+    request::{self, Action, Limits, Stop},
     wire::Status,
 };
-use crate::{
-    bus::Bus,
-    disk::{Disk, FileIo, FileOp, Pacer, Ram},
-    event,
-};
+use crate::{bus::Bus, disk::Disk, event};
 
 /// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
 /// for whose answer a driver waits.
 const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
-/// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
-const MAX_PIECES: usize = 1024;
-/// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
-/// most.
-const AWAY_NS: (u64, u64) = (500_000, 16_000_000);
 
 /// Why a queue stopped.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +49,15 @@ pub enum QueueError {
     /// io_uring cannot be used.
     #[error("io_uring: {0}")]
     Io(#[from] std::io::Error),
+    /// More workers than the IOMMU has places for.
+    #[error("too many workers for one IOMMU")]
+    Readers,
+    /// What the driver asks for now could come before what it asked for on an earlier ring.
+    #[error("the disk has not answered requests of a ring that was stopped")]
+    Earlier,
+    /// The disk does not answer.
+    #[error("the disk has not answered {0} requests in time")]
+    Stuck(u32),
 }
 
 /// What a queue has done.
@@ -53,6 +71,10 @@ pub struct QueueStats {
     pub bytes: u64,
     /// Interrupts sent.
     pub interrupts: u64,
+    /// How often a request had to wait for a translation.
+    pub parked: u64,
+    /// How often the ring was not mapped.
+    pub away: u64,
 }
 
 impl AddAssign for QueueStats {
@@ -61,6 +83,19 @@ impl AddAssign for QueueStats {
         self.failed += more.failed;
         self.bytes += more.bytes;
         self.interrupts += more.interrupts;
+        self.parked += more.parked;
+        self.away += more.away;
+    }
+}
+
+impl SubAssign for QueueStats {
+    fn sub_assign(&mut self, less: QueueStats) {
+        self.requests -= less.requests;
+        self.failed -= less.failed;
+        self.bytes -= less.bytes;
+        self.interrupts -= less.interrupts;
+        self.parked -= less.parked;
+        self.away -= less.away;
     }
 }
 
@@ -68,41 +103,36 @@ impl AddAssign for QueueStats {
 #[derive(Default)]
 struct Slot {
     chain: Chain,
-    action: Option<Action>,
-    /// What the kernel was told of the memory; kept until the completion.
-    pieces: Vec<libc::iovec>,
-    /// Keep the translations of `pieces` alive.
-    leases: Vec<Lease>,
+    step: Step,
+    transfer: Transfer,
+    /// Its number among all that were taken.
+    number: u64,
+    wait: Option<Wait>,
 }
 
-/// Where the data comes from and goes to.
-// One a queue, of which there are few: the size of the largest costs nothing.
-#[allow(clippy::large_enum_variant)]
-enum Store {
-    Ram(Arc<Ram>),
-    Paced {
-        ram: Arc<Ram>,
-        /// The disk's own: queues share it.
-        pacer: Arc<Mutex<Pacer>>,
-        /// Slots in order of completion, with its time.
-        due: VecDeque<(u64, u16)>,
-    },
-    File {
-        io: FileIo,
-        /// A request that found no room in the io_uring.
-        stalled: Option<u16>,
-        /// Completed, and not answered yet.
-        done: Vec<(u16, bool)>,
-        /// What the bus no longer reaches, and the kernel perhaps still does.
-        old: Vec<Arc<Memory>>,
-    },
+impl Slot {
+    /// Whether what the kernel has of it moves data.
+    fn moves_data(&self) -> bool {
+        matches!(self.step, Step::Busy(Action::Transfer { .. }))
+    }
 }
 
-/// A ring whose addresses lead nowhere now.
-#[derive(Clone, Copy)]
-struct Away {
-    retry_at: u64,
-    pause_ns: u64,
+/// What is to be done next with a request.
+#[derive(Clone, Copy, Default)]
+enum Step {
+    /// Nothing: there is none.
+    #[default]
+    Free,
+    /// Read its header.
+    Parse,
+    /// Begin it.
+    Start(Action),
+    /// Wait: the kernel has it, or its time has not come.
+    Busy(Action),
+    /// Move the data now.
+    Move(Action),
+    /// Write this status, after so many bytes of data.
+    Answer(Status, u32),
 }
 
 /// The device's end of one request queue.
@@ -114,11 +144,19 @@ pub struct BlkQueue {
     ring: device::Queue,
     /// Set while the ring is not mapped.
     away: Option<Away>,
+    parked: Parked,
+    /// Since when the next chain cannot be taken, for want of a translation of its table.
+    head_since: Option<u64>,
     free: Vec<u16>,
-    capacity: u64,
+    /// How many requests were taken, less those that were put back.
+    taken: u64,
+    limits: Limits,
     id: Arc<str>,
     call: Option<Arc<OwnedFd>>,
     stats: QueueStats,
+    now_ns: u64,
+    say_at: u64,
+    ready: Vec<u16>,
 }
 
 impl BlkQueue {
@@ -128,35 +166,27 @@ impl BlkQueue {
     /// The kernel gives no io_uring.
     pub fn new(
         ring: device::Queue,
-        disk: &Disk,
+        (disk, read_only): (&Disk, bool),
         id: Arc<str>,
         call: Option<Arc<OwnedFd>>,
     ) -> std::io::Result<BlkQueue> {
         let size = ring.config().size;
-        let store = match disk {
-            Disk::Ram(ram) => Store::Ram(Arc::clone(ram)),
-            Disk::Paced(ram, pacer) => Store::Paced {
-                ram: Arc::clone(ram),
-                pacer: Arc::clone(pacer),
-                due: VecDeque::with_capacity(size.into()),
-            },
-            Disk::File { file, .. } => Store::File {
-                io: FileIo::new(Arc::clone(file), size.into())?,
-                stalled: None,
-                done: Vec::with_capacity(size.into()),
-                old: Vec::new(),
-            },
-        };
         Ok(BlkQueue {
-            store,
+            store: Store::new(disk, size)?,
             slots: (0..size).map(|_| Slot::default()).collect(),
             ring,
             away: None,
+            parked: Parked::default(),
+            head_since: None,
             free: (0..size).rev().collect(),
-            capacity: disk.len(),
+            taken: 0,
+            limits: Limits::of(disk, read_only),
             id,
             call,
             stats: QueueStats::default(),
+            now_ns: 0,
+            say_at: 0,
+            ready: Vec::new(),
         })
     }
 
@@ -179,9 +209,9 @@ impl BlkQueue {
     ///
     /// # Errors
     /// As the kernel says.
-    pub fn notify(&self, event: std::os::fd::BorrowedFd<'_>) -> std::io::Result<()> {
+    pub fn notify(&self, event: BorrowedFd<'_>) -> std::io::Result<()> {
         match &self.store {
-            Store::File { io, .. } => io.notify(event),
+            Store::File(file) => file.io.notify(event),
             _ => Ok(()),
         }
     }
@@ -200,98 +230,46 @@ impl BlkQueue {
     }
 
     fn work(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
+        self.now_ns = now_ns;
         let reaped = self.reap();
-        if !self.find_ring(bus, now_ns)? {
+        if !self.find_ring(bus)? {
             return Ok(reaped);
         }
         let before = self.stats.requests;
         let stop_at = self.stats.bytes + ROUND_BYTES;
+        let look = if self.waits() { self.parked.look(bus.answers(), now_ns) } else { Look::None };
+        let resumed = look != Look::None && self.resume(bus, look);
         self.complete(bus, now_ns, stop_at);
-        let taken = self.take(bus, now_ns, stop_at)?;
-        if let Store::File { io, .. } = &mut self.store {
-            io.kick()?;
+        let taken = self.take(bus, look, stop_at)?;
+        if let Store::File(file) = &mut self.store {
+            file.io.kick()?;
         }
         let answered = self.stats.requests != before;
         if answered {
             self.publish(bus)?;
         }
-        Ok(taken || answered || reaped)
+        Ok(taken || answered || reaped || resumed)
+    }
+
+    /// Whether something waits for a translation.
+    fn waits(&self) -> bool {
+        self.head_since.is_some() || !self.parked.is_empty()
     }
 
     /// Takes what the kernel has done, so that unmaps no longer wait for it; answers nothing and
     /// does not touch the ring. True if there was anything. All that is to be done for a queue that
     /// is disabled or has failed.
     pub fn reap(&mut self) -> bool {
-        let Store::File { io, done, old, .. } = &mut self.store else { return false };
-        let (slots, before) = (&mut self.slots, done.len());
-        io.reap(|token, result| {
-            let at = token as u16;
-            let slot = &mut slots[usize::from(at)];
-            slot.leases.clear();
-            let wanted = match slot.action {
-                Some(Action::Transfer { len, .. }) => len,
-                _ => 0,
-            };
-            done.push((at, result.is_ok_and(|moved| u64::from(moved) == wanted)));
-        });
-        if io.in_flight() == 0 {
-            old.clear();
-        }
-        done.len() != before
-    }
-
-    /// Answers all that is under way, and waits for it where it must, so that nothing is lost when
-    /// the ring stops. If the ring is not mapped nothing can be answered.
-    ///
-    /// # Errors
-    /// As [`poll`](Self::poll).
-    pub fn drain(&mut self, bus: &Bus) -> Result<(), QueueError> {
-        if !self.ring.is_valid() || !self.is_busy() {
-            return Ok(());
-        }
-        while self.is_busy() {
-            if let Store::File { io, stalled, done, .. } = &mut self.store {
-                let stalled = stalled.take();
-                if stalled.is_none() && done.is_empty() {
-                    io.kick()?;
-                    io.wait()?;
-                }
-                if let Some(at) = stalled {
-                    self.start(at, bus, 0);
-                }
+        match &mut self.store {
+            Store::File(file) => {
+                let reaped = file.reap(&mut self.slots);
+                // What was moved in part goes on, whatever becomes of the queue. A ring that cannot
+                // be used is found out by the next round.
+                let _ = file.io.kick();
+                reaped
             }
-            self.reap();
-            // Whatever the time is: a real disk may be faster, too.
-            self.complete(bus, u64::MAX, u64::MAX);
+            _ => false,
         }
-        self.publish(bus)
-    }
-
-    /// Looks whether the ring is where it was, and for where it is else; false if it is away.
-    #[inline]
-    fn find_ring(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
-        // Ring addresses are IOVAs only behind an IOMMU; plain ones never become invalid.
-        if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus, now_ns) }
-    }
-
-    #[cold]
-    fn look_for_ring(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
-        let found = match self.away {
-            Some(Away { retry_at, .. }) if now_ns < retry_at => return Ok(false),
-            // The driver has been told the first time.
-            Some(_) => bus.silently(|| self.ring.revalidate(bus)),
-            None => self.ring.revalidate(bus),
-        };
-        match found {
-            Ok(()) => self.away = None,
-            Err(RingError::Unreachable { .. }) => {
-                let (first, most) = AWAY_NS;
-                let pause_ns = self.away.map_or(first, |away| (away.pause_ns * 2).min(most));
-                self.away = Some(Away { retry_at: now_ns.saturating_add(pause_ns), pause_ns });
-            }
-            Err(error) => return Err(error.into()),
-        }
-        Ok(self.away.is_none())
     }
 
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
@@ -310,10 +288,10 @@ impl BlkQueue {
 
     /// Keeps `memory`, which the bus is about to lose, for as long as the kernel moves data there.
     pub fn keep(&mut self, memory: &Arc<Memory>) {
-        if let Store::File { io, old, .. } = &mut self.store
-            && io.in_flight() > 0
+        if let Store::File(file) = &mut self.store
+            && file.io.in_flight() > 0
         {
-            old.push(Arc::clone(memory));
+            file.old.push(Arc::clone(memory));
         }
     }
 
@@ -325,9 +303,19 @@ impl BlkQueue {
         self.ring.revalidate(mem)
     }
 
+    /// The ring lies elsewhere from now on; it is to be [found](Self::move_to) there.
+    pub fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
+        self.ring.relocate(desc, avail, used);
+    }
+
     /// Whether requests are under way.
     pub fn is_busy(&self) -> bool {
         self.free.len() != self.slots.len()
+    }
+
+    /// How many requests the kernel has.
+    pub fn in_kernel(&self) -> u32 {
+        self.store.in_kernel()
     }
 
     /// When there is something to do by the clock, if there will be.
@@ -336,15 +324,25 @@ impl BlkQueue {
             // Nobody tells when it is mapped again, and the driver may think us awake.
             return Some(away.retry_at);
         }
-        match &self.store {
+        let parked = self.waits().then(|| self.parked.due());
+        let paced = match &self.store {
             Store::Paced { due, .. } => due.front().map(|&(at, _)| at),
             _ => None,
-        }
+        };
+        parked.into_iter().chain(paced).min()
     }
 
     /// Asks for kicks before a sleep; true if there is something to do already.
-    pub fn arm(&mut self) -> bool {
-        self.ring.is_valid() && self.ring.broken().is_none() && self.ring.enable_kicks()
+    pub fn arm(&mut self, bus: &Bus) -> bool {
+        match self.away {
+            Some(away) => bus.answers() != away.answers,
+            None if self.ring.is_valid() && self.ring.broken().is_none() => {
+                // What cannot be taken yet is no news.
+                let more = self.ring.enable_kicks() && self.head_since.is_none();
+                more || self.waits() && self.parked.has_answers(bus.answers())
+            }
+            None => false,
+        }
     }
 
     /// Asks for no kicks while the worker is awake.
@@ -354,60 +352,104 @@ impl BlkQueue {
         }
     }
 
-    fn take(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) -> Result<bool, QueueError> {
-        if let Store::File { stalled, .. } = &mut self.store
-            && let Some(at) = stalled.take()
+    fn take(&mut self, bus: &Bus, look: Look, stop_at: u64) -> Result<bool, QueueError> {
+        if let Store::File(file) = &mut self.store
+            && let Some(at) = file.stalled.take()
         {
-            self.start(at, bus, now_ns);
+            self.advance(at, bus);
+        }
+        if self.head_since.is_some() && look == Look::None {
+            return Ok(false);
         }
         let mut taken = 0;
         while taken < ROUND_REQUESTS && self.stats.bytes < stop_at && !self.is_stalled() {
             let Some(&at) = self.free.last() else { break };
-            if !self.ring.pop(bus, &mut self.slots[usize::from(at)].chain)? {
-                break;
+            let slot = &mut self.slots[usize::from(at)];
+            match self.ring.pop(bus, &mut slot.chain) {
+                Ok(true) => self.head_since = None,
+                Ok(false) => break,
+                Err(error) if wait::is_missing_table(&error) => {
+                    self.wait_for_head(bus, error)?;
+                    break;
+                }
+                Err(error) => return Err(error.into()),
             }
             self.free.pop();
+            slot.step = Step::Parse;
+            slot.number = self.taken;
+            self.taken += 1;
             taken += 1;
-            let chain = &self.slots[usize::from(at)].chain;
-            match request::parse(chain, bus, self.capacity) {
-                Ok(action) => {
-                    self.slots[usize::from(at)].action = Some(action);
-                    self.start(at, bus, now_ns);
-                }
-                Err(status) => self.finish(at, bus, status, 0),
-            }
+            self.advance(at, bus);
         }
         Ok(taken > 0)
     }
 
     fn is_stalled(&self) -> bool {
-        matches!(&self.store, Store::File { stalled: Some(_), .. })
+        matches!(&self.store, Store::File(file) if file.stalled.is_some())
     }
 
-    /// Begins what a slot asks for; what can be done at once is done.
-    fn start(&mut self, at: u16, bus: &Bus, now_ns: u64) {
+    /// Goes on with a request, as far as it goes.
+    fn advance(&mut self, at: u16, bus: &Bus) {
+        loop {
+            let slot = &mut self.slots[usize::from(at)];
+            let next = match slot.step {
+                Step::Parse => request::parse(&slot.chain, bus, &self.limits).map(Step::Start),
+                Step::Start(action) => match self.start(at, action, bus) {
+                    Ok(Some(step)) => Ok(step),
+                    Ok(None) => return,
+                    Err(stop) => Err(stop),
+                },
+                Step::Move(action) => self.move_now(at, action, bus),
+                Step::Answer(status, written) => {
+                    match request::answer(&slot.chain, bus, status, written) {
+                        Ok(used) => return self.finish(at, status, used),
+                        Err(missing) => Err(Stop::Missing(missing)),
+                    }
+                }
+                Step::Free | Step::Busy(_) => unreachable!("it cannot go on"),
+            };
+            self.slots[usize::from(at)].step = match next {
+                Ok(step) => step,
+                Err(Stop::Status(status)) => Step::Answer(status, 0),
+                Err(Stop::Missing(missing)) => return self.park(at, missing, bus),
+            };
+        }
+    }
+
+    /// Begins what a request asks for: what comes next, or nothing for now.
+    fn start(&mut self, at: u16, action: Action, bus: &Bus) -> Result<Option<Step>, Stop> {
         let slot = &mut self.slots[usize::from(at)];
-        match (slot.action.expect("set when the chain was parsed"), &mut self.store) {
+        let done = Step::Answer(Status::Ok, 0);
+        match (action, &mut self.store) {
             (Action::Identify, _) => {
-                let written = request::identify(&slot.chain, bus, &self.id);
-                let status = if written.is_ok() { Status::Ok } else { Status::IoErr };
-                self.finish(at, bus, status, written.unwrap_or(0));
+                let written = request::identify(&slot.chain, bus, &self.id)?;
+                return Ok(Some(Step::Answer(Status::Ok, written)));
             }
-            (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => {
-                self.finish(at, bus, Status::Ok, 0);
-            }
-            (Action::Transfer { .. }, Store::Ram(_)) => self.move_now(at, bus),
+            (Action::Nothing, _) => return Ok(Some(done)),
+            (Action::Transfer { .. }, Store::Ram(_)) => return Ok(Some(Step::Move(action))),
             (Action::Transfer { len, .. }, Store::Paced { pacer, due, .. }) => {
                 // Times never run backwards, whoever else schedules: the queue stays in order.
-                due.push_back((pacer.lock().schedule(now_ns, len), at));
+                due.push_back((pacer.lock().schedule(self.now_ns, len), at));
             }
-            (action, Store::File { io, stalled, .. }) => match hand_over(slot, action, io, bus, at)
-            {
-                Handed::Over => {}
-                Handed::Later => *stalled = Some(at),
-                Handed::Failed => self.finish(at, bus, Status::IoErr, 0),
-            },
+            (Action::Zero { offset, len, .. }, Store::Ram(ram) | Store::Paced { ram, .. }) => {
+                ram.zero(offset, len);
+                return Ok(Some(done));
+            }
+            (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => return Ok(Some(done)),
+            (action, Store::File(file)) => {
+                match file.hand_over((at, &slot.chain, &mut slot.transfer), action, bus) {
+                    Handed::Over => {}
+                    Handed::Later => {
+                        file.stalled = Some(at);
+                        return Ok(None);
+                    }
+                    Handed::Failed => return Err(Status::IoErr.into()),
+                    Handed::Missing(missing) => return Err(Stop::Missing(missing)),
+                }
+            }
         }
+        slot.step = Step::Busy(action);
+        Ok(None)
     }
 
     fn complete(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) {
@@ -420,53 +462,53 @@ impl BlkQueue {
                     && when <= now_ns
                 {
                     due.pop_front();
-                    self.move_now(at, bus);
+                    let slot = &mut self.slots[usize::from(at)];
+                    let Step::Busy(action) = slot.step else { unreachable!("it was scheduled") };
+                    slot.step = Step::Move(action);
+                    self.advance(at, bus);
                 }
             }
-            Store::File { done, .. } => {
-                let mut done = std::mem::take(done);
+            Store::File(file) => {
+                let mut done = std::mem::take(&mut file.done);
                 for (at, ok) in done.drain(..) {
-                    let action = self.slots[usize::from(at)].action;
-                    let written = match action {
-                        Some(Action::Transfer { write: false, len, .. }) if ok => len as u32,
-                        _ => 0,
-                    };
-                    if let (true, Some(Action::Transfer { len, .. })) = (ok, action) {
+                    let slot = &mut self.slots[usize::from(at)];
+                    let mut written = 0;
+                    if let (true, Step::Busy(Action::Transfer { write, len, .. })) = (ok, slot.step)
+                    {
                         self.stats.bytes += len;
+                        written = if write { 0 } else { len as u32 };
                     }
-                    self.finish(at, bus, if ok { Status::Ok } else { Status::IoErr }, written);
+                    let status = if ok { Status::Ok } else { Status::IoErr };
+                    slot.step = Step::Answer(status, written);
+                    self.advance(at, bus);
                 }
-                if let Store::File { done: kept, .. } = &mut self.store {
-                    *kept = done;
+                if let Store::File(file) = &mut self.store {
+                    file.done = done;
                 }
             }
         }
     }
 
     /// Moves the data of a transfer now. The addresses are translated here, at the moment of the
-    /// access, so that a mapping that is gone by then is refused however old the request is.
-    fn move_now(&mut self, at: u16, bus: &Bus) {
+    /// access, so that a mapping that is gone by then is refused however old the request is. What
+    /// meets a missing translation in the middle is done again from its beginning.
+    fn move_now(&mut self, at: u16, action: Action, bus: &Bus) -> Result<Step, Stop> {
         let (Store::Ram(ram) | Store::Paced { ram, .. }) = &self.store else {
             unreachable!("only memory is moved by us")
         };
-        let slot = &self.slots[usize::from(at)];
-        let Some(Action::Transfer { write, offset, len }) = slot.action else {
-            unreachable!("only transfers are scheduled")
+        let Action::Transfer { write, offset, len } = action else {
+            unreachable!("only transfers are moved")
         };
-        match request::transfer(&slot.chain, bus, ram, write, offset, len) {
-            Ok(()) => {
-                self.stats.bytes += len;
-                self.finish(at, bus, Status::Ok, if write { 0 } else { len as u32 });
-            }
-            Err(_) => self.finish(at, bus, Status::IoErr, 0),
-        }
+        let slot = &self.slots[usize::from(at)];
+        request::transfer(&slot.chain, bus, ram, write, offset, len)?;
+        self.stats.bytes += len;
+        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
     }
 
-    fn finish(&mut self, at: u16, bus: &Bus, status: Status, written: u32) {
+    fn finish(&mut self, at: u16, status: Status, used: u32) {
         let slot = &mut self.slots[usize::from(at)];
-        let used = request::answer(&slot.chain, bus, status, written);
         self.ring.push_used(slot.chain.head(), used);
-        slot.action = None;
+        (slot.step, slot.wait) = (Step::Free, None);
         self.free.push(at);
         self.stats.requests += 1;
         self.stats.failed += u64::from(status != Status::Ok);
@@ -476,54 +518,6 @@ impl BlkQueue {
         if let Some(call) = &self.call {
             event::signal(call);
             self.stats.interrupts += 1;
-        }
-    }
-}
-
-enum Handed {
-    Over,
-    Later,
-    Failed,
-}
-
-/// Translates the data of a slot and hands it to the kernel.
-fn hand_over(slot: &mut Slot, action: Action, io: &mut FileIo, bus: &Bus, at: u16) -> Handed {
-    let Slot { chain, pieces, leases, .. } = slot;
-    pieces.clear();
-    leases.clear();
-    let op = match action {
-        Action::Flush => FileOp::Flush,
-        Action::Transfer { write, offset, len } => {
-            let access = if write { Access::Read } else { Access::Write };
-            for desc in request::data(chain, write, len) {
-                leases.extend(bus.lease(desc.addr, desc.len.into()));
-                let visited = bus.slices(desc.addr, desc.len.into(), access, |piece| {
-                    let base: *mut libc::c_void = piece.as_ptr().cast();
-                    match pieces.last_mut() {
-                        Some(last) if last.iov_base.wrapping_byte_add(last.iov_len) == base => {
-                            last.iov_len += piece.len();
-                        }
-                        _ => pieces.push(libc::iovec { iov_base: base, iov_len: piece.len() }),
-                    }
-                });
-                if visited.is_err() || pieces.len() > MAX_PIECES {
-                    leases.clear();
-                    return Handed::Failed;
-                }
-            }
-            if write { FileOp::Write(offset) } else { FileOp::Read(offset) }
-        }
-        Action::Identify => unreachable!("answered without the file"),
-    };
-    // SAFETY: `pieces` lives in its slot, which is not touched before the completion. The memory
-    // it names belongs to the `Memory` that the queue's bus keeps, or `old` once the bus has another,
-    // and the leases keep the driver's unmap from being answered before; nothing borrows it (it is
-    // only ever copied).
-    match unsafe { io.submit(op, pieces, at.into()) } {
-        true => Handed::Over,
-        false => {
-            leases.clear();
-            Handed::Later
         }
     }
 }

@@ -4,8 +4,31 @@ use ringfence_mem::{Access, AccessError, Translate};
 use ringfence_virtq::{Chain, Desc, cut};
 use zerocopy::FromBytes;
 
-use super::wire::{HEADER_BYTES, Header, ID_BYTES, Kind, SECTOR, Status};
-use crate::disk::Ram;
+use super::wire::{
+    EXTENT_BYTES, EXTENT_UNMAP, Extent, HEADER_BYTES, Header, ID_BYTES, Kind, SECTOR, Status,
+};
+use crate::disk::{Disk, Holes, Ram};
+
+/// The most sectors that a discard, or a request to write zeroes, may have: 1 GiB.
+pub const MOST_ZEROED: u32 = 1 << 21;
+
+/// What a disk can do, as far as requests are concerned.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes in all.
+    pub capacity: u64,
+    /// Whether nothing may be written.
+    pub read_only: bool,
+    /// How ranges are zeroed.
+    pub holes: Holes,
+}
+
+impl Limits {
+    /// Those of `disk`.
+    pub fn of(disk: &Disk, read_only: bool) -> Limits {
+        Limits { capacity: disk.len(), read_only, holes: disk.holes() }
+    }
+}
 
 /// What a chain asks for, checked against the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,32 +46,126 @@ pub enum Action {
     Flush,
     /// Tell the name of the disk.
     Identify,
+    /// Make a range read as zeroes.
+    Zero {
+        /// Where on the disk, in bytes.
+        offset: u64,
+        /// How many bytes, at least one sector.
+        len: u64,
+        /// Whether its space may be given back.
+        punch: bool,
+    },
+    /// Nothing: a range without sectors.
+    Nothing,
 }
 
-/// Reads the header of a chain and checks it against a disk of `capacity` bytes.
+/// Why a step of a request did not come to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// It is answered with this status.
+    Status(Status),
+    /// A translation is missing: the step is to be tried again.
+    Missing(Missing),
+}
+
+/// A translation that is missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Missing {
+    /// Of this address.
+    pub addr: u64,
+    /// For this access.
+    pub access: Access,
+}
+
+impl Missing {
+    /// What is missing, if that is what the error says.
+    pub fn of(error: AccessError) -> Option<Missing> {
+        match error {
+            AccessError::Missing { addr, access } => Some(Missing { addr, access }),
+            _ => None,
+        }
+    }
+}
+
+impl From<Status> for Stop {
+    fn from(status: Status) -> Stop {
+        Stop::Status(status)
+    }
+}
+
+/// An address that leads nowhere is an I/O error; one that may yet lead somewhere is waited for.
+impl From<AccessError> for Stop {
+    fn from(error: AccessError) -> Stop {
+        Missing::of(error).map_or(Stop::Status(Status::IoErr), Stop::Missing)
+    }
+}
+
+/// Reads the header of a chain and checks it against a disk.
 ///
 /// # Errors
-/// The status to answer.
-pub fn parse(chain: &Chain, mem: &impl Translate, capacity: u64) -> Result<Action, Status> {
+/// The status to answer, or what is missing.
+pub fn parse(chain: &Chain, mem: &impl Translate, limits: &Limits) -> Result<Action, Stop> {
     let mut bytes = [0; HEADER_BYTES];
-    match chain.read_at(mem, 0, &mut bytes) {
-        Ok(HEADER_BYTES) => {}
-        Ok(_) | Err(_) => return Err(Status::IoErr),
+    if chain.read_at(mem, 0, &mut bytes)? != HEADER_BYTES {
+        return Err(Status::IoErr.into());
     }
     let header = Header::read_from_bytes(&bytes).expect("the array has the header's size");
-    let (write, len) = match Kind::from_code(header.kind.get()).ok_or(Status::Unsupported)? {
+    let kind = Kind::from_code(header.kind.get()).ok_or(Status::Unsupported)?;
+    if limits.read_only && matches!(kind, Kind::Out | Kind::Discard | Kind::WriteZeroes) {
+        return Err(Status::IoErr.into());
+    }
+    let (write, len) = match kind {
         Kind::Flush => return Ok(Action::Flush),
         Kind::GetId => return Ok(Action::Identify),
+        Kind::Discard | Kind::WriteZeroes => return zero(chain, mem, limits, kind),
         // Of what the device writes, the last byte is the status.
         Kind::In => (false, chain.writable_len().saturating_sub(1)),
         Kind::Out => (true, chain.readable_len() - HEADER_BYTES as u64),
     };
-    let offset = header.sector.get().checked_mul(SECTOR).ok_or(Status::IoErr)?;
-    let fits = offset.checked_add(len).is_some_and(|end| end <= capacity);
-    if !len.is_multiple_of(SECTOR) || !fits {
-        return Err(Status::IoErr);
+    let offset = place(header.sector.get(), len, limits)?;
+    if !len.is_multiple_of(SECTOR) {
+        return Err(Status::IoErr.into());
     }
     Ok(Action::Transfer { write, offset, len })
+}
+
+/// Where a range of the disk begins, in bytes.
+fn place(sector: u64, len: u64, limits: &Limits) -> Result<u64, Status> {
+    let offset = sector.checked_mul(SECTOR).ok_or(Status::IoErr)?;
+    match offset.checked_add(len) {
+        Some(end) if end <= limits.capacity => Ok(offset),
+        _ => Err(Status::IoErr),
+    }
+}
+
+/// A discard, or a request to write zeroes: of one range, as the configuration space says.
+fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Result<Action, Stop> {
+    let Holes { punch, zero } = limits.holes;
+    let can = if kind == Kind::Discard { punch } else { punch || zero };
+    if !can {
+        return Err(Status::Unsupported.into());
+    }
+    let mut bytes = [0; EXTENT_BYTES];
+    if chain.readable_len() != (HEADER_BYTES + EXTENT_BYTES) as u64 {
+        return Err(Status::IoErr.into());
+    }
+    chain.read_at(mem, HEADER_BYTES as u64, &mut bytes)?;
+    let extent = Extent::read_from_bytes(&bytes).expect("the array has its size");
+    let known = if kind == Kind::Discard { 0 } else { EXTENT_UNMAP };
+    if extent.flags.get() & !known != 0 {
+        return Err(Status::Unsupported.into());
+    }
+    if extent.sectors.get() > MOST_ZEROED {
+        return Err(Status::IoErr.into());
+    }
+    let len = u64::from(extent.sectors.get()) * SECTOR;
+    let offset = place(extent.sector.get(), len, limits)?;
+    if len == 0 {
+        return Ok(Action::Nothing);
+    }
+    // To keep the space is a wish; that zeroes are read is none.
+    let wanted = kind == Kind::Discard || extent.flags.get() & EXTENT_UNMAP != 0;
+    Ok(Action::Zero { offset, len, punch: punch && (wanted || !zero) })
 }
 
 /// The buffers of a transfer's data, without header and status.
@@ -100,11 +217,20 @@ pub fn identify(chain: &Chain, mem: &impl Translate, name: &str) -> Result<u32, 
 
 /// Writes the status byte and returns the used length: what was written, the status included, or
 /// 0 if not even the status could be.
-pub fn answer(chain: &Chain, mem: &impl Translate, status: Status, written: u32) -> u32 {
-    let Some(last) = chain.writable_len().checked_sub(1) else { return 0 };
+///
+/// # Errors
+/// The translation is missing.
+pub fn answer(
+    chain: &Chain,
+    mem: &impl Translate,
+    status: Status,
+    written: u32,
+) -> Result<u32, Missing> {
+    let Some(last) = chain.writable_len().checked_sub(1) else { return Ok(0) };
     match chain.write_at(mem, last, &[status.code()]) {
-        Ok(1) => written.saturating_add(1),
-        _ => 0,
+        Ok(1) => Ok(written.saturating_add(1)),
+        Ok(_) => Ok(0),
+        Err(error) => Missing::of(error).map_or(Ok(0), Err),
     }
 }
 
@@ -117,6 +243,8 @@ mod tests {
 
     const CAPACITY: u64 = 64 * SECTOR;
     const BUFFERS: u64 = 0x1_0000;
+    const BOTH: Holes = Holes { punch: true, zero: true };
+    const LIMITS: Limits = Limits { capacity: CAPACITY, read_only: false, holes: BOTH };
 
     /// Passes a chain of these buffers through a ring.
     fn chain(mem: &Memory, descs: &[Desc]) -> Chain {
@@ -140,13 +268,13 @@ mod tests {
     }
 
     /// A request of one buffer, checked.
-    fn parsed(kind: u32, sector: u64, len: u32) -> Result<Action, Status> {
+    fn parsed(kind: u32, sector: u64, len: u32) -> Result<Action, Stop> {
         let mem = memory();
         let header = header(&mem, kind, sector);
         let write = kind == Kind::In.code();
         let data = Desc { addr: BUFFERS + 0x1000, len, write };
         let status = Desc::writable(BUFFERS + 0x800, 1);
-        parse(&chain(&mem, &[header, data, status]), &mem, CAPACITY)
+        parse(&chain(&mem, &[header, data, status]), &mem, &LIMITS)
     }
 
     #[test]
@@ -166,7 +294,11 @@ mod tests {
             (1 << 55, 512),
         ] {
             for kind in [0, 1] {
-                assert_eq!(parsed(kind, sector, len), Err(Status::IoErr), "{sector} {len}");
+                assert_eq!(
+                    parsed(kind, sector, len),
+                    Err(Stop::Status(Status::IoErr)),
+                    "{sector} {len}"
+                );
             }
         }
         // Nothing at the very end is still on the disk.
@@ -177,8 +309,8 @@ mod tests {
     fn what_moves_no_data_is_not_checked_against_the_disk() {
         assert_eq!(parsed(4, u64::MAX, 3), Ok(Action::Flush));
         assert_eq!(parsed(8, u64::MAX, 3), Ok(Action::Identify));
-        for unknown in [2, 3, 5, 11, 13, u32::MAX] {
-            assert_eq!(parsed(unknown, 0, 512), Err(Status::Unsupported));
+        for unknown in [2, 3, 5, 12, 14, u32::MAX] {
+            assert_eq!(parsed(unknown, 0, 512), Err(Stop::Status(Status::Unsupported)));
         }
     }
 
@@ -193,13 +325,13 @@ mod tests {
             Desc::readable(BUFFERS + 1, 15),
             status,
         ];
-        assert_eq!(parse(&chain(&mem, &pieces), &mem, CAPACITY), Ok(Action::Flush));
+        assert_eq!(parse(&chain(&mem, &pieces), &mem, &LIMITS), Ok(Action::Flush));
         let short = chain(&mem, &[Desc::readable(BUFFERS, 15), status]);
-        assert_eq!(parse(&short, &mem, CAPACITY), Err(Status::IoErr));
+        assert_eq!(parse(&short, &mem, &LIMITS), Err(Stop::Status(Status::IoErr)));
         let none = chain(&mem, &[status]);
-        assert_eq!(parse(&none, &mem, CAPACITY), Err(Status::IoErr));
+        assert_eq!(parse(&none, &mem, &LIMITS), Err(Stop::Status(Status::IoErr)));
         let lost = chain(&mem, &[Desc::readable(1 << 40, 16), status]);
-        assert_eq!(parse(&lost, &mem, CAPACITY), Err(Status::IoErr));
+        assert_eq!(parse(&lost, &mem, &LIMITS), Err(Stop::Status(Status::IoErr)));
     }
 
     #[test]
@@ -208,15 +340,69 @@ mod tests {
         let header = header(&mem, 0, 0);
         let at = BUFFERS + 0x1000;
         let request = chain(&mem, &[header, Desc::writable(at, 512), Desc::writable(at + 512, 9)]);
-        assert_eq!(answer(&request, &mem, Status::Unsupported, 512), 513);
+        assert_eq!(answer(&request, &mem, Status::Unsupported, 512), Ok(513));
         let mut bytes = [0xff; 9];
         mem.read(at + 512, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 0, 0, 0, 0, 0, 0, 0, 2]);
         // Without a place for it nothing was done, as far as the driver is told.
         let nowhere = chain(&mem, &[header, Desc::writable(1 << 40, 1)]);
-        assert_eq!(answer(&nowhere, &mem, Status::Ok, 0), 0);
+        assert_eq!(answer(&nowhere, &mem, Status::Ok, 0), Ok(0));
         let readable = chain(&mem, &[header]);
-        assert_eq!(answer(&readable, &mem, Status::Ok, 0), 0);
+        assert_eq!(answer(&readable, &mem, Status::Ok, 0), Ok(0));
+    }
+
+    /// A discard or a request to write zeroes, checked.
+    fn zeroed(
+        kind: Kind,
+        sector: u64,
+        sectors: u32,
+        flags: u32,
+        limits: &Limits,
+    ) -> Result<Action, Stop> {
+        let mem = memory();
+        let header = header(&mem, kind.code(), 77);
+        let extent = Extent { sector: sector.into(), sectors: sectors.into(), flags: flags.into() };
+        mem.write(BUFFERS + 0x1000, extent.as_bytes()).unwrap();
+        let extent = Desc::readable(BUFFERS + 0x1000, EXTENT_BYTES as u32);
+        let status = Desc::writable(BUFFERS + 0x800, 1);
+        parse(&chain(&mem, &[header, extent, status]), &mem, limits)
+    }
+
+    #[test]
+    fn what_is_zeroed_lies_on_the_disk_and_keeps_its_space_where_that_is_possible() {
+        use Kind::{Discard, WriteZeroes};
+        let (offset, len) = (3 * SECTOR, 2 * SECTOR);
+        let of = |punch| Ok(Action::Zero { offset, len, punch });
+        let with = |punch, zero| Limits { holes: Holes { punch, zero }, ..LIMITS };
+        assert_eq!(zeroed(Discard, 3, 2, 0, &LIMITS), of(true));
+        assert_eq!(zeroed(WriteZeroes, 3, 2, 0, &LIMITS), of(false));
+        assert_eq!(zeroed(WriteZeroes, 3, 2, EXTENT_UNMAP, &LIMITS), of(true));
+        assert_eq!(zeroed(WriteZeroes, 3, 2, 0, &with(true, false)), of(true));
+        assert_eq!(zeroed(WriteZeroes, 3, 2, EXTENT_UNMAP, &with(false, true)), of(false));
+        assert_eq!(zeroed(Discard, 64, 0, 0, &LIMITS), Ok(Action::Nothing));
+        let unsupported = Err(Stop::Status(Status::Unsupported));
+        assert_eq!(zeroed(Discard, 3, 2, 0, &with(false, true)), unsupported);
+        assert_eq!(zeroed(WriteZeroes, 3, 2, 0, &with(false, false)), unsupported);
+        assert_eq!(zeroed(Discard, 3, 2, EXTENT_UNMAP, &LIMITS), unsupported);
+        assert_eq!(zeroed(WriteZeroes, 3, 2, 2, &LIMITS), unsupported);
+        let failed = Err(Stop::Status(Status::IoErr));
+        for (sector, sectors) in [(63, 2), (64, 1), (u64::MAX, 1), (0, u32::MAX), (1 << 55, 1)] {
+            assert_eq!(zeroed(Discard, sector, sectors, 0, &LIMITS), failed);
+            assert_eq!(zeroed(WriteZeroes, sector, sectors, 0, &LIMITS), failed);
+        }
+    }
+
+    #[test]
+    fn nothing_is_written_to_a_disk_that_is_only_read() {
+        let limits = Limits { read_only: true, ..LIMITS };
+        let failed = Err(Stop::Status(Status::IoErr));
+        assert_eq!(zeroed(Kind::Discard, 3, 2, 0, &limits), failed);
+        assert_eq!(zeroed(Kind::WriteZeroes, 3, 2, 0, &limits), failed);
+        let mem = memory();
+        let data = Desc::readable(BUFFERS + 0x1000, 512);
+        let chain = chain(&mem, &[header(&mem, 1, 0), data, Desc::writable(BUFFERS, 1)]);
+        assert_eq!(parse(&chain, &mem, &limits), failed);
+        assert!(parse(&chain, &mem, &LIMITS).is_ok());
     }
 
     #[test]
@@ -248,7 +434,7 @@ mod tests {
             descs.extend(lens.iter().map(|&(len, write)| Desc { addr: BUFFERS, len, write }));
             descs.sort_by_key(|desc| desc.write);
             let chain = chain(&mem, &descs);
-            if let Ok(Action::Transfer { write, offset, len }) = parse(&chain, &mem, CAPACITY) {
+            if let Ok(Action::Transfer { write, offset, len }) = parse(&chain, &mem, &LIMITS) {
                 prop_assert!(len.is_multiple_of(SECTOR));
                 prop_assert!(offset.checked_add(len).unwrap() <= CAPACITY);
                 let data: u64 = data(&chain, write, len).map(|desc| u64::from(desc.len)).sum();

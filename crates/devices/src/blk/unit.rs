@@ -3,15 +3,21 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
 };
 
-use ringfence_iotlb::Counters;
-use ringfence_mem::{Memory, UserAddresses};
+use ringfence_iotlb::{Endpoint, View};
+use ringfence_mem::{Memory, Physical, UserAddresses};
 use ringfence_virtq::device;
 
-use super::{BlkQueue, QueueError, QueueStats};
-use crate::{bus::Bus, disk::Disk, event, worker::Unit};
+use super::{BlkFigures, BlkQueue, QueueError, QueueStats};
+use crate::{
+    bus::Bus,
+    disk::Disk,
+    event::{self, Doorbell},
+    worker::Unit,
+};
 
 /// What a queue is started with.
 pub struct Start {
@@ -19,6 +25,8 @@ pub struct Start {
     pub config: device::Config,
     /// What it serves.
     pub disk: Disk,
+    /// Whether nothing may be written.
+    pub read_only: bool,
     /// The name that the disk gives.
     pub id: Arc<str>,
     /// Where kicks come from.
@@ -40,6 +48,8 @@ struct Served {
     enabled: bool,
     /// Why it stopped.
     failed: Option<QueueError>,
+    /// What of its figures was told.
+    told: QueueStats,
 }
 
 impl Served {
@@ -48,13 +58,28 @@ impl Served {
     }
 
     /// This queue stops; all else goes on.
-    fn fail(&mut self, device: &str, error: QueueError) {
-        tracing::warn!("{device}: queue {} stopped: {error}", self.index);
+    fn fail(&mut self, unit: &Shared, error: QueueError) {
+        tracing::warn!("{}: queue {} stopped: {error}", unit.name, self.index);
+        unit.figures.failures.fetch_add(1, Ordering::Relaxed);
         if let Some(err) = &self.err {
             event::signal(err);
         }
         self.failed = Some(error);
     }
+
+    fn tell(&mut self, figures: &BlkFigures) {
+        let now = self.queue.stats();
+        let mut more = now;
+        more -= self.told;
+        figures.add(self.index, more);
+        self.told = now;
+    }
+}
+
+/// What all queues of a unit are told.
+struct Shared {
+    name: String,
+    figures: Arc<BlkFigures>,
 }
 
 /// A worker's share of a block device: some of its queues, and the worker's way to memory.
@@ -62,65 +87,115 @@ pub struct BlkUnit {
     // Before the bus: a queue may have I/O under way in the memory that the bus reaches.
     queues: Vec<Served>,
     bus: Bus,
-    /// Written by io_uring when something completes.
-    completed: OwnedFd,
-    name: String,
-    /// What queues that are gone have done.
-    past: QueueStats,
+    /// What the bus goes through while there are queues.
+    endpoint: Option<Arc<Endpoint>>,
+    /// Written by io_uring when something completes, and when a translation comes.
+    bell: Arc<Doorbell>,
+    shared: Shared,
 }
 
 impl BlkUnit {
-    /// A share without queues. `name` stands in messages.
+    /// A share without queues, on `memory` as `endpoint` sees it. `name` stands in messages.
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn new(name: &str, bus: Bus) -> io::Result<BlkUnit> {
+    pub fn new(
+        name: &str,
+        endpoint: Option<Arc<Endpoint>>,
+        memory: &Arc<Memory>,
+        figures: Arc<BlkFigures>,
+    ) -> io::Result<BlkUnit> {
         Ok(BlkUnit {
             queues: Vec::new(),
-            bus,
-            completed: event::new()?,
-            name: name.to_owned(),
-            past: QueueStats::default(),
+            bus: Bus::Physical(Physical::new(Arc::clone(memory))),
+            endpoint,
+            bell: Arc::new(Doorbell::new()?),
+            shared: Shared { name: name.to_owned(), figures },
         })
     }
 
-    /// Starts a queue. `memory` is asked for the ring if its addresses are the front end's own.
+    /// Starts a queue. `memory` is asked for the ring if its addresses are the front end's own;
+    /// a ring behind an IOMMU need not be mapped yet (rule D21).
     ///
     /// # Errors
-    /// The ring cannot be reached or makes no sense; the kernel has no io_uring.
+    /// The ring cannot be reached or makes no sense; the kernel has no io_uring; too many workers
+    /// go through the IOMMU; I/O of an earlier ring has not ended: it might come after what the
+    /// driver asks for next.
     pub fn start(
         &mut self,
         index: u16,
         start: Start,
         memory: &Arc<Memory>,
     ) -> Result<(), QueueError> {
-        self.stop(index);
+        self.shared.figures.reap();
+        if self.shared.figures.stuck() > 0 {
+            return Err(QueueError::Earlier);
+        }
+        if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
+            self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
+        }
         let ring = match &self.bus {
+            bus if bus.iotlb().is_some() => device::Queue::postponed(start.config)?,
+            // Who maps it is in this process, and has not.
             Bus::Iommu(view) => device::Queue::new(start.config, &**view)?,
             Bus::Physical(_) => {
                 device::Queue::new(start.config, &UserAddresses::new(Arc::clone(memory)))?
             }
         };
-        let mut queue = BlkQueue::new(ring, &start.disk, start.id, start.call)?;
-        queue.notify(self.completed.as_fd())?;
+        let disk = (&start.disk, start.read_only);
+        let mut queue = BlkQueue::new(ring, disk, start.id, start.call)?;
+        queue.notify((*self.bell).as_fd())?;
         queue.disarm();
         let Start { kick, err, enabled, .. } = start;
-        self.queues.push(Served { index, queue, kick, err, enabled, failed: None });
+        let (failed, told) = (None, QueueStats::default());
+        self.queues.push(Served { index, queue, kick, err, enabled, failed, told });
         Ok(())
     }
 
-    /// Stops a queue, for good, once all that it has under way is answered; returns the next
-    /// available index.
-    pub fn stop(&mut self, index: u16) -> Option<u32> {
-        let at = self.queues.iter().position(|served| served.index == index)?;
+    /// The way to memory through an IOMMU; `None` if it has no place for another reader.
+    fn through(&self, endpoint: &Arc<Endpoint>) -> Option<Bus> {
+        let mut view = View::new(Arc::clone(endpoint), Arc::clone(self.bus.memory()))?;
+        let bell = Arc::clone(&self.bell);
+        view.wake_with(Box::new(move || bell.ring()));
+        self.shared.figures.iotlb.view(view.counters());
+        Some(Bus::Iommu(Box::new(view)))
+    }
+
+    /// Stops a queue, for good, once all that it has under way is answered or put back; returns
+    /// where it stands (`None`: there is no such queue). A disk is waited for as long as `patience`.
+    ///
+    /// # Errors
+    /// The disk does not answer.
+    pub fn stop(&mut self, index: u16, patience: Duration) -> Result<Option<u32>, QueueError> {
+        let Some(at) = self.queues.iter().position(|served| served.index == index) else {
+            return Ok(None);
+        };
         let mut served = self.queues.swap_remove(at);
-        if served.failed.is_none()
-            && let Err(error) = served.queue.drain(&self.bus)
-        {
-            served.fail(&self.name, error);
+        let mut ended = match served.failed {
+            None => served.queue.stop(&self.bus, patience),
+            Some(_) => Ok(()),
+        };
+        if !matches!(ended, Ok(()) | Err(QueueError::Stuck(_))) {
+            // The ring is broken: it stops all the same.
+            served.fail(&self.shared, ended.expect_err("looked at above"));
+            ended = Ok(());
         }
-        self.past += served.queue.stats();
-        Some(served.queue.ring().next_avail())
+        if ended.is_ok() {
+            ended = served.queue.wait_for_kernel(Instant::now() + patience);
+        }
+        served.tell(&self.shared.figures);
+        let next = served.queue.ring().next_avail();
+        if let Err(error) = ended {
+            tracing::error!("{}: queue {index}: {error}", self.shared.name);
+            self.shared.figures.keep(served.queue);
+            return Err(error);
+        }
+        drop(served);
+        if self.queues.is_empty() {
+            // Without rings nothing is translated, and nothing asked for (rule D27).
+            self.bus = Bus::Physical(Physical::new(Arc::clone(self.bus.memory())));
+        }
+        Ok(Some(next))
     }
 
     /// Lets a queue work, or not.
@@ -155,10 +230,36 @@ impl BlkUnit {
             let addresses = UserAddresses::new(Arc::clone(memory));
             for served in self.queues.iter_mut().filter(|served| served.failed.is_none()) {
                 if let Err(error) = served.queue.move_to(&addresses) {
-                    served.fail(&self.name, error.into());
+                    served.fail(&self.shared, error.into());
                 }
             }
         }
+    }
+
+    /// A running queue's ring lies elsewhere from now on (rule D21). `memory` as in
+    /// [`start`](Self::start).
+    ///
+    /// # Errors
+    /// The ring cannot be reached: it stops.
+    pub fn relocate(
+        &mut self,
+        index: u16,
+        (desc, avail, used): (u64, u64, u64),
+        memory: &Arc<Memory>,
+    ) -> Result<(), QueueError> {
+        let through_iommu = matches!(self.bus, Bus::Iommu(_));
+        let Some(served) = self.queues.iter_mut().find(|served| served.index == index) else {
+            return Ok(());
+        };
+        served.queue.relocate(desc, avail, used);
+        // Behind an IOMMU it is found when it is mapped.
+        if !through_iommu
+            && let Err(error) = served.queue.move_to(&UserAddresses::new(Arc::clone(memory)))
+        {
+            served.fail(&self.shared, error.into());
+            return Err(error.into());
+        }
+        Ok(())
     }
 
     /// Why a queue has stopped, if it has.
@@ -172,24 +273,15 @@ impl BlkUnit {
         found.map_or(0, |served| served.queue.ring().in_flight())
     }
 
+    /// How many requests of a queue the kernel has.
+    pub fn in_kernel(&self, index: u16) -> u32 {
+        let found = self.queues.iter().find(|served| served.index == index);
+        found.map_or(0, |served| served.queue.in_kernel())
+    }
+
     /// Whether a queue's ring is not mapped, so that the queue waits.
     pub fn is_away(&self, index: u16) -> bool {
         self.queues.iter().any(|served| served.index == index && served.queue.is_away())
-    }
-
-    /// What all queues have done, those that are gone included.
-    pub fn stats(&self) -> QueueStats {
-        let mut sum = self.past;
-        self.queues.iter().for_each(|served| sum += served.queue.stats());
-        sum
-    }
-
-    /// What the IOTLB of this share counts; `None` without an IOMMU.
-    pub fn iotlb(&self) -> Option<Arc<Counters>> {
-        match &self.bus {
-            Bus::Iommu(view) => Some(view.counters()),
-            Bus::Physical(_) => None,
-        }
     }
 
     /// The way to memory.
@@ -212,10 +304,15 @@ impl Unit for BlkUnit {
                 continue;
             }
             match served.queue.poll(&self.bus, now_ns) {
-                Ok(did) => busy |= did,
-                Err(error) => served.fail(&self.name, error),
+                Ok(false) => {}
+                Ok(true) => {
+                    busy = true;
+                    served.tell(&self.shared.figures);
+                }
+                Err(error) => served.fail(&self.shared, error),
             }
         }
+        busy |= self.shared.figures.reap();
         busy
     }
 
@@ -229,16 +326,18 @@ impl Unit for BlkUnit {
     }
 
     fn arm(&mut self) -> bool {
+        self.bell.arm();
         let mut more = false;
         for served in &mut self.queues {
             if served.works() {
-                more |= served.queue.arm();
+                more |= served.queue.arm(&self.bus);
             }
         }
         more
     }
 
     fn disarm(&mut self) {
+        self.bell.disarm();
         for served in &mut self.queues {
             if served.failed.is_none() {
                 served.queue.disarm();
@@ -247,7 +346,7 @@ impl Unit for BlkUnit {
     }
 
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
-        into.push(self.completed.as_fd());
+        into.push((*self.bell).as_fd());
         let working = self.queues.iter().filter(|served| served.failed.is_none());
         into.extend(working.filter_map(|served| Some(served.kick.as_ref()?.as_fd())));
     }

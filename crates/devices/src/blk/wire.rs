@@ -24,6 +24,10 @@ pub mod feature {
     pub const FLUSH: u64 = 1 << 9;
     /// `num_queues` in the configuration is valid.
     pub const MQ: u64 = 1 << 12;
+    /// Discard requests are understood.
+    pub const DISCARD: u64 = 1 << 13;
+    /// Requests to write zeroes are understood.
+    pub const WRITE_ZEROES: u64 = 1 << 14;
 }
 
 /// What stands before the data of every request.
@@ -41,6 +45,23 @@ pub struct Header {
 /// The size of a [`Header`].
 pub const HEADER_BYTES: usize = size_of::<Header>();
 
+/// What a discard, or a request to write zeroes, says of a range.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Extent {
+    /// Where it begins, in sectors.
+    pub sector: U64,
+    /// How many sectors.
+    pub sectors: U32,
+    /// [`EXTENT_UNMAP`], or 0.
+    pub flags: U32,
+}
+
+/// The size of an [`Extent`].
+pub const EXTENT_BYTES: usize = size_of::<Extent>();
+/// Zeroes may be written by giving the space back.
+pub const EXTENT_UNMAP: u32 = 1;
+
 /// What a request wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -52,6 +73,10 @@ pub enum Kind {
     Flush,
     /// The name of the disk, [`ID_BYTES`] long.
     GetId,
+    /// What a range holds does not matter any more.
+    Discard,
+    /// Make a range read as zeroes.
+    WriteZeroes,
 }
 
 impl Kind {
@@ -62,6 +87,8 @@ impl Kind {
             Kind::Out => 1,
             Kind::Flush => 4,
             Kind::GetId => 8,
+            Kind::Discard => 11,
+            Kind::WriteZeroes => 13,
         }
     }
 
@@ -72,6 +99,8 @@ impl Kind {
             1 => Some(Kind::Out),
             4 => Some(Kind::Flush),
             8 => Some(Kind::GetId),
+            11 => Some(Kind::Discard),
+            13 => Some(Kind::WriteZeroes),
             _ => None,
         }
     }
@@ -99,7 +128,7 @@ impl Status {
     }
 }
 
-/// The configuration space up to `num_queues`.
+/// The configuration space up to `write_zeroes_may_unmap`.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Config {
@@ -121,6 +150,20 @@ pub struct Config {
     pub unused0: u8,
     /// Request queues.
     pub num_queues: U16,
+    /// The most sectors of a discard.
+    pub max_discard_sectors: U32,
+    /// The most ranges of a discard.
+    pub max_discard_seg: U32,
+    /// What discards are best aligned to, in sectors.
+    pub discard_sector_alignment: U32,
+    /// The most sectors of a request to write zeroes.
+    pub max_write_zeroes_sectors: U32,
+    /// The most ranges of one.
+    pub max_write_zeroes_seg: U32,
+    /// Whether one may give space back.
+    pub write_zeroes_may_unmap: u8,
+    /// Nothing.
+    pub unused1: [u8; 3],
 }
 
 #[cfg(test)]
@@ -130,13 +173,16 @@ mod tests {
     #[test]
     fn the_sizes_are_those_of_the_specification() {
         assert_eq!(HEADER_BYTES, 16);
-        assert_eq!(size_of::<Config>(), 36);
+        assert_eq!(EXTENT_BYTES, 16);
+        assert_eq!(size_of::<Config>(), 60);
+        assert_eq!(std::mem::offset_of!(Config, write_zeroes_may_unmap), 56);
         assert_eq!(std::mem::offset_of!(Config, num_queues), 34);
     }
 
     #[test]
     fn every_kind_keeps_its_number() {
-        for kind in [Kind::In, Kind::Out, Kind::Flush, Kind::GetId] {
+        use Kind::{Discard, Flush, GetId, In, Out, WriteZeroes};
+        for kind in [In, Out, Flush, GetId, Discard, WriteZeroes] {
             assert_eq!(Kind::from_code(kind.code()), Some(kind));
         }
         assert_eq!(Kind::from_code(2), None);

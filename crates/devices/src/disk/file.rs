@@ -2,11 +2,15 @@
 
 use std::{
     io,
-    os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    os::fd::{AsRawFd, BorrowedFd, RawFd},
     sync::Arc,
+    time::Duration,
 };
 
 use io_uring::{IoUring, opcode, squeue, types};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::Image;
 
 /// What to do with the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +21,15 @@ pub enum FileOp {
     Write(u64),
     /// Make everything written durable.
     Flush,
+    /// Make a range read as zeroes.
+    Zero {
+        /// Where it begins, in bytes.
+        offset: u64,
+        /// How long it is.
+        len: u64,
+        /// Whether its space may be given back.
+        punch: bool,
+    },
 }
 
 /// One worker's way to a file: an io_uring of its own.
@@ -25,7 +38,7 @@ pub enum FileOp {
 /// [`kick`](Self::kick) and collected by [`reap`](Self::reap).
 pub struct FileIo {
     ring: IoUring,
-    file: Arc<OwnedFd>,
+    image: Arc<Image>,
     /// Handed over or waiting to be; never more than the completion ring holds.
     in_flight: u32,
     depth: u32,
@@ -36,10 +49,10 @@ impl FileIo {
     ///
     /// # Errors
     /// The kernel has no io_uring, or forbids it here.
-    pub fn new(file: Arc<OwnedFd>, depth: u32) -> io::Result<FileIo> {
+    pub fn new(image: Arc<Image>, depth: u32) -> io::Result<FileIo> {
         let depth = depth.clamp(1, 4096).next_power_of_two();
         let ring = IoUring::builder().setup_cqsize(depth * 2).build(depth)?;
-        Ok(FileIo { ring, file, in_flight: 0, depth })
+        Ok(FileIo { ring, image, in_flight: 0, depth })
     }
 
     /// Has the kernel write to `event` whenever something completes.
@@ -52,7 +65,7 @@ impl FileIo {
 
     /// The descriptor of the file.
     pub fn file(&self) -> RawFd {
-        self.file.as_raw_fd()
+        self.image.fd()
     }
 
     /// How many requests are not yet reaped.
@@ -69,16 +82,23 @@ impl FileIo {
         if self.in_flight == self.depth {
             return false;
         }
-        let fd = types::Fd(self.file.as_raw_fd());
+        let fd = types::Fd(self.image.fd());
+        let fd_for = |offset| types::Fd(self.image.fd_for(offset, pieces));
         let count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
         let entry: squeue::Entry = match op {
             FileOp::Read(offset) => {
-                opcode::Readv::new(fd, pieces.as_ptr(), count).offset(offset).build()
+                opcode::Readv::new(fd_for(offset), pieces.as_ptr(), count).offset(offset).build()
             }
             FileOp::Write(offset) => {
-                opcode::Writev::new(fd, pieces.as_ptr(), count).offset(offset).build()
+                opcode::Writev::new(fd_for(offset), pieces.as_ptr(), count).offset(offset).build()
             }
             FileOp::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+            FileOp::Zero { offset, len, punch } => {
+                let how =
+                    if punch { libc::FALLOC_FL_PUNCH_HOLE } else { libc::FALLOC_FL_ZERO_RANGE };
+                let mode = how | libc::FALLOC_FL_KEEP_SIZE;
+                opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
+            }
         };
         // SAFETY: the caller vouches for the memory until the completion.
         let queued = unsafe { self.ring.submission().push(&entry.user_data(token)) }.is_ok();
@@ -117,18 +137,34 @@ impl FileIo {
         self.in_flight -= reaped;
     }
 
-    /// Sleeps until at least one request completes, or does nothing if none is under way.
+    /// Sleeps until at least one request completes, or for `limit`, or does nothing if none is
+    /// under way.
     ///
     /// # Errors
     /// The ring is unusable.
-    pub fn wait(&mut self) -> io::Result<()> {
+    pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         if self.in_flight == 0 {
             return Ok(());
         }
-        match self.ring.submit_and_wait(1) {
-            Ok(_) => Ok(()),
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => Ok(()),
-            Err(error) => Err(error),
+        let Some(limit) = limit else {
+            return match self.ring.submit_and_wait(1) {
+                Err(error) if error.raw_os_error() != Some(libc::EINTR) => Err(error),
+                _ => Ok(()),
+            };
+        };
+        self.kick()?;
+        if !self.ring.completion().is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the descriptor is the ring's, which lives as long as `self` is borrowed.
+        let ring = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
+        let limit = Timespec {
+            tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: limit.subsec_nanos().into(),
+        };
+        match poll(&mut [PollFd::from_borrowed_fd(ring, PollFlags::IN)], Some(&limit)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
         }
     }
 }
@@ -137,7 +173,7 @@ impl Drop for FileIo {
     /// Waits for what is under way: the kernel must not write to memory that is then given away.
     fn drop(&mut self) {
         while self.in_flight > 0 {
-            if self.wait().is_err() {
+            if self.wait(None).is_err() {
                 // The ring cannot be waited on; the memory it may still write to cannot be known
                 // to be free. Nothing sound can follow.
                 std::process::abort();
@@ -162,7 +198,7 @@ mod tests {
         io.kick().unwrap();
         let mut result = None;
         while result.is_none() {
-            io.wait().unwrap();
+            io.wait(None).unwrap();
             io.reap(|token, outcome| {
                 assert_eq!(token, 7);
                 result = Some(outcome);
@@ -175,7 +211,7 @@ mod tests {
     fn scattered_memory_is_written_and_read_back() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[0; 8192]).unwrap();
-        let mut io = FileIo::new(Arc::new(file.into()), 4).unwrap();
+        let mut io = FileIo::new(Arc::new(Image::new(file.into(), 8192)), 4).unwrap();
         let (mut a, mut b) = (vec![1; 512], vec![2; 1024]);
         let pieces = [iovec(&mut a), iovec(&mut b)];
         assert_eq!(run(&mut io, FileOp::Write(512), &pieces).unwrap(), 1536);
@@ -191,7 +227,7 @@ mod tests {
     #[test]
     fn an_error_of_the_file_reaches_the_caller() {
         let read_only = std::fs::File::open("/proc/self/exe").unwrap();
-        let mut io = FileIo::new(Arc::new(read_only.into()), 4).unwrap();
+        let mut io = FileIo::new(Arc::new(Image::new(read_only.into(), 4096)), 4).unwrap();
         let mut data = vec![1; 512];
         let piece = [iovec(&mut data)];
         assert!(run(&mut io, FileOp::Write(0), &piece).is_err());

@@ -1,10 +1,10 @@
 //! Which disk a device serves.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Pacer, Ram};
+use super::{Holes, Image, Pacer, Ram};
 
 /// The disk behind a device, shared by its workers.
 #[derive(Clone)]
@@ -14,12 +14,7 @@ pub enum Disk {
     /// Memory, answering at the pace of a real disk, which all queues share.
     Paced(Arc<Ram>, Arc<Mutex<Pacer>>),
     /// A file or block device, through io_uring.
-    File {
-        /// Open for what will be asked of it.
-        file: Arc<OwnedFd>,
-        /// Bytes in all.
-        len: u64,
-    },
+    File(Arc<Image>),
 }
 
 impl Disk {
@@ -28,7 +23,14 @@ impl Disk {
     pub fn len(&self) -> u64 {
         match self {
             Disk::Ram(ram) | Disk::Paced(ram, _) => ram.len(),
-            Disk::File { len, .. } => *len,
+            Disk::File(image) => image.len(),
+        }
+    }
+    /// How it can be made to read as zeroes.
+    pub fn holes(&self) -> Holes {
+        match self {
+            Disk::Ram(_) | Disk::Paced(..) => Holes { punch: true, zero: true },
+            Disk::File(image) => image.holes(),
         }
     }
 }

@@ -12,6 +12,7 @@ pub mod driver;
 mod lane;
 mod outlet;
 mod pieces;
+mod probe;
 mod ring;
 mod stats;
 mod tap;

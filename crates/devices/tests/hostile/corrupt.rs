@@ -109,7 +109,7 @@ fn indirect_tables_that_make_no_sense_stop_their_queue_alone() {
         ring.desc(0, table(ring), u32::MAX - 15, DESC_F_INDIRECT, 0);
         ring.push(0);
     });
-    breaks_either_way("both indirect and followed", |ring| {
+    breaks_either_way("indirect and not the last", |ring| {
         ring.desc(0, table(ring), 16, DESC_F_INDIRECT | DESC_F_NEXT, 1);
         ring.push(0);
     });

@@ -10,7 +10,11 @@ use std::{
     },
 };
 
-use ringfence_devices::{blk::wire::Kind, disk::Disk, ram::RamPart};
+use ringfence_devices::{
+    blk::wire::Kind,
+    disk::{Disk, Image},
+    ram::RamPart,
+};
 use ringfence_iommu::Prot;
 use ringfence_virtq::layout::DESC_F_WRITE;
 
@@ -30,7 +34,7 @@ struct Slow {
 /// A device with a read of one page under way on its first queue.
 fn slow(workers: usize) -> Slow {
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-    let disk = Disk::File { file: Arc::new(read), len: 1 << 20 };
+    let disk = Disk::File(Arc::new(Image::new(read, 1 << 20)));
     let mut rig = Rig::new(Setup { disk, workers, ..Setup::new(true) });
     let (reader, other) = (rig.queue(0), rig.queue(1));
     let (data, id) = (rig.pages(1), rig.pages(1));
@@ -201,7 +205,7 @@ fn many_requests_to_a_file_race_with_unmaps_of_their_memory() {
     file.set_len(1 << 20).unwrap();
     let mut full = file.try_clone().unwrap();
     full.write_all(&vec![0xc3; 1 << 20]).unwrap();
-    let disk = Disk::File { file: Arc::new(file.into()), len: 1 << 20 };
+    let disk = Disk::File(Arc::new(Image::new(file.into(), 1 << 20)));
     let mut rig = Rig::new(Setup { disk, workers: 2, ..Setup::new(true) });
     let mut queue = rig.queue(1);
     let data = rig.pages(64);

@@ -6,6 +6,7 @@ mod corrupt;
 mod detector;
 mod healthy;
 mod in_flight;
+mod iotlb;
 mod lifecycle;
 mod mapped;
 mod protection;

@@ -182,13 +182,8 @@ impl Rig {
         if translated {
             domain.attach(ENDPOINT).unwrap();
         }
-        let options = BlkOptions {
-            disk,
-            id: Arc::from(ID),
-            queues,
-            endpoint: Some(endpoint),
-            unit: BLK_UNIT,
-        };
+        let endpoint = Some(endpoint);
+        let options = BlkOptions { endpoint, unit: BLK_UNIT, ..BlkOptions::new(disk, ID, queues) };
         let (serving, blk) = connect(&options, &workers);
         let mut rig = Rig {
             translated,

@@ -222,7 +222,9 @@ impl Table {
 
     /// As [`lookup`](Self::lookup), merged with the leaves on both sides that have the same
     /// difference and the same permission, as far as they lie in `within` (the result may reach out
-    /// of `within` by a leaf on each side). Costs a lookup a leaf.
+    /// of `within` by a leaf on each side). Costs a load for each of a node's leaves, and a lookup where
+    /// it goes on into another node.
+    #[inline]
     pub fn lookup_run(&self, iova: Iova, within: Range) -> Option<Translation> {
         // SAFETY: as in `lookup`.
         unsafe { run_at(&self.root, iova.0, within.into()) }.map(Leaf::translation)

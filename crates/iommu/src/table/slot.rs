@@ -196,6 +196,12 @@ impl Slot {
         self.0 & (Self::CHILD | Self::LEAF) == 0 && !self.is_empty()
     }
 
+    /// Of a leaf: whether `other` is a leaf with the same difference and permission.
+    #[inline]
+    pub(super) const fn is_like(self, other: Slot) -> bool {
+        (self.0 ^ other.0) & !(Self::STARTS | Self::ENDS) == 0
+    }
+
     /// Of a child: its shift if levels are left out between the slot and the child, else 0.
     #[inline]
     pub(super) const fn skip(self) -> u32 {

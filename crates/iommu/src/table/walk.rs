@@ -59,58 +59,83 @@ fn record_of(word: Slot, address: u64) -> Option<Leaf> {
     Some(Leaf { span: record.span, delta: record.delta, prot, starts: true, ends: true })
 }
 
+/// Where a walk ends: a slot that holds no child.
+struct End<'n> {
+    word: Slot,
+    shift: u32,
+    /// The node whose slot it is; `None` for the root's, and where no node has the address.
+    node: Option<&'n Node>,
+}
+
+impl End<'_> {
+    const NOWHERE: End<'static> = End { word: Slot::EMPTY, shift: 0, node: None };
+}
+
 /// The leaf or record that holds `address`.
+///
+/// # Safety
+/// The lock is held, or the call is part of a lookup that reclaiming waits for.
+#[inline(always)]
+pub(super) unsafe fn leaf_at(root: &AtomicU64, address: u64) -> Option<Leaf> {
+    // SAFETY: the caller's promise.
+    let end = unsafe { end_at(root, address) };
+    leaf_of(end.word, end.shift, address)
+}
+
+/// The slot where the walk to `address` ends.
 ///
 /// The three lowest levels are written out for the commonest case, that nothing skips among them. The
 /// shifts are then constants, and the index into a node is computed while the word that leads to it
 /// is still on its way.
 ///
 /// # Safety
-/// The lock is held, or the call is part of a lookup that reclaiming waits for.
+/// As [`leaf_at`].
 #[inline(always)]
-pub(super) unsafe fn leaf_at(root: &AtomicU64, address: u64) -> Option<Leaf> {
+unsafe fn end_at<'n>(root: &AtomicU64, address: u64) -> End<'n> {
     // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
-    let enter = |word: Slot| unsafe { word.node() };
+    let enter = |word: Slot| unsafe { word.node::<'n>() };
     // SAFETY: the caller's promise.
-    let walk_on = |word, shift| unsafe { walk_on(word, shift, address) };
+    let walk_on = |node, word, shift| unsafe { walk_on(node, word, shift, address) };
     // Every load is Acquire and pairs with the Release store of `Writer::set`: the node that a
     // pointer leads to is seen as it was made.
     let mut word = Slot(root.load(Ordering::Acquire));
     let mut top = shift(ROOT_LEVEL);
-    let mut node;
+    let mut node: Option<&'n Node> = None;
+    let mut inner;
     loop {
         if !word.is_child() {
-            return leaf_of(word, top, address);
+            return End { word, shift: top, node };
         }
-        node = enter(word);
+        inner = enter(word);
+        node = Some(inner);
         if word.skip() == 0 {
             top -= RADIX_BITS;
         } else {
             top = word.skip();
-            if !node_has(node, top, address) {
-                return None;
+            if !node_has(inner, top, address) {
+                return End::NOWHERE;
             }
         }
         if top <= shift(2) {
             break;
         }
-        word = node.load((address >> top) as usize & (FANOUT - 1));
+        word = inner.load((address >> top) as usize & (FANOUT - 1));
     }
     if top == shift(2) {
-        let word = node.load(index(2, address));
+        let word = inner.load(index(2, address));
         if !word.is_next() {
-            return walk_on(word, shift(2));
+            return walk_on(inner, word, shift(2));
         }
-        node = enter(word);
+        inner = enter(word);
     }
     if top >= shift(1) {
-        let word = node.load(index(1, address));
+        let word = inner.load(index(1, address));
         if !word.is_next() {
-            return walk_on(word, shift(1));
+            return walk_on(inner, word, shift(1));
         }
-        node = enter(word);
+        inner = enter(word);
     }
-    leaf_of(node.load(index(0, address)), shift(0), address)
+    End { word: inner.load(index(0, address)), shift: shift(0), node: Some(inner) }
 }
 
 /// Whether `address` is one of the node's, whose shift the word that led there told: what must be
@@ -120,59 +145,101 @@ fn node_has(node: &Node, shift: u32, address: u64) -> bool {
     (address ^ node.base()) >> shift < FANOUT as u64
 }
 
-/// The rest of the walk from a slot of `shift` that holds `word`.
+/// The rest of the walk from a slot of `node`, of `shift`, that holds `word`.
 ///
 /// # Safety
 /// As [`leaf_at`].
 #[inline(always)]
-unsafe fn walk_on(word: Slot, shift: u32, address: u64) -> Option<Leaf> {
+unsafe fn walk_on<'n>(node: &'n Node, word: Slot, shift: u32, address: u64) -> End<'n> {
     if word.is_child() {
         // SAFETY: the caller's promise.
         unsafe { walk_down(word, shift, address) }
     } else {
-        leaf_of(word, shift, address)
+        End { word, shift, node: Some(node) }
     }
 }
 
-/// The walk for every tree there can be.
+/// The walk for every tree there can be, from a child on.
 ///
 /// # Safety
 /// As [`leaf_at`].
 #[inline(never)]
-unsafe fn walk_down(mut word: Slot, mut shift: u32, address: u64) -> Option<Leaf> {
+unsafe fn walk_down<'n>(mut word: Slot, mut shift: u32, address: u64) -> End<'n> {
+    let mut node = None;
     while word.is_child() {
         // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
-        let node = unsafe { word.node() };
+        let inner = unsafe { word.node::<'n>() };
         shift = if word.skip() == 0 { shift - RADIX_BITS } else { word.skip() };
-        if word.skip() != 0 && !node_has(node, shift, address) {
-            return None;
+        if word.skip() != 0 && !node_has(inner, shift, address) {
+            return End::NOWHERE;
         }
-        word = node.load((address >> shift) as usize & (FANOUT - 1));
+        word = inner.load((address >> shift) as usize & (FANOUT - 1));
+        node = Some(inner);
     }
-    leaf_of(word, shift, address)
+    End { word, shift, node }
 }
 
 /// The longest run around `address` with one difference and one permission, looked for in `within`.
 ///
 /// # Safety
 /// As [`leaf_at`].
+#[inline]
 pub(super) unsafe fn run_at(root: &AtomicU64, address: u64, within: Span) -> Option<Leaf> {
     // SAFETY: the caller's promise.
+    let end = unsafe { end_at(root, address) };
+    let mut run = leaf_of(end.word, end.shift, address)?;
+    if within.first >= run.span.first && within.last <= run.span.last {
+        return Some(run);
+    }
+    // SAFETY: the caller's promise.
     let look = |address| unsafe { leaf_at(root, address) };
-    let mut run = look(address)?;
-    while run.span.last < within.last {
+    let (mut down, mut up) = (true, true);
+    if let (Some(node), true) = (end.node, end.word.is_leaf()) {
+        (run.span, down, up) = run_in(node, end.word, address, within.hull(run.span));
+    }
+    while up && run.span.last < within.last {
         match look(run.span.last + 1) {
             Some(next) if next.joins(&run) => run.span.last = next.span.last,
             _ => break,
         }
     }
-    while run.span.first > within.first {
+    while down && run.span.first > within.first {
         match look(run.span.first - 1) {
             Some(next) if next.joins(&run) => run.span.first = next.span.first,
             _ => break,
         }
     }
     Some(run)
+}
+
+/// The slots of `node` around that of `address`, which holds the leaf `word`, that hold the same; and
+/// whether the run may go on below and above, in another node or in a block.
+#[inline]
+fn run_in(node: &Node, word: Slot, address: u64, within: Span) -> (Span, bool, bool) {
+    let inside = node.indices(within);
+    let (mut first, mut last) = (index(node.level(), address), index(node.level(), address));
+    let mut down = Slot::EMPTY;
+    while first > *inside.start() {
+        down = node.load(first - 1);
+        if !down.is_like(word) {
+            break;
+        }
+        first -= 1;
+    }
+    let mut up = Slot::EMPTY;
+    while last < *inside.end() {
+        up = node.load(last + 1);
+        if !up.is_like(word) {
+            break;
+        }
+        last += 1;
+    }
+    let ends = |slot: Slot| slot.is_leaf() || slot.is_empty();
+    (
+        node.slot_span(first).hull(node.slot_span(last)),
+        first == 0 || !ends(down),
+        last == FANOUT - 1 || !ends(up),
+    )
 }
 
 /// The lowest mapped address of `within` under a slot of `level` that holds `word`.

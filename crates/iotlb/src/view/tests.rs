@@ -15,7 +15,7 @@ use super::*;
 
 const PAGE: u64 = 4096;
 /// Guest-physical memory: two regions that touch, a gap, and one that ends with the last address.
-const REGIONS: [(u64, u64); 3] = [(16, 8), (24, 8), ((u64::MAX >> 12) - 7, 8)];
+pub(crate) const REGIONS: [(u64, u64); 3] = [(16, 8), (24, 8), ((u64::MAX >> 12) - 7, 8)];
 
 fn file(pages: u64) -> OwnedFd {
     let file = memfd_create("view", MemfdFlags::CLOEXEC).unwrap();
@@ -23,7 +23,7 @@ fn file(pages: u64) -> OwnedFd {
     file
 }
 
-fn memory() -> Arc<Memory> {
+pub(crate) fn memory() -> Arc<Memory> {
     let mut user_addr = 0x5000_0000;
     let regions = REGIONS.map(|(first, pages)| {
         user_addr += 1 << 30;
@@ -57,7 +57,7 @@ fn unmap(domain: &Soft, iova: u64, count: u64) -> SyncToken {
 }
 
 #[derive(Default)]
-struct Faults(Mutex<Vec<Fault>>);
+pub(crate) struct Faults(pub(crate) Mutex<Vec<Fault>>);
 
 impl FaultSink for Faults {
     fn report(&self, fault: Fault) {
@@ -88,7 +88,7 @@ fn bench() -> Bench {
 }
 
 /// Where the first byte of a guest-physical address is in this process.
-fn host(memory: &Memory, gpa: u64) -> usize {
+pub(crate) fn host(memory: &Memory, gpa: u64) -> usize {
     memory.find_gpa(gpa).unwrap().slice.as_ptr() as usize
 }
 
@@ -480,7 +480,7 @@ proptest! {
 }
 
 /// Joins pieces that follow each other.
-fn joined(pieces: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
+pub(crate) fn joined(pieces: impl Iterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (first, end) in pieces {
         match runs.last_mut() {

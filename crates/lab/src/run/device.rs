@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use parking_lot::Mutex;
 use ringfence_devices::{
     blk::{BlkBackend, BlkOptions},
-    disk::{Disk, Pace, Pacer, Ram},
+    disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
     worker::{Notify, Worker},
 };
@@ -76,7 +76,7 @@ pub(crate) struct Report {
 /// The disk that a descriptor stands for.
 pub(crate) fn open_disk(kind: DiskKind, file: OwnedFd, len: u64) -> Result<Disk> {
     Ok(match kind {
-        DiskKind::File => Disk::File { file: Arc::new(file), len },
+        DiskKind::File => Disk::File(Arc::new(Image::new(file, len))),
         DiskKind::Ram => Disk::Ram(Arc::new(Ram::map(file.as_fd(), len)?)),
         DiskKind::Paced => {
             let ram = Arc::new(Ram::map(file.as_fd(), len)?);
@@ -141,7 +141,7 @@ pub(crate) fn serve(
         IommuOptions { device: Options { page_sizes, ..Options::default() }, unit: 0 };
     let iommu_backend = IommuBackend::new(endpoints, iommu_options, Arc::clone(&workers));
     let blk_options =
-        BlkOptions { disk, id: Arc::from(DISK_ID), queues, endpoint: Some(endpoint), unit: 1 };
+        BlkOptions { endpoint: Some(endpoint), unit: 1, ..BlkOptions::new(disk, DISK_ID, queues) };
     let blk_backend = BlkBackend::new(blk_options, Arc::clone(&workers));
 
     let mut iommu_server = Server::new(iommu, iommu_backend);

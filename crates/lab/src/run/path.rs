@@ -5,7 +5,7 @@ use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 use anyhow::{Context, Result, bail};
 use ringfence_devices::{
     blk::{Batching, Completion, DriverQueue, MappedQueue, wire},
-    disk::{Disk, FileIo, FileOp},
+    disk::{Disk, FileIo, FileOp, Image},
     ram::PagedBuffer,
     worker::Notify,
 };
@@ -343,7 +343,9 @@ unsafe impl Send for UnderWay {}
 
 impl FilePath {
     pub(crate) fn new(file: Arc<OwnedFd>, depth: usize, notify: Notify) -> Result<FilePath> {
-        let io = FileIo::new(file, depth as u32).context("setting up io_uring")?;
+        // How long it is does not matter here: offsets are the job's.
+        let image = Image::new(file.try_clone().context("the disk's descriptor")?, u64::MAX);
+        let io = FileIo::new(Arc::new(image), depth as u32).context("setting up io_uring")?;
         Ok(FilePath { io, under_way: Vec::new(), spare: Vec::new(), depth, notify })
     }
 }
@@ -399,7 +401,7 @@ impl Path for FilePath {
 
     fn wait(&mut self, idle: Duration) -> Result<()> {
         if self.notify.spin().is_some_and(|spin| idle >= spin) {
-            self.io.wait().context("io_uring")?;
+            self.io.wait(None).context("io_uring")?;
         } else {
             std::hint::spin_loop();
         }

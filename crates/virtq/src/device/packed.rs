@@ -318,9 +318,12 @@ impl Ring for Packed {
         if let Some(error) = self.broken {
             return Err(error);
         }
-        while burst.len() < most {
-            let (place, room) = (self.next_avail, self.config.size - self.held);
-            let Some(areas) = self.areas.as_ref().filter(|_| room > 0) else { break };
+        let Some(areas) = &self.areas else { return Ok(0) };
+        // Copies: kept in the queue, they would be stored and loaded again for each chain.
+        let (size, mut place) = (self.config.size, self.next_avail);
+        let mut room = size - self.held;
+        let mut fault = None;
+        while burst.len() < most && room > 0 {
             // As in `pop`.
             let first = areas.ring.state(place.at, Ordering::Acquire);
             if !first.is_available(place.wrap) {
@@ -341,15 +344,23 @@ impl Ring for Packed {
                 self.flight.check(id).and_then(|()| burst.push(id, place.at, desc)).map(|()| 1)
             };
             match taken {
-                Ok(count) => self.taken(id, count),
-                Err(fault) => {
-                    // Those before it are given first: the next call meets it again.
-                    let error = self.refuse(id, fault);
-                    return if burst.is_empty() { Err(error) } else { Ok(burst.len()) };
+                Ok(count) => {
+                    self.flight.take(id, count);
+                    place = place.forward(count, size);
+                    room -= count;
+                }
+                Err(found) => {
+                    fault = Some((id, found));
+                    break;
                 }
             }
         }
-        Ok(burst.len())
+        (self.next_avail, self.held) = (place, size - room);
+        match fault.map(|(id, fault)| self.refuse(id, fault)) {
+            Some(error) if burst.is_empty() => Err(error),
+            // Those before it are given first: the next call meets it again.
+            _ => Ok(burst.len()),
+        }
     }
 
     fn peek(&mut self, mem: &impl Translate, ahead: u16, mut each: impl FnMut(Glimpse)) {
@@ -391,20 +402,31 @@ impl Ring for Packed {
 
     #[inline]
     fn push_used(&mut self, head: u16, len: u32) {
-        let count = self.flight.give_back(head);
-        let Some(areas) = &self.areas else { unreachable!("a chain was taken from it") };
-        // The place is free: it is that of a chain that was taken, and so copied.
-        let Place { at, wrap } = self.next_used;
-        let state = State::used(len, head, wrap);
-        match self.unpublished {
-            None => self.unpublished = Some((at, state)),
-            // The driver looks at one place after the other: it does not come here before the first
-            // is published, whose Release this store precedes.
-            Some(_) => areas.ring.set_state(at, state, Ordering::Relaxed),
+        self.push_used_burst([(head, len)]);
+    }
+
+    #[inline]
+    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
+        let (size, mut place) = (self.config.size, self.next_used);
+        let mut given = 0;
+        for (head, len) in used {
+            let count = self.flight.give_back(head);
+            let Some(areas) = &self.areas else { unreachable!("a chain was taken from it") };
+            // The place is free: it is that of a chain that was taken, and so copied.
+            let state = State::used(len, head, place.wrap);
+            match self.unpublished {
+                None => self.unpublished = Some((place.at, state)),
+                // The driver looks at one place after the other: it does not come here before the
+                // first is published, whose Release this store precedes.
+                Some(_) => areas.ring.set_state(place.at, state, Ordering::Relaxed),
+            }
+            place = place.forward(count, size);
+            given += u64::from(count);
         }
-        self.next_used = self.next_used.forward(count, self.config.size);
-        self.held -= count;
-        self.given += u64::from(count);
+        self.next_used = place;
+        // They are among those held.
+        self.held -= given as u16;
+        self.given += given;
     }
 
     #[inline]

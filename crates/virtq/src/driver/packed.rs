@@ -54,7 +54,7 @@ pub struct Packed {
     /// How many descriptors were published since [`needs_kick`](Ring::needs_kick) last looked, and
     /// how many were added since they were published.
     fresh: u64,
-    waiting: u64,
+    waiting: u16,
     /// Whether interrupts are asked for.
     notify: bool,
     broken: Option<RingError>,
@@ -113,8 +113,6 @@ impl Packed {
         self.free_id = slot.next;
         *slot = Slot { token, seq: self.added, room, count, next: 0 };
         self.added += 1;
-        self.free -= count;
-        self.waiting += u64::from(count);
         id
     }
 
@@ -130,43 +128,30 @@ impl Packed {
         }
     }
 
-    /// Puts a chain of one descriptor into the ring, not yet visible; `flags` beside those of the
-    /// lap.
+    /// The descriptors up to `place`, `count` of them, were written.
     #[inline]
-    fn put_one(&mut self, addr: u64, len: u32, flags: u16, room: u32, token: u64) {
-        let id = self.enqueue(1, room, token);
-        let Place { at, wrap } = self.next_avail;
-        // The place is free: fewer than `size` descriptors lie between the next used one and it.
-        self.ring.set_addr(at, addr);
-        self.put_first(at, State::available(len, id, flags, wrap));
-        self.next_avail = self.next_avail.forward(1, self.size);
+    fn advance(&mut self, place: Place, count: u16) {
+        self.next_avail = place;
+        self.free -= count;
+        self.waiting += count;
     }
 
-    /// Takes back the chain at the next used place, if there is one.
+    /// Takes back the chain that came back at `place`, as `state` says.
     #[inline]
-    fn take(&mut self) -> Result<Option<Used>, RingError> {
-        let Place { at, wrap } = self.next_used;
-        // Acquire pairs with the device's Release: what it wrote into the buffers, and what else it
-        // gave back with this, is seen by the loads that follow.
-        let state = self.ring.state(at, Ordering::Acquire);
-        if !state.is_used(wrap) {
-            return Ok(None);
-        }
-        let id = state.id();
+    fn take(&mut self, place: Place, state: State) -> Result<(Used, u16), RingError> {
+        let (index, id) = (place.at, state.id());
         let Some(slot) = self.slots.get_mut(usize::from(id)) else {
-            let (id, size) = (id.into(), self.size);
-            return Err(self.break_with(RingError::UsedId { index: at, id, size }));
+            return Err(RingError::UsedId { index, id: id.into(), size: self.size });
         };
         // One comparison for two rules: `IDLE` is no earlier than anything, and a chain that is
         // added but not published is not the device's to give back.
         if slot.seq >= self.published {
-            return Err(self.break_with(RingError::UsedNotInFlight { index: at, id }));
+            return Err(RingError::UsedNotInFlight { index, id });
         }
-        let mut len = state.len();
-        if len > slot.room {
+        let (mut len, room) = (state.len(), slot.room);
+        if len > room {
             if state.has(layout::DESC_F_WRITE) {
-                let room = slot.room;
-                return Err(self.break_with(RingError::UsedLength { index: at, id, len, room }));
+                return Err(RingError::UsedLength { index, id, len, room });
             }
             // Virtio 2.8.5: where the device wrote nothing the field means nothing.
             len = 0;
@@ -174,10 +159,7 @@ impl Packed {
         let Slot { token, count, .. } = *slot;
         (slot.seq, slot.next) = (IDLE, self.free_id);
         self.free_id = id;
-        self.free += count;
-        self.taken += 1;
-        self.next_used = self.next_used.forward(count, self.size);
-        Ok(Some(Used { token, len }))
+        Ok((Used { token, len }, count))
     }
 
     #[cold]
@@ -216,23 +198,23 @@ impl Ring for Packed {
         let room = checked(self, descs, descs.len())?;
         let count = descs.len() as u16;
         let id = self.enqueue(count, room, token);
-        let first = self.next_avail;
+        let (first, mut place) = (self.next_avail, self.next_avail);
         let mut held = State::new(0, 0, 0);
         for (position, desc) in (0..count).zip(descs) {
-            let Place { at, wrap } = self.next_avail;
             let more = if position + 1 < count { layout::DESC_F_NEXT } else { 0 };
-            let state = State::available(desc.len, id, write_flag(desc) | more, wrap);
-            // The place is free, as in `put_one`.
-            self.ring.set_addr(at, desc.addr);
+            let state = State::available(desc.len, id, write_flag(desc) | more, place.wrap);
+            // The place is free: fewer than `size` descriptors lie between the next used one and it.
+            self.ring.set_addr(place.at, desc.addr);
             // The device may be waiting at this place: the first descriptor is written when all
             // others are there, by the Release of `publish` or before it.
             match position {
                 0 => held = state,
-                _ => self.ring.set_state(at, state, Ordering::Relaxed),
+                _ => self.ring.set_state(place.at, state, Ordering::Relaxed),
             }
-            self.next_avail = self.next_avail.forward(1, self.size);
+            place = place.forward(1, self.size);
         }
         self.put_first(first.at, held);
+        self.advance(place, count);
         Ok(())
     }
 
@@ -253,7 +235,12 @@ impl Ring for Packed {
             let entry = State::new(desc.len, 0, write_flag(desc)).to_bytes(desc.addr);
             table.write(position * layout::DESC_SIZE, &entry);
         }
-        self.put_one(table_addr, bytes as u32, layout::DESC_F_INDIRECT, room, token);
+        let id = self.enqueue(1, room, token);
+        let Place { at, wrap } = self.next_avail;
+        self.ring.set_addr(at, table_addr);
+        let flags = layout::DESC_F_INDIRECT;
+        self.put_first(at, State::available(bytes as u32, id, flags, wrap));
+        self.advance(self.next_avail.forward(1, self.size), 1);
         Ok(())
     }
 
@@ -265,19 +252,28 @@ impl Ring for Packed {
         if let Some(error) = self.broken {
             return Err(AddError::Broken(error));
         }
-        let mut buffers = buffers.into_iter();
+        // Copies: kept in the queue, they would be stored and loaded again for each buffer.
+        let (size, free, mut place) = (self.size, self.free, self.next_avail);
         let mut added = 0;
-        while self.free > 0
+        let mut buffers = buffers.into_iter();
+        let mut refused = None;
+        while added < free
             && let Some((desc, token)) = buffers.next()
         {
             if desc.wraps() {
-                return Err(AddError::Wraps { at: added });
+                refused = Some(AddError::Wraps { at: added.into() });
+                break;
             }
-            let room = if desc.write { desc.len } else { 0 };
-            self.put_one(desc.addr, desc.len, write_flag(&desc), room, token);
+            let id = self.enqueue(1, if desc.write { desc.len } else { 0 }, token);
+            // The place is free, as in `add`.
+            self.ring.set_addr(place.at, desc.addr);
+            let state = State::available(desc.len, id, write_flag(&desc), place.wrap);
+            self.put_first(place.at, state);
+            place = place.forward(1, size);
             added += 1;
         }
-        Ok(added)
+        self.advance(place, added);
+        refused.map_or(Ok(added.into()), Err)
     }
 
     #[inline]
@@ -287,7 +283,7 @@ impl Ring for Packed {
             // it, indirect tables, and the buffers' contents that were stored before.
             self.ring.set_state(at, state, Ordering::Release);
             self.published = self.added;
-            self.fresh = self.fresh.saturating_add(core::mem::take(&mut self.waiting));
+            self.fresh = self.fresh.saturating_add(core::mem::take(&mut self.waiting).into());
         }
     }
 
@@ -305,16 +301,17 @@ impl Ring for Packed {
         // descriptor and stays awake; if the device's, we see what it asks for and kick.
         fence(Ordering::SeqCst);
         // What is added and not published yet is not the device's: behind it we do not look.
-        let now = self.next_avail.back(self.waiting as u16, self.size);
+        let now = self.next_avail.back(self.waiting, self.size);
         self.device.load().is_due(now, fresh, self.size, self.event_idx)
     }
 
     #[inline]
     fn pop(&mut self) -> Result<Option<Used>, RingError> {
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        self.take()
+        let mut out = [Used::default()];
+        Ok(match self.pop_burst(&mut out)? {
+            0 => None,
+            _ => Some(out[0]),
+        })
     }
 
     #[inline]
@@ -322,15 +319,37 @@ impl Ring for Packed {
         if let Some(error) = self.broken {
             return Err(error);
         }
-        for (done, place) in out.iter_mut().enumerate() {
-            match self.take() {
-                Ok(Some(used)) => *place = used,
-                Ok(None) => return Ok(done),
-                // Those before it are given first: the next call says it again.
-                Err(error) => return if done == 0 { Err(error) } else { Ok(done) },
+        let (size, mut place) = (self.size, self.next_used);
+        let (mut done, mut freed, mut error) = (0, 0, None);
+        for slot in out {
+            // Acquire pairs with the device's Release: what it wrote into the buffers, and what
+            // else it gave back with this, is seen by the loads that follow.
+            let state = self.ring.state(place.at, Ordering::Acquire);
+            if !state.is_used(place.wrap) {
+                break;
+            }
+            match self.take(place, state) {
+                Ok((used, count)) => {
+                    *slot = used;
+                    place = place.forward(count, size);
+                    freed += count;
+                    done += 1;
+                }
+                Err(found) => {
+                    error = Some(found);
+                    break;
+                }
             }
         }
-        Ok(out.len())
+        self.next_used = place;
+        // Each chain comes back once: no more than were taken.
+        self.free += freed;
+        self.taken += done as u64;
+        match error.map(|error| self.break_with(error)) {
+            Some(error) if done == 0 => Err(error),
+            // Those before it are given first: the next call says it again.
+            _ => Ok(done),
+        }
     }
 
     #[inline]

@@ -23,8 +23,8 @@ pub(super) trait Backend {
     /// Its process.
     fn process(&mut self) -> &mut Process;
 
-    /// Why it cannot do that, if it cannot.
-    fn refuses(&self, direction: Direction) -> Option<String>;
+    /// Which way packets will go: what follows is about that. To be called while it is stopped.
+    fn choose(&mut self, direction: Direction);
 
     /// Makes it do `direction`.
     ///

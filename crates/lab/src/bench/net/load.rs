@@ -19,8 +19,11 @@ const WARM_UP: Duration = Duration::from_millis(40);
 const TURNS: u32 = 16;
 /// How often the driver looks for misses while there should be none.
 const LOOK: Duration = Duration::from_micros(20);
-/// Frames that are overdue so long are lost: a process may have no CPU for a while.
-const OVERDUE: Duration = Duration::from_millis(100);
+/// Frames that the back end has taken and not given back for so long are lost: a process may have no
+/// CPU for a while.
+const OVERDUE: Duration = Duration::from_millis(250);
+/// Who has not taken what was sent for so long has hung up in all but name.
+const STUCK: Duration = Duration::from_secs(5);
 /// How long messages are timed.
 const MESSAGES: Duration = Duration::from_millis(25);
 /// Messages in flight when they are many.
@@ -204,7 +207,10 @@ impl Load {
         }
         if came > 0 || self.driver.arrivals().outstanding() == 0 {
             self.last = now;
-        } else if self.direction == Direction::Loop && now.duration_since(self.last) > OVERDUE {
+        } else if self.direction == Direction::Loop
+            && self.driver.queued() == 0
+            && now.duration_since(self.last) > OVERDUE
+        {
             self.driver.give_up();
             self.last = now;
         }
@@ -224,8 +230,11 @@ impl Load {
                 Direction::Rx => came == 0,
                 Direction::Loop => self.driver.arrivals().outstanding() == 0,
             };
-            if settled || now.duration_since(begun) > 2 * OVERDUE {
+            if settled {
                 return Ok(());
+            }
+            if now.duration_since(begun) > STUCK {
+                anyhow::bail!("the back end does nothing any more");
             }
         }
     }

@@ -171,20 +171,27 @@ fn measure(
 ) -> Measured {
     let mut ping = [None; 2];
     let window = backend.as_mut().map_err(|why| why.clone()).and_then(|backend| {
-        if let Some(why) = backend.refuses(case.direction) {
-            return Err(why);
-        }
+        backend.choose(case.direction);
         ping[0] = ping::round_trip_ns(cpus);
         let window = threads::bound_to(cpus[1], || {
             backend.process().resume()?;
-            let window = load::measure(backend.as_mut(), case, length);
+            let window = load::measure(backend.as_mut(), case, length).map_err(|error| {
+                error.context(format!("it said: {}", backend.process().last_words()))
+            });
             // It learns that the connection has ended before it is stopped.
             std::thread::sleep(Duration::from_millis(10));
             backend.process().pause()?;
             window
         });
         ping[1] = ping::round_trip_ns(cpus);
-        window.map_err(|error| format!("{error:#}"))
+        window.map_err(|error| {
+            // What went wrong first, then what the back end said.
+            let chain: Vec<String> = error.chain().map(ToString::to_string).collect();
+            match &chain[..] {
+                [said, rest @ ..] if !rest.is_empty() => format!("{} ({said})", rest.join(": ")),
+                _ => chain.join(": "),
+            }
+        })
     });
     Measured { window, ping }
 }

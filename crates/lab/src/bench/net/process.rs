@@ -1,6 +1,7 @@
 //! A back end's process: bound to a CPU, and stopped while another is measured.
 
 use std::{
+    ffi::OsStr,
     fs::{self, File},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -34,19 +35,21 @@ impl Process {
         socket: &Path,
         talks: bool,
     ) -> Result<Process> {
-        // It must not outlive this process, however that ends.
-        let setpriv = Path::new("/usr/bin/setpriv");
-        let mut command = match setpriv.exists() {
-            true => {
-                let mut command = Command::new(setpriv);
-                command.args(["--pdeathsig", "KILL", "--"]).arg(program);
-                command
-            }
-            false => Command::new(program),
-        };
+        // It must not outlive this process, however that ends; and what it says must not lie in a
+        // buffer of its own while it is waited for.
+        let mut words = Vec::new();
+        if Path::new("/usr/bin/setpriv").exists() {
+            words.extend(["/usr/bin/setpriv", "--pdeathsig", "KILL", "--"].map(OsStr::new));
+        }
+        if talks {
+            words.extend(["/usr/bin/stdbuf", "-oL"].map(OsStr::new));
+        }
+        words.push(program.as_os_str());
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).args(arguments);
         // A file takes all that it says; a pipe that nobody empties would stop it.
         let log = socket.with_extension("log");
-        command.args(arguments).stderr(File::create(&log).context("a file for its messages")?);
+        command.stderr(File::create(&log).context("a file for its messages")?);
         // Where DPDK keeps what it needs while it runs.
         command.env("RUNTIME_DIRECTORY", socket.parent().unwrap_or(Path::new("/tmp")));
         let talk = || if talks { Stdio::piped() } else { Stdio::null() };
@@ -68,7 +71,7 @@ impl Process {
     }
 
     /// The last that it said on standard error.
-    fn last_words(&self) -> String {
+    pub(super) fn last_words(&self) -> String {
         let text = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let lines: Vec<&str> = text.lines().rev().take(3).collect();

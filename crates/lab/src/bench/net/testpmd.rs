@@ -105,9 +105,7 @@ impl Backend for Testpmd {
         &mut self.process
     }
 
-    fn refuses(&self, _: Direction) -> Option<String> {
-        None
-    }
+    fn choose(&mut self, _: Direction) {}
 
     fn begin(&mut self, direction: Direction) -> Result<()> {
         if self.forwards {

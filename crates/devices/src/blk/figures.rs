@@ -1,0 +1,119 @@
+//! What a block device has done, for whoever watches.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use super::{BlkQueue, QueueStats};
+use crate::tally::IotlbTally;
+
+/// What a block device has done over all its connections. Workers write it, anybody reads it.
+pub struct BlkFigures {
+    queues: Box<[QueueFigures]>,
+    /// What its IOTLBs have counted.
+    pub iotlb: IotlbTally,
+    /// Rings that stopped because of an error.
+    pub failures: AtomicU64,
+    /// Rings that have stopped, and whose I/O has not ended: the disk does not answer. What the
+    /// kernel may still write to is kept with them.
+    stuck: Mutex<Vec<BlkQueue>>,
+    /// How many they are.
+    stuck_count: AtomicUsize,
+}
+
+/// One queue's. In a cache line of its own: its worker writes it all the time.
+#[derive(Default)]
+#[repr(align(128))]
+struct QueueFigures {
+    requests: AtomicU64,
+    failed: AtomicU64,
+    bytes: AtomicU64,
+    interrupts: AtomicU64,
+    parked: AtomicU64,
+    away: AtomicU64,
+}
+
+impl QueueFigures {
+    fn pairs<'f>(&'f self, stats: &'f mut QueueStats) -> [(&'f AtomicU64, &'f mut u64); 6] {
+        let QueueStats { requests, failed, bytes, interrupts, parked, away } = stats;
+        [
+            (&self.requests, requests),
+            (&self.failed, failed),
+            (&self.bytes, bytes),
+            (&self.interrupts, interrupts),
+            (&self.parked, parked),
+            (&self.away, away),
+        ]
+    }
+}
+
+impl BlkFigures {
+    /// For a device of so many queues that has done nothing.
+    pub fn new(queues: u16) -> BlkFigures {
+        BlkFigures {
+            queues: (0..queues).map(|_| QueueFigures::default()).collect(),
+            iotlb: IotlbTally::default(),
+            failures: AtomicU64::new(0),
+            stuck: Mutex::default(),
+            stuck_count: AtomicUsize::new(0),
+        }
+    }
+
+    /// What each queue has done.
+    pub fn queues(&self) -> impl Iterator<Item = QueueStats> + '_ {
+        self.queues.iter().map(|queue| {
+            let mut stats = QueueStats::default();
+            for (from, into) in queue.pairs(&mut stats) {
+                *into = from.load(Ordering::Relaxed);
+            }
+            stats
+        })
+    }
+
+    /// What all have done.
+    pub fn sum(&self) -> QueueStats {
+        self.queues().fold(QueueStats::default(), |mut sum, stats| {
+            sum += stats;
+            sum
+        })
+    }
+
+    /// How many rings have stopped whose I/O has not ended.
+    pub fn stuck(&self) -> usize {
+        self.stuck_count.load(Ordering::Acquire)
+    }
+
+    /// Keeps a queue that has stopped until the kernel is done with it.
+    pub(super) fn keep(&self, queue: BlkQueue) {
+        let mut stuck = self.stuck.lock();
+        stuck.push(queue);
+        self.stuck_count.store(stuck.len(), Ordering::Release);
+    }
+
+    /// Lets go of what the kernel is done with. Unmaps may wait for it, so that workers call it.
+    #[inline]
+    pub(super) fn reap(&self) -> bool {
+        self.stuck() > 0 && self.reap_stuck()
+    }
+
+    #[cold]
+    fn reap_stuck(&self) -> bool {
+        let mut stuck = self.stuck.lock();
+        let before = stuck.len();
+        stuck.retain_mut(|queue| {
+            queue.reap();
+            queue.in_kernel() > 0
+        });
+        self.stuck_count.store(stuck.len(), Ordering::Release);
+        stuck.len() != before
+    }
+
+    /// Queue `index` has done so much more. Each queue has one worker at a time.
+    pub(super) fn add(&self, index: u16, mut more: QueueStats) {
+        if let Some(queue) = self.queues.get(usize::from(index)) {
+            for (into, more) in queue.pairs(&mut more) {
+                into.store(into.load(Ordering::Relaxed) + *more, Ordering::Relaxed);
+            }
+        }
+    }
+}

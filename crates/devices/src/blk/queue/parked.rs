@@ -1,0 +1,182 @@
+//! Requests that wait for translations, and when to look at them again.
+
+use std::collections::VecDeque;
+
+/// How long what was not answered is left alone. The IOTLB asks again by itself, and a question
+/// that could not be sent is noted anew.
+const PAUSE_NS: u64 = 5_000_000;
+/// After an answer, this many that still wait are looked at and no more: answers come in the order
+/// of the questions, more or less, and there may be hundreds.
+const STILL: usize = 8;
+
+/// What there is to be looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// Nothing has changed.
+    None,
+    /// Something was answered: those that wait longest, unless they were passed over before.
+    Some,
+    /// It is time: all of them.
+    All,
+}
+
+/// Requests that wait for translations.
+#[derive(Default)]
+pub(super) struct Parked {
+    waiting: VecDeque<u16>,
+    /// Those that had been waiting at two looks at all: answers to others do not concern them.
+    late: VecDeque<u16>,
+    /// The count of answers at the last look.
+    answers: u64,
+    /// When all are looked at.
+    at_ns: u64,
+}
+
+impl Parked {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.late.is_empty()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len() + self.late.len()
+    }
+
+    /// A request has to wait.
+    pub(super) fn add(&mut self, at: u16) {
+        self.waiting.push_back(at);
+    }
+
+    /// Something waits that was not there at the last look: it is looked for from now on.
+    pub(super) fn begin(&mut self, answers: u64, now_ns: u64) {
+        self.answers = answers;
+        self.at_ns = now_ns.saturating_add(PAUSE_NS);
+    }
+
+    /// What is to be looked at now; not again before something changes.
+    #[inline]
+    pub(super) fn look(&mut self, answers: u64, now_ns: u64) -> Look {
+        if now_ns >= self.at_ns {
+            self.begin(answers, now_ns);
+            return Look::All;
+        }
+        if answers != self.answers {
+            self.answers = answers;
+            return Look::Some;
+        }
+        Look::None
+    }
+
+    /// Whether something was answered since the last look.
+    pub(super) fn has_answers(&self, answers: u64) -> bool {
+        self.answers != answers
+    }
+
+    /// When all are to be looked at.
+    pub(super) fn due(&self) -> u64 {
+        self.at_ns
+    }
+
+    /// Those that need not wait any longer, by what `ready` says of each, into `into`.
+    pub(super) fn sort(
+        &mut self,
+        look: Look,
+        into: &mut Vec<u16>,
+        mut ready: impl FnMut(u16) -> Ready,
+    ) {
+        let limit = match look {
+            Look::None => return,
+            Look::Some => STILL,
+            Look::All => usize::MAX,
+        };
+        let mut still = 0;
+        for _ in 0..self.waiting.len() {
+            let Some(at) = self.waiting.pop_front() else { break };
+            match ready(at) {
+                Ready::Yes => into.push(at),
+                Ready::No => {
+                    self.waiting.push_back(at);
+                    still += 1;
+                }
+                Ready::Late => self.late.push_back(at),
+            }
+            if still == limit {
+                // In their order again.
+                self.waiting.rotate_right(still);
+                break;
+            }
+        }
+        if look == Look::All {
+            for _ in 0..self.late.len() {
+                let Some(at) = self.late.pop_front() else { break };
+                match ready(at) {
+                    Ready::Yes => into.push(at),
+                    Ready::No | Ready::Late => self.late.push_back(at),
+                }
+            }
+        }
+    }
+
+    /// All of them, which wait no longer here.
+    pub(super) fn take(&mut self) -> Vec<u16> {
+        self.waiting.drain(..).chain(self.late.drain(..)).collect()
+    }
+}
+
+/// Whether a request can go on.
+pub(super) enum Ready {
+    Yes,
+    No,
+    /// No, and it has been waiting for long.
+    Late,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sorts with these ready; returns which came out and how many were looked at.
+    fn sorted(parked: &mut Parked, look: Look, ready: &[u16]) -> (Vec<u16>, usize) {
+        let (mut out, mut looks) = (Vec::new(), 0);
+        parked.sort(look, &mut out, |at| {
+            looks += 1;
+            if ready.contains(&at) { Ready::Yes } else { Ready::No }
+        });
+        (out, looks)
+    }
+
+    #[test]
+    fn an_answer_costs_a_few_looks_however_many_wait() {
+        let mut parked = Parked::default();
+        (0..500).for_each(|at| parked.add(at));
+        for first in 0..400 {
+            assert_eq!(sorted(&mut parked, Look::Some, &[first]), (vec![first], 1 + STILL));
+        }
+        // Who is far behind comes at the next look at all.
+        assert_eq!(sorted(&mut parked, Look::Some, &[499]).0, []);
+        assert_eq!(sorted(&mut parked, Look::All, &[499, 420]).0, [420, 499]);
+        assert_eq!(sorted(&mut parked, Look::None, &[401]), (vec![], 0));
+    }
+
+    #[test]
+    fn those_that_are_never_answered_are_not_in_the_way() {
+        let mut parked = Parked::default();
+        (0..20).for_each(|at| parked.add(at));
+        parked.sort(Look::All, &mut Vec::new(), |at| if at < 10 { Ready::Late } else { Ready::No });
+        assert_eq!(sorted(&mut parked, Look::Some, &[10]).0, [10]);
+        assert_eq!(sorted(&mut parked, Look::Some, &[3]).0, []);
+        assert_eq!(sorted(&mut parked, Look::All, &[3]).0, [3]);
+        assert_eq!(parked.take().len(), 18);
+        assert!(parked.is_empty());
+    }
+
+    #[test]
+    fn there_is_something_to_look_at_after_an_answer_or_a_while() {
+        let mut parked = Parked::default();
+        parked.begin(7, 1000);
+        assert_eq!(parked.look(7, 1000 + PAUSE_NS - 1), Look::None);
+        assert_eq!(parked.look(8, 1001), Look::Some);
+        assert_eq!(parked.look(8, 1002), Look::None);
+        assert_eq!(parked.look(9, 1000 + PAUSE_NS), Look::All);
+        assert_eq!(parked.look(9, 1000 + PAUSE_NS), Look::None);
+    }
+}

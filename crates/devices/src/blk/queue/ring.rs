@@ -1,0 +1,87 @@
+//! A ring whose addresses lead nowhere now.
+
+use ringfence_mem::Access;
+use ringfence_virtq::{RingError, device, layout};
+
+use super::{BlkQueue, QueueError};
+use crate::bus::Bus;
+
+/// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
+/// most.
+const AWAY_NS: (u64, u64) = (500_000, 16_000_000);
+
+/// A ring whose addresses lead nowhere now.
+#[derive(Clone, Copy)]
+pub(super) struct Away {
+    /// When it is looked for again.
+    pub(super) retry_at: u64,
+    pause_ns: u64,
+    /// The count of answers when it was looked for last.
+    pub(super) answers: u64,
+}
+
+impl BlkQueue {
+    /// Looks whether the ring is where it was, and for where it is else; false if it is away.
+    #[inline]
+    pub(super) fn find_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+        // Ring addresses are IOVAs only behind an IOMMU; plain ones never become invalid.
+        if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus) }
+    }
+
+    #[cold]
+    fn look_for_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+        let answers = bus.answers();
+        let again = self.away.is_some();
+        match self.away {
+            Some(Away { retry_at, answers: seen, .. })
+                if self.now_ns < retry_at && seen == answers =>
+            {
+                return Ok(false);
+            }
+            _ => ask_for_ring(self.ring.config(), bus),
+        }
+        let found = match again {
+            // The driver has been told the first time.
+            true => bus.silently(|| self.ring.revalidate(bus)),
+            false => self.ring.revalidate(bus),
+        };
+        match found {
+            Ok(()) => self.away = None,
+            Err(RingError::Unreachable { .. }) => {
+                let (first, most) = AWAY_NS;
+                let pause_ns = match self.away {
+                    // There was an answer, perhaps the first of several.
+                    Some(away) if away.answers != answers => first,
+                    Some(away) => (away.pause_ns * 2).min(most),
+                    None => first,
+                };
+                self.stats.away += u64::from(self.away.is_none());
+                let retry_at = self.now_ns.saturating_add(pause_ns);
+                self.away = Some(Away { retry_at, pause_ns, answers });
+            }
+            Err(error) => return Err(error.into()),
+        }
+        Ok(self.away.is_none())
+    }
+}
+
+/// Has all three areas asked for at once, as far as they are missing (rule D22).
+fn ask_for_ring(config: &device::Config, bus: &Bus) {
+    let device::Config { size, desc, avail, used, packed, .. } = *config;
+    let descs = (desc, layout::desc_bytes(size));
+    let areas = match packed {
+        false => [
+            (descs, Access::Read),
+            ((avail, layout::avail_bytes(size)), Access::Read),
+            ((used, layout::used_bytes(size)), Access::Write),
+        ],
+        true => [
+            (descs, Access::ReadWrite),
+            ((avail, layout::packed::EVENT_SIZE), Access::Read),
+            ((used, layout::packed::EVENT_SIZE), Access::Write),
+        ],
+    };
+    for ((addr, len), access) in areas {
+        bus.prefetch(addr, len as u64, access);
+    }
+}

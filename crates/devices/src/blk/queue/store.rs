@@ -1,0 +1,237 @@
+//! Where the data of requests comes from and goes to.
+
+use std::{collections::VecDeque, io, sync::Arc};
+
+use parking_lot::Mutex;
+use ringfence_iommu::shootdown::Lease;
+use ringfence_mem::{Access, Memory, Translate};
+use ringfence_virtq::Chain;
+
+use super::Slot;
+use crate::{
+    blk::{
+        request::{self, Action, Missing},
+        wire::Status,
+    },
+    bus::Bus,
+    disk::{Disk, FileIo, FileOp, Pacer, Ram},
+};
+
+/// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
+const MAX_PIECES: usize = 1024;
+
+/// Where the data comes from and goes to.
+// One a queue, of which there are few: the size of the largest costs nothing.
+#[allow(clippy::large_enum_variant)]
+pub(super) enum Store {
+    Ram(Arc<Ram>),
+    Paced {
+        ram: Arc<Ram>,
+        /// The disk's own: queues share it.
+        pacer: Arc<Mutex<Pacer>>,
+        /// Slots in order of completion, with its time.
+        due: VecDeque<(u64, u16)>,
+    },
+    File(FileStore),
+}
+
+/// A file, and what the kernel is doing with it.
+pub(super) struct FileStore {
+    pub(super) io: FileIo,
+    /// A request that found no room in the io_uring.
+    pub(super) stalled: Option<u16>,
+    /// Completed, and not answered yet.
+    pub(super) done: Vec<(u16, bool)>,
+    /// What the bus no longer reaches, and the kernel perhaps still does.
+    pub(super) old: Vec<Arc<Memory>>,
+}
+
+impl Store {
+    /// For a queue of `size` requests.
+    pub(super) fn new(disk: &Disk, size: u16) -> io::Result<Store> {
+        Ok(match disk {
+            Disk::Ram(ram) => Store::Ram(Arc::clone(ram)),
+            Disk::Paced(ram, pacer) => Store::Paced {
+                ram: Arc::clone(ram),
+                pacer: Arc::clone(pacer),
+                due: VecDeque::with_capacity(size.into()),
+            },
+            Disk::File(image) => Store::File(FileStore {
+                io: FileIo::new(Arc::clone(image), size.into())?,
+                stalled: None,
+                done: Vec::with_capacity(size.into()),
+                old: Vec::new(),
+            }),
+        })
+    }
+
+    /// How many requests the kernel has.
+    pub(super) fn in_kernel(&self) -> u32 {
+        match self {
+            Store::File(file) => file.io.in_flight(),
+            _ => 0,
+        }
+    }
+}
+
+/// What the kernel was told of a request.
+#[derive(Default)]
+pub(super) struct Transfer {
+    /// The memory; kept until the completion.
+    pieces: Vec<libc::iovec>,
+    /// Keep the translations of `pieces` alive.
+    leases: Vec<Lease>,
+    /// What of the pieces is still to be moved, from where on in the file.
+    left: u64,
+    offset: u64,
+    write: bool,
+}
+
+// SAFETY: the pointers are for the kernel; no thread looks through them.
+unsafe impl Send for Transfer {}
+
+impl Transfer {
+    fn op(&self) -> FileOp {
+        if self.write { FileOp::Write(self.offset) } else { FileOp::Read(self.offset) }
+    }
+
+    /// So many bytes were moved.
+    fn advance(&mut self, moved: u64) {
+        self.left -= moved;
+        self.offset += moved;
+        let mut skip = moved as usize;
+        let whole = self.pieces.iter().take_while(|piece| {
+            let is_whole = piece.iov_len <= skip;
+            skip -= if is_whole { piece.iov_len } else { 0 };
+            is_whole
+        });
+        let whole = whole.count();
+        self.pieces.drain(..whole);
+        if let Some(first) = self.pieces.first_mut() {
+            first.iov_base = first.iov_base.wrapping_byte_add(skip);
+            first.iov_len -= skip;
+        }
+    }
+
+    /// Translates the data of `chain`, all of it or nothing. The leases are taken first: what is
+    /// translated after them is not invalidated unseen.
+    fn translate(
+        &mut self,
+        chain: &Chain,
+        bus: &Bus,
+        (write, offset, len): (bool, u64, u64),
+    ) -> Result<(), request::Stop> {
+        self.pieces.clear();
+        self.leases.clear();
+        (self.left, self.offset, self.write) = (len, offset, write);
+        let access = if write { Access::Read } else { Access::Write };
+        for desc in request::data(chain, write, len) {
+            self.leases.extend(bus.lease(desc.addr, desc.len.into()));
+            let pieces = &mut self.pieces;
+            let visited = bus.slices(desc.addr, desc.len.into(), access, |piece| {
+                let base: *mut libc::c_void = piece.as_ptr().cast();
+                let full = pieces.len() > MAX_PIECES;
+                match pieces.last_mut() {
+                    Some(last) if last.iov_base.wrapping_byte_add(last.iov_len) == base => {
+                        last.iov_len += piece.len();
+                    }
+                    // More than that is refused below: a longer list is not needed for it.
+                    _ if full => {}
+                    _ => pieces.push(libc::iovec { iov_base: base, iov_len: piece.len() }),
+                }
+            });
+            let visited = visited.map_err(request::Stop::from);
+            // Too many pieces are an error, never a shorter transfer (rule D23).
+            let few = match self.pieces.len() {
+                0..=MAX_PIECES => Ok(()),
+                _ => Err(Status::IoErr.into()),
+            };
+            if let Err(stop) = visited.and(few) {
+                // An invalidation does not wait for what waits itself.
+                self.leases.clear();
+                return Err(stop);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What became of a request that was to be handed to the kernel.
+pub(super) enum Handed {
+    Over,
+    /// There is no room now.
+    Later,
+    Failed,
+    Missing(Missing),
+}
+
+impl FileStore {
+    /// Translates the data of a request and hands it to the kernel.
+    pub(super) fn hand_over(
+        &mut self,
+        (at, chain, transfer): (u16, &Chain, &mut Transfer),
+        action: Action,
+        bus: &Bus,
+    ) -> Handed {
+        let op = match action {
+            Action::Flush => FileOp::Flush,
+            Action::Zero { offset, len, punch } => FileOp::Zero { offset, len, punch },
+            Action::Transfer { write, offset, len } => {
+                match transfer.translate(chain, bus, (write, offset, len)) {
+                    Ok(()) => transfer.op(),
+                    Err(request::Stop::Missing(missing)) => return Handed::Missing(missing),
+                    Err(request::Stop::Status(_)) => return Handed::Failed,
+                }
+            }
+            Action::Identify | Action::Nothing => unreachable!("answered without the file"),
+        };
+        let pieces = match action {
+            Action::Transfer { .. } => &transfer.pieces[..],
+            _ => &[],
+        };
+        // SAFETY: `pieces` lives in its slot, which is not touched before the completion. The memory
+        // it names belongs to the `Memory` that the queue's bus keeps, or `old` once the bus has
+        // another, and the leases keep the driver's unmap from being answered before; nothing
+        // borrows it (it is only ever copied).
+        match unsafe { self.io.submit(op, pieces, at.into()) } {
+            true => Handed::Over,
+            false => {
+                transfer.leases.clear();
+                Handed::Later
+            }
+        }
+    }
+
+    /// Takes what the kernel has done into `done`; what was moved in part is handed over again.
+    /// True if there was anything.
+    pub(super) fn reap(&mut self, slots: &mut [Slot]) -> bool {
+        let before = self.done.len();
+        let (done, mut again) = (&mut self.done, Vec::new());
+        self.io.reap(|token, result| {
+            let at = token as u16;
+            let slot = &mut slots[usize::from(at)];
+            let (moves, transfer) = (slot.moves_data(), &mut slot.transfer);
+            let moved = result.as_ref().map_or(0, |&moved| u64::from(moved));
+            if moves && moved > 0 && moved < transfer.left {
+                transfer.advance(moved);
+                again.push(at);
+                return;
+            }
+            transfer.leases.clear();
+            done.push((at, result.is_ok() && (!moves || moved == transfer.left)));
+        });
+        for at in again {
+            let transfer = &mut slots[usize::from(at)].transfer;
+            // SAFETY: as in `hand_over`; the leases were kept.
+            if !unsafe { self.io.submit(transfer.op(), &transfer.pieces, at.into()) } {
+                // It had a place, which nobody else can have taken.
+                transfer.leases.clear();
+                self.done.push((at, false));
+            }
+        }
+        if self.io.in_flight() == 0 {
+            self.old.clear();
+        }
+        self.done.len() != before
+    }
+}

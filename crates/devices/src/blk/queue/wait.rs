@@ -1,0 +1,171 @@
+//! Requests that meet a translation that is missing.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use ringfence_mem::{Access, AccessError};
+use ringfence_virtq::{ChainFault, Desc, RingError, device::Glimpse, layout};
+
+use super::{
+    BlkQueue, QueueError, Step,
+    parked::{Look, Ready},
+};
+use crate::{
+    blk::{
+        request::{self, Missing},
+        wire::Status,
+    },
+    bus::Bus,
+};
+
+/// Bytes of the smallest page there is.
+const PAGE: u64 = 4096;
+/// How many pages of a request are asked for in one go, and of a buffer of one that is not taken.
+const ASK_PAGES: u64 = 512;
+const PEEK_PAGES: u64 = 32;
+/// Bytes of the longest indirect table.
+const LONGEST_TABLE: u32 = layout::MAX_INDIRECT as u32 * layout::DESC_SIZE as u32;
+/// How many chains behind one that cannot be taken yet are looked at.
+const AHEAD: u16 = 64;
+/// How often a queue says that requests gave up waiting.
+const SAY_NS: u64 = 1_000_000_000;
+
+/// What a request waits for.
+#[derive(Clone, Copy)]
+pub(super) struct Wait {
+    missing: Missing,
+    since_ns: u64,
+    /// It waited at a look at all.
+    seen: bool,
+}
+
+impl BlkQueue {
+    /// The next chain's table is not there: what it and those behind it need is asked for.
+    #[cold]
+    pub(super) fn wait_for_head(&mut self, bus: &Bus, error: RingError) -> Result<(), QueueError> {
+        let Some(since_ns) = self.head_since else {
+            if !self.waits() {
+                self.parked.begin(bus.answers(), self.now_ns);
+            }
+            self.head_since = Some(self.now_ns);
+            self.stats.parked += 1;
+            self.ring.peek(bus, AHEAD, |glimpse| {
+                match glimpse {
+                    Glimpse::Buffer(desc) => ask_for(&desc, bus, PEEK_PAGES),
+                    Glimpse::Table { addr, len } => {
+                        bus.prefetch(addr, len.min(LONGEST_TABLE).into(), Access::Read)
+                    }
+                };
+            });
+            return Ok(());
+        };
+        if self.now_ns.saturating_sub(since_ns) >= nanos(bus.patience()) {
+            timed_out(bus);
+            return Err(error.into());
+        }
+        Ok(())
+    }
+
+    /// A request has to wait: all that it needs is asked for, not only what it has met.
+    #[cold]
+    pub(super) fn park(&mut self, at: u16, missing: Missing, bus: &Bus) {
+        if !self.waits() {
+            self.parked.begin(bus.answers(), self.now_ns);
+        }
+        self.stats.parked += 1;
+        let slot = &mut self.slots[usize::from(at)];
+        let since_ns = slot.wait.map_or(self.now_ns, |wait| wait.since_ns);
+        slot.wait = Some(Wait { missing, since_ns, seen: false });
+        self.parked.add(at);
+        let mut left = ASK_PAGES;
+        for desc in slot.chain.descs() {
+            ask_for(desc, bus, left);
+            left = left.saturating_sub(pages(desc));
+        }
+    }
+
+    /// Goes on with what need not wait longer; true if there was anything.
+    #[cold]
+    pub(super) fn resume(&mut self, bus: &Bus, look: Look) -> bool {
+        let (slots, now_ns) = (&mut self.slots, self.now_ns);
+        let patience_ns = nanos(bus.patience());
+        let mut ready = std::mem::take(&mut self.ready);
+        self.parked.sort(look, &mut ready, |at| {
+            let slot = &mut slots[usize::from(at)];
+            let Some(wait) = &mut slot.wait else { return Ready::Yes };
+            let Missing { addr, access } = wait.missing;
+            if bus.prefetch(addr, 1, access) || now_ns.saturating_sub(wait.since_ns) >= patience_ns
+            {
+                return Ready::Yes;
+            }
+            match look == Look::All && std::mem::replace(&mut wait.seen, true) {
+                true => Ready::Late,
+                false => Ready::No,
+            }
+        });
+        let resumed = !ready.is_empty();
+        for at in ready.drain(..) {
+            let slot = &mut self.slots[usize::from(at)];
+            let since_ns = slot.wait.map_or(now_ns, |wait| wait.since_ns);
+            match now_ns.saturating_sub(since_ns) >= patience_ns {
+                true => self.give_up(at, bus),
+                false => self.advance(at, bus),
+            }
+        }
+        self.ready = ready;
+        resumed
+    }
+
+    /// Patience is over: an I/O error, if that can be told.
+    fn give_up(&mut self, at: u16, bus: &Bus) {
+        timed_out(bus);
+        let slot = &self.slots[usize::from(at)];
+        if let (true, Some(wait)) = (self.now_ns >= self.say_at, slot.wait) {
+            self.say_at = self.now_ns.saturating_add(SAY_NS);
+            let Missing { addr, access } = wait.missing;
+            tracing::warn!("{}: nobody translates {addr:#x} ({access:?}): request failed", self.id);
+        }
+        self.fail(at, bus);
+    }
+
+    /// Answers a request that cannot go on: with an I/O error if it was not done, and if the status
+    /// can be written.
+    pub(super) fn fail(&mut self, at: u16, bus: &Bus) {
+        let slot = &self.slots[usize::from(at)];
+        let (status, written) = match slot.step {
+            Step::Answer(status, written) => (status, written),
+            _ => (Status::IoErr, 0),
+        };
+        let used = request::answer(&slot.chain, bus, status, written).unwrap_or(0);
+        self.finish(at, status, used);
+    }
+}
+
+/// Whether a chain could not be taken because a translation is missing.
+pub(super) fn is_missing_table(error: &RingError) -> bool {
+    let RingError::Chain { fault: ChainFault::IndirectUnreachable { error, .. }, .. } = error
+    else {
+        return false;
+    };
+    matches!(error, AccessError::Missing { .. })
+}
+
+/// Asks for a buffer, up to so many pages of it.
+fn ask_for(desc: &Desc, bus: &Bus, most: u64) -> bool {
+    let len = u64::from(desc.len).min(most * PAGE);
+    bus.prefetch(desc.addr, len, if desc.write { Access::Write } else { Access::Read })
+}
+
+/// How many pages a buffer touches, at most.
+fn pages(desc: &Desc) -> u64 {
+    u64::from(desc.len) / PAGE + 2
+}
+
+fn timed_out(bus: &Bus) {
+    if let Some(iotlb) = bus.iotlb() {
+        iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,246 @@
+//! Misses that are answered late, in any order, never, or not for what was wanted.
+
+use std::time::Duration;
+
+use ringfence_devices::blk::wire::Kind;
+use ringfence_iotlb::IotlbConfig;
+use ringfence_mem::{Access, Window};
+use ringfence_virtq::layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE};
+
+use super::*;
+
+/// A request whose header, data and status lie on pages of their own, as a Linux guest's do.
+struct Fresh {
+    pages: Vec<usize>,
+    data: Window,
+    status: Window,
+}
+
+impl Fresh {
+    /// Lays one out in descriptors `at` and on, or in an indirect table on a page of its own.
+    fn lay(
+        behind: &mut Behind,
+        queue: &RawQueue,
+        at: u16,
+        kind: Kind,
+        sector: u64,
+        table: bool,
+    ) -> Fresh {
+        let [header, data, status] = [(); 3].map(|()| behind.mapped());
+        let bytes = [u64::from(kind.code()), sector].map(u64::to_le_bytes).concat();
+        header.1.write(0, &bytes);
+        status.1.write(0, &[0xee]);
+        let write = if kind == Kind::In { DESC_F_WRITE } else { 0 };
+        let descs = [
+            desc_bytes(iova(header.0), 16, DESC_F_NEXT, at + 1),
+            desc_bytes(iova(data.0), PAGE as u32, DESC_F_NEXT | write, at + 2),
+            desc_bytes(iova(status.0), 1, DESC_F_WRITE, 0),
+        ];
+        let mut pages = vec![header.0, data.0, status.0];
+        if table {
+            let (number, window) = behind.mapped();
+            let mut bytes = descs.concat();
+            (bytes[14], bytes[30]) = (1, 2);
+            window.write(0, &bytes);
+            queue.desc(at, iova(number), bytes.len() as u32, DESC_F_INDIRECT, 0);
+            pages.insert(0, number);
+        } else {
+            for (n, desc) in descs.iter().enumerate() {
+                queue.page.write((usize::from(at) + n) * 16, desc);
+            }
+        }
+        Fresh { pages, data: data.1, status: status.1 }
+    }
+
+    fn status(&self) -> u8 {
+        let mut status = [0];
+        self.status.read(0, &mut status);
+        status[0]
+    }
+}
+
+/// Takes so many answers.
+fn finish(queue: &mut RawQueue, count: usize) -> Vec<(u32, u32)> {
+    (0..count).map(|_| queue.wait()).collect()
+}
+
+#[test]
+fn what_is_missing_is_asked_for_and_then_there() {
+    // rule D16, rule D19, rule D23
+    for workers in [1, 2] {
+        let mut behind = Behind::new(workers, config(), ram_disk(1 << 20));
+        let mut queues = [behind.queue(0), behind.queue(1)];
+        for round in 0..50u8 {
+            for queue in &mut queues {
+                let sector = u64::from(queue.index) * 8;
+                let out = Fresh::lay(&mut behind, queue, 0, Kind::Out, sector, round % 2 == 0);
+                fill(&out.data, round);
+                queue.push(0);
+                assert_eq!(finish(queue, 1), [(0, 1)]);
+                let back = Fresh::lay(&mut behind, queue, 0, Kind::In, sector, round % 3 == 0);
+                queue.push(0);
+                assert_eq!(finish(queue, 1), [(0, PAGE as u32 + 1)]);
+                assert_eq!((out.status(), back.status()), (0, 0));
+                assert!(holds(&back.data, round), "round {round}");
+            }
+        }
+        assert_eq!(behind.options.figures.sum().failed, 0);
+        assert_eq!(behind.timeouts(), 0);
+    }
+}
+
+#[test]
+fn all_that_a_request_needs_is_asked_for_at_once_and_once() {
+    // rule D17
+    let mut behind = Behind::new(1, IotlbConfig { again: LONG, ..config() }, ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    queue.go_round();
+    behind.answers(Answers::Held);
+    behind.forget_asked();
+    let requests: Vec<_> = (0..4)
+        .map(|n| Fresh::lay(&mut behind, &queue, n * 3, Kind::In, u64::from(n), false))
+        .collect();
+    (0..4).for_each(|n| queue.push(n * 3));
+    let pages: Vec<usize> = requests.iter().flat_map(|request| request.pages.clone()).collect();
+    // Nothing is answered, and yet every page of every request is asked for.
+    pages.iter().for_each(|&page| behind.wait_asked(page));
+    behind.round(0);
+    let mut asked: Vec<u64> = behind.asked().iter().map(|&(addr, _)| addr).collect();
+    asked.sort_unstable();
+    let mut wanted: Vec<u64> = pages.iter().map(|&page| iova(page)).collect();
+    wanted.sort_unstable();
+    assert_eq!(asked, wanted, "one question for each page");
+    assert_eq!(queue.take(), None);
+    behind.answers(Answers::Now);
+    behind.release(|_| ());
+    finish(&mut queue, 4);
+    assert!(requests.iter().all(|request| request.status() == 0));
+}
+
+#[test]
+fn indirect_tables_behind_one_that_is_missing_are_asked_for_too() {
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    queue.go_round();
+    behind.answers(Answers::Held);
+    let requests: Vec<_> =
+        (0..8).map(|n| Fresh::lay(&mut behind, &queue, n, Kind::In, 0, true)).collect();
+    (0..8).for_each(|n| queue.push(n));
+    requests.iter().for_each(|request| behind.wait_asked(request.pages[0]));
+    assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 0, "one was taken without its table");
+    behind.answers(Answers::Now);
+    behind.release(|held| held.reverse());
+    finish(&mut queue, 8);
+    assert!(requests.iter().all(|request| request.status() == 0));
+}
+
+#[test]
+fn answers_in_any_order_do() {
+    for seed in 0..20usize {
+        let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+        let mut queue = behind.queue(0);
+        queue.go_round();
+        behind.answers(Answers::Held);
+        let requests: Vec<_> = (0..5)
+            .map(|n| Fresh::lay(&mut behind, &queue, n * 3, Kind::In, 0, n % 2 == 0))
+            .collect();
+        (0..5).for_each(|n| queue.push(n * 3));
+        behind.wait_asked(requests[4].pages[0]);
+        let mut answered = 0;
+        until("all answers", || {
+            behind.release(|held| {
+                held.reverse();
+                let by = seed % held.len().max(1);
+                held.rotate_left(by);
+            });
+            answered += usize::from(queue.take().is_some());
+            answered == 5
+        });
+        assert!(requests.iter().all(|request| request.status() == 0));
+    }
+}
+
+#[test]
+fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
+    // rule D18
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    queue.go_round();
+    let request = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
+    behind.map(request.pages[1], Access::Read);
+    queue.push(0);
+    behind.wait_asked(request.pages[1]);
+    let page = iova(request.pages[1]);
+    until("another question", || behind.asked().iter().filter(|miss| miss.0 == page).count() > 1);
+    assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 1);
+    assert!(behind.asked().contains(&(page, Access::Write)));
+    behind.map(request.pages[1], Access::ReadWrite);
+    finish(&mut queue, 1);
+    assert_eq!(request.status(), 0);
+}
+
+#[test]
+fn a_miss_that_is_never_answered_stalls_its_request_alone_and_not_for_ever() {
+    // Header, data, status: what is missing, and what can still be told.
+    for (missing, told) in [(0, (1, 1)), (1, (1, 1)), (2, (0, 0xee))] {
+        let patience = Duration::from_millis(300);
+        let mut behind = Behind::new(1, IotlbConfig { patience, ..config() }, ram_disk(1 << 20));
+        let mut queue = behind.queue(0);
+        queue.go_round();
+        let lost = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
+        let page = lost.pages[missing];
+        behind.front.table.lock().unwrap().remove(&iova(page));
+        queue.push(0);
+        behind.wait_asked(page);
+        for n in 0..20 {
+            let other = Fresh::lay(&mut behind, &queue, 3, Kind::In, n, false);
+            queue.push(3);
+            assert_eq!(finish(&mut queue, 1), [(3, PAGE as u32 + 1)]);
+            assert_eq!(other.status(), 0);
+        }
+        assert_eq!(finish(&mut queue, 1), [(0, told.0)]);
+        assert_eq!(u32::from(lost.status()), told.1);
+    }
+}
+
+#[test]
+fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_more() {
+    let patience = Duration::from_millis(300);
+    let mut behind = Behind::new(1, IotlbConfig { patience, ..config() }, ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    queue.go_round();
+    behind.answers(Answers::Never);
+    let lost = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
+    queue.push(0);
+    assert_eq!(finish(&mut queue, 1), [(0, 0)]);
+    assert_eq!((lost.status(), behind.timeouts()), (0xee, 1));
+    behind.answers(Answers::Now);
+    let next = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
+    queue.push(0);
+    assert_eq!(finish(&mut queue, 1), [(0, PAGE as u32 + 1)]);
+    assert_eq!(next.status(), 0);
+}
+
+#[test]
+fn a_channel_that_nobody_reads_blocks_nobody() {
+    // rule D20
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    let mut queues = [behind.queue(0), behind.queue(1)];
+    queues.iter_mut().for_each(RawQueue::go_round);
+    behind.deaf(true);
+    // One huge buffer after the other, none of it mapped: more misses than any socket holds.
+    let [one, two] = &mut queues;
+    for n in 0..8u64 {
+        one.lay(Kind::In, 0, &[piece((n + 1) << 40, 1 << 19), piece((n + 9) << 40, 1 << 19)]);
+        one.push(0);
+        two.go_round();
+        let mut capacity = [0; 8];
+        behind.main().config(0, &mut capacity).unwrap();
+        assert_eq!(u64::from_le_bytes(capacity), (1 << 20) / 512);
+        behind.main().get_vring_base(0).unwrap();
+        one.clear();
+        one.start(&mut behind.main(), 0);
+    }
+    behind.deaf(false);
+    one.go_round();
+}

@@ -1,0 +1,296 @@
+//! A block device whose front end translates for it, and takes its time, or refuses, or never
+//! answers.
+
+mod invalidations;
+mod misses;
+mod stops;
+
+use std::{
+    collections::BTreeMap,
+    io::{Read, Write},
+    os::{fd::AsFd, unix::net::UnixStream},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use ringfence_devices::{
+    blk::{BlkBackend, BlkOptions, BlkUnit},
+    disk::Disk,
+    worker::{Notify, Worker},
+};
+use ringfence_iotlb::IotlbConfig;
+use ringfence_mem::{Access, GuestRam};
+use ringfence_vhost_user::{
+    Frontend, Iotlb, IotlbWire, ProtocolFeatures, ServeError, Server, Shutdown,
+};
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_VERSION_1};
+use zerocopy::FromBytes;
+
+use crate::rig::*;
+
+/// Where page `n` of the memory is mapped, when it is: not side by side, so that nothing merges.
+pub(crate) fn iova(page: usize) -> u64 {
+    0x1_0000_0000 + page as u64 * 0x1_0000
+}
+
+/// What the front end does about a miss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answers {
+    /// Answers at once.
+    Now,
+    /// Keeps it until the test says so.
+    Held,
+    /// Says nothing, even if it is asked again.
+    Never,
+}
+
+/// What the front end's two threads share.
+struct Front {
+    main: Mutex<Frontend>,
+    /// Pages that are mapped: where to, and whether they may be written.
+    table: Mutex<BTreeMap<u64, (u64, Access)>>,
+    answers: Mutex<Answers>,
+    /// All misses that came.
+    asked: Mutex<Vec<(u64, Access)>>,
+    held: Mutex<Vec<u64>>,
+    ended: AtomicBool,
+    /// Nothing is read from the channel meanwhile.
+    deaf: AtomicBool,
+}
+
+/// A block device with an IOTLB, and its front end.
+pub(crate) struct Behind {
+    front: Arc<Front>,
+    pub(crate) ram: Arc<GuestRam>,
+    pub(crate) workers: Arc<[Worker]>,
+    pub(crate) options: BlkOptions,
+    pages: usize,
+    serving: Option<JoinHandle<Result<(), ServeError>>>,
+    shutdown: Shutdown,
+    answering: Option<JoinHandle<()>>,
+}
+
+pub(crate) fn config() -> IotlbConfig {
+    let again = Duration::from_millis(20);
+    IotlbConfig { patience: LONG, again, ..IotlbConfig::default() }
+}
+
+impl Behind {
+    pub(crate) fn new(workers: usize, config: IotlbConfig, disk: Disk) -> Behind {
+        let workers: Arc<[Worker]> = (0..workers)
+            .map(|n| Worker::spawn(&format!("worker-{n}"), Notify::Adaptive).unwrap())
+            .collect();
+        let options = BlkOptions {
+            iotlb: Some(config),
+            unit: BLK_UNIT,
+            patience: Duration::from_millis(500),
+            ..BlkOptions::new(disk, ID, 4)
+        };
+        Behind::connect(workers, options)
+    }
+
+    /// A new connection to the same device.
+    pub(crate) fn connect(workers: Arc<[Worker]>, options: BlkOptions) -> Behind {
+        let ram = GuestRam::new(4 << 20, GPA).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let backend = BlkBackend::new(options.clone(), Arc::clone(&workers));
+        let mut server = Server::new(theirs, backend);
+        let shutdown = server.shutdown_handle().unwrap();
+        let serving = Some(std::thread::spawn(move || server.serve()));
+        let mut main = Frontend::new(ours, LONG);
+        let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | 1 << F_ACCESS_PLATFORM;
+        let protocol = ProtocolFeatures::MQ
+            | ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::BACKEND_REQ
+            | ProtocolFeatures::CONFIG;
+        assert_eq!(main.negotiate(features, protocol).unwrap(), features);
+        let (channel, other) = UnixStream::pair().unwrap();
+        main.set_backend_channel(other.as_fd()).unwrap();
+        main.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+        let front = Arc::new(Front {
+            main: Mutex::new(main),
+            table: Mutex::default(),
+            answers: Mutex::new(Answers::Now),
+            asked: Mutex::default(),
+            held: Mutex::default(),
+            ended: AtomicBool::new(false),
+            deaf: AtomicBool::new(false),
+        });
+        let shared = Arc::clone(&front);
+        let answering = Some(std::thread::spawn(move || shared.answer_misses(channel)));
+        let pages = 0;
+        Behind { front, ram, workers, options, pages, serving, shutdown, answering }
+    }
+
+    pub(crate) fn main(&self) -> MutexGuard<'_, Frontend> {
+        self.front.main.lock().unwrap()
+    }
+
+    pub(crate) fn answers(&self, answers: Answers) {
+        *self.front.answers.lock().unwrap() = answers;
+    }
+
+    pub(crate) fn deaf(&self, deaf: bool) {
+        self.front.deaf.store(deaf, Ordering::Relaxed);
+    }
+
+    /// The misses so far.
+    pub(crate) fn asked(&self) -> Vec<(u64, Access)> {
+        self.front.asked.lock().unwrap().clone()
+    }
+
+    /// Forgets which misses came.
+    pub(crate) fn forget_asked(&self) {
+        self.front.asked.lock().unwrap().clear();
+    }
+
+    /// Waits until `page` was asked for.
+    pub(crate) fn wait_asked(&self, page: usize) {
+        until("a miss", || self.asked().iter().any(|&(addr, _)| addr / 4096 == iova(page) / 4096));
+    }
+
+    /// Answers what is held, in the order that `sort` makes of it.
+    pub(crate) fn release(&self, sort: impl FnOnce(&mut Vec<u64>)) {
+        let mut held = std::mem::take(&mut *self.front.held.lock().unwrap());
+        sort(&mut held);
+        held.into_iter().for_each(|addr| drop(self.front.answer(addr)));
+    }
+
+    /// A page of the memory that nobody has had, as a window; its number.
+    pub(crate) fn page(&mut self) -> (usize, ringfence_mem::Window) {
+        let page = self.pages;
+        self.pages += 1;
+        (page, self.ram.window(page * PAGE, PAGE).unwrap())
+    }
+
+    /// A page that is mapped: when it is asked for, it is there.
+    pub(crate) fn mapped(&mut self) -> (usize, ringfence_mem::Window) {
+        let (page, window) = self.page();
+        self.map(page, Access::ReadWrite);
+        (page, window)
+    }
+
+    pub(crate) fn map(&self, page: usize, access: Access) {
+        let user = self.ram.user_addr() + (page * PAGE) as u64;
+        self.front.table.lock().unwrap().insert(iova(page), (user, access));
+    }
+
+    pub(crate) fn unmap(&self, page: usize) {
+        self.front.table.lock().unwrap().remove(&iova(page));
+        self.invalidate(iova(page), iova(page) + 0xfff);
+    }
+
+    pub(crate) fn invalidate(&self, first: u64, last: u64) {
+        self.main().iotlb(&Iotlb::Invalidate { first, last }).unwrap();
+    }
+
+    /// As an intel-iommu's lazy mode does it: all but the window of message interrupts.
+    pub(crate) fn invalidate_all(&self) {
+        self.invalidate(0, 0xfedf_ffff);
+        self.invalidate(0xfef0_0000, u64::MAX);
+    }
+
+    /// A ring in a page of its own, which is mapped, started and enabled.
+    pub(crate) fn queue(&mut self, index: u16) -> RawQueue {
+        let (page, window) = self.mapped();
+        let queue = RawQueue::new(index, window, iova(page), iova(page));
+        queue.start(&mut self.main(), 0);
+        queue
+    }
+
+    /// Asks the unit of the worker that serves a queue.
+    pub(crate) fn ask<R: Send + 'static>(
+        &self,
+        queue: u16,
+        ask: impl FnOnce(&mut BlkUnit) -> R + Send + 'static,
+    ) -> R {
+        let worker = &self.workers[usize::from(queue) % self.workers.len()];
+        let answer = worker.call(move |work| work.unit::<BlkUnit>(BLK_UNIT).map(ask));
+        answer.expect("the worker is there").expect("the unit is there")
+    }
+
+    /// Has the worker of a queue go through all its queues, and a quiet point, at least once.
+    pub(crate) fn round(&self, queue: u16) {
+        for _ in 0..3 {
+            self.ask(queue, |_| ());
+        }
+    }
+
+    pub(crate) fn timeouts(&self) -> u64 {
+        self.options.figures.iotlb.totals().timeouts
+    }
+
+    /// Waits until the back end has ended the connection; returns why.
+    pub(crate) fn ended(&mut self) -> Result<(), ServeError> {
+        self.serving.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for Behind {
+    fn drop(&mut self) {
+        self.shutdown.shutdown();
+        self.front.ended.store(true, Ordering::Relaxed);
+        if let Some(serving) = self.serving.take() {
+            assert!(serving.join().is_ok() || std::thread::panicking());
+        }
+        let answered = self.answering.take().unwrap().join();
+        assert!(answered.is_ok() || std::thread::panicking());
+    }
+}
+
+impl Front {
+    /// Reads misses until the back end hangs up, and does with them as the test wants.
+    fn answer_misses(&self, mut channel: UnixStream) {
+        let mut bytes = [0; 12 + size_of::<IotlbWire>()];
+        loop {
+            while self.deaf.load(Ordering::Relaxed) && !self.ended.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if channel.read_exact(&mut bytes).is_err() {
+                return;
+            }
+            let wants_answer = bytes[4] & 8 != 0;
+            let wire = IotlbWire::read_from_bytes(&bytes[12..]).unwrap();
+            let Ok(Iotlb::Miss { iova, access }) = wire.parse() else { panic!("{wire:?}") };
+            self.asked.lock().unwrap().push((iova, access));
+            let answers = *self.answers.lock().unwrap();
+            let done = match answers {
+                Answers::Now => self.answer(iova),
+                Answers::Held => {
+                    let mut held = self.held.lock().unwrap();
+                    if !held.contains(&iova) {
+                        held.push(iova);
+                    }
+                    continue;
+                }
+                Answers::Never => continue,
+            };
+            if wants_answer {
+                let mut reply = bytes[..12].to_vec();
+                reply[4..8].copy_from_slice(&5u32.to_ne_bytes());
+                reply[8..12].copy_from_slice(&8u32.to_ne_bytes());
+                reply.extend(u64::from(!done).to_ne_bytes());
+                if channel.write_all(&reply).is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Sends the translation of an address, if there is one.
+    fn answer(&self, addr: u64) -> bool {
+        // As a VMM: one thing at a time. What is unmapped meanwhile is not told.
+        let mut main = self.main.lock().unwrap();
+        let first = addr & !0xfff;
+        let Some(&(user_addr, access)) = self.table.lock().unwrap().get(&first) else {
+            return false;
+        };
+        let (last, access) = (first | 0xfff, Some(access));
+        // The back end may be gone.
+        main.iotlb(&Iotlb::Update { first, last, user_addr, access }).is_ok()
+    }
+}

@@ -1,0 +1,120 @@
+//! Rings that are stopped while requests wait, or while the disk does.
+
+use std::{io::Write as _, time::Instant};
+
+use ringfence_devices::blk::wire::Kind;
+
+use super::{invalidations::pipe, *};
+
+#[test]
+fn a_ring_stops_at_once_though_requests_wait_and_goes_on_with_them() {
+    // rule D28
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    queue.go_round();
+    let answered = queue.used_index();
+    behind.answers(Answers::Held);
+    let (page, data) = behind.mapped();
+    fill(&data, 7);
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    behind.wait_asked(page);
+    let begun = Instant::now();
+    // Nobody answers misses meanwhile, as with a VMM that waits for this answer.
+    let base = behind.main().get_vring_base(0).unwrap();
+    assert!(begun.elapsed() < LONG / 4);
+    assert_eq!((base, queue.used_index()), (answered.into(), answered));
+    assert_eq!(queue.status(), 0xee);
+    behind.answers(Answers::Now);
+    behind.release(|_| ());
+    queue.start(&mut behind.main(), answered);
+    assert_eq!(queue.finish(), OK);
+    assert!(holds(&data, 0));
+}
+
+#[test]
+fn who_has_no_running_ring_asks_for_nothing_and_still_answers() {
+    // rule D27
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    queue.go_round();
+    behind.answers(Answers::Never);
+    let (page, _) = behind.mapped();
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    behind.wait_asked(page);
+    behind.main().get_vring_base(0).unwrap();
+    let (asked, used) = (behind.asked().len(), queue.used_index());
+    // Longer than a question stays unasked, and than a worker looks again.
+    for _ in 0..10 {
+        std::thread::sleep(Duration::from_millis(10));
+        behind.invalidate_all();
+        event_and_round(&behind, &queue);
+    }
+    assert_eq!((behind.asked().len(), queue.used_index()), (asked, used));
+}
+
+fn event_and_round(behind: &Behind, queue: &RawQueue) {
+    ringfence_devices::event::signal(&queue.kick);
+    behind.round(0);
+}
+
+#[test]
+fn requests_that_ran_before_one_that_waits_are_answered() {
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    queue.go_round();
+    let answered = queue.used_index();
+    behind.answers(Answers::Held);
+    let (page, _) = behind.mapped();
+    // The first waits; the second, taken after it, is done.
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    behind.wait_asked(page);
+    let status = queue.page.part(3000, 1).unwrap();
+    let header = queue.page.part(2800, 16).unwrap();
+    header.write(0, &[4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    queue.desc(8, queue.bus + 2800, 16, 1, 9);
+    queue.desc(9, queue.bus + 3000, 1, 2, 0);
+    queue.push(8);
+    assert_eq!(queue.wait(), (8, 1));
+    assert!(holds(&status, 0));
+    // It cannot go back behind one that was answered: it fails, and is told so.
+    let base = behind.main().get_vring_base(0).unwrap();
+    assert_eq!(base, u32::from(answered) + 2);
+    assert_eq!(queue.finish(), IOERR);
+}
+
+#[test]
+fn a_disk_that_does_not_answer_holds_up_a_stop_for_its_patience_only() {
+    let (disk, mut answers) = pipe();
+    let mut behind = Behind::new(1, config(), disk);
+    let mut queue = behind.queue(0);
+    let (page, data) = behind.mapped();
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+    assert!(behind.main().get_vring_base(0).is_err());
+    let why = behind.ended().unwrap_err().to_string();
+    assert!(why.contains("not answered"), "{why}");
+    // What the kernel may still write to stays; the next front end is told, and not served a disk
+    // whose old writes could come after its new ones.
+    let (workers, options) = (Arc::clone(&behind.workers), behind.options.clone());
+    let figures = Arc::clone(&options.figures);
+    assert_eq!(figures.stuck(), 1);
+    let mut next = Behind::connect(workers, options);
+    let (number, window) = next.mapped();
+    let ring = RawQueue::new(0, window, iova(number), iova(number));
+    let mut main = next.main();
+    main.set_vring_num(0, SIZE).unwrap();
+    main.set_vring_addr(0, &ring.addresses()).unwrap();
+    assert!(main.set_vring_kick(0, Some(ring.kick.as_fd())).is_err());
+    drop(main);
+    answers.write_all(&[5; PAGE]).unwrap();
+    until("the end of the I/O", || holds(&data, 5));
+    until("the ring is free", || figures.stuck() == 0);
+    drop(next);
+    let mut last = Behind::connect(Arc::clone(&behind.workers), behind.options.clone());
+    let mut queue = last.queue(0);
+    let (page, data) = last.mapped();
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    answers.write_all(&[6; PAGE]).unwrap();
+    assert_eq!(queue.finish(), OK);
+    assert!(holds(&data, 6));
+}

@@ -1,0 +1,6 @@
+//! The network device against drivers that are their own front ends.
+
+mod hostile;
+mod misses;
+mod rig;
+mod traffic;

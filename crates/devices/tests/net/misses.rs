@@ -1,0 +1,296 @@
+//! Translations that come late, never, or go away.
+
+use std::time::Duration;
+
+use ringfence_devices::{
+    net::{Lost, NetOptions, Way},
+    worker::Notify,
+};
+use ringfence_iotlb::IotlbConfig;
+use ringfence_mem::Access;
+
+use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, SIZE, Setup, device, options, packet, unanswered, until};
+
+fn impatient(pairs: u16, patience: Duration) -> NetOptions {
+    let iotlb = IotlbConfig { patience, ..IotlbConfig::default() };
+    NetOptions { iotlb, ..options(Way::Loopback, pairs) }
+}
+
+/// Tells the translations of all rings.
+fn tell_rings(driver: &mut Driver, rings: u64) {
+    for page in 0..2 * rings {
+        driver.update(IOVA + page * PAGE, Access::ReadWrite);
+    }
+}
+
+#[test]
+fn a_ring_whose_translation_is_missing_is_asked_for_and_found() {
+    // rule D22
+    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup::new(true));
+    driver.offer_all(0, 2048);
+    driver.send(0, &packet(1, 100));
+    unanswered("misses of the ring", &mut driver, |driver| {
+        driver.listen();
+        !driver.asked.is_empty()
+    });
+    assert!(driver.asked.iter().all(|&(iova, _)| iova < IOVA + 4 * PAGE), "{:x?}", driver.asked);
+    until("the packet", &mut [&mut driver], |drivers| {
+        drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
+    });
+}
+
+#[test]
+fn a_burst_asks_for_all_that_it_lacks_at_once_and_for_nothing_twice() {
+    // rules D16, D17
+    let made = IotlbConfig { again: Duration::from_secs(60), ..options(Way::Loopback, 1).iotlb };
+    let made = NetOptions { iotlb: made, ..options(Way::Loopback, 1) };
+    let net = device(made, 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup::new(true));
+    tell_rings(&mut driver, 2);
+    driver.listen();
+    let already = driver.misses;
+    // Published together: 16 pages that are read, and 16 that are written.
+    driver.offer_all(0, PAGE as u32);
+    let at = driver.addr(64 * PAGE);
+    for page in 0..16 {
+        let desc = ringfence_virtq::Desc::readable(at + page * PAGE, 100);
+        driver.queue(1).add(&[desc], 0).unwrap();
+    }
+    driver.publish(1);
+    unanswered("all misses", &mut driver, |driver| {
+        driver.listen();
+        let read = driver.asked.iter().filter(|(_, access)| *access == Access::Read).count();
+        read >= 16 && driver.asked.len() >= 32
+    });
+    std::thread::sleep(Duration::from_millis(50));
+    driver.listen();
+    let mut pages: Vec<_> =
+        driver.asked.iter().skip(already).map(|&(iova, access)| (iova / PAGE, access as u8)).collect();
+    let count = pages.len();
+    pages.sort_unstable();
+    pages.dedup();
+    assert_eq!(pages.len(), count, "asked twice");
+    // No more than what the packets need.
+    assert!(count <= 16 + usize::from(SIZE), "{count}");
+    until("all packets", &mut [&mut driver], {
+        let mut got = 0;
+        move |drivers| {
+            got += std::iter::from_fn(|| drivers[0].receive(0)).count();
+            got == 16
+        }
+    });
+}
+
+#[test]
+fn a_translation_that_never_comes_costs_the_packets_that_need_it() {
+    let net = device(impatient(2, Duration::from_millis(200)), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup { pairs: 2, ..Setup::new(true) });
+    tell_rings(&mut driver, 4);
+    driver.offer_all(0, 2048);
+    driver.offer_all(1, 2048);
+    // An address of which nothing is known: no answer ever comes.
+    let nowhere = IOVA + (1 << 40);
+    driver.queue(1).add(&[ringfence_virtq::Desc::readable(nowhere, 100)], 0).unwrap();
+    driver.publish(1);
+    driver.send(0, &packet(1, 100));
+    // Others go on meanwhile.
+    driver.send(1, &packet(2, 100));
+    until("the other pair's packet", &mut [&mut driver], |drivers| {
+        drivers[0].receive(1).is_some_and(|(_, bytes)| bytes == packet(2, 100))
+    });
+    until("the packet behind it", &mut [&mut driver], |drivers| {
+        drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
+    });
+    let counters = &net.counters(0)[1];
+    let lost = [Lost::Unanswered, Lost::Unreachable].map(|why| counters.lost(why));
+    assert_eq!(lost.iter().sum::<u64>(), 1);
+}
+
+#[test]
+fn silence_is_given_up_on_after_a_while() {
+    let net = device(impatient(1, Duration::from_millis(100)), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup::new(true));
+    tell_rings(&mut driver, 2);
+    driver.offer_all(0, 2048);
+    for page in BUFFERS_AT / PAGE..BUFFERS_AT / PAGE + 32 {
+        driver.update(IOVA + page * PAGE, Access::ReadWrite);
+    }
+    // Three packets that wait together are given up together. Nobody reads what is asked.
+    (0..3).for_each(|n| driver.send(0, &packet(n, 100)));
+    let start = std::time::Instant::now();
+    let mut back = 0;
+    while back < 3 {
+        back += driver.reclaim(0);
+        assert!(start.elapsed() < crate::rig::LONG, "{back} packets given up");
+        std::thread::yield_now();
+    }
+    assert_eq!(net.counters(0)[1].lost(Lost::Unanswered), 3);
+    assert_eq!(net.iotlb(0).timeouts, 3);
+    // One that is answered goes through.
+    driver.asked.clear();
+    driver.send(0, &packet(9, 100));
+    until("the packet", &mut [&mut driver], |drivers| {
+        drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(9, 100))
+    });
+}
+
+#[test]
+fn a_refusal_is_no_reason_to_wait() {
+    // rule D9: asked again, the front end says that there is none.
+    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup::new(true));
+    driver.offer_all(0, 2048);
+    let nowhere = IOVA + (1 << 40);
+    driver.queue(1).add(&[ringfence_virtq::Desc::readable(nowhere, 100)], 0).unwrap();
+    driver.publish(1);
+    driver.send(0, &packet(1, 100));
+    until("the packet behind it", &mut [&mut driver], |drivers| {
+        refuse_unknown(drivers[0]);
+        drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
+    });
+    assert_eq!(net.counters(0)[1].lost(Lost::Unreachable), 1);
+}
+
+/// What a front end does that can say so: an update without any permission.
+fn refuse_unknown(driver: &mut Driver) {
+    driver.listen();
+    for (iova, _) in std::mem::take(&mut driver.asked) {
+        if iova >= IOVA + (1 << 30) {
+            let first = iova & !(PAGE - 1);
+            let update = ringfence_vhost_user::Iotlb::Update {
+                first,
+                last: first + PAGE - 1,
+                user_addr: driver.ram.user_addr(),
+                access: None,
+            };
+            driver.front.iotlb(&update).unwrap();
+        } else {
+            driver.update(iova, Access::ReadWrite);
+        }
+    }
+}
+
+#[test]
+fn a_buffer_that_cannot_be_reached_costs_no_packet() {
+    let net = device(impatient(1, Duration::from_millis(200)), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup::new(true));
+    tell_rings(&mut driver, 2);
+    driver.offer(0, 1 << 30, 2048);
+    driver.offer(0, BUFFERS_AT, 2048);
+    driver.send(0, &packet(1, 100));
+    // The bad buffer comes back empty, the good one with the packet.
+    let mut lens = Vec::new();
+    until("both buffers", &mut [&mut driver], |drivers| {
+        while let Some(used) = drivers[0].queue(0).pop().unwrap() {
+            lens.push((used.token >> 32, used.len));
+        }
+        lens.len() == 2
+    });
+    lens.sort_unstable();
+    assert_eq!(lens, [(BUFFERS_AT, 112), (1 << 30, 0)]);
+    let counters = &net.counters(0)[0];
+    assert_eq!(counters.lost(Lost::Unanswered) + counters.lost(Lost::Unreachable), 1);
+}
+
+#[test]
+fn after_an_invalidation_is_answered_nothing_is_written_there() {
+    // rule D15
+    for packed in [false, true] {
+        let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+        let mut driver = Driver::running(&net, 0, Setup { packed, ..Setup::new(true) });
+        driver.offer_all(0, PAGE as u32);
+        let (mut sent, mut got) = (0, 0);
+        for round in 0..40u64 {
+            // Traffic, all the time.
+            until("traffic", &mut [&mut driver], |drivers| {
+                drivers[0].reclaim(0);
+                while drivers[0].queue(1).free_descs() > 0 {
+                    drivers[0].send(0, &packet(sent, 1000));
+                    sent += 1;
+                }
+                while let Some((_, bytes)) = drivers[0].receive(0) {
+                    assert_eq!(bytes, packet(got, 1000));
+                    got += 1;
+                }
+                got as u64 >= 60 * (round + 1)
+            });
+            // A page that is written in turn with others.
+            let page = BUFFERS_AT + round % u64::from(SIZE) * PAGE;
+            let iova = driver.addr(page);
+            driver.invalidate(iova, iova + PAGE - 1);
+            let mark = vec![0xa5; PAGE as usize];
+            driver.put(page, &mark);
+            // The device works on: until it asks for the page, and a while longer.
+            let asks = |drivers: &mut [&mut Driver]| {
+                drivers[0].listen();
+                drivers[0].asked.iter().any(|&(asked, _)| asked / PAGE == iova / PAGE)
+            };
+            let start = std::time::Instant::now();
+            while !asks(&mut [&mut driver]) && start.elapsed() < Duration::from_millis(20) {
+                std::thread::yield_now();
+            }
+            assert!(driver.get(page, PAGE as usize) == mark, "written after the answer");
+        }
+    }
+}
+
+#[test]
+fn no_packet_is_lost_when_all_translations_go() {
+    // rules D21, D22: the ring's too.
+    for packed in [false, true] {
+        for notify in [Notify::Adaptive, Notify::Sleep] {
+            let net = device(options(Way::Loopback, 1), 1, notify);
+            let setup = Setup { packed, event_idx: true, ..Setup::new(true) };
+            let mut driver = Driver::running(&net, 0, setup);
+            driver.offer_all(0, 2048);
+            let (mut sent, mut got) = (0, 0);
+            for round in 1..=30 {
+                until("traffic", &mut [&mut driver], |drivers| {
+                    drivers[0].reclaim(0);
+                    if sent - got < 20 {
+                        drivers[0].send(0, &packet(sent, 700));
+                        sent += 1;
+                    }
+                    while let Some((_, bytes)) = drivers[0].receive(0) {
+                        assert_eq!(bytes, packet(got, 700));
+                        got += 1;
+                    }
+                    got >= 20 * round
+                });
+                // As QEMU flushes: all but the interrupts' window.
+                driver.invalidate(0, 0xfedf_ffff);
+                driver.invalidate(0xfef0_0000, u64::MAX);
+            }
+            let lost = Lost::ALL.iter().map(|&why| net.counters(0)[1].lost(why)).sum::<u64>();
+            assert_eq!(lost, 0);
+        }
+    }
+}
+
+#[test]
+fn a_sender_s_misses_and_a_receiver_s_are_told_apart() {
+    // The receiver's permission to write is asked for, the sender's to read.
+    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let mut sender = Driver::running(&net, 0, Setup::new(true));
+    let mut receiver = Driver::running(&net, 1, Setup::new(true));
+    tell_rings(&mut sender, 2);
+    tell_rings(&mut receiver, 2);
+    receiver.offer_all(0, PAGE as u32);
+    sender.send(0, &packet(1, 100));
+    for driver in [&mut sender, &mut receiver] {
+        unanswered("misses", driver, |driver| {
+            driver.listen();
+            !driver.asked.is_empty()
+        });
+    }
+    let data = |driver: &Driver| {
+        let asked = driver.asked.iter().filter(|&&(iova, _)| iova >= IOVA + 64 * PAGE);
+        asked.map(|&(_, access)| access).collect::<Vec<_>>()
+    };
+    assert!(data(&sender).iter().all(|&access| access == Access::Read));
+    assert!(data(&receiver).iter().all(|&access| access == Access::Write));
+    until("the packet", &mut [&mut sender, &mut receiver], |drivers| {
+        drivers[1].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
+    });
+}

@@ -1,0 +1,302 @@
+//! What is sent arrives, byte for byte, in order, once.
+
+use std::sync::Arc;
+
+use ringfence_devices::{
+    net::{Lost, Net, Way, wire},
+    worker::Notify,
+};
+use ringfence_vhost_user::Handler;
+
+use crate::rig::{Driver, PAGE, Setup, device, options, packet, unanswered, until};
+
+/// Lengths that matter: around a buffer's, a page's and the longest.
+const LENGTHS: [usize; 12] = [1, 14, 60, 64, 500, 1500, 2036, 2037, 4084, 4085, 9000, 65_549];
+
+/// Sends packets of many lengths and cuts from one driver to another (or itself), and checks each.
+fn exchange(drivers: &mut [&mut Driver], from: usize, to: usize, pair: u16, count: usize, longest: usize) {
+    let lengths: Vec<usize> = LENGTHS.into_iter().filter(|&len| len <= longest).collect();
+    let of = |n: usize| packet(n, lengths[n % lengths.len()]);
+    let (mut sent, mut got, mut back) = (0, 0, 0);
+    until("all packets", drivers, |drivers| {
+        back += drivers[from].reclaim(pair);
+        // A ring has room for packets of four pieces.
+        if sent < count && sent - back < 12 {
+            let cuts: &[u32] = match sent % 5 {
+                0 | 1 => &[],
+                2 => &[12],
+                3 => &[5, 7],
+                _ => &[12, 1, 30],
+            };
+            drivers[from].send_as(pair, wire::Header::default(), &of(sent), cuts);
+            sent += 1;
+        }
+        while let Some((header, bytes)) = drivers[to].receive(pair) {
+            assert_eq!((header.flags, header.gso_type), (0, 0));
+            assert!(bytes == of(got), "packet {got}: {} bytes", bytes.len());
+            got += 1;
+        }
+        got == count && back == count
+    });
+}
+
+fn counted(net: &Arc<Net>, end: usize, ring: usize) -> (u64, u64) {
+    let counters = &net.counters(end)[ring];
+    (counters.packets(), Lost::ALL.iter().map(|&why| counters.lost(why)).sum())
+}
+
+#[test]
+fn packets_come_back_byte_for_byte() {
+    // rule D23: buffers span entries.
+    for translated in [false, true] {
+        for packed in [false, true] {
+            for event_idx in [false, true] {
+                let setup = Setup { packed, event_idx, ..Setup::new(translated) };
+                let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+                let mut driver = Driver::running(&net, 0, setup);
+                driver.offer_all(0, 2048);
+                exchange(&mut [&mut driver], 0, 0, 0, 300, usize::MAX);
+                assert_eq!((counted(&net, 0, 0), counted(&net, 0, 1)), ((300, 0), (300, 0)));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_worker_that_sleeps_is_woken_by_packets_and_by_answers() {
+    for packed in [false, true] {
+        let setup = Setup { packed, event_idx: true, ..Setup::new(true) };
+        let net = device(options(Way::Loopback, 1), 1, Notify::Sleep);
+        let mut driver = Driver::running(&net, 0, setup);
+        driver.offer_all(0, 2048);
+        exchange(&mut [&mut driver], 0, 0, 0, 60, 1500);
+    }
+}
+
+#[test]
+fn what_one_device_sends_the_other_receives() {
+    for (a, b) in [(false, false), (true, false), (true, true)] {
+        let net = device(options(Way::Peer, 2), 1, Notify::Adaptive);
+        let setup = |translated, packed| Setup { pairs: 2, packed, ..Setup::new(translated) };
+        let mut first = Driver::running(&net, 0, setup(a, true));
+        let mut second = Driver::running(&net, 1, setup(b, false));
+        for pair in 0..2 {
+            first.offer_all(pair, 2048);
+            second.offer_all(pair, 1600);
+        }
+        let both = &mut [&mut first, &mut second];
+        for pair in 0..2 {
+            exchange(both, 0, 1, pair, 100, usize::MAX);
+            exchange(both, 1, 0, pair, 100, usize::MAX);
+        }
+        for end in 0..2 {
+            assert!((0..4).all(|ring| counted(&net, end, ring) == (100, 0)));
+        }
+    }
+}
+
+#[test]
+fn a_pair_that_only_the_sender_uses_ends_at_another_of_the_receiver() {
+    let net = device(options(Way::Peer, 2), 1, Notify::Adaptive);
+    let mut many = Driver::running(&net, 0, Setup { pairs: 2, ..Setup::new(false) });
+    let mut one = Driver::running(&net, 1, Setup::new(false));
+    one.offer_all(0, 2048);
+    many.send(1, &packet(5, 100));
+    until("the packet", &mut [&mut many, &mut one], |drivers| {
+        drivers[1].receive(0).is_some_and(|(_, bytes)| bytes == packet(5, 100))
+    });
+}
+
+#[test]
+fn pairs_of_a_loopback_do_not_mix() {
+    let setup = Setup { pairs: 3, ..Setup::new(true) };
+    let net = device(options(Way::Loopback, 3), 2, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, setup);
+    for pair in 0..3 {
+        driver.offer_all(pair, 2048);
+    }
+    for pair in [2, 0, 1] {
+        exchange(&mut [&mut driver], 0, 0, pair, 50, 9000);
+    }
+}
+
+#[test]
+fn without_mergeable_buffers_a_packet_takes_one_or_is_lost() {
+    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup { features: 0, ..Setup::new(true) });
+    driver.offer_all(0, 2048);
+    exchange(&mut [&mut driver], 0, 0, 0, 100, 2036);
+    driver.send(0, &packet(1, 2037));
+    driver.send(0, &packet(2, 2036));
+    until("the shorter one", &mut [&mut driver], |drivers| {
+        drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(2, 2036))
+    });
+    assert_eq!(net.counters(0)[1].lost(Lost::TooLong), 1);
+}
+
+#[test]
+fn what_is_no_packet_is_dropped_and_counted() {
+    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup::new(false));
+    driver.offer_all(0, 2048);
+    // Shorter than a header; a buffer that the device would write; longer than any packet.
+    let at = driver.addr(64 * PAGE);
+    for desc in [
+        ringfence_virtq::Desc::readable(at, 11),
+        ringfence_virtq::Desc::writable(at, 100),
+        ringfence_virtq::Desc::readable(at, 70_000),
+    ] {
+        driver.queue(1).add(&[desc], 0).unwrap();
+    }
+    driver.publish(1);
+    driver.send(0, &packet(7, 80));
+    until("the good one", &mut [&mut driver], |drivers| {
+        drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(7, 80))
+    });
+    until("all back", &mut [&mut driver], {
+        let mut back = 0;
+        move |drivers| {
+            back += drivers[0].reclaim(0);
+            back == 4
+        }
+    });
+    assert_eq!(net.counters(0)[1].lost(Lost::Malformed), 3);
+}
+
+#[test]
+fn work_that_the_receiver_cannot_do_is_not_left_to_it() {
+    use wire::feature::{CSUM, GUEST_CSUM};
+    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let able = Setup { features: CSUM | GUEST_CSUM, ..Setup::new(false) };
+    let mut able = Driver::running(&net, 0, able);
+    let mut unable = Driver::running(&net, 1, Setup { features: CSUM, ..Setup::new(false) });
+    able.offer_all(0, 2048);
+    unable.offer_all(0, 2048);
+    let header = wire::Header { flags: wire::NEEDS_CSUM, ..Default::default() };
+    able.send_as(0, header, &packet(1, 100), &[]);
+    able.send(0, &packet(2, 100));
+    unable.send_as(0, header, &packet(3, 100), &[]);
+    let both = &mut [&mut able, &mut unable];
+    until("the one that needs nothing", both, |drivers| {
+        drivers[1].receive(0).is_some_and(|(_, bytes)| bytes == packet(2, 100))
+    });
+    until("the one that is left to be done", both, |drivers| {
+        drivers[0].receive(0).is_some_and(|(header, bytes)| {
+            header.flags == wire::NEEDS_CSUM && bytes == packet(3, 100)
+        })
+    });
+    assert_eq!(net.counters(0)[1].lost(Lost::Offload), 1);
+}
+
+#[test]
+fn a_receiver_without_buffers_holds_up_the_sender_for_a_moment_only() {
+    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let mut sender = Driver::running(&net, 0, Setup::new(false));
+    // Nobody is there.
+    sender.send(0, &packet(1, 100));
+    until("dropped", &mut [&mut sender], |drivers| drivers[0].reclaim(0) == 1);
+    assert_eq!(net.counters(0)[1].lost(Lost::NoReceiver), 1);
+    // There, without buffers.
+    let mut receiver = Driver::running(&net, 1, Setup::new(false));
+    (2..30).for_each(|n| sender.send(0, &packet(n, 100)));
+    let both = &mut [&mut sender, &mut receiver];
+    let mut back = 0;
+    until("dropped", both, |drivers| {
+        back += drivers[0].reclaim(0);
+        back == 28
+    });
+    assert_eq!(net.counters(0)[1].lost(Lost::NoRoom), 28);
+    // With buffers again.
+    both[1].offer_all(0, 2048);
+    both[0].send(0, &packet(30, 100));
+    until("the packet", both, |drivers| {
+        drivers[1].receive(0).is_some_and(|(_, bytes)| bytes == packet(30, 100))
+    });
+}
+
+#[test]
+fn a_ring_that_is_disabled_has_no_effect() {
+    // rule D28: what is sent is discarded, nothing is received.
+    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let mut driver = Driver::running(&net, 0, Setup::new(false));
+    driver.offer_all(0, 2048);
+    driver.front.set_vring_enable(1, false).unwrap();
+    driver.send(0, &packet(1, 100));
+    until("discarded", &mut [&mut driver], |drivers| drivers[0].reclaim(0) == 1);
+    driver.front.set_vring_enable(1, true).unwrap();
+    driver.front.set_vring_enable(0, false).unwrap();
+    driver.send(0, &packet(2, 100));
+    until("discarded", &mut [&mut driver], |drivers| drivers[0].reclaim(0) == 1);
+    driver.front.set_vring_enable(0, true).unwrap();
+    driver.send(0, &packet(3, 100));
+    until("the packet", &mut [&mut driver], |drivers| {
+        drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(3, 100))
+    });
+    let lost = &net.counters(0)[1];
+    assert_eq!((lost.lost(Lost::Disabled), lost.lost(Lost::NoReceiver)), (1, 1));
+}
+
+#[test]
+fn a_ring_that_stops_goes_on_where_it_was() {
+    // rule D28
+    for packed in [false, true] {
+        let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+        let mut driver = Driver::running(&net, 0, Setup { packed, ..Setup::new(true) });
+        driver.offer_all(0, 2048);
+        exchange(&mut [&mut driver], 0, 0, 0, 70, 1500);
+        // Taken, and not to be sent as their translations are missing.
+        driver.invalidate(crate::rig::IOVA + 64 * PAGE, u64::MAX);
+        (0..20).for_each(|n| driver.send(0, &packet(n, 200)));
+        unanswered("a miss", &mut driver, |driver| {
+            driver.listen();
+            !driver.asked.is_empty()
+        });
+        for ring in [1, 0] {
+            let base = driver.front.get_vring_base(ring).unwrap();
+            assert_eq!(driver.reclaim(0), 0, "nothing was lost");
+            driver.go_on(ring, base);
+        }
+        let mut got = 0;
+        until("all packets", &mut [&mut driver], |drivers| {
+            while let Some((_, bytes)) = drivers[0].receive(0) {
+                assert_eq!(bytes, packet(got, 200));
+                got += 1;
+            }
+            got == 20
+        });
+    }
+}
+
+#[test]
+fn a_driver_that_is_gone_makes_room_for_the_next() {
+    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let mut stays = Driver::running(&net, 0, Setup::new(true));
+    stays.offer_all(0, 2048);
+    for translated in [true, false, true] {
+        let mut comes = Driver::running(&net, 1, Setup::new(translated));
+        comes.offer_all(0, 2048);
+        let both = &mut [&mut stays, &mut comes];
+        exchange(both, 0, 1, 0, 40, 9000);
+        exchange(both, 1, 0, 0, 40, 9000);
+    }
+}
+
+#[test]
+fn a_device_tells_what_it_is() {
+    let made = ringfence_devices::net::NetOptions {
+        mac: Some([2, 3, 4, 5, 6, 7]),
+        mtu: Some(9000),
+        ..options(Way::Loopback, 4)
+    };
+    let net = device(made, 1, Notify::Adaptive);
+    let mut backend = net.connect(0);
+    let mut space = [0xff; 14];
+    backend.config(0, &mut space).unwrap();
+    assert_eq!(space, [2, 3, 4, 5, 6, 7, 1, 0, 4, 0, 0x28, 0x23, 0xff, 0xff]);
+    assert!(backend.config(250, &mut [0; 7]).is_err());
+    let offered = backend.features();
+    for bit in [wire::feature::MQ, wire::feature::MAC, wire::feature::MTU] {
+        assert!(offered & bit != 0);
+    }
+    assert_eq!(backend.queues(), 8);
+}

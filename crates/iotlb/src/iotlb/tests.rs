@@ -1,0 +1,657 @@
+//! An IOTLB and its views, by rule, and against a naive oracle.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use ringfence_mem::{Access, AccessError, Memory, Translate};
+
+use super::*;
+use crate::{
+    Binding, Endpoint, View,
+    view::tests::{Faults, REGIONS, host, joined, memory},
+};
+
+const PAGE: u64 = 4096;
+/// The first address of the first region.
+const GPA: u64 = REGIONS[0].0 * PAGE;
+
+/// A front end that only writes down what it is asked.
+#[derive(Default)]
+struct Asked {
+    misses: Mutex<Vec<Miss>>,
+    failures: Mutex<Vec<Miss>>,
+}
+
+impl MissSink for Asked {
+    fn ask(&self, misses: &[Miss]) -> usize {
+        self.misses.lock().extend(misses);
+        misses.len()
+    }
+
+    fn fail(&self, misses: &[Miss]) {
+        self.failures.lock().extend(misses);
+    }
+}
+
+impl Asked {
+    /// The pages that were asked for since the last call.
+    fn pages(&self) -> Vec<u64> {
+        self.misses.lock().drain(..).map(|miss| miss.iova.0 / PAGE).collect()
+    }
+}
+
+struct Bench {
+    iotlb: Arc<Iotlb>,
+    shootdown: Arc<Shootdown>,
+    endpoint: Arc<Endpoint>,
+    memory: Arc<Memory>,
+    asked: Arc<Asked>,
+    faults: Arc<Faults>,
+    view: View,
+}
+
+fn bench_with(config: IotlbConfig) -> Bench {
+    let shootdown = Shootdown::new(4);
+    let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
+    let binding = Binding::Iotlb(Arc::clone(&iotlb));
+    let endpoint = Endpoint::new(3, Arc::clone(&shootdown), binding);
+    let asked = Arc::new(Asked::default());
+    iotlb.ask_through(Some(Arc::clone(&asked) as _));
+    let faults = Arc::new(Faults::default());
+    endpoint.report_to(Arc::clone(&faults) as _);
+    let memory = memory();
+    let view = View::new(Arc::clone(&endpoint), Arc::clone(&memory)).unwrap();
+    Bench { iotlb, shootdown, endpoint, memory, asked, faults, view }
+}
+
+fn bench() -> Bench {
+    // Nothing here depends on time: what is asked is asked once, what is refused stays refused.
+    bench_with(IotlbConfig { again: Duration::from_secs(1000), ..IotlbConfig::default() })
+}
+
+fn pages(iova: u64, count: u64) -> Range {
+    Range::from_len(Iova(iova), count * PAGE).unwrap()
+}
+
+impl Bench {
+    fn update(&self, iova: u64, gpa: u64, count: u64, prot: Prot) -> u64 {
+        self.iotlb.update(pages(iova, count), GuestPhys(gpa), prot).unwrap()
+    }
+
+    /// The pieces of an access, as guest-physical addresses and lengths.
+    fn pieces(&self, addr: u64, len: u64) -> std::result::Result<Vec<(usize, usize)>, AccessError> {
+        let mut pieces = Vec::new();
+        self.view.slices(addr, len, Access::Read, |piece| {
+            let at = piece.as_ptr() as usize;
+            pieces.push((at, at + piece.len()));
+        })?;
+        Ok(joined(pieces.into_iter()))
+    }
+
+    fn host(&self, gpa: u64) -> usize {
+        host(&self.memory, gpa)
+    }
+
+    fn reads(&self, addr: u64) -> bool {
+        self.view.read(addr, &mut [0]).is_ok()
+    }
+
+    fn writes(&self, addr: u64) -> bool {
+        self.view.write(addr, &[0]).is_ok()
+    }
+}
+
+#[test]
+fn an_invalidation_takes_its_own_page_and_not_the_next() {
+    // rule D15
+    let mut bench = bench();
+    for page in 0..3 {
+        bench.update(page * PAGE, GPA + page * PAGE, 1, Prot::RW);
+    }
+    assert!((0..3).all(|page| bench.reads(page * PAGE)));
+    let token = bench.iotlb.invalidate(pages(0, 1)).unwrap();
+    assert!(!bench.shootdown.is_over(token));
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token));
+    assert_eq!(bench.iotlb.entries(), 2);
+    assert_eq!([0, 1, 2].map(|page| bench.reads(page * PAGE)), [false, true, true]);
+    // Of the middle: neither the one before.
+    bench.update(0, GPA, 1, Prot::RW);
+    bench.iotlb.invalidate(pages(PAGE, 1)).unwrap();
+    bench.view.quiet();
+    assert_eq!([0, 1, 2].map(|page| bench.reads(page * PAGE)), [true, false, true]);
+}
+
+#[test]
+fn an_access_over_two_entries_that_lead_apart_is_in_two_pieces() {
+    // rule D23
+    let bench = bench();
+    bench.update(0, GPA + 4 * PAGE, 1, Prot::RW);
+    bench.update(PAGE, GPA, 1, Prot::RW);
+    let (first, second) = (bench.host(GPA + 4 * PAGE), bench.host(GPA));
+    let expected = vec![(first, first + 4096), (second, second + 4096)];
+    assert_eq!(bench.pieces(0, 2 * PAGE).unwrap(), expected);
+    // And in one if they lead on from each other.
+    bench.update(2 * PAGE, GPA + PAGE, 1, Prot::RW);
+    assert_eq!(bench.pieces(PAGE, 2 * PAGE).unwrap(), [(second, second + 8192)]);
+}
+
+#[test]
+fn an_update_that_permits_more_takes_effect() {
+    let mut bench = bench();
+    bench.update(0, GPA, 1, Prot::READ);
+    assert!(bench.reads(0) && !bench.writes(0));
+    // No invalidation in between.
+    bench.update(0, GPA, 1, Prot::RW);
+    assert!(bench.reads(0) && bench.writes(0));
+    // And one that permits less, once it is in force.
+    let token = bench.update(0, GPA, 1, Prot::READ);
+    assert_ne!(token, 0);
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token) && bench.reads(0) && !bench.writes(0));
+}
+
+#[test]
+fn an_update_that_leads_elsewhere_is_in_force_when_its_token_is_over() {
+    // rule D21
+    let mut bench = bench();
+    assert_eq!(bench.update(0, GPA, 2, Prot::RW), 0, "nothing was there");
+    assert_eq!(bench.update(0, GPA, 2, Prot::RW), 0, "the same was there");
+    assert_eq!(bench.update(PAGE, GPA + PAGE, 1, Prot::RW), 0, "as part of it");
+    let window = bench.view.window(0, 16, Access::Read).unwrap();
+    let kept = bench.view.window(PAGE, 16, Access::Read).unwrap();
+    bench.view.quiet();
+    assert!(window.is_valid() && kept.is_valid());
+    let token = bench.update(0, GPA + 4 * PAGE, 1, Prot::RW);
+    assert!(!bench.shootdown.is_over(token));
+    assert_eq!(bench.pieces(0, 1).unwrap()[0].0, bench.host(GPA), "still in use");
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token) && !window.is_valid());
+    assert_eq!(bench.pieces(0, 1).unwrap()[0].0, bench.host(GPA + 4 * PAGE));
+}
+
+#[test]
+fn an_update_replaces_all_that_it_overlaps() {
+    let mut bench = bench();
+    bench.update(0, GPA, 4, Prot::RW);
+    bench.update(8 * PAGE, GPA, 1, Prot::RW);
+    bench.update(3 * PAGE, GPA + 5 * PAGE, 6, Prot::READ);
+    bench.view.quiet();
+    assert_eq!(bench.iotlb.entries(), 1, "entries go as a whole");
+    let found = bench.host(GPA + 5 * PAGE);
+    assert_eq!(bench.pieces(3 * PAGE, 3 * PAGE).unwrap(), [(found, found + 3 * 4096)]);
+    assert!(!bench.reads(0), "to be asked for again");
+}
+
+#[test]
+fn an_update_that_is_refused_changes_nothing() {
+    // rule D14
+    let mut bench = bench();
+    bench.update(0, GPA, 2, Prot::RW);
+    let range = pages(0, 2);
+    let none = bench.iotlb.update(range, GuestPhys(GPA), Prot::empty());
+    assert_eq!(none, Err(Error::NoPermission(range)));
+    let over = bench.iotlb.update(range, GuestPhys(u64::MAX - PAGE), Prot::RW);
+    assert_eq!(over, Err(Error::TargetOverflow(range)));
+    bench.view.quiet();
+    assert!(bench.iotlb.entries() == 1 && bench.writes(PAGE));
+    assert_eq!(bench.iotlb.stats().updates.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn an_invalidation_of_nothing_is_a_success_and_drops_what_views_still_hold() {
+    // rules D15, D24
+    let mut bench = bench_with(IotlbConfig { entries: 1, ..IotlbConfig::default() });
+    let token = bench.iotlb.invalidate(Range::ALL).unwrap();
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token));
+    bench.update(0, GPA, 1, Prot::RW);
+    assert!(bench.reads(0));
+    bench.update(PAGE, GPA, 1, Prot::RW);
+    assert_eq!(bench.iotlb.entries(), 1, "the first has made room");
+    assert!(bench.reads(0), "but is in use until the next quiet point");
+    let token = bench.iotlb.invalidate(pages(0, 1)).unwrap();
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token) && !bench.reads(0));
+}
+
+#[test]
+fn what_was_evicted_is_not_served_beside_what_replaces_it() {
+    // rule D24
+    let mut bench = bench_with(IotlbConfig { entries: 1, ..IotlbConfig::default() });
+    bench.update(0, GPA, 1, Prot::RW);
+    assert!(bench.reads(0));
+    bench.update(PAGE, GPA, 1, Prot::RW);
+    let token = bench.update(0, GPA + PAGE, 1, Prot::RW);
+    assert!(!bench.shootdown.is_over(token), "the view may use what was evicted");
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token));
+    assert_eq!(bench.pieces(0, 1).unwrap()[0].0, bench.host(GPA + PAGE));
+    // Nobody has passed a quiet point through many evictions: the same.
+    for page in 0..100 {
+        bench.update(page * PAGE, GPA, 1, Prot::RW);
+        assert!(bench.reads(page * PAGE));
+    }
+    let token = bench.update(0, GPA + PAGE, 1, Prot::RW);
+    assert!(!bench.shootdown.is_over(token));
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token));
+}
+
+#[test]
+fn a_full_table_evicts_and_never_fails() {
+    // rule D24
+    let few = IotlbConfig { entries: 64, ..IotlbConfig::default() };
+    // Not aligned to pages: such entries cost memory of their own.
+    let small = IotlbConfig { table_bytes: 64 << 10, ..IotlbConfig::default() };
+    for (config, odd) in [(few, 0), (small, 16)] {
+        let mut bench = bench_with(config);
+        for n in 0..2000 {
+            let iova = (n * 7919 % 4096) << 22 | odd;
+            let range = Range::from_len(Iova(iova), PAGE - odd).unwrap();
+            // Table memory comes back when the views have passed a quiet point: this one sleeps.
+            bench.view.offline();
+            bench.iotlb.update(range, GuestPhys(GPA), Prot::RW).unwrap();
+            bench.view.online();
+            assert!(bench.iotlb.entries() <= 64 || odd != 0);
+            assert!(bench.reads(iova), "the newest is there");
+        }
+        assert!(bench.iotlb.stats().evictions.load(Ordering::Relaxed) > 1000);
+        assert!(bench.iotlb.entries() > 1);
+    }
+}
+
+#[test]
+fn a_table_that_an_iommu_fills_refuses_what_does_not_fit() {
+    // rule D30
+    let bench = bench_with(IotlbConfig { entries: 2, ..IotlbConfig::default() });
+    let iotlb = &bench.iotlb;
+    let map = |page: u64| Domain::map_pages(&**iotlb, pages(page * PAGE, 1), GuestPhys(GPA), Prot::RW);
+    assert_eq!((map(0), map(1)), (Ok(()), Ok(())));
+    assert!(matches!(map(2), Err(Error::Full { .. })));
+    assert!(bench.reads(0) && bench.reads(PAGE));
+}
+
+#[test]
+fn all_addresses_are_one_entry_and_the_last_is_one_of_them() {
+    // rule D30
+    let mut bench = bench();
+    bench.iotlb.update(Range::ALL, GuestPhys(0), Prot::RW).unwrap();
+    assert!(bench.reads(GPA) && bench.reads(u64::MAX));
+    assert!(bench.view.prefetch(GPA, 8 * PAGE, Access::Write));
+    let token = bench.iotlb.invalidate(Range::ALL).unwrap();
+    bench.view.quiet();
+    assert!(bench.shootdown.is_over(token) && bench.iotlb.entries() == 0);
+    assert!(!bench.reads(u64::MAX) && !bench.reads(0));
+    // A range that ends at 2^64.
+    bench.update(u64::MAX - 2 * PAGE + 1, GPA, 2, Prot::RW);
+    assert!(bench.reads(u64::MAX));
+    assert!(!bench.view.prefetch(u64::MAX - 3 * PAGE + 1, 3 * PAGE, Access::Read));
+    let found = bench.host(GPA);
+    assert_eq!(bench.pieces(u64::MAX - 2 * PAGE + 1, 2 * PAGE).unwrap(), [(found, found + 8192)]);
+    bench.iotlb.invalidate(pages(u64::MAX - PAGE + 1, 1)).unwrap();
+    bench.view.quiet();
+    assert!(!bench.reads(u64::MAX));
+}
+
+#[test]
+fn what_is_missing_of_a_chain_is_asked_for_at_once() {
+    // rules D16, D17
+    let bench = bench();
+    bench.update(PAGE, GPA, 1, Prot::RW);
+    let chain = || {
+        [
+            (PAGE - 8, 16, Access::Read),
+            (PAGE, PAGE + 1, Access::Write),
+            (10 * PAGE, 3 * PAGE, Access::Write),
+            (10 * PAGE, 8, Access::Write),
+        ]
+    };
+    assert!(!bench.view.prefetch_all(chain()));
+    let before = bench.view.answers();
+    bench.view.ask();
+    assert_eq!(bench.asked.pages(), [0, 2, 10, 11, 12]);
+    assert!(!bench.view.prefetch_all(chain()));
+    bench.view.ask();
+    assert_eq!(bench.asked.pages(), [0u64; 0], "not twice");
+    for page in [0, 2, 10, 11, 12] {
+        assert!(!bench.view.prefetch_all(chain()));
+        bench.update(page * PAGE, GPA, 1, Prot::RW);
+    }
+    assert!(bench.view.answers() > before && bench.view.prefetch_all(chain()));
+    assert_eq!(bench.iotlb.open_misses(), 0);
+    assert!(bench.faults.0.lock().is_empty());
+}
+
+#[test]
+fn a_range_without_end_is_not_walked_to_its_end() {
+    // rule D17
+    let bench = bench();
+    assert!(!bench.view.prefetch(0, u64::MAX, Access::Read));
+    assert!(!bench.view.prefetch_all((0..9).map(|n| (n << 50, 1 << 50, Access::Read))));
+    bench.view.ask();
+    assert_eq!(bench.asked.pages(), (0..256).collect::<Vec<_>>());
+    // Past the end: left to the access.
+    assert!(bench.view.prefetch(2, u64::MAX, Access::Read));
+}
+
+#[test]
+fn a_refusal_is_a_fault_and_what_is_there_but_forbidden_is_told() {
+    // rule D16
+    let bench = bench();
+    bench.update(PAGE, GPA, 1, Prot::READ);
+    assert!(!bench.reads(0) && !bench.writes(PAGE));
+    bench.view.ask();
+    assert_eq!(bench.asked.pages(), [0, 1]);
+    assert!(bench.faults.0.lock().is_empty());
+    bench.iotlb.refuse(pages(0, 2), Prot::WRITE);
+    bench.iotlb.refuse(pages(0, 2), Prot::READ);
+    let unmapped = AccessError::Unmapped { addr: 0, access: Access::Read };
+    assert_eq!(bench.view.read(0, &mut [0]), Err(unmapped));
+    let forbidden = AccessError::NotPermitted { addr: PAGE, access: Access::Write };
+    assert_eq!(bench.view.write(PAGE, &[0]), Err(forbidden));
+    assert!(bench.reads(PAGE));
+    assert_eq!(bench.faults.0.lock().len(), 2);
+    let told = Miss { iova: Iova(PAGE), access: Prot::WRITE, again: false };
+    assert_eq!(*bench.asked.failures.lock(), [told], "once");
+    // A translation that comes after all is used.
+    bench.update(0, GPA, 2, Prot::RW);
+    assert!(bench.reads(0) && bench.writes(PAGE));
+}
+
+#[test]
+fn an_answer_that_forbids_is_taken_for_one_the_second_time() {
+    // rule D16
+    let bench = bench();
+    assert!(!bench.writes(0));
+    bench.view.ask();
+    bench.update(0, GPA, 1, Prot::READ);
+    bench.iotlb.acknowledge(Iova(0), Prot::WRITE);
+    assert!(bench.asked.failures.lock().is_empty(), "one that permits it may be on its way");
+    bench.iotlb.acknowledge(Iova(0), Prot::WRITE);
+    assert_eq!(bench.asked.failures.lock().len(), 1);
+    let forbidden = AccessError::NotPermitted { addr: 0, access: Access::Write };
+    assert_eq!(bench.view.write(0, &[0]), Err(forbidden));
+}
+
+#[test]
+fn what_is_asked_for_in_advance_fails_nobody() {
+    let mut bench = bench();
+    assert!(!bench.view.expect(0, 2 * PAGE, Access::Read));
+    bench.view.quiet();
+    assert_eq!(bench.asked.pages(), [0, 1]);
+    bench.iotlb.refuse(pages(0, 1), Prot::READ);
+    // Mapped since, perhaps: it is asked for.
+    let missing = AccessError::Missing { addr: 0, access: Access::Read };
+    assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
+    bench.view.quiet();
+    assert_eq!(bench.asked.pages(), [0]);
+    bench.update(0, GPA, 2, Prot::RW);
+    assert!(bench.view.expect(0, 2 * PAGE, Access::Read));
+}
+
+#[test]
+fn no_lock_is_held_while_somebody_is_asked() {
+    // rule D20
+    struct Answers(std::sync::Weak<Iotlb>);
+    impl MissSink for Answers {
+        fn ask(&self, misses: &[Miss]) -> usize {
+            let iotlb = self.0.upgrade().unwrap();
+            for miss in misses {
+                let page = pages(miss.iova.0 & !(PAGE - 1), 1);
+                iotlb.invalidate(pages(1 << 40, 1)).unwrap();
+                iotlb.update(page, GuestPhys(GPA), Prot::RW).unwrap();
+            }
+            misses.len()
+        }
+    }
+    let bench = bench();
+    bench.iotlb.ask_through(Some(Arc::new(Answers(Arc::downgrade(&bench.iotlb)))));
+    let before = bench.view.answers();
+    assert!(!bench.view.prefetch(0, 8 * PAGE, Access::Write));
+    bench.view.ask();
+    assert!(bench.view.answers() > before && bench.view.prefetch(0, 8 * PAGE, Access::Write));
+}
+
+#[test]
+fn without_anybody_to_ask_accesses_wait_and_a_new_front_end_is_asked() {
+    let mut bench = bench();
+    bench.iotlb.ask_through(None);
+    let missing = AccessError::Missing { addr: 0, access: Access::Read };
+    for _ in 0..3 {
+        assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
+        bench.view.quiet();
+    }
+    let before = bench.view.answers();
+    bench.iotlb.ask_through(Some(Arc::clone(&bench.asked) as _));
+    assert!(bench.view.answers() > before, "told to look again");
+    assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
+    bench.view.quiet();
+    assert_eq!(bench.asked.pages(), [0]);
+    assert_eq!(bench.iotlb.stats().misses.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn the_misses_that_are_open_are_bounded() {
+    // rule D17
+    let config = IotlbConfig { misses: 8, again: Duration::from_secs(1000), ..IotlbConfig::default() };
+    let bench = bench_with(config);
+    for n in 0..100 {
+        bench.view.prefetch(n << 30, 4 * PAGE, Access::Read);
+        bench.view.ask();
+        assert!(bench.iotlb.open_misses() <= 8);
+    }
+    assert_eq!(bench.asked.pages().len(), 8);
+}
+
+#[test]
+fn entries_that_lead_out_of_memory_go_and_leases_on_any_of_them_are_waited_for() {
+    // rule D25
+    let mut bench = bench();
+    for page in 0..4 {
+        bench.update(page << 30, GPA + page * PAGE, 1, Prot::RW);
+        assert!(bench.reads(page << 30));
+    }
+    let lease = bench.view.lease(0, 8).unwrap();
+    let keep = |first: GuestPhys, last: GuestPhys| first.0 >= GPA + 2 * PAGE && last.0 < GPA + 3 * PAGE;
+    let token = bench.iotlb.retain_targets(keep).unwrap();
+    bench.view.quiet();
+    assert_eq!([0, 1, 2, 3].map(|page| bench.reads(page << 30)), [false, false, true, false]);
+    assert!(!bench.shootdown.is_over(token), "the lease is on the first of them");
+    drop(lease);
+    assert!(bench.shootdown.is_over(token));
+    assert_eq!(bench.iotlb.retain_targets(|_, _| true), Ok(0));
+}
+
+#[test]
+fn a_view_that_sleeps_is_woken_by_its_answer() {
+    // rule D18
+    let bench = bench();
+    let (send, wakes) = std::sync::mpsc::channel();
+    let mut view = View::new(Arc::clone(&bench.endpoint), Arc::clone(&bench.memory)).unwrap();
+    view.wake_with(Box::new(move || send.send(()).unwrap()));
+    assert!(view.read(PAGE, &mut [0]).is_err());
+    view.offline();
+    assert_eq!(bench.asked.pages(), [1]);
+    bench.update(0, GPA, 1, Prot::RW);
+    assert!(wakes.try_recv().is_err(), "of no concern to it");
+    bench.update(PAGE, GPA, 1, Prot::RW);
+    assert!(wakes.try_recv().is_ok());
+    view.online();
+    assert!(view.read(PAGE, &mut [0]).is_ok());
+}
+
+/// What the oracle counts in: a quarter of a page, so that entries begin and end within pages.
+const ATOM: u64 = 1024;
+/// The I/O virtual addresses that the property test plays with: around borders of what a cache may
+/// be made of, and the last ones there are.
+const SPOTS: [u64; 3] = [0x20_0000 - 8 * PAGE, 0x60_0000 - 8 * PAGE, u64::MAX - 16 * PAGE + 1];
+/// The atoms of a spot.
+const SPOT: u64 = 64;
+
+fn atom_at(n: u64) -> u64 {
+    SPOTS[(n / SPOT) as usize] + n % SPOT * ATOM
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Update { at: u64, count: u64, target: u64, prot: Prot },
+    Invalidate { at: u64, count: u64 },
+    Everything,
+    Retain { target: u64, count: u64 },
+    Access { at: u64, offset: u64, len: u64, access: Access },
+    Prefetch { at: u64, len: u64, access: Access },
+    Quiet,
+    Sleep,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let prot = prop_oneof![Just(Prot::READ), Just(Prot::WRITE), Just(Prot::RW), Just(Prot::RW)];
+    let access = || prop_oneof![Just(Access::Read), Just(Access::Write), Just(Access::ReadWrite)];
+    // Mostly whole pages, some of which lead on from each other.
+    let at = || prop_oneof![3 => (0..3 * SPOT / 4).prop_map(|page| page * 4), 1 => 0..3 * SPOT];
+    let count = || prop_oneof![3 => (1..6u64).prop_map(|pages| pages * 4), 1 => 1..20u64];
+    let target = || prop_oneof![3 => (0..16u64).prop_map(|page| page * 4), 1 => 0..64u64];
+    let linear = (at(), count())
+        .prop_map(|(at, count)| Op::Update { at, count, target: at % 64, prot: Prot::RW });
+    prop_oneof![
+        4 => (at(), count(), target(), prot)
+            .prop_map(|(at, count, target, prot)| Op::Update { at, count, target, prot }),
+        6 => linear,
+        3 => (at(), count()).prop_map(|(at, count)| Op::Invalidate { at, count }),
+        1 => Just(Op::Everything),
+        1 => (target(), count()).prop_map(|(target, count)| Op::Retain { target, count }),
+        12 => (at(), 0..ATOM, prop_oneof![1..64u64, 1..6 * PAGE], access())
+            .prop_map(|(at, offset, len, access)| Op::Access { at, offset, len, access }),
+        2 => (at(), 1..6 * PAGE, access())
+            .prop_map(|(at, len, access)| Op::Prefetch { at, len, access }),
+        4 => Just(Op::Quiet),
+        1 => Just(Op::Sleep),
+    ]
+}
+
+/// What the front end has told and not taken back: by atom, where it leads and what it allows.
+type Truth = BTreeMap<u64, (u64, Prot)>;
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 600, ..ProptestConfig::default() })]
+    #[test]
+    fn what_a_view_translates_is_true_or_was_since_its_last_quiet_point(
+        entries in prop_oneof![Just(3u64), Just(1000)],
+        ops in proptest::collection::vec(op(), 1..120),
+    ) {
+        let again = Duration::from_secs(1000);
+        let mut bench = bench_with(IotlbConfig { entries, again, ..IotlbConfig::default() });
+        // The last is now.
+        let mut truths = vec![Truth::new()];
+        let mut tokens = Vec::new();
+        for op in ops {
+            let now = truths.last().unwrap().clone();
+            match op {
+                Op::Update { at, count, target, prot } => {
+                    // Not across the end of a spot, nor of memory.
+                    let count = count.min(SPOT - at % SPOT).min(64 - target);
+                    let range = Range::from_len(Iova(atom_at(at)), count * ATOM).unwrap();
+                    let gpa = GPA + target * ATOM;
+                    let mut then = now;
+                    then.extend((0..count).map(|n| (at + n, (gpa + n * ATOM, prot))));
+                    truths.push(then);
+                    tokens.push(bench.iotlb.update(range, GuestPhys(gpa), prot).unwrap());
+                    prop_assert!(bench.iotlb.entries() <= entries);
+                    // The newest is there, whatever made room for it.
+                    for n in 0..count {
+                        let access = if prot == Prot::READ { Access::Read } else { Access::Write };
+                        prop_assert!(bench.view.silently(
+                            || bench.view.slices(atom_at(at + n), ATOM, access, |_| ())
+                        ).is_ok());
+                    }
+                }
+                Op::Invalidate { at, count } => {
+                    let count = count.min(SPOT - at % SPOT);
+                    let range = Range::from_len(Iova(atom_at(at)), count * ATOM).unwrap();
+                    let mut then = now;
+                    then.retain(|atom, _| atom.wrapping_sub(at) >= count);
+                    truths.push(then);
+                    tokens.push(bench.iotlb.invalidate(range).unwrap());
+                }
+                Op::Everything => {
+                    truths.push(Truth::new());
+                    tokens.push(bench.iotlb.invalidate(Range::ALL).unwrap());
+                    prop_assert_eq!(bench.iotlb.entries(), 0);
+                }
+                Op::Retain { target, count } => {
+                    let gone = GPA + target * ATOM..GPA + (target + count) * ATOM;
+                    let keep = |first: GuestPhys, last: GuestPhys| {
+                        last.0 < gone.start || gone.end <= first.0
+                    };
+                    let mut then = now;
+                    then.retain(|_, (gpa, _)| !gone.contains(gpa));
+                    truths.push(then);
+                    tokens.push(bench.iotlb.retain_targets(keep).unwrap());
+                    // What a view holds of entries that were evicted before goes with the memory.
+                    bench.view.set_memory(Arc::clone(&bench.memory));
+                }
+                Op::Quiet => bench.view.quiet(),
+                Op::Sleep => {
+                    bench.view.offline();
+                    bench.view.online();
+                }
+                Op::Prefetch { at, len, access } => {
+                    let Some(_) = atom_at(at).checked_add(len) else { continue };
+                    let ready = bench.view.prefetch(atom_at(at), len, access);
+                    let found = bench.view.slices(atom_at(at), len, access, |_| ());
+                    prop_assert_eq!(ready, found.is_ok());
+                }
+                Op::Access { at, offset, len, access } => {
+                    let addr = atom_at(at) + offset;
+                    let mut reached = Vec::new();
+                    let end = bench.view.slices(addr, len, access, |piece| {
+                        reached.push((piece.as_ptr() as usize, piece.len()));
+                    });
+                    let wraps = addr.checked_add(len - 1).is_none();
+                    prop_assert_eq!(wraps, matches!(end, Err(AccessError::Overflow { .. })));
+                    let mut done = 0;
+                    for (from, bytes) in reached {
+                        for part in 0..bytes as u64 {
+                            // One byte of each atom, and the last one.
+                            if !(addr + done + part).is_multiple_of(ATOM) && part != 0 {
+                                continue;
+                            }
+                            let byte = addr + done + part;
+                            let is = |truth: &Truth| {
+                                let atom = (0..3 * SPOT).find(|&n| byte.wrapping_sub(atom_at(n)) < ATOM);
+                                atom.and_then(|atom| truth.get(&atom)).is_some_and(|&(gpa, prot)| {
+                                    prot.allows(wanted(access))
+                                        && host(&bench.memory, gpa) + (byte % ATOM) as usize
+                                            == from + part as usize
+                                })
+                            };
+                            prop_assert!(truths.iter().any(is), "{byte:#x}");
+                        }
+                        done += bytes as u64;
+                    }
+                    match end {
+                        Ok(()) => prop_assert_eq!(done, len),
+                        Err(AccessError::Missing { addr: at, .. }) => prop_assert_eq!(at, addr + done),
+                        Err(other) => prop_assert!(wraps, "{other}"),
+                    }
+                }
+            }
+            if matches!(op, Op::Quiet | Op::Sleep) {
+                truths.drain(..truths.len() - 1);
+                for token in tokens.drain(..) {
+                    prop_assert!(bench.shootdown.is_over(token));
+                }
+            }
+        }
+        prop_assert!(bench.faults.0.lock().is_empty());
+    }
+}
+
+fn wanted(access: Access) -> Prot {
+    match access {
+        Access::Read => Prot::READ,
+        Access::Write => Prot::WRITE,
+        Access::ReadWrite => Prot::RW,
+    }
+}

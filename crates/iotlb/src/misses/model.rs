@@ -1,0 +1,127 @@
+//! A miss, its answer and the wake-up, explored by loom.
+
+use loom::thread;
+use ringfence_sync::atomic::AtomicBool;
+
+use super::*;
+
+const TIMES: Times = Times { again_ns: u64::MAX, refused_ns: u64::MAX };
+
+fn miss() -> Miss {
+    Miss { iova: Iova(0x1000), access: Prot::READ, again: false }
+}
+
+fn page() -> Range {
+    Range::from_len(Iova(0x1000), PAGE).unwrap()
+}
+
+/// A table of one page, and the list of who waits for it.
+struct World {
+    mapped: AtomicBool,
+    misses: Misses,
+}
+
+impl World {
+    fn new() -> Arc<World> {
+        Arc::new(World { mapped: AtomicBool::new(false), misses: Misses::new(2, TIMES) })
+    }
+
+    fn there(&self) -> bool {
+        self.mapped.load(Ordering::Acquire)
+    }
+
+    fn update(&self) {
+        self.mapped.store(true, Ordering::Release);
+        self.misses.answer(page(), Prot::READ);
+    }
+
+    /// Looks once. Returns whether it was there, and whether somebody must be asked.
+    fn look(&self, waiter: &Arc<Waiter>) -> (bool, bool) {
+        if self.there() {
+            return (true, false);
+        }
+        let mut wanted = vec![miss()];
+        self.misses.note(&mut wanted, Some(waiter), 0, |_| self.there());
+        (false, !wanted.is_empty())
+    }
+}
+
+fn check(f: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(f);
+}
+
+/// Who lacks something either finds it, or is woken and finds it then, or has asked for it after the
+/// update was over.
+#[test]
+fn no_answer_is_lost() {
+    check(|| {
+        let world = World::new();
+        let theirs = Arc::clone(&world);
+        let front_end = thread::spawn(move || theirs.update());
+        let waiter = Waiter::new(Box::new(|| ()));
+        let (there, _) = world.look(&waiter);
+        front_end.join().unwrap();
+        assert!(there || waiter.answers() > 0, "it waits for what is there");
+        assert!(world.there());
+        assert_eq!(world.misses.open(), 0);
+    });
+}
+
+/// Two views want the same page, one question is asked, and its answer wakes both.
+#[test]
+fn one_question_answers_all_who_wait() {
+    check(|| {
+        let world = World::new();
+        let waiters = [(); 2].map(|()| Waiter::new(Box::new(|| ())));
+        let views = waiters.clone().map(|waiter| {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let (there, asks) = world.look(&waiter);
+                if asks {
+                    // The front end answers what it is asked, and nothing else.
+                    world.update();
+                }
+                there
+            })
+        });
+        let there = views.map(|view| view.join().unwrap());
+        for (there, waiter) in there.into_iter().zip(&waiters) {
+            assert!(there || waiter.answers() > 0, "nobody has woken it");
+        }
+    });
+}
+
+/// Who sees that it was woken finds what it was woken for.
+#[test]
+fn who_is_woken_finds_the_translation() {
+    check(|| {
+        let world = World::new();
+        let waiter = Waiter::new(Box::new(|| ()));
+        world.look(&waiter);
+        let theirs = Arc::clone(&world);
+        let front_end = thread::spawn(move || theirs.update());
+        if waiter.answers() > 0 {
+            assert!(world.there());
+        }
+        front_end.join().unwrap();
+    });
+}
+
+/// A refusal reaches who waits: it looks again and is told, or has asked after it.
+#[test]
+fn a_refusal_is_not_lost_either() {
+    check(|| {
+        let world = World::new();
+        let waiter = Waiter::new(Box::new(|| ()));
+        let (_, asks) = world.look(&waiter);
+        assert!(asks);
+        let theirs = Arc::clone(&world);
+        let front_end = thread::spawn(move || theirs.misses.refuse(page(), Prot::READ, 0));
+        let (_, again) = world.look(&waiter);
+        front_end.join().unwrap();
+        let told = world.misses.lack(miss().iova, Prot::READ, &waiter, 1) == Lack::Refused;
+        assert!(told && waiter.answers() > 0 || again);
+    });
+}

@@ -1,0 +1,191 @@
+//! Which pages a device has written, for a front end that moves the memory elsewhere meanwhile.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use crate::SharedFile;
+
+/// What a dirty log is indexed by where a device's addresses are not guest-physical (rule D26).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogIndex {
+    /// By guest-physical address, which is what the memory that is being moved has.
+    #[default]
+    Physical,
+    /// By the address that the device used.
+    Iova,
+}
+
+/// A dirty log (rule D26): one bit for each page of 4096 bytes, set atomically.
+///
+/// A page is marked after its bytes were written: the other end clears a bit and then copies the
+/// page, so that a mark that came first could be cleared before the bytes are there.
+#[derive(Debug)]
+pub struct DirtyLog {
+    file: SharedFile,
+    index: LogIndex,
+    /// Marks that found no bit.
+    outside: AtomicU64,
+}
+
+impl DirtyLog {
+    /// How many bytes one bit stands for, on every machine.
+    pub const PAGE: u64 = 4096;
+
+    /// A log in a file that the front end made: bit `n % 8` of byte `n / 8` is page `n`.
+    pub fn new(file: SharedFile, index: LogIndex) -> DirtyLog {
+        DirtyLog { file, index, outside: AtomicU64::new(0) }
+    }
+
+    /// What the log is indexed by.
+    pub fn index(&self) -> LogIndex {
+        self.index
+    }
+
+    /// Marks the pages of `len` bytes at `addr`, an address of the kind that [`index`](Self::index)
+    /// says; to be called after they were written. Pages that the log is too short for are only
+    /// counted; see [`outside`](Self::outside).
+    pub fn mark(&self, addr: u64, len: u64) {
+        let Some(more) = len.checked_sub(1) else { return };
+        // What would wrap was never written.
+        let last = addr.saturating_add(more) / Self::PAGE;
+        let end = self.file.len() as u64 * 8 - 1;
+        let mut page = addr / Self::PAGE;
+        if last > end {
+            self.outside.fetch_add(1, Ordering::Relaxed);
+        }
+        let last = last.min(end);
+        while page <= last {
+            let stop = last.min(page | 7);
+            let bits = 0xff << (page % 8) & 0xff >> (7 - stop % 8);
+            // Read-modify-write even if the bits are set already: it orders the bytes before the
+            // mark, whereas a look could be done before the bytes are visible, and the bit cleared
+            // in between.
+            self.file.u8_at((page / 8) as usize).fetch_or(bits as u8, Ordering::SeqCst);
+            page = stop + 1;
+        }
+    }
+
+    /// Marks what an access through an IOMMU wrote, by whichever of its addresses the log goes.
+    pub fn mark_access(&self, iova: u64, gpa: u64, len: u64) {
+        match self.index {
+            LogIndex::Physical => self.mark(gpa, len),
+            LogIndex::Iova => self.mark(iova, len),
+        }
+    }
+
+    /// How many marks the log was too short for: what they stand for is missing at the other end.
+    pub fn outside(&self) -> u64 {
+        self.outside.load(Ordering::Relaxed)
+    }
+
+    /// Whether the log's file was truncated under us: marks are lost.
+    pub fn is_lost(&self) -> bool {
+        self.file.is_lost()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use core::sync::atomic::Ordering::Relaxed;
+    use std::{collections::BTreeSet, sync::Arc, thread};
+
+    use proptest::prelude::*;
+    use rustix::fs;
+
+    use super::*;
+    use crate::{AccessError, GuestRam, Memory, Physical, Translate, sigbus};
+
+    fn log(bytes: usize) -> (DirtyLog, SharedFile) {
+        let (file, fd) = SharedFile::create(bytes).unwrap();
+        (DirtyLog::new(file, LogIndex::Physical), SharedFile::map(fd, 0, bytes as u64).unwrap())
+    }
+
+    fn marked(file: &SharedFile) -> BTreeSet<u64> {
+        let bit = |page: &u64| file.u8_at((page / 8) as usize).load(Relaxed) & 1 << (page % 8) != 0;
+        (0..file.len() as u64 * 8).filter(bit).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn exactly_the_pages_that_were_written_are_marked(
+            marks in prop::collection::vec(
+                prop_oneof![
+                    (0..90 * 4096u64, 0..40_000u64),
+                    (u64::MAX - 5000..=u64::MAX, any::<u64>()),
+                ],
+                1..6,
+            ),
+        ) {
+            // rule D26
+            let (log, file) = log(10);
+            let mut expected = BTreeSet::new();
+            let mut outside = 0;
+            for (addr, len) in marks {
+                log.mark(addr, len);
+                if len > 0 {
+                    let last = addr.saturating_add(len - 1) / 4096;
+                    outside += u64::from(last >= 80);
+                    expected.extend((addr / 4096).min(80)..=last.min(79));
+                }
+            }
+            expected.remove(&80);
+            prop_assert_eq!(marked(&file), expected);
+            prop_assert_eq!(log.outside(), outside);
+        }
+    }
+
+    #[test]
+    fn marks_of_several_threads_do_not_undo_each_other() {
+        // rule D26
+        let (log, file) = log(64);
+        thread::scope(|scope| {
+            for thread in 0..4 {
+                let log = &log;
+                scope.spawn(move || (thread..512).step_by(4).for_each(|p| log.mark(p * 4096, 1)));
+            }
+        });
+        assert_eq!(marked(&file).len(), 512);
+    }
+
+    #[test]
+    fn the_address_that_an_access_is_logged_by_is_a_choice() {
+        // rule D26
+        for (index, page) in [(LogIndex::Physical, 3), (LogIndex::Iova, 9)] {
+            let (file, fd) = SharedFile::create(8).unwrap();
+            DirtyLog::new(file, index).mark_access(9 * 4096, 3 * 4096, 8);
+            assert_eq!(marked(&SharedFile::map(fd, 0, 8).unwrap()), BTreeSet::from([page]));
+        }
+        assert_eq!(LogIndex::default(), LogIndex::Physical);
+    }
+
+    #[test]
+    fn a_log_that_is_truncated_is_survived_and_noticed() {
+        sigbus::install().unwrap();
+        let fd = fs::memfd_create("log", fs::MemfdFlags::CLOEXEC).unwrap();
+        fs::ftruncate(&fd, 8192).unwrap();
+        let file = SharedFile::map(fd.try_clone().unwrap(), 0, 8192).unwrap();
+        let log = DirtyLog::new(file, LogIndex::Physical);
+        log.mark(0, 1);
+        assert!(!log.is_lost());
+        fs::ftruncate(&fd, 0).unwrap();
+        log.mark(4096 * 8 * 5000, 1);
+        assert!(log.is_lost());
+    }
+
+    #[test]
+    fn what_is_written_by_guest_physical_address_is_logged_and_what_is_read_is_not() {
+        // rule D26
+        let ram = GuestRam::new(16 * 4096, 0x10_0000).unwrap();
+        let mut bus = Physical::new(Memory::of_ram(&ram).unwrap());
+        let (log, file) = log(64);
+        bus.write(0x10_0000, &[1]).unwrap();
+        bus.set_log(Some(Arc::new(log)));
+        bus.read(0x10_2000, &mut [0; 4]).unwrap();
+        bus.write(0x10_3fff, &[1, 2]).unwrap();
+        // What was written before the address that faults is logged.
+        let fault = bus.write(0x10_ffff, &[1, 2]);
+        assert!(matches!(fault, Err(AccessError::OutsideMemory { .. })));
+        bus.set_log(None);
+        bus.write(0x10_8000, &[1]).unwrap();
+        assert_eq!(marked(&file), BTreeSet::from([0x103, 0x104, 0x10f]));
+    }
+}

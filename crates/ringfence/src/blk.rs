@@ -1,0 +1,144 @@
+//! `ringfence blk`.
+
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use ringfence_devices::{
+    blk::{BlkBackend, BlkFigures, BlkOptions, QueueStats, wire::ID_BYTES},
+    disk::{Disk, Image, ImageError, ImageOptions},
+    worker::Worker,
+};
+use ringfence_iotlb::IotlbConfig;
+use ringfence_lab::run::Usage;
+
+use crate::serve::{self, Kind, Options, Page, Service};
+
+/// A block device for virtual machines, over vhost-user.
+///
+/// Serves a file or block device as a virtio-blk disk, to one front end after the other. The driver
+/// may keep its IOMMU on: what the device reaches is what the front end translates for it.
+#[derive(Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence blk --socket disk.sock --image disk.img
+    ringfence blk --socket disk.sock --image /dev/vg/data --direct --queues 4 --metrics [::1]:9100
+
+  and for QEMU
+    -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem
+    -device intel-iommu,intremap=on,device-iotlb=on -device pcie-root-port,id=rp1,slot=1
+    -chardev socket,id=c,path=disk.sock,reconnect=1
+    -device vhost-user-blk-pci,chardev=c,bus=rp1,disable-legacy=on,iommu_platform=on,ats=on")]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    service: Options,
+
+    /// The file or block device that holds the disk; nobody else may write it meanwhile
+    #[arg(long, value_name = "FILE")]
+    image: PathBuf,
+
+    /// Writes are refused
+    #[arg(long)]
+    read_only: bool,
+
+    /// Past the page cache, where a request is aligned for that
+    #[arg(long)]
+    direct: bool,
+
+    /// How many queues are offered
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=256))]
+    queues: u16,
+
+    /// The disk's name, as the driver is told it, up to 20 bytes
+    #[arg(long, value_name = "TEXT", default_value = "ringfence", value_parser = id)]
+    id: String,
+
+    /// The most translations that are kept
+    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries,
+          value_parser = clap::value_parser!(u64).range(64..=1 << 24))]
+    iotlb_entries: u64,
+
+    /// How long a request waits for a translation before it fails
+    #[arg(long, value_name = "MS",
+          default_value_t = IotlbConfig::default().patience.as_millis() as u64,
+          value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    iotlb_patience_ms: u64,
+}
+
+fn id(text: &str) -> Result<String, String> {
+    match text.len() {
+        0..=ID_BYTES => Ok(text.to_owned()),
+        long => Err(format!("it has {long} bytes, more than {ID_BYTES}")),
+    }
+}
+
+/// Serves until a signal.
+pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
+    let Arguments { service, image: path, read_only, direct, queues, .. } = &arguments;
+    serve::begin_log(service);
+    let image = Image::open(path, ImageOptions { read_only: *read_only, direct: *direct });
+    let image = match image {
+        Ok(image) => image,
+        Err(error @ (ImageError::Kind | ImageError::Empty(_))) => {
+            return Err(Usage(format!("{}: {error}", path.display())).into());
+        }
+        Err(error) => return Err(error).with_context(|| path.display().to_string()),
+    };
+    let workers = service.workers("blk", *queues)?;
+    let iotlb = IotlbConfig {
+        entries: arguments.iotlb_entries,
+        patience: Duration::from_millis(arguments.iotlb_patience_ms),
+        ..IotlbConfig::default()
+    };
+    let disk = Disk::File(Arc::new(image));
+    let options = BlkOptions {
+        read_only: *read_only,
+        iotlb: Some(iotlb),
+        ..BlkOptions::new(disk, &arguments.id, *queues)
+    };
+    serve::run(service, &[], Blk { options, workers })
+}
+
+struct Blk {
+    options: BlkOptions,
+    workers: Arc<[Worker]>,
+}
+
+impl Service for Blk {
+    type Handler = BlkBackend;
+
+    fn name(&self) -> &'static str {
+        "blk"
+    }
+
+    fn connect(&self, _: usize) -> Result<BlkBackend> {
+        Ok(BlkBackend::new(self.options.clone(), Arc::clone(&self.workers)))
+    }
+
+    fn figures(&self, page: &mut Page) {
+        let figures: &BlkFigures = &self.options.figures;
+        let queues: Vec<QueueStats> = figures.queues().collect();
+        type Read = fn(&QueueStats) -> u64;
+        for (name, help, of) in [
+            ("requests_total", "Requests answered.", (|q| q.requests) as Read),
+            ("failed_requests_total", "Requests answered with an error.", |q| q.failed),
+            ("bytes_total", "Bytes of data moved.", |q| q.bytes),
+            ("interrupts_total", "Notifications of the driver.", |q| q.interrupts),
+            ("waits_total", "Times that a request waited for a translation.", |q| q.parked),
+            ("ring_away_total", "Times that a ring was not mapped.", |q| q.away),
+        ] {
+            page.many(Kind::Counter, name, help, "queue", (0..).zip(queues.iter().map(of)));
+        }
+        let failures = figures.failures.load(Ordering::Relaxed);
+        let help = "Rings that stopped because of an error.";
+        page.one(Kind::Counter, "ring_failures_total", help, failures);
+        let help = "Rings that were stopped and whose I/O has not ended.";
+        page.one(Kind::Gauge, "stuck_rings", help, figures.stuck());
+        serve::iotlb_figures(page, &figures.iotlb.totals());
+    }
+}

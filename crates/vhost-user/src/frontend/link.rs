@@ -1,0 +1,172 @@
+//! The connection itself, which several threads may ask on.
+
+use std::{
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    sync::{
+        Condvar, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use ringfence_mem::Region;
+use zerocopy::IntoBytes;
+
+use super::{FrontendError, Result};
+use crate::{
+    WireError,
+    channel::Channel,
+    inbox::{Inbox, Message},
+    msg::{Header, Request},
+};
+
+/// What IOTLB messages are checked against.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    /// ACCESS_PLATFORM was settled on.
+    pub(super) translated: bool,
+    /// The memory that was announced.
+    pub(super) regions: Vec<Region>,
+}
+
+/// Answers come in the order of the requests: who asks takes a number, and reads when it is called.
+#[derive(Debug)]
+pub(super) struct Link {
+    channel: Channel,
+    state: Mutex<State>,
+    /// How many answers were asked for.
+    asked: Mutex<u64>,
+    answers: Mutex<Answers>,
+    turn: Condvar,
+    /// A failure ended the connection.
+    closed: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Answers {
+    /// How many came.
+    came: u64,
+    inbox: Inbox,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Link {
+    pub(super) fn new(stream: UnixStream, timeout: Duration) -> Link {
+        Link {
+            channel: Channel::new(stream, timeout),
+            state: Mutex::default(),
+            asked: Mutex::new(0),
+            answers: Mutex::new(Answers { came: 0, inbox: Inbox::new() }),
+            turn: Condvar::new(),
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Ends the connection, for every thread: nothing that comes after a fault can be trusted to
+    /// belong to a request of ours (rule D12).
+    pub(super) fn fail(&self, error: WireError) -> FrontendError {
+        self.closed.store(true, Ordering::Release);
+        self.channel.close();
+        error.into()
+    }
+
+    /// Sends requests, to which `answers` answers will come; returns the first one's number.
+    /// Whoever sends must [`collect`](Self::collect) them.
+    pub(super) fn send(
+        &self,
+        requests: &[Request],
+        ack: bool,
+        fds: &[BorrowedFd<'_>],
+        answers: u64,
+    ) -> Result<u64> {
+        let mut bytes = Vec::new();
+        for request in requests {
+            let payload = request.payload();
+            let header = Header::request(request.code(), ack, payload.len());
+            bytes.extend_from_slice(header.as_bytes());
+            bytes.extend_from_slice(&payload);
+        }
+        // Numbers are given in the order in which requests go out.
+        let mut asked = lock(&self.asked);
+        if self.closed.load(Ordering::Acquire) {
+            return Err(FrontendError::Closed);
+        }
+        let code = requests.first().map_or(0, Request::code);
+        self.channel.send_bytes(code, &bytes, fds).map_err(|error| self.fail(error))?;
+        let first = *asked;
+        *asked += answers;
+        Ok(first)
+    }
+
+    /// Reads `count` answers to `request`, from the one with this number on.
+    pub(super) fn collect(
+        &self,
+        first: u64,
+        count: u64,
+        request: u32,
+        mut each: impl FnMut(Message) -> Result<()>,
+    ) -> Result<()> {
+        let mut answers = lock(&self.answers);
+        while answers.came != first {
+            // Who reads now has a time limit, and so have all before us.
+            answers = self.turn.wait(answers).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+        let mut result = Ok(());
+        for _ in 0..count {
+            if result.is_ok() {
+                result = match self.closed.load(Ordering::Acquire) {
+                    true => Err(FrontendError::Closed),
+                    false => self.answer(&mut answers.inbox, request).and_then(&mut each),
+                };
+            }
+            // Even after a failure: others wait for their turn, to fail too.
+            answers.came += 1;
+        }
+        drop(answers);
+        self.turn.notify_all();
+        result
+    }
+
+    fn answer(&self, inbox: &mut Inbox, wanted: u32) -> Result<Message> {
+        let message = self.channel.recv_reply(inbox).map_err(|error| self.fail(error))?;
+        let got = message.header.request;
+        match got == wanted {
+            true => Ok(message),
+            false => Err(self.fail(WireError::WrongReply { wanted, got })),
+        }
+    }
+
+    /// An answer's payload, which has no descriptors with it.
+    pub(super) fn plain(&self, message: Message) -> Result<Vec<u8>> {
+        let Message { header, payload, fds } = message;
+        match fds.len() {
+            0 => Ok(payload),
+            count => Err(self.fail(WireError::Fds { request: header.request, count })),
+        }
+    }
+
+    /// An answer's word.
+    pub(super) fn word(&self, message: Message) -> Result<u64> {
+        let request = message.header.request;
+        let payload = self.plain(message)?;
+        let size = payload.len() as u32;
+        let word = payload.try_into().map_err(|_| self.fail(WireError::Size { request, size }))?;
+        Ok(u64::from_ne_bytes(word))
+    }
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.channel.as_fd()
+    }
+}

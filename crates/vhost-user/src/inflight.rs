@@ -1,0 +1,243 @@
+//! What a back end has taken and not completed, kept where a crash of the back end leaves it: so that
+//! the next one completes it.
+//!
+//! The front end keeps the memory over a crash (GET_INFLIGHT_FD and SET_INFLIGHT_FD). A queue's part
+//! has an entry for each descriptor, and is written so that whoever finds it, between any two stores,
+//! can tell what was taken and not completed. What is found is foreign bytes all the same: it is read
+//! once, checked, and from then on only written.
+//!
+//! A process that dies has done every store before some point of its program and none behind it. So
+//! it suffices that the compiler keeps their order, which release stores make it do.
+
+mod packed;
+mod split;
+#[cfg(test)]
+mod tests;
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use ringfence_mem::{MemError, SharedFile};
+
+use crate::msg;
+
+pub use packed::{PackedBuffer, PackedDescriptor, PackedInflight};
+pub use split::SplitInflight;
+
+/// The version of the layout that is known.
+const VERSION: u16 = 1;
+
+/// What every queue's part begins with: features, unused (u64), then these.
+const VERSION_AT: usize = 8;
+const DESC_NUM_AT: usize = 10;
+
+/// Queues' parts begin at multiples of this, as with other back ends.
+const ALIGN: usize = 64;
+
+/// Why an in-flight region cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum InflightError {
+    /// It cannot be made or mapped.
+    #[error(transparent)]
+    Memory(#[from] MemError),
+    /// No queues, or queues without descriptors.
+    #[error("an in-flight region for {queues} queues of {size} descriptors")]
+    Shape {
+        /// How many queues.
+        queues: u16,
+        /// How many descriptors.
+        size: u16,
+    },
+    /// It is too short for its queues.
+    #[error("an in-flight region of {len} bytes, where {needed} are needed")]
+    TooShort {
+        /// How many bytes it has.
+        len: u64,
+        /// How many it needs.
+        needed: u64,
+    },
+    /// A queue that it has no part for, or a ring of the other format.
+    #[error("the in-flight region has no part for queue {0}")]
+    NoQueue(u16),
+    /// A layout that is not known.
+    #[error("an in-flight region of version {0}; only 1 is known")]
+    Version(u16),
+    /// What stands in it cannot have been written by a back end.
+    #[error("a broken in-flight region: {what} is {value}")]
+    Broken {
+        /// What.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+    },
+}
+
+/// The in-flight regions of a device's queues, in one file that the front end keeps.
+#[derive(Debug)]
+pub struct InflightRegion {
+    file: Arc<SharedFile>,
+    place: msg::Inflight,
+    packed: bool,
+}
+
+impl InflightRegion {
+    /// Makes a region for so many queues of `size` descriptors each, with nothing in flight;
+    /// `packed`: the format of the rings. Returns the file for the front end too.
+    ///
+    /// # Errors
+    /// No queue or descriptor, or a refusal of the system.
+    pub fn allocate(
+        queues: u16,
+        size: u16,
+        packed: bool,
+    ) -> Result<(InflightRegion, OwnedFd), InflightError> {
+        let bytes = shape(queues, size, packed)?;
+        let (file, fd) = SharedFile::create(bytes)?;
+        let place = msg::Inflight { len: file.len() as u64, offset: 0, queues, size };
+        Ok((InflightRegion { file: Arc::new(file), place, packed }, fd))
+    }
+
+    /// Maps a region that the front end has kept.
+    ///
+    /// # Errors
+    /// A place that does not lie in the file or is too short, or a refusal of the system.
+    pub fn open(
+        fd: OwnedFd,
+        place: &msg::Inflight,
+        packed: bool,
+    ) -> Result<InflightRegion, InflightError> {
+        let needed = shape(place.queues, place.size, packed)? as u64;
+        if place.len < needed {
+            return Err(InflightError::TooShort { len: place.len, needed });
+        }
+        // What lies behind the queues' parts is nobody's.
+        let file = Arc::new(SharedFile::map(fd, place.offset, needed)?);
+        Ok(InflightRegion { file, place: *place, packed })
+    }
+
+    /// Where it lies in its file, and what it is for.
+    pub fn place(&self) -> msg::Inflight {
+        self.place
+    }
+
+    /// Whether the file was truncated under us: a crash would lose what is in flight.
+    pub fn is_lost(&self) -> bool {
+        self.file.is_lost()
+    }
+
+    /// The part of a split ring's queue, brought up to date, with the heads of the descriptor chains
+    /// that were taken and not completed, in the order in which they were taken: they are to be
+    /// carried out again, and are in flight still. `used_idx` is the index that stands in the used
+    /// ring now. The ring goes on at [`SplitInflight::base`], whatever the front end says.
+    ///
+    /// # Errors
+    /// [`InflightError::NoQueue`], [`InflightError::Version`], [`InflightError::Broken`].
+    pub fn split(
+        &self,
+        queue: u16,
+        used_idx: u16,
+    ) -> Result<(SplitInflight, Vec<u16>), InflightError> {
+        SplitInflight::open(self.part(queue, false)?, used_idx)
+    }
+
+    /// The part of a packed ring's queue, brought up to date, with the buffers that were taken and
+    /// not completed, as [`split`](Self::split). `flags_at` reads the flags of a descriptor of the
+    /// ring; `base` is where the ring stands (see [`RingSetup::base`](crate::RingSetup::base)), for
+    /// a region in which nothing was noted yet.
+    ///
+    /// # Errors
+    /// [`InflightError::NoQueue`], [`InflightError::Version`], [`InflightError::Broken`].
+    pub fn packed(
+        &self,
+        queue: u16,
+        base: u32,
+        flags_at: impl FnOnce(u16) -> u16,
+    ) -> Result<(PackedInflight, Vec<PackedBuffer>), InflightError> {
+        PackedInflight::open(self.part(queue, true)?, base, flags_at)
+    }
+
+    fn part(&self, queue: u16, packed: bool) -> Result<Part, InflightError> {
+        if queue >= self.place.queues || packed != self.packed {
+            return Err(InflightError::NoQueue(queue));
+        }
+        let start = usize::from(queue) * part_len(self.place.size, packed);
+        Ok(Part { file: Arc::clone(&self.file), start, size: self.place.size })
+    }
+}
+
+/// How many bytes a queue's part has.
+fn part_len(size: u16, packed: bool) -> usize {
+    let (head, each) =
+        if packed { (packed::HEAD, packed::ENTRY) } else { (split::HEAD, split::ENTRY) };
+    (head + usize::from(size) * each).next_multiple_of(ALIGN)
+}
+
+/// How many bytes all have.
+fn shape(queues: u16, size: u16, packed: bool) -> Result<usize, InflightError> {
+    if queues == 0 || size == 0 || size > 1 << 15 {
+        return Err(InflightError::Shape { queues, size });
+    }
+    // At most 2^16 * (2^15 * 32 + 64).
+    Ok(usize::from(queues) * part_len(size, packed))
+}
+
+/// One queue's part of a region.
+#[derive(Debug)]
+struct Part {
+    file: Arc<SharedFile>,
+    start: usize,
+    /// How many entries.
+    size: u16,
+}
+
+macro_rules! fields {
+    ($(($get:ident, $put:ident, $at:ident, $type:ty)),*) => {$(
+        fn $get(&self, at: usize) -> $type {
+            self.file.$at(self.start + at).load(core::sync::atomic::Ordering::Acquire)
+        }
+
+        fn $put(&self, at: usize, value: $type) {
+            #[cfg(test)]
+            if !tests::alive() {
+                return;
+            }
+            self.file.$at(self.start + at).store(value, core::sync::atomic::Ordering::Release);
+        }
+    )*};
+}
+
+impl Part {
+    fields! {
+        (get8, put8, u8_at, u8),
+        (get16, put16, u16_at, u16),
+        (get64, put64, u64_at, u64)
+    }
+
+    /// Whether anything was ever noted here.
+    fn is_new(&self) -> Result<bool, InflightError> {
+        match self.get16(VERSION_AT) {
+            0 => Ok(true),
+            VERSION => {
+                let size = self.get16(DESC_NUM_AT);
+                if size == self.size {
+                    return Ok(false);
+                }
+                Err(InflightError::Broken { what: "the queue's size", value: size.into() })
+            }
+            other => Err(InflightError::Version(other)),
+        }
+    }
+
+    /// Makes it a part with nothing in flight. The version comes last, by [`born`](Self::born):
+    /// before it nothing counts.
+    fn clear(&self, len: usize) {
+        for at in (0..len).step_by(8) {
+            self.put64(at, 0);
+        }
+        self.put16(DESC_NUM_AT, self.size);
+    }
+
+    fn born(&self) {
+        self.put16(VERSION_AT, VERSION);
+    }
+}

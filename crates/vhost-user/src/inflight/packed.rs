@@ -1,0 +1,295 @@
+//! The in-flight region of a packed ring.
+
+use super::{InflightError, Part};
+
+/// Bytes before the entries: features, version, size, then these.
+pub(super) const HEAD: usize = 32;
+const FREE_HEAD: usize = 12;
+const OLD_FREE_HEAD: usize = 14;
+/// used_idx, old_used_idx (u16 each), used_wrap_counter, old_used_wrap_counter (u8 each), padding:
+/// written as one word, so that no crash comes between an index and its wrap counter.
+const USED: usize = 16;
+
+/// Bytes of an entry.
+pub(super) const ENTRY: usize = 32;
+const INFLIGHT: usize = 0;
+const NEXT: usize = 2;
+const LAST: usize = 4;
+const NUM: usize = 6;
+const COUNTER: usize = 8;
+/// id, flags (u16 each), len (u32).
+const WHAT: usize = 16;
+const ADDR: usize = 24;
+
+/// VIRTQ_DESC_F_AVAIL and VIRTQ_DESC_F_USED.
+const AVAIL: u16 = 1 << 7;
+const USED_BIT: u16 = 1 << 15;
+
+fn entry(index: u16) -> usize {
+    HEAD + usize::from(index) * ENTRY
+}
+
+/// A descriptor of a packed ring, as the driver wrote it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PackedDescriptor {
+    /// The buffer's address.
+    pub addr: u64,
+    /// The buffer's length.
+    pub len: u32,
+    /// The descriptor's flags.
+    pub flags: u16,
+    /// The buffer's id.
+    pub id: u16,
+}
+
+/// A buffer that was taken and not completed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedBuffer {
+    /// Its entry, for [`PackedInflight::complete`].
+    pub slot: u16,
+    /// Its descriptors, in order.
+    pub descriptors: Vec<PackedDescriptor>,
+}
+
+/// A position in a packed ring, with its wrap counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    index: u16,
+    wrap: bool,
+}
+
+impl Place {
+    fn advance(self, by: u16, size: u16) -> Place {
+        // Both are at most 2^15.
+        let index = self.index + by;
+        match index.checked_sub(size) {
+            Some(index) => Place { index, wrap: !self.wrap },
+            None => Place { index, wrap: self.wrap },
+        }
+    }
+}
+
+/// What a packed ring's queue has in flight, noted for the next process.
+///
+/// [`take`](Self::take) each buffer before it is carried out; [`complete`](Self::complete) it before
+/// the driver is shown, and show it in [`publish`](Self::publish).
+#[derive(Debug)]
+pub struct PackedInflight {
+    part: Part,
+    counter: u64,
+    free_head: u16,
+    /// Of each entry, as it was written: a peer may change what stands in the region.
+    links: Box<[Link]>,
+    used: Place,
+    available: Place,
+    /// Completed, not published.
+    batch: Vec<u16>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Link {
+    next: u16,
+    last: u16,
+    /// How many entries the buffer that begins here has; 0: none begins here.
+    num: u16,
+    /// It is in the batch.
+    done: bool,
+}
+
+impl PackedInflight {
+    pub(super) fn open(
+        part: Part,
+        base: u32,
+        flags_at: impl FnOnce(u16) -> u16,
+    ) -> Result<(PackedInflight, Vec<PackedBuffer>), InflightError> {
+        let size = part.size;
+        if part.is_new()? {
+            let used = Place { index: (base >> 16 & 0x7fff) as u16, wrap: base >> 31 != 0 };
+            let used = Self::checked(used, size)?;
+            part.clear(entry(size));
+            for index in 0..size {
+                part.put16(entry(index) + NEXT, index + 1);
+            }
+            Self::put_used(&part, used, used);
+            part.born();
+        }
+        let (now, old) = Self::get_used(&part);
+        let (now, old) = (Self::checked(now, size)?, Self::checked(old, size)?);
+        let mut free_head = part.get16(OLD_FREE_HEAD);
+        let mut used = old;
+        if now != old {
+            let flags = flags_at(old.index) & (AVAIL | USED_BIT);
+            let available = if old.wrap { AVAIL } else { USED_BIT };
+            // The driver was shown a batch: what was noted of it holds.
+            if flags != available {
+                free_head = part.get16(FREE_HEAD);
+                part.put16(OLD_FREE_HEAD, free_head);
+                Self::put_used(&part, now, now);
+                used = now;
+            }
+        }
+        // What was begun and not finished never was.
+        part.put16(FREE_HEAD, free_head);
+        Self::put_used(&part, used, used);
+
+        let mut links = vec![Link::default(); size.into()].into_boxed_slice();
+        let mut seen = vec![false; size.into()];
+        let mut meet = |what, index: u16| match seen.get_mut(usize::from(index)) {
+            Some(seen) if !*seen => {
+                *seen = true;
+                Ok(())
+            }
+            _ => Err(InflightError::Broken { what, value: index.into() }),
+        };
+        let next_of = |index| part.get16(entry(index) + NEXT);
+        let mut at = free_head;
+        while at < size {
+            meet("a free entry", at)?;
+            part.put8(entry(at) + INFLIGHT, 0);
+            let next = next_of(at);
+            links[usize::from(at)].next = next;
+            at = next;
+        }
+        let mut buffers = Vec::new();
+        for slot in 0..size {
+            let at = entry(slot);
+            if part.get8(at + INFLIGHT) == 0 {
+                continue;
+            }
+            let num = part.get16(at + NUM);
+            if num == 0 || num > size {
+                let what = "the length of a buffer";
+                return Err(InflightError::Broken { what, value: num.into() });
+            }
+            let mut descriptors = Vec::new();
+            let (mut index, mut last) = (slot, slot);
+            for _ in 0..num {
+                meet("an entry in flight", index)?;
+                let at = entry(index);
+                let [a, b, c, d, e, f, g, h] = part.get64(at + WHAT).to_ne_bytes();
+                descriptors.push(PackedDescriptor {
+                    addr: part.get64(at + ADDR),
+                    len: u32::from_ne_bytes([e, f, g, h]),
+                    flags: u16::from_ne_bytes([c, d]),
+                    id: u16::from_ne_bytes([a, b]),
+                });
+                last = index;
+                let next = next_of(index);
+                links[usize::from(index)].next = next;
+                index = next;
+            }
+            links[usize::from(slot)].num = num;
+            links[usize::from(slot)].last = last;
+            buffers.push((part.get64(at + COUNTER), PackedBuffer { slot, descriptors }));
+        }
+        buffers.sort_by_key(|&(counter, _)| counter);
+        let counter = buffers.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
+        let buffers: Vec<_> = buffers.into_iter().map(|(_, buffer)| buffer).collect();
+        // No entry is counted twice, so that this is at most the ring's size.
+        let taken: usize = buffers.iter().map(|buffer| buffer.descriptors.len()).sum();
+        let available = used.advance(taken as u16, size);
+        let batch = Vec::with_capacity(size.into());
+        let inflight = PackedInflight { part, counter, free_head, links, used, available, batch };
+        Ok((inflight, buffers))
+    }
+
+    fn checked(place: Place, size: u16) -> Result<Place, InflightError> {
+        if place.index < size {
+            return Ok(place);
+        }
+        Err(InflightError::Broken { what: "the used index", value: place.index.into() })
+    }
+
+    fn get_used(part: &Part) -> (Place, Place) {
+        let [a, b, c, d, wrap, old_wrap, ..] = part.get64(USED).to_ne_bytes();
+        let place = |index, wrap| Place { index: u16::from_ne_bytes(index), wrap: wrap != 0 };
+        (place([a, b], wrap), place([c, d], old_wrap))
+    }
+
+    fn put_used(part: &Part, now: Place, old: Place) {
+        let ([a, b], [c, d]) = (now.index.to_ne_bytes(), old.index.to_ne_bytes());
+        let bytes = [a, b, c, d, now.wrap.into(), old.wrap.into(), 0, 0];
+        part.put64(USED, u64::from_ne_bytes(bytes));
+    }
+
+    /// Where the ring goes on: behind all that was taken, and where the next used descriptor goes
+    /// (see [`RingSetup::base`](crate::RingSetup::base)).
+    pub fn base(&self) -> u32 {
+        let half = |place: Place| u32::from(place.index) | u32::from(place.wrap) << 15;
+        half(self.available) | half(self.used) << 16
+    }
+
+    /// A buffer of these descriptors is taken; to be called before it has any effect. Returns its
+    /// entry; `None` if there are more descriptors in flight than a ring has, or none.
+    pub fn take(&mut self, descriptors: &[PackedDescriptor]) -> Option<u16> {
+        let size = self.part.size;
+        let free = core::iter::successors(Some(self.free_head), |&index| {
+            (index < size).then(|| self.links[usize::from(index)].next)
+        });
+        let enough = free.take(descriptors.len()).all(|index| index < size);
+        if descriptors.is_empty() || descriptors.len() > usize::from(size) || !enough {
+            return None;
+        }
+        let slot = self.free_head;
+        let head = entry(slot);
+        self.part.put16(head + NUM, 0);
+        self.part.put64(head + COUNTER, self.counter);
+        self.counter = self.counter.wrapping_add(1);
+        self.part.put8(head + INFLIGHT, 1);
+        for (index, descriptor) in descriptors.iter().enumerate() {
+            let at = entry(self.free_head);
+            if index + 1 == descriptors.len() {
+                self.part.put16(head + LAST, self.free_head);
+                self.links[usize::from(slot)].last = self.free_head;
+            }
+            self.part.put16(head + NUM, index as u16 + 1);
+            self.part.put64(at + ADDR, descriptor.addr);
+            let [a, b] = descriptor.id.to_ne_bytes();
+            let [c, d] = descriptor.flags.to_ne_bytes();
+            let [e, f, g, h] = descriptor.len.to_ne_bytes();
+            self.part.put64(at + WHAT, u64::from_ne_bytes([a, b, c, d, e, f, g, h]));
+            self.free_head = self.links[usize::from(self.free_head)].next;
+            self.part.put16(FREE_HEAD, self.free_head);
+        }
+        self.links[usize::from(slot)].num = descriptors.len() as u16;
+        self.available = self.available.advance(descriptors.len() as u16, size);
+        // Before this, the buffer was not taken.
+        self.part.put16(OLD_FREE_HEAD, self.free_head);
+        Some(slot)
+    }
+
+    /// The buffer of this entry is done; its used descriptor will be among those that the next
+    /// [`publish`](Self::publish) shows.
+    pub fn complete(&mut self, slot: u16) {
+        if let Some(link) = self.links.get_mut(usize::from(slot))
+            && link.num != 0
+            && !link.done
+        {
+            link.done = true;
+            self.batch.push(slot);
+        }
+    }
+
+    /// Shows the driver what was completed since the last call: `show` writes the flags of the
+    /// *first* used descriptor, after those of the others.
+    pub fn publish(&mut self, show: impl FnOnce()) {
+        let old = self.used;
+        for &slot in &self.batch {
+            let Link { last, num, .. } = self.links[usize::from(slot)];
+            self.part.put16(entry(last) + NEXT, self.free_head);
+            self.links[usize::from(last)].next = self.free_head;
+            self.free_head = slot;
+            self.part.put16(FREE_HEAD, slot);
+            self.used = self.used.advance(num, self.part.size);
+        }
+        Self::put_used(&self.part, self.used, old);
+        show();
+        for slot in self.batch.drain(..) {
+            self.part.put8(entry(slot) + INFLIGHT, 0);
+            let link = &mut self.links[usize::from(slot)];
+            (link.num, link.done) = (0, false);
+        }
+        self.part.put16(OLD_FREE_HEAD, self.free_head);
+        Self::put_used(&self.part, self.used, self.used);
+    }
+}

@@ -1,0 +1,373 @@
+//! A process dies between any two stores, and the next one finds what it had taken and not completed.
+
+use std::{
+    cell::Cell,
+    collections::{BTreeSet, VecDeque},
+};
+
+use proptest::prelude::*;
+
+use super::*;
+
+thread_local! {
+    /// How many stores this thread has left to live for; `None`: for ever.
+    static STORES: Cell<Option<u32>> = const { Cell::new(None) };
+}
+
+/// One store is due: whether it is still done.
+pub(super) fn alive() -> bool {
+    STORES.with(|stores| match stores.get() {
+        None => true,
+        Some(0) => false,
+        Some(left) => {
+            stores.set(Some(left - 1));
+            true
+        }
+    })
+}
+
+/// From now on, this thread lives for so many stores.
+fn live_for(stores: Option<u32>) {
+    STORES.with(|left| left.set(stores));
+}
+
+#[test]
+fn a_region_that_another_process_kept_is_the_same_region() {
+    for packed in [false, true] {
+        let (made, fd) = InflightRegion::allocate(3, 100, packed).unwrap();
+        assert!(made.place().len >= 3 * part_len(100, packed) as u64);
+        let again = InflightRegion::open(fd, &made.place(), packed).unwrap();
+        if packed {
+            let (mut queue, _) = made.packed(2, 1 << 15 | 1 << 31, |_| 0).unwrap();
+            queue.take(&[PackedDescriptor { addr: 1, len: 2, flags: 3, id: 4 }]).unwrap();
+            assert_eq!(again.packed(2, 0, |_| 0).unwrap().1.len(), 1);
+            assert!(again.split(0, 0).is_err());
+        } else {
+            let (mut queue, _) = made.split(2, 0).unwrap();
+            queue.take(99);
+            assert_eq!(again.split(2, 0).unwrap().1, [99]);
+            assert!(again.packed(0, 0, |_| 0).is_err());
+        }
+        assert!(matches!(made.part(3, packed), Err(InflightError::NoQueue(3))));
+    }
+}
+
+#[test]
+fn a_region_that_does_not_hold_its_queues_is_refused() {
+    let (made, fd) = InflightRegion::allocate(2, 64, false).unwrap();
+    let place = made.place();
+    let open = |place| InflightRegion::open(fd.try_clone().unwrap(), &place, false);
+    let needed = 2 * part_len(64, false) as u64;
+    assert!(open(msg::Inflight { len: needed, ..place }).is_ok());
+    let short = open(msg::Inflight { len: needed - 1, ..place });
+    assert!(matches!(short, Err(InflightError::TooShort { .. })));
+    for bad in [
+        msg::Inflight { queues: 0, ..place },
+        msg::Inflight { size: 0, ..place },
+        msg::Inflight { size: 40_000, ..place },
+        msg::Inflight { offset: 4096, ..place },
+        msg::Inflight { offset: u64::MAX - 4095, ..place },
+        msg::Inflight { queues: u16::MAX, size: 1 << 15, len: u64::MAX, ..place },
+    ] {
+        assert!(open(bad).is_err(), "{bad:?}");
+    }
+    assert!(InflightRegion::allocate(1, 0, true).is_err());
+}
+
+#[test]
+fn a_layout_that_is_not_known_is_refused() {
+    let (made, _fd) = InflightRegion::allocate(1, 64, false).unwrap();
+    made.split(0, 0).unwrap();
+    made.part(0, false).unwrap().put16(DESC_NUM_AT, 65);
+    assert!(matches!(made.split(0, 0), Err(InflightError::Broken { value: 65, .. })));
+    made.part(0, false).unwrap().put16(VERSION_AT, 2);
+    assert!(matches!(made.split(0, 0), Err(InflightError::Version(2))));
+}
+
+#[test]
+fn a_split_part_lies_as_the_protocol_says() {
+    let (made, _fd) = InflightRegion::allocate(1, 4, false).unwrap();
+    let (mut queue, _) = made.split(0, 7).unwrap();
+    queue.take(3);
+    queue.take(1);
+    queue.take(2);
+    queue.complete(3);
+    queue.complete(2);
+    queue.publish(|| 9);
+    let word = |at: usize| made.file.u64_at(at).load(core::sync::atomic::Ordering::Relaxed);
+    let bytes: Vec<u8> = (0..80).step_by(8).flat_map(|at| word(at).to_ne_bytes()).collect();
+    let u16_at = |at: usize| u16::from_ne_bytes(bytes[at..at + 2].try_into().unwrap());
+    // version, desc_num, last_batch_head, used_idx
+    assert_eq!([8, 10, 12, 14].map(u16_at), [1, 4, 2, 9]);
+    let entry =
+        |head: usize| (bytes[16 + head * 16], u16_at(16 + head * 16 + 6), word(24 + head * 16));
+    assert_eq!(entry(1), (1, 0, 1));
+    assert_eq!((entry(3), entry(2)), ((0, 0, 0), (0, 3, 2)));
+}
+
+/// What a device does; the numbers choose among what there is.
+#[derive(Clone, Debug)]
+enum Step {
+    Take(u8),
+    Complete(Vec<u8>),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        3 => any::<u8>().prop_map(Step::Take),
+        1 => prop::collection::vec(any::<u8>(), 1..9).prop_map(Step::Complete),
+    ];
+    prop::collection::vec(step, 1..60)
+}
+
+const SIZE: u16 = 8;
+
+/// The driver's side of a split ring: what it offered, in order, and what it was shown.
+struct Ring {
+    /// The heads of all chains ever offered.
+    offered: Vec<u16>,
+    free: VecDeque<u16>,
+    used_idx: u16,
+    /// How many of `offered` were shown as done, as positions in it.
+    shown: BTreeSet<usize>,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_split_ring_is_recovered_between_any_two_stores(
+        start in any::<u16>(),
+        lives in prop::collection::vec((steps(), 0..200u32, 0..12u32), 1..6),
+    ) {
+        let (region, _fd) = InflightRegion::allocate(1, SIZE, false).unwrap();
+        let mut ring =
+            Ring { offered: vec![], free: (0..SIZE).collect(), used_idx: start, shown: BTreeSet::new() };
+        drop(region.split(0, start).unwrap());
+        for (steps, stores, recovery) in lives {
+            // Dying while recovering changes nothing either.
+            live_for(Some(recovery));
+            drop(region.split(0, ring.used_idx).unwrap());
+            live_for(None);
+            let (mut queue, heads) = region.split(0, ring.used_idx).unwrap();
+            // Taken, not shown: all up to where the ring goes on.
+            let base = usize::from(queue.base().wrapping_sub(start));
+            let expected: Vec<u16> =
+                (0..base).filter(|at| !ring.shown.contains(at)).map(|at| ring.offered[at]).collect();
+            prop_assert_eq!(&heads, &expected);
+            // The device carries them out again, and goes on.
+            let mut held: Vec<usize> = (0..base).filter(|at| !ring.shown.contains(at)).collect();
+            let mut next = base;
+            let mut begun = next;
+            live_for(Some(stores));
+            let alive_now = || STORES.with(|left| left.get() != Some(0));
+            for step in steps {
+                match step {
+                    Step::Take(which) => {
+                        if next == ring.offered.len() {
+                            // The driver offers one of the heads that it has.
+                            let Some(at) = ring.free.len().checked_sub(1) else { continue };
+                            let head = ring.free.remove(usize::from(which) % (at + 1)).unwrap();
+                            ring.offered.push(head);
+                        }
+                        if !alive_now() {
+                            break;
+                        }
+                        begun = next + 1;
+                        queue.take(ring.offered[next]);
+                        if !alive_now() {
+                            break;
+                        }
+                        held.push(next);
+                        next += 1;
+                    }
+                    Step::Complete(which) => {
+                        let mut batch = Vec::new();
+                        for which in which {
+                            if let Some(at) = held.len().checked_sub(1) {
+                                batch.push(held.swap_remove(usize::from(which) % (at + 1)));
+                            }
+                        }
+                        batch.iter().for_each(|&at| queue.complete(ring.offered[at]));
+                        queue.publish(|| {
+                            let now = ring.used_idx.wrapping_add(batch.len() as u16);
+                            if alive() {
+                                ring.used_idx = now;
+                                for &at in &batch {
+                                    ring.shown.insert(at);
+                                    ring.free.push_back(ring.offered[at]);
+                                }
+                            }
+                            now
+                        });
+                    }
+                }
+                if !alive_now() {
+                    break;
+                }
+            }
+            live_for(None);
+            // What was taken for good is not forgotten, and what was never offered is not there.
+            let (queue, _) = region.split(0, ring.used_idx).unwrap();
+            let base = usize::from(queue.base().wrapping_sub(start));
+            prop_assert!(base >= next && base <= begun.max(next), "{} {} {}", next, base, begun);
+        }
+    }
+
+    #[test]
+    fn a_packed_ring_is_recovered_between_any_two_stores(
+        begin in (0..SIZE, any::<bool>()),
+        lives in prop::collection::vec((steps(), 0..300u32, 0..12u32), 1..6),
+    ) {
+        let (region, _fd) = InflightRegion::allocate(1, SIZE, true).unwrap();
+        let half = u32::from(begin.0) | u32::from(begin.1) << 15;
+        drop(region.packed(0, half | half << 16, |_| unreachable!()).unwrap());
+        let start = usize::from(begin.0) + if begin.1 { 0 } else { usize::from(SIZE) };
+        // Positions count on for ever; a lap changes the wrap counter.
+        let place = |at: usize| {
+            let wrap = (start + at) / usize::from(SIZE) % 2 == 0;
+            ((start + at) % usize::from(SIZE), wrap)
+        };
+        let encode = |at| u32::from(place(at).0 as u16) | u32::from(place(at).1) << 15;
+        // The ring itself: the AVAIL and USED flags of each descriptor.
+        let mut flags = [0u16; SIZE as usize];
+        let available = |wrap| if wrap { 1 << 7 } else { 1u16 << 15 };
+        let used = |wrap| if wrap { 1 << 7 | 1 << 15 } else { 0u16 };
+        for at in 0..usize::from(SIZE) {
+            // As the lap before left them.
+            let (index, wrap) = place(at);
+            flags[index] = used(!wrap);
+        }
+        // Buffers by the order of their offer, as (first position, descriptors); what is shown.
+        let mut offered: Vec<(usize, Vec<PackedDescriptor>)> = Vec::new();
+        let mut shown = BTreeSet::new();
+        let (mut offered_to, mut used_to) = (0, 0);
+        for (steps, stores, recovery) in lives {
+            live_for(Some(recovery));
+            drop(region.packed(0, 0, |index| flags[usize::from(index)]).unwrap());
+            live_for(None);
+            let (mut queue, buffers) = region.packed(0, 0, |index| flags[usize::from(index)]).unwrap();
+            let taken: usize = offered
+                .iter()
+                .position(|(at, _)| encode(*at) == queue.base() & 0xffff && *at >= used_to)
+                .unwrap_or(offered.len());
+            let expected: Vec<usize> = (0..taken).filter(|n| !shown.contains(n)).collect();
+            let found: Vec<_> = buffers.iter().map(|b| b.descriptors.clone()).collect();
+            let wanted: Vec<_> = expected.iter().map(|&n| offered[n].1.clone()).collect();
+            prop_assert_eq!(found, wanted);
+            prop_assert_eq!(queue.base() >> 16, encode(used_to));
+            let mut held: Vec<(usize, u16)> =
+                expected.into_iter().zip(buffers.iter().map(|b| b.slot)).collect();
+            let mut next = taken;
+            let mut begun = next;
+            live_for(Some(stores));
+            let alive_now = || STORES.with(|left| left.get() != Some(0));
+            for step in steps {
+                match step {
+                    Step::Take(which) => {
+                        if next == offered.len() {
+                            // As many as the ring has room for behind what is used.
+                            let room = usize::from(SIZE) - (offered_to - used_to);
+                            let num = (usize::from(which) % 3 + 1).min(room);
+                            if num == 0 {
+                                continue;
+                            }
+                            let descriptor = |i: usize| PackedDescriptor {
+                                addr: (offered_to + i) as u64,
+                                len: offered.len() as u32 | 0xabc0_0000,
+                                flags: i as u16,
+                                id: offered.len() as u16,
+                            };
+                            let descriptors = (0..num).map(descriptor).collect();
+                            for at in offered_to..offered_to + num {
+                                let (index, wrap) = place(at);
+                                flags[index] = available(wrap);
+                            }
+                            offered.push((offered_to, descriptors));
+                            offered_to += num;
+                        }
+                        if !alive_now() {
+                            break;
+                        }
+                        begun = next + 1;
+                        let slot = queue.take(&offered[next].1);
+                        if !alive_now() {
+                            break;
+                        }
+                        held.push((next, slot.unwrap()));
+                        next += 1;
+                    }
+                    Step::Complete(which) => {
+                        let mut batch = Vec::new();
+                        for which in which {
+                            if let Some(at) = held.len().checked_sub(1) {
+                                batch.push(held.swap_remove(usize::from(which) % (at + 1)));
+                            }
+                        }
+                        if batch.is_empty() {
+                            continue;
+                        }
+                        batch.iter().for_each(|&(_, slot)| queue.complete(slot));
+                        queue.publish(|| {
+                            if alive() {
+                                // A used descriptor at the start of as many as the buffer had.
+                                for &(n, _) in &batch {
+                                    let (index, wrap) = place(used_to);
+                                    flags[index] = used(wrap);
+                                    used_to += offered[n].1.len();
+                                    shown.insert(n);
+                                }
+                            }
+                        });
+                    }
+                }
+                if !alive_now() {
+                    break;
+                }
+            }
+            live_for(None);
+            let (queue, _) = region.packed(0, 0, |index| flags[usize::from(index)]).unwrap();
+            let end = |n: usize| offered.get(n).map_or(offered_to, |(at, _)| *at);
+            let base = queue.base() & 0xffff;
+            prop_assert!((next..=begun.max(next)).any(|n| encode(end(n)) == base));
+        }
+    }
+
+    #[test]
+    fn a_region_of_arbitrary_bytes_is_read_or_refused(
+        packed in any::<bool>(),
+        bytes in prop::collection::vec((0..320usize, any::<u8>()), 0..60),
+        words in prop::collection::vec((0..160usize, 0..10u16), 0..60),
+        used in any::<u16>(),
+        flags in any::<u16>(),
+    ) {
+        let (region, _fd) = InflightRegion::allocate(1, SIZE, packed).unwrap();
+        let part = region.part(0, packed).unwrap();
+        let len = part_len(SIZE, packed);
+        words.iter().for_each(|&(at, word)| part.put16(at * 2 % len, word));
+        bytes.iter().for_each(|&(at, byte)| part.put8(at % len, byte));
+        part.put16(VERSION_AT, 1);
+        part.put16(DESC_NUM_AT, SIZE);
+        if packed {
+            if let Ok((mut queue, buffers)) = region.packed(0, 0, |_| flags) {
+                let in_flight: usize = buffers.iter().map(|b| b.descriptors.len()).sum();
+                prop_assert!(in_flight <= usize::from(SIZE));
+                // What is damaged later is not looked at.
+                bytes.iter().for_each(|&(at, byte)| part.put8(at % len, !byte));
+                let descriptors = [PackedDescriptor::default(); SIZE as usize + 1];
+                for num in 0..=descriptors.len() {
+                    queue.take(&descriptors[..num]);
+                }
+                (0..=u16::from(u8::MAX)).for_each(|slot| queue.complete(slot));
+                queue.publish(|| ());
+            }
+        } else if let Ok((mut queue, heads)) = region.split(0, used) {
+            prop_assert!(heads.iter().all(|&head| head < SIZE));
+            heads.into_iter().chain([SIZE, u16::MAX]).for_each(|head| {
+                queue.take(head);
+                queue.complete(head);
+            });
+            queue.publish(|| used);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! What each request does.
+
+use std::{
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    sync::Arc,
+    time::Instant,
+};
+
+use ringfence_mem::{Memory, SharedFile};
+use rustix::fs::{self, OFlags};
+
+use super::{Failure, Outcome, Server};
+use crate::{
+    BackendChannel, Handler, HandlerError, InflightRegion, ProtocolFeatures, RingAddresses,
+    WireError,
+    msg::{self, Request},
+};
+
+impl<H: Handler> Server<H> {
+    /// Refuses what was not negotiated.
+    pub(super) fn permit(&self, request: &Request) -> Result<(), WireError> {
+        let protocol = self.protocol.unwrap_or(ProtocolFeatures::empty());
+        let permitted = match request {
+            Request::GetQueueNum => protocol.contains(ProtocolFeatures::MQ),
+            Request::SetLogBase { .. } | Request::SetLogFd => {
+                protocol.contains(ProtocolFeatures::LOG_SHMFD)
+            }
+            Request::SendRarp(_) => protocol.contains(ProtocolFeatures::RARP),
+            Request::NetSetMtu(_) => protocol.contains(ProtocolFeatures::NET_MTU),
+            Request::GetInflight(_) | Request::SetInflight(_) => {
+                protocol.contains(ProtocolFeatures::INFLIGHT_SHMFD)
+            }
+            Request::SetStatus(_) | Request::GetStatus => {
+                protocol.contains(ProtocolFeatures::STATUS)
+            }
+            Request::SetBackendReqFd => protocol.contains(ProtocolFeatures::BACKEND_REQ),
+            Request::GetConfig { .. } | Request::SetConfig { .. } => {
+                protocol.contains(ProtocolFeatures::CONFIG)
+            }
+            Request::ResetDevice => protocol.contains(ProtocolFeatures::RESET_DEVICE),
+            Request::GetMaxMemSlots | Request::AddMemReg(_) | Request::RemMemReg(_) => {
+                protocol.contains(ProtocolFeatures::CONFIGURE_MEM_SLOTS)
+            }
+            // Front ends differ in when they acknowledge the virtio bit: using it is enough.
+            Request::SetVringEnable { .. } => {
+                self.protocol.is_some() || self.features & msg::F_PROTOCOL_FEATURES != 0
+            }
+            Request::Iotlb(_) => self.features & msg::F_ACCESS_PLATFORM != 0,
+            _ => true,
+        };
+        if permitted { Ok(()) } else { Err(WireError::Request { request: request.code() }) }
+    }
+
+    pub(super) fn carry_out(
+        &mut self,
+        request: Request,
+        mut fds: Vec<OwnedFd>,
+    ) -> Result<Outcome, Failure> {
+        let code = request.code();
+        let value = |field, value| WireError::Value { request: code, field, value };
+        let state = |why| WireError::State { request: code, why };
+        match request {
+            Request::GetFeatures => return word(self.offered),
+            Request::GetProtocolFeatures => return word(self.offered_protocol.bits()),
+            Request::GetQueueNum => return word(self.rings.len() as u64),
+            Request::GetMaxMemSlots => return word(Memory::MAX_REGIONS as u64),
+            Request::SetFeatures(features) => self.set_features(features)?,
+            Request::SetProtocolFeatures(features) => {
+                if !self.offered_protocol.contains(features) {
+                    let beyond = features & !self.offered_protocol;
+                    return Err(
+                        value("protocol features beyond those offered", beyond.bits()).into()
+                    );
+                }
+                self.protocol = Some(features);
+            }
+            Request::SetOwner => {}
+            Request::ResetOwner | Request::ResetDevice => self.reset()?,
+            Request::SetMemTable(regions) => {
+                let memory = Memory::map(regions.into_iter().zip(fds).collect());
+                self.set_memory(memory.map_err(HandlerError::from)?)?;
+            }
+            Request::AddMemReg(region) => {
+                let fd = fds.pop().ok_or(state("a region without a file"))?;
+                let memory = match &self.memory {
+                    Some(memory) => memory.with(region, fd),
+                    None => Memory::map(vec![(region, fd)]),
+                };
+                self.set_memory(memory.map_err(HandlerError::from)?)?;
+            }
+            Request::RemMemReg(region) => {
+                let memory = self.memory.as_ref().ok_or(state("there is no memory yet"))?;
+                let memory = memory.without(&region).map_err(HandlerError::from)?;
+                self.set_memory(memory)?;
+            }
+            Request::SetVringNum { ring, num } => {
+                let ring = self.ring(code, ring)?;
+                let size = u16::try_from(num).map_err(|_| value("ring size", num.into()))?;
+                let packed = self.is_packed();
+                let fits = size != 0 && size <= self.handler.max_ring_size();
+                if !fits || !(packed || size.is_power_of_two()) {
+                    return Err(value("ring size", num.into()).into());
+                }
+                if self.rings[ring].running {
+                    return Err(state("the ring runs").into());
+                }
+                self.rings[ring].size = Some(size);
+            }
+            Request::SetVringAddr { ring, addresses } => {
+                let ring = self.ring(code, ring)?;
+                aligned(code, &addresses)?;
+                if self.rings[ring].running {
+                    self.handler.move_ring(ring as u16, addresses)?;
+                }
+                self.rings[ring].addresses = Some(addresses);
+            }
+            Request::SetVringBase { ring, base } => {
+                let ring = self.ring(code, ring)?;
+                if !self.is_packed() && base > u16::MAX.into() {
+                    return Err(value("base", base.into()).into());
+                }
+                if self.rings[ring].running {
+                    return Err(state("the ring runs").into());
+                }
+                self.rings[ring].base = base;
+            }
+            Request::GetVringBase { ring: number } => {
+                let ring = self.ring(code, number)?;
+                self.stop(ring)?;
+                return Ok(Outcome::Reply(msg::vring_base(number, self.rings[ring].base)));
+            }
+            Request::SetVringKick { ring, .. } => {
+                let ring = self.ring(code, ring.into())?;
+                let kick = event(fds.pop())?;
+                self.start(code, ring, kick)?;
+            }
+            Request::SetVringCall { ring, .. } => {
+                let ring = self.ring(code, ring.into())?;
+                self.handler.set_call(ring as u16, event(fds.pop())?)?;
+            }
+            Request::SetVringErr { ring, .. } => {
+                let ring = self.ring(code, ring.into())?;
+                self.handler.set_err(ring as u16, event(fds.pop())?)?;
+            }
+            Request::SetVringEnable { ring, enabled } => {
+                let ring = self.ring(code, ring)?;
+                self.enable(ring, enabled)?;
+            }
+            Request::SetBackendReqFd => {
+                let fd = fds.pop().ok_or(state("a channel without a descriptor"))?;
+                let acks = self.has(ProtocolFeatures::REPLY_ACK);
+                let channel = BackendChannel::new(UnixStream::from(fd), acks);
+                let channel = Arc::new(channel.map_err(HandlerError::from)?);
+                channel.set_silent(!self.rings.iter().any(|ring| ring.running));
+                self.handler.set_backend_channel(Arc::clone(&channel))?;
+                self.backend = Some(channel);
+            }
+            Request::Iotlb(message) => {
+                // Its answer says how it went: refusing it is no reason to hang up (rule D14).
+                let result = self.iotlb(&message);
+                self.last_iotlb = Instant::now();
+                if let Err(why) = &result {
+                    self.handler.refused(code, why);
+                }
+                return word(u64::from(result.is_err()));
+            }
+            Request::SetLogBase { len, offset } => {
+                let fd = fds.pop().ok_or(state("a log without a descriptor"))?;
+                self.set_log(SharedFile::map(fd, offset, len).map_err(HandlerError::from)?)?;
+                // Always answered. Front ends do not look at what it says: a log that cannot be had
+                // ends the connection.
+                return word(0);
+            }
+            Request::SetLogFd => {
+                let fd = event(fds.pop())?.ok_or(state("an event without a descriptor"))?;
+                self.handler.set_log_event(fd)?;
+            }
+            Request::SendRarp(mac) => self.handler.send_rarp(mac)?,
+            Request::NetSetMtu(mtu) => self.handler.set_mtu(mtu)?,
+            Request::GetStatus => return word(self.status.into()),
+            Request::SetStatus(0) => self.reset()?,
+            Request::SetStatus(status) => {
+                self.handler.set_status(status)?;
+                self.status = status;
+            }
+            Request::GetInflight(wanted) => {
+                let place = self.inflight_shape(code, &wanted)?;
+                let made = InflightRegion::allocate(place.queues, place.size, self.is_packed());
+                return Ok(match made {
+                    Ok((region, fd)) => Outcome::ReplyFd(msg::inflight(&region.place()), fd),
+                    Err(why) => {
+                        // No bytes: the front end goes on without.
+                        self.handler.refused(code, &HandlerError::from(why));
+                        Outcome::Reply(msg::inflight(&msg::Inflight { len: 0, ..place }))
+                    }
+                });
+            }
+            Request::SetInflight(place) => {
+                let place = self.inflight_shape(code, &place)?;
+                if self.rings.iter().any(|ring| ring.running) {
+                    return Err(state("a ring runs").into());
+                }
+                let fd = fds.pop().ok_or(state("an in-flight region without a descriptor"))?;
+                let region = InflightRegion::open(fd, &place, self.is_packed());
+                self.handler.set_inflight(Arc::new(region.map_err(HandlerError::from)?))?;
+            }
+            Request::GetConfig { offset, size } => {
+                let mut data = [0; msg::MAX_CONFIG];
+                let data = &mut data[..size as usize];
+                return Ok(Outcome::Reply(match self.handler.config(offset, data) {
+                    Ok(()) => msg::config(offset, 0, data),
+                    Err(why) => {
+                        self.handler.refused(code, &why);
+                        Vec::new()
+                    }
+                }));
+            }
+            Request::SetConfig { offset, why, data } => {
+                self.handler.set_config(offset, why, &data)?;
+            }
+        }
+        Ok(Outcome::Done)
+    }
+}
+
+fn word(word: u64) -> Result<Outcome, Failure> {
+    Ok(Outcome::Reply(word.to_ne_bytes().to_vec()))
+}
+
+/// Makes an event descriptor non-blocking: with one that blocks (an eventfd whose counter is full, a
+/// pipe) the front end could stop a worker for good.
+fn event(fd: Option<OwnedFd>) -> Result<Option<OwnedFd>, HandlerError> {
+    if let Some(fd) = &fd {
+        let flags = fs::fcntl_getfl(fd)?;
+        if !flags.contains(OFlags::NONBLOCK) {
+            fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
+        }
+    }
+    Ok(fd)
+}
+
+/// What the virtio specification (2.7) asks of the areas of a split ring; a packed ring's must be
+/// aligned at least as much.
+fn aligned(request: u32, addresses: &RingAddresses) -> Result<(), WireError> {
+    for (field, value, align) in [
+        ("descriptor table", addresses.desc, 16),
+        ("available ring", addresses.avail, 2),
+        ("used ring", addresses.used, 4),
+    ] {
+        if value % align != 0 {
+            return Err(WireError::Value { request, field, value });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,171 @@
+//! The state of the rings, the memory, the log and the IOTLB.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use ringfence_mem::{DirtyLog, Memory, SharedFile};
+
+use super::{Failure, Ring, Server};
+use crate::{
+    Handler, HandlerError, Iotlb, RingSetup, WireError,
+    iotlb::IotlbWire,
+    msg::{self, Inflight, code},
+};
+
+impl<H: Handler> Server<H> {
+    pub(super) fn ring(&self, request: u32, ring: u32) -> Result<usize, WireError> {
+        let index = ring as usize;
+        if index < self.rings.len() {
+            return Ok(index);
+        }
+        Err(WireError::Value { request, field: "ring", value: ring.into() })
+    }
+
+    pub(super) fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
+        self.handler.set_memory(Arc::clone(&memory))?;
+        self.memory = Some(memory);
+        Ok(())
+    }
+
+    pub(super) fn start(
+        &mut self,
+        request: u32,
+        ring: usize,
+        kick: Option<OwnedFd>,
+    ) -> Result<(), Failure> {
+        let missing = |why| Failure::Wire(WireError::State { request, why });
+        let Ring { size, addresses, enabled, .. } = self.rings[ring];
+        let size = size.ok_or_else(|| missing("the ring has no size yet"))?;
+        let addresses = addresses.ok_or_else(|| missing("the ring has no addresses yet"))?;
+        if self.memory.is_none() {
+            return Err(missing("there is no memory yet"));
+        }
+        // A new kick for a running ring: it goes on where it is.
+        self.stop(ring)?;
+        let base = self.rings[ring].base;
+        let setup = RingSetup { size, addresses, base, kick, enabled };
+        // The device may ask for the ring's translations at once.
+        self.speak(true);
+        let started = self.handler.start_ring(ring as u16, setup);
+        self.rings[ring].running = started.is_ok();
+        self.speak(false);
+        Ok(started?)
+    }
+
+    /// Stops a ring, if it runs, and remembers where.
+    pub(super) fn stop(&mut self, ring: usize) -> Result<(), HandlerError> {
+        if self.rings[ring].running {
+            self.rings[ring].running = false;
+            let base = self.handler.stop_ring(ring as u16);
+            self.speak(false);
+            self.rings[ring].base = base?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), HandlerError> {
+        if self.rings[ring].running && self.rings[ring].enabled != enabled {
+            self.handler.enable_ring(ring as u16, enabled)?;
+        }
+        self.rings[ring].enabled = enabled;
+        Ok(())
+    }
+
+    pub(super) fn reset(&mut self) -> Result<(), HandlerError> {
+        for ring in 0..self.rings.len() {
+            self.stop(ring)?;
+            self.rings[ring] = Ring::default();
+        }
+        if self.features & msg::F_LOG_ALL != 0 {
+            self.handler.set_log(None)?;
+        }
+        self.features = 0;
+        self.status = 0;
+        self.handler.reset()
+    }
+
+    pub(super) fn iotlb(&mut self, message: &IotlbWire) -> Result<(), HandlerError> {
+        let message = message.parse()?;
+        match message {
+            Iotlb::Update { first, last, user_addr, .. } => {
+                if let Some(backend) = &self.backend {
+                    backend.answered();
+                }
+                let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
+                if !msg::within(memory.regions(), user_addr, user_addr + (last - first)) {
+                    return Err(HandlerError::new("an update outside of memory"));
+                }
+            }
+            Iotlb::Invalidate { .. } => {}
+            Iotlb::Miss { .. } | Iotlb::AccessFail { .. } => {
+                return Err(HandlerError::new("a message that only a back end sends"));
+            }
+        }
+        self.handler.iotlb(message)
+    }
+
+    /// SET_FEATURES. Only F_LOG_ALL may change while a ring runs; it holds once there is a log.
+    pub(super) fn set_features(&mut self, features: u64) -> Result<(), Failure> {
+        let request = code::SET_FEATURES;
+        let value = features & !self.offered;
+        if value != 0 {
+            let field = "features beyond those offered";
+            return Err(WireError::Value { request, field, value }.into());
+        }
+        let running = self.rings.iter().any(|ring| ring.running);
+        if (features ^ self.features) & !msg::F_LOG_ALL != 0 && running {
+            let why = "features change while a ring runs";
+            return Err(WireError::State { request, why }.into());
+        }
+        let logs = features & msg::F_LOG_ALL != 0;
+        if !running {
+            self.handler.set_features(features & !super::OWN_FEATURES)?;
+        }
+        if logs != (self.features & msg::F_LOG_ALL != 0) {
+            self.handler.set_log(self.log.clone().filter(|_| logs))?;
+        }
+        self.features = features;
+        if features & msg::F_PROTOCOL_FEATURES == 0 {
+            for ring in 0..self.rings.len() {
+                self.enable(ring, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// SET_LOG_BASE: writes go there from now on, if they are logged.
+    pub(super) fn set_log(&mut self, file: SharedFile) -> Result<(), HandlerError> {
+        let log = Arc::new(DirtyLog::new(file, self.handler.log_index()));
+        if self.features & msg::F_LOG_ALL != 0 {
+            self.handler.set_log(Some(Arc::clone(&log)))?;
+        }
+        self.log = Some(log);
+        Ok(())
+    }
+
+    /// Checks how many queues of which size an in-flight region is for.
+    pub(super) fn inflight_shape(
+        &self,
+        request: u32,
+        place: &Inflight,
+    ) -> Result<Inflight, WireError> {
+        let value = |field, value: u16| WireError::Value { request, field, value: value.into() };
+        if place.queues == 0 || usize::from(place.queues) > self.rings.len() {
+            return Err(value("queues", place.queues));
+        }
+        if place.size == 0 || place.size > self.handler.max_ring_size() {
+            return Err(value("queue size", place.size));
+        }
+        Ok(*place)
+    }
+
+    pub(super) fn is_packed(&self) -> bool {
+        self.features & msg::F_RING_PACKED != 0
+    }
+
+    /// The device may send messages of its own while a ring runs (rule D27), or is about to.
+    fn speak(&self, now: bool) {
+        if let Some(backend) = &self.backend {
+            backend.set_silent(!now && !self.rings.iter().any(|ring| ring.running));
+        }
+    }
+}

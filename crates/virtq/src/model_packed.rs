@@ -1,0 +1,111 @@
+//! As `model`, for packed rings: the first descriptor of a batch stands in the place of the index.
+//!
+//! What is checked beside wake-ups: a batch becomes visible at once. Its other descriptors are
+//! stored before the first, without an order of their own; who has seen the first finds them all.
+
+use loom::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering, fence},
+    },
+    thread,
+};
+
+use crate::packed::{Place, Wanted};
+
+/// How many descriptors the ring has.
+const SIZE: u16 = 3;
+/// How many the one end publishes.
+const COUNT: usize = 2;
+
+struct Descriptor {
+    /// The word that says that it is there.
+    state: AtomicBool,
+    /// Its address, and what its buffer holds.
+    content: AtomicBool,
+}
+
+struct Shared {
+    ring: [Descriptor; COUNT],
+    event: AtomicU32,
+}
+
+/// Runs every interleaving of an end that publishes two descriptors from `start` on, in such
+/// batches, and one that goes to sleep after it has taken `already` of them, and checks that it is
+/// told or sees for itself.
+fn check(event_idx: bool, start: Place, batches: &'static [usize], already: usize) {
+    loom::model(move || {
+        let descriptor =
+            || Descriptor { state: AtomicBool::new(false), content: AtomicBool::new(false) };
+        let shared = Arc::new(Shared {
+            ring: std::array::from_fn(|_| descriptor()),
+            event: AtomicU32::new(Wanted::NONE.0),
+        });
+        let teller = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                let (mut told, mut next) = (None, 0);
+                for &batch in batches {
+                    let (first, end) = (next, next + batch);
+                    shared.ring[first].content.store(true, Ordering::Relaxed);
+                    for descriptor in &shared.ring[first + 1..end] {
+                        descriptor.content.store(true, Ordering::Relaxed);
+                        descriptor.state.store(true, Ordering::Relaxed);
+                    }
+                    shared.ring[first].state.store(true, Ordering::Release);
+                    next = end;
+                    fence(Ordering::SeqCst);
+                    let wanted = Wanted(shared.event.load(Ordering::Relaxed));
+                    let now = start.forward(next as u16, SIZE);
+                    if wanted.is_due(now, batch as u64, SIZE, event_idx) {
+                        told = Some(next);
+                    }
+                }
+                told
+            })
+        };
+        for descriptor in &shared.ring[..already] {
+            while !descriptor.state.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            assert!(descriptor.content.load(Ordering::Relaxed), "there, without its content");
+        }
+        let next = start.forward(already as u16, SIZE);
+        let wanted = if event_idx { Wanted::at(next) } else { Wanted::ALL };
+        shared.event.store(wanted.0, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let sleeps =
+            shared.ring.get(already).is_none_or(|next| !next.state.load(Ordering::Relaxed));
+        if !sleeps {
+            // What `pop` does then.
+            assert!(shared.ring[already].state.load(Ordering::Acquire));
+            assert!(shared.ring[already].content.load(Ordering::Relaxed));
+        }
+        let told = teller.join().unwrap();
+        if sleeps && already < COUNT {
+            assert!(told.is_some_and(|up_to| up_to > already), "asleep, and nobody tells");
+        }
+    });
+}
+
+/// Both ways to publish, wherever in the ring they begin.
+fn check_all(event_idx: bool) {
+    for wrap in [true, false] {
+        for at in 0..SIZE {
+            for already in 0..=COUNT {
+                check(event_idx, Place { at, wrap }, &[1, 1], already);
+                check(event_idx, Place { at, wrap }, &[2], already);
+            }
+        }
+    }
+}
+
+#[test]
+fn model_no_wake_up_is_lost_on_a_packed_ring_with_event_idx() {
+    check_all(true);
+}
+
+#[test]
+fn model_no_wake_up_is_lost_on_a_packed_ring_with_flags() {
+    check_all(false);
+}
