@@ -8,6 +8,8 @@ const NEEDED: &[(&str, &str)] = &[
     ("fio", "/usr/bin/fio"),
     // The C and C++ compiler for libFuzzer, which the fuzz targets link.
     ("g++", "/usr/bin/g++"),
+    // DPDK's testpmd: the network back end that `bench net` measures ours beside.
+    ("dpdk-dev", "/usr/bin/dpdk-testpmd"),
 ];
 
 /// Installs what is missing if this is root; otherwise prints the line that would. Returns what is
