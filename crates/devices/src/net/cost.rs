@@ -14,7 +14,7 @@ use ringfence_virtq::{
 
 use super::{
     lane::{Lane, Place, Terms, forward},
-    pieces::Lasting,
+    pieces::{Lasting, Plain},
     ring::{Events, NetRing},
     wire::feature,
 };
@@ -46,7 +46,12 @@ fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queu
 }
 
 /// Nanoseconds a packet: the median of bursts.
-fn measure(ram: &Arc<GuestRam>, bus: &impl Lasting, packed: bool, place: impl Fn(u64) -> u64) -> f64 {
+fn measure(
+    ram: &Arc<GuestRam>,
+    bus: &impl Lasting,
+    packed: bool,
+    place: impl Fn(u64) -> u64,
+) -> f64 {
     let terms = Terms { features: feature::MRG_RXBUF };
     let (mut sender, mut transmit) = ring(ram, bus, 0, packed);
     let (mut receiver, mut receive) = ring(ram, bus, 16 * PAGE, packed);
@@ -57,7 +62,8 @@ fn measure(ram: &Arc<GuestRam>, bus: &impl Lasting, packed: bool, place: impl Fn
         let at = |n: u64| (burst * BURST as u64 + n) % BUFFERS;
         let sent = (0..BURST as u64).map(|n| (Desc::readable(place(32 + at(n)), 76), 0));
         sender.add_burst(sent).unwrap();
-        let room = (0..BURST as u64).map(|n| (Desc::writable(place(32 + BUFFERS + at(n)), 2048), 0));
+        let room =
+            (0..BURST as u64).map(|n| (Desc::writable(place(32 + BUFFERS + at(n)), 2048), 0));
         receiver.add_burst(room).unwrap();
         sender.publish();
         receiver.publish();
@@ -85,7 +91,10 @@ fn what_a_packet_costs() {
         for dense in [false, true] {
             // A buffer a page, or two: 64 bytes of many pages, or of half as many.
             let place = |n: u64| if dense { 32 * PAGE + (n - 32) * 2048 } else { n * PAGE };
-            println!("packed {packed}, dense {dense}: off {:.1} ns", measure(&ram, &physical, packed, place));
+            println!(
+                "packed {packed}, dense {dense}: off {:.1} ns",
+                measure(&ram, &Plain::new(&physical), packed, place)
+            );
             for (name, granule, shuffled) in
                 [("2M", 512, false), ("4K mergeable", 1, false), ("4K unmergeable", 1, true)]
             {

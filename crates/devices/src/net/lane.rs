@@ -9,7 +9,7 @@ use ringfence_virtq::{Desc, RingError, cut};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    pieces::{Lasting, Writer, copy, gather, one_piece, recycle, soon},
+    pieces::{Lasting, Writer, copy, gather, recycle, soon},
     ring::{NetRing, Ready},
     stats::Lost,
     wire::{HEADER, Header, LEGACY_HEADER, MAX_PACKET, feature},
@@ -308,9 +308,8 @@ fn quick<S: Lasting, D: Lasting>(
             break;
         }
         // Whatever is wrong is found, and told, when the packet's turn has come.
-        let source = from.silently(|| one_piece(from, packet.addr, len.into(), Access::Read));
-        let target = to.silently(|| one_piece(to, buffer.addr, len.into(), Access::Write));
-        let (Ok(Some(source)), Ok(Some(target))) = (source, target) else { break };
+        let Some(source) = from.piece(packet.addr, len.into(), Access::Read) else { break };
+        let Some(target) = to.piece(buffer.addr, len.into(), Access::Write) else { break };
         soon(source);
         soon(target);
         plan[found] = Some((source, target));

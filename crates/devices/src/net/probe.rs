@@ -7,7 +7,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     driver::{HEADER as HEAD, PACKET, packet},
     lane::{BURST, Lane, Moved, Place, Step, give_up, read, receive},
-    pieces::{Lasting, Writer, one_piece, recycle, soon},
+    pieces::{Lasting, Writer, recycle, soon},
     ring::{NetRing, Ready},
     wire::{HEADER, Header, MAX_PACKET},
 };
@@ -221,8 +221,7 @@ fn plan<'b, B: Lasting>(
     for (at, slot) in plan.iter_mut().enumerate().take(place.ring.held()) {
         let Some((addr, len, access)) = wanted(place.ring, at) else { break };
         // Whatever is wrong is found, and told, when the packet's turn has come.
-        let found = bus.silently(|| one_piece(bus, addr, len.into(), access));
-        let Ok(Some(piece)) = found else { break };
+        let Some(piece) = bus.piece(addr, len.into(), access) else { break };
         soon(piece);
         *slot = Some(piece);
     }

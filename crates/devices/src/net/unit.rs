@@ -16,6 +16,7 @@ use ringfence_virtq::{RingError, device};
 use super::{
     lane::{Lane, Place, Terms, discard, forward},
     outlet::Outlet,
+    pieces::Plain,
     probe::Probe,
     ring::{Events, NetRing},
     stats::{Lost, QueueCounters},
@@ -307,7 +308,7 @@ fn round(
         let why = why.unwrap_or(Lost::NoReceiver);
         return match bus {
             Bus::Iommu(view) => discard(ring, &**view, why, now_ns),
-            Bus::Physical(physical) => discard(ring, physical, why, now_ns),
+            Bus::Physical(physical) => discard(ring, &Plain::new(physical), why, now_ns),
         };
     };
     // A way for each combination, so that what is not behind an IOMMU pays nothing for one.
@@ -324,9 +325,9 @@ fn round(
     }
     match (bus, target_bus) {
         (Bus::Iommu(src), Bus::Iommu(dst)) => go!(&**src, &**dst),
-        (Bus::Iommu(src), Bus::Physical(dst)) => go!(&**src, dst),
-        (Bus::Physical(src), Bus::Iommu(dst)) => go!(src, &**dst),
-        (Bus::Physical(src), Bus::Physical(dst)) => go!(src, dst),
+        (Bus::Iommu(src), Bus::Physical(dst)) => go!(&**src, &Plain::new(dst)),
+        (Bus::Physical(src), Bus::Iommu(dst)) => go!(&Plain::new(src), &**dst),
+        (Bus::Physical(src), Bus::Physical(dst)) => go!(&Plain::new(src), &Plain::new(dst)),
     }
 }
 
@@ -371,14 +372,19 @@ fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
             let lane = &mut lanes[pair];
             busy |= match (&*bus, ring.enabled) {
                 (Bus::Iommu(view), false) => discard(ring, &**view, Lost::Disabled, now_ns),
-                (Bus::Physical(bus), false) => discard(ring, bus, Lost::Disabled, now_ns),
+                (Bus::Physical(bus), false) => {
+                    discard(ring, &Plain::new(bus), Lost::Disabled, now_ns)
+                }
                 (Bus::Iommu(view), true) => {
                     let mut src = Place { ring, bus: &**view, terms };
                     outlet.send(lane, &mut src, now_ns, patience_ns)
                 }
-                (Bus::Physical(bus), true) => {
-                    outlet.send(lane, &mut Place { ring, bus, terms }, now_ns, patience_ns)
-                }
+                (Bus::Physical(bus), true) => outlet.send(
+                    lane,
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
             };
         }
         let takes = |ring: &&mut NetRing| ring.enabled && !ring.has_failed();
@@ -388,9 +394,11 @@ fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
                     let mut dst = Place { ring, bus: &**view, terms };
                     outlet.take_in(&mut dst, now_ns, patience_ns)
                 }
-                Bus::Physical(bus) => {
-                    outlet.take_in(&mut Place { ring, bus, terms }, now_ns, patience_ns)
-                }
+                Bus::Physical(bus) => outlet.take_in(
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
             };
         }
     }
@@ -412,9 +420,12 @@ fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool {
                     let mut src = Place { ring, bus: &**view, terms };
                     probe.swallow(lane, &mut src, now_ns, patience_ns)
                 }
-                Bus::Physical(bus) => {
-                    probe.swallow(lane, &mut Place { ring, bus, terms }, now_ns, patience_ns)
-                }
+                Bus::Physical(bus) => probe.swallow(
+                    lane,
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
             };
         }
         if let Some(ring) = receive[pair].as_deref_mut().filter(works) {
@@ -422,9 +433,11 @@ fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool {
                 Bus::Iommu(view) => {
                     probe.emit(&mut Place { ring, bus: &**view, terms }, now_ns, patience_ns)
                 }
-                Bus::Physical(bus) => {
-                    probe.emit(&mut Place { ring, bus, terms }, now_ns, patience_ns)
-                }
+                Bus::Physical(bus) => probe.emit(
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
             };
         }
     }

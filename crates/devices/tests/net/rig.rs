@@ -89,7 +89,7 @@ pub(crate) struct Driver {
     /// Those of them that wanted an answer in any case, which they got.
     pub(crate) acked: usize,
     next_sent: u64,
-    serving: Option<Serving>,
+    _serving: Option<Serving>,
 }
 
 /// The device's side of a connection, if it is in this process.
@@ -106,7 +106,7 @@ impl Driver {
             }
         });
         let serving = Some(Serving(shutdown, Some(thread)));
-        Driver { serving, ..Driver::over(ours, setup) }
+        Driver { _serving: serving, ..Driver::over(ours, setup) }
     }
 
     /// A driver of the device at the other end of `stream`.
@@ -141,7 +141,7 @@ impl Driver {
             misses: 0,
             acked: 0,
             next_sent: SENT_AT,
-            serving: None,
+            _serving: None,
         }
     }
 
