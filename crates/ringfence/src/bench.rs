@@ -1,6 +1,7 @@
 //! `ringfence bench`.
 
 mod bounce;
+mod iotlb;
 mod net;
 
 use std::{
@@ -40,6 +41,8 @@ pub(crate) enum Bench {
     Iova(Arguments),
     #[command(about = "Bounce pools: copying against mapping, and against pools of another shape")]
     Bounce(bounce::Arguments),
+    #[command(about = "Lookups in a device's IOTLB, with other ways to keep one beside")]
+    Iotlb(iotlb::Arguments),
     #[command(about = "Network back ends with and without a device IOTLB, beside DPDK's")]
     Net(net::Arguments),
 }
@@ -169,6 +172,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
     match bench {
         Bench::Iova(arguments) => run_iova(&arguments),
         Bench::Bounce(arguments) => bounce::run(arguments),
+        Bench::Iotlb(arguments) => iotlb::run(&arguments),
         Bench::Net(arguments) => net::run(arguments),
     }
 }
