@@ -106,6 +106,7 @@ impl Behind {
         let protocol = ProtocolFeatures::MQ
             | ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::BACKEND_REQ
+            | ProtocolFeatures::INFLIGHT_SHMFD
             | ProtocolFeatures::CONFIG;
         assert_eq!(main.negotiate(features, protocol).unwrap(), features);
         let (channel, other) = UnixStream::pair().unwrap();
@@ -157,7 +158,9 @@ impl Behind {
     pub(crate) fn release(&self, sort: impl FnOnce(&mut Vec<u64>)) {
         let mut held = std::mem::take(&mut *self.front.held.lock().unwrap());
         sort(&mut held);
-        held.into_iter().for_each(|addr| drop(self.front.answer(addr)));
+        for addr in held {
+            self.front.answer(addr);
+        }
     }
 
     /// A page of the memory that nobody has had, as a window; its number.
