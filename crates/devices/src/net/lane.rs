@@ -526,19 +526,14 @@ fn find_room<D: Lasting>(dst: &mut Place<'_, D>, wanted: usize) -> Result<Room, 
 fn ask_ahead<S: Lasting, D: Lasting>(src: &Place<'_, S>, dst: &Place<'_, D>) {
     let mut bytes = 0;
     for at in 0..src.ring.held() {
-        src.ring.prefetch(src.bus, at, u64::MAX);
-        bytes += src.ring.chain(at).readable_len();
+        src.ring.prefetch(src.bus, at);
+        bytes += src.ring.chain(at).readable_len().min(MAX_PACKET as u64);
     }
     for at in 0..dst.ring.held() {
         if at >= src.ring.held() && bytes == 0 {
             break;
         }
-        let most = if dst.terms.mergeable() || at >= src.ring.held() {
-            u64::MAX
-        } else {
-            src.ring.chain(at).readable_len()
-        };
-        dst.ring.prefetch(dst.bus, at, most);
+        dst.ring.prefetch(dst.bus, at);
         bytes = bytes.saturating_sub(dst.ring.chain(at).writable_len());
     }
 }
@@ -548,7 +543,7 @@ fn ask_ahead<S: Lasting, D: Lasting>(src: &Place<'_, S>, dst: &Place<'_, D>) {
 pub(super) fn give_up<B: Lasting>(place: &mut Place<'_, B>) -> u64 {
     let mut count = 0;
     for at in (0..place.ring.held()).rev() {
-        if !place.ring.prefetch(place.bus, at, MAX_PACKET as u64) {
+        if !place.ring.prefetch(place.bus, at) {
             place.bus.gave_up();
             place.ring.reject(at, Lost::Unanswered);
             count += 1;

@@ -8,6 +8,8 @@
 //! what they do.
 
 mod backend;
+#[cfg(test)]
+mod cost;
 pub mod driver;
 mod lane;
 mod outlet;

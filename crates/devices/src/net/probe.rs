@@ -244,7 +244,7 @@ fn settle<B: Lasting>(
     if waits {
         let _ = place.ring.take(place.bus, 2 * BURST);
         for at in 0..place.ring.held() {
-            place.ring.prefetch(place.bus, at, MAX_PACKET as u64);
+            place.ring.prefetch(place.bus, at);
         }
         lane.wait(answers, now_ns);
     }
