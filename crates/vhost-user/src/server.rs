@@ -308,8 +308,12 @@ impl<H: Handler> Server<H> {
             if main {
                 return Ok(());
             }
-            if spins && self.last_iotlb.elapsed() >= self.spin {
-                backend.forget();
+            if spins {
+                // Who answers may need this very core.
+                std::thread::yield_now();
+                if self.last_iotlb.elapsed() >= self.spin {
+                    backend.forget();
+                }
             }
         }
     }
