@@ -184,3 +184,82 @@ impl Link {
 fn update(Entry { first, last, user_addr }: Entry) -> Iotlb {
     Iotlb::Update { first, last, user_addr, access: Some(Access::ReadWrite) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::driver::Addressing;
+    use std::io::{Read, Write};
+
+    /// A link between the ends of two sockets, and their other ends.
+    fn link() -> (Link, UnixStream, UnixStream) {
+        let (ours, main) = UnixStream::pair().unwrap();
+        let (channel, theirs) = UnixStream::pair().unwrap();
+        let front = Frontend::new(ours, PATIENCE);
+        let pipe = Pipe::new(&front).unwrap();
+        let channel = Some((channel, Records::new()));
+        let (misses, updates, invalidations) = (0, 0, 0);
+        (Link { front, pipe, channel, misses, updates, invalidations }, main, theirs)
+    }
+
+    fn miss(iova: u64, ack: bool) -> Vec<u8> {
+        let wire = Iotlb::Miss { iova, access: Access::Read }.emit().unwrap();
+        let header = Header::request(BACKEND_IOTLB_MSG, ack, size_of_val(&wire));
+        [header.as_bytes(), wire.as_bytes()].concat()
+    }
+
+    fn space() -> Space {
+        Space::new(Addressing::Static { entry: 4096, mergeable: false }, 64).unwrap()
+    }
+
+    /// All that is there.
+    fn read(stream: &mut UnixStream) -> Vec<u8> {
+        stream.set_nonblocking(true).unwrap();
+        let mut bytes = vec![0; 4096];
+        let len = stream.read(&mut bytes).unwrap_or(0);
+        bytes.truncate(len);
+        bytes
+    }
+
+    #[test]
+    fn a_miss_is_answered_by_its_entry_and_one_that_leads_nowhere_by_none() {
+        // rules D8, D9
+        let (mut link, mut main, mut channel) = link();
+        let space = space();
+        let known = space.device_addr(space.buffer(7)) + 9;
+        let messages = [miss(known, false), miss(5, false), miss(known, true), miss(5, true)];
+        channel.write_all(&messages.concat()).unwrap();
+        assert_eq!(link.answer(&space).unwrap(), 4);
+
+        let updates = read(&mut main);
+        let (updates, rest) = updates.as_chunks::<MESSAGE>();
+        assert_eq!((updates.len(), rest.len()), (2, 0), "for those that lead somewhere");
+        for update in updates {
+            let wire = IotlbWire::read_from_bytes(&update[Header::LEN..]).unwrap();
+            assert_eq!(wire.parse(), Ok(super::update(space.entry(known).unwrap())));
+        }
+        let answers = read(&mut channel);
+        let done = [0_u64, 1].map(|value| {
+            [Header::reply(BACKEND_IOTLB_MSG, 8).as_bytes(), &value.to_ne_bytes()].concat()
+        });
+        assert_eq!(answers, done.concat(), "to those that wanted one, in order");
+        assert_eq!((link.misses, link.updates), (4, 2));
+    }
+
+    #[test]
+    fn nonsense_on_the_channel_is_an_error() {
+        let mut wrong = [miss(5, false), miss(5, false), miss(5, false)];
+        wrong[0][0] = 2;
+        wrong[1][8] = 31;
+        // The type: no message has it.
+        wrong[2][Header::LEN + 25] = 9;
+        for bytes in wrong {
+            let (mut link, _main, mut channel) = link();
+            channel.write_all(&bytes).unwrap();
+            assert!(matches!(link.answer(&space()), Err(NetDriverError::Channel { .. })));
+        }
+        let (mut link, _main, channel) = link();
+        drop(channel);
+        assert!(link.answer(&space()).is_err(), "and so is its end");
+    }
+}

@@ -22,7 +22,7 @@ const LOOK: Duration = Duration::from_micros(20);
 /// Frames that the back end has taken and not given back for so long are lost: a process may have no
 /// CPU for a while.
 const OVERDUE: Duration = Duration::from_millis(250);
-/// Who has not taken what was sent for so long has hung up in all but name.
+/// Who does nothing for so long, though there is something to do, does nothing any more.
 const STUCK: Duration = Duration::from_secs(5);
 /// How long messages are timed.
 const MESSAGES: Duration = Duration::from_millis(25);
@@ -220,20 +220,23 @@ impl Load {
     /// Waits until what was sent is taken and, in a loop, back, or lost.
     fn drain(&mut self) -> Result<()> {
         self.last = Instant::now();
-        let begun = self.last;
+        let (mut left, mut since) = (u64::MAX, self.last);
         loop {
             let came = self.turn(false)?;
             let now = Instant::now();
             self.look(now, came)?;
-            let settled = match self.direction {
-                Direction::Tx => self.driver.queued() == 0,
-                Direction::Rx => came == 0,
-                Direction::Loop => self.driver.arrivals().outstanding() == 0,
+            let queued = self.driver.queued() as u64;
+            let now_left = match self.direction {
+                Direction::Tx => queued,
+                Direction::Rx => came as u64,
+                Direction::Loop => queued + self.driver.arrivals().outstanding(),
             };
-            if settled {
+            if now_left == 0 {
                 return Ok(());
             }
-            if now.duration_since(begun) > STUCK {
+            if now_left != left {
+                (left, since) = (now_left, now);
+            } else if now.duration_since(since) > STUCK {
                 anyhow::bail!("the back end does nothing any more");
             }
         }
