@@ -46,15 +46,16 @@ fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queu
 }
 
 /// Nanoseconds a packet: the median of bursts.
-fn measure(
+fn measure<B: Lasting>(
     ram: &Arc<GuestRam>,
-    bus: &impl Lasting,
+    bus: &mut B,
+    quiet: impl Fn(&mut B),
     packed: bool,
     place: impl Fn(u64) -> u64,
 ) -> f64 {
     let terms = Terms { features: feature::MRG_RXBUF };
-    let (mut sender, mut transmit) = ring(ram, bus, 0, packed);
-    let (mut receiver, mut receive) = ring(ram, bus, 16 * PAGE, packed);
+    let (mut sender, mut transmit) = ring(ram, &*bus, 0, packed);
+    let (mut receiver, mut receive) = ring(ram, &*bus, 16 * PAGE, packed);
     let mut lane = Lane::default();
     let mut used = [Used::default(); BURST];
     let mut bursts = Vec::new();
@@ -68,6 +69,8 @@ fn measure(
         sender.publish();
         receiver.publish();
         let start = Instant::now();
+        quiet(bus);
+        let bus = &*bus;
         let mut src = Place { ring: &mut transmit, bus, terms };
         let mut dst = Place { ring: &mut receive, bus, terms };
         assert!(forward(&mut lane, &mut src, &mut dst, 0, 0));
@@ -93,7 +96,7 @@ fn what_a_packet_costs() {
             let place = |n: u64| if dense { 32 * PAGE + (n - 32) * 2048 } else { n * PAGE };
             println!(
                 "packed {packed}, dense {dense}: off {:.1} ns",
-                measure(&ram, &Plain::new(&physical), packed, place)
+                measure(&ram, &mut Plain::new(&physical), |_| (), packed, place)
             );
             for (name, granule, shuffled) in
                 [("2M", 512, false), ("4K mergeable", 1, false), ("4K unmergeable", 1, true)]
@@ -110,8 +113,7 @@ fn what_a_packet_costs() {
                 }
                 let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(iotlb));
                 let mut view = View::new(endpoint, Arc::clone(&memory)).unwrap();
-                view.quiet();
-                println!("    {name}: {:.1} ns", measure(&ram, &view, packed, place));
+                println!("    {name}: {:.1} ns", measure(&ram, &mut view, View::quiet, packed, place));
             }
         }
     }
