@@ -113,7 +113,10 @@ fn what_a_packet_costs() {
                 }
                 let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(iotlb));
                 let mut view = View::new(endpoint, Arc::clone(&memory)).unwrap();
-                println!("    {name}: {:.1} ns", measure(&ram, &mut view, View::quiet, packed, place));
+                println!(
+                    "    {name}: {:.1} ns",
+                    measure(&ram, &mut view, View::quiet, packed, place)
+                );
             }
         }
     }
