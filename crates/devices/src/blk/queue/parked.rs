@@ -152,7 +152,7 @@ mod tests {
             assert_eq!(sorted(&mut parked, Look::Some, &[first]), (vec![first], 1 + STILL));
         }
         // Who is far behind comes at the next look at all.
-        assert_eq!(sorted(&mut parked, Look::Some, &[499]).0, []);
+        assert_eq!(sorted(&mut parked, Look::Some, &[499]).0, [0u16; 0]);
         assert_eq!(sorted(&mut parked, Look::All, &[499, 420]).0, [420, 499]);
         assert_eq!(sorted(&mut parked, Look::None, &[401]), (vec![], 0));
     }
@@ -163,7 +163,7 @@ mod tests {
         (0..20).for_each(|at| parked.add(at));
         parked.sort(Look::All, &mut Vec::new(), |at| if at < 10 { Ready::Late } else { Ready::No });
         assert_eq!(sorted(&mut parked, Look::Some, &[10]).0, [10]);
-        assert_eq!(sorted(&mut parked, Look::Some, &[3]).0, []);
+        assert_eq!(sorted(&mut parked, Look::Some, &[3]).0, [0u16; 0]);
         assert_eq!(sorted(&mut parked, Look::All, &[3]).0, [3]);
         assert_eq!(parked.take().len(), 18);
         assert!(parked.is_empty());
