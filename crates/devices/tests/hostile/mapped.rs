@@ -125,7 +125,7 @@ fn neighbours_share_a_mapping_and_every_byte_gets_where_it_belongs() {
                 done.buffer.window().read(0, &mut bytes);
                 assert!(bytes.iter().all(|&byte| byte == n as u8 + 1), "{policy}: block {n}");
             }
-            assert_eq!(bench.queue.room(), bench.layout.size().into());
+            assert_eq!(bench.queue.room(), usize::from(bench.layout.size()));
             bench.dma.flush().unwrap();
             bench.assert_no_iova_leaked();
         }
