@@ -166,6 +166,6 @@ fn what_cannot_be_mapped_comes_back_with_the_reason_and_harms_nothing_else() {
     let refused = all[&2].outcome.unwrap_err();
     assert!(matches!(refused, NotAsked::Map(ringfence_dma::Error::NoIova(_))), "{refused:?}");
     assert_eq!(all[&2].buffer.window().len(), (PAGES as usize + 1) * PAGE);
-    assert_eq!(bench.queue.room(), bench.layout.size().into());
+    assert_eq!(bench.queue.room(), usize::from(bench.layout.size()));
     bench.assert_no_iova_leaked();
 }
