@@ -49,6 +49,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..))]
     mtu: Option<u16>,
 
+    /// No IOMMU is offered to the driver: for front ends whose drivers would take it and cannot
+    /// translate, such as User-Mode Linux
+    #[arg(long)]
+    no_iommu: bool,
+
     /// How many translations the device IOTLB holds at most
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries, value_parser = clap::value_parser!(u64).range(16..=1 << 24))]
     iotlb_entries: u64,
@@ -81,6 +86,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         queues,
         mac,
         mtu,
+        no_iommu,
         iotlb_entries,
         miss_timeout,
     } = arguments;
@@ -102,7 +108,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         patience: Duration::from_millis(miss_timeout),
         ..IotlbConfig::default()
     };
-    let options = NetOptions { name: "net".into(), way, pairs: queues, mac, mtu, iotlb };
+    let options =
+        NetOptions { name: "net".into(), way, pairs: queues, mac, mtu, iommu: !no_iommu, iotlb };
     let net = Net::new(options, workers).context("preparing the device")?;
     let more: Vec<&Path> = peer.as_deref().into_iter().collect();
     serve::run(&service, &more, Serving(net))

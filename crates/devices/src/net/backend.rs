@@ -43,6 +43,8 @@ pub struct NetOptions {
     pub mac: Option<[u8; 6]>,
     /// The MTU that it tells; `None`: none.
     pub mtu: Option<u16>,
+    /// Whether it offers `VIRTIO_F_ACCESS_PLATFORM`.
+    pub iommu: bool,
     /// What its device IOTLB may hold, and how long a packet waits for a translation.
     pub iotlb: IotlbConfig,
 }
@@ -194,19 +196,19 @@ impl Drop for NetBackend {
 
 impl Handler for NetBackend {
     fn features(&self) -> u64 {
-        let NetOptions { pairs, mac, mtu, way, .. } = &self.net.options;
+        let NetOptions { pairs, mac, mtu, way, iommu, .. } = &self.net.options;
         let mut features = feature::MRG_RXBUF
             | feature::STATUS
             | way.offloads()
             | 1 << F_INDIRECT_DESC
             | 1 << F_EVENT_IDX
             | 1 << F_VERSION_1
-            | 1 << F_ACCESS_PLATFORM
             | 1 << F_RING_PACKED;
         for (offered, bit) in [
             (*pairs > 1, feature::MQ),
             (mac.is_some(), feature::MAC),
             (mtu.is_some(), feature::MTU),
+            (*iommu, 1 << F_ACCESS_PLATFORM),
         ] {
             features |= if offered { bit } else { 0 };
         }
@@ -220,6 +222,7 @@ impl Handler for NetBackend {
             | ProtocolFeatures::CONFIG
             | ProtocolFeatures::RESET_DEVICE
             | ProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | ProtocolFeatures::NET_MTU
     }
 
     fn queues(&self) -> u16 {

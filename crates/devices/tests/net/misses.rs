@@ -1,10 +1,17 @@
 //! Translations that come late, never, or go away.
 
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    time::Duration,
+};
 
 use ringfence_devices::{
-    net::{Lost, NetOptions, Way},
-    worker::Notify,
+    net::{Lost, Net, NetOptions, Way},
+    worker::{Notify, Worker},
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::Access;
@@ -304,4 +311,37 @@ fn a_sender_s_misses_and_a_receiver_s_are_told_apart() {
     until("the packet", &mut [&mut sender, &mut receiver], |drivers| {
         drivers[1].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
     });
+}
+
+#[test]
+fn an_invalidation_is_not_answered_while_a_worker_may_be_using_it() {
+    // rule D15
+    let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Poll).unwrap()].into();
+    let net = Net::new(options(Way::Loopback, 1), Arc::clone(&workers)).unwrap();
+    let mut driver = Driver::running(&net, 0, Setup::new(true));
+    driver.offer_all(0, 2048);
+    driver.send(0, &packet(1, 100));
+    until("the packet", &mut [&mut driver], |drivers| drivers[0].receive(0).is_some());
+    let (begun, has_begun) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let answered = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // As if it were in the middle of a burst.
+        scope.spawn(|| {
+            workers[0].call(move |_| {
+                begun.send(()).unwrap();
+                let _ = released.recv();
+            })
+        });
+        has_begun.recv().unwrap();
+        scope.spawn(|| {
+            driver.invalidate(IOVA, IOVA + PAGE - 1);
+            answered.store(true, Ordering::Release);
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        let early = answered.load(Ordering::Acquire);
+        release.send(()).unwrap();
+        assert!(!early, "answered before the worker passed a quiet point");
+    });
+    assert!(answered.load(Ordering::Acquire));
 }

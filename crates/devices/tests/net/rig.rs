@@ -49,7 +49,7 @@ pub(crate) const BUFFERS_AT: u64 = SENT_END;
 
 pub(crate) fn options(way: Way, pairs: u16) -> NetOptions {
     let iotlb = IotlbConfig { patience: Duration::from_secs(60), ..IotlbConfig::default() };
-    NetOptions { name: "test".into(), way, pairs, mac: None, mtu: None, iotlb }
+    NetOptions { name: "test".into(), way, pairs, mac: None, mtu: None, iommu: true, iotlb }
 }
 
 pub(crate) fn device(options: NetOptions, workers: usize, notify: Notify) -> Arc<Net> {

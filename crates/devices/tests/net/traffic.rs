@@ -304,4 +304,9 @@ fn a_device_tells_what_it_is() {
         assert!(offered & bit != 0);
     }
     assert_eq!(backend.queues(), 8);
+    let platform = 1 << ringfence_virtq::F_ACCESS_PLATFORM;
+    assert_eq!(offered & platform, platform);
+    drop(backend);
+    let plain = ringfence_devices::net::NetOptions { iommu: false, ..options(Way::Loopback, 1) };
+    assert_eq!(device(plain, 1, Notify::Adaptive).connect(0).features() & platform, 0);
 }

@@ -25,13 +25,13 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts a program on `cpu` and waits until there is something at `socket`. `talks`: its
-    /// standard input and output are pipes.
+    /// Starts a program on `cpu` (`None`: it knows where) and waits until there is something at
+    /// `socket`. `talks`: its standard input and output are pipes.
     pub(super) fn start(
         name: &'static str,
         program: &Path,
         arguments: &[String],
-        cpu: usize,
+        cpu: Option<usize>,
         socket: &Path,
         talks: bool,
     ) -> Result<Process> {
@@ -54,8 +54,11 @@ impl Process {
         command.env("RUNTIME_DIRECTORY", socket.parent().unwrap_or(Path::new("/tmp")));
         let talk = || if talks { Stdio::piped() } else { Stdio::null() };
         command.stdin(talk()).stdout(talk());
-        let child = threads::bound_to(cpu, || command.spawn())
-            .with_context(|| format!("starting {}", program.display()))?;
+        let child = match cpu {
+            Some(cpu) => threads::bound_to(cpu, || command.spawn()),
+            None => command.spawn(),
+        };
+        let child = child.with_context(|| format!("starting {}", program.display()))?;
         let mut process = Process { name, child, log };
         let begun = Instant::now();
         while !socket.exists() {

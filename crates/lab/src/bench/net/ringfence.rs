@@ -35,7 +35,7 @@ impl Ringfence {
             let arguments = ["net", way, "--notify", "poll", "--log", "warn", "--socket", &path];
             let arguments: Vec<String> = arguments.map(str::to_owned).into();
             let process =
-                Process::start("ringfence net", &program, &arguments, cpu, &socket, false)?;
+                Process::start("ringfence net", &program, &arguments, Some(cpu), &socket, false)?;
             process.pause()?;
             Ok(End { process, socket })
         };

@@ -45,7 +45,9 @@ pub(super) fn is_there() -> bool {
 impl Testpmd {
     pub(super) fn start(folder: &Path, cpu: usize) -> Result<Testpmd> {
         let socket = folder.join("testpmd.sock");
-        // Two lcores, the least it takes, on one CPU: the first only waits for commands.
+        // Two lcores, the least it takes, on one CPU: the first only waits for commands, and the other
+        // never gives the CPU away. So the thread that serves the socket goes where EAL puts it, on
+        // another CPU: beside the lcore it waits for milliseconds, for each message.
         let arguments = format!(
             "--lcores 0@{cpu},1@{cpu} --no-huge --no-pci --no-telemetry --iova-mode=va -m 256 \
              --file-prefix ringfence --vdev net_vhost0,iface={},iommu-support=1,queues=1 -- \
@@ -54,7 +56,7 @@ impl Testpmd {
         );
         let arguments: Vec<String> = arguments.split_whitespace().map(str::to_owned).collect();
         let mut process =
-            Process::start("dpdk-testpmd", Path::new(PROGRAM), &arguments, cpu, &socket, true)?;
+            Process::start("dpdk-testpmd", Path::new(PROGRAM), &arguments, None, &socket, true)?;
         let commands = process.child.stdin.take().context("testpmd's standard input")?;
         let answers = process.child.stdout.take().context("testpmd's standard output")?;
         fcntl_setfl(&answers, OFlags::NONBLOCK).context("testpmd's standard output")?;
