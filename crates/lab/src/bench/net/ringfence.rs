@@ -32,7 +32,7 @@ impl Ringfence {
             let socket = folder.join(format!("ringfence{way}.sock"));
             let path = socket.display().to_string();
             // As testpmd waits.
-            let arguments = ["net", way, "--notify", "poll", "--log", "warn", "--socket", &path];
+            let arguments = ["net", way, "--notify", "poll", "--log", "info", "--socket", &path];
             let arguments: Vec<String> = arguments.map(str::to_owned).into();
             let process =
                 Process::start("ringfence net", &program, &arguments, Some(cpu), &socket, false)?;
