@@ -6,6 +6,7 @@ use crate::{
     blk::{MIB, no_errors, service},
     machine::{Guest, initramfs},
     place::{Place, md5, part},
+    proxy::Recording,
 };
 
 #[test]
@@ -14,6 +15,8 @@ fn user_mode_linux_is_served_too() {
     let place = Place::new();
     let image = place.image("image", 32);
     let back = service(&place, &image, 1);
+    let between = place.path("between.sock");
+    let _wire = Recording::between(between.clone(), &back.socket);
     let script = r#"
 modprobe virtio_blk
 fio --name=mixed --filename=/dev/vda --direct=1 --rw=randrw --bs=4k --ioengine=psync --size=16m \
@@ -30,7 +33,7 @@ say whole $(md5sum < /dev/vda)
     command.arg(format!("initrd={}", root.display()));
     command.arg(format!("uml_dir={}/", state.display()));
     // 2: a block device.
-    command.arg(format!("virtio_uml.device={}:2", back.socket.display()));
+    command.arg(format!("virtio_uml.device={}:2", between.display()));
     let said = Guest::start(&mut command, None).end();
     no_errors(&said.json("mixed"));
     assert_eq!(said.word("whole").split(' ').next().unwrap(), md5(&image, 0, 32 * MIB));
