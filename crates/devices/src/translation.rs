@@ -1,11 +1,18 @@
 //! The device IOTLB of a back end: what its front end tells, and asking for what is lacking.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
 use ringfence_mem::{Access, Memory};
+use ringfence_sync::Backoff;
 use ringfence_vhost_user::{self as vhost_user, BackendChannel, HandlerError};
+
+/// How long an invalidation waits for I/O that uses its range: longer than a disk that works takes.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The device IOTLB of one vhost-user connection, to be told what the front end says.
 ///
@@ -87,8 +94,7 @@ impl Translation {
             regions.clone().any(|r| first.0 >= r.gpa && last.0 - r.gpa < r.size)
         })?;
         self.memory = Some(Arc::clone(memory));
-        self.iotlb.shootdown().wait(token);
-        Ok(())
+        self.wait(token)
     }
 
     /// An IOTLB message of the front end, as [`Handler::iotlb`](vhost_user::Handler::iotlb) gives it.
@@ -117,7 +123,23 @@ impl Translation {
             }
             _ => return Err(HandlerError::new("a message that only a back end sends")),
         };
-        self.iotlb.shootdown().wait(token);
+        self.wait(token)
+    }
+
+    /// Waits until what gave `token` is in force.
+    ///
+    /// # Errors
+    /// I/O that uses the range does not end: it is not in force, and the front end is told so.
+    fn wait(&self, token: u64) -> Result<(), HandlerError> {
+        let (begun, backoff) = (Instant::now(), Backoff::new());
+        while !self.iotlb.shootdown().is_over(token) {
+            match begun.elapsed() {
+                // Workers take a few microseconds, I/O its time.
+                soon if soon < Duration::from_millis(1) => backoff.snooze(),
+                later if later < PATIENCE => std::thread::sleep(Duration::from_micros(50)),
+                _ => return Err(HandlerError::new("I/O that uses the range does not end")),
+            }
+        }
         Ok(())
     }
 

@@ -222,7 +222,8 @@ impl Cache {
                 host: offset(entry.host, first - entry.first),
             };
             let old = slot.replace(new).tag;
-            let (live, same) = (old & (PAGE - 1) & !Page::PROT == generation, old & !(PAGE - 1) == first);
+            let (live, same) =
+                (old & (PAGE - 1) & !Page::PROT == generation, old & !(PAGE - 1) == first);
             if live && !same {
                 bump(&self.crowded[0]);
             }
@@ -267,7 +268,7 @@ impl Cache {
             // Another block's. Now and then only, so that two of them do not drive each other out
             // all the time.
             bump(&self.crowded[1]);
-            if self.crowded[1].get() % 8 != 0 && run.holds(around(addr, PAGE_SHIFT)) {
+            if !self.crowded[1].get().is_multiple_of(8) && run.holds(around(addr, PAGE_SHIFT)) {
                 return false;
             }
         }

@@ -378,9 +378,8 @@ const EVICTED: usize = 32;
 impl Writer {
     /// Whether a view may still use an entry of `range` that was evicted.
     fn was_evicted(&mut self, range: Range, shootdown: &Shootdown) -> bool {
-        let held = |&(evicted, token): &(Range, u64)| {
-            evicted.overlaps(range) && !shootdown.is_over(token)
-        };
+        let held =
+            |&(evicted, token): &(Range, u64)| evicted.overlaps(range) && !shootdown.is_over(token);
         self.evicted.iter().any(held)
     }
 }
@@ -454,3 +453,6 @@ impl fmt::Debug for Iotlb {
 
 #[cfg(all(test, not(loom)))]
 mod tests;
+
+#[cfg(all(test, loom))]
+mod model;

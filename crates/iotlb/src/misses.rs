@@ -1,9 +1,6 @@
 //! What was asked for and not answered yet.
 
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
@@ -230,13 +227,7 @@ impl Misses {
 
     /// Whether what is lacking was refused a moment ago, and `waiter` was among those who waited. Who
     /// did not wait then asks anew: there may be a translation by now.
-    pub(crate) fn lack(
-        &self,
-        iova: Iova,
-        access: Prot,
-        waiter: &Arc<Waiter>,
-        now_ns: u64,
-    ) -> Lack {
+    pub(crate) fn lack(&self, iova: Iova, access: Prot, waiter: &Arc<Waiter>, now_ns: u64) -> Lack {
         let key = Miss { iova, access, again: false }.key();
         match self.list.lock().pending.get(&key) {
             Some(pending @ Pending { state: State::Refused { until_ns }, .. })

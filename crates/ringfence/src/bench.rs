@@ -1,6 +1,7 @@
 //! `ringfence bench`.
 
 mod bounce;
+mod iotlb;
 
 use std::{
     path::PathBuf,
@@ -39,6 +40,8 @@ pub(crate) enum Bench {
     Iova(Arguments),
     #[command(about = "Bounce pools: copying against mapping, and against pools of another shape")]
     Bounce(bounce::Arguments),
+    #[command(about = "Lookups in a device's IOTLB, with other ways to keep one beside")]
+    Iotlb(iotlb::Arguments),
 }
 
 /// Rounds and their length that let the default run end in under four minutes.
@@ -166,6 +169,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
     match bench {
         Bench::Iova(arguments) => run_iova(&arguments),
         Bench::Bounce(arguments) => bounce::run(arguments),
+        Bench::Iotlb(arguments) => iotlb::run(&arguments),
     }
 }
 

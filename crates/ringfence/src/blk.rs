@@ -19,6 +19,9 @@ use ringfence_lab::run::Usage;
 
 use crate::serve::{self, Kind, Options, Page, Service};
 
+/// How long the image's lock is waited for: the process before this one may just have been killed.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
+
 /// A block device for virtual machines, over vhost-user.
 ///
 /// Serves a file or block device as a virtio-blk disk, to one front end after the other. The driver
@@ -85,8 +88,8 @@ fn id(text: &str) -> Result<String, String> {
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments { service, image: path, read_only, direct, queues, .. } = &arguments;
     serve::begin_log(service);
-    let image = Image::open(path, ImageOptions { read_only: *read_only, direct: *direct });
-    let image = match image {
+    let how = ImageOptions { read_only: *read_only, direct: *direct, wait: LOCK_WAIT };
+    let image = match Image::open(path, how) {
         Ok(image) => image,
         Err(error @ (ImageError::Kind | ImageError::Empty(_))) => {
             return Err(Usage(format!("{}: {error}", path.display())).into());

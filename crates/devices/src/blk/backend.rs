@@ -6,7 +6,8 @@ use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::Memory;
 use ringfence_vhost_user::{
-    BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+    BackendChannel, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures, RingAddresses,
+    RingSetup, WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device,
@@ -77,6 +78,7 @@ pub struct BlkBackend {
     features: u64,
     calls: HashMap<u16, Arc<OwnedFd>>,
     errs: HashMap<u16, Arc<OwnedFd>>,
+    inflight: Option<Arc<InflightRegion>>,
 }
 
 impl BlkBackend {
@@ -91,7 +93,16 @@ impl BlkBackend {
             _ => None,
         };
         let (calls, errs) = (HashMap::new(), HashMap::new());
-        BlkBackend { options, workers, translation, memory: None, features: 0, calls, errs }
+        BlkBackend {
+            options,
+            workers,
+            translation,
+            memory: None,
+            features: 0,
+            calls,
+            errs,
+            inflight: None,
+        }
     }
 
     /// What all queues have done.
@@ -199,6 +210,7 @@ impl Handler for BlkBackend {
             | ProtocolFeatures::MQ
             | ProtocolFeatures::CONFIG
             | ProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | ProtocolFeatures::INFLIGHT_SHMFD
             | ProtocolFeatures::RESET_DEVICE;
         if self.translation.is_some() {
             features |= ProtocolFeatures::BACKEND_REQ;
@@ -262,6 +274,7 @@ impl Handler for BlkBackend {
             call: self.calls.get(&ring).cloned(),
             err: self.errs.get(&ring).cloned(),
             enabled: setup.enabled,
+            inflight: self.inflight.clone(),
         };
         let options = self.options.clone();
         let endpoint = self.endpoint().filter(|_| self.has(F_ACCESS_PLATFORM)).cloned();
@@ -341,6 +354,7 @@ impl Handler for BlkBackend {
 
     fn reset(&mut self) -> Result<(), HandlerError> {
         self.features = 0;
+        self.inflight = None;
         self.forget_units();
         Ok(())
     }
@@ -357,6 +371,18 @@ impl Handler for BlkBackend {
             Some(translation) => translation.message(message),
             // The IOMMU is in this process and knows better: QEMU sends one at the start of a ring.
             None => Ok(()),
+        }
+    }
+
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        self.inflight = Some(inflight);
+        Ok(())
+    }
+
+    fn channel_lost(&mut self, why: &WireError) {
+        tracing::warn!("{}: the front end takes no more misses: {why}", self.options.id);
+        if let Some(translation) = &self.translation {
+            translation.set_channel(None);
         }
     }
 

@@ -4,6 +4,7 @@
 //! request, and all that the request will need is asked for at once. It goes on when there was an
 //! answer, and fails when its patience is over.
 
+mod inflight;
 mod parked;
 mod ring;
 mod stop;
@@ -17,9 +18,11 @@ use std::{
 };
 
 use ringfence_mem::{AccessError, Memory, Translate};
+use ringfence_vhost_user::InflightError;
 use ringfence_virtq::{Chain, RingError, device};
 
 use self::{
+    inflight::{NO_ENTRY, Recorded},
     parked::{Look, Parked},
     ring::Away,
     store::{Handed, Store, Transfer},
@@ -46,9 +49,15 @@ pub enum QueueError {
     /// Memory that was in use is gone.
     #[error("memory: {0}")]
     Memory(#[from] AccessError),
+    /// What stands in the record of an earlier process makes no sense.
+    #[error(transparent)]
+    Record(#[from] InflightError),
     /// io_uring cannot be used.
     #[error("io_uring: {0}")]
     Io(#[from] std::io::Error),
+    /// The ring is not where it was said to be now.
+    #[error("the ring is not where it was moved to")]
+    Moved,
     /// More workers than the IOMMU has places for.
     #[error("too many workers for one IOMMU")]
     Readers,
@@ -107,6 +116,8 @@ struct Slot {
     transfer: Transfer,
     /// Its number among all that were taken.
     number: u64,
+    /// Its entry in the record of what is in flight.
+    entry: u16,
     wait: Option<Wait>,
 }
 
@@ -142,6 +153,7 @@ pub struct BlkQueue {
     store: Store,
     slots: Vec<Slot>,
     ring: device::Queue,
+    recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
     away: Option<Away>,
     parked: Parked,
@@ -175,6 +187,7 @@ impl BlkQueue {
             store: Store::new(disk, size)?,
             slots: (0..size).map(|_| Slot::default()).collect(),
             ring,
+            recorded: None,
             away: None,
             parked: Parked::default(),
             head_since: None,
@@ -275,7 +288,11 @@ impl BlkQueue {
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
         // Nothing is published that may have been read from memory that is gone.
         bus.check()?;
-        if self.ring.publish_used() {
+        let wanted = match &mut self.recorded {
+            Some(recorded) => recorded.publish(&mut self.ring),
+            None => self.ring.publish_used(),
+        };
+        if wanted {
             self.interrupt();
         }
         Ok(())
@@ -299,8 +316,8 @@ impl BlkQueue {
     ///
     /// # Errors
     /// The ring is not there.
-    pub fn move_to(&mut self, mem: &impl Translate) -> Result<(), RingError> {
-        self.ring.revalidate(mem)
+    pub fn move_to(&mut self, mem: &impl Translate) -> Result<(), QueueError> {
+        self.find(mem)
     }
 
     /// The ring lies elsewhere from now on; it is to be [found](Self::move_to) there.
@@ -365,9 +382,12 @@ impl BlkQueue {
         while taken < ROUND_REQUESTS && self.stats.bytes < stop_at && !self.is_stalled() {
             let Some(&at) = self.free.last() else { break };
             let slot = &mut self.slots[usize::from(at)];
-            match self.ring.pop(bus, &mut slot.chain) {
-                Ok(true) => self.head_since = None,
-                Ok(false) => break,
+            match take_next(&mut self.ring, self.recorded.as_mut(), bus, &mut slot.chain) {
+                Ok(Some(entry)) => {
+                    self.head_since = None;
+                    slot.entry = entry;
+                }
+                Ok(None) => break,
                 Err(error) if wait::is_missing_table(&error) => {
                     self.wait_for_head(bus, error)?;
                     break;
@@ -507,6 +527,9 @@ impl BlkQueue {
 
     fn finish(&mut self, at: u16, status: Status, used: u32) {
         let slot = &mut self.slots[usize::from(at)];
+        if let Some(recorded) = &mut self.recorded {
+            recorded.complete(slot.chain.head(), slot.entry);
+        }
         self.ring.push_used(slot.chain.head(), used);
         (slot.step, slot.wait) = (Step::Free, None);
         self.free.push(at);
@@ -520,4 +543,26 @@ impl BlkQueue {
             self.stats.interrupts += 1;
         }
     }
+}
+
+/// Takes the next chain: first those that an earlier process took. Its entry in the record; `None`:
+/// there is no chain.
+#[inline]
+fn take_next(
+    ring: &mut device::Queue,
+    recorded: Option<&mut Recorded>,
+    bus: &Bus,
+    chain: &mut Chain,
+) -> Result<Option<u16>, RingError> {
+    let Some(recorded) = recorded else {
+        return Ok(ring.pop(bus, chain)?.then_some(NO_ENTRY));
+    };
+    if let Some(taken) = recorded.take_again(ring, bus, chain) {
+        return taken.map(Some);
+    }
+    if !ring.pop(bus, chain)? {
+        return Ok(None);
+    }
+    // Room for as many as a ring holds was made, unless the region is for smaller rings.
+    recorded.take(chain).map(Some).ok_or(RingError::Format)
 }

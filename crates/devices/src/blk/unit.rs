@@ -9,6 +9,7 @@ use std::{
 
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{Memory, Physical, UserAddresses};
+use ringfence_vhost_user::InflightRegion;
 use ringfence_virtq::device;
 
 use super::{BlkFigures, BlkQueue, QueueError, QueueStats};
@@ -37,6 +38,8 @@ pub struct Start {
     pub err: Option<Arc<OwnedFd>>,
     /// Whether it may work at once.
     pub enabled: bool,
+    /// Where it notes what it has under way.
+    pub inflight: Option<Arc<InflightRegion>>,
 }
 
 struct Served {
@@ -134,16 +137,18 @@ impl BlkUnit {
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
         }
-        let ring = match &self.bus {
-            bus if bus.iotlb().is_some() => device::Queue::postponed(start.config)?,
-            // Who maps it is in this process, and has not.
-            Bus::Iommu(view) => device::Queue::new(start.config, &**view)?,
-            Bus::Physical(_) => {
-                device::Queue::new(start.config, &UserAddresses::new(Arc::clone(memory)))?
-            }
-        };
+        let ring = device::Queue::postponed(start.config)?;
         let disk = (&start.disk, start.read_only);
         let mut queue = BlkQueue::new(ring, disk, start.id, start.call)?;
+        if let Some(region) = start.inflight {
+            queue.record(region, index);
+        }
+        match &self.bus {
+            bus if bus.iotlb().is_some() => {}
+            // Who maps it is in this process, and has not.
+            Bus::Iommu(view) => queue.find(&**view)?,
+            Bus::Physical(_) => queue.find(&UserAddresses::new(Arc::clone(memory)))?,
+        }
         queue.notify((*self.bell).as_fd())?;
         queue.disarm();
         let Start { kick, err, enabled, .. } = start;
@@ -230,7 +235,7 @@ impl BlkUnit {
             let addresses = UserAddresses::new(Arc::clone(memory));
             for served in self.queues.iter_mut().filter(|served| served.failed.is_none()) {
                 if let Err(error) = served.queue.move_to(&addresses) {
-                    served.fail(&self.shared, error.into());
+                    served.fail(&self.shared, error);
                 }
             }
         }
@@ -256,8 +261,9 @@ impl BlkUnit {
         if !through_iommu
             && let Err(error) = served.queue.move_to(&UserAddresses::new(Arc::clone(memory)))
         {
-            served.fail(&self.shared, error.into());
-            return Err(error.into());
+            let told = QueueError::Moved;
+            served.fail(&self.shared, error);
+            return Err(told);
         }
         Ok(())
     }

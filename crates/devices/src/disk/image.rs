@@ -8,6 +8,7 @@ use std::{
         unix::fs::{FileTypeExt, OpenOptionsExt},
     },
     path::Path,
+    time::{Duration, Instant},
 };
 
 use rustix::fs::{
@@ -43,6 +44,9 @@ pub struct ImageOptions {
     pub read_only: bool,
     /// Past the page cache (`O_DIRECT`) where a request is aligned for that; others go through it.
     pub direct: bool,
+    /// How long the lock is waited for. A process that was killed holds it until the kernel has
+    /// ended its I/O: who comes after it and goes on with what it had under way is to wait for that.
+    pub wait: Duration,
 }
 
 /// A file or block device that holds a disk.
@@ -98,9 +102,16 @@ impl Image {
             true => FlockOperation::NonBlockingLockShared,
             false => FlockOperation::NonBlockingLockExclusive,
         };
-        match flock(&file, lock) {
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(ImageError::Locked),
-            other => other.map_err(io::Error::from)?,
+        let deadline = Instant::now() + options.wait;
+        loop {
+            match flock(&file, lock) {
+                Ok(()) => break,
+                Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(ImageError::Locked),
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
         }
         // Of a block device, too.
         let bytes = file.seek(SeekFrom::End(0))?;
@@ -191,7 +202,7 @@ mod tests {
     }
 
     fn opened(file: &tempfile::NamedTempFile, read_only: bool) -> Result<Image, ImageError> {
-        Image::open(file.path(), ImageOptions { read_only, direct: false })
+        Image::open(file.path(), ImageOptions { read_only, ..ImageOptions::default() })
     }
 
     #[test]
@@ -206,11 +217,25 @@ mod tests {
     }
 
     #[test]
+    fn a_lock_that_is_let_go_of_soon_is_waited_for() {
+        let file = image(4096);
+        let writer = opened(&file, false).unwrap();
+        let waiting = ImageOptions { wait: Duration::from_secs(20), ..ImageOptions::default() };
+        std::thread::scope(|scope| {
+            let opened = scope.spawn(|| Image::open(file.path(), waiting));
+            std::thread::yield_now();
+            drop(writer);
+            assert!(opened.join().unwrap().is_ok());
+        });
+    }
+
+    #[test]
     fn a_disk_has_whole_sectors_and_at_least_one() {
         assert_eq!(opened(&image(1025), false).unwrap().len(), 1024);
         assert!(matches!(opened(&image(511), false), Err(ImageError::Empty(511))));
         let folder = tempfile::tempdir().unwrap();
-        let kind = Image::open(folder.path(), ImageOptions { read_only: true, direct: false });
+        let kind =
+            Image::open(folder.path(), ImageOptions { read_only: true, ..ImageOptions::default() });
         assert!(matches!(kind, Err(ImageError::Kind)));
     }
 

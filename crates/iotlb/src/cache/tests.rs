@@ -49,7 +49,7 @@ fn memory_in_one_piece_is_not_looked_up_again_in_whatever_order() {
         let mut last = 0;
         // As walks find them: each block's pages as a run.
         for n in 0..3 * PAGES {
-            let addr = n * step % PAGES << 12;
+            let addr = (n * step % PAGES) << 12;
             if cache.get(addr, Prot::RW).is_none() {
                 let block = addr & !0x1f_ffff;
                 let at = host((1 << 40) + block);

@@ -137,6 +137,17 @@ fn an_access_over_two_entries_that_lead_apart_is_in_two_pieces() {
 }
 
 #[test]
+fn entries_that_lead_on_from_each_other_keep_their_permissions() {
+    let bench = bench();
+    bench.update(0, GPA, 1, Prot::RW);
+    bench.update(PAGE, GPA + PAGE, 1, Prot::READ);
+    bench.update(2 * PAGE, GPA + 2 * PAGE, 1, Prot::RW);
+    assert_eq!([0, 1, 2].map(|page| bench.reads(page * PAGE)), [true; 3]);
+    assert_eq!([0, 1, 2].map(|page| bench.writes(page * PAGE)), [true, false, true]);
+    assert_eq!(bench.pieces(0, 3 * PAGE).unwrap().len(), 1);
+}
+
+#[test]
 fn an_update_that_permits_more_takes_effect() {
     let mut bench = bench();
     bench.update(0, GPA, 1, Prot::READ);
@@ -266,7 +277,8 @@ fn a_table_that_an_iommu_fills_refuses_what_does_not_fit() {
     // rule D30
     let bench = bench_with(IotlbConfig { entries: 2, ..IotlbConfig::default() });
     let iotlb = &bench.iotlb;
-    let map = |page: u64| Domain::map_pages(&**iotlb, pages(page * PAGE, 1), GuestPhys(GPA), Prot::RW);
+    let map =
+        |page: u64| Domain::map_pages(&**iotlb, pages(page * PAGE, 1), GuestPhys(GPA), Prot::RW);
     assert_eq!((map(0), map(1)), (Ok(()), Ok(())));
     assert!(matches!(map(2), Err(Error::Full { .. })));
     assert!(bench.reads(0) && bench.reads(PAGE));
@@ -434,7 +446,8 @@ fn without_anybody_to_ask_accesses_wait_and_a_new_front_end_is_asked() {
 #[test]
 fn the_misses_that_are_open_are_bounded() {
     // rule D17
-    let config = IotlbConfig { misses: 8, again: Duration::from_secs(1000), ..IotlbConfig::default() };
+    let config =
+        IotlbConfig { misses: 8, again: Duration::from_secs(1000), ..IotlbConfig::default() };
     let bench = bench_with(config);
     for n in 0..100 {
         bench.view.prefetch(n << 30, 4 * PAGE, Access::Read);
@@ -453,7 +466,8 @@ fn entries_that_lead_out_of_memory_go_and_leases_on_any_of_them_are_waited_for()
         assert!(bench.reads(page << 30));
     }
     let lease = bench.view.lease(0, 8).unwrap();
-    let keep = |first: GuestPhys, last: GuestPhys| first.0 >= GPA + 2 * PAGE && last.0 < GPA + 3 * PAGE;
+    let keep =
+        |first: GuestPhys, last: GuestPhys| first.0 >= GPA + 2 * PAGE && last.0 < GPA + 3 * PAGE;
     let token = bench.iotlb.retain_targets(keep).unwrap();
     bench.view.quiet();
     assert_eq!([0, 1, 2, 3].map(|page| bench.reads(page << 30)), [false, false, true, false]);
@@ -512,8 +526,12 @@ fn op() -> impl Strategy<Value = Op> {
     let at = || prop_oneof![3 => (0..3 * SPOT / 4).prop_map(|page| page * 4), 1 => 0..3 * SPOT];
     let count = || prop_oneof![3 => (1..6u64).prop_map(|pages| pages * 4), 1 => 1..20u64];
     let target = || prop_oneof![3 => (0..16u64).prop_map(|page| page * 4), 1 => 0..64u64];
-    let linear = (at(), count())
-        .prop_map(|(at, count)| Op::Update { at, count, target: at % 64, prot: Prot::RW });
+    let linear = (at(), count()).prop_map(|(at, count)| Op::Update {
+        at,
+        count,
+        target: at % 64,
+        prot: Prot::RW,
+    });
     prop_oneof![
         4 => (at(), count(), target(), prot)
             .prop_map(|(at, count, target, prot)| Op::Update { at, count, target, prot }),

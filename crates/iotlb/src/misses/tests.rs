@@ -39,7 +39,10 @@ fn one_question_for_a_page_and_an_access_however_many_want_it() {
     }
     assert_eq!(misses.open(), 2);
     // Asked again, with the address that was asked for first.
-    assert_eq!(note(&misses, &[miss(0x1800, Prot::READ)], &second, 20), [Miss { again: true, ..read }]);
+    assert_eq!(
+        note(&misses, &[miss(0x1800, Prot::READ)], &second, 20),
+        [Miss { again: true, ..read }]
+    );
     assert_eq!(note(&misses, &[read], &first, 21), []);
     misses.answer(pages(1, 1), Prot::READ);
     assert_eq!((first.answers(), second.answers(), misses.open()), (1, 1, 1));
@@ -144,6 +147,8 @@ fn a_refusal_is_for_those_who_waited_and_not_for_ever() {
     assert_eq!(lack(&later, 20), Lack::Pending, "there may be a translation by now");
     assert_eq!(lack(&waits, 21), Lack::Pending);
     assert_eq!(note(&misses, &[miss(0x1000, Prot::WRITE)], &later, 20).len(), 1);
+    // Not both: one of them may be.
+    assert_eq!(misses.refuse(Range::ALL, Prot::RW, 20), []);
     // No read access: so not both either.
     note(&misses, &[miss(0x1000, Prot::RW)], &waits, 20);
     assert_eq!(misses.refuse(Range::ALL, Prot::READ, 20).len(), 2);

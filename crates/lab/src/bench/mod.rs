@@ -11,12 +11,14 @@
 //! | `table` | blocks of a table for a terminal |
 //! | [`iova`] | allocators of I/O virtual addresses |
 //! | [`bounce`] | bounce pools, against mapping and against pools of another shape |
+//! | [`iotlb`] | lookups in a device's IOTLB |
 //!
 //! A benchmark measures its implementations in turns (A B C A B C ...), so that what slows a machine
 //! for a while slows all of them, and takes ratios within a round.
 
 pub mod bounce;
 pub mod clock;
+pub mod iotlb;
 pub mod iova;
 pub mod rounds;
 pub mod row;

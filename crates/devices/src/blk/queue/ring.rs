@@ -42,12 +42,12 @@ impl BlkQueue {
         }
         let found = match again {
             // The driver has been told the first time.
-            true => bus.silently(|| self.ring.revalidate(bus)),
-            false => self.ring.revalidate(bus),
+            true => bus.silently(|| self.find(bus)),
+            false => self.find(bus),
         };
         match found {
             Ok(()) => self.away = None,
-            Err(RingError::Unreachable { .. }) => {
+            Err(QueueError::Ring(RingError::Unreachable { .. })) => {
                 let (first, most) = AWAY_NS;
                 let pause_ns = match self.away {
                     // There was an answer, perhaps the first of several.
@@ -59,7 +59,7 @@ impl BlkQueue {
                 let retry_at = self.now_ns.saturating_add(pause_ns);
                 self.away = Some(Away { retry_at, pause_ns, answers });
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(error),
         }
         Ok(self.away.is_none())
     }

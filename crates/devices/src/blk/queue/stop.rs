@@ -9,8 +9,8 @@ use crate::bus::Bus;
 impl BlkQueue {
     /// Has all that is under way end, and answers it, so that nothing is lost when the ring stops.
     /// Requests that wait for translations are put back as far as they are the newest and were not
-    /// begun; others that cannot go on fail: whoever stops a ring waits for us, and sends no
-    /// translations meanwhile. If the ring is not mapped nothing can be answered.
+    /// begun; others that cannot go on stay on record, if there is one, or fail: whoever stops a ring
+    /// waits for us, and sends no translations meanwhile. If the ring is not mapped nothing can be answered.
     ///
     /// # Errors
     /// As [`poll`](Self::poll); [`QueueError::Stuck`] if the disk does not answer within `patience`:
@@ -19,7 +19,7 @@ impl BlkQueue {
     pub fn stop(&mut self, bus: &Bus, patience: Duration) -> Result<(), QueueError> {
         self.put_back();
         let deadline = Instant::now() + patience;
-        let found = self.ring.is_valid() || self.ring.revalidate(bus).is_ok();
+        let found = self.ring.is_valid() || self.find(bus).is_ok();
         if !found {
             return self.wait_for_kernel(deadline);
         }
@@ -45,8 +45,11 @@ impl BlkQueue {
             // Whatever the time is: a real disk may be faster, too.
             self.complete(bus, u64::MAX, u64::MAX);
         }
-        for at in self.parked.take() {
-            self.fail(at, bus);
+        // What is on record is done by whoever goes on.
+        if self.recorded.is_none() {
+            for at in self.parked.take() {
+                self.fail(at, bus);
+            }
         }
         self.publish(bus)
     }
@@ -71,13 +74,20 @@ impl BlkQueue {
 
     /// Puts requests back into the ring that were taken last and not begun.
     fn put_back(&mut self) {
+        if self.recorded.as_ref().is_some_and(|recorded| !recorded.forgets()) {
+            return;
+        }
         let mut waiting = self.parked.take();
         waiting.sort_unstable_by_key(|&at| self.slots[usize::from(at)].number);
         while let Some(&at) = waiting.last() {
             let slot = &mut self.slots[usize::from(at)];
-            let begun = !matches!(slot.step, Step::Parse | Step::Start(_));
-            if begun || !self.ring.untake(slot.chain.head()) {
+            let begun = matches!(slot.step, Step::Busy(_) | Step::Answer(..));
+            let head = slot.chain.head();
+            if begun || !self.ring.untake(head) {
                 break;
+            }
+            if let Some(recorded) = &mut self.recorded {
+                recorded.forget(head);
             }
             (slot.step, slot.wait) = (Step::Free, None);
             self.free.push(at);

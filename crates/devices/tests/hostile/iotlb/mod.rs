@@ -106,6 +106,7 @@ impl Behind {
         let protocol = ProtocolFeatures::MQ
             | ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::BACKEND_REQ
+            | ProtocolFeatures::INFLIGHT_SHMFD
             | ProtocolFeatures::CONFIG;
         assert_eq!(main.negotiate(features, protocol).unwrap(), features);
         let (channel, other) = UnixStream::pair().unwrap();

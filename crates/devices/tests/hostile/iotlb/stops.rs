@@ -83,6 +83,43 @@ fn requests_that_ran_before_one_that_waits_are_answered() {
 }
 
 #[test]
+fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
+    for overtaken in [false, true] {
+        let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+        let region = behind.main().inflight(4, SIZE).unwrap().unwrap();
+        behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
+        let mut queue = behind.queue(0);
+        queue.go_round();
+        let answered = queue.used_index();
+        behind.answers(Answers::Held);
+        let (page, data) = behind.mapped();
+        fill(&data, 7);
+        queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+        behind.wait_asked(page);
+        if overtaken {
+            // One that came later is answered: the one that waits cannot go back into the ring.
+            let header = queue.page.part(2800, 16).unwrap();
+            header.write(0, &[4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+            queue.desc(8, queue.bus + 2800, 16, 1, 9);
+            queue.desc(9, queue.bus + 3000, 1, 2, 0);
+            queue.push(8);
+            assert_eq!(queue.wait(), (8, 1));
+        }
+        let base = behind.main().get_vring_base(0).unwrap();
+        assert_eq!(base, u32::from(answered) + if overtaken { 2 } else { 0 });
+        assert_eq!(queue.take(), None, "it was answered without being done");
+        behind.answers(Answers::Now);
+        behind.release(|_| ());
+        // Whatever base the front end believes in.
+        queue.start(&mut behind.main(), answered);
+        assert_eq!(queue.finish(), OK);
+        assert!(holds(&data, 0));
+        queue.go_round();
+        assert_eq!(behind.options.figures.sum().failed, 0);
+    }
+}
+
+#[test]
 fn a_disk_that_does_not_answer_holds_up_a_stop_for_its_patience_only() {
     let (disk, mut answers) = pipe();
     let mut behind = Behind::new(1, config(), disk);

@@ -337,7 +337,7 @@ fn passes<S: Subject>(
 }
 
 /// What this thread has had of its CPU.
-pub(super) fn cpu_time() -> Duration {
+pub(in crate::bench) fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }

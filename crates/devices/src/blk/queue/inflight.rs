@@ -1,0 +1,240 @@
+//! The record of what a queue has taken and not answered, by which another process goes on after a
+//! crash of this one.
+
+use std::{cell::Cell, collections::VecDeque, sync::Arc};
+
+use ringfence_mem::{AccessError, Translate};
+use ringfence_vhost_user::{InflightRegion, PackedDescriptor, PackedInflight, SplitInflight};
+use ringfence_virtq::{
+    Area, Chain, Desc, RingError,
+    device::{self, Stored},
+    layout,
+};
+
+use super::{BlkQueue, QueueError};
+
+/// A queue's part of the record.
+pub(super) enum Record {
+    Split {
+        inflight: SplitInflight,
+        /// The used index, with what is not published yet.
+        used: u16,
+    },
+    Packed(PackedInflight),
+}
+
+/// The record of a queue, before and after its ring was found.
+pub(super) struct Recorded {
+    region: Arc<InflightRegion>,
+    queue: u16,
+    record: Option<Record>,
+    /// What an earlier process took and did not answer: it is taken again before anything else.
+    again: VecDeque<Again>,
+}
+
+/// A chain that an earlier process took.
+enum Again {
+    Head(u16),
+    Packed { slot: u16, id: u16, descs: Vec<Desc>, table: Option<(u64, u32)> },
+}
+
+/// The entry of a chain that has none, or needs none: a split ring's is its head.
+pub(super) const NO_ENTRY: u16 = u16::MAX;
+
+impl Recorded {
+    pub(super) fn new(region: Arc<InflightRegion>, queue: u16) -> Recorded {
+        Recorded { region, queue, record: None, again: VecDeque::new() }
+    }
+
+    /// Whether the ring has not been looked at yet.
+    pub(super) fn is_closed(&self) -> bool {
+        self.record.is_none()
+    }
+
+    /// Finds out from the ring and the record where to go on: the queue of `config`, not yet found.
+    pub(super) fn open(
+        &mut self,
+        config: &device::Config,
+        mem: &impl Translate,
+    ) -> Result<device::Queue, QueueError> {
+        let base = match config.packed {
+            false => {
+                let mut idx = [0; 2];
+                let addr = config.used.saturating_add(layout::IDX as u64);
+                mem.read(addr, &mut idx).map_err(|error| unreachable(Area::Used, addr, error))?;
+                let used = u16::from_le_bytes(idx);
+                let (inflight, heads) = self.region.split(self.queue, used)?;
+                self.again = heads.into_iter().map(Again::Head).collect();
+                let base = inflight.base().into();
+                self.record = Some(Record::Split { inflight, used });
+                base
+            }
+            true => {
+                let failed = Cell::new(None);
+                let flags_at = |at: u16| {
+                    let (mut flags, offset) = ([0; 2], usize::from(at) * layout::DESC_SIZE + 14);
+                    let addr = config.desc.saturating_add(offset as u64);
+                    if let Err(error) = mem.read(addr, &mut flags) {
+                        failed.set(Some(unreachable(Area::Descriptors, addr, error)));
+                    }
+                    u16::from_le_bytes(flags)
+                };
+                // Before anything is changed by what cannot be read.
+                flags_at(0);
+                if let Some(error) = failed.take() {
+                    return Err(error.into());
+                }
+                let (inflight, buffers) = self.region.packed(self.queue, config.base, flags_at)?;
+                if let Some(error) = failed.take() {
+                    return Err(error.into());
+                }
+                self.again = buffers
+                    .into_iter()
+                    .map(|buffer| again(buffer.slot, &buffer.descriptors))
+                    .collect();
+                let base = inflight.base();
+                self.record = Some(Record::Packed(inflight));
+                base
+            }
+        };
+        Ok(device::Queue::postponed(device::Config { base, ..*config })?)
+    }
+
+    /// Takes the next chain that an earlier process had into `chain`; `None` if that were all. Its
+    /// entry.
+    pub(super) fn take_again(
+        &mut self,
+        ring: &mut device::Queue,
+        mem: &impl Translate,
+        chain: &mut Chain,
+    ) -> Option<Result<u16, RingError>> {
+        let taken = match self.again.front()? {
+            Again::Head(head) => ring.take_head(mem, *head, chain).map(|()| NO_ENTRY),
+            Again::Packed { slot, id, descs, table } => {
+                let stored = match *table {
+                    Some((addr, len)) => Stored::Table { addr, len },
+                    None => Stored::Buffers(descs),
+                };
+                ring.take_stored(mem, *id, stored, chain).map(|()| *slot)
+            }
+        };
+        if taken.is_ok() {
+            self.again.pop_front();
+        }
+        Some(taken)
+    }
+
+    /// A chain was taken; before it has any effect. Its entry; `None` if there is no room for it,
+    /// which there is for all that a ring holds.
+    pub(super) fn take(&mut self, chain: &Chain) -> Option<u16> {
+        match self.record.as_mut()? {
+            Record::Split { inflight, .. } => {
+                inflight.take(chain.head());
+                Some(NO_ENTRY)
+            }
+            Record::Packed(inflight) => {
+                let next = |at: usize| if at == 0 { 0 } else { layout::DESC_F_NEXT };
+                let id = chain.head();
+                match chain.table() {
+                    Some((addr, len)) => {
+                        let flags = layout::DESC_F_INDIRECT;
+                        inflight.take(&[PackedDescriptor { addr, len, flags, id }])
+                    }
+                    None => {
+                        let left = (0..chain.descs().len()).rev();
+                        let descriptors = chain.descs().iter().zip(left).map(|(desc, left)| {
+                            let write = if desc.write { layout::DESC_F_WRITE } else { 0 };
+                            let flags = write | next(left);
+                            PackedDescriptor { addr: desc.addr, len: desc.len, flags, id }
+                        });
+                        inflight.take(&descriptors.collect::<Vec<_>>())
+                    }
+                }
+            }
+        }
+    }
+
+    /// A chain is answered.
+    pub(super) fn complete(&mut self, head: u16, entry: u16) {
+        match &mut self.record {
+            Some(Record::Split { inflight, used }) => {
+                inflight.complete(head);
+                *used = used.wrapping_add(1);
+            }
+            Some(Record::Packed(inflight)) => inflight.complete(entry),
+            None => {}
+        }
+    }
+
+    /// A chain was put back into the ring; only while none is answered and not published. False if
+    /// the record cannot tell that: it must stay taken then.
+    pub(super) fn forget(&mut self, head: u16) -> bool {
+        match &mut self.record {
+            Some(Record::Split { inflight, used }) => {
+                // As if it had been answered, and nothing published.
+                inflight.complete(head);
+                inflight.publish(|| *used);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether chains that were taken can be put back.
+    pub(super) fn forgets(&self) -> bool {
+        matches!(&self.record, Some(Record::Split { .. }))
+    }
+
+    /// Publishes what was answered; whether the driver wants an interrupt.
+    pub(super) fn publish(&mut self, ring: &mut device::Queue) -> bool {
+        let mut wanted = false;
+        match &mut self.record {
+            Some(Record::Split { inflight, used }) => inflight.publish(|| {
+                wanted = ring.publish_used();
+                *used
+            }),
+            Some(Record::Packed(inflight)) => inflight.publish(|| wanted = ring.publish_used()),
+            None => wanted = ring.publish_used(),
+        }
+        wanted
+    }
+}
+
+fn unreachable(area: Area, addr: u64, error: AccessError) -> RingError {
+    RingError::Unreachable { area, addr, error }
+}
+
+fn again(slot: u16, descriptors: &[PackedDescriptor]) -> Again {
+    let table = match descriptors {
+        [only] if only.flags & layout::DESC_F_INDIRECT != 0 => Some((only.addr, only.len)),
+        _ => None,
+    };
+    let descs = descriptors.iter().map(|desc| {
+        let write = desc.flags & layout::DESC_F_WRITE != 0;
+        Desc { addr: desc.addr, len: desc.len, write }
+    });
+    // The driver's id stands in the last of them.
+    let id = descriptors.last().map_or(0, |desc| desc.id);
+    Again::Packed { slot, id, descs: descs.collect(), table }
+}
+
+impl BlkQueue {
+    /// Has what is under way noted in `region`, as that of queue `queue`, and goes on with what is
+    /// noted there. Before the ring was found.
+    pub fn record(&mut self, region: Arc<InflightRegion>, queue: u16) {
+        self.recorded = Some(Recorded::new(region, queue));
+    }
+
+    /// Finds the ring through `mem`: with a record, where that says.
+    ///
+    /// # Errors
+    /// The ring is not there, or broken; the record is.
+    pub fn find(&mut self, mem: &impl Translate) -> Result<(), QueueError> {
+        if let Some(recorded) = &mut self.recorded
+            && recorded.is_closed()
+        {
+            self.ring = recorded.open(self.ring.config(), mem)?;
+        }
+        Ok(self.ring.revalidate(mem)?)
+    }
+}

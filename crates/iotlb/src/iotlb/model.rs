@@ -1,0 +1,115 @@
+//! An update that leads elsewhere, and an invalidation, explored by loom.
+
+use loom::thread;
+use ringfence_iommu::shootdown::Invalidation;
+use ringfence_sync::{
+    atomic::{AtomicBool, Ordering},
+    cell::UnsafeCell,
+};
+
+use super::*;
+
+/// A slot of the model's smallest node.
+const PAGE: u64 = 1 << 56;
+const OLD: GuestPhys = GuestPhys(0);
+const NEW: GuestPhys = GuestPhys(3 * PAGE);
+
+fn page() -> Range {
+    Range::from_len(Iova(PAGE), PAGE).unwrap()
+}
+
+/// An entry, and the memory it leads to at first. Loom fails the model if a device's access to the
+/// memory overlaps its owner's, or is not ordered with it.
+struct World {
+    iotlb: Arc<Iotlb>,
+    memory: UnsafeCell<u32>,
+    returned: AtomicBool,
+}
+
+// SAFETY: who may touch the memory when is what the model checks.
+unsafe impl Sync for World {}
+// SAFETY: as above.
+unsafe impl Send for World {}
+
+impl World {
+    /// A device's access, with a cache of one translation.
+    fn access(&self, reader: &Reader, cache: &mut Option<u64>) {
+        if cache.is_none() {
+            let found = self.iotlb.translate(reader, Iova(PAGE), page());
+            *cache = found.map(|found| found.target(Iova(PAGE)));
+        }
+        match *cache {
+            Some(target) if target == OLD.0 => {
+                assert!(!self.returned.load(Ordering::Relaxed), "reached after it was returned");
+                // SAFETY: it was there when it was looked up, and the owner waits for us.
+                assert_ne!(self.memory.with(|memory| unsafe { *memory }), 0);
+            }
+            Some(target) => assert_eq!(target, NEW.0),
+            None => {}
+        }
+    }
+
+    /// The owner has its memory back once `token` is over.
+    fn take_back(&self, token: u64) {
+        for _ in 0..2 {
+            if self.iotlb.shootdown().is_over(token) {
+                self.returned.store(true, Ordering::Relaxed);
+                // SAFETY: the change is in force: no device reaches it.
+                self.memory.with_mut(|memory| unsafe { *memory = 0 });
+                return;
+            }
+            thread::yield_now();
+        }
+    }
+}
+
+fn check(change: fn(&Iotlb) -> u64) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(2);
+    builder.check(move || {
+        let shootdown = Shootdown::new(1);
+        let iotlb = Iotlb::new(IotlbConfig { entries: 1, ..IotlbConfig::default() }, shootdown);
+        iotlb.update(page(), OLD, Prot::RW).unwrap();
+        let mut reader = iotlb.shootdown().reader().unwrap();
+        let (memory, returned) = (UnsafeCell::new(1), AtomicBool::new(false));
+        let world = Arc::new(World { iotlb, memory, returned });
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = None;
+            for _ in 0..2 {
+                theirs.access(&reader, &mut cache);
+                reader.poll(|gone: Invalidation| {
+                    if gone.hits(page()) {
+                        cache = None;
+                    }
+                });
+            }
+            theirs.access(&reader, &mut cache);
+        });
+        let token = change(&world.iotlb);
+        world.take_back(token);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn after_an_update_that_leads_elsewhere_nobody_uses_the_old_translation() {
+    // rule D15
+    check(|iotlb| iotlb.update(page(), NEW, Prot::RW).unwrap());
+}
+
+#[test]
+fn nor_after_an_invalidation() {
+    // rule D15
+    check(|iotlb| iotlb.invalidate(page()).unwrap());
+}
+
+#[test]
+fn nor_where_it_made_room_for_another_before() {
+    // rule D24
+    check(|iotlb| {
+        let other = Range::from_len(Iova(8 * PAGE), PAGE).unwrap();
+        iotlb.update(other, NEW, Prot::RW).unwrap();
+        iotlb.update(page(), NEW, Prot::RW).unwrap()
+    });
+}

@@ -1,0 +1,163 @@
+//! What can be varied, by name.
+
+use std::{fmt, str::FromStr};
+
+/// Implements the names of an enumeration: what it is called on the command line and in JSON.
+macro_rules! named {
+    ($(#[$doc:meta])* $name:ident, $what:literal: $($(#[$of:meta])* $variant:ident = $text:literal,)+) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name {
+            $($(#[$of])* $variant,)+
+        }
+
+        impl $name {
+            /// All of them, in order.
+            pub const ALL: &'static [$name] = &[$($name::$variant),+];
+
+            /// Its name.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($name::$variant => $text,)+
+                }
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.name())
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = String;
+
+            fn from_str(name: &str) -> Result<$name, String> {
+                let found = Self::ALL.iter().find(|one| one.name() == name);
+                found.copied().ok_or_else(|| {
+                    let names: Vec<_> = Self::ALL.iter().map(|one| one.name()).collect();
+                    format!(concat!("{:?} is no ", $what, ": there are {}"), name, names.join(", "))
+                })
+            }
+        }
+    };
+}
+
+named! {
+    /// Who is measured.
+    Implementation, "implementation":
+    /// Our views, over a table that all of a device share.
+    Ringfence = "ringfence",
+    /// The `Iotlb` of the crate vm-memory.
+    VmMemory = "vm-memory",
+    /// A B-tree by first address.
+    BTreeMap = "btreemap",
+    /// A sorted list that is walked from its beginning, of at most 2,048 entries: the shape of
+    /// DPDK's.
+    SortedList = "sorted-list",
+    /// A B-tree behind one lock a device, taken for each lookup.
+    SingleLock = "single-lock",
+}
+
+named! {
+    /// What an operation is.
+    Order, "order":
+    /// A lookup of 64 bytes, in one entry after the other.
+    Seq = "seq",
+    /// A lookup of 64 bytes in a random entry.
+    Random = "random",
+    /// The same, where the next address is known only when the last has been translated.
+    Dependent = "dependent",
+    /// Lookups for a chain of three descriptors in random entries: 16 bytes, 4 KiB and 1 byte.
+    Chain = "chain",
+    /// A random entry is invalidated, put in again and looked up.
+    Churn = "churn",
+    /// Random lookups by one thread and by two that share a device, each of which invalidates an
+    /// entry and puts it in again now and then.
+    Threads = "threads",
+}
+
+named! {
+    /// How entries side by side are related.
+    Merge, "way":
+    /// They lead on from each other.
+    Mergeable = "mergeable",
+    /// No two of them do.
+    Unmergeable = "unmergeable",
+}
+
+named! {
+    /// How large an entry is.
+    Page, "page":
+    /// 4 KiB.
+    Small = "4k",
+    /// 2 MiB.
+    Large = "2m",
+    /// 1 GiB.
+    Huge = "1g",
+}
+
+impl Page {
+    /// Its bytes.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Page::Small => 4 << 10,
+            Page::Large => 2 << 20,
+            Page::Huge => 1 << 30,
+        }
+    }
+}
+
+/// A number of entries: `1`, `512`, `2k`, `64k`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entries(pub u64);
+
+impl Entries {
+    /// Those that are measured if nothing else is asked for.
+    pub const DEFAULTS: [Entries; 6] =
+        [Entries(1), Entries(4), Entries(64), Entries(512), Entries(2 << 10), Entries(64 << 10)];
+}
+
+impl fmt::Display for Entries {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            n if n >= 1 << 10 && n.is_multiple_of(1 << 10) => f.pad(&format!("{}k", n >> 10)),
+            n => f.pad(&n.to_string()),
+        }
+    }
+}
+
+impl FromStr for Entries {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Entries, String> {
+        let (digits, unit) = match text.strip_suffix(['k', 'K']) {
+            Some(digits) => (digits, 1 << 10),
+            None => (text, 1),
+        };
+        match digits.parse::<u64>().ok().and_then(|digits| digits.checked_mul(unit)) {
+            Some(n) if (1..=1 << 20).contains(&n) => Ok(Entries(n)),
+            _ => Err(format!("{text:?} is no number of entries from 1 to 1024k")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back() {
+        for one in Implementation::ALL {
+            assert_eq!(one.to_string().parse(), Ok(*one));
+        }
+        assert!("dpdk".parse::<Implementation>().unwrap_err().contains("sorted-list"));
+        assert!("4K".parse::<Page>().unwrap_err().contains("4k, 2m, 1g"));
+        for text in ["1", "512", "2k", "64k", "1024k"] {
+            assert_eq!(text.parse::<Entries>().unwrap().to_string(), text);
+        }
+        for wrong in ["", "0", "k", "-1", "1025k", "99999999999999999999k", "1.5k"] {
+            assert!(wrong.parse::<Entries>().is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! The others: what they keep, and how they find it.
+
+use std::{collections::BTreeMap, sync::RwLock};
+
+use parking_lot::Mutex;
+use vm_memory::{GuestAddress, Permissions, iommu::Iotlb};
+
+use super::set::Random;
+
+/// A table that is looked up and changed by one thread.
+pub(super) trait Table: Default + Send + Sync {
+    /// Where `addr` leads, if all of `len` bytes are there; else `None`.
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64>;
+    /// Puts an entry in, in a place where none is.
+    fn insert(&mut self, iova: u64, len: u64, target: u64);
+    /// Takes an entry out.
+    fn remove(&mut self, iova: u64, len: u64);
+    /// How many entries it can hold.
+    const MOST: u64 = u64::MAX;
+}
+
+/// vm-memory's.
+#[derive(Default)]
+pub(super) struct VmMemory(Iotlb);
+
+impl Table for VmMemory {
+    #[inline]
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
+        let access = Permissions::Read;
+        let mut found = Iotlb::lookup(&self.0, GuestAddress(addr), len as usize, access).ok()?;
+        found.next().map(|range| range.base.0)
+    }
+
+    fn insert(&mut self, iova: u64, len: u64, target: u64) {
+        let (iova, target) = (GuestAddress(iova), GuestAddress(target));
+        // It never refuses.
+        let _ = self.0.set_mapping(iova, target, len as usize, Permissions::ReadWrite);
+    }
+
+    fn remove(&mut self, iova: u64, len: u64) {
+        self.0.invalidate_mapping(GuestAddress(iova), len as usize);
+    }
+}
+
+/// A B-tree: by first address, the last one, the target and what is allowed.
+#[derive(Default)]
+pub(super) struct Map(BTreeMap<u64, (u64, u64, u8)>);
+
+impl Table for Map {
+    #[inline]
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
+        let (mut at, mut left, mut found) = (addr, len, None);
+        loop {
+            let (&first, &(last, target, prot)) = self.0.range(..=at).next_back()?;
+            if at > last || prot & 1 == 0 {
+                return None;
+            }
+            found = found.or(Some(target + (at - first)));
+            let more = last - at + 1;
+            if more >= left {
+                return found;
+            }
+            (at, left) = (at + more, left - more);
+        }
+    }
+
+    fn insert(&mut self, iova: u64, len: u64, target: u64) {
+        self.0.insert(iova, (iova + (len - 1), target, 3));
+    }
+
+    fn remove(&mut self, iova: u64, _: u64) {
+        self.0.remove(&iova);
+    }
+}
+
+/// A sorted list, walked from its beginning; when it is full, a random entry makes room.
+#[derive(Default)]
+pub(super) struct SortedList {
+    head: Option<Box<Node>>,
+    len: u64,
+    random: Random,
+}
+
+struct Node {
+    iova: u64,
+    size: u64,
+    target: u64,
+    prot: u8,
+    next: Option<Box<Node>>,
+}
+
+impl Default for Random {
+    fn default() -> Random {
+        Random(1)
+    }
+}
+
+impl SortedList {
+    /// The link to the first node that `stop` says so of, or the last one.
+    fn link(&mut self, stop: impl Fn(&Node) -> bool) -> &mut Option<Box<Node>> {
+        let mut link = &mut self.head;
+        while link.as_ref().is_some_and(|node| !stop(node)) {
+            link = &mut link.as_mut().expect("looked at above").next;
+        }
+        link
+    }
+}
+
+impl Table for SortedList {
+    const MOST: u64 = 2048;
+
+    #[inline]
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
+        let (mut at, mut left, mut found) = (addr, len, None);
+        let mut next = self.head.as_deref();
+        while let Some(node) = next {
+            if at < node.iova {
+                break;
+            }
+            if at - node.iova < node.size {
+                if node.prot & 1 == 0 {
+                    break;
+                }
+                found = found.or(Some(node.target + (at - node.iova)));
+                let more = node.size - (at - node.iova);
+                if more >= left {
+                    return found;
+                }
+                (at, left) = (at + more, left - more);
+            }
+            next = node.next.as_deref();
+        }
+        None
+    }
+
+    fn insert(&mut self, iova: u64, len: u64, target: u64) {
+        if self.len == Self::MOST {
+            let mut link = &mut self.head;
+            for _ in 0..self.random.below(Self::MOST) {
+                link = &mut link.as_mut().expect("so many there are").next;
+            }
+            *link = link.take().and_then(|node| node.next);
+            self.len -= 1;
+        }
+        let link = self.link(|node| node.iova > iova);
+        let next = link.take();
+        *link = Some(Box::new(Node { iova, size: len, target, prot: 3, next }));
+        self.len += 1;
+    }
+
+    fn remove(&mut self, iova: u64, _: u64) {
+        let link = self.link(|node| node.iova >= iova);
+        if link.as_ref().is_some_and(|node| node.iova == iova) {
+            *link = link.take().and_then(|node| node.next);
+            self.len -= 1;
+        }
+    }
+}
+
+impl Drop for SortedList {
+    fn drop(&mut self) {
+        // One after the other: a list of boxes would else be dropped by recursion.
+        let mut next = self.head.take();
+        while let Some(mut node) = next {
+            next = node.next.take();
+        }
+    }
+}
+
+/// A table that threads share.
+pub(super) trait Shared: Sync {
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64>;
+    /// Takes an entry out and puts it in again.
+    fn renew(&self, iova: u64, len: u64, target: u64);
+}
+
+impl<T: Table> Shared for RwLock<T> {
+    #[inline]
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
+        self.read().expect("no lookup panics").lookup(addr, len)
+    }
+
+    fn renew(&self, iova: u64, len: u64, target: u64) {
+        let mut table = self.write().expect("no lookup panics");
+        table.remove(iova, len);
+        table.insert(iova, len, target);
+    }
+}
+
+/// A B-tree behind one lock, by one thread or several.
+#[derive(Default)]
+pub(super) struct SingleLock(pub(super) Mutex<Map>);
+
+impl Table for SingleLock {
+    #[inline]
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
+        self.0.lock().lookup(addr, len)
+    }
+
+    fn insert(&mut self, iova: u64, len: u64, target: u64) {
+        self.0.lock().insert(iova, len, target);
+    }
+
+    fn remove(&mut self, iova: u64, len: u64) {
+        self.0.lock().remove(iova, len);
+    }
+}
+
+impl Shared for SingleLock {
+    #[inline]
+    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
+        self.0.lock().lookup(addr, len)
+    }
+
+    fn renew(&self, iova: u64, len: u64, target: u64) {
+        let mut table = self.0.lock();
+        table.remove(iova, len);
+        table.insert(iova, len, target);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn behaves<T: Table>() {
+        let mut table = T::default();
+        for entry in [3, 1, 2, 0u64] {
+            table.insert(entry << 12, 4096, (9 - entry) << 12);
+        }
+        for entry in 0..4u64 {
+            assert_eq!(table.lookup(entry << 12 | 5, 64), Some((9 - entry) << 12 | 5));
+        }
+        assert_eq!(table.lookup(0xfff, 2), Some(0x9fff));
+        assert_eq!((table.lookup(0x3fff, 2), table.lookup(0x4000, 1)), (None, None));
+        table.remove(0x1000, 4096);
+        assert_eq!((table.lookup(0x1000, 1), table.lookup(0xfff, 2)), (None, None));
+        assert_eq!(table.lookup(0x2000, 1), Some(7 << 12));
+    }
+
+    #[test]
+    fn every_peer_finds_what_is_there_and_nothing_else() {
+        behaves::<VmMemory>();
+        behaves::<Map>();
+        behaves::<SortedList>();
+        behaves::<SingleLock>();
+    }
+
+    #[test]
+    fn the_list_holds_so_many_and_no_more() {
+        let mut list = SortedList::default();
+        for entry in 0..3000 {
+            list.insert(entry << 12, 4096, 0);
+            assert!(list.lookup(entry << 12, 1).is_some(), "the newest is there");
+        }
+        let there = (0..3000).filter(|entry| list.lookup(entry << 12, 1).is_some()).count();
+        assert_eq!(there as u64, SortedList::MOST);
+    }
+}

@@ -1,0 +1,94 @@
+//! `ringfence bench iotlb`: what it prints is a contract, and wrong usage is refused.
+
+mod common;
+
+use common::{Place, number};
+use serde_json::Value;
+
+const NAMES: [&str; 5] = ["ringfence", "vm-memory", "btreemap", "sorted-list", "single-lock"];
+
+/// A run as short as one can be.
+const SHORT: [&str; 7] = ["bench", "iotlb", "--repeat", "2", "--budget", "0.1", "--quiet"];
+
+fn bench(place: &Place, arguments: &[&str]) -> Value {
+    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    let json: Value = serde_json::from_str(&ended.out)
+        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
+    assert_eq!(json["schema"], "ringfence.bench/1");
+    assert_eq!(json["bench"], "iotlb");
+    assert_eq!(json["interrupted"], false);
+    assert_eq!(json["errors"], Value::Array(Vec::new()));
+    json
+}
+
+#[test]
+fn the_json_holds_every_row_and_figure() {
+    let place = Place::new();
+    let json = bench(&place, &["--entries", "1,64,4k"]);
+    let rows = json["rows"].as_array().unwrap();
+    // Both ways: five orders of 4k, and random of the two others; and threads, of those that are
+    // not mergeable, at two numbers.
+    assert_eq!(rows.len(), (2 * 7 + 2) * 3 * NAMES.len());
+    for row in rows {
+        let name = row["impl"].as_str().unwrap();
+        let params = &row["params"];
+        assert!(NAMES.contains(&name), "{row}");
+        assert!(["4k", "2m", "1g"].contains(&params["page"].as_str().unwrap()), "{row}");
+        assert!(["mergeable", "unmergeable"].contains(&params["merge"].as_str().unwrap()));
+        let entries = params["entries"].as_u64().unwrap();
+        assert!([1, 64, 4096].contains(&entries), "{row}");
+        assert_eq!(row["scaling"].is_object(), params["threads"] == 2, "{row}");
+        if row["note"].is_string() {
+            assert!(row["ns_per_op"]["median"].is_null(), "{row}");
+            assert_eq!(entries, 4096, "{row}");
+            assert!(name == "sorted-list" || params["page"] == "1g", "{row}");
+            continue;
+        }
+        for path in ["/ns_per_op/median", "/ratio_to_ringfence", "/wall_ns_per_op/median"] {
+            assert!(number(row, path) > 0.0, "{path}: {row}");
+        }
+        for path in ["/ns_per_op/lo", "/cpu_ns_per_op/median", "/operations"] {
+            number(row, path);
+        }
+        assert!(number(row, "/ratio_to_64_entries/median") > 0.0, "{row}");
+        if name == "ringfence" {
+            assert_eq!(row["ratio_to_ringfence"], 1.0, "{row}");
+        }
+    }
+}
+
+#[test]
+fn what_is_asked_for_is_measured_and_nothing_else() {
+    let place = Place::new();
+    let some = ["--impl", "ringfence,vm-memory", "--entries", "2k", "--merge", "unmergeable"];
+    let json = bench(&place, &[&some[..], &["--order", "churn,chain", "--page", "2m"]].concat());
+    let names: Vec<_> = json["rows"].as_array().unwrap().iter().map(|row| &row["name"]).collect();
+    let expected = ["churn/unmergeable/2m/2k", "churn/unmergeable/2m/2k"];
+    assert_eq!(names[..2], expected);
+    assert_eq!((names.len(), names[3]), (4, &Value::from("chain/unmergeable/2m/2k")));
+    let ended = place.run(&[&SHORT[..], &some, &["--order", "random"]].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(ended.out.contains("vm-memory") && ended.out.contains("random"), "{ended}");
+    assert!(!ended.out.contains("btreemap"), "{ended}");
+}
+
+#[test]
+fn wrong_usage_is_refused_before_anything_runs() {
+    let place = Place::new();
+    for wrong in [
+        ["--impl", "dpdk"],
+        ["--entries", "0"],
+        ["--entries", "4,4"],
+        ["--page", "4m"],
+        ["--order", ""],
+        ["--merge", "perhaps"],
+        ["--repeat", "0"],
+        ["--budget", "0"],
+        ["--json", "/nowhere/at/all.json"],
+    ] {
+        let ended = place.run(&[&SHORT[..2], &wrong].concat());
+        assert_eq!(ended.code(), 2, "{wrong:?}: {ended}");
+        assert!(ended.out.is_empty(), "{ended}");
+    }
+}

@@ -1,0 +1,557 @@
+//! `ringfence blk`, served to a front end and a driver of ours as to a stranger's.
+
+mod common;
+
+use std::{
+    collections::HashMap,
+    fs,
+    io::{Read, Write},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::{UnixDatagram, UnixListener, UnixStream},
+    },
+    path::Path,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use common::{Place, Running};
+use ringfence_devices::{
+    blk::{
+        DriverQueue, QueueLayout,
+        wire::{self, Kind},
+    },
+    event,
+    worker::Notify,
+};
+use ringfence_dma::Segment;
+use ringfence_mem::{Access, GuestRam, Window};
+use ringfence_vhost_user::{
+    BackendMessage, Frontend, FrontendChannel, Iotlb, ProtocolFeatures, RingAddresses,
+};
+use rustix::process::Signal;
+use zerocopy::IntoBytes;
+
+const LONG: Duration = Duration::from_secs(30);
+const MIB: usize = 1 << 20;
+const PAGE: usize = 4096;
+/// Requests of a queue at a time.
+const DEPTH: u16 = 16;
+/// VERSION_1, EVENT_IDX, INDIRECT_DESC, ACCESS_PLATFORM.
+const PLAIN: u64 = 1 << 32 | 1 << 29 | 1 << 28;
+const PLATFORM: u64 = 1 << 33;
+/// Where the memory is, for a device behind an IOMMU.
+const IOVA: u64 = 1 << 40;
+
+/// A virtual machine without a guest: memory and the driver's end of queues, which outlive the
+/// device's process.
+struct Machine {
+    ram: Arc<GuestRam>,
+    queues: Vec<Queue>,
+    /// Whether the device is behind an IOMMU.
+    translated: bool,
+    data: Window,
+    data_at: u64,
+}
+
+struct Queue {
+    driver: DriverQueue,
+    at: u64,
+    layout: QueueLayout,
+    kick: Arc<OwnedFd>,
+    call: Arc<OwnedFd>,
+}
+
+/// Its connection to a device.
+struct Connection {
+    main: Arc<Mutex<Frontend>>,
+    ended: Arc<AtomicBool>,
+    answering: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Machine {
+    fn new(queues: usize, translated: bool) -> Machine {
+        let ram = GuestRam::new(4 * MIB, 1 << 30).unwrap();
+        let layout = QueueLayout::new(DEPTH, 4);
+        let bus = |offset: usize| offset as u64 + if translated { IOVA } else { ram.gpa() };
+        let queues = (0..queues)
+            .map(|_| {
+                let offset = ram.carve(layout.bytes(), PAGE).unwrap();
+                let memory = ram.window(offset, layout.bytes()).unwrap();
+                let [kick, call] = [(); 2].map(|()| Arc::new(event::new().unwrap()));
+                let [k, c] = [Arc::clone(&kick), Arc::clone(&call)];
+                let driver = DriverQueue::new(layout, &memory, bus(offset), k, c, Notify::Adaptive);
+                let at = match translated {
+                    true => bus(offset),
+                    false => ram.user_addr() + offset as u64,
+                };
+                Queue { driver: driver.unwrap(), at, layout, kick, call }
+            })
+            .collect();
+        let offset = ram.carve(MIB, PAGE).unwrap();
+        let (data, data_at) = (ram.window(offset, MIB).unwrap(), bus(offset));
+        Machine { ram, queues, translated, data, data_at }
+    }
+
+    /// Connects to the socket, and starts all queues.
+    fn connect(&self, socket: &Path, kept: Option<&mut Kept>) -> Connection {
+        let mut main = Frontend::new(connected(socket), LONG);
+        let features = PLAIN | if self.translated { PLATFORM } else { 0 };
+        let mut protocol = ProtocolFeatures::MQ
+            | ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::CONFIG
+            | ProtocolFeatures::INFLIGHT_SHMFD;
+        if self.translated {
+            protocol |= ProtocolFeatures::BACKEND_REQ;
+        }
+        assert_eq!(main.negotiate(features, protocol).unwrap(), features);
+        let (mut channel, theirs) = FrontendChannel::pair(LONG).unwrap();
+        if self.translated {
+            main.set_backend_channel(theirs.as_fd()).unwrap();
+        }
+        drop(theirs);
+        main.set_mem_table(&[(self.ram.region(), self.ram.fd())]).unwrap();
+        if let Some(kept) = kept {
+            if kept.region.is_none() {
+                kept.region = main.inflight(self.queues.len() as u16, DEPTH).unwrap();
+            }
+            let (place, file) = kept.region.as_ref().unwrap();
+            main.set_inflight(place, file.as_fd()).unwrap();
+        }
+        let (main, ended) = (Arc::new(Mutex::new(main)), Arc::new(AtomicBool::new(false)));
+        let (front, over) = (Arc::clone(&main), Arc::clone(&ended));
+        let (user, last) = (self.ram.user_addr(), IOVA + self.ram.len() as u64 - 1);
+        let answering = self.translated.then(|| {
+            std::thread::spawn(move || {
+                let mut asked = Vec::new();
+                while !over.load(Ordering::Relaxed) {
+                    let more = channel.recv_all_within(Duration::from_millis(20), &mut asked);
+                    if !more.unwrap_or(false) {
+                        return;
+                    }
+                    for question in asked.drain(..) {
+                        let BackendMessage::Iotlb(Iotlb::Miss { iova, .. }) = question.message
+                        else {
+                            panic!("{question:?}")
+                        };
+                        let known = (IOVA..=last).contains(&iova);
+                        if known {
+                            let first = iova & !0xfff;
+                            let update = Iotlb::Update {
+                                first,
+                                last: first | 0xfff,
+                                user_addr: user + (first - IOVA),
+                                access: Some(Access::ReadWrite),
+                            };
+                            // The back end may have been killed.
+                            let _ = front.lock().unwrap().iotlb(&update);
+                        }
+                        let _ = channel.answer(&question, known);
+                    }
+                }
+            })
+        });
+        let connection = Connection { main, ended, answering };
+        for (index, queue) in (0..).zip(&self.queues) {
+            let mut main = connection.main.lock().unwrap();
+            main.set_vring_num(index, DEPTH).unwrap();
+            main.set_vring_base(index, 0).unwrap();
+            let addresses = RingAddresses {
+                desc: queue.at,
+                avail: queue.at + queue.layout.avail_at() as u64,
+                used: queue.at + queue.layout.used_at() as u64,
+                log: None,
+            };
+            main.set_vring_addr(index, &addresses).unwrap();
+            main.set_vring_call(index, Some(queue.call.as_fd())).unwrap();
+            main.set_vring_kick(index, Some(queue.kick.as_fd())).unwrap();
+            main.set_vring_enable(index, true).unwrap();
+            // What was kicked to the one before is not known to this one.
+            event::signal(&queue.kick);
+        }
+        connection
+    }
+
+    /// Does one request with data at an offset of the data area.
+    fn request(&mut self, queue: usize, kind: Kind, sector: u64, at: usize, len: usize) -> bool {
+        let data = [Segment { addr: self.data_at + at as u64, len: len as u64 }];
+        let data = if len == 0 { &[][..] } else { &data[..] };
+        let driver = &mut self.queues[queue].driver;
+        driver.submit(kind, sector, data, 1).unwrap();
+        driver.publish();
+        let begun = Instant::now();
+        loop {
+            if let Some(done) = driver.reap().unwrap() {
+                return done.ok;
+            }
+            assert!(begun.elapsed() < LONG, "no answer");
+            driver.wait(begun.elapsed(), Duration::from_millis(50));
+        }
+    }
+
+    fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.data.read(at, &mut bytes);
+        bytes
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+        if let Some(answering) = self.answering.take() {
+            assert!(answering.join().is_ok() || std::thread::panicking());
+        }
+    }
+}
+
+/// What a front end keeps over a crash of the back end.
+#[derive(Default)]
+struct Kept {
+    region: Option<(ringfence_vhost_user::msg::Inflight, OwnedFd)>,
+}
+
+fn connected(socket: &Path) -> UnixStream {
+    let begun = Instant::now();
+    loop {
+        match UnixStream::connect(socket) {
+            Ok(stream) => return stream,
+            Err(error) => assert!(begun.elapsed() < LONG, "{}: {error}", socket.display()),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn started(place: &Place, more: &[&str]) -> Running {
+    let fixed = ["blk", "--socket", "s", "--image", "disk.img"];
+    let mut running = place.start(&[&fixed[..], more].concat());
+    running.wait_for(|line| line.contains("listening on s"));
+    running
+}
+
+fn figure(text: &str, name: &str) -> u64 {
+    let of = |line: &&str| line.starts_with(name) && !line.starts_with('#');
+    let lines = text.lines().filter(of);
+    lines.map(|line| line.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap()).sum()
+}
+
+fn figures(place: &Place) -> String {
+    let mut stream = UnixStream::connect(place.path("m")).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
+    text
+}
+
+fn ends(running: Running, place: &Place) {
+    running.signal(Signal::TERM);
+    let ended = running.wait();
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(!ended.err.contains("panicked"), "{ended}");
+    assert!(!place.path("s").exists() && !place.path("m").exists());
+}
+
+#[test]
+fn requests_of_all_kinds_reach_the_image_for_one_client_after_the_other() {
+    for translated in [false, true] {
+        let place = Place::new();
+        let image = place.write("disk.img", vec![1; MIB + 100]);
+        let running = started(&place, &["--queues", "2", "--metrics", "unix:m", "--id", "a disk"]);
+        for client in 0..3u8 {
+            let mut machine = Machine::new(2, translated);
+            let connection = machine.connect(&place.path("s"), None);
+            let mut capacity = [0; 8];
+            connection.main.lock().unwrap().config(0, &mut capacity).unwrap();
+            assert_eq!(u64::from_le_bytes(capacity), MIB as u64 / 512);
+            machine.data.write(0, &vec![0x40 + client; 3 * PAGE]);
+            assert!(machine.request(0, Kind::Out, 8, 0, 3 * PAGE));
+            assert!(machine.request(1, Kind::Flush, 0, 0, 0));
+            assert!(machine.request(1, Kind::In, 7, 8 * PAGE, 4 * PAGE));
+            let back = machine.bytes(8 * PAGE, 4 * PAGE);
+            assert_eq!(back[..512], [1; 512]);
+            assert_eq!(back[512..512 + 3 * PAGE], vec![0x40 + client; 3 * PAGE]);
+            assert!(machine.request(0, Kind::GetId, 0, 0, 20));
+            assert_eq!(machine.bytes(0, 20), b"a disk\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
+            for (kind, sector) in [(Kind::Discard, 100), (Kind::WriteZeroes, 200)] {
+                let extent =
+                    wire::Extent { sector: sector.into(), sectors: 10.into(), flags: 0.into() };
+                machine.data.write(0, extent.as_bytes());
+                assert!(machine.request(0, kind, 0, 0, 16), "{kind:?}");
+                assert!(machine.request(0, Kind::In, sector - 1, PAGE, 12 * 512));
+                let back = machine.bytes(PAGE, 12 * 512);
+                assert_eq!(back[..512], [1; 512]);
+                assert_eq!(back[512..11 * 512], [0; 10 * 512]);
+                assert_eq!(back[11 * 512..], [1; 512]);
+            }
+            assert!(!machine.request(0, Kind::Out, MIB as u64 / 512, 0, 512), "past the end");
+        }
+        let text = figures(&place);
+        assert_eq!(figure(&text, "ringfence_connections_total"), 3, "{text}");
+        assert_eq!(figure(&text, "ringfence_requests_total"), 3 * 9, "{text}");
+        assert_eq!(figure(&text, "ringfence_failed_requests_total"), 3, "{text}");
+        assert_eq!(figure(&text, "ringfence_iotlb_misses_total") > 0, translated, "{text}");
+        ends(running, &place);
+        let content = fs::read(image).unwrap();
+        assert_eq!(content.len(), MIB + 100);
+        assert_eq!(content[4096..4 * 4096], vec![0x42; 3 * 4096]);
+        assert_eq!(content[MIB..], [1; 100]);
+    }
+}
+
+#[test]
+fn a_disk_that_is_only_read_is_not_written() {
+    let place = Place::new();
+    let image = place.write("disk.img", vec![7; MIB]);
+    let running = started(&place, &["--read-only"]);
+    // Others may read it, too.
+    let other = place.start(&["blk", "--socket", "t", "--image", "disk.img", "--read-only"]);
+    let mut machine = Machine::new(1, true);
+    for socket in ["s", "t"] {
+        let mut machine = Machine::new(1, false);
+        let _connection = machine.connect(&place.path(socket), None);
+        assert!(!machine.request(0, Kind::Out, 0, 0, PAGE));
+        assert!(machine.request(0, Kind::In, 0, PAGE, PAGE));
+        assert_eq!(machine.bytes(PAGE, PAGE), [7; PAGE]);
+    }
+    let connection = machine.connect(&place.path("s"), None);
+    assert!(machine.request(0, Kind::In, 0, PAGE, PAGE));
+    drop(connection);
+    other.signal(Signal::INT);
+    assert_eq!(other.wait().code(), 0);
+    ends(running, &place);
+    assert_eq!(fs::read(image).unwrap(), vec![7; MIB]);
+}
+
+/// Writes and reads past the page cache where that is possible, and beside it where not.
+#[test]
+fn direct_requests_need_not_be_aligned() {
+    let place = Place::new();
+    place.write("disk.img", vec![7; MIB]);
+    let running = started(&place, &["--direct"]);
+    let mut machine = Machine::new(1, false);
+    let _connection = machine.connect(&place.path("s"), None);
+    for (at, sector, len) in [(0, 0, PAGE), (PAGE + 24, 8, PAGE), (4 * PAGE + 1, 1, 512)] {
+        machine.data.write(at, &vec![sector as u8 + 100; len]);
+        assert!(machine.request(0, Kind::Out, sector, at, len));
+        assert!(machine.request(0, Kind::In, sector, 10 * PAGE + at, len));
+        assert_eq!(machine.bytes(10 * PAGE + at, len), vec![sector as u8 + 100; len]);
+    }
+    ends(running, &place);
+}
+
+/// One write a block at a time; what was acknowledged is remembered.
+struct Load {
+    versions: HashMap<u64, u32>,
+    /// By token: the block and its new version.
+    under_way: HashMap<u64, (u64, u32)>,
+    acknowledged: usize,
+    tokens: u64,
+}
+
+const BLOCKS: u64 = 64;
+
+impl Load {
+    /// Does what can be done now on a queue. Its blocks are `queue` modulo the number of queues.
+    fn step(&mut self, machine: &mut Machine, submit: bool) {
+        let count = machine.queues.len() as u64;
+        for index in 0..machine.queues.len() {
+            while let Some(done) = machine.queues[index].driver.reap().unwrap() {
+                let (block, version) = self.under_way.remove(&done.token).expect("answered once");
+                assert!(done.ok, "block {block}, version {version} failed");
+                self.versions.insert(block, version);
+                self.acknowledged += 1;
+            }
+            while submit && machine.queues[index].driver.room() > 0 {
+                let token = self.tokens;
+                let block = (token / count) % (BLOCKS / count) * count + index as u64;
+                if self.under_way.values().any(|&(busy, _)| busy == block) {
+                    break;
+                }
+                self.tokens += 1;
+                let version = self.versions.get(&block).map_or(1, |version| version + 1);
+                let at = block as usize * PAGE;
+                machine.data.write(at, &content(block, version));
+                let data = [Segment { addr: machine.data_at + at as u64, len: PAGE as u64 }];
+                machine.queues[index].driver.submit(Kind::Out, block * 8, &data, token).unwrap();
+                self.under_way.insert(token, (block, version));
+            }
+            machine.queues[index].driver.publish();
+        }
+    }
+}
+
+fn content(block: u64, version: u32) -> Vec<u8> {
+    let word = block << 32 | u64::from(version);
+    word.to_le_bytes().repeat(PAGE / 8)
+}
+
+#[test]
+fn a_back_end_that_is_killed_under_load_and_started_again_loses_nothing() {
+    for translated in [false, true] {
+        let place = Place::new();
+        let image = place.write("disk.img", vec![0; MIB]);
+        let mut machine = Machine::new(2, translated);
+        let mut kept = Kept::default();
+        let mut load = Load {
+            versions: HashMap::new(),
+            under_way: HashMap::new(),
+            acknowledged: 0,
+            tokens: 0,
+        };
+        for life in 0..6 {
+            let running = started(&place, &["--queues", "2"]);
+            let connection = machine.connect(&place.path("s"), Some(&mut kept));
+            let goal = load.acknowledged + 300 + life * 37;
+            let begun = Instant::now();
+            while load.acknowledged < goal {
+                load.step(&mut machine, true);
+                assert!(begun.elapsed() < LONG, "it stands still at {}", load.acknowledged);
+            }
+            running.signal(Signal::KILL);
+            assert_eq!(running.wait().code(), -9);
+            drop(connection);
+        }
+        let left = load.under_way.len();
+        let running = started(&place, &["--queues", "2"]);
+        let connection = machine.connect(&place.path("s"), Some(&mut kept));
+        let begun = Instant::now();
+        while !load.under_way.is_empty() {
+            load.step(&mut machine, false);
+            assert!(begun.elapsed() < LONG, "{} of {left} lost", load.under_way.len());
+        }
+        drop(connection);
+        running.signal(Signal::TERM);
+        assert_eq!(running.wait().code(), 0);
+        let bytes = fs::read(image).unwrap();
+        for (&block, &version) in &load.versions {
+            let at = block as usize * PAGE;
+            assert!(bytes[at..at + PAGE] == content(block, version), "block {block} {version}");
+        }
+    }
+}
+
+#[test]
+fn wrong_usage_is_told() {
+    let place = Place::new();
+    place.write("disk.img", vec![0; MIB]);
+    place.write("tiny", "x");
+    place.run(&["blk", "--socket", "s"]).refused(&["--image"]);
+    place.run(&["blk", "--image", "disk.img"]).refused(&["--socket", "LISTEN_FDS"]);
+    place.run(&["blk", "--socket", "s", "--image", "."]).refused(&["neither a file"]);
+    place.run(&["blk", "--socket", "s", "--image", "tiny"]).refused(&["1 bytes"]);
+    let with = |more: &[&str]| {
+        place.run(&[&["blk", "--socket", "s", "--image", "disk.img"], more].concat())
+    };
+    with(&["--queues", "0"]).refused(&["--queues"]);
+    with(&["--id", "a name of more than twenty"]).refused(&["--id", "26 bytes"]);
+    with(&["--metrics", "here"]).refused(&["--metrics", "HOST:PORT"]);
+    with(&["--notify", "loudly"]).refused(&["--notify"]);
+    with(&["--socket-mode", "9"]).refused(&["octal"]);
+    with(&["--log", "loud"]).refused(&["--log"]);
+    let missing = place.run(&["blk", "--socket", "s", "--image", "not there"]);
+    assert_eq!(missing.code(), 1, "{missing}");
+    assert!(missing.err.contains("not there"), "{missing}");
+}
+
+#[test]
+fn an_image_has_one_writer_and_a_socket_one_server() {
+    let place = Place::new();
+    place.write("disk.img", vec![0; MIB]);
+    place.write("other.img", vec![0; MIB]);
+    // Left behind by one that was killed.
+    let killed = started(&place, &[]);
+    killed.signal(Signal::KILL);
+    killed.wait();
+    assert!(place.path("s").exists());
+    let running = started(&place, &["--socket-mode", "660"]);
+    let mode = std::os::unix::fs::MetadataExt::mode(&fs::metadata(place.path("s")).unwrap());
+    assert_eq!(mode & 0o777, 0o660);
+    let second = place.run(&["blk", "--socket", "t", "--image", "disk.img"]);
+    assert_eq!(second.code(), 1, "{second}");
+    assert!(second.err.contains("another process uses it"), "{second}");
+    let second = place.run(&["blk", "--socket", "s", "--image", "other.img"]);
+    assert_eq!(second.code(), 1, "{second}");
+    assert!(second.err.contains("another process serves"), "{second}");
+    ends(running, &place);
+}
+
+#[test]
+fn a_service_manager_hands_over_the_socket_and_is_told() {
+    let place = Place::new();
+    place.write("disk.img", vec![9; MIB]);
+    let listener = UnixListener::bind(place.path("s")).unwrap();
+    let told = UnixDatagram::bind(place.path("n")).unwrap();
+    told.set_read_timeout(Some(LONG)).unwrap();
+    // As descriptor 3, with the process's own number, as the service manager does it.
+    let mut child = std::process::Command::new("sh")
+        .args(["-c", "LISTEN_FDS=1 LISTEN_PID=$$ NOTIFY_SOCKET=$PWD/n exec \"$0\" blk --image disk.img 3<&0 </dev/null"])
+        .arg(env!("CARGO_BIN_EXE_ringfence"))
+        .current_dir(place.path(""))
+        .stdin(OwnedFd::from(listener))
+        .spawn()
+        .unwrap();
+    let next = || {
+        let mut bytes = [0; 4096];
+        let len = told.recv(&mut bytes).unwrap();
+        String::from_utf8(bytes[..len].to_vec()).unwrap()
+    };
+    assert!(next().contains("READY=1"));
+    let mut machine = Machine::new(1, false);
+    let connection = machine.connect(&place.path("s"), None);
+    assert!(machine.request(0, Kind::In, 0, 0, PAGE));
+    assert_eq!(machine.bytes(0, PAGE), [9; PAGE]);
+    assert!(next().contains("STATUS="));
+    let id = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(id, Signal::TERM).unwrap();
+    while !next().contains("STOPPING=1") {}
+    assert!(child.wait().unwrap().success());
+    // It is not ours to remove.
+    assert!(place.path("s").exists());
+    drop(connection);
+}
+
+#[test]
+fn a_truncated_image_fails_requests_and_truncated_memory_a_ring() {
+    let place = Place::new();
+    let image = place.write("disk.img", vec![3; MIB]);
+    let running = started(&place, &[]);
+    let mut machine = Machine::new(1, false);
+    let connection = machine.connect(&place.path("s"), None);
+    assert!(machine.request(0, Kind::In, 1024, 0, PAGE));
+    fs::File::options().write(true).open(&image).unwrap().set_len(64 * 1024).unwrap();
+    assert!(!machine.request(0, Kind::In, 1024, 0, PAGE));
+    assert!(machine.request(0, Kind::In, 0, 0, PAGE));
+    drop(connection);
+    // The service lives on.
+    let mut machine = Machine::new(1, true);
+    let _connection = machine.connect(&place.path("s"), None);
+    assert!(machine.request(0, Kind::In, 0, 0, PAGE));
+    ends(running, &place);
+}
+
+#[test]
+fn bytes_that_are_no_protocol_end_their_connection_alone() {
+    let place = Place::new();
+    place.write("disk.img", vec![3; MIB]);
+    let running = started(&place, &["--metrics", "unix:m"]);
+    for bytes in [&[0xff; 64][..], b"GET / HTTP/1.1\r\n\r\n", &[0; 12]] {
+        let mut stream = connected(&place.path("s"));
+        stream.write_all(bytes).unwrap();
+        let mut rest = Vec::new();
+        // Hung up, in one way or another.
+        let _ = stream.read_to_end(&mut rest);
+        assert!(rest.is_empty());
+    }
+    let mut machine = Machine::new(1, false);
+    let connection = machine.connect(&place.path("s"), None);
+    assert!(machine.request(0, Kind::In, 0, 0, PAGE));
+    let text = figures(&place);
+    assert_eq!(figure(&text, "ringfence_broken_connections_total"), 3, "{text}");
+    assert_eq!(figure(&text, "ringfence_connected"), 1, "{text}");
+    drop(connection);
+    ends(running, &place);
+}
