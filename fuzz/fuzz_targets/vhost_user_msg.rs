@@ -17,10 +17,10 @@ use std::{
 };
 
 use libfuzzer_sys::fuzz_target;
-use ringfence_mem::{GuestRam, Memory};
+use ringfence_mem::{DirtyLog, GuestRam, Memory};
 use ringfence_vhost_user::{
-    F_ACCESS_PLATFORM, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
-    Server,
+    F_ACCESS_PLATFORM, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, Server,
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -35,11 +35,12 @@ struct Device {
     running: [bool; QUEUES],
     memory: Option<Arc<Memory>>,
     features: u64,
+    log: Option<Arc<DirtyLog>>,
 }
 
 impl Handler for Device {
     fn features(&self) -> u64 {
-        F_ACCESS_PLATFORM | 1 << 32
+        F_ACCESS_PLATFORM | 1 << 32 | 1 << 34
     }
     fn protocol_features(&self) -> ProtocolFeatures {
         ProtocolFeatures::KNOWN
@@ -58,7 +59,7 @@ impl Handler for Device {
     }
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         assert!(!self.running[ring as usize] && self.memory.is_some());
-        assert!(setup.size.is_power_of_two());
+        assert!(setup.size.is_power_of_two() || self.features & 1 << 34 != 0);
         if setup.base == 99 {
             return Err(HandlerError::new("not there"));
         }
@@ -85,6 +86,27 @@ impl Handler for Device {
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
         assert!(!out.is_empty() && out.len() <= 256);
         if offset > 100 { Err(HandlerError::new("beyond the end")) } else { Ok(()) }
+    }
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
+        if let Some(log) = &log {
+            log.mark(0x1234, 70_000);
+        }
+        self.log = log;
+        Ok(())
+    }
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        assert!(!self.running.contains(&true));
+        let place = inflight.place();
+        assert!(usize::from(place.queues) <= QUEUES && place.size <= 32768);
+        if let Ok((mut queue, heads)) = inflight.split(0, 3) {
+            assert!(heads.iter().all(|&head| head < place.size));
+            queue.take(0);
+        }
+        let _ = inflight.packed(0, 0, |_| 0);
+        Ok(())
+    }
+    fn disconnected(&mut self) {
+        assert!(self.log.is_none());
     }
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         assert_ne!(self.features & F_ACCESS_PLATFORM, 0);

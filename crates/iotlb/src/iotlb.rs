@@ -452,6 +452,8 @@ impl fmt::Debug for Iotlb {
 }
 
 #[cfg(all(test, not(loom)))]
+mod oracle;
+#[cfg(all(test, not(loom)))]
 mod tests;
 
 #[cfg(all(test, loom))]

@@ -2,6 +2,7 @@
 
 mod bounce;
 mod iotlb;
+mod net;
 
 use std::{
     path::PathBuf,
@@ -42,6 +43,8 @@ pub(crate) enum Bench {
     Bounce(bounce::Arguments),
     #[command(about = "Lookups in a device's IOTLB, with other ways to keep one beside")]
     Iotlb(iotlb::Arguments),
+    #[command(about = "Network back ends with and without a device IOTLB, beside DPDK's")]
+    Net(net::Arguments),
 }
 
 /// Rounds and their length that let the default run end in under four minutes.
@@ -170,6 +173,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
         Bench::Iova(arguments) => run_iova(&arguments),
         Bench::Bounce(arguments) => bounce::run(arguments),
         Bench::Iotlb(arguments) => iotlb::run(&arguments),
+        Bench::Net(arguments) => net::run(arguments),
     }
 }
 

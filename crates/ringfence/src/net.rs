@@ -15,7 +15,7 @@ use ringfence_iotlb::IotlbConfig;
 use crate::serve::{self, Kind, Page, Service};
 
 #[derive(Args)]
-#[group(id = "way", required = true, multiple = false, args = ["loopback", "peer", "tap"])]
+#[group(id = "way", required = true, multiple = false, args = ["loopback", "peer", "tap", "probe"])]
 pub(crate) struct Arguments {
     #[command(flatten)]
     service: serve::Options,
@@ -31,6 +31,11 @@ pub(crate) struct Arguments {
     /// Pass packets to and from this tap device, which is made if it is not there
     #[arg(long, value_name = "NAME")]
     tap: Option<String>,
+
+    /// What a driver sends is read and dropped, and it receives a frame again and again: to measure
+    /// one way at a time
+    #[arg(long)]
+    probe: bool,
 
     /// How many pairs of queues a driver may use
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=127))]
@@ -70,6 +75,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments {
         service,
         loopback: _,
+        probe,
         peer,
         tap,
         queues,
@@ -82,6 +88,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let way = match (&tap, &peer) {
         (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
         (None, Some(_)) => Way::Peer,
+        (None, None) if probe => Way::Probe,
         (None, None) => Way::Loopback,
     };
     // What one device sends on a pair the other receives on any: with one worker none is out of

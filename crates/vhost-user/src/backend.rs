@@ -196,7 +196,8 @@ pub trait Handler {
     /// also while rings run: when it returns, all workers log. Only if the device offers LOG_SHMFD.
     ///
     /// The device marks what it writes to buffers by their addresses, and, for a ring whose
-    /// [`RingAddresses::log`] is there, what it writes to the used ring: at that address and on.
+    /// [`RingAddresses::log`] is there, what it writes to the used ring: at that address and on. (With
+    /// ACCESS_PLATFORM it is an IOVA as well: what is marked is what the ring's own translation says.)
     ///
     /// # Errors
     /// The device cannot log.
@@ -205,6 +206,15 @@ pub trait Handler {
             Some(_) => Err(HandlerError::new("the device cannot log its writes")),
             None => Ok(()),
         }
+    }
+
+    /// A running ring's [`RingAddresses::log`] changes: nothing else about it does.
+    ///
+    /// # Errors
+    /// The device cannot log.
+    fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
+        let _ = (ring, log);
+        Ok(())
     }
 
     /// What the front end wants to be told with that something was logged, non-blocking; by default

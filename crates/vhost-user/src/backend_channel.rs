@@ -88,7 +88,7 @@ impl BackendChannel {
             let mut batch = Vec::new();
             let mut answers = outbox.asked.len();
             let mut more = false;
-            while let Some((message, ack)) = messages.next() {
+            for (message, ack) in messages.by_ref() {
                 let Some(wire) = message.emit() else { break };
                 let ack = ack && self.acks;
                 answers += usize::from(ack);

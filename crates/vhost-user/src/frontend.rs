@@ -277,6 +277,13 @@ impl Frontend {
     }
 }
 
+impl Drop for Frontend {
+    /// Hangs up, also where an [`IotlbHandle`] is left.
+    fn drop(&mut self) {
+        self.link.close();
+    }
+}
+
 impl AsFd for Frontend {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.link.as_fd()

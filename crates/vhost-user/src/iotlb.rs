@@ -194,6 +194,7 @@ mod tests {
 
     #[test]
     fn a_miss_and_an_access_failure_carry_an_address_and_a_permission() {
+        // rule D16
         let access = Access::Write;
         assert_eq!(wire(1, 5, 0, 0, 2).parse(), Ok(Iotlb::Miss { iova: 5, access }));
         assert_eq!(wire(4, 5, 0, 0, 2).parse(), Ok(Iotlb::AccessFail { iova: 5, access }));
@@ -217,6 +218,7 @@ mod tests {
 
     #[test]
     fn the_whole_address_space_is_said_in_two_halves() {
+        // rule D30
         let whole = Iotlb::Invalidate { first: 0, last: u64::MAX };
         assert_eq!(whole.emit(), None);
         let halves: Vec<_> = whole.halves().map(|half| half.emit().unwrap()).collect();

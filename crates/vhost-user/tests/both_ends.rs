@@ -14,7 +14,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     thread,
     time::Duration,
 };
@@ -372,6 +372,7 @@ fn iotlb_updates_lie_within_the_announced_regions() {
 
 #[test]
 fn an_invalidation_of_everything_arrives_in_two_halves() {
+    // rule D30
     let (mut front, served) = negotiated(Device::default());
     front.iotlb(&Iotlb::Invalidate { first: 0, last: u64::MAX }).unwrap();
     let half = |first, last| Event::Iotlb(Iotlb::Invalidate { first, last });
@@ -392,6 +393,19 @@ fn a_backend_channel_needs_its_protocol_feature() {
     let (mut front, served) = negotiated(Device::default());
     front.set_backend_channel(theirs.as_fd()).unwrap();
     assert_eq!(finish(front, served)[1..], [Event::Channel]);
+}
+
+#[test]
+fn an_invalidation_is_carried_out_when_it_returns() {
+    // rule D10
+    let device = Device::default();
+    let carried_out = Arc::clone(&device.carried_out);
+    let (mut front, served) = negotiated(device);
+    for count in 1..=200 {
+        front.iotlb(&Iotlb::Invalidate { first: count << 12, last: count << 12 | 0xfff }).unwrap();
+        assert_eq!(carried_out.load(Ordering::Relaxed), count);
+    }
+    finish(front, served);
 }
 
 #[test]

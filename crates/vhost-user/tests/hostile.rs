@@ -3,59 +3,24 @@
 
 mod common;
 
-use common::{Device, Event, VERSION_1};
-use proptest::prelude::*;
+use common::{Device, Event, VERSION_1, alone, bytes, message, open_fds, send};
 use ringfence_mem::{GuestRam, Region};
 use ringfence_vhost_user::{
     F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, IotlbWire,
     ProtocolFeatures, ServeError, Server, WireError,
-    msg::{Header, Request, code},
+    msg::{Header, Inflight, Request, code},
 };
-use rustix::{
-    event::{EventfdFlags, eventfd},
-    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
-};
+use rustix::event::{EventfdFlags, eventfd};
 use std::{
-    io::{IoSlice, Read, Write},
-    mem::MaybeUninit,
+    io::{Read, Write},
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
-    sync::{Arc, Mutex, MutexGuard},
     thread,
     time::Duration,
 };
 use zerocopy::IntoBytes;
-
-/// Tests here count this process's descriptors: one at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static LOCK: Mutex<()> = Mutex::new(());
-    LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-fn open_fds() -> usize {
-    std::fs::read_dir("/proc/self/fd").unwrap().count()
-}
-
-fn bytes(header: Header, payload: &[u8]) -> Vec<u8> {
-    [header.as_bytes(), payload].concat()
-}
-
-fn message(request: &Request, need_reply: bool) -> Vec<u8> {
-    let payload = request.payload();
-    bytes(Header::request(request.code(), need_reply, payload.len()), &payload)
-}
-
-/// Sends bytes with descriptors; that the peer has hung up already is no error.
-fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() {
-        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
-    }
-    let _ = sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
-}
 
 /// Reads one answer to a request.
 fn answer(mut stream: &UnixStream, request: u32) -> Vec<u8> {
@@ -211,6 +176,7 @@ fn what_was_not_negotiated_ends_the_connection() {
     let (socket, _other) = UnixStream::pair().unwrap();
     let none: &[BorrowedFd<'_>] = &[];
     let one = &[socket.as_fd()][..];
+    let place = Inflight { len: 4096, offset: 0, queues: 1, size: 64 };
     let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
     for (request, fds, needed) in [
         (iotlb, none, ProtocolFeatures::empty()),
@@ -218,6 +184,14 @@ fn what_was_not_negotiated_ends_the_connection() {
         (Request::GetQueueNum, none, ProtocolFeatures::MQ),
         (Request::GetConfig { offset: 0, size: 4 }, none, ProtocolFeatures::CONFIG),
         (Request::ResetDevice, none, ProtocolFeatures::RESET_DEVICE),
+        (Request::SetLogBase { len: 4096, offset: 0 }, one, ProtocolFeatures::LOG_SHMFD),
+        (Request::SetLogFd, one, ProtocolFeatures::LOG_SHMFD),
+        (Request::SendRarp([0; 6]), none, ProtocolFeatures::RARP),
+        (Request::NetSetMtu(1500), none, ProtocolFeatures::NET_MTU),
+        (Request::GetInflight(place), none, ProtocolFeatures::INFLIGHT_SHMFD),
+        (Request::SetInflight(place), one, ProtocolFeatures::INFLIGHT_SHMFD),
+        (Request::SetStatus(1), none, ProtocolFeatures::STATUS),
+        (Request::GetStatus, none, ProtocolFeatures::STATUS),
         (Request::GetMaxMemSlots, none, ProtocolFeatures::CONFIGURE_MEM_SLOTS),
         (Request::AddMemReg(region), one, ProtocolFeatures::CONFIGURE_MEM_SLOTS),
     ] {
@@ -390,136 +364,4 @@ fn an_invalid_or_short_answer_closes_the_connection() {
     assert!(matches!(wire(good, &word[..7], &[]), WireError::TimedOut { .. }));
     drop(file);
     assert_eq!(open_fds(), before);
-}
-
-#[derive(Clone, Debug)]
-enum Piece {
-    Good(Request, bool),
-    Random { request: u32, flags: u32, size: u32, payload: Vec<u8> },
-    Bytes(Vec<u8>),
-}
-
-fn any_piece() -> impl Strategy<Value = (Piece, Vec<u8>)> {
-    let region = any::<(u8, u8, u8, bool)>().prop_map(|(gpa, size, user, offset)| Region {
-        gpa: u64::from(gpa) << 12,
-        size: u64::from(size) << 8,
-        user_addr: u64::from(user) << 12,
-        mmap_offset: u64::from(offset) << 12,
-    });
-    let iotlb = any::<(u16, u16, u16, u8, u8)>().prop_map(|(iova, size, user, perm, kind)| {
-        Request::Iotlb(IotlbWire {
-            iova: iova.into(),
-            size: size.into(),
-            user_addr: user.into(),
-            perm: perm % 5,
-            kind: kind % 6,
-            padding: [0; 6],
-        })
-    });
-    let ring = 0..3u32;
-    let good = prop_oneof![
-        Just(Request::SetFeatures(VERSION_1 | F_ACCESS_PLATFORM)),
-        Just(Request::SetFeatures(VERSION_1 | F_PROTOCOL_FEATURES)),
-        Just(Request::SetProtocolFeatures(ProtocolFeatures::KNOWN)),
-        Just(Request::GetConfig { offset: 3, size: 62 }),
-        Just(Request::ResetDevice),
-        Just(Request::SetBackendReqFd),
-        prop::collection::vec(region.clone(), 1..4).prop_map(Request::SetMemTable),
-        region.clone().prop_map(Request::AddMemReg),
-        region.prop_map(Request::RemMemReg),
-        iotlb,
-        (ring.clone(), any::<u8>())
-            .prop_map(|(ring, num)| Request::SetVringNum { ring, num: num.into() }),
-        ring.clone().prop_map(|ring| Request::SetVringNum { ring, num: 64 }),
-        (ring.clone(), 0..4u64).prop_map(|(ring, at)| {
-            let addresses = ringfence_vhost_user::RingAddresses {
-                desc: at << 4,
-                avail: at << 4,
-                used: at << 4,
-                log: None,
-            };
-            Request::SetVringAddr { ring, addresses }
-        }),
-        ring.clone().prop_map(|ring| Request::GetVringBase { ring }),
-        (0..3u8, any::<bool>()).prop_map(|(ring, fd)| Request::SetVringKick { ring, fd }),
-        (0..3u8, any::<bool>()).prop_map(|(ring, fd)| Request::SetVringCall { ring, fd }),
-        (ring, any::<bool>()).prop_map(|(ring, enabled)| Request::SetVringEnable { ring, enabled }),
-    ];
-    let payload = prop::collection::vec(any::<u8>(), 0..300);
-    let piece = prop_oneof![
-        12 => (good, any::<bool>()).prop_map(|(request, ack)| Piece::Good(request, ack)),
-        2 => (0..45u32, prop_oneof![Just(1), Just(9), any::<u32>()], payload.clone(), any::<u32>(), any::<bool>())
-            .prop_map(|(request, flags, payload, size, honest)| {
-                let size = if honest { payload.len() as u32 } else { size };
-                Piece::Random { request, flags, size, payload }
-            }),
-        1 => payload.prop_map(Piece::Bytes),
-    ];
-    // Mostly as many descriptors as the message takes; sometimes others.
-    (piece, prop_oneof![3 => Just(vec![255]), 1 => prop::collection::vec(0..3u8, 0..11)])
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 400,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
-
-    #[test]
-    fn no_stream_of_messages_harms_the_back_end_or_leaks_a_descriptor(
-        pieces in prop::collection::vec(any_piece(), 1..24),
-    ) {
-        let _alone = alone();
-        let before = open_fds();
-        {
-            let ram: Arc<GuestRam> = GuestRam::new(1 << 16, 0).unwrap();
-            let event = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-            let (pipe, _other): (OwnedFd, OwnedFd) = rustix::pipe::pipe().unwrap();
-            let kinds = [ram.fd(), event.as_fd(), pipe.as_fd()];
-            let (stream, theirs) = UnixStream::pair().unwrap();
-            let mut server = Server::new(theirs, Device::default());
-            let settle = Request::SetProtocolFeatures(ProtocolFeatures::KNOWN);
-            send(&stream, &message(&settle, false), &[]);
-            for (piece, fds) in pieces {
-                let (bytes, wanted) = match piece {
-                    Piece::Good(request, ack) => {
-                        let wanted = (0..9).find(|&count| request.takes_fds(count)).unwrap();
-                        (message(&request, ack), wanted)
-                    }
-                    Piece::Random { request, flags, size, payload } => {
-                        (bytes(Header { request, flags, size }, &payload), 0)
-                    }
-                    Piece::Bytes(bytes) => (bytes, 0),
-                };
-                let fds: Vec<_> = match &fds[..] {
-                    [255] => vec![ram.fd(); wanted],
-                    others => others.iter().map(|&kind| kinds[kind as usize]).collect(),
-                };
-                send(&stream, &bytes, if bytes.is_empty() { &[] } else { &fds });
-            }
-            // Hung up: answers are lost, what was sent is served.
-            stream.shutdown(std::net::Shutdown::Write).unwrap();
-            let _ = server.serve();
-            // Whatever started was stopped.
-            let events = &server.handler().events;
-            for ring in 0..2 {
-                let starts = events.iter().filter(|e| matches!(e, Event::Start { ring: r, .. } if *r == ring));
-                let stops = events.iter().filter(|e| **e == Event::Stop(ring));
-                prop_assert_eq!(starts.count(), stops.count());
-            }
-        }
-        prop_assert_eq!(open_fds(), before);
-    }
-
-    #[test]
-    fn no_answer_harms_the_front_end(answer in prop::collection::vec(any::<u8>(), 0..40)) {
-        let _alone = alone();
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        send(&theirs, &answer, &[]);
-        theirs.shutdown(std::net::Shutdown::Write).unwrap();
-        let mut front = Frontend::new(ours, Duration::from_secs(10));
-        prop_assert!(front.features().is_err());
-        prop_assert!(matches!(front.features(), Err(FrontendError::Closed)));
-    }
 }

@@ -1,6 +1,6 @@
 //! Packets of 64 bytes a second from a driver to a device in another thread, in bursts, each pinned
 //! to a processor and never asleep, on a split and a packed ring in turn, in many short rounds:
-//! `cargo run --release -p ringfence-virtq --example burst [SECONDS [ROUNDS]]`
+//! `cargo run --release -p ringfence-virtq --example burst [SECONDS [ROUNDS [WHAT]]]`
 //!
 //! `alone`: both ends in one thread, by turns. `rings`: the device looks at the descriptors only.
 //! `copy`: it copies the bytes too.
@@ -37,8 +37,9 @@ fn drive(ring: &mut impl driver::Ring, time: Duration) -> u64 {
     let mut running = true;
     while running || back < sent {
         if running {
-            let packets = (sent..sent + BURST as u64)
-                .map(|number| (Desc::readable(DATA + number % size * APART, PACKET), number));
+            let packets = (sent..sent + BURST as u64).map(|number| {
+                (Desc::readable(DATA + (number & (size - 1)) * APART, PACKET), number)
+            });
             sent += ring.add_burst(packets).expect("an honest device") as u64;
             ring.publish();
             let _ = ring.needs_kick();
@@ -115,7 +116,7 @@ fn alone(
     let (start, mut sent) = (Instant::now(), 0_u64);
     while sent % (256 * BURST as u64) != 0 || start.elapsed().as_secs_f64() < seconds {
         let packets = (sent..sent + BURST as u64)
-            .map(|number| (Desc::readable(DATA + number % size * APART, PACKET), number));
+            .map(|number| (Desc::readable(DATA + (number & (size - 1)) * APART, PACKET), number));
         sent += driver.add_burst(packets).expect("an honest device") as u64;
         driver.publish();
         let _ = driver.needs_kick();
@@ -132,9 +133,13 @@ fn main() {
     let mut args = std::env::args().skip(1);
     let seconds = args.next().map_or(0.05, |arg| arg.parse().expect("seconds"));
     let rounds = args.next().map_or(5, |arg| arg.parse().expect("rounds"));
+    let only = args.next();
     for size in [256, 1024] {
         let ram = testing::Ram::new(0, (DATA + u64::from(size) * APART) as usize);
         for what in ["alone", "rings", "copy"] {
+            if only.as_ref().is_some_and(|only| only != what) {
+                continue;
+            }
             let mut rates = [Vec::new(), Vec::new()];
             for packed in [false, true].repeat(rounds) {
                 let config = driver::Config { size, event_idx: true, packed };

@@ -261,8 +261,14 @@ enum Step {
         writable: u8,
         indirect: bool,
     },
+    /// As many chains of one buffer.
+    AddBurst(u8),
     Publish,
     Take,
+    TakeBurst(u8),
+    /// Puts back the chain at this place among those taken, if it may be.
+    Untake(usize),
+    Peek(u8),
     /// Gives back the chain at this place among those taken.
     GiveBack(usize),
     PublishUsed,
@@ -274,8 +280,12 @@ fn step() -> impl Strategy<Value = Step> {
         6 => (0..4_u8, 0..4_u8, any::<bool>()).prop_map(|(readable, writable, indirect)| {
             Step::Add { readable, writable, indirect }
         }),
+        2 => (0..6_u8).prop_map(Step::AddBurst),
         2 => Just(Step::Publish),
         4 => Just(Step::Take),
+        2 => (0..6_u8).prop_map(Step::TakeBurst),
+        2 => any::<usize>().prop_map(Step::Untake),
+        1 => (0..6_u8).prop_map(Step::Peek),
         4 => any::<usize>().prop_map(Step::GiveBack),
         2 => Just(Step::PublishUsed),
         1 => Just(Step::PopAll),
@@ -301,10 +311,55 @@ proptest! {
         let (mut driver, mut device) = testing::pair_of(&ram, BASE, config);
         let (mut added, mut sent) = (VecDeque::new(), VecDeque::new());
         let (mut taken, mut given, mut back) = (Vec::new(), VecDeque::new(), VecDeque::new());
-        let mut chain = Chain::new();
+        // The tokens of all that was taken, in order, but what was put back.
+        let mut order = Vec::new();
+        let (mut chain, mut burst) = (Chain::new(), device::Burst::new());
         let mut token = 0;
         for step in steps {
             match step {
+                Step::AddBurst(count) => {
+                    let first = token + 1;
+                    let buffer = |at| Desc::writable(DATA + at % 64, 8);
+                    let all = (first..first + u64::from(count)).map(|at| (buffer(at), at));
+                    let free = driver.free_descs();
+                    let some = driver.add_burst(all).unwrap();
+                    prop_assert_eq!(some, usize::from(free).min(count.into()));
+                    token += some as u64;
+                    added.extend((first..=token).map(|at| (at, vec![buffer(at)])));
+                }
+                Step::TakeBurst(most) => {
+                    let count = device.pop_burst(&ram, most.into(), &mut burst).unwrap();
+                    prop_assert_eq!(count, sent.len().min(most.into()));
+                    for chain in burst.iter() {
+                        let (token, descs): (u64, Vec<Desc>) = sent.pop_front().unwrap();
+                        prop_assert_eq!(chain.descs(), &descs[..]);
+                        let len = chain.writable().iter().map(|desc| desc.len).sum();
+                        order.push(token);
+                        taken.push((token, chain.head(), len, descs));
+                    }
+                }
+                Step::Untake(place) if !taken.is_empty() => {
+                    let place = place % taken.len();
+                    let newest = order.last() == Some(&taken[place].0);
+                    prop_assert_eq!(device.untake(taken[place].1), newest);
+                    if newest {
+                        order.pop();
+                        let (token, _, _, descs) = taken.remove(place);
+                        sent.push_front((token, descs));
+                    }
+                }
+                Step::Untake(_) => prop_assert!(!device.untake(0)),
+                Step::Peek(ahead) => {
+                    let mut seen = Vec::new();
+                    device.peek(&ram, ahead.into(), |glimpse| {
+                        if let device::Glimpse::Buffer(desc) = glimpse {
+                            seen.push(desc);
+                        }
+                    });
+                    let next = sent.iter().take(ahead.into());
+                    let expected: Vec<Desc> = next.flat_map(|(_, descs)| descs.clone()).collect();
+                    prop_assert_eq!(seen, expected);
+                }
                 Step::Add { readable, writable, indirect } => {
                     token += 1;
                     let at = |n| DATA + token * 64 % 0x1000 + u64::from(n);
@@ -341,11 +396,12 @@ proptest! {
                     prop_assert_eq!(some, !sent.is_empty());
                     if let Some((token, descs)) = sent.pop_front() {
                         prop_assert_eq!(chain.descs(), &descs[..]);
-                        taken.push((token, chain.head(), chain.writable_len() as u32));
+                        order.push(token);
+                        taken.push((token, chain.head(), chain.writable_len() as u32, descs));
                     }
                 }
                 Step::GiveBack(place) if !taken.is_empty() => {
-                    let (token, head, len) = taken.swap_remove(place % taken.len());
+                    let (token, head, len, _) = taken.swap_remove(place % taken.len());
                     device.push_used(head, len);
                     given.push_back(driver::Used { token, len });
                 }

@@ -1,12 +1,6 @@
 //! A network device as a vhost-user back end.
 
-use std::{
-    collections::HashMap,
-    io,
-    os::fd::OwnedFd,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::HashMap, io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::IotlbConfig;
@@ -209,9 +203,11 @@ impl Handler for NetBackend {
             | 1 << F_VERSION_1
             | 1 << F_ACCESS_PLATFORM
             | 1 << F_RING_PACKED;
-        for (offered, bit) in
-            [(*pairs > 1, feature::MQ), (mac.is_some(), feature::MAC), (mtu.is_some(), feature::MTU)]
-        {
+        for (offered, bit) in [
+            (*pairs > 1, feature::MQ),
+            (mac.is_some(), feature::MAC),
+            (mtu.is_some(), feature::MTU),
+        ] {
             features |= if offered { bit } else { 0 };
         }
         features

@@ -9,7 +9,7 @@ use ringfence_virtq::{Desc, RingError, cut};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    pieces::{Lasting, Writer, copy, gather, one_piece, recycle, soon},
+    pieces::{Lasting, Writer, copy, gather, recycle, soon},
     ring::{NetRing, Ready},
     stats::Lost,
     wire::{HEADER, Header, LEGACY_HEADER, MAX_PACKET, feature},
@@ -63,7 +63,9 @@ struct Stall {
 
 /// What became of a packet.
 pub(super) enum Step {
-    Moved { bytes: u64 },
+    Moved {
+        bytes: u64,
+    },
     Lost(Lost),
     /// A translation is missing.
     Missing,
@@ -306,9 +308,8 @@ fn quick<S: Lasting, D: Lasting>(
             break;
         }
         // Whatever is wrong is found, and told, when the packet's turn has come.
-        let source = from.silently(|| one_piece(from, packet.addr, len.into(), Access::Read));
-        let target = to.silently(|| one_piece(to, buffer.addr, len.into(), Access::Write));
-        let (Ok(Some(source)), Ok(Some(target))) = (source, target) else { break };
+        let Some(source) = from.piece(packet.addr, len.into(), Access::Read) else { break };
+        let Some(target) = to.piece(buffer.addr, len.into(), Access::Write) else { break };
         soon(source);
         soon(target);
         plan[found] = Some((source, target));
@@ -524,19 +525,14 @@ fn find_room<D: Lasting>(dst: &mut Place<'_, D>, wanted: usize) -> Result<Room, 
 fn ask_ahead<S: Lasting, D: Lasting>(src: &Place<'_, S>, dst: &Place<'_, D>) {
     let mut bytes = 0;
     for at in 0..src.ring.held() {
-        src.ring.prefetch(src.bus, at, u64::MAX);
-        bytes += src.ring.chain(at).readable_len();
+        src.ring.prefetch(src.bus, at);
+        bytes += src.ring.chain(at).readable_len().min(MAX_PACKET as u64);
     }
     for at in 0..dst.ring.held() {
         if at >= src.ring.held() && bytes == 0 {
             break;
         }
-        let most = if dst.terms.mergeable() || at >= src.ring.held() {
-            u64::MAX
-        } else {
-            src.ring.chain(at).readable_len()
-        };
-        dst.ring.prefetch(dst.bus, at, most);
+        dst.ring.prefetch(dst.bus, at);
         bytes = bytes.saturating_sub(dst.ring.chain(at).writable_len());
     }
 }
@@ -546,7 +542,7 @@ fn ask_ahead<S: Lasting, D: Lasting>(src: &Place<'_, S>, dst: &Place<'_, D>) {
 pub(super) fn give_up<B: Lasting>(place: &mut Place<'_, B>) -> u64 {
     let mut count = 0;
     for at in (0..place.ring.held()).rev() {
-        if !place.ring.prefetch(place.bus, at, MAX_PACKET as u64) {
+        if !place.ring.prefetch(place.bus, at) {
             place.bus.gave_up();
             place.ring.reject(at, Lost::Unanswered);
             count += 1;

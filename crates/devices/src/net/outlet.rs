@@ -154,7 +154,7 @@ impl Outlet {
         if waits {
             let _ = src.ring.take(src.bus, 2 * BURST);
             for at in 0..src.ring.held() {
-                src.ring.prefetch(src.bus, at, u64::MAX);
+                src.ring.prefetch(src.bus, at);
             }
             lane.wait(answers, now_ns);
         }
@@ -252,7 +252,7 @@ impl Outlet {
         if waits {
             let _ = dst.ring.take(dst.bus, BURST);
             for at in 0..dst.ring.held() {
-                dst.ring.prefetch(dst.bus, at, MAX_PACKET as u64);
+                dst.ring.prefetch(dst.bus, at);
             }
             self.inward.wait(answers, now_ns);
         }

@@ -4,7 +4,7 @@
 use std::{cell::Cell, ptr::NonNull, sync::atomic::Ordering};
 
 use ringfence_iotlb::View;
-use ringfence_mem::{Access, AccessError, HostSlice, Physical, Translate};
+use ringfence_mem::{Access, AccessError, HostSlice, Physical, Translate, Window};
 use ringfence_virtq::Desc;
 
 /// Memory whose pieces may be kept for a while, so that those of a whole burst are looked up before
@@ -23,8 +23,9 @@ pub(super) unsafe trait Lasting: Translate {
     /// Counts an access that gave up waiting.
     fn gave_up(&self);
 
-    /// Runs `job` without reporting the faults that come of it.
-    fn silently<R>(&self, job: impl FnOnce() -> R) -> R;
+    /// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not, or are not to be
+    /// had now. Reports no faults: the access itself will.
+    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>>;
 }
 
 // SAFETY: a view's pieces lie in the memory that it holds, which only `set_memory` replaces, and
@@ -45,13 +46,71 @@ unsafe impl Lasting for View {
     }
 
     #[inline]
-    fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
-        View::silently(self, job)
+    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
+        let found: Cell<Option<(*mut u8, usize)>> = Cell::new(None);
+        self.silently(|| {
+            self.slices(addr, len, access, |piece| found.set(Some((piece.as_ptr(), piece.len()))))
+        })
+        .ok()?;
+        // The last of several pieces is shorter.
+        let (base, found) = found.get().filter(|&(_, found)| found as u64 == len)?;
+        // SAFETY: mapped while `self` is borrowed, and without references (`Lasting`).
+        Some(unsafe { HostSlice::new(NonNull::new(base)?, found) })
     }
 }
 
-// SAFETY: its pieces lie in the memory that it holds for as long as it lives.
-unsafe impl Lasting for Physical {
+/// Memory that is reached by guest-physical address. It remembers where the last region lies, as
+/// memory mostly is one.
+pub(super) struct Plain<'m> {
+    physical: &'m Physical,
+    /// Its first address, its length less one, and where it begins in this process.
+    region: Cell<(u64, u64, *mut u8)>,
+    found: Cell<bool>,
+}
+
+impl<'m> Plain<'m> {
+    #[inline]
+    pub(super) fn new(physical: &'m Physical) -> Plain<'m> {
+        let nowhere = (0, 0, std::ptr::null_mut());
+        Plain { physical, region: Cell::new(nowhere), found: Cell::new(false) }
+    }
+
+    #[cold]
+    fn look(&self, addr: u64, len: u64, access: Access) -> Option<()> {
+        // So that `check` knows that the region is touched, and what is lost is refused.
+        self.physical.slices(addr, len, access, |_| ()).ok()?;
+        let memory = self.physical.memory();
+        let region = memory.regions().find(|r| addr >= r.gpa && addr - r.gpa < r.size)?;
+        let slice = memory.find_gpa(region.gpa)?.slice;
+        self.region.set((region.gpa, slice.len() as u64 - 1, slice.as_ptr()));
+        self.found.set(true);
+        Some(())
+    }
+}
+
+impl Translate for Plain<'_> {
+    #[inline]
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        self.physical.slices(addr, len, access, each)
+    }
+
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+        self.physical.window(addr, len, access)
+    }
+
+    #[inline]
+    fn check(&self) -> Result<(), AccessError> {
+        self.physical.check()?;
+        // Rings were found by other addresses, so that it does not know of them.
+        self.physical.memory().check()
+    }
+}
+
+// SAFETY: its pieces lie in the memory that `physical` holds, which is borrowed for longer.
+unsafe impl Lasting for Plain<'_> {
     fn prefetch(&self, _: u64, _: u64, _: Access) -> bool {
         true
     }
@@ -63,30 +122,22 @@ unsafe impl Lasting for Physical {
     fn gave_up(&self) {}
 
     #[inline]
-    fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
-        job()
+    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
+        loop {
+            let (first, extent, base) = self.region.get();
+            let offset = addr.wrapping_sub(first);
+            // Without a wrap: the region does not.
+            if self.found.get() && offset <= extent && len != 0 && len - 1 <= extent - offset {
+                // SAFETY: the region is mapped from `base` for `extent + 1` bytes while `physical`
+                // is borrowed, and without references (`Lasting`).
+                return Some(unsafe {
+                    HostSlice::new(NonNull::new(base.add(offset as usize))?, len as usize)
+                });
+            }
+            let elsewhere = !self.found.get() || offset > extent;
+            elsewhere.then(|| self.look(addr, len, access))??;
+        }
     }
-}
-
-/// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not.
-#[inline]
-pub(super) fn one_piece<'b, B: Lasting>(
-    bus: &'b B,
-    addr: u64,
-    len: u64,
-    access: Access,
-) -> Result<Option<HostSlice<'b>>, AccessError> {
-    let found: Cell<Option<(*mut u8, usize)>> = Cell::new(None);
-    let count = Cell::new(0);
-    bus.slices(addr, len, access, |piece| {
-        count.set(count.get() + 1);
-        found.set(Some((piece.as_ptr(), piece.len())));
-    })?;
-    let found = found.get().filter(|_| count.get() == 1);
-    Ok(found.and_then(|(base, len)| {
-        // SAFETY: mapped while `bus` is borrowed, and without references (`Lasting`).
-        Some(unsafe { HostSlice::new(NonNull::new(base)?, len) })
-    }))
 }
 
 /// Appends the pieces of `desc` to `into`.
@@ -101,7 +152,7 @@ pub(super) fn gather<'b, B: Lasting>(
 ) -> Result<(), AccessError> {
     bus.slices(desc.addr, desc.len.into(), access, |piece| {
         if let Some(base) = NonNull::new(piece.as_ptr()) {
-            // SAFETY: as in `one_piece`.
+            // SAFETY: mapped while `bus` is borrowed, and without references (`Lasting`).
             into.push(unsafe { HostSlice::new(base, piece.len()) });
         }
     })
@@ -114,6 +165,10 @@ pub(super) fn recycle<'new>(mut old: Vec<HostSlice<'_>>) -> Vec<HostSlice<'new>>
     old.into_iter().map(|_| unreachable!("it is empty")).collect()
 }
 
+/// Bytes of a cache line.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 64;
+
 /// Asks the processor for memory that is about to be copied. A hint.
 #[inline]
 pub(super) fn soon(piece: HostSlice<'_>) {
@@ -122,6 +177,10 @@ pub(super) fn soon(piece: HostSlice<'_>) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a prefetch has no effect on the program, whatever the address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(piece.as_ptr().cast()) };
+        if piece.len() > LINE {
+            // SAFETY: as above.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(piece.as_ptr().wrapping_add(LINE).cast()) };
+        }
     }
     let _ = piece;
 }
@@ -189,7 +248,7 @@ impl<'p, 'b> Writer<'p, 'b> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use ringfence_mem::{GuestRam, Memory};
+    use ringfence_mem::{GuestRam, Memory, Region};
 
     proptest! {
         #[test]
@@ -199,6 +258,7 @@ mod tests {
         ) {
             let ram = GuestRam::new(8192, 0).unwrap();
             let bus = Physical::new(Memory::of_ram(&ram).unwrap());
+            let bus = Plain::new(&bus);
             let bytes: Vec<u8> = (0..400).map(|at| (at * 7 + at / 256) as u8).collect();
             bus.write(0, &bytes).unwrap();
             let lay = |lens: &[usize], mut at: u64| -> Vec<Desc> {
@@ -232,11 +292,26 @@ mod tests {
     }
 
     #[test]
-    fn what_crosses_regions_is_no_one_piece() {
-        let ram = GuestRam::new(4096, 0).unwrap();
-        let bus = Physical::new(Memory::of_ram(&ram).unwrap());
-        assert!(one_piece(&bus, 10, 20, Access::Read).unwrap().is_some_and(|p| p.len() == 20));
-        assert!(one_piece(&bus, 4090, 20, Access::Read).is_err());
-        assert!(one_piece(&bus, 0, 0, Access::Read).unwrap().is_none());
+    fn a_piece_lies_in_one_region() {
+        let region = |gpa, user_addr| Region { gpa, size: 4096, user_addr, mmap_offset: 0 };
+        let file = || GuestRam::new(4096, 0).unwrap().fd().try_clone_to_owned().unwrap();
+        let last = u64::MAX - 4095;
+        let regions = [(0, 0), (4096, 8192), (last, last)];
+        let regions = regions.map(|(gpa, user)| (region(gpa, user), file()));
+        let physical = Physical::new(Memory::map(regions.into()).unwrap());
+        let bus = Plain::new(&physical);
+        for first in [0, 4096, last, 0] {
+            let piece = bus.piece(first + 10, 20, Access::Write).unwrap();
+            piece.copy_from(&first.to_be_bytes());
+            let mut back = [0; 8];
+            physical.read(first + 10, &mut back).unwrap();
+            assert_eq!((back, piece.len()), (first.to_be_bytes(), 20));
+            assert!(bus.piece(first, 4096, Access::Read).is_some());
+            assert!(bus.piece(first + 4095, 1, Access::Read).is_some());
+            for (offset, len) in [(4095, 2), (0, 0), (0, 4097), (0, u64::MAX)] {
+                assert!(bus.piece(first + offset, len, Access::Read).is_none(), "{offset} {len}");
+            }
+        }
+        assert!(bus.piece(9000, 1, Access::Read).is_none());
     }
 }

@@ -17,6 +17,7 @@ use tracing::error;
 use super::{
     pieces::Lasting,
     stats::{Lost, QueueCounters},
+    wire::MAX_PACKET,
 };
 use crate::event;
 
@@ -302,10 +303,10 @@ impl NetRing {
         self.give_back(0);
     }
 
-    /// Asks for all translations of the first `most` bytes of a held chain. True if none is
-    /// missing.
-    pub(super) fn prefetch<B: Lasting>(&self, bus: &B, at: usize, most: u64) -> bool {
-        cut(self.chain(at).descs(), 0, most).fold(true, |ready, desc| {
+    /// Asks for all translations that a held chain can need. True if none is missing.
+    pub(super) fn prefetch<B: Lasting>(&self, bus: &B, at: usize) -> bool {
+        // No packet reaches further, whatever the driver says of its buffers' lengths.
+        cut(self.chain(at).descs(), 0, MAX_PACKET as u64).fold(true, |ready, desc| {
             let access = if desc.write { Access::Write } else { Access::Read };
             bus.prefetch(desc.addr, desc.len.into(), access) & ready
         })

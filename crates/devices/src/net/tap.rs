@@ -9,8 +9,8 @@ use std::{
     },
 };
 
-use ringfence_mem::HostSlice;
 use super::{lane::Terms, wire::feature};
+use ringfence_mem::HostSlice;
 
 /// What TUNSETOFFLOAD takes.
 mod offload {
@@ -116,7 +116,13 @@ impl Tap {
     pub(super) fn offloads(&self) -> u64 {
         use feature::*;
         let uso = if self.uso { GUEST_USO4 | GUEST_USO6 | HOST_USO } else { 0 };
-        CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN | GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN
+        CSUM | HOST_TSO4
+            | HOST_TSO6
+            | HOST_ECN
+            | GUEST_CSUM
+            | GUEST_TSO4
+            | GUEST_TSO6
+            | GUEST_ECN
             | uso
     }
 
@@ -140,8 +146,7 @@ impl Tap {
             }
         }
         // Both or none.
-        if offloads & (offload::USO4 | offload::USO6) != offload::USO4 | offload::USO6
-            || !self.uso
+        if offloads & (offload::USO4 | offload::USO6) != offload::USO4 | offload::USO6 || !self.uso
         {
             offloads &= !(offload::USO4 | offload::USO6);
         }
@@ -186,7 +191,8 @@ impl Tap {
         pieces: &[HostSlice<'_>],
         vectors: &mut Vec<libc::iovec>,
     ) -> io::Result<()> {
-        let part = |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };
+        let part =
+            |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };
         vectors.clear();
         vectors.push(part(header.as_ptr(), header.len()));
         vectors.extend(pieces.iter().map(|piece| part(piece.as_ptr(), piece.len())));

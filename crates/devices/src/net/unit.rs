@@ -16,6 +16,8 @@ use ringfence_virtq::{RingError, device};
 use super::{
     lane::{Lane, Place, Terms, discard, forward},
     outlet::Outlet,
+    pieces::Plain,
+    probe::Probe,
     ring::{Events, NetRing},
     stats::{Lost, QueueCounters},
     tap::Tap,
@@ -32,13 +34,15 @@ pub enum Way {
     Peer,
     /// To a tap device, from which come those that the driver receives.
     Tap(Arc<Tap>),
+    /// Nowhere; the driver receives one frame again and again. To measure one way at a time.
+    Probe,
 }
 
 impl Way {
     /// How many devices there are.
     pub fn ends(&self) -> usize {
         match self {
-            Way::Loopback | Way::Tap(_) => 1,
+            Way::Loopback | Way::Tap(_) | Way::Probe => 1,
             Way::Peer => 2,
         }
     }
@@ -48,6 +52,7 @@ impl Way {
         match self {
             Way::Loopback | Way::Peer => feature::HOST_OFFLOADS | feature::GUEST_OFFLOADS,
             Way::Tap(tap) => tap.offloads(),
+            Way::Probe => 0,
         }
     }
 }
@@ -91,6 +96,8 @@ pub struct NetUnit {
     way: Way,
     /// By pair, if they lead to a tap.
     outlets: Vec<Outlet>,
+    /// By pair, if they lead nowhere.
+    probes: Vec<Probe>,
     wake: Arc<Wake>,
 }
 
@@ -130,8 +137,12 @@ impl NetUnit {
             }
             _ => Ok(Vec::new()),
         };
+        let probes = match way {
+            Way::Probe => (0..pairs).map(|_| Probe::new()).collect(),
+            _ => Vec::new(),
+        };
         let ends = (0..way.ends()).map(|_| end()).collect();
-        Ok(NetUnit { ends, way, outlets: outlets?, wake })
+        Ok(NetUnit { ends, way, outlets: outlets?, probes, wake })
     }
 
     /// Starts a ring; the first of a driver says how its memory is reached, and gives the counters of
@@ -256,7 +267,6 @@ impl NetUnit {
         end.lanes.iter_mut().for_each(|lane| *lane = Lane::default());
         end.bus = None;
     }
-
 }
 
 impl End {
@@ -298,7 +308,7 @@ fn round(
         let why = why.unwrap_or(Lost::NoReceiver);
         return match bus {
             Bus::Iommu(view) => discard(ring, &**view, why, now_ns),
-            Bus::Physical(physical) => discard(ring, physical, why, now_ns),
+            Bus::Physical(physical) => discard(ring, &Plain::new(physical), why, now_ns),
         };
     };
     // A way for each combination, so that what is not behind an IOMMU pays nothing for one.
@@ -315,9 +325,9 @@ fn round(
     }
     match (bus, target_bus) {
         (Bus::Iommu(src), Bus::Iommu(dst)) => go!(&**src, &**dst),
-        (Bus::Iommu(src), Bus::Physical(dst)) => go!(&**src, dst),
-        (Bus::Physical(src), Bus::Iommu(dst)) => go!(src, &**dst),
-        (Bus::Physical(src), Bus::Physical(dst)) => go!(src, dst),
+        (Bus::Iommu(src), Bus::Physical(dst)) => go!(&**src, &Plain::new(dst)),
+        (Bus::Physical(src), Bus::Iommu(dst)) => go!(&Plain::new(src), &**dst),
+        (Bus::Physical(src), Bus::Physical(dst)) => go!(&Plain::new(src), &Plain::new(dst)),
     }
 }
 
@@ -362,14 +372,19 @@ fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
             let lane = &mut lanes[pair];
             busy |= match (&*bus, ring.enabled) {
                 (Bus::Iommu(view), false) => discard(ring, &**view, Lost::Disabled, now_ns),
-                (Bus::Physical(bus), false) => discard(ring, bus, Lost::Disabled, now_ns),
+                (Bus::Physical(bus), false) => {
+                    discard(ring, &Plain::new(bus), Lost::Disabled, now_ns)
+                }
                 (Bus::Iommu(view), true) => {
                     let mut src = Place { ring, bus: &**view, terms };
                     outlet.send(lane, &mut src, now_ns, patience_ns)
                 }
-                (Bus::Physical(bus), true) => {
-                    outlet.send(lane, &mut Place { ring, bus, terms }, now_ns, patience_ns)
-                }
+                (Bus::Physical(bus), true) => outlet.send(
+                    lane,
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
             };
         }
         let takes = |ring: &&mut NetRing| ring.enabled && !ring.has_failed();
@@ -379,9 +394,50 @@ fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
                     let mut dst = Place { ring, bus: &**view, terms };
                     outlet.take_in(&mut dst, now_ns, patience_ns)
                 }
-                Bus::Physical(bus) => {
-                    outlet.take_in(&mut Place { ring, bus, terms }, now_ns, patience_ns)
+                Bus::Physical(bus) => outlet.take_in(
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
+            };
+        }
+    }
+    busy
+}
+
+fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+        return false;
+    };
+    let (terms, patience_ns) = (*terms, *patience_ns);
+    let works = |ring: &&mut NetRing| ring.enabled && !ring.has_failed();
+    let mut busy = false;
+    for (pair, probe) in probes.iter_mut().enumerate() {
+        if let Some(ring) = transmit[pair].as_deref_mut().filter(works) {
+            let lane = &mut lanes[pair];
+            busy |= match &*bus {
+                Bus::Iommu(view) => {
+                    let mut src = Place { ring, bus: &**view, terms };
+                    probe.swallow(lane, &mut src, now_ns, patience_ns)
                 }
+                Bus::Physical(bus) => probe.swallow(
+                    lane,
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
+            };
+        }
+        if let Some(ring) = receive[pair].as_deref_mut().filter(works) {
+            busy |= match &*bus {
+                Bus::Iommu(view) => {
+                    probe.emit(&mut Place { ring, bus: &**view, terms }, now_ns, patience_ns)
+                }
+                Bus::Physical(bus) => probe.emit(
+                    &mut Place { ring, bus: &Plain::new(bus), terms },
+                    now_ns,
+                    patience_ns,
+                ),
             };
         }
     }
@@ -393,6 +449,7 @@ impl Unit for NetUnit {
         match (&self.way, &mut self.ends[..]) {
             (Way::Peer, [a, b]) => across(a, b, now_ns) | across(b, a, now_ns),
             (Way::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
+            (Way::Probe, [end]) => nowhere(end, &mut self.probes, now_ns),
             (_, ends) => ends.iter_mut().fold(false, |busy, end| loopback(end, now_ns) | busy),
         }
     }
@@ -407,7 +464,9 @@ impl Unit for NetUnit {
             let rings = end.receive.iter().chain(&end.transmit).flatten();
             rings.filter_map(|ring| ring.next_look()).min()
         };
-        let inward = self.outlets.iter().filter_map(|outlet| outlet.inward.next_retry());
+        let inward = self.outlets.iter().map(|outlet| &outlet.inward);
+        let inward = inward.chain(self.probes.iter().map(|probe| &probe.inward));
+        let inward = inward.filter_map(Lane::next_retry);
         self.ends.iter().flat_map(|end| [lane(end), ring(end)]).flatten().chain(inward).min()
     }
 
@@ -439,6 +498,11 @@ impl Unit for NetUnit {
         for outlet in &self.outlets {
             starved |= outlet.inward.is_starved();
             more |= outlet.is_due() || outlet.inward.may_go_on((answers[0], answers[0]));
+        }
+        for (pair, probe) in self.probes.iter().enumerate() {
+            more |= probe.inward.may_go_on((answers[0], answers[0]));
+            let ring = self.ends[0].receive[pair].as_mut();
+            more |= ring.is_some_and(|ring| !probe.inward.is_stalled() && ring.arm());
         }
         if starved {
             // Who waits for buffers sleeps until there are some.

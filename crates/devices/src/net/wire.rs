@@ -67,8 +67,9 @@ pub const NEEDS_CSUM: u8 = 1;
 const GSO_ECN: u8 = 0x80;
 
 /// What stands before each packet.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
 #[repr(C)]
 pub struct Header {
     /// Whether the checksum is to be computed, say.

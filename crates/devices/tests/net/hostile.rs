@@ -5,7 +5,7 @@ use ringfence_devices::{net::Way, worker::Notify};
 use ringfence_mem::Access;
 use ringfence_virtq::Desc;
 
-use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, SIZE, Setup, device, options, packet, until};
+use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, Setup, device, options, packet, until};
 
 /// A page that nobody was ever told of.
 const SECRET: u64 = BUFFERS_AT + 200 * PAGE;
@@ -22,11 +22,14 @@ fn any_desc() -> impl Strategy<Value = Desc> {
 }
 
 fn any_chain() -> impl Strategy<Value = Vec<Desc>> {
-    prop::collection::vec(any_desc(), 1..6)
+    prop::collection::vec(any_desc(), 1..6).prop_map(|mut chain| {
+        chain.sort_by_key(|desc| desc.write);
+        chain
+    })
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
     fn no_chains_reach_what_was_not_given(
@@ -48,22 +51,22 @@ proptest! {
         }
         let secret = vec![0x5a; PAGE as usize];
         driver.put(SECRET, &secret);
-        for (ring, chains) in [(0, &offered), (1, &sent)] {
-            for chain in chains {
-                // What the driver's end refuses to write is not wanted here.
-                let _ = driver.queue(ring).add(chain, 0);
-            }
+        let [_, sent] = [(0, &offered), (1, &sent)].map(|(ring, chains)| {
+            // Some our own end refuses to write.
+            let added = chains.iter().filter(|chain| driver.queue(ring).add(chain, 0).is_ok()).count();
             driver.publish(ring);
-        }
+            added
+        });
         // Nothing that is asked for is answered. All packets come back in the end, used or not,
         // unless a queue was stopped.
         let mut back = 0;
         let start = std::time::Instant::now();
         let stopped = |ring: usize| net.counters(0)[ring].stops() > 0;
-        while back < sent.len() && !stopped(1) && start.elapsed().as_secs() < 3 {
+        while back < sent && !stopped(1) && start.elapsed().as_secs() < 10 {
             back += driver.reclaim(0);
             std::thread::yield_now();
         }
+        prop_assert!(back == sent || stopped(1), "{back} of {sent} came back");
         prop_assert!(driver.get(SECRET, PAGE as usize) == secret);
         // The device lives, and serves the next driver.
         drop(driver);
@@ -100,6 +103,5 @@ proptest! {
                 drivers[0].receive(1).is_some_and(|(_, bytes)| bytes == packet(round, 500))
             });
         }
-        prop_assert!(SIZE > 0);
     }
 }

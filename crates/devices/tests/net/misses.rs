@@ -9,7 +9,9 @@ use ringfence_devices::{
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::Access;
 
-use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, SIZE, Setup, device, options, packet, unanswered, until};
+use crate::rig::{
+    BUFFERS_AT, Driver, IOVA, PAGE, SIZE, Setup, device, options, packet, unanswered, until,
+};
 
 fn impatient(pairs: u16, patience: Duration) -> NetOptions {
     let iotlb = IotlbConfig { patience, ..IotlbConfig::default() };
@@ -65,8 +67,12 @@ fn a_burst_asks_for_all_that_it_lacks_at_once_and_for_nothing_twice() {
     });
     std::thread::sleep(Duration::from_millis(50));
     driver.listen();
-    let mut pages: Vec<_> =
-        driver.asked.iter().skip(already).map(|&(iova, access)| (iova / PAGE, access as u8)).collect();
+    let mut pages: Vec<_> = driver
+        .asked
+        .iter()
+        .skip(already)
+        .map(|&(iova, access)| (iova / PAGE, access as u8))
+        .collect();
     let count = pages.len();
     pages.sort_unstable();
     pages.dedup();
@@ -219,6 +225,11 @@ fn after_an_invalidation_is_answered_nothing_is_written_there() {
             let page = BUFFERS_AT + round % u64::from(SIZE) * PAGE;
             let iova = driver.addr(page);
             driver.invalidate(iova, iova + PAGE - 1);
+            // What was received before is read before it is written over.
+            while let Some((_, bytes)) = driver.receive(0) {
+                assert_eq!(bytes, packet(got, 1000));
+                got += 1;
+            }
             let mark = vec![0xa5; PAGE as usize];
             driver.put(page, &mark);
             // The device works on: until it asks for the page, and a while longer.

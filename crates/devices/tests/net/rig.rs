@@ -30,7 +30,7 @@ use ringfence_virtq::{
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Longer than any answer takes on a busy machine; a test that waits so long has failed.
-pub(crate) const LONG: Duration = Duration::from_secs(20);
+pub(crate) const LONG: Duration = Duration::from_secs(10);
 pub(crate) const PAGE: u64 = 4096;
 /// Pages of a driver's memory.
 const PAGES: u64 = 1024;
@@ -89,9 +89,11 @@ pub(crate) struct Driver {
     /// Those of them that wanted an answer in any case, which they got.
     pub(crate) acked: usize,
     next_sent: u64,
-    shutdown: Shutdown,
-    thread: Option<JoinHandle<()>>,
+    _serving: Option<Serving>,
 }
+
+/// The device's side of a connection, if it is in this process.
+struct Serving(Shutdown, Option<JoinHandle<()>>);
 
 impl Driver {
     pub(crate) fn connect(net: &Arc<Net>, end: usize, setup: Setup) -> Driver {
@@ -103,6 +105,12 @@ impl Driver {
                 eprintln!("connection ended: {error}");
             }
         });
+        let serving = Some(Serving(shutdown, Some(thread)));
+        Driver { _serving: serving, ..Driver::over(ours, setup) }
+    }
+
+    /// A driver of the device at the other end of `stream`.
+    pub(crate) fn over(ours: UnixStream, setup: Setup) -> Driver {
         let mut front = Frontend::new(ours, LONG);
         let mut wanted = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | setup.features;
         for (on, bit) in [
@@ -133,18 +141,19 @@ impl Driver {
             misses: 0,
             acked: 0,
             next_sent: SENT_AT,
-            shutdown,
-            thread: Some(thread),
+            _serving: None,
         }
     }
 
     /// Connects and starts all rings.
     pub(crate) fn running(net: &Arc<Net>, end: usize, setup: Setup) -> Driver {
-        let mut driver = Driver::connect(net, end, setup);
-        for ring in 0..2 * setup.pairs {
-            driver.start(ring);
-        }
-        driver
+        Driver::connect(net, end, setup).started()
+    }
+
+    /// With all rings started.
+    pub(crate) fn started(mut self) -> Driver {
+        (0..2 * self.setup.pairs).for_each(|ring| self.start(ring));
+        self
     }
 
     /// Starts a ring anew.
@@ -346,33 +355,44 @@ impl Driver {
         self.listen();
         while let Some((iova, access)) = self.asked.pop_front() {
             if self.knows(iova) {
-                self.update(iova, access);
+                // A page of a ring is read and written.
+                let ring = iova < IOVA + STRAIGHT * PAGE;
+                self.update(iova, if ring { Access::ReadWrite } else { access });
             }
         }
     }
 }
 
-impl Drop for Driver {
+impl Drop for Serving {
     fn drop(&mut self) {
-        self.shutdown.shutdown();
-        if let Some(thread) = self.thread.take() {
+        self.0.shutdown();
+        if let Some(thread) = self.1.take() {
             assert!(thread.join().is_ok() || std::thread::panicking());
         }
     }
 }
 
 /// Waits for something, while the drivers answer what they are asked.
-pub(crate) fn until(what: &str, drivers: &mut [&mut Driver], mut done: impl FnMut(&mut [&mut Driver]) -> bool) {
+pub(crate) fn until(
+    what: &str,
+    drivers: &mut [&mut Driver],
+    mut done: impl FnMut(&mut [&mut Driver]) -> bool,
+) {
     let start = Instant::now();
     while !done(drivers) {
         drivers.iter_mut().for_each(|driver| driver.answer());
-        assert!(start.elapsed() < LONG, "this does not come: {what}");
+        let state: Vec<_> = drivers.iter().map(|d| (d.misses, d.acked, d.asked.len())).collect();
+        assert!(start.elapsed() < LONG, "this does not come: {what} (misses: {state:?})");
         std::thread::yield_now();
     }
 }
 
 /// Waits for something, while the driver answers nothing.
-pub(crate) fn unanswered(what: &str, driver: &mut Driver, mut done: impl FnMut(&mut Driver) -> bool) {
+pub(crate) fn unanswered(
+    what: &str,
+    driver: &mut Driver,
+    mut done: impl FnMut(&mut Driver) -> bool,
+) {
     let start = Instant::now();
     while !done(driver) {
         assert!(start.elapsed() < LONG, "this does not come: {what}");

@@ -14,7 +14,14 @@ use crate::rig::{Driver, PAGE, Setup, device, options, packet, unanswered, until
 const LENGTHS: [usize; 12] = [1, 14, 60, 64, 500, 1500, 2036, 2037, 4084, 4085, 9000, 65_549];
 
 /// Sends packets of many lengths and cuts from one driver to another (or itself), and checks each.
-fn exchange(drivers: &mut [&mut Driver], from: usize, to: usize, pair: u16, count: usize, longest: usize) {
+fn exchange(
+    drivers: &mut [&mut Driver],
+    from: usize,
+    to: usize,
+    pair: u16,
+    count: usize,
+    longest: usize,
+) {
     let lengths: Vec<usize> = LENGTHS.into_iter().filter(|&len| len <= longest).collect();
     let of = |n: usize| packet(n, lengths[n % lengths.len()]);
     let (mut sent, mut got, mut back) = (0, 0, 0);
@@ -251,11 +258,9 @@ fn a_ring_that_stops_goes_on_where_it_was() {
             driver.listen();
             !driver.asked.is_empty()
         });
-        for ring in [1, 0] {
-            let base = driver.front.get_vring_base(ring).unwrap();
-            assert_eq!(driver.reclaim(0), 0, "nothing was lost");
-            driver.go_on(ring, base);
-        }
+        let bases = [1, 0].map(|ring| (ring, driver.front.get_vring_base(ring).unwrap()));
+        assert_eq!(driver.reclaim(0), 0, "nothing was lost");
+        bases.into_iter().rev().for_each(|(ring, base)| driver.go_on(ring, base));
         let mut got = 0;
         until("all packets", &mut [&mut driver], |drivers| {
             while let Some((_, bytes)) = drivers[0].receive(0) {

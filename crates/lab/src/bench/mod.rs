@@ -12,6 +12,7 @@
 //! | [`iova`] | allocators of I/O virtual addresses |
 //! | [`bounce`] | bounce pools, against mapping and against pools of another shape |
 //! | [`iotlb`] | lookups in a device's IOTLB |
+//! | [`net`] | network back ends with and without a device IOTLB, beside DPDK's |
 //!
 //! A benchmark measures its implementations in turns (A B C A B C ...), so that what slows a machine
 //! for a while slows all of them, and takes ratios within a round.
@@ -20,6 +21,7 @@ pub mod bounce;
 pub mod clock;
 pub mod iotlb;
 pub mod iova;
+pub mod net;
 pub mod rounds;
 pub mod row;
 mod table;

@@ -63,6 +63,18 @@ fn pin(cpu: usize) {
     let _ = sched_setaffinity(None, &set);
 }
 
+/// Runs `work` with this thread bound to `cpu`, and lets the thread go where it might before. What
+/// `work` starts (threads, processes) inherits the bond.
+pub fn bound_to<R>(cpu: usize, work: impl FnOnce() -> R) -> R {
+    let before = sched_getaffinity(None);
+    pin(cpu);
+    let result = work();
+    if let Ok(before) = before {
+        let _ = sched_setaffinity(None, &before);
+    }
+    result
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,5 +88,13 @@ mod tests {
         for (index, answer) in answers.into_iter().enumerate() {
             assert_eq!(answer, (index, (index + 1) * 10, cpus[index % cpus.len()]));
         }
+    }
+
+    #[test]
+    fn a_thread_is_bound_for_a_while() {
+        let before = cpus();
+        let last = *before.last().unwrap();
+        assert_eq!(bound_to(last, cpus), [last]);
+        assert_eq!(cpus(), before);
     }
 }

@@ -75,9 +75,14 @@ impl Link {
     /// Ends the connection, for every thread: nothing that comes after a fault can be trusted to
     /// belong to a request of ours (rule D12).
     pub(super) fn fail(&self, error: WireError) -> FrontendError {
+        self.close();
+        error.into()
+    }
+
+    /// Ends the connection.
+    pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.channel.close();
-        error.into()
     }
 
     /// Sends requests, to which `answers` answers will come; returns the first one's number.

@@ -225,7 +225,7 @@ proptest! {
         let start = usize::from(begin.0) + if begin.1 { 0 } else { usize::from(SIZE) };
         // Positions count on for ever; a lap changes the wrap counter.
         let place = |at: usize| {
-            let wrap = (start + at) / usize::from(SIZE) % 2 == 0;
+            let wrap = ((start + at) / usize::from(SIZE)).is_multiple_of(2);
             ((start + at) % usize::from(SIZE), wrap)
         };
         let encode = |at| u32::from(place(at).0 as u16) | u32::from(place(at).1) << 15;

@@ -110,7 +110,7 @@ impl<H: Handler> Server<H> {
                 let ring = self.ring(code, ring)?;
                 aligned(code, &addresses)?;
                 if self.rings[ring].running {
-                    self.handler.move_ring(ring as u16, addresses)?;
+                    self.move_ring(ring, addresses)?;
                 }
                 self.rings[ring].addresses = Some(addresses);
             }

@@ -6,7 +6,7 @@ use ringfence_mem::{DirtyLog, Memory, SharedFile};
 
 use super::{Failure, Ring, Server};
 use crate::{
-    Handler, HandlerError, Iotlb, RingSetup, WireError,
+    Handler, HandlerError, Iotlb, RingAddresses, RingSetup, WireError,
     iotlb::IotlbWire,
     msg::{self, Inflight, code},
 };
@@ -101,6 +101,22 @@ impl<H: Handler> Server<H> {
             }
         }
         self.handler.iotlb(message)
+    }
+
+    /// SET_VRING_ADDR for a running ring: a front end that begins to log says again where it is.
+    pub(super) fn move_ring(
+        &mut self,
+        ring: usize,
+        addresses: RingAddresses,
+    ) -> Result<(), HandlerError> {
+        let before = self.rings[ring].addresses.unwrap_or_default();
+        if (RingAddresses { log: addresses.log, ..before }) != addresses {
+            return self.handler.move_ring(ring as u16, addresses);
+        }
+        if before.log != addresses.log {
+            return self.handler.log_ring(ring as u16, addresses.log);
+        }
+        Ok(())
     }
 
     /// SET_FEATURES. Only F_LOG_ALL may change while a ring runs; it holds once there is a log.

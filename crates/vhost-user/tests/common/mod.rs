@@ -1,17 +1,29 @@
 //! A device that writes down what it is asked, and a connection to it.
 #![allow(dead_code, reason = "each test uses its part")]
 
-use ringfence_mem::Memory;
+use ringfence_mem::{DirtyLog, Memory};
+use ringfence_vhost_user::msg::{Header, Request};
 use ringfence_vhost_user::{
-    BackendChannel, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb,
-    ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
+    BackendChannel, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
+    InflightRegion, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
+    WireError,
 };
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::{
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    sync::Arc,
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::{
+        fd::{BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
     thread::{self, JoinHandle},
     time::Duration,
 };
+use zerocopy::IntoBytes;
 
 pub(crate) const VERSION_1: u64 = 1 << 32;
 
@@ -30,6 +42,16 @@ pub(crate) enum Event {
     Reset,
     Channel,
     Iotlb(Iotlb),
+    Answer(Iotlb, bool),
+    ChannelLost,
+    Inflight(u16, u16),
+    Log(bool),
+    LogFd,
+    LogRing(u16, Option<u64>),
+    Status(u8),
+    Rarp([u8; 6]),
+    Mtu(u16),
+    Disconnected,
     Refused(u32),
 }
 
@@ -39,7 +61,16 @@ pub(crate) struct Device {
     pub(crate) config: [u8; 64],
     pub(crate) memory: Option<Arc<Memory>>,
     pub(crate) channel: Option<Arc<BackendChannel>>,
+    pub(crate) features: u64,
     pub(crate) protocol: ProtocolFeatures,
+    pub(crate) log: Option<Arc<DirtyLog>>,
+    pub(crate) inflight: Option<Arc<InflightRegion>>,
+    /// How many IOTLB messages have taken effect.
+    pub(crate) carried_out: Arc<AtomicU64>,
+    /// Whether the end of a connection is written down.
+    pub(crate) notes_end: bool,
+    /// What is done when a ring is asked to stop.
+    pub(crate) on_stop: Option<fn(&mut Device)>,
     /// Whether rings start.
     pub(crate) refuses_rings: bool,
     /// What `stop_ring` says.
@@ -53,6 +84,12 @@ impl Default for Device {
             config: core::array::from_fn(|i| i as u8),
             memory: None,
             channel: None,
+            log: None,
+            inflight: None,
+            carried_out: Arc::default(),
+            notes_end: false,
+            on_stop: None,
+            features: VERSION_1 | F_ACCESS_PLATFORM,
             protocol: ProtocolFeatures::KNOWN,
             refuses_rings: false,
             stopped_at: 77,
@@ -69,7 +106,7 @@ impl Device {
 
 impl Handler for Device {
     fn features(&self) -> u64 {
-        VERSION_1 | F_ACCESS_PLATFORM
+        self.features
     }
     fn protocol_features(&self) -> ProtocolFeatures {
         self.protocol
@@ -97,6 +134,9 @@ impl Handler for Device {
         self.note(Event::Start { ring, size, base, kick, enabled, desc })
     }
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
+        if let Some(on_stop) = self.on_stop {
+            on_stop(self);
+        }
         self.note(Event::Stop(ring))?;
         Ok(self.stopped_at)
     }
@@ -132,7 +172,46 @@ impl Handler for Device {
         self.note(Event::Channel)
     }
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
+        // An answer that does not wait for this comes before it.
+        thread::yield_now();
+        self.carried_out.fetch_add(1, Ordering::Relaxed);
         self.note(Event::Iotlb(message))
+    }
+    fn channel_answer(&mut self, message: Iotlb, done: bool) {
+        self.events.push(Event::Answer(message, done));
+    }
+    fn channel_lost(&mut self, _why: &WireError) {
+        self.events.push(Event::ChannelLost);
+    }
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        let place = inflight.place();
+        self.inflight = Some(inflight);
+        self.note(Event::Inflight(place.queues, place.size))
+    }
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
+        let logs = log.is_some();
+        self.log = log;
+        self.note(Event::Log(logs))
+    }
+    fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
+        self.note(Event::LogRing(ring, log))
+    }
+    fn set_log_event(&mut self, _event: OwnedFd) -> Result<(), HandlerError> {
+        self.note(Event::LogFd)
+    }
+    fn set_status(&mut self, status: u8) -> Result<(), HandlerError> {
+        self.note(Event::Status(status))
+    }
+    fn send_rarp(&mut self, mac: [u8; 6]) -> Result<(), HandlerError> {
+        self.note(Event::Rarp(mac))
+    }
+    fn set_mtu(&mut self, mtu: u16) -> Result<(), HandlerError> {
+        self.note(Event::Mtu(mtu))
+    }
+    fn disconnected(&mut self) {
+        if self.notes_end {
+            self.events.push(Event::Disconnected);
+        }
     }
     fn refused(&mut self, request: u32, _why: &HandlerError) {
         self.events.push(Event::Refused(request));
@@ -157,4 +236,33 @@ pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
 pub(crate) fn connect(device: Device) -> (Frontend, Served) {
     let (stream, served) = serve(device);
     (Frontend::new(stream, Duration::from_secs(10)), served)
+}
+
+/// Tests here count this process's descriptors: one at a time.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+pub(crate) fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+pub(crate) fn bytes(header: Header, payload: &[u8]) -> Vec<u8> {
+    [header.as_bytes(), payload].concat()
+}
+
+pub(crate) fn message(request: &Request, need_reply: bool) -> Vec<u8> {
+    let payload = request.payload();
+    bytes(Header::request(request.code(), need_reply, payload.len()), &payload)
+}
+
+/// Sends bytes with descriptors; that the peer has hung up already is no error.
+pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let _ = sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
 }

@@ -1,0 +1,213 @@
+//! How a view finds a translation: in its cache, or in the table.
+
+use std::{cell::RefCell, ptr::NonNull};
+
+use ringfence_iommu::{FaultReason, Iova, Prot, Range, table::Translation};
+use ringfence_mem::{Access, AccessError, HostSlice};
+
+use super::{View, wanted};
+use crate::{
+    Binding, Miss,
+    cache::{Entry, offset},
+    misses::{Lack, PAGE},
+};
+
+/// A region of memory, by guest-physical address.
+#[derive(Clone, Copy)]
+pub(super) struct Region {
+    first: u64,
+    extent: u64,
+    base: NonNull<u8>,
+}
+
+/// `more + 1` bytes of an entry from an address on.
+///
+/// # Safety
+/// They are the entry's, and the memory it leads to stays mapped as long as `'m`.
+#[inline]
+pub(super) unsafe fn piece<'m>(entry: Entry, addr: u64, more: u64) -> HostSlice<'m> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let base = entry.host.add((addr - entry.first) as usize);
+        HostSlice::new(base, (more as usize).saturating_add(1))
+    }
+}
+
+impl View {
+    /// The translation of an address; notes what is missing.
+    #[inline]
+    pub(super) fn find(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        self.lookup(addr, access).inspect_err(|error| {
+            if matches!(error, AccessError::Missing { .. }) {
+                note(&self.wanted, addr, access);
+            }
+        })
+    }
+
+    #[inline]
+    fn lookup(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        match self.cache.get(addr, wanted(access)) {
+            Some(entry) => {
+                self.hits.set(self.hits.get() + 1);
+                Ok(entry)
+            }
+            None => self.walk(addr, access),
+        }
+    }
+
+    #[inline(never)]
+    fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        self.misses.set(self.misses.get() + 1);
+        let iova = Iova(addr);
+        let found = match &self.binding {
+            Binding::Iotlb(iotlb) => {
+                match iotlb.translate(&self.reader, iova, self.cache.search(addr)) {
+                    Some(found) if found.prot.allows(wanted(access)) => Some(found),
+                    found => match iotlb.lack(iova, wanted(access), &self.waiter) {
+                        Lack::Refused => found,
+                        Lack::Pending => return Err(AccessError::Missing { addr, access }),
+                    },
+                }
+            }
+            Binding::Domain(domain) => {
+                domain.translate_run(&self.reader, iova, self.cache.search(addr))
+            }
+            Binding::Bypass => Some(Translation { range: Range::ALL, delta: 0, prot: Prot::RW }),
+            Binding::Blocked => {
+                self.fault(FaultReason::NoDomain, addr, access);
+                return Err(AccessError::Unmapped { addr, access });
+            }
+        };
+        let Some(Translation { range, delta, prot }) = found else {
+            self.fault(FaultReason::Mapping, addr, access);
+            return Err(AccessError::Unmapped { addr, access });
+        };
+        if !prot.allows(wanted(access)) {
+            self.fault(FaultReason::Mapping, addr, access);
+            return Err(AccessError::NotPermitted { addr, access });
+        }
+        let gpa = addr.wrapping_add(delta);
+        let Some(region) = self.region(gpa) else {
+            self.fault(FaultReason::Unknown, addr, access);
+            return Err(AccessError::OutsideMemory { addr, access });
+        };
+        // As far down and up as both reach, the translation and the region.
+        let below = (addr - range.first().0).min(gpa - region.first);
+        let above = (range.last().0 - addr).min(region.extent - (gpa - region.first));
+        let host = offset(region.base, gpa - region.first - below);
+        let entry = Entry::new(addr - below, below + above, host, prot);
+        self.cache.put(addr, entry);
+        Ok(entry)
+    }
+
+    /// The region of memory with `gpa`.
+    #[inline]
+    fn region(&self, gpa: u64) -> Option<Region> {
+        match self.region.get() {
+            Some(region) if gpa.wrapping_sub(region.first) <= region.extent => Some(region),
+            _ => self.find_region(gpa),
+        }
+    }
+
+    fn find_region(&self, gpa: u64) -> Option<Region> {
+        let number = self.memory.find_gpa(gpa)?.region;
+        let &ringfence_mem::Region { gpa: first, size, .. } = self.memory.regions().nth(number)?;
+        let base = NonNull::new(self.memory.find_gpa(first)?.slice.as_ptr())?;
+        let region = Region { first, extent: size - 1, base };
+        self.region.set(Some(region));
+        Some(region)
+    }
+
+    pub(super) fn look_ahead(
+        &self,
+        addr: u64,
+        len: u64,
+        access: Access,
+        missing: &RefCell<Vec<Miss>>,
+    ) -> bool {
+        let Some(last) = len.checked_sub(1).and_then(|more| addr.checked_add(more)) else {
+            return true;
+        };
+        let (mut at, mut ready) = (addr, true);
+        self.silently(|| {
+            loop {
+                let next = match self.lookup(at, access) {
+                    Ok(entry) => (entry.first + entry.extent).checked_add(1),
+                    Err(AccessError::Missing { .. }) => {
+                        ready = false;
+                        if !note(missing, at, access) {
+                            return;
+                        }
+                        (at | (PAGE - 1)).checked_add(1)
+                    }
+                    Err(_) => return,
+                };
+                match next {
+                    Some(next) if next <= last => at = next,
+                    _ => return,
+                }
+            }
+        });
+        ready
+    }
+
+    /// The pieces of an access that begins in `entry` and leaves it. Those that follow each other in
+    /// this process are one, whatever they were found as.
+    pub(super) fn pieces<F>(
+        &self,
+        mut entry: Entry,
+        mut at: u64,
+        mut left: u64,
+        access: Access,
+        mut each: F,
+    ) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        let mut held: Option<(NonNull<u8>, usize)> = None;
+        // SAFETY: as in `slices`; what was joined are such bytes, one after the other.
+        let mut give = |(base, len)| each(unsafe { HostSlice::new(base, len) });
+        let result = loop {
+            let more = left.min(entry.extent - (at - entry.first));
+            // SAFETY: as in `slices`.
+            let next = unsafe { piece(entry, at, more) };
+            let base = NonNull::new(next.as_ptr()).expect("mapped memory is not at 0");
+            held = Some(match held {
+                Some((first, len)) if first.as_ptr().wrapping_add(len) == base.as_ptr() => {
+                    (first, len.saturating_add(next.len()))
+                }
+                other => {
+                    other.map(&mut give);
+                    (base, next.len())
+                }
+            });
+            if more == left {
+                break Ok(());
+            }
+            left -= more + 1;
+            // Cannot wrap: the access does not.
+            at += more + 1;
+            match self.find(at, access) {
+                Ok(found) => entry = found,
+                Err(error) => break Err(error),
+            }
+        };
+        held.map(&mut give);
+        result
+    }
+}
+
+/// The most questions that are gathered before they are sent.
+const BATCH: usize = 256;
+
+/// Notes what is missing; false if there is no room for it now.
+#[cold]
+fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
+    let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
+    let mut misses = misses.borrow_mut();
+    let room = misses.len() < BATCH;
+    if room && !misses.iter().any(|other| other.key() == miss.key()) {
+        misses.push(miss);
+    }
+    room
+}

@@ -1,0 +1,64 @@
+//! The back ends, as the benchmark uses them.
+
+use std::{os::unix::net::UnixStream, path::Path};
+
+use anyhow::{Context, Result};
+
+use super::{
+    case::{Direction, Implementation},
+    process::Process,
+    ringfence::Ringfence,
+    testpmd::Testpmd,
+};
+
+/// What a back end says it has taken from the driver and given to it since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counted {
+    pub(super) taken: u64,
+    pub(super) given: u64,
+}
+
+/// A back end that is started once and used again and again.
+pub(super) trait Backend {
+    /// Its process.
+    fn process(&mut self) -> &mut Process;
+
+    /// Which way packets will go: what follows is about that. To be called while it is stopped.
+    fn choose(&mut self, direction: Direction);
+
+    /// Makes it do `direction`.
+    ///
+    /// # Errors
+    /// It ended, or does not answer.
+    fn begin(&mut self, direction: Direction) -> Result<()>;
+
+    /// Where it listens.
+    fn socket(&self) -> &Path;
+
+    /// Makes it stop; what it has counted since [`begin`](Self::begin), if it tells.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    fn end(&mut self) -> Result<Option<Counted>>;
+
+    /// A connection to it.
+    ///
+    /// # Errors
+    /// Nobody listens.
+    fn connect(&self) -> Result<UnixStream> {
+        let path = self.socket();
+        UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))
+    }
+}
+
+/// Starts one in `folder`, on `cpu`.
+pub(super) fn start(
+    implementation: Implementation,
+    folder: &Path,
+    cpu: usize,
+) -> Result<Box<dyn Backend>> {
+    Ok(match implementation {
+        Implementation::Ringfence => Box::new(Ringfence::start(folder, cpu)?),
+        Implementation::Dpdk => Box::new(Testpmd::start(folder, cpu)?),
+    })
+}

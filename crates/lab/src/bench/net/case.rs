@@ -1,0 +1,319 @@
+//! What is measured: which way packets go, and by what addresses.
+
+use std::{fmt, str::FromStr};
+
+use ringfence_devices::net::driver::{Addressing, Options as DriverOptions};
+use serde_json::{Map, Value};
+
+use super::object;
+use crate::list::parse;
+
+/// A name for each value of an enum, and back.
+macro_rules! names {
+    ($kind:ty, $what:literal, [$($value:path => $name:literal),+ $(,)?]) => {
+        impl $kind {
+            /// All of them, in order.
+            pub const ALL: &[$kind] = &[$($value),+];
+
+            /// Its name.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($value => $name),+
+                }
+            }
+        }
+
+        impl fmt::Display for $kind {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.name())
+            }
+        }
+
+        impl FromStr for $kind {
+            type Err = String;
+
+            fn from_str(name: &str) -> Result<Self, String> {
+                let found = Self::ALL.iter().copied().find(|value| value.name() == name);
+                let names = Self::ALL.iter().map(|value| value.name()).collect::<Vec<_>>();
+                found.ok_or_else(|| {
+                    format!("no {} is called {name:?}: there are {}", $what, names.join(", "))
+                })
+            }
+        }
+    };
+}
+
+/// A part of the benchmark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The IOTLB is there, but the driver does not ask for an IOMMU.
+    Off,
+    /// Buffers are mapped once.
+    Static,
+    /// Each use of a buffer has an address of its own.
+    Dynamic,
+}
+
+names!(Part, "part", [Part::Off => "off", Part::Static => "static", Part::Dynamic => "dynamic"]);
+
+/// Which way packets go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// The driver sends, the back end takes.
+    Tx,
+    /// The back end sends.
+    Rx,
+    /// What the driver sends comes back.
+    Loop,
+}
+
+names!(Direction, "direction", [
+    Direction::Tx => "tx",
+    Direction::Rx => "rx",
+    Direction::Loop => "loop",
+]);
+
+/// The format of the rings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ring {
+    /// Split.
+    Split,
+    /// Packed.
+    Packed,
+}
+
+names!(Ring, "ring", [Ring::Split => "split", Ring::Packed => "packed"]);
+
+/// Who is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Implementation {
+    /// `ringfence net`.
+    Ringfence,
+    /// DPDK's `testpmd` with its vhost library.
+    Dpdk,
+}
+
+names!(Implementation, "implementation", [
+    Implementation::Ringfence => "ringfence",
+    Implementation::Dpdk => "dpdk",
+]);
+
+/// How much an entry covers: 4k, 64k, 2m, 1g.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry(pub u64);
+
+impl Entry {
+    /// Those of the default run.
+    pub const ALL: [Entry; 4] = [Entry(1 << 30), Entry(2 << 20), Entry(64 << 10), Entry(4 << 10)];
+}
+
+impl fmt::Display for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.trailing_zeros() {
+            shift @ ..20 => f.pad(&format!("{}k", 1 << (shift - 10))),
+            shift @ 20..30 => f.pad(&format!("{}m", 1 << (shift - 20))),
+            shift => f.pad(&format!("{}g", 1 << (shift - 30))),
+        }
+    }
+}
+
+impl FromStr for Entry {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Entry, String> {
+        let lower = text.to_ascii_lowercase();
+        let found = (12..=30).map(|shift| Entry(1 << shift)).find(|size| size.to_string() == lower);
+        found.ok_or_else(|| format!("{text:?} is no entry's size: a power of two from 4k to 1g"))
+    }
+}
+
+/// Parses a list of names.
+///
+/// # Errors
+/// A name is none, or the list is empty or names one twice.
+pub fn parse_list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<Vec<T>, String> {
+    parse(text, "list")
+}
+
+/// One contest.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Case {
+    pub(super) direction: Direction,
+    pub(super) ring: Ring,
+    pub(super) addressing: Addressing,
+}
+
+/// Pages of buffers in all. DPDK's cache of a queue holds 2048 entries and is given those of all
+/// queues: with more it would measure its eviction.
+const PAGES: u32 = 1700;
+/// The least buffers of a direction, and all there are of one that carries nothing.
+const FEW: u32 = 256;
+/// Buffers with addresses of their own take a page each.
+const FRESH: u32 = 1024;
+
+impl Case {
+    pub(super) fn part(&self) -> Part {
+        match self.addressing {
+            Addressing::Physical => Part::Off,
+            Addressing::Static { .. } => Part::Static,
+            Addressing::Fresh { .. } => Part::Dynamic,
+        }
+    }
+
+    /// Its addresses in a word or two.
+    pub(super) fn addresses(&self) -> String {
+        match self.addressing {
+            Addressing::Physical => "off".to_owned(),
+            Addressing::Static { entry, mergeable } => {
+                let kind = if mergeable { "mergeable" } else { "unmergeable" };
+                format!("{} {kind}", Entry(entry))
+            }
+            Addressing::Fresh { push: false } => "dynamic asked".to_owned(),
+            Addressing::Fresh { push: true } => "dynamic pushed".to_owned(),
+        }
+    }
+
+    pub(super) fn name(&self) -> String {
+        let addresses = self.addresses().replace(' ', "/");
+        format!("{}/{}/{addresses}", self.direction, self.ring)
+    }
+
+    /// The one of the same packets and rings without an IOMMU.
+    pub(super) fn off(&self) -> Case {
+        Case { addressing: Addressing::Physical, ..*self }
+    }
+
+    pub(super) fn params(&self) -> Map<String, Value> {
+        let mut params = object([
+            ("part", self.part().name().into()),
+            ("direction", self.direction.name().into()),
+            ("ring", self.ring.name().into()),
+            ("iommu", self.addressing.translated().into()),
+        ]);
+        match self.addressing {
+            Addressing::Physical => {}
+            Addressing::Static { entry, mergeable } => {
+                params.extend(object([("entry", entry.into()), ("mergeable", mergeable.into())]));
+            }
+            Addressing::Fresh { push } => {
+                params.extend(object([("entry", 4096.into()), ("pushed", push.into())]));
+            }
+        }
+        params
+    }
+
+    /// How the driver is to be set up.
+    pub(super) fn driver(&self) -> DriverOptions {
+        let fresh = self.addressing.is_fresh();
+        let [rx_buffers, tx_buffers] = match (self.direction, fresh) {
+            (Direction::Loop, false) => [PAGES; 2],
+            (Direction::Tx, false) => [FEW, 2 * PAGES - FEW],
+            (Direction::Rx, false) => [2 * PAGES - FEW, FEW],
+            (_, true) => [FRESH; 2],
+        };
+        DriverOptions {
+            addressing: self.addressing,
+            packed: self.ring == Ring::Packed,
+            // What is measured is the cache, not how it fills.
+            prefill: true,
+            rx_buffers,
+            tx_buffers,
+            ..DriverOptions::default()
+        }
+    }
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// Which parts.
+    pub parts: Vec<Part>,
+    /// Which ways.
+    pub directions: Vec<Direction>,
+    /// Sizes of entries of the static part.
+    pub entries: Vec<Entry>,
+    /// Formats of rings.
+    pub rings: Vec<Ring>,
+}
+
+impl Default for Choice {
+    fn default() -> Choice {
+        Choice {
+            parts: Part::ALL.to_vec(),
+            directions: Direction::ALL.to_vec(),
+            entries: Entry::ALL.to_vec(),
+            rings: Ring::ALL.to_vec(),
+        }
+    }
+}
+
+impl Choice {
+    /// All cases, those to which others are compared first. Packed rings are measured with the
+    /// smallest entries only.
+    pub(super) fn cases(&self) -> Vec<Case> {
+        let mut cases = Vec::new();
+        for &ring in &self.rings {
+            for &direction in &self.directions {
+                let with = |addressing| Case { direction, ring, addressing };
+                let smallest = self.entries.iter().map(|entry| entry.0).min();
+                for part in &self.parts {
+                    match part {
+                        Part::Off => cases.push(with(Addressing::Physical)),
+                        Part::Static => {
+                            for &Entry(entry) in &self.entries {
+                                if ring == Ring::Packed && Some(entry) != smallest {
+                                    continue;
+                                }
+                                let some = |mergeable| Addressing::Static { entry, mergeable };
+                                cases.push(with(some(true)));
+                                // A larger one covers all there is.
+                                if entry <= 2 << 20 {
+                                    cases.push(with(some(false)));
+                                }
+                            }
+                        }
+                        Part::Dynamic if ring == Ring::Split => {
+                            cases.push(with(Addressing::Fresh { push: false }));
+                            cases.push(with(Addressing::Fresh { push: true }));
+                        }
+                        Part::Dynamic => {}
+                    }
+                }
+            }
+        }
+        cases
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back() {
+        assert_eq!(parse_list::<Part>("dynamic,off"), Ok(vec![Part::Dynamic, Part::Off]));
+        let error = parse_list::<Part>("statics").unwrap_err();
+        assert!(error.contains("off, static, dynamic"), "{error}");
+        for text in ["4k", "64k", "2m", "1g"] {
+            assert_eq!(text.parse::<Entry>().unwrap().to_string(), text);
+        }
+        assert_eq!("2M".parse(), Ok(Entry(2 << 20)));
+        for wrong in ["", "4", "2k", "3k", "2g", "4096"] {
+            assert!(wrong.parse::<Entry>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn every_case_has_a_name_of_its_own_and_its_base_comes_first() {
+        let cases = Choice::default().cases();
+        for (at, case) in cases.iter().enumerate() {
+            assert!(cases[..at].iter().all(|other| other.name() != case.name()), "{case:?}");
+            let off = cases.iter().position(|other| *other == case.off()).unwrap();
+            assert!(off <= at);
+            let driver = case.driver();
+            let pages = (driver.rx_buffers + driver.tx_buffers) / 2 + 3;
+            assert!(case.part() != Part::Static || pages < 2048, "more than DPDK holds");
+        }
+        assert!(cases.iter().any(|case| case.name() == "loop/split/4k/unmergeable"));
+    }
+}

@@ -1,0 +1,255 @@
+//! One measurement: a driver, a back end, packets for a while.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use ringfence_devices::net::driver::{Expect, NetDriver};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{
+    backend::Backend,
+    case::{Case, Direction},
+};
+
+/// Packets that are sent at once.
+const BURST: usize = 64;
+/// How long packets go before they are counted.
+const WARM_UP: Duration = Duration::from_millis(40);
+/// From one look at the clock to the next, in turns of the driver.
+const TURNS: u32 = 16;
+/// How often the driver looks for misses while there should be none.
+const LOOK: Duration = Duration::from_micros(20);
+/// Frames that the back end has taken and not given back for so long are lost: a process may have no
+/// CPU for a while.
+const OVERDUE: Duration = Duration::from_millis(250);
+/// Who does nothing for so long, though there is something to do, does nothing any more.
+const STUCK: Duration = Duration::from_secs(5);
+/// How long messages are timed.
+const MESSAGES: Duration = Duration::from_millis(25);
+/// Messages in flight when they are many.
+pub(super) const DEPTH: u64 = 64;
+
+/// What one window told.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Window {
+    pub(super) seconds: f64,
+    /// Packets of the window: that came back (loop), came (rx), were taken (tx).
+    pub(super) packets: u64,
+    /// Of the whole connection: frames that should have come, and those that did not.
+    pub(super) carried: u64,
+    pub(super) lost: u64,
+    pub(super) late: u64,
+    pub(super) corrupt: u64,
+    /// The part of the window in which each end had a CPU.
+    pub(super) driver_share: f64,
+    pub(super) backend_share: f64,
+    /// In the window.
+    pub(super) misses: u64,
+    pub(super) updates: u64,
+    pub(super) invalidations: u64,
+    /// UPDATEs and their answers a second: one after the other, and many in flight.
+    pub(super) single_rate: Option<f64>,
+    pub(super) many_rate: Option<f64>,
+}
+
+impl Window {
+    pub(super) fn rate(&self) -> f64 {
+        self.packets as f64 / self.seconds
+    }
+
+    /// Lost frames of those that were carried.
+    pub(super) fn loss(&self) -> f64 {
+        if self.carried == 0 { 0.0 } else { self.lost as f64 / self.carried as f64 }
+    }
+}
+
+/// Drives `backend`, which goes on, for `length`.
+pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) -> Result<Window> {
+    backend.begin(case.direction).context("beginning")?;
+    let expect = match case.direction {
+        Direction::Rx => Expect::Foreign,
+        Direction::Tx | Direction::Loop => Expect::Own,
+    };
+    let driver = NetDriver::open(backend.connect()?, case.driver(), expect)?;
+    let mut load = Load::new(driver, case);
+    load.run(WARM_UP)?;
+
+    let before = load.mark(backend);
+    load.run(length)?;
+    let after = load.mark(backend);
+
+    load.drain()?;
+    let counted = backend.end().context("ending")?;
+    // What the back end gave up to its end.
+    load.drain()?;
+    let mut window = Window {
+        seconds: after.at.duration_since(before.at).as_secs_f64(),
+        packets: after.packets - before.packets,
+        misses: after.misses - before.misses,
+        updates: after.updates - before.updates,
+        invalidations: after.invalidations - before.invalidations,
+        late: load.driver.arrivals().late(),
+        corrupt: load.driver.arrivals().corrupt(),
+        ..Window::default()
+    };
+    let share = |ns: u64| ns as f64 / 1e9 / window.seconds;
+    window.driver_share = share(after.cpu_ns - before.cpu_ns);
+    window.backend_share = share(after.backend_ns.saturating_sub(before.backend_ns));
+    let arrivals = load.driver.arrivals();
+    (window.carried, window.lost) = match (case.direction, counted) {
+        (Direction::Loop, _) => (arrivals.sent(), arrivals.lost()),
+        // The back end's word against the driver's: either way, a difference is a loss.
+        (Direction::Tx, Some(counted)) => {
+            (load.driver.taken(), load.driver.taken().abs_diff(counted.taken))
+        }
+        (Direction::Tx, None) => (load.driver.taken(), 0),
+        (Direction::Rx, Some(counted)) => {
+            let came = arrivals.good() + arrivals.corrupt();
+            (counted.given, counted.given.abs_diff(came))
+        }
+        (Direction::Rx, None) => (arrivals.good(), 0),
+    };
+    if case.addressing.is_fresh() {
+        window.single_rate = Some(load.message_rate(1)?);
+        window.many_rate = Some(load.message_rate(DEPTH)?);
+    }
+    load.driver.stop().context("stopping the rings")?;
+    Ok(window)
+}
+
+/// What is read at the ends of a window.
+struct Mark {
+    at: Instant,
+    packets: u64,
+    cpu_ns: u64,
+    backend_ns: u64,
+    misses: u64,
+    updates: u64,
+    invalidations: u64,
+}
+
+struct Load {
+    driver: NetDriver,
+    direction: Direction,
+    /// Nothing goes on without messages.
+    fresh: bool,
+    /// When something came last.
+    last: Instant,
+    looked: Instant,
+}
+
+impl Load {
+    fn new(driver: NetDriver, case: &Case) -> Load {
+        let now = Instant::now();
+        let (direction, fresh) = (case.direction, case.addressing.is_fresh());
+        Load { driver, direction, fresh, last: now, looked: now }
+    }
+
+    fn mark(&self, backend: &mut dyn Backend) -> Mark {
+        let messages = self.driver.messages();
+        let cpu = clock_gettime(ClockId::ThreadCPUTime);
+        let packets = match self.direction {
+            Direction::Tx => self.driver.taken(),
+            Direction::Rx | Direction::Loop => self.driver.arrivals().good(),
+        };
+        Mark {
+            packets,
+            cpu_ns: cpu.tv_sec as u64 * 1_000_000_000 + cpu.tv_nsec as u64,
+            backend_ns: backend.process().cpu_ns(),
+            misses: messages.misses,
+            updates: messages.updates,
+            invalidations: messages.invalidations,
+            at: Instant::now(),
+        }
+    }
+
+    fn run(&mut self, length: Duration) -> Result<()> {
+        let end = Instant::now() + length;
+        loop {
+            let mut came = 0;
+            for _ in 0..TURNS {
+                came += self.turn(true)?;
+            }
+            let now = Instant::now();
+            self.look(now, came)?;
+            if now >= end {
+                return Ok(());
+            }
+        }
+    }
+
+    /// One turn of the driver; how many packets came.
+    #[inline]
+    fn turn(&mut self, send: bool) -> Result<usize> {
+        let came = match self.direction {
+            Direction::Tx => 0,
+            Direction::Rx | Direction::Loop => self.driver.receive()?,
+        };
+        match self.direction {
+            Direction::Tx => self.driver.send(if send { BURST } else { 0 })?,
+            Direction::Loop => {
+                let most = if send { self.driver.window().min(BURST) } else { 0 };
+                self.driver.send(most)?
+            }
+            Direction::Rx => 0,
+        };
+        if self.fresh {
+            self.driver.answer()?;
+        }
+        Ok(came)
+    }
+
+    /// What need not be done in each turn.
+    fn look(&mut self, now: Instant, came: usize) -> Result<()> {
+        if now.duration_since(self.looked) > LOOK {
+            self.driver.answer()?;
+            self.looked = now;
+        }
+        if came > 0 || self.driver.arrivals().outstanding() == 0 {
+            self.last = now;
+        } else if self.direction == Direction::Loop
+            && self.driver.queued() == 0
+            && now.duration_since(self.last) > OVERDUE
+        {
+            self.driver.give_up();
+            self.last = now;
+        }
+        Ok(())
+    }
+
+    /// Waits until what was sent is taken and, in a loop, back, or lost.
+    fn drain(&mut self) -> Result<()> {
+        self.last = Instant::now();
+        let (mut left, mut since) = (u64::MAX, self.last);
+        loop {
+            let came = self.turn(false)?;
+            let now = Instant::now();
+            self.look(now, came)?;
+            let queued = self.driver.queued() as u64;
+            let now_left = match self.direction {
+                Direction::Tx => queued,
+                Direction::Rx => came as u64,
+                Direction::Loop => queued + self.driver.arrivals().outstanding(),
+            };
+            if now_left == 0 {
+                return Ok(());
+            }
+            if now_left != left {
+                (left, since) = (now_left, now);
+            } else if now.duration_since(since) > STUCK {
+                anyhow::bail!("the back end does nothing any more");
+            }
+        }
+    }
+
+    /// UPDATEs and their answers a second, at most `depth` in flight.
+    fn message_rate(&mut self, depth: u64) -> Result<f64> {
+        let begun = Instant::now();
+        let mut count = 0;
+        while begun.elapsed() < MESSAGES {
+            self.driver.round_trips(depth, depth)?;
+            count += depth;
+        }
+        Ok(count as f64 / begun.elapsed().as_secs_f64())
+    }
+}

@@ -1,0 +1,201 @@
+//! Network back ends: ours and DPDK's, with and without a device IOTLB, under the same load.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`case`] | what is measured: which way packets go, and by what addresses |
+//! | `load` | one measurement |
+//! | `backend`, `ringfence`, `testpmd` | the back ends; `process`: their processes |
+//! | `ping` | where the host has put the CPUs |
+//! | `rows` | what the rounds tell |
+//! | [`table`] | all of it for a terminal |
+//!
+//! The driver and the back end have a CPU each, and poll. Back ends take turns: the one that is not
+//! measured is stopped.
+
+mod backend;
+pub mod case;
+mod load;
+mod ping;
+mod process;
+mod ringfence;
+mod rows;
+pub mod table;
+mod testpmd;
+
+use std::{
+    fs,
+    path::PathBuf,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use serde_json::{Map, Value};
+
+use super::{Benchmark, threads};
+use crate::{
+    progress::{Kind, Progress},
+    run::Usage,
+};
+use backend::Backend;
+use case::{Case, Choice, Implementation};
+use load::Window;
+
+/// The most that may be lost: 0.005 %.
+const MOST_LOST: f64 = 5e-5;
+/// What a measurement takes beside its window.
+const OVERHEAD: Duration = Duration::from_millis(160);
+
+/// What to measure, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The cases.
+    pub choice: Choice,
+    /// Who.
+    pub implementations: Vec<Implementation>,
+    /// Rounds.
+    pub repeat: u32,
+    /// How long a window is.
+    pub window: Duration,
+    /// How to show progress.
+    pub progress: Kind,
+}
+
+/// One window of a round, or why there is none.
+#[derive(Clone, Debug)]
+struct Measured {
+    window: Result<Window, String>,
+    /// Round trip of a cache line before and after, nanoseconds.
+    ping: [Option<f64>; 2],
+}
+
+/// A folder for sockets that goes with this.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Folder> {
+        let path = std::env::temp_dir().join(format!("ringfence-bench-{}", std::process::id()));
+        fs::create_dir(&path).with_context(|| format!("making {}", path.display()))?;
+        Ok(Folder(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What cannot be removed stays.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
+///
+/// # Errors
+/// What was asked for cannot be done: [`Usage`].
+pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
+    let cases = options.choice.cases();
+    if cases.is_empty() {
+        return Err(Usage(
+            "there is nothing to measure: with packed rings, no dynamic part".into(),
+        )
+        .into());
+    }
+    let cpus = threads::cpus();
+    let cpus = [cpus[0], *cpus.last().expect("at least one")];
+    let mut benchmark = Benchmark::new("net", options.repeat);
+    benchmark.settings = object([
+        ("window_s", options.window.as_secs_f64().into()),
+        ("frame_bytes", 64.into()),
+        ("ring", ringfence_devices::net::driver::Options::default().ring.into()),
+        ("backend_cpu", cpus[0].into()),
+        ("driver_cpu", cpus[1].into()),
+        ("most_lost", MOST_LOST.into()),
+        ("messages_in_flight", load::DEPTH.into()),
+    ]);
+    if cpus[0] == cpus[1] {
+        let why = "there is one CPU only: driver and back end take turns, and figures mean little";
+        benchmark.warnings.push(why.to_owned());
+    }
+    let folder = Folder::new()?;
+    let mut backends = Vec::new();
+    for &implementation in &options.implementations {
+        let started = match implementation {
+            Implementation::Dpdk if !testpmd::is_there() => {
+                Err("DPDK's testpmd is not installed: apt-get install dpdk-dev".to_owned())
+            }
+            _ => backend::start(implementation, &folder.0, cpus[0])
+                .and_then(|mut backend| backend.process().pause().map(|()| backend))
+                .map_err(|error| format!("{error:#}")),
+        };
+        if let Err(why) = &started {
+            benchmark.warnings.push(format!("{implementation} is not measured: {why}"));
+        }
+        backends.push((implementation, started));
+    }
+    let total = u64::from(options.repeat) * (cases.len() * backends.len()) as u64;
+    let step = options.window + OVERHEAD;
+    let expected = step * u32::try_from(total).unwrap_or(u32::MAX);
+    let progress = Progress::new(options.progress, total, expected);
+    for warning in &benchmark.warnings {
+        progress.note(&format!("warning: {warning}"));
+    }
+    let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
+    'rounds: for round in 1..=options.repeat {
+        for (case, found) in cases.iter().zip(&mut found) {
+            for ((implementation, backend), found) in backends.iter_mut().zip(found) {
+                if stop.load(Ordering::Relaxed) {
+                    break 'rounds;
+                }
+                progress.begin(&format!(
+                    "{}, {implementation}, round {round} of {}",
+                    case.name(),
+                    options.repeat
+                ));
+                found.push(measure(backend, case, options.window, cpus));
+                progress.step(step);
+            }
+        }
+    }
+    progress.finish();
+    benchmark.interrupted = stop.load(Ordering::Relaxed);
+    let implementations: Vec<_> = backends.iter().map(|(name, _)| *name).collect();
+    rows::fill(&mut benchmark, &cases, &implementations, &found);
+    Ok(benchmark)
+}
+
+/// One window, with the probe before and after it.
+fn measure(
+    backend: &mut Result<Box<dyn Backend>, String>,
+    case: &Case,
+    length: Duration,
+    cpus: [usize; 2],
+) -> Measured {
+    let mut ping = [None; 2];
+    let window = backend.as_mut().map_err(|why| why.clone()).and_then(|backend| {
+        backend.choose(case.direction);
+        ping[0] = ping::round_trip_ns(cpus);
+        let window = threads::bound_to(cpus[1], || {
+            backend.process().resume()?;
+            let window = load::measure(backend.as_mut(), case, length).map_err(|error| {
+                error.context(format!("it said: {}", backend.process().last_words()))
+            });
+            // It learns that the connection has ended before it is stopped.
+            std::thread::sleep(Duration::from_millis(10));
+            backend.process().pause()?;
+            window
+        });
+        ping[1] = ping::round_trip_ns(cpus);
+        window.map_err(|error| {
+            // What went wrong first, then what the back end said.
+            let chain: Vec<String> = error.chain().map(ToString::to_string).collect();
+            match &chain[..] {
+                [said, rest @ ..] if !rest.is_empty() => format!("{} ({said})", rest.join(": ")),
+                _ => chain.join(": "),
+            }
+        })
+    });
+    Measured { window, ping }
+}
+
+fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}

@@ -1,0 +1,116 @@
+//! A back end's process: bound to a CPU, and stopped while another is measured.
+
+use std::{
+    ffi::OsStr,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::bench::threads;
+
+/// How long a process may take to be there.
+const START: Duration = Duration::from_secs(15);
+
+/// A process that is killed when this is dropped.
+pub(super) struct Process {
+    name: &'static str,
+    pub(super) child: Child,
+    /// What it says on standard error.
+    log: PathBuf,
+}
+
+impl Process {
+    /// Starts a program on `cpu` and waits until there is something at `socket`. `talks`: its
+    /// standard input and output are pipes.
+    pub(super) fn start(
+        name: &'static str,
+        program: &Path,
+        arguments: &[String],
+        cpu: usize,
+        socket: &Path,
+        talks: bool,
+    ) -> Result<Process> {
+        // It must not outlive this process, however that ends; and what it says must not lie in a
+        // buffer of its own while it is waited for.
+        let mut words = Vec::new();
+        if Path::new("/usr/bin/setpriv").exists() {
+            words.extend(["/usr/bin/setpriv", "--pdeathsig", "KILL", "--"].map(OsStr::new));
+        }
+        if talks {
+            words.extend(["/usr/bin/stdbuf", "-oL"].map(OsStr::new));
+        }
+        words.push(program.as_os_str());
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).args(arguments);
+        // A file takes all that it says; a pipe that nobody empties would stop it.
+        let log = socket.with_extension("log");
+        command.stderr(File::create(&log).context("a file for its messages")?);
+        // Where DPDK keeps what it needs while it runs.
+        command.env("RUNTIME_DIRECTORY", socket.parent().unwrap_or(Path::new("/tmp")));
+        let talk = || if talks { Stdio::piped() } else { Stdio::null() };
+        command.stdin(talk()).stdout(talk());
+        let child = threads::bound_to(cpu, || command.spawn())
+            .with_context(|| format!("starting {}", program.display()))?;
+        let mut process = Process { name, child, log };
+        let begun = Instant::now();
+        while !socket.exists() {
+            if let Some(status) = process.child.try_wait()? {
+                bail!("{name} ended at once, with {status}: {}", process.last_words());
+            }
+            if begun.elapsed() > START {
+                bail!("{name} made no socket within {START:?}");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(process)
+    }
+
+    /// The last that it said on standard error.
+    pub(super) fn last_words(&self) -> String {
+        let text = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let lines: Vec<&str> = text.lines().rev().take(3).collect();
+        lines.into_iter().rev().collect::<Vec<_>>().join("; ")
+    }
+
+    /// Stops it, so that it takes no CPU.
+    pub(super) fn pause(&self) -> Result<()> {
+        self.signal(Signal::STOP)
+    }
+
+    /// Lets it go on.
+    pub(super) fn resume(&mut self) -> Result<()> {
+        if let Some(status) = self.child.try_wait()? {
+            bail!("{} has ended, with {status}: {}", self.name, self.last_words());
+        }
+        self.signal(Signal::CONT)
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, signal).with_context(|| format!("a signal for {}", self.name))
+    }
+
+    /// How much CPU time all its threads have had, nanoseconds.
+    pub(super) fn cpu_ns(&self) -> u64 {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
+        let spent = |task: fs::DirEntry| {
+            let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
+            text.split(' ').next()?.parse::<u64>().ok()
+        };
+        tasks.into_iter().flatten().flatten().filter_map(spent).sum()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // A stopped process can be killed, too. If it has ended already, there is nothing to do.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

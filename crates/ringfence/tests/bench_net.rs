@@ -1,0 +1,139 @@
+//! `ringfence bench net`: between real processes, what it prints is a contract.
+
+mod common;
+
+use std::{path::Path, time::Duration};
+
+use common::{Place, number};
+use serde_json::Value;
+
+/// A run as short as one can be.
+const SHORT: [&str; 7] = ["bench", "net", "--repeat", "2", "--seconds", "0.2", "--quiet"];
+
+fn bench(place: &Place, arguments: &[&str]) -> Value {
+    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    let json: Value = serde_json::from_str(&ended.out)
+        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
+    assert_eq!(json["schema"], "ringfence.bench/1");
+    assert_eq!(json["bench"], "net");
+    assert_eq!(json["interrupted"], false);
+    assert_eq!(json["errors"], Value::Array(Vec::new()));
+    assert!(place.processes(Duration::from_secs(2)).is_empty(), "no process stays");
+    json
+}
+
+fn names(json: &Value) -> Vec<String> {
+    let name = |row: &Value| {
+        format!("{} {}", row["name"].as_str().unwrap(), row["impl"].as_str().unwrap())
+    };
+    json["rows"].as_array().unwrap().iter().map(name).collect()
+}
+
+#[test]
+fn every_row_says_what_was_carried_and_what_the_windows_were_worth() {
+    let place = Place::new();
+    let json = bench(
+        &place,
+        &[
+            "--impl",
+            "ringfence",
+            "--only",
+            "off,static",
+            "--entries",
+            "4k",
+            "--ring",
+            "split",
+            "--direction",
+            "loop,tx,rx",
+        ],
+    );
+    let wanted = ["loop", "tx", "rx"].map(|direction| {
+        ["off", "4k/mergeable", "4k/unmergeable"]
+            .map(|addresses| format!("{direction}/split/{addresses} ringfence"))
+    });
+    assert_eq!(names(&json), wanted.concat());
+    for row in json["rows"].as_array().unwrap() {
+        assert!(number(row, "/ns_per_op/median") > 0.0, "{row}");
+        assert_eq!(row["ratio_to_ringfence"], 1.0, "{row}");
+        assert!(number(row, "/packets_per_s/median") > 0.0, "{row}");
+        assert!(number(row, "/ratio_to_off/median") > 0.0, "{row}");
+        assert!(row["ratio_to_dpdk"]["median"].is_null(), "{row}");
+        assert_eq!(row["windows"], 2, "{row}");
+        assert_eq!(row["windows_failed"], 0, "{row}");
+        for key in ["windows_short_of_cpu", "windows_placed_elsewhere", "windows_over_loss"] {
+            assert!((0.0..=2.0).contains(&number(row, &format!("/{key}"))), "{row}");
+        }
+        assert!(number(row, "/carried") > 0.0, "{row}");
+        assert_eq!(row["corrupt"], 0, "{row}");
+        for key in ["driver_cpu_share", "backend_cpu_share"] {
+            assert!((0.0..=1.1).contains(&number(row, &format!("/{key}/median"))), "{row}");
+        }
+        let off = row["name"].as_str().unwrap().ends_with("/off");
+        assert_eq!(row["params"]["iommu"], !off, "{row}");
+        assert_eq!(row["params"].get("mergeable").is_some(), !off, "{row}");
+        assert_eq!(row.get("misses_per_packet").is_some(), !off, "{row}");
+    }
+}
+
+#[test]
+fn fresh_addresses_are_held_to_the_sockets_own_rate() {
+    let place = Place::new();
+    let json = bench(
+        &place,
+        &["--impl", "ringfence", "--only", "dynamic", "--direction", "loop", "--ring", "split"],
+    );
+    assert_eq!(
+        names(&json),
+        ["loop/split/dynamic/asked ringfence", "loop/split/dynamic/pushed ringfence"]
+    );
+    for row in json["rows"].as_array().unwrap() {
+        for key in ["messages_per_s_single", "messages_per_s_many", "ratio_to_messages"] {
+            assert!(number(row, &format!("/{key}/median")) > 0.0, "{key}: {row}");
+        }
+        assert!(number(row, "/invalidations_per_packet") > 0.0, "{row}");
+        assert!(row["ratio_to_off"]["median"].is_null(), "nothing was off: {row}");
+    }
+    let misses = |at: usize| number(&json["rows"][at], "/misses_per_packet");
+    assert!(misses(0) > 1.0 && misses(1) < 1.0, "{json}");
+}
+
+#[test]
+fn dpdk_stands_beside_or_its_absence_is_told() {
+    let place = Place::new();
+    let json =
+        bench(&place, &["--only", "off", "--direction", "tx,rx,loop", "--ring", "split,packed"]);
+    assert_eq!(json["rows"].as_array().unwrap().len(), 12);
+    let there = Path::new("/usr/bin/dpdk-testpmd").exists();
+    for row in json["rows"].as_array().unwrap() {
+        if row["impl"] == "dpdk" && !there {
+            assert!(row["note"].as_str().unwrap().contains("apt-get install dpdk-dev"), "{row}");
+            assert!(row["ns_per_op"]["median"].is_null(), "{row}");
+        } else {
+            assert!(number(row, "/packets_per_s/median") > 0.0, "{row}");
+        }
+        assert_eq!(row["ratio_to_dpdk"]["median"].is_number(), there, "{row}");
+    }
+    if !there {
+        eprintln!("not tested: DPDK's testpmd is not installed");
+        assert!(json["warnings"][0].as_str().unwrap().contains("dpdk is not measured"), "{json}");
+    }
+}
+
+#[test]
+fn wrong_usage_ends_before_anything_runs() {
+    let place = Place::new();
+    for wrong in [
+        &["--only", "statics"][..],
+        &["--direction", "up"],
+        &["--entries", "3k"],
+        &["--impl", "vpp"],
+        &["--seconds", "0"],
+        &["--repeat", "0"],
+        &["--only", "dynamic", "--ring", "packed"],
+    ] {
+        let ended = place.run(&[&["bench", "net"], wrong].concat());
+        assert_eq!(ended.code(), 2, "{wrong:?}: {ended}");
+        assert_eq!(ended.out, "", "{wrong:?}");
+    }
+}

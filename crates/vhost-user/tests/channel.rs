@@ -1,0 +1,413 @@
+//! The back end's channel: misses, their answers, and peers that break it.
+
+mod common;
+
+use common::{Device, Event, connect};
+use ringfence_mem::{Access, GuestRam};
+use ringfence_vhost_user::{
+    Asked, BackendChannel, BackendMessage, Frontend, FrontendChannel, FrontendError, Iotlb,
+    IotlbWire, ProtocolFeatures, RingAddresses, ServeError, Server, WireError,
+    msg::{Header, code},
+};
+use std::{
+    io::{Read, Write},
+    os::{fd::AsFd, unix::net::UnixStream},
+    sync::{Arc, mpsc},
+    thread,
+    time::Duration,
+};
+use zerocopy::{FromBytes, IntoBytes};
+
+const LONG: Duration = Duration::from_secs(10);
+
+fn miss(iova: u64) -> Iotlb {
+    Iotlb::Miss { iova, access: Access::Read }
+}
+
+/// A front end whose back end has a channel and, if wanted, a running ring; and the memory.
+fn with_channel(
+    device: Device,
+    runs: bool,
+) -> (Frontend, UnixStream, common::Served, Arc<GuestRam>) {
+    let (mut front, served) = connect(device);
+    front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    front.set_backend_channel(theirs.as_fd()).unwrap();
+    let ram = GuestRam::new(1 << 20, 0).unwrap();
+    front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+    if runs {
+        start(&mut front);
+    }
+    (front, ours, served, ram)
+}
+
+fn start(front: &mut Frontend) {
+    front.set_vring_num(0, 64).unwrap();
+    front.set_vring_addr(0, &RingAddresses::default()).unwrap();
+    front.set_vring_kick(0, None).unwrap();
+}
+
+fn update(iova: u64, ram: &GuestRam) -> Iotlb {
+    let access = Some(Access::ReadWrite);
+    Iotlb::Update { first: iova, last: iova | 0xfff, user_addr: ram.user_addr(), access }
+}
+
+/// A channel whose peer takes few bytes at a time.
+fn narrow() -> (BackendChannel, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    rustix::net::sockopt::set_socket_send_buffer_size(&ours, 1).unwrap();
+    (BackendChannel::new(ours, true).unwrap(), theirs)
+}
+
+#[test]
+fn a_message_of_which_a_part_found_room_is_finished_first() {
+    let (channel, theirs) = narrow();
+    let mut sent = 0;
+    let mut front = FrontendChannel::new(theirs, LONG);
+    let mut asked = Vec::new();
+    let mut full = 0;
+    for round in 0..200 {
+        // Single ones fill the buffer by different amounts; many at once then find room in part.
+        for wanted in std::iter::repeat_n(1, round % 9).chain([64]) {
+            let misses = (sent..sent + wanted).map(|page| (miss(page << 12), false));
+            let count = channel.try_send(misses) as u64;
+            sent += count;
+            if count < wanted {
+                full += 1;
+                // As many as there are: the stream must go on where it was cut.
+                while front.recv_all_within(Duration::ZERO, &mut asked).unwrap() {
+                    if asked.len() as u64 + 1 >= sent {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+    assert!(full > 0, "the socket took all at once");
+    // Whatever was begun is finished before one more goes.
+    while channel.try_send([(miss(sent << 12), false)]) == 0 {
+        let _ = front.recv_all_within(Duration::ZERO, &mut asked).unwrap();
+    }
+    sent += 1;
+    drop(channel);
+    while front.recv_all(&mut asked).unwrap() {}
+    let expected: Vec<Asked> = (0..sent)
+        .map(|page| Asked { message: BackendMessage::Iotlb(miss(page << 12)), wants_answer: false })
+        .collect();
+    assert_eq!(asked, expected);
+}
+
+#[test]
+fn no_more_answers_are_asked_for_than_can_be_kept() {
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let channel = BackendChannel::new(ours, true).unwrap();
+    let messages = |ack| (0..1000).map(move |page| (miss(page << 12), ack));
+    assert_eq!(channel.try_send(messages(true)), 256);
+    assert_eq!(channel.try_send(messages(true)), 0);
+    // Those that want none may still go.
+    assert!(channel.try_send(messages(false).take(10)) > 0);
+}
+
+#[test]
+fn a_channel_without_a_peer_takes_nothing_and_says_so() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    drop(theirs);
+    let channel = BackendChannel::new(ours, true).unwrap();
+    assert_eq!(channel.try_send([(miss(0), false)]), 0);
+    assert!(!channel.config_changed());
+}
+
+#[test]
+fn misses_and_access_failures_carry_an_address_and_a_permission() {
+    // rules D16, D29
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let channel = BackendChannel::new(ours, true).unwrap();
+    let fail = Iotlb::AccessFail { iova: 0x7123, access: Access::Write };
+    assert_eq!(channel.try_send([(miss(0x1234), false), (fail, true)]), 2);
+    let mut bytes = [0; 88];
+    theirs.read_exact(&mut bytes).unwrap();
+    for (part, flags, kind, iova, perm) in
+        [(&bytes[..44], 1, 1, 0x1234, 1), (&bytes[44..], 1 | 8, 4, 0x7123, 2)]
+    {
+        let header = Header::read_from_bytes(&part[..12]).unwrap();
+        assert_eq!((header.request, header.flags, header.size), (1, flags, 32));
+        let wire = IotlbWire::read_from_bytes(&part[12..]).unwrap();
+        assert_eq!((wire.kind, wire.iova, wire.perm), (kind, iova, perm));
+    }
+}
+
+#[test]
+fn nothing_is_sent_while_every_ring_is_stopped() {
+    // rule D27
+    let (mut front, channel, served, _ram) = with_channel(Device::default(), false);
+    drop(channel);
+    let (_ours, theirs) = UnixStream::pair().unwrap();
+    front.set_backend_channel(theirs.as_fd()).unwrap();
+    drop(front);
+    let (_, device) = served.join().unwrap();
+    let stopped = device.channel.clone().unwrap();
+    assert_eq!(stopped.try_send([(miss(0), false)]), 0);
+    assert!(!stopped.config_changed());
+
+    // A device asks while its ring starts, and when it stops: the former goes out.
+    let on_stop: fn(&mut Device) = |device| {
+        let channel = device.channel.as_ref().unwrap();
+        assert_eq!(channel.try_send([(miss(1 << 12), false)]), 1);
+    };
+    let (mut front, channel, served, _ram) =
+        with_channel(Device { on_stop: Some(on_stop), ..Device::default() }, true);
+    front.get_vring_base(0).unwrap();
+    drop(front);
+    let (_, device) = served.join().unwrap();
+    assert_eq!(device.channel.as_ref().unwrap().try_send([(miss(2 << 12), false)]), 0);
+    drop(device);
+    let mut front = FrontendChannel::new(channel, LONG);
+    let first = front.recv().unwrap().unwrap();
+    assert_eq!(first.message, BackendMessage::Iotlb(miss(1 << 12)));
+    assert!(front.recv().unwrap().is_none());
+}
+
+#[test]
+fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
+    // rule D9
+    let (back_channel, front_channel) = UnixStream::pair().unwrap();
+    let ask: fn(&mut Device) = |device| {
+        let channel = device.channel.as_ref().unwrap();
+        let questions = [(miss(0), true), (miss(1 << 12), false), (miss(2 << 12), true)];
+        assert_eq!(channel.try_send(questions), 3);
+        assert!(channel.config_changed());
+    };
+    let (mut front, served) = connect(Device { on_stop: Some(ask), ..Device::default() });
+    front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
+    front.set_backend_channel(back_channel.as_fd()).unwrap();
+    drop(back_channel);
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+    start(&mut front);
+    front.get_vring_base(0).unwrap();
+    let mut channel = FrontendChannel::new(front_channel, LONG);
+    let mut asked = Vec::new();
+    while asked.len() < 4 {
+        assert!(channel.recv_all(&mut asked).unwrap());
+    }
+    assert_eq!(asked[3].message, BackendMessage::ConfigChange);
+    front.iotlb(&update(0, &ram)).unwrap();
+    for (index, asked) in asked.iter().enumerate() {
+        assert_eq!(asked.wants_answer, index == 0 || index == 2);
+        // The first was translated, the others could not be.
+        channel.answer(asked, index == 0).unwrap();
+    }
+    drop(channel);
+    // What is on both is read from the channel first.
+    front.set_status(1).unwrap();
+    drop(front);
+    let (_, device) = served.join().unwrap();
+    let update_at = device.events.iter().position(|e| matches!(e, Event::Iotlb(_))).unwrap();
+    let answers: Vec<_> = device.events[update_at + 1..]
+        .iter()
+        .filter(|event| matches!(event, Event::Answer(..) | Event::ChannelLost))
+        .collect();
+    let first = &Event::Answer(miss(0), true);
+    let second = &Event::Answer(miss(2 << 12), false);
+    assert_eq!(answers, [first, second, &Event::ChannelLost]);
+}
+
+/// What the front end's bytes on the channel do to a back end that has asked one question.
+fn channel_says(bytes: &[u8]) -> Result<(), ServeError> {
+    let ask: fn(&mut Device) = |device| {
+        device.channel.as_ref().unwrap().try_send([(miss(0), true)]);
+    };
+    let (mut front, mut channel, served, _ram) =
+        with_channel(Device { on_stop: Some(ask), ..Device::default() }, true);
+    front.get_vring_base(0).unwrap();
+    channel.write_all(bytes).unwrap();
+    // Nothing else is said: the back end must notice by itself.
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || sender.send(served.join().unwrap().0));
+    let result = receiver.recv_timeout(LONG).expect("the back end hangs");
+    assert!(matches!(front.features(), Err(FrontendError::Wire(_))));
+    result
+}
+
+#[test]
+fn nonsense_on_the_channel_ends_the_connection_with_a_reason() {
+    let answer = |header: Header, payload: &[u8]| [header.as_bytes(), payload].concat();
+    let good = Header::reply(code::BACKEND_IOTLB_MSG, 8);
+    let zero = [0; 8];
+    let twice = [answer(good, &zero), answer(good, &zero)].concat();
+    let wire = |bytes: &[u8]| match channel_says(bytes) {
+        Err(ServeError::Wire(error)) => error,
+        other => panic!("{other:?}"),
+    };
+    assert!(matches!(wire(&twice), WireError::State { .. }));
+    assert!(matches!(
+        wire(&answer(Header { size: 4, ..good }, &zero[..4])),
+        WireError::Size { .. }
+    ));
+    assert!(matches!(wire(&answer(Header { flags: 1, ..good }, &zero)), WireError::Flags { .. }));
+    assert!(matches!(wire(&answer(Header { flags: 6, ..good }, &zero)), WireError::Version { .. }));
+    assert!(matches!(wire(&answer(Header::reply(2, 8), &zero)), WireError::WrongReply { .. }));
+    assert!(matches!(wire(&[0xff; 600]), WireError::Version { .. }));
+}
+
+#[test]
+fn a_front_end_that_closes_the_channel_is_served_on() {
+    let (mut front, channel, served, ram) = with_channel(Device::default(), true);
+    drop(channel);
+    // The main socket still works, and does not spin on the other.
+    for page in 0..10 {
+        front.iotlb(&update(page << 12, &ram)).unwrap();
+    }
+    front.get_vring_base(0).unwrap();
+    drop(front);
+    let (result, device) = served.join().unwrap();
+    result.unwrap();
+    let lost = device.events.iter().filter(|event| **event == Event::ChannelLost);
+    assert_eq!(lost.count(), 1);
+}
+
+#[test]
+fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
+    // rules D7, D8, D9, D19
+    // The device asks when its ring is to stop, so that two threads are at work on one socket.
+    let ask: fn(&mut Device) = |device| {
+        let channel = device.channel.as_ref().unwrap();
+        let questions = (0..200).map(|page| (miss(page << 12), page % 2 == 0));
+        assert_eq!(channel.try_send(questions), 200);
+    };
+    let (mut front, channel, served, ram) =
+        with_channel(Device { on_stop: Some(ask), ..Device::default() }, true);
+    let handle = front.iotlb_handle();
+    let mut channel = FrontendChannel::new(channel, LONG);
+    thread::scope(|scope| {
+        let answering = scope.spawn(|| {
+            let mut answered = 0;
+            while answered < 200 {
+                let mut asked = Vec::new();
+                assert!(channel.recv_all(&mut asked).unwrap());
+                let updates: Vec<_> = asked
+                    .iter()
+                    .map(|asked| match asked.message {
+                        BackendMessage::Iotlb(Iotlb::Miss { iova, .. }) => update(iova, &ram),
+                        other => panic!("{other:?}"),
+                    })
+                    .collect();
+                handle.send(&updates).unwrap();
+                asked.iter().for_each(|asked| channel.answer(asked, true).unwrap());
+                answered += asked.len();
+            }
+        });
+        // This thread waits for the ring, on the same socket.
+        assert_eq!(front.get_vring_base(0).unwrap(), 77);
+        answering.join().unwrap();
+    });
+    drop(front);
+    let (result, device) = served.join().unwrap();
+    result.unwrap();
+    let updates: Vec<u64> = device
+        .events
+        .iter()
+        .filter_map(|event| match event {
+            Event::Iotlb(Iotlb::Update { first, .. }) => Some(first >> 12),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(updates, (0..200).collect::<Vec<_>>());
+}
+
+#[test]
+fn many_messages_are_under_way_at_once_and_a_refusal_is_told() {
+    // rule D13
+    let (mut front, _channel, served, ram) = with_channel(Device::default(), false);
+    let handle = front.iotlb_handle();
+    let updates: Vec<_> = (0..1000).map(|page| update(page << 12, &ram)).collect();
+    handle.send(&updates).unwrap();
+    let outside = Iotlb::Update { first: 0, last: 0xfff, user_addr: 0, access: None };
+    assert!(matches!(handle.send(&[outside]), Err(FrontendError::Argument { .. })));
+    // Every answer was read: the next request gets its own.
+    assert_eq!(front.queue_num().unwrap(), 2);
+    front.remove_mem_region(ram.region()).unwrap();
+    assert!(matches!(handle.send(&updates[..1]), Err(FrontendError::Argument { .. })));
+    drop(front);
+    let (result, device) = served.join().unwrap();
+    result.unwrap();
+    let count = device.events.iter().filter(|event| matches!(event, Event::Iotlb(_))).count();
+    assert_eq!(count, 1000);
+    // Who still has a handle is told that the connection is over.
+    assert!(handle.send(&[Iotlb::Invalidate { first: 0, last: 1 }]).is_err());
+}
+
+#[test]
+fn threads_that_ask_on_one_connection_get_their_own_answers() {
+    let (mut front, _channel, served, ram) = with_channel(Device::default(), false);
+    thread::scope(|scope| {
+        for thread in 0..3u64 {
+            let (handle, ram) = (front.iotlb_handle(), &ram);
+            scope.spawn(move || {
+                for page in 0..200 {
+                    handle.send(&[update((thread << 32) + (page << 12), ram)]).unwrap();
+                }
+            });
+        }
+        for _ in 0..200 {
+            assert_eq!(front.queue_num().unwrap(), 2);
+            assert_eq!(front.status().unwrap(), 0);
+        }
+    });
+    drop(front);
+    let (result, _) = served.join().unwrap();
+    result.unwrap();
+}
+
+#[test]
+fn a_back_end_that_says_nonsense_on_the_channel_is_found_out() {
+    let says = |bytes: &[u8]| {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.write_all(bytes).unwrap();
+        drop(theirs);
+        FrontendChannel::new(ours, LONG).recv()
+    };
+    let wire = |kind, perm| {
+        let wire = IotlbWire { iova: 0, size: 0, user_addr: 0, perm, kind, padding: [0; 6] };
+        [Header::request(1, false, 32).as_bytes(), wire.as_bytes()].concat()
+    };
+    assert!(says(&wire(1, 3)).unwrap().is_some());
+    assert!(says(&[]).unwrap().is_none());
+    // A back end only asks.
+    for (kind, perm) in [(2, 3), (3, 0), (1, 0), (1, 4), (0, 1), (5, 1)] {
+        assert!(matches!(says(&wire(kind, perm)), Err(WireError::Value { .. })), "{kind} {perm}");
+    }
+    assert!(matches!(says(&wire(1, 3)[..40]), Err(WireError::HungUp { .. })));
+    let header = |request, flags, size| Header { request, flags, size };
+    assert!(matches!(says(header(3, 1, 0).as_bytes()), Err(WireError::Request { .. })));
+    assert!(matches!(says(header(1, 1, 0).as_bytes()), Err(WireError::Size { .. })));
+    assert!(matches!(says(header(1, 5, 32).as_bytes()), Err(WireError::Flags { .. })));
+    assert!(matches!(says(header(1, 1, 1 << 20).as_bytes()), Err(WireError::Size { .. })));
+}
+
+#[test]
+fn a_server_spins_for_answers_only_while_misses_are_open_and_never_without_end() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let ask: fn(&mut Device) = |device| {
+        // Never answered.
+        device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), false)));
+    };
+    let served = thread::spawn(move || {
+        let mut server = Server::new(theirs, Device { on_stop: Some(ask), ..Device::default() });
+        server.set_spin(Duration::from_micros(200));
+        server.serve()
+    });
+    let mut front = Frontend::new(ours, LONG);
+    front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
+    let (_channel, theirs) = FrontendChannel::pair(LONG).unwrap();
+    front.set_backend_channel(theirs.as_fd()).unwrap();
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+    start(&mut front);
+    front.get_vring_base(0).unwrap();
+    for page in 0..20 {
+        front.iotlb(&update(page << 12, &ram)).unwrap();
+    }
+    drop(front);
+    served.join().unwrap().unwrap();
+}

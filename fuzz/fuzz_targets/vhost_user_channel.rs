@@ -1,0 +1,103 @@
+//! Arbitrary answers on the back end's channel, to a back end that has asked for translations.
+//!
+//! The first byte says how many questions want an answer; the rest is what comes back.
+
+#![no_main]
+
+use std::{
+    io::Write,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use libfuzzer_sys::fuzz_target;
+use ringfence_mem::{Access, GuestRam, Memory};
+use ringfence_vhost_user::{
+    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, Server,
+};
+
+/// A device that asks when its ring starts.
+struct Device {
+    questions: u64,
+    answers: u64,
+    channel: Option<Arc<BackendChannel>>,
+}
+
+impl Handler for Device {
+    fn features(&self) -> u64 {
+        F_ACCESS_PLATFORM | 1 << 32
+    }
+    fn protocol_features(&self) -> ProtocolFeatures {
+        ProtocolFeatures::KNOWN
+    }
+    fn queues(&self) -> u16 {
+        1
+    }
+    fn set_features(&mut self, _: u64) -> Result<(), HandlerError> {
+        Ok(())
+    }
+    fn set_memory(&mut self, _: Arc<Memory>) -> Result<(), HandlerError> {
+        Ok(())
+    }
+    fn start_ring(&mut self, _: u16, _: RingSetup) -> Result<(), HandlerError> {
+        let miss = |page| (Iotlb::Miss { iova: page << 12, access: Access::Read }, true);
+        let channel = self.channel.as_ref().expect("it was given first");
+        assert_eq!(channel.try_send((0..self.questions).map(miss)) as u64, self.questions);
+        Ok(())
+    }
+    fn stop_ring(&mut self, _: u16) -> Result<u32, HandlerError> {
+        Ok(0)
+    }
+    fn enable_ring(&mut self, _: u16, _: bool) -> Result<(), HandlerError> {
+        Ok(())
+    }
+    fn set_call(&mut self, _: u16, _: Option<OwnedFd>) -> Result<(), HandlerError> {
+        Ok(())
+    }
+    fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
+        self.channel = Some(channel);
+        Ok(())
+    }
+    fn channel_answer(&mut self, message: Iotlb, _: bool) {
+        // In the order of the questions, and none twice.
+        let access = Access::Read;
+        assert_eq!(message, Iotlb::Miss { iova: self.answers << 12, access });
+        self.answers += 1;
+        assert!(self.answers <= self.questions);
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&questions, answers)) = data.split_first() else { return };
+    let (front, back) = UnixStream::pair().expect("a socket pair");
+    let (mut ours, theirs) = UnixStream::pair().expect("a socket pair");
+    let ram = GuestRam::new(1 << 14, 0).expect("a memory file");
+    let served = thread::spawn(move || {
+        let device = Device { questions: u64::from(questions) % 70, answers: 0, channel: None };
+        let mut server = Server::new(back, device);
+        // A message that is cut is cut for good.
+        server.set_patience(Duration::from_millis(20));
+        let _ = server.serve();
+    });
+    let mut front = Frontend::new(front, Duration::from_secs(10));
+    let all = ProtocolFeatures::KNOWN;
+    front.negotiate(!0, all).expect("nothing is wrong yet");
+    front.set_backend_channel(theirs.as_fd()).expect("nothing is wrong yet");
+    front.set_mem_table(&[(ram.region(), ram.fd())]).expect("nothing is wrong yet");
+    front.set_vring_num(0, 64).expect("nothing is wrong yet");
+    front.set_vring_addr(0, &RingAddresses::default()).expect("nothing is wrong yet");
+    front.set_vring_kick(0, None).expect("nothing is wrong yet");
+    let _ = ours.write_all(&answers[..answers.len().min(4096)]);
+    // Answered, or cut off: a time-out would be a hang.
+    if let Err(error) = front.queue_num() {
+        assert!(!error.to_string().contains("within"), "{error}");
+    }
+    drop(front);
+    served.join().expect("the back end lives");
+});
