@@ -2,6 +2,7 @@
 
 use std::{
     io::{BufRead, BufReader, Write},
+    os::unix::process::CommandExt,
     path::PathBuf,
     process::{Child, ChildStdin, Command, Stdio},
     sync::{Arc, Condvar, Mutex},
@@ -10,6 +11,7 @@ use std::{
 };
 
 use flate2::{Compression, write::GzEncoder};
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
 
 use crate::place::{LIMIT, part, tail};
@@ -64,8 +66,9 @@ struct Told {
 impl Guest {
     /// Starts a machine that talks on standard input and output.
     pub(crate) fn start(command: &mut Command, console: Option<PathBuf>) -> Guest {
-        let mut child =
-            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a guest");
+        // A group of its own: User-Mode Linux is several processes.
+        command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("a guest");
         let (talk, says) = (child.stdin.take(), child.stdout.take().unwrap());
         let heard = Arc::new(Heard::default());
         let into = Arc::clone(&heard);
@@ -133,7 +136,8 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        let _ = self.child.kill();
+        let group = self.child.id().try_into().ok().and_then(Pid::from_raw);
+        let _ = kill_process_group(group.expect("a process has a number"), Signal::KILL);
         let _ = self.child.wait();
         if thread::panicking() {
             let console = self.console.as_ref().map(|path| std::fs::read(path).unwrap_or_default());
