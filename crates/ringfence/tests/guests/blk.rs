@@ -60,6 +60,11 @@ fn verify(iommu: Iommu, queues: u32, more: &str) {
     assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
     assert_eq!(said.word("queues"), queues.to_string());
     verified(&said, &image);
+    // Where there is an IOMMU it was asked, and nothing had to be given up.
+    let misses = service.figure("ringfence_iotlb_misses_total");
+    assert_eq!(misses > 1000.0, iommu != Iommu::None, "{misses} misses");
+    assert_eq!(service.figure("ringfence_failed_requests_total"), 0.0);
+    assert_eq!(service.figure("ringfence_ring_failures_total"), 0.0);
     service.terminate();
 }
 

@@ -121,24 +121,24 @@ done
 fn a_driver_that_comes_and_goes() {
     let place = Place::new();
     let peer = place.path("peer.sock");
-    let service = place.service("net.sock", &["net", "--peer", peer.to_str().unwrap()]);
+    let service =
+        place.service("net.sock", &["net", "--peer", peer.to_str().unwrap(), "--log", "debug"]);
     let script = BETWEEN.replace(
         "modprobe virtio_net",
         r#"
 modprobe virtio_net
 pci=$(virtio_pci 1 0)
-ip addr add 10.0.0.1/24 dev eth0
-ip link set eth0 up
 ip link set eth1 up
-arp -i eth0 -s 10.0.0.2 52:54:00:99:99:99
 for round in 1 2 3; do
+    ip addr add 10.0.0.1/24 dev eth0
+    ip link set eth0 up
+    arp -i eth0 -s 10.0.0.2 52:54:00:99:99:99
     ping -c 1000 -i 0.002 -s 1400 -q 10.0.0.2 > /dev/null &
     usleep 300000
     echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
     kill $! || true
     echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
     while [ ! -e /sys/class/net/eth0 ]; do usleep 10000; done
-    ip link set eth0 up
 done
 "#,
     );
