@@ -5,7 +5,7 @@ use std::{
     os::unix::process::CommandExt,
     path::PathBuf,
     process::{Child, ChildStdin, Command, Stdio},
-    sync::{Arc, Condvar, Mutex},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
     thread,
     time::{Duration, Instant},
 };
@@ -57,6 +57,13 @@ struct Heard {
     more: Condvar,
 }
 
+impl Heard {
+    /// Also after a test that waited for it has failed.
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
 #[derive(Default)]
 struct Told {
     lines: Vec<String>,
@@ -77,11 +84,11 @@ impl Guest {
             let mut line = Vec::new();
             while lines.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
                 let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-                into.told.lock().unwrap().lines.push(text);
+                into.told().lines.push(text);
                 into.more.notify_all();
                 line.clear();
             }
-            into.told.lock().unwrap().over = true;
+            into.told().over = true;
             into.more.notify_all();
         });
         Guest { child, talk, heard, seen: 0, console }
@@ -130,7 +137,7 @@ impl Guest {
     }
 
     fn lines(&self) -> Vec<String> {
-        self.heard.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).lines.clone()
+        self.heard.told().lines.clone()
     }
 }
 
@@ -175,6 +182,8 @@ impl Said {
     /// The same as JSON.
     pub(crate) fn json(&self, name: &str) -> Value {
         let text = self.given(name);
-        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"))
+        // fio says what it thinks of a job before it reports.
+        let report = &text[text.find('{').unwrap_or_default()..];
+        serde_json::from_str(report).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"))
     }
 }
