@@ -72,6 +72,11 @@ pub(crate) struct Arguments {
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     iotlb_patience_ms: u64,
 
+    /// No IOMMU is offered to the driver: for front ends whose drivers would take it and cannot
+    /// translate, such as User-Mode Linux
+    #[arg(long)]
+    no_iommu: bool,
+
     /// How many translations are asked for at a time
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses)]
     iotlb_misses: usize,
@@ -106,7 +111,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let disk = Disk::File(Arc::new(image));
     let options = BlkOptions {
         read_only: *read_only,
-        iotlb: Some(iotlb),
+        iotlb: (!arguments.no_iommu).then_some(iotlb),
         ..BlkOptions::new(disk, &arguments.id, *queues)
     };
     serve::run(service, &[], Blk { options, workers })

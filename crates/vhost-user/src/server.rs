@@ -246,10 +246,12 @@ impl<H: Handler> Server<H> {
             return Err(WireError::Fds { request: code, count: fds.len() }.into());
         }
         self.permit(&request)?;
-        // As it was negotiated when the request was sent.
+        let asked = header.needs_reply() && !request.has_reply();
         let acks = self.has(ProtocolFeatures::REPLY_ACK);
-        let ack = acks && header.needs_reply() && !request.has_reply();
         let outcome = self.carry_out(request, fds);
+        // As it was negotiated when the request was sent, or by the request itself: User-Mode Linux
+        // wants the very request that negotiates it acknowledged.
+        let ack = asked && (acks || self.has(ProtocolFeatures::REPLY_ACK));
         match outcome {
             Ok(Outcome::Reply(payload)) => self.answer(code, &payload),
             Ok(Outcome::ReplyFd(payload, fd)) => {
@@ -308,12 +310,8 @@ impl<H: Handler> Server<H> {
             if main {
                 return Ok(());
             }
-            if spins {
-                // Who answers may need this very core.
-                std::thread::yield_now();
-                if self.last_iotlb.elapsed() >= self.spin {
-                    backend.forget();
-                }
+            if spins && self.last_iotlb.elapsed() >= self.spin {
+                backend.forget();
             }
         }
     }

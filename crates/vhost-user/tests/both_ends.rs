@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Device, Event, VERSION_1, connect};
+use common::{Device, Event, VERSION_1, connect, serve};
 use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
     ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, Iotlb,
@@ -10,6 +10,7 @@ use ringfence_vhost_user::{
 };
 use rustix::event::{EventfdFlags, eventfd};
 use std::{
+    io::{Read, Write},
     os::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
@@ -425,4 +426,21 @@ fn another_thread_ends_a_server_that_waits() {
     assert_eq!(server.into_handler().events.last(), Some(&Event::Stop(0)));
     assert!(matches!(front.features(), Err(FrontendError::Wire(WireError::HungUp { .. }))));
     assert!(matches!(front.features(), Err(FrontendError::Closed)));
+}
+
+#[test]
+fn the_request_that_negotiates_acknowledgements_is_acknowledged() {
+    // As User-Mode Linux asks: it waits for the answer before it says anything else.
+    let (mut front, served) = serve(Device::default());
+    front.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let ack = ProtocolFeatures::REPLY_ACK.bits();
+    // SET_PROTOCOL_FEATURES, version 1 with need_reply.
+    let words: Vec<u8> = [16_u32, 1 | 8, 8].iter().flat_map(|w| w.to_ne_bytes()).collect();
+    front.write_all(&[&words[..], &ack.to_ne_bytes()].concat()).unwrap();
+    let mut answer = [0; 20];
+    front.read_exact(&mut answer).unwrap();
+    let expected: Vec<u8> = [16_u32, 5, 8, 0, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
+    assert_eq!(answer[..], expected);
+    drop(front);
+    let _ = served.join().unwrap();
 }

@@ -206,16 +206,15 @@ impl Handler for BlkBackend {
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
-        let mut features = ProtocolFeatures::REPLY_ACK
+        ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::MQ
             | ProtocolFeatures::CONFIG
             | ProtocolFeatures::CONFIGURE_MEM_SLOTS
             | ProtocolFeatures::INFLIGHT_SHMFD
-            | ProtocolFeatures::RESET_DEVICE;
-        if self.translation.is_some() {
-            features |= ProtocolFeatures::BACKEND_REQ;
-        }
-        features
+            | ProtocolFeatures::RESET_DEVICE
+            // Whether or not there is something to ask for: User-Mode Linux has no interrupt
+            // without it.
+            | ProtocolFeatures::BACKEND_REQ
     }
 
     fn queues(&self) -> u16 {
@@ -360,9 +359,9 @@ impl Handler for BlkBackend {
     }
 
     fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
-        let translation = self.translation.as_ref();
-        let translation = translation.ok_or_else(|| HandlerError::new("nothing to ask for"))?;
-        translation.set_channel(Some(channel));
+        if let Some(translation) = &self.translation {
+            translation.set_channel(Some(channel));
+        }
         Ok(())
     }
 

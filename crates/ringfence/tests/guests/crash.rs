@@ -16,14 +16,17 @@ fn killed_under_load(iommu: Iommu, more: &str) {
     let mut back = service(&place, &image, 1);
     let script = r#"
 modprobe virtio_blk
-say loading
+say ready
+hear
+[ "$line" = go ]
 run_fio load --rw=randrw --bs=4k --iodepth=16 --size=48m --io_size=160m --verify=crc32c \
     --rate_iops=3000,3000
 echo 3 > /proc/sys/vm/drop_caches
 say whole $(md5sum < /dev/vda)
 "#;
     let mut guest = Qemu::new(iommu).blk(&back.socket, 1, more).start(&place, script);
-    guest.hear("loading");
+    guest.hear("ready");
+    guest.say("go");
     for _ in 0..3 {
         thread::sleep(Duration::from_millis(700));
         back.kill();

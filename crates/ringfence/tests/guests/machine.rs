@@ -2,14 +2,16 @@
 
 use std::{
     io::{BufRead, BufReader, Write},
+    os::unix::process::CommandExt,
     path::PathBuf,
     process::{Child, ChildStdin, Command, Stdio},
-    sync::{Arc, Condvar, Mutex},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
     thread,
     time::{Duration, Instant},
 };
 
 use flate2::{Compression, write::GzEncoder};
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
 
 use crate::place::{LIMIT, part, tail};
@@ -55,6 +57,13 @@ struct Heard {
     more: Condvar,
 }
 
+impl Heard {
+    /// Also after a test that waited for it has failed.
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
 #[derive(Default)]
 struct Told {
     lines: Vec<String>,
@@ -64,8 +73,9 @@ struct Told {
 impl Guest {
     /// Starts a machine that talks on standard input and output.
     pub(crate) fn start(command: &mut Command, console: Option<PathBuf>) -> Guest {
-        let mut child =
-            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a guest");
+        // A group of its own: User-Mode Linux is several processes.
+        command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("a guest");
         let (talk, says) = (child.stdin.take(), child.stdout.take().unwrap());
         let heard = Arc::new(Heard::default());
         let into = Arc::clone(&heard);
@@ -74,11 +84,11 @@ impl Guest {
             let mut line = Vec::new();
             while lines.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
                 let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-                into.told.lock().unwrap().lines.push(text);
+                into.told().lines.push(text);
                 into.more.notify_all();
                 line.clear();
             }
-            into.told.lock().unwrap().over = true;
+            into.told().over = true;
             into.more.notify_all();
         });
         Guest { child, talk, heard, seen: 0, console }
@@ -127,13 +137,14 @@ impl Guest {
     }
 
     fn lines(&self) -> Vec<String> {
-        self.heard.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).lines.clone()
+        self.heard.told().lines.clone()
     }
 }
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        let _ = self.child.kill();
+        let group = self.child.id().try_into().ok().and_then(Pid::from_raw);
+        let _ = kill_process_group(group.expect("a process has a number"), Signal::KILL);
         let _ = self.child.wait();
         if thread::panicking() {
             let console = self.console.as_ref().map(|path| std::fs::read(path).unwrap_or_default());
@@ -171,6 +182,8 @@ impl Said {
     /// The same as JSON.
     pub(crate) fn json(&self, name: &str) -> Value {
         let text = self.given(name);
-        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"))
+        // fio says what it thinks of a job before it reports.
+        let report = &text[text.find('{').unwrap_or_default()..];
+        serde_json::from_str(report).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"))
     }
 }

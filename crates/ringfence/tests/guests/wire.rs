@@ -1,6 +1,8 @@
 //! What a stock front end really sends: recorded between QEMU and our back end while a guest works,
 //! so that what the back end is made for is what there is.
 
+use std::collections::VecDeque;
+
 use crate::{
     blk::{VERIFY, service, verified},
     place::Place,
@@ -142,26 +144,29 @@ fn a_virtio_iommu_strict() {
     firmware_first(&wire);
 }
 
-/// Rule D9: where an answer to a miss was wanted, the update went out before it.
-// rule D9
+// rule D9: where an answer to a miss is wanted, the update goes before it
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn an_update_goes_before_the_answer() {
-    // A back end that asks with need_reply from the beginning sees it on every miss.
     let wire = record(Iommu::VirtioLazy);
     always(&wire);
-    let messages = wire.messages();
-    let mut open: Vec<u64> = Vec::new();
-    for message in &messages {
+    // Answers come in the order of the questions that want one.
+    let (mut open, mut answered) = (VecDeque::new(), 0);
+    for message in &wire.messages() {
         match message.iotlb() {
             Some(asked) if asked.kind == MISS && asked.need_reply => {
-                open.push(asked.iova & !0xfff);
+                open.push_back((asked.iova & !0xfff, false));
             }
-            Some(told) if told.kind == UPDATE => open.retain(|page| *page != told.iova),
-            _ if message.way == Way::Told && message.number() == 0 => {
-                assert!(open.is_empty(), "an answer went before its update: {open:x?}");
+            Some(told) if told.kind == UPDATE => {
+                open.iter_mut().filter(|(page, _)| *page == told.iova).for_each(|o| o.1 = true);
+            }
+            _ if message.way == Way::Told => {
+                let (page, updated) = open.pop_front().expect("an answer to no question");
+                assert!(updated || message.number() != 0, "no update of {page:#x}");
+                answered += 1;
             }
             _ => {}
         }
     }
+    println!("{answered} misses were answered on the channel");
 }

@@ -158,10 +158,15 @@ impl<'p> Payload<'p> {
         if count == 0 || count > MAX_TABLE_REGIONS {
             return Err(self.value("regions", count as u64));
         }
-        if rest.len() != count * size_of::<RegionWire>() {
+        // User-Mode Linux sends a table of two, however many it fills: what is beyond means nothing.
+        let places = rest.len() / size_of::<RegionWire>();
+        if rest.len() % size_of::<RegionWire>() != 0
+            || !(count..=MAX_TABLE_REGIONS).contains(&places)
+        {
             return Err(self.size());
         }
         rest.chunks_exact(size_of::<RegionWire>())
+            .take(count)
             .map(|bytes| RegionWire::read_from_bytes(bytes).map(Region::from))
             .collect::<Result<_, _>>()
             .map_err(|_| self.size())

@@ -129,3 +129,18 @@ fn a_header_takes_twelve_bytes_and_an_address_message_forty() {
     let region = Region { gpa: 0, size: 0, user_addr: 0, mmap_offset: 0 };
     assert_eq!(Request::SetMemTable(vec![region; 8]).payload().len(), 8 + 8 * 32);
 }
+
+#[test]
+fn a_table_may_have_places_that_are_not_filled() {
+    // As User-Mode Linux sends it: a table of two of which it fills one.
+    let region = Region { gpa: 0, size: 0x1000, user_addr: 0x7000_0000, mmap_offset: 0 };
+    let one = Request::SetMemTable(vec![region]);
+    let mut payload = one.payload();
+    payload.extend([0; 32]);
+    assert_eq!(Request::parse(code::SET_MEM_TABLE, &payload).unwrap(), one);
+    // Not more places than a table can have, and no half ones.
+    payload.push(0);
+    assert!(Request::parse(code::SET_MEM_TABLE, &payload).is_err());
+    payload.resize(8 + 9 * 32, 0);
+    assert!(Request::parse(code::SET_MEM_TABLE, &payload).is_err());
+}
