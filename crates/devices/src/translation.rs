@@ -97,6 +97,17 @@ impl Translation {
         self.wait(token)
     }
 
+    /// The last ring has stopped: the front end tells of nothing that becomes untrue until one starts
+    /// again. All is forgotten.
+    pub fn suspend(&self) {
+        match self.iotlb.forget() {
+            Ok(token) => {
+                let _ = self.wait(token);
+            }
+            Err(error) => tracing::error!("the IOTLB cannot be emptied: {error}"),
+        }
+    }
+
     /// An IOTLB message of the front end, as [`Handler::iotlb`](vhost_user::Handler::iotlb) gives it.
     /// Carried out when it returns.
     ///

@@ -54,6 +54,10 @@ impl Default for IotlbConfig {
     }
 }
 
+/// For how long a refusal holds: long enough for those who waited to see it. The driver may map the
+/// address any time, and nobody tells.
+const REFUSED: Duration = Duration::from_millis(2);
+
 /// What an [`Iotlb`] counts.
 #[derive(Debug, Default)]
 pub struct IotlbStats {
@@ -99,7 +103,8 @@ impl Iotlb {
         let sizes = PageSizes::from_granule(1).expect("a power of two");
         let limits = Limits { table_bytes: config.table_bytes, mappings: config.entries };
         let domain = SoftDomain::new(Geometry::new(sizes, Range::ALL), limits, shootdown);
-        let times = Times { again_ns: nanos(config.again), refused_ns: nanos(config.again) };
+        let times =
+            Times { again_ns: nanos(config.again), refused_ns: nanos(config.again.min(REFUSED)) };
         let seed =
             std::hash::BuildHasher::hash_one(&std::collections::hash_map::RandomState::new(), 0u8);
         Arc::new(Iotlb {
@@ -210,6 +215,17 @@ impl Iotlb {
         let _writer = self.writer.lock();
         self.stats.invalidations.fetch_add(1, Ordering::Relaxed);
         self.remove(range)
+    }
+
+    /// Removes everything, open questions included: who waits looks, and asks, again. Over as
+    /// [`invalidate`](Self::invalidate) is.
+    ///
+    /// # Errors
+    /// The table failed.
+    pub fn forget(&self) -> Result<u64> {
+        let token = self.invalidate(Range::ALL);
+        self.misses.clear();
+        token
     }
 
     /// Removes every entry that does not lead into what `keep` accepts, which is given the first and

@@ -255,6 +255,10 @@ pub trait Handler {
         Ok(())
     }
 
+    /// The last ring that ran has stopped. Until a ring starts again the front end tells of no
+    /// invalidation: what it had told of translations may be untrue by then (rule D21).
+    fn suspended(&mut self) {}
+
     /// The connection has ended; every ring is stopped, and logging too. The device may be given to
     /// another [`Server`](crate::Server) then. What belonged to the connection is to be forgotten:
     /// the channel, descriptors, translations.

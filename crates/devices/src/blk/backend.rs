@@ -385,6 +385,12 @@ impl Handler for BlkBackend {
         }
     }
 
+    fn suspended(&mut self) {
+        if let Some(translation) = &self.translation {
+            translation.suspend();
+        }
+    }
+
     fn channel_answer(&mut self, message: Iotlb, done: bool) {
         if let Some(translation) = &self.translation {
             translation.answer(message, done);

@@ -219,7 +219,6 @@ impl Handler for NetBackend {
         ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::BACKEND_REQ
             | ProtocolFeatures::MQ
-            | ProtocolFeatures::CONFIG
             | ProtocolFeatures::RESET_DEVICE
             | ProtocolFeatures::CONFIGURE_MEM_SLOTS
             | ProtocolFeatures::NET_MTU
@@ -359,6 +358,10 @@ impl Handler for NetBackend {
 
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         self.translation.message(message)
+    }
+
+    fn suspended(&mut self) {
+        self.translation.suspend();
     }
 
     fn channel_answer(&mut self, message: Iotlb, done: bool) {

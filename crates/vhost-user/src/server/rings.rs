@@ -57,6 +57,9 @@ impl<H: Handler> Server<H> {
             self.rings[ring].running = false;
             let base = self.handler.stop_ring(ring as u16);
             self.speak(false);
+            if !self.rings.iter().any(|ring| ring.running) {
+                self.handler.suspended();
+            }
             self.rings[ring].base = base?;
         }
         Ok(())
