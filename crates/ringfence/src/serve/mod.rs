@@ -141,7 +141,7 @@ struct Frame<S> {
 /// finished and answered; a second signal ends the process at once.
 ///
 /// # Errors
-/// [`Usage`]; a socket or the endpoint of the figures cannot be had; I/O does not end.
+/// Wrong usage; a socket or the endpoint of the figures cannot be had; I/O does not end.
 pub(crate) fn run<S: Service>(options: &Options, more: &[&Path], service: S) -> Result<ExitCode> {
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     let paths: Vec<&Path> =
