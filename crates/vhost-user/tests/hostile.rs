@@ -100,6 +100,8 @@ fn need_reply_means_nothing_before_it_was_negotiated() {
     send(&stream, &message(&Request::SetOwner, true), &[]);
     let reply_ack = Request::SetProtocolFeatures(ProtocolFeatures::REPLY_ACK);
     send(&stream, &message(&reply_ack, true), &[]);
+    // The first answer: the request before it was sent when nothing was negotiated.
+    assert_eq!(answer_word(&stream, code::SET_PROTOCOL_FEATURES), 0);
     send(&stream, &message(&Request::SetFeatures(VERSION_1), true), &[]);
     assert_eq!(answer_word(&stream, code::SET_FEATURES), 0);
     finish(stream, served);
