@@ -28,12 +28,12 @@ enum Command {
     Compare(compare::Arguments),
     #[command(about = "What a recorded stream of maps and unmaps costs under other allocators")]
     Replay(replay::Arguments),
-    #[command(about = "Serve a network device to vhost-user front ends such as QEMU")]
-    Net(net::Arguments),
     #[command(subcommand, about = "The tables of the components, with their peers beside them")]
     Bench(bench::Bench),
-    #[command(about = "A block device for virtual machines, over vhost-user")]
+    #[command(about = "Serve a disk to vhost-user front ends such as QEMU")]
     Blk(Box<blk::Arguments>),
+    #[command(about = "Serve a network to vhost-user front ends such as QEMU")]
+    Net(net::Arguments),
     /// The device process of `compare`, which starts it.
     #[command(hide = true)]
     Device,

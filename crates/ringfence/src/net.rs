@@ -60,7 +60,7 @@ pub(crate) struct Arguments {
 
     /// How long a packet waits for a translation before it is dropped, in ms
     #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
-    miss_timeout: u64,
+    iotlb_patience_ms: u64,
 }
 
 fn address(text: &str) -> Result<[u8; 6], String> {
@@ -88,7 +88,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         mtu,
         no_iommu,
         iotlb_entries,
-        miss_timeout,
+        iotlb_patience_ms,
     } = arguments;
     serve::begin_log(&service);
     let way = match (&tap, &peer) {
@@ -105,7 +105,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     };
     let iotlb = IotlbConfig {
         entries: iotlb_entries,
-        patience: Duration::from_millis(miss_timeout),
+        patience: Duration::from_millis(iotlb_patience_ms),
         ..IotlbConfig::default()
     };
     let options =
