@@ -4,6 +4,10 @@ use std::{
     env,
     path::{Path, PathBuf},
     process::Command,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Instant,
 };
 
@@ -40,12 +44,17 @@ const STEPS: &[Step] = &[
     }),
     ("examples", |_| examples()),
     ("end to end", |_| {
-        cargo(&["test", "--release", "--package", "ringfence", "--no-fail-fast"], &[])
+        cargo(&["test", "--release", "--package", "ringfence", "--no-fail-fast"], QUICKLY_LINKED)
     }),
     ("guests", real_guests),
     ("job files under the real fio", real_fio),
     ("fuzz smoke", fuzz_smoke),
 ];
+
+/// A release build that is not optimised across crates: there are a dozen test programs, and to link
+/// each of them so would take minutes. Benchmarks and users build without this.
+const QUICKLY_LINKED: &[(&str, &str)] =
+    &[("CARGO_PROFILE_RELEASE_LTO", "off"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")];
 
 /// Runs all steps, or those whose name contains `only`, and says at the end what failed and what
 /// did not run.
@@ -121,43 +130,41 @@ fn run(command: &mut Command) -> Result<()> {
 
 /// The lock-free parts, explored by loom in every interleaving that their bounds allow.
 fn models() -> Result<()> {
-    for package in [
+    const PACKAGES: [&str; 6] = [
         "ringfence-sync",
         "ringfence-iommu",
         "ringfence-iova",
         "ringfence-iotlb",
         "ringfence-dma",
         "ringfence-virtq",
-    ] {
-        let target = root().join("target/loom");
-        let target = target.to_str().context("the path of the workspace is not UTF-8")?;
-        cargo(
-            &["test", "--release", "--lib", "--package", package, "model"],
-            &[("RUSTFLAGS", "--cfg loom -Cdebug-assertions"), ("CARGO_TARGET_DIR", target)],
-        )?;
-    }
-    Ok(())
+    ];
+    let target = root().join("target/loom");
+    let target = target.to_str().context("the path of the workspace is not UTF-8")?;
+    // One command, so that what they share is built once and the rest side by side.
+    let mut arguments = vec!["test", "--release", "--lib", "--no-fail-fast"];
+    arguments.extend(PACKAGES.iter().flat_map(|&package| ["--package", package]));
+    arguments.push("model");
+    let environment =
+        [("RUSTFLAGS", "--cfg loom -Cdebug-assertions"), ("CARGO_TARGET_DIR", target)];
+    cargo(&arguments, &[&environment[..], QUICKLY_LINKED].concat())
 }
 
 /// Every example must run, not only build.
 fn examples() -> Result<()> {
+    // As the tests have built them already.
+    let build = ["build", "--workspace", "--exclude", "ringfence", "--examples"];
+    cargo(&[&build[..], &["--profile", "test"]].concat(), &[])?;
     let mut count = 0;
     for krate in std::fs::read_dir(root().join("crates"))? {
-        let folder = krate?.path();
-        let Ok(entries) = std::fs::read_dir(folder.join("examples")) else { continue };
-        let package = format!(
-            "ringfence-{}",
-            folder.file_name().and_then(|n| n.to_str()).context("a crate without a name")?
-        );
+        let Ok(entries) = std::fs::read_dir(krate?.path().join("examples")) else { continue };
         for entry in entries {
             let path = entry?.path();
             if path.extension().is_none_or(|e| e != "rs") {
                 continue;
             }
-            let name =
-                path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
-            println!("--- {package} {name}");
-            cargo(&["run", "--quiet", "--release", "--package", &package, "--example", name], &[])?;
+            println!("--- {}", path.strip_prefix(root())?.display());
+            let name = path.file_stem().context("a file without a name")?;
+            run(&mut Command::new(root().join("target/debug/examples").join(name)))?;
             count += 1;
         }
     }
@@ -178,7 +185,7 @@ fn real_guests(machine: &Machine) -> Result<()> {
     let command = ["test", "--release", "--package", "ringfence", "--test", "guests"];
     // Not the table of speeds: it takes minutes, and a machine to itself.
     let which = ["--no-fail-fast", "--", "--ignored", "--test-threads=1", "--skip", "speed::"];
-    cargo(&[&command[..], &which].concat(), &[])
+    cargo(&[&command[..], &which].concat(), QUICKLY_LINKED)
 }
 
 /// The job files that we ship must be fio's own: fio parses them too.
@@ -223,31 +230,64 @@ pub(crate) fn fuzz(seconds: u32, only: Option<&str>) -> Result<()> {
         .env("RUSTFLAGS", flags)
         .env("CARGO_TARGET_DIR", folder.join("target"))
         .current_dir(&folder))?;
-    let mut count = 0;
-    let mut targets: Vec<_> = std::fs::read_dir(folder.join("fuzz_targets"))?
-        .map(|entry| entry.map(|e| e.path()))
-        .collect::<std::io::Result<_>>()?;
-    targets.sort();
-    for path in targets {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder.join("fuzz_targets"))? {
+        let path = entry?.path();
         let name = path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
-        if only.is_some_and(|only| !name.contains(only)) {
-            continue;
+        if only.is_none_or(|only| name.contains(only)) {
+            names.push(name.to_owned());
         }
-        println!("--- {name}, {seconds} s");
-        let corpus = folder.join("corpus").join(name);
-        let artifacts = folder.join("artifacts");
-        std::fs::create_dir_all(&corpus)?;
-        std::fs::create_dir_all(&artifacts)?;
-        run(Command::new(folder.join("target").join(target).join("release").join(name))
-            .arg(format!("-max_total_time={seconds}"))
-            .arg(format!("-artifact_prefix={}/{name}-", artifacts.display()))
-            .args(["-verbosity=0", "-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=10"])
-            .arg(&corpus)
-            .current_dir(&folder))?;
-        count += 1;
     }
-    if count == 0 {
+    if names.is_empty() {
         bail!("no fuzz target was run");
+    }
+    names.sort();
+    let binaries = folder.join("target").join(target).join("release");
+    let alone = names.len() == 1;
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    // One for each processor: a target is a single thread.
+    let processors = std::thread::available_parallelism()?.get();
+    std::thread::scope(|scope| {
+        for _ in 0..processors {
+            scope.spawn(|| {
+                while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    if let Err(error) =
+                        fuzz_one(&folder, &binaries.join(name), name, seconds, alone)
+                    {
+                        failed.lock().expect("no thread panics").push(format!("{name}: {error:#}"));
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().expect("no thread panics");
+    if !failed.is_empty() {
+        bail!("{}", failed.join("; "));
+    }
+    Ok(())
+}
+
+/// Runs one target. What it says is shown as it says it if it runs alone, and when it is over if
+/// others run beside it.
+fn fuzz_one(folder: &Path, binary: &Path, name: &str, seconds: u32, alone: bool) -> Result<()> {
+    let corpus = folder.join("corpus").join(name);
+    let artifacts = folder.join("artifacts");
+    std::fs::create_dir_all(&corpus)?;
+    std::fs::create_dir_all(&artifacts)?;
+    let mut command = Command::new(binary);
+    command
+        .arg(format!("-max_total_time={seconds}"))
+        .arg(format!("-artifact_prefix={}/{name}-", artifacts.display()))
+        .args(["-verbosity=0", "-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=10"])
+        .arg(&corpus)
+        .current_dir(folder);
+    if alone {
+        return run(&mut command);
+    }
+    let output = command.output().with_context(|| binary.display().to_string())?;
+    println!("--- {name}, {seconds} s\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
+    if !output.status.success() {
+        bail!("{}", output.status);
     }
     Ok(())
 }
