@@ -4,18 +4,10 @@ mod bounce;
 mod iotlb;
 mod net;
 
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{process::ExitCode, sync::atomic::Ordering, time::Duration};
 
-use anyhow::{Context, Result};
-use clap::{ArgAction, Args, Subcommand};
+use anyhow::Result;
+use clap::{Args, Subcommand};
 use ringfence_lab::{
     bench::{
         Benchmark,
@@ -32,6 +24,7 @@ use ringfence_lab::{
 use crate::{
     list::{List, list},
     output::{Output, print, same_place},
+    session::{Begun, Session},
 };
 
 /// What can be measured.
@@ -135,13 +128,8 @@ pub(crate) struct Arguments {
     #[arg(long)]
     details: bool,
 
-    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
-    /// Shows no progress.
-    #[arg(long, short, action = ArgAction::SetTrue)]
-    quiet: bool,
+    #[command(flatten)]
+    session: Session,
 }
 
 /// A number of threads.
@@ -180,11 +168,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
 fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
     let chosen =
         arguments.live.is_some() || arguments.sizes.is_some() || arguments.pattern.is_some();
-    // Opened now: a wrong path is told before anything runs, not after.
-    let json = arguments.json.as_deref().map(Output::open).transpose()?;
-    let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
-    let stop = Arc::new(AtomicBool::new(false));
-    ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
+    let Begun { json, progress, stop } = arguments.session.begin()?;
 
     let options = Options {
         implementations: or(&arguments.allocator, &Implementation::ALL),

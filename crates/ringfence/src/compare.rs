@@ -1,14 +1,9 @@
 //! `ringfence compare`.
 
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
-use anyhow::{Context, Result};
-use clap::{ArgAction, Args};
+use anyhow::Result;
+use clap::Args;
 use ringfence_lab::{
     allocators::AllocatorKind,
     job::JobFile,
@@ -24,6 +19,7 @@ use ringfence_lab::{
 use crate::{
     list::{self, List},
     output::{Output, print, same_place},
+    session::{Begun, Session},
 };
 
 /// Rounds and seconds that let the default jobs end in under two minutes.
@@ -192,17 +188,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "auto|trusted|untrusted", default_value_t = TrustChoice::Auto)]
     trust: TrustChoice,
 
-    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
     /// Writes a report with charts, one self-contained HTML file.
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
 
-    /// Shows no progress.
-    #[arg(long, short, action = ArgAction::SetTrue)]
-    quiet: bool,
+    #[command(flatten)]
+    session: Session,
 }
 
 fn parse_rows(text: &str) -> Result<List<Row>, String> {
@@ -265,13 +256,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         },
         |rows| rows.0,
     );
-    // Opened now: a wrong path is told before anything runs, not after.
-    let json = arguments.json.as_deref().map(Output::open).transpose()?;
+    let Begun { json, progress, stop } = arguments.session.begin()?;
     let html = arguments.report.as_deref().map(Output::open).transpose()?;
     let table = !json.iter().chain(&html).any(Output::is_stdout);
-    let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
-    let stop = Arc::new(AtomicBool::new(false));
-    ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
 
     let options = Options {
         rows,

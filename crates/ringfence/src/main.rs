@@ -9,6 +9,7 @@ mod net;
 mod output;
 mod replay;
 mod serve;
+mod session;
 
 use std::process::ExitCode;
 

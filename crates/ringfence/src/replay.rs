@@ -1,13 +1,9 @@
 //! `ringfence replay`.
 
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
-};
+use std::{path::PathBuf, process::ExitCode};
 
-use anyhow::{Context, Result};
-use clap::{ArgAction, Args};
+use anyhow::Result;
+use clap::Args;
 use ringfence_lab::{
     allocators::{AllocatorKind, PlacementName},
     progress::Kind,
@@ -17,6 +13,7 @@ use ringfence_lab::{
 use crate::{
     list::{self, List},
     output::{Output, print, same_place},
+    session::{Begun, Session},
 };
 
 /// Rounds of every allocator: with 15, the 95 % interval lies well within the extremes.
@@ -87,13 +84,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
     flush_queue_ms: Option<u64>,
 
-    /// Writes everything that was found as JSON; `-` prints it instead of the table.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
-    /// Shows no progress.
-    #[arg(long, short, action = ArgAction::SetTrue)]
-    quiet: bool,
+    #[command(flatten)]
+    session: Session,
 }
 
 fn parse_policies(text: &str) -> Result<List<Policy>, String> {
@@ -101,12 +93,8 @@ fn parse_policies(text: &str) -> Result<List<Policy>, String> {
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    // Opened now: a wrong path is told before anything runs, not after.
-    let json = arguments.json.as_deref().map(Output::open).transpose()?;
+    let Begun { json, progress, stop } = arguments.session.begin()?;
     let show = !json.as_ref().is_some_and(Output::is_stdout);
-    let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
-    let stop = Arc::new(AtomicBool::new(false));
-    ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
 
     let asked = Options {
         allocators: arguments.allocator.map_or_else(|| AllocatorKind::ALL.to_vec(), |list| list.0),

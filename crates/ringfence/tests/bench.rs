@@ -11,21 +11,10 @@ const NAMES: [&str; 7] =
 /// A run as short as one can be.
 const SHORT: [&str; 7] = ["bench", "iova", "--repeat", "2", "--budget", "0.5", "--quiet"];
 
-fn bench(place: &Place, arguments: &[&str]) -> Value {
-    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
-    assert_eq!(ended.code(), 0, "{ended}");
-    serde_json::from_str(&ended.out)
-        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"))
-}
-
 #[test]
 fn the_json_holds_every_field_of_the_contract() {
     let place = Place::new();
-    let json = bench(&place, &["--live", "0,1k", "--sizes", "1,1-32"]);
-    assert_eq!(json["schema"], "ringfence.bench/1");
-    assert_eq!(json["bench"], "iova");
-    assert_eq!(json["interrupted"], false);
-    assert_eq!(json["errors"], Value::Array(Vec::new()));
+    let json = place.bench(&SHORT, &["--live", "0,1k", "--sizes", "1,1-32"]);
     let rows = json["rows"].as_array().unwrap();
     // hot and batch at two live sets, random at one, for two sizes; aligned16 for its own.
     assert_eq!(rows.len(), ((2 + 2 + 1) * 2 + 2) * 2 * NAMES.len());
@@ -64,7 +53,8 @@ fn the_json_holds_every_field_of_the_contract() {
 fn a_full_set_has_a_32_bit_space_whatever_the_aperture() {
     let place = Place::new();
     let arguments = ["--live", "48%,0", "--pattern", "aligned16", "--aperture", "57"];
-    let json = bench(&place, &[&arguments[..], &["--allocator", "ringfence,bitmap"]].concat());
+    let json =
+        place.bench(&SHORT, &[&arguments[..], &["--allocator", "ringfence,bitmap"]].concat());
     for row in json["rows"].as_array().unwrap() {
         let full = row["params"]["live"] == "48%";
         assert_eq!(row["params"]["aperture_bits"], if full { 32 } else { 57 }, "{row}");
@@ -77,8 +67,8 @@ fn what_is_not_measured_has_a_row_with_nulls_and_a_note() {
     let place = Place::new();
     // A window of 2^20 granules does not hold so many.
     let arguments = ["--live", "100k", "--sizes", "16", "--pattern", "hot", "--threads", "1"];
-    let json = bench(
-        &place,
+    let json = place.bench(
+        &SHORT,
         &[&arguments[..], &["--aperture", "32", "--allocator", "rbtree,control"]].concat(),
     );
     let row = &json["rows"][0];

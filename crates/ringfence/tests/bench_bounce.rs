@@ -11,19 +11,6 @@ use serde_json::Value;
 const SHORT: [&str; 9] =
     ["bench", "bounce", "--repeat", "2", "--runtime", "0.1", "--budget", "0.5", "--quiet"];
 
-fn bench(place: &Place, arguments: &[&str]) -> Value {
-    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
-    assert_eq!(ended.code(), 0, "{ended}");
-    let json: Value = serde_json::from_str(&ended.out)
-        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
-    assert_eq!(json["schema"], "ringfence.bench/1");
-    assert_eq!(json["bench"], "bounce");
-    assert_eq!(json["interrupted"], false);
-    assert_eq!(json["errors"], Value::Array(Vec::new()));
-    assert!(place.processes(Duration::from_secs(2)).is_empty(), "no process stays");
-    json
-}
-
 fn impls(json: &Value) -> Vec<&str> {
     json["rows"].as_array().unwrap().iter().map(|row| row["impl"].as_str().unwrap()).collect()
 }
@@ -31,7 +18,7 @@ fn impls(json: &Value) -> Vec<&str> {
 #[test]
 fn the_seeds_table_holds_every_row_and_figure() {
     let place = Place::new();
-    let json = bench(&place, &["--only", "seed", "--sizes", "4k,16k"]);
+    let json = place.bench(&SHORT, &["--only", "seed", "--sizes", "4k,16k"]);
     let rows =
         ["off", "strict", "strict+map", "lazy-mq+map", "bounce", "auto", "persistent"].repeat(4);
     assert_eq!(impls(&json), rows);
@@ -61,7 +48,7 @@ fn the_seeds_table_holds_every_row_and_figure() {
 #[test]
 fn a_list_bounced_whole_asks_nothing_of_the_device() {
     let place = Place::new();
-    let json = bench(&place, &["--only", "list", "--notify", "adaptive"]);
+    let json = place.bench(&SHORT, &["--only", "list", "--notify", "adaptive"]);
     assert_eq!(impls(&json), ["ringfence", "each", "single-use"].repeat(3 * 2));
     for row in json["rows"].as_array().unwrap() {
         assert!(row["name"].as_str().unwrap().starts_with("list/"), "{row}");
@@ -81,7 +68,7 @@ fn a_list_bounced_whole_asks_nothing_of_the_device() {
 #[test]
 fn pools_are_compared_where_both_can() {
     let place = Place::new();
-    let json = bench(&place, &["--only", "pool", "--sizes", "4k,512k"]);
+    let json = place.bench(&SHORT, &["--only", "pool", "--sizes", "4k,512k"]);
     // 5 ways, 2 sizes, 3 states, 1 and 2 threads, 2 pools.
     assert_eq!(json["rows"].as_array().unwrap().len(), 5 * 2 * 3 * 2 * 2);
     for row in json["rows"].as_array().unwrap() {

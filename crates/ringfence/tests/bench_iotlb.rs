@@ -10,22 +10,10 @@ const NAMES: [&str; 5] = ["ringfence", "vm-memory", "btreemap", "sorted-list", "
 /// A run as short as one can be.
 const SHORT: [&str; 7] = ["bench", "iotlb", "--repeat", "2", "--budget", "0.1", "--quiet"];
 
-fn bench(place: &Place, arguments: &[&str]) -> Value {
-    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
-    assert_eq!(ended.code(), 0, "{ended}");
-    let json: Value = serde_json::from_str(&ended.out)
-        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
-    assert_eq!(json["schema"], "ringfence.bench/1");
-    assert_eq!(json["bench"], "iotlb");
-    assert_eq!(json["interrupted"], false);
-    assert_eq!(json["errors"], Value::Array(Vec::new()));
-    json
-}
-
 #[test]
 fn the_json_holds_every_row_and_figure() {
     let place = Place::new();
-    let json = bench(&place, &["--entries", "1,64,4k"]);
+    let json = place.bench(&SHORT, &["--entries", "1,64,4k"]);
     let rows = json["rows"].as_array().unwrap();
     // Both ways: five orders of 4k, and random of the two others; and threads, of those that are
     // not mergeable, at two numbers.
@@ -62,7 +50,8 @@ fn the_json_holds_every_row_and_figure() {
 fn what_is_asked_for_is_measured_and_nothing_else() {
     let place = Place::new();
     let some = ["--impl", "ringfence,vm-memory", "--entries", "2k", "--merge", "unmergeable"];
-    let json = bench(&place, &[&some[..], &["--order", "churn,chain", "--page", "2m"]].concat());
+    let json =
+        place.bench(&SHORT, &[&some[..], &["--order", "churn,chain", "--page", "2m"]].concat());
     let names: Vec<_> = json["rows"].as_array().unwrap().iter().map(|row| &row["name"]).collect();
     let expected = ["churn/unmergeable/2m/2k", "churn/unmergeable/2m/2k"];
     assert_eq!(names[..2], expected);

@@ -2,26 +2,13 @@
 
 mod common;
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
 
 use common::{Place, number};
 use serde_json::Value;
 
 /// A run as short as one can be.
 const SHORT: [&str; 7] = ["bench", "net", "--repeat", "2", "--seconds", "0.2", "--quiet"];
-
-fn bench(place: &Place, arguments: &[&str]) -> Value {
-    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
-    assert_eq!(ended.code(), 0, "{ended}");
-    let json: Value = serde_json::from_str(&ended.out)
-        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
-    assert_eq!(json["schema"], "ringfence.bench/1");
-    assert_eq!(json["bench"], "net");
-    assert_eq!(json["interrupted"], false);
-    assert_eq!(json["errors"], Value::Array(Vec::new()));
-    assert!(place.processes(Duration::from_secs(2)).is_empty(), "no process stays");
-    json
-}
 
 fn names(json: &Value) -> Vec<String> {
     let name = |row: &Value| {
@@ -33,8 +20,8 @@ fn names(json: &Value) -> Vec<String> {
 #[test]
 fn every_row_says_what_was_carried_and_what_the_windows_were_worth() {
     let place = Place::new();
-    let json = bench(
-        &place,
+    let json = place.bench(
+        &SHORT,
         &[
             "--impl",
             "ringfence",
@@ -79,8 +66,8 @@ fn every_row_says_what_was_carried_and_what_the_windows_were_worth() {
 #[test]
 fn fresh_addresses_are_held_to_the_sockets_own_rate() {
     let place = Place::new();
-    let json = bench(
-        &place,
+    let json = place.bench(
+        &SHORT,
         &["--impl", "ringfence", "--only", "dynamic", "--direction", "loop", "--ring", "split"],
     );
     assert_eq!(
@@ -101,8 +88,8 @@ fn fresh_addresses_are_held_to_the_sockets_own_rate() {
 #[test]
 fn dpdk_stands_beside_or_its_absence_is_told() {
     let place = Place::new();
-    let json =
-        bench(&place, &["--only", "off", "--direction", "tx,rx,loop", "--ring", "split,packed"]);
+    let json = place
+        .bench(&SHORT, &["--only", "off", "--direction", "tx,rx,loop", "--ring", "split,packed"]);
     assert_eq!(json["rows"].as_array().unwrap().len(), 12);
     let there = Path::new("/usr/bin/dpdk-testpmd").exists();
     for row in json["rows"].as_array().unwrap() {

@@ -1,24 +1,18 @@
 //! `ringfence bench bounce`.
 
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{process::ExitCode, time::Duration};
 
-use anyhow::{Context, Result};
-use clap::{ArgAction, Args};
+use anyhow::Result;
+use clap::Args;
 use ringfence_lab::{
     bench::bounce::{self, Options, Part, list, pool, seed, table},
-    progress::Kind,
     run::Notify,
 };
 
 use super::show;
 use crate::{
     list::{List, list},
-    output::Output,
+    session::{Begun, Session},
 };
 
 /// Rounds and their length that let the default run end in under three minutes.
@@ -79,13 +73,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS", value_parser = super::parse_budget)]
     budget: Option<Duration>,
 
-    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
-    /// Shows no progress.
-    #[arg(long, short, action = ArgAction::SetTrue)]
-    quiet: bool,
+    #[command(flatten)]
+    session: Session,
 }
 
 /// A block size.
@@ -134,10 +123,7 @@ fn parse_runtime(text: &str) -> Result<Duration, String> {
 }
 
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let json = arguments.json.as_deref().map(Output::open).transpose()?;
-    let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
-    let stop = Arc::new(AtomicBool::new(false));
-    ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
+    let Begun { json, progress, stop } = arguments.session.begin()?;
 
     let mut options = Options {
         parts: arguments.only.map_or(Part::ALL.to_vec(), |list| list.0),

@@ -1,27 +1,19 @@
 //! `ringfence bench iotlb`.
 
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{process::ExitCode, time::Duration};
 
-use anyhow::{Context, Result};
-use clap::{ArgAction, Args};
-use ringfence_lab::{
-    bench::iotlb::{
-        self, Options,
-        params::{Entries, Implementation, Merge, Order, Page},
-        table,
-    },
-    progress::Kind,
+use anyhow::Result;
+use clap::Args;
+use ringfence_lab::bench::iotlb::{
+    self, Options,
+    params::{Entries, Implementation, Merge, Order, Page},
+    table,
 };
 
 use super::{or, show};
 use crate::{
     list::{List, list},
-    output::Output,
+    session::{Begun, Session},
 };
 
 /// Rounds and their length that let the default run end in under 90 seconds.
@@ -78,20 +70,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS", value_parser = super::parse_budget)]
     budget: Option<Duration>,
 
-    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
-    /// Shows no progress.
-    #[arg(long, short, action = ArgAction::SetTrue)]
-    quiet: bool,
+    #[command(flatten)]
+    session: Session,
 }
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let json = arguments.json.as_deref().map(Output::open).transpose()?;
-    let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
-    let stop = Arc::new(AtomicBool::new(false));
-    ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
+    let Begun { json, progress, stop } = arguments.session.begin()?;
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
         entries: or(&arguments.entries, &Entries::DEFAULTS),

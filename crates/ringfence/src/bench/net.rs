@@ -1,27 +1,19 @@
 //! `ringfence bench net`.
 
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{process::ExitCode, time::Duration};
 
-use anyhow::{Context, Result};
-use clap::{ArgAction, Args};
-use ringfence_lab::{
-    bench::net::{
-        self, Options,
-        case::{Choice, Direction, Entry, Implementation, Part, Ring},
-        table,
-    },
-    progress::Kind,
+use anyhow::Result;
+use clap::Args;
+use ringfence_lab::bench::net::{
+    self, Options,
+    case::{Choice, Direction, Entry, Implementation, Part, Ring},
+    table,
 };
 
 use super::show;
 use crate::{
     list::{List, list},
-    output::Output,
+    session::{Begun, Session},
 };
 
 /// Rounds and windows that let the default run end in under three minutes.
@@ -81,13 +73,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "S", default_value_t = DEFAULT_SECONDS, value_parser = parse_seconds)]
     seconds: f64,
 
-    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
-    /// Shows no progress.
-    #[arg(long, short, action = ArgAction::SetTrue)]
-    quiet: bool,
+    #[command(flatten)]
+    session: Session,
 }
 
 fn parse_seconds(text: &str) -> Result<f64, String> {
@@ -99,10 +86,7 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
 }
 
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let json = arguments.json.as_deref().map(Output::open).transpose()?;
-    let progress = if arguments.quiet { Kind::Silent } else { Kind::Auto };
-    let stop = Arc::new(AtomicBool::new(false));
-    ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
+    let Begun { json, progress, stop } = arguments.session.begin()?;
 
     let all = Choice::default();
     let options = Options {

@@ -158,6 +158,21 @@ impl Place {
         self.start(arguments).wait()
     }
 
+    /// A benchmark, `["bench", NAME, ...]` and more, which must succeed: its JSON. Nothing else may
+    /// stand on standard output, and no process stays.
+    pub(crate) fn bench(&self, short: &[&str], more: &[&str]) -> Value {
+        let ended = self.run(&[short, more, &["--json", "-"]].concat());
+        assert_eq!(ended.code(), 0, "{ended}");
+        let json: Value = serde_json::from_str(&ended.out)
+            .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
+        assert_eq!(json["schema"], "ringfence.bench/1");
+        assert_eq!(json["bench"], short[1]);
+        assert_eq!(json["interrupted"], false);
+        assert_eq!(json["errors"], Value::Array(Vec::new()));
+        assert!(self.processes(Duration::from_secs(2)).is_empty(), "no process stays");
+        json
+    }
+
     /// `ringfence compare JOB ...` with a short job file of this text.
     pub(crate) fn compare(&self, job: &str, arguments: &[&str]) -> Ended {
         self.write("job.fio", job);
