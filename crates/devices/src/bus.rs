@@ -4,7 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use ringfence_iommu::shootdown::Lease;
 use ringfence_iotlb::{Iotlb, View};
-use ringfence_mem::{Access, AccessError, HostSlice, Memory, Physical, Translate, Window};
+use ringfence_mem::{
+    Access, AccessError, DirtyLog, HostSlice, Memory, Physical, Translate, Window,
+};
 
 /// How one worker reaches memory for one device.
 pub enum Bus {
@@ -97,7 +99,16 @@ impl Bus {
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
         match self {
             Bus::Iommu(view) => view.set_memory(memory),
-            Bus::Physical(physical) => *physical = Physical::new(memory),
+            Bus::Physical(physical) => physical.set_memory(memory),
+        }
+    }
+
+    /// Where the pages that are written are marked from now on; `None`: nowhere. See
+    /// [`mark`](Translate::mark).
+    pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
+        match self {
+            Bus::Iommu(view) => view.set_log(log),
+            Bus::Physical(physical) => physical.set_log(log),
         }
     }
 }
@@ -118,6 +129,22 @@ impl Translate for Bus {
         match self {
             Bus::Iommu(view) => view.window(addr, len, access),
             Bus::Physical(physical) => physical.window(addr, len, access),
+        }
+    }
+
+    #[inline]
+    fn mark(&self, piece: HostSlice<'_>) {
+        match self {
+            Bus::Iommu(view) => view.mark(piece),
+            Bus::Physical(physical) => physical.mark(piece),
+        }
+    }
+
+    #[inline]
+    fn is_logged(&self) -> bool {
+        match self {
+            Bus::Iommu(view) => view.is_logged(),
+            Bus::Physical(physical) => physical.is_logged(),
         }
     }
 

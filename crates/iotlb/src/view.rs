@@ -15,7 +15,7 @@ use ringfence_iommu::{
     Fault, FaultReason, Iova, Prot, Range,
     shootdown::{Invalidation, Lease, Reader},
 };
-use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate, Window};
+use ringfence_mem::{Access, AccessError, DirtyLog, HostSlice, Memory, Translate, Window};
 
 use self::find::{Region, piece};
 use crate::{Binding, Endpoint, Iotlb, Miss, cache::Cache, misses::Waiter};
@@ -58,6 +58,7 @@ pub struct View {
     /// Faults are neither counted nor reported.
     silent: Cell<bool>,
     counters: Arc<Counters>,
+    log: Option<Arc<DirtyLog>>,
 }
 
 impl View {
@@ -85,6 +86,7 @@ impl View {
             faults: Cell::new(0),
             silent: Cell::new(false),
             counters: Arc::default(),
+            log: None,
         })
     }
 
@@ -227,6 +229,12 @@ impl View {
         self.memory = memory;
     }
 
+    /// Where the pages that are written are marked from now on, by guest-physical address whatever
+    /// the IOMMU says (rule D26); `None`: nowhere. See [`mark`](Translate::mark).
+    pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
+        self.log = log;
+    }
+
     fn rebind(&mut self) {
         let changes = self.endpoint.changes();
         if changes != self.changes {
@@ -291,6 +299,18 @@ impl Translate for View {
         windows.retain(|(_, held)| !held.is_last() && held.is_valid());
         windows.push((range, window.clone()));
         Ok(window)
+    }
+
+    #[inline]
+    fn mark(&self, piece: HostSlice<'_>) {
+        if let Some(log) = &self.log {
+            log.mark_piece(&self.memory, piece);
+        }
+    }
+
+    #[inline]
+    fn is_logged(&self) -> bool {
+        self.log.is_some()
     }
 
     fn check(&self) -> Result<(), AccessError> {

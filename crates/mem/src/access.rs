@@ -215,7 +215,23 @@ pub trait Translate {
         let mut done = 0;
         self.slices(addr, data.len() as u64, Access::Write, |piece| {
             done += piece.copy_from(&data[done..]);
+            self.mark(piece);
         })
+    }
+
+    /// Marks bytes in the dirty log, if writes are logged (rule D26): a piece that
+    /// [`slices`](Self::slices) gave for a write, or a part of it. To be called by whoever writes
+    /// otherwise than by [`write`](Self::write), after the bytes are there and before the driver is
+    /// told of them.
+    #[inline]
+    fn mark(&self, piece: HostSlice<'_>) {
+        let _ = piece;
+    }
+
+    /// Whether writes are logged, so that it is worth [marking](Self::mark) them.
+    #[inline]
+    fn is_logged(&self) -> bool {
+        false
     }
 }
 

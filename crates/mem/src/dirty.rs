@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use crate::SharedFile;
+use crate::{HostSlice, Memory, SharedFile};
 
 /// What a dirty log is indexed by where a device's addresses are not guest-physical (rule D26).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,6 +64,12 @@ impl DirtyLog {
         }
     }
 
+    /// Marks bytes of this process's mapping of `memory`, by their guest-physical addresses; to be
+    /// called after they were written.
+    pub fn mark_piece(&self, memory: &Memory, piece: HostSlice<'_>) {
+        memory.gpas(piece).for_each(|(gpa, len)| self.mark(gpa, len));
+    }
+
     /// Marks what an access through an IOMMU wrote, by whichever of its addresses the log goes.
     pub fn mark_access(&self, iova: u64, gpa: u64, len: u64) {
         match self.index {
@@ -92,7 +98,7 @@ mod tests {
     use rustix::fs;
 
     use super::*;
-    use crate::{AccessError, GuestRam, Memory, Physical, Translate, sigbus};
+    use crate::{AccessError, GuestRam, Memory, Physical, Region, Translate, sigbus};
 
     fn log(bytes: usize) -> (DirtyLog, SharedFile) {
         let (file, fd) = SharedFile::create(bytes).unwrap();
@@ -131,6 +137,34 @@ mod tests {
             prop_assert_eq!(marked(&file), expected);
             prop_assert_eq!(log.outside(), outside);
         }
+    }
+
+    #[test]
+    fn a_piece_is_marked_where_its_bytes_lie_and_nowhere_else() {
+        // rule D26
+        let region = |gpa, size, user_addr| Region { gpa, size, user_addr, mmap_offset: 0 };
+        let file = || GuestRam::new(4 * 4096, 0).unwrap().fd().try_clone_to_owned().unwrap();
+        let regions = [region(0x20_000, 0x4000, 0), region(0, 0x2000, 0x10_0000)];
+        let memory = Memory::map(regions.map(|region| (region, file())).into()).unwrap();
+        let (log, file) = log(16);
+        for (gpa, len, pages) in [
+            (0x20_fff, 2, vec![0x20, 0x21]),
+            (0x23_000, 0x1000, vec![0x23]),
+            (0x1fff, 1, vec![1]),
+            (0x1000, 0, vec![]),
+        ] {
+            log.mark_piece(&memory, memory.find_gpa(gpa).unwrap().slice.part(0, len));
+            assert_eq!(marked(&file), pages.into_iter().collect(), "{gpa:#x}");
+            (0..16).for_each(|at| file.u8_at(at).store(0, Relaxed));
+        }
+        // Bytes that are no part of it, and all of this process's, however they are mapped.
+        let other = GuestRam::new(4096, 0).unwrap();
+        log.mark_piece(&memory, other.slice(0, 4096).unwrap());
+        assert!(marked(&file).is_empty());
+        let whole = core::ptr::NonNull::<u8>::dangling();
+        // SAFETY: nothing is read or written through it.
+        log.mark_piece(&memory, unsafe { crate::HostSlice::new(whole, usize::MAX) });
+        assert_eq!(marked(&file), BTreeSet::from([0, 1, 0x20, 0x21, 0x22, 0x23]));
     }
 
     #[test]

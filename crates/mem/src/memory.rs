@@ -296,6 +296,19 @@ impl Memory {
         Some(self.mapped[entry.region].region.gpa + (addr - entry.first))
     }
 
+    /// The guest-physical ranges, each with its length, of bytes that this process reaches as
+    /// `piece`. They are several where regions lie side by side by chance; what is no memory of this
+    /// has none.
+    pub fn gpas(&self, piece: HostSlice<'_>) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let (first, end) = span(piece.as_ptr(), piece.len());
+        self.mapped.iter().filter_map(move |m| {
+            // Mapped, so that its length is one of this process's.
+            let (base, limit) = span(m.base.as_ptr(), m.region.size as usize);
+            let (from, to) = (first.max(base), end.min(limit));
+            (from < to).then(|| (m.region.gpa + (from - base) as u64, (to - from) as u64))
+        })
+    }
+
     /// Whether any region's file was truncated under us, and somebody noticed by touching it after
     /// [`sigbus::install`](crate::sigbus::install) (without which that ends the process). One
     /// load as long as nothing in this process ever was.
@@ -338,6 +351,11 @@ impl Memory {
     pub(crate) fn by_user(&self) -> &Table {
         &self.by_user
     }
+}
+
+/// Where bytes of this process begin, and end.
+fn span(base: *mut u8, len: usize) -> (usize, usize) {
+    (base as usize, (base as usize).saturating_add(len))
 }
 
 /// The size of the pages that a file is mapped in.

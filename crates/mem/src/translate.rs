@@ -22,7 +22,7 @@ struct Direct {
     touched: Cell<u64>,
     /// By windows, which are touched without our knowing.
     held: Cell<u64>,
-    /// Where writes are marked; only where addresses are guest-physical.
+    /// Where writes are marked.
     log: Option<Arc<DirtyLog>>,
 }
 
@@ -46,11 +46,6 @@ impl Direct {
             }
             self.touched.set(self.touched.get() | bit(found.region));
             each(found.slice);
-            if let Some(log) = &self.log
-                && access.writes()
-            {
-                log.mark(at, found.slice.len() as u64);
-            }
             Ok(())
         })
     }
@@ -123,6 +118,17 @@ macro_rules! direct {
             pub fn memory(&self) -> &Arc<Memory> {
                 &self.0.memory
             }
+
+            /// Replaces the memory.
+            pub fn set_memory(&mut self, memory: Arc<Memory>) {
+                self.0 = Direct { log: self.0.log.take(), ..Direct::new(memory) };
+            }
+
+            /// Where the pages that are written are marked from now on (rule D26); `None`: nowhere.
+            /// See [`mark`](Translate::mark).
+            pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
+                self.0.log = log;
+            }
         }
 
         impl Translate for $name {
@@ -136,6 +142,18 @@ macro_rules! direct {
 
             fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
                 self.0.window(self.0.memory.$table(), addr, len, access)
+            }
+
+            #[inline]
+            fn mark(&self, piece: HostSlice<'_>) {
+                if let Some(log) = &self.0.log {
+                    log.mark_piece(&self.0.memory, piece);
+                }
+            }
+
+            #[inline]
+            fn is_logged(&self) -> bool {
+                self.0.log.is_some()
             }
 
             fn check(&self) -> Result<(), AccessError> {
@@ -154,16 +172,6 @@ direct! {
     /// Reaches memory by address of the front end's process: what SET_VRING_ADDR carries where no
     /// IOMMU is negotiated (rule D2).
     UserAddresses, by_user, user_addr
-}
-
-impl Physical {
-    /// Where the pages that are written are marked from now on (rule D26); `None`: nowhere.
-    ///
-    /// A piece is marked when the closure that got it returns. Whoever lets the kernel write it
-    /// later marks it again then ([`DirtyLog::mark`]); so does who writes through a window.
-    pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
-        self.0.log = log;
-    }
 }
 
 #[cfg(test)]

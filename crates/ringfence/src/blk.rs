@@ -48,6 +48,11 @@ pub(crate) struct Arguments {
     #[arg(long)]
     read_only: bool,
 
+    /// The image is locked only while a guest uses it, so that the guest can move to another
+    /// process that serves it
+    #[arg(long)]
+    hand_over: bool,
+
     /// Past the page cache, where a request is aligned for that
     #[arg(long)]
     direct: bool,
@@ -91,9 +96,14 @@ fn id(text: &str) -> Result<String, String> {
 
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let Arguments { service, image: path, read_only, direct, queues, .. } = &arguments;
+    let Arguments { service, image: path, read_only, direct, hand_over, queues, .. } = &arguments;
     serve::begin_log(service);
-    let how = ImageOptions { read_only: *read_only, direct: *direct, wait: LOCK_WAIT };
+    let how = ImageOptions {
+        read_only: *read_only,
+        direct: *direct,
+        wait: LOCK_WAIT,
+        hand_over: *hand_over,
+    };
     let image = match Image::open(path, how) {
         Ok(image) => image,
         Err(error @ (ImageError::Kind | ImageError::Empty(_))) => {

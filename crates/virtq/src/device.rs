@@ -5,6 +5,7 @@ mod flight;
 mod packed;
 mod split;
 mod table;
+mod written;
 
 use ringfence_mem::{Access, Translate, Window};
 
@@ -12,6 +13,7 @@ pub use self::{
     burst::{Burst, Taken},
     packed::Packed,
     split::Split,
+    written::Written,
 };
 use crate::{Area, Chain, Desc, RingError};
 
@@ -197,6 +199,12 @@ pub trait Ring {
 
     /// How many chains are taken and not yet given back.
     fn in_flight(&self) -> u16;
+
+    /// Shows `each` what this end has written into the areas since the last call, as far as it was
+    /// [published](Self::publish_used): for a dirty log (rule D26). To be called after each
+    /// publication, before more is given back, and before the areas are looked for again. Of a packed ring these are all
+    /// descriptors that were given back, of which only the first of each chain was written.
+    fn written(&mut self, each: impl FnMut(Written<'_>));
 }
 
 /// The device's end: takes chains, gives them back in batches.
@@ -399,5 +407,10 @@ impl Queue {
     /// As [`Ring::in_flight`].
     pub fn in_flight(&self) -> u16 {
         either!(self, ring => ring.in_flight())
+    }
+
+    /// As [`Ring::written`].
+    pub fn written(&mut self, each: impl FnMut(Written<'_>)) {
+        either!(self, ring => ring.written(each));
     }
 }

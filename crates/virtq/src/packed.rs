@@ -183,6 +183,11 @@ impl DescRing {
         self.window.is_valid()
     }
 
+    /// The area itself.
+    pub(crate) fn window(&self) -> &Window {
+        &self.window
+    }
+
     /// Word 0 or 1 of descriptor `at`.
     ///
     /// # Panics
@@ -239,6 +244,11 @@ impl Event {
 
     pub(crate) fn is_valid(&self) -> bool {
         self.window.is_valid()
+    }
+
+    /// The area itself.
+    pub(crate) fn window(&self) -> &Window {
+        &self.window
     }
 
     #[inline]

@@ -309,6 +309,11 @@ impl UsedRing {
         self.0.idx()
     }
 
+    /// The area itself.
+    pub(crate) fn window(&self) -> &Window {
+        &self.0.window
+    }
+
     #[inline]
     fn words(&self, index: u16) -> [&AtomicU32; 2] {
         let at = self.0.entry(index).cast::<u32>();

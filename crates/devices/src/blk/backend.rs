@@ -1,24 +1,26 @@
 //! A block device as a vhost-user back end.
 
-use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
-use ringfence_mem::Memory;
+use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
     BackendChannel, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures, RingAddresses,
     RingSetup, WireError,
 };
 use ringfence_virtq::{
-    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device,
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    BlkFigures, BlkUnit, QueueStats, Start, request,
+    BlkFigures, BlkUnit, QueueStats, request,
+    unit::Start,
     wire::{Config, SECTOR, feature},
 };
 use crate::{
+    backend::{FrontEnd, read_config},
     disk::Disk,
     translation::Translation,
     worker::{Work, Worker},
@@ -74,11 +76,10 @@ pub struct BlkBackend {
     options: BlkOptions,
     workers: Arc<[Worker]>,
     translation: Option<Translation>,
-    memory: Option<Arc<Memory>>,
-    features: u64,
-    calls: HashMap<u16, Arc<OwnedFd>>,
-    errs: HashMap<u16, Arc<OwnedFd>>,
+    front: FrontEnd,
     inflight: Option<Arc<InflightRegion>>,
+    /// Whether the image was taken.
+    taken: bool,
 }
 
 impl BlkBackend {
@@ -92,17 +93,8 @@ impl BlkBackend {
             }
             _ => None,
         };
-        let (calls, errs) = (HashMap::new(), HashMap::new());
-        BlkBackend {
-            options,
-            workers,
-            translation,
-            memory: None,
-            features: 0,
-            calls,
-            errs,
-            inflight: None,
-        }
+        let front = FrontEnd::default();
+        BlkBackend { options, workers, translation, front, inflight: None, taken: false }
     }
 
     /// What all queues have done.
@@ -140,6 +132,35 @@ impl BlkBackend {
             .ok_or_else(|| HandlerError::new("the worker is gone"))
     }
 
+    /// Runs `job` on each unit that there is.
+    fn on_all(
+        &self,
+        job: impl Fn(&mut BlkUnit) + Clone + Send + 'static,
+    ) -> Result<(), HandlerError> {
+        (0..self.workers.len() as u16)
+            .try_for_each(|ring| self.on_unit(ring, job.clone()).map(|_| ()))
+    }
+
+    fn take_image(&mut self) -> Result<(), HandlerError> {
+        if let (Disk::File(image), false) = (&self.options.disk, self.taken) {
+            image.take().map_err(|error| HandlerError::new(error.to_string()))?;
+            self.taken = true;
+        }
+        Ok(())
+    }
+
+    /// No ring runs. What the kernel still writes is the image's as well.
+    fn release_image(&mut self) {
+        if let (Disk::File(image), true) = (&self.options.disk, self.taken)
+            && self.options.figures.stuck() == 0
+        {
+            match image.release() {
+                Ok(()) => self.taken = false,
+                Err(error) => tracing::error!("{}: {error}", self.options.id),
+            }
+        }
+    }
+
     /// Takes the device's units from their workers. The next driver may negotiate otherwise: the
     /// way to memory is made anew then.
     fn forget_units(&self) {
@@ -147,10 +168,6 @@ impl BlkBackend {
         for worker in &*self.workers {
             let _ = worker.call(move |work| drop(work.remove(unit)));
         }
-    }
-
-    fn has(&self, feature: u32) -> bool {
-        self.features & (1 << feature) != 0
     }
 }
 
@@ -175,6 +192,7 @@ impl Drop for BlkBackend {
             translation.set_channel(None);
         }
         self.forget_units();
+        self.release_image();
         if self.translation.is_some() {
             self.options.figures.iotlb.end();
         }
@@ -211,6 +229,7 @@ impl Handler for BlkBackend {
             | ProtocolFeatures::CONFIG
             | ProtocolFeatures::CONFIGURE_MEM_SLOTS
             | ProtocolFeatures::INFLIGHT_SHMFD
+            | ProtocolFeatures::LOG_SHMFD
             | ProtocolFeatures::RESET_DEVICE
             // Whether or not there is something to ask for: User-Mode Linux has no interrupt
             // without it.
@@ -230,10 +249,9 @@ impl Handler for BlkBackend {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
         // Rings are stopped. What addresses mean may not change under a unit that is left.
-        if (self.features ^ features) & (1 << F_ACCESS_PLATFORM) != 0 {
+        if self.front.set_features(features) {
             self.forget_units();
         }
-        self.features = features;
         Ok(())
     }
 
@@ -241,42 +259,22 @@ impl Handler for BlkBackend {
         if !memory.is_sealed() {
             tracing::warn!("{}: the memory's file can be truncated under us", self.options.id);
         }
-        // First what leads there, then what is there.
-        if let Some(translation) = &mut self.translation {
-            translation.set_memory(&memory)?;
-        }
-        for ring in 0..self.workers.len() as u16 {
-            let new = Arc::clone(&memory);
-            self.on_unit(ring, move |unit| unit.set_memory(&new))?;
-        }
-        self.memory = Some(memory);
-        Ok(())
+        self.front.set_memory(&memory, self.translation.as_mut())?;
+        self.on_all(move |unit| unit.set_memory(&memory))
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
+        self.take_image()?;
+        let memory = self.front.memory()?;
         let start = Start {
-            config: device::Config {
-                size: setup.size,
-                desc: setup.addresses.desc,
-                avail: setup.addresses.avail,
-                used: setup.addresses.used,
-                event_idx: self.has(F_EVENT_IDX),
-                indirect: self.has(F_INDIRECT_DESC),
-                packed: self.has(F_RING_PACKED),
-                base: setup.base,
-            },
+            ring: self.front.start(ring, setup),
             disk: self.options.disk.clone(),
             read_only: self.options.read_only,
             id: Arc::clone(&self.options.id),
-            kick: setup.kick,
-            call: self.calls.get(&ring).cloned(),
-            err: self.errs.get(&ring).cloned(),
-            enabled: setup.enabled,
             inflight: self.inflight.clone(),
         };
         let options = self.options.clone();
-        let endpoint = self.endpoint().filter(|_| self.has(F_ACCESS_PLATFORM)).cloned();
+        let endpoint = self.endpoint().filter(|_| self.front.has(F_ACCESS_PLATFORM)).cloned();
         self.worker(ring)
             .call(move |work| {
                 let unit = unit_of(work, &options, endpoint, &memory);
@@ -300,9 +298,10 @@ impl Handler for BlkBackend {
     }
 
     fn move_ring(&mut self, ring: u16, to: RingAddresses) -> Result<(), HandlerError> {
-        let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
-        let RingAddresses { desc, avail, used, .. } = to;
+        let memory = self.front.memory()?;
+        let RingAddresses { desc, avail, used, log } = to;
         let moved = self.on_unit(ring, move |unit| {
+            unit.log_ring(ring, log);
             unit.relocate(ring, (desc, avail, used), &memory).map_err(|error| error.to_string())
         })?;
         moved.unwrap_or(Ok(())).map_err(|error| HandlerError::new(&error))
@@ -313,20 +312,12 @@ impl Handler for BlkBackend {
     }
 
     fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let call = call.map(Arc::new);
-        match &call {
-            Some(call) => self.calls.insert(ring, Arc::clone(call)),
-            None => self.calls.remove(&ring),
-        };
+        let call = self.front.set_call(ring, call);
         self.on_unit(ring, move |unit| unit.set_call(ring, call)).map(|_| ())
     }
 
     fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let err = err.map(Arc::new);
-        match &err {
-            Some(err) => self.errs.insert(ring, Arc::clone(err)),
-            None => self.errs.remove(&ring),
-        };
+        let err = self.front.set_err(ring, err);
         self.on_unit(ring, move |unit| unit.set_err(ring, err)).map(|_| ())
     }
 
@@ -342,17 +333,11 @@ impl Handler for BlkBackend {
         config.max_write_zeroes_sectors.set(request::MOST_ZEROED);
         config.max_write_zeroes_seg.set(1);
         config.write_zeroes_may_unmap = u8::from(self.options.disk.holes().punch);
-        // Front ends ask for the whole of a later, longer layout: what we do not have reads as 0.
-        let mut space = [0; 256];
-        space[..size_of::<Config>()].copy_from_slice(config.as_bytes());
-        let from = offset as usize;
-        let part = from.checked_add(out.len()).and_then(|end| space.get(from..end));
-        out.copy_from_slice(part.ok_or_else(|| HandlerError::new("past the configuration space"))?);
-        Ok(())
+        read_config(config.as_bytes(), offset, out)
     }
 
     fn reset(&mut self) -> Result<(), HandlerError> {
-        self.features = 0;
+        self.front.set_features(0);
         self.inflight = None;
         self.forget_units();
         Ok(())
@@ -378,6 +363,15 @@ impl Handler for BlkBackend {
         Ok(())
     }
 
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
+        self.front.set_log(log.as_ref());
+        self.on_all(move |unit| unit.set_log(log.as_ref()))
+    }
+
+    fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
+        self.on_unit(ring, move |unit| unit.log_ring(ring, log)).map(|_| ())
+    }
+
     fn channel_lost(&mut self, why: &WireError) {
         tracing::warn!("{}: the front end takes no more misses: {why}", self.options.id);
         if let Some(translation) = &self.translation {
@@ -386,6 +380,7 @@ impl Handler for BlkBackend {
     }
 
     fn suspended(&mut self) {
+        self.release_image();
         if let Some(translation) = &self.translation {
             translation.suspend();
         }

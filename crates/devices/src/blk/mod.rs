@@ -14,4 +14,4 @@ pub use driver::{Done, DriverQueue, QueueLayout};
 pub use figures::BlkFigures;
 pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotAsked, Unmapped};
 pub use queue::{BlkQueue, QueueError, QueueStats};
-pub use unit::{BlkUnit, Start};
+pub use unit::BlkUnit;

@@ -6,6 +6,7 @@
 
 mod error;
 mod inflight;
+mod order;
 mod parked;
 mod ring;
 mod stats;
@@ -26,6 +27,7 @@ use ringfence_virtq::{Chain, device};
 
 use self::{
     inflight::{Recorded, take_next},
+    order::Order,
     parked::{Look, Parked},
     ring::Away,
     store::{Handed, Store, Transfer},
@@ -35,7 +37,7 @@ use super::{
     request::{self, Action, Limits, Stop},
     wire::Status,
 };
-use crate::{bus::Bus, disk::Disk, event};
+use crate::{bus::Bus, dirty::RingLog, disk::Disk, event};
 
 /// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
 /// for whose answer a driver waits.
@@ -61,6 +63,11 @@ impl Slot {
     fn moves_data(&self) -> bool {
         matches!(self.step, Step::Busy(Action::Transfer { .. }))
     }
+
+    /// Whether it waits for its turn to be answered.
+    fn is_done(&self) -> bool {
+        matches!(self.step, Step::Done(..))
+    }
 }
 
 /// What is to be done next with a request.
@@ -79,6 +86,8 @@ enum Step {
     Move(Action),
     /// Write this status, after so many bytes of data.
     Answer(Status, u32),
+    /// Wait: this is answered, with so many bytes in all, when those before it are.
+    Done(Status, u32),
 }
 
 /// The device's end of one request queue.
@@ -88,6 +97,8 @@ pub struct BlkQueue {
     store: Store,
     slots: Vec<Slot>,
     ring: device::Queue,
+    log: RingLog,
+    order: Option<Order>,
     recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
     away: Option<Away>,
@@ -101,6 +112,8 @@ pub struct BlkQueue {
     id: Arc<str>,
     call: Option<Arc<OwnedFd>>,
     stats: QueueStats,
+    /// How many requests were answered when that was published last.
+    published: u64,
     now_ns: u64,
     say_at: u64,
     ready: Vec<u16>,
@@ -122,6 +135,8 @@ impl BlkQueue {
             store: Store::new(disk, size)?,
             slots: (0..size).map(|_| Slot::default()).collect(),
             ring,
+            log: RingLog::default(),
+            order: None,
             recorded: None,
             away: None,
             parked: Parked::default(),
@@ -132,6 +147,7 @@ impl BlkQueue {
             id,
             call,
             stats: QueueStats::default(),
+            published: 0,
             now_ns: 0,
             say_at: 0,
             ready: Vec::new(),
@@ -151,6 +167,16 @@ impl BlkQueue {
     /// Replaces the descriptor that interrupts are sent through.
     pub fn set_call(&mut self, call: Option<Arc<OwnedFd>>) {
         self.call = call;
+    }
+
+    /// Has what is written marked, where `log` says.
+    pub(super) fn set_log(&mut self, log: RingLog) {
+        self.log = log;
+    }
+
+    /// Where what is written is marked, and the ring.
+    pub(super) fn log(&mut self) -> (&mut RingLog, &mut device::Queue) {
+        (&mut self.log, &mut self.ring)
     }
 
     /// Has completions of io_uring write to `event`, for a worker that sleeps.
@@ -183,7 +209,7 @@ impl BlkQueue {
         if !self.find_ring(bus)? {
             return Ok(reaped);
         }
-        let before = self.stats.requests;
+        self.end_order(false);
         let stop_at = self.stats.bytes + ROUND_BYTES;
         let look = if self.waits() { self.parked.look(bus.answers(), now_ns) } else { Look::None };
         let resumed = look != Look::None && self.resume(bus, look);
@@ -192,7 +218,7 @@ impl BlkQueue {
         if let Store::File(file) = &mut self.store {
             file.io.kick()?;
         }
-        let answered = self.stats.requests != before;
+        let answered = self.stats.requests != self.published;
         if answered {
             self.publish(bus)?;
         }
@@ -210,7 +236,7 @@ impl BlkQueue {
     pub fn reap(&mut self) -> bool {
         match &mut self.store {
             Store::File(file) => {
-                let reaped = file.reap(&mut self.slots);
+                let reaped = file.reap(&mut self.slots, &self.log);
                 // What was moved in part goes on, whatever becomes of the queue. A ring that cannot
                 // be used is found out by the next round.
                 let _ = file.io.kick();
@@ -223,10 +249,12 @@ impl BlkQueue {
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
         // Nothing is published that may have been read from memory that is gone.
         bus.check()?;
+        self.published = self.stats.requests;
         let wanted = match &mut self.recorded {
             Some(recorded) => recorded.publish(&mut self.ring),
             None => self.ring.publish_used(),
         };
+        self.log.mark(&mut self.ring);
         if wanted {
             self.interrupt();
         }
@@ -291,6 +319,7 @@ impl BlkQueue {
             None if self.ring.is_valid() && self.ring.broken().is_none() => {
                 // What cannot be taken yet is no news.
                 let more = self.ring.enable_kicks() && self.head_since.is_none();
+                self.log.mark(&mut self.ring);
                 more || self.waits() && self.parked.has_answers(bus.answers())
             }
             None => false,
@@ -301,6 +330,7 @@ impl BlkQueue {
     pub fn disarm(&mut self) {
         if self.ring.is_valid() && self.ring.broken().is_none() {
             self.ring.suppress_kicks();
+            self.log.mark(&mut self.ring);
         }
     }
 
@@ -340,6 +370,7 @@ impl BlkQueue {
             slot.step = Step::Parse;
             slot.number = self.taken;
             self.taken += 1;
+            self.enqueue(at);
             taken += 1;
             self.advance(at, bus);
         }
@@ -368,7 +399,7 @@ impl BlkQueue {
                         Err(missing) => Err(Stop::Missing(missing)),
                     }
                 }
-                Step::Free | Step::Busy(_) => unreachable!("it cannot go on"),
+                Step::Free | Step::Busy(_) | Step::Done(..) => unreachable!("it cannot go on"),
             };
             self.slots[usize::from(at)].step = match next {
                 Ok(step) => step,
@@ -468,6 +499,15 @@ impl BlkQueue {
     }
 
     fn finish(&mut self, at: u16, status: Status, used: u32) {
+        if self.order.is_none() {
+            return self.give_back(at, status, used);
+        }
+        let slot = &mut self.slots[usize::from(at)];
+        (slot.step, slot.wait) = (Step::Done(status, used), None);
+        self.give_back_in_order();
+    }
+
+    fn give_back(&mut self, at: u16, status: Status, used: u32) {
         let slot = &mut self.slots[usize::from(at)];
         if let Some(recorded) = &mut self.recorded {
             recorded.complete(slot.chain.head(), slot.entry);

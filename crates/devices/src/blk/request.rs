@@ -196,6 +196,7 @@ pub fn transfer(
                 ram.write(at, piece);
             } else {
                 ram.read(at, piece);
+                mem.mark(piece);
             }
             at += piece.len() as u64;
         })?;

@@ -8,12 +8,13 @@ use std::{
 };
 
 use ringfence_iotlb::{Endpoint, View};
-use ringfence_mem::{Memory, Physical, UserAddresses};
+use ringfence_mem::{DirtyLog, Memory, Physical, Translate, UserAddresses};
 use ringfence_vhost_user::InflightRegion;
 use ringfence_virtq::device;
 
 use super::{BlkFigures, BlkQueue, QueueError, QueueStats};
 use crate::{
+    backend::{Events, RingStart},
     bus::Bus,
     disk::Disk,
     event::{self, Doorbell},
@@ -21,25 +22,17 @@ use crate::{
 };
 
 /// What a queue is started with.
-pub struct Start {
+pub(super) struct Start {
     /// The ring, where it lies and what was negotiated.
-    pub config: device::Config,
+    pub(super) ring: RingStart,
     /// What it serves.
-    pub disk: Disk,
+    pub(super) disk: Disk,
     /// Whether nothing may be written.
-    pub read_only: bool,
+    pub(super) read_only: bool,
     /// The name that the disk gives.
-    pub id: Arc<str>,
-    /// Where kicks come from.
-    pub kick: Option<OwnedFd>,
-    /// Where interrupts go.
-    pub call: Option<Arc<OwnedFd>>,
-    /// Where the front end is told that the queue has failed.
-    pub err: Option<Arc<OwnedFd>>,
-    /// Whether it may work at once.
-    pub enabled: bool,
+    pub(super) id: Arc<str>,
     /// Where it notes what it has under way.
-    pub inflight: Option<Arc<InflightRegion>>,
+    pub(super) inflight: Option<Arc<InflightRegion>>,
 }
 
 struct Served {
@@ -124,7 +117,7 @@ impl BlkUnit {
     /// The ring cannot be reached or makes no sense; the kernel has no io_uring; too many workers
     /// go through the IOMMU; I/O of an earlier ring has not ended: it might come after what the
     /// driver asks for next.
-    pub fn start(
+    pub(super) fn start(
         &mut self,
         index: u16,
         start: Start,
@@ -137,9 +130,12 @@ impl BlkUnit {
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
         }
-        let ring = device::Queue::postponed(start.config)?;
+        let RingStart { config, events: Events { kick, call, err }, enabled, log } = start.ring;
+        self.bus.set_log(log.log());
+        let ring = device::Queue::postponed(config)?;
         let disk = (&start.disk, start.read_only);
-        let mut queue = BlkQueue::new(ring, disk, start.id, start.call)?;
+        let mut queue = BlkQueue::new(ring, disk, start.id, call)?;
+        queue.set_log(log);
         if let Some(region) = start.inflight {
             queue.record(region, index);
         }
@@ -149,9 +145,9 @@ impl BlkUnit {
             Bus::Iommu(view) => queue.find(&**view)?,
             Bus::Physical(_) => queue.find(&UserAddresses::new(Arc::clone(memory)))?,
         }
+        queue.set_ordered(self.bus.iotlb().is_some() && self.bus.is_logged());
         queue.notify((*self.bell).as_fd())?;
         queue.disarm();
-        let Start { kick, err, enabled, .. } = start;
         let (failed, told) = (None, QueueStats::default());
         self.queues.push(Served { index, queue, kick, err, enabled, failed, told });
         Ok(())
@@ -229,6 +225,7 @@ impl BlkUnit {
     pub fn set_memory(&mut self, memory: &Arc<Memory>) {
         for served in &mut self.queues {
             served.queue.keep(self.bus.memory());
+            served.queue.log().0.set_memory(memory);
         }
         self.bus.set_memory(Arc::clone(memory));
         if let Bus::Physical(_) = self.bus {
@@ -238,6 +235,24 @@ impl BlkUnit {
                     served.fail(&self.shared, error);
                 }
             }
+        }
+    }
+
+    /// Where the pages that are written are marked from now on; `None`: nowhere (rule D26).
+    pub(super) fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
+        self.bus.set_log(log.cloned());
+        for served in &mut self.queues {
+            let (ring_log, ring) = served.queue.log();
+            ring_log.set_log(ring, log.cloned(), self.bus.memory());
+            served.queue.set_ordered(self.bus.iotlb().is_some() && log.is_some());
+        }
+    }
+
+    /// Where a running queue's writes to its used ring are marked from now on, if they are.
+    pub(super) fn log_ring(&mut self, index: u16, at: Option<u64>) {
+        if let Some(served) = self.find(index) {
+            let (ring_log, ring) = served.queue.log();
+            ring_log.set_at(ring, at);
         }
     }
 

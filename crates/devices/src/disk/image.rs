@@ -12,7 +12,7 @@ use std::{
 };
 
 use rustix::fs::{
-    AtFlags, FallocateFlags, FlockOperation, OFlags, StatxFlags, fallocate, flock, statx,
+    AtFlags, FallocateFlags, FlockOperation, OFlags, StatxFlags, fallocate, fdatasync, flock, statx,
 };
 
 /// The unit in which a disk is addressed.
@@ -47,6 +47,9 @@ pub struct ImageOptions {
     /// How long the lock is waited for. A process that was killed holds it until the kernel has
     /// ended its I/O: who comes after it and goes on with what it had under way is to wait for that.
     pub wait: Duration,
+    /// It is locked from [`take`](Image::take) to [`release`](Image::release) only, so that a guest
+    /// can move to another process.
+    pub hand_over: bool,
 }
 
 /// A file or block device that holds a disk.
@@ -56,6 +59,7 @@ pub struct Image {
     direct: Option<Direct>,
     len: u64,
     holes: Holes,
+    options: ImageOptions,
 }
 
 /// The same file, open past the page cache.
@@ -79,11 +83,12 @@ pub struct Holes {
 impl Image {
     /// `len` bytes of a file that is open for what will be asked of it. Nothing is known of it.
     pub fn new(file: OwnedFd, len: u64) -> Image {
-        Image { file, direct: None, len, holes: Holes::default() }
+        let options = ImageOptions::default();
+        Image { file, direct: None, len, holes: Holes::default(), options }
     }
 
-    /// Opens the image at `path`, and locks it: one process may write it, or several read it. Its
-    /// last bytes are left alone if they do not fill a sector.
+    /// Opens the image at `path`, and locks it, unless it is to be handed over: one process may
+    /// write it, or several read it. Its last bytes are left alone if they do not fill a sector.
     ///
     /// # Errors
     /// [`ImageError`].
@@ -98,20 +103,8 @@ impl Image {
             return Err(ImageError::Kind);
         }
         let mut file = open(OFlags::empty())?;
-        let lock = match options.read_only {
-            true => FlockOperation::NonBlockingLockShared,
-            false => FlockOperation::NonBlockingLockExclusive,
-        };
-        let deadline = Instant::now() + options.wait;
-        loop {
-            match flock(&file, lock) {
-                Ok(()) => break,
-                Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                Err(rustix::io::Errno::WOULDBLOCK) => return Err(ImageError::Locked),
-                Err(error) => return Err(io::Error::from(error).into()),
-            }
+        if !options.hand_over {
+            lock(file.as_fd(), options)?;
         }
         // Of a block device, too.
         let bytes = file.seek(SeekFrom::End(0))?;
@@ -124,7 +117,31 @@ impl Image {
             false => None,
         };
         let holes = if options.read_only { Holes::default() } else { Holes::of(&file, bytes) };
-        Ok(Image { file: file.into(), direct, len, holes })
+        Ok(Image { file: file.into(), direct, len, holes, options })
+    }
+
+    /// A driver is about to use an image that is handed over: it is locked until
+    /// [`release`](Self::release).
+    ///
+    /// # Errors
+    /// [`ImageError::Locked`] if the process that has it does not let go of it in time.
+    pub fn take(&self) -> Result<(), ImageError> {
+        if self.options.hand_over { lock(self.file.as_fd(), self.options) } else { Ok(()) }
+    }
+
+    /// The driver has ended, and all its I/O: another process may have the image, with all that was
+    /// written, wherever it runs.
+    ///
+    /// # Errors
+    /// What was written is not on the disk; the lock stays.
+    pub fn release(&self) -> Result<(), ImageError> {
+        if self.options.hand_over {
+            if !self.options.read_only {
+                fdatasync(&self.file).map_err(io::Error::from)?;
+            }
+            flock(&self.file, FlockOperation::Unlock).map_err(io::Error::from)?;
+        }
+        Ok(())
     }
 
     /// Bytes in all.
@@ -153,6 +170,24 @@ impl Image {
                 })
         };
         self.direct.as_ref().filter(aligned).map_or(self.fd(), |direct| direct.file.as_raw_fd())
+    }
+}
+
+fn lock(file: BorrowedFd<'_>, options: ImageOptions) -> Result<(), ImageError> {
+    let how = match options.read_only {
+        true => FlockOperation::NonBlockingLockShared,
+        false => FlockOperation::NonBlockingLockExclusive,
+    };
+    let deadline = Instant::now() + options.wait;
+    loop {
+        match flock(file, how) {
+            Ok(()) => return Ok(()),
+            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(ImageError::Locked),
+            Err(error) => return Err(io::Error::from(error).into()),
+        }
     }
 }
 
@@ -214,6 +249,23 @@ mod tests {
         drop(writer);
         let _readers = [opened(&file, true).unwrap(), opened(&file, true).unwrap()];
         assert!(matches!(opened(&file, false), Err(ImageError::Locked)));
+    }
+
+    #[test]
+    fn an_image_that_is_handed_over_is_one_processs_at_a_time() {
+        let file = image(4096);
+        let options = ImageOptions { hand_over: true, ..ImageOptions::default() };
+        let [before, after] = [(); 2].map(|()| Image::open(file.path(), options).unwrap());
+        before.take().unwrap();
+        // A second ring starts.
+        before.take().unwrap();
+        assert!(matches!(after.take(), Err(ImageError::Locked)));
+        before.release().unwrap();
+        after.take().unwrap();
+        assert!(matches!(before.take(), Err(ImageError::Locked)));
+        drop(after);
+        before.take().unwrap();
+        assert!(matches!(opened(&file, true), Err(ImageError::Locked)));
     }
 
     #[test]

@@ -1,27 +1,27 @@
 //! A network device as a vhost-user back end.
 
-use std::{collections::HashMap, io, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::IotlbConfig;
-use ringfence_mem::Memory;
+use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
     BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
 };
 use ringfence_virtq::{
-    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device,
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
 };
 use tracing::{debug, warn};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
     lane::Terms,
-    ring::Events,
     stats::QueueCounters,
     unit::{Connected, NetUnit, Start, Way},
     wire::{Config, LINK_UP, feature},
 };
 use crate::{
+    backend::{FrontEnd, read_config},
     tally::{IotlbTally, IotlbTotals},
     translation::Translation,
     worker::Worker,
@@ -93,15 +93,7 @@ impl Net {
         let shootdown = Shootdown::new(self.workers.len());
         let translation = Translation::new(self.options.iotlb, shootdown);
         self.ends[end].tally.begin(translation.iotlb());
-        NetBackend {
-            net: Arc::clone(self),
-            end,
-            translation,
-            memory: None,
-            features: 0,
-            calls: HashMap::new(),
-            errs: HashMap::new(),
-        }
+        NetBackend { net: Arc::clone(self), end, translation, front: FrontEnd::default() }
     }
 
     /// What it was made with.
@@ -152,17 +144,10 @@ pub struct NetBackend {
     net: Arc<Net>,
     end: usize,
     translation: Translation,
-    memory: Option<Arc<Memory>>,
-    features: u64,
-    calls: HashMap<u16, Arc<OwnedFd>>,
-    errs: HashMap<u16, Arc<OwnedFd>>,
+    front: FrontEnd,
 }
 
 impl NetBackend {
-    fn has(&self, feature: u32) -> bool {
-        self.features & (1 << feature) != 0
-    }
-
     fn name(&self) -> Arc<str> {
         match self.net.ends.len() {
             1 => Arc::clone(&self.net.options.name),
@@ -222,6 +207,7 @@ impl Handler for NetBackend {
             | ProtocolFeatures::RESET_DEVICE
             | ProtocolFeatures::CONFIGURE_MEM_SLOTS
             | ProtocolFeatures::NET_MTU
+            | ProtocolFeatures::LOG_SHMFD
     }
 
     fn queues(&self) -> u16 {
@@ -235,11 +221,10 @@ impl Handler for NetBackend {
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         // Rings are stopped. What addresses mean may not change under a way to memory that is left.
-        if (self.features ^ features) & (1 << F_ACCESS_PLATFORM) != 0 {
+        if self.front.set_features(features) {
             self.forget();
         }
         debug!("{}: features {features:#x}", self.name());
-        self.features = features;
         Ok(())
     }
 
@@ -247,40 +232,23 @@ impl Handler for NetBackend {
         if !memory.is_sealed() {
             debug!("{}: the memory's file can be truncated under us", self.name());
         }
-        self.translation.set_memory(&memory)?;
-        let (end, new) = (self.end, Arc::clone(&memory));
-        self.net.on_all(move |unit| unit.set_memory(end, &new));
-        self.memory = Some(memory);
+        self.front.set_memory(&memory, Some(&mut self.translation))?;
+        let end = self.end;
+        self.net.on_all(move |unit| unit.set_memory(end, &memory));
         Ok(())
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
-        let translated = self.has(F_ACCESS_PLATFORM);
+        let translated = self.front.has(F_ACCESS_PLATFORM);
         let start = Start {
-            config: device::Config {
-                size: setup.size,
-                desc: setup.addresses.desc,
-                avail: setup.addresses.avail,
-                used: setup.addresses.used,
-                event_idx: self.has(F_EVENT_IDX),
-                indirect: self.has(F_INDIRECT_DESC),
-                packed: self.has(F_RING_PACKED),
-                base: setup.base,
-            },
-            events: Events {
-                kick: setup.kick,
-                call: self.calls.get(&ring).cloned(),
-                err: self.errs.get(&ring).cloned(),
-            },
-            enabled: setup.enabled,
+            ring: self.front.start(ring, setup),
             counters: Arc::clone(&self.net.ends[self.end].counters[usize::from(ring)]),
             name: self.name(),
         };
         let connected = Connected {
-            memory,
+            memory: self.front.memory()?,
             endpoint: translated.then(|| Arc::clone(self.translation.endpoint())),
-            terms: Terms { features: self.features },
+            terms: Terms { features: self.front.features() },
             patience_ns: nanos(self.net.options.iotlb.patience),
         };
         let end = self.end;
@@ -305,12 +273,12 @@ impl Handler for NetBackend {
     }
 
     fn move_ring(&mut self, ring: u16, addresses: RingAddresses) -> Result<(), HandlerError> {
-        let memory = self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))?;
+        let memory = self.front.memory()?;
         self.on_ring(ring, move |unit, end| unit.relocate(end, ring, addresses, &memory))
     }
 
     fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let call = keep(&mut self.calls, ring, call);
+        let call = self.front.set_call(ring, call);
         self.on_ring(ring, move |unit, end| {
             if let Some(ring) = unit.ring(end, ring) {
                 ring.set_call(call);
@@ -319,7 +287,7 @@ impl Handler for NetBackend {
     }
 
     fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let err = keep(&mut self.errs, ring, err);
+        let err = self.front.set_err(ring, err);
         self.on_ring(ring, move |unit, end| {
             if let Some(ring) = unit.ring(end, ring) {
                 ring.set_err(err);
@@ -336,17 +304,11 @@ impl Handler for NetBackend {
         config.mtu.set(mtu.unwrap_or_default());
         config.speed.set(u32::MAX);
         config.duplex = u8::MAX;
-        // Front ends ask for the whole of a later, longer layout: what we do not have reads as 0.
-        let mut space = [0; 256];
-        space[..size_of::<Config>()].copy_from_slice(config.as_bytes());
-        let from = offset as usize;
-        let part = from.checked_add(out.len()).and_then(|end| space.get(from..end));
-        out.copy_from_slice(part.ok_or_else(|| HandlerError::new("past the configuration space"))?);
-        Ok(())
+        read_config(config.as_bytes(), offset, out)
     }
 
     fn reset(&mut self) -> Result<(), HandlerError> {
-        self.features = 0;
+        self.front.set_features(0);
         self.forget();
         Ok(())
     }
@@ -360,6 +322,17 @@ impl Handler for NetBackend {
         self.translation.message(message)
     }
 
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
+        self.front.set_log(log.as_ref());
+        let end = self.end;
+        self.net.on_all(move |unit| unit.set_log(end, log.as_ref()));
+        Ok(())
+    }
+
+    fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
+        self.on_ring(ring, move |unit, end| unit.log_ring(end, ring, log))
+    }
+
     fn suspended(&mut self) {
         self.translation.suspend();
     }
@@ -371,19 +344,6 @@ impl Handler for NetBackend {
     fn refused(&mut self, request: u32, why: &HandlerError) {
         warn!("{}: request {request} was refused: {why}", self.name());
     }
-}
-
-fn keep(
-    all: &mut HashMap<u16, Arc<OwnedFd>>,
-    ring: u16,
-    fd: Option<OwnedFd>,
-) -> Option<Arc<OwnedFd>> {
-    let fd = fd.map(Arc::new);
-    match &fd {
-        Some(fd) => all.insert(ring, Arc::clone(fd)),
-        None => all.remove(&ring),
-    };
-    fd
 }
 
 fn nanos(duration: Duration) -> u64 {

@@ -15,9 +15,10 @@ use ringfence_virtq::{
 use super::{
     lane::{Lane, Place, Terms, forward},
     pieces::{Lasting, Plain},
-    ring::{Events, NetRing},
+    ring::NetRing,
     wire::feature,
 };
+use crate::{backend::Events, dirty::RingLog};
 
 const SIZE: u16 = 256;
 const BURST: usize = 64;
@@ -42,7 +43,8 @@ fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queu
     };
     let events = Events { kick: None, call: None, err: None };
     let ring = device::Queue::new(config, bus).unwrap();
-    (queue, NetRing::new(0, ring, events, Arc::default(), "cost".into()))
+    let log = RingLog::default();
+    (queue, NetRing::new(0, ring, events, Arc::default(), "cost".into(), log))
 }
 
 /// Nanoseconds a packet: the median of bursts.

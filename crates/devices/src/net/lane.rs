@@ -9,7 +9,7 @@ use ringfence_virtq::{Desc, RingError, cut};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    pieces::{Lasting, Writer, copy, gather, recycle, soon},
+    pieces::{Lasting, Writer, copy, gather, mark, recycle, soon},
     ring::{NetRing, Ready},
     stats::Lost,
     wire::{HEADER, Header, LEGACY_HEADER, MAX_PACKET, feature},
@@ -326,6 +326,7 @@ fn quick<S: Lasting, D: Lasting>(
         moved.bytes += (source.len() - HEADER) as u64;
         done += 1;
     }
+    mark(to, plan[..done].iter().flatten().map(|&(_, target)| target));
     let lens = plan[..done].iter().map(|pair| pair.map_or(0, |(source, _)| source.len() as u32));
     dst.ring.give_back_all(lens);
     src.ring.give_back_all(std::iter::repeat_n(0, done));
@@ -445,6 +446,7 @@ pub(super) fn receive<D: Lasting>(
         writer.put_bytes(&header.as_bytes()[..header_len]);
         fill(&mut writer);
     }
+    mark(bus, target.iter().copied());
     *store = recycle(target);
     let mut left = wanted as u64;
     for _ in 0..count {

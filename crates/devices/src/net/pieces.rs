@@ -102,6 +102,16 @@ impl Translate for Plain<'_> {
     }
 
     #[inline]
+    fn mark(&self, piece: HostSlice<'_>) {
+        self.physical.mark(piece);
+    }
+
+    #[inline]
+    fn is_logged(&self) -> bool {
+        self.physical.is_logged()
+    }
+
+    #[inline]
     fn check(&self) -> Result<(), AccessError> {
         self.physical.check()?;
         // Rings were found by other addresses, so that it does not know of them.
@@ -156,6 +166,14 @@ pub(super) fn gather<'b, B: Lasting>(
             into.push(unsafe { HostSlice::new(base, piece.len()) });
         }
     })
+}
+
+/// Marks pieces that were written, if that is logged.
+#[inline]
+pub(super) fn mark<'p>(bus: &impl Lasting, pieces: impl Iterator<Item = HostSlice<'p>>) {
+    if bus.is_logged() {
+        pieces.for_each(|piece| bus.mark(piece));
+    }
 }
 
 /// An empty list in the memory of an old one, so that no packet allocates.

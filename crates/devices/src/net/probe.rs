@@ -7,7 +7,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     driver::{HEADER as HEAD, PACKET, packet},
     lane::{BURST, Lane, Moved, Place, Step, give_up, read, receive},
-    pieces::{Lasting, Writer, recycle, soon},
+    pieces::{Lasting, Writer, mark, recycle, soon},
     ring::{NetRing, Ready},
     wire::{HEADER, Header, MAX_PACKET},
 };
@@ -182,6 +182,8 @@ impl Probe {
         for target in plan[..found].iter().flatten() {
             target.copy_from(&self.frame);
         }
+        let written = plan[..found].iter().flatten().map(|target| target.part(0, PACKET));
+        mark(dst.bus, written);
         dst.ring.give_back_all(std::iter::repeat_n(PACKET as u32, found));
         moved.packets += found as u64;
         moved.bytes += (found * (PACKET - HEADER)) as u64;

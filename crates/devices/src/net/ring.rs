@@ -19,7 +19,7 @@ use super::{
     stats::{Lost, QueueCounters},
     wire::MAX_PACKET,
 };
-use crate::event;
+use crate::{backend::Events, dirty::RingLog, event};
 
 /// How many chains are held at most: what may be asked for at once.
 pub(super) const DEPTH: usize = 256;
@@ -119,13 +119,7 @@ pub(super) struct NetRing {
     away_until: Option<u64>,
     pub(super) counters: Arc<QueueCounters>,
     name: Arc<str>,
-}
-
-/// The events of a ring.
-pub(super) struct Events {
-    pub(super) kick: Option<OwnedFd>,
-    pub(super) call: Option<Arc<OwnedFd>>,
-    pub(super) err: Option<Arc<OwnedFd>>,
+    log: RingLog,
 }
 
 impl NetRing {
@@ -135,6 +129,7 @@ impl NetRing {
         events: Events,
         counters: Arc<QueueCounters>,
         name: Arc<str>,
+        log: RingLog,
     ) -> NetRing {
         let Events { kick, call, err } = events;
         let mut ring = NetRing {
@@ -152,6 +147,7 @@ impl NetRing {
             away_until: None,
             counters,
             name,
+            log,
         };
         ring.disarm();
         ring
@@ -163,6 +159,11 @@ impl NetRing {
 
     pub(super) fn set_err(&mut self, err: Option<Arc<OwnedFd>>) {
         self.err = err;
+    }
+
+    /// Where what is written into the ring is marked, and the ring.
+    pub(super) fn log(&mut self) -> (&mut RingLog, &mut device::Queue) {
+        (&mut self.log, &mut self.queue)
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -319,22 +320,28 @@ impl NetRing {
         if let Err(error) = bus.check() {
             return self.fail(error);
         }
-        if self.queue.publish_used()
-            && let Some(call) = &self.call
-        {
+        let wanted = self.queue.publish_used();
+        self.log.mark(&mut self.queue);
+        if wanted && let Some(call) = &self.call {
             event::signal(call);
         }
     }
 
     /// Asks for kicks; true if there is something to do already.
     pub(super) fn arm(&mut self) -> bool {
-        !self.failed && self.queue.is_valid() && self.queue.enable_kicks()
+        if self.failed || !self.queue.is_valid() {
+            return false;
+        }
+        let more = self.queue.enable_kicks();
+        self.log.mark(&mut self.queue);
+        more
     }
 
     /// Asks for no kicks.
     pub(super) fn disarm(&mut self) {
         if !self.failed && self.queue.is_valid() {
             self.queue.suppress_kicks();
+            self.log.mark(&mut self.queue);
         }
     }
 
@@ -345,7 +352,8 @@ impl NetRing {
 
     /// The ring lies elsewhere from now on, and is looked for there.
     pub(super) fn relocate(&mut self, addresses: RingAddresses) {
-        let RingAddresses { desc, avail, used, .. } = addresses;
+        let RingAddresses { desc, avail, used, log } = addresses;
+        self.log.set_at(&mut self.queue, log);
         self.queue.relocate(desc, avail, used);
         self.away_until = None;
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ringfence_iotlb::{Counters, Endpoint, View};
-use ringfence_mem::{Memory, Physical, UserAddresses};
+use ringfence_mem::{DirtyLog, Memory, Physical, UserAddresses};
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{RingError, device};
 
@@ -18,12 +18,12 @@ use super::{
     outlet::Outlet,
     pieces::Plain,
     probe::Probe,
-    ring::{Events, NetRing},
+    ring::NetRing,
     stats::{Lost, QueueCounters},
     tap::Tap,
     wire::feature,
 };
-use crate::{bus::Bus, event, worker::Unit};
+use crate::{backend::RingStart, bus::Bus, event, worker::Unit};
 
 /// Where packets go that a driver sends.
 #[derive(Clone, Debug)]
@@ -59,9 +59,7 @@ impl Way {
 
 /// What a ring is started with.
 pub(super) struct Start {
-    pub(super) config: device::Config,
-    pub(super) events: Events,
-    pub(super) enabled: bool,
+    pub(super) ring: RingStart,
     pub(super) counters: Arc<QueueCounters>,
     pub(super) name: Arc<str>,
 }
@@ -179,14 +177,15 @@ impl NetUnit {
         if let Way::Tap(tap) = &self.way {
             tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
         }
-        let Start { config, events, enabled, counters, name } = start;
+        let Start { ring: RingStart { config, events, enabled, log }, counters, name } = start;
+        bus.set_log(log.log());
         // Behind an IOMMU a ring may be where nobody has said yet (rule D22).
         let queue = match bus {
             Bus::Iommu(_) => device::Queue::postponed(config),
             Bus::Physical(_) => device::Queue::new(config, &UserAddresses::new(memory)),
         };
         let queue = queue.map_err(|error: RingError| error.to_string())?;
-        let mut net = NetRing::new(ring, queue, events, counters, name);
+        let mut net = NetRing::new(ring, queue, events, counters, name, log);
         net.enabled = enabled;
         *self.slot(at, ring) = Some(Box::new(net));
         self.open_outlet(ring, enabled);
@@ -252,10 +251,32 @@ impl NetUnit {
         let end = &mut self.ends[at];
         let Some(bus) = &mut end.bus else { return };
         bus.set_memory(Arc::clone(memory));
+        let rings = end.receive.iter_mut().chain(&mut end.transmit);
+        rings.flatten().for_each(|ring| ring.log().0.set_memory(memory));
         if let Bus::Physical(_) = bus {
             let addresses = UserAddresses::new(Arc::clone(memory));
             let rings = end.receive.iter_mut().chain(&mut end.transmit);
             rings.flatten().for_each(|ring| ring.move_to(&addresses));
+        }
+    }
+
+    /// Where the pages of a driver that are written are marked from now on; `None`: nowhere (rule
+    /// D26).
+    pub(super) fn set_log(&mut self, at: usize, log: Option<&Arc<DirtyLog>>) {
+        let end = &mut self.ends[at];
+        let Some(bus) = &mut end.bus else { return };
+        bus.set_log(log.cloned());
+        for ring in end.receive.iter_mut().chain(&mut end.transmit).flatten() {
+            let (ring_log, queue) = ring.log();
+            ring_log.set_log(queue, log.cloned(), bus.memory());
+        }
+    }
+
+    /// Where writes to a used ring are marked from now on, if they are.
+    pub(super) fn log_ring(&mut self, at: usize, ring: u16, log: Option<u64>) {
+        if let Some(ring) = self.ring(at, ring) {
+            let (ring_log, queue) = ring.log();
+            ring_log.set_at(queue, log);
         }
     }
 

@@ -4,6 +4,7 @@
 mod bounced;
 mod corrupt;
 mod detector;
+mod dirty;
 mod healthy;
 mod in_flight;
 mod iotlb;

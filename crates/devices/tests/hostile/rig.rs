@@ -209,8 +209,10 @@ impl Rig {
         if self.event_idx {
             features |= 1 << F_EVENT_IDX;
         }
-        let protocol =
-            ProtocolFeatures::MQ | ProtocolFeatures::CONFIG | ProtocolFeatures::RESET_DEVICE;
+        let protocol = ProtocolFeatures::MQ
+            | ProtocolFeatures::CONFIG
+            | ProtocolFeatures::LOG_SHMFD
+            | ProtocolFeatures::RESET_DEVICE;
         assert_eq!(self.blk.negotiate(features, protocol).unwrap(), features);
         self.share(&[]);
     }

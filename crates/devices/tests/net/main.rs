@@ -1,5 +1,6 @@
 //! The network device against drivers that are their own front ends.
 
+mod dirty;
 mod hostile;
 mod load;
 mod misses;

@@ -33,10 +33,10 @@ use zerocopy::{FromBytes, IntoBytes};
 pub(crate) const LONG: Duration = Duration::from_secs(10);
 pub(crate) const PAGE: u64 = 4096;
 /// Pages of a driver's memory.
-const PAGES: u64 = 1024;
+pub(crate) const PAGES: u64 = 1024;
 /// Those that lie in memory as they do in IOVA space, for rings.
 const STRAIGHT: u64 = 64;
-const GPA: u64 = 1 << 32;
+pub(crate) const GPA: u64 = 1 << 32;
 /// Where the IOVAs begin.
 pub(crate) const IOVA: u64 = 0x4000_0000_0000;
 /// Descriptors of a ring.
@@ -79,6 +79,8 @@ pub(crate) struct Driver {
     pub(crate) front: Frontend,
     pub(crate) ram: Arc<GuestRam>,
     setup: Setup,
+    /// The features that were settled on.
+    pub(crate) settled: u64,
     rings: Vec<Option<Queue>>,
     kicks: Vec<OwnedFd>,
     channel: Option<UnixStream>,
@@ -134,6 +136,7 @@ impl Driver {
             front,
             ram,
             setup,
+            settled: wanted,
             rings: (0..rings).map(|_| None).collect(),
             kicks: (0..rings).map(|_| event::new().unwrap()).collect(),
             channel,
@@ -170,18 +173,29 @@ impl Driver {
         self.go_on(ring, base);
     }
 
-    /// Has the device go on with a ring.
-    pub(crate) fn go_on(&mut self, ring: u16, base: u32) {
+    /// Where a ring lies, and where its writes are marked.
+    fn addresses(&self, ring: u16, log: Option<u64>) -> RingAddresses {
         let Setup { packed, event_idx, translated, .. } = self.setup;
         let offsets = Config { size: SIZE, event_idx, packed }.offsets();
         let at = u64::from(ring) * 2 * PAGE;
         let origin = if translated { IOVA } else { self.ram.user_addr() } + at;
-        let addresses = RingAddresses {
+        RingAddresses {
             desc: origin + offsets.desc as u64,
             avail: origin + offsets.avail as u64,
             used: origin + offsets.used as u64,
-            log: None,
-        };
+            log,
+        }
+    }
+
+    /// What the device writes into a running ring is marked there.
+    pub(crate) fn log_ring(&mut self, ring: u16, log: Option<u64>) {
+        let addresses = self.addresses(ring, log);
+        self.front.set_vring_addr(ring, &addresses).unwrap();
+    }
+
+    /// Has the device go on with a ring.
+    pub(crate) fn go_on(&mut self, ring: u16, base: u32) {
+        let addresses = self.addresses(ring, None);
         let front = &mut self.front;
         front.set_vring_num(ring, SIZE).unwrap();
         front.set_vring_addr(ring, &addresses).unwrap();
@@ -191,7 +205,7 @@ impl Driver {
     }
 
     /// Where the byte at an offset of the driver's view lies in its memory.
-    fn place(&self, offset: u64) -> usize {
+    pub(crate) fn place(&self, offset: u64) -> usize {
         let (page, within) = (offset / PAGE, offset % PAGE);
         let page = match self.setup.translated && page >= STRAIGHT {
             // Neighbours in IOVA space are none in memory.

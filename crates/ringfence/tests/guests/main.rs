@@ -12,6 +12,7 @@ mod qemu;
 
 mod blk;
 mod crash;
+mod migrate;
 mod net;
 mod speed;
 mod vfio;

@@ -6,9 +6,8 @@ use crate::{
     qemu::{Iommu, Qemu},
 };
 
-/// Two devices of one guest, the second in a network of its own: files both ways over TCP with
-/// their sums, and datagrams in fragments.
-const BETWEEN: &str = r#"
+/// Two devices of one guest, the second in a network of its own, each of which serves a file.
+pub(crate) const WORLD: &str = r#"
 modprobe virtio_net
 say domain $(domain $(virtio_pci 1 0))
 unshare -n sh -c 'echo $$ > /tmp/pid; exec sleep 1000' &
@@ -26,6 +25,10 @@ dd if=/dev/urandom of=/tmp/www/file bs=64k count=64
 ping -c 1 -w 10 10.0.0.2
 httpd -h /tmp/www
 $there httpd -h /tmp/www
+"#;
+
+/// Files both ways over TCP with their sums, and datagrams in fragments.
+pub(crate) const ARRIVED: &str = r#"
 say sent $(md5sum < /tmp/www/file)
 say there $(wget -q -O - http://10.0.0.2/file | md5sum)
 say back $($there wget -q -O - http://10.0.0.1/file | md5sum)
@@ -36,7 +39,11 @@ for name in tx_packets rx_packets rx_errors rx_dropped tx_errors; do
 done
 "#;
 
-fn arrived(said: &Said) {
+fn between_two() -> String {
+    format!("{WORLD}{ARRIVED}")
+}
+
+pub(crate) fn arrived(said: &Said) {
     let sent = said.word("sent");
     assert_eq!(said.word("there"), sent);
     assert_eq!(said.word("back"), sent);
@@ -52,7 +59,7 @@ fn between(iommu: Iommu, more: &str) {
     let service =
         place.service("net.sock", &["net", "--peer", peer.to_str().unwrap(), "--log", "debug"]);
     let machine = Qemu::new(iommu).net(&service.socket, 1, more).net(&peer, 1, more);
-    let said = machine.start(&place, BETWEEN).end();
+    let said = machine.start(&place, &between_two()).end();
     assert_eq!(said.word("domain"), iommu.domain());
     arrived(&said);
     service.terminate();
@@ -123,7 +130,7 @@ fn a_driver_that_comes_and_goes() {
     let peer = place.path("peer.sock");
     let service =
         place.service("net.sock", &["net", "--peer", peer.to_str().unwrap(), "--log", "debug"]);
-    let script = BETWEEN.replace(
+    let script = between_two().replace(
         "modprobe virtio_net",
         r#"
 modprobe virtio_net
@@ -154,5 +161,5 @@ fn qemus_own_network_passes() {
     let place = Place::new();
     assert!(part("vmlinuz").exists());
     let machine = Qemu::new(Iommu::IntelStrict).own_net().own_net();
-    arrived(&machine.start(&place, BETWEEN).end());
+    arrived(&machine.start(&place, &between_two()).end());
 }

@@ -85,6 +85,7 @@ pub(crate) struct Qemu {
     memory_mib: u32,
     devices: u32,
     reboots: bool,
+    console: &'static str,
     arguments: Vec<String>,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -98,6 +99,7 @@ impl Qemu {
             memory_mib: 256,
             devices: 0,
             reboots: false,
+            console: "console",
             arguments,
             files: Vec::new(),
         }
@@ -111,6 +113,19 @@ impl Qemu {
     /// A reboot of the guest is one of the machine, and does not end it.
     pub(crate) fn reboots(mut self) -> Qemu {
         self.reboots = true;
+        self
+    }
+
+    /// What QEMU is told by hangs on a socket.
+    pub(crate) fn monitor(mut self, socket: &Path) -> Qemu {
+        self.add("-qmp", format!("unix:{},server=on,wait=off", socket.display()));
+        self
+    }
+
+    /// It takes over a machine that comes in on a socket, and boots none.
+    pub(crate) fn incoming(mut self, socket: &Path) -> Qemu {
+        self.console = "console.after";
+        self.add("-incoming", format!("unix:{}", socket.display()));
         self
     }
 
@@ -191,7 +206,7 @@ impl Qemu {
 
     /// Starts it; its Linux runs `script`.
     pub(crate) fn start(self, place: &Place, script: &str) -> Guest {
-        let (console, initrd) = (place.path("console"), place.path("initramfs"));
+        let (console, initrd) = (place.path(self.console), place.path("initramfs"));
         let script = format!("{BEGIN}\n{script}");
         std::fs::write(&initrd, initramfs("initramfs", &script, &self.files)).unwrap();
         let mut command = Command::new(part("qemu-system-x86_64"));

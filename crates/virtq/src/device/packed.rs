@@ -5,7 +5,11 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::{Access, Translate};
 
 use super::{
-    Burst, Config, Glimpse, PEEK_DESCS, Ring, Stored, flight::Flight, table::Table, window,
+    Burst, Config, Glimpse, PEEK_DESCS, Ring, Stored, Written,
+    flight::Flight,
+    table::Table,
+    window,
+    written::{PACKED, entries},
 };
 use crate::{
     Area, Chain, ChainFault, RingError, layout,
@@ -60,6 +64,10 @@ pub struct Packed {
     given: u64,
     /// Whether kicks are asked for.
     kicks: bool,
+    /// How many descriptors were published since [`written`](Ring::written) told, and whether it was
+    /// written what kicks are asked for.
+    untold: u64,
+    asked: bool,
     broken: Option<RingError>,
 }
 
@@ -97,6 +105,8 @@ impl Packed {
             unpublished: None,
             given: 0,
             kicks: true,
+            untold: 0,
+            asked: false,
             broken: None,
         })
     }
@@ -437,6 +447,7 @@ impl Ring for Packed {
         // was written to all those buffers, and we read none of them later.
         areas.ring.set_state(at, state, Ordering::Release);
         let given = core::mem::take(&mut self.given);
+        self.untold += given;
         // That store and the load of what the driver asked for must not change places: as on a
         // split ring, with the first descriptor in the place of the index.
         fence(Ordering::SeqCst);
@@ -449,13 +460,14 @@ impl Ring for Packed {
         let Some(areas) = &self.areas else { return };
         // The line belongs to what the driver reads: do not touch it without need.
         if core::mem::replace(&mut self.kicks, false) {
+            self.asked = true;
             areas.device.store(Wanted::NONE);
         }
     }
 
     fn enable_kicks(&mut self) -> bool {
         let Some(areas) = &self.areas else { return false };
-        self.kicks = true;
+        (self.kicks, self.asked) = (true, true);
         let next = self.next_avail;
         areas.device.store(if self.config.event_idx { Wanted::at(next) } else { Wanted::ALL });
         // Either we see the descriptor that the driver has published, or it sees what we have just
@@ -473,5 +485,20 @@ impl Ring for Packed {
 
     fn in_flight(&self) -> u16 {
         self.flight.chains()
+    }
+
+    fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
+        let Some(areas) = &self.areas else { return };
+        let size = self.config.size;
+        let count = self.untold.min(size.into()) as u16;
+        let first = self.next_used.back(count, size).at;
+        for (offset, len) in entries(PACKED, first, count, size) {
+            each(Written::new(Area::Descriptors, areas.ring.window(), offset, len));
+        }
+        if self.asked {
+            let (window, len) = (areas.device.window(), layout::packed::EVENT_SIZE);
+            each(Written::new(Area::DeviceEvent, window, 0, len));
+        }
+        (self.untold, self.asked) = (0, false);
     }
 }

@@ -4,7 +4,13 @@ use core::sync::atomic::{Ordering, fence};
 
 use ringfence_mem::{Access, Translate};
 
-use super::{Burst, Config, Glimpse, PEEK_DESCS, Ring, flight::Flight, table::Table, window};
+use super::{
+    Burst, Config, Glimpse, PEEK_DESCS, Ring, Written,
+    flight::Flight,
+    table::Table,
+    window,
+    written::{USED, entries},
+};
 use crate::{
     Area, Chain, ChainFault, RingError, layout,
     ring::{AvailRing, DescTable, RawDesc, UsedRing},
@@ -59,6 +65,10 @@ pub struct Split {
     nameless: u16,
     /// Whether kicks are asked for.
     kicks: bool,
+    /// The used index up to which [`written`](Ring::written) has told, and whether since then it was
+    /// written what kicks are asked for.
+    told: u16,
+    asked: bool,
     broken: Option<RingError>,
 }
 
@@ -87,6 +97,8 @@ impl Split {
             published: next_avail,
             nameless: 0,
             kicks: true,
+            told: next_avail,
+            asked: false,
             broken: None,
         })
     }
@@ -268,7 +280,7 @@ impl Ring for Split {
                 self.broken = Some(error);
                 return Err(error);
             }
-            (self.next_used, self.published) = (used, used);
+            (self.next_used, self.published, self.told) = (used, used, used);
         }
         self.areas = Some(areas);
         self.moved = false;
@@ -437,6 +449,7 @@ impl Ring for Split {
         let Some(areas) = &self.areas else { return };
         // The line belongs to what the driver reads: do not touch it without need.
         if core::mem::replace(&mut self.kicks, false) {
+            self.asked = true;
             match areas.used.avail_event() {
                 // There is no event that says never; this one is half a lap of the index away, so
                 // that a poller is kicked once in 2^16 chains.
@@ -448,7 +461,7 @@ impl Ring for Split {
 
     fn enable_kicks(&mut self) -> bool {
         let Some(areas) = &self.areas else { return false };
-        self.kicks = true;
+        (self.kicks, self.asked) = (true, true);
         match areas.used.avail_event() {
             Some(event) => event.store(self.next_avail, Ordering::Relaxed),
             None => areas.used.flags().store(0, Ordering::Relaxed),
@@ -466,5 +479,23 @@ impl Ring for Split {
 
     fn in_flight(&self) -> u16 {
         self.next_avail.wrapping_sub(self.next_used)
+    }
+
+    fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
+        let Some(areas) = &self.areas else { return };
+        let (used, size) = (areas.used.window(), self.config.size);
+        let mut tell = |offset, len| each(Written::new(Area::Used, used, offset, len));
+        let count = self.published.wrapping_sub(self.told).min(size);
+        if count > 0 {
+            let first = self.published.wrapping_sub(count) & (size - 1);
+            entries(USED, first, count, size).for_each(|(offset, len)| tell(offset, len));
+            tell(layout::IDX, 2);
+        }
+        if self.asked {
+            let event =
+                if self.config.event_idx { layout::avail_event(size) } else { layout::FLAGS };
+            tell(event, 2);
+        }
+        (self.told, self.asked) = (self.published, false);
     }
 }

@@ -24,7 +24,7 @@ impl BlkQueue {
             return self.wait_for_kernel(deadline);
         }
         self.away = None;
-        while self.free.len() + self.parked.len() < self.slots.len() {
+        while self.free.len() + self.parked.len() + self.done() < self.slots.len() {
             if let Store::File(file) = &mut self.store {
                 let stalled = file.stalled.take();
                 if stalled.is_none() && file.done.is_empty() {
@@ -45,12 +45,17 @@ impl BlkQueue {
             // Whatever the time is: a real disk may be faster, too.
             self.complete(bus, u64::MAX, u64::MAX);
         }
-        // What is on record is done by whoever goes on.
-        if self.recorded.is_none() {
+        if self.order.is_some() {
+            // Now also what is done, and not answered.
+            self.put_back();
+        }
+        // What is on record is done by whoever goes on, if that is this front end's.
+        if self.recorded.is_none() || self.log.is_on() {
             for at in self.parked.take() {
                 self.fail(at, bus);
             }
         }
+        self.end_order(true);
         self.publish(bus)
     }
 
@@ -78,10 +83,13 @@ impl BlkQueue {
             return;
         }
         let mut waiting = self.parked.take();
+        let ordered = self.order.is_some();
+        let taken = self.order.iter().flat_map(|order| &order.taken);
+        waiting.extend(taken.filter(|&&at| self.slots[usize::from(at)].is_done()));
         waiting.sort_unstable_by_key(|&at| self.slots[usize::from(at)].number);
         while let Some(&at) = waiting.last() {
             let slot = &mut self.slots[usize::from(at)];
-            let begun = matches!(slot.step, Step::Busy(_) | Step::Answer(..));
+            let begun = matches!(slot.step, Step::Busy(_) | Step::Answer(..)) && !ordered;
             let head = slot.chain.head();
             if begun || !self.ring.untake(head) {
                 break;
@@ -91,8 +99,12 @@ impl BlkQueue {
             }
             (slot.step, slot.wait) = (Step::Free, None);
             self.free.push(at);
+            if let Some(order) = &mut self.order {
+                order.taken.retain(|&other| other != at);
+            }
             waiting.pop();
         }
+        waiting.retain(|&at| !self.slots[usize::from(at)].is_done());
         waiting.into_iter().for_each(|at| self.parked.add(at));
     }
 }

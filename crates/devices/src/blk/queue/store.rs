@@ -1,10 +1,10 @@
 //! Where the data of requests comes from and goes to.
 
-use std::{collections::VecDeque, io, sync::Arc};
+use std::{collections::VecDeque, io, ptr::NonNull, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
-use ringfence_mem::{Access, Memory, Translate};
+use ringfence_mem::{Access, HostSlice, Memory, Translate};
 use ringfence_virtq::Chain;
 
 use super::Slot;
@@ -14,6 +14,7 @@ use crate::{
         wire::Status,
     },
     bus::Bus,
+    dirty::RingLog,
     disk::{Disk, FileIo, FileOp, Pacer, Ram},
 };
 
@@ -113,6 +114,23 @@ impl Transfer {
         }
     }
 
+    /// Marks what the kernel wrote of the pieces, if it did: `moved` bytes, as far as is known.
+    fn mark(&self, moved: Option<u64>, log: &RingLog, before: &[Arc<Memory>]) {
+        if self.write || !log.is_on() {
+            return;
+        }
+        let mut left = moved.unwrap_or(self.left) as usize;
+        for piece in &self.pieces {
+            let len = piece.iov_len.min(left);
+            left -= len;
+            if let Some(base) = NonNull::new(piece.iov_base.cast()) {
+                // SAFETY: the memory is the bus's, or among `before`, so that it is mapped; nothing
+                // borrows it (it is only ever copied).
+                log.mark_piece(before, unsafe { HostSlice::new(base, len) });
+            }
+        }
+    }
+
     /// Translates the data of `chain`, all of it or nothing. The leases are taken first: what is
     /// translated after them is not invalidated unseen.
     fn translate(
@@ -204,14 +222,18 @@ impl FileStore {
 
     /// Takes what the kernel has done into `done`; what was moved in part is handed over again.
     /// True if there was anything.
-    pub(super) fn reap(&mut self, slots: &mut [Slot]) -> bool {
+    pub(super) fn reap(&mut self, slots: &mut [Slot], log: &RingLog) -> bool {
         let before = self.done.len();
-        let (done, mut again) = (&mut self.done, Vec::new());
+        let (done, old, mut again) = (&mut self.done, &self.old, Vec::new());
         self.io.reap(|token, result| {
             let at = token as u16;
             let slot = &mut slots[usize::from(at)];
             let (moves, transfer) = (slot.moves_data(), &mut slot.transfer);
             let moved = result.as_ref().map_or(0, |&moved| u64::from(moved));
+            if moves {
+                // A read that fails may have written something.
+                transfer.mark(result.as_ref().ok().map(|_| moved), log, old);
+            }
             if moves && moved > 0 && moved < transfer.left {
                 transfer.advance(moved);
                 again.push(at);

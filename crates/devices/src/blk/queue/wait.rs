@@ -78,6 +78,7 @@ impl BlkQueue {
             self.head_since = None;
             slot.entry = entry;
             self.free.pop();
+            self.enqueue(at);
             self.finish(at, Status::IoErr, 0);
         }
         Ok(())

@@ -113,6 +113,7 @@ impl Behind {
             | ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::BACKEND_REQ
             | ProtocolFeatures::INFLIGHT_SHMFD
+            | ProtocolFeatures::LOG_SHMFD
             | ProtocolFeatures::CONFIG;
         assert_eq!(main.negotiate(features, protocol).unwrap(), features);
         let (channel, other) = UnixStream::pair().unwrap();

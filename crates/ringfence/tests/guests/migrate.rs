@@ -1,0 +1,255 @@
+//! A guest that moves to another QEMU, and to other back ends, while it works: what our devices write
+//! into its memory meanwhile arrives there (rule D26).
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    os::unix::net::UnixStream,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+use crate::{
+    blk::{MIB, no_errors},
+    machine::{Guest, Said},
+    net::{ARRIVED, WORLD, arrived},
+    place::{LIMIT, Place, md5},
+    qemu::{Iommu, Qemu},
+};
+
+/// A QEMU's monitor.
+struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    fn connect(socket: &Path) -> Monitor {
+        let begun = Instant::now();
+        let stream = loop {
+            match UnixStream::connect(socket) {
+                Ok(stream) => break stream,
+                Err(error) => assert!(begun.elapsed() < LIMIT, "no monitor: {error}"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        let mut monitor = Monitor(BufReader::new(stream));
+        monitor.line();
+        monitor.ask("qmp_capabilities", json!({}));
+        monitor
+    }
+
+    fn line(&mut self) -> Value {
+        let mut line = String::new();
+        assert!(self.0.read_line(&mut line).unwrap() > 0, "QEMU has ended");
+        serde_json::from_str(&line).unwrap()
+    }
+
+    /// Has a command carried out; its answer.
+    fn ask(&mut self, command: &str, arguments: Value) -> Value {
+        let asked = json!({ "execute": command, "arguments": arguments });
+        writeln!(self.0.get_mut(), "{asked}").unwrap();
+        loop {
+            let mut line = self.line();
+            assert!(line.get("error").is_none(), "{asked}: {line}");
+            // Events come between.
+            if let Some(answer) = line.get_mut("return") {
+                return answer.take();
+            }
+        }
+    }
+
+    /// Waits until the migration is as wanted; what it was then.
+    fn migration(&mut self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let begun = Instant::now();
+        loop {
+            let state = self.ask("query-migrate", json!({}));
+            if wanted(&state) {
+                return state;
+            }
+            assert!(state["status"] != "failed", "{what}: {state}");
+            assert!(begun.elapsed() < LIMIT, "{what} does not come: {state}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// A guest that works, between two machines.
+struct Move {
+    guest: Guest,
+    monitor: Monitor,
+    target: Guest,
+}
+
+impl Move {
+    /// Starts a guest with `script` on `before`, and `after`, which waits for it.
+    fn new(place: &Place, script: &str, before: Qemu, after: Qemu) -> Move {
+        let (monitor, incoming) = (place.path("monitor"), place.path("incoming"));
+        let mut guest = before.monitor(&monitor).start(place, script);
+        guest.hear("ready");
+        let target = after.incoming(&incoming).start(place, script);
+        let monitor = Monitor::connect(&monitor);
+        let begun = Instant::now();
+        while !incoming.exists() {
+            assert!(begun.elapsed() < LIMIT, "nobody waits for the guest");
+            thread::sleep(Duration::from_millis(5));
+        }
+        Move { guest, monitor, target }
+    }
+
+    /// Moves the guest. All of its memory was copied once when it is told to go on; when it has said
+    /// `said`, it moves.
+    fn go(mut self, place: &Place, said: &str) -> (Said, Value) {
+        // As long as no pause is allowed it stays, as it writes memory all the time.
+        let pause = |ms: u32| json!({ "downtime-limit": ms, "max-bandwidth": 1u64 << 32 });
+        self.monitor.ask("migrate-set-parameters", pause(0));
+        let uri = format!("unix:{}", place.path("incoming").display());
+        self.monitor.ask("migrate", json!({ "uri": uri }));
+        let copied = |state: &Value| state["ram"]["dirty-sync-count"].as_u64() >= Some(2);
+        self.monitor.migration("a copy of all memory", copied);
+        self.guest.say("go");
+        self.guest.hear(said);
+        let state = self.monitor.ask("query-migrate", json!({}));
+        assert_eq!(state["status"], "active", "it has moved before: {state}");
+        self.monitor.ask("migrate-set-parameters", pause(2000));
+        let state = self.monitor.migration("the end", |state| state["status"] == "completed");
+        (self.target.end(), state)
+    }
+}
+
+/// What the guest reads into its page cache while it moves is there afterwards, though nothing but
+/// the device has written it; and fio finds all that it wrote.
+fn disk(iommu: Iommu, more: &str) {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    // Nothing that a page would hold by chance.
+    let content: Vec<u8> = (0..16 * MIB as u32 / 4)
+        .flat_map(|word| word.wrapping_mul(0x9e37_79b9).to_le_bytes())
+        .collect();
+    std::fs::write(&image, content).unwrap();
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(32 * MIB).unwrap();
+    let arguments = ["blk", "--image", image.to_str().unwrap(), "--hand-over", "--log", "debug"];
+    let backs = ["before.sock", "after.sock"].map(|socket| place.service(socket, &arguments));
+    let script = r#"
+modprobe virtio_blk
+say domain $(domain $(virtio_pci 2 0))
+run_fio load --rw=randrw --bs=4k --iodepth=16 --offset=16m --size=8m --verify=crc32c \
+    --io_size=32m --rate_iops=800,800 > /tmp/load 2>&1 3>/tmp/said &
+load=$!
+# Memory that changes all the time, so that the guest stays where it is until it may pause.
+nice -n 19 sh -c 'while :; do dd if=/dev/zero of=/tmp/busy bs=1M count=4 2> /dev/null; done' &
+busy=$!
+say ready
+hear
+[ "$line" = go ]
+dd if=/dev/vda of=/dev/null bs=64k count=256
+reads() { awk '{ print $1 }' /sys/block/vda/stat; }
+say read
+wait $load
+kill $busy
+before=$(reads)
+say cached $(dd if=/dev/vda bs=64k count=256 | md5sum)
+say reads $(($(reads) - before))
+cat /tmp/said >&3
+"#;
+    let machine = |back: usize| Qemu::new(iommu).blk(&backs[back].socket, 1, more);
+    let moving = Move::new(&place, script, machine(0), machine(1));
+    let (said, state) = moving.go(&place, "read");
+    println!("{iommu}: {}", state["ram"]);
+    assert_eq!(said.word("cached").split(' ').next().unwrap(), md5(&image, 0, 16 * MIB));
+    assert_eq!(said.word("reads"), "0", "it was read again");
+    no_errors(&said.json("load"));
+    for back in backs {
+        assert!(back.figure("ringfence_requests_total") > 0.0, "{}", back.log());
+        assert_eq!(back.figure("ringfence_failed_requests_total"), 0.0);
+        assert_eq!(back.figure("ringfence_ring_failures_total"), 0.0);
+        back.terminate();
+    }
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_disk_moves_without_an_iommu() {
+    disk(Iommu::None, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_disk_moves_behind_intels_iommu_strict() {
+    disk(Iommu::IntelStrict, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_disk_moves_behind_a_virtio_iommu_lazy() {
+    disk(Iommu::VirtioLazy, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_disk_with_packed_rings_moves() {
+    disk(Iommu::None, ",packed=on");
+}
+
+/// Files go to and fro between two devices of a guest while it moves, and arrive as they were.
+fn network(iommu: Iommu, more: &str) {
+    let place = Place::new();
+    let services: Vec<_> = ["before", "after"]
+        .into_iter()
+        .map(|name| {
+            let peer = place.path(&format!("{name}.peer"));
+            let arguments = ["net", "--peer", peer.to_str().unwrap(), "--log", "debug"];
+            (place.service(&format!("{name}.sock"), &arguments), peer)
+        })
+        .collect();
+    let script = format!(
+        r#"{WORLD}
+transfers() {{
+    while [ ! -e /tmp/enough ]; do
+        [ "$(wget -q -O - http://10.0.0.2/file | md5sum)" = "$sum" ]
+        [ "$($there wget -q -O - http://10.0.0.1/file | md5sum)" = "$sum" ]
+        echo done >> /tmp/transfers
+    done
+}}
+sum=$(md5sum < /tmp/www/file)
+transfers &
+transfers=$!
+say ready
+hear
+[ "$line" = go ]
+before=$(wc -l < /tmp/transfers)
+while [ $(wc -l < /tmp/transfers) -lt $((before + 2)) ]; do usleep 10000; done
+say moved
+sleep 2
+before=$(wc -l < /tmp/transfers)
+while [ $(wc -l < /tmp/transfers) -lt $((before + 2)) ]; do usleep 10000; done
+touch /tmp/enough
+wait $transfers
+{ARRIVED}"#
+    );
+    let machine = |at: usize| {
+        let (service, peer) = &services[at];
+        Qemu::new(iommu).net(&service.socket, 1, more).net(peer, 1, more)
+    };
+    let moving = Move::new(&place, &script, machine(0), machine(1));
+    let (said, state) = moving.go(&place, "moved");
+    println!("{iommu}: {}", state["ram"]);
+    arrived(&said);
+    for (service, _) in services {
+        assert!(service.figure("ringfence_net_packets_total") > 0.0, "{}", service.log());
+        assert_eq!(service.figure("ringfence_net_queue_stops_total"), 0.0);
+        service.terminate();
+    }
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_network_moves_without_an_iommu() {
+    network(Iommu::None, "");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_network_moves_behind_a_virtio_iommu_strict() {
+    network(Iommu::VirtioStrict, "");
+}
