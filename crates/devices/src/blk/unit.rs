@@ -12,7 +12,7 @@ use ringfence_mem::{DirtyLog, Memory, Physical, Translate, UserAddresses};
 use ringfence_vhost_user::InflightRegion;
 use ringfence_virtq::device;
 
-use super::{BlkFigures, BlkQueue, QueueError, QueueStats};
+use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
 use crate::{
     backend::{Events, RingStart},
     bus::Bus,
@@ -88,6 +88,7 @@ pub struct BlkUnit {
     /// Written by io_uring when something completes, and when a translation comes.
     bell: Arc<Doorbell>,
     shared: Shared,
+    reaper: Reaper,
 }
 
 impl BlkUnit {
@@ -106,6 +107,7 @@ impl BlkUnit {
             bus: Bus::Physical(Physical::new(Arc::clone(memory))),
             endpoint,
             bell: Arc::new(Doorbell::new()?),
+            reaper: Reaper::new(&figures),
             shared: Shared { name: name.to_owned(), figures },
         })
     }
@@ -333,8 +335,7 @@ impl Unit for BlkUnit {
                 Err(error) => served.fail(&self.shared, error),
             }
         }
-        busy |= self.shared.figures.reap();
-        busy
+        busy | self.reaper.poll(now_ns)
     }
 
     fn quiet(&mut self) {
@@ -343,7 +344,8 @@ impl Unit for BlkUnit {
 
     fn next_due(&self) -> Option<u64> {
         let working = self.queues.iter().filter(|served| served.works());
-        working.filter_map(|served| served.queue.next_due()).min()
+        let due = working.filter_map(|served| served.queue.next_due());
+        due.chain(self.reaper.next_due()).min()
     }
 
     fn arm(&mut self) -> bool {
