@@ -21,6 +21,8 @@ use rustix::net::{
 
 /// Requests by number, as far as tests look at them.
 pub(crate) const SET_FEATURES: u32 = 2;
+pub(crate) const SET_MEM_TABLE: u32 = 5;
+pub(crate) const SET_VRING_BASE: u32 = 10;
 pub(crate) const GET_VRING_BASE: u32 = 11;
 pub(crate) const SET_VRING_KICK: u32 = 12;
 const SET_BACKEND_REQ_FD: u32 = 21;
