@@ -177,7 +177,7 @@ impl Qemu {
     pub(crate) fn option_rom(mut self, place: &Place, content: &[u8]) -> Qemu {
         let path = place.path("option.rom");
         std::fs::write(&path, content).unwrap();
-        self.add("-option-rom", format!("file={},bootindex=100", path.display()));
+        self.add("-option-rom", format!("romfile={},bootindex=100", path.display()));
         self
     }
 
