@@ -4,7 +4,7 @@
 use crate::{
     blk::{no_errors, service},
     place::Place,
-    proxy::{Message, Recording, SET_FEATURES, SET_MEM_TABLE, UPDATE, Way},
+    proxy::{ADD_MEM_REG, Message, Recording, SET_FEATURES, UPDATE, Way},
     qemu::{Iommu, Qemu},
 };
 
@@ -36,15 +36,17 @@ fn copies() -> Vec<u8> {
     rom
 }
 
-/// The guest-physical address of a user address: by the memory table that the front end sent last.
+/// The guest-physical address of a user address: by the regions that the front end added.
 fn guest_physical(before: &[Message], user: u64) -> u64 {
-    let to_back = |m: &&Message| m.way == Way::ToBack && m.request == SET_MEM_TABLE;
-    let table = before.iter().rfind(to_back).expect("memory").payload[8..].to_vec();
-    let words = table.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap()));
-    let words: Vec<u64> = words.collect();
-    let region = words.chunks_exact(4).find(|r| user >= r[2] && user - r[2] < r[1]);
-    let region = region.expect("an update of what is in no region");
-    region[0] + (user - region[2])
+    let added = before.iter().filter(|m| m.way == Way::ToBack && m.request == ADD_MEM_REG);
+    let word = |m: &Message, at: usize| {
+        u64::from_ne_bytes(m.payload[8 * at..8 * (at + 1)].try_into().unwrap())
+    };
+    // After a word of padding.
+    let mut regions = added.map(|m| [word(m, 1), word(m, 2), word(m, 3)]);
+    let region = regions.find(|[_, size, from]| (*from..from + size).contains(&user));
+    let [first, _, from] = region.expect("an update of what is in no region");
+    first + (user - from)
 }
 
 fn reads_and_writes_before(iommu: Iommu) {
