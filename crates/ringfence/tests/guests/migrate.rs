@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::{
     blk::{MIB, no_errors},
     machine::{Guest, Said},
-    net::{ARRIVED, WORLD, arrived},
+    net::{PAIR, TRAFFIC, arrived},
     place::{LIMIT, Place, md5},
     qemu::{Iommu, Qemu},
 };
@@ -203,7 +203,7 @@ fn network(iommu: Iommu, more: &str) {
         })
         .collect();
     let script = format!(
-        r#"{WORLD}
+        r#"{PAIR}
 transfers() {{
     while [ ! -e /tmp/enough ]; do
         [ "$(wget -q -O - http://10.0.0.2/file | md5sum)" = "$sum" ]
@@ -225,7 +225,7 @@ before=$(wc -l < /tmp/transfers)
 while [ $(wc -l < /tmp/transfers) -lt $((before + 2)) ]; do usleep 10000; done
 touch /tmp/enough
 wait $transfers
-{ARRIVED}"#
+{TRAFFIC}"#
     );
     let machine = |at: usize| {
         let (service, peer) = &services[at];

@@ -1,6 +1,10 @@
 //! The machines that QEMU makes.
 
-use std::{fmt, path::Path, process::Command};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use crate::{
     machine::{Guest, initramfs},
@@ -184,6 +188,14 @@ impl Qemu {
         self
     }
 
+    /// Code for the firmware, which it calls once the disks with a lower `bootindex` are there.
+    pub(crate) fn option_rom(mut self, place: &Place, content: &[u8]) -> Qemu {
+        let path = place.path("option.rom");
+        std::fs::write(&path, content).unwrap();
+        self.add("-option-rom", format!("romfile={},bootindex=100", path.display()));
+        self
+    }
+
     fn add(&mut self, option: &str, value: String) {
         self.arguments.extend([option.to_owned(), value]);
     }
@@ -209,7 +221,9 @@ impl Qemu {
         let (console, initrd) = (place.path(self.console), place.path("initramfs"));
         let script = format!("{BEGIN}\n{script}");
         std::fs::write(&initrd, initramfs("initramfs", &script, &self.files)).unwrap();
-        let mut command = Command::new(part("qemu-system-x86_64"));
+        // Another QEMU can be tried on these tests.
+        let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
+        let mut command = Command::new(program.unwrap_or_else(|| part("qemu-system-x86_64")));
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);
         command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
         command.args(["-smp", &self.cpus.to_string(), "-m", &self.memory_mib.to_string()]);
