@@ -188,12 +188,7 @@ impl Channel {
     }
 
     /// Waits until all of a message is there; false if the peer hung up instead.
-    fn arrive(
-        &self,
-        inbox: &mut Inbox,
-        reply: bool,
-        begin: Deadline,
-    ) -> Result<bool, WireError> {
+    fn arrive(&self, inbox: &mut Inbox, reply: bool, begin: Deadline) -> Result<bool, WireError> {
         let what = if reply { "answer" } else { "whole message" };
         let mut begun = None;
         loop {
