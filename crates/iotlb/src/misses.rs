@@ -72,12 +72,38 @@ impl Waiter {
     }
 }
 
+/// A list of mostly one, for which no memory is allocated.
+struct Few<T> {
+    one: Option<T>,
+    more: Vec<T>,
+}
+
+impl<T> Few<T> {
+    const NONE: Few<T> = Few { one: None, more: Vec::new() };
+
+    fn push(&mut self, item: T) {
+        match &mut self.one {
+            Some(_) => self.more.push(item),
+            one => *one = Some(item),
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &T> {
+        self.one.iter().chain(&self.more)
+    }
+
+    fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.one.iter_mut().chain(&mut self.more)
+    }
+}
+
 /// Waiters to be woken once the list is unlocked: waking is a system call. Each once, however many
 /// of its questions were answered.
-#[derive(Default)]
-struct Woken(Vec<Arc<Waiter>>);
+struct Woken(Few<Arc<Waiter>>);
 
 impl Woken {
+    const NOBODY: Woken = Woken(Few::NONE);
+
     fn add(&mut self, waiter: &Arc<Waiter>) {
         if !self.0.iter().any(|other| Arc::ptr_eq(other, waiter)) {
             self.0.push(Arc::clone(waiter));
@@ -114,7 +140,7 @@ struct Pending {
     noted_ns: u64,
     /// How often the one who knows said that it had answered.
     acknowledged: u32,
-    waiters: Vec<Waiting>,
+    waiters: Few<Waiting>,
     /// The number of the question that a refusal would answer.
     question: u64,
     /// Whether an answer in any case is on its way to that.
@@ -130,7 +156,7 @@ impl Pending {
             state: State::Asked { at_ns: now_ns },
             noted_ns: now_ns,
             acknowledged: 0,
-            waiters: Vec::new(),
+            waiters: Few::NONE,
             question,
             answered: false,
             refused: None,
@@ -142,16 +168,14 @@ impl Pending {
     }
 
     fn add(&mut self, waiter: &Arc<Waiter>, iova: Iova) {
-        match self.waiters.iter_mut().find(|waiting| Arc::ptr_eq(&waiting.waiter, waiter)) {
-            Some(waiting) => {
-                waiting.first = waiting.first.min(iova);
-                waiting.last = waiting.last.max(iova);
-            }
-            None => {
-                let waiter = Arc::clone(waiter);
-                self.waiters.push(Waiting { waiter, first: iova, last: iova });
-            }
+        let known = |waiting: &&mut Waiting| Arc::ptr_eq(&waiting.waiter, waiter);
+        if let Some(waiting) = self.waiters.iter_mut().find(known) {
+            waiting.first = waiting.first.min(iova);
+            waiting.last = waiting.last.max(iova);
+            return;
         }
+        let waiter = Arc::clone(waiter);
+        self.waiters.push(Waiting { waiter, first: iova, last: iova });
     }
 }
 
@@ -190,18 +214,14 @@ impl List {
         mut gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool,
     ) {
         let keys = (range.first().0 / PAGE, 0)..=(range.last().0 / PAGE, u32::MAX);
-        let mut over = Vec::new();
-        for (&key, pending) in self.pending.range_mut(keys) {
-            if gone(pending, Prot::from_bits_truncate(key.1), woken) {
-                over.push(key);
-            }
-        }
-        for key in &over {
-            if let Some(pending) = self.pending.remove(key) {
+        let over = self.pending.extract_if(keys, |&(_, access), pending| {
+            let over = gone(pending, Prot::from_bits_truncate(access), woken);
+            if over {
                 pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             }
-        }
-        if !over.is_empty() {
+            over
+        });
+        if over.count() > 0 {
             self.crowd.drain(..).for_each(|waiter| woken.add(&waiter));
         }
     }
@@ -287,7 +307,7 @@ impl Misses {
         now_ns: u64,
         there: impl Fn(&Miss) -> bool,
     ) {
-        let mut woken = Woken::default();
+        let mut woken = Woken::NOBODY;
         let noted = wanted.clone();
         {
             let mut list = self.list.lock();
@@ -377,7 +397,7 @@ impl Misses {
             }
             // Pages of a front end are no smaller than ours, as a rule. Else some of those who wait
             // may have been answered, and the question stays.
-            for waiting in &pending.waiters {
+            for waiting in pending.waiters.iter() {
                 if waiting.first <= range.last() && range.first() <= waiting.last {
                     woken.add(&waiting.waiter);
                 }
@@ -400,7 +420,7 @@ impl Misses {
             pending.state = State::Refused { until_ns };
             pending.refused = Some(pending.question);
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
-            pending.waiters.is_empty()
+            pending.waiters.one.is_none()
         });
         refused
     }
@@ -426,7 +446,7 @@ impl Misses {
     }
 
     fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
-        let mut woken = Woken::default();
+        let mut woken = Woken::NOBODY;
         self.list.lock().drop_if(range, &mut woken, gone);
         woken.wake();
     }

@@ -7,6 +7,7 @@ use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
     BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+    WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
@@ -325,6 +326,10 @@ impl Handler for NetBackend {
         Ok(())
     }
 
+    fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
+        self.translation.messages(messages, outcomes);
+    }
+
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         self.translation.message(message)
     }
@@ -338,6 +343,11 @@ impl Handler for NetBackend {
 
     fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
         self.on_ring(ring, move |unit, end| unit.log_ring(end, ring, log))
+    }
+
+    fn channel_lost(&mut self, why: &WireError) {
+        warn!("{}: the front end takes no more misses: {why}", self.name());
+        self.translation.set_channel(None);
     }
 
     fn suspended(&mut self) {
