@@ -43,6 +43,8 @@ macro_rules! named {
     };
 }
 
+pub(in crate::bench) use named;
+
 named! {
     /// Who is measured.
     Implementation, "implementation":
