@@ -25,8 +25,8 @@ use crate::{
 };
 
 /// Rounds and windows that let the default run end in under two minutes.
-const DEFAULT_REPEAT: u32 = 7;
-const DEFAULT_SECONDS: f64 = 0.2;
+const DEFAULT_REPEAT: u32 = 21;
+const DEFAULT_SECONDS: f64 = 0.05;
 
 /// Measures `ringfence blk` with and without a device IOTLB.
 ///
@@ -36,7 +36,7 @@ const DEFAULT_SECONDS: f64 = 0.2;
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench blk
-    ringfence bench blk --only off,static --depth 128 --seconds 0.5 --repeat 11
+    ringfence bench blk --only off,static --depth 128 --repeat 101
     ringfence bench blk --only off,dynamic --kind read --queues 1
     ringfence bench blk --ring packed --disk /var/tmp --json blk.json
 
@@ -70,7 +70,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "LIST", value_parser = list::<Ring>)]
     ring: Option<List<Ring>>,
 
-    /// Where the file lies that is the disk, of 64 MiB [default: /dev/shm].
+    /// Where the files lie that are disks, of 16 MiB each [default: those that are read in the folder
+    /// for temporary files, those that are written in /dev/shm].
     #[arg(long, value_name = "FOLDER")]
     disk: Option<PathBuf>,
 

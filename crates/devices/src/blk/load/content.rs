@@ -16,7 +16,7 @@ const BODIES: u64 = 1 << 12;
 ///
 /// The first word of a block is its number, the second the stamp of its last write, the last one the
 /// stamp's complement; what lies between follows from the stamp.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Content {
     stamps: Box<[u64]>,
     writes: u64,
@@ -68,7 +68,8 @@ impl Content {
     #[inline]
     pub(super) fn pick(&mut self) -> u64 {
         // Of full period: the factor is 1 modulo 4, the summand odd.
-        self.next = self.next.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        self.next =
+            self.next.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         self.next & (self.blocks() - 1)
     }
 

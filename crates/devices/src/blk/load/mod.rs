@@ -56,16 +56,16 @@ pub struct Options {
 
 /// A block device under load.
 #[derive(Debug)]
-pub struct BlkLoad<'c> {
+pub struct BlkLoad {
     link: Link,
     space: Space,
     sides: Vec<Side>,
-    content: &'c mut Content,
+    content: Content,
     depth: usize,
     tally: Tally,
 }
 
-impl<'c> BlkLoad<'c> {
+impl BlkLoad {
     /// Brings a device up: features, memory, rings, and all lasting translations.
     ///
     /// # Errors
@@ -77,8 +77,8 @@ impl<'c> BlkLoad<'c> {
     pub fn open(
         stream: UnixStream,
         options: Options,
-        content: &'c mut Content,
-    ) -> Result<BlkLoad<'c>, NetDriverError> {
+        content: Content,
+    ) -> Result<BlkLoad, NetDriverError> {
         let Options { addressing, queues, depth, packed, write } = options;
         assert!((1..=MOST_QUEUES).contains(&queues) && (1..=MOST_DEPTH).contains(&depth));
         let pages = side::pages(BUFFERS * u32::from(queues));
@@ -148,11 +148,11 @@ impl<'c> BlkLoad<'c> {
         Messages { misses, updates, invalidations }
     }
 
-    /// Waits until all requests are answered, and stops the rings. Returns what became of all.
+    /// Waits until all requests are answered.
     ///
     /// # Errors
     /// See [`NetDriverError`]; [`NetDriverError::Io`] if nothing comes for so long as `patience`.
-    pub fn stop(mut self, patience: Duration) -> Result<Tally, NetDriverError> {
+    pub fn drain(&mut self, patience: Duration) -> Result<(), NetDriverError> {
         let mut since = Instant::now();
         while self.in_flight() > 0 {
             self.answer()?;
@@ -162,9 +162,17 @@ impl<'c> BlkLoad<'c> {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());
             }
         }
+        Ok(())
+    }
+
+    /// Stops the rings, of which all requests are answered; returns what the disk holds.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    pub fn stop(mut self) -> Result<Content, NetDriverError> {
         for ring in (0..self.sides.len() as u16).rev() {
             self.link.stop_ring(ring)?;
         }
-        Ok(self.tally)
+        Ok(self.content)
     }
 }

@@ -287,7 +287,11 @@ impl NetDriver {
 }
 
 /// Sends each lasting translation of a buffer once, in the order of addresses.
-pub(crate) fn prefill_all(link: &mut Link, space: &Space, buffers: u32) -> Result<(), NetDriverError> {
+pub(crate) fn prefill_all(
+    link: &mut Link,
+    space: &Space,
+    buffers: u32,
+) -> Result<(), NetDriverError> {
     let entry = |buffer| space.entry(space.device_addr(space.buffer(buffer)));
     let mut entries: Vec<Entry> = (0..buffers).filter_map(entry).collect();
     entries.sort_unstable_by_key(|entry| entry.first);

@@ -197,12 +197,16 @@ impl Choice {
                 Part::Off => vec![Addressing::Physical],
                 Part::Static => {
                     let both = |entry: &Entry| {
-                        [true, false].map(|mergeable| Addressing::Static { entry: entry.0, mergeable })
+                        [true, false]
+                            .map(|mergeable| Addressing::Static { entry: entry.0, mergeable })
                     };
                     let all = self.entries.iter().flat_map(both);
                     // A larger one covers all there is; of 2 MiB there are too few to tell.
                     all.filter(|addressing| {
-                        !matches!(addressing, Addressing::Static { entry: 0x20_0000.., mergeable: false })
+                        !matches!(
+                            addressing,
+                            Addressing::Static { entry: 0x20_0000.., mergeable: false }
+                        )
                     })
                     .collect()
                 }

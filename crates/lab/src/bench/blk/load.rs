@@ -13,7 +13,7 @@ use super::case::Case;
 use crate::bench::process::Process;
 
 /// How long requests go before they are counted.
-const WARM_UP: Duration = Duration::from_millis(40);
+const WARM_UP: Duration = Duration::from_millis(8);
 /// From one look at the clock to the next, in turns of the driver.
 const TURNS: u32 = 16;
 /// How often the driver looks for misses while there should be none.
@@ -27,10 +27,6 @@ pub(super) struct Window {
     pub(super) seconds: f64,
     /// Requests of the window.
     pub(super) requests: u64,
-    /// Of the whole connection.
-    pub(super) tally: Tally,
-    /// Blocks of the disk that hold something else than was written, of those that were looked at.
-    pub(super) wrong_on_disk: u64,
     /// The part of the window in which each end had a CPU.
     pub(super) driver_share: f64,
     pub(super) backend_share: f64,
@@ -51,37 +47,6 @@ impl Window {
     }
 }
 
-/// Drives the back end behind `stream` for `length`.
-pub(super) fn measure(
-    stream: UnixStream,
-    process: &Process,
-    case: &Case,
-    length: Duration,
-    content: &mut Content,
-) -> Result<Window> {
-    let load = BlkLoad::open(stream, case.load(), content)?;
-    let now = Instant::now();
-    let mut driver = Driver { load, fresh: case.addressing.is_fresh(), last: now, looked: now };
-    driver.run(WARM_UP)?;
-    let before = driver.mark(process);
-    driver.run(length)?;
-    let after = driver.mark(process);
-    let seconds = after.at.duration_since(before.at).as_secs_f64();
-    let share = |ns: u64| ns as f64 / 1e9 / seconds;
-    let mut window = Window {
-        seconds,
-        requests: after.requests - before.requests,
-        driver_share: share(after.cpu_ns - before.cpu_ns),
-        backend_share: share(after.backend_ns.saturating_sub(before.backend_ns)),
-        misses: after.misses - before.misses,
-        updates: after.updates - before.updates,
-        invalidations: after.invalidations - before.invalidations,
-        ..Window::default()
-    };
-    window.tally = driver.load.stop(STUCK)?;
-    Ok(window)
-}
-
 /// What is read at the ends of a window.
 struct Mark {
     at: Instant,
@@ -93,8 +58,9 @@ struct Mark {
     invalidations: u64,
 }
 
-struct Driver<'c> {
-    load: BlkLoad<'c>,
+/// A device under load.
+pub(super) struct Driver {
+    load: BlkLoad,
     /// Nothing goes on without messages.
     fresh: bool,
     /// When something was answered last.
@@ -102,7 +68,40 @@ struct Driver<'c> {
     looked: Instant,
 }
 
-impl Driver<'_> {
+impl Driver {
+    /// Brings up the device behind `stream`.
+    pub(super) fn open(stream: UnixStream, case: &Case, content: Content) -> Result<Driver> {
+        let load = BlkLoad::open(stream, case.load(), content)?;
+        let now = Instant::now();
+        Ok(Driver { load, fresh: case.addressing.is_fresh(), last: now, looked: now })
+    }
+
+    /// Loads it for `length`, and leaves it with nothing to do.
+    pub(super) fn measure(&mut self, process: &Process, length: Duration) -> Result<Window> {
+        self.run(WARM_UP)?;
+        let before = self.mark(process);
+        self.run(length)?;
+        let after = self.mark(process);
+        self.load.drain(STUCK)?;
+        let seconds = after.at.duration_since(before.at).as_secs_f64();
+        let share = |ns: u64| ns as f64 / 1e9 / seconds;
+        Ok(Window {
+            seconds,
+            requests: after.requests - before.requests,
+            driver_share: share(after.cpu_ns - before.cpu_ns),
+            backend_share: share(after.backend_ns.saturating_sub(before.backend_ns)),
+            misses: after.misses - before.misses,
+            updates: after.updates - before.updates,
+            invalidations: after.invalidations - before.invalidations,
+        })
+    }
+
+    /// Stops it; what became of all requests, and what the disk holds.
+    pub(super) fn stop(self) -> Result<(Tally, Content)> {
+        let tally = self.load.tally();
+        Ok((tally, self.load.stop()?))
+    }
+
     fn mark(&self, process: &Process) -> Mark {
         let messages = self.load.messages();
         let cpu = clock_gettime(ClockId::ThreadCPUTime);

@@ -3,38 +3,42 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`case`] | what is measured: what requests do, how many at a time, by what addresses |
+//! | `device` | a back end's process with its driver and its disk |
 //! | `load` | one measurement between two processes |
 //! | `rows` | what the rounds tell |
 //! | [`table`] | all of it for a terminal |
 //!
 //! The driver has a CPU, and all of the back end has the other: its worker, its server, and what the
-//! kernel does for it. The disk is a file, which the back end reaches through io_uring.
+//! kernel does for it. Each case has a process of its own, which is stopped while others are measured:
+//! so windows can be short and take turns quickly, and what slows the machine slows all of a round.
+//!
+//! The disk is a file that the page cache holds, which the back end reaches through io_uring. That is
+//! fastest where the kernel need not hand a request to a thread: reads from a file of ext4, say, and
+//! not from one in tmpfs. Writes are handed over in any case, and cost least in tmpfs.
 
 pub mod case;
+mod device;
 mod load;
 mod rows;
 pub mod table;
 
 use std::{
-    fs::{self, File},
-    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
-use anyhow::{Context, Result};
-use ringfence_devices::blk::load::{BLOCK, Content, MOST_QUEUES};
+use anyhow::Result;
+use ringfence_devices::blk::load::{BLOCK, Tally};
 
 use self::{
     case::{Case, Choice},
+    device::{BLOCKS, Device, Places},
     load::Window,
 };
 use super::{
     Benchmark,
     net::{Folder, object},
-    ping,
-    process::Process,
     threads,
 };
 use crate::{
@@ -42,19 +46,16 @@ use crate::{
     run::Usage,
 };
 
-/// Blocks of the disk: 64 MiB, which the page cache holds.
-const BLOCKS: u64 = 1 << 14;
-/// After a window that writes, one of so many blocks of the disk is looked at.
-const LOOK: usize = 61;
 /// What a measurement takes beside its window.
-const OVERHEAD: Duration = Duration::from_millis(140);
+const OVERHEAD: Duration = Duration::from_millis(14);
 
 /// What to measure, and how.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The cases.
     pub choice: Choice,
-    /// Where the file lies that is the disk; `None`: in memory.
+    /// Where the files lie that are disks; `None`: those that are read in the folder for temporary
+    /// files, those that are written in memory.
     pub folder: Option<PathBuf>,
     /// Rounds.
     pub repeat: u32,
@@ -72,10 +73,22 @@ struct Measured {
     ping: [Option<f64>; 2],
 }
 
+/// What was measured of a case.
+#[derive(Debug)]
+struct Outcome {
+    case: Case,
+    /// By rounds.
+    windows: Vec<Measured>,
+    /// What became of all requests.
+    tally: Tally,
+    /// Blocks of the disk that hold something else than was written, of those that were looked at.
+    wrong_on_disk: u64,
+}
+
 /// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
-/// What was asked for cannot be done: [`Usage`]. Or the back end does not start.
+/// What was asked for cannot be done: [`Usage`]. Or there is no room for a disk.
 pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let cases = options.choice.cases();
     if cases.is_empty() {
@@ -83,17 +96,17 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     }
     let cpus = threads::cpus();
     let cpus = [cpus[0], *cpus.last().expect("at least one")];
-    let folder = Folder::new()?;
-    let at = match &options.folder {
-        Some(at) => at.as_path(),
-        None => Some(Path::new("/dev/shm")).filter(|at| at.is_dir()).unwrap_or(&folder.0),
-    };
+    let temporary = std::env::temp_dir();
+    let memory = Some(Path::new("/dev/shm")).filter(|at| at.is_dir()).unwrap_or(&temporary);
+    let read = options.folder.as_deref().unwrap_or(&temporary);
+    let written = options.folder.as_deref().unwrap_or(memory);
     let mut benchmark = Benchmark::new("blk", options.repeat);
     benchmark.settings = object([
         ("window_s", options.window.as_secs_f64().into()),
         ("block_bytes", BLOCK.into()),
         ("disk_bytes", (BLOCKS * BLOCK as u64).into()),
-        ("disk_folder", at.display().to_string().into()),
+        ("read_folder", read.display().to_string().into()),
+        ("written_folder", written.display().to_string().into()),
         ("backend_cpu", cpus[0].into()),
         ("driver_cpu", cpus[1].into()),
     ]);
@@ -101,7 +114,8 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         let why = "there is one CPU only: driver and back end take turns, and figures mean little";
         benchmark.warnings.push(why.to_owned());
     }
-    let mut device = Device::start(&folder.0, at, cpus[0])?;
+    let folder = Folder::new()?;
+    let places = Places::new(&folder.0, read, written)?;
     let total = u64::from(options.repeat) * cases.len() as u64;
     let step = options.window + OVERHEAD;
     let expected = step * u32::try_from(total).unwrap_or(u32::MAX);
@@ -109,97 +123,25 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     for warning in &benchmark.warnings {
         progress.note(&format!("warning: {warning}"));
     }
-    let mut found = vec![Vec::new(); cases.len()];
-    'rounds: for round in 1..=options.repeat {
-        for (case, found) in cases.iter().zip(&mut found) {
-            if stop.load(Ordering::Relaxed) {
-                break 'rounds;
+    let mut outcomes = Vec::new();
+    for contest in cases.chunk_by(|a, b| a.off() == b.off()) {
+        let mut devices: Vec<Device> =
+            contest.iter().map(|case| Device::new(case, &places, cpus)).collect();
+        for round in 1..=options.repeat {
+            for device in &mut devices {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let name = device.name();
+                progress.begin(&format!("{name}, round {round} of {}", options.repeat));
+                device.measure(options.window);
+                progress.step(step);
             }
-            progress.begin(&format!("{}, round {round} of {}", case.name(), options.repeat));
-            found.push(device.measure(case, options.window, cpus));
-            progress.step(step);
         }
+        outcomes.extend(devices.into_iter().map(Device::end));
     }
     progress.finish();
     benchmark.interrupted = stop.load(Ordering::Relaxed);
-    rows::fill(&mut benchmark, &cases, &found);
+    rows::fill(&mut benchmark, &outcomes);
     Ok(benchmark)
-}
-
-/// A running `ringfence blk`, and what its disk holds.
-struct Device {
-    process: Process,
-    socket: PathBuf,
-    disk: File,
-    image: Image,
-    content: Content,
-}
-
-/// The file that is the disk, which goes with this.
-struct Image(PathBuf);
-
-impl Drop for Image {
-    fn drop(&mut self) {
-        // What cannot be removed stays.
-        let _ = fs::remove_file(&self.0);
-    }
-}
-
-impl Device {
-    fn start(folder: &Path, at: &Path, cpu: usize) -> Result<Device> {
-        let image = Image(at.join(format!("ringfence-bench-{}.img", std::process::id())));
-        let path = image.0.display().to_string();
-        let disk = File::options().read(true).write(true).create_new(true).open(&image.0);
-        let disk = disk.with_context(|| format!("making {path}"))?;
-        let content = Content::new(BLOCKS);
-        content.fill(&disk).with_context(|| format!("filling {path}"))?;
-        // What is written back meanwhile would be measured, too.
-        disk.sync_all().with_context(|| format!("writing {path}"))?;
-        let program = std::env::current_exe().context("where this program is")?;
-        let socket = folder.join("ringfence.sock");
-        let (queues, listen) = (MOST_QUEUES.to_string(), socket.display().to_string());
-        let arguments =
-            ["blk", "--image", &path, "--queues", &queues, "--log", "info", "--socket", &listen];
-        let arguments: Vec<String> = arguments.map(str::to_owned).into();
-        let process =
-            Process::start("ringfence blk", &program, &arguments, Some(cpu), &socket, false)?;
-        process.pause()?;
-        Ok(Device { process, socket, disk, image, content })
-    }
-
-    /// One window, with the probe before and after it.
-    fn measure(&mut self, case: &Case, length: Duration, cpus: [usize; 2]) -> Measured {
-        let before = ping::round_trip_ns(cpus);
-        let window = threads::bound_to(cpus[1], || self.window(case, length));
-        let ping = [before, ping::round_trip_ns(cpus)];
-        let window = window.map_err(|error| {
-            format!("{error:#} (it said: {})", self.process.last_words())
-        });
-        Measured { window, ping }
-    }
-
-    fn window(&mut self, case: &Case, length: Duration) -> Result<Window> {
-        self.process.resume()?;
-        let stream = UnixStream::connect(&self.socket);
-        let stream = stream.with_context(|| format!("connecting to {}", self.socket.display()))?;
-        let window = load::measure(stream, &self.process, case, length, &mut self.content);
-        // It learns that the connection has ended before it is stopped.
-        std::thread::sleep(Duration::from_millis(10));
-        self.process.pause()?;
-        let mut window = match window {
-            Ok(window) => window,
-            Err(error) => {
-                // What was under way may have been written, or not.
-                self.content = Content::new(BLOCKS);
-                let refilled = File::options().write(true).open(&self.image.0);
-                self.content.fill(&refilled.context("filling the disk anew")?)?;
-                return Err(error);
-            }
-        };
-        if case.load().write {
-            window.wrong_on_disk =
-                self.content.wrong_in(&self.disk, LOOK).context("looking at the disk")?;
-        }
-        Ok(window)
-    }
 }

@@ -1,6 +1,6 @@
 //! What the rounds tell.
 
-use super::{Measured, case::Case, load::Window};
+use super::{Measured, Outcome, load::Window};
 use crate::bench::{
     Benchmark, Row,
     net::{
@@ -10,25 +10,24 @@ use crate::bench::{
     ping,
 };
 
-/// Adds the rows of all cases. `found`: for each the windows, by rounds.
-pub(super) fn fill(benchmark: &mut Benchmark, cases: &[Case], found: &[Vec<Measured>]) {
-    for (case, own) in cases.iter().zip(found) {
-        let base = cases.iter().position(|other| *other == case.off());
-        let off = base.map_or(&[][..], |at| &found[at]);
+/// Adds the rows of all cases.
+pub(super) fn fill(benchmark: &mut Benchmark, outcomes: &[Outcome]) {
+    for outcome in outcomes {
+        let Outcome { case, windows, tally, wrong_on_disk } = outcome;
+        let off = outcomes.iter().find(|other| other.case == case.off());
         let name = case.name();
-        let count = |of: fn(&Window) -> u64| windows(own).map(of).sum::<u64>();
         for (number, what) in [
-            (count(|window| window.tally.wrong), "blocks were read that are not what was written"),
-            (count(|window| window.tally.failed), "requests failed"),
-            (count(|window| window.wrong_on_disk), "blocks on the disk are not what was written"),
+            (tally.wrong, "blocks were read that are not what was written"),
+            (tally.failed, "requests failed"),
+            (*wrong_on_disk, "blocks on the disk are not what was written"),
         ] {
             if number > 0 {
                 benchmark.errors.push(format!("{name}: {number} {what}"));
             }
         }
-        let failed = own.iter().filter_map(|measured| measured.window.as_ref().err());
+        let failed = windows.iter().filter_map(|measured| measured.window.as_ref().err());
         benchmark.errors.extend(failed.map(|why| format!("{name}: {why}")));
-        benchmark.rows.push(row(case, own, off));
+        benchmark.rows.push(row(outcome, off.map_or(&[], |off| &off.windows)));
     }
 }
 
@@ -40,7 +39,8 @@ fn figures(of: &[Measured], figure: impl Fn(&Window) -> f64) -> Figures {
     of.iter().map(|measured| Some(figure(measured.window.as_ref().ok()?))).collect()
 }
 
-fn row(case: &Case, own: &[Measured], off: &[Measured]) -> Row {
+fn row(outcome: &Outcome, off: &[Measured]) -> Row {
+    let Outcome { case, windows: own, tally, wrong_on_disk } = outcome;
     let rate = figures(own, Window::rate);
     let times = figures(own, |window| 1e9 / window.rate());
     let cpu = figures(own, Window::backend_us);
@@ -81,9 +81,9 @@ fn row(case: &Case, own: &[Measured], off: &[Measured]) -> Row {
             ("ping_ns", value(usual)),
             ("driver_cpu_share", value(interval(&figures(own, |window| window.driver_share)))),
             ("backend_cpu_share", value(interval(&figures(own, |window| window.backend_share)))),
-            ("answered", sum(|window| window.tally.answered()).into()),
-            ("wrong", sum(|window| window.tally.wrong + window.wrong_on_disk).into()),
-            ("failed", sum(|window| window.tally.failed).into()),
+            ("answered", tally.answered().into()),
+            ("wrong", (tally.wrong + wrong_on_disk).into()),
+            ("failed", tally.failed.into()),
         ]),
     };
     if case.addressing.translated() {
@@ -102,12 +102,10 @@ mod tests {
     use crate::bench::blk::case::{Choice, Depth, Kind, Part, Queues};
     use ringfence_devices::blk::load::Tally;
 
-    fn measured(requests: u64, wrong: u64) -> Measured {
-        let tally = Tally { good: requests, wrong, failed: 0 };
+    fn measured(requests: u64) -> Measured {
         let window = Window {
             seconds: 2.0,
             requests,
-            tally,
             driver_share: 1.0,
             backend_share: 0.5,
             ..Window::default()
@@ -115,7 +113,7 @@ mod tests {
         Measured { window: Ok(window), ping: [Some(140.0), Some(400.0)] }
     }
 
-    fn filled(found: &[Vec<Measured>]) -> Benchmark {
+    fn filled(found: [Vec<Measured>; 3], wrong: u64) -> Benchmark {
         let choice = Choice {
             parts: vec![Part::Off, Part::Static],
             kinds: vec![Kind::Read],
@@ -124,17 +122,21 @@ mod tests {
             entries: vec!["4k".parse().unwrap()],
             ..Choice::default()
         };
+        let outcomes = choice.cases().into_iter().zip(found).map(|(case, windows)| {
+            let tally = Tally { good: 100, wrong, failed: 0 };
+            Outcome { case, windows, tally, wrong_on_disk: 0 }
+        });
         let mut benchmark = Benchmark::new("blk", 3);
-        fill(&mut benchmark, &choice.cases(), found);
+        fill(&mut benchmark, &outcomes.collect::<Vec<_>>());
         benchmark
     }
 
     #[test]
     fn ratios_are_of_rounds_and_failures_are_told() {
-        let off = [10, 20, 40].map(|requests| measured(requests * 1000, 0)).to_vec();
-        let mut on = [5, 10, 20].map(|requests| measured(requests * 1000, 0)).to_vec();
-        let none = vec![Measured { window: Err("gone".to_owned()), ping: [None; 2] }; 3];
-        let found = filled(&[off.clone(), on.clone(), none.clone()]);
+        let off = [10, 20, 40].map(|requests| measured(requests * 1000)).to_vec();
+        let on = [5, 10, 20].map(|requests| measured(requests * 1000)).to_vec();
+        let none = vec![Measured { window: Err("gone".to_owned()), ping: [None; 2] }];
+        let found = filled([off.clone(), on.clone(), none.clone()], 0);
         let median = |row: &Row, key: &str| row.figures[key]["median"].as_f64();
         let row = &found.rows[1];
         assert_eq!(row.name, "read/split/1x128/4k/mergeable");
@@ -144,11 +146,10 @@ mod tests {
         assert_eq!(median(row, "cpu_ratio_to_off"), Some(2.0));
         assert_eq!(row.figures["windows_placed_elsewhere"], 3);
         assert_eq!(found.rows[2].note.as_deref(), Some("not measured: gone"));
-        assert_eq!(found.errors.len(), 3, "one a window");
+        assert_eq!(found.errors, ["read/split/1x128/4k/unmergeable: gone"]);
         assert!(!found.rows[0].figures.contains_key("misses_per_request"));
 
-        on[1] = measured(10, 2);
-        let found = filled(&[off, on, none]);
-        assert!(found.errors[0].contains("4k/mergeable: 2 blocks were read"), "{found:?}");
+        let found = filled([off, on, none], 2);
+        assert!(found.errors[0].contains("1x128/off: 2 blocks were read"), "{found:?}");
     }
 }

@@ -10,7 +10,7 @@ use crate::bench::{
 };
 
 const ABOUT: &str = "\
-Driver and back end have a CPU each. Requests of 4 KiB at random places of a disk that is a file in memory; of each
+Driver and back end have a CPU each. Requests of 4 KiB at random places of a disk that is a file, which the page cache holds; of each
 block that is read the first and last words are checked, of some all bytes, and after a window of writes the file
 itself. Each figure is the median of windows, each ratio that of the rounds' ratios; ± is half of its 95 % interval.
   2x128      queues, and requests in flight in each
@@ -31,8 +31,9 @@ itself. Each figure is the median of windows, each ratio that of the rounds' rat
 pub fn render(benchmark: &Benchmark) -> String {
     let setting = |key: &str| benchmark.settings.get(key);
     let mut out = wrap(&format!(
-        "block back end, disk in {}; {} rounds of {} s{}; {}",
-        setting("disk_folder").and_then(Value::as_str).unwrap_or("?"),
+        "block back end; disks that are read in {}, that are written in {}; {} rounds of {} s{}; {}",
+        setting("read_folder").and_then(Value::as_str).unwrap_or("?"),
+        setting("written_folder").and_then(Value::as_str).unwrap_or("?"),
         benchmark.rounds,
         setting("window_s").and_then(Value::as_f64).map_or("?".into(), number),
         if benchmark.interrupted { ", interrupted" } else { "" },
