@@ -46,7 +46,8 @@ EXIT STATUS:
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
     /// What is measured, separated by commas: off (no IOMMU), static (buffers are mapped once),
-    /// dynamic (each request has addresses of its own) [default: all].
+    /// dynamic (each request has addresses of its own), path (the data path by itself, compiled
+    /// with an IOTLB and without) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Part>)]
     only: Option<List<Part>>,
 

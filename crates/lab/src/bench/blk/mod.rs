@@ -5,6 +5,7 @@
 //! | [`case`] | what is measured: what requests do, how many at a time, by what addresses |
 //! | `device` | a back end's process with its driver and its disk |
 //! | `load` | one measurement between two processes |
+//! | `path` | the data path by itself, in one thread |
 //! | `rows` | what the rounds tell |
 //! | [`table`] | all of it for a terminal |
 //!
@@ -19,6 +20,7 @@
 pub mod case;
 mod device;
 mod load;
+mod path;
 mod rows;
 pub mod table;
 
@@ -32,7 +34,7 @@ use anyhow::Result;
 use ringfence_devices::blk::load::{BLOCK, Tally};
 
 use self::{
-    case::{Case, Choice},
+    case::{Case, Choice, Part},
     device::{BLOCKS, Device, Places},
     load::Window,
 };
@@ -91,7 +93,8 @@ struct Outcome {
 /// What was asked for cannot be done: [`Usage`]. Or there is no room for a disk.
 pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let cases = options.choice.cases();
-    if cases.is_empty() {
+    let path = options.choice.parts.contains(&Part::Path);
+    if cases.is_empty() && !path {
         return Err(Usage("there is nothing to measure".into()).into());
     }
     let cpus = threads::cpus();
@@ -140,8 +143,13 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         }
         outcomes.extend(devices.into_iter().map(Device::end));
     }
+    rows::fill(&mut benchmark, &outcomes);
+    if path {
+        let how = (options.repeat, options.window);
+        let begin = |name: &str| progress.begin(name);
+        path::measure(&mut benchmark, &options.choice.kinds, how, stop, begin)?;
+    }
     progress.finish();
     benchmark.interrupted = stop.load(Ordering::Relaxed);
-    rows::fill(&mut benchmark, &outcomes);
     Ok(benchmark)
 }

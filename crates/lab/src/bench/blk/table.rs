@@ -25,6 +25,8 @@ itself. Each figure is the median of windows, each ratio that of the rounds' rat
   dynamic    each request has two pages of its own (data; header, status and table), invalidated when it is done:
              the back end asks, or the driver pushes
   misses     that the back end asked for, for each request
+  data path  a driver and a device in one thread over a disk in memory; what the device takes for a request, and how
+             fast that is against the same code compiled without an IOTLB
 ";
 
 /// All of it.
@@ -40,10 +42,16 @@ pub fn render(benchmark: &Benchmark) -> String {
         machine(benchmark),
     ));
     let rows = &benchmark.rows;
-    for (ring, kind) in distinct(rows, |row| (text(row, "ring"), text(row, "kind"))) {
-        let of = |row: &&Row| text(row, "ring") == ring && text(row, "kind") == kind;
+    let paths: Vec<&Row> = rows.iter().filter(|row| text(row, "part") == "path").collect();
+    let others = || rows.iter().filter(|row| text(row, "part") != "path");
+    for (ring, kind) in distinct(others(), |row| (text(row, "ring"), text(row, "kind"))) {
+        let of = |row: &Row| text(row, "ring") == ring && text(row, "kind") == kind;
         let _ = write!(out, "\n{kind}, {ring} ring\n");
-        out.push_str(&contest(&rows.iter().filter(of).collect::<Vec<_>>()));
+        out.push_str(&contest(&others().filter(|row| of(row)).collect::<Vec<_>>()));
+    }
+    if !paths.is_empty() {
+        out.push_str("\ndata path, one thread\n");
+        out.push_str(&path(&paths));
     }
     let _ = write!(out, "\n{ABOUT}");
     for note in distinct(rows, |row| row.note.clone()).into_iter().flatten() {
@@ -86,6 +94,18 @@ fn contest(rows: &[&Row]) -> String {
         for key in ["windows_short_of_cpu", "windows_placed_elsewhere", "windows_failed"] {
             line.push(row.figures.get(key).and_then(Value::as_u64).unwrap_or(0).to_string());
         }
+        lines.push(line);
+    }
+    block(lines)
+}
+
+fn path(rows: &[&Row]) -> String {
+    let mut lines = vec![["", "ns", "±", "x without", "±"].map(str::to_owned).to_vec()];
+    for row in rows {
+        let mut line = vec![row.name.replacen("path/", "", 1).replace('/', " ")];
+        let ratio = interval(row, "ratio_to_without");
+        line.extend([optional(row.ns_per_op.median), half_width(row.ns_per_op)]);
+        line.extend([times(ratio.median), half_width(ratio)]);
         lines.push(line);
     }
     block(lines)
