@@ -48,6 +48,15 @@ impl Bus {
         }
     }
 
+    /// As [`lease`](Self::lease), in the place of one that was [put to rest](Lease::rest), which is
+    /// cheaper; false where [`lease`](Self::lease) has none.
+    pub fn renew(&self, lease: &mut Lease, addr: u64, len: u64) -> bool {
+        match self {
+            Bus::Iommu(view) => view.renew(lease, addr, len),
+            Bus::Physical(_) => false,
+        }
+    }
+
     /// The memory that it reaches.
     pub fn memory(&self) -> &Arc<Memory> {
         match self {

@@ -228,6 +228,13 @@ impl View {
         Some(self.reader.lease(Range::from_len(Iova(addr), len)?))
     }
 
+    /// As [`lease`](Self::lease), in the place of one that was [put to rest](Lease::rest), which is
+    /// cheaper; false if there is no such range.
+    pub fn renew(&self, lease: &mut Lease, addr: u64, len: u64) -> bool {
+        let range = Range::from_len(Iova(addr), len);
+        range.map(|range| self.reader.renew(lease, range)).is_some()
+    }
+
     /// The memory that it reaches.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory

@@ -1,5 +1,6 @@
 //! `ringfence bench`.
 
+mod blk;
 mod bounce;
 mod iotlb;
 mod net;
@@ -38,6 +39,8 @@ pub(crate) enum Bench {
     Iotlb(iotlb::Arguments),
     #[command(about = "Network back ends with and without a device IOTLB, beside DPDK's")]
     Net(net::Arguments),
+    #[command(about = "The block back end with and without a device IOTLB")]
+    Blk(blk::Arguments),
 }
 
 /// Rounds and their length that let the default run end in under four minutes.
@@ -162,6 +165,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
         Bench::Bounce(arguments) => bounce::run(arguments),
         Bench::Iotlb(arguments) => iotlb::run(&arguments),
         Bench::Net(arguments) => net::run(arguments),
+        Bench::Blk(arguments) => blk::run(arguments),
     }
 }
 

@@ -3,6 +3,7 @@
 mod backend;
 mod driver;
 mod figures;
+pub mod load;
 mod mapped;
 mod queue;
 mod reaper;

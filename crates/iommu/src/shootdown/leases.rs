@@ -27,8 +27,21 @@ struct LeaseSlot {
     first: AtomicU64,
     last: AtomicU64,
     /// The epoch that the reader had announced last when it took the lease; 0 while the slot is
-    /// being filled or is free.
+    /// being filled, is free or is kept for a later one.
     mark: AtomicU64,
+}
+
+impl LeaseSlot {
+    /// Enters a lease, where none is.
+    fn fill(&self, range: Range, mark: u64) {
+        // Pairs with the fence in `stand_on`: whoever sees one of the two stores below sees that
+        // the lease before this one, if it was looking at that, is over.
+        fence(Ordering::Release);
+        self.first.store(range.first().0, Ordering::Relaxed);
+        self.last.store(range.last().0, Ordering::Relaxed);
+        // Release: whoever sees the mark sees the range.
+        self.mark.store(mark, Ordering::Release);
+    }
 }
 
 impl Chunk {
@@ -113,21 +126,33 @@ impl Leases {
             }
             base += CHUNK;
         };
-        let slot = &chunk.slots[at];
-        // Pairs with the fence in `stand_on`: whoever sees one of the two stores below sees that
-        // the lease before this one, if it was looking at that, is over.
-        fence(Ordering::Release);
-        slot.first.store(range.first().0, Ordering::Relaxed);
-        slot.last.store(range.last().0, Ordering::Relaxed);
-        // Release: whoever sees the mark sees the range.
-        slot.mark.store(mark, Ordering::Release);
+        chunk.slots[at].fill(range, mark);
         base + at
     }
 
+    /// Where the lease of this index is: its chunk, and its place there.
     #[cfg_attr(loom, allow(clippy::modulo_one, reason = "a chunk holds one lease in a model"))]
-    pub(super) fn give_back(&self, index: usize) {
+    fn place(&self, index: usize) -> (&Chunk, usize) {
         let chunk = self.chunks().nth(index / CHUNK).expect("chunks are never taken away");
-        let at = index % CHUNK;
+        (chunk, index % CHUNK)
+    }
+
+    /// Ends a lease whose place is kept.
+    pub(super) fn rest(&self, index: usize) {
+        let (chunk, at) = self.place(index);
+        // Release: what was done under the lease comes before it is seen to be over.
+        chunk.slots[at].mark.store(0, Ordering::Release);
+    }
+
+    /// Enters a lease in a place that was kept.
+    pub(super) fn renew(&self, index: usize, range: Range, mark: u64) {
+        let (chunk, at) = self.place(index);
+        // The last lease in this place is over, and that was seen: the caller has it exclusively.
+        chunk.slots[at].fill(range, mark);
+    }
+
+    pub(super) fn give_back(&self, index: usize) {
+        let (chunk, at) = self.place(index);
         // Release, both: what was done under the lease comes before it is seen to be over.
         chunk.slots[at].mark.store(0, Ordering::Release);
         chunk.used.fetch_and(!(1 << at), Ordering::Release);

@@ -190,6 +190,32 @@ fn a_lease_holds_its_memory_beyond_a_quiet_point() {
 }
 
 #[test]
+fn a_lease_that_is_renewed_is_not_overlooked() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let mut lease = reader.lease(OTHER);
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            lease.rest();
+            let held = theirs.access(&mut cache);
+            if held {
+                reader.renew(&mut lease, PAGE);
+            }
+            reader.poll(|gone| forget(&mut cache, gone));
+            if held {
+                theirs.touch();
+            }
+            lease.rest();
+            theirs.access(&mut cache);
+        });
+        world.unmap(&shootdown, 1);
+        device.join().unwrap();
+    });
+}
+
+#[test]
 fn a_lease_is_found_in_a_place_that_others_use_and_leave() {
     // A chunk holds one lease in a model: the first is on another page and makes way, or does
     // not, so that the one that matters goes to the same place or to a further chunk.

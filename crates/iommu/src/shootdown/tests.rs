@@ -157,6 +157,42 @@ fn an_invalidation_waits_for_older_leases_on_its_ranges_and_for_no_others() {
 }
 
 #[test]
+fn a_lease_is_renewed_on_another_range_and_for_a_later_time() {
+    let shootdown = Shootdown::new(2);
+    let mut reader = shootdown.reader().unwrap();
+    let mut lease = reader.lease(range(0, 9));
+    let index = lease.index;
+    let old = shootdown.begin(&[range(0, 9)], false);
+    reader.poll(|_| ());
+    assert!(!shootdown.is_over(old));
+    lease.rest();
+    assert!(shootdown.is_over(old), "it is over, though its place is kept");
+
+    // On what is there by now: older invalidations do not wait for it, newer ones do.
+    let older = shootdown.begin(&[range(20, 29)], false);
+    reader.poll(|_| ());
+    reader.renew(&mut lease, range(20, 29));
+    assert_eq!((lease.index, lease.range()), (index, range(20, 29)));
+    assert!(shootdown.is_over(older));
+    let newer = [range(20, 20), range(0, 9)].map(|gone| shootdown.begin(&[gone], false));
+    reader.poll(|_| ());
+    assert!(!shootdown.is_over(newer[0]));
+    assert!(shootdown.is_over(newer[1]), "not on what it was taken on at first");
+    drop(lease);
+    assert!(shootdown.is_over(newer[0]));
+    assert_eq!(reader.lease(range(0, 0)).index, index, "its place is free");
+
+    // Of another reader it is a new one; one that is held ends.
+    let mut other = shootdown.reader().unwrap();
+    let mut lease = reader.lease(range(0, 9));
+    other.renew(&mut lease, range(30, 39));
+    let gone = [range(0, 9), range(30, 39)].map(|gone| shootdown.begin(&[gone], false));
+    reader.poll(|_| ());
+    other.poll(|_| ());
+    assert_eq!(gone.map(|token| shootdown.is_over(token)), [true, false]);
+}
+
+#[test]
 fn a_lease_outlives_its_reader_and_the_next_of_that_index() {
     let shootdown = Shootdown::new(1);
     let reader = shootdown.reader().unwrap();

@@ -12,16 +12,22 @@
 //! | [`iova`] | allocators of I/O virtual addresses |
 //! | [`bounce`] | bounce pools, against mapping and against pools of another shape |
 //! | [`iotlb`] | lookups in a device's IOTLB |
+//! | `ping` | where the host has put the CPUs |
+//! | `process` | a back end's process |
 //! | [`net`] | network back ends with and without a device IOTLB, beside DPDK's |
+//! | [`blk`] | block back ends with and without a device IOTLB |
 //!
 //! A benchmark measures its implementations in turns (A B C A B C ...), so that what slows a machine
 //! for a while slows all of them, and takes ratios within a round.
 
+pub mod blk;
 pub mod bounce;
 pub mod clock;
 pub mod iotlb;
 pub mod iova;
 pub mod net;
+mod ping;
+mod process;
 pub mod rounds;
 pub mod row;
 mod table;

@@ -77,7 +77,7 @@ pub(crate) struct Arguments {
     session: Session,
 }
 
-fn parse_seconds(text: &str) -> Result<f64, String> {
+pub(super) fn parse_seconds(text: &str) -> Result<f64, String> {
     let seconds: f64 = text.parse().map_err(|_| "a number of seconds, such as 1 or 0.2")?;
     match (0.01..=3600.0).contains(&seconds) {
         true => Ok(seconds),

@@ -81,11 +81,47 @@ pub(super) struct Transfer {
     /// The memory; kept until the completion.
     pieces: Vec<libc::iovec>,
     /// Keep the translations of `pieces` alive.
-    leases: Vec<Lease>,
+    leases: Leases,
     /// What of the pieces is still to be moved, from where on in the file.
     left: u64,
     offset: u64,
     write: bool,
+}
+
+/// The leases of a request: of one that is over the first is kept, to be renewed.
+#[derive(Default)]
+struct Leases {
+    first: Option<Lease>,
+    /// Whether the first is not over.
+    held: bool,
+    others: Vec<Lease>,
+}
+
+impl Leases {
+    /// One more, on this range.
+    fn take(&mut self, bus: &Bus, addr: u64, len: u64) {
+        if self.held {
+            self.others.extend(bus.lease(addr, len));
+            return;
+        }
+        self.held = match &mut self.first {
+            Some(first) => bus.renew(first, addr, len),
+            None => {
+                self.first = bus.lease(addr, len);
+                self.first.is_some()
+            }
+        };
+    }
+
+    /// All are over.
+    fn end(&mut self) {
+        if std::mem::take(&mut self.held)
+            && let Some(first) = &mut self.first
+        {
+            first.rest();
+        }
+        self.others.clear();
+    }
 }
 
 // SAFETY: the pointers are for the kernel; no thread looks through them.
@@ -140,11 +176,11 @@ impl Transfer {
         (write, offset, len): (bool, u64, u64),
     ) -> Result<(), request::Stop> {
         self.pieces.clear();
-        self.leases.clear();
+        self.leases.end();
         (self.left, self.offset, self.write) = (len, offset, write);
         let access = if write { Access::Read } else { Access::Write };
         for desc in request::data(chain, write, len) {
-            self.leases.extend(bus.lease(desc.addr, desc.len.into()));
+            self.leases.take(bus, desc.addr, desc.len.into());
             let pieces = &mut self.pieces;
             let visited = bus.slices(desc.addr, desc.len.into(), access, |piece| {
                 let base: *mut libc::c_void = piece.as_ptr().cast();
@@ -166,7 +202,7 @@ impl Transfer {
             };
             if let Err(stop) = visited.and(few) {
                 // An invalidation does not wait for what waits itself.
-                self.leases.clear();
+                self.leases.end();
                 return Err(stop);
             }
         }
@@ -214,7 +250,7 @@ impl FileStore {
         match unsafe { self.io.submit(op, pieces, at.into()) } {
             true => Handed::Over,
             false => {
-                transfer.leases.clear();
+                transfer.leases.end();
                 Handed::Later
             }
         }
@@ -239,7 +275,7 @@ impl FileStore {
                 again.push(at);
                 return;
             }
-            transfer.leases.clear();
+            transfer.leases.end();
             done.push((at, result.is_ok() && (!moves || moved == transfer.left)));
         });
         for at in again {
@@ -247,7 +283,7 @@ impl FileStore {
             // SAFETY: as in `hand_over`; the leases were kept.
             if !unsafe { self.io.submit(transfer.op(), &transfer.pieces, at.into()) } {
                 // It had a place, which nobody else can have taken.
-                transfer.leases.clear();
+                transfer.leases.end();
                 self.done.push((at, false));
             }
         }

@@ -2,7 +2,7 @@
 
 /// A queue of buffers with room for all there are.
 #[derive(Debug)]
-pub(super) struct Fifo {
+pub(crate) struct Fifo {
     ring: Box<[u32]>,
     /// How many were ever taken and put.
     taken: usize,
@@ -11,19 +11,19 @@ pub(super) struct Fifo {
 
 impl Fifo {
     /// One that holds `buffers`.
-    pub(super) fn new(buffers: std::ops::Range<u32>) -> Fifo {
+    pub(crate) fn new(buffers: std::ops::Range<u32>) -> Fifo {
         let mut ring: Vec<u32> = buffers.collect();
         let put = ring.len();
         ring.resize(put.next_power_of_two(), 0);
         Fifo { ring: ring.into(), taken: 0, put }
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.put - self.taken
     }
 
     #[inline]
-    pub(super) fn take(&mut self) -> Option<u32> {
+    pub(crate) fn take(&mut self) -> Option<u32> {
         (self.len() > 0).then(|| {
             let buffer = self.ring[self.taken & (self.ring.len() - 1)];
             self.taken += 1;
@@ -33,7 +33,7 @@ impl Fifo {
 
     /// Puts back what was taken.
     #[inline]
-    pub(super) fn put(&mut self, buffer: u32) {
+    pub(crate) fn put(&mut self, buffer: u32) {
         debug_assert!(self.len() < self.ring.len(), "more than there are");
         let last = self.ring.len() - 1;
         self.ring[self.put & last] = buffer;

@@ -28,27 +28,27 @@ const BACKEND_IOTLB_MSG: u32 = 1;
 
 /// The front end of a device, and the channel on which it asks for translations.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(crate) struct Link {
     front: Frontend,
     pipe: Pipe,
     channel: Option<(UnixStream, Records<MESSAGE>)>,
-    pub(super) misses: u64,
-    pub(super) updates: u64,
-    pub(super) invalidations: u64,
+    pub(crate) misses: u64,
+    pub(crate) updates: u64,
+    pub(crate) invalidations: u64,
 }
 
 /// What a ring of the device is made of.
-pub(super) struct RingParts<'a> {
-    pub(super) size: u16,
-    pub(super) base: u32,
-    pub(super) addresses: RingAddresses,
-    pub(super) kick: BorrowedFd<'a>,
+pub(crate) struct RingParts<'a> {
+    pub(crate) size: u16,
+    pub(crate) base: u32,
+    pub(crate) addresses: RingAddresses,
+    pub(crate) kick: BorrowedFd<'a>,
 }
 
 impl Link {
     /// Settles on `features`, of which the back end must have all in `needed`, and hands the memory
     /// over.
-    pub(super) fn open(
+    pub(crate) fn open(
         stream: UnixStream,
         features: u64,
         needed: u64,
@@ -74,7 +74,7 @@ impl Link {
     }
 
     /// Starts a ring; its areas are mapped first, as QEMU does it.
-    pub(super) fn start_ring(
+    pub(crate) fn start_ring(
         &mut self,
         ring: u16,
         parts: &RingParts<'_>,
@@ -105,39 +105,39 @@ impl Link {
     }
 
     /// Stops a ring; returns where the back end would go on.
-    pub(super) fn stop_ring(&mut self, ring: u16) -> Result<u32, NetDriverError> {
+    pub(crate) fn stop_ring(&mut self, ring: u16) -> Result<u32, NetDriverError> {
         self.pipe.settle()?;
         self.front.set_vring_enable(ring, false)?;
         Ok(self.front.get_vring_base(ring)?)
     }
 
     /// Puts a translation into the pipe; returns its ticket.
-    pub(super) fn update(&mut self, entry: Entry) -> u64 {
+    pub(crate) fn update(&mut self, entry: Entry) -> u64 {
         self.updates += 1;
         self.pipe.put(update(entry))
     }
 
     /// Takes translations back: nothing uses them any more when the ticket is done.
-    pub(super) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
+    pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
         self.invalidations += 1;
         self.pipe.put(Iotlb::Invalidate { first, last })
     }
 
     /// Whether the back end has carried out the message of that ticket.
     #[inline]
-    pub(super) fn is_done(&self, ticket: u64) -> bool {
+    pub(crate) fn is_done(&self, ticket: u64) -> bool {
         self.pipe.is_done(ticket)
     }
 
     /// Waits until the back end has carried out everything.
-    pub(super) fn settle(&mut self) -> Result<(), NetDriverError> {
+    pub(crate) fn settle(&mut self) -> Result<(), NetDriverError> {
         self.pipe.settle()
     }
 
     /// Sends what was put into the pipe and takes the answers; then answers what the back end has
     /// asked for meanwhile, and returns how many misses that were. One at an address that leads
     /// nowhere gets no UPDATE (rule D8).
-    pub(super) fn answer(&mut self, space: &Space) -> Result<u64, NetDriverError> {
+    pub(crate) fn answer(&mut self, space: &Space) -> Result<u64, NetDriverError> {
         let Link { pipe, channel, misses, updates, .. } = self;
         let Some((channel, records)) = channel else { return Ok(0) };
         let before = *misses;

@@ -15,12 +15,12 @@
 //! asks for a translation. So nothing but the back end runs beside it.
 
 mod arrivals;
-mod fifo;
+pub(crate) mod fifo;
 mod frame;
-mod link;
+pub(crate) mod link;
 mod pipe;
 mod side;
-mod space;
+pub(crate) mod space;
 
 use std::{io, os::unix::net::UnixStream};
 
@@ -275,7 +275,11 @@ impl NetDriver {
 }
 
 /// Sends each lasting translation of a buffer once, in the order of addresses.
-fn prefill_all(link: &mut Link, space: &Space, buffers: u32) -> Result<(), NetDriverError> {
+pub(crate) fn prefill_all(
+    link: &mut Link,
+    space: &Space,
+    buffers: u32,
+) -> Result<(), NetDriverError> {
     let entry = |buffer| space.entry(space.device_addr(space.buffer(buffer)));
     let mut entries: Vec<Entry> = (0..buffers).filter_map(entry).collect();
     entries.sort_unstable_by_key(|entry| entry.first);

@@ -102,6 +102,18 @@ impl Space {
     /// If an entry's size is none that [`Addressing`] allows.
     pub(crate) fn new(addressing: Addressing, buffers: u32) -> Result<Space, MemError> {
         let stride = if addressing.is_fresh() { PAGE } else { PAGE / 2 };
+        Space::with_stride(addressing, buffers, stride)
+    }
+
+    /// The same with a page for each buffer.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub(crate) fn of_pages(addressing: Addressing, buffers: u32) -> Result<Space, MemError> {
+        Space::with_stride(addressing, buffers, PAGE)
+    }
+
+    fn with_stride(addressing: Addressing, buffers: u32, stride: u64) -> Result<Space, MemError> {
         let ram = GuestRam::new(RAM, GUEST_BASE)?;
         let bytes = (u64::from(buffers) * stride).next_multiple_of(BUFFERS);
         if BUFFERS + bytes > RAM as u64 {

@@ -2,7 +2,11 @@
 
 use std::{
     hint::black_box,
-    sync::{Arc, RwLock, atomic::Ordering},
+    sync::{
+        Arc, RwLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -23,6 +27,8 @@ use crate::bench::{bounce::pool::cpu_time, threads::together};
 const BURST: u64 = 256;
 /// Lookups after which a thread of `threads` invalidates an entry.
 const STEADY: u64 = 8192;
+/// Entries that a thread beside them renews each millisecond.
+const PACE: u64 = 10;
 /// Entries that are checked.
 const CHECKED: u64 = 4096;
 
@@ -32,6 +38,8 @@ pub(super) struct Sample {
     pub(super) operations: u64,
     pub(super) wall: f64,
     pub(super) cpu: f64,
+    /// Entries that another thread renewed meanwhile, a second.
+    pub(super) renewed: f64,
 }
 
 /// An implementation with its entries.
@@ -41,7 +49,7 @@ pub(super) trait Subject {
     /// Times operations for about that long.
     fn time(&mut self, set: &Set, order: Order, cursor: &mut Cursor, budget: Duration) -> Sample;
     /// As many threads as there are CPUs in the list.
-    fn threads(&mut self, set: &Set, cpus: &[usize], budget: Duration) -> Sample;
+    fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample;
 }
 
 /// Makes an implementation, with the entries of a set.
@@ -129,7 +137,7 @@ fn burst(order: Order, set: &Set, cursor: &mut Cursor, mut lookup: impl FnMut(u6
                 sum = sum.wrapping_add(lookup(status, 1));
             }
         }
-        Order::Random | Order::Churn | Order::Threads => {
+        Order::Random | Order::Churn | Order::Threads | Order::Steady => {
             for _ in 0..BURST {
                 sum = sum.wrapping_add(lookup(cursor.random(set), 64));
             }
@@ -148,9 +156,43 @@ fn timed(operations: u64, budget: Duration, mut work: impl FnMut()) -> Sample {
         let wall = begun.elapsed();
         if wall >= budget {
             let each = |time: Duration| time.as_nanos() as f64 / done as f64;
-            return Sample { operations: done, wall: each(wall), cpu: each(cpu_time() - cpu) };
+            return Sample {
+                operations: done,
+                wall: each(wall),
+                cpu: each(cpu_time() - cpu),
+                renewed: 0.0,
+            };
         }
     }
+}
+
+/// Runs `work`; for [`Order::Steady`] beside another thread, which has `renew` of a random entry
+/// [`PACE`] times a millisecond.
+fn beside(
+    order: Order,
+    set: &Set,
+    renew: impl Fn(u64) + Send,
+    work: impl FnOnce() -> Vec<Sample>,
+) -> Sample {
+    if order != Order::Steady {
+        return mean(&work());
+    }
+    let (stop, renewed) = (&AtomicBool::new(false), &AtomicU64::new(0));
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut random = Random(7);
+            while !stop.load(Ordering::Relaxed) {
+                thread::sleep(Duration::from_millis(1));
+                (0..PACE).for_each(|_| renew(random.below(set.entries)));
+                renewed.fetch_add(PACE, Ordering::Relaxed);
+            }
+        });
+        let begun = Instant::now();
+        let samples = work();
+        let seconds = begun.elapsed().as_secs_f64();
+        stop.store(true, Ordering::Relaxed);
+        Sample { renewed: renewed.load(Ordering::Relaxed) as f64 / seconds, ..mean(&samples) }
+    })
 }
 
 /// The mean of what threads took for an operation.
@@ -162,6 +204,7 @@ fn mean(samples: &[Sample]) -> Sample {
         operations: samples.iter().map(|sample| sample.operations).sum(),
         wall: of(|sample| sample.wall),
         cpu: of(|sample| sample.cpu),
+        renewed: 0.0,
     }
 }
 
@@ -217,15 +260,26 @@ fn time_table<T: Table>(
     })
 }
 
-fn time_shared<S: Shared>(table: &S, set: &Set, cpus: &[usize], budget: Duration) -> Sample {
-    let samples = together(cpus, vec![(); cpus.len()], |index, ()| {
-        let look = |cursor: &mut Cursor| {
-            burst(Order::Random, set, cursor, |addr, len| table.lookup(addr, len).unwrap_or(0));
-        };
-        let renew = |entry| table.renew(set.iova(entry), set.page, set.target(entry));
-        steadily(set, index, budget, look, renew)
-    });
-    mean(&samples)
+fn time_shared<S: Shared>(
+    table: &S,
+    set: &Set,
+    (order, cpus): (Order, &[usize]),
+    budget: Duration,
+) -> Sample {
+    let renew = |entry| table.renew(set.iova(entry), set.page, set.target(entry));
+    beside(order, set, renew, || {
+        together(cpus, vec![(); cpus.len()], |index, ()| {
+            let look = |cursor: &mut Cursor| {
+                burst(Order::Random, set, cursor, |addr, len| table.lookup(addr, len).unwrap_or(0));
+            };
+            let own = |entry| {
+                if order == Order::Threads {
+                    renew(entry)
+                }
+            };
+            steadily(set, index, budget, look, own)
+        })
+    })
 }
 
 /// A table by itself, and behind a lock for readers and writers where threads share it.
@@ -241,8 +295,8 @@ impl<T: Table> Subject for Peer<T> {
         time_table(table, set, order, cursor, budget)
     }
 
-    fn threads(&mut self, set: &Set, cpus: &[usize], budget: Duration) -> Sample {
-        time_shared(&self.0, set, cpus, budget)
+    fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {
+        time_shared(&self.0, set, (order, cpus), budget)
     }
 }
 
@@ -258,8 +312,8 @@ impl Subject for Single {
         time_table(&mut self.0, set, order, cursor, budget)
     }
 
-    fn threads(&mut self, set: &Set, cpus: &[usize], budget: Duration) -> Sample {
-        time_shared(&self.0, set, cpus, budget)
+    fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {
+        time_shared(&self.0, set, (order, cpus), budget)
     }
 }
 
@@ -335,22 +389,37 @@ impl Subject for Ours {
         })
     }
 
-    fn threads(&mut self, set: &Set, cpus: &[usize], budget: Duration) -> Sample {
+    fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {
         // Nobody waits for this thread meanwhile.
         self.view.offline();
         let (endpoint, memory, iotlb) = (&self.endpoint, &self.memory, &self.iotlb);
-        let samples = together(cpus, vec![(); cpus.len()], |index, ()| {
-            let view = View::new(Arc::clone(endpoint), Arc::clone(memory));
-            let mut view = view.expect("there are places for all of them");
-            let look = |cursor: &mut Cursor| {
-                view.quiet();
-                burst(Order::Random, set, cursor, |addr, len| look(&view, addr, len));
-            };
-            steadily(set, index, budget, look, |entry| {
-                renew(iotlb, set, entry).expect("there is room for what was just there");
+        let again =
+            |entry| renew(iotlb, set, entry).expect("there is room for what was just there");
+        let waited = |entry| {
+            let range = Range::from_len(Iova(set.iova(entry)), set.page).expect("no entry wraps");
+            let token = iotlb.invalidate(range).expect("it is aligned");
+            // Before it is over the entry may not lead elsewhere.
+            iotlb.shootdown().wait(token);
+            let target = GuestPhys(set.target(entry));
+            iotlb.update(range, target, Prot::RW).expect("there is room for what was just there");
+        };
+        let sample = beside(order, set, waited, || {
+            together(cpus, vec![(); cpus.len()], |index, ()| {
+                let view = View::new(Arc::clone(endpoint), Arc::clone(memory));
+                let mut view = view.expect("there are places for all of them");
+                let look = |cursor: &mut Cursor| {
+                    view.quiet();
+                    burst(Order::Random, set, cursor, |addr, len| look(&view, addr, len));
+                };
+                let own = |entry| {
+                    if order == Order::Threads {
+                        _ = again(entry)
+                    }
+                };
+                steadily(set, index, budget, look, own)
             })
         });
         self.view.online();
-        mean(&samples)
+        sample
     }
 }

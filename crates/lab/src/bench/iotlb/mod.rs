@@ -76,7 +76,7 @@ impl Options {
                 for &order in &self.orders {
                     // The size of an entry matters to few, and how they are related to one.
                     let plain = page == Page::Small || order == Order::Random;
-                    let threads = order == Order::Threads && merge == Merge::Mergeable;
+                    let threads = order.is_threads() && merge == Merge::Mergeable;
                     if self.all || plain && !threads {
                         cells.push(Cell { order, page, merge });
                     }
@@ -88,7 +88,7 @@ impl Options {
 
     /// The numbers of entries of a contest: of those with threads, one.
     fn entries(&self, cell: Cell) -> Vec<Entries> {
-        let few = cell.order == Order::Threads && !self.all;
+        let few = cell.order.is_threads() && !self.all;
         let fewer: Vec<_> = self.entries.iter().copied().filter(|n| n.0 == 512).collect();
         if few && !fewer.is_empty() { fewer } else { self.entries.clone() }
     }
@@ -105,7 +105,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     }
     let cpus = threads::cpus();
     let mut benchmark = Benchmark::new("iotlb", options.repeat);
-    if cells.iter().any(|cell| cell.order == Order::Threads) && cpus.len() < 2 {
+    if cells.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
         benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
     }
     benchmark.settings = object([
@@ -115,7 +115,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     ]);
     let each = |cell: &Cell| {
         // What warms up included: a half, or a quarter of two.
-        let times = if cell.order == Order::Threads { 2.5 } else { 1.5 };
+        let times = if cell.order.is_threads() { 2.5 } else { 1.5 };
         let all = options.entries(*cell).len() * options.implementations.len();
         options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
     };
@@ -152,6 +152,8 @@ struct Entrant {
 struct Samples {
     wall: Rounds,
     cpu: Rounds,
+    /// Entries that others renewed meanwhile, a second.
+    renewed: Rounds,
     operations: u64,
 }
 
@@ -159,6 +161,7 @@ impl Samples {
     fn add(&mut self, sample: Sample) {
         self.wall.push(sample.wall);
         self.cpu.push(sample.cpu);
+        self.renewed.push(sample.renewed);
         self.operations += sample.operations;
     }
 }
@@ -214,7 +217,7 @@ impl<'a> Contest<'a> {
                     break;
                 }
                 let Some(subject) = &mut entrant.subject else { continue };
-                if order != Order::Threads {
+                if !order.is_threads() {
                     let cursor = &mut entrant.cursor;
                     // The others had the processor's caches meanwhile.
                     subject.time(&entrant.set, order, cursor, budget / 2);
@@ -227,7 +230,7 @@ impl<'a> Contest<'a> {
                 for (threads, samples) in entrant.samples.iter_mut().enumerate() {
                     let cpus = &self.cpus[..self.cpus.len().min(threads + 1)];
                     let cpus = if cpus.len() <= threads { &[cpus[0]; 2] } else { cpus };
-                    let sample = subject.threads(&entrant.set, cpus, budget);
+                    let sample = subject.threads(&entrant.set, order, cpus, budget);
                     if round > 0 {
                         samples.add(sample);
                     }
@@ -245,7 +248,7 @@ impl<'a> Contest<'a> {
 
     fn rows(&self, into: &mut Benchmark) {
         let Cell { order, page, merge } = self.cell;
-        let numbers: &[usize] = if order == Order::Threads { &[0, 1] } else { &[0] };
+        let numbers: &[usize] = if order.is_threads() { &[0, 1] } else { &[0] };
         let none = Samples::default();
         let find = |implementation, entries, threads: usize| {
             self.entrants
@@ -255,7 +258,7 @@ impl<'a> Contest<'a> {
         };
         // Alone, a thread is charged for its own time; several wait for each other too.
         let time = |samples: &'_ Samples| -> Rounds {
-            if order == Order::Threads { samples.wall.clone() } else { samples.cpu.clone() }
+            if order.is_threads() { samples.wall.clone() } else { samples.cpu.clone() }
         };
         for &threads in numbers {
             for entrant in &self.entrants {
@@ -273,6 +276,10 @@ impl<'a> Contest<'a> {
                     ("ratio_to_64_entries", value(time(own).ratio_to(&time(same(64))))),
                     ("sorted_list_of_2048_to_this", value(time(list).ratio_to(&time(own)))),
                 ]);
+                if order == Order::Steady {
+                    let renewed = own.renewed.interval();
+                    figures.insert("invalidations_per_s".to_owned(), value(renewed));
+                }
                 if threads == 1 {
                     for (key, time) in [
                         ("scaling", (|samples| &samples.wall) as fn(&Samples) -> &Rounds),
@@ -283,11 +290,8 @@ impl<'a> Contest<'a> {
                         figures.insert(key.to_owned(), value(more.interval()));
                     }
                 }
-                let label = if order == Order::Threads {
-                    format!("/{}", threads + 1)
-                } else {
-                    String::new()
-                };
+                let label =
+                    if order.is_threads() { format!("/{}", threads + 1) } else { String::new() };
                 into.rows.push(Row {
                     name: format!("{order}/{merge}/{page}/{}{label}", Entries(entries)),
                     implementation: entrant.implementation.to_string(),
@@ -340,8 +344,9 @@ pub(super) mod tests {
     fn every_implementation_has_a_row_for_every_combination() {
         let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
-        // Mergeable: five orders of 4k, one of 1g. Unmergeable: the same and two numbers of threads.
-        assert_eq!(benchmark.rows.len(), (6 + 8) * 3 * Implementation::ALL.len());
+        // Mergeable: five orders of 4k, one of 1g. Unmergeable: the same and two numbers of threads,
+        // twice.
+        assert_eq!(benchmark.rows.len(), (6 + 10) * 3 * Implementation::ALL.len());
         for row in &benchmark.rows {
             let out = row.implementation == "sorted-list" && row.params["entries"] == 4096
                 || row.params["page"] == "1g"
@@ -366,7 +371,7 @@ pub(super) mod tests {
             fn time(&mut self, _: &Set, _: Order, _: &mut Cursor, _: Duration) -> Sample {
                 unreachable!()
             }
-            fn threads(&mut self, _: &Set, _: &[usize], _: Duration) -> Sample {
+            fn threads(&mut self, _: &Set, _: Order, _: &[usize], _: Duration) -> Sample {
                 unreachable!()
             }
         }

@@ -43,6 +43,8 @@ macro_rules! named {
     };
 }
 
+pub(in crate::bench) use named;
+
 named! {
     /// Who is measured.
     Implementation, "implementation":
@@ -75,6 +77,16 @@ named! {
     /// Random lookups by one thread and by two that share a device, each of which invalidates an
     /// entry and puts it in again now and then.
     Threads = "threads",
+    /// Random lookups by one thread and by two that share a device, while a third one invalidates
+    /// an entry, waits until that is over, and puts it in again, 10,000 times a second.
+    Steady = "steady",
+}
+
+impl Order {
+    /// Whether it is of several threads.
+    pub const fn is_threads(self) -> bool {
+        matches!(self, Order::Threads | Order::Steady)
+    }
 }
 
 named! {

@@ -63,6 +63,7 @@ fn about(order: Order) -> &'static str {
         Order::Chain => "16 bytes, 4 KiB and 1 byte of random entries",
         Order::Churn => "an entry invalidated, put in again and looked up",
         Order::Threads => "random lookups, an entry invalidated every 8,192",
+        Order::Steady => "random lookups, another thread invalidates 10,000 entries a second",
     }
 }
 

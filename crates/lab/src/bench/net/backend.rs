@@ -6,10 +6,10 @@ use anyhow::{Context, Result};
 
 use super::{
     case::{Direction, Implementation},
-    process::Process,
     ringfence::Ringfence,
     testpmd::Testpmd,
 };
+use crate::bench::process::Process;
 
 /// What a back end says it has taken from the driver and given to it since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

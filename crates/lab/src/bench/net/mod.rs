@@ -4,8 +4,7 @@
 //! |---|---|
 //! | [`case`] | what is measured: which way packets go, and by what addresses |
 //! | `load` | one measurement |
-//! | `backend`, `ringfence`, `testpmd` | the back ends; `process`: their processes |
-//! | `ping` | where the host has put the CPUs |
+//! | `backend`, `ringfence`, `testpmd` | the back ends |
 //! | `rows` | what the rounds tell |
 //! | [`table`] | all of it for a terminal |
 //!
@@ -15,10 +14,8 @@
 mod backend;
 pub mod case;
 mod load;
-mod ping;
-mod process;
 mod ringfence;
-mod rows;
+pub(super) mod rows;
 pub mod table;
 mod testpmd;
 
@@ -32,7 +29,7 @@ use std::{
 use anyhow::{Context, Result};
 use serde_json::{Map, Value};
 
-use super::{Benchmark, threads};
+use super::{Benchmark, ping, threads};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -72,10 +69,10 @@ struct Measured {
 }
 
 /// A folder for sockets that goes with this.
-struct Folder(PathBuf);
+pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {
-    fn new() -> Result<Folder> {
+    pub(super) fn new() -> Result<Folder> {
         let path = std::env::temp_dir().join(format!("ringfence-bench-{}", std::process::id()));
         fs::create_dir(&path).with_context(|| format!("making {}", path.display()))?;
         Ok(Folder(path))
@@ -200,6 +197,6 @@ fn measure(
     Measured { window, ping }
 }
 
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+pub(super) fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
     entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
 }

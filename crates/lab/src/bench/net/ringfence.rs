@@ -7,8 +7,8 @@ use anyhow::{Context, Result};
 use super::{
     backend::{Backend, Counted},
     case::Direction,
-    process::Process,
 };
+use crate::bench::process::Process;
 
 /// A running `ringfence net`.
 ///

@@ -7,18 +7,18 @@ use super::{
     MOST_LOST, Measured,
     case::{Case, Implementation},
     load::Window,
-    object, ping,
+    object,
 };
 use crate::{
-    bench::{Benchmark, Interval, Row},
+    bench::{Benchmark, Interval, Row, ping},
     stats::Estimate,
 };
 
 /// Who has its CPU for less of a window was not measured alone.
-const FULL_SHARE: f64 = 0.95;
+pub(in crate::bench) const FULL_SHARE: f64 = 0.95;
 
 /// A figure of each round, where there is one.
-type Figures = Vec<Option<f64>>;
+pub(in crate::bench) type Figures = Vec<Option<f64>>;
 
 /// Adds the rows of all cases. `found`: for each case and implementation the windows, by rounds.
 pub(super) fn fill(
@@ -65,17 +65,17 @@ fn figures(of: &[Measured], figure: impl Fn(&Window) -> Option<f64>) -> Figures 
     of.iter().map(|measured| figure(measured.window.as_ref().ok()?)).collect()
 }
 
-fn interval(figures: &Figures) -> Interval {
+pub(in crate::bench) fn interval(figures: &Figures) -> Interval {
     Estimate::of(&figures.iter().flatten().copied().collect::<Vec<_>>()).into()
 }
 
 /// The rounds' ratios; a round that one side lacks is left out.
-fn ratio(own: &Figures, base: &Figures) -> Interval {
+pub(in crate::bench) fn ratio(own: &Figures, base: &Figures) -> Interval {
     let ratios = own.iter().zip(base).map(|(own, base)| Some((*own)? / (*base)?)).collect();
     interval(&ratios)
 }
 
-fn value(interval: Interval) -> Value {
+pub(in crate::bench) fn value(interval: Interval) -> Value {
     json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 

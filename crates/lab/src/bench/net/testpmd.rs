@@ -17,8 +17,8 @@ use rustix::{
 use super::{
     backend::{Backend, Counted},
     case::Direction,
-    process::Process,
 };
+use crate::bench::process::Process;
 
 /// Where Debian puts it (package `dpdk-dev`).
 const PROGRAM: &str = "/usr/bin/dpdk-testpmd";

@@ -17,9 +17,9 @@ use crate::bench::threads;
 const START: Duration = Duration::from_secs(15);
 
 /// A process that is killed when this is dropped.
-pub(super) struct Process {
+pub(in crate::bench) struct Process {
     name: &'static str,
-    pub(super) child: Child,
+    pub(in crate::bench) child: Child,
     /// What it says on standard error.
     log: PathBuf,
 }
@@ -27,7 +27,7 @@ pub(super) struct Process {
 impl Process {
     /// Starts a program on `cpu` (`None`: it knows where) and waits until there is something at
     /// `socket`. `talks`: its standard input and output are pipes.
-    pub(super) fn start(
+    pub(in crate::bench) fn start(
         name: &'static str,
         program: &Path,
         arguments: &[String],
@@ -74,7 +74,7 @@ impl Process {
     }
 
     /// The last that it said on standard error.
-    pub(super) fn last_words(&self) -> String {
+    pub(in crate::bench) fn last_words(&self) -> String {
         let text = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let lines: Vec<&str> = text.lines().rev().take(3).collect();
@@ -82,12 +82,12 @@ impl Process {
     }
 
     /// Stops it, so that it takes no CPU.
-    pub(super) fn pause(&self) -> Result<()> {
+    pub(in crate::bench) fn pause(&self) -> Result<()> {
         self.signal(Signal::STOP)
     }
 
     /// Lets it go on.
-    pub(super) fn resume(&mut self) -> Result<()> {
+    pub(in crate::bench) fn resume(&mut self) -> Result<()> {
         if let Some(status) = self.child.try_wait()? {
             bail!("{} has ended, with {status}: {}", self.name, self.last_words());
         }
@@ -100,7 +100,7 @@ impl Process {
     }
 
     /// How much CPU time all its threads have had, nanoseconds.
-    pub(super) fn cpu_ns(&self) -> u64 {
+    pub(in crate::bench) fn cpu_ns(&self) -> u64 {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
         let spent = |task: fs::DirEntry| {
             let text = fs::read_to_string(task.path().join("schedstat")).ok()?;

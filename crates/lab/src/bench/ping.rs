@@ -21,7 +21,7 @@ struct Line(AtomicU64);
 
 /// Nanoseconds of a round trip of a cache line between two CPUs; `None` if there is but one, or the
 /// machine is too busy to tell.
-pub(super) fn round_trip_ns(cpus: [usize; 2]) -> Option<f64> {
+pub(in crate::bench) fn round_trip_ns(cpus: [usize; 2]) -> Option<f64> {
     if cpus[0] == cpus[1] {
         return None;
     }
@@ -53,7 +53,7 @@ pub(super) fn round_trip_ns(cpus: [usize; 2]) -> Option<f64> {
 }
 
 /// Whether the CPUs lay elsewhere: a round trip of `a` is none of `b`.
-pub(super) fn differ(a: f64, b: f64) -> bool {
+pub(in crate::bench) fn differ(a: f64, b: f64) -> bool {
     a.max(b) >= APART * a.min(b)
 }
 

@@ -1,0 +1,303 @@
+//! One queue with its buffers.
+
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use ringfence_mem::{PAGE_SIZE, Window};
+use ringfence_vhost_user::RingAddresses;
+use ringfence_virtq::{
+    Desc,
+    driver::{Config, Queue, Rings, Used},
+};
+use zerocopy::IntoBytes;
+
+use super::{
+    content::{BLOCK, Content, bytes, ends},
+    tally::Tally,
+};
+use crate::{
+    blk::wire::{HEADER_BYTES, Header, Kind, SECTOR, Status},
+    event,
+    net::driver::{
+        Addressing, NetDriverError,
+        fifo::Fifo,
+        link::{Link, RingParts},
+        space::Space,
+    },
+};
+
+/// Most requests that are taken back at once.
+const BURST: usize = 64;
+/// Of so many blocks that are read, one is looked at as a whole.
+const WHOLE: u64 = 64;
+/// Where the status and the indirect table of a request stand behind its header.
+const STATUS_AT: usize = HEADER_BYTES;
+const TABLE_AT: usize = 32;
+/// Header, data, status.
+const DESCS: usize = 3;
+/// Requests do not all begin at the same place of their page: they would compete for a few lines of
+/// the cache.
+const COLOURS: u32 = 31;
+const COLOUR: u64 = 128;
+/// No status has this value.
+const NO_STATUS: u8 = 0xff;
+
+/// The two pages of a request: its data, and its header, status and indirect table.
+const PAGES: u32 = 2;
+
+/// Memory for a request.
+#[derive(Debug)]
+struct Buffer {
+    data: Window,
+    request: Window,
+    table: Window,
+    /// Where the device sees data and request: for good, or for this use.
+    at: [u64; 2],
+    /// What is read into it or written from it.
+    block: u64,
+}
+
+/// A queue, the buffers that are its own, and which of them are free.
+#[derive(Debug)]
+pub(super) struct Side {
+    ring: u16,
+    queue: Queue,
+    free: Fifo,
+    /// The first buffer.
+    first: u32,
+    buffers: Vec<Buffer>,
+    kick: OwnedFd,
+    config: Config,
+    addresses: RingAddresses,
+    addressing: Addressing,
+    write: bool,
+    /// Buffers that are the device's no more when their ticket is done, and the ticket.
+    parked: VecDeque<(u64, u32)>,
+    /// What was added is published when this ticket is done.
+    held: u64,
+    unpublished: usize,
+}
+
+/// Where a buffer's pages are in memory: data and request.
+fn offsets(space: &Space, buffer: u32) -> [u64; 2] {
+    let page = |number: u32| space.buffer(number) & !(PAGE_SIZE as u64 - 1);
+    let colour = u64::from(buffer % COLOURS) * COLOUR;
+    [page(PAGES * buffer), page(PAGES * buffer + 1) + colour]
+}
+
+/// Pages that so many buffers take.
+pub(super) fn pages(buffers: u32) -> u32 {
+    buffers * PAGES
+}
+
+impl Side {
+    /// Queue number `ring`, with buffers of its own. `write`: what its requests do.
+    pub(super) fn new(
+        space: &Space,
+        ring: u16,
+        config: Config,
+        own: Range<u32>,
+        write: bool,
+    ) -> Result<Side, NetDriverError> {
+        let bytes_each = space.ring_bytes() / 2;
+        let at = usize::from(ring) * bytes_each;
+        let window = space.ram().window(at, bytes_each)?;
+        let queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
+        let base = space.device_addr(at as u64);
+        let areas = config.offsets();
+        let addresses = RingAddresses {
+            desc: base + areas.desc as u64,
+            avail: base + areas.avail as u64,
+            used: base + areas.used as u64,
+            log: None,
+        };
+        let buffers = own.clone().map(|buffer| {
+            let [data_at, request_at] = offsets(space, buffer);
+            let data = space.ram().window(data_at as usize, BLOCK)?;
+            let len = TABLE_AT + DESCS * size_of::<[u64; 2]>();
+            let request = space.ram().window(request_at as usize, len)?;
+            let table = space.ram().window(request_at as usize + TABLE_AT, len - TABLE_AT)?;
+            if write {
+                data.write(0, &bytes(0, buffer.into()));
+            }
+            let at = [data_at, request_at].map(|offset| space.device_addr(offset));
+            Ok(Buffer { data, request, table, at, block: 0 })
+        });
+        Ok(Side {
+            ring,
+            queue,
+            free: Fifo::new(own.clone()),
+            first: own.start,
+            buffers: buffers.collect::<Result<_, NetDriverError>>()?,
+            kick: event::new()?,
+            config,
+            addresses,
+            addressing: space.addressing(),
+            write,
+            parked: VecDeque::new(),
+            held: 0,
+            unpublished: 0,
+        })
+    }
+
+    /// Has the device begin.
+    pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
+        // The driver polls.
+        self.queue.suppress_notifications();
+        let Side { config: Config { size, packed, .. }, addresses, .. } = *self;
+        // Of a packed ring: both indices 0, both wrap counters 1.
+        let base = if packed { 0x8000_8000 } else { 0 };
+        let parts = RingParts { size, base, addresses, kick: self.kick.as_fd() };
+        link.start_ring(self.ring, &parts, space)
+    }
+
+    /// How many requests the device has, or will have.
+    #[inline]
+    pub(super) fn in_flight(&self) -> usize {
+        self.queue.in_flight().into()
+    }
+
+    /// Takes back what the device is done with, a burst at most, and looks at it; returns how many
+    /// that were.
+    #[inline]
+    pub(super) fn reclaim(
+        &mut self,
+        space: &mut Space,
+        link: &mut Link,
+        content: &Content,
+        tally: &mut Tally,
+    ) -> Result<usize, NetDriverError> {
+        let mut used = [Used::default(); BURST];
+        let count = self.queue.pop_burst(&mut used)?;
+        for Used { token, len } in &used[..count] {
+            let buffer = &self.buffers[(*token as u32 - self.first) as usize];
+            let mut status = [NO_STATUS];
+            buffer.request.read(STATUS_AT, &mut status);
+            let written = 1 + if self.write { 0 } else { BLOCK as u32 };
+            match status == [Status::Ok.code()] && *len == written {
+                true if self.write => tally.good += 1,
+                true => tally.note(buffer.holds(content, tally.good.is_multiple_of(WHOLE))),
+                false => tally.failed += 1,
+            }
+            if !self.addressing.is_fresh() {
+                self.free.put(*token as u32);
+            }
+        }
+        if self.addressing.is_fresh() {
+            self.unmap(&used[..count], space, link);
+        }
+        Ok(count)
+    }
+
+    /// Takes the addresses of buffers back, and then those buffers that can be used anew.
+    fn unmap(&mut self, used: &[Used], space: &mut Space, link: &mut Link) {
+        for used in used {
+            let buffer = &self.buffers[(used.token as u32 - self.first) as usize];
+            // The two pages of a request are mapped side by side.
+            let [first, request] = buffer.at;
+            buffer.at.iter().for_each(|addr| space.unmap(*addr));
+            let ticket = link.invalidate(first, request | (PAGE_SIZE as u64 - 1));
+            self.parked.push_back((ticket, used.token as u32));
+        }
+        while let Some(&(ticket, buffer)) = self.parked.front() {
+            if !link.is_done(ticket) {
+                break;
+            }
+            self.parked.pop_front();
+            self.free.put(buffer);
+        }
+    }
+
+    /// Submits up to `most` requests.
+    #[inline]
+    pub(super) fn submit(
+        &mut self,
+        space: &mut Space,
+        link: &mut Link,
+        content: &mut Content,
+        most: usize,
+    ) -> Result<(), NetDriverError> {
+        if !self.release(link) {
+            return Ok(());
+        }
+        let most = most.min(self.queue.free_descs().into());
+        for _ in 0..most {
+            let Some(number) = self.free.take() else { break };
+            let block = content.pick();
+            let Side { ring, queue, first, buffers, addressing, write, .. } = self;
+            let buffer = &mut buffers[(number - *first) as usize];
+            buffer.block = block;
+            if *write {
+                let (head, tail) = ends(block, content.write(block, number.into()));
+                buffer.data.write(0, &head);
+                buffer.data.write(BLOCK - tail.len(), &tail);
+            }
+            if let Addressing::Fresh { push } = *addressing {
+                let [_, request] = offsets(space, number);
+                buffer.at = [0, 1].map(|page| {
+                    let addr = space.map((*ring).into(), PAGES * number + page);
+                    addr & !(PAGE_SIZE as u64 - 1)
+                });
+                buffer.at[1] += request % PAGE_SIZE as u64;
+                if push {
+                    for addr in buffer.at {
+                        // A page each, though they lead on from each other.
+                        let entry = space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?;
+                        self.held = link.update(entry);
+                    }
+                }
+            }
+            let kind = if *write { Kind::Out } else { Kind::In };
+            let sector = block * BLOCK as u64 / SECTOR;
+            let header =
+                Header { kind: kind.code().into(), reserved: 0.into(), sector: sector.into() };
+            buffer.request.write(0, header.as_bytes());
+            buffer.request.write(STATUS_AT, &[NO_STATUS]);
+            let [data, request] = buffer.at;
+            let descs: [Desc; DESCS] = [
+                Desc::readable(request, HEADER_BYTES as u32),
+                Desc { addr: data, len: BLOCK as u32, write: !*write },
+                Desc::writable(request + STATUS_AT as u64, 1),
+            ];
+            queue.add_indirect(request + TABLE_AT as u64, &buffer.table, &descs, number.into())?;
+            self.unpublished += 1;
+        }
+        self.release(link);
+        Ok(())
+    }
+
+    /// Publishes what was added, unless its translations are still on their way. Returns whether
+    /// nothing is held back any more.
+    #[inline]
+    fn release(&mut self, link: &Link) -> bool {
+        if !link.is_done(self.held) {
+            return false;
+        }
+        if std::mem::take(&mut self.unpublished) > 0 {
+            self.queue.publish();
+            if self.queue.needs_kick() {
+                event::signal(&self.kick);
+            }
+        }
+        true
+    }
+}
+
+impl Buffer {
+    /// Whether it holds the block that was read into it: its first and last words, or all of it.
+    fn holds(&self, content: &Content, whole: bool) -> bool {
+        let stamp = content.stamp(self.block);
+        if whole {
+            let mut found = [0; BLOCK];
+            self.data.read(0, &mut found);
+            return found == bytes(self.block, stamp);
+        }
+        let (mut head, mut tail) = ([0; 16], [0; 8]);
+        self.data.read(0, &mut head);
+        self.data.read(BLOCK - tail.len(), &mut tail);
+        (head, tail) == ends(self.block, stamp)
+    }
+}

@@ -1,0 +1,258 @@
+//! What is measured: what requests do, how many at a time, and by what addresses.
+
+use std::{fmt, str::FromStr};
+
+use ringfence_devices::{
+    blk::load::{self, MOST_DEPTH, MOST_QUEUES},
+    net::driver::Addressing,
+};
+use serde_json::{Map, Value};
+
+pub use crate::bench::net::case::{Entry, Ring};
+use crate::bench::{iotlb::params::named, net::object};
+
+named! {
+    /// A part of the benchmark.
+    Part, "part":
+    /// The IOTLB is there, but the driver does not ask for an IOMMU.
+    Off = "off",
+    /// Buffers are mapped once.
+    Static = "static",
+    /// Each request has addresses of its own.
+    Dynamic = "dynamic",
+    /// Driver and device in one thread, over memory: what the data path costs by itself.
+    Path = "path",
+}
+
+named! {
+    /// What requests do.
+    Kind, "kind":
+    /// They read.
+    Read = "read",
+    /// They write.
+    Write = "write",
+}
+
+/// How many requests are in flight in each queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Depth(pub usize);
+
+/// How many queues there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Queues(pub u16);
+
+/// A number of a range, by its name.
+fn number(text: &str, what: &str, most: usize) -> Result<usize, String> {
+    let found = text.parse().ok().filter(|n| (1..=most).contains(n));
+    found.ok_or_else(|| format!("{text:?} is no {what} from 1 to {most}"))
+}
+
+impl FromStr for Depth {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Depth, String> {
+        number(text, "number of requests", MOST_DEPTH).map(Depth)
+    }
+}
+
+impl FromStr for Queues {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Queues, String> {
+        number(text, "number of queues", MOST_QUEUES.into()).map(|n| Queues(n as u16))
+    }
+}
+
+/// One contest between processes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Case {
+    pub(super) kind: Kind,
+    pub(super) ring: Ring,
+    pub(super) depth: usize,
+    pub(super) queues: u16,
+    pub(super) addressing: Addressing,
+}
+
+impl Case {
+    fn part(&self) -> Part {
+        match self.addressing {
+            Addressing::Physical => Part::Off,
+            Addressing::Static { .. } => Part::Static,
+            Addressing::Fresh { .. } => Part::Dynamic,
+        }
+    }
+
+    /// Its addresses in a word or two.
+    fn addresses(&self) -> String {
+        match self.addressing {
+            Addressing::Physical => "off".to_owned(),
+            Addressing::Static { entry, mergeable } => {
+                let kind = if mergeable { "mergeable" } else { "unmergeable" };
+                format!("{}/{kind}", Entry(entry))
+            }
+            Addressing::Fresh { push: false } => "dynamic/asked".to_owned(),
+            Addressing::Fresh { push: true } => "dynamic/pushed".to_owned(),
+        }
+    }
+
+    pub(super) fn name(&self) -> String {
+        let Case { kind, ring, depth, queues, .. } = self;
+        format!("{kind}/{ring}/{queues}x{depth}/{}", self.addresses())
+    }
+
+    /// The one of the same requests without an IOMMU.
+    pub(super) fn off(&self) -> Case {
+        Case { addressing: Addressing::Physical, ..*self }
+    }
+
+    pub(super) fn params(&self) -> Map<String, Value> {
+        let mut params = object([
+            ("part", self.part().name().into()),
+            ("kind", self.kind.name().into()),
+            ("ring", self.ring.name().into()),
+            ("depth", self.depth.into()),
+            ("queues", self.queues.into()),
+            ("iommu", self.addressing.translated().into()),
+        ]);
+        match self.addressing {
+            Addressing::Physical => {}
+            Addressing::Static { entry, mergeable } => {
+                params.extend(object([("entry", entry.into()), ("mergeable", mergeable.into())]));
+            }
+            Addressing::Fresh { push } => {
+                params.extend(object([("entry", 4096.into()), ("pushed", push.into())]));
+            }
+        }
+        params
+    }
+
+    /// How the driver is to be set up.
+    pub(super) fn load(&self) -> load::Options {
+        load::Options {
+            addressing: self.addressing,
+            queues: self.queues,
+            depth: self.depth,
+            packed: self.ring == Ring::Packed,
+            write: self.kind == Kind::Write,
+        }
+    }
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// Which parts.
+    pub parts: Vec<Part>,
+    /// What requests do.
+    pub kinds: Vec<Kind>,
+    /// Requests in flight.
+    pub depths: Vec<Depth>,
+    /// Numbers of queues.
+    pub queues: Vec<Queues>,
+    /// Sizes of entries of the static part.
+    pub entries: Vec<Entry>,
+    /// Formats of rings.
+    pub rings: Vec<Ring>,
+    /// Combinations that tell little, too.
+    pub all: bool,
+}
+
+impl Default for Choice {
+    fn default() -> Choice {
+        Choice {
+            parts: Part::ALL.to_vec(),
+            kinds: Kind::ALL.to_vec(),
+            depths: vec![Depth(1), Depth(128)],
+            queues: vec![Queues(1), Queues(2)],
+            entries: vec![Entry(2 << 20), Entry(4 << 10)],
+            rings: vec![Ring::Split],
+            all: false,
+        }
+    }
+}
+
+impl Choice {
+    /// All cases between processes, those to which others are compared first.
+    pub(super) fn cases(&self) -> Vec<Case> {
+        let mut cases = Vec::new();
+        for &ring in &self.rings {
+            for &kind in &self.kinds {
+                for &Depth(depth) in &self.depths {
+                    for &Queues(queues) in &self.queues {
+                        // One request in each of two queues tells what one in one does.
+                        if self.all || depth > 1 || queues == 1 {
+                            let with = |addressing| Case { kind, ring, depth, queues, addressing };
+                            cases.extend(self.addressings().map(with));
+                        }
+                    }
+                }
+            }
+        }
+        cases
+    }
+
+    fn addressings(&self) -> impl Iterator<Item = Addressing> + '_ {
+        let of = |part: &Part| -> Vec<Addressing> {
+            match part {
+                Part::Off => vec![Addressing::Physical],
+                Part::Static => {
+                    let both = |entry: &Entry| {
+                        [true, false]
+                            .map(|mergeable| Addressing::Static { entry: entry.0, mergeable })
+                    };
+                    let all = self.entries.iter().flat_map(both);
+                    // A larger one covers all there is; of 2 MiB there are too few to tell.
+                    all.filter(|addressing| {
+                        !matches!(
+                            addressing,
+                            Addressing::Static { entry: 0x20_0000.., mergeable: false }
+                        )
+                    })
+                    .collect()
+                }
+                Part::Dynamic => [false, true].map(|push| Addressing::Fresh { push }).to_vec(),
+                Part::Path => Vec::new(),
+            }
+        };
+        self.parts.iter().flat_map(of)
+    }
+}
+
+impl fmt::Display for Depth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_back_and_others_refused() {
+        assert_eq!("128".parse(), Ok(Depth(128)));
+        assert_eq!("2".parse(), Ok(Queues(2)));
+        for wrong in ["", "0", "257", "-1", "many"] {
+            assert!(wrong.parse::<Depth>().unwrap_err().contains("from 1 to 256"), "{wrong}");
+            assert!(wrong.parse::<Queues>().is_err(), "{wrong}");
+        }
+        assert!("reads".parse::<Kind>().unwrap_err().contains("read, write"));
+    }
+
+    #[test]
+    fn every_case_has_a_name_of_its_own_and_its_base_comes_first() {
+        let choice = Choice { rings: Ring::ALL.to_vec(), all: true, ..Choice::default() };
+        let cases = choice.cases();
+        for (at, case) in cases.iter().enumerate() {
+            assert!(cases[..at].iter().all(|other| other.name() != case.name()), "{case:?}");
+            let off = cases.iter().position(|other| *other == case.off()).unwrap();
+            assert!(off <= at);
+        }
+        for wanted in ["read/split/1x128/4k/unmergeable", "write/packed/2x1/dynamic/pushed"] {
+            assert!(cases.iter().any(|case| case.name() == wanted), "{wanted}");
+        }
+        let fewer = Choice::default().cases();
+        assert!(fewer.len() < cases.len() / 2);
+        assert!(fewer.iter().all(|case| (case.depth, case.queues) != (1, 2)));
+    }
+}

@@ -1,0 +1,178 @@
+//! A back end's process with its driver and its disk.
+
+use std::{
+    fs::{self, File},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use ringfence_devices::blk::load::{Content, Tally};
+
+use super::{
+    Measured, Outcome,
+    case::{Case, Kind},
+    load::Driver,
+};
+use crate::bench::{ping, process::Process, threads};
+
+/// Blocks of a disk: 16 MiB, which the page cache holds. The less of the processor's own caches they
+/// take, the more of the time is the back end's.
+pub(super) const BLOCKS: u64 = 1 << 12;
+/// Of a disk that was written, one of so many blocks is looked at.
+const LOOK: usize = 3;
+
+/// A file that is a disk, which goes with this.
+struct Image(PathBuf);
+
+impl Image {
+    fn new(at: &Path, name: &str, content: &Content) -> Result<Image> {
+        let path = at.join(format!("ringfence-bench-{}-{name}.img", std::process::id()));
+        let file = File::options().write(true).create_new(true).open(&path);
+        let file = file.with_context(|| format!("making {}", path.display()))?;
+        let image = Image(path);
+        // What is written back meanwhile would be measured, too.
+        let filled = content.fill(&file).and_then(|()| file.sync_all());
+        filled.with_context(|| format!("filling {}", image.0.display()))?;
+        Ok(image)
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // What cannot be removed stays.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// Where files are made.
+pub(super) struct Places<'a> {
+    sockets: &'a Path,
+    /// The disk of all who only read.
+    read: Image,
+    /// Where the others' disks lie.
+    written: &'a Path,
+}
+
+impl<'a> Places<'a> {
+    /// Makes the disk that is only read.
+    pub(super) fn new(sockets: &'a Path, read: &Path, written: &'a Path) -> Result<Places<'a>> {
+        let read = Image::new(read, "read", &Content::new(BLOCKS))?;
+        Ok(Places { sockets, read, written })
+    }
+}
+
+/// A device of a case, and what was measured of it.
+pub(super) struct Device {
+    outcome: Outcome,
+    /// Until it fails.
+    running: Option<Running>,
+    cpus: [usize; 2],
+}
+
+/// A running `ringfence blk` with its driver.
+struct Running {
+    driver: Driver,
+    process: Process,
+    /// What it writes.
+    image: Option<Image>,
+}
+
+impl Device {
+    /// Starts a back end for a case, which is stopped until it is measured.
+    pub(super) fn new(case: &Case, places: &Places<'_>, cpus: [usize; 2]) -> Device {
+        let (windows, tally) = (Vec::new(), Tally::default());
+        let outcome = Outcome { case: *case, windows, tally, wrong_on_disk: 0 };
+        let mut device = Device { outcome, running: None, cpus };
+        match Running::start(case, places, cpus) {
+            Ok(running) => device.running = Some(running),
+            Err(error) => device.fail(&error),
+        }
+        device
+    }
+
+    pub(super) fn name(&self) -> String {
+        self.outcome.case.name()
+    }
+
+    fn fail(&mut self, error: &anyhow::Error) {
+        let said = self.running.take().map(|running| running.process.last_words());
+        let said = said.map_or(String::new(), |said| format!(" (it said: {said})"));
+        let window = Err(format!("{error:#}{said}"));
+        self.outcome.windows.push(Measured { window, ping: [None; 2] });
+    }
+
+    /// One window, with the probe before and after it.
+    pub(super) fn measure(&mut self, length: Duration) {
+        let Some(running) = &mut self.running else { return };
+        let before = ping::round_trip_ns(self.cpus);
+        let window = threads::bound_to(self.cpus[1], || {
+            running.process.resume()?;
+            let window = running.driver.measure(&running.process, length)?;
+            running.process.pause()?;
+            Ok(window)
+        });
+        match window {
+            Ok(window) => {
+                let ping = [before, ping::round_trip_ns(self.cpus)];
+                self.outcome.windows.push(Measured { window: Ok(window), ping });
+            }
+            Err(error) => self.fail(&error),
+        }
+    }
+
+    /// Stops it, and looks at what it has written.
+    pub(super) fn end(mut self) -> Outcome {
+        let Some(Running { driver, mut process, image }) = self.running.take() else {
+            return self.outcome;
+        };
+        let ended = process.resume().and_then(|()| driver.stop());
+        let looked = ended.and_then(|(tally, content)| {
+            self.outcome.tally = tally;
+            let Some(image) = &image else { return Ok(0) };
+            let file = File::open(&image.0).context("looking at the disk")?;
+            content.wrong_in(&file, LOOK).context("looking at the disk")
+        });
+        match looked {
+            Ok(wrong) => self.outcome.wrong_on_disk = wrong,
+            Err(error) => {
+                let said = process.last_words();
+                let window = Err(format!("at its end: {error:#} (it said: {said})"));
+                self.outcome.windows.push(Measured { window, ping: [None; 2] });
+            }
+        }
+        self.outcome
+    }
+}
+
+impl Running {
+    fn start(case: &Case, places: &Places<'_>, cpus: [usize; 2]) -> Result<Running> {
+        let name = case.name().replace('/', "-");
+        let content = Content::new(BLOCKS);
+        let image = match case.kind {
+            Kind::Read => None,
+            Kind::Write => Some(Image::new(places.written, &name, &content)?),
+        };
+        let program = std::env::current_exe().context("where this program is")?;
+        let socket = places.sockets.join(format!("{name}.sock"));
+        let path = &image.as_ref().unwrap_or(&places.read).0;
+        let mut arguments = vec!["blk".to_owned(), "--queues".to_owned(), case.queues.to_string()];
+        for (option, value) in [("--image", path), ("--socket", &socket)] {
+            arguments.extend([option.to_owned(), value.display().to_string()]);
+        }
+        if case.kind == Kind::Read {
+            arguments.push("--read-only".to_owned());
+        }
+        let process =
+            Process::start("ringfence blk", &program, &arguments, Some(cpus[0]), &socket, false)?;
+        let driver = threads::bound_to(cpus[1], || {
+            let stream = UnixStream::connect(&socket).context("connecting");
+            Driver::open(stream?, case, content)
+        });
+        let driver =
+            driver.map_err(|error| error.context(format!("it said: {}", process.last_words())))?;
+        process.pause()?;
+        Ok(Running { driver, process, image })
+    }
+}

@@ -1,0 +1,356 @@
+//! What the data path costs by itself: a driver and a device in one thread, over a disk in memory.
+//!
+//! Only the device is timed. It takes requests, reads their headers, moves the data, writes the
+//! status and gives them back: the same code each time, compiled for addresses that are never
+//! translated (`without`), for those of a device that has an IOTLB which its driver does not use
+//! (`off`), and with it. So the difference of the first two is what it costs that the IOTLB is there.
+
+use std::{
+    fs::File,
+    os::fd::AsFd,
+    sync::{Arc, atomic::AtomicBool},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use ringfence_devices::{
+    blk::{
+        load::BLOCK,
+        request::{self, Action, Limits},
+        wire::{self, HEADER_BYTES, SECTOR, Status},
+    },
+    bus::Bus,
+    disk::{Disk, Ram},
+};
+use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
+use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
+use ringfence_mem::{GuestRam, Memory, Physical, Translate, Window};
+use ringfence_virtq::{Chain, Desc, device, driver};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use super::case::Kind;
+use crate::bench::{Benchmark, Row, clock::Clock, net::object, net::rows::value, rounds::Rounds};
+
+/// Requests that are taken at once, and descriptors of the ring.
+const BURST: usize = 32;
+const RING: u16 = 64;
+/// Requests that take turns, two pages each.
+const REQUESTS: u64 = 128;
+const PAGE: u64 = 4096;
+/// The ring lies before the requests.
+const REQUESTS_AT: u64 = 1 << 16;
+const RAM: u64 = REQUESTS_AT + 2 * REQUESTS * PAGE;
+/// Blocks of the disk.
+const BLOCKS: u64 = 1 << 10;
+/// Where memory begins for a device with an IOMMU.
+const IOVA: u64 = 1 << 40;
+/// Where the status and the table of a request stand in their page.
+const STATUS_AT: u64 = HEADER_BYTES as u64;
+const TABLE_AT: u64 = 32;
+
+/// Whoever has a quiet point between bursts.
+trait Way: Translate {
+    fn quiet(&mut self);
+}
+
+impl Way for Physical {
+    fn quiet(&mut self) {}
+}
+
+impl Way for Bus {
+    fn quiet(&mut self) {
+        Bus::quiet(self);
+    }
+}
+
+/// One way to memory, with a ring over it.
+struct Rig<T> {
+    way: T,
+    driver: driver::Queue,
+    device: device::Queue,
+    requests: Vec<Request>,
+    next: usize,
+    disk: Arc<Ram>,
+    limits: Limits,
+    chain: Chain,
+    done: u64,
+    failed: u64,
+}
+
+struct Request {
+    table_at: u64,
+    table: Window,
+    descs: [Desc; 3],
+}
+
+/// A rig of any way.
+trait Timed {
+    /// Nanoseconds that the device takes for a request, over about that long.
+    fn time(&mut self, clock: &Clock, length: Duration) -> Result<f64>;
+}
+
+impl<T: Way> Rig<T> {
+    /// `at`: where the device sees a page of memory.
+    fn new(
+        (ram, way): (&Arc<GuestRam>, T),
+        disk: &Arc<Ram>,
+        kind: Kind,
+        at: impl Fn(u64) -> u64,
+    ) -> Result<Rig<T>> {
+        let config = driver::Config { size: RING, event_idx: false, packed: false };
+        let window = ram.window(0, REQUESTS_AT as usize)?;
+        let driver = driver::Queue::with_config(config, driver::Rings::placed(&window, &config)?)?;
+        let (base, offsets) = (at(0), config.offsets());
+        let config = device::Config {
+            size: RING,
+            desc: base + offsets.desc as u64,
+            avail: base + offsets.avail as u64,
+            used: base + offsets.used as u64,
+            event_idx: false,
+            indirect: true,
+            packed: false,
+            base: 0,
+        };
+        let device = device::Queue::new(config, &way)?;
+        let write = kind == Kind::Write;
+        let wanted = if write { wire::Kind::Out } else { wire::Kind::In };
+        let requests = (0..REQUESTS).map(|n| {
+            let page = REQUESTS_AT / PAGE + 2 * n;
+            // Not all at the same place of their page.
+            let into = n % 31 * 128;
+            let offset = (page + 1) * PAGE + into;
+            let request = at(page + 1) + into;
+            let sector = n * (BLOCKS / REQUESTS) * (BLOCK as u64 / SECTOR);
+            let mut header = [0; HEADER_BYTES];
+            header[..4].copy_from_slice(&wanted.code().to_le_bytes());
+            header[8..].copy_from_slice(&sector.to_le_bytes());
+            ram.window(offset as usize, HEADER_BYTES)?.write(0, &header);
+            Ok(Request {
+                table_at: request + TABLE_AT,
+                table: ram.window((offset + TABLE_AT) as usize, 3 * size_of::<[u64; 2]>())?,
+                descs: [
+                    Desc::readable(request, HEADER_BYTES as u32),
+                    Desc { addr: at(page), len: BLOCK as u32, write: !write },
+                    Desc::writable(request + STATUS_AT, 1),
+                ],
+            })
+        });
+        Ok(Rig {
+            way,
+            driver,
+            device,
+            requests: requests.collect::<Result<_>>()?,
+            next: 0,
+            disk: Arc::clone(disk),
+            limits: Limits::of(&Disk::Ram(Arc::clone(disk)), false),
+            chain: Chain::new(),
+            done: 0,
+            failed: 0,
+        })
+    }
+
+    fn submit(&mut self) -> Result<()> {
+        for _ in 0..BURST {
+            let Request { table_at, table, descs } = &self.requests[self.next];
+            self.driver.add_indirect(*table_at, table, descs, 0)?;
+            self.next = (self.next + 1) % self.requests.len();
+        }
+        self.driver.publish();
+        Ok(())
+    }
+
+    /// What a device does with a burst.
+    fn serve(&mut self) -> Result<()> {
+        let Rig { way, device, chain, disk, limits, .. } = self;
+        way.quiet();
+        while device.pop(way, chain)? {
+            let served = match request::parse(chain, way, limits) {
+                Ok(Action::Transfer { write, offset, len }) => {
+                    request::transfer(chain, way, disk, write, offset, len)
+                        .map(|()| if write { 0 } else { len as u32 })
+                        .map_err(|_| Status::IoErr)
+                }
+                _ => Err(Status::Unsupported),
+            };
+            let (status, written) = match served {
+                Ok(written) => (Status::Ok, written),
+                Err(status) => (status, 0),
+            };
+            self.failed += u64::from(status != Status::Ok);
+            let used = request::answer(chain, way, status, written).unwrap_or(0);
+            device.push_used(chain.head(), used);
+        }
+        let _ = device.publish_used();
+        Ok(())
+    }
+}
+
+impl<T: Way> Timed for Rig<T> {
+    fn time(&mut self, clock: &Clock, length: Duration) -> Result<f64> {
+        let (begun, before) = (Instant::now(), self.done);
+        let mut ticks = 0;
+        while begun.elapsed() < length {
+            for _ in 0..8 {
+                self.submit()?;
+                let from = clock.now();
+                self.serve()?;
+                ticks += clock.now().wrapping_sub(from);
+                let mut used = [driver::Used::default(); BURST];
+                let count = self.driver.pop_burst(&mut used)?;
+                ensure!(count == BURST && self.failed == 0, "a request was not served");
+                self.done += count as u64;
+            }
+        }
+        Ok(clock.ns(ticks) / (self.done - before).max(1) as f64)
+    }
+}
+
+/// The disk of all.
+fn disk() -> Result<Arc<Ram>> {
+    let file = memfd_create("bench", MemfdFlags::CLOEXEC).context("a file in memory")?;
+    let len = BLOCKS * BLOCK as u64;
+    ftruncate(&file, len).context("a file in memory")?;
+    Ok(Arc::new(Ram::map(File::from(file).as_fd(), len).context("a disk in memory")?))
+}
+
+/// Where a page of requests lies for a device with an IOMMU: no two lead on from each other.
+fn scattered(page: u64) -> u64 {
+    let (first, count) = (REQUESTS_AT / PAGE, 2 * REQUESTS);
+    let page = if page < first { page } else { first + (page - first) * 27 % count };
+    IOVA + page * PAGE
+}
+
+/// A way through an IOTLB that knows all of memory.
+fn translated(ram: &Arc<GuestRam>, memory: &Arc<Memory>) -> Result<Bus> {
+    let shootdown = Shootdown::new(1);
+    let iotlb = Iotlb::new(IotlbConfig::default(), Arc::clone(&shootdown));
+    for page in 0..RAM / PAGE {
+        let range = Range::from_len(Iova(scattered(page)), PAGE).context("no page wraps")?;
+        iotlb.update(range, GuestPhys(ram.gpa() + page * PAGE), Prot::RW)?;
+    }
+    let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(iotlb));
+    let view = View::new(endpoint, Arc::clone(memory)).context("no place for a view")?;
+    Ok(Bus::Iommu(Box::new(view)))
+}
+
+/// Measures, and adds the rows. `begin` is told what is measured now.
+///
+/// # Errors
+/// There is no memory, or a request was not served.
+pub(super) fn measure(
+    benchmark: &mut Benchmark,
+    kinds: &[Kind],
+    (repeat, length): (u32, Duration),
+    stop: &AtomicBool,
+    mut begin: impl FnMut(&str),
+) -> Result<()> {
+    let clock = Clock::calibrate();
+    let gpa = 1 << 32;
+    for &kind in kinds {
+        let disk = disk()?;
+        let ram = || -> Result<(Arc<GuestRam>, Arc<Memory>)> {
+            let ram = GuestRam::new(RAM as usize, gpa)?;
+            let memory = Memory::of_ram(&ram)?;
+            Ok((ram, memory))
+        };
+        let plain = |page: u64| gpa + page * PAGE;
+        let (without, off, on) = (ram()?, ram()?, ram()?);
+        let bus = translated(&on.0, &on.1)?;
+        let mut rigs: [(&str, Box<dyn Timed>, Rounds); 3] = [
+            (
+                "without",
+                Box::new(Rig::new((&without.0, Physical::new(without.1)), &disk, kind, plain)?),
+                Rounds::default(),
+            ),
+            (
+                "off",
+                Box::new(Rig::new(
+                    (&off.0, Bus::Physical(Physical::new(off.1))),
+                    &disk,
+                    kind,
+                    plain,
+                )?),
+                Rounds::default(),
+            ),
+            (
+                "4k/unmergeable",
+                Box::new(Rig::new((&on.0, bus), &disk, kind, scattered)?),
+                Rounds::default(),
+            ),
+        ];
+        // In the first round caches grow, and it counts for nothing.
+        for round in 0..=repeat {
+            for (name, rig, rounds) in &mut rigs {
+                if stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    break;
+                }
+                begin(&format!("path, {kind}, {name}"));
+                let ns = rig.time(&clock, length / 3)?;
+                if round > 0 {
+                    rounds.push(ns);
+                }
+            }
+        }
+        let base = rigs[0].2.clone();
+        for (name, _, rounds) in rigs {
+            let interval = rounds.interval();
+            benchmark.rows.push(Row {
+                name: format!("path/{kind}/{name}"),
+                implementation: "ringfence".to_owned(),
+                params: object([
+                    ("part", "path".into()),
+                    ("kind", kind.name().into()),
+                    ("iommu", (name == "4k/unmergeable").into()),
+                ]),
+                ns_per_op: interval,
+                ratio_to_ringfence: (!rounds.is_empty()).then_some(1.0),
+                note: rounds.is_empty().then(|| "not measured: interrupted".to_owned()),
+                figures: object([
+                    ("ratio_to_without", value(base.ratio_to(&rounds))),
+                    ("rounds", rounds.len().into()),
+                ]),
+            });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_pages_lead_on_from_each_other_and_the_ring_is_in_one_piece() {
+        let pages = RAM / PAGE;
+        let mut all: Vec<u64> = (0..pages).map(scattered).collect();
+        let ring = (REQUESTS_AT / PAGE) as usize;
+        assert!(all[..ring].windows(2).all(|pair| pair[1] == pair[0] + PAGE));
+        assert!(all[ring..].windows(2).all(|pair| pair[1] != pair[0] + PAGE));
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len() as u64, pages);
+    }
+
+    #[test]
+    fn each_way_has_a_row_and_what_it_reads_is_what_is_on_the_disk() {
+        let mut benchmark = Benchmark::new("blk", 2);
+        let (how, stop) = ((2, Duration::from_micros(300)), AtomicBool::new(false));
+        measure(&mut benchmark, Kind::ALL, how, &stop, |_| ()).unwrap();
+        assert_eq!(benchmark.rows.len(), 6);
+        assert!(benchmark.rows.iter().all(|row| row.ns_per_op.median.is_some()));
+
+        let disk = disk().unwrap();
+        let ram = GuestRam::new(RAM as usize, 0).unwrap();
+        let memory = Memory::of_ram(&ram).unwrap();
+        let block = ram.window(0, BLOCK).unwrap();
+        block.write(0, &[0x5a; BLOCK]);
+        disk.write(0, block.slice());
+        let bus = translated(&ram, &memory).unwrap();
+        let mut rig = Rig::new((&ram, bus), &disk, Kind::Read, scattered).unwrap();
+        rig.submit().unwrap();
+        rig.serve().unwrap();
+        let mut found = [0; BLOCK];
+        ram.window(REQUESTS_AT as usize, BLOCK).unwrap().read(0, &mut found);
+        assert_eq!((found, rig.failed), ([0x5a; BLOCK], 0));
+    }
+}

@@ -1,0 +1,102 @@
+//! `ringfence bench blk`: between real processes, what it prints is a contract.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Place, number};
+use serde_json::Value;
+
+/// A run as short as one can be.
+const SHORT: [&str; 7] = ["bench", "blk", "--repeat", "2", "--seconds", "0.02", "--quiet"];
+
+fn bench(place: &Place, arguments: &[&str]) -> Value {
+    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    let json: Value = serde_json::from_str(&ended.out)
+        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
+    assert_eq!(json["schema"], "ringfence.bench/1");
+    assert_eq!(json["bench"], "blk");
+    assert_eq!(json["interrupted"], false);
+    assert_eq!(json["errors"], Value::Array(Vec::new()));
+    assert!(place.processes(Duration::from_secs(2)).is_empty(), "no process stays");
+    json
+}
+
+fn names(json: &Value) -> Vec<&str> {
+    json["rows"].as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn every_row_says_what_was_done_and_what_the_windows_were_worth() {
+    let place = Place::new();
+    let json = bench(
+        &place,
+        &["--only", "off,static", "--entries", "4k", "--depth", "32", "--queues", "2"],
+    );
+    let wanted = ["read", "write"].map(|kind| {
+        ["off", "4k/mergeable", "4k/unmergeable"]
+            .map(|addresses| format!("{kind}/split/2x32/{addresses}"))
+    });
+    assert_eq!(names(&json), wanted.concat());
+    for row in json["rows"].as_array().unwrap() {
+        assert!(number(row, "/ns_per_op/median") > 0.0, "{row}");
+        assert!(number(row, "/requests_per_s/median") > 0.0, "{row}");
+        assert!(number(row, "/ratio_to_off/median") > 0.0, "{row}");
+        assert!(number(row, "/backend_cpu_us/median") > 0.0, "{row}");
+        assert!(number(row, "/answered") > 0.0, "{row}");
+        assert_eq!((&row["wrong"], &row["failed"]), (&0.into(), &0.into()), "{row}");
+        assert_eq!((&row["windows"], &row["windows_failed"]), (&2.into(), &0.into()), "{row}");
+        let off = row["name"].as_str().unwrap().ends_with("/off");
+        assert_eq!(row["params"]["iommu"], !off, "{row}");
+        if !off {
+            assert_eq!(row["misses_per_request"], 0.0, "all was told at the beginning: {row}");
+        }
+    }
+}
+
+#[test]
+fn with_fresh_addresses_two_pages_a_request_are_asked_for_or_pushed() {
+    let place = Place::new();
+    let json = bench(
+        &place,
+        &["--only", "dynamic", "--kind", "read", "--depth", "16", "--ring", "packed"],
+    );
+    assert_eq!(names(&json).len(), 4);
+    for row in json["rows"].as_array().unwrap() {
+        let pushed = row["params"]["pushed"] == true;
+        let misses = number(row, "/misses_per_request");
+        assert!(if pushed { misses < 0.5 } else { misses > 1.0 }, "{row}");
+        assert!(number(row, "/invalidations_per_request") > 0.5, "{row}");
+        assert!(row["ratio_to_off"]["median"].is_null(), "nothing was off: {row}");
+    }
+}
+
+#[test]
+fn the_data_path_by_itself_is_measured_with_and_without_an_iotlb() {
+    let place = Place::new();
+    let json = bench(&place, &["--only", "path", "--kind", "write"]);
+    assert_eq!(names(&json), ["path/write/without", "path/write/off", "path/write/4k/unmergeable"]);
+    for row in json["rows"].as_array().unwrap() {
+        assert!(number(row, "/ns_per_op/median") > 0.0, "{row}");
+        assert!(number(row, "/ratio_to_without/median") > 0.0, "{row}");
+    }
+}
+
+#[test]
+fn wrong_usage_ends_before_anything_runs() {
+    let place = Place::new();
+    for wrong in [
+        &["--only", "statics"][..],
+        &["--kind", "flush"],
+        &["--depth", "257"],
+        &["--queues", "3"],
+        &["--entries", "3k"],
+        &["--seconds", "0"],
+        &["--repeat", "0"],
+    ] {
+        let ended = place.run(&[&["bench", "blk"], wrong].concat());
+        assert_eq!(ended.code(), 2, "{wrong:?}: {ended}");
+        assert_eq!(ended.out, "", "{wrong:?}");
+    }
+}
