@@ -2,26 +2,11 @@
 
 mod common;
 
-use std::time::Duration;
-
 use common::{Place, number};
 use serde_json::Value;
 
 /// A run as short as one can be.
 const SHORT: [&str; 7] = ["bench", "blk", "--repeat", "2", "--seconds", "0.02", "--quiet"];
-
-fn bench(place: &Place, arguments: &[&str]) -> Value {
-    let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
-    assert_eq!(ended.code(), 0, "{ended}");
-    let json: Value = serde_json::from_str(&ended.out)
-        .unwrap_or_else(|error| panic!("standard output is not JSON: {error}\n{ended}"));
-    assert_eq!(json["schema"], "ringfence.bench/1");
-    assert_eq!(json["bench"], "blk");
-    assert_eq!(json["interrupted"], false);
-    assert_eq!(json["errors"], Value::Array(Vec::new()));
-    assert!(place.processes(Duration::from_secs(2)).is_empty(), "no process stays");
-    json
-}
 
 fn names(json: &Value) -> Vec<&str> {
     json["rows"].as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap()).collect()
@@ -30,8 +15,8 @@ fn names(json: &Value) -> Vec<&str> {
 #[test]
 fn every_row_says_what_was_done_and_what_the_windows_were_worth() {
     let place = Place::new();
-    let json = bench(
-        &place,
+    let json = place.bench(
+        &SHORT,
         &["--only", "off,static", "--entries", "4k", "--depth", "32", "--queues", "2"],
     );
     let wanted = ["read", "write"].map(|kind| {
@@ -58,8 +43,8 @@ fn every_row_says_what_was_done_and_what_the_windows_were_worth() {
 #[test]
 fn with_fresh_addresses_two_pages_a_request_are_asked_for_or_pushed() {
     let place = Place::new();
-    let json = bench(
-        &place,
+    let json = place.bench(
+        &SHORT,
         &["--only", "dynamic", "--kind", "read", "--depth", "16", "--ring", "packed"],
     );
     assert_eq!(names(&json).len(), 4);
@@ -75,7 +60,7 @@ fn with_fresh_addresses_two_pages_a_request_are_asked_for_or_pushed() {
 #[test]
 fn the_data_path_by_itself_is_measured_with_and_without_an_iotlb() {
     let place = Place::new();
-    let json = bench(&place, &["--only", "path", "--kind", "write"]);
+    let json = place.bench(&SHORT, &["--only", "path", "--kind", "write"]);
     assert_eq!(names(&json), ["path/write/without", "path/write/off", "path/write/4k/unmergeable"]);
     for row in json["rows"].as_array().unwrap() {
         assert!(number(row, "/ns_per_op/median") > 0.0, "{row}");

@@ -1,27 +1,19 @@
 //! `ringfence bench blk`.
 
-use std::{
-    path::PathBuf,
-    process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
-use anyhow::{Context, Result};
-use clap::{ArgAction, Args};
-use ringfence_lab::{
-    bench::blk::{
-        self, Options,
-        case::{Choice, Depth, Entry, Kind, Part, Queues, Ring},
-        table,
-    },
-    progress::Kind as Show,
+use anyhow::Result;
+use clap::Args;
+use ringfence_lab::bench::blk::{
+    self, Options,
+    case::{Choice, Depth, Entry, Kind, Part, Queues, Ring},
+    table,
 };
 
 use super::{net::parse_seconds, show};
 use crate::{
     list::{List, list},
-    output::Output,
+    session::{Begun, Session},
 };
 
 /// Rounds and windows that let the default run end in under two minutes.
@@ -85,20 +77,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "S", default_value_t = DEFAULT_SECONDS, value_parser = parse_seconds)]
     seconds: f64,
 
-    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-
-    /// Shows no progress.
-    #[arg(long, short, action = ArgAction::SetTrue)]
-    quiet: bool,
+    #[command(flatten)]
+    session: Session,
 }
 
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let json = arguments.json.as_deref().map(Output::open).transpose()?;
-    let progress = if arguments.quiet { Show::Silent } else { Show::Auto };
-    let stop = Arc::new(AtomicBool::new(false));
-    ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
+    let Begun { json, progress, stop } = arguments.session.begin()?;
 
     let all = Choice::default();
     let chosen = arguments.queues.is_some();
