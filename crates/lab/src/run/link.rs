@@ -96,17 +96,14 @@ impl Link {
             lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
         }
         let pools = plan.pool_bytes();
-        let ram = GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + OWN_BYTES + pools, GUEST_BASE)
-            .context("making the guest memory")?;
+        let ram =
+            GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + OWN_BYTES + pools, GUEST_BASE)
+                .context("making the guest memory")?;
 
         let (blk_socket, blk_theirs) = UnixStream::pair()?;
         let (iommu_socket, iommu_theirs) = UnixStream::pair()?;
         let process = Process::start(
-            Served::Disk {
-                file: plan.disk.as_raw_fd(),
-                kind: plan.kind,
-                bytes: plan.disk_bytes,
-            },
+            Served::Disk { file: plan.disk.as_raw_fd(), kind: plan.kind, bytes: plan.disk_bytes },
             plan.queues,
             plan.notify,
             blk_theirs.into(),
@@ -174,8 +171,15 @@ impl Link {
                 used: base + queue_layout.used_at() as u64,
                 log: None,
             };
-            start_ring(&mut blk_front, index, queue_size, &addresses, kick.as_fd(), Some(call.as_fd()))
-                .with_context(|| format!("starting queue {index}"))?;
+            start_ring(
+                &mut blk_front,
+                index,
+                queue_size,
+                &addresses,
+                kick.as_fd(),
+                Some(call.as_fd()),
+            )
+            .with_context(|| format!("starting queue {index}"))?;
             rings.push(memory);
             queues.push(queue);
         }

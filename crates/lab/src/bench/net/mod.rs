@@ -97,7 +97,8 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let cases = options.choice.cases();
     if cases.is_empty() {
         return Err(Usage(
-            "there is nothing to measure: with packed rings, no dynamic part and no notified one".into(),
+            "there is nothing to measure: with packed rings, no dynamic part and no notified one"
+                .into(),
         )
         .into());
     }

@@ -114,8 +114,9 @@ impl Driver {
 
     /// Ends it in order, and tells what became of all frames. What is outstanding is lost.
     pub(super) fn close(self) -> Result<Account> {
-        let Driver { mut rx, mut tx, mut link, direction, mut arrivals, mut came, mut wrong, .. } =
-            self;
+        let Driver {
+            mut rx, mut tx, mut link, direction, mut arrivals, mut came, mut wrong, ..
+        } = self;
         link.stop_rings()?;
         let taken = self.taken + tx.finish(|_, _| ())?;
         match direction {

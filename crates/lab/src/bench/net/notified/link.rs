@@ -239,7 +239,8 @@ fn make_dma(
     let bounce = BounceConfig { written: Written::Reported, ..BounceConfig::default() };
     let config = Config { bounce, ..Config::new(policy) };
     if pools == 0 {
-        return Device::new(Arc::clone(domain), allocator, config).context("setting up the DMA API");
+        return Device::new(Arc::clone(domain), allocator, config)
+            .context("setting up the DMA API");
     }
     let memory = RamMemory::carve(ram, pools).context("memory for bounce slots")?;
     let limits = BounceLimits { max_bytes: pools as u64, ..BounceLimits::default() };

@@ -4,7 +4,9 @@ use std::{collections::VecDeque, mem, sync::Arc};
 
 use anyhow::{Context, Result, ensure};
 use ringfence_devices::{net::driver::PACKET, ram::PagedBuffer};
-use ringfence_dma::{Direction, DmaBuffer, MapBatch, Mapping, Returned, Segment, UnmapBatch};
+use ringfence_dma::{
+    Direction, DmaBuffer, MapBatch, Mapping, Returned, Segment, UnmapBatch, UnmapError,
+};
 use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{
     Desc,
@@ -24,6 +26,7 @@ const AHEAD: usize = 128;
 const ROOM: u32 = 1024;
 
 type Maps = MapBatch<Arc<ViommuDomain>, AnyAllocator, Vec<PagedBuffer>, usize>;
+type Unmapped = core::result::Result<Returned<Vec<PagedBuffer>>, UnmapError<Vec<PagedBuffer>>>;
 type Unmaps = UnmapBatch<Arc<ViommuDomain>, AnyAllocator, Vec<PagedBuffer>, usize>;
 
 /// Neighbouring buffers that are one mapping.
@@ -235,14 +238,26 @@ impl Ring {
     }
 
     /// Begins to unmap what was gathered, and takes back what is unmapped.
+    #[inline]
     fn hand_out(&mut self, each: &mut impl FnMut(&[u8; PACKET], u32)) -> Result<()> {
         let Some((_, unmaps)) = &mut self.batches else { return Ok(()) };
         unmaps.begin();
         if unmaps.is_empty() {
-            return Ok(());
+            Ok(())
+        } else {
+            self.hand_out_by(each, |unmaps, each| unmaps.poll(each))
         }
+    }
+
+    /// Takes back what `wait` finds unmapped.
+    fn hand_out_by<R>(
+        &mut self,
+        each: &mut impl FnMut(&[u8; PACKET], u32),
+        wait: impl FnOnce(&mut Unmaps, &mut dyn FnMut(usize, Unmapped)) -> R,
+    ) -> Result<()> {
+        let Some((_, unmaps)) = &mut self.batches else { return Ok(()) };
         let (bundles, unmapped, mut failed) = (&mut self.bundles, &mut self.unmapped, None);
-        unmaps.poll(|at, returned| match returned {
+        wait(unmaps, &mut |at, returned| match returned {
             Ok(Returned { buffer, .. }) => {
                 bundles[at].own = buffer;
                 unmapped.push(at);
@@ -279,10 +294,10 @@ impl Ring {
                 count => taken += count as u64,
             }
         }
-        // What was mapped and never seen by the device.
-        if let Some((maps, unmaps)) = &mut self.batches {
+        self.hand_out_by(&mut each, |unmaps, each| unmaps.finish(each))?;
+        if let Some((maps, _)) = &mut self.batches {
+            // The device never saw it.
             maps.finish(|_, mapping| drop(mapping));
-            unmaps.finish(|_, _| ());
         }
         for at in 0..self.bundles.len() {
             if self.bundles[at].left == 0 {
