@@ -92,7 +92,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Brings a device and its IOMMU up; the queues of its rings (receive, transmit), and the
-    /// buffers of each.
+    /// bundles of each.
     #[allow(clippy::type_complexity, reason = "two of each")]
     pub(super) fn open(
         mapped: Mapped,
@@ -164,9 +164,9 @@ impl Link {
             memory.push(held);
             queues.push(queue);
         }
-        let lens = vec![PAGE; 2 * BUFFERS];
-        let mut receive = scatter(&ram, &lens, mapped.run)?;
-        let transmit = receive.split_off(BUFFERS);
+        let bundles = BUFFERS / mapped.bundle;
+        let mut receive = scatter(&ram, &vec![mapped.bundle * PAGE; 2 * bundles], mapped.run)?;
+        let transmit = receive.split_off(bundles);
         let link = Link {
             dma,
             memory,

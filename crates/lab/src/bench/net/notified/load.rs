@@ -6,9 +6,12 @@ use anyhow::{Result, ensure};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{Mapped, driver::Driver, link::Peer};
-use crate::bench::{
-    net::{case::Direction, load::Window},
-    threads,
+use crate::{
+    bench::{
+        net::{case::Direction, load::Window},
+        threads,
+    },
+    run::device::Report,
 };
 
 /// How long frames go before they are counted.
@@ -34,11 +37,9 @@ pub(in crate::bench::net) fn measure(
     let after = Mark::of(&driver);
     drain(&mut driver)?;
     let account = driver.close()?;
-    ensure!(
-        account.report.iommu_refused == 0,
-        "the virtio-iommu refused {} requests",
-        account.report.iommu_refused
-    );
+    let Report { iommu_refused, faults, .. } = account.report;
+    ensure!(iommu_refused == 0, "the virtio-iommu refused {iommu_refused} requests");
+    ensure!(faults == 0, "the device met {faults} faults: {:?}", account);
 
     let seconds = after.at.duration_since(before.at).as_secs_f64();
     let share = |ns: u64| ns as f64 / 1e9 / seconds;

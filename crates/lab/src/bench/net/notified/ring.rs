@@ -1,6 +1,6 @@
 //! One ring whose buffers are mapped for each use.
 
-use std::{collections::VecDeque, mem, sync::Arc};
+use std::{collections::VecDeque, sync::Arc};
 
 use anyhow::{Context, Result, ensure};
 use ringfence_devices::{net::driver::PACKET, ram::PagedBuffer};
@@ -25,16 +25,16 @@ const AHEAD: usize = 128;
 /// What a device may write of a receive buffer: packets may take several.
 const ROOM: u32 = 1024;
 
-type Maps = MapBatch<Arc<ViommuDomain>, AnyAllocator, Vec<PagedBuffer>, usize>;
-type Unmapped = core::result::Result<Returned<Vec<PagedBuffer>>, UnmapError<Vec<PagedBuffer>>>;
-type Unmaps = UnmapBatch<Arc<ViommuDomain>, AnyAllocator, Vec<PagedBuffer>, usize>;
+type Maps = MapBatch<Arc<ViommuDomain>, AnyAllocator, PagedBuffer, usize>;
+type Unmapped = core::result::Result<Returned<PagedBuffer>, UnmapError<PagedBuffer>>;
+type Unmaps = UnmapBatch<Arc<ViommuDomain>, AnyAllocator, PagedBuffer, usize>;
 
 /// Neighbouring buffers that are one mapping.
 struct Bundle {
-    /// The buffers, while they are the driver's.
-    own: Vec<PagedBuffer>,
+    /// The buffers, a page each, while they are the driver's.
+    own: Option<PagedBuffer>,
     /// While they are the device's.
-    mapping: Option<Mapping<Vec<PagedBuffer>>>,
+    mapping: Option<Mapping<PagedBuffer>>,
     /// Where the device finds each frame.
     addrs: Vec<u64>,
     /// What the device says that it wrote to each.
@@ -73,27 +73,19 @@ impl Ring {
         receives: bool,
     ) -> Ring {
         let copied = mapped.policy.bounces();
-        let mut bundles = Vec::new();
-        let mut buffers = buffers.into_iter();
-        loop {
-            let mut own: Vec<PagedBuffer> = buffers.by_ref().take(mapped.bundle).collect();
-            if own.len() < mapped.bundle {
-                break;
-            }
+        let bundles = buffers.into_iter().enumerate().map(|(at, mut own)| {
             if copied {
                 // All of a buffer would be copied.
-                let len = if receives { ROOM as usize } else { PACKET };
-                own.iter_mut().for_each(|buffer| buffer.set_len(len));
+                own.set_len(if receives { ROOM as usize } else { PACKET });
             }
-            let addrs = own.iter().enumerate().map(|(at, buffer)| {
-                let mut gpa = 0;
-                buffer.for_each_segment(&mut |addr, _| gpa = addr.0);
-                gpa + colour(copied, bundles.len(), at)
-            });
-            let addrs = addrs.collect();
-            let lens = vec![0; mapped.bundle];
-            bundles.push(Bundle { own, mapping: None, addrs, lens, left: 0 });
-        }
+            let mut segments = Vec::new();
+            own.for_each_segment(&mut |addr, len| segments.push(Segment { addr: addr.0, len }));
+            let mut addrs = vec![0; mapped.bundle];
+            locate(&segments, &mut addrs, |index| colour(copied, at, index));
+            let (own, mapping, lens) = (Some(own), None, vec![0; mapped.bundle]);
+            Bundle { own, mapping, addrs, lens, left: 0 }
+        });
+        let bundles: Vec<Bundle> = bundles.collect();
         Ring {
             queue,
             batches: dma.map(|dma| (dma.map_batch(), dma.unmap_batch())),
@@ -136,15 +128,16 @@ impl Ring {
         {
             let bundle = &mut self.bundles[at];
             if !self.receives {
-                for (index, buffer) in bundle.own.iter_mut().enumerate() {
-                    fill(frame(buffer, colour(self.copied, at, index)));
+                let own = bundle.own.as_mut().context("a free buffer")?;
+                for index in 0..self.size {
+                    fill(frame(own, index, colour(self.copied, at, index)));
                 }
             }
             match &mut self.batches {
                 None => self.ready.push_back(at),
                 Some((maps, _)) => {
-                    let list = mem::take(&mut bundle.own);
-                    let pushed = maps.push_sg(list, direction, at);
+                    let own = bundle.own.take().context("a free buffer")?;
+                    let pushed = maps.push(own, direction, at);
                     pushed.map_err(|(_, error)| error.error()).context("mapping buffers")?;
                     self.mapping += 1;
                 }
@@ -259,7 +252,7 @@ impl Ring {
         let (bundles, unmapped, mut failed) = (&mut self.bundles, &mut self.unmapped, None);
         wait(unmaps, &mut |at, returned| match returned {
             Ok(Returned { buffer, .. }) => {
-                bundles[at].own = buffer;
+                bundles[at].own = Some(buffer);
                 unmapped.push(at);
             }
             Err(error) => failed = Some(error.error()),
@@ -276,9 +269,11 @@ impl Ring {
     fn take_back(&mut self, at: usize, each: &mut impl FnMut(&[u8; PACKET], u32)) {
         if self.receives {
             let Bundle { own, lens, .. } = &mut self.bundles[at];
-            for (index, (buffer, &len)) in own.iter_mut().zip(&*lens).enumerate() {
-                if len > 0 {
-                    each(frame(buffer, colour(self.copied, at, index)), len);
+            for (index, &len) in lens.iter().enumerate() {
+                if let Some(own) = own
+                    && len > 0
+                {
+                    each(frame(own, index, colour(self.copied, at, index)), len);
                 }
             }
         }
@@ -306,7 +301,7 @@ impl Ring {
             // Some of it was used: what came in these is looked at too.
             self.bundles[at].left = 0;
             if let Some(mapping) = self.bundles[at].mapping.take() {
-                self.bundles[at].own = mapping.unmap().map_err(|error| error.error())?;
+                self.bundles[at].own = Some(mapping.unmap().map_err(|error| error.error())?);
             }
             self.take_back(at, &mut each);
         }
@@ -321,7 +316,8 @@ impl Ring {
     pub(super) fn stale(&mut self) -> (u64, &mut [u8; PACKET]) {
         let at = *self.free.back().expect("some are the driver's");
         let Bundle { own, addrs, .. } = &mut self.bundles[at];
-        (addrs[0], frame(&mut own[0], colour(self.copied, at, 0)))
+        let own = own.as_mut().expect("the driver's");
+        (addrs[0], frame(own, 0, colour(self.copied, at, 0)))
     }
 
     /// Makes an address available to the device, whatever is there. [`reap`](Self::reap) cannot be
@@ -351,10 +347,10 @@ fn colour(copied: bool, bundle: usize, index: usize) -> u64 {
     if copied { 0 } else { (bundle * 7 + index) as u64 % 32 * 64 }
 }
 
-/// The first bytes of a buffer's frame.
+/// The frame in a page of a bundle.
 #[inline]
-fn frame(buffer: &mut PagedBuffer, colour: u64) -> &mut [u8; PACKET] {
-    let at = colour as usize;
+fn frame(buffer: &mut PagedBuffer, index: usize, colour: u64) -> &mut [u8; PACKET] {
+    let at = index * PAGE as usize + colour as usize;
     let bytes = buffer.bytes_mut()[at..].first_chunk_mut();
     bytes.expect("a frame lies in its page")
 }
