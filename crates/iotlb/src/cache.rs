@@ -220,9 +220,9 @@ impl Cache {
             return;
         }
         self.put_page(page.first().0, entry);
-        if run.extent >= PAGE && self.block_slot(addr).get().hold > 0 {
-            // A run that its block has no place for, where mappings come and go: what is looked up
-            // next is its next page.
+        if run.extent >= PAGE {
+            // A run that its block has no place for, beside others: what is looked up next is
+            // mostly its next page.
             let near = around(addr, NEAR_SHIFT).last().0.min(run.last());
             let mut next = page.last().0;
             while near - next >= PAGE {

@@ -23,6 +23,8 @@ interval.
              that came to nothing; all others are in the medians, these two kinds as well
   4k, 2m ... how much an UPDATE covers: of entries that a back end can merge, or cannot
   dynamic    each use of a buffer has a page of its own, invalidated after it: the back end asks, or the driver pushes
+  notified   so too, where Ringfence is the IOMMU, in the device's process: 64 neighbouring buffers, or as many that lie
+             scattered, or each by itself are a mapping; notified off is the same driver and device without
   msg/s      UPDATEs and their answers, one after the other and 64 in flight; x msg frames against the latter
 ";
 

@@ -5,9 +5,8 @@ use serde_json::{Map, Value};
 
 use crate::bench::net::object;
 
-/// How many neighbouring buffers a driver maps at once: 128 KiB of pages, as many as Linux's page
-/// allocator hands out in one piece without much ado.
-const BUNDLE: usize = 32;
+/// How many neighbouring buffers a driver maps at once: as many as it sends and receives at once.
+const BUNDLE: usize = 64;
 
 /// How the driver maps the buffers of frames: one row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +70,7 @@ mod tests {
     fn rows_differ_in_name_and_the_base_is_first() {
         let names = Mapped::ALL.map(Mapped::name);
         assert_eq!(names[0], "notified/off");
-        assert!(names.contains(&"notified/strict+map/32".to_owned()), "{names:?}");
+        assert!(names.contains(&"notified/strict+map/64".to_owned()), "{names:?}");
         for (at, name) in names.iter().enumerate() {
             assert!(!names[..at].contains(name), "{name}");
         }
