@@ -28,9 +28,12 @@ const BLOCK_SHIFT: u32 = 21;
 const PAGES: [usize; 2] = [1 << 8, 1 << 16];
 const BLOCKS: [usize; 2] = [1 << 6, 1 << 12];
 
-/// How many lookups in the table a block whose run was invalidated waits for before it is searched
-/// for a run again: searching must not cost more than what it may save.
+/// How many lookups in the table a block whose run was invalidated waits for before all of it is
+/// searched for a run again: searching must not cost more than what it may save.
 const HOLD: u32 = 16;
+/// Meanwhile the 128 KiB around an address are searched, which are four cache lines of the table: a
+/// driver that maps and unmaps all the time maps neighbours together, and uses one after the other.
+const NEAR_SHIFT: u32 = 17;
 
 /// Addresses that translate to one piece of this process's memory.
 #[derive(Clone, Copy)]
@@ -199,7 +202,7 @@ impl Cache {
             return Self::block(addr);
         }
         slot.set(Entry { hold: entry.hold - 1, ..entry });
-        around(addr, PAGE_SHIFT)
+        around(addr, NEAR_SHIFT)
     }
 
     /// Keeps `entry`, which covers `addr`.
@@ -213,20 +216,35 @@ impl Cache {
         if (run.extent >= PAGE || !run.holds(page)) && self.put_block(addr, run) {
             return;
         }
-        if run.holds(page) {
-            let slot = self.page_slot(addr);
-            let (first, generation) = (page.first().0, self.generation.get());
-            let prot = u64::from((entry.prot & Prot::all()).bits());
-            let new = Page {
-                tag: first | generation | prot,
-                host: offset(entry.host, first - entry.first),
-            };
-            let old = slot.replace(new).tag;
-            let (live, same) =
-                (old & (PAGE - 1) & !Page::PROT == generation, old & !(PAGE - 1) == first);
-            if live && !same {
-                bump(&self.crowded[0]);
+        if !run.holds(page) {
+            return;
+        }
+        self.put_page(page.first().0, entry);
+        if run.extent >= PAGE {
+            // A run that its block has no place for, beside others: what is looked up next is
+            // mostly its next page.
+            let near = around(addr, NEAR_SHIFT).last().0.min(run.last());
+            let mut next = page.last().0;
+            while near - next >= PAGE {
+                self.put_page(next + 1, entry);
+                next += PAGE;
             }
+        }
+    }
+
+    /// Keeps the page at `first`, as a whole in `entry`.
+    #[inline]
+    fn put_page(&self, first: u64, entry: Entry) {
+        let slot = self.page_slot(first);
+        let generation = self.generation.get();
+        let prot = u64::from((entry.prot & Prot::all()).bits());
+        let new =
+            Page { tag: first | generation | prot, host: offset(entry.host, first - entry.first) };
+        let old = slot.replace(new).tag;
+        let (live, same) =
+            (old & (PAGE - 1) & !Page::PROT == generation, old & !(PAGE - 1) == first);
+        if live && !same {
+            bump(&self.crowded[0]);
         }
     }
 

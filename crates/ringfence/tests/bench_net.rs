@@ -89,6 +89,42 @@ fn fresh_addresses_are_held_to_the_sockets_own_rate() {
 }
 
 #[test]
+fn where_ringfence_is_the_iommu_each_use_of_a_buffer_is_mapped_and_nothing_is_lost() {
+    let place = Place::new();
+    let json = place.bench(&SHORT, &["--only", "notified", "--direction", "tx,rx,loop"]);
+    let rows = json["rows"].as_array().unwrap();
+    let wanted = ["tx", "rx", "loop"].map(|direction| {
+        [
+            "off",
+            "strict+map/64",
+            "strict+map/64/scattered",
+            "strict+map/each",
+            "lazy-mq+map/64",
+            "bounce",
+        ]
+        .map(|how| format!("{direction}/split/notified/{how} ringfence"))
+    });
+    assert_eq!(names(&json), wanted.concat(), "of Ringfence alone");
+    for row in rows {
+        assert!(number(row, "/packets_per_s/median") > 0.0, "{row}");
+        assert!(number(row, "/ratio_to_off/median") > 0.0, "{row}");
+        assert_eq!((&row["lost"], &row["corrupt"]), (&0.into(), &0.into()), "{row}");
+        assert_eq!(row["params"]["part"], "notified");
+        let off = row["params"]["policy"] == "off";
+        assert_eq!(row["params"]["iommu"], !off, "{row}");
+        assert_eq!(row.get("updates_per_packet").is_some(), !off, "{row}");
+        let strict = row["params"]["policy"] == "strict+map";
+        if strict {
+            // Of neighbours in memory one MAP for all, else one each; a frame in a loop has two.
+            let maps = number(row, "/updates_per_packet");
+            let one = row["params"]["bundle"] == 1 || row["params"]["page_run"] == 1;
+            assert_eq!(maps > 0.9, one, "{row}");
+            assert!(number(row, "/invalidations_per_packet") > 0.0, "{row}");
+        }
+    }
+}
+
+#[test]
 fn dpdk_stands_beside_or_its_absence_is_told() {
     let place = Place::new();
     let json = place

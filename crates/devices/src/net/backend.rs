@@ -3,7 +3,7 @@
 use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use ringfence_iommu::shootdown::Shootdown;
-use ringfence_iotlb::IotlbConfig;
+use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
     BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
@@ -94,7 +94,17 @@ impl Net {
         let shootdown = Shootdown::new(self.workers.len());
         let translation = Translation::new(self.options.iotlb, shootdown);
         self.ends[end].tally.begin(translation.iotlb());
-        NetBackend { net: Arc::clone(self), end, translation, front: FrontEnd::default() }
+        let front = FrontEnd::default();
+        NetBackend { net: Arc::clone(self), end, translation, behind: None, front }
+    }
+
+    /// As [`connect`](Self::connect), behind an IOMMU of this process: addresses mean what they mean
+    /// to `endpoint`, whose shootdown has a place for each worker. The front end is asked for nothing,
+    /// and what it says of translations changes nothing.
+    pub fn connect_behind(self: &Arc<Self>, end: usize, endpoint: Arc<Endpoint>) -> NetBackend {
+        let mut backend = self.connect(end);
+        backend.behind = Some(endpoint);
+        backend
     }
 
     /// What it was made with.
@@ -145,6 +155,8 @@ pub struct NetBackend {
     net: Arc<Net>,
     end: usize,
     translation: Translation,
+    /// What it translates by, if it is not by `translation`.
+    behind: Option<Arc<Endpoint>>,
     front: FrontEnd,
 }
 
@@ -154,6 +166,10 @@ impl NetBackend {
             1 => Arc::clone(&self.net.options.name),
             _ => format!("{} {}", self.net.options.name, self.end).into(),
         }
+    }
+
+    fn endpoint(&self) -> &Arc<Endpoint> {
+        self.behind.as_ref().unwrap_or_else(|| self.translation.endpoint())
     }
 
     /// Takes what is this driver's from the workers.
@@ -255,7 +271,7 @@ impl Handler for NetBackend {
         };
         let connected = Connected {
             memory: self.front.memory()?,
-            endpoint: translated.then(|| Arc::clone(self.translation.endpoint())),
+            endpoint: translated.then(|| Arc::clone(self.endpoint())),
             terms: Terms { features: self.front.features() },
             patience_ns: nanos(self.net.options.iotlb.patience),
         };

@@ -91,6 +91,39 @@ fn a_block_whose_run_was_invalidated_is_not_searched_for_a_while() {
 }
 
 #[test]
+fn runs_beside_each_other_in_a_block_are_found_however_they_come_and_go() {
+    // As a driver maps and unmaps bursts of neighbouring buffers: 128 KiB each, some at a time.
+    const BURST: u64 = 128 << 10;
+    let cache = Cache::new();
+    let mut walks = 0;
+    for n in 0..1000u64 {
+        // No two lead on from each other.
+        let first = (n % 8) * BURST;
+        let new =
+            Entry::new(first, BURST - 1, host(0x10_0000 + (n * 7 % 16) * 2 * BURST), Prot::READ);
+        for page in (first..first + BURST).step_by(PAGE as usize) {
+            if cache.get(page, Prot::READ).is_none() {
+                walks += 1;
+                let within = cache.search(page);
+                assert!(within.first().0 <= first && first + BURST - 1 <= within.last().0);
+                cache.put(page, new);
+            }
+            let found = cache.get(page, Prot::READ).unwrap();
+            assert_eq!(offset(found.host, page - found.first), offset(new.host, page - first));
+        }
+        if n >= 3 {
+            let old = (n - 3) % 8 * BURST;
+            cache.invalidate(range(old, old + BURST - 1));
+            assert!(
+                cache.get(old, Prot::READ).is_none()
+                    && cache.get(old + BURST - 1, Prot::READ).is_none()
+            );
+        }
+    }
+    assert_eq!(walks, 1000, "one each");
+}
+
+#[test]
 fn a_cache_that_is_too_small_grows_and_keeps_what_it_has() {
     let mut cache = Cache::new();
     // Each leads to the page before the last one: no two join.

@@ -1,4 +1,5 @@
-//! The device process: a virtio-blk and a virtio-iommu, each behind a vhost-user socket.
+//! The device process: a virtio-blk or a virtio-net and a virtio-iommu, each behind a vhost-user
+//! socket.
 
 use std::{
     io::{Read, Write},
@@ -15,17 +16,18 @@ use ringfence_devices::{
     blk::{BlkBackend, BlkOptions},
     disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
+    net::{Lost, Net, NetOptions, QueueCounters, Way},
     worker::{Notify, Worker},
 };
 use ringfence_iommu::{
     Geometry, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown, table::Limits,
 };
-use ringfence_iotlb::{Binding, Endpoint};
-use ringfence_vhost_user::Server;
+use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
+use ringfence_vhost_user::{Handler, Server};
 use ringfence_virtio_iommu::device::Options;
 use serde::{Deserialize, Serialize};
 
-/// The endpoint ID of the block device.
+/// The endpoint ID of the device.
 pub(crate) const ENDPOINT: u32 = 1;
 /// What the block device answers to GET_ID; the probe looks for it.
 pub(crate) const DISK_ID: &str = "ringfence-lab";
@@ -45,17 +47,44 @@ pub(crate) enum DiskKind {
     File,
 }
 
+/// What the device process serves, beside the virtio-iommu in front of it.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum Served {
+    /// A virtio-blk.
+    Disk {
+        /// What the disk is made of.
+        file: RawFd,
+        kind: DiskKind,
+        bytes: u64,
+    },
+    /// A virtio-net with one pair of queues.
+    Net {
+        /// Whether it gives back what is sent; else it drops that, and gives one frame again and
+        /// again.
+        loops: bool,
+    },
+}
+
 /// What the device process is told, as JSON on its standard input.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Setup {
-    pub(crate) blk: RawFd,
+    pub(crate) device: RawFd,
     pub(crate) iommu: RawFd,
-    pub(crate) disk: RawFd,
     pub(crate) report: RawFd,
-    pub(crate) kind: DiskKind,
-    pub(crate) disk_bytes: u64,
+    pub(crate) served: Served,
     pub(crate) queues: u16,
     pub(crate) notify: String,
+}
+
+impl Setup {
+    /// What the process inherits.
+    pub(crate) fn descriptors(&self) -> Vec<RawFd> {
+        let mut all = vec![self.device, self.iommu, self.report];
+        if let Served::Disk { file, .. } = self.served {
+            all.push(file);
+        }
+        all
+    }
 }
 
 /// What the device process did, as JSON at its end.
@@ -71,6 +100,10 @@ pub(crate) struct Report {
     pub(crate) iommu_requests: u64,
     pub(crate) iommu_refused: u64,
     pub(crate) iommu_syncs: u64,
+    /// Of a network device: frames that it took from the driver, gave to it, and lost.
+    pub(crate) taken: u64,
+    pub(crate) given: u64,
+    pub(crate) lost: u64,
 }
 
 /// The disk that a descriptor stands for.
@@ -94,26 +127,88 @@ pub fn device_main() -> Result<()> {
     std::io::stdin().take(1 << 16).read_to_string(&mut text).context("reading the setup")?;
     let setup: Setup = serde_json::from_str(&text)
         .context("this command is started by `ringfence compare`, not by hand")?;
-    let descriptors = [setup.blk, setup.iommu, setup.disk, setup.report];
+    let descriptors = setup.descriptors();
     for (at, fd) in descriptors.iter().enumerate() {
         ensure!(*fd > 2 && !descriptors[..at].contains(fd), "descriptor {fd} in the setup");
     }
     // SAFETY: the parent passed these descriptors for this process alone, they are distinct and
     // not the standard ones (checked above), and nothing else here owns them.
-    let [blk, iommu, disk, report] = descriptors.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+    let own = |fd: RawFd| unsafe { OwnedFd::from_raw_fd(fd) };
+    let [device, iommu, report] = [setup.device, setup.iommu, setup.report].map(own);
     // Should the parent die without hanging up (it cannot), or this process hang, it goes too.
     // SAFETY: `prctl` with this option takes a number.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     ringfence_mem::sigbus::install().context("installing the SIGBUS handler")?;
 
     let notify: Notify = setup.notify.parse().map_err(anyhow::Error::msg)?;
-    let disk = open_disk(setup.kind, disk, setup.disk_bytes)?;
-    let found = serve(blk.into(), iommu.into(), disk, setup.queues, notify)?;
+    let found = match setup.served {
+        Served::Disk { file, kind, bytes } => {
+            let disk = open_disk(kind, own(file), bytes)?;
+            serve(device.into(), iommu.into(), disk, setup.queues, notify)
+        }
+        Served::Net { loops } => serve_net(device.into(), iommu.into(), loops, notify),
+    }?;
     std::fs::File::from(report).write_all(&serde_json::to_vec(&found)?)?;
     Ok(())
 }
 
-/// Serves both sockets until both are hung up.
+/// What stands behind the sockets of a device process: workers, and an IOMMU whose tables the device
+/// at its only endpoint translates in. Nothing need be told of a mapping, and nothing ever misses.
+struct Behind {
+    workers: Arc<[Worker]>,
+    endpoint: Arc<Endpoint>,
+    iommu: Server<IommuBackend>,
+}
+
+impl Behind {
+    /// `unit` is the IOMMU's number among a worker's units.
+    fn new(iommu: UnixStream, queues: u16, notify: Notify, unit: u32) -> Result<Behind> {
+        let workers: Arc<[Worker]> = (0..queues.max(1))
+            .map(|n| Worker::spawn(&format!("worker-{n}"), notify))
+            .collect::<std::io::Result<_>>()?;
+        let shootdown = Shootdown::new(usize::from(queues) + 1);
+        let endpoint = Endpoint::new(ENDPOINT, Arc::clone(&shootdown), Binding::Blocked);
+        let (first, last) = MSI_WINDOW;
+        let msi = Range::new(ringfence_iommu::Iova(first), ringfence_iommu::Iova(last));
+        let geometry = Geometry {
+            reserved: Arc::from([ReservedRegion {
+                range: msi.expect("the window is in order"),
+                kind: ReservedKind::Msi,
+            }]),
+            ..Geometry::new(PageSizes::from_granule(4096).expect("a power of two"), Range::ALL)
+        };
+        let page_sizes = geometry.page_sizes;
+        let endpoints = Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, LIMITS);
+        let options = IommuOptions { device: Options { page_sizes, ..Options::default() }, unit };
+        let backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
+        Ok(Behind { workers, endpoint, iommu: Server::new(iommu, backend) })
+    }
+
+    /// Serves both sockets until both are hung up. `what` the device is, is said where it fails.
+    fn serve<H: Handler>(&mut self, device: &mut Server<H>, what: &'static str) -> Result<()> {
+        let (device_ended, iommu_ended) = std::thread::scope(|scope| {
+            let iommu = scope.spawn(|| self.iommu.serve());
+            (device.serve(), iommu.join())
+        });
+        device_ended.with_context(|| format!("the {what}'s socket"))?;
+        iommu_ended
+            .map_err(|_| anyhow::anyhow!("the thread that serves the IOMMU's socket panicked"))?
+            .context("the IOMMU's socket")
+    }
+
+    /// What the IOMMU has to report.
+    fn report(&mut self) -> Report {
+        let counters = self.iommu.handler().counters();
+        Report {
+            iommu_requests: counters.maps + counters.unmaps + counters.others,
+            iommu_refused: counters.refused,
+            iommu_syncs: counters.syncs,
+            ..Report::default()
+        }
+    }
+}
+
+/// Serves a disk and its IOMMU until both sockets are hung up.
 pub(crate) fn serve(
     blk: UnixStream,
     iommu: UnixStream,
@@ -121,43 +216,14 @@ pub(crate) fn serve(
     queues: u16,
     notify: Notify,
 ) -> Result<Report> {
-    let workers: Arc<[Worker]> = (0..queues.max(1))
-        .map(|n| Worker::spawn(&format!("worker-{n}"), notify))
-        .collect::<std::io::Result<_>>()?;
-    let shootdown = Shootdown::new(usize::from(queues) + 1);
-    let endpoint = Endpoint::new(ENDPOINT, Arc::clone(&shootdown), Binding::Blocked);
-    let (first, last) = MSI_WINDOW;
-    let msi = Range::new(ringfence_iommu::Iova(first), ringfence_iommu::Iova(last));
-    let geometry = Geometry {
-        reserved: Arc::from([ReservedRegion {
-            range: msi.expect("the window is in order"),
-            kind: ReservedKind::Msi,
-        }]),
-        ..Geometry::new(PageSizes::from_granule(4096).expect("a power of two"), Range::ALL)
-    };
-    let page_sizes = geometry.page_sizes;
-    let endpoints = Arc::new(Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, LIMITS));
-    let iommu_options =
-        IommuOptions { device: Options { page_sizes, ..Options::default() }, unit: 0 };
-    let iommu_backend = IommuBackend::new(endpoints, iommu_options, Arc::clone(&workers));
-    let blk_options =
-        BlkOptions { endpoint: Some(endpoint), unit: 1, ..BlkOptions::new(disk, DISK_ID, queues) };
-    let blk_backend = BlkBackend::new(blk_options, Arc::clone(&workers));
-
-    let mut iommu_server = Server::new(iommu, iommu_backend);
-    let mut blk_server = Server::new(blk, blk_backend);
-    let (blk_ended, iommu_ended) = std::thread::scope(|scope| {
-        let iommu = scope.spawn(|| iommu_server.serve());
-        (blk_server.serve(), iommu.join())
-    });
-    blk_ended.context("the block device's socket")?;
-    iommu_ended
-        .map_err(|_| anyhow::anyhow!("the thread that serves the IOMMU's socket panicked"))?
-        .context("the IOMMU's socket")?;
-
-    let stats = blk_server.handler().stats();
-    let (iotlb_hits, iotlb_misses, faults) = blk_server.handler().iotlb().unwrap_or_default();
-    let counters = iommu_server.handler().counters();
+    let mut behind = Behind::new(iommu, queues, notify, 0)?;
+    let endpoint = Some(Arc::clone(&behind.endpoint));
+    let options = BlkOptions { endpoint, unit: 1, ..BlkOptions::new(disk, DISK_ID, queues) };
+    let mut server = Server::new(blk, BlkBackend::new(options, Arc::clone(&behind.workers)));
+    behind.serve(&mut server, "block device")?;
+    let backend: &BlkBackend = server.handler();
+    let stats = backend.stats();
+    let (iotlb_hits, iotlb_misses, faults) = backend.iotlb().unwrap_or_default();
     Ok(Report {
         requests: stats.requests,
         failed: stats.failed,
@@ -166,8 +232,42 @@ pub(crate) fn serve(
         iotlb_hits,
         iotlb_misses,
         faults,
-        iommu_requests: counters.maps + counters.unmaps + counters.others,
-        iommu_refused: counters.refused,
-        iommu_syncs: counters.syncs,
+        ..behind.report()
+    })
+}
+
+/// Serves a network device of one pair of queues and its IOMMU until both sockets are hung up.
+pub(crate) fn serve_net(
+    net: UnixStream,
+    iommu: UnixStream,
+    loops: bool,
+    notify: Notify,
+) -> Result<Report> {
+    // A network device's unit is the first of a worker's.
+    let mut behind = Behind::new(iommu, 1, notify, 1)?;
+    let options = NetOptions {
+        name: "net".into(),
+        way: if loops { Way::Loopback } else { Way::Probe },
+        pairs: 1,
+        mac: None,
+        mtu: None,
+        iommu: true,
+        iotlb: IotlbConfig::default(),
+    };
+    let device = Net::new(options, Arc::clone(&behind.workers))?;
+    let mut server = Server::new(net, device.connect_behind(0, Arc::clone(&behind.endpoint)));
+    behind.serve(&mut server, "network device")?;
+    // So that its views have told all that they counted.
+    drop(server);
+    let (iotlb, rings) = (device.iotlb(0), device.counters(0));
+    let lost = |ring: &QueueCounters| Lost::ALL.iter().map(|&why| ring.lost(why)).sum::<u64>();
+    Ok(Report {
+        iotlb_hits: iotlb.hits,
+        iotlb_misses: iotlb.walks,
+        faults: iotlb.faults,
+        given: rings[0].packets(),
+        taken: rings[1].packets(),
+        lost: rings.iter().map(|ring| lost(ring)).sum(),
+        ..behind.report()
     })
 }

@@ -2,24 +2,20 @@
 //! DMA API.
 
 use std::{
-    io::{Read, Write},
     net::Shutdown,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::{net::UnixStream, process::CommandExt},
+        fd::{AsFd, AsRawFd},
+        unix::net::UnixStream,
     },
-    process::{Child, Command, ExitStatus, Stdio},
+    process::ExitStatus,
     sync::Arc,
-    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
-use parking_lot::Mutex;
 use ringfence_devices::{
     blk::{DriverQueue, QueueLayout},
     event,
     ram::{PagedBuffer, RamMemory, RamPart},
-    worker::Notify,
 };
 use ringfence_dma::{
     BounceLimits, BouncePools, Coherent, Config, Device, Direction, Environment, Policy,
@@ -27,31 +23,23 @@ use ringfence_dma::{
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
-use ringfence_virtio_iommu::{
-    driver::{self, Buffers, Driver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, Config as IommuConfig},
-};
-use ringfence_virtq::{
-    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, driver as ring, layout,
-};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use ringfence_virtio_iommu::driver::{Driver, ViommuDomain};
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
 
 use super::{
-    device::{ENDPOINT, Report, Setup},
+    device::{ENDPOINT, Report, Served},
     path::{LinkPath, VirtioPath},
     persistent::PersistentPath,
     plan::{Plan, Way},
     probe::Probe,
+    process::{ANSWER, Process},
     space::{AnyAllocator, Needs},
+    viommu::{OWN_BYTES, start_iommu, start_ring},
     zero_copy::ZeroCopyPath,
 };
 
-/// How long the device process may take for any answer on its sockets.
-const ANSWER: Duration = Duration::from_secs(20);
 /// Where guest memory begins for the device: beyond all that is special on a PC.
-const GUEST_BASE: u64 = 1 << 32;
-/// Descriptors of the virtio-iommu's request queue: two a request, as Linux's driver has it.
-const IOMMU_RING: u16 = 256;
+pub(crate) const GUEST_BASE: u64 = 1 << 32;
 /// On average one map and one unmap call in so many is timed.
 const SAMPLE_EVERY: u32 = 64;
 const PAGE: usize = 4096;
@@ -79,13 +67,13 @@ pub(crate) struct Link {
 /// Holds a queue's memory for as long as the device may use it.
 // One a queue: the size of the larger costs nothing.
 #[allow(clippy::large_enum_variant)]
-enum RingMemory {
+pub(crate) enum RingMemory {
     Plain(RamPart),
     Mapped(Coherent<RamPart>),
 }
 
 impl RingMemory {
-    fn part(&self) -> &RamPart {
+    pub(crate) fn part(&self) -> &RamPart {
         match self {
             RingMemory::Plain(part) => part,
             RingMemory::Mapped(coherent) => coherent.memory(),
@@ -102,20 +90,25 @@ impl Link {
         let queue_size = plan.depth.max(plan.pieces + 2).next_power_of_two().min(1024) as u16;
         let queue_layout = QueueLayout::new(queue_size, plan.pieces);
         let rings_bytes = queue_layout.bytes().next_multiple_of(PAGE) * usize::from(plan.queues);
-        // Twice the IOMMU's own, generously: it is well under a page a descriptor.
-        let own = 2 * PAGE * usize::from(IOMMU_RING);
         let mut lens = plan.buffers.clone();
         // A page for each queue's probe.
         if plan.way == Way::Streaming {
             lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
         }
         let pools = plan.pool_bytes();
-        let ram = GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + own + pools, GUEST_BASE)
-            .context("making the guest memory")?;
+        let ram =
+            GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + OWN_BYTES + pools, GUEST_BASE)
+                .context("making the guest memory")?;
 
         let (blk_socket, blk_theirs) = UnixStream::pair()?;
         let (iommu_socket, iommu_theirs) = UnixStream::pair()?;
-        let process = Process::start(plan, blk_theirs.into(), iommu_theirs.into())?;
+        let process = Process::start(
+            Served::Disk { file: plan.disk.as_raw_fd(), kind: plan.kind, bytes: plan.disk_bytes },
+            plan.queues,
+            plan.notify,
+            blk_theirs.into(),
+            iommu_theirs.into(),
+        )?;
 
         let alive = iommu_socket.try_clone()?;
         let sockets = [blk_socket.try_clone()?, iommu_socket.try_clone()?];
@@ -178,8 +171,15 @@ impl Link {
                 used: base + queue_layout.used_at() as u64,
                 log: None,
             };
-            start_ring(&mut blk_front, index, queue_size, &addresses, kick.as_fd(), call.as_fd())
-                .with_context(|| format!("starting queue {index}"))?;
+            start_ring(
+                &mut blk_front,
+                index,
+                queue_size,
+                &addresses,
+                kick.as_fd(),
+                Some(call.as_fd()),
+            )
+            .with_context(|| format!("starting queue {index}"))?;
             rings.push(memory);
             queues.push(queue);
         }
@@ -307,7 +307,7 @@ fn make_dma(
 /// Pages of guest memory in an order in which an application that has run for a while has them:
 /// side by side for the CPU, anywhere in physical memory, in runs of `run` pages. The order is the
 /// same in every run of the program.
-fn scatter(ram: &Arc<GuestRam>, lens: &[usize], run: usize) -> Result<Vec<PagedBuffer>> {
+pub(crate) fn scatter(ram: &Arc<GuestRam>, lens: &[usize], run: usize) -> Result<Vec<PagedBuffer>> {
     let pages = pages_of(lens);
     let first = ram.carve(pages * PAGE, PAGE)? / PAGE;
     // Each run is a mapping of its own, and the kernel bounds these (vm.max_map_count, 65,530).
@@ -337,198 +337,4 @@ pub(crate) fn local_buffers(lens: &[usize], run: usize) -> Result<Vec<PagedBuffe
 
 fn pages_of(lens: &[usize]) -> usize {
     lens.iter().map(|len| len.div_ceil(PAGE)).sum::<usize>().max(1)
-}
-
-fn start_ring(
-    front: &mut Frontend,
-    index: u16,
-    size: u16,
-    addresses: &RingAddresses,
-    kick: BorrowedFd<'_>,
-    call: BorrowedFd<'_>,
-) -> Result<()> {
-    front.set_vring_num(index, size)?;
-    front.set_vring_base(index, 0)?;
-    front.set_vring_addr(index, addresses)?;
-    front.set_vring_call(index, Some(call))?;
-    front.set_vring_kick(index, Some(kick))?;
-    front.set_vring_enable(index, true)?;
-    Ok(())
-}
-
-/// The virtio-iommu's notifications.
-struct Events {
-    kick: OwnedFd,
-    call: OwnedFd,
-    /// The socket: hung up when the device process is gone.
-    socket: OwnedFd,
-}
-
-impl Transport for Events {
-    fn kick(&self, _queue: u16) {
-        event::signal(&self.kick);
-    }
-
-    fn wait(&self, _queue: u16, timeout: Duration) {
-        let mut fds =
-            [PollFd::new(&self.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::HUP)];
-        let timeout =
-            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
-        // An interruption is an early return, which is allowed.
-        if poll(&mut fds, Some(&timeout)).is_ok() && fds[0].revents().contains(PollFlags::IN) {
-            event::drain(&self.call);
-        }
-    }
-
-    fn is_alive(&self) -> bool {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::HUP)];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        poll(&mut fds, Some(&now)).is_ok() && !fds[0].revents().contains(PollFlags::HUP)
-    }
-}
-
-fn start_iommu(
-    front: &mut Frontend,
-    ram: &Arc<GuestRam>,
-    notify: Notify,
-    socket: OwnedFd,
-) -> Result<Arc<Driver>> {
-    let plain = 1 << F_VERSION_1 | 1 << F_EVENT_IDX;
-    let wanted = plain | driver::negotiate(u64::MAX).bits();
-    let agreed = front.negotiate(wanted, ProtocolFeatures::CONFIG)?;
-    if agreed & plain != plain {
-        bail!("the device lacks features: {agreed:#x}");
-    }
-    front.set_mem_table(&[(ram.region(), ram.fd())])?;
-    let mut config = [0; CONFIG_LEN];
-    front.config(0, &mut config)?;
-    let config = IommuConfig::parse(&config)?;
-
-    let areas = layout::offsets(IOMMU_RING);
-    let rings = RamPart::carve(ram, areas.len, PAGE)?;
-    let queue =
-        ring::Queue::new(IOMMU_RING, ring::Rings::in_window(rings.window(), IOMMU_RING)?, true)?;
-    let buffers = RamPart::carve(ram, Driver::buffer_bytes(IOMMU_RING, &config), PAGE)?;
-    let events = Arc::new(Events { kick: event::new()?, call: event::new()?, socket });
-    let user = ram.user_addr() + (rings.gpa() - ram.gpa());
-    let addresses = RingAddresses {
-        desc: user,
-        avail: user + areas.avail as u64,
-        used: user + areas.used as u64,
-        log: None,
-    };
-    start_ring(front, 0, IOMMU_RING, &addresses, events.kick.as_fd(), events.call.as_fd())?;
-    let notify = match notify {
-        Notify::Adaptive => driver::Notify::Adaptive { spin: notify.spin().unwrap_or_default() },
-        Notify::Poll => driver::Notify::Poll,
-        Notify::Sleep => driver::Notify::Sleep,
-    };
-    let driver = Driver::new(
-        events,
-        queue,
-        Buffers { window: buffers.window().clone(), addr: buffers.gpa() },
-        config,
-        driver::negotiate(agreed),
-        driver::Options { notify, ..driver::Options::default() },
-    )?;
-    Ok(driver)
-}
-
-/// The device process.
-struct Process {
-    child: Mutex<Child>,
-    report: Option<OwnedFd>,
-}
-
-impl Process {
-    fn start(plan: &Plan, blk: OwnedFd, iommu: OwnedFd) -> Result<Process> {
-        let (report, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
-        let setup = Setup {
-            blk: blk.as_raw_fd(),
-            iommu: iommu.as_raw_fd(),
-            disk: plan.disk.as_raw_fd(),
-            report: theirs.as_raw_fd(),
-            kind: plan.kind,
-            disk_bytes: plan.disk_bytes,
-            queues: plan.queues,
-            notify: plan.notify.to_string(),
-        };
-        let inherited = [setup.blk, setup.iommu, setup.disk, setup.report];
-        let mut command = Command::new("/proc/self/exe");
-        command.arg0("ringfence").arg("device").stdin(Stdio::piped()).stdout(Stdio::null());
-        // SAFETY: between fork and exec only `signal` and `fcntl` are called, which are
-        // async-signal-safe; the descriptors are open, since their owners live until after the
-        // spawn.
-        unsafe {
-            command.pre_exec(move || {
-                // A Ctrl-C, or a terminal that goes, reaches the whole group. The driver process
-                // then ends this one in order, by hanging up; what is ignored stays so over exec.
-                for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-                    libc::signal(signal, libc::SIG_IGN);
-                }
-                for fd in inherited {
-                    let fd = BorrowedFd::borrow_raw(fd);
-                    rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
-                }
-                Ok(())
-            });
-        }
-        let mut child = command.spawn().context("starting the device process")?;
-        let stdin = child.stdin.take();
-        let process = Process { child: Mutex::new(child), report: Some(report) };
-        let mut stdin = stdin.context("its standard input")?;
-        stdin.write_all(&serde_json::to_vec(&setup)?).context("telling it its setup")?;
-        Ok(process)
-    }
-
-    /// How it ended, if it has.
-    fn ended(&self) -> Option<ExitStatus> {
-        self.child.lock().try_wait().ok().flatten()
-    }
-
-    fn cpu_ns(&self) -> u64 {
-        // The kernel's number of a process's CPU-time clock (clock_getcpuclockid).
-        let clock = (!(self.child.lock().id() as libc::clockid_t) << 3) | 2;
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: `time` is valid for writing; an unknown clock is an error, not a fault.
-        if unsafe { libc::clock_gettime(clock, &mut time) } != 0 {
-            return 0;
-        }
-        time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-    }
-
-    /// Reads the report and waits for the end, both within a time limit.
-    fn finish(&mut self) -> Result<Report> {
-        let deadline = Instant::now() + ANSWER;
-        let mut text = Vec::new();
-        if let Some(report) = self.report.take() {
-            let mut file = std::fs::File::from(report);
-            let mut fds = [PollFd::new(&file, PollFlags::IN)];
-            let limit = Timespec { tv_sec: ANSWER.as_secs() as i64, tv_nsec: 0 };
-            if poll(&mut fds, Some(&limit))? == 0 {
-                bail!("the device process does not end");
-            }
-            file.read_to_end(&mut text)?;
-        }
-        while Instant::now() < deadline {
-            if let Some(status) = self.child.lock().try_wait()? {
-                if !status.success() {
-                    bail!("the device process failed: {status}");
-                }
-                return serde_json::from_slice(&text).context("the device process's report");
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        bail!("the device process does not end")
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let child = self.child.get_mut();
-        if matches!(child.try_wait(), Ok(None)) {
-            let _ = child.kill();
-        }
-        let _ = child.wait();
-    }
 }

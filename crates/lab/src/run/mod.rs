@@ -14,6 +14,7 @@
 //! | `persistent`, `zero_copy` | ways in memory that stays mapped |
 //! | `plan` | what a link is for |
 //! | `link` | the driver process's side: memory, front ends, the DMA API |
+//! | `process`, `viommu` | the device process and its virtio-iommu, from that side |
 //! | `bare` | a link without jobs, for benchmarks |
 //! | [`device`] | the device process |
 //! | `target` | the disk |
@@ -23,16 +24,18 @@ pub mod compare;
 pub mod device;
 mod engine;
 mod figures;
-mod link;
+pub(crate) mod link;
 mod path;
 mod persistent;
 mod plan;
 mod pool;
 mod probe;
+pub(crate) mod process;
 mod row;
 pub mod space;
 mod target;
 pub mod tuning;
+pub(crate) mod viommu;
 mod zero_copy;
 
 pub(crate) use bare::Bare;

@@ -28,12 +28,16 @@ const DEFAULT_SECONDS: f64 = 0.2;
 /// the number of every frame. It answers the back end's IOTLB misses itself, with entries as large as
 /// asked for.
 ///
+/// Where Ringfence is the IOMMU too (notified), the device and its virtio-iommu are one process, and a
+/// driver maps the buffers of frames by the DMA API, strictly and otherwise.
+///
 /// DPDK's testpmd is in Debian's package dpdk-dev; without it, its rows say so.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench net
     ringfence bench net --only off,static --direction loop --entries 4k,2m --seconds 1
     ringfence bench net --only dynamic --direction tx --repeat 11
+    ringfence bench net --only notified --seconds 1
     ringfence bench net --impl dpdk --json dpdk.json
 
 EXIT STATUS:
@@ -42,7 +46,8 @@ EXIT STATUS:
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
     /// What is measured, separated by commas: off (no IOMMU), static (buffers are mapped once),
-    /// dynamic (each use of a buffer has an address of its own) [default: all].
+    /// dynamic (each use of a buffer has an address of its own), notified (so too, mapped by the
+    /// DMA API, with Ringfence as the IOMMU in the device's process) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Part>)]
     only: Option<List<Part>>,
 

@@ -33,19 +33,21 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    pub(super) fn new(expect: Expect) -> Arrivals {
+    /// An account without frames.
+    pub fn new(expect: Expect) -> Arrivals {
         let (sent, good, corrupt, lost, late) = (0, 0, 0, 0, 0);
         Arrivals { expect, sent, good, corrupt, lost, late, next: 0, first: None }
     }
 
+    /// Counts frames that were sent.
     #[inline]
-    pub(super) fn note_sent(&mut self, frames: u64) {
+    pub fn note_sent(&mut self, frames: u64) {
         self.sent += frames;
     }
 
     /// Counts a packet of `len` bytes that lies in one buffer, of which the first are `packet`.
     #[inline]
-    pub(super) fn note(&mut self, packet: &[u8; PACKET], len: u32) {
+    pub fn note(&mut self, packet: &[u8; PACKET], len: u32) {
         if self.expect == Expect::Foreign {
             return self.note_foreign(packet, len);
         }
@@ -76,7 +78,7 @@ impl Arrivals {
     }
 
     /// What is outstanding is lost.
-    pub(super) fn give_up(&mut self) {
+    pub fn give_up(&mut self) {
         self.lost += self.outstanding();
         self.next = self.sent;
     }

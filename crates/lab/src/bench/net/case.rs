@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use ringfence_devices::net::driver::{Addressing, Options as DriverOptions};
 use serde_json::{Map, Value};
 
-use super::object;
+use super::{notified::Mapped, object};
 use crate::list::parse;
 
 /// A name for each value of an enum, and back.
@@ -52,9 +52,16 @@ pub enum Part {
     Static,
     /// Each use of a buffer has an address of its own.
     Dynamic,
+    /// As dynamic, with Ringfence's own IOMMU in the device's process.
+    Notified,
 }
 
-names!(Part, "part", [Part::Off => "off", Part::Static => "static", Part::Dynamic => "dynamic"]);
+names!(Part, "part", [
+    Part::Off => "off",
+    Part::Static => "static",
+    Part::Dynamic => "dynamic",
+    Part::Notified => "notified",
+]);
 
 /// Which way packets go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,6 +148,8 @@ pub(super) struct Case {
     pub(super) direction: Direction,
     pub(super) ring: Ring,
     pub(super) addressing: Addressing,
+    /// Behind Ringfence's own IOMMU, how buffers are mapped; `addressing` says nothing then.
+    pub(super) mapped: Option<Mapped>,
 }
 
 /// Pages of buffers in all. DPDK's cache of a queue holds 2048 entries and is given those of all
@@ -153,6 +162,9 @@ const FRESH: u32 = 1024;
 
 impl Case {
     pub(super) fn part(&self) -> Part {
+        if self.mapped.is_some() {
+            return Part::Notified;
+        }
         match self.addressing {
             Addressing::Physical => Part::Off,
             Addressing::Static { .. } => Part::Static,
@@ -162,6 +174,9 @@ impl Case {
 
     /// Its addresses in a word or two.
     pub(super) fn addresses(&self) -> String {
+        if let Some(mapped) = self.mapped {
+            return mapped.name();
+        }
         match self.addressing {
             Addressing::Physical => "off".to_owned(),
             Addressing::Static { entry, mergeable } => {
@@ -178,9 +193,20 @@ impl Case {
         format!("{}/{}/{addresses}", self.direction, self.ring)
     }
 
+    /// Whether addresses are translated.
+    pub(super) fn translated(&self) -> bool {
+        self.mapped.map_or(self.addressing.translated(), Mapped::translated)
+    }
+
+    /// Whether `implementation` can be measured: of Ringfence's own IOMMU nobody else is behind.
+    pub(super) fn is_for(&self, implementation: Implementation) -> bool {
+        self.mapped.is_none() || implementation == Implementation::Ringfence
+    }
+
     /// The one of the same packets and rings without an IOMMU.
     pub(super) fn off(&self) -> Case {
-        Case { addressing: Addressing::Physical, ..*self }
+        let mapped = self.mapped.map(|_| Mapped::OFF);
+        Case { addressing: Addressing::Physical, mapped, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
@@ -188,8 +214,11 @@ impl Case {
             ("part", self.part().name().into()),
             ("direction", self.direction.name().into()),
             ("ring", self.ring.name().into()),
-            ("iommu", self.addressing.translated().into()),
+            ("iommu", self.translated().into()),
         ]);
+        if let Some(mapped) = self.mapped {
+            params.extend(mapped.params());
+        }
         match self.addressing {
             Addressing::Physical => {}
             Addressing::Static { entry, mergeable } => {
@@ -254,7 +283,7 @@ impl Choice {
         let mut cases = Vec::new();
         for &ring in &self.rings {
             for &direction in &self.directions {
-                let with = |addressing| Case { direction, ring, addressing };
+                let with = |addressing| Case { direction, ring, addressing, mapped: None };
                 let smallest = self.entries.iter().map(|entry| entry.0).min();
                 for part in &self.parts {
                     match part {
@@ -276,7 +305,12 @@ impl Choice {
                             cases.push(with(Addressing::Fresh { push: false }));
                             cases.push(with(Addressing::Fresh { push: true }));
                         }
-                        Part::Dynamic => {}
+                        Part::Notified if ring == Ring::Split => {
+                            let case = with(Addressing::Physical);
+                            let mapped = Mapped::ALL.into_iter().map(Some);
+                            cases.extend(mapped.map(|mapped| Case { mapped, ..case }));
+                        }
+                        Part::Dynamic | Part::Notified => {}
                     }
                 }
             }
@@ -293,7 +327,7 @@ mod tests {
     fn names_are_read_back() {
         assert_eq!(parse_list::<Part>("dynamic,off"), Ok(vec![Part::Dynamic, Part::Off]));
         let error = parse_list::<Part>("statics").unwrap_err();
-        assert!(error.contains("off, static, dynamic"), "{error}");
+        assert!(error.contains("off, static, dynamic, notified"), "{error}");
         for text in ["4k", "64k", "2m", "1g"] {
             assert_eq!(text.parse::<Entry>().unwrap().to_string(), text);
         }

@@ -5,6 +5,7 @@
 //! | [`case`] | what is measured: which way packets go, and by what addresses |
 //! | `load` | one measurement |
 //! | `backend`, `ringfence`, `testpmd` | the back ends |
+//! | `notified` | our device behind our own IOMMU, in one process |
 //! | `rows` | what the rounds tell |
 //! | [`table`] | all of it for a terminal |
 //!
@@ -14,6 +15,7 @@
 mod backend;
 pub mod case;
 mod load;
+mod notified;
 mod ringfence;
 pub(super) mod rows;
 pub mod table;
@@ -94,7 +96,8 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let cases = options.choice.cases();
     if cases.is_empty() {
         return Err(Usage(
-            "there is nothing to measure: with packed rings, no dynamic part".into(),
+            "there is nothing to measure: with packed rings, no dynamic part and no notified one"
+                .into(),
         )
         .into());
     }
@@ -130,7 +133,8 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         }
         backends.push((implementation, started));
     }
-    let total = u64::from(options.repeat) * (cases.len() * backends.len()) as u64;
+    let of = |case: &Case| options.implementations.iter().filter(|who| case.is_for(**who)).count();
+    let total = u64::from(options.repeat) * cases.iter().map(of).sum::<usize>() as u64;
     let step = options.window + OVERHEAD;
     let expected = step * u32::try_from(total).unwrap_or(u32::MAX);
     let progress = Progress::new(options.progress, total, expected);
@@ -141,6 +145,9 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     'rounds: for round in 1..=options.repeat {
         for (case, found) in cases.iter().zip(&mut found) {
             for ((implementation, backend), found) in backends.iter_mut().zip(found) {
+                if !case.is_for(*implementation) {
+                    continue;
+                }
                 if stop.load(Ordering::Relaxed) {
                     break 'rounds;
                 }
@@ -169,6 +176,15 @@ fn measure(
     cpus: [usize; 2],
 ) -> Measured {
     let mut ping = [None; 2];
+    if let Some(mapped) = case.mapped {
+        // A device process of its own, which lives as long as the window.
+        ping[0] = ping::round_trip_ns(cpus);
+        let window = threads::bound_to(cpus[1], || {
+            notified::measure(mapped, case.direction, length, cpus[0])
+        });
+        ping[1] = ping::round_trip_ns(cpus);
+        return Measured { window: window.map_err(|error| format!("{error:#}")), ping };
+    }
     let window = backend.as_mut().map_err(|why| why.clone()).and_then(|backend| {
         backend.choose(case.direction);
         ping[0] = ping::round_trip_ns(cpus);

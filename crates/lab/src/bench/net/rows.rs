@@ -33,7 +33,7 @@ pub(super) fn fill(
         Some(found[case][who].as_slice())
     };
     for case in cases {
-        for &implementation in implementations {
+        for &implementation in implementations.iter().filter(|who| case.is_for(**who)) {
             let own = of(case, implementation).unwrap_or_default();
             let off = of(&case.off(), implementation).unwrap_or_default();
             let ours = of(case, Implementation::Ringfence).unwrap_or_default();
@@ -150,7 +150,7 @@ fn row(
             ("corrupt", sum(|window| window.corrupt).into()),
         ]),
     };
-    if case.addressing.translated() {
+    if case.translated() {
         row.figures.extend(object([
             ("misses_per_packet", per_packet(sum(|window| window.misses)).into()),
             ("updates_per_packet", per_packet(sum(|window| window.updates)).into()),

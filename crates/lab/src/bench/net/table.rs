@@ -23,6 +23,8 @@ interval.
              that came to nothing; all others are in the medians, these two kinds as well
   4k, 2m ... how much an UPDATE covers: of entries that a back end can merge, or cannot
   dynamic    each use of a buffer has a page of its own, invalidated after it: the back end asks, or the driver pushes
+  notified   so too, where Ringfence is the IOMMU, in the device's process: 64 neighbouring buffers, or as many that lie
+             scattered, or each by itself are a mapping; notified off is the same driver and device without
   msg/s      messages that the socket moves, an UPDATE and its answer being two: with one UPDATE in flight, and 64
   msg        messages a frame: misses, UPDATEs and INVALIDATEs with their answers; x msg: frames a second times that,
              against the messages that the socket moves with 64 in flight

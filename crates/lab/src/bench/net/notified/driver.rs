@@ -1,0 +1,149 @@
+//! A driver of a pair of rings whose frames are mapped for each use.
+
+use std::os::unix::net::UnixStream;
+
+use anyhow::{Context, Result};
+use ringfence_devices::net::driver::{Arrivals, Expect, PACKET, number, packet};
+
+use super::{
+    Mapped,
+    link::{Link, Peer},
+    ring::Ring,
+};
+use crate::{bench::net::case::Direction, run::device::Report};
+
+/// Most frames that are sent at once.
+const BURST: usize = 64;
+
+/// A pair of rings, and what came of them.
+pub(super) struct Driver {
+    // First of all: what is mapped is unmapped while there is an IOMMU.
+    rx: Ring,
+    tx: Ring,
+    pub(super) link: Link,
+    direction: Direction,
+    /// What came back of what was sent.
+    arrivals: Arrivals,
+    /// Frames of the device's own that came, and those of them that were wrong.
+    came: u64,
+    wrong: u64,
+    /// Frames that the device has taken.
+    taken: u64,
+}
+
+/// What a connection came to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Account {
+    /// Frames that should have come, and those that did not.
+    pub(super) carried: u64,
+    pub(super) lost: u64,
+    pub(super) late: u64,
+    pub(super) corrupt: u64,
+    pub(super) report: Report,
+}
+
+impl Driver {
+    pub(super) fn open(
+        mapped: Mapped,
+        direction: Direction,
+        peer: impl FnOnce(UnixStream, UnixStream, bool) -> Result<Peer>,
+    ) -> Result<Driver> {
+        let loops = direction == Direction::Loop;
+        let (link, [rx, tx], [receive, transmit]) =
+            Link::open(mapped, |net, iommu| peer(net, iommu, loops))?;
+        let rx = Ring::new(mapped, link.dma.as_ref(), rx, receive, true);
+        let tx = Ring::new(mapped, link.dma.as_ref(), tx, transmit, false);
+        let arrivals = Arrivals::new(Expect::Own);
+        Ok(Driver { rx, tx, link, direction, arrivals, came: 0, wrong: 0, taken: 0 })
+    }
+
+    /// One turn: takes back, sends (if it is to `send`), makes available what is mapped; how many
+    /// frames came or were taken.
+    #[inline]
+    pub(super) fn turn(&mut self, send: bool) -> Result<usize> {
+        let Driver { rx, tx, arrivals, came, wrong, .. } = self;
+        let mut moved = 0;
+        if self.direction != Direction::Tx {
+            moved += match self.direction {
+                Direction::Loop => rx.reap(|frame, len| arrivals.note(frame, len))?,
+                _ => rx.reap(|frame, len| note(frame, len, came, wrong))?,
+            };
+            rx.post(usize::MAX, |_| ())?;
+            rx.advance()?;
+        }
+        if self.direction != Direction::Rx {
+            let taken = tx.reap(|_, _| ())?;
+            self.taken += taken as u64;
+            moved += taken;
+            let most = match self.direction {
+                _ if !send => 0,
+                // As many as surely find a buffer when they come back.
+                Direction::Loop => {
+                    rx.in_flight().saturating_sub(arrivals.outstanding() as usize).min(BURST)
+                }
+                _ => BURST,
+            };
+            let mut next = arrivals.sent();
+            let sent = tx.post(most, |frame| {
+                *frame = packet(next);
+                next += 1;
+            })?;
+            arrivals.note_sent(sent as u64);
+            tx.advance()?;
+        }
+        Ok(moved)
+    }
+
+    /// Frames that came or, if none come, were taken.
+    pub(super) fn frames(&self) -> u64 {
+        match self.direction {
+            Direction::Tx => self.taken,
+            Direction::Rx => self.came - self.wrong,
+            Direction::Loop => self.arrivals.good(),
+        }
+    }
+
+    /// Frames that were sent and neither came back nor, where none do, were taken.
+    pub(super) fn outstanding(&self) -> u64 {
+        match self.direction {
+            Direction::Tx => self.tx.under_way() as u64,
+            Direction::Rx => 0,
+            Direction::Loop => self.arrivals.outstanding(),
+        }
+    }
+
+    /// Ends it in order, and tells what became of all frames. What is outstanding is lost.
+    pub(super) fn close(self) -> Result<Account> {
+        let Driver {
+            mut rx, mut tx, mut link, direction, mut arrivals, mut came, mut wrong, ..
+        } = self;
+        link.stop_rings()?;
+        let taken = self.taken + tx.finish(|_, _| ())?;
+        match direction {
+            Direction::Loop => rx.finish(|frame, len| arrivals.note(frame, len))?,
+            _ => rx.finish(|frame, len| note(frame, len, &mut came, &mut wrong))?,
+        };
+        arrivals.give_up();
+        drop((rx, tx));
+        let report = link.close().context("ending the device process")?;
+        // The device's word against the driver's: either way, a difference is a loss.
+        let (carried, lost, corrupt) = match direction {
+            Direction::Tx => (taken, taken.abs_diff(report.taken) + report.lost, 0),
+            Direction::Rx => (report.given, report.given.abs_diff(came) + report.lost, wrong),
+            Direction::Loop => (arrivals.sent(), arrivals.lost(), arrivals.corrupt()),
+        };
+        Ok(Account { carried, lost, late: arrivals.late(), corrupt, report })
+    }
+
+    #[cfg(test)]
+    pub(super) fn rings(&mut self) -> [&mut Ring; 2] {
+        [&mut self.rx, &mut self.tx]
+    }
+}
+
+/// Counts a frame of the device's own: it gives the same again and again.
+#[inline]
+fn note(frame: &[u8; PACKET], len: u32, came: &mut u64, wrong: &mut u64) {
+    *came += 1;
+    *wrong += u64::from(len as usize != PACKET || number(frame) != Some(0));
+}

@@ -1,0 +1,125 @@
+//! The whole of it in one process: the device is a thread.
+
+use std::{os::unix::net::UnixStream, thread};
+
+use anyhow::Result;
+use ringfence_dma::Policy;
+
+use super::{
+    Mapped,
+    driver::{Account, Driver},
+    link::Peer,
+    load::drain,
+    ring::Ring,
+};
+use crate::bench::net::case::Direction;
+
+/// More turns than any test takes, each of which lets others run.
+const TURNS: usize = 200_000;
+
+fn open(mapped: Mapped, direction: Direction) -> Driver {
+    let peer: fn(UnixStream, UnixStream, bool) -> Result<Peer> = Peer::thread;
+    Driver::open(mapped, direction, peer).unwrap()
+}
+
+fn turns(driver: &mut Driver, mut done: impl FnMut(&Driver) -> bool) {
+    for _ in 0..TURNS {
+        driver.turn(true).unwrap();
+        if done(driver) {
+            return;
+        }
+        thread::yield_now();
+    }
+    panic!("nothing goes on: {} frames", driver.frames());
+}
+
+fn end(mut driver: Driver) -> Account {
+    drain(&mut driver).unwrap();
+    driver.close().unwrap()
+}
+
+#[test]
+fn every_row_carries_frames_and_maps_as_it_says() {
+    const FRAMES: u64 = 3000;
+    for mapped in Mapped::ALL {
+        for &direction in Direction::ALL {
+            let mut driver = open(mapped, direction);
+            turns(&mut driver, |driver| driver.frames() >= FRAMES);
+            let [maps, unmaps] = [driver.link.iommu().maps, driver.link.iommu().unmaps];
+            let account = end(driver);
+            let Account { carried, lost, late, corrupt, report } = account;
+            let what = format!("{mapped:?} {direction}: {account:?}");
+            assert!(carried >= FRAMES, "{what}");
+            assert_eq!((lost, late, corrupt), (0, 0, 0), "{what}");
+            assert_eq!((report.faults, report.iommu_refused), (0, 0), "{what}");
+            let looked = report.iotlb_hits + report.iotlb_misses;
+            assert_eq!(looked >= FRAMES, mapped.translated(), "{what}");
+            let bundles = FRAMES / mapped.bundle as u64;
+            match mapped.policy {
+                Policy::Off => assert_eq!((maps, unmaps), (0, 0), "{what}"),
+                Policy::StrictMap if mapped.run == 1 => assert!(maps >= FRAMES, "{what}"),
+                Policy::StrictMap => {
+                    assert!(maps >= bundles && unmaps > 0, "{what}");
+                    // Neighbours that were mapped together are found by one walk.
+                    let walks = carried * 2 / mapped.bundle as u64 + 100;
+                    assert!(mapped.bundle == 1 || report.iotlb_misses <= 2 * walks, "{what}");
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+const STRICT: Mapped = Mapped { policy: Policy::StrictMap, ..Mapped::OFF };
+
+/// Frames were carried, and all of them are back: what was mapped for them is unmapped.
+fn used(mapped: Mapped, direction: Direction) -> Driver {
+    let mut driver = open(mapped, direction);
+    turns(&mut driver, |driver| driver.frames() >= 2000);
+    drain(&mut driver).unwrap();
+    driver
+}
+
+/// What comes back next on a ring, without a turn of the driver: the length that was written.
+fn wait(ring: &mut Ring, turns: usize) -> Option<u32> {
+    for _ in 0..turns {
+        if let Some(len) = ring.pop_stray().unwrap() {
+            return Some(len);
+        }
+        thread::yield_now();
+    }
+    None
+}
+
+#[test]
+fn a_frame_that_was_unmapped_cannot_be_read() {
+    for (mapped, reached) in [(STRICT, false), (Mapped::OFF, true)] {
+        let mut driver = used(mapped, Direction::Loop);
+        let [rx, tx] = driver.rings();
+        let (stale, _) = tx.stale();
+        tx.add_stray(stale).unwrap();
+        assert_eq!(wait(tx, TURNS), Some(0), "it comes back in any case");
+        // Nothing else was sent: what is received is what the stale address led to.
+        let came = wait(rx, 1000);
+        assert_eq!(came.is_some(), reached, "{mapped:?}");
+        let report = driver.close().unwrap().report;
+        assert_eq!((report.faults > 0, report.lost > 0), (!reached, !reached), "{report:?}");
+    }
+}
+
+#[test]
+fn a_buffer_that_was_unmapped_cannot_be_written() {
+    for (mapped, reached) in [(STRICT, false), (Mapped::OFF, true)] {
+        // Nothing is received, unless there is a buffer: the device has a frame for each.
+        let mut driver = used(mapped, Direction::Tx);
+        let [rx, tx] = driver.rings();
+        let (stale, frame) = tx.stale();
+        frame.fill(0xa5);
+        rx.add_stray(stale).unwrap();
+        assert_eq!(wait(rx, TURNS).map(|len| len > 0), Some(reached), "{mapped:?}");
+        let (_, frame) = tx.stale();
+        assert_eq!(frame.iter().all(|&byte| byte == 0xa5), !reached, "{mapped:?}");
+        let report = driver.close().unwrap().report;
+        assert_eq!(report.faults > 0, !reached, "{mapped:?}: {report:?}");
+    }
+}

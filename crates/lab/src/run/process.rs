@@ -1,0 +1,130 @@
+//! The device process, from the driver's side.
+
+use std::{
+    io::{Read, Write},
+    os::{
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::process::CommandExt,
+    },
+    process::{Child, Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use parking_lot::Mutex;
+use ringfence_devices::worker::Notify;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::device::{Report, Served, Setup};
+
+/// How long the device process may take for any answer on its sockets, and to end.
+pub(crate) const ANSWER: Duration = Duration::from_secs(20);
+
+/// The device process.
+pub(crate) struct Process {
+    child: Mutex<Child>,
+    report: Option<OwnedFd>,
+}
+
+impl Process {
+    /// Starts one that serves `served`, at the socket `device`, behind a virtio-iommu at the socket
+    /// `iommu`.
+    ///
+    /// # Errors
+    /// The system refused.
+    pub(crate) fn start(
+        served: Served,
+        queues: u16,
+        notify: Notify,
+        device: OwnedFd,
+        iommu: OwnedFd,
+    ) -> Result<Process> {
+        let (report, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let setup = Setup {
+            device: device.as_raw_fd(),
+            iommu: iommu.as_raw_fd(),
+            report: theirs.as_raw_fd(),
+            served,
+            queues,
+            notify: notify.to_string(),
+        };
+        let inherited = setup.descriptors();
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("ringfence").arg("device").stdin(Stdio::piped()).stdout(Stdio::null());
+        // SAFETY: between fork and exec only `signal` and `fcntl` are called, which are
+        // async-signal-safe; the descriptors are open, since their owners live until after the
+        // spawn.
+        unsafe {
+            command.pre_exec(move || {
+                // A Ctrl-C, or a terminal that goes, reaches the whole group. The driver process
+                // then ends this one in order, by hanging up; what is ignored stays so over exec.
+                for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+                    libc::signal(signal, libc::SIG_IGN);
+                }
+                for &fd in &inherited {
+                    let fd = BorrowedFd::borrow_raw(fd);
+                    rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
+                }
+                Ok(())
+            });
+        }
+        let mut child = command.spawn().context("starting the device process")?;
+        let stdin = child.stdin.take();
+        let process = Process { child: Mutex::new(child), report: Some(report) };
+        let mut stdin = stdin.context("its standard input")?;
+        stdin.write_all(&serde_json::to_vec(&setup)?).context("telling it its setup")?;
+        Ok(process)
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn ended(&self) -> Option<ExitStatus> {
+        self.child.lock().try_wait().ok().flatten()
+    }
+
+    /// Its CPU time so far, in nanoseconds.
+    pub(crate) fn cpu_ns(&self) -> u64 {
+        // The kernel's number of a process's CPU-time clock (clock_getcpuclockid).
+        let clock = (!(self.child.lock().id() as libc::clockid_t) << 3) | 2;
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `time` is valid for writing; an unknown clock is an error, not a fault.
+        if unsafe { libc::clock_gettime(clock, &mut time) } != 0 {
+            return 0;
+        }
+        time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+    }
+
+    /// Reads the report and waits for the end, both within a time limit.
+    pub(crate) fn finish(&mut self) -> Result<Report> {
+        let deadline = Instant::now() + ANSWER;
+        let mut text = Vec::new();
+        if let Some(report) = self.report.take() {
+            let mut file = std::fs::File::from(report);
+            let mut fds = [PollFd::new(&file, PollFlags::IN)];
+            let limit = Timespec { tv_sec: ANSWER.as_secs() as i64, tv_nsec: 0 };
+            if poll(&mut fds, Some(&limit))? == 0 {
+                bail!("the device process does not end");
+            }
+            file.read_to_end(&mut text)?;
+        }
+        while Instant::now() < deadline {
+            if let Some(status) = self.child.lock().try_wait()? {
+                if !status.success() {
+                    bail!("the device process failed: {status}");
+                }
+                return serde_json::from_slice(&text).context("the device process's report");
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        bail!("the device process does not end")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let child = self.child.get_mut();
+        if matches!(child.try_wait(), Ok(None)) {
+            let _ = child.kill();
+        }
+        let _ = child.wait();
+    }
+}
