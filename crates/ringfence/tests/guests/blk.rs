@@ -218,7 +218,7 @@ say after $(md5sum < /dev/vda)
 fn qemus_own_disk_passes() {
     let place = Place::new();
     let image = place.image("image", 32);
-    let said = Qemu::new(Iommu::VirtioStrict).own_blk(&image, 1).start(&place, VERIFY).end();
+    let said = Qemu::new(Iommu::VirtioStrict).own_blk(&image, 1, "").start(&place, VERIFY).end();
     assert_eq!(said.word("domain"), "DMA");
     verified(&said, &image);
 }

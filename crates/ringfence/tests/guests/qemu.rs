@@ -133,12 +133,18 @@ impl Qemu {
         self
     }
 
-    /// A disk of QEMU's own.
-    pub(crate) fn own_blk(mut self, image: &Path, queues: u32) -> Qemu {
+    /// A thread of QEMU's, for a disk of its own.
+    pub(crate) fn thread(mut self, name: &str) -> Qemu {
+        self.add("-object", format!("iothread,id={name}"));
+        self
+    }
+
+    /// A disk of QEMU's own, with more of QEMU's options for it.
+    pub(crate) fn own_blk(mut self, image: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();
         self.add("-drive", format!("if=none,id=d{n},file={},format=raw", image.display()));
         let own = self.own();
-        self.add("-device", format!("virtio-blk-pci,drive=d{n},num-queues={queues},{own}"));
+        self.add("-device", format!("virtio-blk-pci,drive=d{n},num-queues={queues},{own}{more}"));
         self
     }
 
