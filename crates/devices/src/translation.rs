@@ -21,6 +21,8 @@ pub struct Translation {
     iotlb: Arc<Iotlb>,
     endpoint: Arc<Endpoint>,
     memory: Option<Arc<Memory>>,
+    /// What was begun and has still to be waited for: empty, but for its memory.
+    begun: Vec<Result<u64, HandlerError>>,
 }
 
 /// Asks the front end.
@@ -64,7 +66,7 @@ impl Translation {
     pub fn new(config: IotlbConfig, shootdown: Arc<Shootdown>) -> Translation {
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
-        Translation { iotlb, endpoint, memory: None }
+        Translation { iotlb, endpoint, memory: None, begun: Vec::new() }
     }
 
     /// The table, for its figures.
@@ -112,12 +114,32 @@ impl Translation {
     /// Carried out when it returns.
     ///
     /// # Errors
-    /// An update outside of memory; a table that is full.
+    /// An update outside of memory; a table that is full; I/O that uses what was invalidated does not
+    /// end.
     pub fn message(&self, message: vhost_user::Iotlb) -> Result<(), HandlerError> {
+        self.begin(message).and_then(|token| self.wait(token))
+    }
+
+    /// As [`message`](Self::message), several, as
+    /// [`Handler::iotlb_all`](vhost_user::Handler::iotlb_all) gives them: the workers are waited for
+    /// when all are begun, so mostly once.
+    pub fn messages(
+        &mut self,
+        messages: &[vhost_user::Iotlb],
+        outcomes: &mut Vec<Result<(), HandlerError>>,
+    ) {
+        let mut begun = std::mem::take(&mut self.begun);
+        begun.extend(messages.iter().map(|message| self.begin(*message)));
+        outcomes.extend(begun.drain(..).map(|begun| begun.and_then(|token| self.wait(token))));
+        self.begun = begun;
+    }
+
+    /// Carries a message out but for waiting for the workers: it is in force when the token is over.
+    fn begin(&self, message: vhost_user::Iotlb) -> Result<u64, HandlerError> {
         let range = |first, last| {
             Range::new(Iova(first), Iova(last)).ok_or_else(|| HandlerError::new("an empty range"))
         };
-        let token = match message {
+        Ok(match message {
             vhost_user::Iotlb::Invalidate { first, last } => {
                 self.iotlb.invalidate(range(first, last)?)?
             }
@@ -130,11 +152,10 @@ impl Translation {
                 token
             }
             vhost_user::Iotlb::Update { first, last, user_addr, access: Some(access) } => {
-                return self.update(first, last, user_addr, prot_of(access));
+                self.update(first, last, user_addr, prot_of(access))?
             }
             _ => return Err(HandlerError::new("a message that only a back end sends")),
-        };
-        self.wait(token)
+        })
     }
 
     /// Waits until what gave `token` is in force.
@@ -142,8 +163,13 @@ impl Translation {
     /// # Errors
     /// I/O that uses the range does not end: it is not in force, and the front end is told so.
     fn wait(&self, token: u64) -> Result<(), HandlerError> {
+        if token == 0 {
+            return Ok(());
+        }
         let (begun, backoff) = (Instant::now(), Backoff::new());
         while !self.iotlb.shootdown().is_over(token) {
+            // A worker may need this very CPU.
+            std::thread::yield_now();
             match begun.elapsed() {
                 // Workers take a few microseconds, I/O its time.
                 soon if soon < Duration::from_millis(1) => backoff.snooze(),
@@ -168,28 +194,30 @@ impl Translation {
     }
 
     /// One entry for each region that the update lies in; all of it is looked at before any is
-    /// changed (rule D14).
-    fn update(&self, first: u64, last: u64, user: u64, prot: Prot) -> Result<(), HandlerError> {
+    /// changed (rule D14). Returns a token, as [`begin`](Self::begin).
+    fn update(&self, first: u64, last: u64, user: u64, prot: Prot) -> Result<u64, HandlerError> {
         let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
         let outside = || HandlerError::new("an update outside of memory");
         let (mut at, mut parts) = (first, Vec::new());
-        loop {
+        let ending = loop {
             // Cannot wrap: the update does not, at either end.
             let addr = user + (at - first);
             let reach = memory.find_user(addr).ok_or_else(outside)?.slice.len() as u64;
             let gpa = memory.user_to_gpa(addr).ok_or_else(outside)?;
             let end = last.min(at.saturating_add(reach - 1));
-            parts.push((Range::new(Iova(at), Iova(end)).ok_or_else(outside)?, GuestPhys(gpa)));
+            let part = (Range::new(Iova(at), Iova(end)).ok_or_else(outside)?, GuestPhys(gpa));
             if end == last {
-                break;
+                break part;
             }
+            parts.push(part);
             at = end + 1;
-        }
+        };
         for (range, target) in parts {
             // Each by itself: that one is over says nothing of the leases on another.
             let token = self.iotlb.update(range, target, prot)?;
-            self.iotlb.shootdown().wait(token);
+            self.wait(token)?;
         }
-        Ok(())
+        let (range, target) = ending;
+        Ok(self.iotlb.update(range, target, prot)?)
     }
 }

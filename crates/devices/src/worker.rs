@@ -88,6 +88,11 @@ pub trait Unit: Any {
     fn offline(&mut self) {}
     /// The worker is back.
     fn online(&mut self) {}
+    /// Whether it waits for what another thread of this process brings, such as a translation: the
+    /// worker then offers its CPU, which that thread may need, at once.
+    fn waits(&self) -> bool {
+        false
+    }
     /// Whether somebody waits for a quiet point of this worker: it then polls this unit again at
     /// once.
     fn wants_quiet(&self) -> bool {
@@ -245,6 +250,7 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify) {
                 sleep(&mut work, bell, now);
                 idle_since = None;
             }
+            _ if work.units.values().any(|unit| unit.waits()) => std::thread::yield_now(),
             _ => idle_step(Duration::from_nanos(now.saturating_sub(since))),
         }
     }

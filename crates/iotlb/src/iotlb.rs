@@ -184,18 +184,26 @@ impl Iotlb {
         };
         let mut token = 0;
         if !self.domain.mapping(range.first()).is_some_and(same) {
-            let there = self.domain.mapping_from(range.first());
             // What was evicted may still be in use, as what is replaced may.
-            if there.is_some_and(|mapping| mapping.range.overlaps(range))
-                || writer.was_evicted(range, self.shootdown())
-            {
+            if writer.was_evicted(range, self.shootdown()) {
                 token = self.remove(range)?;
             }
-            while self.domain.mappings() >= self.config.entries {
-                self.evict(&mut writer)?;
-            }
-            while let Err(error) = self.domain.map_pages(range, target, prot) {
-                self.make_room(&mut writer, range, error)?;
+            loop {
+                // Whether something is in the way is for the map to find out: mostly there is not.
+                let mapped = match self.domain.mappings() < self.config.entries {
+                    true => self.domain.map_pages(range, target, prot),
+                    false if self.overlaps(range) => Err(Error::Exists { range, at: range.first() }),
+                    false => {
+                        self.evict(&mut writer)?;
+                        continue;
+                    }
+                };
+                match mapped {
+                    Ok(()) => break,
+                    // Its token is later than that of what was evicted, and is for all of the range.
+                    Err(Error::Exists { .. }) => token = self.remove(range)?,
+                    Err(error) => self.make_room(&mut writer, range, error)?,
+                }
             }
             writer.victims.add(range.first(), &self.domain);
         }
@@ -277,6 +285,12 @@ impl Iotlb {
     /// Whether there is an entry, and it does not allow `access`.
     fn forbids(&self, iova: Iova, access: Prot) -> bool {
         self.domain.mapping(iova).is_some_and(|mapping| !mapping.prot.allows(access))
+    }
+
+    /// Whether there is an entry in part of `range`.
+    fn overlaps(&self, range: Range) -> bool {
+        let there = self.domain.mapping_from(range.first());
+        there.is_some_and(|mapping| mapping.range.overlaps(range))
     }
 
     fn remove(&self, range: Range) -> Result<u64> {

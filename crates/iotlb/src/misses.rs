@@ -72,12 +72,38 @@ impl Waiter {
     }
 }
 
+/// A list of mostly one, for which no memory is allocated.
+struct Few<T> {
+    one: Option<T>,
+    more: Vec<T>,
+}
+
+impl<T> Few<T> {
+    const NONE: Few<T> = Few { one: None, more: Vec::new() };
+
+    fn push(&mut self, item: T) {
+        match &mut self.one {
+            Some(_) => self.more.push(item),
+            one => *one = Some(item),
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &T> {
+        self.one.iter().chain(&self.more)
+    }
+
+    fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.one.iter_mut().chain(&mut self.more)
+    }
+}
+
 /// Waiters to be woken once the list is unlocked: waking is a system call. Each once, however many
 /// of its questions were answered.
-#[derive(Default)]
-struct Woken(Vec<Arc<Waiter>>);
+struct Woken(Few<Arc<Waiter>>);
 
 impl Woken {
+    const NOBODY: Woken = Woken(Few::NONE);
+
     fn add(&mut self, waiter: &Arc<Waiter>) {
         if !self.0.iter().any(|other| Arc::ptr_eq(other, waiter)) {
             self.0.push(Arc::clone(waiter));
@@ -114,13 +140,13 @@ struct Pending {
     noted_ns: u64,
     /// How often the one who knows said that it had answered.
     acknowledged: u32,
-    waiters: Vec<Waiting>,
+    waiters: Few<Waiting>,
 }
 
 impl Pending {
     fn new(iova: Iova, now_ns: u64) -> Pending {
         let state = State::Asked { at_ns: now_ns };
-        Pending { iova, state, noted_ns: now_ns, acknowledged: 0, waiters: Vec::new() }
+        Pending { iova, state, noted_ns: now_ns, acknowledged: 0, waiters: Few::NONE }
     }
 
     fn waits(&self, waiter: &Arc<Waiter>) -> bool {
@@ -128,16 +154,14 @@ impl Pending {
     }
 
     fn add(&mut self, waiter: &Arc<Waiter>, iova: Iova) {
-        match self.waiters.iter_mut().find(|waiting| Arc::ptr_eq(&waiting.waiter, waiter)) {
-            Some(waiting) => {
-                waiting.first = waiting.first.min(iova);
-                waiting.last = waiting.last.max(iova);
-            }
-            None => {
-                let waiter = Arc::clone(waiter);
-                self.waiters.push(Waiting { waiter, first: iova, last: iova });
-            }
+        let known = |waiting: &&mut Waiting| Arc::ptr_eq(&waiting.waiter, waiter);
+        if let Some(waiting) = self.waiters.iter_mut().find(known) {
+            waiting.first = waiting.first.min(iova);
+            waiting.last = waiting.last.max(iova);
+            return;
         }
+        let waiter = Arc::clone(waiter);
+        self.waiters.push(Waiting { waiter, first: iova, last: iova });
     }
 }
 
@@ -176,18 +200,14 @@ impl List {
         mut gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool,
     ) {
         let keys = (range.first().0 / PAGE, 0)..=(range.last().0 / PAGE, u32::MAX);
-        let mut over = Vec::new();
-        for (&key, pending) in self.pending.range_mut(keys) {
-            if gone(pending, Prot::from_bits_truncate(key.1), woken) {
-                over.push(key);
-            }
-        }
-        for key in &over {
-            if let Some(pending) = self.pending.remove(key) {
+        let over = self.pending.extract_if(keys, |&(_, access), pending| {
+            let over = gone(pending, Prot::from_bits_truncate(access), woken);
+            if over {
                 pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             }
-        }
-        if !over.is_empty() {
+            over
+        });
+        if over.count() > 0 {
             self.crowd.drain(..).for_each(|waiter| woken.add(&waiter));
         }
     }
@@ -248,7 +268,7 @@ impl Misses {
         now_ns: u64,
         there: impl Fn(&Miss) -> bool,
     ) {
-        let mut woken = Woken::default();
+        let mut woken = Woken::NOBODY;
         let noted = wanted.clone();
         {
             let mut list = self.list.lock();
@@ -332,7 +352,7 @@ impl Misses {
             }
             // Pages of a front end are no smaller than ours, as a rule. Else some of those who wait
             // may have been answered, and the question stays.
-            for waiting in &pending.waiters {
+            for waiting in pending.waiters.iter() {
                 if waiting.first <= range.last() && range.first() <= waiting.last {
                     woken.add(&waiting.waiter);
                 }
@@ -354,7 +374,7 @@ impl Misses {
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             pending.state = State::Refused { until_ns };
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
-            pending.waiters.is_empty()
+            pending.waiters.one.is_none()
         });
         refused
     }
@@ -379,7 +399,7 @@ impl Misses {
     }
 
     fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
-        let mut woken = Woken::default();
+        let mut woken = Woken::NOBODY;
         self.list.lock().drop_if(range, &mut woken, gone);
         woken.wake();
     }

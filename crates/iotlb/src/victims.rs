@@ -15,29 +15,99 @@ impl Victims {
 
     /// An entry that begins with `first` was put in.
     pub(crate) fn add(&mut self, first: Iova, domain: &SoftDomain<GuestPhys>) {
-        if self.firsts.len() as u64 > 2 * domain.mappings() + 64 {
-            self.firsts.sort_unstable_by_key(|first| first.0);
-            self.firsts.dedup();
-            self.firsts.retain(|&first| domain.mapping(first).is_some());
+        let (listed, there) = (self.firsts.len() as u64, domain.mappings());
+        if listed > 2 * there + 64 {
+            // Most of them are gone, or stand here twice: looking at one is cheaper than to tidy up.
+            let at = self.random();
+            if domain.mapping(self.firsts[at]).is_none() {
+                self.firsts[at] = first;
+                return;
+            }
+            if listed > 4 * there + 128 {
+                self.tidy(domain);
+            }
         }
         self.firsts.push(first);
+    }
+
+    /// Forgets those that are gone, and those that stand here twice.
+    #[cold]
+    fn tidy(&mut self, domain: &SoftDomain<GuestPhys>) {
+        self.firsts.sort_unstable_by_key(|first| first.0);
+        self.firsts.dedup();
+        self.firsts.retain(|&first| domain.mapping(first).is_some());
+    }
+
+    /// The place of one of them, which there must be.
+    fn random(&mut self) -> usize {
+        // SplitMix64; seeded so that nobody can tell which entry goes.
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.random;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((u128::from(mixed ^ (mixed >> 31)) * self.firsts.len() as u128) >> 64) as usize
     }
 
     /// One of those that are still there; it counts as gone from now on.
     pub(crate) fn pick(&mut self, domain: &SoftDomain<GuestPhys>) -> Option<Range> {
         while !self.firsts.is_empty() {
-            // SplitMix64; seeded so that nobody can tell which entry goes.
-            self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut mixed = self.random;
-            mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            let at =
-                ((u128::from(mixed ^ (mixed >> 31)) * self.firsts.len() as u128) >> 64) as usize;
+            let at = self.random();
             let first = self.firsts.swap_remove(at);
             if let Some(mapping) = domain.mapping(first) {
                 return Some(mapping.range);
             }
         }
         None
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use ringfence_iommu::{
+        Domain, Gather, Geometry, PageSizes, Prot, shootdown::Shootdown, table::Limits,
+    };
+    use std::{collections::BTreeSet, sync::Arc};
+
+    fn domain() -> Arc<SoftDomain<GuestPhys>> {
+        let geometry = Geometry::new(PageSizes::X86, Range::ALL);
+        SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1))
+    }
+
+    fn page(number: u64) -> Range {
+        Range::from_len(Iova(number << 12), 4096).unwrap()
+    }
+
+    fn add(victims: &mut Victims, domain: &SoftDomain<GuestPhys>, number: u64) {
+        domain.map_pages(page(number), GuestPhys(0), Prot::RW).unwrap();
+        victims.add(page(number).first(), domain);
+    }
+
+    #[test]
+    fn every_entry_can_be_picked_and_those_that_are_gone_cannot() {
+        let (domain, mut victims) = (domain(), Victims::new(1));
+        for number in 0..10_000 {
+            add(&mut victims, &domain, number);
+            if number >= 100 {
+                domain.unmap_pages(page(number - 100), &mut Gather::new()).unwrap();
+            }
+            assert!(victims.firsts.len() < 1000, "{}", victims.firsts.len());
+        }
+        let mut picked = BTreeSet::new();
+        while let Some(range) = victims.pick(&domain) {
+            picked.insert(range.first().0 >> 12);
+        }
+        assert_eq!(picked, (9_900..10_000).collect());
+    }
+
+    #[test]
+    fn one_that_comes_and_goes_again_and_again_takes_no_more_room() {
+        let (domain, mut victims) = (domain(), Victims::new(1));
+        for _ in 0..10_000 {
+            add(&mut victims, &domain, 7);
+            assert!(victims.firsts.len() < 1000, "{}", victims.firsts.len());
+            domain.unmap_pages(page(7), &mut Gather::new()).unwrap();
+        }
+        assert_eq!(victims.pick(&domain), None);
     }
 }

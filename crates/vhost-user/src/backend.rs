@@ -164,6 +164,13 @@ pub trait Handler {
         Err(HandlerError::new("the device has no IOTLB"))
     }
 
+    /// Messages as [`iotlb`](Self::iotlb) takes them that came together, in their order; pushes an
+    /// outcome for each to `outcomes`, which is empty. Each has taken effect when this returns: a
+    /// device whose workers have to be waited for can wait once for all of them.
+    fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
+        outcomes.extend(messages.iter().map(|message| self.iotlb(*message)));
+    }
+
     /// The front end has answered a message of the [`BackendChannel`] whose answer was wanted (rule
     /// D9): whether it could do what was asked, such as to send a translation.
     fn channel_answer(&mut self, message: Iotlb, done: bool) {

@@ -219,9 +219,9 @@ impl BackendChannel {
         self.open.load(Ordering::Relaxed) != 0
     }
 
-    /// An update came.
-    pub(crate) fn answered(&self) {
-        let less = |open: u32| open.checked_sub(1);
+    /// So many updates came.
+    pub(crate) fn answered(&self, updates: u32) {
+        let less = |open: u32| (open != 0).then(|| open.saturating_sub(updates));
         let _ = self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
     }
 

@@ -122,6 +122,12 @@ impl Channel {
         self.recv(inbox, false, Deadline { at: None, patience: self.patience })
     }
 
+    /// Waits until all of a request is there, however long it takes to begin; false if the peer hung
+    /// up instead.
+    pub(crate) fn await_request(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
+        self.arrive(inbox, false, Deadline { at: None, patience: self.patience })
+    }
+
     /// As [`recv_request`](Self::recv_request), but it must begin within `limit`.
     pub(crate) fn recv_request_within(
         &self,
@@ -144,11 +150,21 @@ impl Channel {
         reply: bool,
         begin: Deadline,
     ) -> Result<Option<Message>, WireError> {
+        if self.arrive(inbox, reply, begin)? { inbox.take(reply) } else { Ok(None) }
+    }
+
+    /// Waits until all of a message is there; false if the peer hung up instead.
+    fn arrive(
+        &self,
+        inbox: &mut Inbox,
+        reply: bool,
+        begin: Deadline,
+    ) -> Result<bool, WireError> {
         let what = if reply { "answer" } else { "whole message" };
         let mut begun = None;
         loop {
-            if let Some(message) = inbox.take(reply)? {
-                return Ok(Some(message));
+            if inbox.has_message(reply)? {
+                return Ok(true);
             }
             let until = if reply || inbox.is_empty() {
                 begin
@@ -157,7 +173,7 @@ impl Channel {
             };
             if !self.fill(inbox, until, what)? {
                 return match inbox.is_empty() {
-                    true => Ok(None),
+                    true => Ok(false),
                     false => Err(WireError::HungUp { what: "a message" }),
                 };
             }

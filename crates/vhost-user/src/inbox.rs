@@ -74,25 +74,54 @@ impl Inbox {
         }
     }
 
+    /// The head and the payload of the next message, if all of it is there; `reply`: what it must be.
+    fn next(&self, reply: bool) -> Result<Option<(Header, &[u8])>, WireError> {
+        let there = &self.buffer[self.start..self.end];
+        let Ok((header, rest)) = Header::read_from_prefix(there) else { return Ok(None) };
+        header.check(reply)?;
+        Ok(rest.get(..header.size as usize).map(|payload| (header, payload)))
+    }
+
+    /// Whether all of a message is there; `reply`: what it must be.
+    pub(crate) fn has_message(&self, reply: bool) -> Result<bool, WireError> {
+        self.next(reply).map(|next| next.is_some())
+    }
+
     /// The next message, if all of it is there; `reply`: what it must be.
     ///
     /// The kernel ends a receive behind a piece that has descriptors: they belong to the last
     /// message that was begun by then.
     pub(crate) fn take(&mut self, reply: bool) -> Result<Option<Message>, WireError> {
-        let there = &self.buffer[self.start..self.end];
-        let Ok((header, rest)) = Header::read_from_prefix(there) else { return Ok(None) };
-        header.check(reply)?;
-        let Some(payload) = rest.get(..header.size as usize) else { return Ok(None) };
+        let Some((header, payload)) = self.next(reply)? else { return Ok(None) };
         let payload = payload.to_vec();
-        let len = Header::LEN + payload.len();
+        self.pass(Header::LEN + payload.len());
+        let count = self.fds.iter().take_while(|(at, _)| *at <= self.position).count();
+        let fds = self.fds.drain(..count).map(|(_, fd)| fd).collect();
+        Ok(Some(Message { header, payload, fds }))
+    }
+
+    /// The payload of the next message, if it is a request of that number, all of it is there, it has
+    /// that size and no descriptors; otherwise it stays for [`take`](Self::take). Without a detour for
+    /// messages that come by the dozen.
+    pub(crate) fn take_plain<T: FromBytes>(&mut self, request: u32) -> Option<T> {
+        let (header, payload) = self.next(false).ok()??;
+        let payload = T::read_from_bytes(payload).ok()?;
+        let len = Header::LEN + size_of::<T>();
+        let end = self.position + len as u64;
+        if header.request != request || self.fds.front().is_some_and(|(at, _)| *at <= end) {
+            return None;
+        }
+        self.pass(len);
+        Some(payload)
+    }
+
+    /// So many bytes were taken.
+    fn pass(&mut self, len: usize) {
         self.start += len;
         self.position += len as u64;
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         }
-        let count = self.fds.iter().take_while(|(at, _)| *at <= self.position).count();
-        let fds = self.fds.drain(..count).map(|(_, fd)| fd).collect();
-        Ok(Some(Message { header, payload, fds }))
     }
 }
 

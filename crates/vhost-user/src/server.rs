@@ -4,7 +4,8 @@ mod requests;
 mod rings;
 
 use crate::{
-    BackendChannel, Handler, HandlerError, ProtocolFeatures, RingAddresses, WireError,
+    BackendChannel, Handler, HandlerError, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses,
+    WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{self, Header, Request},
@@ -123,6 +124,9 @@ pub struct Server<H> {
     spin: Duration,
     /// When the last IOTLB message came.
     last_iotlb: Instant,
+    /// Those that came together, and what came of them: empty, but for their memory.
+    together: Vec<Iotlb>,
+    outcomes: Vec<Result<(), HandlerError>>,
 }
 
 /// Ends a [`Server::serve`] from another thread.
@@ -163,6 +167,8 @@ impl<H: Handler> Server<H> {
             backend: None,
             spin: SPIN,
             last_iotlb: Instant::now(),
+            together: Vec::new(),
+            outcomes: Vec::new(),
             handler,
         }
     }
@@ -236,9 +242,15 @@ impl<H: Handler> Server<H> {
         if self.inbox.is_empty() {
             self.wait()?;
         }
-        let Some(Message { header, payload, fds }) = self.channel.recv_request(&mut self.inbox)?
-        else {
+        if !self.channel.await_request(&mut self.inbox)? {
             return Ok(false);
+        }
+        if self.features & msg::F_ACCESS_PLATFORM != 0 && self.serve_iotlb() {
+            self.flush_unless_more()?;
+            return Ok(true);
+        }
+        let Some(Message { header, payload, fds }) = self.inbox.take(false)? else {
+            return Ok(true);
         };
         let code = header.request;
         let request = Request::parse(code, &payload)?;
@@ -268,12 +280,59 @@ impl<H: Handler> Server<H> {
             Err(Failure::Refused(why)) => return Err(ServeError::Refused { request: code, why }),
             Err(Failure::Wire(error)) => return Err(error.into()),
         }
-        // Answers to IOTLB messages that came together go together. All else may take its time.
-        let next = self.inbox.next_code();
-        if next != Some(msg::code::IOTLB_MSG) || self.answers.len() > MOST_ANSWERS {
-            self.flush()?;
-        }
+        self.flush_unless_more()?;
         Ok(true)
+    }
+
+    /// Carries out the IOTLB messages that come next, all that are there together; false if
+    /// something else comes next. Their answers say how it went: refusing one is no reason to hang up
+    /// (rules D13, D14).
+    fn serve_iotlb(&mut self) -> bool {
+        let code = msg::code::IOTLB_MSG;
+        let mut together = std::mem::take(&mut self.together);
+        let mut outcomes = std::mem::take(&mut self.outcomes);
+        let mut unreadable = None;
+        while unreadable.is_none()
+            && let Some(wire) = self.inbox.take_plain::<IotlbWire>(code)
+        {
+            match self.read_iotlb(&wire) {
+                Ok(message) => together.push(message),
+                Err(why) => unreadable = Some(why),
+            }
+        }
+        if !together.is_empty() {
+            let update = |message: &&Iotlb| matches!(message, Iotlb::Update { .. });
+            if let Some(backend) = &self.backend {
+                backend.answered(together.iter().filter(update).count() as u32);
+            }
+            self.handler.iotlb_all(&together, &mut outcomes);
+            let silent = || Err(HandlerError::new("the device did not say what came of it"));
+            outcomes.resize_with(together.len(), silent);
+        }
+        outcomes.extend(unreadable.map(Err));
+        let any = !outcomes.is_empty();
+        if any {
+            self.last_iotlb = Instant::now();
+        }
+        for outcome in outcomes.drain(..) {
+            if let Err(why) = &outcome {
+                self.handler.refused(code, why);
+            }
+            self.answer(code, &u64::from(outcome.is_err()).to_ne_bytes());
+        }
+        together.clear();
+        (self.together, self.outcomes) = (together, outcomes);
+        any
+    }
+
+    /// Sends the answers, unless an IOTLB message is there whose answer can go with them. All else
+    /// may take its time.
+    fn flush_unless_more(&mut self) -> Result<(), WireError> {
+        let next = self.inbox.next_code();
+        match next == Some(msg::code::IOTLB_MSG) && self.answers.len() <= MOST_ANSWERS {
+            true => Ok(()),
+            false => self.flush(),
+        }
     }
 
     /// Waits until the front end says something on its own channel; what it says on the back end's
@@ -310,8 +369,12 @@ impl<H: Handler> Server<H> {
             if main {
                 return Ok(());
             }
-            if spins && self.last_iotlb.elapsed() >= self.spin {
-                backend.forget();
+            if spins {
+                if self.last_iotlb.elapsed() >= self.spin {
+                    backend.forget();
+                }
+                // This CPU may be the one that the device's workers need.
+                std::thread::yield_now();
             }
         }
     }

@@ -365,6 +365,13 @@ impl Handler for BlkBackend {
         Ok(())
     }
 
+    fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
+        match &mut self.translation {
+            Some(translation) => translation.messages(messages, outcomes),
+            None => outcomes.extend(messages.iter().map(|message| self.iotlb(*message))),
+        }
+    }
+
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         match &self.translation {
             Some(translation) => translation.message(message),

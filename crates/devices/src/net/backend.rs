@@ -7,6 +7,7 @@ use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::Memory;
 use ringfence_vhost_user::{
     BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+    WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device,
@@ -356,8 +357,17 @@ impl Handler for NetBackend {
         Ok(())
     }
 
+    fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
+        self.translation.messages(messages, outcomes);
+    }
+
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         self.translation.message(message)
+    }
+
+    fn channel_lost(&mut self, why: &WireError) {
+        warn!("{}: the front end takes no more misses: {why}", self.name());
+        self.translation.set_channel(None);
     }
 
     fn suspended(&mut self) {

@@ -470,6 +470,13 @@ impl Unit for NetUnit {
         self.ends.iter().flat_map(|end| [lane(end), ring(end)]).flatten().chain(inward).min()
     }
 
+    fn waits(&self) -> bool {
+        let lanes = self.ends.iter().flat_map(|end| &end.lanes);
+        let inward = self.outlets.iter().map(|outlet| &outlet.inward);
+        let inward = inward.chain(self.probes.iter().map(|probe| &probe.inward));
+        lanes.chain(inward).any(Lane::is_stalled)
+    }
+
     fn arm(&mut self) -> bool {
         self.wake.asleep.store(true, Ordering::Relaxed);
         // See `Wake::wake`.

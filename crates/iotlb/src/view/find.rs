@@ -200,13 +200,17 @@ impl View {
 /// The most questions that are gathered before they are sent.
 const BATCH: usize = 256;
 
+/// Among how many of the last ones a question is looked for before it is noted.
+const NEAR: usize = 4;
+
 /// Notes what is missing; false if there is no room for it now.
 #[cold]
 fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
     let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
     let mut misses = misses.borrow_mut();
     let room = misses.len() < BATCH;
-    if room && !misses.iter().any(|other| other.key() == miss.key()) {
+    // One that stands further back is told apart when they are asked for; here it only takes room.
+    if room && !misses.iter().rev().take(NEAR).any(|other| other.key() == miss.key()) {
         misses.push(miss);
     }
     room

@@ -3,7 +3,6 @@
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
     sync::Arc,
-    time::Instant,
 };
 
 use ringfence_mem::{Memory, SharedFile};
@@ -155,15 +154,9 @@ impl<H: Handler> Server<H> {
                 self.handler.set_backend_channel(Arc::clone(&channel))?;
                 self.backend = Some(channel);
             }
-            Request::Iotlb(message) => {
-                // Its answer says how it went: refusing it is no reason to hang up (rule D14).
-                let result = self.iotlb(&message);
-                self.last_iotlb = Instant::now();
-                if let Err(why) = &result {
-                    self.handler.refused(code, why);
-                }
-                return word(u64::from(result.is_err()));
-            }
+            // It has come by itself or in company, and was carried out then, unless descriptors came
+            // with it or ACCESS_PLATFORM is missing, which end the connection.
+            Request::Iotlb(_) => return Err(state("an IOTLB message out of its place").into()),
             Request::SetLogBase { len, offset } => {
                 let fd = fds.pop().ok_or(state("a log without a descriptor"))?;
                 self.set_log(SharedFile::map(fd, offset, len).map_err(HandlerError::from)?)?;

@@ -86,13 +86,11 @@ impl<H: Handler> Server<H> {
         self.handler.reset()
     }
 
-    pub(super) fn iotlb(&mut self, message: &IotlbWire) -> Result<(), HandlerError> {
+    /// Reads an IOTLB message, and compares it with the memory (rule D14).
+    pub(super) fn read_iotlb(&self, message: &IotlbWire) -> Result<Iotlb, HandlerError> {
         let message = message.parse()?;
         match message {
             Iotlb::Update { first, last, user_addr, .. } => {
-                if let Some(backend) = &self.backend {
-                    backend.answered();
-                }
                 let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
                 if !msg::within(memory.regions(), user_addr, user_addr + (last - first)) {
                     return Err(HandlerError::new("an update outside of memory"));
@@ -103,7 +101,7 @@ impl<H: Handler> Server<H> {
                 return Err(HandlerError::new("a message that only a back end sends"));
             }
         }
-        self.handler.iotlb(message)
+        Ok(message)
     }
 
     /// SET_VRING_ADDR for a running ring: a front end that begins to log says again where it is.
