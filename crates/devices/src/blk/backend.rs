@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     disk::Disk,
+    event::Bells,
     translation::Translation,
     worker::{Work, Worker},
 };
@@ -79,6 +80,8 @@ pub struct BlkBackend {
     calls: HashMap<u16, Arc<OwnedFd>>,
     errs: HashMap<u16, Arc<OwnedFd>>,
     inflight: Option<Arc<InflightRegion>>,
+    /// Through which workers that wait for translations are woken.
+    bells: Arc<Bells>,
 }
 
 impl BlkBackend {
@@ -102,6 +105,7 @@ impl BlkBackend {
             calls,
             errs,
             inflight: None,
+            bells: Arc::default(),
         }
     }
 
@@ -159,10 +163,12 @@ fn unit_of<'w>(
     work: &'w mut Work,
     options: &BlkOptions,
     endpoint: Option<Arc<Endpoint>>,
+    bells: Arc<Bells>,
     memory: &Arc<Memory>,
 ) -> std::io::Result<&'w mut BlkUnit> {
     if work.unit::<BlkUnit>(options.unit).is_none() {
-        let unit = BlkUnit::new(&options.id, endpoint, memory, Arc::clone(&options.figures))?;
+        let figures = Arc::clone(&options.figures);
+        let unit = BlkUnit::new(&options.id, endpoint, bells, memory, figures)?;
         work.insert(options.unit, Box::new(unit));
     }
     Ok(work.unit(options.unit).expect("inserted above"))
@@ -277,9 +283,10 @@ impl Handler for BlkBackend {
         };
         let options = self.options.clone();
         let endpoint = self.endpoint().filter(|_| self.has(F_ACCESS_PLATFORM)).cloned();
+        let bells = Arc::clone(&self.bells);
         self.worker(ring)
             .call(move |work| {
-                let unit = unit_of(work, &options, endpoint, &memory);
+                let unit = unit_of(work, &options, endpoint, bells, &memory);
                 let unit = unit.map_err(|error| error.to_string())?;
                 unit.start(ring, start, &memory).map_err(|error| error.to_string())
             })
@@ -367,6 +374,13 @@ impl Handler for BlkBackend {
 
     fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
         match &mut self.translation {
+            // A request needs several answers, which come one by one: a worker that sleeps is not
+            // woken for each. The front end has ours first, too.
+            Some(translation) if messages.iter().all(|m| matches!(m, Iotlb::Update { .. })) => {
+                self.bells.hold();
+                translation.messages(messages, outcomes);
+                self.bells.pass();
+            }
             Some(translation) => translation.messages(messages, outcomes),
             None => outcomes.extend(messages.iter().map(|message| self.iotlb(*message))),
         }
@@ -378,6 +392,10 @@ impl Handler for BlkBackend {
             // The IOMMU is in this process and knows better: QEMU sends one at the start of a ring.
             None => Ok(()),
         }
+    }
+
+    fn settled(&mut self) {
+        self.bells.release();
     }
 
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {

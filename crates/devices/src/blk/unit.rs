@@ -16,7 +16,7 @@ use super::{BlkFigures, BlkQueue, QueueError, QueueStats};
 use crate::{
     bus::Bus,
     disk::Disk,
-    event::{self, Doorbell},
+    event::{self, Bells, Doorbell},
     worker::Unit,
 };
 
@@ -94,17 +94,21 @@ pub struct BlkUnit {
     endpoint: Option<Arc<Endpoint>>,
     /// Written by io_uring when something completes, and when a translation comes.
     bell: Arc<Doorbell>,
+    /// Through which it is rung when a translation comes.
+    bells: Arc<Bells>,
     shared: Shared,
 }
 
 impl BlkUnit {
-    /// A share without queues, on `memory` as `endpoint` sees it. `name` stands in messages.
+    /// A share without queues, on `memory` as `endpoint` sees it; when a translation comes its worker
+    /// is woken through `bells`. `name` stands in messages.
     ///
     /// # Errors
     /// No descriptor is left.
     pub fn new(
         name: &str,
         endpoint: Option<Arc<Endpoint>>,
+        bells: Arc<Bells>,
         memory: &Arc<Memory>,
         figures: Arc<BlkFigures>,
     ) -> io::Result<BlkUnit> {
@@ -113,6 +117,7 @@ impl BlkUnit {
             bus: Bus::Physical(Physical::new(Arc::clone(memory))),
             endpoint,
             bell: Arc::new(Doorbell::new()?),
+            bells,
             shared: Shared { name: name.to_owned(), figures },
         })
     }
@@ -160,8 +165,8 @@ impl BlkUnit {
     /// The way to memory through an IOMMU; `None` if it has no place for another reader.
     fn through(&self, endpoint: &Arc<Endpoint>) -> Option<Bus> {
         let mut view = View::new(Arc::clone(endpoint), Arc::clone(self.bus.memory()))?;
-        let bell = Arc::clone(&self.bell);
-        view.wake_with(Box::new(move || bell.ring()));
+        let (bell, bells) = (Arc::clone(&self.bell), Arc::clone(&self.bells));
+        view.wake_with(Box::new(move || bells.ring(&bell)));
         self.shared.figures.iotlb.view(view.counters());
         Some(Bus::Iommu(Box::new(view)))
     }

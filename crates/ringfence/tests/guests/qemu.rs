@@ -201,6 +201,8 @@ impl Qemu {
         let script = format!("{BEGIN}\n{script}");
         std::fs::write(&initrd, initramfs("initramfs", &script, &self.files)).unwrap();
         let mut command = Command::new(part("qemu-system-x86_64"));
+        // Its threads have names, by which they are told apart.
+        command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);
         command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
         command.args(["-smp", &self.cpus.to_string(), "-m", &self.memory_mib.to_string()]);

@@ -55,8 +55,9 @@ struct Row {
     figures: Vec<BTreeMap<&'static str, f64>>,
 }
 
-const FIGURES: [&str; 6] = [
+const FIGURES: [&str; 7] = [
     "iotlb_misses_total",
+    "iotlb_asks_total",
     "iotlb_asked_again_total",
     "iotlb_updates_total",
     "iotlb_invalidations_total",
