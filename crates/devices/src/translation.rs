@@ -221,3 +221,36 @@ impl Translation {
         Ok(self.iotlb.update(range, target, prot)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_messages_are_begun_before_the_workers_are_waited_for() {
+        // rule D15
+        let shootdown = Shootdown::new(1);
+        let mut translation = Translation::new(IotlbConfig::default(), Arc::clone(&shootdown));
+        let mut reader = shootdown.reader().unwrap();
+        std::thread::scope(|scope| {
+            let served = scope.spawn(|| {
+                let invalidate = |page: u64| vhost_user::Iotlb::Invalidate {
+                    first: page << 12,
+                    last: page << 12 | 0xfff,
+                };
+                let (mut outcomes, empty) =
+                    (Vec::new(), vhost_user::Iotlb::Invalidate { first: 1, last: 0 });
+                translation
+                    .messages(&[invalidate(1), empty, invalidate(2), invalidate(3)], &mut outcomes);
+                outcomes.iter().map(Result::is_ok).collect::<Vec<_>>()
+            });
+            while shootdown.logged() < 3 {
+                std::thread::yield_now();
+            }
+            assert!(!served.is_finished(), "the worker has not passed a quiet point");
+            // One is enough for all of them.
+            reader.poll(|_| ());
+            assert_eq!(served.join().unwrap(), [true, false, true, true]);
+        });
+    }
+}

@@ -194,7 +194,9 @@ impl Iotlb {
                 // Whether something is in the way is for the map to find out: mostly there is not.
                 let mapped = match self.domain.mappings() < self.config.entries {
                     true => self.domain.map_pages(range, target, prot),
-                    false if self.overlaps(range) => Err(Error::Exists { range, at: range.first() }),
+                    false if self.overlaps(range) => {
+                        Err(Error::Exists { range, at: range.first() })
+                    }
                     false => {
                         self.evict(&mut writer)?;
                         continue;

@@ -92,6 +92,9 @@ fn fresh_addresses_are_held_to_the_sockets_own_rate() {
             assert!(number(row, &format!("/{key}/median")) > 0.0, "{key}: {row}");
         }
         assert!(number(row, "/invalidations_per_packet") > 0.0, "{row}");
+        let of = |what: &str| number(row, &format!("/{what}_per_packet"));
+        let messages = of("misses") + 2.0 * (of("updates") + of("invalidations"));
+        assert!((of("messages") / messages - 1.0).abs() < 1e-9, "{row}");
         assert!(row["ratio_to_off"]["median"].is_null(), "nothing was off: {row}");
     }
     let misses = |at: usize| number(&json["rows"][at], "/misses_per_packet");

@@ -117,6 +117,40 @@ impl Channel {
         Ok(())
     }
 
+    /// Sends what there is room for now, of messages without descriptors; returns how many bytes.
+    pub(crate) fn send_some(&self, bytes: &[u8]) -> Result<usize, WireError> {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        loop {
+            match net::send(&self.stream, bytes, flags) {
+                Ok(sent) => return Ok(sent),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(0),
+                Err(Errno::PIPE | Errno::CONNRESET) => {
+                    return Err(WireError::HungUp { what: "a message to it" });
+                }
+                Err(errno) => return Err(os("send", errno)),
+            }
+        }
+    }
+
+    /// Receives what is there, without waiting; false if that is nothing.
+    pub(crate) fn receive_some(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
+        let now = Deadline { at: Some(Instant::now()), patience: Duration::ZERO };
+        match self.fill(inbox, now, "answer") {
+            Ok(true) => Ok(true),
+            Ok(false) => Err(WireError::HungUp { what: "an answer" }),
+            Err(WireError::TimedOut { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Waits until there is something to receive or, if `sends`, room to send; not longer than a peer
+    /// may take to answer.
+    pub(crate) fn await_progress(&self, sends: bool) -> Result<(), WireError> {
+        let flags = if sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+        self.wait(flags, self.deadline(), "answer")
+    }
+
     /// Receives one request, however long it takes to begin; `None` if the peer hung up instead.
     pub(crate) fn recv_request(&self, inbox: &mut Inbox) -> Result<Option<Message>, WireError> {
         self.recv(inbox, false, Deadline { at: None, patience: self.patience })
@@ -154,12 +188,7 @@ impl Channel {
     }
 
     /// Waits until all of a message is there; false if the peer hung up instead.
-    fn arrive(
-        &self,
-        inbox: &mut Inbox,
-        reply: bool,
-        begin: Deadline,
-    ) -> Result<bool, WireError> {
+    fn arrive(&self, inbox: &mut Inbox, reply: bool, begin: Deadline) -> Result<bool, WireError> {
         let what = if reply { "answer" } else { "whole message" };
         let mut begun = None;
         loop {

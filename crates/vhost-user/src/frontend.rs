@@ -144,6 +144,7 @@ impl Frontend {
     pub fn set_protocol_features(&mut self, features: ProtocolFeatures) -> Result<()> {
         self.tell(Request::SetProtocolFeatures(features), &[])?;
         self.protocol = features;
+        self.link.state().acks = features.contains(ProtocolFeatures::REPLY_ACK);
         Ok(())
     }
 

@@ -100,11 +100,11 @@ impl Inbox {
         Ok(Some(Message { header, payload, fds }))
     }
 
-    /// The payload of the next message, if it is a request of that number, all of it is there, it has
-    /// that size and no descriptors; otherwise it stays for [`take`](Self::take). Without a detour for
-    /// messages that come by the dozen.
-    pub(crate) fn take_plain<T: FromBytes>(&mut self, request: u32) -> Option<T> {
-        let (header, payload) = self.next(false).ok()??;
+    /// The payload of the next message, if it is that request (`reply`: the answer to it), all of it is
+    /// there, it has that size and no descriptors; otherwise it stays for [`take`](Self::take). No
+    /// detour for messages that come by the dozen.
+    pub(crate) fn take_plain<T: FromBytes>(&mut self, request: u32, reply: bool) -> Option<T> {
+        let (header, payload) = self.next(reply).ok()??;
         let payload = T::read_from_bytes(payload).ok()?;
         let len = Header::LEN + size_of::<T>();
         let end = self.position + len as u64;

@@ -301,7 +301,7 @@ impl<H: Handler> Server<H> {
         let mut outcomes = std::mem::take(&mut self.outcomes);
         let mut unreadable = None;
         while unreadable.is_none()
-            && let Some(wire) = self.inbox.take_plain::<IotlbWire>(code)
+            && let Some(wire) = self.inbox.take_plain::<IotlbWire>(code, false)
         {
             match self.read_iotlb(&wire) {
                 Ok(message) => together.push(message),

@@ -21,6 +21,11 @@ pub(super) const BURST: usize = 64;
 const CHUNK: usize = 32;
 /// How many are asked for together once a translation is missing.
 const AHEAD: usize = 128;
+/// For how many packets after a translation was missing they are asked for before they are needed.
+const WARY: u64 = 1024;
+/// Who goes on by fewer packets than this from one missing translation to the next has lost those that
+/// it had asked for, as when a driver's IOMMU is flushed: all are asked for anew.
+const FEW: u64 = 8;
 /// How long, in ns, the receiver may be without buffers before packets are dropped.
 const GRACE_NS: u64 = 10_000_000;
 /// After how long, in ns, what is missing is looked for again without an answer.
@@ -77,6 +82,10 @@ pub(super) enum Step {
 #[derive(Default)]
 pub(super) struct Lane {
     stall: Option<Stall>,
+    /// Translations are asked for in advance until so many packets have passed.
+    wary: u64,
+    /// How many have passed since a translation was missing.
+    passed: u64,
     /// Since when the receiver has had no buffers.
     starved_ns: Option<u64>,
     /// For so long that packets are dropped.
@@ -136,6 +145,28 @@ impl Lane {
 
     pub(super) fn is_over(&self, now_ns: u64, patience_ns: u64) -> bool {
         self.stall.is_some_and(|stall| now_ns.saturating_sub(stall.since_ns) >= patience_ns)
+    }
+
+    /// Asks for what packets lack that are not looked at yet, while translations were missing lately:
+    /// the answers come while others are moved.
+    #[inline]
+    pub(super) fn look_ahead(&mut self, look: impl FnOnce() -> bool) {
+        if self.wary > 0 && !look() {
+            self.wary = WARY;
+        }
+    }
+
+    /// A translation is missing; whether all are to be asked for anew.
+    pub(super) fn lacks(&mut self) -> bool {
+        self.wary = WARY;
+        std::mem::take(&mut self.passed) < FEW
+    }
+
+    /// So many packets have passed.
+    #[inline]
+    pub(super) fn pass(&mut self, packets: u64) {
+        self.wary = self.wary.saturating_sub(packets);
+        self.passed += packets;
     }
 
     /// It need not wait for a translation any more.
@@ -219,12 +250,13 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
     if moved.packets > 0 || !waits {
         lane.go_on();
     }
+    lane.pass(moved.packets + moved.lost);
     if waits {
         // All that is knowable is asked for at once.
-        let _ = src.ring.take(src.bus, AHEAD);
-        let _ = dst.ring.take(dst.bus, AHEAD);
-        ask_ahead(src, dst);
+        ask_ahead(src, dst, lane.lacks());
         lane.wait(answers, now_ns);
+    } else {
+        lane.look_ahead(|| ask_ahead(src, dst, false));
     }
     let did = moved.packets + moved.lost > 0;
     if did {
@@ -520,21 +552,29 @@ fn find_room<D: Lasting>(dst: &mut Place<'_, D>, wanted: usize) -> Result<Room, 
     }
 }
 
-/// Asks for the translations of all packets that are held, and of the buffers that they will go to.
+/// Asks for the translations of packets, and of the buffers that they will go to, as far as they can
+/// be seen; those that were asked for before only if `again`. Returns whether none is missing.
 #[cold]
-fn ask_ahead<S: Lasting, D: Lasting>(src: &Place<'_, S>, dst: &Place<'_, D>) {
+fn ask_ahead<S: Lasting, D: Lasting>(
+    src: &mut Place<'_, S>,
+    dst: &mut Place<'_, D>,
+    again: bool,
+) -> bool {
+    // A ring that is broken is found out, and told, when its turn comes.
+    let _ = src.ring.take(src.bus, AHEAD);
+    let _ = dst.ring.take(dst.bus, AHEAD);
+    let packets = src.ring.held();
     let mut bytes = 0;
-    for at in 0..src.ring.held() {
-        src.ring.prefetch(src.bus, at);
+    for at in 0..packets {
         bytes += src.ring.chain(at).readable_len().min(MAX_PACKET as u64);
     }
-    for at in 0..dst.ring.held() {
-        if at >= src.ring.held() && bytes == 0 {
-            break;
-        }
-        dst.ring.prefetch(dst.bus, at);
-        bytes = bytes.saturating_sub(dst.ring.chain(at).writable_len());
+    let mut buffers = 0;
+    while buffers < dst.ring.held() && (buffers < packets || bytes > 0) {
+        bytes = bytes.saturating_sub(dst.ring.chain(buffers).writable_len());
+        buffers += 1;
     }
+    let ready = src.ring.look_up(src.bus, packets, again);
+    dst.ring.look_up(dst.bus, buffers, again) & ready
 }
 
 /// Gives up on all that has waited for its translation in vain. Returns how many.

@@ -228,6 +228,15 @@ fn plan<'b, B: Lasting>(
     plan
 }
 
+/// Asks for all that can be seen to be missing; what was asked for before only if `again`. Returns
+/// whether nothing is.
+#[cold]
+fn ask_ahead<B: Lasting>(place: &mut Place<'_, B>, again: bool) -> bool {
+    // A ring that is broken is found out, and told, when its turn comes.
+    let _ = place.ring.take(place.bus, 2 * BURST);
+    place.ring.look_up(place.bus, 2 * BURST, again)
+}
+
 /// The end of a round: what waits asks for all that it lacks, what was done is published.
 fn settle<B: Lasting>(
     lane: &mut Lane,
@@ -240,12 +249,12 @@ fn settle<B: Lasting>(
     if moved.packets > 0 || !waits {
         lane.go_on();
     }
+    lane.pass(moved.packets + moved.lost);
     if waits {
-        let _ = place.ring.take(place.bus, 2 * BURST);
-        for at in 0..place.ring.held() {
-            place.ring.prefetch(place.bus, at);
-        }
+        ask_ahead(place, lane.lacks());
         lane.wait(answers, now_ns);
+    } else {
+        lane.look_ahead(|| ask_ahead(place, false));
     }
     let did = moved.packets + moved.lost > 0;
     if did {

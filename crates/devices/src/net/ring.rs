@@ -109,6 +109,8 @@ pub(super) struct NetRing {
     slots: Box<[Held]>,
     first: usize,
     held: usize,
+    /// How many of them, the oldest, were looked up for what they lack.
+    looked_up: usize,
     kick: Option<OwnedFd>,
     call: Option<Arc<OwnedFd>>,
     err: Option<Arc<OwnedFd>>,
@@ -144,6 +146,7 @@ impl NetRing {
             slots: vec![Held::default(); DEPTH].into(),
             first: 0,
             held: 0,
+            looked_up: 0,
             kick,
             call,
             err,
@@ -282,6 +285,7 @@ impl NetRing {
     fn forget(&mut self, count: usize) {
         self.first = (self.first + count) % DEPTH;
         self.held -= count;
+        self.looked_up = self.looked_up.saturating_sub(count);
     }
 
     /// Gives a chain back unused that need not be the oldest.
@@ -294,6 +298,7 @@ impl NetRing {
             self.slots.swap(a, b);
         }
         self.held -= 1;
+        self.looked_up -= usize::from(at < self.looked_up);
     }
 
     /// Drops the oldest packet that is held.
@@ -310,6 +315,15 @@ impl NetRing {
             let access = if desc.write { Access::Write } else { Access::Read };
             bus.prefetch(desc.addr, desc.len.into(), access) & ready
         })
+    }
+
+    /// Asks for what those of the first `many` held chains lack that were not looked up yet, or of all
+    /// of them if `again`. Returns whether none lacks anything, as far as they were looked up now.
+    pub(super) fn look_up<B: Lasting>(&mut self, bus: &B, many: usize, again: bool) -> bool {
+        let many = many.min(self.held);
+        let from = if again { 0 } else { self.looked_up };
+        self.looked_up = self.looked_up.max(many);
+        (from..many).fold(true, |ready, at| self.prefetch(bus, at) & ready)
     }
 
     /// Shows the driver what was given back, and tells it if it wants to be told.

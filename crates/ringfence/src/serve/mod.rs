@@ -12,6 +12,7 @@ use std::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{
@@ -22,7 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use parking_lot::Mutex;
 use ringfence_devices::{
@@ -246,7 +247,9 @@ impl<S: Service> Frame<S> {
         front.connections.fetch_add(1, Ordering::Relaxed);
         info!("{name}: a front end has connected");
         tell(&[NotifyState::Status("serving a front end")]);
-        let ended = self.converse(front, at, stream);
+        // What was being served when a thread panics is dropped on the way: the next is served as ever.
+        let ended = catch_unwind(AssertUnwindSafe(|| self.converse(front, at, stream)));
+        let ended = ended.unwrap_or_else(|_| Err(anyhow!("a failure of this program, told above")));
         *front.now.lock() = None;
         match ended {
             Ok(()) => info!("{name}: the front end is gone"),

@@ -1,13 +1,17 @@
 //! The connection itself, which several threads may ask on.
 
+mod posts;
+
 use std::{
+    collections::VecDeque,
+    ops::Range,
     os::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
     sync::{
         Condvar, Mutex, MutexGuard,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -28,21 +32,39 @@ use crate::{
 pub(super) struct State {
     /// ACCESS_PLATFORM was settled on.
     pub(super) translated: bool,
+    /// REPLY_ACK was settled on.
+    pub(super) acks: bool,
     /// The memory that was announced.
     pub(super) regions: Vec<Region>,
 }
 
 /// Answers come in the order of the requests: who asks takes a number, and reads when it is called.
+/// Those to [posted](Link::post) messages are read by whoever comes to them.
 #[derive(Debug)]
 pub(super) struct Link {
     channel: Channel,
     state: Mutex<State>,
-    /// How many answers were asked for.
-    asked: Mutex<u64>,
+    outgoing: Mutex<Outgoing>,
     answers: Mutex<Answers>,
     turn: Condvar,
+    /// How many posted messages were answered.
+    done: AtomicU64,
     /// A failure ended the connection.
     closed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Outgoing {
+    /// How many answers were asked for.
+    asked: u64,
+    /// Posted messages that are not sent yet; they go before everything else.
+    unsent: Vec<u8>,
+    /// How many messages were ever posted.
+    posts: u64,
+    /// Which of the answers that did not come yet are to posted messages.
+    posted: VecDeque<Range<u64>>,
+    /// The first non-zero answer to a posted message that nobody was told of.
+    refused: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -61,9 +83,10 @@ impl Link {
         Link {
             channel: Channel::new(stream, timeout),
             state: Mutex::default(),
-            asked: Mutex::new(0),
+            outgoing: Mutex::default(),
             answers: Mutex::new(Answers { came: 0, inbox: Inbox::new() }),
             turn: Condvar::new(),
+            done: AtomicU64::new(0),
             closed: AtomicBool::new(false),
         }
     }
@@ -102,15 +125,21 @@ impl Link {
             bytes.extend_from_slice(&payload);
         }
         // Numbers are given in the order in which requests go out.
-        let mut asked = lock(&self.asked);
-        if self.closed.load(Ordering::Acquire) {
-            return Err(FrontendError::Closed);
-        }
+        let mut outgoing = lock(&self.outgoing);
+        self.check_open()?;
         let code = requests.first().map_or(0, Request::code);
-        self.channel.send_bytes(code, &bytes, fds).map_err(|error| self.fail(error))?;
-        let first = *asked;
-        *asked += answers;
+        let unsent = std::mem::take(&mut outgoing.unsent);
+        // Descriptors go with the first byte of a send.
+        let sent = self.channel.send_bytes(code, &unsent, &[]);
+        let sent = sent.and_then(|()| self.channel.send_bytes(code, &bytes, fds));
+        sent.map_err(|error| self.fail(error))?;
+        let first = outgoing.asked;
+        outgoing.asked += answers;
         Ok(first)
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) { Err(FrontendError::Closed) } else { Ok(()) }
     }
 
     /// Reads `count` answers to `request`, from the one with this number on.
@@ -123,6 +152,12 @@ impl Link {
     ) -> Result<()> {
         let mut answers = lock(&self.answers);
         while answers.came != first {
+            if self.posted_next(&answers).is_some() {
+                // Who posted need not look before we are served. A failure closes the connection.
+                let _ = self.take_posted(&mut answers, true);
+                self.turn.notify_all();
+                continue;
+            }
             // Who reads now has a time limit, and so have all before us.
             answers = self.turn.wait(answers).unwrap_or_else(|poisoned| poisoned.into_inner());
         }

@@ -65,6 +65,8 @@ pub(crate) struct Device {
     pub(crate) protocol: ProtocolFeatures,
     pub(crate) log: Option<Arc<DirtyLog>>,
     pub(crate) inflight: Option<Arc<InflightRegion>>,
+    /// How many IOTLB messages came together, each time.
+    pub(crate) together: Vec<usize>,
     /// How many IOTLB messages have taken effect.
     pub(crate) carried_out: Arc<AtomicU64>,
     /// Whether the end of a connection is written down.
@@ -86,6 +88,7 @@ impl Default for Device {
             channel: None,
             log: None,
             inflight: None,
+            together: Vec::new(),
             carried_out: Arc::default(),
             notes_end: false,
             on_stop: None,
@@ -170,6 +173,10 @@ impl Handler for Device {
     fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
         self.channel = Some(channel);
         self.note(Event::Channel)
+    }
+    fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
+        self.together.push(messages.len());
+        outcomes.extend(messages.iter().map(|message| self.iotlb(*message)));
     }
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         // An answer that does not wait for this comes before it.

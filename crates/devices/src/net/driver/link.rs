@@ -69,7 +69,7 @@ impl Link {
         }
         front.set_mem_table(&[(space.ram().region(), space.ram().fd())])?;
         let (misses, updates, invalidations) = (0, 0, 0);
-        let pipe = Pipe::new(&front)?;
+        let pipe = Pipe::new(front.iotlb_handle());
         Ok(Link { front, pipe, channel, misses, updates, invalidations })
     }
 
@@ -191,12 +191,16 @@ mod tests {
     use crate::net::driver::Addressing;
     use std::io::{Read, Write};
 
-    /// A link between the ends of two sockets, and their other ends.
-    fn link() -> (Link, UnixStream, UnixStream) {
-        let (ours, main) = UnixStream::pair().unwrap();
+    /// A link between the ends of two sockets, over which a memory was announced, and their other
+    /// ends.
+    fn link(space: &Space) -> (Link, UnixStream, UnixStream) {
+        let (ours, mut main) = UnixStream::pair().unwrap();
         let (channel, theirs) = UnixStream::pair().unwrap();
-        let front = Frontend::new(ours, PATIENCE);
-        let pipe = Pipe::new(&front).unwrap();
+        let mut front = Frontend::new(ours, PATIENCE);
+        front.set_features(1 << ringfence_virtq::F_ACCESS_PLATFORM).unwrap();
+        front.set_mem_table(&[(space.ram().region(), space.ram().fd())]).unwrap();
+        while !read(&mut main).is_empty() {}
+        let pipe = Pipe::new(front.iotlb_handle());
         let channel = Some((channel, Records::new()));
         let (misses, updates, invalidations) = (0, 0, 0);
         (Link { front, pipe, channel, misses, updates, invalidations }, main, theirs)
@@ -224,8 +228,8 @@ mod tests {
     #[test]
     fn a_miss_is_answered_by_its_entry_and_one_that_leads_nowhere_by_none() {
         // rules D8, D9
-        let (mut link, mut main, mut channel) = link();
         let space = space();
+        let (mut link, mut main, mut channel) = link(&space);
         let known = space.device_addr(space.buffer(7)) + 9;
         let messages = [miss(known, false), miss(5, false), miss(known, true), miss(5, true)];
         channel.write_all(&messages.concat()).unwrap();
@@ -251,15 +255,33 @@ mod tests {
         let mut wrong = [miss(5, false), miss(5, false), miss(5, false)];
         wrong[0][0] = 2;
         wrong[1][8] = 31;
+        let space = space();
         // The type: no message has it.
         wrong[2][Header::LEN + 25] = 9;
         for bytes in wrong {
-            let (mut link, _main, mut channel) = link();
+            let (mut link, _main, mut channel) = link(&space);
             channel.write_all(&bytes).unwrap();
-            assert!(matches!(link.answer(&space()), Err(NetDriverError::Channel { .. })));
+            assert!(matches!(link.answer(&space), Err(NetDriverError::Channel { .. })));
         }
-        let (mut link, _main, channel) = link();
+        let (mut link, _main, channel) = link(&space);
         drop(channel);
-        assert!(link.answer(&space()).is_err(), "and so is its end");
+        assert!(link.answer(&space).is_err(), "and so is its end");
+    }
+
+    #[test]
+    fn a_ticket_is_that_of_its_own_message() {
+        let space = space();
+        let (mut link, mut main, _channel) = link(&space);
+        let tickets =
+            [link.invalidate(0, 4095), link.update(space.entry(space.device_addr(0)).unwrap())];
+        link.answer(&space).unwrap();
+        assert_eq!(read(&mut main).len(), 2 * MESSAGE, "in one piece");
+        for at in 0..2 {
+            assert!(!link.is_done(tickets[at]));
+            let header = Header::reply(ringfence_vhost_user::msg::code::IOTLB_MSG, 8);
+            main.write_all(&[header.as_bytes(), &[0; 8]].concat()).unwrap();
+            link.answer(&space).unwrap();
+            assert!(link.is_done(tickets[at]));
+        }
     }
 }

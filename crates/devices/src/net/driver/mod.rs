@@ -76,18 +76,6 @@ pub enum NetDriverError {
         /// Its number.
         request: u32,
     },
-    /// Something that is no answer to an IOTLB message.
-    #[error("an answer to request {request} that nobody waits for")]
-    Answer {
-        /// Its number.
-        request: u32,
-    },
-    /// The back end refused an IOTLB message.
-    #[error("the back end refused an IOTLB message with {code}")]
-    Refused {
-        /// The non-zero answer.
-        code: u64,
-    },
     /// A ring lies where no entry is.
     #[error("no entry for a ring at {addr:#x}")]
     NoEntry {

@@ -57,6 +57,12 @@ impl Window {
         self.packets as f64 / self.seconds
     }
 
+    /// Messages of the window on both sockets: each miss is one, each update and each invalidation two
+    /// with its answer.
+    pub(super) fn messages(&self) -> u64 {
+        self.misses + 2 * (self.updates + self.invalidations)
+    }
+
     /// Lost frames of those that were carried.
     pub(super) fn loss(&self) -> f64 {
         if self.carried == 0 { 0.0 } else { self.lost as f64 / self.carried as f64 }

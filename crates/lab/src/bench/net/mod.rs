@@ -43,6 +43,8 @@ use load::Window;
 
 /// The most that may be lost: 0.005 %.
 const MOST_LOST: f64 = 5e-5;
+/// How long a back end may take to say why a connection ended.
+const REASON: Duration = Duration::from_millis(300);
 /// What a measurement takes beside its window.
 const OVERHEAD: Duration = Duration::from_millis(160);
 
@@ -176,6 +178,8 @@ fn measure(
         let window = threads::bound_to(cpus[1], || {
             backend.process().resume()?;
             let window = load::measure(backend.as_mut(), case, length).map_err(|error| {
+                // It says why when its rings have stopped, after the connection was closed.
+                std::thread::sleep(REASON);
                 error.context(format!("it said: {}", backend.process().last_words()))
             });
             // It learns that the connection has ended before it is stopped.

@@ -159,10 +159,16 @@ fn row(
     }
     if case.addressing.is_fresh() {
         let single = figures(own, |window| window.single_rate);
+        let packets = sum(|window| window.packets).max(1);
+        // Like with like: misses, updates, invalidations and answers of the window against as many
+        // messages as the socket moves: an UPDATE and its answer are two.
+        let messages = figures(own, |window| Some(window.messages() as f64 / window.seconds));
+        let pairs = figures(own, |window| Some(2.0 * window.many_rate?));
         row.figures.extend(object([
             ("messages_per_s_single", value(interval(&single))),
             ("messages_per_s_many", value(interval(&many))),
-            ("ratio_to_messages", value(ratio(&rate, &many))),
+            ("messages_per_packet", (sum(Window::messages) as f64 / packets as f64).into()),
+            ("ratio_to_messages", value(ratio(&messages, &pairs))),
         ]));
     }
     row

@@ -23,7 +23,9 @@ interval.
              that came to nothing; all others are in the medians, these two kinds as well
   4k, 2m ... how much an UPDATE covers: of entries that a back end can merge, or cannot
   dynamic    each use of a buffer has a page of its own, invalidated after it: the back end asks, or the driver pushes
-  msg/s      UPDATEs and their answers, one after the other and 64 in flight; x msg frames against the latter
+  msg/s      messages that the socket moves, an UPDATE and its answer being two: with one UPDATE in flight, and 64
+  msg        messages a frame: misses, UPDATEs and INVALIDATEs with their answers; x msg: frames a second times that,
+             against the messages that the socket moves with 64 in flight
 ";
 
 /// All of it.
@@ -65,7 +67,7 @@ fn contest(rows: &[&Row]) -> String {
     let mut head = vec!["", "", "Mpps", "±", "x off", "±", "x dpdk", "±", "lost"];
     head.extend(["ping", "±", "short", "moved", "failed"]);
     if dynamic {
-        head.extend(["msg/s 1", "64", "x msg", "±"]);
+        head.extend(["msg/s 1", "64", "msg", "x msg", "±"]);
     }
     let mut lines = vec![head.into_iter().map(str::to_owned).collect::<Vec<_>>()];
     let mut before = None;
@@ -98,12 +100,14 @@ fn contest(rows: &[&Row]) -> String {
         }
         if row.figures.contains_key("messages_per_s_many") {
             for key in ["messages_per_s_single", "messages_per_s_many"] {
-                line.push(optional(interval(row, key).median));
+                line.push(optional(interval(row, key).scaled(2.0).median));
             }
+            let messages = row.figures.get("messages_per_packet").and_then(Value::as_f64);
+            line.push(optional(messages));
             let ratio = interval(row, "ratio_to_messages");
             line.extend([times(ratio.median), half_width(ratio)]);
         } else if dynamic {
-            line.extend(vec![String::new(); 4]);
+            line.extend(vec![String::new(); 5]);
         }
         lines.push(line);
     }
