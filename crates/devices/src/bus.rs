@@ -80,6 +80,25 @@ impl Bus {
         }
     }
 
+    /// Counts what was asked for; see [`View::questions`].
+    #[inline]
+    pub fn questions(&self) -> u64 {
+        match self {
+            Bus::Iommu(view) => view.questions(),
+            Bus::Physical(_) => 0,
+        }
+    }
+
+    /// Runs `job`, whose accesses have waited since there were so many questions; see
+    /// [`View::since`].
+    #[inline]
+    pub fn since<R>(&self, questions: u64, job: impl FnOnce() -> R) -> R {
+        match self {
+            Bus::Iommu(view) => view.since(questions, job),
+            Bus::Physical(_) => job(),
+        }
+    }
+
     /// The IOTLB that it asks for what is missing, if there is one.
     pub fn iotlb(&self) -> Option<&Arc<Iotlb>> {
         match self {

@@ -54,8 +54,8 @@ impl Default for IotlbConfig {
     }
 }
 
-/// For how long a refusal holds: long enough for those who waited to see it. The driver may map the
-/// address any time, and nobody tells.
+/// For how long a refusal holds for those who do not say since when they wait: long enough to see it.
+/// The driver may map the address any time, and nobody tells.
 const REFUSED: Duration = Duration::from_millis(2);
 
 /// What an [`Iotlb`] counts.
@@ -365,12 +365,23 @@ impl Iotlb {
         self.domain.translate_run(reader, iova, within)
     }
 
-    /// What to do about an address that is not there.
-    pub(crate) fn lack(&self, iova: Iova, access: Prot, waiter: &Arc<Waiter>) -> Lack {
+    /// How many questions there were so far.
+    pub(crate) fn questions(&self) -> u64 {
+        self.misses.questions()
+    }
+
+    /// What to do about an address that is not there, for one who has waited `since` there were so
+    /// many questions, if that is known.
+    pub(crate) fn lack(
+        &self,
+        wanted: (Iova, Prot),
+        since: Option<u64>,
+        waiter: &Arc<Waiter>,
+    ) -> Lack {
         if !self.asks() {
             return Lack::Refused;
         }
-        self.misses.lack(iova, access, waiter, MonotonicClock.now_ns())
+        self.misses.lack(wanted, since, waiter, MonotonicClock.now_ns())
     }
 
     /// Asks for what a view lacks, and has `waiter` told of the answers; without one it is asked in

@@ -141,12 +141,26 @@ struct Pending {
     /// How often the one who knows said that it had answered.
     acknowledged: u32,
     waiters: Few<Waiting>,
+    /// The number of the question that a refusal would answer.
+    question: u64,
+    /// Whether an answer in any case is on its way to that.
+    answered: bool,
+    /// The number of the question that was refused last.
+    refused: Option<u64>,
 }
 
 impl Pending {
-    fn new(iova: Iova, now_ns: u64) -> Pending {
-        let state = State::Asked { at_ns: now_ns };
-        Pending { iova, state, noted_ns: now_ns, acknowledged: 0, waiters: Few::NONE }
+    fn new(iova: Iova, now_ns: u64, question: u64) -> Pending {
+        Pending {
+            iova,
+            state: State::Asked { at_ns: now_ns },
+            noted_ns: now_ns,
+            acknowledged: 0,
+            waiters: Few::NONE,
+            question,
+            answered: false,
+            refused: None,
+        }
     }
 
     fn waits(&self, waiter: &Arc<Waiter>) -> bool {
@@ -180,7 +194,7 @@ pub(crate) struct Times {
     /// After how long without an answer it is asked again. Who still waits has looked again within
     /// this time.
     pub(crate) again_ns: u64,
-    /// For how long those who waited are told of a refusal.
+    /// For how long those who waited are told of a refusal, if they do not say since when they do.
     pub(crate) refused_ns: u64,
 }
 
@@ -216,7 +230,7 @@ impl List {
     /// have given up.
     fn tidy(&mut self, times: Times, now_ns: u64, woken: &mut Woken) {
         self.drop_if(Range::ALL, woken, |pending, _, _| match pending.state {
-            State::Refused { until_ns } => now_ns >= until_ns,
+            State::Refused { until_ns } if now_ns < until_ns => false,
             _ => now_ns >= pending.noted_ns.saturating_add(times.again_ns),
         });
     }
@@ -229,15 +243,35 @@ impl List {
 /// Who answers changes the table first and looks at the list then; who lacks something enters
 /// the list first and looks at the table once more then. Both look at the list under its lock: one of
 /// them sees what the other did.
+///
+/// # Whom a refusal concerns
+/// Those who waited before the question was asked, however late they look: what they wait for was
+/// wanted, and so had to be there, when it was asked. Who came later asks anew: there may be a
+/// translation by now. Questions are numbered, and who begins to wait notes how many there were; for
+/// who does not, those are told who were on the list, and for a moment only.
 pub(crate) struct Misses {
     list: SpinLock<List>,
+    /// How many questions there were.
+    questions: AtomicU64,
     most: usize,
     times: Times,
 }
 
 impl Misses {
     pub(crate) fn new(most: usize, times: Times) -> Misses {
-        Misses { list: SpinLock::new(List::default()), most, times }
+        let (list, questions) = (SpinLock::new(List::default()), AtomicU64::new(0));
+        Misses { list, questions, most, times }
+    }
+
+    /// How many questions there were so far.
+    pub(crate) fn questions(&self) -> u64 {
+        // Whoever notes it enters the list, under its lock, after it.
+        self.questions.load(Ordering::Relaxed)
+    }
+
+    /// The number of the next question.
+    fn number(&self) -> u64 {
+        self.questions.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// How many questions there are, those that were refused a moment ago included.
@@ -245,18 +279,23 @@ impl Misses {
         self.list.lock().pending.len()
     }
 
-    /// Whether what is lacking was refused a moment ago, and `waiter` was among those who waited. Who
-    /// did not wait then asks anew: there may be a translation by now.
-    pub(crate) fn lack(&self, iova: Iova, access: Prot, waiter: &Arc<Waiter>, now_ns: u64) -> Lack {
+    /// Whether what is lacking was refused to one who has waited `since` there were so many
+    /// questions; `None`: to `waiter`, a moment ago.
+    pub(crate) fn lack(
+        &self,
+        (iova, access): (Iova, Prot),
+        since: Option<u64>,
+        waiter: &Arc<Waiter>,
+        now_ns: u64,
+    ) -> Lack {
         let key = Miss { iova, access, again: false }.key();
-        match self.list.lock().pending.get(&key) {
-            Some(pending @ Pending { state: State::Refused { until_ns }, .. })
-                if now_ns < *until_ns && pending.waits(waiter) =>
-            {
-                Lack::Refused
-            }
-            _ => Lack::Pending,
-        }
+        let list = self.list.lock();
+        let refused = list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
+            (Some(since), _) => pending.refused.is_some_and(|question| since < question),
+            (None, State::Refused { until_ns }) => now_ns < until_ns && pending.waits(waiter),
+            (None, _) => false,
+        });
+        if refused { Lack::Refused } else { Lack::Pending }
     }
 
     /// Notes that `waiter` waits for `wanted` (`None`: nobody does, it is asked for in advance);
@@ -304,7 +343,7 @@ impl Misses {
                 }
                 return false;
             }
-            let mut pending = Pending::new(miss.iova, now_ns);
+            let mut pending = Pending::new(miss.iova, now_ns, self.number());
             waiter.inspect(|waiter| pending.add(waiter, iova));
             list.pending.insert(miss.key(), pending);
             return true;
@@ -317,14 +356,20 @@ impl Misses {
                 miss.again
             }
             State::Refused { .. } => {
-                // Another question than the one that was refused.
-                *found = Pending::new(iova, now_ns);
+                // Another question than the one that was refused. Who has not seen that yet still
+                // will.
+                let refused = found.refused;
+                *found = Pending { refused, ..Pending::new(iova, now_ns, self.number()) };
                 true
             }
         };
         if asks {
             // What was asked for first, so that the answer finds it.
             miss.iova = found.iova;
+            // The answer that comes next is to the first that wanted one in any case.
+            if miss.again && !std::mem::replace(&mut found.answered, true) {
+                found.question = self.number();
+            }
             found.state = State::Asked { at_ns: now_ns };
         }
         waiter.inspect(|waiter| found.add(waiter, iova));
@@ -373,6 +418,7 @@ impl Misses {
             refused.push(Miss { iova: pending.iova, access: wanted, again: false });
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             pending.state = State::Refused { until_ns };
+            pending.refused = Some(pending.question);
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             pending.waiters.one.is_none()
         });
@@ -387,6 +433,7 @@ impl Misses {
             if wanted == access && !matches!(pending.state, State::Refused { .. }) {
                 again = pending.acknowledged > 0;
                 pending.acknowledged = 1;
+                pending.answered = false;
             }
             false
         });

@@ -52,6 +52,8 @@ pub struct View {
     /// What may be lacking soon, and is not asked for yet.
     ahead: RefCell<Vec<Miss>>,
     waiter: Arc<Waiter>,
+    /// How many questions there were when the access that is being made began to wait, if known.
+    since: Cell<Option<u64>>,
     hits: Cell<u64>,
     misses: Cell<u64>,
     faults: Cell<u64>,
@@ -80,6 +82,7 @@ impl View {
             wanted: RefCell::default(),
             ahead: RefCell::default(),
             waiter: Waiter::new(Box::new(|| ())),
+            since: Cell::new(None),
             hits: Cell::new(0),
             misses: Cell::new(0),
             faults: Cell::new(0),
@@ -150,6 +153,23 @@ impl View {
     #[inline]
     pub fn answers(&self) -> u64 {
         self.waiter.answers()
+    }
+
+    /// How many questions were asked so far. Who begins to wait for what is missing notes it, and
+    /// looks again [`since`](Self::since) then.
+    pub fn questions(&self) -> u64 {
+        self.iotlb().map_or(0, |iotlb| iotlb.questions())
+    }
+
+    /// Runs `job`, whose accesses have waited since there were so many
+    /// [`questions`](Self::questions): they fail if one that was asked later was refused, and no
+    /// other refusal concerns them. For what has not waited, `u64::MAX`. Accesses of which this is
+    /// not said fail if anything that this view asked for was refused a moment ago.
+    pub fn since<R>(&self, questions: u64, job: impl FnOnce() -> R) -> R {
+        let before = self.since.replace(Some(questions));
+        let result = job();
+        self.since.set(before);
+        result
     }
 
     /// The IOTLB that it asks, if it is bound to one.

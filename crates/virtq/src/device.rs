@@ -155,7 +155,19 @@ pub trait Ring {
     ///
     /// Tables are read through `mem` after `each` was shown them: a read that meets a gap may be
     /// noted there.
-    fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse));
+    fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse)) {
+        self.peek_from(mem, 0, ahead, each);
+    }
+
+    /// As [`peek`](Self::peek), but for the first `skip` of these chains. Returns how many were
+    /// seen, these included: what to skip when more have come, as long as none is taken.
+    fn peek_from(
+        &mut self,
+        mem: &impl Translate,
+        skip: u16,
+        ahead: u16,
+        each: impl FnMut(Glimpse),
+    ) -> u16;
 
     /// Puts the chain `head` back, untouched, as if it had not been taken: the next
     /// [`pop`](Self::pop) takes it again. Only for the one that was taken last, so that several go
@@ -347,6 +359,17 @@ impl Queue {
     /// As [`Ring::peek`].
     pub fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse)) {
         either!(self, ring => ring.peek(mem, ahead, each));
+    }
+
+    /// As [`Ring::peek_from`].
+    pub fn peek_from(
+        &mut self,
+        mem: &impl Translate,
+        skip: u16,
+        ahead: u16,
+        each: impl FnMut(Glimpse),
+    ) -> u16 {
+        either!(self, ring => ring.peek_from(mem, skip, ahead, each))
     }
 
     /// As [`Ring::untake`].

@@ -130,6 +130,18 @@ fn peeking_shows_what_lies_ahead_and_changes_nothing() {
             let all = [&second[..], &third[..], &fourth[..]].concat();
             assert_eq!(peek(&mut device, u16::MAX), all, "a table that is not there is passed");
         }
+        // What was seen is skipped, and what comes later is seen.
+        let mut go_on = |device: &mut device::Queue, skip, ahead| {
+            let mut seen = Vec::new();
+            let next = device.peek_from(&ram, skip, ahead, |glimpse| seen.push(glimpse));
+            (next, seen)
+        };
+        assert_eq!(go_on(&mut device, 0, 2), (2, [&second[..], &third[..]].concat()));
+        assert_eq!(go_on(&mut device, 2, 64), (4, fourth.to_vec()));
+        assert_eq!(go_on(&mut device, 4, 64), (4, vec![]));
+        driver.add(&[read], 5).unwrap();
+        driver.publish();
+        assert_eq!(go_on(&mut device, 4, 64), (5, vec![buffer(read)]));
         assert_eq!((device.in_flight(), device.broken()), (1, None));
         assert!(device.pop(&ram, &mut chain).unwrap());
         assert_eq!(chain.descs(), [read, write, write]);
@@ -160,6 +172,11 @@ fn peeking_is_bounded_whatever_lies_there() {
     ram.write(BASE + 12, &1_u16.to_le_bytes()).unwrap();
     ram.write(device.config().avail + 2, &0x9999_u16.to_le_bytes()).unwrap();
     let mut seen = 0;
-    device.peek(&ram, u16::MAX, |_| seen += 1);
+    let mut skip = device.peek_from(&ram, 0, u16::MAX, |_| seen += 1);
     assert_eq!((seen, device.broken()), (device::PEEK_DESCS, None));
+    // Who goes on again and again comes to an end.
+    for _ in 0..8 {
+        skip = device.peek_from(&ram, skip, u16::MAX, |_| seen += 1);
+    }
+    assert_eq!(device.peek_from(&ram, skip, u16::MAX, |_| panic!("seen before")), skip);
 }

@@ -15,7 +15,9 @@ use ringfence_virtq::{
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    BlkFigures, BlkUnit, QueueStats, Start, request,
+    BlkFigures, BlkUnit, QueueStats, Start,
+    reaper::Reaper,
+    request,
     wire::{Config, SECTOR, feature},
 };
 use crate::{
@@ -145,11 +147,17 @@ impl BlkBackend {
     }
 
     /// Takes the device's units from their workers. The next driver may negotiate otherwise: the
-    /// way to memory is made anew then.
+    /// way to memory is made anew then. What the kernel still has is looked after.
     fn forget_units(&self) {
         let unit = self.options.unit;
         for worker in &*self.workers {
-            let _ = worker.call(move |work| drop(work.remove(unit)));
+            let figures = Arc::clone(&self.options.figures);
+            let _ = worker.call(move |work| {
+                drop(work.remove(unit));
+                if figures.stuck() > 0 {
+                    work.insert(unit, Box::new(Reaper::new(&figures)));
+                }
+            });
         }
     }
 

@@ -5,6 +5,7 @@ mod driver;
 mod figures;
 mod mapped;
 mod queue;
+mod reaper;
 pub mod request;
 mod unit;
 pub mod wire;

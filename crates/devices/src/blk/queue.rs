@@ -29,7 +29,7 @@ use self::{
     parked::{Look, Parked},
     ring::Away,
     store::{Handed, Store, Transfer},
-    wait::Wait,
+    wait::{Head, Wait},
 };
 use super::{
     request::{self, Action, Limits, Stop},
@@ -92,8 +92,8 @@ pub struct BlkQueue {
     /// Set while the ring is not mapped.
     away: Option<Away>,
     parked: Parked,
-    /// Since when the next chain cannot be taken, for want of a translation of its table.
-    head_since: Option<u64>,
+    /// Set while the next chain cannot be taken, for want of a translation of its table.
+    head: Option<Head>,
     free: Vec<u16>,
     /// How many requests were taken, less those that were put back.
     taken: u64,
@@ -102,6 +102,8 @@ pub struct BlkQueue {
     call: Option<Arc<OwnedFd>>,
     stats: QueueStats,
     now_ns: u64,
+    /// The count of answers when this round began.
+    answers: u64,
     say_at: u64,
     ready: Vec<u16>,
 }
@@ -125,7 +127,7 @@ impl BlkQueue {
             recorded: None,
             away: None,
             parked: Parked::default(),
-            head_since: None,
+            head: None,
             free: (0..size).rev().collect(),
             taken: 0,
             limits: Limits::of(disk, read_only),
@@ -133,6 +135,7 @@ impl BlkQueue {
             call,
             stats: QueueStats::default(),
             now_ns: 0,
+            answers: 0,
             say_at: 0,
             ready: Vec::new(),
         })
@@ -179,13 +182,15 @@ impl BlkQueue {
 
     fn work(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
         self.now_ns = now_ns;
+        // Before anything is looked up: an answer that comes meanwhile is one to look again for.
+        self.answers = bus.answers();
         let reaped = self.reap();
         if !self.find_ring(bus)? {
             return Ok(reaped);
         }
         let before = self.stats.requests;
         let stop_at = self.stats.bytes + ROUND_BYTES;
-        let look = if self.waits() { self.parked.look(bus.answers(), now_ns) } else { Look::None };
+        let look = if self.waits() { self.parked.look(self.answers, now_ns) } else { Look::None };
         let resumed = look != Look::None && self.resume(bus, look);
         self.complete(bus, now_ns, stop_at);
         let taken = self.take(bus, look, stop_at)?;
@@ -201,7 +206,7 @@ impl BlkQueue {
 
     /// Whether something waits for a translation.
     fn waits(&self) -> bool {
-        self.head_since.is_some() || !self.parked.is_empty()
+        self.head.is_some() || !self.parked.is_empty()
     }
 
     /// Takes what the kernel has done, so that unmaps no longer wait for it; answers nothing and
@@ -289,8 +294,9 @@ impl BlkQueue {
         match self.away {
             Some(away) => bus.answers() != away.answers,
             None if self.ring.is_valid() && self.ring.broken().is_none() => {
-                // What cannot be taken yet is no news.
-                let more = self.ring.enable_kicks() && self.head_since.is_none();
+                // What cannot be taken yet is no news. What it needs is asked for.
+                let more = self.ring.enable_kicks() && self.head.is_none();
+                self.look_behind(bus);
                 more || self.waits() && self.parked.has_answers(bus.answers())
             }
             None => false,
@@ -310,16 +316,19 @@ impl BlkQueue {
         {
             self.advance(at, bus);
         }
-        if self.head_since.is_some() && look == Look::None {
+        if self.head.is_some() && look == Look::None {
+            self.look_behind(bus);
             return Ok(false);
         }
         let mut taken = 0;
         while taken < ROUND_REQUESTS && self.stats.bytes < stop_at && !self.is_stalled() {
             let Some(&at) = self.free.last() else { break };
             let slot = &mut self.slots[usize::from(at)];
-            match take_next(&mut self.ring, self.recorded.as_mut(), bus, &mut slot.chain) {
+            let (ring, recorded) = (&mut self.ring, self.recorded.as_mut());
+            let since = self.head.map_or(u64::MAX, |head| head.questions);
+            match bus.since(since, || take_next(ring, recorded, bus, &mut slot.chain)) {
                 Ok(Some(entry)) => {
-                    self.head_since = None;
+                    self.head = None;
                     slot.entry = entry;
                 }
                 Ok(None) => break,
@@ -352,6 +361,11 @@ impl BlkQueue {
 
     /// Goes on with a request, as far as it goes.
     fn advance(&mut self, at: u16, bus: &Bus) {
+        let since = self.slots[usize::from(at)].wait.map_or(u64::MAX, |wait| wait.questions);
+        bus.since(since, || self.go_on(at, bus));
+    }
+
+    fn go_on(&mut self, at: u16, bus: &Bus) {
         loop {
             let slot = &mut self.slots[usize::from(at)];
             let next = match slot.step {

@@ -12,7 +12,7 @@ use ringfence_mem::{Memory, Physical, UserAddresses};
 use ringfence_vhost_user::InflightRegion;
 use ringfence_virtq::device;
 
-use super::{BlkFigures, BlkQueue, QueueError, QueueStats};
+use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
 use crate::{
     bus::Bus,
     disk::Disk,
@@ -97,6 +97,7 @@ pub struct BlkUnit {
     /// Through which it is rung when a translation comes.
     bells: Arc<Bells>,
     shared: Shared,
+    reaper: Reaper,
 }
 
 impl BlkUnit {
@@ -118,6 +119,7 @@ impl BlkUnit {
             endpoint,
             bell: Arc::new(Doorbell::new()?),
             bells,
+            reaper: Reaper::new(&figures),
             shared: Shared { name: name.to_owned(), figures },
         })
     }
@@ -323,8 +325,7 @@ impl Unit for BlkUnit {
                 Err(error) => served.fail(&self.shared, error),
             }
         }
-        busy |= self.shared.figures.reap();
-        busy
+        busy | self.reaper.poll(now_ns)
     }
 
     fn quiet(&mut self) {
@@ -333,7 +334,8 @@ impl Unit for BlkUnit {
 
     fn next_due(&self) -> Option<u64> {
         let working = self.queues.iter().filter(|served| served.works());
-        working.filter_map(|served| served.queue.next_due()).min()
+        let due = working.filter_map(|served| served.queue.next_due());
+        due.chain(self.reaper.next_due()).min()
     }
 
     fn arm(&mut self) -> bool {

@@ -217,10 +217,11 @@ impl Held {
         self.bound();
         let mut others = Vec::new();
         let mut began = None;
+        let since = self.source.questions();
         let result = loop {
             let answers = self.source.answers();
             let mut wanted = Vec::new();
-            match self.attempt(&others, parts, &mut wanted) {
+            match self.attempt(&others, (parts, since), &mut wanted) {
                 Ok(true) => break Ok(()),
                 Err(failure) => break Err(failure),
                 Ok(false) if self.fixed.get() => {
@@ -262,16 +263,17 @@ impl Held {
     fn attempt(
         &self,
         others: &[Rc<Held>],
-        parts: &[(Range, Prot)],
+        (parts, since): (&[(Range, Prot)], u64),
         wanted: &mut Vec<Miss>,
     ) -> Result<bool, Failure> {
         let mut ready = true;
         for held in others {
-            ready &= held.take_up(wanted).map_err(|failure| held.fail(failure, Prot::empty()))?;
+            ready &=
+                held.take_up(since, wanted).map_err(|failure| held.fail(failure, Prot::empty()))?;
         }
         let mut inner = self.inner.borrow_mut();
         let Inner { pieces, leases, .. } = &mut *inner;
-        self.source.look(|looker| {
+        self.source.look(since, |looker| {
             for &(range, prot) in parts {
                 ready &= cover(looker, pieces, leases, range, prot, wanted)?;
             }
@@ -288,14 +290,14 @@ impl Held {
 
     /// Translates anew all that was handed out, if it was let go. False if some of it is missing,
     /// which is added to `wanted`.
-    fn take_up(&self, wanted: &mut Vec<Miss>) -> Result<bool, Failure> {
+    fn take_up(&self, since: u64, wanted: &mut Vec<Miss>) -> Result<bool, Failure> {
         let mut inner = self.inner.borrow_mut();
         if !inner.let_go || self.failure.get().is_some() {
             return Ok(true);
         }
         let mut new = Inner::default();
         let mut ready = true;
-        self.source.look(|looker| {
+        self.source.look(since, |looker| {
             for old in inner.pieces.iter() {
                 for range in old.touched() {
                     let changed = Failure::Changed { addr: range.first().0 };
@@ -332,7 +334,7 @@ impl Held {
 
     /// After a wait that came to nothing: goes on if it can, and has failed if not.
     fn settle(&self) {
-        let result = self.take_up(&mut Vec::new());
+        let result = self.take_up(u64::MAX, &mut Vec::new());
         let addr = || self.inner.borrow().pieces.iter().next().map_or(0, |p| p.range().first().0);
         match result {
             Ok(true) => {}

@@ -53,6 +53,8 @@ pub(super) struct Looker {
     waiter: Arc<Waiter>,
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
+    /// How many questions there were when who looks began to.
+    since: u64,
 }
 
 impl Looker {
@@ -64,7 +66,8 @@ impl Looker {
             Binding::Iotlb(iotlb) => {
                 let found = iotlb.translate(&self.reader, iova, point(iova));
                 let there = found.is_some_and(|found| found.prot.allows(prot));
-                if !there && iotlb.lack(iova, asked_for(prot), &self.waiter) == Lack::Pending {
+                let lacking = (iova, asked_for(prot));
+                if !there && iotlb.lack(lacking, Some(self.since), &self.waiter) == Lack::Pending {
                     return Found::Missing;
                 }
                 found
@@ -126,7 +129,7 @@ impl Source {
             ring.rung.notify_all();
         }));
         let (changes, binding) = (endpoint.changes(), endpoint.binding());
-        let looker = Looker { reader, changes, binding, waiter: Arc::clone(&waiter) };
+        let looker = Looker { reader, changes, binding, waiter: Arc::clone(&waiter), since: 0 };
         Some(Arc::new(Source {
             endpoint,
             looker: Mutex::new(looker),
@@ -147,9 +150,11 @@ impl Source {
         self.scope
     }
 
-    /// Runs `job` with a looker. What it finds may be used after it under leases taken in it.
-    pub(super) fn look<R>(&self, job: impl FnOnce(&Looker) -> R) -> R {
+    /// Runs `job` with a looker. What it finds may be used after it under leases taken in it; what
+    /// was refused since there were so many questions is refused to it.
+    pub(super) fn look<R>(&self, since: u64, job: impl FnOnce(&Looker) -> R) -> R {
         let mut looker = self.looker.lock();
+        looker.since = since;
         // Nothing is cached that an invalidation would concern.
         looker.reader.online(|_| ());
         let online = Online(&mut looker);
@@ -159,6 +164,14 @@ impl Source {
             online.0.changes = changes;
         }
         job(online.0)
+    }
+
+    /// How many questions were asked so far.
+    pub(super) fn questions(&self) -> u64 {
+        match &self.looker.lock().binding {
+            Binding::Iotlb(iotlb) => iotlb.questions(),
+            _ => 0,
+        }
     }
 
     /// How long an access waits.
@@ -179,7 +192,7 @@ impl Source {
     pub(super) fn ask(&self, wanted: &mut Vec<Miss>, answers: u64, until: Instant) {
         const ROUND: Duration = Duration::from_millis(5);
         wanted.iter_mut().for_each(|miss| miss.access = asked_for(miss.access));
-        self.look(|looker| {
+        self.look(u64::MAX, |looker| {
             if let Binding::Iotlb(iotlb) = &looker.binding {
                 iotlb.ask(wanted, Some(&self.waiter), &looker.reader);
             }

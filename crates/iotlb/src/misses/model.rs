@@ -35,6 +35,10 @@ impl World {
         self.misses.answer(page(), Prot::READ);
     }
 
+    fn refused(&self, since: Option<u64>, waiter: &Arc<Waiter>) -> bool {
+        self.misses.lack((miss().iova, Prot::READ), since, waiter, 1) == Lack::Refused
+    }
+
     /// Looks once. Returns whether it was there, and whether somebody must be asked.
     fn look(&self, waiter: &Arc<Waiter>) -> (bool, bool) {
         if self.there() {
@@ -121,7 +125,34 @@ fn a_refusal_is_not_lost_either() {
         let front_end = thread::spawn(move || theirs.misses.refuse(page(), Prot::READ, 0));
         let (_, again) = world.look(&waiter);
         front_end.join().unwrap();
-        let told = world.misses.lack(miss().iova, Prot::READ, &waiter, 1) == Lack::Refused;
+        let told = world.refused(None, &waiter);
         assert!(told && waiter.answers() > 0 || again);
+    });
+}
+
+/// Nor is it if another asks for the same before it is seen.
+#[test]
+fn a_refusal_outlives_the_next_question() {
+    check(|| {
+        let world = World::new();
+        let [waiter, other] = [(); 2].map(|()| Waiter::new(Box::new(|| ())));
+        let since = world.misses.questions();
+        assert!(world.look(&waiter).1);
+        let threads = [
+            thread::spawn({
+                let world = Arc::clone(&world);
+                move || drop(world.misses.refuse(page(), Prot::READ, 0))
+            }),
+            thread::spawn({
+                let world = Arc::clone(&world);
+                move || {
+                    let since = world.misses.questions();
+                    let (_, asks) = world.look(&other);
+                    assert!(asks || !world.refused(Some(since), &other), "asked before it came");
+                }
+            }),
+        ];
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert!(waiter.answers() > 0 && world.refused(Some(since), &waiter));
     });
 }

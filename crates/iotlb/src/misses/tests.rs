@@ -137,13 +137,13 @@ fn what_nobody_answers_makes_room_once_nobody_wants_it() {
 fn a_refusal_is_for_those_who_waited_and_not_for_ever() {
     let misses = Misses::new(100, TIMES);
     let (waits, later) = (waiter(), waiter());
-    let lack = |waiter, now| misses.lack(Iova(0x1000), Prot::WRITE, waiter, now);
+    let lack = |waiter, now| misses.lack((Iova(0x1000), Prot::WRITE), None, waiter, now);
     note(&misses, &[miss(0x1000, Prot::WRITE), miss(0x1000, Prot::READ)], &waits, 0);
     assert_eq!(lack(&waits, 1), Lack::Pending);
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, 1), [miss(0x1000, Prot::WRITE)]);
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, 1), [], "once");
     assert_eq!((waits.answers(), lack(&waits, 20)), (1, Lack::Refused));
-    assert_eq!(misses.lack(Iova(0x1000), Prot::READ, &waits, 2), Lack::Pending);
+    assert_eq!(misses.lack((Iova(0x1000), Prot::READ), None, &waits, 2), Lack::Pending);
     assert_eq!(lack(&later, 20), Lack::Pending, "there may be a translation by now");
     assert_eq!(lack(&waits, 21), Lack::Pending);
     assert_eq!(note(&misses, &[miss(0x1000, Prot::WRITE)], &later, 20).len(), 1);
@@ -162,7 +162,48 @@ fn who_did_not_wait_is_not_refused() {
     assert_eq!(ahead.len(), 1);
     misses.refuse(pages(5, 1), Prot::READ, 1);
     assert_eq!(misses.open(), 0);
-    assert_eq!(misses.lack(Iova(0x5000), Prot::READ, &waiter(), 1), Lack::Pending);
+    assert_eq!(misses.lack((Iova(0x5000), Prot::READ), None, &waiter(), 1), Lack::Pending);
+}
+
+/// Two who wait by the same waiter, and say since when.
+#[test]
+fn a_refusal_is_seen_however_late_by_who_waited_and_by_nobody_else() {
+    let misses = Misses::new(100, TIMES);
+    let waiter = waiter();
+    let read = [miss(0x1000, Prot::READ)];
+    let lack = |since| misses.lack((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+    let first = misses.questions();
+    note(&misses, &read, &waiter, 0);
+    let second = misses.questions();
+    // It waits for the answer to the same question, which was asked before it was wanted.
+    assert_eq!(note(&misses, &read, &waiter, 1), []);
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, 2).len(), 1);
+    assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
+    assert_eq!(lack(u64::MAX), Lack::Pending, "it has not waited at all");
+    // It asks anew, and the first has not looked yet.
+    assert_eq!(note(&misses, &read, &waiter, 3), read);
+    assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, 4).len(), 1);
+    assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Refused));
+    // What is there is there.
+    misses.answer(pages(1, 1), Prot::READ);
+    assert_eq!(lack(first), Lack::Pending);
+}
+
+/// Asked again and again: the answer that comes is to the first question that wanted one.
+#[test]
+fn an_answer_that_took_long_does_not_concern_who_came_meanwhile() {
+    let misses = Misses::new(100, TIMES);
+    let waiter = waiter();
+    let read = [miss(0x1000, Prot::READ)];
+    let lack = |since| misses.lack((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+    note(&misses, &read, &waiter, 0);
+    let before = misses.questions();
+    assert!(note(&misses, &read, &waiter, 20)[0].again);
+    let between = misses.questions();
+    assert!(note(&misses, &read, &waiter, 40)[0].again);
+    misses.refuse(pages(1, 1), Prot::READ, 41);
+    assert_eq!((lack(before), lack(between)), (Lack::Refused, Lack::Pending));
 }
 
 #[test]

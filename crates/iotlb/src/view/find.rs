@@ -63,10 +63,13 @@ impl View {
             Binding::Iotlb(iotlb) => {
                 match iotlb.translate(&self.reader, iova, self.cache.search(addr)) {
                     Some(found) if found.prot.allows(wanted(access)) => Some(found),
-                    found => match iotlb.lack(iova, wanted(access), &self.waiter) {
-                        Lack::Refused => found,
-                        Lack::Pending => return Err(AccessError::Missing { addr, access }),
-                    },
+                    found => {
+                        let lacking = (iova, wanted(access));
+                        match iotlb.lack(lacking, self.since.get(), &self.waiter) {
+                            Lack::Refused => found,
+                            Lack::Pending => return Err(AccessError::Missing { addr, access }),
+                        }
+                    }
                 }
             }
             Binding::Domain(domain) => {

@@ -363,20 +363,29 @@ impl Ring for Packed {
         }
     }
 
-    fn peek(&mut self, mem: &impl Translate, ahead: u16, mut each: impl FnMut(Glimpse)) {
-        let Some(areas) = &self.areas else { return };
-        let size = self.config.size;
+    fn peek_from(
+        &mut self,
+        mem: &impl Translate,
+        skip: u16,
+        ahead: u16,
+        mut each: impl FnMut(Glimpse),
+    ) -> u16 {
+        let Some(areas) = &self.areas else { return 0 };
         let (mut place, mut chains) = (self.next_avail, 0);
-        let mut left = PEEK_DESCS.min(usize::from(size - self.held));
+        let size = self.config.size;
         let mut entries = PEEK_DESCS;
-        while left > 0 && chains < ahead {
-            left -= 1;
+        for _ in 0..PEEK_DESCS.min(usize::from(size - self.held)) {
+            if chains == ahead {
+                return chains;
+            }
             let state = areas.ring.state(place.at, Ordering::Acquire);
             if !state.is_available(place.wrap) {
-                return;
+                return chains.max(skip);
             }
             let addr = areas.ring.addr(place.at);
-            if state.has(layout::DESC_F_INDIRECT) {
+            if chains < skip {
+                // Seen before.
+            } else if state.has(layout::DESC_F_INDIRECT) {
                 each(Glimpse::Table { addr, len: state.len() });
                 for entry in self.table.glimpse(mem, (addr, state.len()), &mut entries) {
                     let (addr, state) = State::from_bytes(entry);
@@ -388,6 +397,8 @@ impl Ring for Packed {
             chains += u16::from(!state.has(layout::DESC_F_NEXT));
             place = place.forward(1, size);
         }
+        // No more will ever be seen.
+        ahead.max(skip)
     }
 
     fn untake(&mut self, head: u16) -> bool {

@@ -356,19 +356,26 @@ impl Ring for Split {
         Ok(burst.len())
     }
 
-    fn peek(&mut self, mem: &impl Translate, ahead: u16, mut each: impl FnMut(Glimpse)) {
-        let Some(areas) = &self.areas else { return };
+    fn peek_from(
+        &mut self,
+        mem: &impl Translate,
+        skip: u16,
+        ahead: u16,
+        mut each: impl FnMut(Glimpse),
+    ) -> u16 {
+        let Some(areas) = &self.areas else { return 0 };
         let size = self.config.size;
         let idx = areas.avail.idx().load(Ordering::Acquire);
         let ready = idx.wrapping_sub(self.next_avail).min(size).min(ahead);
         let mut left = PEEK_DESCS;
-        for step in 0..ready {
+        for step in skip..ready {
             let mut at =
                 areas.avail.head(self.next_avail.wrapping_add(step)).load(Ordering::Relaxed);
             // Whatever the numbers are: `load` stays in the table, and `left` ends a loop.
             loop {
                 if left == 0 {
-                    return;
+                    // The rest of a chain that has no end would never be seen.
+                    return step + 1;
                 }
                 left -= 1;
                 let raw = areas.desc.load(at);
@@ -386,6 +393,7 @@ impl Ring for Split {
                 at = raw.next;
             }
         }
+        ready.max(skip)
     }
 
     fn untake(&mut self, head: u16) -> bool {

@@ -35,8 +35,20 @@ const SAY_NS: u64 = 1_000_000_000;
 pub(super) struct Wait {
     missing: Missing,
     since_ns: u64,
+    /// How many questions there were then: if a later one is refused, it fails.
+    pub(super) questions: u64,
     /// It waited at a look at all.
     seen: bool,
+}
+
+/// The next chain of the ring, whose table is missing.
+#[derive(Clone, Copy)]
+pub(super) struct Head {
+    since_ns: u64,
+    /// As of a request that waits.
+    pub(super) questions: u64,
+    /// How many chains, itself included, were looked at to ask for what they need.
+    peeked: u16,
 }
 
 impl BlkQueue {
@@ -45,13 +57,30 @@ impl BlkQueue {
     #[cold]
     pub(super) fn wait_for_head(&mut self, bus: &Bus, error: &AccessError) -> bool {
         let Some(missing) = Missing::of(*error) else { return false };
-        let Some(since_ns) = self.head_since else {
+        let Some(head) = self.head else {
             if !self.waits() {
-                self.parked.begin(bus.answers(), self.now_ns);
+                self.parked.begin(self.answers, self.now_ns);
             }
-            self.head_since = Some(self.now_ns);
             self.stats.parked += 1;
-            self.ring.peek(bus, AHEAD, |glimpse| {
+            self.head = Some(Head { since_ns: self.now_ns, questions: bus.questions(), peeked: 0 });
+            self.look_behind(bus);
+            return true;
+        };
+        let waits = self.now_ns.saturating_sub(head.since_ns) < nanos(bus.patience());
+        if !waits {
+            self.timed_out(missing, bus);
+        }
+        waits
+    }
+
+    /// Asks for what the chain that cannot be taken yet and those behind it need, as far as that
+    /// was not done: some may have come since.
+    #[inline]
+    pub(super) fn look_behind(&mut self, bus: &Bus) {
+        if let Some(head) = &mut self.head
+            && head.peeked < AHEAD
+        {
+            head.peeked = self.ring.peek_from(bus, head.peeked, AHEAD, |glimpse| {
                 match glimpse {
                     Glimpse::Buffer(desc) => ask_for(&desc, bus, PEEK_PAGES),
                     Glimpse::Table { addr, len } => {
@@ -59,13 +88,7 @@ impl BlkQueue {
                     }
                 };
             });
-            return true;
-        };
-        let waits = self.now_ns.saturating_sub(since_ns) < nanos(bus.patience());
-        if !waits {
-            self.timed_out(missing, bus);
         }
-        waits
     }
 
     /// Takes the next chain into `at` without its table, and gives it back at once: nobody knows
@@ -75,7 +98,7 @@ impl BlkQueue {
         let slot = &mut self.slots[usize::from(at)];
         let recorded = self.recorded.as_mut();
         if let Some(entry) = take_next(&mut self.ring, recorded, &Blank, &mut slot.chain)? {
-            self.head_since = None;
+            self.head = None;
             slot.entry = entry;
             self.free.pop();
             self.finish(at, Status::IoErr, 0);
@@ -87,12 +110,14 @@ impl BlkQueue {
     #[cold]
     pub(super) fn park(&mut self, at: u16, missing: Missing, bus: &Bus) {
         if !self.waits() {
-            self.parked.begin(bus.answers(), self.now_ns);
+            self.parked.begin(self.answers, self.now_ns);
         }
         self.stats.parked += 1;
         let slot = &mut self.slots[usize::from(at)];
-        let since_ns = slot.wait.map_or(self.now_ns, |wait| wait.since_ns);
-        slot.wait = Some(Wait { missing, since_ns, seen: false });
+        let begun = || (self.now_ns, bus.questions());
+        let (since_ns, questions) =
+            slot.wait.map_or_else(begun, |wait| (wait.since_ns, wait.questions));
+        slot.wait = Some(Wait { missing, since_ns, questions, seen: false });
         self.parked.add(at);
         let mut left = ASK_PAGES;
         for desc in slot.chain.descs() {
@@ -111,7 +136,8 @@ impl BlkQueue {
             let slot = &mut slots[usize::from(at)];
             let Some(wait) = &mut slot.wait else { return Ready::Yes };
             let Missing { addr, access } = wait.missing;
-            if bus.prefetch(addr, 1, access) || now_ns.saturating_sub(wait.since_ns) >= patience_ns
+            if bus.since(wait.questions, || bus.prefetch(addr, 1, access))
+                || now_ns.saturating_sub(wait.since_ns) >= patience_ns
             {
                 return Ready::Yes;
             }

@@ -90,7 +90,6 @@ fn what_is_missing_is_asked_for_and_then_there() {
 }
 
 #[test]
-#[ignore = "fails now and then, which is not understood yet"]
 fn all_that_a_request_needs_is_asked_for_at_once_and_once() {
     // rule D17
     let mut behind = Behind::new(1, IotlbConfig { again: LONG, ..config() }, ram_disk(1 << 20));
@@ -106,6 +105,7 @@ fn all_that_a_request_needs_is_asked_for_at_once_and_once() {
     // Nothing is answered, and yet every page of every request is asked for.
     pages.iter().for_each(|&page| behind.wait_asked(page));
     behind.round(0);
+    behind.settle();
     let mut asked: Vec<u64> = behind.asked().iter().map(|&(addr, _)| addr).collect();
     asked.sort_unstable();
     let mut wanted: Vec<u64> = pages.iter().map(|&page| iova(page)).collect();
@@ -136,7 +136,33 @@ fn indirect_tables_behind_one_that_is_missing_are_asked_for_too() {
 }
 
 #[test]
-#[ignore = "fails now and then, which is not understood yet"]
+fn chains_that_come_behind_one_that_waits_are_asked_for_too() {
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    let mut queue = behind.queue(0);
+    for round in 0..20 {
+        behind.answers(Answers::Now);
+        queue.go_round();
+        behind.answers(Answers::Held);
+        let first = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, true);
+        queue.push(0);
+        behind.wait_asked(first.pages[0]);
+        // The worker is at it, or asleep, or on its way there.
+        std::thread::sleep(Duration::from_micros(round * 20));
+        let second = Fresh::lay(&mut behind, &queue, 1, Kind::In, 0, true);
+        queue.push(1);
+        behind.wait_asked(second.pages[0]);
+        let third = Fresh::lay(&mut behind, &queue, 2, Kind::In, 0, false);
+        queue.push(2);
+        third.pages.iter().for_each(|&page| behind.wait_asked(page));
+        assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 0, "one was taken without its table");
+        behind.answers(Answers::Now);
+        behind.release(|_| ());
+        finish(&mut queue, 3);
+        assert_eq!([first, second, third].map(|request| request.status()), [0; 3]);
+    }
+}
+
+#[test]
 fn answers_in_any_order_do() {
     for seed in 0..20usize {
         let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
@@ -165,30 +191,33 @@ fn answers_in_any_order_do() {
 #[test]
 fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
     // rule D18
-    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
+    // What is told twice is believed: not so soon that it happens here.
+    let config = IotlbConfig { again: Duration::from_millis(500), ..config() };
+    let mut behind = Behind::new(1, config, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
     let request = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
     behind.map(request.pages[1], Access::Read);
     queue.push(0);
     behind.wait_asked(request.pages[1]);
+    behind.answers(Answers::Never);
     let page = iova(request.pages[1]);
     until("another question", || behind.asked().iter().filter(|miss| miss.0 == page).count() > 1);
     assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 1);
     assert!(behind.asked().contains(&(page, Access::Write)));
     behind.map(request.pages[1], Access::ReadWrite);
+    behind.answers(Answers::Now);
     finish(&mut queue, 1);
     assert_eq!(request.status(), 0);
 }
 
 #[test]
-fn a_miss_that_is_never_answered_stalls_its_request_alone_and_not_for_ever() {
+fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_not_for_ever() {
     // Header, data, status, or the table of all of them: what is missing, and what can still be told.
     for (table, missing, told) in
         [(false, 0, (1, 1)), (false, 1, (1, 1)), (false, 2, (0, 0xee)), (true, 0, (0, 0xee))]
     {
-        let patience = Duration::from_millis(300);
-        let mut behind = Behind::new(1, IotlbConfig { patience, ..config() }, ram_disk(1 << 20));
+        let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
         let mut queue = behind.queue(0);
         queue.go_round();
         let lost = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, table);
@@ -212,13 +241,21 @@ fn a_miss_that_is_never_answered_stalls_its_request_alone_and_not_for_ever() {
         let failed = failed.unwrap_or_else(|| queue.wait());
         assert_eq!(failed, (0, told.0));
         assert_eq!(u32::from(lost.status()), told.1);
-        assert!(behind.options.figures.iotlb.totals().refusals > 0);
+        // However long it had waited, it was told: nothing waited for its patience to end.
+        let totals = behind.options.figures.iotlb.totals();
+        assert!(totals.refusals > 0 && totals.timeouts == 0, "{totals:?}");
+        // And if it is mapped now, that is found out, however soon after the refusal.
+        behind.map(page, Access::ReadWrite);
+        queue.push(0);
+        assert_eq!(finish(&mut queue, 1), [(0, PAGE as u32 + 1)]);
+        assert_eq!(lost.status(), 0);
     }
 }
 
 #[test]
 fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_more() {
-    let patience = Duration::from_millis(300);
+    // A busy machine answers in time where it is to. The test takes twice as long.
+    let patience = Duration::from_secs(2);
     let mut behind = Behind::new(1, IotlbConfig { patience, ..config() }, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();

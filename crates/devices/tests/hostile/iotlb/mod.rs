@@ -12,7 +12,7 @@ use std::{
     os::{fd::AsFd, unix::net::UnixStream},
     sync::{
         Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
     time::Duration,
@@ -58,6 +58,8 @@ struct Front {
     /// All misses that came.
     asked: Mutex<Vec<(u64, Access)>>,
     held: Mutex<Vec<u64>>,
+    /// How many misses were read and, unless they are held, answered.
+    read: AtomicU64,
     ended: AtomicBool,
     /// Nothing is read from the channel meanwhile.
     deaf: AtomicBool,
@@ -69,6 +71,8 @@ pub(crate) struct Behind {
     pub(crate) ram: Arc<GuestRam>,
     pub(crate) workers: Arc<[Worker]>,
     pub(crate) options: BlkOptions,
+    /// How many misses earlier connections had sent.
+    earlier: u64,
     pages: usize,
     serving: Option<JoinHandle<Result<(), ServeError>>>,
     shutdown: Shutdown,
@@ -88,6 +92,7 @@ impl Behind {
         let options = BlkOptions {
             iotlb: Some(config),
             unit: BLK_UNIT,
+            // For a disk that does not answer at all.
             patience: Duration::from_millis(500),
             ..BlkOptions::new(disk, ID, 4)
         };
@@ -104,6 +109,7 @@ impl Behind {
         let ram = GuestRam::new(4 << 20, GPA).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let backend = BlkBackend::new(options.clone(), Arc::clone(&workers));
+        let earlier = options.figures.iotlb.totals().misses;
         let mut server = Server::new(theirs, backend);
         let shutdown = server.shutdown_handle().unwrap();
         let serving = Some(std::thread::spawn(move || server.serve()));
@@ -124,34 +130,47 @@ impl Behind {
             answers: Mutex::new(Answers::Now),
             asked: Mutex::default(),
             held: Mutex::default(),
+            read: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             deaf: AtomicBool::new(false),
         });
         let shared = Arc::clone(&front);
         let answering = Some(std::thread::spawn(move || shared.answer_misses(channel)));
         let pages = 0;
-        Behind { front, ram, workers, options, pages, serving, shutdown, answering }
+        Behind { front, ram, workers, options, earlier, pages, serving, shutdown, answering }
     }
 
     pub(crate) fn main(&self) -> MutexGuard<'_, Frontend> {
         self.front.main.lock().unwrap()
     }
 
+    /// What becomes of misses from now on. What was asked before is dealt with as it was to be.
     pub(crate) fn answers(&self, answers: Answers) {
+        self.settle();
         *self.front.answers.lock().unwrap() = answers;
+    }
+
+    /// Waits until every miss that was sent has been read, and answered unless it is held: a worker
+    /// may go on by the first answer of several, long before the front end has read the last.
+    pub(crate) fn settle(&self) {
+        until("the misses that were sent", || {
+            let sent = self.options.figures.iotlb.totals().misses - self.earlier;
+            self.front.read.load(Ordering::Acquire) == sent
+        });
     }
 
     pub(crate) fn deaf(&self, deaf: bool) {
         self.front.deaf.store(deaf, Ordering::Relaxed);
     }
 
-    /// The misses so far.
+    /// The misses that were read so far.
     pub(crate) fn asked(&self) -> Vec<(u64, Access)> {
         self.front.asked.lock().unwrap().clone()
     }
 
     /// Forgets which misses came.
     pub(crate) fn forget_asked(&self) {
+        self.settle();
         self.front.asked.lock().unwrap().clear();
     }
 
@@ -264,21 +283,25 @@ impl Front {
             }
             let wants_answer = bytes[4] & 8 != 0;
             let wire = IotlbWire::read_from_bytes(&bytes[12..]).unwrap();
-            let Ok(Iotlb::Miss { iova, access }) = wire.parse() else { panic!("{wire:?}") };
+            let (iova, access) = match wire.parse() {
+                Ok(Iotlb::Miss { iova, access }) => (iova, access),
+                Ok(Iotlb::AccessFail { .. }) => continue,
+                _ => panic!("{wire:?}"),
+            };
             self.asked.lock().unwrap().push((iova, access));
             let answers = *self.answers.lock().unwrap();
             let done = match answers {
-                Answers::Now => self.answer(iova),
+                Answers::Now => Some(self.answer(iova)),
                 Answers::Held => {
                     let mut held = self.held.lock().unwrap();
                     if !held.contains(&iova) {
                         held.push(iova);
                     }
-                    continue;
+                    None
                 }
-                Answers::Never => continue,
+                Answers::Never => None,
             };
-            if wants_answer {
+            if let Some(done) = done.filter(|_| wants_answer) {
                 let mut reply = bytes[..12].to_vec();
                 reply[4..8].copy_from_slice(&5u32.to_ne_bytes());
                 reply[8..12].copy_from_slice(&8u32.to_ne_bytes());
@@ -287,6 +310,7 @@ impl Front {
                     return;
                 }
             }
+            self.read.fetch_add(1, Ordering::Release);
         }
     }
 

@@ -1,0 +1,46 @@
+//! Queues that have stopped while the kernel still had requests of theirs are looked after.
+
+use std::{os::fd::BorrowedFd, sync::Arc};
+
+use super::BlkFigures;
+use crate::worker::Unit;
+
+/// How often the kernel is asked whether it is done with them: nobody is woken when it is, as the
+/// event that it writes to was the queue's.
+const EVERY_NS: u64 = 5_000_000;
+
+/// Lets go of what stopped queues kept, once the kernel is done with it: memory, and leases that
+/// unmaps wait for. By itself, the unit that a device leaves on its workers when a connection is over.
+pub(super) struct Reaper {
+    figures: Arc<BlkFigures>,
+    due_ns: u64,
+}
+
+impl Reaper {
+    pub(super) fn new(figures: &Arc<BlkFigures>) -> Reaper {
+        Reaper { figures: Arc::clone(figures), due_ns: 0 }
+    }
+}
+
+impl Unit for Reaper {
+    #[inline]
+    fn poll(&mut self, now_ns: u64) -> bool {
+        if self.figures.stuck() == 0 {
+            return false;
+        }
+        self.due_ns = now_ns.saturating_add(EVERY_NS);
+        self.figures.reap()
+    }
+
+    fn next_due(&self) -> Option<u64> {
+        (self.figures.stuck() > 0).then_some(self.due_ns)
+    }
+
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    fn disarm(&mut self) {}
+
+    fn wakers<'a>(&'a self, _: &mut Vec<BorrowedFd<'a>>) {}
+}
