@@ -73,6 +73,8 @@ struct Mapped {
     /// Where the region begins: a file of huge pages may have to be mapped from before it.
     base: NonNull<u8>,
     sealed: bool,
+    /// Which file: its device and inode.
+    file: (u64, u64),
 }
 
 /// One region as one address space sees it.
@@ -241,6 +243,13 @@ impl Memory {
         Self::from_mapped(mapped)
     }
 
+    /// Whether it has this very region already, of the same file.
+    pub fn has(&self, region: &Region, fd: BorrowedFd<'_>) -> bool {
+        let mut same = self.mapped.iter().filter(|m| m.region == *region);
+        let file = |stat: fs::Stat| (stat.st_dev, stat.st_ino);
+        same.any(|m| fs::fstat(fd).is_ok_and(|stat| file(stat) == m.file))
+    }
+
     /// This memory without one of its regions (REM_MEM_REG): the one with the same addresses and
     /// size. The result may be without any.
     ///
@@ -383,7 +392,8 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
     mapping.watch(page as usize)?;
     // SAFETY: `mmap_offset - start` is less than `len`.
     let base = unsafe { mapping.base().add((region.mmap_offset - start) as usize) };
-    Ok(Mapped { region, mapping: Arc::new(mapping), base, sealed })
+    let file = (stat.st_dev, stat.st_ino);
+    Ok(Mapped { region, mapping: Arc::new(mapping), base, sealed, file })
 }
 
 #[cfg(test)]
@@ -495,6 +505,11 @@ mod tests {
         let at = |memory: &Memory| memory.find_gpa(0).unwrap().slice.as_ptr();
         assert_eq!(at(&memory), at(&two));
         assert!(matches!(two.with(more, file(1)), Err(MemError::Overlap { .. })));
+        let (same, other) = (file(2), region(2 * PAGE, PAGE, 2 * PAGE, PAGE));
+        let three = two.with(other, same.try_clone().unwrap()).unwrap();
+        assert!(three.has(&other, same.as_fd()) && !two.has(&other, same.as_fd()));
+        assert!(!three.has(&other, file(2).as_fd()));
+        assert!(!three.has(&Region { mmap_offset: 0, ..other }, same.as_fd()));
         let one = two.without(&more).unwrap();
         assert!(one.find_gpa(PAGE).is_none() && two.find_gpa(PAGE).is_some());
         assert!(matches!(one.without(&more), Err(MemError::NoSuchRegion { .. })));

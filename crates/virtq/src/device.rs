@@ -37,7 +37,8 @@ pub struct Config {
     /// of a new one. Of a split queue, the available index. Of a packed one, the place of the next
     /// available descriptor in the low 16 bits, of the next used one in the high 16, each with its
     /// wrap counter in bit 15; if the high half is 0 and the low one has its wrap counter set, both
-    /// places are the same.
+    /// places are the same. 0 for a packed queue in which nothing was ever given back is its start
+    /// too: some front ends begin all queues so.
     pub base: u32,
 }
 

@@ -183,6 +183,14 @@ impl DescRing {
         self.window.is_valid()
     }
 
+    /// Whether nothing was ever given back in it; asked where both ends stand at the beginning of a
+    /// lap. In the lap before at least one descriptor was given back, as no step is longer than the
+    /// ring; that set this flag, and making it available in the new lap leaves it set. A driver
+    /// clears the ring before it begins.
+    pub(crate) fn is_new(&self) -> bool {
+        (0..self.size).all(|at| !self.state(at, Ordering::Relaxed).has(packed::DESC_F_USED))
+    }
+
     /// Word 0 or 1 of descriptor `at`.
     ///
     /// # Panics

@@ -93,7 +93,7 @@ fn the_base_of_a_packed_ring_is_two_places() {
     let ram = ram();
     let (_, at) = testing::areas_of(&ram, BASE, config(6, true));
     let flight = |base| device::Queue::new(device::Config { base, ..at }, &ram);
-    for base in [0x8000_8000, 0x0000_0000, 0x8005_8005, 0x0005_0005, 0x8003_0001, 0x0000_0005] {
+    for base in [0x8000_8000, 0x8000_0000, 0x8005_8005, 0x0005_0005, 0x8003_0001, 0x0000_0005] {
         assert_eq!(flight(base).unwrap().next_avail(), base, "{base:#x}");
     }
     // The low half alone, where both must be the same.
@@ -109,6 +109,43 @@ fn the_base_of_a_packed_ring_is_two_places() {
         let error = device::Queue::postponed(device::Config { size, ..at }).unwrap_err();
         assert_eq!(error, RingError::PackedSize { size });
     }
+}
+
+/// So User-Mode Linux begins them, and so a ring goes on at the beginning of every second lap.
+#[test]
+fn a_packed_ring_at_0_is_new_if_nothing_was_given_back_in_it() {
+    let mut laps = 0;
+    for size in 1..=5 {
+        for lens in (1..=size).flat_map(|a| (1..=size).map(move |b| [a, b])) {
+            let ram = ram();
+            let (rings, at) = testing::areas_of(&ram, BASE, config(size, true));
+            let at = device::Config { base: 0, ..at };
+            let mut driver = driver::Queue::with_config(config(size, true), rings).unwrap();
+            let mut device = device::Queue::new(at, &ram).unwrap();
+            assert_eq!(device.next_avail(), device::Config::start(true));
+            let mut chain = Chain::new();
+            for token in 0..60 {
+                let len = usize::from(lens[token as usize % 2]);
+                driver.add(&vec![Desc::writable(DATA + token, 8); len], token).unwrap();
+                // The first chain may be there before the device is.
+                driver.publish();
+                if token == 0 || device.next_avail() == 0 {
+                    device = device::Queue::new(at, &ram).unwrap();
+                }
+                assert!(device.pop(&ram, &mut chain).unwrap(), "{size} {lens:?} {token}");
+                assert_eq!(chain.descs()[0].addr, DATA + token);
+                device.push_used(chain.head(), 0);
+                let _ = device.publish_used();
+                assert_eq!(driver.pop().unwrap().unwrap().token, token);
+                if device.next_avail() == 0 {
+                    laps += 1;
+                    device = device::Queue::new(at, &ram).unwrap();
+                    assert_eq!(device.next_avail(), 0, "{size} {lens:?} {token}");
+                }
+            }
+        }
+    }
+    assert!(laps > 100, "{laps}");
 }
 
 // rule D21

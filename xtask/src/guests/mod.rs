@@ -7,7 +7,7 @@
 //! qemu-system-x86_64    starts the QEMU in root/
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
-//! vfio-blk              our own driver, for use inside a guest
+//! vfio-blk, channels    our own programs for use inside a guest: a driver, and an ethtool
 //! ```
 
 mod cpio;
@@ -99,7 +99,9 @@ fn programs() -> Result<()> {
         .status()
         .context("cargo")?;
     ensure!(status.success(), "our programs for guests could not be built");
-    fs::copy(build.join(target).join("debug/vfio-blk"), folder().join("vfio-blk"))?;
+    for name in ["vfio-blk", "channels"] {
+        fs::copy(build.join(target).join("debug").join(name), folder().join(name))?;
+    }
     Ok(())
 }
 

@@ -338,6 +338,10 @@ impl Unit for BlkUnit {
         due.chain(self.reaper.next_due()).min()
     }
 
+    fn waits(&self) -> bool {
+        self.queues.iter().any(|served| served.works() && served.queue.waits())
+    }
+
     fn arm(&mut self) -> bool {
         self.bell.arm();
         let mut more = false;

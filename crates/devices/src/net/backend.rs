@@ -217,7 +217,14 @@ impl Handler for NetBackend {
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::REPLY_ACK
+        // QEMU answers its driver's questions itself and warns of a back end that would. A front end
+        // that has no IOMMU for its drivers passes them on, as User-Mode Linux does.
+        let config = match self.net.options.iommu {
+            true => ProtocolFeatures::empty(),
+            false => ProtocolFeatures::CONFIG,
+        };
+        config
+            | ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::BACKEND_REQ
             | ProtocolFeatures::MQ
             | ProtocolFeatures::RESET_DEVICE

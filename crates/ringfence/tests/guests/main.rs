@@ -1,4 +1,4 @@
-//! Strangers: a stock QEMU, a stock Linux in front of `ringfence blk` and
+//! Strangers: a stock QEMU, a stock Linux and User-Mode Linux in front of `ringfence blk` and
 //! `ringfence net`.
 //!
 //! Guests are made by `cargo xtask guests` and run by `cargo xtask test --only guests`; a test of
@@ -12,7 +12,9 @@ mod qemu;
 
 mod blk;
 mod crash;
+mod firmware;
 mod net;
 mod speed;
+mod uml;
 mod vfio;
 mod wire;

@@ -1,16 +1,17 @@
 //! Networks: what a guest sends arrives, byte for byte.
 
+use std::path::PathBuf;
+
 use crate::{
     machine::Said,
-    place::{Place, part},
+    place::{Place, Service, part},
     qemu::{Iommu, Qemu},
 };
 
-/// Two devices of one guest, the second in a network of its own: files both ways over TCP with
-/// their sums, and datagrams in fragments.
-const BETWEEN: &str = r#"
+/// Two devices of one guest, the second in a network of its own, where `$there` runs a command; a
+/// file for each to give to the other.
+const PAIR: &str = r#"
 modprobe virtio_net
-say domain $(domain $(virtio_pci 1 0))
 unshare -n sh -c 'echo $$ > /tmp/pid; exec sleep 1000' &
 while [ ! -s /tmp/pid ]; do usleep 10000; done
 there="nsenter -t $(cat /tmp/pid) -n"
@@ -27,6 +28,10 @@ ping -c 1 -w 10 10.0.0.2
 httpd -h /tmp/www
 $there httpd -h /tmp/www
 say sent $(md5sum < /tmp/www/file)
+"#;
+
+/// Between those two: files both ways over TCP with their sums, and datagrams in fragments.
+const TRAFFIC: &str = r#"
 say there $(wget -q -O - http://10.0.0.2/file | md5sum)
 say back $($there wget -q -O - http://10.0.0.1/file | md5sum)
 # One at a time, each with all the time that it takes: none is lost.
@@ -36,7 +41,20 @@ for name in tx_packets rx_packets rx_errors rx_dropped tx_errors; do
 done
 "#;
 
-fn arrived(said: &Said) {
+/// Both, whatever the machine.
+pub(crate) fn between_two() -> String {
+    format!("{PAIR}{TRAFFIC}")
+}
+
+/// `ringfence net` with two sockets back to back, and the second of them.
+pub(crate) fn back_to_back(place: &Place, more: &[&str]) -> (Service, PathBuf) {
+    let peer = place.path("peer.sock");
+    let arguments = ["net", "--peer", peer.to_str().unwrap(), "--log", "debug"];
+    (place.service("net.sock", &[&arguments, more].concat()), peer)
+}
+
+/// What went between the two arrived.
+pub(crate) fn arrived(said: &Said) {
     let sent = said.word("sent");
     assert_eq!(said.word("there"), sent);
     assert_eq!(said.word("back"), sent);
@@ -48,11 +66,10 @@ fn arrived(said: &Said) {
 
 fn between(iommu: Iommu, more: &str) {
     let place = Place::new();
-    let peer = place.path("peer.sock");
-    let service =
-        place.service("net.sock", &["net", "--peer", peer.to_str().unwrap(), "--log", "debug"]);
+    let (service, peer) = back_to_back(&place, &[]);
     let machine = Qemu::new(iommu).net(&service.socket, 1, more).net(&peer, 1, more);
-    let said = machine.start(&place, BETWEEN).end();
+    let script = between_two() + "say domain $(domain $(virtio_pci 1 0))\n";
+    let said = machine.start(&place, &script).end();
     assert_eq!(said.word("domain"), iommu.domain());
     arrived(&said);
     service.terminate();
@@ -88,6 +105,47 @@ fn back_to_back_behind_a_virtio_iommu_lazy_with_packed_rings() {
     between(Iommu::VirtioLazy, ",packed=on");
 }
 
+/// Two pairs of queues, and two processors to send on them; then one device uses one of its pairs
+/// only, and both again.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn two_pairs_of_queues_behind_intels_iommu_lazy() {
+    let place = Place::new();
+    let (service, peer) = back_to_back(&place, &["--queues", "2"]);
+    let more = r#"
+say domain $(domain $(virtio_pci 1 0))
+say both $(channels eth0 2) $($there channels eth1 2)
+for step in both-2 one-1 again-2; do
+    channels eth0 ${step#*-}
+    # A packet goes out on the queue of the processor that sends it.
+    for cpu in 0 1; do
+        say $step-there$cpu $(taskset -c $cpu wget -q -O - http://10.0.0.2/file | md5sum)
+        say $step-back$cpu $($there taskset -c $cpu wget -q -O - http://10.0.0.1/file | md5sum)
+        $there taskset -c $cpu ping -c 20 -i 0.01 -W 20 -q 10.0.0.1
+    done
+done
+"#;
+    let machine = Qemu::new(Iommu::IntelLazy).cpus(2).net(&service.socket, 2, "").net(&peer, 2, "");
+    let program = std::fs::read(part("channels")).unwrap();
+    let machine = machine.file("bin/channels", program);
+    let said = machine.start(&place, &format!("{PAIR}{more}{TRAFFIC}")).end();
+    assert_eq!(said.word("domain"), Iommu::IntelLazy.domain());
+    assert_eq!(said.word("both"), "2 2");
+    arrived(&said);
+    for step in ["both-2", "one-1", "again-2"] {
+        for way in ["there0", "there1", "back0", "back1"] {
+            assert_eq!(said.word(&format!("{step}-{way}")), said.word("sent"), "{step} {way}");
+        }
+    }
+    for end in 0..2 {
+        for ring in 0..4 {
+            let queue = format!("ringfence_net_packets_total{{queue=\"{end}.{ring}\"}}");
+            assert!(service.figure(&queue) > 20.0, "{queue}\n{}", service.figures());
+        }
+    }
+    service.terminate();
+}
+
 /// What is sent comes back, all of it: counted by the guest, in packets and in bytes.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
@@ -120,10 +178,8 @@ done
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_driver_that_comes_and_goes() {
     let place = Place::new();
-    let peer = place.path("peer.sock");
-    let service =
-        place.service("net.sock", &["net", "--peer", peer.to_str().unwrap(), "--log", "debug"]);
-    let script = BETWEEN.replace(
+    let (service, peer) = back_to_back(&place, &[]);
+    let script = between_two().replace(
         "modprobe virtio_net",
         r#"
 modprobe virtio_net
@@ -154,5 +210,5 @@ fn qemus_own_network_passes() {
     let place = Place::new();
     assert!(part("vmlinuz").exists());
     let machine = Qemu::new(Iommu::IntelStrict).own_net().own_net();
-    arrived(&machine.start(&place, BETWEEN).end());
+    arrived(&machine.start(&place, &between_two()).end());
 }

@@ -21,8 +21,10 @@ use rustix::net::{
 
 /// Requests by number, as far as tests look at them.
 pub(crate) const SET_FEATURES: u32 = 2;
+pub(crate) const SET_VRING_BASE: u32 = 10;
 pub(crate) const GET_VRING_BASE: u32 = 11;
 pub(crate) const SET_VRING_KICK: u32 = 12;
+pub(crate) const ADD_MEM_REG: u32 = 37;
 const SET_BACKEND_REQ_FD: u32 = 21;
 const IOTLB_MSG: u32 = 22;
 const BACKEND_IOTLB_MSG: u32 = 1;

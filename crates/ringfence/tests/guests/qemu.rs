@@ -1,6 +1,10 @@
 //! The machines that QEMU makes.
 
-use std::{fmt, path::Path, process::Command};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use crate::{
     machine::{Guest, initramfs},
@@ -175,6 +179,14 @@ impl Qemu {
         self
     }
 
+    /// Code for the firmware, which it calls once the disks with a lower `bootindex` are there.
+    pub(crate) fn option_rom(mut self, place: &Place, content: &[u8]) -> Qemu {
+        let path = place.path("option.rom");
+        std::fs::write(&path, content).unwrap();
+        self.add("-option-rom", format!("romfile={},bootindex=100", path.display()));
+        self
+    }
+
     fn add(&mut self, option: &str, value: String) {
         self.arguments.extend([option.to_owned(), value]);
     }
@@ -200,7 +212,9 @@ impl Qemu {
         let (console, initrd) = (place.path("console"), place.path("initramfs"));
         let script = format!("{BEGIN}\n{script}");
         std::fs::write(&initrd, initramfs("initramfs", &script, &self.files)).unwrap();
-        let mut command = Command::new(part("qemu-system-x86_64"));
+        // Another QEMU can be tried on these tests.
+        let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
+        let mut command = Command::new(program.unwrap_or_else(|| part("qemu-system-x86_64")));
         // Its threads have names, by which they are told apart.
         command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);

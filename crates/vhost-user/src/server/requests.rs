@@ -1,11 +1,14 @@
 //! What each request does.
 
 use std::{
-    os::{fd::OwnedFd, unix::net::UnixStream},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     sync::Arc,
 };
 
-use ringfence_mem::{Memory, SharedFile};
+use ringfence_mem::{MemError, Memory, SharedFile};
 use rustix::fs::{self, OFlags};
 
 use super::{Failure, Outcome, Server};
@@ -81,6 +84,11 @@ impl<H: Handler> Server<H> {
             }
             Request::AddMemReg(region) => {
                 let fd = fds.pop().ok_or(state("a region without a file"))?;
+                // QEMU (7.2, with several pairs of queues) keeps a table for each pair, and so adds
+                // and removes each region once for each of them.
+                if self.memory.as_ref().is_some_and(|memory| memory.has(&region, fd.as_fd())) {
+                    return Ok(Outcome::Done);
+                }
                 let memory = match &self.memory {
                     Some(memory) => memory.with(region, fd),
                     None => Memory::map(vec![(region, fd)]),
@@ -89,8 +97,12 @@ impl<H: Handler> Server<H> {
             }
             Request::RemMemReg(region) => {
                 let memory = self.memory.as_ref().ok_or(state("there is no memory yet"))?;
-                let memory = memory.without(&region).map_err(HandlerError::from)?;
-                self.set_memory(memory)?;
+                match memory.without(&region) {
+                    Ok(memory) => self.set_memory(memory)?,
+                    // For another pair: see above.
+                    Err(MemError::NoSuchRegion { .. }) => {}
+                    Err(error) => return Err(HandlerError::from(error).into()),
+                }
             }
             Request::SetVringNum { ring, num } => {
                 let ring = self.ring(code, ring)?;

@@ -266,7 +266,14 @@ impl Ring for Packed {
         if let Some(error) = self.broken {
             return Err(error);
         }
-        self.areas = Some(Areas::translate(&self.config, mem)?);
+        let areas = Areas::translate(&self.config, mem)?;
+        // Front ends that know nothing of packed rings and pass on what drivers negotiate (User-Mode
+        // Linux) begin them as they begin split ones, at 0. Of a ring that was used before, that is
+        // the beginning of every second lap.
+        if self.areas.is_none() && self.next_avail() == 0 && areas.ring.is_new() {
+            (self.next_avail, self.next_used) = (Place::START, Place::START);
+        }
+        self.areas = Some(areas);
         self.moved = false;
         Ok(())
     }

@@ -1,0 +1,77 @@
+//! User-Mode Linux: a front end of its own, without an IOMMU and at native speed.
+//!
+//! Its drivers would take an IOMMU that is offered, and it has no way to translate.
+
+use std::{path::Path, process::Command};
+
+use crate::{
+    blk::{MIB, no_errors},
+    machine::{Guest, Said, initramfs},
+    net::{arrived, back_to_back, between_two},
+    place::{Place, md5, part},
+    proxy::{Message, Recording, SET_FEATURES, SET_VRING_BASE},
+};
+
+/// Virtio's numbers of the kinds of devices.
+const NET: u32 = 1;
+const BLK: u32 = 2;
+const RING_PACKED: u64 = 1 << 34;
+
+/// Runs `script` on a machine with these devices, each of a kind and behind a socket.
+fn run(place: &Place, devices: &[(&Path, u32)], script: &str) -> Said {
+    let (root, state) = (place.path("initramfs"), place.path("uml"));
+    std::fs::write(&root, initramfs("initramfs.uml", script, &[])).unwrap();
+    let mut command = Command::new(part("linux.uml"));
+    command.args(["mem=256M", "con=null", "con0=fd:0,fd:1", "panic=-1", "quiet"]);
+    command.arg(format!("initrd={}", root.display()));
+    command.arg(format!("uml_dir={}/", state.display()));
+    for (socket, kind) in devices {
+        command.arg(format!("virtio_uml.device={}:{kind}", socket.display()));
+    }
+    Guest::start(&mut command, None).end()
+}
+
+/// It passes on whatever its driver negotiates, packed rings too, and begins all of them at 0: of a
+/// packed ring that was used before, that would be another place than the start.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_disk_is_written_and_read() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let path = image.to_str().unwrap();
+    let back = place.service("blk.sock", &["blk", "--image", path, "--no-iommu", "--log", "debug"]);
+    let between = place.path("between.sock");
+    let wire = Recording::between(between.clone(), &back.socket);
+    let script = r#"
+modprobe virtio_blk
+dd if=/dev/urandom of=/tmp/random bs=64k count=64
+dd if=/tmp/random of=/dev/vda bs=64k oflag=direct conv=fsync
+say random $(md5sum < /tmp/random)
+fio --name=mixed --filename=/dev/vda --direct=1 --rw=randrw --bs=4k --ioengine=psync \
+    --offset=4m --size=16m --verify=crc32c --output-format=json --eta=never --output=/tmp/fio
+give mixed < /tmp/fio
+sync
+echo 3 > /proc/sys/vm/drop_caches
+say whole $(md5sum < /dev/vda)
+"#;
+    let said = run(&place, &[(&between, BLK)], script);
+    no_errors(&said.json("mixed"));
+    let sum = |word: &str| said.word(word).split(' ').next().unwrap().to_owned();
+    assert_eq!(sum("random"), md5(&image, 0, 4 * MIB));
+    assert_eq!(sum("whole"), md5(&image, 0, 32 * MIB));
+    let first = |request| wire.requests(request).first().map(Message::number);
+    assert!(first(SET_FEATURES).unwrap() & RING_PACKED != 0, "what this test is about");
+    // The ring, and in the high half its base.
+    assert_eq!(first(SET_VRING_BASE), Some(0));
+    assert_eq!(back.figure("ringfence_failed_requests_total"), 0.0);
+    back.terminate();
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn two_networks_back_to_back() {
+    let place = Place::new();
+    let (back, peer) = back_to_back(&place, &["--no-iommu"]);
+    arrived(&run(&place, &[(&back.socket, NET), (&peer, NET)], &between_two()));
+    back.terminate();
+}
