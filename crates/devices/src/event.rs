@@ -3,9 +3,14 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::atomic::{AtomicBool, Ordering, fence},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering, fence},
+    },
+    time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 /// A new one: non-blocking, closed on exec.
@@ -56,15 +61,145 @@ impl Doorbell {
 
     /// There is something to look at, written before this call.
     pub fn ring(&self) {
-        fence(Ordering::SeqCst);
-        if self.asleep.load(Ordering::Relaxed) {
+        if self.is_wanted() {
             signal(&self.event);
         }
+    }
+
+    /// Whether the owner sleeps, or is about to, and has not seen what was written before this call.
+    fn is_wanted(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.asleep.load(Ordering::Relaxed)
     }
 }
 
 impl AsFd for Doorbell {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
+    }
+}
+
+/// Doorbells that one thread rings a little late, all at once: who tells of many things one after
+/// the other, each of which wakes somebody for little, wakes him once for all of them.
+///
+/// Only what is rung between [`hold`](Self::hold) and [`pass`](Self::pass) is late, and whoever has
+/// called these calls [`release`](Self::release) before it waits for anything. Nobody who is awake is
+/// kept from seeing what there is.
+#[derive(Default)]
+pub struct Bells {
+    held: Mutex<Held>,
+}
+
+#[derive(Default)]
+struct Held {
+    holds: bool,
+    late: Vec<Arc<Doorbell>>,
+    /// When the first of them was rung.
+    since: Option<Instant>,
+}
+
+/// The longest that a bell is late while more comes.
+const LATE: Duration = Duration::from_micros(500);
+
+impl Bells {
+    /// As [`Doorbell::ring`], late if bells are held.
+    pub fn ring(&self, bell: &Arc<Doorbell>) {
+        if !bell.is_wanted() {
+            return;
+        }
+        let mut held = self.held.lock();
+        if !held.holds {
+            drop(held);
+            return bell.ring();
+        }
+        held.since.get_or_insert_with(Instant::now);
+        if !held.late.iter().any(|late| Arc::ptr_eq(late, bell)) {
+            held.late.push(Arc::clone(bell));
+        }
+    }
+
+    /// From now on bells are late.
+    pub fn hold(&self) {
+        self.held.lock().holds = true;
+    }
+
+    /// Bells are rung at once again; those that are late are rung now if they have been so for long.
+    pub fn pass(&self) {
+        let mut held = self.held.lock();
+        held.holds = false;
+        let long = held.since.is_some_and(|since| since.elapsed() >= LATE);
+        drop(held);
+        if long {
+            self.release();
+        }
+    }
+
+    /// Rings those that are late.
+    pub fn release(&self) {
+        let mut held = self.held.lock();
+        held.since = None;
+        held.late.drain(..).for_each(|bell| bell.ring());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    /// Whether the owner of a bell would wake now.
+    fn rung(bell: &Doorbell) -> bool {
+        let mut fds = [PollFd::new(bell, PollFlags::IN)];
+        let rung = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1;
+        drain(bell);
+        rung
+    }
+
+    #[test]
+    fn bells_that_are_held_are_rung_once_and_none_is_lost() {
+        let (bells, bell) = (Bells::default(), Arc::new(Doorbell::new().unwrap()));
+        bells.ring(&bell);
+        assert!(!rung(&bell), "its owner is awake");
+        bell.arm();
+        bells.ring(&bell);
+        assert!(rung(&bell), "nothing is held");
+        bells.hold();
+        bells.ring(&bell);
+        bells.ring(&bell);
+        assert!(!rung(&bell));
+        bells.pass();
+        // What is rung by others meanwhile is not late.
+        let other = Arc::new(Doorbell::new().unwrap());
+        other.arm();
+        bells.ring(&other);
+        assert!(rung(&other) && !rung(&bell));
+        bells.release();
+        assert!(rung(&bell) && !rung(&other));
+        bells.release();
+        assert!(!rung(&bell));
+        // Its owner came by itself: it need not be woken.
+        bells.hold();
+        bells.ring(&bell);
+        bell.disarm();
+        bells.pass();
+        bells.release();
+        assert!(!rung(&bell));
+    }
+
+    #[test]
+    fn bells_are_not_held_for_long_while_more_comes() {
+        let (bells, bell) = (Bells::default(), Arc::new(Doorbell::new().unwrap()));
+        bell.arm();
+        bells.hold();
+        bells.ring(&bell);
+        std::thread::sleep(LATE);
+        bells.ring(&bell);
+        bells.pass();
+        assert!(rung(&bell));
+        // The next wait begins anew.
+        bells.hold();
+        bells.ring(&bell);
+        bells.release();
+        assert!(rung(&bell));
     }
 }

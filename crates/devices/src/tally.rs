@@ -20,6 +20,8 @@ pub struct IotlbTotals {
     pub faults: u64,
     /// Misses that were sent.
     pub misses: u64,
+    /// How often misses were sent, one or many together.
+    pub asks: u64,
     /// Of these, those that had been sent before.
     pub asked_again: u64,
     /// Translations that were told.
@@ -45,6 +47,7 @@ impl std::ops::Add for IotlbTotals {
             walks: self.walks + more.walks,
             faults: self.faults + more.faults,
             misses: self.misses + more.misses,
+            asks: self.asks + more.asks,
             asked_again: self.asked_again + more.asked_again,
             updates: self.updates + more.updates,
             invalidations: self.invalidations + more.invalidations,
@@ -119,6 +122,7 @@ impl Inner {
             sum.open = iotlb.open_misses() as u64;
             for (into, from) in [
                 (&mut sum.misses, &stats.misses),
+                (&mut sum.asks, &stats.asks),
                 (&mut sum.asked_again, &stats.asked_again),
                 (&mut sum.updates, &stats.updates),
                 (&mut sum.invalidations, &stats.invalidations),

@@ -69,6 +69,8 @@ pub struct IotlbStats {
     pub evictions: AtomicU64,
     /// Questions that were sent.
     pub misses: AtomicU64,
+    /// How often some were, with one call.
+    pub asks: AtomicU64,
     /// Of these, those that had been asked before.
     pub asked_again: AtomicU64,
     /// Answers that there is no such translation.
@@ -397,6 +399,7 @@ impl Iotlb {
         if !wanted.is_empty() {
             let sent = self.sink().map_or(0, |sink| sink.ask(wanted)).min(wanted.len());
             self.stats.misses.fetch_add(sent as u64, Ordering::Relaxed);
+            self.stats.asks.fetch_add(u64::from(sent > 0), Ordering::Relaxed);
             let again = wanted[..sent].iter().filter(|miss| miss.again).count();
             self.stats.asked_again.fetch_add(again as u64, Ordering::Relaxed);
             self.misses.unsent(&wanted[sent..]);

@@ -171,6 +171,10 @@ pub trait Handler {
         outcomes.extend(messages.iter().map(|message| self.iotlb(*message)));
     }
 
+    /// No IOTLB message is there, and no answer to a miss is about to come: a device whose workers
+    /// are better told of several answers at once tells them now at the latest. Called often.
+    fn settled(&mut self) {}
+
     /// The front end has answered a message of the [`BackendChannel`] whose answer was wanted (rule
     /// D9): whether it could do what was asked, such as to send a translation.
     fn channel_answer(&mut self, message: Iotlb, done: bool) {

@@ -35,6 +35,9 @@ const OWN_FEATURES: u64 = msg::F_PROTOCOL_FEATURES | msg::F_LOG_ALL;
 /// How long to look for the next answer to a miss.
 const SPIN: Duration = Duration::from_micros(50);
 
+/// How many times as long to look for the next IOTLB message while they come one after the other.
+const TRAIN: u32 = 4;
+
 /// Most bytes of answers that wait for company.
 const MOST_ANSWERS: usize = 4096;
 
@@ -124,6 +127,8 @@ pub struct Server<H> {
     spin: Duration,
     /// When the last IOTLB message came.
     last_iotlb: Instant,
+    /// Whether it came soon after the one before it.
+    train: bool,
     /// Those that came together, and what came of them: empty, but for their memory.
     together: Vec<Iotlb>,
     outcomes: Vec<Result<(), HandlerError>>,
@@ -167,6 +172,7 @@ impl<H: Handler> Server<H> {
             backend: None,
             spin: SPIN,
             last_iotlb: Instant::now(),
+            train: false,
             together: Vec::new(),
             outcomes: Vec::new(),
             handler,
@@ -182,7 +188,9 @@ impl<H: Handler> Server<H> {
     /// How long after an IOTLB message to look for the next one without sleeping, while misses are
     /// open (50 µs unless told; 0: not at all). Who answers several misses sends the answers one by
     /// one, waiting for each to be acknowledged: a wake-up for each would cost more than the
-    /// answer.
+    /// answer. Invalidations come like that too, and the driver of the device waits meanwhile: what
+    /// follows another message within four times as long is followed by the next, and that is looked
+    /// for as long, whether misses are open or not.
     pub fn set_spin(&mut self, spin: Duration) {
         self.spin = spin;
     }
@@ -312,7 +320,9 @@ impl<H: Handler> Server<H> {
         outcomes.extend(unreadable.map(Err));
         let any = !outcomes.is_empty();
         if any {
-            self.last_iotlb = Instant::now();
+            let now = Instant::now();
+            self.train = now.duration_since(self.last_iotlb) < self.spin * TRAIN;
+            self.last_iotlb = now;
         }
         for outcome in outcomes.drain(..) {
             if let Err(why) = &outcome {
@@ -339,10 +349,19 @@ impl<H: Handler> Server<H> {
     /// is read meanwhile.
     fn wait(&mut self) -> Result<(), ServeError> {
         loop {
+            let backend = self.backend.clone();
+            let open = backend.as_ref().is_some_and(|backend| backend.is_open());
+            let spin = match (self.train, open) {
+                (true, _) => self.spin * TRAIN,
+                (false, true) => self.spin,
+                (false, false) => Duration::ZERO,
+            };
+            let spins = !spin.is_zero() && self.last_iotlb.elapsed() < spin;
+            if !(spins && open) {
+                self.handler.settled();
+            }
             // Without one, receiving waits.
-            let Some(backend) = self.backend.clone() else { return Ok(()) };
-            let spins = !self.spin.is_zero() && backend.is_open();
-            let spins = spins && self.last_iotlb.elapsed() < self.spin;
+            let Some(backend) = backend else { return Ok(()) };
             let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
             let mut fds = [
                 PollFd::new(&self.channel, PollFlags::IN),
@@ -370,7 +389,7 @@ impl<H: Handler> Server<H> {
                 return Ok(());
             }
             if spins {
-                if self.last_iotlb.elapsed() >= self.spin {
+                if self.last_iotlb.elapsed() >= spin {
                     backend.forget();
                 }
                 // This CPU may be the one that the device's workers need.

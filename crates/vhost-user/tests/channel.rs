@@ -12,9 +12,9 @@ use ringfence_vhost_user::{
 use std::{
     io::{Read, Write},
     os::{fd::AsFd, unix::net::UnixStream},
-    sync::{Arc, mpsc},
+    sync::{Arc, atomic::Ordering, mpsc},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -410,4 +410,34 @@ fn a_server_spins_for_answers_only_while_misses_are_open_and_never_without_end()
     }
     drop(front);
     served.join().unwrap().unwrap();
+}
+
+/// A device may put off what it tells its workers: so it must be told when nothing more is there,
+/// whether all its questions were answered or none.
+#[test]
+fn a_device_is_told_when_no_more_answers_come() {
+    let ask: fn(&mut Device) = |device| {
+        device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), false)));
+    };
+    for (on_stop, with_channel_too) in [(None, true), (Some(ask), true), (None, false)] {
+        let device = Device { on_stop, ..Device::default() };
+        let settled = Arc::clone(&device.settled);
+        let (mut front, channel, served, ram) = with_channel(device, true);
+        if on_stop.is_some() {
+            front.get_vring_base(0).unwrap();
+        }
+        if !with_channel_too {
+            channel.shutdown(std::net::Shutdown::Both).unwrap();
+        }
+        for count in 1..10 {
+            front.iotlb(&update(count << 12, &ram)).unwrap();
+            let begun = Instant::now();
+            while settled.load(Ordering::Relaxed) != count {
+                assert!(begun.elapsed() < LONG, "{count} messages, and it was not told");
+                thread::yield_now();
+            }
+        }
+        drop((front, channel));
+        served.join().unwrap().0.unwrap();
+    }
 }

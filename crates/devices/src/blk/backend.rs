@@ -24,6 +24,7 @@ use super::{
 use crate::{
     backend::{FrontEnd, read_config},
     disk::Disk,
+    event::Bells,
     translation::Translation,
     worker::{Work, Worker},
 };
@@ -82,6 +83,8 @@ pub struct BlkBackend {
     inflight: Option<Arc<InflightRegion>>,
     /// Whether the image was taken.
     taken: bool,
+    /// Through which workers that wait for translations are woken.
+    bells: Arc<Bells>,
 }
 
 impl BlkBackend {
@@ -95,8 +98,15 @@ impl BlkBackend {
             }
             _ => None,
         };
-        let front = FrontEnd::default();
-        BlkBackend { options, workers, translation, front, inflight: None, taken: false }
+        BlkBackend {
+            options,
+            workers,
+            translation,
+            front: FrontEnd::default(),
+            inflight: None,
+            taken: false,
+            bells: Arc::default(),
+        }
     }
 
     /// What all queues have done.
@@ -184,10 +194,12 @@ fn unit_of<'w>(
     work: &'w mut Work,
     options: &BlkOptions,
     endpoint: Option<Arc<Endpoint>>,
+    bells: Arc<Bells>,
     memory: &Arc<Memory>,
 ) -> std::io::Result<&'w mut BlkUnit> {
     if work.unit::<BlkUnit>(options.unit).is_none() {
-        let unit = BlkUnit::new(&options.id, endpoint, memory, Arc::clone(&options.figures))?;
+        let figures = Arc::clone(&options.figures);
+        let unit = BlkUnit::new(&options.id, endpoint, bells, memory, figures)?;
         work.insert(options.unit, Box::new(unit));
     }
     Ok(work.unit(options.unit).expect("inserted above"))
@@ -283,9 +295,10 @@ impl Handler for BlkBackend {
         };
         let options = self.options.clone();
         let endpoint = self.endpoint().filter(|_| self.front.has(F_ACCESS_PLATFORM)).cloned();
+        let bells = Arc::clone(&self.bells);
         self.worker(ring)
             .call(move |work| {
-                let unit = unit_of(work, &options, endpoint, &memory);
+                let unit = unit_of(work, &options, endpoint, bells, &memory);
                 let unit = unit.map_err(|error| error.to_string())?;
                 unit.start(ring, start, &memory).map_err(|error| error.to_string())
             })
@@ -360,6 +373,13 @@ impl Handler for BlkBackend {
 
     fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
         match &mut self.translation {
+            // A request needs several answers, which come one by one: a worker that sleeps is not
+            // woken for each. The front end has ours first, too.
+            Some(translation) if messages.iter().all(|m| matches!(m, Iotlb::Update { .. })) => {
+                self.bells.hold();
+                translation.messages(messages, outcomes);
+                self.bells.pass();
+            }
             Some(translation) => translation.messages(messages, outcomes),
             None => outcomes.extend(messages.iter().map(|message| self.iotlb(*message))),
         }
@@ -371,6 +391,10 @@ impl Handler for BlkBackend {
             // The IOMMU is in this process and knows better: QEMU sends one at the start of a ring.
             None => Ok(()),
         }
+    }
+
+    fn settled(&mut self) {
+        self.bells.release();
     }
 
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {

@@ -231,7 +231,7 @@ impl BlkQueue {
     }
 
     /// Whether something waits for a translation.
-    fn waits(&self) -> bool {
+    pub(super) fn waits(&self) -> bool {
         self.head.is_some() || !self.parked.is_empty()
     }
 

@@ -17,7 +17,7 @@ use crate::{
     backend::{Events, RingStart},
     bus::Bus,
     disk::Disk,
-    event::{self, Doorbell},
+    event::{self, Bells, Doorbell},
     worker::Unit,
 };
 
@@ -87,18 +87,22 @@ pub struct BlkUnit {
     endpoint: Option<Arc<Endpoint>>,
     /// Written by io_uring when something completes, and when a translation comes.
     bell: Arc<Doorbell>,
+    /// Through which it is rung when a translation comes.
+    bells: Arc<Bells>,
     shared: Shared,
     reaper: Reaper,
 }
 
 impl BlkUnit {
-    /// A share without queues, on `memory` as `endpoint` sees it. `name` stands in messages.
+    /// A share without queues, on `memory` as `endpoint` sees it; when a translation comes its worker
+    /// is woken through `bells`. `name` stands in messages.
     ///
     /// # Errors
     /// No descriptor is left.
     pub fn new(
         name: &str,
         endpoint: Option<Arc<Endpoint>>,
+        bells: Arc<Bells>,
         memory: &Arc<Memory>,
         figures: Arc<BlkFigures>,
     ) -> io::Result<BlkUnit> {
@@ -107,6 +111,7 @@ impl BlkUnit {
             bus: Bus::Physical(Physical::new(Arc::clone(memory))),
             endpoint,
             bell: Arc::new(Doorbell::new()?),
+            bells,
             reaper: Reaper::new(&figures),
             shared: Shared { name: name.to_owned(), figures },
         })
@@ -158,8 +163,8 @@ impl BlkUnit {
     /// The way to memory through an IOMMU; `None` if it has no place for another reader.
     fn through(&self, endpoint: &Arc<Endpoint>) -> Option<Bus> {
         let mut view = View::new(Arc::clone(endpoint), Arc::clone(self.bus.memory()))?;
-        let bell = Arc::clone(&self.bell);
-        view.wake_with(Box::new(move || bell.ring()));
+        let (bell, bells) = (Arc::clone(&self.bell), Arc::clone(&self.bells));
+        view.wake_with(Box::new(move || bells.ring(&bell)));
         self.shared.figures.iotlb.view(view.counters());
         Some(Bus::Iommu(Box::new(view)))
     }
@@ -346,6 +351,10 @@ impl Unit for BlkUnit {
         let working = self.queues.iter().filter(|served| served.works());
         let due = working.filter_map(|served| served.queue.next_due());
         due.chain(self.reaper.next_due()).min()
+    }
+
+    fn waits(&self) -> bool {
+        self.queues.iter().any(|served| served.works() && served.queue.waits())
     }
 
     fn arm(&mut self) -> bool {

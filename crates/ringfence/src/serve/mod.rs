@@ -317,6 +317,7 @@ pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
         ("iotlb_cache_hits_total", "Lookups that a worker's own cache answered.", totals.hits),
         ("iotlb_cache_misses_total", "Lookups that had to look in the table.", totals.walks),
         ("iotlb_misses_total", "Misses sent to the front end.", totals.misses),
+        ("iotlb_asks_total", "Times that misses were sent, one or many.", totals.asks),
         ("iotlb_asked_again_total", "Of these, those that were sent before.", totals.asked_again),
         ("iotlb_updates_total", "Translations that were told.", totals.updates),
         ("iotlb_invalidations_total", "Invalidations.", totals.invalidations),

@@ -113,6 +113,11 @@ impl Guest {
         }
     }
 
+    /// The process.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Says a line that the guest waits for.
     pub(crate) fn say(&mut self, line: &str) {
         let talk = self.talk.as_mut().expect("a guest that can be talked to");

@@ -152,12 +152,18 @@ impl Qemu {
         self
     }
 
-    /// A disk of QEMU's own.
-    pub(crate) fn own_blk(mut self, image: &Path, queues: u32) -> Qemu {
+    /// A thread of QEMU's, for a disk of its own.
+    pub(crate) fn thread(mut self, name: &str) -> Qemu {
+        self.add("-object", format!("iothread,id={name}"));
+        self
+    }
+
+    /// A disk of QEMU's own, with more of QEMU's options for it.
+    pub(crate) fn own_blk(mut self, image: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();
         self.add("-drive", format!("if=none,id=d{n},file={},format=raw", image.display()));
         let own = self.own();
-        self.add("-device", format!("virtio-blk-pci,drive=d{n},num-queues={queues},{own}"));
+        self.add("-device", format!("virtio-blk-pci,drive=d{n},num-queues={queues},{own}{more}"));
         self
     }
 
@@ -224,6 +230,8 @@ impl Qemu {
         // Another QEMU can be tried on these tests.
         let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
         let mut command = Command::new(program.unwrap_or_else(|| part("qemu-system-x86_64")));
+        // Its threads have names, by which they are told apart.
+        command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);
         command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
         command.args(["-smp", &self.cpus.to_string(), "-m", &self.memory_mib.to_string()]);

@@ -69,6 +69,8 @@ pub(crate) struct Device {
     pub(crate) together: Vec<usize>,
     /// How many IOTLB messages have taken effect.
     pub(crate) carried_out: Arc<AtomicU64>,
+    /// How many of them had when it was last told that no more are there.
+    pub(crate) settled: Arc<AtomicU64>,
     /// Whether the end of a connection is written down.
     pub(crate) notes_end: bool,
     /// What is done when a ring is asked to stop.
@@ -90,6 +92,7 @@ impl Default for Device {
             inflight: None,
             together: Vec::new(),
             carried_out: Arc::default(),
+            settled: Arc::default(),
             notes_end: false,
             on_stop: None,
             features: VERSION_1 | F_ACCESS_PLATFORM,
@@ -183,6 +186,9 @@ impl Handler for Device {
         thread::yield_now();
         self.carried_out.fetch_add(1, Ordering::Relaxed);
         self.note(Event::Iotlb(message))
+    }
+    fn settled(&mut self) {
+        self.settled.store(self.carried_out.load(Ordering::Relaxed), Ordering::Relaxed);
     }
     fn channel_answer(&mut self, message: Iotlb, done: bool) {
         self.events.push(Event::Answer(message, done));
