@@ -1,10 +1,8 @@
 //! The account of the numbered rules: each has a test that names it, or a reason why not.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-};
+mod tests_found;
+
+use std::{collections::BTreeMap, fs};
 
 use anyhow::{Context, Result, bail};
 
@@ -25,7 +23,8 @@ pub(crate) fn account(all: bool) -> Result<()> {
     let file = root.join("docs/rules.md");
     let text = fs::read_to_string(&file).with_context(|| format!("{}", file.display()))?;
     let rules = parse(&text)?;
-    let tests = find_tests(&root)?;
+    let found = tests_found::find(&root)?;
+    let tests = &found.tests;
 
     let (mut tested, mut later, mut none, mut gaps) = (0, 0, 0, Vec::new());
     for (id, (title, bound)) in &rules {
@@ -56,10 +55,13 @@ pub(crate) fn account(all: bool) -> Result<()> {
             println!("{:<4} {title}\n       {state}", id.to_string());
         }
     }
-    for (id, places) in &tests {
+    for (id, places) in tests {
         if !rules.contains_key(id) {
             gaps.push(format!("{id} (named at {}, but docs/rules.md has no such rule)", places[0]));
         }
+    }
+    for idle in &found.idle {
+        println!("idle    {idle}");
     }
     println!(
         "{} rules: {tested} with a test, {none} with a reason, {later} of work to come, {} gaps",
@@ -122,61 +124,9 @@ fn parse(text: &str) -> Result<BTreeMap<Id, (String, Bound)>> {
     Ok(rules)
 }
 
-/// Every comment `// rule L19` or `// rules L31, V15` in the sources, by rule.
-fn find_tests(root: &Path) -> Result<BTreeMap<Id, Vec<String>>> {
-    let mut tests: BTreeMap<Id, Vec<String>> = BTreeMap::new();
-    for file in sources(&root.join("crates"))? {
-        let text = fs::read_to_string(&file)?;
-        let name = file.strip_prefix(root).unwrap_or(&file).display().to_string();
-        for (number, line) in text.lines().enumerate() {
-            for id in named(line) {
-                tests.entry(id).or_default().push(format!("{name}:{}", number + 1));
-            }
-        }
-    }
-    Ok(tests)
-}
-
-fn named(line: &str) -> Vec<Id> {
-    let Some(comment) = line.trim_start().strip_prefix("// rule") else { return Vec::new() };
-    let list = comment.strip_prefix('s').unwrap_or(comment);
-    if !list.starts_with(' ') {
-        return Vec::new();
-    }
-    list.split([',', ' ', ':', ';'])
-        .map(str::trim)
-        .filter(|w| !w.is_empty())
-        .map_while(Id::parse)
-        .collect()
-}
-
-fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    let entries = fs::read_dir(folder).with_context(|| format!("{}", folder.display()))?;
-    for entry in entries {
-        let path = entry?.path();
-        if path.is_dir() {
-            found.extend(sources(&path)?);
-        } else if path.extension().is_some_and(|e| e == "rs") {
-            found.push(path);
-        }
-    }
-    found.sort();
-    Ok(found)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_comment_names_one_rule_or_several() {
-        assert_eq!(named("    // rule L19"), [Id('L', 19)]);
-        assert_eq!(named("// rules L31, V15: both"), [Id('L', 31), Id('V', 15)]);
-        assert_eq!(named("// ruler L19"), []);
-        assert_eq!(named("// the rule L19 says"), []);
-        assert_eq!(named("let a = 1; // rule L19"), []);
-    }
 
     #[test]
     fn a_table_with_a_missing_rule_is_refused() {

@@ -300,6 +300,14 @@ impl Program {
             }
             Step::Wait { ms } => {
                 self.clock.advance(ms * 1_000_000);
+                // What is idle loses its memory now, and at no other time: what the device reached is
+                // judged by what is mapped then.
+                let now_ns = self.clock.now_ns();
+                if let Some(pools) = &self.rig.pools
+                    && pools.due_at_ns().is_some_and(|due| due <= now_ns)
+                {
+                    pools.expire();
+                }
                 match self.dma().timer_due_at_ns() {
                     Some(due) if due <= self.clock.now_ns() => {
                         let flushed = self.dma().expire();

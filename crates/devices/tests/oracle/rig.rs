@@ -46,7 +46,7 @@ const GPA: u64 = 1 << 32;
 /// The IOMMU's unit; probes come before it or after it in a worker's turn.
 const IOMMU_UNIT: u32 = 5;
 /// Longer than any answer takes on a busy machine; a test that waits so long has failed.
-const LONG: Duration = Duration::from_secs(20);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 /// Named by the device: never to be mapped.
 pub(crate) const RESERVED: Range = match Range::new(Iova(0x4_0000), Iova(0x4_ffff)) {
     Some(range) => range,
@@ -192,7 +192,11 @@ impl Rig {
         let slots = SlotMemory::carve(&ram, room, history.clone(), setup.lie);
         let pools = setup.bounces.map(|(limits, _)| {
             let (domain, addresses) = (Arc::clone(&stack), Arc::clone(&allocator));
-            BouncePools::new(domain, addresses, Lent(Arc::clone(&slots)), limits).unwrap()
+            let (memory, environment) = (Lent(Arc::clone(&slots)), environment.clone());
+            // As the device's own: by the caller, or by a thread.
+            let timer = setup.config.timer;
+            BouncePools::with_environment(domain, addresses, memory, limits, environment, timer)
+                .unwrap()
         });
         let (mut config, addresses) = (setup.config.clone(), Arc::clone(&allocator));
         if setup.lie == Lie::Trusts {

@@ -32,7 +32,7 @@ use crate::{
     pages::{Buf, PAGE, Pages},
     probe::{HALF, ProbeUnit, Record, Roaming},
     program::{self, cases, direction, policy},
-    rig::{Dma, Rig, Setup},
+    rig::{Dma, LONG, Rig, Setup},
     set::{Run, runs},
     together::judge::{Judge, check_stamps},
 };
@@ -552,7 +552,7 @@ fn taken_for_long(dma: &Dma) -> Option<String> {
         if taken == quarantined && addresses.rejected_frees == 0 {
             return None;
         }
-        if start.elapsed() > Duration::from_secs(5) {
+        if start.elapsed() > LONG {
             return Some(format!(
                 "{taken} ranges are taken, {quarantined} quarantined: {addresses:?}"
             ));
@@ -578,7 +578,7 @@ fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String
             return Ok(());
         }
         // A thread of the pools' own may be the last to let go of them.
-        if start.elapsed() > Duration::from_secs(5) {
+        if start.elapsed() > LONG {
             return Err(format!("{taken} ranges are taken, {quarantined} quarantined; {left:x?}"));
         }
         thread::yield_now();

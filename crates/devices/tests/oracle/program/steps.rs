@@ -235,10 +235,10 @@ prop_compose! {
 /// Pools, or none; from such as hold nothing to such as hold all that a program wants.
 fn bounces() -> impl Strategy<Value = Option<(BounceLimits, usize)>> {
     let largest = prop_oneof![Just(4096u64), Just(16_384), Just(1 << 20)];
-    let limits = (largest, 1..5u64).prop_map(|(largest, times)| BounceLimits {
+    let limits = (largest, 1..5u64, 1..30u64).prop_map(|(largest, times, idle_ms)| BounceLimits {
         largest,
         max_bytes: largest * times,
-        ..BounceLimits::default()
+        idle_ms,
     });
     prop_oneof![1 => Just(None), 3 => (limits, 1..64usize).prop_map(Some)]
 }
