@@ -202,6 +202,7 @@ impl Handler for NetBackend {
 
     fn protocol_features(&self) -> ProtocolFeatures {
         ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::RARP
             | ProtocolFeatures::BACKEND_REQ
             | ProtocolFeatures::MQ
             | ProtocolFeatures::RESET_DEVICE
@@ -331,6 +332,14 @@ impl Handler for NetBackend {
 
     fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
         self.on_ring(ring, move |unit, end| unit.log_ring(end, ring, log))
+    }
+
+    fn send_rarp(&mut self, mac: [u8; 6]) -> Result<(), HandlerError> {
+        // Between two drivers there is nobody to learn it.
+        if let Way::Tap(tap) = &self.net.options.way {
+            tap.announce(mac, Terms { features: self.front.features() })?;
+        }
+        Ok(())
     }
 
     fn suspended(&mut self) {
