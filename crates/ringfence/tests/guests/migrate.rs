@@ -78,7 +78,7 @@ impl Monitor {
 /// differs from what was copied.
 const FILL: &str = r#"
 dd if=/dev/urandom of=/tmp/piece bs=1M count=1
-for n in $(seq 120); do cat /tmp/piece; done > /tmp/fill
+for n in $(seq 88); do cat /tmp/piece; done > /tmp/fill
 rm /tmp/fill
 "#;
 
