@@ -77,8 +77,8 @@ impl Monitor {
 /// Memory that is not zero, and free again: copying it takes its time, and what is read into it later
 /// differs from what was copied.
 const FILL: &str = r#"
-dd if=/dev/urandom of=/tmp/piece bs=1M count=1
-for n in $(seq 88); do cat /tmp/piece; done > /tmp/fill
+dd if=/dev/urandom of=/tmp/piece bs=1M count=4
+for n in $(seq 20); do cat /tmp/piece; done > /tmp/fill
 rm /tmp/fill
 "#;
 
@@ -149,6 +149,8 @@ fn disk(iommu: Iommu, more: &str) {
     let backs = ["before.sock", "after.sock"].map(|socket| place.service(socket, &arguments));
     let script = r#"
 modprobe virtio_blk
+# The page cache of a disk that nobody has open is dropped.
+exec 4< /dev/vda
 say domain $(domain $(virtio_pci 2 0))
 run_fio load --rw=randrw --bs=4k --iodepth=16 --offset=16m --size=8m --verify=crc32c \
     --io_size=32m --rate_iops=800,800 > /tmp/load 2>&1 3>/tmp/said &
