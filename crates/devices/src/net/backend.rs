@@ -226,6 +226,7 @@ impl Handler for NetBackend {
         };
         config
             | ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::RARP
             | ProtocolFeatures::BACKEND_REQ
             | ProtocolFeatures::MQ
             | ProtocolFeatures::RESET_DEVICE
@@ -364,6 +365,14 @@ impl Handler for NetBackend {
     fn channel_lost(&mut self, why: &WireError) {
         warn!("{}: the front end takes no more misses: {why}", self.name());
         self.translation.set_channel(None);
+    }
+
+    fn send_rarp(&mut self, mac: [u8; 6]) -> Result<(), HandlerError> {
+        // Between two drivers there is nobody to learn it.
+        if let Way::Tap(tap) = &self.net.options.way {
+            tap.announce(mac, Terms { features: self.front.features() })?;
+        }
+        Ok(())
     }
 
     fn suspended(&mut self) {

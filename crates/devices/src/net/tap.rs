@@ -180,6 +180,16 @@ impl Tap {
         rustix::io::read(&self.queues[queue], into).ok().filter(|&len| len > 0)
     }
 
+    /// Tells the network that the station with this address is here now.
+    ///
+    /// # Errors
+    /// The kernel does not take it.
+    pub(super) fn announce(&self, mac: [u8; 6], terms: Terms) -> io::Result<()> {
+        let packet = [&vec![0; terms.header()][..], &rarp(mac)].concat();
+        rustix::io::write(self.queue(0), &packet)?;
+        Ok(())
+    }
+
     /// Sends a packet.
     ///
     /// # Errors
@@ -202,6 +212,18 @@ impl Tap {
         let sent = unsafe { libc::writev(fd, vectors.as_ptr(), vectors.len() as libc::c_int) };
         if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
+}
+
+/// A broadcast from a station, by which switches learn where it is: a request of RARP (RFC 903) for
+/// its own address.
+fn rarp(mac: [u8; 6]) -> [u8; 60] {
+    let mut frame = [0; 60];
+    frame[..6].fill(0xff);
+    frame[12..22].copy_from_slice(&[0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3]);
+    for at in [6, 22, 32] {
+        frame[at..at + 6].copy_from_slice(&mac);
+    }
+    frame
 }
 
 /// The most pieces that one packet is sent in.
@@ -235,5 +257,15 @@ mod tests {
             assert!(matches!(Tap::open(name, 1), Err(TapError::Name(_))), "{name}");
         }
         assert_eq!(size_of::<IfReq>(), size_of::<libc::ifreq>());
+    }
+
+    #[test]
+    fn a_station_is_announced_by_a_question_for_its_own_address() {
+        let frame = rarp([2, 0, 0, 0, 0, 7]);
+        assert_eq!(frame[..6], [0xff; 6]);
+        assert_eq!(frame[6..14], [2, 0, 0, 0, 0, 7, 0x80, 0x35]);
+        // Ethernet, IPv4, "request reverse", and both addresses, with none of IP.
+        assert_eq!(frame[14..22], [0, 1, 8, 0, 6, 4, 0, 3]);
+        assert_eq!(frame[22..42], [2, 0, 0, 0, 0, 7, 0, 0, 0, 0, 2, 0, 0, 0, 0, 7, 0, 0, 0, 0]);
     }
 }

@@ -69,10 +69,18 @@ impl Monitor {
             }
             assert!(state["status"] != "failed", "{what}: {state}");
             assert!(begun.elapsed() < LIMIT, "{what} does not come: {state}");
-            thread::sleep(Duration::from_millis(10));
+            thread::sleep(Duration::from_millis(2));
         }
     }
 }
+
+/// Memory that is not zero, and free again: copying it takes its time, and what is read into it later
+/// differs from what was copied.
+const FILL: &str = r#"
+dd if=/dev/urandom of=/tmp/piece bs=1M count=4
+for n in $(seq 20); do cat /tmp/piece; done > /tmp/fill
+rm /tmp/fill
+"#;
 
 /// A guest that works, between two machines.
 struct Move {
@@ -85,9 +93,10 @@ impl Move {
     /// Starts a guest with `script` on `before`, and `after`, which waits for it.
     fn new(place: &Place, script: &str, before: Qemu, after: Qemu) -> Move {
         let (monitor, incoming) = (place.path("monitor"), place.path("incoming"));
-        let mut guest = before.monitor(&monitor).start(place, script);
+        let script = format!("{FILL}{script}");
+        let mut guest = before.monitor(&monitor).start(place, &script);
         guest.hear("ready");
-        let target = after.incoming(&incoming).start(place, script);
+        let target = after.incoming(&incoming).start(place, &script);
         let monitor = Monitor::connect(&monitor);
         let begun = Instant::now();
         while !incoming.exists() {
@@ -97,21 +106,29 @@ impl Move {
         Move { guest, monitor, target }
     }
 
-    /// Moves the guest. All of its memory was copied once when it is told to go on; when it has said
-    /// `said`, it moves.
+    /// Moves the guest. Most of its memory was copied when it is told to go on; when it has said
+    /// `said`, the rest is, and what was written since.
+    ///
+    /// Which memory was written is looked at once and no more, after the guest was stopped: an
+    /// emulated processor of QEMU 7.2 does not tell of all that it writes after the first look. With a
+    /// pause of 0 there is no other.
     fn go(mut self, place: &Place, said: &str) -> (Said, Value) {
-        // As long as no pause is allowed it stays, as it writes memory all the time.
-        let pause = |ms: u32| json!({ "downtime-limit": ms, "max-bandwidth": 1u64 << 32 });
-        self.monitor.ask("migrate-set-parameters", pause(0));
+        let bytes_a_second = |most: u64| json!({ "downtime-limit": 0, "max-bandwidth": most });
+        self.monitor.ask("migrate-set-parameters", bytes_a_second(64 << 20));
         let uri = format!("unix:{}", place.path("incoming").display());
         self.monitor.ask("migrate", json!({ "uri": uri }));
-        let copied = |state: &Value| state["ram"]["dirty-sync-count"].as_u64() >= Some(2);
-        self.monitor.migration("a copy of all memory", copied);
+        let copied = |state: &Value| {
+            let left = state["ram"]["remaining"].as_u64();
+            left.is_some_and(|left| (1..64 * MIB).contains(&left))
+        };
+        self.monitor.migration("a copy of most memory", copied);
+        // A page now and then.
+        self.monitor.ask("migrate-set-parameters", bytes_a_second(1000));
         self.guest.say("go");
         self.guest.hear(said);
         let state = self.monitor.ask("query-migrate", json!({}));
         assert_eq!(state["status"], "active", "it has moved before: {state}");
-        self.monitor.ask("migrate-set-parameters", pause(2000));
+        self.monitor.ask("migrate-set-parameters", bytes_a_second(1 << 32));
         let state = self.monitor.migration("the end", |state| state["status"] == "completed");
         (self.target.end(), state)
     }
@@ -132,13 +149,12 @@ fn disk(iommu: Iommu, more: &str) {
     let backs = ["before.sock", "after.sock"].map(|socket| place.service(socket, &arguments));
     let script = r#"
 modprobe virtio_blk
+# The page cache of a disk that nobody has open is dropped.
+exec 4< /dev/vda
 say domain $(domain $(virtio_pci 2 0))
 run_fio load --rw=randrw --bs=4k --iodepth=16 --offset=16m --size=8m --verify=crc32c \
     --io_size=32m --rate_iops=800,800 > /tmp/load 2>&1 3>/tmp/said &
 load=$!
-# Memory that changes all the time, so that the guest stays where it is until it may pause.
-nice -n 19 sh -c 'while :; do dd if=/dev/zero of=/tmp/busy bs=1M count=4 2> /dev/null; done' &
-busy=$!
 say ready
 hear
 [ "$line" = go ]
@@ -146,7 +162,6 @@ dd if=/dev/vda of=/dev/null bs=64k count=256
 reads() { awk '{ print $1 }' /sys/block/vda/stat; }
 say read
 wait $load
-kill $busy
 before=$(reads)
 say cached $(dd if=/dev/vda bs=64k count=256 | md5sum)
 say reads $(($(reads) - before))
