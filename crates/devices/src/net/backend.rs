@@ -15,8 +15,8 @@ use tracing::{debug, warn};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    lane::Terms,
     ring::Events,
+    round::Terms,
     stats::QueueCounters,
     unit::{Connected, NetUnit, Start, Way},
     wire::{Config, LINK_UP, feature},
