@@ -212,7 +212,8 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify) {
     let mut work = Work::default();
     let mut idle_since = None;
     loop {
-        if bell.rung.swap(false, Ordering::AcqRel) {
+        // A load first: a swap would hold up all stores of the round before.
+        if bell.rung.load(Ordering::Relaxed) && bell.rung.swap(false, Ordering::AcqRel) {
             if bell.stop.load(Ordering::Acquire) {
                 return;
             }

@@ -23,7 +23,7 @@ use crate::{Binding, Endpoint, Iotlb, Miss, cache::Cache, misses::Waiter};
 /// What a view has counted, for whoever watches.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Translations that the cache gave.
+    /// Translations that the cache gave, each for one access or for [several](View::around).
     pub hits: AtomicU64,
     /// Translations that the domain's table had to give.
     pub misses: AtomicU64,
@@ -195,6 +195,22 @@ impl View {
     pub fn prefetch_all(&self, pieces: impl IntoIterator<Item = (u64, u64, Access)>) -> bool {
         let all = |ready, (addr, len, access)| self.prefetch(addr, len, access) && ready;
         pieces.into_iter().fold(true, all)
+    }
+
+    /// The largest piece of memory that is known around `addr` and may be accessed so, and its first
+    /// address: one look for the accesses of a whole burst. `None` if there is nothing to be had now:
+    /// no fault is reported and nothing asked for, the access itself will.
+    #[inline]
+    pub fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
+        let entry = match self.cache.get(addr, wanted(access)) {
+            Some(entry) => {
+                self.hits.set(self.hits.get() + 1);
+                entry
+            }
+            None => self.silently(|| self.walk(addr, access)).ok()?,
+        };
+        // SAFETY: as in `slices`, of all bytes of the entry.
+        Some((entry.first, unsafe { piece(entry, entry.first, entry.extent) }))
     }
 
     /// Asks for what an access may need that nobody has wanted yet, such as the page after that of a

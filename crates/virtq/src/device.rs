@@ -1,6 +1,7 @@
 //! The device's end of a virtqueue.
 
 mod burst;
+mod end;
 mod flight;
 mod packed;
 mod split;
@@ -11,6 +12,7 @@ use ringfence_mem::{Access, Translate, Window};
 
 pub use self::{
     burst::{Burst, Taken},
+    end::End,
     packed::Packed,
     split::Split,
     written::Written,
@@ -144,7 +146,22 @@ pub trait Ring {
     /// # Errors
     /// As [`pop`](Self::pop), for the first chain; if a later one is at fault, those before it are
     /// returned, and the next call fails.
+    #[inline]
     fn pop_burst(
+        &mut self,
+        mem: &impl Translate,
+        most: usize,
+        burst: &mut Burst,
+    ) -> Result<usize, RingError> {
+        burst.clear();
+        self.pop_more(mem, most, burst)
+    }
+
+    /// As [`pop_burst`](Self::pop_burst), behind the chains that `burst` holds already.
+    ///
+    /// # Errors
+    /// As there.
+    fn pop_more(
         &mut self,
         mem: &impl Translate,
         most: usize,
@@ -189,10 +206,7 @@ pub trait Ring {
     ///
     /// # Panics
     /// As [`push_used`](Self::push_used).
-    #[inline]
-    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
-        used.into_iter().for_each(|(head, len)| self.push_used(head, len));
-    }
+    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>);
 
     /// Makes all chains given back so far visible to the driver. True if it wants an interrupt.
     #[must_use]
@@ -363,6 +377,20 @@ impl Queue {
         burst: &mut Burst,
     ) -> Result<usize, RingError> {
         either!(self, ring => ring.pop_burst(mem, most, burst))
+    }
+
+    /// As [`Ring::pop_more`].
+    ///
+    /// # Errors
+    /// As there.
+    #[inline]
+    pub fn pop_more(
+        &mut self,
+        mem: &impl Translate,
+        most: usize,
+        burst: &mut Burst,
+    ) -> Result<usize, RingError> {
+        either!(self, ring => ring.pop_more(mem, most, burst))
     }
 
     /// As [`Ring::peek`].

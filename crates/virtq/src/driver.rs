@@ -1,11 +1,13 @@
 //! The driver's end of a virtqueue.
 
+mod end;
+mod names;
 mod packed;
 mod split;
 
 use ringfence_mem::Window;
 
-pub use self::{packed::Packed, split::Split};
+pub use self::{end::End, packed::Packed, split::Split};
 use crate::{AddError, Area, Desc, RingError, layout};
 
 /// The shape of a queue, and what was negotiated.

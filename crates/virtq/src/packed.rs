@@ -75,7 +75,7 @@ impl Place {
 
 /// Length, id and flags of a descriptor: its second word, in our byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct State(u64);
+pub struct State(u64);
 
 impl State {
     #[inline]

@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    lane::Terms,
+    round::Terms,
     stats::QueueCounters,
     unit::{Connected, NetUnit, Start, Way},
     wire::{Config, LINK_UP, feature},

@@ -13,9 +13,10 @@ use ringfence_virtq::{
 };
 
 use super::{
-    lane::{Lane, Place, Terms, forward},
+    lane::forward,
     pieces::{Lasting, Plain},
     ring::NetRing,
+    round::{Lane, Place, Terms},
     wire::feature,
 };
 use crate::{backend::Events, dirty::RingLog};
@@ -73,8 +74,8 @@ fn measure<B: Lasting>(
         let start = Instant::now();
         quiet(bus);
         let bus = &*bus;
-        let mut src = Place { ring: &mut transmit, bus, terms };
-        let mut dst = Place { ring: &mut receive, bus, terms };
+        let mut src = Place::source(&mut transmit, bus, terms);
+        let mut dst = Place::target(&mut receive, bus, terms);
         assert!(forward(&mut lane, &mut src, &mut dst, 0, 0));
         bursts.push(start.elapsed().as_nanos() as f64);
         assert_eq!(sender.pop_burst(&mut used).unwrap(), BURST);

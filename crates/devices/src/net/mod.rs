@@ -15,10 +15,13 @@ mod lane;
 mod outlet;
 mod pieces;
 mod probe;
+mod receive;
 mod ring;
+mod round;
 mod stats;
 mod tap;
 mod unit;
+mod ways;
 pub mod wire;
 
 pub use backend::{Net, NetBackend, NetOptions};

@@ -9,9 +9,9 @@ use rustix::event::epoll;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    lane::{BURST, Lane, Moved, Place, Step, give_up, read, receive},
     pieces::{Lasting, Writer, recycle},
-    ring::Ready,
+    receive::{read, receive},
+    round::{Lane, Place, Round, Step},
     stats::Lost,
     tap::{MAX_PIECES, Tap},
     wire::{Header, MAX_PACKET},
@@ -85,42 +85,21 @@ impl Outlet {
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {
-        let answers = (src.bus.answers(), src.bus.answers());
-        if lane.sleeps(answers, now_ns) {
-            return false;
+        let Some(mut round) = Round::begin(lane, src, now_ns, patience_ns) else { return false };
+        if !round.take(src) {
+            return true;
         }
-        match src.ring.ready(src.bus, now_ns) {
-            Ready::Yes => {}
-            Ready::No => return false,
-            Ready::Soon => {
-                lane.wait(answers, now_ns);
-                return false;
-            }
-        }
-        let mut moved = Moved::default();
-        if lane.is_over(now_ns, patience_ns) {
-            moved.lost += give_up(src);
-            lane.go_on();
-        }
-        let mut waits = match src.ring.take(src.bus, BURST) {
-            Ok(whole) => !whole && src.ring.held() == 0,
-            Err(error) => {
-                src.ring.fail(error);
-                return true;
-            }
-        };
         let mut pieces = recycle(std::mem::take(&mut lane.source));
-        while src.ring.held() > 0 && moved.packets + moved.lost < BURST as u64 {
+        while src.ring.held() > 0 && round.has_room() {
             pieces.clear();
             let header = match read(src, &mut pieces) {
                 Ok(header) => header,
                 Err(Step::Lost(why)) => {
-                    src.ring.lose(why);
-                    moved.lost += 1;
+                    round.lose(src.ring, why);
                     continue;
                 }
                 Err(_) => {
-                    waits = true;
+                    round.waits = true;
                     break;
                 }
             };
@@ -134,36 +113,20 @@ impl Outlet {
             match sent {
                 Ok(()) => {
                     src.ring.give_back(0);
-                    moved.packets += 1;
-                    moved.bytes += bytes as u64;
+                    round.moved(bytes as u64);
                 }
                 Err(error) => {
-                    src.ring.lose(match error.raw_os_error() {
+                    let why = match error.raw_os_error() {
                         Some(libc::EINVAL) => Lost::Malformed,
                         Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => Lost::NoRoom,
                         _ => Lost::NoReceiver,
-                    });
-                    moved.lost += 1;
+                    };
+                    round.lose(src.ring, why);
                 }
             }
         }
         lane.source = recycle(pieces);
-        if moved.packets > 0 || !waits {
-            lane.go_on();
-        }
-        if waits {
-            let _ = src.ring.take(src.bus, 2 * BURST);
-            for at in 0..src.ring.held() {
-                src.ring.prefetch(src.bus, at);
-            }
-            lane.wait(answers, now_ns);
-        }
-        let did = moved.packets + moved.lost > 0;
-        if did {
-            src.ring.counters.passed(moved.packets, moved.bytes);
-            src.ring.publish(src.bus);
-        }
-        did
+        round.end(lane, src)
     }
 
     /// A packet in more pieces than a system call takes.
@@ -188,25 +151,9 @@ impl Outlet {
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {
-        let answers = (dst.bus.answers(), dst.bus.answers());
-        if self.inward.sleeps(answers, now_ns) {
-            return false;
-        }
-        match dst.ring.ready(dst.bus, now_ns) {
-            Ready::Yes => {}
-            Ready::No => return false,
-            Ready::Soon => {
-                self.inward.wait(answers, now_ns);
-                return false;
-            }
-        }
-        let mut moved = Moved::default();
-        if self.inward.is_over(now_ns, patience_ns) {
-            moved.lost += give_up(dst);
-            self.inward.go_on();
-        }
-        let mut waits = false;
-        while moved.packets + moved.lost < BURST as u64 {
+        let begun = Round::begin(&mut self.inward, dst, now_ns, patience_ns);
+        let Some(mut round) = begun else { return false };
+        while round.has_room() {
             let Some(len) = self.waiting.or_else(|| self.tap.read(self.queue, &mut self.packet))
             else {
                 break;
@@ -219,20 +166,19 @@ impl Outlet {
             }
             let fill = |writer: &mut Writer<'_, '_>| writer.put_bytes(bytes);
             let store = &mut self.inward.target;
-            match receive(store, dst, header, bytes.len(), &mut moved, fill) {
+            match receive(store, dst, header, bytes.len(), &mut round, fill) {
                 Ok(Step::Moved { bytes }) => {
                     self.inward.fed();
                     self.waiting = None;
-                    moved.packets += 1;
-                    moved.bytes += bytes;
+                    round.moved(bytes);
                 }
                 Ok(Step::Lost(why)) => {
                     self.waiting = None;
                     dst.ring.counters.lose(why, 1);
-                    moved.lost += 1;
+                    round.lost += 1;
                 }
                 Ok(Step::Missing) => {
-                    waits = true;
+                    round.waits = true;
                     break;
                 }
                 // The kernel drops what comes meanwhile.
@@ -246,21 +192,6 @@ impl Outlet {
                 }
             }
         }
-        if moved.packets > 0 || !waits {
-            self.inward.go_on();
-        }
-        if waits {
-            let _ = dst.ring.take(dst.bus, BURST);
-            for at in 0..dst.ring.held() {
-                dst.ring.prefetch(dst.bus, at);
-            }
-            self.inward.wait(answers, now_ns);
-        }
-        let did = moved.packets + moved.lost > 0;
-        if did {
-            dst.ring.counters.passed(moved.packets, moved.bytes);
-            dst.ring.publish(dst.bus);
-        }
-        did
+        round.end(&mut self.inward, dst)
     }
 }

@@ -1,7 +1,7 @@
 //! Where the bytes of packets lie in this process, and how they are copied from one driver's memory
 //! to another's in one go.
 
-use std::{cell::Cell, ptr::NonNull, sync::atomic::Ordering};
+use std::{ptr::NonNull, sync::atomic::Ordering};
 
 use ringfence_iotlb::View;
 use ringfence_mem::{Access, AccessError, HostSlice, Physical, Translate, Window};
@@ -23,9 +23,9 @@ pub(super) unsafe trait Lasting: Translate {
     /// Counts an access that gave up waiting.
     fn gave_up(&self);
 
-    /// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not, or are not to be
-    /// had now. Reports no faults: the access itself will.
-    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>>;
+    /// A piece of memory around `addr`, and its first address; `None` if it is not to be had now.
+    /// Reports no faults: the access itself will.
+    fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)>;
 }
 
 // SAFETY: a view's pieces lie in the memory that it holds, which only `set_memory` replaces, and
@@ -46,45 +46,67 @@ unsafe impl Lasting for View {
     }
 
     #[inline]
-    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
-        let found: Cell<Option<(*mut u8, usize)>> = Cell::new(None);
-        self.silently(|| {
-            self.slices(addr, len, access, |piece| found.set(Some((piece.as_ptr(), piece.len()))))
-        })
-        .ok()?;
-        // The last of several pieces is shorter.
-        let (base, found) = found.get().filter(|&(_, found)| found as u64 == len)?;
-        // SAFETY: mapped while `self` is borrowed, and without references (`Lasting`).
-        Some(unsafe { HostSlice::new(NonNull::new(base)?, found) })
+    fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
+        View::around(self, addr, access)
     }
 }
 
-/// Memory that is reached by guest-physical address. It remembers where the last region lies, as
-/// memory mostly is one.
+/// Where the packets of one way lie in one piece: as they mostly lie where the last one lay, what was
+/// found for that is looked at first. So a burst in memory that is mapped in one piece costs one
+/// lookup, whether it is behind an IOMMU or not.
+pub(super) struct Runs<'b, B> {
+    bus: &'b B,
+    access: Access,
+    /// What was found last, and its first address.
+    run: Option<HostSlice<'b>>,
+    first: u64,
+}
+
+impl<B> Copy for Runs<'_, B> {}
+
+impl<B> Clone for Runs<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<'b, B: Lasting> Runs<'b, B> {
+    #[inline]
+    pub(super) fn new(bus: &'b B, access: Access) -> Runs<'b, B> {
+        Runs { bus, access, run: None, first: 0 }
+    }
+
+    /// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not, or are none, or
+    /// are not to be had now.
+    #[inline]
+    pub(super) fn piece(&mut self, addr: u64, len: u32) -> Option<HostSlice<'b>> {
+        if let Some(piece) = self.known(addr, len) {
+            return Some(piece);
+        }
+        let (first, run) = self.bus.around(addr, self.access)?;
+        (self.first, self.run) = (first, Some(run));
+        self.known(addr, len)
+    }
+
+    #[inline]
+    fn known(&self, addr: u64, len: u32) -> Option<HostSlice<'b>> {
+        let run = self.run?;
+        let (offset, len) = (addr.wrapping_sub(self.first), u64::from(len));
+        let room = run.len() as u64;
+        let inside = len != 0 && offset < room && len <= room - offset;
+        inside.then(|| run.part(offset as usize, len as usize))
+    }
+}
+
+/// Memory that is reached by guest-physical address.
 pub(super) struct Plain<'m> {
     physical: &'m Physical,
-    /// Its first address, its length less one, and where it begins in this process.
-    region: Cell<(u64, u64, *mut u8)>,
-    found: Cell<bool>,
 }
 
 impl<'m> Plain<'m> {
     #[inline]
     pub(super) fn new(physical: &'m Physical) -> Plain<'m> {
-        let nowhere = (0, 0, std::ptr::null_mut());
-        Plain { physical, region: Cell::new(nowhere), found: Cell::new(false) }
-    }
-
-    #[cold]
-    fn look(&self, addr: u64, len: u64, access: Access) -> Option<()> {
-        // So that `check` knows that the region is touched, and what is lost is refused.
-        self.physical.slices(addr, len, access, |_| ()).ok()?;
-        let memory = self.physical.memory();
-        let region = memory.regions().find(|r| addr >= r.gpa && addr - r.gpa < r.size)?;
-        let slice = memory.find_gpa(region.gpa)?.slice;
-        self.region.set((region.gpa, slice.len() as u64 - 1, slice.as_ptr()));
-        self.found.set(true);
-        Some(())
+        Plain { physical }
     }
 }
 
@@ -132,21 +154,10 @@ unsafe impl Lasting for Plain<'_> {
     fn gave_up(&self) {}
 
     #[inline]
-    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
-        loop {
-            let (first, extent, base) = self.region.get();
-            let offset = addr.wrapping_sub(first);
-            // Without a wrap: the region does not.
-            if self.found.get() && offset <= extent && len != 0 && len - 1 <= extent - offset {
-                // SAFETY: the region is mapped from `base` for `extent + 1` bytes while `physical`
-                // is borrowed, and without references (`Lasting`).
-                return Some(unsafe {
-                    HostSlice::new(NonNull::new(base.add(offset as usize))?, len as usize)
-                });
-            }
-            let elsewhere = !self.found.get() || offset > extent;
-            elsewhere.then(|| self.look(addr, len, access))??;
-        }
+    fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
+        // So that `check` knows that the region is touched, and what is lost is refused.
+        self.physical.slices(addr, 1, access, |_| ()).ok()?;
+        Some((addr, self.physical.memory().find_gpa(addr)?.slice))
     }
 }
 
@@ -187,7 +198,7 @@ pub(super) fn recycle<'new>(mut old: Vec<HostSlice<'_>>) -> Vec<HostSlice<'new>>
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Asks the processor for memory that is about to be copied. A hint.
+/// Asks the processor for memory that is about to be read. A hint.
 #[inline]
 pub(super) fn soon(piece: HostSlice<'_>) {
     #[cfg(target_arch = "x86_64")]
@@ -198,6 +209,31 @@ pub(super) fn soon(piece: HostSlice<'_>) {
         if piece.len() > LINE {
             // SAFETY: as above.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(piece.as_ptr().wrapping_add(LINE).cast()) };
+        }
+    }
+    let _ = piece;
+}
+
+/// Asks the processor for memory that is about to be written: for lines that no other processor
+/// has, which would have to be asked for once more by each store, one after the other. A hint.
+#[inline]
+pub(super) fn soon_written(piece: HostSlice<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let own = |line: *mut u8| {
+            // SAFETY: a prefetch has no effect on the program, whatever the address. Processors
+            // that do not know this one take it for a NOP.
+            unsafe {
+                std::arch::asm!(
+                    "prefetchw [{line}]",
+                    line = in(reg) line,
+                    options(nostack, preserves_flags, readonly),
+                );
+            }
+        };
+        own(piece.as_ptr());
+        if piece.len() > LINE {
+            own(piece.as_ptr().wrapping_add(LINE));
         }
     }
     let _ = piece;
@@ -318,18 +354,20 @@ mod tests {
         let regions = regions.map(|(gpa, user)| (region(gpa, user), file()));
         let physical = Physical::new(Memory::map(regions.into()).unwrap());
         let bus = Plain::new(&physical);
+        let mut runs = Runs::new(&bus, Access::Write);
         for first in [0, 4096, last, 0] {
-            let piece = bus.piece(first + 10, 20, Access::Write).unwrap();
+            let piece = runs.piece(first + 10, 20).unwrap();
             piece.copy_from(&first.to_be_bytes());
             let mut back = [0; 8];
             physical.read(first + 10, &mut back).unwrap();
             assert_eq!((back, piece.len()), (first.to_be_bytes(), 20));
-            assert!(bus.piece(first, 4096, Access::Read).is_some());
-            assert!(bus.piece(first + 4095, 1, Access::Read).is_some());
-            for (offset, len) in [(4095, 2), (0, 0), (0, 4097), (0, u64::MAX)] {
-                assert!(bus.piece(first + offset, len, Access::Read).is_none(), "{offset} {len}");
+            assert!(runs.piece(first, 4096).is_some());
+            assert!(runs.piece(first + 4095, 1).is_some());
+            for (offset, len) in [(4095, 2), (0, 0), (0, 4097), (0, u32::MAX)] {
+                assert!(runs.piece(first + offset, len).is_none(), "{offset} {len}");
             }
         }
-        assert!(bus.piece(9000, 1, Access::Read).is_none());
+        assert!(runs.piece(9000, 1).is_none());
+        assert!(runs.piece(20, 1).is_some(), "what was found is still known");
     }
 }

@@ -8,7 +8,7 @@ use std::{
 use ringfence_mem::{Access, AccessError, Translate};
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
-    ChainFault, Desc, RingError, cut,
+    ChainFault, RingError, cut,
     device::{self, Burst, Taken},
 };
 
@@ -27,67 +27,6 @@ pub(super) const DEPTH: usize = 256;
 /// How long it takes, in ns, until a ring whose address leads nowhere is looked for again.
 const AWAY_NS: u64 = 1_000_000;
 
-/// A chain that was taken.
-#[derive(Clone)]
-pub(super) struct Held {
-    head: u16,
-    /// How many of its buffers the device reads.
-    readable: u32,
-    /// Its buffer, if that is all.
-    one: Desc,
-    /// Its buffers, if there are more (or none).
-    many: Vec<Desc>,
-    is_one: bool,
-}
-
-impl Default for Held {
-    fn default() -> Held {
-        let one = Desc::readable(0, 0);
-        Held { head: 0, readable: 0, one, many: Vec::new(), is_one: true }
-    }
-}
-
-impl Held {
-    /// All buffers: those that the device reads, then those that it writes.
-    #[inline]
-    pub(super) fn descs(&self) -> &[Desc] {
-        if self.is_one { std::slice::from_ref(&self.one) } else { &self.many }
-    }
-
-    /// The buffers that the device reads.
-    #[inline]
-    pub(super) fn readable(&self) -> &[Desc] {
-        &self.descs()[..self.readable as usize]
-    }
-
-    /// The buffers that the device writes.
-    #[inline]
-    pub(super) fn writable(&self) -> &[Desc] {
-        &self.descs()[self.readable as usize..]
-    }
-
-    /// Bytes that the device may read.
-    pub(super) fn readable_len(&self) -> u64 {
-        self.readable().iter().map(|desc| u64::from(desc.len)).sum()
-    }
-
-    /// Bytes that the device may write.
-    pub(super) fn writable_len(&self) -> u64 {
-        self.writable().iter().map(|desc| u64::from(desc.len)).sum()
-    }
-
-    #[inline]
-    fn fill(&mut self, taken: &Taken<'_>) {
-        (self.head, self.readable) = (taken.head(), taken.readable().len() as u32);
-        self.is_one = false;
-        self.many.clear();
-        match taken.descs() {
-            [one] => (self.one, self.is_one) = (*one, true),
-            many => self.many.extend_from_slice(many),
-        }
-    }
-}
-
 /// Whether a ring can be worked on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ready {
@@ -103,12 +42,8 @@ pub(super) enum Ready {
 pub(super) struct NetRing {
     index: u16,
     queue: device::Queue,
-    burst: Burst,
-    /// Chains that were taken and not given back, in the order of the ring: `held` of them from
-    /// `first` on.
-    slots: Box<[Held]>,
-    first: usize,
-    held: usize,
+    /// Chains that were taken and not given back, in the order of the ring.
+    taken: Burst,
     /// How many of them, the oldest, were looked up for what they lack.
     looked_up: usize,
     kick: Option<OwnedFd>,
@@ -137,10 +72,7 @@ impl NetRing {
         let mut ring = NetRing {
             index,
             queue,
-            burst: Burst::new(),
-            slots: vec![Held::default(); DEPTH].into(),
-            first: 0,
-            held: 0,
+            taken: Burst::new(),
             looked_up: 0,
             kick,
             call,
@@ -176,23 +108,27 @@ impl NetRing {
     /// How many chains are held.
     #[inline]
     pub(super) fn held(&self) -> usize {
-        self.held
-    }
-
-    #[inline]
-    fn slot(&self, at: usize) -> usize {
-        (self.first + at) % DEPTH
+        self.taken.len()
     }
 
     /// A chain that is held, counted from the oldest.
+    ///
+    /// # Panics
+    /// If so many are not held.
     #[inline]
-    pub(super) fn chain(&self, at: usize) -> &Held {
-        &self.slots[self.slot(at)]
+    pub(super) fn chain(&self, at: usize) -> Taken<'_> {
+        self.taken.get(at).expect("a chain that is held")
+    }
+
+    /// All chains that are held, the oldest first.
+    #[inline]
+    pub(super) fn chains(&self) -> impl Iterator<Item = Taken<'_>> {
+        self.taken.iter()
     }
 
     /// Whether no more can be held than there is.
     pub(super) fn is_full(&self) -> bool {
-        self.held >= DEPTH.min(self.queue.config().size.into())
+        self.held() >= DEPTH.min(self.queue.config().size.into())
     }
 
     /// This ring stops; all else goes on.
@@ -250,42 +186,28 @@ impl NetRing {
     /// The driver broke the rules.
     #[inline]
     pub(super) fn take<B: Translate>(&mut self, bus: &B, many: usize) -> Result<bool, RingError> {
-        let Some(most) = many.min(DEPTH).checked_sub(self.held).filter(|&most| most > 0) else {
+        let Some(most) = many.min(DEPTH).checked_sub(self.held()).filter(|&most| most > 0) else {
             return Ok(true);
         };
-        let count = match self.queue.pop_burst(bus, most, &mut self.burst) {
-            Ok(count) => count,
-            Err(error) => return missing_table(error),
-        };
-        for (at, taken) in self.burst.iter().enumerate() {
-            self.slots[(self.first + self.held + at) % DEPTH].fill(&taken);
+        match self.queue.pop_more(bus, most, &mut self.taken) {
+            Ok(_) => Ok(true),
+            Err(error) => missing_table(error),
         }
-        self.held += count;
-        Ok(true)
     }
 
     /// Gives the oldest chain that is held back, `len` bytes of it written.
     #[inline]
     pub(super) fn give_back(&mut self, len: u32) {
-        debug_assert!(self.held > 0);
-        self.queue.push_used(self.chain(0).head, len);
-        self.forget(1);
+        self.give_back_all(std::iter::once(len));
     }
 
     /// Gives the oldest chains back, with the bytes written to each.
     #[inline]
     pub(super) fn give_back_all(&mut self, lens: impl ExactSizeIterator<Item = u32>) {
-        let (count, first, slots) = (lens.len(), self.first, &self.slots);
-        debug_assert!(count <= self.held);
-        let head = |at: usize| slots[(first + at) % DEPTH].head;
-        self.queue.push_used_burst(lens.enumerate().map(|(at, len)| (head(at), len)));
-        self.forget(count);
-    }
-
-    #[inline]
-    fn forget(&mut self, count: usize) {
-        self.first = (self.first + count) % DEPTH;
-        self.held -= count;
+        let count = lens.len();
+        debug_assert!(count <= self.held());
+        self.queue.push_used_burst(self.taken.heads().zip(lens));
+        self.taken.forget(count);
         self.looked_up = self.looked_up.saturating_sub(count);
     }
 
@@ -293,12 +215,8 @@ impl NetRing {
     #[cold]
     pub(super) fn reject(&mut self, at: usize, why: Lost) {
         self.counters.lose(why, 1);
-        self.queue.push_used(self.chain(at).head, 0);
-        for later in at + 1..self.held {
-            let (a, b) = (self.slot(later - 1), self.slot(later));
-            self.slots.swap(a, b);
-        }
-        self.held -= 1;
+        self.queue.push_used(self.chain(at).head(), 0);
+        self.taken.remove(at);
         self.looked_up -= usize::from(at < self.looked_up);
     }
 
@@ -321,7 +239,7 @@ impl NetRing {
     /// Asks for what those of the first `many` held chains lack that were not looked up yet, or of all
     /// of them if `again`. Returns whether none lacks anything, as far as they were looked up now.
     pub(super) fn look_up<B: Lasting>(&mut self, bus: &B, many: usize, again: bool) -> bool {
-        let many = many.min(self.held);
+        let many = many.min(self.held());
         let from = if again { 0 } else { self.looked_up };
         self.looked_up = self.looked_up.max(many);
         (from..many).fold(true, |ready, at| self.prefetch(bus, at) & ready)
@@ -385,14 +303,14 @@ impl NetRing {
     /// is.
     pub(super) fn stop(mut self, bus: &impl Translate) -> u32 {
         // The newest first. One that cannot go back, as a later one was given up, is lost.
-        while let Some(last) = self.held.checked_sub(1) {
-            if !self.queue.untake(self.chain(last).head) {
+        while let Some(last) = self.held().checked_sub(1) {
+            if !self.queue.untake(self.chain(last).head()) {
                 break;
             }
-            self.held = last;
+            self.taken.truncate(last);
         }
-        if self.held > 0 && !self.failed && self.queue.is_valid() {
-            while self.held > 0 {
+        if self.held() > 0 && !self.failed && self.queue.is_valid() {
+            while self.held() > 0 {
                 self.lose(Lost::NoReceiver);
             }
             self.publish(bus);

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use super::{lane::Terms, wire::feature};
+use super::{round::Terms, wire::feature};
 use ringfence_mem::HostSlice;
 
 /// What TUNSETOFFLOAD takes.

@@ -14,13 +14,13 @@ use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{RingError, device};
 
 use super::{
-    lane::{Lane, Place, Terms, discard, forward},
     outlet::Outlet,
-    pieces::Plain,
     probe::Probe,
     ring::NetRing,
-    stats::{Lost, QueueCounters},
+    round::{Lane, Terms},
+    stats::QueueCounters,
     tap::Tap,
+    ways::{across, loopback, nowhere, outside},
     wire::feature,
 };
 use crate::{backend::RingStart, bus::Bus, event, worker::Unit};
@@ -76,16 +76,16 @@ pub(super) struct Connected {
 
 /// One device, as far as this worker has to do with it.
 #[derive(Default)]
-struct End {
+pub(super) struct End {
     /// `None`: no driver is there.
-    bus: Option<Bus>,
-    terms: Terms,
-    patience_ns: u64,
+    pub(super) bus: Option<Bus>,
+    pub(super) terms: Terms,
+    pub(super) patience_ns: u64,
     /// By pair.
-    receive: Vec<Option<Box<NetRing>>>,
-    transmit: Vec<Option<Box<NetRing>>>,
+    pub(super) receive: Vec<Option<Box<NetRing>>>,
+    pub(super) transmit: Vec<Option<Box<NetRing>>>,
     /// For each transmit ring.
-    lanes: Vec<Lane>,
+    pub(super) lanes: Vec<Lane>,
 }
 
 /// A worker's share of a network device, or of two that are back to back.
@@ -288,181 +288,6 @@ impl NetUnit {
         end.lanes.iter_mut().for_each(|lane| *lane = Lane::default());
         end.bus = None;
     }
-}
-
-impl End {
-    /// The receive ring for what comes on another's pair of that number.
-    #[inline]
-    fn receiver(&mut self, pair: usize) -> Option<&mut NetRing> {
-        let takes = |ring: &Option<Box<NetRing>>| {
-            ring.as_ref().is_some_and(|ring| ring.enabled && !ring.has_failed())
-        };
-        // Drivers need not use as many pairs as each other.
-        let at = if self.receive.get(pair).is_some_and(takes) {
-            pair
-        } else {
-            let many = self.receive.iter().filter(|ring| takes(ring)).count();
-            let nth = pair.checked_rem(many)?;
-            self.receive.iter().enumerate().filter(|(_, ring)| takes(ring)).nth(nth)?.0
-        };
-        self.receive[at].as_deref_mut()
-    }
-}
-
-/// One round of a transmit ring.
-fn round(
-    lane: &mut Lane,
-    from: (&mut NetRing, &Bus, Terms),
-    to: Option<(&mut NetRing, &Bus, Terms)>,
-    now_ns: u64,
-    patience_ns: u64,
-) -> bool {
-    let (ring, bus, terms) = from;
-    let why = match (&to, ring.enabled) {
-        _ if ring.has_failed() => return false,
-        // A ring that is started and disabled is emptied without effect (rule D28).
-        (_, false) => Some(Lost::Disabled),
-        (None, true) => Some(Lost::NoReceiver),
-        (Some(_), true) => None,
-    };
-    let (Some((target, target_bus, target_terms)), None) = (to, why) else {
-        let why = why.unwrap_or(Lost::NoReceiver);
-        return match bus {
-            Bus::Iommu(view) => discard(ring, &**view, why, now_ns),
-            Bus::Physical(physical) => discard(ring, &Plain::new(physical), why, now_ns),
-        };
-    };
-    // A way for each combination, so that what is not behind an IOMMU pays nothing for one.
-    macro_rules! go {
-        ($src:expr, $dst:expr) => {
-            forward(
-                lane,
-                &mut Place { ring, bus: $src, terms },
-                &mut Place { ring: target, bus: $dst, terms: target_terms },
-                now_ns,
-                patience_ns,
-            )
-        };
-    }
-    match (bus, target_bus) {
-        (Bus::Iommu(src), Bus::Iommu(dst)) => go!(&**src, &**dst),
-        (Bus::Iommu(src), Bus::Physical(dst)) => go!(&**src, &Plain::new(dst)),
-        (Bus::Physical(src), Bus::Iommu(dst)) => go!(&Plain::new(src), &**dst),
-        (Bus::Physical(src), Bus::Physical(dst)) => go!(&Plain::new(src), &Plain::new(dst)),
-    }
-}
-
-fn loopback(end: &mut End, now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
-        return false;
-    };
-    let mut busy = false;
-    for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
-        let Some(from) = transmit.as_deref_mut() else { continue };
-        let to = receive[pair].as_deref_mut().filter(|ring| ring.enabled && !ring.has_failed());
-        let to = to.map(|ring| (ring, &*bus, *terms));
-        busy |= round(lane, (from, bus, *terms), to, now_ns, *patience_ns);
-    }
-    busy
-}
-
-fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, transmit, lanes, .. } = from else {
-        return false;
-    };
-    let mut busy = false;
-    for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
-        let Some(ring) = transmit.as_deref_mut() else { continue };
-        let (target_bus, target_terms) = (to.bus.take(), to.terms);
-        let target = to.receiver(pair).zip(target_bus.as_ref());
-        let target = target.map(|(ring, bus)| (ring, bus, target_terms));
-        busy |= round(lane, (ring, bus, *terms), target, now_ns, *patience_ns);
-        to.bus = target_bus;
-    }
-    busy
-}
-
-fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
-        return false;
-    };
-    let (terms, patience_ns) = (*terms, *patience_ns);
-    let mut busy = false;
-    for (pair, outlet) in outlets.iter_mut().enumerate() {
-        if let Some(ring) = transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
-            let lane = &mut lanes[pair];
-            busy |= match (&*bus, ring.enabled) {
-                (Bus::Iommu(view), false) => discard(ring, &**view, Lost::Disabled, now_ns),
-                (Bus::Physical(bus), false) => {
-                    discard(ring, &Plain::new(bus), Lost::Disabled, now_ns)
-                }
-                (Bus::Iommu(view), true) => {
-                    let mut src = Place { ring, bus: &**view, terms };
-                    outlet.send(lane, &mut src, now_ns, patience_ns)
-                }
-                (Bus::Physical(bus), true) => outlet.send(
-                    lane,
-                    &mut Place { ring, bus: &Plain::new(bus), terms },
-                    now_ns,
-                    patience_ns,
-                ),
-            };
-        }
-        let takes = |ring: &&mut NetRing| ring.enabled && !ring.has_failed();
-        if let Some(ring) = receive[pair].as_deref_mut().filter(takes) {
-            busy |= match &*bus {
-                Bus::Iommu(view) => {
-                    let mut dst = Place { ring, bus: &**view, terms };
-                    outlet.take_in(&mut dst, now_ns, patience_ns)
-                }
-                Bus::Physical(bus) => outlet.take_in(
-                    &mut Place { ring, bus: &Plain::new(bus), terms },
-                    now_ns,
-                    patience_ns,
-                ),
-            };
-        }
-    }
-    busy
-}
-
-fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
-        return false;
-    };
-    let (terms, patience_ns) = (*terms, *patience_ns);
-    let works = |ring: &&mut NetRing| ring.enabled && !ring.has_failed();
-    let mut busy = false;
-    for (pair, probe) in probes.iter_mut().enumerate() {
-        if let Some(ring) = transmit[pair].as_deref_mut().filter(works) {
-            let lane = &mut lanes[pair];
-            busy |= match &*bus {
-                Bus::Iommu(view) => {
-                    let mut src = Place { ring, bus: &**view, terms };
-                    probe.swallow(lane, &mut src, now_ns, patience_ns)
-                }
-                Bus::Physical(bus) => probe.swallow(
-                    lane,
-                    &mut Place { ring, bus: &Plain::new(bus), terms },
-                    now_ns,
-                    patience_ns,
-                ),
-            };
-        }
-        if let Some(ring) = receive[pair].as_deref_mut().filter(works) {
-            busy |= match &*bus {
-                Bus::Iommu(view) => {
-                    probe.emit(&mut Place { ring, bus: &**view, terms }, now_ns, patience_ns)
-                }
-                Bus::Physical(bus) => probe.emit(
-                    &mut Place { ring, bus: &Plain::new(bus), terms },
-                    now_ns,
-                    patience_ns,
-                ),
-            };
-        }
-    }
-    busy
 }
 
 impl Unit for NetUnit {

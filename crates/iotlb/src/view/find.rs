@@ -56,7 +56,7 @@ impl View {
     }
 
     #[inline(never)]
-    fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+    pub(super) fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
         self.misses.set(self.misses.get() + 1);
         let iova = Iova(addr);
         let found = match &self.binding {

@@ -3,11 +3,14 @@
 use crate::{Chain, ChainFault, Desc};
 
 /// Chains that [`pop_burst`](super::Ring::pop_burst) took, their buffers one after the other. Made
-/// once and filled again by every burst.
+/// once and filled again by every burst; or a queue of chains that are taken and not given back, to
+/// which [`pop_more`](super::Ring::pop_more) appends.
 #[derive(Clone, Debug, Default)]
 pub struct Burst {
     descs: Vec<Desc>,
     chains: Vec<Part>,
+    /// Those before are forgotten.
+    first: usize,
     /// For chains that are longer than one buffer.
     pub(super) chain: Chain,
 }
@@ -22,6 +25,16 @@ struct Part {
     /// Where those end that the device reads.
     readable: u32,
     to: u32,
+}
+
+/// How many forgotten chains keep their room: moving those behind them costs little if it is rare.
+const SLACK: usize = 512;
+
+impl Part {
+    /// So many buffers before its own are gone.
+    fn lower(&mut self, by: u32) {
+        (self.from, self.readable, self.to) = (self.from - by, self.readable - by, self.to - by);
+    }
 }
 
 /// One chain of a [`Burst`].
@@ -63,6 +76,16 @@ impl<'b> Taken<'b> {
     pub fn writable(&self) -> &'b [Desc] {
         &self.descs[self.readable..]
     }
+
+    /// Bytes that the device may read, as [`Chain::readable_len`].
+    pub fn readable_len(&self) -> u64 {
+        self.readable().iter().map(|desc| u64::from(desc.len)).sum()
+    }
+
+    /// Bytes that the device may write, as [`Chain::writable_len`].
+    pub fn writable_len(&self) -> u64 {
+        self.writable().iter().map(|desc| u64::from(desc.len)).sum()
+    }
 }
 
 impl Burst {
@@ -74,31 +97,38 @@ impl Burst {
     /// How many chains it holds.
     #[inline]
     pub fn len(&self) -> usize {
-        self.chains.len()
+        self.chains.len() - self.first
     }
 
     /// Whether it holds none.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.chains.is_empty()
+        self.len() == 0
     }
 
     /// The buffers of all chains, one after the other: to look up their translations at once.
     #[inline]
     pub fn descs(&self) -> &[Desc] {
-        &self.descs
+        let from = self.chains.get(self.first).map_or(self.descs.len(), |part| part.from as usize);
+        &self.descs[from..]
     }
 
     /// Chain `index`, in the order of the ring.
     #[inline]
     pub fn get(&self, index: usize) -> Option<Taken<'_>> {
-        self.chains.get(index).map(|part| self.taken(part))
+        self.chains.get(self.first + index).map(|part| self.taken(part))
+    }
+
+    /// The chains' names, in the order of the ring.
+    #[inline]
+    pub fn heads(&self) -> impl ExactSizeIterator<Item = u16> {
+        self.chains[self.first..].iter().map(|part| part.head)
     }
 
     /// The chains, in the order of the ring.
     #[inline]
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = Taken<'_>> + ExactSizeIterator {
-        self.chains.iter().map(|part| self.taken(part))
+        self.chains[self.first..].iter().map(|part| self.taken(part))
     }
 
     #[inline]
@@ -110,9 +140,47 @@ impl Burst {
 
     /// Makes it empty; the memory stays.
     #[inline]
-    pub(super) fn clear(&mut self) {
+    pub fn clear(&mut self) {
         self.descs.clear();
         self.chains.clear();
+        self.first = 0;
+    }
+
+    /// Forgets the first `count` chains, or all if there are fewer.
+    #[inline]
+    pub fn forget(&mut self, count: usize) {
+        self.first += count.min(self.len());
+        if self.is_empty() {
+            self.clear();
+        } else if self.first >= SLACK {
+            self.close_up();
+        }
+    }
+
+    /// Forgets chain `index`, and keeps those around it.
+    pub fn remove(&mut self, index: usize) {
+        let index = self.first + index;
+        if index < self.chains.len() {
+            let Part { from, to, .. } = self.chains.remove(index);
+            self.descs.drain(from as usize..to as usize);
+            self.chains[index..].iter_mut().for_each(|part| part.lower(to - from));
+        }
+    }
+
+    /// Forgets all but the first `count` chains.
+    pub fn truncate(&mut self, count: usize) {
+        self.chains.truncate(self.first + count);
+        self.descs.truncate(self.chains.last().map_or(0, |part| part.to as usize));
+    }
+
+    /// Takes the room of those that are forgotten.
+    #[cold]
+    fn close_up(&mut self) {
+        let gone = self.chains[self.first].from;
+        self.descs.drain(..gone as usize);
+        self.chains.drain(..self.first);
+        self.chains.iter_mut().for_each(|part| part.lower(gone));
+        self.first = 0;
     }
 
     /// Appends a chain of one buffer, descriptor `at` of the ring.
@@ -122,7 +190,7 @@ impl Burst {
         if desc.wraps() {
             return Err(ChainFault::Wraps { at, addr, len });
         }
-        // At most 2^15 chains of at most 2^16 buffers each.
+        // At most 2^15 chains, and some that are forgotten, of at most 2^16 buffers each.
         let from = self.descs.len() as u32;
         let (readable, to) = (from + u32::from(!write), from + 1);
         self.descs.push(desc);
@@ -137,5 +205,92 @@ impl Burst {
         self.descs.extend_from_slice(descs);
         let to = self.descs.len() as u32;
         self.chains.push(Part { head, count, from, readable: from + readable as u32, to });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        One(u64),
+        Many(usize),
+        Forget(usize),
+        Remove(usize),
+        Truncate(usize),
+        Clear,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            60 => any::<u64>().prop_map(|addr| Step::One(addr >> 1)),
+            20 => (0..4usize).prop_map(Step::Many),
+            20 => (0..6usize).prop_map(Step::Forget),
+            4 => (0..300usize).prop_map(Step::Remove),
+            1 => (300..400usize).prop_map(Step::Truncate),
+            1 => Just(Step::Clear),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Whatever is forgotten, from either end or between, those that stay are as they were.
+        #[test]
+        fn it_is_a_queue(steps in prop::collection::vec(step(), 1..3000)) {
+            let (mut burst, mut plain) = (Burst::new(), VecDeque::new());
+            for (at, step) in steps.into_iter().enumerate() {
+                let head = at as u16;
+                match step {
+                    Step::One(addr) => {
+                        let desc = Desc { addr, len: 7, write: at % 2 == 0 };
+                        burst.push(head, 0, desc).unwrap();
+                        plain.push_back((head, 1, vec![desc]));
+                    }
+                    Step::Many(count) => {
+                        burst.chain.clear();
+                        (burst.chain.head, burst.chain.count) = (head, 9);
+                        let descs = vec![Desc::readable(at as u64, 3); count];
+                        descs.iter().for_each(|&desc| burst.chain.push(0, desc).unwrap());
+                        burst.push_chain();
+                        plain.push_back((head, 9, descs));
+                    }
+                    Step::Forget(count) => {
+                        burst.forget(count);
+                        plain.drain(..count.min(plain.len()));
+                    }
+                    Step::Remove(index) => {
+                        burst.remove(index);
+                        plain.remove(index);
+                    }
+                    Step::Truncate(count) => {
+                        burst.truncate(count);
+                        plain.truncate(count);
+                    }
+                    Step::Clear => {
+                        burst.clear();
+                        plain.clear();
+                    }
+                }
+                prop_assert_eq!(burst.len(), plain.len());
+                prop_assert!(burst.chains.len() <= plain.len() + SLACK);
+            }
+            let all: Vec<Desc> = plain.iter().flat_map(|(_, _, descs)| descs.clone()).collect();
+            prop_assert_eq!(burst.descs(), &all[..]);
+            prop_assert!(burst.heads().eq(plain.iter().map(|&(head, ..)| head)));
+            for (at, (head, count, descs)) in plain.iter().enumerate() {
+                let taken = burst.get(at).unwrap();
+                prop_assert_eq!((taken.head(), taken.count()), (*head, *count));
+                prop_assert_eq!(taken.descs(), &descs[..]);
+                prop_assert!(taken.readable().iter().all(|desc| !desc.write));
+                prop_assert!(taken.writable().iter().all(|desc| desc.write));
+            }
+            prop_assert!(burst.get(plain.len()).is_none());
+        }
     }
 }

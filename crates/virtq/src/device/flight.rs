@@ -4,7 +4,7 @@ use crate::ChainFault;
 
 /// The chains in flight, by name: a head of a split ring, a buffer id of a packed one.
 #[derive(Debug)]
-pub(super) struct Flight {
+pub struct Flight {
     /// 0 for a name that is free; else how many descriptors of the ring the chain takes, at least
     /// one, and above them the how manieth chain it was, or [`UNORDERED`].
     names: Box<[u64]>,

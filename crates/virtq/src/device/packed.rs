@@ -5,140 +5,47 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::{Access, Translate};
 
 use super::{
-    Burst, Config, Glimpse, PEEK_DESCS, Ring, Stored, Written,
+    Config, End, Glimpse, PEEK_DESCS, Stored, Written,
+    end::Format,
     flight::Flight,
     table::Table,
     window,
     written::{PACKED, entries},
 };
 use crate::{
-    Area, Chain, ChainFault, RingError, layout,
+    Area, Chain, ChainFault, Desc, RingError, layout,
     packed::{DescRing, Event, Place, State, Wanted},
 };
 
 /// The three areas, where they lie now.
 #[derive(Debug)]
-struct Areas {
+pub struct Areas {
     ring: DescRing,
     driver: Event,
     device: Event,
 }
 
-impl Areas {
-    fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
-        let Config { size, desc, avail, used, .. } = *config;
-        let (bytes, event) = (layout::desc_bytes(size), layout::packed::EVENT_SIZE);
-        let ring = window(mem, Area::Descriptors, desc, bytes, Access::ReadWrite)?;
-        let driver = window(mem, Area::DriverEvent, avail, event, Access::Read)?;
-        let device = window(mem, Area::DeviceEvent, used, event, Access::Write)?;
-        Ok(Areas {
-            ring: DescRing::new(ring, desc, size)?,
-            driver: Event::new(driver, Area::DriverEvent, avail)?,
-            device: Event::new(device, Area::DeviceEvent, used)?,
-        })
-    }
-}
-
-/// The device's end of a packed queue.
-#[derive(Debug)]
-pub struct Packed {
-    /// None until they are found for the first time.
-    areas: Option<Areas>,
-    /// The addresses have changed since `areas` were found.
-    moved: bool,
-    config: Config,
-    flight: Flight,
-    table: Table,
+/// Where the device stands in a packed ring.
+#[derive(Clone, Copy, Debug)]
+pub struct Places {
     /// Where the next chain is taken from, and where the next one is given back.
     next_avail: Place,
     next_used: Place,
     /// How many descriptors lie between the two: those of all chains in flight.
     held: u16,
-    /// Of these, how many belong to chains that were taken before the queue was made and whose ids
-    /// were not named since.
-    nameless: u16,
-    /// The first descriptor that was given back since [`publish_used`](Ring::publish_used), which
-    /// keeps those after it from the driver as long as it is not written.
+    /// The first descriptor that was given back since [`publish`](Format::publish), which keeps
+    /// those after it from the driver as long as it is not written.
     unpublished: Option<(u16, State)>,
     /// How many descriptors were given back since then.
     given: u64,
-    /// Whether kicks are asked for.
-    kicks: bool,
-    /// How many descriptors were published since [`written`](Ring::written) told, and whether it was
-    /// written what kicks are asked for.
+    /// How many descriptors were published since [`written`](Format::written) told.
     untold: u64,
-    asked: bool,
-    broken: Option<RingError>,
 }
 
+/// The device's end of a packed queue.
+pub type Packed = End<Places>;
+
 impl Packed {
-    /// As [`Queue::postponed`](super::Queue::postponed), for a packed ring.
-    ///
-    /// # Errors
-    /// [`RingError::PackedSize`], [`RingError::PackedBase`].
-    pub fn postponed(config: Config) -> Result<Packed, RingError> {
-        let Config { size, base, .. } = config;
-        if !layout::packed::is_size(size) {
-            return Err(RingError::PackedSize { size });
-        }
-        let next_avail = Place::from_bits(base as u16);
-        let next_used = match (base >> 16) as u16 {
-            // Some front ends leave out the high half. Behind this place it says nothing: there,
-            // chains in flight would be a whole ring or more.
-            0 if next_avail.wrap => next_avail,
-            bits => Place::from_bits(bits),
-        };
-        let held = match next_used.distance(next_avail, size) {
-            Some(held) if next_avail.at < size && held <= size => held,
-            _ => return Err(RingError::PackedBase { base, size }),
-        };
-        Ok(Packed {
-            areas: None,
-            moved: false,
-            config,
-            flight: Flight::new(size),
-            table: Table::new(config.indirect),
-            next_avail,
-            next_used,
-            held,
-            nameless: held,
-            unpublished: None,
-            given: 0,
-            kicks: true,
-            untold: 0,
-            asked: false,
-            broken: None,
-        })
-    }
-
-    /// As [`Queue::new`](super::Queue::new), for a packed ring.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn new(config: Config, mem: &impl Translate) -> Result<Packed, RingError> {
-        let mut queue = Packed::postponed(config)?;
-        queue.revalidate(mem)?;
-        Ok(queue)
-    }
-
-    #[cold]
-    fn refuse(&mut self, head: u16, fault: ChainFault) -> RingError {
-        let error = RingError::Chain { index: self.next_avail.at, head, fault };
-        // A translation that is missing now may be there later: the chain stays where it is.
-        if !matches!(fault, ChainFault::IndirectUnreachable { .. }) {
-            self.broken = Some(error);
-        }
-        error
-    }
-
-    /// The chain `id` of `count` descriptors is taken from the ring.
-    #[inline]
-    fn taken(&mut self, id: u16, count: u16) {
-        self.flight.take(id, count);
-        self.next_avail = self.next_avail.forward(count, self.config.size);
-        self.held += count;
-    }
-
     /// As [`Queue::take_stored`](super::Queue::take_stored).
     ///
     /// # Errors
@@ -153,49 +60,251 @@ impl Packed {
         stored: Stored<'_>,
         chain: &mut Chain,
     ) -> Result<(), RingError> {
-        chain.clear();
-        if let Some(error) = self.broken {
-            return Err(error);
+        self.resume(id, chain, |_, table, room, chain| {
+            chain.head = id;
+            match stored {
+                Stored::Buffers(descs) => {
+                    if descs.is_empty() || descs.len() > usize::from(room) {
+                        return Err(ChainFault::TooMany { room });
+                    }
+                    chain.count = descs.len() as u16;
+                    (0..).zip(descs).try_for_each(|(at, &desc)| chain.push(at, desc))
+                }
+                Stored::Table { addr, len } => {
+                    if room == 0 {
+                        return Err(ChainFault::TooMany { room });
+                    }
+                    chain.count = 1;
+                    walk_table(table, mem, 0, (addr, len), chain)
+                }
+            }
+        })
+    }
+}
+
+impl Format for Places {
+    type Areas = Areas;
+    /// Its address and its state.
+    type First = (u64, State);
+
+    fn new(config: &Config) -> Result<Places, RingError> {
+        let Config { size, base, .. } = *config;
+        if !layout::packed::is_size(size) {
+            return Err(RingError::PackedSize { size });
         }
-        assert!(!self.flight.began(), "chains in flight are named before others are taken");
-        let taken = self.flight.check(id).and_then(|()| self.walk_stored(mem, id, stored, chain));
-        if let Err(fault) = taken {
-            chain.clear();
-            return Err(self.refuse(id, fault));
+        let next_avail = Place::from_bits(base as u16);
+        let next_used = match (base >> 16) as u16 {
+            // Some front ends leave out the high half. Behind this place it says nothing: there,
+            // chains in flight would be a whole ring or more.
+            0 if next_avail.wrap => next_avail,
+            bits => Place::from_bits(bits),
+        };
+        match next_used.distance(next_avail, size) {
+            Some(held) if next_avail.at < size && held <= size => {
+                Ok(Places { next_avail, next_used, held, unpublished: None, given: 0, untold: 0 })
+            }
+            _ => Err(RingError::PackedBase { base, size }),
         }
-        self.flight.resume(id, chain.count);
-        let known = self.nameless.min(chain.count);
-        self.nameless -= known;
-        self.next_avail = self.next_avail.forward(chain.count - known, self.config.size);
-        self.held += chain.count - known;
+    }
+
+    fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
+        let Config { size, desc, avail, used, .. } = *config;
+        let (bytes, event) = (layout::desc_bytes(size), layout::packed::EVENT_SIZE);
+        let ring = window(mem, Area::Descriptors, desc, bytes, Access::ReadWrite)?;
+        let driver = window(mem, Area::DriverEvent, avail, event, Access::Read)?;
+        let device = window(mem, Area::DeviceEvent, used, event, Access::Write)?;
+        Ok(Areas {
+            ring: DescRing::new(ring, desc, size)?,
+            driver: Event::new(driver, Area::DriverEvent, avail)?,
+            device: Event::new(device, Area::DeviceEvent, used)?,
+        })
+    }
+
+    #[inline]
+    fn is_valid(areas: &Areas) -> bool {
+        areas.ring.is_valid() && areas.driver.is_valid() && areas.device.is_valid()
+    }
+
+    fn begin(&mut self, areas: &Areas, _: &Config) -> Result<(), RingError> {
+        // Front ends that know nothing of packed rings and pass on what drivers negotiate (User-Mode
+        // Linux) begin them as they begin split ones, at 0. Of a ring that was used before, that is
+        // the beginning of every second lap.
+        if Format::next_avail(self) == 0 && areas.ring.is_new() {
+            (self.next_avail, self.next_used) = (Place::START, Place::START);
+        }
         Ok(())
     }
 
-    fn walk_stored(
-        &mut self,
-        mem: &impl Translate,
-        id: u16,
-        stored: Stored<'_>,
+    #[inline]
+    fn look(&mut self, _: &Areas, _: u16, _: usize) -> Result<(), RingError> {
+        // Each descriptor says whether it is available.
+        Ok(())
+    }
+
+    #[inline]
+    fn next(&self, areas: &Areas, size: u16) -> Option<(u64, State)> {
+        let Place { at, wrap } = self.next_avail;
+        if self.held >= size {
+            return None;
+        }
+        // Acquire pairs with the Release of the driver, whose last store to the chain this is: its
+        // other descriptors and its buffers are seen by the loads that follow.
+        let state = areas.ring.state(at, Ordering::Acquire);
+        state.is_available(wrap).then(|| (areas.ring.addr(at), state))
+    }
+
+    #[inline]
+    fn single(&self, (addr, state): (u64, State)) -> Option<(u16, u16, Desc)> {
+        let single = !state.has(layout::DESC_F_NEXT | layout::DESC_F_INDIRECT);
+        single.then(|| (state.id(), self.next_avail.at, state.desc(addr)))
+    }
+
+    #[inline]
+    fn walk(
+        &self,
+        areas: &Areas,
+        first: (u64, State),
+        room: u16,
+        (flight, table, mem): (&Flight, &mut Table, &impl Translate),
         chain: &mut Chain,
     ) -> Result<(), ChainFault> {
-        let room = self.config.size - self.held + self.nameless;
-        chain.head = id;
-        match stored {
-            Stored::Buffers(descs) => {
-                if descs.is_empty() || descs.len() > usize::from(room) {
-                    return Err(ChainFault::TooMany { room });
-                }
-                chain.count = descs.len() as u16;
-                (0..).zip(descs).try_for_each(|(at, &desc)| chain.push(at, desc))
-            }
-            Stored::Table { addr, len } => {
-                if room == 0 {
-                    return Err(ChainFault::TooMany { room });
-                }
-                chain.count = 1;
-                walk_table(&mut self.table, mem, 0, (addr, len), chain)
-            }
+        walk(&areas.ring, table, mem, (self.next_avail, first), room, chain)?;
+        flight.check(chain.head)
+    }
+
+    #[inline]
+    fn places(count: u16) -> u16 {
+        count
+    }
+
+    #[inline]
+    fn forward(&mut self, places: u16, size: u16) {
+        self.next_avail = self.next_avail.forward(places, size);
+        self.held += places;
+    }
+
+    fn skip(&mut self, places: u16, size: u16) {
+        self.forward(places, size);
+    }
+
+    fn back(&mut self, places: u16, size: u16) {
+        self.next_avail = self.next_avail.back(places, size);
+        self.held -= places;
+    }
+
+    #[inline]
+    fn held(&self) -> u16 {
+        self.held
+    }
+
+    fn in_flight(&self, flight: &Flight) -> u16 {
+        flight.chains()
+    }
+
+    #[inline]
+    fn put(&mut self, areas: &Areas, (id, len): (u16, u32), places: u16, size: u16) {
+        let Place { at, wrap } = self.next_used;
+        // The place is free: it is that of a chain that was taken, and so copied.
+        let state = State::used(len, id, wrap);
+        match self.unpublished {
+            None => self.unpublished = Some((at, state)),
+            // The driver looks at one place after the other: it does not come here before the first
+            // is published, whose Release this store precedes.
+            Some(_) => areas.ring.set_state(at, state, Ordering::Relaxed),
         }
+        self.next_used = self.next_used.forward(places, size);
+        self.held -= places;
+        self.given += u64::from(places);
+    }
+
+    #[inline]
+    fn publish(&mut self, areas: &Areas, config: &Config) -> bool {
+        let Some((at, state)) = self.unpublished.take() else { return false };
+        // Release: a driver that sees this (with Acquire) sees what was given back with it and what
+        // was written to all those buffers, and we read none of them later.
+        areas.ring.set_state(at, state, Ordering::Release);
+        let given = core::mem::take(&mut self.given);
+        self.untold += given;
+        // That store and the load of what the driver asked for must not change places: as on a
+        // split ring, with the first descriptor in the place of the index.
+        fence(Ordering::SeqCst);
+        areas.driver.load().is_due(self.next_used, given, config.size, config.event_idx)
+    }
+
+    #[inline]
+    fn suppress(&self, areas: &Areas) {
+        areas.device.store(Wanted::NONE);
+    }
+
+    fn ask(&self, areas: &Areas, config: &Config) {
+        areas.device.store(match config.event_idx {
+            true => Wanted::at(self.next_avail),
+            false => Wanted::ALL,
+        });
+    }
+
+    fn peek(
+        &self,
+        areas: &Areas,
+        (skip, ahead): (u16, u16),
+        (config, table, mem): (&Config, &mut Table, &impl Translate),
+        mut each: impl FnMut(Glimpse),
+    ) -> u16 {
+        let (mut place, mut chains) = (self.next_avail, 0);
+        let size = config.size;
+        let mut entries = PEEK_DESCS;
+        for _ in 0..PEEK_DESCS.min(usize::from(size - self.held)) {
+            if chains == ahead {
+                return chains;
+            }
+            let state = areas.ring.state(place.at, Ordering::Acquire);
+            if !state.is_available(place.wrap) {
+                return chains.max(skip);
+            }
+            let addr = areas.ring.addr(place.at);
+            if chains < skip {
+                // Seen before.
+            } else if state.has(layout::DESC_F_INDIRECT) {
+                each(Glimpse::Table { addr, len: state.len() });
+                for entry in table.glimpse(mem, (addr, state.len()), &mut entries) {
+                    let (addr, state) = State::from_bytes(entry);
+                    each(Glimpse::Buffer(state.desc(addr)));
+                }
+            } else {
+                each(Glimpse::Buffer(state.desc(addr)));
+            }
+            chains += u16::from(!state.has(layout::DESC_F_NEXT));
+            place = place.forward(1, size);
+        }
+        // No more will ever be seen.
+        ahead.max(skip)
+    }
+
+    fn written<'w>(
+        &mut self,
+        areas: &'w Areas,
+        config: &Config,
+        mut each: impl FnMut(Written<'w>),
+    ) {
+        let size = config.size;
+        let count = core::mem::take(&mut self.untold).min(size.into()) as u16;
+        let first = self.next_used.back(count, size).at;
+        for (offset, len) in entries(PACKED, first, count, size) {
+            each(Written::new(Area::Descriptors, areas.ring.window(), offset, len));
+        }
+    }
+
+    fn wanted<'w>(areas: &'w Areas, _: &Config) -> Written<'w> {
+        let (window, len) = (areas.device.window(), layout::packed::EVENT_SIZE);
+        Written::new(Area::DeviceEvent, window, 0, len)
+    }
+
+    fn index(&self) -> u16 {
+        self.next_avail.at
+    }
+
+    fn next_avail(&self) -> u32 {
+        u32::from(self.next_avail.bits()) | u32::from(self.next_used.bits()) << 16
     }
 }
 
@@ -205,11 +314,11 @@ fn walk(
     ring: &DescRing,
     table: &mut Table,
     mem: &impl Translate,
-    (from, first): (Place, State),
+    (from, (addr, first)): (Place, (u64, State)),
     room: u16,
     chain: &mut Chain,
 ) -> Result<(), ChainFault> {
-    let (mut place, mut state) = (from, first);
+    let (mut place, mut addr, mut state) = (from, addr, first);
     chain.count = 0;
     loop {
         chain.count += 1;
@@ -220,9 +329,9 @@ fn walk(
                 return Err(ChainFault::IndirectNext { at });
             }
             chain.head = state.id();
-            return walk_table(table, mem, at, (ring.addr(at), state.len()), chain);
+            return walk_table(table, mem, at, (addr, state.len()), chain);
         }
-        chain.push(at, state.desc(ring.addr(at)))?;
+        chain.push(at, state.desc(addr))?;
         if !more {
             // The last one names the chain (virtio 2.8.6).
             chain.head = state.id();
@@ -235,6 +344,7 @@ fn walk(
         // The driver has made the first one available last, which we have seen: all of the chain
         // is there.
         state = ring.state(place.at, Ordering::Relaxed);
+        addr = ring.addr(place.at);
     }
 }
 
@@ -259,264 +369,4 @@ fn walk_table(
         chain.push(at, state.desc(addr))?;
     }
     Ok(())
-}
-
-impl Ring for Packed {
-    fn config(&self) -> &Config {
-        &self.config
-    }
-
-    #[inline]
-    fn is_valid(&self) -> bool {
-        let Some(Areas { ring, driver, device }) = &self.areas else { return false };
-        !self.moved && ring.is_valid() && driver.is_valid() && device.is_valid()
-    }
-
-    fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let areas = Areas::translate(&self.config, mem)?;
-        // Front ends that know nothing of packed rings and pass on what drivers negotiate (User-Mode
-        // Linux) begin them as they begin split ones, at 0. Of a ring that was used before, that is
-        // the beginning of every second lap.
-        if self.areas.is_none() && self.next_avail() == 0 && areas.ring.is_new() {
-            (self.next_avail, self.next_used) = (Place::START, Place::START);
-        }
-        self.areas = Some(areas);
-        self.moved = false;
-        Ok(())
-    }
-
-    fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
-        self.config = Config { desc, avail, used, ..self.config };
-        self.moved = true;
-        // What the new area says of kicks is not known.
-        self.kicks = true;
-    }
-
-    fn broken(&self) -> Option<RingError> {
-        self.broken
-    }
-
-    #[inline]
-    fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
-        chain.clear();
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let (place, room) = (self.next_avail, self.config.size - self.held);
-        let Some(areas) = self.areas.as_ref().filter(|_| room > 0) else { return Ok(false) };
-        // Acquire pairs with the Release of the driver, whose last store to the chain this is: its
-        // other descriptors and its buffers are seen by the loads that follow.
-        let first = areas.ring.state(place.at, Ordering::Acquire);
-        if !first.is_available(place.wrap) {
-            return Ok(false);
-        }
-        let taken = walk(&areas.ring, &mut self.table, mem, (place, first), room, chain)
-            .and_then(|()| self.flight.check(chain.head));
-        if let Err(fault) = taken {
-            let id = chain.head;
-            chain.clear();
-            return Err(self.refuse(id, fault));
-        }
-        self.taken(chain.head, chain.count);
-        Ok(true)
-    }
-
-    #[inline]
-    fn pop_burst(
-        &mut self,
-        mem: &impl Translate,
-        most: usize,
-        burst: &mut Burst,
-    ) -> Result<usize, RingError> {
-        burst.clear();
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let Some(areas) = &self.areas else { return Ok(0) };
-        // Copies: kept in the queue, they would be stored and loaded again for each chain.
-        let (size, mut place) = (self.config.size, self.next_avail);
-        let mut room = size - self.held;
-        let mut fault = None;
-        while burst.len() < most && room > 0 {
-            // As in `pop`.
-            let first = areas.ring.state(place.at, Ordering::Acquire);
-            if !first.is_available(place.wrap) {
-                break;
-            }
-            let mut id = first.id();
-            let taken = if first.has(layout::DESC_F_NEXT | layout::DESC_F_INDIRECT) {
-                burst.chain.clear();
-                let chain = &mut burst.chain;
-                let walked = walk(&areas.ring, &mut self.table, mem, (place, first), room, chain);
-                id = chain.head;
-                walked.and_then(|()| self.flight.check(id)).map(|()| {
-                    burst.push_chain();
-                    burst.chain.count
-                })
-            } else {
-                let desc = first.desc(areas.ring.addr(place.at));
-                self.flight.check(id).and_then(|()| burst.push(id, place.at, desc)).map(|()| 1)
-            };
-            match taken {
-                Ok(count) => {
-                    self.flight.take(id, count);
-                    place = place.forward(count, size);
-                    room -= count;
-                }
-                Err(found) => {
-                    fault = Some((id, found));
-                    break;
-                }
-            }
-        }
-        (self.next_avail, self.held) = (place, size - room);
-        match fault.map(|(id, fault)| self.refuse(id, fault)) {
-            Some(error) if burst.is_empty() => Err(error),
-            // Those before it are given first: the next call meets it again.
-            _ => Ok(burst.len()),
-        }
-    }
-
-    fn peek_from(
-        &mut self,
-        mem: &impl Translate,
-        skip: u16,
-        ahead: u16,
-        mut each: impl FnMut(Glimpse),
-    ) -> u16 {
-        let Some(areas) = &self.areas else { return 0 };
-        let (mut place, mut chains) = (self.next_avail, 0);
-        let size = self.config.size;
-        let mut entries = PEEK_DESCS;
-        for _ in 0..PEEK_DESCS.min(usize::from(size - self.held)) {
-            if chains == ahead {
-                return chains;
-            }
-            let state = areas.ring.state(place.at, Ordering::Acquire);
-            if !state.is_available(place.wrap) {
-                return chains.max(skip);
-            }
-            let addr = areas.ring.addr(place.at);
-            if chains < skip {
-                // Seen before.
-            } else if state.has(layout::DESC_F_INDIRECT) {
-                each(Glimpse::Table { addr, len: state.len() });
-                for entry in self.table.glimpse(mem, (addr, state.len()), &mut entries) {
-                    let (addr, state) = State::from_bytes(entry);
-                    each(Glimpse::Buffer(state.desc(addr)));
-                }
-            } else {
-                each(Glimpse::Buffer(state.desc(addr)));
-            }
-            chains += u16::from(!state.has(layout::DESC_F_NEXT));
-            place = place.forward(1, size);
-        }
-        // No more will ever be seen.
-        ahead.max(skip)
-    }
-
-    fn untake(&mut self, head: u16) -> bool {
-        let Some(count) = self.flight.untake(head) else { return false };
-        // What is given back is written over the chains before this one only: as many descriptors
-        // as they had, from where the first of them began. So it is found there again; if the
-        // driver changed it, that is checked again.
-        self.next_avail = self.next_avail.back(count, self.config.size);
-        self.held -= count;
-        true
-    }
-
-    #[inline]
-    fn push_used(&mut self, head: u16, len: u32) {
-        self.push_used_burst([(head, len)]);
-    }
-
-    #[inline]
-    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
-        let (size, mut place) = (self.config.size, self.next_used);
-        let mut given = 0;
-        for (head, len) in used {
-            let count = self.flight.give_back(head);
-            let Some(areas) = &self.areas else { unreachable!("a chain was taken from it") };
-            // The place is free: it is that of a chain that was taken, and so copied.
-            let state = State::used(len, head, place.wrap);
-            match self.unpublished {
-                None => self.unpublished = Some((place.at, state)),
-                // The driver looks at one place after the other: it does not come here before the
-                // first is published, whose Release this store precedes.
-                Some(_) => areas.ring.set_state(place.at, state, Ordering::Relaxed),
-            }
-            place = place.forward(count, size);
-            given += u64::from(count);
-        }
-        self.next_used = place;
-        // They are among those held.
-        self.held -= given as u16;
-        self.given += given;
-    }
-
-    #[inline]
-    fn publish_used(&mut self) -> bool {
-        let Some(areas) = &self.areas else { return false };
-        let Some((at, state)) = self.unpublished.take() else { return false };
-        // Release: a driver that sees this (with Acquire) sees what was given back with it and what
-        // was written to all those buffers, and we read none of them later.
-        areas.ring.set_state(at, state, Ordering::Release);
-        let given = core::mem::take(&mut self.given);
-        self.untold += given;
-        // That store and the load of what the driver asked for must not change places: as on a
-        // split ring, with the first descriptor in the place of the index.
-        fence(Ordering::SeqCst);
-        let Config { size, event_idx, .. } = self.config;
-        areas.driver.load().is_due(self.next_used, given, size, event_idx)
-    }
-
-    #[inline]
-    fn suppress_kicks(&mut self) {
-        let Some(areas) = &self.areas else { return };
-        // The line belongs to what the driver reads: do not touch it without need.
-        if core::mem::replace(&mut self.kicks, false) {
-            self.asked = true;
-            areas.device.store(Wanted::NONE);
-        }
-    }
-
-    fn enable_kicks(&mut self) -> bool {
-        let Some(areas) = &self.areas else { return false };
-        (self.kicks, self.asked) = (true, true);
-        let next = self.next_avail;
-        areas.device.store(if self.config.event_idx { Wanted::at(next) } else { Wanted::ALL });
-        // Either we see the descriptor that the driver has published, or it sees what we have just
-        // asked for: argued in the driver's `needs_kick`.
-        fence(Ordering::SeqCst);
-        // A broken queue has something to say as well.
-        self.broken.is_some()
-            || self.held < self.config.size
-                && areas.ring.state(next.at, Ordering::Relaxed).is_available(next.wrap)
-    }
-
-    fn next_avail(&self) -> u32 {
-        u32::from(self.next_avail.bits()) | u32::from(self.next_used.bits()) << 16
-    }
-
-    fn in_flight(&self) -> u16 {
-        self.flight.chains()
-    }
-
-    fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
-        let Some(areas) = &self.areas else { return };
-        let size = self.config.size;
-        let count = self.untold.min(size.into()) as u16;
-        let first = self.next_used.back(count, size).at;
-        for (offset, len) in entries(PACKED, first, count, size) {
-            each(Written::new(Area::Descriptors, areas.ring.window(), offset, len));
-        }
-        if self.asked {
-            let (window, len) = (areas.device.window(), layout::packed::EVENT_SIZE);
-            each(Written::new(Area::DeviceEvent, window, 0, len));
-        }
-        (self.untold, self.asked) = (0, false);
-    }
 }

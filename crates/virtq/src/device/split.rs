@@ -5,26 +5,80 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::{Access, Translate};
 
 use super::{
-    Burst, Config, Glimpse, PEEK_DESCS, Ring, Written,
+    Config, End, Glimpse, PEEK_DESCS, Written,
+    end::Format,
     flight::Flight,
     table::Table,
     window,
     written::{USED, entries},
 };
 use crate::{
-    Area, Chain, ChainFault, RingError, layout,
+    Area, Chain, ChainFault, Desc, RingError, layout,
     ring::{AvailRing, DescTable, RawDesc, UsedRing},
 };
 
 /// The three areas, where they lie now.
 #[derive(Debug)]
-struct Areas {
+pub struct Areas {
     desc: DescTable,
     avail: AvailRing,
     used: UsedRing,
 }
 
-impl Areas {
+/// Where the device stands in a split ring.
+#[derive(Clone, Copy, Debug)]
+pub struct Indices {
+    /// The available index of the next chain to take.
+    next_avail: u16,
+    /// The available index when it was last read.
+    seen: u16,
+    /// The used index of the next chain to give back, and up to which the driver was told.
+    next_used: u16,
+    published: u16,
+    /// Up to which [`written`](Format::written) has told.
+    told: u16,
+}
+
+/// The device's end of a split queue.
+pub type Split = End<Indices>;
+
+impl Split {
+    /// As [`Queue::take_head`](super::Queue::take_head).
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn take_head(
+        &mut self,
+        mem: &impl Translate,
+        head: u16,
+        chain: &mut Chain,
+    ) -> Result<(), RingError> {
+        self.resume(head, chain, |areas, table, _, chain| {
+            let areas = areas.expect("a ring that was found");
+            walk(areas, table, mem, head, areas.desc.load(head), chain)
+        })
+    }
+}
+
+impl Format for Indices {
+    type Areas = Areas;
+    /// The head, and its descriptor.
+    type First = (u16, RawDesc);
+
+    fn new(config: &Config) -> Result<Indices, RingError> {
+        let Config { size, base, .. } = *config;
+        if !layout::is_size(size) {
+            return Err(RingError::Size { size });
+        }
+        let Ok(next) = u16::try_from(base) else {
+            return Err(RingError::Base { base, used: 0, size });
+        };
+        Ok(Indices { next_avail: next, seen: next, next_used: next, published: next, told: next })
+    }
+
     fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
         let Config { size, desc, avail, used, event_idx, .. } = *config;
         // Without EVENT_IDX the events need not exist.
@@ -42,144 +96,223 @@ impl Areas {
             used: UsedRing::new(used_window, used, size, event_idx)?,
         })
     }
-}
 
-/// The device's end of a split queue.
-#[derive(Debug)]
-pub struct Split {
-    /// None until they are found for the first time.
-    areas: Option<Areas>,
-    /// The addresses have changed since `areas` were found.
-    moved: bool,
-    config: Config,
-    flight: Flight,
-    table: Table,
-    /// The available index of the next chain to take.
-    next_avail: u16,
-    /// The available index when it was last read.
-    seen: u16,
-    /// The used index of the next chain to give back, and up to which the driver was told.
-    next_used: u16,
-    published: u16,
-    /// Chains that were taken before the queue was made and whose heads were not named since.
-    nameless: u16,
-    /// Whether kicks are asked for.
-    kicks: bool,
-    /// The used index up to which [`written`](Ring::written) has told, and whether since then it was
-    /// written what kicks are asked for.
-    told: u16,
-    asked: bool,
-    broken: Option<RingError>,
-}
-
-impl Split {
-    /// As [`Queue::postponed`](super::Queue::postponed), for a split ring.
-    ///
-    /// # Errors
-    /// [`RingError::Size`], [`RingError::Base`].
-    pub fn postponed(config: Config) -> Result<Split, RingError> {
-        let Config { size, base, .. } = config;
-        if !layout::is_size(size) {
-            return Err(RingError::Size { size });
-        }
-        let Ok(next_avail) = u16::try_from(base) else {
-            return Err(RingError::Base { base, used: 0, size });
-        };
-        Ok(Split {
-            areas: None,
-            moved: false,
-            config,
-            flight: Flight::new(size),
-            table: Table::new(config.indirect),
-            next_avail,
-            seen: next_avail,
-            next_used: next_avail,
-            published: next_avail,
-            nameless: 0,
-            kicks: true,
-            told: next_avail,
-            asked: false,
-            broken: None,
-        })
+    #[inline]
+    fn is_valid(areas: &Areas) -> bool {
+        areas.desc.is_valid() && areas.avail.is_valid() && areas.used.is_valid()
     }
 
-    /// As [`Queue::new`](super::Queue::new), for a split ring.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn new(config: Config, mem: &impl Translate) -> Result<Split, RingError> {
-        let mut queue = Split::postponed(config)?;
-        queue.revalidate(mem)?;
-        Ok(queue)
+    fn begin(&mut self, areas: &Areas, config: &Config) -> Result<(), RingError> {
+        // Read once, now: from here on only we write it.
+        let used = areas.used.idx().load(Ordering::Relaxed);
+        let Config { size, base, .. } = *config;
+        if self.next_avail.wrapping_sub(used) > size {
+            return Err(RingError::Base { base, used, size });
+        }
+        (self.next_used, self.published, self.told) = (used, used, used);
+        Ok(())
     }
 
     /// Reads the available index, once for as many chains as it announces.
     #[inline]
-    fn look(&mut self) -> Result<(), RingError> {
-        let Some(areas) = &self.areas else { return Ok(()) };
+    fn look(&mut self, areas: &Areas, size: u16, most: usize) -> Result<(), RingError> {
+        let next = self.next_avail;
+        if usize::from(self.seen.wrapping_sub(next)) >= most.min(size.into()) {
+            return Ok(());
+        }
         // Acquire pairs with the driver's Release: the entries, descriptors and buffers of every
         // chain before the index are seen by the loads that follow.
         let idx = areas.avail.idx().load(Ordering::Acquire);
-        let size = self.config.size;
-        let next = self.next_avail;
-        // At most `size`: so it began (`revalidate`), and never more chains are taken than the
-        // check below admits.
-        let in_flight = next.wrapping_sub(self.next_used);
+        // At most `size`: so it began, and never more chains are taken than the check below admits.
+        let in_flight = self.held();
         if idx.wrapping_sub(next) > size - in_flight {
-            let error = RingError::AvailJump { next, idx, in_flight, size };
-            self.broken = Some(error);
-            return Err(error);
+            return Err(RingError::AvailJump { next, idx, in_flight, size });
         }
         self.seen = idx;
         Ok(())
     }
 
-    #[cold]
-    fn refuse(&mut self, head: u16, fault: ChainFault) -> RingError {
-        let error = RingError::Chain { index: self.next_avail, head, fault };
-        // A translation that is missing now may be there later: the chain stays where it is.
-        if !matches!(fault, ChainFault::IndirectUnreachable { .. }) {
-            self.broken = Some(error);
-        }
-        error
+    #[inline]
+    fn next(&self, areas: &Areas, _: u16) -> Option<(u16, RawDesc)> {
+        (self.seen != self.next_avail).then(|| {
+            let head = areas.avail.head(self.next_avail).load(Ordering::Relaxed);
+            // Of a head that is none: what is read stays in the table, and is not used.
+            (head, areas.desc.load(head))
+        })
     }
 
-    /// As [`Queue::take_head`](super::Queue::take_head).
-    ///
-    /// # Errors
-    /// As there.
-    ///
-    /// # Panics
-    /// As there.
-    pub fn take_head(
-        &mut self,
-        mem: &impl Translate,
-        head: u16,
+    #[inline]
+    fn single(&self, (head, first): (u16, RawDesc)) -> Option<(u16, u16, Desc)> {
+        let single = !first.has(layout::DESC_F_NEXT | layout::DESC_F_INDIRECT);
+        single.then(|| (head, head, first.desc()))
+    }
+
+    #[inline]
+    fn walk(
+        &self,
+        areas: &Areas,
+        (head, first): (u16, RawDesc),
+        _: u16,
+        (flight, table, mem): (&Flight, &mut Table, &impl Translate),
         chain: &mut Chain,
-    ) -> Result<(), RingError> {
-        chain.clear();
-        if let Some(error) = self.broken {
-            return Err(error);
+    ) -> Result<(), ChainFault> {
+        chain.head = head;
+        flight.check(head)?;
+        walk(areas, table, mem, head, first, chain)
+    }
+
+    #[inline]
+    fn places(_: u16) -> u16 {
+        1
+    }
+
+    #[inline]
+    fn forward(&mut self, places: u16, _: u16) {
+        self.next_avail = self.next_avail.wrapping_add(places);
+    }
+
+    fn skip(&mut self, places: u16, size: u16) {
+        self.forward(places, size);
+        self.seen = self.next_avail;
+    }
+
+    fn back(&mut self, places: u16, _: u16) {
+        self.next_avail = self.next_avail.wrapping_sub(places);
+    }
+
+    #[inline]
+    fn held(&self) -> u16 {
+        self.next_avail.wrapping_sub(self.next_used)
+    }
+
+    fn in_flight(&self, _: &Flight) -> u16 {
+        self.held()
+    }
+
+    #[inline]
+    fn put(&mut self, areas: &Areas, (head, len): (u16, u32), _: u16, _: u16) {
+        // The element is free: it was last used `size` chains ago, and the driver has since made
+        // available, after it took that one back, the chain that made room for this one.
+        areas.used.store(self.next_used, head.into(), len);
+        self.next_used = self.next_used.wrapping_add(1);
+    }
+
+    #[inline]
+    fn soon(&self, areas: &Areas, count: usize) {
+        areas.used.soon(self.next_used, count);
+    }
+
+    #[inline]
+    fn publish(&mut self, areas: &Areas, _: &Config) -> bool {
+        let (old, new) = (self.published, self.next_used);
+        if old == new {
+            return false;
         }
-        assert!(!self.flight.began(), "chains in flight are named before others are taken");
-        let areas = self.areas.as_ref().expect("a ring that was found");
-        let taken = self.flight.check(head).and_then(|()| {
-            let first = areas.desc.load(head);
-            walk(areas, &mut self.table, mem, head, first, chain)
-        });
-        if let Err(fault) = taken {
-            chain.clear();
-            return Err(self.refuse(head, fault));
-        }
-        self.flight.resume(head, 1);
-        match self.nameless.checked_sub(1) {
-            Some(left) => self.nameless = left,
+        self.published = new;
+        // Release: a driver that reads this index (with Acquire) sees the elements before it and
+        // what was written to their buffers, and we read none of those buffers later.
+        areas.used.idx().store(new, Ordering::Release);
+        // The store of the index and the load of what the driver asked for must not change places:
+        // the mirror image of the driver's `needs_kick`, with the same argument. The driver's part
+        // is in its `enable_notifications`.
+        fence(Ordering::SeqCst);
+        match areas.avail.used_event() {
+            Some(event) => layout::passed_event(event.load(Ordering::Relaxed), new, old),
             None => {
-                self.next_avail = self.next_avail.wrapping_add(1);
-                self.seen = self.next_avail;
+                let flags = areas.avail.flags().load(Ordering::Relaxed);
+                flags & layout::AVAIL_F_NO_INTERRUPT == 0
             }
         }
-        Ok(())
+    }
+
+    #[inline]
+    fn suppress(&self, areas: &Areas) {
+        match areas.used.avail_event() {
+            // There is no event that says never; this one is half a lap of the index away, so that a
+            // poller is kicked once in 2^16 chains.
+            Some(event) => event.store(self.next_avail ^ 0x8000, Ordering::Relaxed),
+            None => areas.used.flags().store(layout::USED_F_NO_NOTIFY, Ordering::Relaxed),
+        }
+    }
+
+    fn ask(&self, areas: &Areas, _: &Config) {
+        match areas.used.avail_event() {
+            Some(event) => event.store(self.next_avail, Ordering::Relaxed),
+            None => areas.used.flags().store(0, Ordering::Relaxed),
+        }
+    }
+
+    fn peek(
+        &self,
+        areas: &Areas,
+        (skip, ahead): (u16, u16),
+        (config, table, mem): (&Config, &mut Table, &impl Translate),
+        mut each: impl FnMut(Glimpse),
+    ) -> u16 {
+        let size = config.size;
+        let idx = areas.avail.idx().load(Ordering::Acquire);
+        let ready = idx.wrapping_sub(self.next_avail).min(size).min(ahead);
+        let mut left = PEEK_DESCS;
+        for step in skip..ready {
+            let mut at =
+                areas.avail.head(self.next_avail.wrapping_add(step)).load(Ordering::Relaxed);
+            // Whatever the numbers are: `load` stays in the table, and `left` ends a loop.
+            loop {
+                if left == 0 {
+                    // The rest of a chain that has no end would never be seen.
+                    return step + 1;
+                }
+                left -= 1;
+                let raw = areas.desc.load(at);
+                if raw.has(layout::DESC_F_INDIRECT) {
+                    each(Glimpse::Table { addr: raw.addr, len: raw.len });
+                    for entry in table.glimpse(mem, (raw.addr, raw.len), &mut left) {
+                        each(Glimpse::Buffer(RawDesc::from_bytes(entry).desc()));
+                    }
+                    break;
+                }
+                each(Glimpse::Buffer(raw.desc()));
+                if !raw.has(layout::DESC_F_NEXT) {
+                    break;
+                }
+                at = raw.next;
+            }
+        }
+        ready.max(skip)
+    }
+
+    fn written<'w>(
+        &mut self,
+        areas: &'w Areas,
+        config: &Config,
+        mut each: impl FnMut(Written<'w>),
+    ) {
+        let (used, size) = (areas.used.window(), config.size);
+        let count = self.published.wrapping_sub(self.told).min(size);
+        self.told = self.published;
+        if count > 0 {
+            let first = self.published.wrapping_sub(count) & (size - 1);
+            for (offset, len) in entries(USED, first, count, size) {
+                each(Written::new(Area::Used, used, offset, len));
+            }
+            each(Written::new(Area::Used, used, layout::IDX, 2));
+        }
+    }
+
+    fn wanted<'w>(areas: &'w Areas, config: &Config) -> Written<'w> {
+        let event = match config.event_idx {
+            true => layout::avail_event(config.size),
+            false => layout::FLAGS,
+        };
+        Written::new(Area::Used, areas.used.window(), event, 2)
+    }
+
+    fn index(&self) -> u16 {
+        self.next_avail
+    }
+
+    fn next_avail(&self) -> u32 {
+        self.next_avail.into()
     }
 }
 
@@ -252,258 +385,4 @@ fn walk_table(
         at = raw.next;
     }
     Err(ChainFault::Loop { entries })
-}
-
-impl Ring for Split {
-    fn config(&self) -> &Config {
-        &self.config
-    }
-
-    #[inline]
-    fn is_valid(&self) -> bool {
-        let Some(Areas { desc, avail, used }) = &self.areas else { return false };
-        !self.moved && desc.is_valid() && avail.is_valid() && used.is_valid()
-    }
-
-    fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let areas = Areas::translate(&self.config, mem)?;
-        if self.areas.is_none() {
-            // Read once, now: from here on only we write it.
-            let used = areas.used.idx().load(Ordering::Relaxed);
-            let (next, Config { size, base, .. }) = (self.next_avail, self.config);
-            self.nameless = next.wrapping_sub(used);
-            if self.nameless > size {
-                let error = RingError::Base { base, used, size };
-                self.broken = Some(error);
-                return Err(error);
-            }
-            (self.next_used, self.published, self.told) = (used, used, used);
-        }
-        self.areas = Some(areas);
-        self.moved = false;
-        Ok(())
-    }
-
-    fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
-        self.config = Config { desc, avail, used, ..self.config };
-        self.moved = true;
-        // What the new area says of kicks is not known.
-        self.kicks = true;
-    }
-
-    fn broken(&self) -> Option<RingError> {
-        self.broken
-    }
-
-    #[inline]
-    fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
-        chain.clear();
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let index = self.next_avail;
-        if self.seen == index {
-            self.look()?;
-            if self.seen == index {
-                return Ok(false);
-            }
-        }
-        let Some(areas) = &self.areas else { return Ok(false) };
-        let head = areas.avail.head(index).load(Ordering::Relaxed);
-        let taken = self.flight.check(head).and_then(|()| {
-            let first = areas.desc.load(head);
-            walk(areas, &mut self.table, mem, head, first, chain)
-        });
-        if let Err(fault) = taken {
-            chain.clear();
-            return Err(self.refuse(head, fault));
-        }
-        self.flight.take(head, chain.count);
-        self.next_avail = index.wrapping_add(1);
-        Ok(true)
-    }
-
-    #[inline]
-    fn pop_burst(
-        &mut self,
-        mem: &impl Translate,
-        most: usize,
-        burst: &mut Burst,
-    ) -> Result<usize, RingError> {
-        burst.clear();
-        if let Some(error) = self.broken {
-            return Err(error);
-        }
-        let most = most.min(self.config.size.into()) as u16;
-        if self.seen.wrapping_sub(self.next_avail) < most {
-            self.look()?;
-        }
-        let Some(areas) = &self.areas else { return Ok(0) };
-        let ready = self.seen.wrapping_sub(self.next_avail).min(most);
-        for _ in 0..ready {
-            let head = areas.avail.head(self.next_avail).load(Ordering::Relaxed);
-            let taken = self.flight.check(head).and_then(|()| {
-                let first = areas.desc.load(head);
-                if !first.has(layout::DESC_F_NEXT | layout::DESC_F_INDIRECT) {
-                    return burst.push(head, head, first.desc()).map(|()| 1);
-                }
-                burst.chain.clear();
-                walk(areas, &mut self.table, mem, head, first, &mut burst.chain)?;
-                burst.push_chain();
-                Ok(burst.chain.count)
-            });
-            match taken {
-                Ok(count) => self.flight.take(head, count),
-                Err(fault) => {
-                    // Those before it are given first: the next call meets it again.
-                    let error = self.refuse(head, fault);
-                    return if burst.is_empty() { Err(error) } else { Ok(burst.len()) };
-                }
-            }
-            self.next_avail = self.next_avail.wrapping_add(1);
-        }
-        Ok(burst.len())
-    }
-
-    fn peek_from(
-        &mut self,
-        mem: &impl Translate,
-        skip: u16,
-        ahead: u16,
-        mut each: impl FnMut(Glimpse),
-    ) -> u16 {
-        let Some(areas) = &self.areas else { return 0 };
-        let size = self.config.size;
-        let idx = areas.avail.idx().load(Ordering::Acquire);
-        let ready = idx.wrapping_sub(self.next_avail).min(size).min(ahead);
-        let mut left = PEEK_DESCS;
-        for step in skip..ready {
-            let mut at =
-                areas.avail.head(self.next_avail.wrapping_add(step)).load(Ordering::Relaxed);
-            // Whatever the numbers are: `load` stays in the table, and `left` ends a loop.
-            loop {
-                if left == 0 {
-                    // The rest of a chain that has no end would never be seen.
-                    return step + 1;
-                }
-                left -= 1;
-                let raw = areas.desc.load(at);
-                if raw.has(layout::DESC_F_INDIRECT) {
-                    each(Glimpse::Table { addr: raw.addr, len: raw.len });
-                    for entry in self.table.glimpse(mem, (raw.addr, raw.len), &mut left) {
-                        each(Glimpse::Buffer(RawDesc::from_bytes(entry).desc()));
-                    }
-                    break;
-                }
-                each(Glimpse::Buffer(raw.desc()));
-                if !raw.has(layout::DESC_F_NEXT) {
-                    break;
-                }
-                at = raw.next;
-            }
-        }
-        ready.max(skip)
-    }
-
-    fn untake(&mut self, head: u16) -> bool {
-        let undone = self.flight.untake(head).is_some();
-        if undone {
-            // The driver may not touch its entry or its descriptors before it is given back, so
-            // that it is found there again; if it did, that is checked again.
-            self.next_avail = self.next_avail.wrapping_sub(1);
-        }
-        undone
-    }
-
-    #[inline]
-    fn push_used(&mut self, head: u16, len: u32) {
-        self.flight.give_back(head);
-        let areas = self.areas.as_ref().expect("a chain was taken from it");
-        // The element is free: it was last used `size` chains ago, and the driver has since made
-        // available, after it took that one back, the chain that made room for this one.
-        areas.used.store(self.next_used, head.into(), len);
-        self.next_used = self.next_used.wrapping_add(1);
-    }
-
-    #[inline]
-    fn publish_used(&mut self) -> bool {
-        let (old, new) = (self.published, self.next_used);
-        if old == new {
-            return false;
-        }
-        let Some(areas) = &self.areas else { return false };
-        self.published = new;
-        // Release: a driver that reads this index (with Acquire) sees the elements before it and
-        // what was written to their buffers, and we read none of those buffers later.
-        areas.used.idx().store(new, Ordering::Release);
-        // The store of the index and the load of what the driver asked for must not change places:
-        // the mirror image of the driver's `needs_kick`, with the same argument. The driver's part
-        // is in its `enable_notifications`.
-        fence(Ordering::SeqCst);
-        match areas.avail.used_event() {
-            Some(event) => layout::passed_event(event.load(Ordering::Relaxed), new, old),
-            None => {
-                let flags = areas.avail.flags().load(Ordering::Relaxed);
-                flags & layout::AVAIL_F_NO_INTERRUPT == 0
-            }
-        }
-    }
-
-    #[inline]
-    fn suppress_kicks(&mut self) {
-        let Some(areas) = &self.areas else { return };
-        // The line belongs to what the driver reads: do not touch it without need.
-        if core::mem::replace(&mut self.kicks, false) {
-            self.asked = true;
-            match areas.used.avail_event() {
-                // There is no event that says never; this one is half a lap of the index away, so
-                // that a poller is kicked once in 2^16 chains.
-                Some(event) => event.store(self.next_avail ^ 0x8000, Ordering::Relaxed),
-                None => areas.used.flags().store(layout::USED_F_NO_NOTIFY, Ordering::Relaxed),
-            }
-        }
-    }
-
-    fn enable_kicks(&mut self) -> bool {
-        let Some(areas) = &self.areas else { return false };
-        (self.kicks, self.asked) = (true, true);
-        match areas.used.avail_event() {
-            Some(event) => event.store(self.next_avail, Ordering::Relaxed),
-            None => areas.used.flags().store(0, Ordering::Relaxed),
-        }
-        // Either we see the index that the driver has published, or it sees what we have just
-        // asked for: argued in the driver's `needs_kick`.
-        fence(Ordering::SeqCst);
-        // A broken queue has something to say as well.
-        self.broken.is_some() || self.look().is_err() || self.seen != self.next_avail
-    }
-
-    fn next_avail(&self) -> u32 {
-        self.next_avail.into()
-    }
-
-    fn in_flight(&self) -> u16 {
-        self.next_avail.wrapping_sub(self.next_used)
-    }
-
-    fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
-        let Some(areas) = &self.areas else { return };
-        let (used, size) = (areas.used.window(), self.config.size);
-        let mut tell = |offset, len| each(Written::new(Area::Used, used, offset, len));
-        let count = self.published.wrapping_sub(self.told).min(size);
-        if count > 0 {
-            let first = self.published.wrapping_sub(count) & (size - 1);
-            entries(USED, first, count, size).for_each(|(offset, len)| tell(offset, len));
-            tell(layout::IDX, 2);
-        }
-        if self.asked {
-            let event =
-                if self.config.event_idx { layout::avail_event(size) } else { layout::FLAGS };
-            tell(event, 2);
-        }
-        (self.told, self.asked) = (self.published, false);
-    }
 }

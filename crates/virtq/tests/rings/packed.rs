@@ -14,26 +14,13 @@ use ringfence_virtq::{
     testing,
 };
 
-const BASE: u64 = 0x1_0000;
+use crate::rig::{
+    Added, RAW as BASE, Raw, TABLE, bytes_of, contents, find, is_legal, likely_addr, likely_len,
+    read, serve_random, unchanged_but, write,
+};
+
 const SIZE: u16 = 5;
-const TABLE: u64 = BASE + 0x1000;
 const CONFIG: driver::Config = driver::Config { size: SIZE, event_idx: true, packed: true };
-
-/// Address, length, id, flags.
-type Raw = (u64, u32, u16, u16);
-
-fn read(ram: &testing::Ram, table: u64, at: u16) -> Raw {
-    let mut bytes = [0; 16];
-    ram.read(table + 16 * u64::from(at), &mut bytes).unwrap();
-    let value = u128::from_le_bytes(bytes);
-    (value as u64, (value >> 64) as u32, (value >> 96) as u16, (value >> 112) as u16)
-}
-
-fn write(ram: &testing::Ram, table: u64, at: u16, (addr, len, id, flags): Raw) {
-    let high = u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48;
-    let value = u128::from(addr) | u128::from(high) << 64;
-    ram.write(table + 16 * u64::from(at), &value.to_le_bytes()).unwrap();
-}
 
 #[test]
 fn both_ends_write_what_virtio_says() {
@@ -235,11 +222,7 @@ fn a_device_that_gives_back_what_it_has_not_breaks_the_drivers_queue() {
 /// A chain as virtio defines it, found in the plainest way: its id, its buffers, and where the next
 /// one begins; nothing if it breaks a rule.
 fn oracle(bytes: &[u8], (mut at, mut wrap): (u16, bool), room: u16) -> Found {
-    let read = |addr: u64| -> Option<Raw> {
-        let at = usize::try_from(addr.checked_sub(BASE)?).ok()?;
-        let value = u128::from_le_bytes(bytes.get(at..at.checked_add(16)?)?.try_into().unwrap());
-        Some((value as u64, (value >> 64) as u32, (value >> 96) as u16, (value >> 112) as u16))
-    };
+    let read = |addr| find(bytes, addr);
     let ring = |at| read(BASE + 16 * u64::from(at)).unwrap();
     let is_available = |flags: u16| (flags & AVAIL != 0) == wrap && (flags & USED != 0) != wrap;
     if room == 0 || !is_available(ring(at).3) {
@@ -268,12 +251,11 @@ fn oracle(bytes: &[u8], (mut at, mut wrap): (u16, bool), room: u16) -> Found {
             descs.push(Desc { addr, len, write: flags & WRITE != 0 });
         }
         if flags & NEXT == 0 {
-            let ordered = descs.is_sorted_by_key(|desc| desc.write);
-            let total: u64 = descs.iter().map(|desc| u64::from(desc.len)).sum();
-            let wraps = |desc: &Desc| u128::from(desc.addr) + u128::from(desc.len) > 1 << 64;
-            let legal =
-                ordered && total <= u64::from(u32::MAX) && !descs.iter().any(wraps) && id < SIZE;
-            return if legal { Found::Chain(id, descs, count, (at, wrap)) } else { Found::Fault };
+            return if is_legal(&descs) && id < SIZE {
+                Found::Chain(id, descs, count, (at, wrap))
+            } else {
+                Found::Fault
+            };
         }
     }
     Found::Fault
@@ -287,23 +269,14 @@ enum Found {
 
 /// Descriptors that are often nearly right.
 fn likely_desc() -> impl Strategy<Value = [u8; 16]> {
-    let addr = prop_oneof![
-        6 => (0..64_u64).prop_map(|at| TABLE + 16 * at),
-        1 => (0..0x2000_u64).prop_map(|at| BASE + at),
-        1 => (0..64_u64).prop_map(|at| BASE + 0x2000 - at),
-        1 => (0..40_u64).prop_map(|at| u64::MAX - at),
-    ];
-    let len = prop_oneof![6 => (0..4_u32).prop_map(|n| 16 * n), 2 => 0..40_u32, 1 => any::<u32>()];
     let kind = prop_oneof![
         4 => Just(0), 3 => Just(NEXT), 3 => Just(WRITE), 2 => Just(WRITE | NEXT),
         3 => Just(INDIRECT), 1 => any::<u16>(),
     ];
     let lap = prop_oneof![8 => Just(AVAIL), 2 => Just(USED), 1 => Just(0), 1 => Just(AVAIL | USED)];
     let id = prop_oneof![12 => 0..SIZE, 1 => any::<u16>()];
-    (addr, len, id, kind, lap).prop_map(|(addr, len, id, kind, lap)| {
-        let high = u64::from(len) | u64::from(id) << 32 | u64::from(kind | lap) << 48;
-        (u128::from(addr) | u128::from(high) << 64).to_le_bytes()
-    })
+    (likely_addr(0x2000), likely_len(4), id, kind, lap)
+        .prop_map(|(addr, len, id, kind, lap)| bytes_of((addr, len, id, kind | lap)))
 }
 
 proptest! {
@@ -324,8 +297,7 @@ proptest! {
         ram.write(BASE, &ring.concat()).unwrap();
         ram.write(TABLE, &tables.concat()).unwrap();
         ram.write(BASE + 0x2000 - 512, &tables[..32].concat()).unwrap();
-        let mut before = vec![0; ram.len()];
-        ram.read(BASE, &mut before).unwrap();
+        let before = contents(&ram);
         let mut place = (base % SIZE, base < SIZE);
         let bits = u32::from(place.0) | u32::from(place.1) << 15;
         at.base = bits | bits << 16;
@@ -369,12 +341,7 @@ proptest! {
         }
         queue.suppress_kicks();
         let _ = queue.enable_kicks();
-        let mut after = vec![0; ram.len()];
-        ram.read(BASE, &mut after).unwrap();
-        let event = (at.used - BASE) as usize;
-        for at in (0..before.len()).filter(|at| !(event..event + 4).contains(at)) {
-            prop_assert_eq!(before[at], after[at], "byte {:#x}", at);
-        }
+        unchanged_but(&ram, &before, at.used..at.used + 4)?;
         // All that was taken can be given back, and lies in the ring then.
         queue.push_used_burst(taken.iter().map(|&id| (id, 0)));
         let _ = queue.publish_used();
@@ -384,32 +351,17 @@ proptest! {
     /// Random bytes throughout, in areas that end at a guard page.
     #[test]
     fn random_bytes_never_lead_outside(bytes in prop::collection::vec(any::<u8>(), 4096)) {
-        let ram = testing::Ram::new(0, 4096);
-        ram.write(0, &bytes).unwrap();
-        let (size, desc) = (17, 4096 - layout::desc_bytes(17) as u64);
-        let mut queue = device::Queue::new(
-            device::Config {
-                size,
-                desc,
-                avail: 4092,
-                used: 4092,
-                event_idx: true,
-                indirect: true,
-                packed: true,
-                base: 0x8000_8000,
-            },
-            &ram,
-        )
-        .unwrap();
-        let mut chain = Chain::new();
-        for _ in 0..100 {
-            queue.peek(&ram, 100, |_| ());
-            if !matches!(queue.pop(&ram, &mut chain), Ok(true)) {
-                break;
-            }
-            queue.push_used(chain.head(), 7);
-            let _ = queue.publish_used();
-        }
+        let config = device::Config {
+            size: 17,
+            desc: 4096 - layout::desc_bytes(17) as u64,
+            avail: 4092,
+            used: 4092,
+            event_idx: true,
+            indirect: true,
+            packed: true,
+            base: 0x8000_8000,
+        };
+        serve_random(config, &bytes);
     }
 
     /// Whatever the device writes into the ring: each token comes back at most once and only after
@@ -423,17 +375,7 @@ proptest! {
     ) {
         let ram = testing::Ram::new(BASE, 4096);
         let (mut queue, device) = testing::pair_of(&ram, BASE, CONFIG);
-        let (mut out, mut published) = (Vec::new(), 0);
-        for (token, &(len, publish)) in chains.iter().enumerate() {
-            if queue.add(&vec![Desc::writable(0, 20); len], token as u64).is_ok() {
-                out.push((token as u64, len));
-            }
-            if publish {
-                queue.publish();
-                published = out.len();
-            }
-        }
-        let free = queue.free_descs();
+        let added = Added::to(&mut queue, 20, &chains);
         ram.write(BASE, &ring.concat()).unwrap();
         for (at, used) in (0..).zip(lap) {
             if used {
@@ -443,23 +385,6 @@ proptest! {
         }
         ram.write(device.config().used, &event.to_le_bytes()).unwrap();
         let _ = queue.needs_kick();
-        let mut freed = 0;
-        while let Ok(Some(used)) = queue.pop() {
-            let place = out[..published].iter().position(|&(token, _)| token == used.token);
-            prop_assert!(place.is_some(), "{:?} was not out", used);
-            published -= 1;
-            let (_, len) = out.remove(place.unwrap());
-            prop_assert!(used.len as usize <= 20 * len);
-            freed += len as u16;
-        }
-        prop_assert_eq!(queue.free_descs(), free + freed);
-        prop_assert_eq!(usize::from(queue.in_flight()), out.len());
-        prop_assert_eq!(queue.pop().err(), queue.broken());
-        if queue.broken().is_none() {
-            for _ in 0..queue.free_descs() {
-                queue.add(&[Desc::readable(0, 0)], 0).unwrap();
-            }
-            prop_assert!(queue.add(&[Desc::readable(0, 0)], 0).is_err());
-        }
+        added.comes_back_at_most_once(&mut queue)?;
     }
 }

@@ -7,16 +7,7 @@ use ringfence_virtq::{
     driver, testing,
 };
 
-const BASE: u64 = 0x4000_0000;
-const DATA: u64 = BASE + 0x10_0000;
-
-fn ram() -> testing::Ram {
-    testing::Ram::new(BASE, 0x20_0000)
-}
-
-fn config(size: u16, packed: bool) -> driver::Config {
-    driver::Config { size, event_idx: true, packed }
-}
+use crate::rig::{BASE, DATA, config, ram};
 
 #[test]
 fn a_burst_holds_what_single_calls_would_give() {

@@ -8,16 +8,7 @@ use ringfence_virtq::{
     driver, testing,
 };
 
-const BASE: u64 = 0x4000_0000;
-const DATA: u64 = BASE + 0x10_0000;
-
-fn ram() -> testing::Ram {
-    testing::Ram::new(BASE, 0x20_0000)
-}
-
-fn config(size: u16, packed: bool) -> driver::Config {
-    driver::Config { size, event_idx: true, packed }
-}
+use crate::rig::{BASE, DATA, config, ram};
 
 /// Memory of which nothing is known yet.
 struct Nothing;

@@ -14,19 +14,16 @@ use ringfence_virtq::{
     testing,
 };
 
-const BASE: u64 = 0x1_0000;
+use crate::rig::{
+    Added, RAW as BASE, TABLE, bytes_of, contents, find, is_legal, likely_addr, likely_len,
+    serve_random, unchanged_but,
+};
+
 const SIZE: u16 = 8;
-const TABLE: u64 = BASE + 0x1000;
 
 /// A chain as virtio defines it, found in the plainest way; nothing if it breaks a rule.
 fn oracle(bytes: &[u8], desc: u64, head: u16) -> Option<Vec<Desc>> {
-    let read = |addr: u64| -> Option<(u64, u32, u16, u16)> {
-        let at = usize::try_from(addr.checked_sub(BASE)?).ok()?;
-        let raw = bytes.get(at..at.checked_add(16)?)?;
-        let [a, b] =
-            [&raw[..8], &raw[8..]].map(|half| u64::from_le_bytes(half.try_into().unwrap()));
-        Some((a, b as u32, (b >> 32) as u16, (b >> 48) as u16))
-    };
+    let read = |addr| find(bytes, addr);
     let mut descs = Vec::new();
     let (mut table, mut entries, mut at, mut nested) = (desc, u32::from(SIZE), head, false);
     let mut seen = HashSet::new();
@@ -54,26 +51,11 @@ fn oracle(bytes: &[u8], desc: u64, head: u16) -> Option<Vec<Desc>> {
         }
         at = next;
     }
-    let ordered = descs.is_sorted_by_key(|desc| desc.write);
-    let total: u64 = descs.iter().map(|desc| u64::from(desc.len)).sum();
-    let wraps = |desc: &Desc| u128::from(desc.addr) + u128::from(desc.len) > 1 << 64;
-    (ordered && total <= u64::from(u32::MAX) && !descs.iter().any(wraps)).then_some(descs)
+    is_legal(&descs).then_some(descs)
 }
 
 /// Descriptors that are often nearly right: what is random all over is refused at the first look.
 fn likely_desc() -> impl Strategy<Value = [u8; 16]> {
-    let addr = prop_oneof![
-        6 => (0..64_u64).prop_map(|at| TABLE + 16 * at),
-        1 => (0..0x2000_u64).prop_map(|at| BASE + at),
-        1 => (0..64_u64).prop_map(|at| BASE + 0x3000 - at),
-        1 => (0..40_u64).prop_map(|at| u64::MAX - at),
-        1 => any::<u64>(),
-    ];
-    let len = prop_oneof![
-        6 => (0..12_u32).prop_map(|n| 16 * n),
-        2 => 0..40_u32,
-        1 => any::<u32>(),
-    ];
     let flags = prop_oneof![
         4 => Just(NEXT),
         2 => Just(WRITE),
@@ -83,10 +65,8 @@ fn likely_desc() -> impl Strategy<Value = [u8; 16]> {
         1 => any::<u16>(),
     ];
     let next = prop_oneof![8 => 0..SIZE, 1 => 0..70_u16, 1 => any::<u16>()];
-    (addr, len, flags, next).prop_map(|(addr, len, flags, next)| {
-        let high = u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48;
-        (u128::from(addr) | u128::from(high) << 64).to_le_bytes()
-    })
+    (likely_addr(0x3000), likely_len(12), flags, next)
+        .prop_map(|(addr, len, flags, next)| bytes_of((addr, len, flags, next)))
 }
 
 proptest! {
@@ -116,8 +96,7 @@ proptest! {
         }
         ram.write(config.avail + 2, &idx.to_le_bytes()).unwrap();
         ram.write(config.used + 2, &used_idx.to_le_bytes()).unwrap();
-        let mut before = vec![0; ram.len()];
-        ram.read(BASE, &mut before).unwrap();
+        let before = contents(&ram);
 
         let Ok(mut queue) = device::Queue::new(config, &ram) else {
             prop_assert!(0_u16.wrapping_sub(used_idx) > SIZE);
@@ -162,20 +141,14 @@ proptest! {
         queue.suppress_kicks();
         let _ = queue.enable_kicks();
 
-        let mut after = vec![0; ram.len()];
-        ram.read(BASE, &mut after).unwrap();
-        let ring = (config.used - BASE) as usize;
-        let ring = ring..ring + layout::used_bytes(SIZE) - if event_idx { 0 } else { 2 };
-        for at in (0..before.len()).filter(|at| !ring.contains(at)) {
-            prop_assert_eq!(before[at], after[at], "byte {:#x}", at);
-        }
+        let events = if event_idx { 0 } else { 2 };
+        let ring = layout::used_bytes(SIZE) as u64 - events;
+        unchanged_but(&ram, &before, config.used..config.used + ring)?;
     }
 
     /// Rings of random bytes throughout, in an area that ends at a guard page.
     #[test]
     fn random_bytes_never_lead_outside(bytes in prop::collection::vec(any::<u8>(), 4096)) {
-        let ram = testing::Ram::new(0, 4096);
-        ram.write(0, &bytes).unwrap();
         let used = (4096 - layout::used_bytes(SIZE) as u64) & !3;
         let config = device::Config {
             size: SIZE,
@@ -187,16 +160,7 @@ proptest! {
             packed: false,
             base: u16::from_le_bytes([bytes[used as usize + 2], bytes[used as usize + 3]]).into(),
         };
-        let mut queue = device::Queue::new(config, &ram).unwrap();
-        let mut chain = Chain::new();
-        // The areas lie over each other, so giving back changes the rings: it need not end.
-        for _ in 0..100 {
-            if !matches!(queue.pop(&ram, &mut chain), Ok(true)) {
-                break;
-            }
-            queue.push_used(chain.head(), 7);
-            let _ = queue.publish_used();
-        }
+        serve_random(config, &bytes);
     }
 
     /// Whatever the device writes into the used ring: each token comes back at most once and only
@@ -211,42 +175,14 @@ proptest! {
     ) {
         let ram = testing::Ram::new(BASE, 4096);
         let (mut queue, device) = testing::pair(&ram, BASE, SIZE, event_idx);
-        let (mut out, mut published) = (Vec::new(), 0);
-        for (token, &(len, publish)) in chains.iter().enumerate() {
-            if queue.add(&vec![Desc::writable(0, 4); len], token as u64).is_ok() {
-                out.push((token as u64, len));
-            }
-            if publish {
-                queue.publish();
-                published = out.len();
-            }
-        }
-        let free = queue.free_descs();
+        let added = Added::to(&mut queue, 4, &chains);
         let ring = device.config().used;
         for (at, (id, len)) in elements.iter().enumerate() {
             ram.write(ring + 4 + 8 * at as u64, &id.to_le_bytes()).unwrap();
             ram.write(ring + 8 + 8 * at as u64, &len.to_le_bytes()).unwrap();
         }
         ram.write(ring + 2, &idx.to_le_bytes()).unwrap();
-        let mut freed = 0;
-        while let Ok(Some(used)) = queue.pop() {
-            let place = out[..published].iter().position(|&(token, _)| token == used.token);
-            prop_assert!(place.is_some(), "{:?} was not out", used);
-            published -= 1;
-            let (_, len) = out.remove(place.unwrap());
-            prop_assert!(used.len as usize <= 4 * len);
-            freed += len as u16;
-        }
-        prop_assert_eq!(queue.free_descs(), free + freed);
-        prop_assert_eq!(usize::from(queue.in_flight()), out.len());
-        prop_assert_eq!(queue.pop().err(), queue.broken());
-        if queue.broken().is_none() {
-            // Every free descriptor can still be used once.
-            for _ in 0..queue.free_descs() {
-                queue.add(&[Desc::readable(0, 0)], 0).unwrap();
-            }
-            prop_assert!(queue.add(&[Desc::readable(0, 0)], 0).is_err());
-        }
+        added.comes_back_at_most_once(&mut queue)?;
     }
 }
 

@@ -4,12 +4,7 @@ use proptest::prelude::*;
 use ringfence_mem::{Access, Translate};
 use ringfence_virtq::{AddError, Chain, Desc, RingError, cut, device, driver, layout, testing};
 
-const BASE: u64 = 0x4000_0000;
-const DATA: u64 = BASE + 0x10_0000;
-
-fn ram() -> testing::Ram {
-    testing::Ram::new(BASE, 0x20_0000)
-}
+use crate::rig::{BASE, DATA, ram};
 
 #[test]
 fn a_chain_arrives_as_it_was_added_and_comes_back_with_its_token() {

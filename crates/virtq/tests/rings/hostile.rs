@@ -7,9 +7,9 @@ use ringfence_virtq::{
     testing,
 };
 
-const BASE: u64 = 0x1_0000;
+use crate::rig::{self, RAW as BASE, TABLE};
+
 const SIZE: u16 = 8;
-const TABLE: u64 = BASE + 0x1000;
 
 /// A device's end whose rings the test writes by hand.
 struct Bench {
@@ -29,11 +29,7 @@ impl Bench {
 
     /// Writes a descriptor into the table at `table`.
     fn desc(&self, table: u64, at: u16, addr: u64, len: u32, flags: u16, next: u16) {
-        let at = table + u64::from(at) * 16;
-        self.ram.write(at, &addr.to_le_bytes()).unwrap();
-        self.ram.write(at + 8, &len.to_le_bytes()).unwrap();
-        self.ram.write(at + 12, &flags.to_le_bytes()).unwrap();
-        self.ram.write(at + 14, &next.to_le_bytes()).unwrap();
+        rig::write(&self.ram, table, at, (addr, len, flags, next));
     }
 
     /// Makes heads available from index 0 on.

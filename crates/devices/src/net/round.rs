@@ -1,0 +1,370 @@
+//! A round of work on a ring: what it waits for, how it begins and how it ends.
+//!
+//! Nothing here waits. A packet that cannot go on now stays at the head of its ring, so that order
+//! is kept, and the lane says what it waits for: a translation (then all that the packets behind it
+//! lack is asked for too), or a buffer of the receiver.
+
+use ringfence_mem::{Access, HostSlice};
+
+use super::{
+    pieces::{Lasting, Runs},
+    ring::{NetRing, Ready},
+    stats::Lost,
+    wire::{HEADER, LEGACY_HEADER, feature},
+};
+
+/// How many packets are moved before others have their turn.
+pub(super) const BURST: usize = 64;
+/// How many are asked for together once a translation is missing.
+pub(super) const AHEAD: usize = 128;
+/// For how many packets after a translation was missing they are asked for before they are needed.
+const WARY: u64 = 1024;
+/// Who goes on by fewer packets than this from one missing translation to the next has lost those that
+/// it had asked for, as when a driver's IOMMU is flushed: all are asked for anew.
+const FEW: u64 = 8;
+/// How long, in ns, the receiver may be without buffers before packets are dropped.
+const GRACE_NS: u64 = 10_000_000;
+/// After how long, in ns, what is missing is looked for again without an answer.
+const RETRY_NS: u64 = 5_000_000;
+
+/// What a driver settled on, as far as its packets look different.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Terms {
+    pub(super) features: u64,
+}
+
+impl Terms {
+    /// Bytes of the header before each packet.
+    #[inline]
+    pub(super) fn header(self) -> usize {
+        let new = feature::MRG_RXBUF | 1 << ringfence_virtq::F_VERSION_1;
+        if self.features & new == 0 { LEGACY_HEADER } else { HEADER }
+    }
+
+    #[inline]
+    pub(super) fn mergeable(self) -> bool {
+        self.features & feature::MRG_RXBUF != 0
+    }
+}
+
+/// A ring, and the memory that its addresses mean, for one round.
+pub(super) struct Place<'a, B> {
+    pub(super) ring: &'a mut NetRing,
+    pub(super) bus: &'a B,
+    pub(super) terms: Terms,
+    /// Where its packets lie, those that lie in one piece.
+    pub(super) runs: Runs<'a, B>,
+}
+
+impl<'a, B: Lasting> Place<'a, B> {
+    /// A ring whose packets are read.
+    pub(super) fn source(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> Place<'a, B> {
+        Place { ring, bus, terms, runs: Runs::new(bus, Access::Read) }
+    }
+
+    /// A ring whose buffers are written.
+    pub(super) fn target(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> Place<'a, B> {
+        Place { ring, bus, terms, runs: Runs::new(bus, Access::Write) }
+    }
+}
+
+/// Something that is waited for.
+#[derive(Clone, Copy)]
+struct Stall {
+    since_ns: u64,
+    retry_at: u64,
+    answers: (u64, u64),
+}
+
+/// What became of a packet.
+pub(super) enum Step {
+    Moved {
+        bytes: u64,
+    },
+    Lost(Lost),
+    /// A translation is missing.
+    Missing,
+    /// The receiver has too few buffers now.
+    Full,
+}
+
+/// What a lane remembers between two rounds.
+#[derive(Default)]
+pub(super) struct Lane {
+    stall: Option<Stall>,
+    /// Translations are asked for in advance until so many packets have passed.
+    wary: u64,
+    /// How many have passed since a translation was missing.
+    passed: u64,
+    /// Since when the receiver has had no buffers.
+    starved_ns: Option<u64>,
+    /// For so long that packets are dropped.
+    hopeless: bool,
+    pub(super) source: Vec<HostSlice<'static>>,
+    pub(super) target: Vec<HostSlice<'static>>,
+}
+
+impl Lane {
+    /// When there is something to do though nobody says so.
+    pub(super) fn next_due(&self) -> Option<u64> {
+        let starved = self.starved_ns.map(|since| since.saturating_add(GRACE_NS));
+        let starved = starved.filter(|_| !self.hopeless);
+        self.stall.map(|stall| stall.retry_at).into_iter().chain(starved).min()
+    }
+
+    /// When it looks again for the translation that it waits for.
+    pub(super) fn next_retry(&self) -> Option<u64> {
+        self.stall.map(|stall| stall.retry_at)
+    }
+
+    /// Whether it waits for buffers of the receiver.
+    pub(super) fn is_starved(&self) -> bool {
+        self.starved_ns.is_some()
+    }
+
+    /// Whether it waits for a translation.
+    pub(super) fn is_stalled(&self) -> bool {
+        self.stall.is_some()
+    }
+
+    /// Whether an answer has come since it began to wait.
+    pub(super) fn may_go_on(&self, answers: (u64, u64)) -> bool {
+        self.stall.is_some_and(|stall| stall.answers != answers)
+    }
+
+    /// Whether nothing has changed for what it waits for.
+    #[inline]
+    pub(super) fn sleeps(&self, answers: (u64, u64), now_ns: u64) -> bool {
+        self.stall.is_some_and(|stall| stall.answers == answers && now_ns < stall.retry_at)
+    }
+
+    pub(super) fn wait(&mut self, answers: (u64, u64), now_ns: u64) {
+        let since_ns = self.stall.map_or(now_ns, |stall| stall.since_ns);
+        let retry_at = now_ns.saturating_add(RETRY_NS);
+        self.stall = Some(Stall { since_ns, retry_at, answers });
+    }
+
+    pub(super) fn is_over(&self, now_ns: u64, patience_ns: u64) -> bool {
+        self.stall.is_some_and(|stall| now_ns.saturating_sub(stall.since_ns) >= patience_ns)
+    }
+
+    /// Asks for what packets lack that are not looked at yet, while translations were missing lately:
+    /// the answers come while others are moved.
+    #[inline]
+    fn look_ahead(&mut self, look: impl FnOnce() -> bool) {
+        if self.wary > 0 && !look() {
+            self.wary = WARY;
+        }
+    }
+
+    /// A translation is missing; whether all are to be asked for anew.
+    fn lacks(&mut self) -> bool {
+        self.wary = WARY;
+        std::mem::take(&mut self.passed) < FEW
+    }
+
+    /// So many packets have passed.
+    #[inline]
+    fn pass(&mut self, packets: u64) {
+        self.wary = self.wary.saturating_sub(packets);
+        self.passed += packets;
+    }
+
+    /// It need not wait for a translation any more.
+    #[inline]
+    pub(super) fn go_on(&mut self) {
+        self.stall = None;
+    }
+
+    /// The receiver has no buffers.
+    pub(super) fn starve(&mut self, now_ns: u64) {
+        self.starved_ns.get_or_insert(now_ns);
+    }
+
+    /// The receiver has buffers again.
+    #[inline]
+    pub(super) fn fed(&mut self) {
+        self.starved_ns = None;
+    }
+
+    /// Whether packets are dropped, as the receiver has been without buffers for too long.
+    pub(super) fn is_hopeless(&self) -> bool {
+        self.hopeless
+    }
+
+    pub(super) fn loses_hope(&mut self, now_ns: u64) -> bool {
+        let since = *self.starved_ns.get_or_insert(now_ns);
+        self.hopeless |= now_ns.saturating_sub(since) >= GRACE_NS;
+        self.hopeless
+    }
+
+    /// Whether the ring is there; if its own translation is on its way, that is waited for.
+    #[inline]
+    pub(super) fn finds<B: Lasting>(
+        &mut self,
+        place: &mut Place<'_, B>,
+        answers: (u64, u64),
+        now_ns: u64,
+    ) -> bool {
+        match place.ring.ready(place.bus, now_ns) {
+            Ready::Yes => true,
+            Ready::No => false,
+            Ready::Soon => {
+                self.wait(answers, now_ns);
+                false
+            }
+        }
+    }
+}
+
+/// One round, and what was moved in it.
+pub(super) struct Round {
+    pub(super) packets: u64,
+    pub(super) bytes: u64,
+    /// Also buffers.
+    pub(super) lost: u64,
+    /// It ended because a translation is missing.
+    pub(super) waits: bool,
+    answers: (u64, u64),
+    pub(super) now_ns: u64,
+}
+
+impl Round {
+    /// One with nothing done yet. `answers` were counted before anything was looked up: one that
+    /// comes meanwhile makes us look again.
+    #[inline]
+    pub(super) fn new(answers: (u64, u64), now_ns: u64) -> Round {
+        Round { packets: 0, bytes: 0, lost: 0, waits: false, answers, now_ns }
+    }
+
+    /// Begins one of a single ring; `None` if that is not there, or waits for what is still missing.
+    /// What waited for too long is given up.
+    #[inline]
+    pub(super) fn begin<B: Lasting>(
+        lane: &mut Lane,
+        place: &mut Place<'_, B>,
+        now_ns: u64,
+        patience_ns: u64,
+    ) -> Option<Round> {
+        let answers = (place.bus.answers(), place.bus.answers());
+        if lane.sleeps(answers, now_ns) || !lane.finds(place, answers, now_ns) {
+            return None;
+        }
+        let mut round = Round::new(answers, now_ns);
+        if lane.is_over(now_ns, patience_ns) {
+            round.lost += give_up(place);
+            lane.go_on();
+        }
+        Some(round)
+    }
+
+    /// Takes a burst; false if the driver broke the rules.
+    #[inline]
+    pub(super) fn take<B: Lasting>(&mut self, place: &mut Place<'_, B>) -> bool {
+        match place.ring.take(place.bus, BURST) {
+            Ok(whole) => self.waits = !whole && place.ring.held() == 0,
+            Err(error) => {
+                place.ring.fail(error);
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether others need not have their turn yet.
+    #[inline]
+    pub(super) fn has_room(&self) -> bool {
+        self.packets + self.lost < BURST as u64
+    }
+
+    /// A packet was moved.
+    #[inline]
+    pub(super) fn moved(&mut self, bytes: u64) {
+        self.packets += 1;
+        self.bytes += bytes;
+    }
+
+    /// The packet at the head is dropped.
+    #[cold]
+    pub(super) fn lose(&mut self, ring: &mut NetRing, why: Lost) {
+        ring.lose(why);
+        self.lost += 1;
+    }
+
+    /// Whether anything was done. If it waits, `ask` asks for all that is knowable: also for what was
+    /// asked for before, if it is given true. It returns whether nothing is missing.
+    #[inline]
+    pub(super) fn settle(&self, lane: &mut Lane, ask: impl FnOnce(bool) -> bool) -> bool {
+        if self.packets > 0 || !self.waits {
+            lane.go_on();
+        }
+        lane.pass(self.packets + self.lost);
+        if self.waits {
+            ask(lane.lacks());
+            lane.wait(self.answers, self.now_ns);
+        } else {
+            lane.look_ahead(|| ask(false));
+        }
+        self.packets + self.lost > 0
+    }
+
+    /// Counts what was done, and shows it to the driver.
+    #[inline]
+    pub(super) fn publish<B: Lasting>(&self, place: &mut Place<'_, B>) {
+        place.ring.counters.passed(self.packets, self.bytes);
+        place.ring.publish(place.bus);
+    }
+
+    /// Ends one of a single ring; true if anything was done.
+    #[inline]
+    pub(super) fn end<B: Lasting>(self, lane: &mut Lane, place: &mut Place<'_, B>) -> bool {
+        let did = self.settle(lane, |again| ask_ahead(place, again));
+        if did {
+            self.publish(place);
+        }
+        did
+    }
+}
+
+/// Asks for all that can be seen to be missing; what was asked for before only if `again`. Returns
+/// whether nothing is.
+#[cold]
+fn ask_ahead<B: Lasting>(place: &mut Place<'_, B>, again: bool) -> bool {
+    // A ring that is broken is found out, and told, when its turn comes.
+    let _ = place.ring.take(place.bus, AHEAD);
+    place.ring.look_up(place.bus, AHEAD, again)
+}
+
+/// Gives up on all that has waited for its translation in vain. Returns how many.
+#[cold]
+pub(super) fn give_up<B: Lasting>(place: &mut Place<'_, B>) -> u64 {
+    let mut count = 0;
+    for at in (0..place.ring.held()).rev() {
+        if !place.ring.prefetch(place.bus, at) {
+            place.bus.gave_up();
+            place.ring.reject(at, Lost::Unanswered);
+            count += 1;
+        }
+    }
+    count
+}
+
+/// Takes all packets and drops them. True if there were any.
+#[cold]
+pub(super) fn discard<S: Lasting>(ring: &mut NetRing, bus: &S, why: Lost, now_ns: u64) -> bool {
+    if ring.ready(bus, now_ns) != Ready::Yes {
+        return false;
+    }
+    if let Err(error) = ring.take(bus, BURST) {
+        ring.fail(error);
+        return true;
+    }
+    let any = ring.held() > 0;
+    while ring.held() > 0 {
+        ring.lose(why);
+    }
+    if any {
+        ring.publish(bus);
+    }
+    any
+}

@@ -1,0 +1,157 @@
+//! Where the packets of a device go, pair by pair.
+
+use super::{
+    lane::forward,
+    outlet::Outlet,
+    pieces::Plain,
+    probe::Probe,
+    ring::NetRing,
+    round::{Lane, Place, Terms, discard},
+    stats::Lost,
+    unit::End,
+};
+use crate::bus::Bus;
+
+/// The same for each kind of bus, compiled for each: what is not behind an IOMMU pays nothing for
+/// one.
+macro_rules! on {
+    ($bus:expr, $name:ident => $call:expr) => {
+        match $bus {
+            Bus::Iommu(view) => {
+                let $name = &**view;
+                $call
+            }
+            Bus::Physical(physical) => {
+                let $name = &Plain::new(physical);
+                $call
+            }
+        }
+    };
+}
+
+impl End {
+    /// The receive ring for what comes on another's pair of that number.
+    #[inline]
+    fn receiver(&mut self, pair: usize) -> Option<&mut NetRing> {
+        let takes = |ring: &Option<Box<NetRing>>| {
+            ring.as_ref().is_some_and(|ring| ring.enabled && !ring.has_failed())
+        };
+        // Drivers need not use as many pairs as each other.
+        let at = if self.receive.get(pair).is_some_and(takes) {
+            pair
+        } else {
+            let many = self.receive.iter().filter(|ring| takes(ring)).count();
+            let nth = pair.checked_rem(many)?;
+            self.receive.iter().enumerate().filter(|(_, ring)| takes(ring)).nth(nth)?.0
+        };
+        self.receive[at].as_deref_mut()
+    }
+}
+
+/// One round of a transmit ring.
+fn round(
+    lane: &mut Lane,
+    from: (&mut NetRing, &Bus, Terms),
+    to: Option<(&mut NetRing, &Bus, Terms)>,
+    now_ns: u64,
+    patience_ns: u64,
+) -> bool {
+    let (ring, bus, terms) = from;
+    match to {
+        _ if ring.has_failed() => false,
+        // A ring that is started and disabled is emptied without effect (rule D28).
+        _ if !ring.enabled => on!(bus, bus => discard(ring, bus, Lost::Disabled, now_ns)),
+        None => on!(bus, bus => discard(ring, bus, Lost::NoReceiver, now_ns)),
+        Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
+            let mut src = Place::source(ring, src, terms);
+            let mut dst = Place::target(target, dst, target_terms);
+            forward(lane, &mut src, &mut dst, now_ns, patience_ns)
+        })),
+    }
+}
+
+/// Back to the driver, on the same pair. True if anything was done.
+pub(super) fn loopback(end: &mut End, now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+        return false;
+    };
+    let mut busy = false;
+    for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
+        let Some(from) = transmit.as_deref_mut() else { continue };
+        let to = receive[pair].as_deref_mut().filter(works);
+        let to = to.map(|ring| (ring, &*bus, *terms));
+        busy |= round(lane, (from, bus, *terms), to, now_ns, *patience_ns);
+    }
+    busy
+}
+
+/// To the driver of another device. True if anything was done.
+pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, transmit, lanes, .. } = from else {
+        return false;
+    };
+    let mut busy = false;
+    for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
+        let Some(ring) = transmit.as_deref_mut() else { continue };
+        let (target_bus, target_terms) = (to.bus.take(), to.terms);
+        let target = to.receiver(pair).zip(target_bus.as_ref());
+        let target = target.map(|(ring, bus)| (ring, bus, target_terms));
+        busy |= round(lane, (ring, bus, *terms), target, now_ns, *patience_ns);
+        to.bus = target_bus;
+    }
+    busy
+}
+
+/// To and from a tap device. True if anything was done.
+pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+        return false;
+    };
+    let (bus, terms, patience_ns) = (&*bus, *terms, *patience_ns);
+    let mut busy = false;
+    for (pair, outlet) in outlets.iter_mut().enumerate() {
+        if let Some(ring) = transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
+            let lane = &mut lanes[pair];
+            busy |= match ring.enabled {
+                false => on!(bus, bus => discard(ring, bus, Lost::Disabled, now_ns)),
+                true => on!(bus, bus => {
+                    outlet.send(lane, &mut Place::source(ring, bus, terms), now_ns, patience_ns)
+                }),
+            };
+        }
+        if let Some(ring) = receive[pair].as_deref_mut().filter(works) {
+            busy |= on!(bus, bus => {
+                outlet.take_in(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
+            });
+        }
+    }
+    busy
+}
+
+/// Nowhere, and from nowhere. True if anything was done.
+pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+        return false;
+    };
+    let (bus, terms, patience_ns) = (&*bus, *terms, *patience_ns);
+    let mut busy = false;
+    for (pair, probe) in probes.iter_mut().enumerate() {
+        if let Some(ring) = transmit[pair].as_deref_mut().filter(works) {
+            let lane = &mut lanes[pair];
+            busy |= on!(bus, bus => {
+                probe.swallow(lane, &mut Place::source(ring, bus, terms), now_ns, patience_ns)
+            });
+        }
+        if let Some(ring) = receive[pair].as_deref_mut().filter(works) {
+            busy |= on!(bus, bus => {
+                probe.emit(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
+            });
+        }
+    }
+    busy
+}
+
+/// Whether a ring takes part.
+fn works(ring: &&mut NetRing) -> bool {
+    ring.enabled && !ring.has_failed()
+}

@@ -1,0 +1,439 @@
+//! What the device's ends of both formats have in common: which chains are taken and given back,
+//! and where the areas are looked for.
+
+use core::{
+    fmt,
+    sync::atomic::{Ordering, fence},
+};
+
+use ringfence_mem::Translate;
+
+use super::{Burst, Config, Glimpse, Ring, Written, flight::Flight, table::Table};
+use crate::{Chain, ChainFault, Desc, RingError};
+
+/// What is different in a format: its areas, and where the device stands in them. The latter is
+/// copied out for a burst and back after it: kept in the queue, it would be stored and loaded again
+/// for each chain.
+///
+/// Chains take places of the ring: in a split one each takes one, in a packed one as many as it has
+/// descriptors.
+pub trait Format: Copy + fmt::Debug {
+    /// The three areas, where they lie now.
+    type Areas: fmt::Debug;
+    /// The first descriptor of a chain, our copy of it.
+    type First: Copy;
+
+    /// Where a queue begins.
+    ///
+    /// # Errors
+    /// The size or the base is none.
+    fn new(config: &Config) -> Result<Self, RingError>;
+
+    /// Finds the areas.
+    ///
+    /// # Errors
+    /// They cannot be reached, or are not aligned.
+    fn translate(config: &Config, mem: &impl Translate) -> Result<Self::Areas, RingError>;
+
+    /// Whether the translations of all areas still stand.
+    fn is_valid(areas: &Self::Areas) -> bool;
+
+    /// The areas are there for the first time.
+    ///
+    /// # Errors
+    /// The base does not go with what lies there.
+    fn begin(&mut self, areas: &Self::Areas, config: &Config) -> Result<(), RingError>;
+
+    /// Looks for new chains, if fewer than `most` are known.
+    ///
+    /// # Errors
+    /// There are said to be more than there can be.
+    fn look(&mut self, areas: &Self::Areas, size: u16, most: usize) -> Result<(), RingError>;
+
+    /// The next chain that is known to be available.
+    fn next(&self, areas: &Self::Areas, size: u16) -> Option<Self::First>;
+
+    /// Its name, the number of its descriptor and its buffer, if that is all of it.
+    fn single(&self, first: Self::First) -> Option<(u16, u16, Desc)>;
+
+    /// Copies the chain that begins with `first`; its name is checked.
+    ///
+    /// # Errors
+    /// What is wrong with it; its name is in `chain` all the same.
+    fn walk(
+        &self,
+        areas: &Self::Areas,
+        first: Self::First,
+        room: u16,
+        with: (&Flight, &mut Table, &impl Translate),
+        chain: &mut Chain,
+    ) -> Result<(), ChainFault>;
+
+    /// How many places a chain of `count` descriptors takes.
+    fn places(count: u16) -> u16;
+
+    /// A chain that takes so many places is taken.
+    fn forward(&mut self, places: u16, size: u16);
+
+    /// As [`forward`](Self::forward), of one that is not read from the ring.
+    fn skip(&mut self, places: u16, size: u16);
+
+    /// It is put back.
+    fn back(&mut self, places: u16, size: u16);
+
+    /// How many places are between the next chain to be taken and the next to be given back.
+    fn held(&self) -> u16;
+
+    /// How many chains are in flight, of which `flight` knows the names of some.
+    fn in_flight(&self, flight: &Flight) -> u16;
+
+    /// Gives a chain back, not yet visible.
+    fn put(&mut self, areas: &Self::Areas, used: (u16, u32), places: u16, size: u16);
+
+    /// `count` chains will be given back before long: a hint to the processor.
+    fn soon(&self, areas: &Self::Areas, count: usize) {
+        let _ = (areas, count);
+    }
+
+    /// Makes visible what was given back; true if the driver wants to be told.
+    fn publish(&mut self, areas: &Self::Areas, config: &Config) -> bool;
+
+    /// Says that no kicks are wanted.
+    fn suppress(&self, areas: &Self::Areas);
+
+    /// Says that a kick is wanted with the next chain.
+    fn ask(&self, areas: &Self::Areas, config: &Config);
+
+    /// As [`Ring::peek_from`], of the chains from `skip` to `ahead`.
+    fn peek(
+        &self,
+        areas: &Self::Areas,
+        chains: (u16, u16),
+        with: (&Config, &mut Table, &impl Translate),
+        each: impl FnMut(Glimpse),
+    ) -> u16;
+
+    /// As [`Ring::written`], of what was published.
+    fn written<'w>(
+        &mut self,
+        areas: &'w Self::Areas,
+        config: &Config,
+        each: impl FnMut(Written<'w>),
+    );
+
+    /// Where it is written what kicks are asked for.
+    fn wanted<'w>(areas: &'w Self::Areas, config: &Config) -> Written<'w>;
+
+    /// The number of the place of the next chain, for errors.
+    fn index(&self) -> u16;
+
+    /// As [`Ring::next_avail`].
+    fn next_avail(&self) -> u32;
+}
+
+/// The device's end of a queue of format `F`.
+#[derive(Debug)]
+pub struct End<F: Format> {
+    /// None until they are found for the first time.
+    areas: Option<F::Areas>,
+    /// The addresses have changed since `areas` were found.
+    moved: bool,
+    config: Config,
+    flight: Flight,
+    table: Table,
+    at: F,
+    /// How many places belong to chains that were taken before the queue was made and whose names
+    /// were not given since.
+    nameless: u16,
+    /// Whether kicks are asked for.
+    kicks: bool,
+    /// Whether that was written since [`written`](Ring::written) told.
+    asked: bool,
+    broken: Option<RingError>,
+}
+
+impl<F: Format> End<F> {
+    /// As [`Queue::postponed`](super::Queue::postponed), for this format.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn postponed(config: Config) -> Result<End<F>, RingError> {
+        let at = F::new(&config)?;
+        Ok(End {
+            areas: None,
+            moved: false,
+            config,
+            flight: Flight::new(config.size),
+            table: Table::new(config.indirect),
+            at,
+            nameless: at.held(),
+            kicks: true,
+            asked: false,
+            broken: None,
+        })
+    }
+
+    /// As [`Queue::new`](super::Queue::new), for this format.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new(config: Config, mem: &impl Translate) -> Result<End<F>, RingError> {
+        let mut queue = End::postponed(config)?;
+        queue.revalidate(mem)?;
+        Ok(queue)
+    }
+
+    #[cold]
+    fn refuse(&mut self, name: u16, fault: ChainFault) -> RingError {
+        let error = RingError::Chain { index: self.at.index(), head: name, fault };
+        // A translation that is missing now may be there later: the chain stays where it is.
+        if !matches!(fault, ChainFault::IndirectUnreachable { .. }) {
+            self.broken = Some(error);
+        }
+        error
+    }
+
+    /// Takes the chain `name`, which an earlier device took and did not give back. `walk` copies it,
+    /// given the room that there is for it.
+    ///
+    /// # Errors
+    /// What broke the queue, or what is wrong with the chain.
+    ///
+    /// # Panics
+    /// If chains were taken from the ring already.
+    pub(super) fn resume(
+        &mut self,
+        name: u16,
+        chain: &mut Chain,
+        walk: impl FnOnce(Option<&F::Areas>, &mut Table, u16, &mut Chain) -> Result<(), ChainFault>,
+    ) -> Result<(), RingError> {
+        chain.clear();
+        if let Some(error) = self.broken {
+            return Err(error);
+        }
+        assert!(!self.flight.began(), "chains in flight are named before others are taken");
+        let size = self.config.size;
+        let room = size - self.at.held() + self.nameless;
+        let taken = self
+            .flight
+            .check(name)
+            .and_then(|()| walk(self.areas.as_ref(), &mut self.table, room, chain));
+        if let Err(fault) = taken {
+            chain.clear();
+            return Err(self.refuse(name, fault));
+        }
+        let places = F::places(chain.count);
+        self.flight.resume(name, places);
+        let known = self.nameless.min(places);
+        self.nameless -= known;
+        self.at.skip(places - known, size);
+        Ok(())
+    }
+
+    /// Looks for new chains, if fewer than `most` are known.
+    #[inline]
+    fn look(&mut self, most: usize) -> Result<(), RingError> {
+        let Some(areas) = &self.areas else { return Ok(()) };
+        let looked = self.at.look(areas, self.config.size, most);
+        looked.inspect_err(|&error| self.broken = Some(error))
+    }
+}
+
+impl<F: Format> Ring for End<F> {
+    fn config(&self) -> &Config {
+        &self.config
+    }
+
+    #[inline]
+    fn is_valid(&self) -> bool {
+        !self.moved && self.areas.as_ref().is_some_and(F::is_valid)
+    }
+
+    fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
+        if let Some(error) = self.broken {
+            return Err(error);
+        }
+        let areas = F::translate(&self.config, mem)?;
+        if self.areas.is_none() {
+            let before = self.at.held();
+            if let Err(error) = self.at.begin(&areas, &self.config) {
+                self.broken = Some(error);
+                return Err(error);
+            }
+            self.nameless += self.at.held() - before;
+        }
+        self.areas = Some(areas);
+        self.moved = false;
+        Ok(())
+    }
+
+    fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
+        self.config = Config { desc, avail, used, ..self.config };
+        self.moved = true;
+        // What the new area says of kicks is not known.
+        self.kicks = true;
+    }
+
+    fn broken(&self) -> Option<RingError> {
+        self.broken
+    }
+
+    #[inline]
+    fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
+        chain.clear();
+        if let Some(error) = self.broken {
+            return Err(error);
+        }
+        self.look(1)?;
+        let (Some(areas), size) = (&self.areas, self.config.size) else { return Ok(false) };
+        let Some(first) = self.at.next(areas, size) else { return Ok(false) };
+        let with = (&self.flight, &mut self.table, mem);
+        if let Err(fault) = self.at.walk(areas, first, size - self.at.held(), with, chain) {
+            let name = chain.head;
+            chain.clear();
+            return Err(self.refuse(name, fault));
+        }
+        let places = F::places(chain.count);
+        self.flight.take(chain.head, places);
+        self.at.forward(places, size);
+        Ok(true)
+    }
+
+    #[inline]
+    fn pop_more(
+        &mut self,
+        mem: &impl Translate,
+        most: usize,
+        burst: &mut Burst,
+    ) -> Result<usize, RingError> {
+        if let Some(error) = self.broken {
+            return Err(error);
+        }
+        self.look(most)?;
+        let Some(areas) = &self.areas else { return Ok(0) };
+        let (size, mut at) = (self.config.size, self.at);
+        let (mut count, mut fault) = (0, None);
+        while count < most
+            && let Some(first) = at.next(areas, size)
+        {
+            let (name, taken) = if let Some((name, number, desc)) = at.single(first) {
+                let taken = self.flight.check(name).and_then(|()| burst.push(name, number, desc));
+                (name, taken.map(|()| 1))
+            } else {
+                burst.chain.clear();
+                let with = (&self.flight, &mut self.table, mem);
+                let room = size - at.held();
+                let taken = at.walk(areas, first, room, with, &mut burst.chain).map(|()| {
+                    burst.push_chain();
+                    F::places(burst.chain.count)
+                });
+                (burst.chain.head, taken)
+            };
+            match taken {
+                Ok(places) => {
+                    self.flight.take(name, places);
+                    at.forward(places, size);
+                    count += 1;
+                }
+                Err(found) => {
+                    fault = Some((name, found));
+                    break;
+                }
+            }
+        }
+        self.at = at;
+        at.soon(areas, count);
+        match fault.map(|(name, fault)| self.refuse(name, fault)) {
+            Some(error) if count == 0 => Err(error),
+            // Those before it are given first: the next call meets it again.
+            _ => Ok(count),
+        }
+    }
+
+    fn peek_from(
+        &mut self,
+        mem: &impl Translate,
+        skip: u16,
+        ahead: u16,
+        each: impl FnMut(Glimpse),
+    ) -> u16 {
+        let Some(areas) = &self.areas else { return 0 };
+        self.at.peek(areas, (skip, ahead), (&self.config, &mut self.table, mem), each)
+    }
+
+    fn untake(&mut self, head: u16) -> bool {
+        let places = self.flight.untake(head);
+        if let Some(places) = places {
+            // Neither end has written over its descriptors, or over what says where they begin:
+            // the driver may not before it is given back, and we give back in the places of the
+            // chains before this one only. So it is found there again; if the driver changed it,
+            // that is checked again.
+            self.at.back(places, self.config.size);
+        }
+        places.is_some()
+    }
+
+    #[inline]
+    fn push_used(&mut self, head: u16, len: u32) {
+        self.push_used_burst([(head, len)]);
+    }
+
+    #[inline]
+    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
+        let (size, mut at) = (self.config.size, self.at);
+        for used in used {
+            let places = self.flight.give_back(used.0);
+            let Some(areas) = &self.areas else { unreachable!("a chain was taken from it") };
+            at.put(areas, used, places, size);
+        }
+        self.at = at;
+    }
+
+    #[inline]
+    fn publish_used(&mut self) -> bool {
+        self.areas.as_ref().is_some_and(|areas| self.at.publish(areas, &self.config))
+    }
+
+    #[inline]
+    fn suppress_kicks(&mut self) {
+        // The line belongs to what the driver reads: do not touch it without need.
+        if let Some(areas) = &self.areas
+            && core::mem::replace(&mut self.kicks, false)
+        {
+            self.asked = true;
+            self.at.suppress(areas);
+        }
+    }
+
+    fn enable_kicks(&mut self) -> bool {
+        let Some(areas) = &self.areas else { return false };
+        (self.kicks, self.asked) = (true, true);
+        self.at.ask(areas, &self.config);
+        // Either we see what the driver has published, or it sees what we have just asked for:
+        // argued in the driver's `needs_kick`.
+        fence(Ordering::SeqCst);
+        // A broken queue has something to say as well.
+        self.broken.is_some()
+            || self.look(1).is_err()
+            || self
+                .areas
+                .as_ref()
+                .is_some_and(|areas| self.at.next(areas, self.config.size).is_some())
+    }
+
+    fn next_avail(&self) -> u32 {
+        self.at.next_avail()
+    }
+
+    fn in_flight(&self) -> u16 {
+        self.at.in_flight(&self.flight)
+    }
+
+    fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
+        let Some(areas) = &self.areas else { return };
+        self.at.written(areas, &self.config, &mut each);
+        if core::mem::take(&mut self.asked) {
+            each(F::wanted(areas, &self.config));
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! What the driver's ends of both formats have in common: which chains are added and taken back.
+
+use core::{
+    fmt,
+    sync::atomic::{Ordering, fence},
+};
+
+use ringfence_mem::Window;
+
+use super::{
+    Config, Ring, Rings, Used, checked,
+    names::{Back, Names},
+};
+use crate::{AddError, Desc, RingError, layout};
+
+/// What is different in a format: its areas.
+pub trait Format: fmt::Debug + Sized {
+    /// Where the driver stands in them. It is copied out for a burst and back after it: kept in the
+    /// queue, it would be stored and loaded again for each chain.
+    type At: Copy + fmt::Debug;
+
+    /// The areas, initialised, and where a driver begins.
+    ///
+    /// # Errors
+    /// The size is none, or an area does not hold it.
+    fn new(config: Config, rings: Rings) -> Result<(Self, Self::At), RingError>;
+
+    /// Writes a chain of several descriptors, for which there is room, under the first free name;
+    /// returns its last name.
+    fn write(&self, at: &mut Self::At, names: &Names, descs: &[Desc]) -> u16;
+
+    /// Writes a chain of one descriptor, for which there is room, under the first free name: address,
+    /// length and flags.
+    fn write_one(&self, at: &mut Self::At, names: &Names, desc: (u64, u32, u16));
+
+    /// Descriptor `position` of an indirect table of `count`.
+    fn entry(desc: &Desc, position: usize, count: usize) -> [u8; layout::DESC_SIZE];
+
+    /// Makes visible what was written since the last call; there is something.
+    fn publish(&self, at: &mut Self::At, names: &Names);
+
+    /// Whether the device wants a kick for what was published since the last call.
+    fn needs_kick(&self, at: &mut Self::At, names: &Names) -> bool;
+
+    /// Looks for what the device has given back, if less than `most` is known.
+    ///
+    /// # Errors
+    /// There is said to be more than there can be.
+    fn look(&self, at: &mut Self::At, names: &Names, most: usize) -> Result<(), RingError>;
+
+    /// What the device has given back next, as far as is known.
+    fn next(&self, at: &Self::At, names: &Names) -> Option<Back>;
+
+    /// A chain of so many descriptors was taken back.
+    fn forward(&self, at: &mut Self::At, count: u16);
+
+    /// Says that no interrupts are wanted.
+    fn suppress(&self, names: &Names);
+
+    /// Says that an interrupt is wanted with the next used chain.
+    fn ask(&self, at: &Self::At, names: &Names);
+}
+
+/// The driver's end of a queue of format `F`.
+#[derive(Debug)]
+pub struct End<F: Format> {
+    areas: F,
+    at: F::At,
+    names: Names,
+    /// Whether interrupts are asked for.
+    notify: bool,
+    broken: Option<RingError>,
+}
+
+impl<F: Format> End<F> {
+    /// As [`Queue::with_config`](super::Queue::with_config), for this format.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new(config: Config, rings: Rings) -> Result<End<F>, RingError> {
+        let (areas, at) = F::new(config, rings)?;
+        Ok(End { areas, at, names: Names::new(config.size), notify: true, broken: None })
+    }
+
+    #[cold]
+    fn break_with(&mut self, error: RingError) -> RingError {
+        self.broken = Some(error);
+        error
+    }
+
+    #[inline]
+    fn look(&mut self, most: usize) -> Result<(), RingError> {
+        let looked = self.areas.look(&mut self.at, &self.names, most);
+        looked.map_err(|error| self.break_with(error))
+    }
+}
+
+/// The flag of a buffer that the device writes.
+#[inline]
+pub(super) fn write_flag(desc: &Desc) -> u16 {
+    if desc.write { layout::DESC_F_WRITE } else { 0 }
+}
+
+impl<F: Format> Ring for End<F> {
+    fn size(&self) -> u16 {
+        self.names.size()
+    }
+
+    fn free_descs(&self) -> u16 {
+        self.names.free()
+    }
+
+    fn in_flight(&self) -> u16 {
+        self.names.in_flight()
+    }
+
+    fn broken(&self) -> Option<RingError> {
+        self.broken
+    }
+
+    #[inline]
+    fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
+        let room = checked(self, descs, descs.len())?;
+        let tail = self.areas.write(&mut self.at, &self.names, descs);
+        self.names.add(tail, descs.len() as u16, room, token);
+        Ok(())
+    }
+
+    #[inline]
+    fn add_indirect(
+        &mut self,
+        table_addr: u64,
+        table: &Window,
+        descs: &[Desc],
+        token: u64,
+    ) -> Result<(), AddError> {
+        let room = checked(self, descs, 1)?;
+        let bytes = descs.len() * layout::DESC_SIZE;
+        if table.len() < bytes {
+            return Err(AddError::Table { wanted: descs.len(), len: table.len() });
+        }
+        for (position, desc) in descs.iter().enumerate() {
+            let entry = F::entry(desc, position, descs.len());
+            table.write(position * layout::DESC_SIZE, &entry);
+        }
+        // Fits: `checked` held the chain to the queue's size.
+        let desc = (table_addr, bytes as u32, layout::DESC_F_INDIRECT);
+        self.areas.write_one(&mut self.at, &self.names, desc);
+        self.names.add(self.names.first(), 1, room, token);
+        Ok(())
+    }
+
+    #[inline]
+    fn add_burst(
+        &mut self,
+        buffers: impl IntoIterator<Item = (Desc, u64)>,
+    ) -> Result<usize, AddError> {
+        if let Some(error) = self.broken {
+            return Err(AddError::Broken(error));
+        }
+        let mut at = self.at;
+        let (mut added, mut refused) = (0, None);
+        let mut buffers = buffers.into_iter();
+        while self.names.free() > 0
+            && let Some((desc, token)) = buffers.next()
+        {
+            if desc.wraps() {
+                refused = Some(AddError::Wraps { at: added });
+                break;
+            }
+            let one = (desc.addr, desc.len, write_flag(&desc));
+            self.areas.write_one(&mut at, &self.names, one);
+            let room = if desc.write { desc.len } else { 0 };
+            self.names.add(self.names.first(), 1, room, token);
+            added += 1;
+        }
+        self.at = at;
+        refused.map_or(Ok(added), Err)
+    }
+
+    #[inline]
+    fn publish(&mut self) {
+        if self.names.publish() {
+            self.areas.publish(&mut self.at, &self.names);
+        }
+    }
+
+    #[inline]
+    fn needs_kick(&mut self) -> bool {
+        self.areas.needs_kick(&mut self.at, &self.names)
+    }
+
+    #[inline]
+    fn pop(&mut self) -> Result<Option<Used>, RingError> {
+        let mut out = [Used::default()];
+        Ok(match self.pop_burst(&mut out)? {
+            0 => None,
+            _ => Some(out[0]),
+        })
+    }
+
+    #[inline]
+    fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError> {
+        if let Some(error) = self.broken {
+            return Err(error);
+        }
+        self.look(out.len())?;
+        let mut at = self.at;
+        let (mut done, mut error) = (0, None);
+        for place in out {
+            let Some(back) = self.areas.next(&at, &self.names) else { break };
+            match self.names.take(back) {
+                Ok((used, count)) => {
+                    *place = used;
+                    self.areas.forward(&mut at, count);
+                    done += 1;
+                }
+                Err(found) => {
+                    error = Some(found);
+                    break;
+                }
+            }
+        }
+        self.at = at;
+        match error.map(|error| self.break_with(error)) {
+            Some(error) if done == 0 => Err(error),
+            // Those before it are given first: the next call says it again.
+            _ => Ok(done),
+        }
+    }
+
+    #[inline]
+    fn suppress_notifications(&mut self) {
+        // The line belongs to what the device reads: do not touch it without need.
+        if core::mem::replace(&mut self.notify, false) {
+            self.areas.suppress(&self.names);
+        }
+    }
+
+    fn enable_notifications(&mut self) -> bool {
+        self.notify = true;
+        self.areas.ask(&self.at, &self.names);
+        // The mirror image of the device's `publish_used`, argued as in `needs_kick`: either we see
+        // what the device has published, or it sees what we have just asked for.
+        fence(Ordering::SeqCst);
+        // A broken queue has something to say as well.
+        self.broken.is_some()
+            || self.look(1).is_err()
+            || self.areas.next(&self.at, &self.names).is_some()
+    }
+}

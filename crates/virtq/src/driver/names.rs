@@ -1,0 +1,169 @@
+//! Which chains a driver has added and not taken back.
+
+use super::Used;
+use crate::RingError;
+
+/// What we know of a name. Nothing is ever read back from the ring: the device may have changed it.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    /// The caller's name for the chain.
+    token: u64,
+    /// The how manieth chain it was, or [`IDLE`].
+    seq: u64,
+    /// How many bytes the device may write.
+    room: u32,
+    /// The next name of the chain, or of the free list: the same link serves both, so that a whole
+    /// chain is freed by one store to its tail.
+    next: u16,
+    /// The last name of the chain.
+    tail: u16,
+    /// How many descriptors the chain takes.
+    count: u16,
+}
+
+/// The `seq` of a name that is no chain's in flight: later than any chain.
+const IDLE: u64 = u64::MAX;
+
+/// The names of chains, as many as there are descriptors. On a split ring they are the descriptors:
+/// a chain has those of all its descriptors, and its own is the first. On a packed one they are
+/// buffer ids: a chain has one, and where a descriptor is free, so is an id.
+#[derive(Debug)]
+pub struct Names {
+    slots: Box<[Slot]>,
+    /// First of the free list, meaningful while `free` is not 0. The list is a stack: the name used
+    /// last is the one most likely still in the cache.
+    first: u16,
+    /// How many descriptors are free.
+    free: u16,
+    /// How many chains were ever added, published, and taken back. The rings' indices are the low
+    /// 16 bits; in 64 bits "earlier" has a meaning.
+    added: u64,
+    published: u64,
+    taken: u64,
+}
+
+/// What a device says that it gives back.
+#[derive(Clone, Copy, Debug)]
+pub struct Back {
+    /// Where it says so, for errors.
+    pub(super) index: u16,
+    pub(super) name: u32,
+    pub(super) len: u32,
+    /// Whether the length means nothing if it is none.
+    pub(super) vague: bool,
+}
+
+impl Names {
+    pub(super) fn new(size: u16) -> Names {
+        let slot = |name: u16| Slot {
+            token: 0,
+            seq: IDLE,
+            room: 0,
+            // The last one leads nowhere: by then `free` is 0.
+            next: name.wrapping_add(1),
+            tail: name,
+            count: 0,
+        };
+        let slots = (0..size).map(slot).collect();
+        Names { slots, first: 0, free: size, added: 0, published: 0, taken: 0 }
+    }
+
+    pub(super) fn size(&self) -> u16 {
+        self.slots.len() as u16
+    }
+
+    /// How many descriptors are free.
+    #[inline]
+    pub(super) fn free(&self) -> u16 {
+        self.free
+    }
+
+    /// How many chains are added and not taken back.
+    pub(super) fn in_flight(&self) -> u16 {
+        // Each has a descriptor of its own, so the difference is at most the size.
+        (self.added - self.taken) as u16
+    }
+
+    /// How many chains were ever added.
+    #[inline]
+    pub(super) fn added(&self) -> u64 {
+        self.added
+    }
+
+    /// How many were published.
+    #[inline]
+    pub(super) fn published(&self) -> u64 {
+        self.published
+    }
+
+    /// How many were taken back.
+    #[inline]
+    pub(super) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// The name of the next chain, if a descriptor is free.
+    #[inline]
+    pub(super) fn first(&self) -> u16 {
+        self.first
+    }
+
+    /// The free name after this one.
+    #[inline]
+    pub(super) fn after(&self, name: u16) -> u16 {
+        self.slots[usize::from(name)].next
+    }
+
+    /// A chain of `count` descriptors was added under the first free name; those up to `tail` are
+    /// its own.
+    #[inline]
+    pub(super) fn add(&mut self, tail: u16, count: u16, room: u32, token: u64) {
+        let name = self.first;
+        self.first = self.slots[usize::from(tail)].next;
+        self.free -= count;
+        let slot = &mut self.slots[usize::from(name)];
+        (slot.token, slot.seq, slot.room) = (token, self.added, room);
+        (slot.tail, slot.count) = (tail, count);
+        self.added += 1;
+    }
+
+    /// All that were added are published. True if any was not before.
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        let any = self.published != self.added;
+        self.published = self.added;
+        any
+    }
+
+    /// Takes a chain back; also returns how many descriptors it had.
+    ///
+    /// # Errors
+    /// The device broke the rules.
+    #[inline]
+    pub(super) fn take(&mut self, back: Back) -> Result<(Used, u16), RingError> {
+        let Back { index, name: id, mut len, vague } = back;
+        let size = self.size();
+        let Some(slot) = self.slots.get_mut(id as usize) else {
+            return Err(RingError::UsedId { index, id, size });
+        };
+        let id = id as u16;
+        // One comparison for two rules: `IDLE` is no earlier than anything, and a chain that is
+        // added but not published is not the device's to give back.
+        if slot.seq >= self.published {
+            return Err(RingError::UsedNotInFlight { index, id });
+        }
+        if len > slot.room {
+            if !vague {
+                return Err(RingError::UsedLength { index, id, len, room: slot.room });
+            }
+            len = 0;
+        }
+        slot.seq = IDLE;
+        let Slot { token, tail, count, .. } = *slot;
+        self.slots[usize::from(tail)].next = self.first;
+        self.first = id;
+        self.free += count;
+        self.taken += 1;
+        Ok((Used { token, len }, count))
+    }
+}

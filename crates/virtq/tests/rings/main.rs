@@ -1,0 +1,10 @@
+//! Rings of both formats: honest peers, peers that break one rule at a time, and peers that write
+//! what they like.
+
+mod arbitrary;
+mod bursts;
+mod going_on;
+mod hostile;
+mod packed;
+mod rig;
+mod round_trip;
