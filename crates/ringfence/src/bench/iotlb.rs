@@ -53,7 +53,8 @@ pub(crate) struct Arguments {
     /// What an operation is: `seq` (64 bytes of one entry after the other), `random` (of a random
     /// one), `dependent` (the same, each after the one before), `chain` (three descriptors),
     /// `churn` (an entry is invalidated, put in again and looked up), `threads` (random, by one
-    /// thread and by two, an entry invalidated now and then) [default: all].
+    /// thread and by two, an entry invalidated now and then), `steady` (the same, another thread
+    /// invalidates 10,000 a second) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Order>)]
     order: Option<List<Order>>,
 
