@@ -152,7 +152,7 @@ modprobe virtio_blk
 # The page cache of a disk that nobody has open is dropped.
 exec 4< /dev/vda
 say domain $(domain $(virtio_pci 2 0))
-run_fio load --rw=randrw --bs=4k --iodepth=16 --offset=16m --size=8m --verify=crc32c \
+run_fio load --invalidate=0 --rw=randrw --bs=4k --iodepth=16 --offset=16m --size=8m --verify=crc32c \
     --io_size=32m --rate_iops=800,800 > /tmp/load 2>&1 3>/tmp/said &
 load=$!
 say ready
