@@ -300,6 +300,9 @@ proptest! {
         let before = contents(&ram);
         let mut place = (base % SIZE, base < SIZE);
         let bits = u32::from(place.0) | u32::from(place.1) << 15;
+        // A ring at 0 in which nothing was given back is new.
+        let given_back = |desc: &[u8; 16]| u16::from_le_bytes([desc[14], desc[15]]) & USED != 0;
+        place.1 |= place.0 == 0 && !ring.iter().any(given_back);
         at.base = bits | bits << 16;
         if bits == 0 && ring.iter().all(|desc| desc[15] & (USED >> 8) as u8 == 0) {
             // Nothing was ever given back in it: it begins at its start.
