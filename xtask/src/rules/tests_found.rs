@@ -135,13 +135,19 @@ fn named_in(text: &str) -> Vec<(usize, Vec<Id>, Runs)> {
         if ids.is_empty() {
             continue;
         }
-        let around = (0..at).rev().find(|&above| {
+        let above = (0..at).rev().find(|&above| {
             let there = lines[above];
             indent(there) < indent(line) && is_function(there)
         });
+        // Or it stands before the test, among its attributes.
+        let is_part = |line: &str| line.trim_start().starts_with(['#', '/']);
+        let below = (at + 1..lines.len()).find(|&below| !is_part(lines[below]));
+        let below = below
+            .filter(|&below| indent(lines[below]) == indent(line) && is_function(lines[below]));
+        let around = below.or(above);
         let runs = around.map_or(Runs::NoTest, |function| {
             let attributes = lines[..function].iter().rev().map(|line| line.trim());
-            let attributes = attributes.take_while(|line| line.starts_with(['#', '/']));
+            let attributes = attributes.take_while(|line| is_part(line));
             let has = |name: &str| {
                 let plain = format!("#[{name}]");
                 let with_reason = format!("#[{name} = ");
@@ -229,6 +235,13 @@ mod tests {
         assert_eq!(runs("#[ignore = \"slow\"]\n/// Text.\n#[test]\nfn a() {\n"), Runs::Ignored);
         assert_eq!(runs("#[test]\nfn a() {\n}\n\nfn b() {\n"), Runs::NoTest);
         assert_eq!(runs(""), Runs::NoTest);
+        let before = |attributes: &str| {
+            let text = format!("// rule L1\n{attributes}fn a() {{\n}}\n");
+            named_in(&text)[0].2
+        };
+        assert_eq!(before("/// Text.\n#[test]\n"), Runs::Yes);
+        assert_eq!(before("#[test]\n#[ignore]\n"), Runs::Ignored);
+        assert_eq!(before(""), Runs::NoTest);
     }
 
     #[test]

@@ -211,7 +211,8 @@ fn data_gets_where_it_belongs() {
                 assert!(bytes[..len].iter().all(|&byte| byte == n as u8 + 1), "{policy}: {n}");
                 assert!(bytes[len..].iter().all(|&byte| byte == OWN), "{policy}: beside {n}");
             }
-            assert!(bench.dma.stats().bounced > 0, "{policy}");
+            // Which is cheaper here, a copy or a mapping, was measured on this machine, as it is now.
+            assert!(bench.dma.stats().bounced > 0 || policy == Policy::Auto, "{policy}");
             bench.assert_no_slot_is_lost();
         }
     }

@@ -109,7 +109,13 @@ fn an_untrusted_device_that_is_trusted_is_found_out() {
 
 #[test]
 fn slots_that_share_their_memory_are_found_out() {
-    let says = ["which is not its own", "of another mapping", "is found at", "was changed"];
+    let says = [
+        "which is not its own",
+        "of another mapping",
+        "is found at",
+        "was changed",
+        "a taken buffer holds",
+    ];
     is_found_out(Lie::OneSlot, one_driver(Lie::OneSlot, |_| true), &says);
     is_found_out(Lie::OneSlot, two_drivers(Lie::OneSlot, |_| true), REACHES_OTHERS);
 }

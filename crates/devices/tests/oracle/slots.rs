@@ -91,6 +91,7 @@ unsafe impl BounceMemory<GuestPhys> for Lent {
 
     fn give_back(&self, chunk: Chunk<GuestPhys>) {
         if self.0.lie == Lie::OneSlot {
+            self.0.book.lock().out.remove(&chunk.target.0);
             return;
         }
         self.0.history.gives_back(chunk.target.0, chunk.len);

@@ -122,7 +122,7 @@ fn peeking_shows_what_lies_ahead_and_changes_nothing() {
             assert_eq!(peek(&mut device, u16::MAX), all, "a table that is not there is passed");
         }
         // What was seen is skipped, and what comes later is seen.
-        let mut go_on = |device: &mut device::Queue, skip, ahead| {
+        let go_on = |device: &mut device::Queue, skip, ahead| {
             let mut seen = Vec::new();
             let next = device.peek_from(&ram, skip, ahead, |glimpse| seen.push(glimpse));
             (next, seen)
