@@ -243,8 +243,9 @@ impl Qemu {
         command.args(&self.arguments);
         command.arg("-kernel").arg(part("vmlinuz")).arg("-initrd").arg(&initrd);
         let viommu = matches!(self.iommu, Iommu::VirtioStrict | Iommu::VirtioLazy);
+        // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up.
         let line = format!(
-            "console=ttyS0 loglevel=5 panic=-1 viommu={} {}",
+            "console=ttyS0 loglevel=5 panic=-1 no_timer_check viommu={} {}",
             u8::from(viommu),
             self.iommu.kernel_line()
         );
