@@ -388,4 +388,6 @@ fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
 }
 
 #[cfg(all(test, not(loom)))]
+mod oracle;
+#[cfg(all(test, not(loom)))]
 pub(crate) mod tests;

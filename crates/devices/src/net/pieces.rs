@@ -78,17 +78,23 @@ impl<'b, B: Lasting> Runs<'b, B> {
 
     /// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not, or are none, or
     /// are not to be had now.
-    #[inline]
+    #[inline(always)]
     pub(super) fn piece(&mut self, addr: u64, len: u32) -> Option<HostSlice<'b>> {
         if let Some(piece) = self.known(addr, len) {
             return Some(piece);
         }
-        let (first, run) = self.bus.around(addr, self.access)?;
-        (self.first, self.run) = (first, Some(run));
+        self.look(addr)?;
         self.known(addr, len)
     }
 
-    #[inline]
+    #[inline(never)]
+    fn look(&mut self, addr: u64) -> Option<()> {
+        let (first, run) = self.bus.around(addr, self.access)?;
+        (self.first, self.run) = (first, Some(run));
+        Some(())
+    }
+
+    #[inline(always)]
     fn known(&self, addr: u64, len: u32) -> Option<HostSlice<'b>> {
         let run = self.run?;
         let (offset, len) = (addr.wrapping_sub(self.first), u64::from(len));

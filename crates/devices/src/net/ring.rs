@@ -160,6 +160,8 @@ impl NetRing {
         match self.queue.revalidate(bus) {
             Ok(()) => {
                 self.away_until = None;
+                // Nobody could say so while it was not there, and who looks for work is awake.
+                self.disarm();
                 Ready::Yes
             }
             Err(RingError::Unreachable { error: AccessError::Missing { .. }, .. }) => Ready::Soon,
@@ -327,5 +329,60 @@ fn missing_table(error: RingError) -> Result<bool, RingError> {
             ..
         } => Ok(false),
         _ => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringfence_mem::{GuestRam, Memory, Physical};
+    use ringfence_virtq::driver::{Config, Queue, Rings};
+
+    use super::*;
+    use crate::net::pieces::Plain;
+
+    // rule D22
+    #[test]
+    fn a_ring_that_is_found_late_or_elsewhere_asks_for_kicks_only_before_a_sleep() {
+        for packed in [false, true] {
+            let ram = GuestRam::new(16 * 4096, 0).unwrap();
+            let physical = Physical::new(Memory::of_ram(&ram).unwrap());
+            let bus = Plain::new(&physical);
+            let config = Config { size: 8, event_idx: false, packed };
+            let offsets = config.offsets();
+            let window = ram.window(0, offsets.len).unwrap();
+            let rings = Rings::placed(&window, &config).unwrap();
+            let mut driver = Queue::with_config(config, rings).unwrap();
+            let [desc, avail, used] =
+                [offsets.desc, offsets.avail, offsets.used].map(|offset| offset as u64);
+            let queue = device::Queue::postponed(device::Config {
+                size: 8,
+                desc,
+                avail,
+                used,
+                event_idx: false,
+                indirect: false,
+                packed,
+                base: device::Config::start(packed),
+            });
+            let events = Events { kick: None, call: None, err: None };
+            let name = "late".into();
+            let mut ring = NetRing::new(0, queue.unwrap(), events, Arc::default(), name);
+            let mut kicked = || {
+                driver.add(&[ringfence_virtq::Desc::readable(0, 1)], 0).unwrap();
+                driver.publish();
+                driver.needs_kick()
+            };
+            assert!(kicked(), "nothing is known of the ring");
+            assert_eq!(ring.ready(&bus, 0), Ready::Yes);
+            assert!(!kicked());
+            assert!(ring.arm(), "two packets are there");
+            assert!(kicked());
+            ring.disarm();
+            assert!(!kicked());
+            ring.relocate(RingAddresses { desc, avail, used, log: None });
+            ring.arm();
+            assert_eq!(ring.ready(&bus, 0), Ready::Yes);
+            assert!(!kicked());
+        }
     }
 }

@@ -62,6 +62,43 @@ fn a_burst_holds_what_single_calls_would_give() {
 }
 
 #[test]
+fn a_burst_that_is_not_given_back_grows_and_ends_before_what_is_at_fault() {
+    for packed in [false, true] {
+        let ram = ram();
+        let (mut driver, mut device) = testing::pair_of(&ram, BASE, config(8, packed));
+        let mut burst = Burst::new();
+        let mut out = [driver::Used::default(); 8];
+        let add = |driver: &mut driver::Queue, token: u64| {
+            driver.add(&[Desc::readable(DATA + token, 1)], token).unwrap();
+            driver.publish();
+        };
+        for round in 0..40 {
+            add(&mut driver, 2 * round);
+            assert_eq!(device.pop_more(&ram, 8, &mut burst), Ok(1));
+            add(&mut driver, 2 * round + 1);
+            assert_eq!(device.pop_more(&ram, 8, &mut burst), Ok(1));
+            assert_eq!(device.pop_more(&ram, 8, &mut burst), Ok(0));
+            // One stays from round to round.
+            let kept = u64::from(round > 0);
+            let addrs = burst.descs().iter().map(|desc| desc.addr - DATA);
+            assert!(addrs.eq(2 * round - kept..2 * round + 2), "round {round}");
+            let done = burst.len() - 1;
+            device.push_used_burst(burst.heads().take(done).map(|head| (head, 0)));
+            burst.forget(done);
+            let _ = device.publish_used();
+            assert_eq!(driver.pop_burst(&mut out), Ok(done));
+            assert_eq!(usize::from(device.in_flight()), burst.len());
+        }
+        // What is at fault is told when nothing comes before it, whatever is held.
+        let table = ram.window(DATA, 64, Access::ReadWrite).unwrap();
+        driver.add_indirect(8, &table, &[Desc::readable(DATA, 1)], 99).unwrap();
+        add(&mut driver, 100);
+        assert!(device.pop_more(&ram, 8, &mut burst).is_err());
+        assert_eq!(burst.len(), 1);
+    }
+}
+
+#[test]
 fn a_burst_ends_before_what_is_at_fault() {
     for packed in [false, true] {
         let ram = ram();

@@ -7,54 +7,54 @@ use ringfence_mem::Translate;
 use ringfence_virtq::{Desc, device, driver, layout, testing};
 
 /// Where honest peers have their rings, and their buffers.
-pub const BASE: u64 = 0x4000_0000;
-pub const DATA: u64 = BASE + 0x10_0000;
+pub(crate) const BASE: u64 = 0x4000_0000;
+pub(crate) const DATA: u64 = BASE + 0x10_0000;
 
 /// Where rings lie that are written by hand, and a table.
-pub const RAW: u64 = 0x1_0000;
-pub const TABLE: u64 = RAW + 0x1000;
+pub(crate) const RAW: u64 = 0x1_0000;
+pub(crate) const TABLE: u64 = RAW + 0x1000;
 
-pub fn ram() -> testing::Ram {
+pub(crate) fn ram() -> testing::Ram {
     testing::Ram::new(BASE, 0x20_0000)
 }
 
-pub fn config(size: u16, packed: bool) -> driver::Config {
+pub(crate) fn config(size: u16, packed: bool) -> driver::Config {
     driver::Config { size, event_idx: true, packed }
 }
 
 /// A descriptor's four fields, in their order in memory: address, length, and two of 16 bits, which
 /// are flags and next in a split ring, id and flags in a packed one.
-pub type Raw = (u64, u32, u16, u16);
+pub(crate) type Raw = (u64, u32, u16, u16);
 
-pub fn bytes_of((addr, len, third, fourth): Raw) -> [u8; layout::DESC_SIZE] {
+pub(crate) fn bytes_of((addr, len, third, fourth): Raw) -> [u8; layout::DESC_SIZE] {
     let high = u64::from(len) | u64::from(third) << 32 | u64::from(fourth) << 48;
     (u128::from(addr) | u128::from(high) << 64).to_le_bytes()
 }
 
-pub fn raw_of(bytes: [u8; layout::DESC_SIZE]) -> Raw {
+pub(crate) fn raw_of(bytes: [u8; layout::DESC_SIZE]) -> Raw {
     let value = u128::from_le_bytes(bytes);
     (value as u64, (value >> 64) as u32, (value >> 96) as u16, (value >> 112) as u16)
 }
 
 /// Descriptor `at` of the table.
-pub fn read(ram: &testing::Ram, table: u64, at: u16) -> Raw {
+pub(crate) fn read(ram: &testing::Ram, table: u64, at: u16) -> Raw {
     let mut bytes = [0; layout::DESC_SIZE];
     ram.read(table + 16 * u64::from(at), &mut bytes).unwrap();
     raw_of(bytes)
 }
 
-pub fn write(ram: &testing::Ram, table: u64, at: u16, raw: Raw) {
+pub(crate) fn write(ram: &testing::Ram, table: u64, at: u16, raw: Raw) {
     ram.write(table + 16 * u64::from(at), &bytes_of(raw)).unwrap();
 }
 
 /// The descriptor at `addr` of memory from [`RAW`] on, if it is there.
-pub fn find(memory: &[u8], addr: u64) -> Option<Raw> {
+pub(crate) fn find(memory: &[u8], addr: u64) -> Option<Raw> {
     let at = usize::try_from(addr.checked_sub(RAW)?).ok()?;
     Some(raw_of(memory.get(at..at.checked_add(16)?)?.try_into().unwrap()))
 }
 
 /// Whether virtio lets a chain have such buffers.
-pub fn is_legal(descs: &[Desc]) -> bool {
+pub(crate) fn is_legal(descs: &[Desc]) -> bool {
     let total: u64 = descs.iter().map(|desc| u64::from(desc.len)).sum();
     let wraps = |desc: &Desc| u128::from(desc.addr) + u128::from(desc.len) > 1 << 64;
     descs.is_sorted_by_key(|desc| desc.write)
@@ -64,7 +64,7 @@ pub fn is_legal(descs: &[Desc]) -> bool {
 
 /// Addresses of which most lead into a table, and the rest near an end of the memory, whose bytes
 /// are `len`, or of all addresses.
-pub fn likely_addr(len: u64) -> impl Strategy<Value = u64> {
+pub(crate) fn likely_addr(len: u64) -> impl Strategy<Value = u64> {
     prop_oneof![
         6 => (0..64_u64).prop_map(|at| TABLE + 16 * at),
         1 => (0..0x2000_u64).prop_map(|at| RAW + at),
@@ -75,19 +75,19 @@ pub fn likely_addr(len: u64) -> impl Strategy<Value = u64> {
 }
 
 /// Lengths of which most are those of a table of fewer than `most` entries.
-pub fn likely_len(most: u32) -> impl Strategy<Value = u32> {
+pub(crate) fn likely_len(most: u32) -> impl Strategy<Value = u32> {
     prop_oneof![6 => (0..most).prop_map(|n| 16 * n), 2 => 0..40_u32, 1 => any::<u32>()]
 }
 
 /// All of the memory.
-pub fn contents(ram: &testing::Ram) -> Vec<u8> {
+pub(crate) fn contents(ram: &testing::Ram) -> Vec<u8> {
     let mut bytes = vec![0; ram.len()];
     ram.read(ram.base(), &mut bytes).unwrap();
     bytes
 }
 
 /// Nothing has changed since the memory was `before`, but for what lies at these addresses.
-pub fn unchanged_but(
+pub(crate) fn unchanged_but(
     ram: &testing::Ram,
     before: &[u8],
     but: Range<u64>,
@@ -100,7 +100,7 @@ pub fn unchanged_but(
 
 /// What a driver has added: chains of so many writable descriptors of `room` bytes each, some of
 /// which it has published. Their numbers are their tokens.
-pub struct Added {
+pub(crate) struct Added {
     room: u32,
     /// Those that did not come back.
     out: Vec<(u64, usize)>,
@@ -110,7 +110,7 @@ pub struct Added {
 
 impl Added {
     /// Adds each chain, if there is room for it, and publishes after those that say so.
-    pub fn to(queue: &mut driver::Queue, room: u32, chains: &[(usize, bool)]) -> Added {
+    pub(crate) fn to(queue: &mut driver::Queue, room: u32, chains: &[(usize, bool)]) -> Added {
         let (mut out, mut published) = (Vec::new(), 0);
         for (token, &(len, publish)) in chains.iter().enumerate() {
             if queue.add(&vec![Desc::writable(0, room); len], token as u64).is_ok() {
@@ -126,7 +126,7 @@ impl Added {
 
     /// Whatever the device has written: each token comes back at most once and only after it was
     /// published, and descriptors neither vanish nor appear.
-    pub fn comes_back_at_most_once(
+    pub(crate) fn comes_back_at_most_once(
         mut self,
         queue: &mut driver::Queue,
     ) -> Result<(), TestCaseError> {
@@ -157,7 +157,7 @@ impl Added {
 
 /// A device that takes what it finds and gives it back at once, over random bytes in areas that end
 /// at a guard page.
-pub fn serve_random(config: device::Config, bytes: &[u8]) {
+pub(crate) fn serve_random(config: device::Config, bytes: &[u8]) {
     let ram = testing::Ram::new(0, bytes.len());
     ram.write(0, bytes).unwrap();
     let mut queue = device::Queue::new(config, &ram).unwrap();
