@@ -8,7 +8,7 @@ use common::{Place, number};
 use serde_json::Value;
 
 /// A run as short as one can be.
-const SHORT: [&str; 7] = ["bench", "blk", "--repeat", "2", "--seconds", "0.02", "--quiet"];
+const SHORT: [&str; 7] = ["bench", "blk", "--repeat", "2", "--seconds", "0.2", "--quiet"];
 
 fn bench(place: &Place, arguments: &[&str]) -> Value {
     let ended = place.run(&[&SHORT[..], arguments, &["--json", "-"]].concat());
