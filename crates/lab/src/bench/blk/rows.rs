@@ -42,7 +42,12 @@ fn figures(of: &[Measured], figure: impl Fn(&Window) -> f64) -> Figures {
 fn row(outcome: &Outcome, off: &[Measured]) -> Row {
     let Outcome { case, windows: own, tally, wrong_on_disk } = outcome;
     let rate = figures(own, Window::rate);
-    let times = figures(own, |window| 1e9 / window.rate());
+    let time = |measured: &Measured| {
+        let window = measured.window.as_ref().ok()?;
+        // A machine that does other work may leave no time for a request.
+        (window.requests > 0).then(|| 1e9 / window.rate())
+    };
+    let times: Figures = own.iter().map(time).collect();
     let cpu = figures(own, Window::backend_us);
     let sum = |count: fn(&Window) -> u64| windows(own).map(count).sum::<u64>();
     let each = |count| sum(count) as f64 / sum(|window| window.requests).max(1) as f64;

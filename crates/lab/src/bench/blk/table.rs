@@ -10,8 +10,8 @@ use crate::bench::{
 };
 
 const ABOUT: &str = "\
-Driver and back end have a CPU each. Requests of 4 KiB at random places of a disk that is a file, which the page cache holds; of each
-block that is read the first and last words are checked, of some all bytes, and after a window of writes the file
+Driver and back end have a CPU each. Requests of 4 KiB at random places of a disk, a file that the page cache holds;
+of each block that is read the first and last words are checked, of some all bytes, and after writes the file
 itself. Each figure is the median of windows, each ratio that of the rounds' ratios; ± is half of its 95 % interval.
   2x128      queues, and requests in flight in each
   kIOPS      thousands of requests a second
