@@ -1,6 +1,6 @@
 //! What was asked for and not answered yet.
 
-use std::{collections::BTreeMap, ops::Bound, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
@@ -213,19 +213,16 @@ impl List {
         woken: &mut Woken,
         mut gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool,
     ) {
-        let end = Bound::Included((range.last().0 / PAGE, u32::MAX));
-        let mut from = Bound::Included((range.first().0 / PAGE, 0));
-        let mut any = false;
-        // Mostly there is one: not worth a list of what is to go.
-        while let Some((&key, pending)) = self.pending.range_mut((from, end)).next() {
+        let keys = (range.first().0 / PAGE, 0)..=(range.last().0 / PAGE, u32::MAX);
+        let mut over = Few::NONE;
+        for (&key, pending) in self.pending.range_mut(keys) {
             if gone(pending, Prot::from_bits_truncate(key.1), woken) {
                 pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
-                self.pending.remove(&key);
-                any = true;
+                over.push(key);
             }
-            from = Bound::Excluded(key);
         }
-        if any {
+        over.iter().for_each(|key| _ = self.pending.remove(key));
+        if over.one.is_some() {
             self.crowd.drain(..).for_each(|waiter| woken.add(&waiter));
         }
     }
