@@ -225,6 +225,9 @@ impl Translation {
 
 #[cfg(test)]
 mod tests {
+    use ringfence_iotlb::View;
+    use ringfence_mem::{GuestRam, Translate};
+
     use super::*;
 
     #[test]
@@ -254,14 +257,6 @@ mod tests {
             assert_eq!(served.join().unwrap(), [true, false, true, true]);
         });
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use ringfence_iotlb::View;
-    use ringfence_mem::{GuestRam, Translate};
-
-    use super::*;
 
     #[test]
     fn a_stop_does_not_wait_for_io_that_does_not_end_and_all_is_forgotten() {
