@@ -312,13 +312,16 @@ fn answers_that_were_held_back_are_given_when_logging_ends() {
     let mut moving = Moving::behind(ram_disk(1 << 20));
     moving.set(true);
     let Moving { way: Way::Behind(behind), queue, .. } = &mut moving else { unreachable!() };
+    // The ring itself is there before answers are held back.
+    queue.go_round();
+    let answered = queue.used_index();
     behind.answers(Answers::Held);
     let (page, _) = behind.mapped();
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
     behind.wait_asked(page);
     flush(queue);
     behind.round(0);
-    assert_eq!(queue.used_index(), 0);
+    assert_eq!(queue.used_index(), answered);
     moving.set(false);
     assert_eq!(moving.queue.wait(), (8, 1));
     let Way::Behind(behind) = &moving.way else { unreachable!() };
