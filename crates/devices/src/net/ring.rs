@@ -365,8 +365,8 @@ mod tests {
                 base: device::Config::start(packed),
             });
             let events = Events { kick: None, call: None, err: None };
-            let name = "late".into();
-            let mut ring = NetRing::new(0, queue.unwrap(), events, Arc::default(), name);
+            let (name, log) = ("late".into(), RingLog::default());
+            let mut ring = NetRing::new(0, queue.unwrap(), events, Arc::default(), name, log);
             let mut kicked = || {
                 driver.add(&[ringfence_virtq::Desc::readable(0, 1)], 0).unwrap();
                 driver.publish();

@@ -46,7 +46,11 @@ impl BlkQueue {
             false => self.find(bus),
         };
         match found {
-            Ok(()) => self.away = None,
+            Ok(()) => {
+                self.away = None;
+                // Nobody could say so while it was not there, and who looks for work is awake.
+                self.disarm();
+            }
             Err(QueueError::Ring(RingError::Unreachable { .. })) => {
                 let (first, most) = AWAY_NS;
                 let pause_ns = match self.away {
