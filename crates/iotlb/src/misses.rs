@@ -200,14 +200,15 @@ impl List {
         mut gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool,
     ) {
         let keys = (range.first().0 / PAGE, 0)..=(range.last().0 / PAGE, u32::MAX);
-        let over = self.pending.extract_if(keys, |&(_, access), pending| {
-            let over = gone(pending, Prot::from_bits_truncate(access), woken);
-            if over {
+        let mut over = Few::NONE;
+        for (&key, pending) in self.pending.range_mut(keys) {
+            if gone(pending, Prot::from_bits_truncate(key.1), woken) {
                 pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
+                over.push(key);
             }
-            over
-        });
-        if over.count() > 0 {
+        }
+        over.iter().for_each(|key| _ = self.pending.remove(key));
+        if over.one.is_some() {
             self.crowd.drain(..).for_each(|waiter| woken.add(&waiter));
         }
     }

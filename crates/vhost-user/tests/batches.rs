@@ -7,7 +7,8 @@ use common::{Device, Event, VERSION_1, bytes, connect, message, send, serve};
 use proptest::prelude::*;
 use ringfence_mem::{Access, GuestRam};
 use ringfence_vhost_user::{
-    F_ACCESS_PLATFORM, Frontend, FrontendError, Iotlb, IotlbHandle, IotlbWire, ProtocolFeatures,
+    F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, Iotlb, IotlbHandle,
+    IotlbWire, ProtocolFeatures,
     msg::{Header, Request, code},
 };
 use rustix::event::{EventfdFlags, eventfd};
@@ -45,13 +46,14 @@ fn words(stream: &mut UnixStream, count: usize) -> Vec<(u32, u64)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
     /// Rule D13: one answer each, in order; a request with a descriptor stands between them.
     #[test]
     fn a_batch_is_answered_in_order_however_it_is_cut(
         kinds in prop::collection::vec(0..8u8, 1..150),
         cuts in prop::collection::vec(1..900usize, 1..30),
     ) {
+        let offered = Device::default().features | F_PROTOCOL_FEATURES | F_LOG_ALL;
         let (mut stream, served) = serve(Device::default());
         send(&stream, &message(&Request::SetFeatures(VERSION_1 | F_ACCESS_PLATFORM), false), &[]);
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
@@ -79,8 +81,8 @@ proptest! {
                     answers.push((code::IOTLB_MSG, 1));
                 }
                 2 => {
-                    rest.extend(message(&Request::GetStatus, false));
-                    answers.push((code::GET_STATUS, 0));
+                    rest.extend(message(&Request::GetFeatures, false));
+                    answers.push((code::GET_FEATURES, offered));
                 }
                 _ => {
                     let invalidate = invalidate(page as u64);

@@ -276,12 +276,12 @@ mod tests {
             [link.invalidate(0, 4095), link.update(space.entry(space.device_addr(0)).unwrap())];
         link.answer(&space).unwrap();
         assert_eq!(read(&mut main).len(), 2 * MESSAGE, "in one piece");
-        for at in 0..2 {
-            assert!(!link.is_done(tickets[at]));
+        for ticket in tickets {
+            assert!(!link.is_done(ticket));
             let header = Header::reply(ringfence_vhost_user::msg::code::IOTLB_MSG, 8);
             main.write_all(&[header.as_bytes(), &[0; 8]].concat()).unwrap();
             link.answer(&space).unwrap();
-            assert!(link.is_done(tickets[at]));
+            assert!(link.is_done(ticket));
         }
     }
 }
