@@ -45,7 +45,11 @@ enum Command {
     /// Makes what the tests with real guests need, in target/guests: a QEMU, kernels, initramfs.
     Guests,
     /// Runs the commands whose tables README.md shows and puts their output in.
-    Readme,
+    Readme {
+        /// Only those that contain this.
+        #[arg(long)]
+        only: Option<String>,
+    },
     /// Runs every fuzz target for a while.
     Fuzz {
         /// How long each runs.
@@ -73,7 +77,7 @@ fn run(command: Command) -> Result<()> {
         Command::Rules { all } => rules::account(all),
         Command::Deny => deny::check(),
         Command::Guests => guests::make(),
-        Command::Readme => readme::regenerate(),
+        Command::Readme { only } => readme::regenerate(only.as_deref()),
         Command::Fuzz { seconds, only } => steps::fuzz(seconds, only.as_deref()),
     }
 }

@@ -5,8 +5,8 @@ use std::{fs, process::Command};
 use anyhow::{Context, Result, bail};
 
 /// Replaces what stands between `<!-- run: COMMAND -->` and `<!-- end -->` in README.md by a code
-/// block with what the command prints.
-pub(crate) fn regenerate() -> Result<()> {
+/// block with what the command prints; those whose command contains `only`, if that is given.
+pub(crate) fn regenerate(only: Option<&str>) -> Result<()> {
     let file = crate::steps::root().join("README.md");
     let text = fs::read_to_string(&file).context("README.md")?;
     let mut out = String::with_capacity(text.len());
@@ -15,8 +15,14 @@ pub(crate) fn regenerate() -> Result<()> {
     while let Some((before, after)) = rest.split_once("<!-- run: ") {
         let (command, after) =
             after.split_once(" -->").context("README.md: `run:` without `-->`")?;
-        let (_, after) =
+        let (old, after) =
             after.split_once("<!-- end -->").context("README.md: no `<!-- end -->`")?;
+        out.push_str(before);
+        rest = after;
+        if only.is_some_and(|only| !command.contains(only)) {
+            out.push_str(&format!("<!-- run: {command} -->{old}<!-- end -->"));
+            continue;
+        }
         println!("running: {command}");
         let output = Command::new("sh")
             .args(["-c", command])
@@ -27,17 +33,15 @@ pub(crate) fn regenerate() -> Result<()> {
             bail!("{command}: {}", output.status);
         }
         let printed = String::from_utf8(output.stdout).context("the output is not UTF-8")?;
-        out.push_str(before);
         out.push_str(&format!(
             "<!-- run: {command} -->\n```text\n{}\n```\n<!-- end -->",
             printed.trim_end()
         ));
-        rest = after;
         count += 1;
     }
     out.push_str(rest);
     if count == 0 {
-        bail!("README.md has no `<!-- run: COMMAND -->`");
+        bail!("README.md has no `<!-- run: COMMAND -->` with {:?}", only.unwrap_or_default());
     }
     fs::write(&file, out)?;
     println!("{count} blocks regenerated");
