@@ -263,8 +263,8 @@ impl BlkUnit {
         }
     }
 
-    /// A running queue's ring lies elsewhere from now on (rule D21). `memory` as in
-    /// [`start`](Self::start).
+    /// A running queue's ring lies elsewhere from now on (rule D21). `memory` is asked for the
+    /// ring if its addresses are the front end's own.
     ///
     /// # Errors
     /// The ring cannot be reached: it stops.
