@@ -15,9 +15,9 @@ fn the_json_holds_every_row_and_figure() {
     let place = Place::new();
     let json = place.bench(&SHORT, &["--entries", "1,64,4k"]);
     let rows = json["rows"].as_array().unwrap();
-    // Both ways: five orders of 4k, and random of the two others; and threads, of those that are
-    // not mergeable, at two numbers.
-    assert_eq!(rows.len(), (2 * 7 + 2) * 3 * NAMES.len());
+    // Both ways: five orders of 4k, and random of the two others; and threads and steady, of
+    // those that are not mergeable, at two numbers.
+    assert_eq!(rows.len(), (2 * 7 + 2 * 2) * 3 * NAMES.len());
     for row in rows {
         let name = row["impl"].as_str().unwrap();
         let params = &row["params"];
