@@ -17,7 +17,7 @@ pub use self::{
     split::Split,
     written::Written,
 };
-use crate::{Area, Chain, Desc, RingError};
+use crate::{Area, Chain, Desc, RingError, layout};
 
 /// Where the areas lie, as the device sees them, and what was negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +50,28 @@ impl Config {
     /// The `base` of a queue that was never used.
     pub const fn start(packed: bool) -> u32 {
         if packed { 0x8000_8000 } else { 0 }
+    }
+
+    /// Where the three areas lie, how many bytes each has, and what the device does there.
+    pub fn areas(&self) -> [(u64, usize, Access); 3] {
+        let Config { size, desc, avail, used, event_idx, packed, .. } = *self;
+        let descs = layout::desc_bytes(size);
+        if packed {
+            let event = layout::packed::EVENT_SIZE;
+            return [
+                (desc, descs, Access::ReadWrite),
+                (avail, event, Access::Read),
+                (used, event, Access::Write),
+            ];
+        }
+        // Without EVENT_IDX the events need not exist.
+        let events = if event_idx { 0 } else { 2 };
+        // What each area is for is all that is asked: a used ring need only be writable.
+        [
+            (desc, descs, Access::Read),
+            (avail, layout::avail_bytes(size) - events, Access::Read),
+            (used, layout::used_bytes(size) - events, Access::Write),
+        ]
     }
 }
 
@@ -90,9 +112,7 @@ pub enum Stored<'a> {
 fn window(
     mem: &impl Translate,
     area: Area,
-    addr: u64,
-    len: usize,
-    access: Access,
+    (addr, len, access): (u64, usize, Access),
 ) -> Result<Window, RingError> {
     mem.window(addr, len as u64, access).map_err(|error| RingError::Unreachable {
         area,

@@ -145,7 +145,7 @@ impl NetRing {
 
     /// Looks whether the ring is where it was, and for where it is else (rules D21, D22).
     #[inline]
-    pub(super) fn ready<B: Translate>(&mut self, bus: &B, now_ns: u64) -> Ready {
+    pub(super) fn ready<B: Lasting>(&mut self, bus: &B, now_ns: u64) -> Ready {
         if self.failed {
             return Ready::No;
         }
@@ -153,7 +153,7 @@ impl NetRing {
     }
 
     #[cold]
-    fn look_for<B: Translate>(&mut self, bus: &B, now_ns: u64) -> Ready {
+    fn look_for<B: Lasting>(&mut self, bus: &B, now_ns: u64) -> Ready {
         if self.away_until.is_some_and(|until| now_ns < until) {
             return Ready::No;
         }
@@ -164,7 +164,13 @@ impl NetRing {
                 self.disarm();
                 Ready::Yes
             }
-            Err(RingError::Unreachable { error: AccessError::Missing { .. }, .. }) => Ready::Soon,
+            Err(RingError::Unreachable { error: AccessError::Missing { .. }, .. }) => {
+                // The other areas will be wanted next, to their last page: one question for all.
+                for (addr, len, access) in self.queue.config().areas() {
+                    bus.prefetch(addr, len as u64, access);
+                }
+                Ready::Soon
+            }
             Err(RingError::Unreachable { .. }) => {
                 self.away_until = Some(now_ns.saturating_add(AWAY_NS));
                 Ready::No

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{Ordering, fence};
 
-use ringfence_mem::{Access, Translate};
+use ringfence_mem::Translate;
 
 use super::{
     Config, End, Glimpse, PEEK_DESCS, Stored, Written,
@@ -108,15 +108,14 @@ impl Format for Places {
     }
 
     fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
-        let Config { size, desc, avail, used, .. } = *config;
-        let (bytes, event) = (layout::desc_bytes(size), layout::packed::EVENT_SIZE);
-        let ring = window(mem, Area::Descriptors, desc, bytes, Access::ReadWrite)?;
-        let driver = window(mem, Area::DriverEvent, avail, event, Access::Read)?;
-        let device = window(mem, Area::DeviceEvent, used, event, Access::Write)?;
+        let [desc, avail, used] = config.areas();
+        let ring = window(mem, Area::Descriptors, desc)?;
+        let driver = window(mem, Area::DriverEvent, avail)?;
+        let device = window(mem, Area::DeviceEvent, used)?;
         Ok(Areas {
-            ring: DescRing::new(ring, desc, size)?,
-            driver: Event::new(driver, Area::DriverEvent, avail)?,
-            device: Event::new(device, Area::DeviceEvent, used)?,
+            ring: DescRing::new(ring, desc.0, config.size)?,
+            driver: Event::new(driver, Area::DriverEvent, avail.0)?,
+            device: Event::new(device, Area::DeviceEvent, used.0)?,
         })
     }
 

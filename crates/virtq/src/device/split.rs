@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{Ordering, fence};
 
-use ringfence_mem::{Access, Translate};
+use ringfence_mem::Translate;
 
 use super::{
     Config, End, Glimpse, PEEK_DESCS, Written,
@@ -80,20 +80,15 @@ impl Format for Indices {
     }
 
     fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
-        let Config { size, desc, avail, used, event_idx, .. } = *config;
-        // Without EVENT_IDX the events need not exist.
-        let events = if event_idx { 0 } else { 2 };
-        // What each area is for is all that is asked: a used ring need only be writable.
-        let desc_window =
-            window(mem, Area::Descriptors, desc, layout::desc_bytes(size), Access::Read)?;
-        let avail_window =
-            window(mem, Area::Avail, avail, layout::avail_bytes(size) - events, Access::Read)?;
-        let used_window =
-            window(mem, Area::Used, used, layout::used_bytes(size) - events, Access::Write)?;
+        let Config { size, event_idx, .. } = *config;
+        let [desc, avail, used] = config.areas();
+        let descs = window(mem, Area::Descriptors, desc)?;
+        let avails = window(mem, Area::Avail, avail)?;
+        let useds = window(mem, Area::Used, used)?;
         Ok(Areas {
-            desc: DescTable::new(desc_window, desc, size)?,
-            avail: AvailRing::new(avail_window, avail, size, event_idx)?,
-            used: UsedRing::new(used_window, used, size, event_idx)?,
+            desc: DescTable::new(descs, desc.0, size)?,
+            avail: AvailRing::new(avails, avail.0, size, event_idx)?,
+            used: UsedRing::new(useds, used.0, size, event_idx)?,
         })
     }
 

@@ -1,7 +1,6 @@
 //! A ring whose addresses lead nowhere now.
 
-use ringfence_mem::Access;
-use ringfence_virtq::{RingError, device, layout};
+use ringfence_virtq::{RingError, device};
 
 use super::{BlkQueue, QueueError};
 use crate::bus::Bus;
@@ -71,21 +70,7 @@ impl BlkQueue {
 
 /// Has all three areas asked for at once, as far as they are missing (rule D22).
 fn ask_for_ring(config: &device::Config, bus: &Bus) {
-    let device::Config { size, desc, avail, used, packed, .. } = *config;
-    let descs = (desc, layout::desc_bytes(size));
-    let areas = match packed {
-        false => [
-            (descs, Access::Read),
-            ((avail, layout::avail_bytes(size)), Access::Read),
-            ((used, layout::used_bytes(size)), Access::Write),
-        ],
-        true => [
-            (descs, Access::ReadWrite),
-            ((avail, layout::packed::EVENT_SIZE), Access::Read),
-            ((used, layout::packed::EVENT_SIZE), Access::Write),
-        ],
-    };
-    for ((addr, len), access) in areas {
+    for (addr, len, access) in config.areas() {
         bus.prefetch(addr, len as u64, access);
     }
 }
