@@ -15,6 +15,8 @@ use crate::bench::threads;
 
 /// How long a process may take to be there.
 const START: Duration = Duration::from_secs(15);
+/// How long one that was stopped may take to stand still.
+const STANDS_STILL: Duration = Duration::from_secs(5);
 
 /// A process that is killed when this is dropped.
 pub(in crate::bench) struct Process {
@@ -81,9 +83,30 @@ impl Process {
         lines.into_iter().rev().collect::<Vec<_>>().join("; ")
     }
 
-    /// Stops it, so that it takes no CPU.
+    /// Stops it, so that it takes no CPU. When this returns it takes none: a thread that the kernel
+    /// is busy for, with memory that is unmapped for example, stops only after that, and would be
+    /// in the way of whoever is measured next.
     pub(in crate::bench) fn pause(&self) -> Result<()> {
-        self.signal(Signal::STOP)
+        self.signal(Signal::STOP)?;
+        let begun = Instant::now();
+        while !self.stands_still() {
+            if begun.elapsed() > STANDS_STILL {
+                bail!("{} did not stop within {STANDS_STILL:?}", self.name);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Whether none of its threads runs: they are stopped, or it has ended.
+    fn stands_still(&self) -> bool {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
+        tasks.into_iter().flatten().flatten().all(|task| {
+            let text = fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+            // The name before it may hold anything, brackets too.
+            let state = text.rsplit(") ").next().and_then(|rest| rest.chars().next());
+            state.is_none_or(|state| matches!(state, 'T' | 't' | 'Z' | 'X'))
+        })
     }
 
     /// Lets it go on.
