@@ -13,6 +13,8 @@ use ringfence_vhost_user::{self as vhost_user, BackendChannel, HandlerError};
 
 /// How long an invalidation waits for I/O that uses its range: longer than a disk that works takes.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a stop waits for workers to pass a quiet point.
+const SUSPENDS_WITHIN: Duration = Duration::from_secs(1);
 
 /// The device IOTLB of one vhost-user connection, to be told what the front end says.
 ///
@@ -102,12 +104,19 @@ impl Translation {
     /// The last ring has stopped: the front end tells of nothing that becomes untrue until one starts
     /// again. All is forgotten.
     ///
-    /// Nothing is waited for. Views, which translate nothing without a ring, replay this before they
-    /// do so again; and what else may use a translation is I/O of a ring that could not be stopped,
-    /// as the disk does not answer: that was waited for already, and may never end.
+    /// Workers are waited for, so that none of them translates by what was there before; not for ever,
+    /// and not for I/O of a ring that could not be stopped, as the disk does not answer: that was
+    /// waited for already, and may never end.
     pub fn suspend(&self) {
-        if let Err(error) = self.iotlb.forget() {
-            tracing::error!("the IOTLB cannot be emptied: {error}");
+        match self.iotlb.forget() {
+            Ok(token) => {
+                let (begun, backoff) = (Instant::now(), Backoff::new());
+                while !self.iotlb.shootdown().is_quiet(token) && begun.elapsed() < SUSPENDS_WITHIN {
+                    backoff.snooze();
+                    std::thread::yield_now();
+                }
+            }
+            Err(error) => tracing::error!("the IOTLB cannot be emptied: {error}"),
         }
     }
 
