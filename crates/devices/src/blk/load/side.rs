@@ -1,16 +1,11 @@
 //! One queue with its buffers.
 
-use std::{
-    collections::VecDeque,
-    ops::Range,
-    os::fd::{AsFd, OwnedFd},
-};
+use std::ops::Range;
 
 use ringfence_mem::{PAGE_SIZE, Window};
-use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
     Desc,
-    driver::{Config, Queue, Rings, Used},
+    driver::{Config, Used},
 };
 use zerocopy::IntoBytes;
 
@@ -20,13 +15,7 @@ use super::{
 };
 use crate::{
     blk::wire::{HEADER_BYTES, Header, Kind, SECTOR, Status},
-    event,
-    net::driver::{
-        Addressing, NetDriverError,
-        fifo::Fifo,
-        link::{Link, RingParts},
-        space::Space,
-    },
+    net::driver::{Addressing, NetDriverError, link::Link, ring::Ring, space::Space},
 };
 
 /// Most requests that are taken back at once.
@@ -60,25 +49,15 @@ struct Buffer {
     block: u64,
 }
 
-/// A queue, the buffers that are its own, and which of them are free.
+/// A queue, and the buffers that are its own.
 #[derive(Debug)]
 pub(super) struct Side {
-    ring: u16,
-    queue: Queue,
-    free: Fifo,
+    ring: Ring,
     /// The first buffer.
     first: u32,
     buffers: Vec<Buffer>,
-    kick: OwnedFd,
-    config: Config,
-    addresses: RingAddresses,
     addressing: Addressing,
     write: bool,
-    /// Buffers that are the device's no more when their ticket is done, and the ticket.
-    parked: VecDeque<(u64, u32)>,
-    /// What was added is published when this ticket is done.
-    held: u64,
-    unpublished: usize,
 }
 
 /// Where a buffer's pages are in memory: data and request.
@@ -102,18 +81,6 @@ impl Side {
         own: Range<u32>,
         write: bool,
     ) -> Result<Side, NetDriverError> {
-        let bytes_each = space.ring_bytes() / 2;
-        let at = usize::from(ring) * bytes_each;
-        let window = space.ram().window(at, bytes_each)?;
-        let queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
-        let base = space.device_addr(at as u64);
-        let areas = config.offsets();
-        let addresses = RingAddresses {
-            desc: base + areas.desc as u64,
-            avail: base + areas.avail as u64,
-            used: base + areas.used as u64,
-            log: None,
-        };
         let buffers = own.clone().map(|buffer| {
             let [data_at, request_at] = offsets(space, buffer);
             let data = space.ram().window(data_at as usize, BLOCK)?;
@@ -127,37 +94,23 @@ impl Side {
             Ok(Buffer { data, request, table, at, block: 0 })
         });
         Ok(Side {
-            ring,
-            queue,
-            free: Fifo::new(own.clone()),
+            ring: Ring::new(space, ring, config, own.clone())?,
             first: own.start,
             buffers: buffers.collect::<Result<_, NetDriverError>>()?,
-            kick: event::new()?,
-            config,
-            addresses,
             addressing: space.addressing(),
             write,
-            parked: VecDeque::new(),
-            held: 0,
-            unpublished: 0,
         })
     }
 
     /// Has the device begin.
     pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
-        // The driver polls.
-        self.queue.suppress_notifications();
-        let Side { config: Config { size, packed, .. }, addresses, .. } = *self;
-        // Of a packed ring: both indices 0, both wrap counters 1.
-        let base = if packed { 0x8000_8000 } else { 0 };
-        let parts = RingParts { size, base, addresses, kick: self.kick.as_fd() };
-        link.start_ring(self.ring, &parts, space)
+        self.ring.start(link, space)
     }
 
     /// How many requests the device has, or will have.
     #[inline]
     pub(super) fn in_flight(&self) -> usize {
-        self.queue.in_flight().into()
+        self.ring.queue.in_flight().into()
     }
 
     /// Takes back what the device is done with, a burst at most, and looks at it; returns how many
@@ -171,7 +124,7 @@ impl Side {
         tally: &mut Tally,
     ) -> Result<usize, NetDriverError> {
         let mut used = [Used::default(); BURST];
-        let count = self.queue.pop_burst(&mut used)?;
+        let count = self.ring.queue.pop_burst(&mut used)?;
         for Used { token, len } in &used[..count] {
             let buffer = &self.buffers[(*token as u32 - self.first) as usize];
             let mut status = [NO_STATUS];
@@ -183,7 +136,7 @@ impl Side {
                 false => tally.failed += 1,
             }
             if !self.addressing.is_fresh() {
-                self.free.put(*token as u32);
+                self.ring.free.put(*token as u32);
             }
         }
         if self.addressing.is_fresh() {
@@ -200,15 +153,9 @@ impl Side {
             let [first, request] = buffer.at;
             buffer.at.iter().for_each(|addr| space.unmap(*addr));
             let ticket = link.invalidate(first, request | (PAGE_SIZE as u64 - 1));
-            self.parked.push_back((ticket, used.token as u32));
+            self.ring.park(ticket, used.token as u32);
         }
-        while let Some(&(ticket, buffer)) = self.parked.front() {
-            if !link.is_done(ticket) {
-                break;
-            }
-            self.parked.pop_front();
-            self.free.put(buffer);
-        }
+        self.ring.unpark(link);
     }
 
     /// Submits up to `most` requests.
@@ -220,14 +167,14 @@ impl Side {
         content: &mut Content,
         most: usize,
     ) -> Result<(), NetDriverError> {
-        if !self.release(link) {
+        if !self.ring.release(link) {
             return Ok(());
         }
-        let most = most.min(self.queue.free_descs().into());
+        let most = most.min(self.ring.queue.free_descs().into());
         for _ in 0..most {
-            let Some(number) = self.free.take() else { break };
+            let Some(number) = self.ring.free.take() else { break };
             let block = content.pick();
-            let Side { ring, queue, first, buffers, addressing, write, .. } = self;
+            let Side { ring, first, buffers, addressing, write } = self;
             let buffer = &mut buffers[(number - *first) as usize];
             buffer.block = block;
             if *write {
@@ -238,7 +185,7 @@ impl Side {
             if let Addressing::Fresh { push } = *addressing {
                 let [_, request] = offsets(space, number);
                 buffer.at = [0, 1].map(|page| {
-                    let addr = space.map((*ring).into(), PAGES * number + page);
+                    let addr = space.map(ring.number.into(), PAGES * number + page);
                     addr & !(PAGE_SIZE as u64 - 1)
                 });
                 buffer.at[1] += request % PAGE_SIZE as u64;
@@ -246,7 +193,7 @@ impl Side {
                     for addr in buffer.at {
                         // A page each, though they lead on from each other.
                         let entry = space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?;
-                        self.held = link.update(entry);
+                        ring.held = link.update(entry);
                     }
                 }
             }
@@ -262,27 +209,16 @@ impl Side {
                 Desc { addr: data, len: BLOCK as u32, write: !*write },
                 Desc::writable(request + STATUS_AT as u64, 1),
             ];
-            queue.add_indirect(request + TABLE_AT as u64, &buffer.table, &descs, number.into())?;
-            self.unpublished += 1;
+            ring.queue.add_indirect(
+                request + TABLE_AT as u64,
+                &buffer.table,
+                &descs,
+                number.into(),
+            )?;
+            ring.unpublished += 1;
         }
-        self.release(link);
+        self.ring.release(link);
         Ok(())
-    }
-
-    /// Publishes what was added, unless its translations are still on their way. Returns whether
-    /// nothing is held back any more.
-    #[inline]
-    fn release(&mut self, link: &Link) -> bool {
-        if !link.is_done(self.held) {
-            return false;
-        }
-        if std::mem::take(&mut self.unpublished) > 0 {
-            self.queue.publish();
-            if self.queue.needs_kick() {
-                event::signal(&self.kick);
-            }
-        }
-        true
     }
 }
 

@@ -19,6 +19,7 @@ pub(crate) mod fifo;
 mod frame;
 pub(crate) mod link;
 mod pipe;
+pub(crate) mod ring;
 mod side;
 pub(crate) mod space;
 

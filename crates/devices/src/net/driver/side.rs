@@ -1,52 +1,36 @@
 //! One ring with its buffers.
 
-use std::{
-    collections::VecDeque,
-    ops::Range,
-    os::fd::{AsFd, OwnedFd},
-};
+use std::ops::Range;
 
 use ringfence_mem::Window;
-use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
     Desc,
-    driver::{Config, Queue, Rings, Used},
+    driver::{Config, Used},
 };
 
 use super::{
     Addressing, Entry, NetDriverError,
-    fifo::Fifo,
     frame::{PACKET, packet},
-    link::{Link, RingParts},
+    link::Link,
+    ring::Ring,
     space::{ROOM, Space},
 };
-use crate::event;
 
 /// Most packets that are taken back at once.
 const BURST: usize = 64;
 /// Receive buffers are made available by so many: each time, the line of the index changes hands.
 const REFILL: u16 = 32;
 
-/// A ring, the buffers that are its own, and which of them are free.
+/// A ring, and the buffers that are its own.
 #[derive(Debug)]
 pub(super) struct Side {
-    ring: u16,
-    queue: Queue,
-    free: Fifo,
+    ring: Ring,
     /// The first buffer.
     first: u32,
     buffers: Vec<Window>,
     /// Where the device sees each: for good, or for this use.
     addrs: Vec<u64>,
-    kick: OwnedFd,
-    config: Config,
-    addresses: RingAddresses,
     addressing: Addressing,
-    /// Buffers that are the device's no more when their ticket is done, and the ticket.
-    parked: VecDeque<(u64, u32)>,
-    /// What was added is published when this ticket is done.
-    held: u64,
-    unpublished: usize,
 }
 
 impl Side {
@@ -57,54 +41,28 @@ impl Side {
         config: Config,
         own: Range<u32>,
     ) -> Result<Side, NetDriverError> {
-        let bytes = space.ring_bytes() / 2;
-        let at = usize::from(ring) * bytes;
-        let window = space.ram().window(at, bytes)?;
-        let queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
-        let base = space.device_addr(at as u64);
-        let offsets = config.offsets();
-        let addresses = RingAddresses {
-            desc: base + offsets.desc as u64,
-            avail: base + offsets.avail as u64,
-            used: base + offsets.used as u64,
-            log: None,
-        };
         let windows = own.clone().map(|buffer| {
             let offset = space.buffer(buffer) as usize;
             space.ram().window(offset, ROOM as usize)
         });
         Ok(Side {
-            ring,
-            queue,
-            free: Fifo::new(own.clone()),
+            ring: Ring::new(space, ring, config, own.clone())?,
             first: own.start,
             buffers: windows.collect::<Result<_, _>>()?,
             addrs: own.map(|buffer| space.device_addr(space.buffer(buffer))).collect(),
-            kick: event::new()?,
-            config,
-            addresses,
             addressing: space.addressing(),
-            parked: VecDeque::new(),
-            held: 0,
-            unpublished: 0,
         })
     }
 
     /// Has the device begin.
     pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
-        // The driver polls.
-        self.queue.suppress_notifications();
-        let Side { config: Config { size, packed, .. }, addresses, .. } = *self;
-        // Of a packed ring: both indices 0, both wrap counters 1.
-        let base = if packed { 0x8000_8000 } else { 0 };
-        let parts = RingParts { size, base, addresses, kick: self.kick.as_fd() };
-        link.start_ring(self.ring, &parts, space)
+        self.ring.start(link, space)
     }
 
     /// How many buffers the device has.
     #[inline]
     pub(super) fn in_flight(&self) -> usize {
-        usize::from(self.queue.in_flight()) - self.unpublished
+        usize::from(self.ring.queue.in_flight()) - self.ring.unpublished
     }
 
     /// Takes back what the device is done with, a burst at most; `each` gets the first bytes of
@@ -117,7 +75,7 @@ impl Side {
         mut each: impl FnMut(&[u8; PACKET], u32),
     ) -> Result<u64, NetDriverError> {
         let mut used = [Used::default(); BURST];
-        let count = self.queue.pop_burst(&mut used)?;
+        let count = self.ring.queue.pop_burst(&mut used)?;
         for Used { token, len } in &used[..count] {
             let buffer = *token as u32;
             if *len > 0 {
@@ -126,7 +84,7 @@ impl Side {
                 each(&bytes, *len);
             }
             if !self.addressing.is_fresh() {
-                self.free.put(buffer);
+                self.ring.free.put(buffer);
             }
         }
         if self.addressing.is_fresh() {
@@ -146,14 +104,8 @@ impl Side {
         });
         let mut ticket = 0;
         runs(entries, |run| ticket = link.invalidate(run.first, run.last));
-        self.parked.extend(used.iter().map(|used| (ticket, used.token as u32)));
-        while let Some(&(ticket, buffer)) = self.parked.front() {
-            if !link.is_done(ticket) {
-                break;
-            }
-            self.parked.pop_front();
-            self.free.put(buffer);
-        }
+        used.iter().for_each(|used| self.ring.park(ticket, used.token as u32));
+        self.ring.unpark(link);
     }
 
     /// Sends up to `most` frames, from `number` on; returns how many.
@@ -165,10 +117,10 @@ impl Side {
         number: u64,
         most: usize,
     ) -> Result<usize, NetDriverError> {
-        if !self.release(link) {
+        if !self.ring.release(link) {
             return Ok(0);
         }
-        let most = most.min(self.queue.free_descs().into()).min(self.free.len());
+        let most = most.min(self.ring.queue.free_descs().into()).min(self.ring.free.len());
         let mut numbers = number..;
         self.fill(most, PACKET as u32, space, link, |buffer| {
             buffer.write(0, &packet(numbers.next().unwrap_or_default()));
@@ -184,10 +136,12 @@ impl Side {
         space: &mut Space,
         link: &mut Link,
     ) -> Result<(), NetDriverError> {
-        if !self.release(link) || self.queue.free_descs() < REFILL.min(self.config.size) {
+        if !self.ring.release(link)
+            || self.ring.queue.free_descs() < REFILL.min(self.ring.config.size)
+        {
             return Ok(());
         }
-        let most = self.free.len().min(self.queue.free_descs().into());
+        let most = self.ring.free.len().min(self.ring.queue.free_descs().into());
         self.fill(most, ROOM, space, link, |_| true)
     }
 
@@ -203,39 +157,25 @@ impl Side {
         mut each: impl FnMut(&Window) -> bool,
     ) -> Result<(), NetDriverError> {
         let mut entries = Vec::new();
-        let Side { ring, queue, free, first, buffers, addrs, addressing, .. } = self;
+        let Side { ring: Ring { number, queue, free, .. }, first, buffers, addrs, addressing } =
+            self;
         let fresh = addressing.is_fresh();
         let descs = std::iter::from_fn(|| {
             let buffer = free.take()?;
             let index = (buffer - *first) as usize;
             let write = each(&buffers[index]);
             if fresh {
-                addrs[index] = space.map((*ring).into(), buffer);
+                addrs[index] = space.map((*number).into(), buffer);
                 entries.extend(space.entry(addrs[index]));
             }
             Some((Desc { addr: addrs[index], len, write }, u64::from(buffer)))
         });
-        self.unpublished += queue.add_burst(descs.take(count))?;
+        self.ring.unpublished += queue.add_burst(descs.take(count))?;
         if self.addressing == (Addressing::Fresh { push: true }) {
-            runs(entries, |run| self.held = link.update(run));
+            runs(entries, |run| self.ring.held = link.update(run));
         }
-        self.release(link);
+        self.ring.release(link);
         Ok(())
-    }
-
-    /// Publishes what was added, unless its translations are still on their way. Returns whether
-    /// nothing is held back any more.
-    #[inline]
-    fn release(&mut self, link: &Link) -> bool {
-        if !link.is_done(self.held) {
-            return false;
-        }
-        self.queue.publish();
-        self.unpublished = 0;
-        if self.queue.needs_kick() {
-            event::signal(&self.kick);
-        }
-        true
     }
 }
 
