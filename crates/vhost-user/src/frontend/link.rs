@@ -54,7 +54,7 @@ pub(super) struct Link {
 }
 
 #[derive(Debug, Default)]
-struct Outgoing {
+pub(super) struct Outgoing {
     /// How many answers were asked for.
     asked: u64,
     /// Posted messages that are not sent yet; they go before everything else.
@@ -125,14 +125,9 @@ impl Link {
             bytes.extend_from_slice(&payload);
         }
         // Numbers are given in the order in which requests go out.
-        let mut outgoing = lock(&self.outgoing);
-        self.check_open()?;
+        let mut outgoing = self.after_posted()?;
         let code = requests.first().map_or(0, Request::code);
-        let unsent = std::mem::take(&mut outgoing.unsent);
-        // Descriptors go with the first byte of a send.
-        let sent = self.channel.send_bytes(code, &unsent, &[]);
-        let sent = sent.and_then(|()| self.channel.send_bytes(code, &bytes, fds));
-        sent.map_err(|error| self.fail(error))?;
+        self.channel.send_bytes(code, &bytes, fds).map_err(|error| self.fail(error))?;
         let first = outgoing.asked;
         outgoing.asked += answers;
         Ok(first)

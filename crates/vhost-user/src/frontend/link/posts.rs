@@ -16,6 +16,10 @@ use crate::{
 
 /// Most bytes that wait for room in the socket before who posts more waits too.
 const MOST_UNSENT: usize = 1 << 16;
+/// Most posted messages whose answers may be on their way when something is sent that is waited for:
+/// their answers fit into any socket, so that the back end never waits for us to read them while we
+/// wait for it to read.
+const MOST_UNANSWERED: u64 = 64;
 
 impl Link {
     /// Puts messages in, to go with the next [`flush`](Self::flush); `ack`: with the wish for an
@@ -27,7 +31,7 @@ impl Link {
             self.check_open()?;
             if outgoing.unsent.len() > MOST_UNSENT {
                 drop(outgoing);
-                self.progress()?;
+                self.progress(|outgoing| outgoing.unsent.len() <= MOST_UNSENT)?;
                 continue;
             }
             for message in messages {
@@ -73,18 +77,58 @@ impl Link {
     /// Waits until all that was posted before is answered.
     pub(in super::super) fn settle(&self) -> Result<()> {
         let posts = lock(&self.outgoing).posts;
-        self.flush()?;
         while self.done() < posts {
-            self.progress()?;
+            self.progress(|_| self.done() >= posts)?;
         }
-        Ok(())
+        self.flush()
     }
 
-    /// Waits until something can be sent or has come, and does that.
-    fn progress(&self) -> Result<()> {
-        let unsent = !lock(&self.outgoing).unsent.is_empty();
-        self.channel.await_progress(unsent).map_err(|error| self.fail(error))?;
-        self.flush()
+    /// Waits until what was posted is sent and mostly answered; then something else may be sent.
+    pub(super) fn after_posted(&self) -> Result<MutexGuard<'_, Outgoing>> {
+        let may = |outgoing: &Outgoing| {
+            outgoing.unsent.is_empty() && outgoing.posts - self.done() <= MOST_UNANSWERED
+        };
+        loop {
+            let mut outgoing = lock(&self.outgoing);
+            self.check_open()?;
+            self.send_posted(&mut outgoing)?;
+            if may(&outgoing) {
+                return Ok(outgoing);
+            }
+            drop(outgoing);
+            self.progress(may)?;
+        }
+    }
+
+    /// Sends and takes answers, and waits if nothing else is possible; until it is `over`, or sooner.
+    fn progress(&self, over: impl Fn(&Outgoing) -> bool) -> Result<()> {
+        // Who reads has a time limit, and may read what is waited for here.
+        let mut answers = lock(&self.answers);
+        let mut outgoing = lock(&self.outgoing);
+        self.check_open()?;
+        self.send_posted(&mut outgoing)?;
+        if over(&outgoing) {
+            return Ok(());
+        }
+        let unsent = !outgoing.unsent.is_empty();
+        drop(outgoing);
+        if self.posted_next(&answers).is_none() {
+            // Somebody else's answer comes first: it is read as soon as we let go, and what is behind
+            // it is looked at then.
+            drop(self.turn.wait(answers).unwrap_or_else(|poisoned| poisoned.into_inner()));
+            return Ok(());
+        }
+        // Whoever read last may have received more than was meant for it.
+        let done = self.done();
+        let mut result = self.take_posted(&mut answers, false);
+        if result.is_ok() && self.done() == done {
+            let waited = self.channel.await_progress(unsent);
+            result =
+                waited.map_err(|error| self.fail(error)).and_then(|()| self.take(&mut answers));
+        }
+        drop(answers);
+        self.turn.notify_all();
+        result
     }
 
     /// Whether answers to posted messages are still to come.
@@ -101,14 +145,18 @@ impl Link {
         if self.posted_next(&answers).is_none() {
             return Ok(());
         }
-        let came = self.channel.receive_some(&mut answers.inbox);
-        let taken = match came {
-            Ok(_) => self.take_posted(&mut answers, false),
-            Err(error) => Err(self.fail(error)),
-        };
+        let taken = self.take(&mut answers);
         drop(answers);
         self.turn.notify_all();
         taken
+    }
+
+    /// Receives what is there, and takes the answers to posted messages that come next.
+    fn take(&self, answers: &mut Answers) -> Result<()> {
+        match self.channel.receive_some(&mut answers.inbox) {
+            Ok(_) => self.take_posted(answers, false),
+            Err(error) => Err(self.fail(error)),
+        }
     }
 
     /// Which answers come next, if they are to posted messages.
