@@ -15,7 +15,7 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// Writes with verification and reads it back; gives the sum of a part written without, and of the
 /// whole disk.
 pub(crate) const VERIFY: &str = r#"
-modprobe virtio_blk
+load virtio_blk
 say domain $(domain $(virtio_pci 2 0))
 say queues $(ls /sys/block/vda/mq | wc -l)
 dd if=/dev/urandom of=/tmp/random bs=64k count=64
@@ -122,7 +122,7 @@ fn a_driver_that_comes_and_goes() {
     let image = place.image("image", 32);
     let service = service(&place, &image, 1);
     let script = r#"
-modprobe virtio_blk
+load virtio_blk
 pci=$(virtio_pci 2 0)
 dd if=/dev/urandom of=/tmp/random bs=64k count=64
 for round in 1 2 3 4 5; do
@@ -135,7 +135,7 @@ for round in 1 2 3 4 5; do
     wait $load || true
     [ ! -e /dev/vda ]
     echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
-    while [ ! -e /dev/vda ]; do usleep 10000; done
+    until ready virtio_blk; do usleep 10000; done
     dd if=/tmp/random of=/dev/vda bs=64k seek=$round oflag=direct conv=fsync
 done
 say random $(md5sum < /tmp/random)
@@ -157,8 +157,9 @@ fn a_guest_that_reboots() {
     let image = place.image("image", 32);
     let service = service(&place, &image, 1);
     let script = r#"
-modprobe virtio_blk
-boot=$(dd if=/dev/vda bs=1M skip=31 count=1 | head -c 1)
+load virtio_blk
+dd if=/dev/vda of=/tmp/read bs=1M skip=31 count=1
+boot=$(head -c 1 /tmp/read)
 case "$boot" in 1|2) ;; *) boot=0 ;; esac
 if [ "$boot" != 2 ]; then
     dd if=/dev/urandom of=/tmp/random bs=64k count=64
@@ -196,7 +197,7 @@ fn client_after_client() {
     let mut before = None;
     for iommu in [Iommu::VirtioStrict, Iommu::None, Iommu::IntelLazy] {
         let script = r#"
-modprobe virtio_blk
+load virtio_blk
 say before $(md5sum < /dev/vda)
 run_fio mixed --rw=randrw --bs=4k --iodepth=16 --size=4m --verify=crc32c --fsync=64
 echo 3 > /proc/sys/vm/drop_caches

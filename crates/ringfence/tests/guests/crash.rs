@@ -15,7 +15,7 @@ fn killed_under_load(iommu: Iommu, more: &str) {
     let image = place.image("image", 64);
     let mut back = service(&place, &image, 1);
     let script = r#"
-modprobe virtio_blk
+load virtio_blk
 say ready
 hear
 [ "$line" = go ]

@@ -58,7 +58,7 @@ fn reads_and_writes_before(iommu: Iommu) {
     let between = place.path("between.sock");
     let wire = Recording::between(between.clone(), &back.socket);
     let script = r#"
-modprobe virtio_blk
+load virtio_blk
 say domain $(domain $(virtio_pci 2 0))
 say original $(dd if=/dev/vda bs=32k count=1 | md5sum)
 say copy $(dd if=/dev/vda bs=32k skip=1 count=1 | md5sum)

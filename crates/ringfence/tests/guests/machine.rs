@@ -169,8 +169,10 @@ impl Said {
     /// The rest of the one line that begins with `word`.
     pub(crate) fn word(&self, word: &str) -> &str {
         let mut found = self.lines.iter().filter_map(|l| l.strip_prefix(word)?.strip_prefix(' '));
-        let first = found.next().unwrap_or_else(|| panic!("the guest did not say {word}"));
-        assert!(found.next().is_none(), "the guest said {word} more than once");
+        let said = || self.lines.join("\n");
+        let first = found.next();
+        let first = first.unwrap_or_else(|| panic!("the guest did not say {word}:\n{}", said()));
+        assert!(found.next().is_none(), "the guest said {word} more than once:\n{}", said());
         first
     }
 

@@ -148,7 +148,7 @@ fn disk(iommu: Iommu, more: &str) {
     let arguments = ["blk", "--image", image.to_str().unwrap(), "--hand-over", "--log", "debug"];
     let backs = ["before.sock", "after.sock"].map(|socket| place.service(socket, &arguments));
     let script = r#"
-modprobe virtio_blk
+load virtio_blk
 # The page cache of a disk that nobody has open is dropped.
 exec 4< /dev/vda
 say domain $(domain $(virtio_pci 2 0))

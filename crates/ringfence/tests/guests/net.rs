@@ -11,7 +11,7 @@ use crate::{
 /// Two devices of one guest, the second in a network of its own, where `$there` runs a command; a
 /// file for each to give to the other.
 pub(crate) const PAIR: &str = r#"
-modprobe virtio_net
+load virtio_net
 unshare -n sh -c 'echo $$ > /tmp/pid; exec sleep 1000' &
 while [ ! -s /tmp/pid ]; do usleep 10000; done
 there="nsenter -t $(cat /tmp/pid) -n"
@@ -153,7 +153,7 @@ fn loopback_gives_everything_back() {
     let place = Place::new();
     let service = place.service("net.sock", &["net", "--loopback", "--log", "debug"]);
     let script = r#"
-modprobe virtio_net
+load virtio_net
 ip addr add 10.0.0.1/24 dev eth0
 ip link set eth0 up
 # Nobody answers to that address: what comes back is counted and not for this guest.
@@ -180,9 +180,9 @@ fn a_driver_that_comes_and_goes() {
     let place = Place::new();
     let (service, peer) = back_to_back(&place, &[]);
     let script = between_two().replace(
-        "modprobe virtio_net",
+        "load virtio_net",
         r#"
-modprobe virtio_net
+load virtio_net
 pci=$(virtio_pci 1 0)
 ip link set eth1 up
 for round in 1 2 3; do
@@ -194,7 +194,7 @@ for round in 1 2 3; do
     echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
     kill $! || true
     echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
-    while [ ! -e /sys/class/net/eth0 ]; do usleep 10000; done
+    until ready virtio_net; do usleep 10000; done
 done
 "#,
     );

@@ -72,6 +72,29 @@ virtio_pci() {
     done
     false
 }
+# A driver, virtio_blk or virtio_net, whose devices can be used when this returns. Those behind a
+# virtio-iommu that is a module are found after it, by a thread of the kernel's that nobody waits for.
+load() {
+    modprobe $1
+    tries=0
+    until ready $1; do
+        tries=$((tries + 1))
+        [ $tries -lt 1000 ]
+        usleep 10000
+    done
+}
+ready() {
+    nth=0
+    while [ $1 = virtio_blk ] && virtio_pci 2 $nth > /dev/null; do
+        # The name is there before the disk is.
+        dd if=/dev/vd$(echo $nth | tr 0-9 a-j) of=/dev/null count=1 2> /dev/null || return 1
+        nth=$((nth + 1))
+    done
+    while [ $1 = virtio_net ] && virtio_pci 1 $nth > /dev/null; do
+        [ -e /sys/class/net/eth$nth ] || return 1
+        nth=$((nth + 1))
+    done
+}
 # In which domain a PCI device is.
 domain() { cat /sys/bus/pci/devices/$1/iommu_group/type 2>/dev/null || echo none; }
 # fio on the disk: what it is given are its options; the result has the job's name.

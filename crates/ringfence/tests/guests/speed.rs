@@ -18,7 +18,7 @@ const ROUNDS: usize = 4;
 
 /// Runs each disk's rounds, and says when one begins and ends.
 const SCRIPT: &str = r#"
-modprobe virtio_blk
+load virtio_blk
 disk() { ls /sys/bus/pci/devices/$(virtio_pci 2 $1)/virtio*/block; }
 for round in $(seq 0 $((ROUNDS - 1))); do
     for n in $(seq 0 $((DISKS - 1))); do
