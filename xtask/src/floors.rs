@@ -14,6 +14,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("ringfence-iotlb", 2),
     ("ringfence-dma", 2),
     ("ringfence-virtq", 2),
+    ("ringfence-vfio", 2),
     ("ringfence-virtio-iommu", 3),
     ("ringfence-vhost-user", 3),
     ("ringfence-devices", 4),

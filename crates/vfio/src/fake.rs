@@ -1,0 +1,1 @@
+//! A kernel in this process that obeys the rules of the real one.

@@ -1,0 +1,204 @@
+//! What VFIO type1 and iommufd are asked, as the kernel's `include/uapi/linux/{vfio,iommufd}.h` has
+//! it: the seam between the domains and a kernel, real or [fake](crate::fake).
+//!
+//! Errors are the kernel's own numbers here: what they mean is said where it is known what was asked.
+
+use bitflags::bitflags;
+use ringfence_iommu::Range;
+use rustix::io::Errno;
+
+/// What a kernel answers.
+pub type Answer<T> = Result<T, Errno>;
+
+bitflags! {
+    /// How to map (`VFIO_DMA_MAP_FLAG_*`).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct MapFlags: u32 {
+        /// The device may read.
+        const READ = 1;
+        /// The device may write.
+        const WRITE = 2;
+        /// The mapping is there and gets another process address (rule L60).
+        const VADDR = 4;
+        /// Bits that have no meaning: a kernel refuses them.
+        const _ = !0;
+    }
+
+    /// How to unmap (`VFIO_DMA_UNMAP_FLAG_*`).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct UnmapFlags: u32 {
+        /// Tell which pages were written to (rule L63).
+        const GET_DIRTY = 1;
+        /// Everything (rule L56).
+        const ALL = 2;
+        /// Only mark the process address as gone (rule L59).
+        const VADDR = 4;
+        /// Bits that have no meaning: a kernel refuses them.
+        const _ = !0;
+    }
+}
+
+/// Where dirty bits go: `VFIO_IOMMU_DIRTY_PAGES_FLAG_GET_BITMAP` and an unmap that tells.
+#[derive(Debug)]
+pub struct Bitmap<'a> {
+    /// The size of a page in bytes.
+    pub page: u64,
+    /// The bits, which are set and never cleared.
+    pub words: &'a mut [u64],
+}
+
+/// What a type1 container is able to do (`VFIO_IOMMU_GET_INFO`).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Type1Info {
+    /// Page sizes, as a bitmap; the lowest bit is the granule.
+    pub page_sizes: u64,
+    /// What can be mapped, in ascending order; `None`: the kernel does not say.
+    pub ranges: Option<Vec<Range>>,
+    /// How many more mappings there may be; `None`: the kernel does not say.
+    pub available: Option<u32>,
+    /// Whether and how it tracks dirty pages.
+    pub dirty: Option<DirtyInfo>,
+}
+
+/// How dirty pages are tracked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirtyInfo {
+    /// Page sizes of bitmaps, as a bitmap.
+    pub page_sizes: u64,
+    /// Most bytes of one bitmap.
+    pub max_bytes: u64,
+}
+
+/// What not every kernel can (`VFIO_CHECK_EXTENSION`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Extension {
+    /// [`UnmapFlags::ALL`].
+    UnmapAll,
+    /// [`MapFlags::VADDR`] and [`UnmapFlags::VADDR`].
+    UpdateVaddr,
+}
+
+/// A type1v2 container with a group in it (rules L51-L63).
+pub trait Type1Kernel: Send + Sync {
+    /// What it is able to do, and how much of it is left.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn info(&self) -> Answer<Type1Info>;
+
+    /// Whether it has `extension`.
+    fn has(&self, extension: Extension) -> bool;
+
+    /// Maps `size` bytes at `iova` to the process address `vaddr`.
+    ///
+    /// # Safety
+    /// Until it is unmapped, the memory belongs to whoever uses the devices of the container: they
+    /// read and, if `flags` say so, write it behind the compiler's back.
+    ///
+    /// # Errors
+    /// The kernel's (rules L51, L53, L60, L61).
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()>;
+
+    /// Unmaps; how many bytes were mapped (rules L55-L57, L59). `dirty` goes with
+    /// [`UnmapFlags::GET_DIRTY`].
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn unmap(
+        &self,
+        flags: UnmapFlags,
+        iova: u64,
+        size: u64,
+        dirty: Option<Bitmap<'_>>,
+    ) -> Answer<u64>;
+
+    /// Starts or stops tracking dirty pages; doing so twice is fine (rule L63).
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn track_dirty(&self, on: bool) -> Answer<()>;
+
+    /// Reads the dirty bits of a range, and clears them in the kernel (rule L63).
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
+}
+
+/// The name of an object in an iommufd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Id(pub u32);
+
+/// Which IOVAs an address space can have (`IOMMU_IOAS_IOVA_RANGES`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IovaRanges {
+    /// In ascending order.
+    pub ranges: Vec<Range>,
+    /// What addresses and sizes must be multiples of.
+    pub alignment: u64,
+}
+
+/// An iommufd: address spaces (IOAS) and the hardware's page tables (HWPT) made of them.
+pub trait IommufdKernel: Send + Sync {
+    /// A new address space.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn new_ioas(&self) -> Answer<Id>;
+
+    /// Removes an object that nothing uses.
+    ///
+    /// # Errors
+    /// The kernel's: EBUSY while it is used.
+    fn destroy(&self, id: Id) -> Answer<()>;
+
+    /// What can be mapped, as far as the devices attached now let it.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges>;
+
+    /// Maps `size` bytes at the process address `vaddr`: at `iova`, or where the kernel likes.
+    /// Returns where.
+    ///
+    /// # Safety
+    /// As [`Type1Kernel::map`].
+    ///
+    /// # Errors
+    /// The kernel's.
+    unsafe fn map(
+        &self,
+        ioas: Id,
+        flags: MapFlags,
+        iova: Option<u64>,
+        vaddr: u64,
+        size: u64,
+    ) -> Answer<u64>;
+
+    /// Unmaps; how many bytes were mapped. All of the address space: `iova` 0 and `size`
+    /// `u64::MAX`. A mapping is never cut, and nothing there is ENOENT.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64>;
+
+    /// A page table for a device that is bound, made of an address space; `dirty`: one that tracks
+    /// dirty pages.
+    ///
+    /// # Errors
+    /// The kernel's: EOPNOTSUPP if the hardware cannot track.
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id>;
+
+    /// Starts or stops tracking dirty pages.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()>;
+
+    /// Reads the dirty bits of a range, and clears them in the page table.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
+}

@@ -1,0 +1,8 @@
+//! Page pinning with accounting, and the kernel's IOMMU interfaces as domains.
+
+mod dirty;
+pub mod fake;
+pub mod kernel;
+pub mod pin;
+
+pub use dirty::DirtyMap;

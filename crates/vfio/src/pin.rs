@@ -1,0 +1,1 @@
+//! Pinning pages of this process.
