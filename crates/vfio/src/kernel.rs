@@ -9,6 +9,7 @@ mod container;
 mod device;
 mod group;
 mod ioctl;
+mod iommu;
 mod memlock;
 mod sysfs;
 
@@ -22,6 +23,7 @@ pub use bar::Bar;
 pub use container::{Attached, Container};
 pub use device::{Device, Region};
 pub use group::Group;
+pub use iommu::{Bound, IommuFile};
 pub use memlock::Locked;
 pub use sysfs::{Member, Sysfs};
 
@@ -265,6 +267,57 @@ pub trait IommufdKernel: Send + Sync {
     /// # Errors
     /// The kernel's.
     fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
+
+    /// As [`Type1Kernel::reserved_regions`].
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        Vec::new()
+    }
+
+    /// As [`Type1Kernel::locked`].
+    fn locked(&self) -> Option<Locked> {
+        None
+    }
+}
+
+impl<K: IommufdKernel + ?Sized> IommufdKernel for Arc<K> {
+    fn new_ioas(&self) -> Answer<Id> {
+        (**self).new_ioas()
+    }
+    fn destroy(&self, id: Id) -> Answer<()> {
+        (**self).destroy(id)
+    }
+    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+        (**self).iova_ranges(ioas)
+    }
+    unsafe fn map(
+        &self,
+        ioas: Id,
+        flags: MapFlags,
+        iova: Option<u64>,
+        vaddr: u64,
+        size: u64,
+    ) -> Answer<u64> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).map(ioas, flags, iova, vaddr, size) }
+    }
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
+        (**self).unmap(ioas, iova, size)
+    }
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
+        (**self).new_hwpt(device, ioas, dirty)
+    }
+    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
+        (**self).track_dirty(hwpt, on)
+    }
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        (**self).dirty(hwpt, iova, size, dirty)
+    }
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        (**self).reserved_regions()
+    }
+    fn locked(&self) -> Option<Locked> {
+        (**self).locked()
+    }
 }
 
 /// Opens a file of the kernel's for reading and writing.

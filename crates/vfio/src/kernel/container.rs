@@ -238,11 +238,7 @@ impl Type1Kernel for Attached {
     }
 
     fn reserved_regions(&self) -> Vec<ReservedRegion> {
-        let of = |number| Sysfs::default().reserved_regions(number).unwrap_or_default();
-        let mut regions: Vec<_> = self.groups().into_iter().flat_map(of).collect();
-        regions.sort_by_key(|region| region.range);
-        regions.dedup();
-        regions
+        Sysfs::default().reserved_regions_of(&self.groups())
     }
 
     fn locked(&self) -> Option<Locked> {

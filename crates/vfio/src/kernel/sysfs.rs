@@ -96,6 +96,15 @@ impl Sysfs {
         Ok(regions)
     }
 
+    /// Those of several groups, as far as they can be read.
+    pub(super) fn reserved_regions_of(&self, groups: &[u32]) -> Vec<ReservedRegion> {
+        let of = |&group| self.reserved_regions(group).unwrap_or_default();
+        let mut regions: Vec<_> = groups.iter().flat_map(of).collect();
+        regions.sort_by_key(|region| region.range);
+        regions.dedup();
+        regions
+    }
+
     fn pci(&self, device: &str) -> PathBuf {
         self.root.join("bus/pci/devices").join(device)
     }
