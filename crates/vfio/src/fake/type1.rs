@@ -125,6 +125,11 @@ impl Type1 {
         self.state.lock().caller = owner.clone();
     }
 
+    /// Which process calls now.
+    pub fn caller(&self) -> Owner {
+        self.state.lock().caller.clone()
+    }
+
     /// How many pins of ordinary pages there are, of mappings and external ones. Pages of 4 KiB.
     pub fn pinned(&self) -> u64 {
         self.state.lock().machine.pinned

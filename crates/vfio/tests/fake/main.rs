@@ -1,4 +1,13 @@
 //! The fake kernel keeps the rules of the real one.
 
 mod accounting;
+mod any;
+mod budget;
 mod common;
+mod device;
+mod dirty;
+mod external;
+mod groups;
+mod map;
+mod unmap;
+mod vaddr;
