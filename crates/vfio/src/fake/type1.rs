@@ -18,14 +18,15 @@ use ringfence_iommu::{Iova, Range};
 use rustix::io::Errno;
 
 pub use attach::Group;
-pub use device::Refused;
 pub use external::Notify;
 
 use self::{
     attach::{Domain, Member},
     mapping::Mapping,
 };
-use super::{PAGE, events::Event, faults::Step, memory::Memory, owner::Owner, pins::Machine};
+use super::{
+    PAGE, copy::Refused, events::Event, faults::Step, memory::Memory, owner::Owner, pins::Machine,
+};
 use crate::kernel::{
     Answer, Bitmap, DirtyInfo, Extension, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
 };

@@ -8,6 +8,7 @@ mod device;
 mod dirty;
 mod external;
 mod groups;
+mod iommufd;
 mod map;
 mod unmap;
 mod vaddr;

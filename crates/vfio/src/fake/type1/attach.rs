@@ -305,7 +305,8 @@ impl Domain {
     /// unmap (rule L58).
     fn probe(&mut self, machine: &mut Machine, within: Range) {
         let frames = Frames { pfn: 0, pages: 2, reserved: true };
-        let iova = within.first().0.next_multiple_of(2 * PAGE);
+        // At the very end of the address space there is no place for two; any other will do.
+        let iova = within.first().0.checked_next_multiple_of(2 * PAGE).unwrap_or(0);
         let Ok(run) = Run::new(iova, frames, MapFlags::READ | MapFlags::WRITE) else { return };
         let mut quiet = Machine::new(machine.memory.clone(), false);
         let Machine { faults, log, .. } = &mut quiet;
