@@ -6,7 +6,7 @@ use ringfence_vfio::{
     fake::{self, Config, Group, Memory},
 };
 
-use crate::common::{GIB, MERGE, PAGE, bytes, iommufd, kernel, map, range, type1, unmap};
+use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, type1, unmap};
 
 const TARGET: u64 = 0x7f00_0000_0000;
 
@@ -48,16 +48,17 @@ fn sixty_four_gigabytes_are_an_entry_a_gigabyte() {
         assert_eq!(domain.usage().entries, 64);
         assert_eq!(unmap(&domain, whole), Ok(whole.len()));
     }
-    let domain = iommufd(&fake, MERGE);
+    let ioas = Ioas::new(pages, Memory::pretended(1 << 40));
+    let domain = ioas.domain(MERGE);
     let step = 256 << 10;
     for at in (0..64 * GIB).step_by(step as usize) {
         let part = bytes(whole.first().0 + at, step);
         domain.map_pages(part, HostAddr(TARGET + at), Prot::READ).unwrap();
     }
     domain.iotlb_sync_map(whole).unwrap();
-    assert_eq!((fake.mappings(), owner.used()), (64, pages));
+    assert_eq!((domain.usage().entries, ioas.owner.used()), (64, pages));
     drop(domain);
-    assert_eq!((fake.mappings(), owner.used(), fake.pinned()), (0, 0, 0));
+    assert_eq!((ioas.owner.used(), ioas.kernel.pinned()), (0, 0));
 }
 
 #[test]
