@@ -3,7 +3,7 @@
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{
     Tuning, Type1,
-    fake::{self, Config, Group, Memory},
+    fake::{self, Config, Event, Group, Memory},
 };
 
 use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, type1, unmap};
@@ -108,6 +108,15 @@ fn without_a_promise_everything_can_be_unmapped_as_it_was_mapped() {
     // Those that touch go with one request, and a gap is somebody else's.
     fake.events();
     assert_eq!(unmap(&domain, range(0, 8)), Ok(5 * u128::from(PAGE)));
+    let asked = fake.events().into_iter().filter_map(|event| match event {
+        Event::Unmapped { iova, asked, .. } => Some((iova / PAGE, asked)),
+        _ => None,
+    });
+    let asked: Vec<_> = asked.collect();
+    let pages = [1, 2, 4, 5, 6];
+    let inside =
+        |(first, count): &(u64, u64)| (*first..first + count).all(|it| pages.contains(&it));
+    assert!(asked.iter().all(inside), "{asked:?}");
     assert_eq!(domain.usage(), Default::default());
 }
 

@@ -10,7 +10,7 @@ use std::{
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{
-    Tuning, Type1,
+    DirtyMap, Tuning, Type1,
     fake::Step,
     kernel::{Answer, Bitmap, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
 };
@@ -108,7 +108,7 @@ fn a_large_map_goes_in_steps_and_can_be_ended() {
 /// A kernel that answers UNMAP otherwise than it does it, when told to.
 struct Odd {
     kernel: Kernel,
-    /// UNMAP fails so.
+    /// The nth UNMAP from now on, or GET_BITMAP, fails; 0: none.
     fails: AtomicU64,
     /// UNMAP removes only the first page's mapping at a time.
     slow: AtomicBool,
@@ -121,6 +121,12 @@ impl Odd {
     fn new(locked: Option<Locked>, pages: u64) -> Arc<Odd> {
         let (fails, slow, lies) = Default::default();
         Arc::new(Odd { kernel: kernel(pages).0, fails, slow, lies, locked })
+    }
+
+    fn fault(&self) -> Answer<()> {
+        let relaxed = Ordering::Relaxed;
+        let left = self.fails.fetch_update(relaxed, relaxed, |left| left.checked_sub(1));
+        if left == Ok(1) { Err(Errno::FAULT) } else { Ok(()) }
     }
 }
 
@@ -142,10 +148,7 @@ impl Type1Kernel for Odd {
         size: u64,
         dirty: Option<Bitmap<'_>>,
     ) -> Answer<u64> {
-        if self.fails.load(Ordering::Relaxed) > 0 && self.fails.fetch_sub(1, Ordering::Relaxed) == 1
-        {
-            return Err(Errno::FAULT);
-        }
+        self.fault()?;
         if self.slow.load(Ordering::Relaxed) {
             for page in 0..size / PAGE {
                 let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, None)?;
@@ -162,6 +165,7 @@ impl Type1Kernel for Odd {
         self.kernel.track_dirty(on)
     }
     fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        self.fault()?;
         self.kernel.dirty(iova, size, dirty)
     }
     fn locked(&self) -> Option<Locked> {
@@ -294,4 +298,25 @@ fn threads_that_map_and_unmap_at_once_keep_what_is_theirs() {
         });
         assert_eq!((fake.mappings(), owner.used(), domain.usage()), (0, 0, Default::default()));
     }
+}
+
+#[test]
+fn bits_that_were_told_before_a_failure_are_kept() {
+    // rule L63
+    let odd = Odd::new(None, 1000);
+    let domain = over(&odd, CHUNKED);
+    let whole = range(0, 12);
+    let refill = || map(&domain, whole, 0).unwrap();
+    refill();
+    domain.start_dirty().unwrap();
+    let mut dirty = DirtyMap::new(whole, PAGE).unwrap();
+    odd.fails.store(3, Ordering::Relaxed);
+    assert!(domain.read_dirty(whole, &mut dirty).is_err());
+    assert_eq!(dirty.count(), 8, "hardware that cannot tell may have written anywhere");
+    dirty.clear();
+    odd.fails.store(2, Ordering::Relaxed);
+    assert!(domain.unmap_dirty(whole, &mut dirty).is_err());
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (4, 2));
+    assert_eq!(domain.unmap_dirty(whole, &mut dirty), Ok(whole.len()));
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (12, 0));
 }
