@@ -4,5 +4,6 @@ mod dirty;
 pub mod fake;
 pub mod kernel;
 pub mod pin;
+pub mod suite;
 
 pub use dirty::DirtyMap;

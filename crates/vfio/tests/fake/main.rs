@@ -10,5 +10,6 @@ mod external;
 mod groups;
 mod iommufd;
 mod map;
+mod suite;
 mod unmap;
 mod vaddr;
