@@ -151,8 +151,13 @@ impl Type1Kernel for Odd {
         self.fault()?;
         if self.slow.load(Ordering::Relaxed) {
             for page in 0..size / PAGE {
-                let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, None)?;
+                let mut bit = [0];
+                let told = dirty.is_some().then_some(Bitmap { page: PAGE, words: &mut bit });
+                let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, told)?;
                 if removed > 0 {
+                    if let Some(dirty) = dirty {
+                        dirty.words[0] |= bit[0] << page;
+                    }
                     return Ok(removed);
                 }
             }
@@ -319,4 +324,21 @@ fn bits_that_were_told_before_a_failure_are_kept() {
     assert_eq!((dirty.count(), odd.kernel.mappings()), (4, 2));
     assert_eq!(domain.unmap_dirty(whole, &mut dirty), Ok(whole.len()));
     assert_eq!((dirty.count(), odd.kernel.mappings()), (12, 0));
+}
+
+#[test]
+fn bits_of_a_piece_that_is_removed_in_part_are_kept() {
+    // rule L63
+    let odd = Odd::new(None, 1000);
+    let domain = over(&odd, CHUNKED);
+    let whole = range(0, 4);
+    (0..4).for_each(|page| map(&domain, range(page, 1), page * PAGE).unwrap());
+    domain.start_dirty().unwrap();
+    let mut dirty = DirtyMap::new(whole, PAGE).unwrap();
+    odd.slow.store(true, Ordering::Relaxed);
+    odd.fails.store(3, Ordering::Relaxed);
+    assert!(domain.unmap_dirty(whole, &mut dirty).is_err());
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (2, 2));
+    assert_eq!(domain.unmap_dirty(whole, &mut dirty), Ok(whole.len()));
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (4, 0));
 }
