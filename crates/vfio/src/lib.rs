@@ -1,5 +1,6 @@
 //! Page pinning with accounting, and the kernel's IOMMU interfaces as domains.
 
+mod account;
 mod dirty;
 mod error;
 pub mod fake;
@@ -11,6 +12,7 @@ pub mod suite;
 mod type1;
 mod vaddr;
 
+pub use account::{Account, LimitError};
 pub use dirty::DirtyMap;
 pub use error::{Error, Result};
 pub use iommufd::Iommufd;
