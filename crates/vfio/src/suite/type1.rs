@@ -184,7 +184,10 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
             for iova in [first, last] {
                 let inside = range.contains(ringfence_iommu::Iova(iova))
                     && range.last().0 - iova >= self.page - 1;
-                if inside && iova >= first {
+                // Linux does not find a mapping again that ends with the address space: neither an
+                // unmap nor UNMAP_ALL removes it. It is left out, so that the other checks can be made.
+                let found_again = iova.checked_add(self.page).is_some();
+                if inside && iova >= first && found_again {
                     self.raw(RW, iova, vaddr, self.page)?;
                     let unmapped = self.kernel.unmap(UnmapFlags::empty(), iova, self.page, None);
                     expect(unmapped, Ok(self.page))?;
@@ -376,11 +379,12 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         if words == [0] {
             return not_applicable("every group tells what it writes to");
         }
-        expect(words, [0x3ff])?;
+        // Linux may mark pages behind a mapping that does not begin with a word of the bitmap.
+        expect(words[0] & 0x3ff, 0x3ff)?;
         // It is not known what is written until the next time either.
         let mut again = [0];
         self.read(0, 10, self.page, &mut again)?;
-        expect(again, [0x3ff])
+        expect(again[0] & 0x3ff, 0x3ff)
     }
 
     fn unaligned(&self) -> Checked {
