@@ -18,10 +18,9 @@ use crate::{
 /// [fake](crate::fake). It maps to addresses of this process, whose pages the kernel pins.
 ///
 /// A map and an unmap are system calls that have done their work when they return: nothing can be
-/// deferred ([`Capabilities::deferred_flush`]), and a lazy policy over it becomes a strict one.
-/// The last page of the address space is outside of the aperture, whatever the kernel says: what Linux
-/// maps there it cannot unmap.
-/// What the kernel refuses with an error number that has no name here is
+/// deferred ([`Capabilities::deferred_flush`]), and a lazy policy over it becomes a strict one. The last
+/// page of the address space is outside of the aperture, whatever the kernel says: what Linux maps there
+/// it cannot unmap. What the kernel refuses with an error number that has no name here is
 /// [`Error::Device`], with the number as its status.
 ///
 /// Dropping it unmaps everything, so that devices that live longer reach nothing.
