@@ -47,8 +47,9 @@ pub fn iommufd<K: IommufdKernel>(kernel: &K, device: Option<Id>) -> Answer<Vec<O
 type Check<'a, K> = (&'static str, &'static str, fn(&Bench<'a, K>) -> Checked);
 
 impl<'a, K: IommufdKernel> Bench<'a, K> {
-    const CHECKS: [Check<'a, K>; 7] = [
-        ("MAP", "flags, sizes and wrap", Self::arguments),
+    const CHECKS: [Check<'a, K>; 8] = [
+        ("MAP", "sizes and wrap", Self::arguments),
+        ("MAP", "no mapping without a permission", Self::permission),
         ("MAP", "nothing is mapped over", Self::overlap),
         ("MAP", "an address is chosen", Self::choose),
         ("UNMAP", "nothing is cut", Self::cut),
@@ -80,12 +81,18 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
 
     fn arguments(&self) -> Checked {
         let vaddr = self.memory.addr(PAGE);
-        let none = MapFlags::empty();
-        expect(self.raw(self.ioas, none, Some(0), vaddr, PAGE), Err(Errno::INVAL))?;
         expect(self.raw(self.ioas, RW, Some(0), vaddr, 0), Err(Errno::INVAL))?;
         expect(self.raw(self.ioas, RW, Some(0), vaddr, u64::MAX), Err(Errno::OVERFLOW))?;
         expect(self.raw(self.ioas, RW, Some(u64::MAX - 1), vaddr, PAGE), Err(Errno::OVERFLOW))?;
         expect(self.raw(Id(u32::MAX), RW, Some(0), vaddr, PAGE), Err(Errno::NOENT))
+    }
+
+    fn permission(&self) -> Checked {
+        let vaddr = self.memory.addr(PAGE);
+        match self.raw(self.ioas, MapFlags::empty(), Some(0), vaddr, PAGE) {
+            Ok(_) => not_applicable("Linux before 6.11 maps without a permission"),
+            answer => expect(answer, Err(Errno::INVAL)),
+        }
     }
 
     fn overlap(&self) -> Checked {

@@ -64,7 +64,8 @@ pub fn type1<K: Type1Kernel>(kernel: &K) -> Answer<Vec<Outcome>> {
 }
 
 /// What the interface does not show.
-const UNSEEN: [(&str, &str, &str); 5] = [
+const UNSEEN: [(&str, &str, &str); 6] = [
+    ("L51", "the very last page", "Linux before 6.19 loses a mapping that ends at 2^64-1"),
     ("L52", "the longest runs are pinned", "how pages are pinned is not shown"),
     ("L57", "pages go after the invalidation", "when pages are unpinned is not shown"),
     ("L58", "a probe for superpages", "what is asked of the IOMMU is not shown"),
@@ -182,8 +183,12 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
             let last = whole(range.last().0);
             let first = range.first().0.checked_next_multiple_of(self.page).unwrap_or(last);
             for iova in [first, last] {
+                // Linux before 6.19 never finds a mapping again that ends at 2^64-1, nor what lies beside
+                // it: the container would be of no more use.
+                let top = iova.checked_add(self.page).is_none();
                 let inside = range.contains(ringfence_iommu::Iova(iova))
-                    && range.last().0 - iova >= self.page - 1;
+                    && range.last().0 - iova >= self.page - 1
+                    && !top;
                 if inside && iova >= first {
                     self.raw(RW, iova, vaddr, self.page)?;
                     let unmapped = self.kernel.unmap(UnmapFlags::empty(), iova, self.page, None);
@@ -377,10 +382,11 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
             return not_applicable("every group tells what it writes to");
         }
         expect(words, [0x3ff])?;
-        // It is not known what is written until the next time either.
+        // It is not known what is written until the next time either. Of bits behind the last mapping
+        // Linux (6.12) says then what it had shifted there at the first time: too much, not too little.
         let mut again = [0];
         self.read(0, 10, self.page, &mut again)?;
-        expect(again, [0x3ff])
+        expect(again[0] & 0x3ff, 0x3ff)
     }
 
     fn unaligned(&self) -> Checked {

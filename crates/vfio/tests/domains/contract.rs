@@ -6,7 +6,11 @@ use ringfence_iommu::{
     Domain, Error, Geometry, HostAddr, Iova, PageSizes, Prot, Range, ReservedKind, ReservedRegion,
     SoftDomain, shootdown::Shootdown, table::Limits,
 };
-use ringfence_vfio::{Tuning, Usage, fake::Memory, kernel::IommufdKernel};
+use ringfence_vfio::{
+    Iommufd, Tuning, Usage,
+    fake::{self, Memory},
+    kernel::IommufdKernel,
+};
 use rustix::io::Errno;
 
 use crate::common::{
@@ -242,4 +246,26 @@ fn an_address_space_goes_when_nothing_needs_it() {
     assert!(ioas.kernel.attach(ioas.device, name).is_err(), "it cannot have that address");
     drop(domain);
     assert_eq!(ioas.kernel.destroy(name), Err(Errno::NOENT), "it is gone");
+}
+
+#[test]
+fn the_last_page_there_is_belongs_to_nobody() {
+    let fake = std::sync::Arc::new(fake::Type1::new(fake::Config::default()));
+    let reserved = Vec::new();
+    fake.attach(&fake::Group { aperture: Range::ALL, reserved, ..Default::default() }).unwrap();
+    let domain = type1(&fake, MERGE);
+    let aperture = domain.geometry().aperture;
+    assert_eq!((aperture.first(), aperture.last()), (Iova(0), Iova(u64::MAX - PAGE)));
+    let ((_kept, vaddr), top) = (memory(2), u64::MAX / PAGE);
+    let made = map(&domain, range(top - 1, 2), vaddr);
+    assert!(matches!(made, Err(Error::OutsideAperture { .. })), "{made:?}");
+    map(&domain, range(top - 1, 1), vaddr).unwrap();
+    assert_eq!(unmap(&domain, Range::ALL), Ok(u128::from(PAGE)));
+    // An iommufd finds it.
+    let ioas = Ioas::new(8, Memory::process());
+    // SAFETY: the memory is the test's own.
+    let domain = unsafe { Iommufd::new(ioas.kernel, Tuning::default()) }.unwrap();
+    assert_eq!(domain.geometry().aperture, Range::ALL);
+    map(&domain, range(top - 1, 2), vaddr).unwrap();
+    assert_eq!(unmap(&domain, Range::ALL), Ok(2 * u128::from(PAGE)));
 }
