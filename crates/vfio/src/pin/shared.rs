@@ -39,7 +39,8 @@ pub enum Step {
 }
 
 impl<B: Backing> SharedPinner<B> {
-    /// What is pinned between two looks at others who wait, in bytes: about a millisecond's work.
+    /// What is pinned between two looks at others who wait, in bytes: a fraction of a millisecond's
+    /// work, several if the kernel has to find the pages first. So 16,384 slots hold 256 GiB.
     pub const CHUNK: u64 = 16 << 20;
 
     /// Shares `pinner`.
