@@ -39,7 +39,7 @@ use crate::output::{Output, print};
 ///
 /// Looks at limits, huge pages, the IOMMU and its groups, VFIO, io_uring and what back ends need.
 /// Nothing is changed: no module is loaded, no device is touched. Each lack comes with the commands
-/// that end it. What `ok`, `note` and `LACK` mean for a program is in docs/vfio.md.
+/// that end it. How a device is given to a program is told in docs/vfio.md.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence doctor
@@ -153,7 +153,7 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
         schema: "ringfence.doctor/1",
         host: Host {
             kernel: kernel.release.clone(),
-            parameters: kernel.parameters.clone(),
+            parameters: kernel.told_of_iommus(),
             guest: kernel.is_guest,
         },
         memory,

@@ -68,7 +68,8 @@ impl Kernel {
             configuration: release
                 .as_deref()
                 .filter(|release| !release.contains('/'))
-                .and_then(|release| tree.text(&format!("boot/config-{release}"))),
+                .and_then(|release| tree.text(&format!("boot/config-{release}")))
+                .or_else(|| tree.packed_text("proc/config.gz")),
             release,
         }
     }
@@ -102,6 +103,13 @@ impl Kernel {
         Some(configuration.lines().any(set))
     }
 
+    /// What it was told of IOMMUs; the rest of its command line is nobody's business.
+    pub(super) fn told_of_iommus(&self) -> Vec<String> {
+        let words = ["iommu", "remap", "vfio", "x2apic"];
+        let of_iommus = |told: &&String| words.iter().any(|word| told.contains(word));
+        self.parameters.iter().filter(of_iommus).cloned().collect()
+    }
+
     /// Whether it was started with this parameter.
     pub(super) fn was_told(&self, parameter: &str) -> bool {
         self.parameters.iter().any(|told| told == parameter)
@@ -133,6 +141,20 @@ mod tests {
         assert_eq!(kernel.option("CONFIG_VFIO"), Some(true));
         assert_eq!(kernel.option("CONFIG_IOMMUFD"), Some(false));
         assert_eq!(kernel.option("CONFIG_VF"), Some(false));
+    }
+
+    #[test]
+    fn a_configuration_may_be_the_kernels_own() {
+        use std::io::Write;
+        let made = MadeUp::new(&[("proc/sys/kernel/osrelease", "6.1\n")]);
+        let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        packed.write_all(b"CONFIG_VFIO=y\n").unwrap();
+        let mut packed = packed.finish().unwrap();
+        made.file("proc/config.gz", &packed);
+        assert_eq!(Kernel::read(&made.tree()).option("CONFIG_VFIO"), Some(true));
+        packed.truncate(12);
+        made.file("proc/config.gz", &packed);
+        assert_eq!(Kernel::read(&made.tree()).option("CONFIG_VFIO"), None);
     }
 
     #[test]

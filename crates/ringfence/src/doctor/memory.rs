@@ -71,9 +71,11 @@ pub(super) fn memlock(memlock: Option<&Memlock>, wanted: u64) -> Check {
             .remedy("Mount procfs:", ["mount -t proc proc /proc"]);
     };
     let limit = |limit: Option<u64>| limit.map_or("no limit".to_owned(), bytes);
-    let used = match memlock.pinned {
-        0 => "nothing pinned by this user".to_owned(),
-        pinned => format!("{} pinned by this user", bytes(pinned)),
+    let used = match (memlock.locked, memlock.pinned) {
+        (0, 0) => "this user has nothing locked or pinned".to_owned(),
+        (locked, pinned) => {
+            format!("this user has {} locked, {} pinned", bytes(locked), bytes(pinned))
+        }
     };
     if memlock.capability && !memlock.user_namespace {
         return check(
@@ -97,8 +99,8 @@ pub(super) fn memlock(memlock: Option<&Memlock>, wanted: u64) -> Check {
         check = check.remedy("In this shell, as yourself:", [format!("ulimit -S -l {kib}")]);
     } else {
         check = check.remedy(
-            "In this shell:",
-            [format!("prlimit --pid $$ --memlock={0}:{0}", kib.saturating_mul(1024))],
+            "In this shell, which then has it:",
+            [format!("sudo prlimit --pid $$ --memlock={0}:{0}", kib.saturating_mul(1024))],
         );
     }
     check = check
@@ -164,12 +166,10 @@ pub(super) fn transparent(tree: &Tree) -> Option<String> {
 /// translates it with fewer entries.
 pub(super) fn huge_pages(reserved: &[HugePages], transparent: Option<&str>) -> Check {
     const FOR: &[Purpose] = &[Purpose::Vfio, Purpose::Pin];
-    let mut found: Vec<String> = reserved
-        .iter()
-        .map(|pages| {
-            format!("{} of {}: {} free of {}", "pages", bytes(pages.size), pages.free, pages.total)
-        })
-        .collect();
+    let told = |pages: &HugePages| {
+        format!("{} of {} pages of {} free", pages.free, pages.total, bytes(pages.size))
+    };
+    let mut found: Vec<String> = reserved.iter().map(told).collect();
     found.push(format!("transparent: {}", transparent.unwrap_or("not in this kernel")));
     let any = reserved.iter().any(|pages| pages.free > 0);
     let check = Check::new("huge-pages", FOR, State::Note, found.join("; "));

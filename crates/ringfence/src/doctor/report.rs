@@ -40,6 +40,7 @@ pub(super) struct Report {
 #[derive(Debug, Serialize)]
 pub(super) struct Host {
     pub(super) kernel: Option<String>,
+    /// What the kernel was told of IOMMUs when it was started.
     pub(super) parameters: Vec<String>,
     pub(super) guest: bool,
 }
@@ -57,7 +58,7 @@ impl Report {
         text.unwrap_or_else(|error| unreachable!("a report is plain data: {error}")) + "\n"
     }
 
-    /// Lines for a person.
+    /// Lines for people.
     pub(super) fn to_text(&self) -> String {
         let mut out = String::new();
         let kernel = self.host.kernel.as_deref().unwrap_or("(release unknown)");

@@ -31,14 +31,21 @@ impl Tree {
 
     /// What a file holds.
     pub(super) fn text(&self, name: &str) -> Option<String> {
+        read(self.open(name)?)
+    }
+
+    /// What a file holds that is packed with gzip.
+    pub(super) fn packed_text(&self, name: &str) -> Option<String> {
+        read(flate2::read::GzDecoder::new(self.open(name)?))
+    }
+
+    fn open(&self, name: &str) -> Option<File> {
         let path = self.root.join(name);
-        // Nothing else: to open a pipe would wait for its writer.
+        // Nothing but a file: to open a pipe would wait for its writer.
         if !fs::metadata(&path).ok()?.is_file() {
             return None;
         }
-        let mut bytes = Vec::new();
-        File::open(path).ok()?.take(LONGEST).read_to_end(&mut bytes).ok()?;
-        Some(printable(&String::from_utf8_lossy(&bytes)))
+        File::open(path).ok()
     }
 
     /// What a file of one value holds.
@@ -85,6 +92,12 @@ impl Tree {
         let target = self.link(name)?;
         target.rsplit('/').find(|part| !part.is_empty()).map(String::from)
     }
+}
+
+fn read(from: impl Read) -> Option<String> {
+    let mut bytes = Vec::new();
+    from.take(LONGEST).read_to_end(&mut bytes).ok()?;
+    Some(printable(&String::from_utf8_lossy(&bytes)))
 }
 
 fn printable(text: &str) -> String {

@@ -84,7 +84,7 @@ pub(super) fn modules(vfio: &Vfio, kernel: &Kernel) -> Check {
         missing.iter().copied().filter(|name| part(name) == Part::Absent).collect();
     if !absent.is_empty() {
         return check(State::Lack, format!("this kernel has no {}", absent.join(", "))).remedy(
-            "Debian's kernels have them (a cloud's own may not); install one, and start it:",
+            "Debian's kernels have them, where a kernel can be chosen:",
             ["apt-get install linux-image-amd64 && reboot"],
         );
     }
