@@ -136,9 +136,10 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
     checks.push(memory::memlock(memlock.as_ref(), memory));
     checks.push(memory::huge_pages(&huge_pages, memory::transparent(&tree).as_deref()));
     checks.push(iommu::present(&iommu, &kernel));
+    // What helps is done from above: a module's parameter is there once it is loaded.
+    checks.push(vfio::modules(&vfio, &kernel));
     checks.extend(iommu::remapping(&iommu, &tree));
     checks.extend(iommu::translation(&kernel));
-    checks.push(vfio::modules(&vfio, &kernel));
     checks.extend(vfio::nodes(&vfio, &groups, &tried, &tree));
     checks.extend(groups::check(&groups, device));
     checks.extend(vfio::entries(&vfio));

@@ -95,8 +95,7 @@ fn what_it_says_makes_a_guest_ready(iommu: Iommu, remapping: [&str; 2]) {
     let (before, status) = doctor(&tree(&mut guest, place.path("before")), &pci);
     assert_eq!(status, 1, "{before:#}");
     let found = states(&before);
-    for (name, state) in
-        [("iommu", "ok"), ("vfio", "lack"), ("interrupt-remapping", remapping[0])]
+    for (name, state) in [("iommu", "ok"), ("vfio", "lack"), ("interrupt-remapping", remapping[0])]
     {
         assert!(found.contains(&(name, state)), "{name} is not {state}\n{before:#}");
     }
