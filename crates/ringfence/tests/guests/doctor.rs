@@ -41,7 +41,8 @@ snapshot() {
     done
     keep sys/class/block/* sys/dev/block/* sys/class/net/*
     keep sys/module/* sys/module/vfio*/parameters/*
-    keep lib/modules/*/modules.dep dev/vfio/*
+    keep lib/modules/*/modules.dep lib/modules/*/modules.builtin
+    keep dev/iommu dev/vfio/* dev/vfio/devices/*
     say tree $(tar -C /tmp/tree -cz . | base64 | tr -d '\n')
 }
 load virtio_blk
@@ -87,10 +88,10 @@ fn states(json: &Value) -> Vec<(&str, &str)> {
 }
 
 /// A guest whose disk is in use, and is then given to VFIO by nothing but what the doctor says.
-fn what_it_says_makes_a_guest_ready(iommu: Iommu, remapping: [&str; 2]) {
+fn what_it_says_makes_a_guest_ready(machine: Qemu, remapping: [&str; 2]) -> Value {
     let place = Place::new();
     let image = place.image("image", 32);
-    let mut guest = Qemu::new(iommu).own_blk(&image, 1, "").start(&place, SCRIPT);
+    let mut guest = machine.own_blk(&image, 1, "").start(&place, SCRIPT);
     let pci = guest.hear("pci ")["pci ".len()..].to_owned();
     let (before, status) = doctor(&tree(&mut guest, place.path("before")), &pci);
     assert_eq!(status, 1, "{before:#}");
@@ -126,16 +127,25 @@ fn what_it_says_makes_a_guest_ready(iommu: Iommu, remapping: [&str; 2]) {
     assert!(found.contains(&("interrupt-remapping", remapping[1])), "{after:#}");
     assert!(found.iter().any(|(name, state)| name.starts_with("group-") && *state == "ok"));
     guest.end();
+    after
 }
 
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn what_the_doctor_says_makes_a_guest_ready_behind_intels_iommu() {
-    what_it_says_makes_a_guest_ready(Iommu::IntelStrict, ["ok", "ok"]);
+    what_it_says_makes_a_guest_ready(Qemu::new(Iommu::IntelStrict), ["ok", "ok"]);
 }
 
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn what_the_doctor_says_makes_a_guest_ready_behind_a_virtio_iommu() {
-    what_it_says_makes_a_guest_ready(Iommu::VirtioStrict, ["lack", "warning"]);
+    what_it_says_makes_a_guest_ready(Qemu::new(Iommu::VirtioStrict), ["lack", "warning"]);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_kernel_with_iommufd_is_known_by_its_nodes() {
+    let machine = Qemu::new(Iommu::IntelStrict).iommufd();
+    let after = what_it_says_makes_a_guest_ready(machine, ["ok", "ok"]);
+    assert!(states(&after).contains(&("iommufd", "ok")), "{after:#}");
 }
