@@ -138,7 +138,7 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
     checks.push(iommu::present(&iommu, &kernel));
     // What helps is done from above: a module's parameter is there once it is loaded.
     checks.push(vfio::modules(&vfio, &kernel));
-    checks.extend(iommu::remapping(&iommu, &tree));
+    checks.extend(iommu::remapping(&iommu, &kernel, &tree));
     checks.extend(iommu::translation(&kernel));
     checks.extend(vfio::nodes(&vfio, &groups, &tried, &tree));
     checks.extend(groups::check(&groups, device));

@@ -131,16 +131,22 @@ pub(super) fn translation(kernel: &Kernel) -> Option<Check> {
     let lazy = ["iommu.strict=0", "iommu.strict=off"].into_iter().find(|t| kernel.was_told(t));
     let strict = ["iommu.strict=1", "iommu.strict=on"].into_iter().find(|t| kernel.was_told(t));
     let found = match (told, lazy, strict) {
-        (Some(told), ..) => format!("{told}: devices of the kernel's own drivers reach all memory"),
-        (_, Some(told), _) => format!("{told}: the kernel's own drivers flush lazily"),
-        (_, _, Some(told)) => format!("{told}: the kernel's own drivers flush at once"),
+        (Some(told), ..) => {
+            format!("{told}: devices of the kernel's own drivers reach all memory; VFIO's do not")
+        }
+        (_, Some(told), _) => {
+            format!("{told}: the kernel's own drivers flush lazily; VFIO flushes at once")
+        }
+        (_, _, Some(told)) => {
+            format!("{told}: the kernel's own drivers flush at once, as VFIO does")
+        }
         _ => return None,
     };
-    Some(Check::new("kernel-drivers", FOR, State::Note, format!("{found}; VFIO's devices do not")))
+    Some(Check::new("kernel-drivers", FOR, State::Note, found))
 }
 
 /// Without remapping a device can raise any interrupt of the host by a DMA write.
-pub(super) fn remapping(iommu: &Iommu, tree: &Tree) -> Option<Check> {
+pub(super) fn remapping(iommu: &Iommu, kernel: &Kernel, tree: &Tree) -> Option<Check> {
     let check = |state, found: &str| Check::new("interrupt-remapping", FOR, state, found);
     let remapped = iommu.remapping?;
     if remapped {
@@ -161,18 +167,21 @@ pub(super) fn remapping(iommu: &Iommu, tree: &Tree) -> Option<Check> {
             .advice("Give devices to programs that are trusted with the host, and to no other."),
         );
     }
-    Some(
-        check(State::Lack, "none: VFIO refuses to set up an IOMMU (EPERM)")
-            .advice("Switch on interrupt remapping (x2APIC) in the firmware; see that the kernel is not told nointremap or intremap=off.")
-            .remedy("In a virtual machine, QEMU remaps if it is started so:", [QEMU])
-            .remedy(
-                "Or do without, if the program is trusted with the host: its device could raise any interrupt:",
-                [
-                    "echo Y > /sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts",
-                    "echo 'options vfio_iommu_type1 allow_unsafe_interrupts=1' > /etc/modprobe.d/vfio.conf",
-                ],
-            ),
-    )
+    let check = check(State::Lack, "none: VFIO refuses to set up an IOMMU (EPERM)");
+    let check = match kernel.is_guest {
+        true => check.remedy("In a virtual machine, QEMU remaps if it is started so:", [QEMU]),
+        false => check.advice(
+            "Switch on interrupt remapping (x2APIC) in the firmware's set-up; the kernel must not be \
+             told nointremap or intremap=off.",
+        ),
+    };
+    Some(check.remedy(
+        "Or do without, if the program is trusted with the host: its device could raise any interrupt:",
+        [
+            "echo Y > /sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts",
+            "echo 'options vfio_iommu_type1 allow_unsafe_interrupts=1' > /etc/modprobe.d/vfio.conf",
+        ],
+    ))
 }
 
 /// No-IOMMU mode gives devices to programs without any protection.
@@ -261,7 +270,7 @@ mod tests {
         ]);
         let state = |made: &MadeUp| {
             let tree = made.tree();
-            remapping(&Iommu::read(&tree), &tree).map(|check| check.state)
+            remapping(&Iommu::read(&tree), &Kernel::read(&tree), &tree).map(|check| check.state)
         };
         assert_eq!(state(&made), Some(State::Ok));
         made.file("proc/interrupts", " 24:  1 0  IO-APIC   5-edge  acpi\n");

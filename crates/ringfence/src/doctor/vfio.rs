@@ -110,7 +110,10 @@ pub(super) fn nodes(vfio: &Vfio, groups: &[Group], tried: &Tried, tree: &Tree) -
                 .remedy("For a container:", ["docker run --device /dev/vfio/vfio ..."])
                 .remedy("On the host:", ["modprobe vfio"]),
             (true, Some(Err(error))) => refused("dev-vfio", "dev/vfio/vfio", error),
-            (true, _) => Check::new("dev-vfio", FOR, State::Ok, "/dev/vfio/vfio can be opened"),
+            (true, Some(Ok(()))) => {
+                Check::new("dev-vfio", FOR, State::Ok, "/dev/vfio/vfio can be opened")
+            }
+            (true, None) => Check::new("dev-vfio", FOR, State::Ok, "/dev/vfio/vfio is there"),
         });
     }
     for group in groups.iter().filter(|group| group.is_ready()) {
@@ -164,7 +167,10 @@ pub(super) fn iommufd(vfio: &Vfio, kernel: &Kernel, tried: &Tried) -> Check {
     }
     match vfio.devices.len() {
         0 => check(State::Note, "/dev/iommu, and no device's node in /dev/vfio/devices".into()),
-        count => check(State::Ok, format!("/dev/iommu, and {count} devices in /dev/vfio/devices")),
+        _ => check(
+            State::Ok,
+            format!("/dev/iommu, and /dev/vfio/devices with {}", vfio.devices.join(", ")),
+        ),
     }
 }
 

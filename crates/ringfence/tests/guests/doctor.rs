@@ -40,6 +40,7 @@ snapshot() {
         keep ${path#/}/class ${path#/}/driver ${path#/}/subsystem
     done
     keep sys/class/block/* sys/dev/block/* sys/class/net/*
+    keep sys/kernel/mm/transparent_hugepage/enabled sys/kernel/mm/hugepages/*/*_hugepages
     keep sys/module/* sys/module/vfio*/parameters/*
     keep lib/modules/*/modules.dep lib/modules/*/modules.builtin
     keep dev/iommu dev/vfio/* dev/vfio/devices/*
