@@ -6,8 +6,8 @@
 //! ```text
 //! qemu-system-x86_64    starts the QEMU in root/
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
-//! linux.uml, initramfs.uml    the same for User-Mode Linux
 //! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
+//! linux.uml, initramfs.uml    the same for User-Mode Linux
 //! vfio-blk, channels    our own programs for use inside a guest: a driver, and an ethtool
 //! ```
 
