@@ -11,6 +11,7 @@ const NEEDED: &[(&str, &str)] = &[
     // A static fio for guests, and the modules of their kernel.
     ("make", "/usr/bin/make"),
     ("xz-utils", "/usr/bin/xz"),
+    ("zstd", "/usr/bin/zstd"),
     // The address of the tap device in a test of `ringfence net`.
     ("iproute2", "/bin/ip"),
     // DPDK's testpmd: the network back end that `bench net` measures ours beside.

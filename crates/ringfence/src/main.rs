@@ -4,6 +4,7 @@
 mod bench;
 mod blk;
 mod compare;
+mod doctor;
 mod list;
 mod net;
 mod output;
@@ -35,6 +36,8 @@ enum Command {
     Blk(Box<blk::Arguments>),
     #[command(about = "Serve a network to vhost-user front ends such as QEMU")]
     Net(net::Arguments),
+    #[command(about = "What this host lacks for protected I/O in user space, and what helps")]
+    Doctor(doctor::Arguments),
     /// The device process of `compare`, which starts it.
     #[command(hide = true)]
     Device,
@@ -48,6 +51,7 @@ fn main() -> ExitCode {
         Command::Net(arguments) => net::run(arguments),
         Command::Bench(bench) => bench::run(bench),
         Command::Blk(arguments) => blk::run(*arguments),
+        Command::Doctor(arguments) => doctor::run(arguments),
         Command::Device => {
             serve::begin_quiet_log();
             ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS)

@@ -13,8 +13,15 @@ use anyhow::{Context, Result, bail};
 use super::{cpio::Cpio, debian::entries};
 
 /// The modules that tests load. What they need comes along.
-const MODULES: &[&str] =
-    &["virtio_blk", "virtio_net", "virtio-iommu", "vfio-pci", "vfio_iommu_type1"];
+const MODULES: &[&str] = &[
+    "virtio_blk",
+    "virtio_net",
+    "virtio-iommu",
+    "nvme",
+    "vfio-pci",
+    "vfio_iommu_type1",
+    "iommufd",
+];
 
 /// The first program of a guest.
 const INIT: &str = include_str!("init.sh");
@@ -41,6 +48,9 @@ pub(crate) fn make(folder: &Path, modules: &Path, name: &str) -> Result<()> {
         order.push_str(&format!("{}.ko: {}\n", module.name, needs.join(" ")));
     }
     archive.file(&format!("{place}/modules.dep"), order.as_bytes());
+    // One kernel has built in what is a module of another: modprobe is to know.
+    let built_in = fs::read(modules.join("modules.builtin")).unwrap_or_default();
+    archive.file(&format!("{place}/modules.builtin"), &built_in);
     let file = fs::File::create(folder.join(name))?;
     let mut packed = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
     packed.write_all(&archive.end())?;
@@ -62,7 +72,7 @@ fn find(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
             continue;
         } else if path.is_dir() {
             found.extend(find(&path)?);
-        } else if let Some((name, "ko" | "ko.xz")) = name.split_once('.') {
+        } else if let Some((name, "ko" | "ko.xz" | "ko.zst")) = name.split_once('.') {
             found.insert(name.replace('-', "_"), path);
         }
     }
@@ -103,15 +113,17 @@ fn with_needs(all: &BTreeMap<String, PathBuf>) -> Result<Vec<(Module, Vec<String
 }
 
 fn unpack(path: &Path) -> Result<Vec<u8>> {
-    if path.extension().is_some_and(|e| e == "xz") {
-        let ended = Command::new("xz").args(["--decompress", "--stdout"]).arg(path).output();
-        let ended = ended.context("xz")?;
-        if !ended.status.success() {
-            bail!("xz {}: {}", path.display(), ended.status);
-        }
-        return Ok(ended.stdout);
+    let program = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => "xz",
+        Some("zst") => "zstd",
+        _ => return fs::read(path).with_context(|| format!("{}", path.display())),
+    };
+    let ended = Command::new(program).args(["--decompress", "--stdout"]).arg(path).output();
+    let ended = ended.context(program)?;
+    if !ended.status.success() {
+        bail!("{program} {}: {}", path.display(), ended.status);
     }
-    fs::read(path).with_context(|| format!("{}", path.display()))
+    Ok(ended.stdout)
 }
 
 /// What a module says it needs: `depends=a,b` among the strings of its `.modinfo`.

@@ -6,6 +6,7 @@
 //! ```text
 //! qemu-system-x86_64    starts the QEMU in root/
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
+//! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
 //! vfio-blk, channels    our own programs for use inside a guest: a driver, and an ethtool
 //! ```
@@ -14,6 +15,7 @@ mod cpio;
 mod debian;
 mod fio;
 mod initramfs;
+mod iommufd;
 
 use std::{
     fs,
@@ -37,6 +39,10 @@ const RECIPE: &str = "1";
 /// Makes what is not there yet, and our own programs as their sources are now.
 pub(crate) fn make() -> Result<()> {
     parts()?;
+    // Most tests do without: those that do not will say that it lacks.
+    if let Err(error) = iommufd::make(&folder()) {
+        println!("guests: NO KERNEL WITH IOMMUFD: {error:#}");
+    }
     programs()
 }
 

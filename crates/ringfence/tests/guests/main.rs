@@ -12,6 +12,7 @@ mod qemu;
 
 mod blk;
 mod crash;
+mod doctor;
 mod firmware;
 mod migrate;
 mod net;

@@ -113,6 +113,7 @@ pub(crate) struct Qemu {
     devices: u32,
     reboots: bool,
     console: &'static str,
+    kernel: &'static str,
     arguments: Vec<String>,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -127,6 +128,7 @@ impl Qemu {
             devices: 0,
             reboots: false,
             console: "console",
+            kernel: "",
             arguments,
             files: Vec::new(),
         }
@@ -140,6 +142,12 @@ impl Qemu {
     /// A reboot of the guest is one of the machine, and does not end it.
     pub(crate) fn reboots(mut self) -> Qemu {
         self.reboots = true;
+        self
+    }
+
+    /// With the kernel that has iommufd.
+    pub(crate) fn iommufd(mut self) -> Qemu {
+        self.kernel = "-iommufd";
         self
     }
 
@@ -249,7 +257,8 @@ impl Qemu {
     pub(crate) fn start(self, place: &Place, script: &str) -> Guest {
         let (console, initrd) = (place.path(self.console), place.path("initramfs"));
         let script = format!("{BEGIN}\n{script}");
-        std::fs::write(&initrd, initramfs("initramfs", &script, &self.files)).unwrap();
+        let base = format!("initramfs{}", self.kernel);
+        std::fs::write(&initrd, initramfs(&base, &script, &self.files)).unwrap();
         // Another QEMU can be tried on these tests.
         let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
         let mut command = Command::new(program.unwrap_or_else(|| part("qemu-system-x86_64")));
@@ -264,7 +273,8 @@ impl Qemu {
             command.arg("-no-reboot");
         }
         command.args(&self.arguments);
-        command.arg("-kernel").arg(part("vmlinuz")).arg("-initrd").arg(&initrd);
+        let kernel = part(&format!("vmlinuz{}", self.kernel));
+        command.arg("-kernel").arg(kernel).arg("-initrd").arg(&initrd);
         let viommu = matches!(self.iommu, Iommu::VirtioStrict | Iommu::VirtioLazy);
         // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up.
         let line = format!(

@@ -1,0 +1,128 @@
+//! What is looked at, and what it came to.
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+/// What a host is needed for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Purpose {
+    /// A device given to a driver in user space, behind the IOMMU.
+    Vfio,
+    /// Memory pinned through io_uring, or locked.
+    Pin,
+    /// Back ends for front ends such as QEMU.
+    VhostUser,
+}
+
+impl Purpose {
+    pub(super) const ALL: [Purpose; 3] = [Purpose::Vfio, Purpose::Pin, Purpose::VhostUser];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Purpose::Vfio => "vfio",
+            Purpose::Pin => "pin",
+            Purpose::VhostUser => "vhost-user",
+        }
+    }
+}
+
+/// What a check came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum State {
+    /// It is there.
+    Ok,
+    /// Good to know; nothing depends on it.
+    Note,
+    /// It works, and is dangerous.
+    Warning,
+    /// It cannot be seen from here; what needs it cannot be called ready.
+    Unknown,
+    /// It is not there.
+    Lack,
+}
+
+/// Something that helps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Remedy {
+    /// When, and what it does.
+    pub(super) text: String,
+    /// For a shell, as root where nothing else is said. Where it names what only the user knows,
+    /// that is in capitals.
+    pub(super) commands: Vec<String>,
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Check {
+    pub(super) name: String,
+    /// Who needs it.
+    #[serde(rename = "for")]
+    pub(super) needed_for: &'static [Purpose],
+    pub(super) state: State,
+    pub(super) found: String,
+    pub(super) remedies: Vec<Remedy>,
+}
+
+impl Check {
+    pub(super) fn new(
+        name: impl Into<String>,
+        needed_for: &'static [Purpose],
+        state: State,
+        found: impl Into<String>,
+    ) -> Check {
+        Check { name: name.into(), needed_for, state, found: found.into(), remedies: Vec::new() }
+    }
+
+    pub(super) fn remedy<C: Into<String>>(
+        mut self,
+        text: impl Into<String>,
+        commands: impl IntoIterator<Item = C>,
+    ) -> Check {
+        let commands = commands.into_iter().map(Into::into).collect();
+        self.remedies.push(Remedy { text: text.into(), commands });
+        self
+    }
+
+    /// A remedy that no command is.
+    pub(super) fn advice(self, text: impl Into<String>) -> Check {
+        self.remedy(text, [""; 0])
+    }
+
+    pub(super) fn stands_in_the_way(&self) -> bool {
+        matches!(self.state, State::Lack | State::Unknown)
+    }
+}
+
+/// Bytes, in the largest unit that shows at least one whole.
+pub(super) fn bytes(bytes: u64) -> String {
+    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let unit = (bytes.checked_ilog2().unwrap_or(0) / 10) as usize;
+    let one = 1u64 << (10 * unit);
+    match (bytes / one, bytes % one) {
+        (whole, 0) => format!("{whole} {}", UNITS[unit]),
+        // The tenth is cut off, so that it is never shown as more than it is.
+        (whole, rest) => {
+            format!("{whole}.{} {}", u128::from(rest) * 10 / u128::from(one), UNITS[unit])
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_told_in_their_unit() {
+        for (count, told) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (8 << 20, "8 MiB"),
+            ((8 << 20) + (1 << 19), "8.5 MiB"),
+            (u64::MAX, "15.9 EiB"),
+        ] {
+            assert_eq!(bytes(count), told);
+        }
+    }
+}

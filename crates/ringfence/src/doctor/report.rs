@@ -1,0 +1,134 @@
+//! What the doctor says: for people, and as JSON (`ringfence.doctor/1`).
+
+use std::{collections::BTreeMap, fmt::Write};
+
+use serde::Serialize;
+
+use super::{
+    calls::Calls,
+    check::{Check, Purpose, State, bytes},
+    groups::Group,
+    iommu::Iommu,
+    memory::{HugePages, Memlock},
+    vfio::Vfio,
+};
+
+/// Most groups of the table; JSON has all.
+const MOST_GROUPS: usize = 40;
+
+/// All that was found.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    pub(super) schema: &'static str,
+    pub(super) host: Host,
+    /// Bytes that the program is to pin.
+    pub(super) memory: u64,
+    /// For what was asked, whether all that it needs is there.
+    pub(super) ready: BTreeMap<&'static str, bool>,
+    pub(super) checks: Vec<Check>,
+    pub(super) memlock: Option<Memlock>,
+    pub(super) huge_pages: Vec<HugePages>,
+    pub(super) iommu: Iommu,
+    pub(super) vfio: Vfio,
+    pub(super) groups: Vec<Group>,
+    pub(super) calls: Calls,
+    #[serde(skip)]
+    pub(super) purposes: Vec<Purpose>,
+}
+
+/// Which host it is.
+#[derive(Debug, Serialize)]
+pub(super) struct Host {
+    pub(super) kernel: Option<String>,
+    /// What the kernel was told of IOMMUs when it was started.
+    pub(super) parameters: Vec<String>,
+    pub(super) guest: bool,
+}
+
+impl Report {
+    /// Whether all is there that was asked for.
+    pub(super) fn is_ready(&self) -> bool {
+        self.ready.values().all(|ready| *ready)
+    }
+
+    /// One object, with a newline at its end.
+    pub(super) fn to_json(&self) -> String {
+        let text = serde_json::to_string_pretty(self);
+        // Only maps with keys that are not text can fail, and there is none.
+        text.unwrap_or_else(|error| unreachable!("a report is plain data: {error}")) + "\n"
+    }
+
+    /// Lines for people.
+    pub(super) fn to_text(&self) -> String {
+        let mut out = String::new();
+        let kernel = self.host.kernel.as_deref().unwrap_or("(release unknown)");
+        let purposes: Vec<&str> = self.purposes.iter().map(|purpose| purpose.name()).collect();
+        let guest = if self.host.guest { ", a virtual machine" } else { "" };
+        line(
+            &mut out,
+            &format!(
+                "Linux {kernel}{guest}; for {}, {} pinned",
+                purposes.join(", "),
+                bytes(self.memory)
+            ),
+        );
+        line(&mut out, "");
+        let width = self.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+        for check in &self.checks {
+            let state = match check.state {
+                State::Ok => "ok",
+                State::Note => "note",
+                State::Warning => "WARNING",
+                State::Unknown => "UNKNOWN",
+                State::Lack => "LACK",
+            };
+            line(&mut out, &format!("{state:<8}{:<width$}  {}", check.name, check.found));
+            for remedy in &check.remedies {
+                line(&mut out, &format!("        {}", remedy.text));
+                for command in &remedy.commands {
+                    line(&mut out, &format!("            {command}"));
+                }
+            }
+        }
+        if self.purposes.contains(&Purpose::Vfio) {
+            self.groups_into(&mut out);
+        }
+        line(&mut out, "");
+        for purpose in &self.purposes {
+            let lacks: Vec<&str> = in_the_way(&self.checks, *purpose).collect();
+            let verdict = match &lacks[..] {
+                [] => "ready".to_owned(),
+                lacks => format!("lacks {}", lacks.join(", ")),
+            };
+            line(&mut out, &format!("{:<12}{verdict}", purpose.name()));
+        }
+        out
+    }
+
+    fn groups_into(&self, out: &mut String) {
+        let lines: Vec<String> = self.groups.iter().filter_map(Group::line).collect();
+        if lines.is_empty() {
+            return;
+        }
+        line(
+            out,
+            "\ngroups (ready: VFIO has it; half: VFIO has a part of it; host's: it has nothing):",
+        );
+        for group in lines.iter().take(MOST_GROUPS) {
+            line(out, &format!("  {group}"));
+        }
+        if lines.len() > MOST_GROUPS {
+            line(out, &format!("  and {} more: --json has them", lines.len() - MOST_GROUPS));
+        }
+    }
+}
+
+/// What stands in the way of a purpose.
+pub(super) fn in_the_way(checks: &[Check], purpose: Purpose) -> impl Iterator<Item = &str> {
+    let its = move |check: &&Check| check.needed_for.contains(&purpose);
+    checks.iter().filter(its).filter(|check| check.stands_in_the_way()).map(|check| &check.name[..])
+}
+
+fn line(out: &mut String, text: &str) {
+    writeln!(out, "{}", text.trim_end()).expect("a String takes all");
+}

@@ -1,0 +1,116 @@
+//! What only a try can tell: system calls, device nodes, and QEMU.
+
+use std::{
+    collections::BTreeMap,
+    io::Read,
+    path::Path,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    fs::{Access, AtFlags, CWD, MemfdFlags, Mode, OFlags, SealFlags},
+    io::Errno,
+};
+
+/// Most buffers that an io_uring registers.
+pub(super) const MOST_BUFFERS: u32 = 1 << 14;
+/// A QEMU tells its version at once, or is none.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What was tried here. `None`: it was not, since another tree is looked at.
+#[derive(Debug, Default)]
+pub(super) struct Tried {
+    /// An io_uring, and whether it takes a table of as many buffers as there may be.
+    pub(super) io_uring: Option<Result<bool, Errno>>,
+    /// Memory that can be shared and sealed.
+    pub(super) memfd: Option<Result<(), Errno>>,
+    /// What the QEMU that is found first calls itself.
+    pub(super) qemu: Option<Option<String>>,
+    /// Nodes in /dev, and whether this user may read and write them.
+    pub(super) nodes: BTreeMap<String, Result<(), Errno>>,
+}
+
+impl Tried {
+    /// Tries all of it. Nothing stays of it, and no module is loaded by it.
+    pub(super) fn here(nodes: impl IntoIterator<Item = String>) -> Tried {
+        Tried {
+            io_uring: Some(io_uring()),
+            memfd: Some(memfd()),
+            qemu: Some(qemu(&format!("qemu-system-{}", std::env::consts::ARCH))),
+            nodes: nodes.into_iter().map(|name| (name.clone(), node(&name))).collect(),
+        }
+    }
+
+    pub(super) fn node(&self, name: &str) -> Option<Result<(), Errno>> {
+        self.nodes.get(name).copied()
+    }
+}
+
+fn io_uring() -> Result<bool, Errno> {
+    let number = |error: &std::io::Error| Errno::from_io_error(error).unwrap_or(Errno::IO);
+    let ring = io_uring::IoUring::new(8).map_err(|error| number(&error))?;
+    Ok(ring.submitter().register_buffers_sparse(MOST_BUFFERS).is_ok())
+}
+
+fn memfd() -> Result<(), Errno> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("ringfence doctor", flags)?;
+    rustix::fs::ftruncate(&file, 4096)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::SEAL)
+}
+
+/// A node is opened where that does nothing: it tells what a container's device rules forbid. A
+/// group can be open only once, and may belong to somebody who works: there the permissions are
+/// looked at.
+fn node(name: &str) -> Result<(), Errno> {
+    let path = Path::new("/").join(name);
+    if matches!(name, "dev/vfio/vfio" | "dev/iommu") {
+        return rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(drop);
+    }
+    rustix::fs::accessat(CWD, &path, Access::READ_OK | Access::WRITE_OK, AtFlags::EACCESS)
+}
+
+fn qemu(program: &str) -> Option<String> {
+    let mut child = Command::new(program)
+        .arg("--version")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .ok()?;
+    let begun = Instant::now();
+    // What it says fits into the pipe: nobody need read it meanwhile.
+    while child.try_wait().ok()?.is_none() {
+        if begun.elapsed() > PATIENCE {
+            let _ = child.kill();
+            let _ = child.wait();
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut text = Vec::new();
+    child.stdout.take()?.take(4096).read_to_end(&mut text).ok()?;
+    let text = String::from_utf8_lossy(&text);
+    let line: String = text.lines().next()?.chars().filter(|c| !c.is_control()).collect();
+    (!line.is_empty()).then_some(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_is_none_or_says_nothing_is_no_qemu() {
+        assert_eq!(qemu("a-program-that-is-nowhere"), None);
+        assert_eq!(qemu("true").filter(|said| said.is_empty()), None);
+    }
+
+    #[test]
+    fn a_node_that_is_not_there_says_so() {
+        let tried = Tried::here(["dev/vfio/no-such-group".to_owned()]);
+        assert_eq!(tried.node("dev/vfio/no-such-group"), Some(Err(Errno::NOENT)));
+        assert_eq!(tried.node("dev/vfio/never-asked"), None);
+        assert!(tried.memfd.is_some() && tried.io_uring.is_some() && tried.qemu.is_some());
+    }
+}
