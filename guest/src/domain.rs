@@ -6,8 +6,8 @@ use anyhow::{Result, ensure};
 use ringfence_iommu::{Domain, Error, Gather, HostAddr, Iova, Prot, Range};
 use ringfence_vfio::{
     DirtyMap, Type1, Usage,
-    kernel::Attached,
-    suite::{self, Verdict},
+    kernel::{Attached, Id, IommuFile},
+    suite::{self, Outcome, Verdict},
 };
 
 const PAGE: u64 = 4096;
@@ -52,6 +52,15 @@ fn unmap(domain: &Type1<Attached>, range: Range) -> Result<u128, Error> {
 /// The rules of type 1, asked of a container in which nothing is mapped.
 pub(crate) fn rules(container: &Attached) -> Result<()> {
     let outcomes = suite::type1(container)?;
+    judge(&outcomes)
+}
+
+/// The same of an iommufd, with a device that is bound to it.
+pub(crate) fn iommufd_rules(kernel: &IommuFile, device: Id) -> Result<()> {
+    judge(&suite::iommufd(kernel, Some(device))?)
+}
+
+fn judge(outcomes: &[Outcome]) -> Result<()> {
     outcomes.iter().for_each(|outcome| println!("{outcome}"));
     let failed = outcomes.iter().filter(|it| matches!(it.verdict, Verdict::Fail(_))).count();
     ensure!(failed == 0, "{failed} of {} rules are not kept", outcomes.len());

@@ -17,8 +17,8 @@ use blk::{Disk, Io};
 use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, Range};
 use ringfence_mem::GuestRam;
 use ringfence_vfio::{
-    Tuning, Type1,
-    kernel::{Attached, Container, Group},
+    Iommufd, Tuning, Type1,
+    kernel::{Container, Device, Group, IommuFile},
 };
 
 /// Where the memory of all I/O lies for the device.
@@ -31,6 +31,9 @@ fn main() -> Result<()> {
     let mut arguments = env::args().skip(1);
     let mut next = |what| arguments.next().with_context(|| format!("{what} is missing"));
     let (address, group) = (next("the device's PCI address")?, next("its group")?);
+    if group == "iommufd" {
+        return iommufd(&address);
+    }
     let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
     if address == "domain" {
         domain::rules(&container)?;
@@ -38,30 +41,48 @@ fn main() -> Result<()> {
         return domain::check(&unsafe { Type1::new(container, Tuning::default()) }?);
     }
     let device = container.device(&address)?;
-    // A device that cannot be reset this way is reset by its driver.
-    let _ = device.reset();
-    let ram = GuestRam::new(4 << 20, STATIC)?;
     // SAFETY: what is mapped is shared memory that the process has until it is unmapped, and it is
     // accessed as what others change meanwhile.
     let domain = unsafe { Type1::new(container, Tuning::default()) }?;
-    map(&domain, &ram)?;
-    let mut disk = Disk::start(&device, Arc::clone(&ram))?;
+    drive(&domain, &device)
+}
+
+/// The same over an iommufd, after its rules have been asked.
+fn iommufd(address: &str) -> Result<()> {
+    let file = IommuFile::open()?;
+    let bound = file.bind(address)?;
+    domain::iommufd_rules(&file, bound.id())?;
+    // SAFETY: as for a container.
+    let domain = unsafe { Iommufd::new(file, Tuning::default()) }?;
+    bound.attach(domain.ioas())?;
+    domain.refresh()?;
+    println!("geometry {:?}", domain.geometry());
+    drive(&domain, bound.device())
+}
+
+/// Data comes back as it was written, and what is not mapped is out of reach.
+fn drive(domain: &impl Domain<Target = HostAddr>, device: &Device) -> Result<()> {
+    // A device that cannot be reset this way is reset by its driver.
+    let _ = device.reset();
+    let ram = GuestRam::new(4 << 20, STATIC)?;
+    map(domain, &ram)?;
+    let mut disk = Disk::start(device, Arc::clone(&ram))?;
     println!("capacity {}", disk.capacity());
     static_mapping(&mut disk)?;
-    isolation(&domain, &mut disk)?;
+    isolation(domain, &mut disk)?;
     println!("over");
     Ok(())
 }
 
 /// Lets devices reach memory at its guest-physical address, which is an IOVA here.
-fn map(domain: &Type1<Attached>, ram: &GuestRam) -> Result<()> {
+fn map(domain: &impl Domain<Target = HostAddr>, ram: &GuestRam) -> Result<()> {
     let range = place(ram)?;
     domain.map_pages(range, HostAddr(ram.user_addr()), Prot::RW)?;
     Ok(domain.iotlb_sync_map(range)?)
 }
 
 /// Takes it away again: over when this returns.
-fn unmap(domain: &Type1<Attached>, ram: &GuestRam) -> Result<()> {
+fn unmap(domain: &impl Domain<Target = HostAddr>, ram: &GuestRam) -> Result<()> {
     let mut gather = Gather::new();
     let removed = domain.unmap_pages(place(ram)?, &mut gather)?;
     ensure!(removed == ram.len() as u128, "an unmap removed {removed:#x} bytes");
@@ -105,7 +126,7 @@ fn static_mapping(disk: &mut Disk) -> Result<()> {
 
 /// What is not mapped any more is out of the device's reach, both ways, and back in it once it is
 /// mapped again.
-fn isolation(domain: &Type1<Attached>, disk: &mut Disk) -> Result<()> {
+fn isolation(domain: &impl Domain<Target = HostAddr>, disk: &mut Disk) -> Result<()> {
     let page = GuestRam::new(PAGE, TAKEN)?;
     let own = disk.carve(PAGE)?;
     let over_page = |write, sector| Io { write, sector, addr: TAKEN, len: PAGE as u32 };

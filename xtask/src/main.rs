@@ -9,7 +9,7 @@ mod readme;
 mod rules;
 mod steps;
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -43,7 +43,11 @@ enum Command {
     /// Checks licences, sources and bans of all dependencies against deny.toml.
     Deny,
     /// Makes what the tests with real guests need, in target/guests: a QEMU, kernels, initramfs.
-    Guests,
+    Guests {
+        /// The packages of a kernel that has iommufd, for the tests that need one: Debian builds none.
+        #[arg(long, num_args = 1.., value_name = "DEB")]
+        iommufd: Vec<PathBuf>,
+    },
     /// Runs the commands whose tables README.md shows and puts their output in.
     Readme {
         /// Only those that contain this.
@@ -76,7 +80,7 @@ fn run(command: Command) -> Result<()> {
         Command::Test { only, list } => steps::test(only.as_deref(), list),
         Command::Rules { all } => rules::account(all),
         Command::Deny => deny::check(),
-        Command::Guests => guests::make(),
+        Command::Guests { iommufd } => guests::make(&iommufd),
         Command::Readme { only } => readme::regenerate(only.as_deref()),
         Command::Fuzz { seconds, only } => steps::fuzz(seconds, only.as_deref()),
     }

@@ -15,7 +15,7 @@ mod cpio;
 mod debian;
 mod fio;
 mod initramfs;
-mod iommufd;
+pub(crate) mod iommufd;
 
 use std::{
     fs,
@@ -36,12 +36,12 @@ pub(crate) fn folder() -> PathBuf {
 /// Changes whenever what is made changes: what an older checkout made is then made again.
 const RECIPE: &str = "1";
 
-/// Makes what is not there yet, and our own programs as their sources are now.
-pub(crate) fn make() -> Result<()> {
+/// Makes what is not there yet, and our own programs as their sources are now. `iommufd`: the packages
+/// of a kernel that has it.
+pub(crate) fn make(iommufd: &[PathBuf]) -> Result<()> {
     parts()?;
-    // Most tests do without: those that do not will say that it lacks.
-    if let Err(error) = iommufd::make(&folder()) {
-        println!("guests: NO KERNEL WITH IOMMUFD: {error:#}");
+    if !iommufd.is_empty() {
+        iommufd::make(&folder(), iommufd)?;
     }
     programs()
 }

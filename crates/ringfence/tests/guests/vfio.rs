@@ -88,3 +88,23 @@ fn a_domain_over_a_real_kernel_with_a_virtio_iommu() {
     // rule L51, rule L55, rule L60, rule L63
     a_domain_over_a_real_kernel(Iommu::VirtioStrict);
 }
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_driver_over_a_kernel_with_iommufd() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let back = service(&place, &image, 1);
+    let program = fs::read(part("vfio-blk")).unwrap();
+    let machine = Qemu::new(Iommu::IntelStrict).iommufd();
+    let machine = machine.blk(&back.socket, 1, "").file("bin/vfio-blk", program);
+    let script = format!("{SCRIPT}\nmodprobe iommufd\ntry $pci iommufd\n");
+    let said = machine.start(&place, &script).end().given("vfio");
+    let found =
+        ["UNMAP pass: nothing is cut", "Msi", "static 4096 256", "unmapped is out of reach"];
+    for found in found {
+        assert!(said.contains(found), "{found}\n{said}");
+    }
+    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+    back.terminate();
+}
