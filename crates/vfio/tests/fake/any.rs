@@ -5,8 +5,8 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
 use ringfence_vfio::{
-    fake::{Config, Group, Owner, Type1},
-    kernel::{Bitmap, MapFlags, Type1Kernel, UnmapFlags},
+    fake::{Config, Group, Iommufd, Owner, Type1},
+    kernel::{Bitmap, Id, IommufdKernel, MapFlags, Type1Kernel, UnmapFlags},
 };
 
 use crate::common::{PAGE, pages};
@@ -90,5 +90,71 @@ proptest! {
         }
         (0..8).for_each(|id| seen(kernel.detach(id)));
         prop_assert_eq!((kernel.mappings(), kernel.pinned(), owner.used()), (0, 0, 0));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #[test]
+    fn any_arguments_of_an_iommufd_have_an_answer(
+        calls in prop::collection::vec((0..10_u8, any::<u32>(), number(), number(), number()), 1..40),
+    ) {
+        let owner = Owner::new(1 << 20);
+        let kernel = Iommufd::new(owner.clone(), pages(1 << 16));
+        let mut mapped: Vec<Range> = Vec::new();
+        for (call, bits, a, b, c) in calls {
+            // Objects of all kinds, and some that are not there.
+            let [one, two] = [Id(bits & 7), Id(bits >> 3 & 7)];
+            let flags = if bits & 0xf00 == 0 { bits } else { 1 + bits % 3 };
+            match call {
+                0 => seen(kernel.new_ioas()),
+                1 | 2 => {
+                    let flags = MapFlags::from_bits_retain(flags);
+                    let iova = (bits & 64 == 0).then_some(a);
+                    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+                    let at = unsafe { kernel.map(one, flags, iova, b, c) };
+                    mapped.extend(at.ok().and_then(|at| Range::from_len(Iova(at), c)));
+                }
+                3 => {
+                    seen(kernel.unmap(one, a, b));
+                    // And what is there.
+                    let range = mapped.get(bits as usize % (mapped.len() + 1));
+                    seen(range.map(|range| kernel.unmap(two, range.first().0, range.extent() + 1)));
+                }
+                4 => {
+                    let range = Range::new(Iova(a.min(b)), Iova(a.max(b))).unwrap();
+                    let reserved = vec![ReservedRegion { range, kind: ReservedKind::Msi }];
+                    let group = Group {
+                        iommu: bits & 3,
+                        aperture: Range::new(Iova(0), Iova(c)).unwrap(),
+                        reserved: if bits & 4 == 0 { vec![] } else { reserved },
+                        page_sizes: if bits & 8 == 0 { !(PAGE - 1) } else { a },
+                        ..Group::default()
+                    };
+                    seen(kernel.bind(&group, bits & 16 == 0));
+                }
+                5 => seen((kernel.attach(one, two), kernel.new_hwpt(two, one, bits & 64 == 0))),
+                6 => seen((kernel.detach(one), kernel.track_dirty(two, bits & 64 == 0))),
+                7 => {
+                    let page = if bits & 64 == 0 { PAGE } else { c };
+                    let words = &mut vec![0; (c % 9) as usize];
+                    seen(kernel.dirty(one, a, b, Bitmap { page, words }));
+                }
+                8 => {
+                    let range = Range::new(Iova(a.min(b)), Iova(a.max(b))).unwrap();
+                    seen((kernel.allow(one, &[range]), kernel.iova_ranges(two)));
+                }
+                _ => {
+                    seen((kernel.dma_read(one, a, &mut [0; 3]), kernel.dma_write(two, b, &[0; 3])));
+                    seen((bits & 64 == 0).then(|| kernel.destroy(one)));
+                }
+            }
+        }
+        // Everything goes in the end, and nothing of it stays pinned.
+        (0..100).for_each(|id| seen(kernel.detach(Id(id))));
+        for _ in 0..2 {
+            (0..100).for_each(|id| seen((kernel.unmap(Id(id), 0, u64::MAX), kernel.destroy(Id(id)))));
+        }
+        prop_assert_eq!((kernel.pinned(), owner.used()), (0, 0));
     }
 }
