@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use rustix::process::{Resource, getrlimit};
-use rustix::thread::{CapabilitySet, capabilities};
+
+use crate::privilege::ignores_memlock;
 
 /// What an owner of pinned memory has pinned, in bytes, and the limit it keeps (rules L53, L54).
 ///
@@ -61,11 +62,10 @@ impl Account {
         self.limit.load(Relaxed)
     }
 
-    /// Whether CAP_IPC_LOCK is held now: who holds it may go beyond RLIMIT_MEMLOCK. A limit that was
+    /// Whether CAP_IPC_LOCK is held now, and counts: who holds it may go beyond RLIMIT_MEMLOCK. A limit that was
     /// given to [`with_limit`](Self::with_limit) binds in any case.
     pub fn may_exceed(&self) -> bool {
-        self.follows
-            && capabilities(None).is_ok_and(|held| held.effective.contains(CapabilitySet::IPC_LOCK))
+        self.follows && ignores_memlock()
     }
 
     /// Charges `bytes`. `exceed`: whether the limit does not bind, as

@@ -63,7 +63,8 @@ bitflags! {
 pub struct Bitmap<'a> {
     /// The size of a page in bytes.
     pub page: u64,
-    /// The bits, which are set and never cleared.
+    /// The bits: zeros, to be merged after it. A kernel may overwrite the words in which bits of its
+    /// mappings lie.
     pub words: &'a mut [u64],
 }
 

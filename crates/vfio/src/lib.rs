@@ -7,6 +7,7 @@ pub mod fake;
 mod iommufd;
 pub mod kernel;
 pub mod pin;
+mod privilege;
 mod space;
 pub mod suite;
 mod type1;
