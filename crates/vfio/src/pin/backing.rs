@@ -1,0 +1,86 @@
+//! What can hold pages.
+
+use std::ops::Range;
+
+use ringfence_iommu::{HostAddr, Prot};
+use rustix::io::Errno;
+
+/// Contiguous pages of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Run {
+    /// The first byte, at the start of a page.
+    pub addr: HostAddr,
+    /// How many bytes, a multiple of the page size.
+    pub len: u64,
+}
+
+/// What a backing is able to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// The size of a page in bytes.
+    pub page: u64,
+    /// Most bytes of a run.
+    pub run: u64,
+    /// Most runs a call.
+    pub runs: usize,
+    /// How many runs can be held at a time, where a run can only be released as a whole; `None`:
+    /// every page can be released on its own. Slots of one call never lie on both sides of a multiple
+    /// of 64.
+    pub slots: Option<u32>,
+    /// Whether pages are always held for writing, whatever is asked for: memory that this process
+    /// may not write cannot be held then.
+    pub always_writes: bool,
+}
+
+/// What is not to be held any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Release {
+    /// The runs in these slots, of a backing that has slots.
+    Slots(Range<u32>),
+    /// These pages, of a backing that has none.
+    Pages(Run),
+    /// Everything.
+    All,
+}
+
+/// Something that holds pages of this process in place.
+pub trait Backing {
+    /// What it is able to do; always the same.
+    fn limits(&self) -> Limits;
+
+    /// Whether the page at `addr` is special (device registers, PFNMAP, reserved): it needs not be
+    /// held, and is neither charged nor ever released (rule L54). A backing that cannot tell says no,
+    /// and fails to hold it.
+    #[inline]
+    fn is_special(&self, _addr: HostAddr) -> bool {
+        false
+    }
+
+    /// Holds the first run in the slot `slot`, the second in the one after it, and so on; a backing
+    /// without slots passes over `slot`. Returns how many runs are held, at least one; the last of
+    /// these may be made shorter, to what is held of it.
+    ///
+    /// # Errors
+    /// Nothing of the first run can be held; then nothing is held by this call.
+    fn hold(&mut self, slot: u32, runs: &mut [Run], prot: Prot) -> Result<usize, HoldError>;
+
+    /// Releases what is held.
+    fn release(&mut self, what: Release);
+}
+
+/// A page cannot be held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HoldError {
+    /// The page.
+    pub addr: HostAddr,
+    /// What the kernel says.
+    pub errno: Errno,
+}
+
+/// The size of a page of this process.
+pub(super) fn page_size() -> u64 {
+    // SAFETY: it only asks.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(size).unwrap_or(4096)
+}

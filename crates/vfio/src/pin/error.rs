@@ -1,0 +1,80 @@
+//! What can go wrong.
+
+use ringfence_iommu::{HostAddr, Iova, Prot, Range};
+use rustix::io::Errno;
+
+use crate::account::LimitError;
+
+/// Why nothing was pinned or unpinned, or no window added or removed. All is then as before the
+/// call, except that dirty bits may be left.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PinError {
+    /// Not a multiple of the page size, or a range that is empty or passes the last address.
+    #[error("{0}, {1:#x} bytes: not whole pages")]
+    Misaligned(Iova, u64),
+    /// No window has this IOVA.
+    #[error("no window has IOVA {0}")]
+    NoWindow(Iova),
+    /// The window does not allow this.
+    #[error("IOVA {iova} is in a window that allows {allowed:?}, not {asked:?}")]
+    Denied {
+        /// The page.
+        iova: Iova,
+        /// What was asked for.
+        asked: Prot,
+        /// What the window allows.
+        allowed: Prot,
+    },
+    /// The owner would have more memory pinned than it may (rule L53).
+    #[error(transparent)]
+    Limit(#[from] LimitError),
+    /// The backing cannot hold more runs.
+    #[error("all {0} slots hold a run: pin longer runs, or give the backing more slots")]
+    Slots(u32),
+    /// The backing cannot hold a page.
+    #[error("the page at {addr} for IOVA {iova} cannot be held: {errno}{}", hint(*errno))]
+    Hold {
+        /// The page.
+        iova: Iova,
+        /// Where it is in this process.
+        addr: HostAddr,
+        /// What the kernel says.
+        errno: Errno,
+    },
+    /// A page is pinned as often as can be counted.
+    #[error("IOVA {0} is pinned too often")]
+    Count(Iova),
+    /// What was to be unpinned is not pinned, or not that often.
+    #[error("IOVA {0} is not pinned")]
+    NotPinned(Iova),
+    /// Another window has some of these IOVAs.
+    #[error("{0:?} overlaps another window")]
+    Overlap(Range),
+    /// The window has pinned pages: who pinned them must be asked to unpin them (rule L62).
+    #[error("{pages} pages of {range:?} are pinned")]
+    Busy {
+        /// The window.
+        range: Range,
+        /// How many of its pages are pinned.
+        pages: u64,
+    },
+    /// There is no memory to keep a window of this size.
+    #[error("no memory to keep count of {0:?}")]
+    NoMemory(Range),
+    /// A long pin was told to undo what it had done.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// What to do about it, where that is known.
+fn hint(errno: Errno) -> &'static str {
+    match errno {
+        Errno::FAULT => ": it is not memory that can be pinned for writing",
+        Errno::NOMEM => {
+            ": the kernel has no memory, or its own count is above RLIMIT_MEMLOCK (`ulimit -l`, \
+             LimitMEMLOCK=, docker's `--ulimit memlock=`; CAP_IPC_LOCK lifts it)"
+        }
+        _ => "",
+    }
+}

@@ -1,0 +1,112 @@
+//! A window, and what is known of its pages.
+
+use std::alloc::{Layout, alloc_zeroed};
+
+use ringfence_iommu::{HostAddr, Iova, Prot, Range};
+
+use crate::DirtyMap;
+
+/// What is known of a page. All zero: nothing.
+#[derive(Clone, Copy)]
+pub(super) struct Page {
+    /// How often it is pinned.
+    pub(super) count: u32,
+    /// Where it is held: a slot's number and one, or one of those below.
+    place: u32,
+}
+
+/// Where a page is held.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// It is not.
+    Nowhere,
+    /// In a slot, together with others.
+    Slot(u32),
+    /// On its own: the backing has no slots.
+    Lone,
+    /// In the batch that is still to be held.
+    Pending,
+    /// It needs not be: special.
+    Special,
+}
+
+/// Slots are fewer than this.
+const LONE: u32 = u32::MAX - 2;
+const PENDING: u32 = u32::MAX - 1;
+const SPECIAL: u32 = u32::MAX;
+
+impl Page {
+    #[inline(always)]
+    pub(super) fn place(self) -> Place {
+        match self.place {
+            0 => Place::Nowhere,
+            LONE => Place::Lone,
+            PENDING => Place::Pending,
+            SPECIAL => Place::Special,
+            slot => Place::Slot(slot - 1),
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn put(&mut self, place: Place) {
+        self.place = match place {
+            Place::Nowhere => 0,
+            Place::Lone => LONE,
+            Place::Pending => PENDING,
+            Place::Special => SPECIAL,
+            Place::Slot(slot) => slot + 1,
+        };
+    }
+}
+
+/// How the pages of a window are held.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Rights {
+    pub(super) prot: Prot,
+    /// Beyond the account's limit, if need be: CAP_IPC_LOCK was held when the window was added.
+    pub(super) exceed: bool,
+}
+
+/// IOVAs that stand for memory of this process.
+pub(super) struct Window {
+    pub(super) range: Range,
+    pub(super) addr: HostAddr,
+    pub(super) rights: Rights,
+    /// How many pages are pinned.
+    pub(super) pinned: u64,
+    pub(super) pages: Box<[Page]>,
+    pub(super) dirty: DirtyMap,
+}
+
+impl Window {
+    /// `None` if there is no memory for it. `range` and `addr` are multiples of `page`.
+    pub(super) fn new(range: Range, addr: HostAddr, rights: Rights, page: u64) -> Option<Window> {
+        let pages = zeroed(usize::try_from((range.extent() / page).checked_add(1)?).ok()?)?;
+        let dirty = DirtyMap::new(range, page)?;
+        Some(Window { range, addr, rights, pinned: 0, pages, dirty })
+    }
+
+    /// The address of a page `at` bytes into the window.
+    #[inline(always)]
+    pub(super) fn host(&self, at: u64) -> HostAddr {
+        HostAddr(self.addr.0 + at)
+    }
+
+    /// The IOVA `at` bytes into the window.
+    #[inline(always)]
+    pub(super) fn iova(&self, at: u64) -> Iova {
+        Iova(self.range.first().0 + at)
+    }
+}
+
+/// Pages of which nothing is known. Memory that nobody looks at costs nothing.
+fn zeroed(pages: usize) -> Option<Box<[Page]>> {
+    let layout = Layout::array::<Page>(pages).ok().filter(|layout| layout.size() != 0)?;
+    // SAFETY: the layout has a size.
+    let at = unsafe { alloc_zeroed(layout) }.cast::<Page>();
+    if at.is_null() {
+        return None;
+    }
+    // SAFETY: it was just allocated with the layout of this slice, and all zero is a `Page`.
+    Some(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(at, pages)) })
+}

@@ -1,0 +1,161 @@
+//! Pages held as registered buffers of an io_uring.
+
+use std::ffi::c_void;
+use std::os::fd::OwnedFd;
+
+use ringfence_iommu::{HostAddr, Prot};
+use rustix::io::Errno;
+use rustix::io_uring::{
+    IoringRegisterOp, IoringRsrcFlags, io_uring_params, io_uring_ptr, io_uring_register,
+    io_uring_rsrc_register, io_uring_rsrc_update2, io_uring_setup,
+};
+
+use super::backing::{Backing, HoldError, Limits, Release, Run, page_size};
+
+/// Most slots of one ring: IORING_MAX_REG_BUFFERS.
+const RING: u32 = 1 << 14;
+/// Most slots of one call: what [`EMPTY`] has.
+const CALL: usize = 64;
+/// What a slot that holds nothing is filled with: an iovec whose base is null.
+static EMPTY: [Run; CALL] = [Run { addr: HostAddr(0), len: 0 }; CALL];
+
+// A run is handed to the kernel as it is.
+const _: () = assert!(size_of::<Run>() == size_of::<libc::iovec>());
+const _: () = assert!(std::mem::offset_of!(Run, len) == std::mem::offset_of!(libc::iovec, iov_len));
+
+/// Holds pages as registered buffers of io_urings: the kernel's long-term pins, the very ones that
+/// VFIO takes, on every machine and without privileges.
+///
+/// What it does not do:
+/// - it tells no DMA address: no device finds the memory by it;
+/// - it always pins for writing, so memory that this process may not write cannot be held;
+/// - a run is a slot in a table, of up to 1 GiB, and is released as a whole; a table has up to 16,384
+///   slots, and each one more takes a ring (a file descriptor) more;
+/// - it cannot say which page of a run is no memory: a run that fails is tried by halves;
+/// - without CAP_IPC_LOCK the kernel charges what is held to the user, against RLIMIT_MEMLOCK, all
+///   processes together, and a huge page as soon as a page of it is held.
+///
+/// Pins end with the process, however it ends, when the kernel has closed its files.
+pub struct Uring {
+    rings: Vec<OwnedFd>,
+    slots: u32,
+    page: u64,
+}
+
+impl Uring {
+    /// One ring, of 16,384 slots.
+    ///
+    /// # Errors
+    /// The kernel's: EPERM where io_uring is forbidden (`kernel.io_uring_disabled`, seccomp), ENOSYS
+    /// where it does not exist, EINVAL before Linux 5.19.
+    pub fn new() -> Result<Uring, Errno> {
+        Uring::with_slots(RING)
+    }
+
+    /// As many rings as `slots` slots take; the first is made now, others when they are needed.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_slots(slots: u32) -> Result<Uring, Errno> {
+        // The highest numbers of slots mean something else to a pinner.
+        let slots = slots.clamp(1, u32::MAX - 64);
+        Ok(Uring { rings: vec![ring(slots.min(RING))?], slots, page: page_size() })
+    }
+
+    /// Fills slots from `slot` with `runs`; how many.
+    #[inline(always)]
+    fn update(&self, slot: u32, runs: &[Run]) -> Result<usize, Errno> {
+        let mut update = io_uring_rsrc_update2::default();
+        update.offset = slot % RING;
+        update.data = io_uring_ptr::new(runs.as_ptr().cast_mut().cast());
+        update.nr = runs.len() as u32;
+        let ring = &self.rings[(slot / RING) as usize];
+        let (arg, size) = ((&raw const update).cast::<c_void>(), size_of_val(&update) as u32);
+        // SAFETY: the kernel reads `update` and the runs, which have the layout of iovecs, during the
+        // call. It pins the pages of the runs and does nothing to them: no I/O is ever submitted.
+        let done =
+            unsafe { io_uring_register(ring, IoringRegisterOp::RegisterBuffersUpdate, arg, size)? };
+        Ok(done as usize)
+    }
+
+    /// Makes the rings that `slot` needs.
+    #[cold]
+    fn grow(&mut self, slot: u32) -> Result<(), Errno> {
+        while self.rings.len() as u32 <= slot / RING {
+            let left = self.slots - self.rings.len() as u32 * RING;
+            self.rings.push(ring(left.min(RING))?);
+        }
+        Ok(())
+    }
+
+    /// Finds how much of a run that cannot be held as a whole can be.
+    #[cold]
+    #[inline(never)]
+    fn halve(&self, slot: u32, run: &mut Run, mut errno: Errno) -> Result<usize, HoldError> {
+        // No page may be at fault but the kernel's count.
+        while run.len > self.page && errno != Errno::NOMEM {
+            run.len = (run.len / self.page).div_ceil(2) * self.page;
+            match self.update(slot, &[*run]) {
+                Ok(_) => return Ok(1),
+                Err(why) => errno = why,
+            }
+            if run.len == self.page {
+                break;
+            }
+        }
+        Err(HoldError { addr: run.addr, errno })
+    }
+}
+
+impl Backing for Uring {
+    fn limits(&self) -> Limits {
+        Limits {
+            page: self.page,
+            run: 1 << 30,
+            runs: CALL,
+            slots: Some(self.slots),
+            always_writes: true,
+        }
+    }
+
+    #[inline(always)]
+    fn hold(&mut self, slot: u32, runs: &mut [Run], _prot: Prot) -> Result<usize, HoldError> {
+        if (slot / RING) as usize >= self.rings.len()
+            && let Err(errno) = self.grow(slot)
+        {
+            return Err(HoldError { addr: runs[0].addr, errno });
+        }
+        match self.update(slot, runs) {
+            Ok(done) => Ok(done),
+            Err(errno) => self.halve(slot, &mut runs[0], errno),
+        }
+    }
+
+    #[inline(always)]
+    fn release(&mut self, what: Release) {
+        match what {
+            Release::Slots(slots) => {
+                let empty = &EMPTY[..slots.len()];
+                if let Err(errno) = self.update(slots.start, empty) {
+                    tracing::error!(?slots, %errno, "pages stay pinned");
+                }
+            }
+            Release::Pages(_) => {}
+            Release::All => self.rings.clear(),
+        }
+    }
+}
+
+/// A ring whose table has `slots` empty slots.
+fn ring(slots: u32) -> Result<OwnedFd, Errno> {
+    let mut params = io_uring_params::default();
+    // SAFETY: the kernel reads and writes the parameters, and makes a file.
+    let ring = unsafe { io_uring_setup(1, &mut params)? };
+    let mut table = io_uring_rsrc_register::default();
+    table.nr = slots;
+    table.flags = IoringRsrcFlags::REGISTER_SPARSE;
+    let (arg, size) = ((&raw const table).cast::<c_void>(), size_of_val(&table) as u32);
+    // SAFETY: the kernel reads `table`; a sparse one names no memory.
+    unsafe { io_uring_register(&ring, IoringRegisterOp::RegisterBuffers2, arg, size)? };
+    Ok(ring)
+}
