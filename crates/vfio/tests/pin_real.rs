@@ -1,11 +1,28 @@
 //! The pinner over what this machine has.
 
-use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 use ringfence_vfio::Account;
-use ringfence_vfio::pin::{Backing, PinError, Pinner, Uring};
-use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+use ringfence_vfio::pin::{Backing, Mlock, PinError, Pinner, SharedPinner, Step, Uring};
+use rustix::mm::{
+    Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap,
+};
+
+/// The kernel's counts are of the whole process: one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the kernel counts, in pages: "VmPin" of long-term pins, "VmLck" of locked memory.
+fn kernel_counts(what: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with(what)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 4
+}
 
 /// Memory of this process, some of which may be taken away.
 struct Memory(*mut u8, usize);
@@ -16,7 +33,10 @@ impl Memory {
         let rw = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: new memory, wherever the kernel likes.
         let at = unsafe { mmap_anonymous(std::ptr::null_mut(), len, rw, MapFlags::PRIVATE) };
-        Memory(at.unwrap().cast(), len)
+        let at = at.unwrap();
+        // SAFETY: the memory was just mapped. The kernel would count huge pages as a whole.
+        unsafe { madvise(at, len, Advice::LinuxNoHugepage) }.unwrap();
+        Memory(at.cast(), len)
     }
 
     fn addr(&self) -> HostAddr {
@@ -55,17 +75,135 @@ fn iova(page: u64) -> Iova {
 // rules L52, L62
 #[test]
 fn runs_are_pinned_and_what_is_no_memory_undoes_all() {
+    let _alone = alone();
     let memory = Memory::new(1024);
     let mut pinner = pinner(Uring::new().unwrap(), &memory);
+    let before = kernel_counts("VmPin");
+    let pinned = || kernel_counts("VmPin") - before;
     pinner.pin_range(iova(0), 300 * 4096, Prot::RW).unwrap();
     pinner.pin(&[iova(700), iova(3), iova(701), iova(900)], Prot::READ).unwrap();
     assert_eq!((pinner.pinned(), pinner.held(), pinner.count(iova(3))), (303, 303, 2));
+    assert_eq!(pinned(), 303);
     memory.take_away(500);
     let error = pinner.pin_range(iova(250), 400 * 4096, Prot::RW).unwrap_err();
-    let PinError::Hold { iova: at, .. } = error else { panic!("{error}") };
-    assert_eq!(at, iova(500));
-    assert_eq!((pinner.pinned(), pinner.account().used()), (303, 303 * 4096));
+    assert!(error.to_string().contains("cannot be held"), "{error}");
+    let PinError::Hold { iova: at, addr, .. } = error else { panic!("{error}") };
+    assert_eq!((at, addr), (iova(500), HostAddr(memory.addr().0 + 500 * 4096)));
+    assert_eq!((pinner.pinned(), pinner.account().used(), pinned()), (303, 303 * 4096, 303));
     pinner.unpin(&[iova(3), iova(900), iova(700), iova(701)]).unwrap();
-    pinner.unpin_range(iova(0), 300 * 4096).unwrap();
-    assert_eq!((pinner.pinned(), pinner.held(), pinner.account().used()), (0, 0, 0));
+    assert_eq!(pinned(), 300);
+    pinner.unpin_range(iova(1), 299 * 4096).unwrap();
+    assert_eq!((pinner.pinned(), pinner.held(), pinned()), (1, 300, 300), "a run goes as a whole");
+    pinner.unpin(&[iova(0)]).unwrap();
+    assert_eq!((pinner.pinned(), pinner.held(), pinned()), (0, 0, 0));
+    assert_eq!(pinner.account().used(), 0);
+}
+
+#[test]
+fn scattered_pages_are_pinned_beyond_one_ring() {
+    let _alone = alone();
+    let memory = Memory::new(40_000);
+    let account = Arc::new(Account::with_limit("test", 1 << 30));
+    let mut pinner = Pinner::new(Uring::with_slots(19_000).unwrap(), account.clone());
+    pinner.add_window(memory.range(), memory.addr(), Prot::RW).unwrap();
+    let before = kernel_counts("VmPin");
+    let scattered = (0..19_001).map(|n| iova(n * 2)).collect::<Vec<_>>();
+    assert_eq!(pinner.pin(&scattered, Prot::RW), Err(PinError::Slots(19_000)));
+    assert_eq!(kernel_counts("VmPin") - before, 0);
+    let mut scattered = scattered[1..].to_vec();
+    pinner.pin(&scattered, Prot::RW).unwrap();
+    assert_eq!((account.used(), kernel_counts("VmPin") - before), (19_000 * 4096, 19_000));
+    // In another order, and not all.
+    scattered.sort_by_key(|iova| iova.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    pinner.unpin(&scattered[..10_000]).unwrap();
+    assert_eq!(kernel_counts("VmPin") - before, 9_000);
+    pinner.pin(&scattered[..5_000], Prot::RW).unwrap();
+    assert_eq!(kernel_counts("VmPin") - before, 14_000);
+    drop(pinner);
+    assert_eq!((account.used(), kernel_counts("VmPin") - before), (0, 0));
+}
+
+// rule L62
+#[test]
+fn locked_pages_are_counted_by_page_whoever_locks_them() {
+    let _alone = alone();
+    let memory = Memory::new(64);
+    let before = kernel_counts("VmLck");
+    let locked = || kernel_counts("VmLck") - before;
+    let mut one = pinner(Mlock::new(), &memory);
+    let mut two = pinner(Mlock::new(), &memory);
+    one.pin_range(iova(0), 20 * 4096, Prot::RW).unwrap();
+    two.pin_range(iova(10), 20 * 4096, Prot::RW).unwrap();
+    assert_eq!(locked(), 30);
+    one.unpin_range(iova(5), 10 * 4096).unwrap();
+    assert_eq!((one.held(), locked()), (10, 25), "pages 5 to 9 are unlocked");
+    memory.take_away(40);
+    let error = two.pin_range(iova(25), 20 * 4096, Prot::RW).unwrap_err();
+    assert!(matches!(error, PinError::Hold { .. }), "{error}");
+    assert_eq!((two.held(), locked()), (20, 25));
+    drop(one);
+    assert_eq!(locked(), 20);
+    two.unpin_range(iova(10), 20 * 4096).unwrap();
+    assert_eq!(locked(), 0);
+}
+
+#[test]
+fn others_pin_and_unpin_while_a_long_pin_runs() {
+    let _alone = alone();
+    let memory = Memory::new(4096);
+    let pinner = SharedPinner::new(pinner(Uring::new().unwrap(), &memory)).with_chunk(1 << 20);
+    let (ask, asked) = channel::<()>();
+    let (answer, answered) = channel();
+    std::thread::scope(|scope| {
+        let shared = &pinner;
+        scope.spawn(move || {
+            for () in asked {
+                shared.pin(&[iova(4000), iova(2)], Prot::RW).unwrap();
+                shared.unpin(&[iova(4000), iova(2)]).unwrap();
+                answer.send(()).unwrap();
+            }
+        });
+        let mut steps = Vec::new();
+        let done = shared.pin_range(iova(0), 15 << 20, Prot::RW, |progress| {
+            ask.send(()).unwrap();
+            answered.recv_timeout(Duration::from_secs(60)).expect("nobody is kept out");
+            steps.push(progress.done >> 20);
+            assert_eq!(progress.total, 15 << 20);
+            Step::Continue
+        });
+        drop(ask);
+        assert_eq!(done, Ok(15 << 20));
+        assert_eq!(steps, (1..=15).collect::<Vec<_>>());
+    });
+    let pinned = pinner.lock().pinned();
+    assert_eq!(pinned, 15 * 256);
+    pinner.unpin_range(iova(0), 15 << 20).unwrap();
+    assert_eq!(pinner.into_inner().held(), 0);
+}
+
+#[test]
+fn a_long_pin_is_undone_or_kept_as_asked() {
+    let _alone = alone();
+    let memory = Memory::new(4096);
+    let pinner = SharedPinner::new(pinner(Uring::new().unwrap(), &memory)).with_chunk(1 << 20);
+    let held = || pinner.lock().held();
+    let stop_at = |mib: u64, step: Step| {
+        pinner.pin_range(iova(0), 10 << 20, Prot::RW, |progress| {
+            if progress.done >> 20 == mib { step } else { Step::Continue }
+        })
+    };
+    pinner.pin(&[iova(7)], Prot::RW).unwrap();
+    assert_eq!(stop_at(3, Step::Undo), Err(PinError::Cancelled));
+    assert_eq!(held(), 1);
+    assert_eq!(stop_at(3, Step::Keep), Ok(3 << 20));
+    assert_eq!(held(), 3 * 256);
+    pinner.unpin_range(iova(0), 3 << 20).unwrap();
+    memory.take_away(5 * 256 + 9);
+    let error = stop_at(10, Step::Keep).unwrap_err();
+    assert!(matches!(error, PinError::Hold { .. }), "{error}");
+    // The pin of page 7 is there, and no other.
+    pinner.unpin(&[iova(7)]).unwrap();
+    assert_eq!(held(), 0);
+    assert!(pinner.pin_range(iova(0), 0, Prot::RW, |_| Step::Continue).is_err());
+    assert!(pinner.pin_range(Iova(4096), u64::MAX, Prot::RW, |_| Step::Continue).is_err());
 }

@@ -86,6 +86,23 @@ impl Window {
         Some(Window { range, addr, rights, pinned: 0, pages, dirty })
     }
 
+    /// Marks pages as written to.
+    #[inline(always)]
+    pub(super) fn mark(&mut self, first: usize, pages: usize) {
+        let bit = first % 64;
+        if bit + pages <= 64 {
+            self.dirty.words_mut()[first / 64] |= (u64::MAX >> (64 - pages)) << bit;
+        } else {
+            self.mark_many(first as u64, pages as u64);
+        }
+    }
+
+    fn mark_many(&mut self, first: u64, pages: u64) {
+        let page = self.dirty.page();
+        let range = Range::from_len(self.iova(first * page), pages * page);
+        range.into_iter().for_each(|range| self.dirty.mark(range));
+    }
+
     /// The address of a page `at` bytes into the window.
     #[inline(always)]
     pub(super) fn host(&self, at: u64) -> HostAddr {

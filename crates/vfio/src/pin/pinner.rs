@@ -30,6 +30,8 @@ const BATCH: usize = 64;
 pub struct Pinner<B: Backing> {
     backing: B,
     limits: Limits,
+    /// The binary logarithm of the page size.
+    shift: u32,
     account: Arc<Account>,
     /// In ascending order.
     windows: Vec<Window>,
@@ -38,7 +40,7 @@ pub struct Pinner<B: Backing> {
     slots: Option<Slots>,
     batch: Batch,
     gone: Gone,
-    /// Pages held.
+    /// Bytes held.
     held: u64,
 }
 
@@ -68,6 +70,7 @@ impl<B: Backing> Pinner<B> {
         Pinner {
             backing,
             limits,
+            shift: limits.page.trailing_zeros(),
             account,
             windows: Vec::new(),
             recent: 0,
@@ -111,14 +114,14 @@ impl<B: Backing> Pinner<B> {
     /// How many pages are held and charged: those that are pinned and not special, and those that
     /// are in a run with one.
     pub fn held(&self) -> u64 {
-        self.held
+        self.held >> self.shift
     }
 
     /// How often the page at `iova` is pinned.
     pub fn count(&self, iova: Iova) -> u32 {
         let window = self.windows.iter().find(|window| window.range.contains(iova));
         window.map_or(0, |window| {
-            let at = (iova.0 - window.range.first().0) / self.limits.page;
+            let at = (iova.0 - window.range.first().0) >> self.shift;
             window.pages[at as usize].count
         })
     }
@@ -168,7 +171,7 @@ impl<B: Backing> Pinner<B> {
     ///
     /// # Errors
     /// See [`PinError`].
-    #[inline]
+    #[inline(always)]
     pub fn pin(&mut self, iovas: &[Iova], prot: Prot) -> Result<(), PinError> {
         self.pin_each(iovas.iter().copied(), prot)
     }
@@ -186,7 +189,7 @@ impl<B: Backing> Pinner<B> {
     ///
     /// # Errors
     /// One is not pinned that often.
-    #[inline]
+    #[inline(always)]
     pub fn unpin(&mut self, iovas: &[Iova]) -> Result<(), PinError> {
         self.unpin_each(iovas.iter().copied())
     }
@@ -286,7 +289,7 @@ impl<B: Backing> Pinner<B> {
                 _ => {}
             }
             if prot.contains(Prot::WRITE) {
-                window.dirty.words_mut()[n / 64] |= 1 << (n % 64);
+                window.mark(n, 1);
             }
         }
         Ok(())
@@ -377,40 +380,37 @@ impl<B: Backing> Pinner<B> {
             slots.give(slot + held as u32, many - held);
         }
         let mut bytes = 0;
+        let mut done = 0;
         for n in 0..held {
             let run = batch.runs[at + n];
             let (window, first, _) = batch.places[at + n];
             let window = &mut self.windows[window];
-            let pages = (run.len / self.limits.page) as usize;
+            done = (run.len >> self.shift) as usize;
             bytes += run.len;
             let mut place = Place::Lone;
             if let Some(slots) = &mut self.slots {
                 let slot = slot + n as u32;
-                let pages = pages as u32;
+                let pages = done as u32;
                 *slots.held(slot) = Held { first, pages, live: pages };
                 place = Place::Slot(slot);
             }
-            window.pages[first..first + pages].iter_mut().for_each(|page| page.put(place));
-            if prot.contains(Prot::WRITE)
-                && let Some(range) =
-                    Range::from_len(window.iova(first as u64 * self.limits.page), run.len)
-            {
-                window.dirty.mark(range);
+            window.pages[first..first + done].iter_mut().for_each(|page| page.put(place));
+            if prot.contains(Prot::WRITE) {
+                window.mark(first, done);
             }
         }
-        self.held += bytes / self.limits.page;
+        self.held += bytes;
         // What the last run was cut short by is the next one.
         let last = at + held - 1;
         let (_, first, pages) = &mut batch.places[last];
-        let run = &mut batch.runs[last];
-        let done = (run.len / self.limits.page) as usize;
         if done == *pages {
             return Ok((at + held, bytes));
         }
-        run.addr = HostAddr(run.addr.0 + run.len);
         *first += done;
         *pages -= done;
-        run.len = *pages as u64 * self.limits.page;
+        let run = &mut batch.runs[last];
+        run.addr = HostAddr(run.addr.0 + run.len);
+        run.len = (*pages as u64) << self.shift;
         Ok((last, bytes))
     }
 
@@ -524,7 +524,7 @@ impl<B: Backing> Pinner<B> {
                 }
                 let pages = &mut window.pages[first..first + pages as usize];
                 pages.iter_mut().for_each(|page| page.put(Place::Nowhere));
-                let bytes = pages.len() as u64 * self.limits.page;
+                let bytes = (pages.len() as u64) << self.shift;
                 if self.gone.slots.len() == BATCH {
                     self.release_now();
                 }
@@ -548,7 +548,7 @@ impl<B: Backing> Pinner<B> {
         if let Some(slots) = &mut self.slots
             && !gone.slots.is_empty()
         {
-            if !gone.slots.is_sorted() {
+            if gone.slots.len() > 1 && !gone.slots.is_sorted() {
                 gone.slots.sort_unstable();
             }
             let mut rest = gone.slots.as_slice();
@@ -565,7 +565,7 @@ impl<B: Backing> Pinner<B> {
         }
         if gone.bytes != 0 {
             self.account.uncharge(gone.bytes);
-            self.held -= gone.bytes / self.limits.page;
+            self.held -= gone.bytes;
             gone.bytes = 0;
         }
     }
@@ -585,11 +585,10 @@ impl<B: Backing> Pinner<B> {
             self.recent = self.search(iova)?;
         }
         let at = iova.0 - self.windows[self.recent].range.first().0;
-        let shift = self.limits.page.trailing_zeros();
         if at & (self.limits.page - 1) != 0 {
             return Err(PinError::Misaligned(iova, self.limits.page));
         }
-        Ok((self.recent, (at >> shift) as usize))
+        Ok((self.recent, (at >> self.shift) as usize))
     }
 
     #[inline(never)]
@@ -603,9 +602,126 @@ impl<B: Backing> Pinner<B> {
 impl<B: Backing> Drop for Pinner<B> {
     fn drop(&mut self) {
         self.backing.release(Release::All);
-        self.account.uncharge(self.held * self.limits.page);
+        self.account.uncharge(self.held);
     }
 }
 
 /// A page is two counters, and stays so: there is one for each page of a window.
 const _: () = assert!(size_of::<Page>() == 8);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pin::Fake;
+
+    fn pinner(slots: Option<u32>) -> Pinner<Fake> {
+        let mut pinner =
+            Pinner::new(Fake::with_slots(slots), Arc::new(Account::with_limit("test", 1 << 30)));
+        pinner.add_window(range(16, 512), HostAddr(1 << 32), Prot::RW).unwrap();
+        pinner
+    }
+
+    fn page(n: u64) -> Iova {
+        Iova(n * 4096)
+    }
+
+    fn range(first: u64, pages: u64) -> Range {
+        Range::from_len(page(first), pages * 4096).unwrap()
+    }
+
+    // rule L52
+    #[test]
+    fn a_run_is_one_call_and_ends_at_what_is_special_or_pinned() {
+        let mut pinner = pinner(Some(64));
+        pinner.pin_range(page(16), 512 * 4096, Prot::READ).unwrap();
+        assert_eq!((pinner.backing().calls(), pinner.backing().slots()), (1, 1));
+        pinner.unpin_range(page(16), 512 * 4096).unwrap();
+        assert_eq!(pinner.backing().calls(), 2);
+        pinner.backing_mut().make_special(HostAddr((1 << 32) + 10 * 4096));
+        pinner.pin(&[page(40)], Prot::READ).unwrap();
+        pinner.pin_range(page(16), 512 * 4096, Prot::READ).unwrap();
+        assert_eq!((pinner.backing().calls(), pinner.backing().slots()), (4, 4));
+        assert_eq!((pinner.pinned(), pinner.held()), (512, 511));
+    }
+
+    // rule L54
+    #[test]
+    fn a_page_at_two_iovas_is_charged_twice_and_a_special_one_never() {
+        let mut pinner = pinner(None);
+        pinner.add_window(range(1000, 512), HostAddr(1 << 32), Prot::RW).unwrap();
+        pinner.backing_mut().make_special(HostAddr(1 << 32));
+        pinner.pin(&[page(17), page(1001), page(1001)], Prot::READ).unwrap();
+        assert_eq!(pinner.account().used(), 2 * 4096);
+        pinner.pin(&[page(16), page(1000)], Prot::READ).unwrap();
+        assert_eq!((pinner.account().used(), pinner.pinned()), (2 * 4096, 4));
+        pinner.unpin(&[page(17), page(16)]).unwrap();
+        assert_eq!(pinner.account().used(), 4096);
+    }
+
+    // rule L62
+    #[test]
+    fn what_cannot_be_pinned_is_said_and_changes_nothing() {
+        let mut pinner = pinner(Some(8));
+        pinner.add_window(range(1000, 512), HostAddr(1 << 33), Prot::READ).unwrap();
+        let rw = Prot::RW;
+        let denied = PinError::Denied { iova: page(1000), asked: rw, allowed: Prot::READ };
+        assert_eq!(pinner.pin(&[page(20), page(1000)], rw), Err(denied));
+        assert_eq!(pinner.pin(&[page(20), page(900)], rw), Err(PinError::NoWindow(page(900))));
+        let odd = Iova(page(21).0 + 1);
+        assert_eq!(pinner.pin(&[page(20), odd], rw), Err(PinError::Misaligned(odd, 4096)));
+        assert_eq!(pinner.unpin(&[page(20)]), Err(PinError::NotPinned(page(20))));
+        assert_eq!((pinner.pinned(), pinner.held(), pinner.account().used()), (0, 0, 0));
+        pinner.windows[0].pages[1].count = u32::MAX;
+        assert_eq!(pinner.pin(&[page(18), page(17)], rw), Err(PinError::Count(page(17))));
+        pinner.windows[0].pages[1].count = 0;
+        assert_eq!((pinner.pinned(), pinner.held()), (0, 0));
+        pinner.pin(&[page(1000), page(1001)], Prot::READ).unwrap();
+        let busy = PinError::Busy { range: range(1000, 512), pages: 2 };
+        assert_eq!(pinner.remove_window(range(1000, 512)), Err(busy));
+        assert!(pinner.remove_window(range(1000, 511)).is_err());
+        pinner.unpin_range(page(1000), 8192).unwrap();
+        pinner.remove_window(range(1000, 512)).unwrap();
+    }
+
+    // rule L63
+    #[test]
+    fn what_is_pinned_for_writing_stays_dirty() {
+        let mut pinner = pinner(None);
+        pinner.pin_range(page(16), 200 * 4096, Prot::WRITE).unwrap();
+        pinner.pin_range(page(300), 4096, Prot::READ).unwrap();
+        pinner.unpin(&[page(20)]).unwrap();
+        let mut read = |count| {
+            let mut map = DirtyMap::new(range(16, 512), 4096).unwrap();
+            pinner.read_dirty(range(17, 511), &mut map);
+            assert_eq!(map.count(), count);
+            assert!(!map.is_dirty(page(16)), "it was not asked for");
+        };
+        read(199);
+        read(198);
+        pinner.unpin(&[page(21)]).unwrap();
+        let mut map = DirtyMap::new(range(16, 512), 4096).unwrap();
+        pinner.read_dirty(Range::ALL, &mut map);
+        assert_eq!(map.count(), 199);
+        pinner.read_dirty(Range::ALL, &mut map);
+        map.clear();
+        pinner.read_dirty(Range::ALL, &mut map);
+        assert_eq!(map.count(), 198);
+    }
+
+    #[test]
+    fn windows_that_cannot_be() {
+        let mut pinner = pinner(None);
+        let mut add = |range, addr| pinner.add_window(range, HostAddr(addr), Prot::RW);
+        for taken in [range(0, 17), range(527, 1), range(17, 2), range(0, 1000)] {
+            assert_eq!(add(taken, 0), Err(PinError::Overlap(taken)));
+        }
+        assert!(matches!(add(range(0, 1), 1), Err(PinError::Misaligned(..))));
+        assert!(matches!(add(range(0, 2), u64::MAX - 4095), Err(PinError::Misaligned(..))));
+        let high = Range::new(Iova(1 << 32), Iova(u64::MAX)).unwrap();
+        assert_eq!(add(high, 0), Err(PinError::NoMemory(high)));
+        add(range(0, 16), u64::MAX - 0xffff).unwrap();
+        add(range((1 << 52) - 1, 1), 0).unwrap();
+        pinner.pin(&[page((1 << 52) - 1), page(15), page(16)], Prot::RW).unwrap();
+        assert_eq!(pinner.pinned(), 3);
+    }
+}

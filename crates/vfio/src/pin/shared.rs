@@ -84,18 +84,18 @@ impl<B: Backing> SharedPinner<B> {
     ///
     /// # Errors
     /// As there.
-    #[inline]
+    #[inline(always)]
     pub fn pin(&self, iovas: &[Iova], prot: Prot) -> Result<(), PinError> {
-        self.lock().pin(iovas, prot)
+        self.pinner.lock().pin(iovas, prot)
     }
 
     /// See [`Pinner::unpin`].
     ///
     /// # Errors
     /// As there.
-    #[inline]
+    #[inline(always)]
     pub fn unpin(&self, iovas: &[Iova]) -> Result<(), PinError> {
-        self.lock().unpin(iovas)
+        self.pinner.lock().unpin(iovas)
     }
 
     /// Pins the pages of `len` bytes from `iova`, chunk by chunk. After each chunk `step` is told how

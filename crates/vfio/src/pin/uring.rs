@@ -141,8 +141,17 @@ impl Backing for Uring {
                 }
             }
             Release::Pages(_) => {}
-            Release::All => self.rings.clear(),
+            Release::All => self.rings.drain(..).for_each(forget),
         }
+    }
+}
+
+/// Releases all that a ring holds now: the kernel closes it at leisure.
+fn forget(ring: OwnedFd) {
+    let op = IoringRegisterOp::UnregisterBuffers;
+    // SAFETY: it ends the holds of this ring's slots.
+    if let Err(errno) = unsafe { io_uring_register(&ring, op, std::ptr::null(), 0) } {
+        tracing::warn!(%errno, "pages stay pinned until the kernel has closed the ring");
     }
 }
 

@@ -1,0 +1,49 @@
+//! The limit of locked memory, as the process has it.
+
+use std::sync::Arc;
+
+use ringfence_iommu::{HostAddr, Iova, Prot, Range};
+use ringfence_vfio::Account;
+use ringfence_vfio::pin::{Fake, PinError, Pinner};
+use rustix::process::{Resource, getrlimit, setrlimit};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+
+// rule L53
+#[test]
+fn the_limit_of_locked_memory_binds_whoever_lacked_the_capability_when_the_window_came() {
+    let old = getrlimit(Resource::Memlock);
+    let mut low = getrlimit(Resource::Memlock);
+    low.current = Some(1 << 20);
+    setrlimit(Resource::Memlock, low).unwrap();
+
+    let account = Arc::new(Account::new("vm0"));
+    assert_eq!(account.limit(), 1 << 20);
+    let mut pinner = Pinner::new(Fake::with_slots(None), account.clone());
+    let window = |n: u64| Range::from_len(Iova(n << 30), 2 << 20).unwrap();
+    let held = account.may_exceed();
+    pinner.add_window(window(0), HostAddr(1 << 32), Prot::RW).unwrap();
+    // The capability goes, of this thread only.
+    let mut without = capabilities(None).unwrap();
+    without.effective.remove(CapabilitySet::IPC_LOCK);
+    set_capabilities(None, without).unwrap();
+    assert!(!account.may_exceed());
+    pinner.add_window(window(1), HostAddr(1 << 33), Prot::RW).unwrap();
+
+    pinner.pin_range(window(1).first(), 1 << 20, Prot::RW).unwrap();
+    let more = Iova(window(1).first().0 + (1 << 20));
+    let error = pinner.pin(&[more], Prot::RW).unwrap_err();
+    let PinError::Limit(why) = &error else { panic!("{error}") };
+    assert_eq!((why.limit, why.used, why.asked, why.memlock), (1 << 20, 1 << 20, 4096, true));
+    assert!(error.to_string().contains("ulimit -l"), "{error}");
+    // The other window came while the capability was held, if it was.
+    let exceeded = pinner.pin(&[window(0).first()], Prot::RW);
+    assert_eq!(exceeded.is_ok(), held, "{exceeded:?}");
+
+    // A limit that is raised binds no more.
+    low.current = Some(4 << 20);
+    if old.maximum.is_none_or(|most| most >= 4 << 20) {
+        setrlimit(Resource::Memlock, low).unwrap();
+        pinner.pin(&[more], Prot::RW).unwrap();
+        assert_eq!(account.limit(), 4 << 20);
+    }
+}
