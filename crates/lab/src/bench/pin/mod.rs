@@ -26,7 +26,6 @@ mod set;
 pub mod table;
 
 use std::{
-    io,
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
@@ -114,12 +113,19 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         return Err(Usage("nothing to measure".to_owned()).into());
     };
     let cpu = *threads::cpus().last().unwrap_or(&0);
-    threads::bound_to(cpu, || measured(options, most, cpu, stop))
+    // Made first: it counts the CPUs that this thread may use.
+    let benchmark = Benchmark::new("pin", options.repeat);
+    threads::bound_to(cpu, || measured(benchmark, options, most, cpu, stop))
 }
 
-fn measured(options: &Options, most: usize, cpu: usize, stop: &AtomicBool) -> Result<Benchmark> {
+fn measured(
+    mut benchmark: Benchmark,
+    options: &Options,
+    most: usize,
+    cpu: usize,
+    stop: &AtomicBool,
+) -> Result<Benchmark> {
     let clock = Clock::calibrate();
-    let mut benchmark = Benchmark::new("pin", options.repeat);
     let small = Memory::new(Backing::Small, Set::span(most))?;
     let Ok(small) = small else { unreachable!("small pages are always there") };
     let calls = one_page_calls(&small, &clock)?;
@@ -350,8 +356,7 @@ fn subject<'m>(
     };
     made().map_err(|error| {
         let limit = error.chain().any(|cause| {
-            let cause = cause.downcast_ref::<io::Error>();
-            cause.and_then(io::Error::raw_os_error) == Some(libc::ENOMEM)
+            cause.downcast_ref::<rustix::io::Errno>() == Some(&rustix::io::Errno::NOMEM)
         });
         let help = match limit {
             true => "; the limit of locked memory (ulimit -l) may be in the way",

@@ -1,9 +1,6 @@
 //! Who pins by hand: no account, no checks, no unwinding. What is pinned already costs them nothing.
 
-use std::{
-    io,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
@@ -122,7 +119,7 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCa
 }
 
 /// Pins (true) or unpins one page.
-type Once<'a> = Box<dyn Fn(bool) -> io::Result<()> + 'a>;
+type Once<'a> = Box<dyn Fn(bool) -> rustix::io::Result<()> + 'a>;
 
 struct Way<'a> {
     call: &'static str,
@@ -140,7 +137,7 @@ impl<'a> Way<'a> {
         Way { call, name, once, ticks: (u64::MAX, u64::MAX) }
     }
 
-    fn block(&mut self, clock: &Clock) -> io::Result<()> {
+    fn block(&mut self, clock: &Clock) -> rustix::io::Result<()> {
         let mut ticks = (0, 0);
         for _ in 0..Way::BLOCK {
             let begun = clock.now();

@@ -49,8 +49,8 @@ pub fn render(benchmark: &Benchmark) -> String {
 const LEGEND: &str = "\
 ns a page of the list, pin and unpin apart: the medians of rounds in which all take turns; ± half of the 95 % interval.
   x        how many times as fast as page-by-page, the median of the rounds' ratios: x.980 takes 1.02 times as long
-  page     page-by-page: the fastest call for one page, by hand, once a page; no account, no check, no unwinding; what is
-           pinned already costs it nothing
+  page     page-by-page: the fastest call for one page, by hand, once a page; no account, no checks, no unwinding; what
+           is pinned already costs it nothing
   each     ringfence, called once a page
   runs     the list's runs by hand, known beforehand, 64 in a call: what the kernel takes of ringfence's time
 ";
