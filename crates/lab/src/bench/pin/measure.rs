@@ -8,6 +8,9 @@ use super::set::{PAGE, Set};
 use crate::bench::clock::Clock;
 
 /// Someone who pins the pages of a set, and unpins them.
+///
+/// To be inlined into the loop that times: where the processor forgets the way back during a system
+/// call, a return after it takes a third as long as the call, and would be most of what is measured.
 pub(super) trait Subject {
     /// Pins all of them.
     fn pin(&mut self, set: &Set) -> Result<()>;
@@ -30,15 +33,39 @@ pub(super) struct Times {
     unpin: Vec<u64>,
 }
 
+/// A [`Subject`] of whatever type, with a loop of its own.
+pub(super) trait Timed {
+    /// See [`time`].
+    fn time(&mut self, set: &Set, how: How<'_>, times: &mut Times) -> Result<Sample>;
+    /// See [`check`].
+    fn check(&mut self, set: &Set, new: usize) -> Result<()>;
+}
+
+impl<S: Subject> Timed for S {
+    fn time(&mut self, set: &Set, how: How<'_>, times: &mut Times) -> Result<Sample> {
+        time(self, set, how, times)
+    }
+
+    fn check(&mut self, set: &Set, new: usize) -> Result<()> {
+        check(self, set, new)
+    }
+}
+
+/// With which clock, and for about how long.
+#[derive(Clone, Copy)]
+pub(super) struct How<'a> {
+    pub(super) clock: &'a Clock,
+    pub(super) budget: Duration,
+}
+
 /// Pins and unpins a list again and again for about so long, at least once.
 ///
 /// The figure is the mean of the middle half of the calls: a mean, since a virtual machine's counter
 /// may have steps of 10 ns; of the middle half, since some calls are interrupted.
-pub(super) fn time(
-    subject: &mut dyn Subject,
+fn time<S: Subject>(
+    subject: &mut S,
     set: &Set,
-    clock: &Clock,
-    budget: Duration,
+    How { clock, budget }: How<'_>,
     times: &mut Times,
 ) -> Result<Sample> {
     times.pin.clear();
@@ -74,7 +101,7 @@ fn middle(values: &mut [u64]) -> f64 {
 ///
 /// # Errors
 /// It cannot be pinned, or the kernel says otherwise.
-pub(super) fn check(subject: &mut dyn Subject, set: &Set, new: usize) -> Result<()> {
+fn check<S: Subject>(subject: &mut S, set: &Set, new: usize) -> Result<()> {
     let before = pinned_bytes()?;
     subject.pin(set)?;
     let with = pinned_bytes()?;

@@ -34,7 +34,7 @@ use anyhow::{Context, Result};
 use serde_json::{Map, Value, json};
 
 use self::{
-    measure::{Subject, Times, check, time},
+    measure::{How, Timed, Times},
     memory::{Absent, Memory},
     ours::Ours,
     params::{Backing, Implementation, List, Pages},
@@ -200,7 +200,7 @@ fn told(one: &OneCall, fastest: &str) -> Value {
 /// Who pins a list.
 struct Entrant<'m> {
     implementation: Implementation,
-    subject: Option<Box<dyn Subject + 'm>>,
+    subject: Option<Box<dyn Timed + 'm>>,
     /// Why it is not measured.
     out: Option<String>,
     /// Of a list, ns.
@@ -266,7 +266,7 @@ impl<'m> Contest<'m> {
                 }
                 let Some(subject) = &mut entrant.subject else { continue };
                 // The others had the processor's caches meanwhile.
-                let mut slice = |budget| time(&mut **subject, &self.set, clock, budget, &mut times);
+                let mut slice = |budget| subject.time(&self.set, How { clock, budget }, &mut times);
                 match slice(options.budget / 4).and_then(|_| slice(options.budget)) {
                     Ok(sample) => samples.push((entrant, sample)),
                     Err(error) => {
@@ -341,9 +341,9 @@ fn subject<'m>(
     set: &Set,
     memory: &'m Memory,
     name: Name,
-) -> Result<Box<dyn Subject + 'm>, Out> {
-    let made = || -> Result<Box<dyn Subject + 'm>> {
-        let mut subject: Box<dyn Subject + 'm> = match implementation {
+) -> Result<Box<dyn Timed + 'm>, Out> {
+    let made = || -> Result<Box<dyn Timed + 'm>> {
+        let mut subject: Box<dyn Timed + 'm> = match implementation {
             Implementation::Ringfence => Box::new(Ours::new(set, memory, false)?),
             Implementation::RingfenceEach => Box::new(Ours::new(set, memory, true)?),
             Implementation::PageByPage => Box::new(PageByPage::new(name, set.fresh.len(), memory)?),
@@ -351,7 +351,7 @@ fn subject<'m>(
         };
         // A huge page of which something is held is counted already.
         let counted = cell.backing == Backing::Small || set.held.is_empty();
-        check(&mut *subject, set, if counted { set.fresh.len() } else { 0 })?;
+        subject.check(set, if counted { set.fresh.len() } else { 0 })?;
         Ok(subject)
     };
     made().map_err(|error| {
@@ -378,7 +378,7 @@ fn value(interval: Interval) -> Value {
 pub(super) mod tests {
     use parking_lot::{Mutex, MutexGuard};
 
-    use super::*;
+    use super::{measure::Subject, *};
 
     /// The kernel counts what the whole process has pinned, so that tests that look take turns.
     pub(super) fn alone() -> MutexGuard<'static, ()> {
@@ -439,11 +439,11 @@ pub(super) mod tests {
         }
         let _alone = alone();
         let set = Set::new(List::Contiguous, 8);
-        let wrong = check(&mut Lazy, &set, 8).unwrap_err().to_string();
+        let wrong = Lazy.check(&set, 8).unwrap_err().to_string();
         assert!(wrong.contains("not all are pinned"), "{wrong}");
         let Ok(memory) = Memory::new(Backing::Small, 16).unwrap() else { panic!() };
         let peer = PageByPage::new(Name::Descriptor, 8, &memory).unwrap();
-        let wrong = check(&mut Hoarder(peer), &set, 8).unwrap_err().to_string();
+        let wrong = Hoarder(peer).check(&set, 8).unwrap_err().to_string();
         assert!(wrong.contains("pinned afterwards"), "{wrong}");
     }
 

@@ -41,6 +41,7 @@ impl Ours {
 }
 
 impl Subject for Ours {
+    #[inline(always)]
     fn pin(&mut self, set: &Set) -> Result<()> {
         if self.each {
             for iova in &set.iovas {
@@ -51,6 +52,7 @@ impl Subject for Ours {
         Ok(self.pinner.pin(&set.iovas, Prot::RW)?)
     }
 
+    #[inline(always)]
     fn unpin(&mut self, set: &Set) -> Result<()> {
         if self.each {
             for iova in &set.iovas {

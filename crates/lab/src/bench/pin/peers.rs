@@ -28,6 +28,7 @@ impl<'m> PageByPage<'m> {
 }
 
 impl Subject for PageByPage<'_> {
+    #[inline(always)]
     fn pin(&mut self, set: &Set) -> Result<()> {
         for (slot, page) in set.fresh.iter().enumerate() {
             self.ring.update(slot, &[buffer(self.memory.page(*page), 1)])?;
@@ -35,6 +36,7 @@ impl Subject for PageByPage<'_> {
         Ok(())
     }
 
+    #[inline(always)]
     fn unpin(&mut self, set: &Set) -> Result<()> {
         for slot in 0..set.fresh.len() {
             self.ring.update(slot, &[NOTHING])?;
@@ -59,6 +61,7 @@ impl RunsByHand {
 }
 
 impl Subject for RunsByHand {
+    #[inline(always)]
     fn pin(&mut self, _: &Set) -> Result<()> {
         for (chunk, buffers) in self.buffers.chunks(BATCH).enumerate() {
             self.ring.update(chunk * BATCH, buffers)?;
@@ -66,6 +69,7 @@ impl Subject for RunsByHand {
         Ok(())
     }
 
+    #[inline(always)]
     fn unpin(&mut self, _: &Set) -> Result<()> {
         const EMPTY: [libc::iovec; BATCH] = [NOTHING; BATCH];
         for (chunk, buffers) in self.buffers.chunks(BATCH).enumerate() {
