@@ -38,6 +38,11 @@ fn the_limit_of_locked_memory_binds_whoever_lacked_the_capability_when_the_windo
     // The other window came while the capability was held, if it was.
     let exceeded = pinner.pin(&[window(0).first()], Prot::RW);
     assert_eq!(exceeded.is_ok(), held, "{exceeded:?}");
+    // In one list, each page has the right of its own window.
+    let next = Iova(window(0).first().0 + 4096);
+    assert!(pinner.pin(&[next, more], Prot::RW).is_err());
+    assert!(pinner.pin(&[more, next], Prot::RW).is_err());
+    assert_eq!(pinner.count(next), 0);
 
     // A limit that is raised binds no more.
     low.current = Some(4 << 20);

@@ -90,7 +90,7 @@ impl Fake {
 
     fn hold_run(&mut self, slot: u32, run: &mut Run) -> Result<bool, HoldError> {
         let Limits { page, run: most, slots, .. } = self.limits;
-        assert!(run.len != 0 && run.len % page == 0 && run.len <= most, "{run:?}");
+        assert!(run.len != 0 && run.len.is_multiple_of(page) && run.len <= most, "{run:?}");
         let pages = run.len / page;
         let held = (0..pages).take_while(|n| self.can_hold(run.addr.0 + n * page)).count() as u64;
         if held == 0 {

@@ -138,7 +138,7 @@ impl<B: Backing> Pinner<B> {
     pub fn add_window(&mut self, range: Range, addr: HostAddr, prot: Prot) -> Result<(), PinError> {
         let page = self.limits.page;
         let misaligned = || PinError::Misaligned(range.first(), range.extent().saturating_add(1));
-        if !range.is_aligned(page) || addr.0 % page != 0 {
+        if !range.is_aligned(page) || !addr.0.is_multiple_of(page) {
             return Err(misaligned());
         }
         addr.0.checked_add(range.extent()).ok_or_else(misaligned)?;
@@ -444,13 +444,11 @@ impl<B: Backing> Pinner<B> {
         I: Iterator<Item = Iova> + Clone,
     {
         // Nothing is released before all is known to be pinned.
-        let mut counted = 0;
-        for iova in iovas.clone() {
+        for (counted, iova) in iovas.clone().enumerate() {
             if let Err(error) = self.count_down(iova) {
                 self.count_again(iovas.take(counted));
                 return Err(error);
             }
-            counted += 1;
         }
         for iova in iovas {
             self.give_up(iova);
@@ -554,7 +552,7 @@ impl<B: Backing> Pinner<B> {
             let mut rest = gone.slots.as_slice();
             while let Some(&first) = rest.first() {
                 // Slots side by side go in one call.
-                let leads_on = |two: &&[u32]| two[0] + 1 == two[1] && two[1] % 64 != 0;
+                let leads_on = |two: &&[u32]| two[0] + 1 == two[1] && !two[1].is_multiple_of(64);
                 let many = 1 + rest.windows(2).take_while(leads_on).count();
                 let many = many.min(self.limits.runs);
                 self.backing.release(Release::Slots(first..first + many as u32));
