@@ -10,7 +10,7 @@ use crate::bench::clock::Clock;
 /// Someone who pins the pages of a set, and unpins them.
 ///
 /// To be inlined into the loop that times: where the processor forgets the way back during a system
-/// call, a return after it takes a third as long as the call, and would be most of what is measured.
+/// call, a function that returns after it makes the call half as dear again.
 pub(super) trait Subject {
     /// Pins all of them.
     fn pin(&mut self, set: &Set) -> Result<()>;

@@ -29,8 +29,8 @@ pub(super) enum Name {
 
 /// A ring that is used for its table of buffers only, by the thread that made it.
 ///
-/// Calls are made in place, not through the C library's `syscall`: a return more, for which the
-/// processor has forgotten the way after a system call, costs a good part of one.
+/// Calls are made in place, not through the C library's `syscall`: a return more, for which some
+/// processors have forgotten the way after a system call, makes it half as dear again.
 pub(super) struct Ring {
     fd: OwnedFd,
     /// What calls are made with: a number, and what it means.
