@@ -108,11 +108,11 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCa
             continue;
         }
         let once = move |pin: bool| ring.update(0, &[if pin { page } else { NOTHING }]);
-        ways.push(Way::new(call, Some(name), Box::new(once)));
+        ways.push(Way::new(call, Some(name), once));
     }
     let ring = Ring::new(Name::Descriptor)?;
-    let once = move |pin| if pin { ring.register(&page) } else { ring.unregister() };
-    ways.push(Way::new("table of one", None, Box::new(once)));
+    let once = move |pin: bool| if pin { ring.register(&page) } else { ring.unregister() };
+    ways.push(Way::new("table of one", None, once));
     let begun = Instant::now();
     while begun.elapsed() < COMPARISON {
         for way in &mut ways {
@@ -122,14 +122,14 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCa
     Ok(ways.into_iter().map(|way| way.told(clock)).collect())
 }
 
-/// Pins (true) or unpins one page.
-type Once<'a> = Box<dyn Fn(bool) -> rustix::io::Result<()> + 'a>;
+/// The ticks of a block's pins, and of its unpins.
+type Block<'a> = Box<dyn Fn(&Clock) -> rustix::io::Result<(u64, u64)> + 'a>;
 
 struct Way<'a> {
     call: &'static str,
     name: Option<Name>,
-    once: Once<'a>,
-    /// The ticks of a block's pins and unpins; the shortest count.
+    block: Block<'a>,
+    /// Of the shortest block.
     ticks: (u64, u64),
 }
 
@@ -137,21 +137,30 @@ impl<'a> Way<'a> {
     /// Times in a block.
     const BLOCK: u64 = 100;
 
-    fn new(call: &'static str, name: Option<Name>, once: Once<'a>) -> Way<'a> {
-        Way { call, name, once, ticks: (u64::MAX, u64::MAX) }
+    /// `once` pins (true) or unpins the page. Each has a loop of its own, into which it is inlined.
+    fn new(
+        call: &'static str,
+        name: Option<Name>,
+        once: impl Fn(bool) -> rustix::io::Result<()> + 'a,
+    ) -> Way<'a> {
+        let block = move |clock: &Clock| {
+            let mut ticks = (0, 0);
+            for _ in 0..Way::BLOCK {
+                let begun = clock.now();
+                once(true)?;
+                let pinned = clock.now();
+                once(false)?;
+                ticks.0 += pinned.wrapping_sub(begun);
+                ticks.1 += clock.now().wrapping_sub(pinned);
+            }
+            Ok(ticks)
+        };
+        Way { call, name, block: Box::new(block), ticks: (u64::MAX, u64::MAX) }
     }
 
     fn block(&mut self, clock: &Clock) -> rustix::io::Result<()> {
-        let mut ticks = (0, 0);
-        for _ in 0..Way::BLOCK {
-            let begun = clock.now();
-            (self.once)(true)?;
-            let pinned = clock.now();
-            (self.once)(false)?;
-            ticks.0 += pinned - begun;
-            ticks.1 += clock.now() - pinned;
-        }
-        self.ticks = (self.ticks.0.min(ticks.0), self.ticks.1.min(ticks.1));
+        let (pin, unpin) = (self.block)(clock)?;
+        self.ticks = (self.ticks.0.min(pin), self.ticks.1.min(unpin));
         Ok(())
     }
 

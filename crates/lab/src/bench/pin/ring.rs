@@ -100,6 +100,7 @@ impl Ring {
     }
 
     /// Pins one buffer by making a table of it, where there is no table.
+    #[inline(always)]
     pub(super) fn register(&self, buffer: &libc::iovec) -> rustix::io::Result<()> {
         let at = ptr::from_ref(buffer).cast_mut().cast();
         // SAFETY: as in `update`.
@@ -107,6 +108,7 @@ impl Ring {
     }
 
     /// Takes the table away, and unpins what is in it.
+    #[inline(always)]
     pub(super) fn unregister(&self) -> rustix::io::Result<()> {
         // SAFETY: this operation has no argument.
         unsafe { self.call(IoringRegisterOp::UnregisterBuffers, ptr::null_mut(), 0) }.map(drop)

@@ -72,7 +72,7 @@ fn mixed(count: usize, run: usize) -> Vec<usize> {
     let mut at = 0;
     for n in 0..count {
         pages.push(at);
-        let in_run = n / run % 2 == 0 && (n + 1) % run != 0;
+        let in_run = (n / run).is_multiple_of(2) && !(n + 1).is_multiple_of(run);
         at += if in_run { 1 } else { 2 };
     }
     pages
