@@ -11,9 +11,11 @@
 mod backing;
 mod error;
 mod fake;
+mod hold;
 mod mlock;
 mod pages;
 mod pinner;
+mod release;
 mod shared;
 mod slots;
 mod uring;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 use ringfence_vfio::Account;
-use ringfence_vfio::pin::{Fake, PinError, Pinner};
+use ringfence_vfio::pin::{Fake, PinError, Pinner, Uring};
+use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
@@ -51,4 +52,20 @@ fn the_limit_of_locked_memory_binds_whoever_lacked_the_capability_when_the_windo
         pinner.pin(&[more], Prot::RW).unwrap();
         assert_eq!(account.limit(), 4 << 20);
     }
+    the_kernel_has_an_account_of_its_own();
+}
+
+/// Without the capability io_uring charges the user, whatever our account says.
+fn the_kernel_has_an_account_of_its_own() {
+    let memory = vec![0_u8; 8 << 20];
+    let addr = HostAddr((memory.as_ptr().expose_provenance() as u64).next_multiple_of(4096));
+    let account = Arc::new(Account::with_limit("vm0", u64::MAX));
+    let mut pinner = Pinner::new(Uring::new().unwrap(), account.clone());
+    let len = (8 << 20) - 4096;
+    let window = Range::from_len(Iova(0), len).unwrap();
+    pinner.add_window(window, addr, Prot::RW).unwrap();
+    let error = pinner.pin_range(Iova(0), len, Prot::RW).unwrap_err();
+    assert!(matches!(error, PinError::Hold { errno: Errno::NOMEM, .. }), "{error}");
+    assert!(error.to_string().contains("RLIMIT_MEMLOCK"), "{error}");
+    assert_eq!((account.used(), pinner.held()), (0, 0));
 }

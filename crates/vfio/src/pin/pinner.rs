@@ -4,15 +4,13 @@ use std::sync::Arc;
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 
-use super::backing::{Backing, HoldError, Limits, Release, Run};
+use super::backing::{Backing, Limits, Release};
 use super::error::PinError;
-use super::pages::{Page, Place, Rights, Window};
-use super::slots::{Held, Slots};
+use super::hold::Batch;
+use super::pages::{Page, Rights, Window};
+use super::release::Gone;
+use super::slots::Slots;
 use crate::{Account, DirtyMap};
-
-/// Runs gathered before they are held, and slots before they are released: more make the calls no
-/// cheaper.
-const BATCH: usize = 64;
 
 /// Pins pages by IOVA, each as often as it is asked for, and unpins them.
 ///
@@ -28,45 +26,26 @@ const BATCH: usize = 64;
 ///
 /// Dropping it releases everything.
 pub struct Pinner<B: Backing> {
-    backing: B,
-    limits: Limits,
+    pub(super) backing: B,
+    pub(super) limits: Limits,
     /// The binary logarithm of the page size.
-    shift: u32,
-    account: Arc<Account>,
+    pub(super) shift: u32,
+    pub(super) account: Arc<Account>,
     /// In ascending order.
-    windows: Vec<Window>,
+    pub(super) windows: Vec<Window>,
     /// The window that was found last.
-    recent: usize,
-    slots: Option<Slots>,
-    batch: Batch,
-    gone: Gone,
+    pub(super) recent: usize,
+    pub(super) slots: Option<Slots>,
+    pub(super) batch: Batch,
+    pub(super) gone: Gone,
     /// Bytes held.
-    held: u64,
-}
-
-/// Runs that are to be held.
-struct Batch {
-    runs: Vec<Run>,
-    /// Of each run: its window, its first page there, how many pages.
-    places: Vec<(usize, usize, usize)>,
-    rights: Rights,
-    /// Bytes of all runs.
-    bytes: u64,
-}
-
-/// What is to be released.
-struct Gone {
-    slots: Vec<u32>,
-    run: Option<Run>,
-    /// Bytes of all slots, and of runs that were released.
-    bytes: u64,
+    pub(super) held: u64,
 }
 
 impl<B: Backing> Pinner<B> {
     /// Pins with `backing`, at the expense of `account`.
     pub fn new(backing: B, account: Arc<Account>) -> Pinner<B> {
         let limits = backing.limits();
-        let rights = Rights { prot: Prot::empty(), exceed: false };
         Pinner {
             backing,
             limits,
@@ -75,13 +54,8 @@ impl<B: Backing> Pinner<B> {
             windows: Vec::new(),
             recent: 0,
             slots: limits.slots.map(Slots::new),
-            batch: Batch {
-                runs: Vec::with_capacity(BATCH),
-                places: Vec::with_capacity(BATCH),
-                rights,
-                bytes: 0,
-            },
-            gone: Gone { slots: Vec::with_capacity(BATCH), run: None, bytes: 0 },
+            batch: Batch::new(),
+            gone: Gone::new(),
             held: 0,
         }
     }
@@ -169,6 +143,9 @@ impl<B: Backing> Pinner<B> {
 
     /// Pins the pages at `iovas`, each as often as it is listed, for what `prot` says.
     ///
+    /// All of it is inlined, down to the system call: a processor may have lost its predictions of
+    /// returns in the kernel, and then the first return after the call costs a quarter of it.
+    ///
     /// # Errors
     /// See [`PinError`].
     #[inline(always)]
@@ -243,342 +220,9 @@ impl<B: Backing> Pinner<B> {
         Ok((0..=range.extent() / page).map(move |n| Iova(iova.0 + n * page)))
     }
 
-    #[inline(always)]
-    fn pin_each<I>(&mut self, iovas: I, prot: Prot) -> Result<(), PinError>
-    where
-        I: Iterator<Item = Iova> + Clone,
-    {
-        let mut counted = 0;
-        let result = self.count_up(iovas.clone(), prot, &mut counted);
-        let result = result.and_then(|()| self.hold(prot));
-        if result.is_err() {
-            self.undo(iovas.take(counted));
-        }
-        result
-    }
-
-    /// Counts pages up, and holds those that are not held: all but the last batch of them.
-    #[inline(always)]
-    fn count_up<I>(&mut self, iovas: I, prot: Prot, counted: &mut usize) -> Result<(), PinError>
-    where
-        I: Iterator<Item = Iova>,
-    {
-        for iova in iovas {
-            let (at, n) = self.find(iova)?;
-            let window = &mut self.windows[at];
-            let Rights { prot: allowed, .. } = window.rights;
-            if !allowed.allows(prot) {
-                return Err(PinError::Denied { iova, asked: prot, allowed });
-            }
-            let host = window.host(iova.0 - window.range.first().0);
-            let page = &mut window.pages[n];
-            page.count = page.count.checked_add(1).ok_or(PinError::Count(iova))?;
-            *counted += 1;
-            window.pinned += u64::from(page.count == 1);
-            match page.place() {
-                Place::Nowhere if self.backing.is_special(host) => page.put(Place::Special),
-                Place::Nowhere => {
-                    page.put(Place::Pending);
-                    self.add(at, n, host, prot)?;
-                    continue;
-                }
-                Place::Slot(slot) if page.count == 1 => {
-                    let slots = self.slots.as_mut().expect("the backing has slots");
-                    slots.held(slot).live += 1;
-                }
-                _ => {}
-            }
-            if prot.contains(Prot::WRITE) {
-                window.mark(n, 1);
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds a page to the batch: to its last run, if it leads on from that.
-    #[inline(always)]
-    fn add(&mut self, window: usize, n: usize, addr: HostAddr, prot: Prot) -> Result<(), PinError> {
-        let batch = &mut self.batch;
-        let len = self.limits.page;
-        if let (Some(run), Some(place)) = (batch.runs.last_mut(), batch.places.last_mut())
-            && place.0 == window
-            && place.1 + place.2 == n
-            && run.len < self.limits.run
-        {
-            run.len += len;
-            place.2 += 1;
-            batch.bytes += len;
-            return Ok(());
-        }
-        let rights = self.windows[window].rights;
-        if !batch.runs.is_empty() && (batch.runs.len() == BATCH || batch.rights != rights) {
-            self.hold_now(prot)?;
-        }
-        let batch = &mut self.batch;
-        batch.rights = rights;
-        batch.runs.push(Run { addr, len });
-        batch.places.push((window, n, 1));
-        batch.bytes += len;
-        Ok(())
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn hold_now(&mut self, prot: Prot) -> Result<(), PinError> {
-        self.hold(prot)
-    }
-
-    /// Charges the batch, and holds it. If that fails, what is not held is not charged, and the
-    /// batch is empty in any case.
-    #[inline(always)]
-    fn hold(&mut self, prot: Prot) -> Result<(), PinError> {
-        if self.batch.runs.is_empty() {
-            return Ok(());
-        }
-        let mut left = self.batch.bytes;
-        let mut result = self.account.charge(left, self.batch.rights.exceed).map_err(Into::into);
-        let mut at = 0;
-        while result.is_ok() && at < self.batch.runs.len() {
-            match self.hold_some(at, prot) {
-                Ok((next, bytes)) => {
-                    at = next;
-                    left -= bytes;
-                }
-                Err(error) => {
-                    self.account.uncharge(left);
-                    result = Err(error);
-                }
-            }
-        }
-        self.batch.runs.clear();
-        self.batch.places.clear();
-        self.batch.bytes = 0;
-        result
-    }
-
-    /// Holds runs of the batch from `at` on, as many as one call can: where it goes on, and how many
-    /// bytes are held.
-    #[inline(always)]
-    fn hold_some(&mut self, at: usize, prot: Prot) -> Result<(usize, u64), PinError> {
-        let batch = &mut self.batch;
-        let want = (batch.runs.len() - at).min(self.limits.runs);
-        let (slot, many) = match &mut self.slots {
-            Some(slots) => slots.take(want).ok_or_else(|| PinError::Slots(slots.len()))?,
-            None => (0, want),
-        };
-        let runs = &mut batch.runs[at..at + many];
-        let held = match self.backing.hold(slot, runs, batch.rights.prot) {
-            Ok(held) => held,
-            Err(error) => {
-                if let Some(slots) = &mut self.slots {
-                    slots.give(slot, many);
-                }
-                return Err(self.failed(at, error));
-            }
-        };
-        if let (Some(slots), 1..) = (&mut self.slots, many - held) {
-            slots.give(slot + held as u32, many - held);
-        }
-        let mut bytes = 0;
-        let mut done = 0;
-        for n in 0..held {
-            let run = batch.runs[at + n];
-            let (window, first, _) = batch.places[at + n];
-            let window = &mut self.windows[window];
-            done = (run.len >> self.shift) as usize;
-            bytes += run.len;
-            let mut place = Place::Lone;
-            if let Some(slots) = &mut self.slots {
-                let slot = slot + n as u32;
-                let pages = done as u32;
-                *slots.held(slot) = Held { first, pages, live: pages };
-                place = Place::Slot(slot);
-            }
-            window.pages[first..first + done].iter_mut().for_each(|page| page.put(place));
-            if prot.contains(Prot::WRITE) {
-                window.mark(first, done);
-            }
-        }
-        self.held += bytes;
-        // What the last run was cut short by is the next one.
-        let last = at + held - 1;
-        let (_, first, pages) = &mut batch.places[last];
-        if done == *pages {
-            return Ok((at + held, bytes));
-        }
-        *first += done;
-        *pages -= done;
-        let run = &mut batch.runs[last];
-        run.addr = HostAddr(run.addr.0 + run.len);
-        run.len = (*pages as u64) << self.shift;
-        Ok((last, bytes))
-    }
-
-    /// What the failure to hold the run `at` of the batch means.
-    #[cold]
-    fn failed(&self, at: usize, error: HoldError) -> PinError {
-        let HoldError { addr, errno } = error;
-        let (window, ..) = self.batch.places[at];
-        let window = &self.windows[window];
-        let offset = addr.0.saturating_sub(window.addr.0).min(window.range.extent());
-        PinError::Hold { iova: window.iova(offset), addr, errno }
-    }
-
-    /// Takes back what a pin that failed has counted up and held.
-    #[cold]
-    #[inline(never)]
-    fn undo<I>(&mut self, iovas: I)
-    where
-        I: Iterator<Item = Iova> + Clone,
-    {
-        self.batch.runs.clear();
-        self.batch.places.clear();
-        self.batch.bytes = 0;
-        let undone = self.unpin_each(iovas);
-        debug_assert_eq!(undone, Ok(()));
-    }
-
-    #[inline(always)]
-    fn unpin_each<I>(&mut self, iovas: I) -> Result<(), PinError>
-    where
-        I: Iterator<Item = Iova> + Clone,
-    {
-        // Nothing is released before all is known to be pinned.
-        for (counted, iova) in iovas.clone().enumerate() {
-            if let Err(error) = self.count_down(iova) {
-                self.count_again(iovas.take(counted));
-                return Err(error);
-            }
-        }
-        for iova in iovas {
-            self.give_up(iova);
-        }
-        self.release();
-        Ok(())
-    }
-
-    #[inline(always)]
-    fn count_down(&mut self, iova: Iova) -> Result<(), PinError> {
-        let (at, n) = self.find(iova)?;
-        let window = &mut self.windows[at];
-        let page = &mut window.pages[n];
-        page.count = page.count.checked_sub(1).ok_or(PinError::NotPinned(iova))?;
-        if page.count == 0 {
-            window.pinned -= 1;
-            if let (Place::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
-                slots.held(slot).live -= 1;
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes back what was counted down.
-    #[cold]
-    #[inline(never)]
-    fn count_again(&mut self, iovas: impl Iterator<Item = Iova>) {
-        for iova in iovas {
-            let Ok((at, n)) = self.find(iova) else { continue };
-            let window = &mut self.windows[at];
-            let page = &mut window.pages[n];
-            page.count += 1;
-            if page.count == 1 {
-                window.pinned += 1;
-                if let (Place::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
-                    slots.held(slot).live += 1;
-                }
-            }
-        }
-    }
-
-    /// Notes what is to be released, now that the page at `iova` has been counted down.
-    #[inline(always)]
-    fn give_up(&mut self, iova: Iova) {
-        let Ok((at, n)) = self.find(iova) else { return };
-        let window = &mut self.windows[at];
-        let page = &mut window.pages[n];
-        if page.count != 0 {
-            return;
-        }
-        match page.place() {
-            Place::Nowhere => {}
-            Place::Pending | Place::Special => page.put(Place::Nowhere),
-            Place::Lone => {
-                page.put(Place::Nowhere);
-                let addr = window.host(iova.0 - window.range.first().0);
-                let len = self.limits.page;
-                match &mut self.gone.run {
-                    Some(run) if run.addr.0.checked_add(run.len) == Some(addr.0) => run.len += len,
-                    _ => {
-                        self.release_run();
-                        self.gone.run = Some(Run { addr, len });
-                    }
-                }
-            }
-            Place::Slot(slot) => {
-                let slots = self.slots.as_mut().expect("the backing has slots");
-                let Held { first, pages, live } = *slots.held(slot);
-                if live != 0 {
-                    return;
-                }
-                let pages = &mut window.pages[first..first + pages as usize];
-                pages.iter_mut().for_each(|page| page.put(Place::Nowhere));
-                let bytes = (pages.len() as u64) << self.shift;
-                if self.gone.slots.len() == BATCH {
-                    self.release_now();
-                }
-                self.gone.slots.push(slot);
-                self.gone.bytes += bytes;
-            }
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn release_now(&mut self) {
-        self.release();
-    }
-
-    /// Releases what is noted, and takes it off the account.
-    #[inline(always)]
-    fn release(&mut self) {
-        self.release_run();
-        let gone = &mut self.gone;
-        if let Some(slots) = &mut self.slots
-            && !gone.slots.is_empty()
-        {
-            if gone.slots.len() > 1 && !gone.slots.is_sorted() {
-                gone.slots.sort_unstable();
-            }
-            let mut rest = gone.slots.as_slice();
-            while let Some(&first) = rest.first() {
-                // Slots side by side go in one call.
-                let leads_on = |two: &&[u32]| two[0] + 1 == two[1] && !two[1].is_multiple_of(64);
-                let many = 1 + rest.windows(2).take_while(leads_on).count();
-                let many = many.min(self.limits.runs);
-                self.backing.release(Release::Slots(first..first + many as u32));
-                slots.give(first, many);
-                rest = &rest[many..];
-            }
-            gone.slots.clear();
-        }
-        if gone.bytes != 0 {
-            self.account.uncharge(gone.bytes);
-            self.held -= gone.bytes;
-            gone.bytes = 0;
-        }
-    }
-
-    #[inline(always)]
-    fn release_run(&mut self) {
-        if let Some(run) = self.gone.run.take() {
-            self.backing.release(Release::Pages(run));
-            self.gone.bytes += run.len;
-        }
-    }
-
     /// The window of `iova`, and the page in it.
     #[inline(always)]
-    fn find(&mut self, iova: Iova) -> Result<(usize, usize), PinError> {
+    pub(super) fn find(&mut self, iova: Iova) -> Result<(usize, usize), PinError> {
         if !self.windows.get(self.recent).is_some_and(|window| window.range.contains(iova)) {
             self.recent = self.search(iova)?;
         }

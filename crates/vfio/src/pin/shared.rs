@@ -39,7 +39,9 @@ pub enum Step {
 }
 
 impl<B: Backing> SharedPinner<B> {
-    /// What is pinned between two looks at others who wait, in bytes: about a millisecond's work.
+    /// What is pinned between two looks at others who wait, in bytes: half a millisecond's work, or
+    /// ten if the kernel has to find and clear the pages first. Smaller chunks cost nothing but slots:
+    /// 16,384 of these are 256 GiB.
     pub const CHUNK: u64 = 16 << 20;
 
     /// Shares `pinner`.

@@ -1,0 +1,166 @@
+//! How a pinner counts pages down, and releases those that are not pinned any more.
+
+use ringfence_iommu::Iova;
+
+use super::backing::{Backing, Release, Run};
+use super::error::PinError;
+use super::pages::Place;
+use super::pinner::Pinner;
+use super::slots::Held;
+
+/// Slots gathered before they are released: more make the calls no cheaper.
+const BATCH: usize = 64;
+
+/// What is to be released.
+pub(super) struct Gone {
+    pub(super) slots: Vec<u32>,
+    pub(super) run: Option<Run>,
+    /// Bytes of all slots, and of runs that were released.
+    pub(super) bytes: u64,
+}
+
+impl Gone {
+    pub(super) fn new() -> Gone {
+        Gone { slots: Vec::with_capacity(BATCH), run: None, bytes: 0 }
+    }
+}
+
+impl<B: Backing> Pinner<B> {
+    #[inline(always)]
+    pub(super) fn unpin_each<I>(&mut self, iovas: I) -> Result<(), PinError>
+    where
+        I: Iterator<Item = Iova> + Clone,
+    {
+        // Nothing is released before all is known to be pinned.
+        for (counted, iova) in iovas.clone().enumerate() {
+            if let Err(error) = self.count_down(iova) {
+                self.count_again(iovas.take(counted));
+                return Err(error);
+            }
+        }
+        for iova in iovas {
+            self.give_up(iova);
+        }
+        self.release();
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn count_down(&mut self, iova: Iova) -> Result<(), PinError> {
+        let (at, n) = self.find(iova)?;
+        let window = &mut self.windows[at];
+        let page = &mut window.pages[n];
+        page.count = page.count.checked_sub(1).ok_or(PinError::NotPinned(iova))?;
+        if page.count == 0 {
+            window.pinned -= 1;
+            if let (Place::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
+                slots.held(slot).live -= 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes back what was counted down.
+    #[cold]
+    #[inline(never)]
+    fn count_again(&mut self, iovas: impl Iterator<Item = Iova>) {
+        for iova in iovas {
+            let Ok((at, n)) = self.find(iova) else { continue };
+            let window = &mut self.windows[at];
+            let page = &mut window.pages[n];
+            page.count += 1;
+            if page.count == 1 {
+                window.pinned += 1;
+                if let (Place::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
+                    slots.held(slot).live += 1;
+                }
+            }
+        }
+    }
+
+    /// Notes what is to be released, now that the page at `iova` has been counted down.
+    #[inline(always)]
+    fn give_up(&mut self, iova: Iova) {
+        let Ok((at, n)) = self.find(iova) else { return };
+        let window = &mut self.windows[at];
+        let page = &mut window.pages[n];
+        if page.count != 0 {
+            return;
+        }
+        match page.place() {
+            Place::Nowhere => {}
+            Place::Pending | Place::Special => page.put(Place::Nowhere),
+            Place::Lone => {
+                page.put(Place::Nowhere);
+                let addr = window.host(iova.0 - window.range.first().0);
+                let len = self.limits.page;
+                match &mut self.gone.run {
+                    Some(run) if run.addr.0.checked_add(run.len) == Some(addr.0) => run.len += len,
+                    _ => {
+                        self.release_run();
+                        self.gone.run = Some(Run { addr, len });
+                    }
+                }
+            }
+            Place::Slot(slot) => {
+                let slots = self.slots.as_mut().expect("the backing has slots");
+                let Held { first, pages, live } = *slots.held(slot);
+                if live != 0 {
+                    return;
+                }
+                let pages = &mut window.pages[first..first + pages as usize];
+                pages.iter_mut().for_each(|page| page.put(Place::Nowhere));
+                let bytes = (pages.len() as u64) << self.shift;
+                if self.gone.slots.len() == BATCH {
+                    self.release_now();
+                }
+                self.gone.slots.push(slot);
+                self.gone.bytes += bytes;
+            }
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn release_now(&mut self) {
+        self.release();
+    }
+
+    /// Releases what is noted, and takes it off the account.
+    #[inline(always)]
+    fn release(&mut self) {
+        self.release_run();
+        let gone = &mut self.gone;
+        if let Some(slots) = &mut self.slots
+            && !gone.slots.is_empty()
+        {
+            if gone.slots.len() > 1 && !gone.slots.is_sorted() {
+                gone.slots.sort_unstable();
+            }
+            let mut rest = gone.slots.as_slice();
+            while let Some(&first) = rest.first() {
+                // Slots side by side go in one call.
+                let leads_on = |two: &&[u32]| two[0] + 1 == two[1] && !two[1].is_multiple_of(64);
+                let many = 1 + rest.windows(2).take_while(leads_on).count();
+                let many = many.min(self.limits.runs);
+                self.backing.release(Release::Slots(first..first + many as u32));
+                slots.give(first, many);
+                rest = &rest[many..];
+            }
+            gone.slots.clear();
+        }
+        if gone.bytes != 0 {
+            self.account.uncharge(gone.bytes);
+            self.held -= gone.bytes;
+            gone.bytes = 0;
+        }
+    }
+
+    #[inline(always)]
+    fn release_run(&mut self) {
+        if let Some(run) = self.gone.run.take() {
+            self.backing.release(Release::Pages(run));
+            self.gone.bytes += run.len;
+        }
+    }
+}
