@@ -4,6 +4,7 @@ mod blk;
 mod bounce;
 mod iotlb;
 mod net;
+mod pin;
 
 use std::{process::ExitCode, sync::atomic::Ordering, time::Duration};
 
@@ -41,6 +42,8 @@ pub(crate) enum Bench {
     Net(net::Arguments),
     #[command(about = "The block back end with and without a device IOTLB")]
     Blk(blk::Arguments),
+    #[command(about = "Pinning pages, beside one call a page; run lengths in recordings")]
+    Pin(pin::Arguments),
 }
 
 /// Rounds and their length that let the default run end in under four minutes.
@@ -166,6 +169,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
         Bench::Iotlb(arguments) => iotlb::run(&arguments),
         Bench::Net(arguments) => net::run(arguments),
         Bench::Blk(arguments) => blk::run(arguments),
+        Bench::Pin(arguments) => pin::run(&arguments),
     }
 }
 

@@ -12,6 +12,7 @@
 //! | [`iova`] | allocators of I/O virtual addresses |
 //! | [`bounce`] | bounce pools, against mapping and against pools of another shape |
 //! | [`iotlb`] | lookups in a device's IOTLB |
+//! | [`pin`] | pinning pages, and how long runs are in recordings |
 //! | `ping` | where the host has put the CPUs |
 //! | `process` | a back end's process |
 //! | [`net`] | network back ends with and without a device IOTLB, beside DPDK's |
@@ -26,6 +27,7 @@ pub mod clock;
 pub mod iotlb;
 pub mod iova;
 pub mod net;
+pub mod pin;
 mod ping;
 mod process;
 pub mod rounds;

@@ -54,6 +54,7 @@ mod timing;
 #[cfg(test)]
 mod sample;
 
+pub(crate) use open::read_all as read;
 pub use options::Options;
 pub use recording::{Format, Recording};
 pub use report::Report;

@@ -15,22 +15,24 @@ use std::{
 use anyhow::{Result, anyhow};
 
 use super::{
-    Options,
     lines::Stoppable,
     recording::{ReadError, Recording},
-    report::Report,
 };
 use crate::{progress::Kind, run::Usage};
 
 /// A long recording is told of while it is read, so often.
 const BETWEEN_LINES: Duration = Duration::from_secs(2);
 
-/// Reads every recording before the first is replayed: what is wrong with one is told at once.
-pub(super) fn read_all(
+/// Reads recordings, each with its name; `-` is standard input. What is wrong with one is told at
+/// once, and kept in `warnings`. `stop` ends it early.
+///
+/// # Errors
+/// One cannot be read, or is none ([`Usage`]).
+pub(crate) fn read_all(
     traces: &[PathBuf],
-    options: &Options,
+    progress: Kind,
     stop: &Arc<AtomicBool>,
-    report: &mut Report,
+    warnings: &mut Vec<String>,
 ) -> Result<Vec<(String, Recording)>> {
     let stdin = traces.iter().filter(|trace| trace.as_os_str() == "-").count();
     if stdin > 1 {
@@ -44,7 +46,7 @@ pub(super) fn read_all(
         let file = trace.display().to_string();
         let mut told = Instant::now();
         let mut tell = |lines: u64| {
-            if options.progress != Kind::Silent && told.elapsed() > BETWEEN_LINES {
+            if progress != Kind::Silent && told.elapsed() > BETWEEN_LINES {
                 told = Instant::now();
                 eprintln!("reading {file}: {lines} lines so far");
             }
@@ -55,10 +57,10 @@ pub(super) fn read_all(
             Err(error) => return Err(error),
         };
         for warning in recording.warnings(&file) {
-            if options.progress != Kind::Silent {
+            if progress != Kind::Silent {
                 eprintln!("{warning}");
             }
-            report.warnings.push(warning);
+            warnings.push(warning);
         }
         recordings.push((file, recording));
     }

@@ -50,7 +50,8 @@ pub struct Ended {
 /// A recording cannot be read, or is none ([`Usage`](crate::run::Usage)): nothing was replayed.
 pub fn replay(traces: &[PathBuf], options: &Options, stop: &Arc<AtomicBool>) -> Result<Ended> {
     let mut ended = Ended { report: Report::new(options.repeat), failure: None };
-    let recordings = read_all(traces, options, stop, &mut ended.report)?;
+    // All of them before the first is replayed: what is wrong with one is told at once.
+    let recordings = read_all(traces, options.progress, stop, &mut ended.report.warnings)?;
     let steps = |stream: &Stream| {
         let kinds = options.allocators.len() as u64;
         let passes = 1 + kinds + options.policies.len() as u64;

@@ -1,0 +1,190 @@
+//! Memory to pin: small pages, transparent huge pages, huge pages set apart.
+
+use std::{ffi::c_void, fs, ptr};
+
+use anyhow::{Context, Result};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use super::{params::Backing, set::PAGE};
+use crate::report;
+
+/// The size of a huge page where the kernel does not say.
+const HUGE: usize = 2 << 20;
+
+/// Memory of one kind, all of it there.
+pub(super) struct Memory {
+    mapped: *mut c_void,
+    mapped_len: usize,
+    first: usize,
+    len: usize,
+}
+
+/// Why there is no memory of a kind, and what would help.
+pub(super) struct Absent(pub(super) String);
+
+impl Memory {
+    /// So many pages.
+    ///
+    /// # Errors
+    /// The outer: the system has no memory. The inner: it has none of this kind.
+    pub(super) fn new(backing: Backing, pages: usize) -> Result<Result<Memory, Absent>> {
+        let huge = huge_page();
+        let len = (pages * PAGE).next_multiple_of(huge);
+        if backing == Backing::Hugetlb {
+            let Some(memory) = hugetlb(len, huge) else {
+                return Ok(Err(no_hugetlb(len, huge)));
+            };
+            memory.touch();
+            return Ok(Ok(memory));
+        }
+        // More than that, so that huge pages find their place.
+        let mut memory = map(len + huge, MapFlags::PRIVATE).context("memory to pin")?;
+        memory.first = memory.first.next_multiple_of(huge);
+        memory.len = len;
+        let advice = match backing {
+            Backing::Thp => Advice::LinuxHugepage,
+            _ => Advice::LinuxNoHugepage,
+        };
+        // SAFETY: the range lies in a mapping that nobody else knows; the advice changes no bytes.
+        // A kernel without huge pages refuses it, which is told below.
+        let _ = unsafe { madvise(memory.first as *mut c_void, len, advice) };
+        memory.touch();
+        let found = memory.huge_bytes();
+        if backing == Backing::Thp && found < len {
+            return Ok(Err(Absent(format!(
+                "thp did not run: {} of {} became huge pages; \
+                 /sys/kernel/mm/transparent_hugepage/enabled must hold [madvise] or [always], and \
+                 memory must not be fragmented (echo 1 > /proc/sys/vm/compact_memory)",
+                report::bytes(found as u64),
+                report::bytes(len as u64),
+            ))));
+        }
+        Ok(Ok(memory))
+    }
+
+    /// The address of a page in this process.
+    #[inline]
+    pub(super) fn page(&self, page: usize) -> usize {
+        debug_assert!(page * PAGE < self.len);
+        self.first + page * PAGE
+    }
+
+    /// Its bytes.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Writes to every page, so that it is there.
+    fn touch(&self) {
+        for at in (self.first..self.first + self.len).step_by(PAGE) {
+            // SAFETY: it lies in the mapping, which is writable, and nobody else has it.
+            unsafe { ptr::write_volatile(at as *mut u8, 1) };
+        }
+    }
+
+    /// How many bytes are transparent huge pages.
+    fn huge_bytes(&self) -> usize {
+        let smaps = fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+        huge_bytes(&smaps, self.first, self.first + self.len).min(self.len)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: this mapping was made here, and nothing refers to it: what was pinned of it has a
+        // count of its own in the kernel.
+        let _ = unsafe { munmap(self.mapped, self.mapped_len) };
+    }
+}
+
+fn map(len: usize, flags: MapFlags) -> rustix::io::Result<Memory> {
+    // SAFETY: a new mapping where the kernel likes; nothing is there yet.
+    let mapped =
+        unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)? };
+    Ok(Memory { mapped, mapped_len: len, first: mapped as usize, len })
+}
+
+/// Memory of the system's huge pages, of which all are reserved when it is mapped.
+fn hugetlb(len: usize, huge: usize) -> Option<Memory> {
+    let len = len.next_multiple_of(huge);
+    map(len, MapFlags::PRIVATE | MapFlags::HUGETLB).ok()
+}
+
+fn no_hugetlb(len: usize, huge: usize) -> Absent {
+    let pages = len.div_ceil(huge);
+    let free = meminfo("HugePages_Free:").unwrap_or(0);
+    Absent(format!(
+        "hugetlb did not run: it takes {pages} huge pages of {}, and {free} are free; as root, \
+         `sysctl vm.nr_hugepages={pages}` sets them apart (and 0 gives them back)",
+        report::bytes(huge as u64),
+    ))
+}
+
+/// The size of the system's huge pages.
+fn huge_page() -> usize {
+    meminfo("Hugepagesize:").map_or(HUGE, |kib| kib << 10).max(HUGE)
+}
+
+/// The number behind a word of `/proc/meminfo`.
+fn meminfo(word: &str) -> Option<usize> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let rest = text.lines().find_map(|line| line.strip_prefix(word))?;
+    rest.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// The bytes of transparent huge pages in the mappings of `smaps` that share addresses with a range:
+/// the kernel joins mappings that lie side by side.
+fn huge_bytes(smaps: &str, first: usize, end: usize) -> usize {
+    let (mut inside, mut bytes) = (false, 0);
+    for line in smaps.lines() {
+        let word = line.split(' ').next().unwrap_or_default();
+        if let Some((from, to)) = word.split_once('-') {
+            let at = |text| usize::from_str_radix(text, 16).unwrap_or(usize::MAX);
+            inside = at(from) < end && at(to) > first;
+        } else if let (true, Some(kib)) = (inside, line.strip_prefix("AnonHugePages:")) {
+            let kib = kib.split_ascii_whitespace().next().and_then(|kib| kib.parse::<usize>().ok());
+            bytes += kib.unwrap_or(0) << 10;
+        }
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_pages_are_no_huge_ones() {
+        let Ok(memory) = Memory::new(Backing::Small, 1024).unwrap() else { panic!() };
+        assert_eq!(memory.huge_bytes(), 0);
+        assert!(memory.len() >= 1024 * PAGE && memory.page(0).is_multiple_of(huge_page()));
+        assert_eq!(memory.page(1023) - memory.page(0), 1023 * PAGE);
+    }
+
+    #[test]
+    fn what_is_missing_is_told_with_what_helps() {
+        for backing in [Backing::Thp, Backing::Hugetlb] {
+            match Memory::new(backing, 1024).unwrap() {
+                Ok(memory) if backing == Backing::Thp => {
+                    assert_eq!(memory.huge_bytes(), memory.len());
+                }
+                Ok(_) => {}
+                Err(Absent(why)) => assert!(why.contains("did not run"), "{why}"),
+            }
+        }
+        let Absent(why) = no_hugetlb(32 << 20, 2 << 20);
+        assert!(why.contains("16 huge pages of 2 MiB"), "{why}");
+        assert!(why.contains("vm.nr_hugepages=16"), "{why}");
+    }
+
+    #[test]
+    fn huge_pages_are_found_in_their_mapping_only() {
+        let smaps = "7f00-8000 rw-p 00000000 00:00 0 \nSize: 1 kB\nAnonHugePages:      4 kB\n\
+                     8000-9000 rw-p 00000000 00:00 0 \nAnonHugePages:    2048 kB\n\
+                     9000-a000 rw-p 0 00:00 0 [heap]\nAnonHugePages:    6144 kB\n";
+        assert_eq!(huge_bytes(smaps, 0x8000, 0x9000), 2 << 20);
+        assert_eq!(huge_bytes(smaps, 0x8000, 0xa000), 8 << 20);
+        assert_eq!(huge_bytes(smaps, 0x8fff, 0x9000), 2 << 20);
+        assert_eq!(huge_bytes(smaps, 0xa000, 0xb000), 0);
+    }
+}

@@ -1,0 +1,467 @@
+//! Pinning pages: our pinner beside the same work by hand, and what recorded work would gain.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`params`] | what can be varied, by name |
+//! | `set` | the pages of a list |
+//! | `memory` | memory to pin: small pages, huge ones |
+//! | `ring` | the kernel's registered buffers, by hand |
+//! | `peers` | who pins by hand; which call for one page is the fastest |
+//! | `ours` | our pinner over the same mechanism |
+//! | `measure` | times and checks one of them |
+//! | [`table`] | all of it for a terminal |
+//! | [`runs`] | how long runs are in recordings of real work |
+//!
+//! All who pin take turns in each round, forwards and backwards in turn, so that what slows the machine
+//! for a while slows all of them and what drifts cancels out; ratios are those of a round.
+
+mod measure;
+mod memory;
+mod ours;
+pub mod params;
+mod peers;
+mod ring;
+pub mod runs;
+mod set;
+pub mod table;
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use serde_json::{Map, Value, json};
+
+use self::{
+    measure::{How, Timed, Times},
+    memory::{Absent, Memory},
+    ours::Ours,
+    params::{Backing, Implementation, List, Pages},
+    peers::{OneCall, PageByPage, RunsByHand, one_page_calls},
+    ring::Name,
+    set::Set,
+};
+use super::{Benchmark, Interval, Row, clock::Clock, rounds::Rounds, threads};
+use crate::{
+    progress::{Kind, Progress},
+    run::Usage,
+};
+
+/// What to measure, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Who pins.
+    pub implementations: Vec<Implementation>,
+    /// Lengths of lists.
+    pub pages: Vec<Pages>,
+    /// Kinds of memory.
+    pub backings: Vec<Backing>,
+    /// Whether those were named: one that there is none of is a failure then.
+    pub backings_named: bool,
+    /// How the pages of a list lie.
+    pub lists: Vec<List>,
+    /// Rounds.
+    pub repeat: u32,
+    /// How long one measurement runs, at least one list.
+    pub budget: Duration,
+    /// How to show progress.
+    pub progress: Kind,
+}
+
+/// One contest: what is measured in turns.
+#[derive(Clone, Copy)]
+struct Cell {
+    backing: Backing,
+    list: List,
+    pages: usize,
+}
+
+impl Options {
+    fn cells(&self, backing: Backing) -> Vec<Cell> {
+        let mut cells = Vec::new();
+        for &list in &self.lists {
+            for &Pages(pages) in &self.pages {
+                // One page lies as it lies.
+                if pages > 1 || list == self.lists[0] {
+                    cells.push(Cell { backing, list, pages });
+                }
+            }
+        }
+        cells
+    }
+
+    fn expected(&self, cell: &Cell) -> Duration {
+        // A list of a page a call may take longer than a slice.
+        let slice = self.budget.max(Duration::from_micros(cell.pages as u64)).mul_f64(1.25);
+        slice * (self.repeat + 1) * self.implementations.len() as u32
+    }
+}
+
+/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
+///
+/// # Errors
+/// [`Usage`]: there is nothing to measure. Or the kernel lets nobody pin, or has no memory.
+pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
+    let most = options.pages.iter().map(|pages| pages.0).max();
+    let (Some(most), false, false, false) = (
+        most,
+        options.lists.is_empty(),
+        options.backings.is_empty(),
+        options.implementations.is_empty(),
+    ) else {
+        return Err(Usage("nothing to measure".to_owned()).into());
+    };
+    let cpu = *threads::cpus().last().unwrap_or(&0);
+    // Made first: it counts the CPUs that this thread may use.
+    let benchmark = Benchmark::new("pin", options.repeat);
+    threads::bound_to(cpu, || measured(benchmark, options, most, cpu, stop))
+}
+
+fn measured(
+    mut benchmark: Benchmark,
+    options: &Options,
+    most: usize,
+    cpu: usize,
+    stop: &AtomicBool,
+) -> Result<Benchmark> {
+    let clock = Clock::calibrate();
+    let small = Memory::new(Backing::Small, Set::span(most))?;
+    let Ok(small) = small else { unreachable!("small pages are always there") };
+    let calls = one_page_calls(&small, &clock)?;
+    let fastest = calls.iter().filter(|one| one.name.is_some());
+    let fastest =
+        fastest.min_by(|a, b| (a.pin_ns + a.unpin_ns).total_cmp(&(b.pin_ns + b.unpin_ns)));
+    let fastest = *fastest.context("the kernel has no call that pins one page after the other")?;
+    benchmark.settings = object([
+        ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+        ("cpu", cpu.into()),
+        ("clock", clock.name().into()),
+        ("clock_ns", clock.cost_ns().into()),
+        ("one_page_calls", calls.iter().map(|one| told(one, fastest.call)).collect()),
+        ("did_not_run", json!([])),
+    ]);
+    let cells: Vec<Cell> =
+        options.backings.iter().flat_map(|backing| options.cells(*backing)).collect();
+    let expected = cells.iter().map(|cell| options.expected(cell)).sum();
+    let progress = Progress::new(options.progress, cells.len() as u64, expected);
+    let mut small = Some(small);
+    for &backing in &options.backings {
+        let memory = match (backing, small.take()) {
+            (Backing::Small, Some(memory)) => Ok(memory),
+            _ => Memory::new(backing, Set::span(most))?,
+        };
+        let memory = memory.map_err(|absent| absent_note(absent, options, &mut benchmark));
+        for cell in options.cells(backing) {
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
+            let Cell { list, pages, .. } = cell;
+            progress.begin(&format!("{pages} pages, {backing}, {list}"));
+            let name = fastest.name.unwrap_or(Name::Descriptor);
+            Contest::new(cell, options, memory.as_ref(), name, &mut benchmark).run(
+                options,
+                &clock,
+                stop,
+                &mut benchmark,
+            );
+            progress.step(options.expected(&cell));
+        }
+    }
+    progress.finish();
+    benchmark.interrupted = stop.load(Ordering::Relaxed);
+    Ok(benchmark)
+}
+
+/// Tells of memory that is not there, as loudly as it was asked for.
+fn absent_note(Absent(why): Absent, options: &Options, into: &mut Benchmark) -> String {
+    if options.progress != Kind::Silent && !options.backings_named {
+        eprintln!("{why}");
+    }
+    if let Some(Value::Array(missing)) = into.settings.get_mut("did_not_run") {
+        missing.push(why.clone().into());
+    }
+    match options.backings_named {
+        true => into.errors.push(why.clone()),
+        false => into.warnings.push(why.clone()),
+    }
+    format!("not measured: {why}")
+}
+
+fn told(one: &OneCall, fastest: &str) -> Value {
+    json!({
+        "call": one.call,
+        "pin_ns": one.pin_ns,
+        "unpin_ns": one.unpin_ns,
+        "page_by_page": one.call == fastest,
+    })
+}
+
+/// Who pins a list.
+struct Entrant<'m> {
+    implementation: Implementation,
+    subject: Option<Box<dyn Timed + 'm>>,
+    /// Why it is not measured.
+    out: Option<String>,
+    /// Of a list, ns.
+    pin: Rounds,
+    unpin: Rounds,
+    lists: u64,
+}
+
+impl Entrant<'_> {
+    fn both(&self) -> Rounds {
+        self.pin.with(&self.unpin, |pin, unpin| pin + unpin)
+    }
+}
+
+struct Contest<'m> {
+    cell: Cell,
+    set: Set,
+    entrants: Vec<Entrant<'m>>,
+}
+
+impl<'m> Contest<'m> {
+    fn new(
+        cell: Cell,
+        options: &Options,
+        memory: Result<&'m Memory, &String>,
+        name: Name,
+        into: &mut Benchmark,
+    ) -> Contest<'m> {
+        let set = Set::new(cell.list, cell.pages);
+        let mut entrants = Vec::new();
+        for &implementation in &options.implementations {
+            let made = match memory {
+                Ok(memory) => subject(implementation, cell, &set, memory, name),
+                Err(why) => Err(Out(why.clone())),
+            };
+            let (subject, out) = match made {
+                Ok(subject) => (Some(subject), None),
+                Err(Out(why)) => (None, Some(why)),
+            };
+            if let (Some(why), true) = (&out, memory.is_ok()) {
+                let Cell { backing, list, pages } = cell;
+                let why = format!("{implementation}, {pages} pages of {backing}, {list}: {why}");
+                into.errors.push(why);
+            }
+            let (pin, unpin) = Default::default();
+            entrants.push(Entrant { implementation, subject, out, pin, unpin, lists: 0 });
+        }
+        Contest { cell, set, entrants }
+    }
+
+    fn run(mut self, options: &Options, clock: &Clock, stop: &AtomicBool, into: &mut Benchmark) {
+        let mut times = Times::default();
+        // In the first round caches grow, and it counts for nothing.
+        for round in 0..=options.repeat {
+            let mut turns: Vec<&mut Entrant<'_>> = self.entrants.iter_mut().collect();
+            if round % 2 == 1 {
+                turns.reverse();
+            }
+            let mut samples = Vec::new();
+            for entrant in turns {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let Some(subject) = &mut entrant.subject else { continue };
+                // The others had the processor's caches meanwhile.
+                let mut slice = |budget| subject.time(&self.set, How { clock, budget }, &mut times);
+                match slice(options.budget / 4).and_then(|_| slice(options.budget)) {
+                    Ok(sample) => samples.push((entrant, sample)),
+                    Err(error) => {
+                        let who = entrant.implementation;
+                        into.errors.push(format!("{who}, {}: {error:#}", self.cell.list));
+                        entrant.out = Some("not measured: it failed".to_owned());
+                        entrant.subject = None;
+                    }
+                }
+            }
+            // A round that not all took part in compares nothing.
+            if round > 0 && !stop.load(Ordering::Relaxed) {
+                for (entrant, sample) in samples {
+                    entrant.pin.push(sample.pin);
+                    entrant.unpin.push(sample.unpin);
+                    entrant.lists += sample.lists;
+                }
+            }
+        }
+        self.rows(into);
+    }
+
+    fn rows(&self, into: &mut Benchmark) {
+        let Cell { backing, list, pages } = self.cell;
+        let find = |wanted| self.entrants.iter().find(|one| one.implementation == wanted);
+        let ours = find(Implementation::Ringfence).map(Entrant::both).unwrap_or_default();
+        let none = Rounds::default();
+        let peer = find(Implementation::PageByPage);
+        let (peer_pin, peer_unpin) = peer.map_or((&none, &none), |one| (&one.pin, &one.unpin));
+        let a_page = |rounds: &Rounds| rounds.interval().scaled(1.0 / pages as f64);
+        for own in &self.entrants {
+            let both = own.both();
+            into.rows.push(Row {
+                name: format!("{pages}/{backing}/{list}"),
+                implementation: own.implementation.to_string(),
+                params: object([
+                    ("pages", pages.into()),
+                    ("backing", backing.name().into()),
+                    ("list", list.name().into()),
+                ]),
+                ns_per_op: a_page(&both),
+                ratio_to_ringfence: both.ratio_to(&ours).median,
+                note: own
+                    .out
+                    .clone()
+                    .or_else(|| own.pin.is_empty().then(|| "not measured: interrupted".to_owned())),
+                figures: object([
+                    ("pin_ns_per_page", value(a_page(&own.pin))),
+                    ("unpin_ns_per_page", value(a_page(&own.unpin))),
+                    ("pin_ns_per_list", value(own.pin.interval())),
+                    ("unpin_ns_per_list", value(own.unpin.interval())),
+                    ("pin_ratio_to_page_by_page", value(own.pin.ratio_to(peer_pin))),
+                    ("unpin_ratio_to_page_by_page", value(own.unpin.ratio_to(peer_unpin))),
+                    ("pin_speedup", value(peer_pin.ratio_to(&own.pin))),
+                    ("unpin_speedup", value(peer_unpin.ratio_to(&own.unpin))),
+                    ("lists", own.lists.into()),
+                    ("runs", self.set.runs.len().into()),
+                    ("held_pages", (pages - self.set.fresh.len()).into()),
+                ]),
+            });
+        }
+    }
+}
+
+/// Why someone is not measured.
+struct Out(String);
+
+/// Makes and checks one who pins.
+fn subject<'m>(
+    implementation: Implementation,
+    cell: Cell,
+    set: &Set,
+    memory: &'m Memory,
+    name: Name,
+) -> Result<Box<dyn Timed + 'm>, Out> {
+    let made = || -> Result<Box<dyn Timed + 'm>> {
+        let mut subject: Box<dyn Timed + 'm> = match implementation {
+            Implementation::Ringfence => Box::new(Ours::new(set, memory, false)?),
+            Implementation::RingfenceEach => Box::new(Ours::new(set, memory, true)?),
+            Implementation::PageByPage => Box::new(PageByPage::new(name, set.fresh.len(), memory)?),
+            Implementation::RunsByHand => Box::new(RunsByHand::new(name, set, memory)?),
+        };
+        // A huge page of which something is held is counted already.
+        let counted = cell.backing == Backing::Small || set.held.is_empty();
+        subject.check(set, if counted { set.fresh.len() } else { 0 })?;
+        Ok(subject)
+    };
+    made().map_err(|error| {
+        let limit = error.chain().any(|cause| {
+            cause.downcast_ref::<rustix::io::Errno>() == Some(&rustix::io::Errno::NOMEM)
+        });
+        let help = match limit {
+            true => "; the limit of locked memory (ulimit -l) may be in the way",
+            false => "",
+        };
+        Out(format!("not measured: {error:#}{help}"))
+    })
+}
+
+fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+fn value(interval: Interval) -> Value {
+    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use parking_lot::{Mutex, MutexGuard};
+
+    use super::{measure::Subject, *};
+
+    /// The kernel counts what the whole process has pinned, so that tests that look take turns.
+    pub(super) fn alone() -> MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock()
+    }
+
+    pub(super) fn tiny() -> Options {
+        Options {
+            implementations: Implementation::ALL.to_vec(),
+            pages: vec![Pages(1), Pages(64)],
+            backings: vec![Backing::Small, Backing::Hugetlb],
+            backings_named: false,
+            lists: List::ALL.to_vec(),
+            repeat: 2,
+            budget: Duration::from_micros(100),
+            progress: Kind::Silent,
+        }
+    }
+
+    #[test]
+    fn everybody_has_a_row_for_every_list() {
+        let _alone = alone();
+        let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
+        assert_eq!(benchmark.errors, Vec::<String>::new());
+        assert_eq!(benchmark.rows.len(), 2 * (1 + 4) * Implementation::ALL.len());
+        for row in &benchmark.rows {
+            let absent = row.params["backing"] == "hugetlb" && !benchmark.warnings.is_empty();
+            assert_eq!(row.ns_per_op.median.is_some(), !absent, "{row:?}");
+            assert_eq!(row.note.is_some(), absent, "{row:?}");
+            if !absent && row.implementation == "page-by-page" {
+                assert_eq!(row.figures["pin_speedup"]["median"], 1.0);
+            }
+        }
+        let calls = benchmark.settings["one_page_calls"].as_array().unwrap();
+        assert_eq!(calls.iter().filter(|call| call["page_by_page"] == true).count(), 1);
+    }
+
+    #[test]
+    fn who_pins_nothing_or_too_much_fails_the_check() {
+        struct Lazy;
+        impl Subject for Lazy {
+            fn pin(&mut self, _: &Set) -> Result<()> {
+                Ok(())
+            }
+            fn unpin(&mut self, _: &Set) -> Result<()> {
+                Ok(())
+            }
+        }
+        struct Hoarder<'m>(PageByPage<'m>);
+        impl Subject for Hoarder<'_> {
+            fn pin(&mut self, set: &Set) -> Result<()> {
+                self.0.pin(set)
+            }
+            fn unpin(&mut self, _: &Set) -> Result<()> {
+                Ok(())
+            }
+        }
+        let _alone = alone();
+        let set = Set::new(List::Contiguous, 8);
+        let wrong = Lazy.check(&set, 8).unwrap_err().to_string();
+        assert!(wrong.contains("not all are pinned"), "{wrong}");
+        let Ok(memory) = Memory::new(Backing::Small, 16).unwrap() else { panic!() };
+        let peer = PageByPage::new(Name::Descriptor, 8, &memory).unwrap();
+        let wrong = Hoarder(peer).check(&set, 8).unwrap_err().to_string();
+        assert!(wrong.contains("pinned afterwards"), "{wrong}");
+    }
+
+    #[test]
+    fn memory_that_was_named_and_is_not_there_is_a_failure() {
+        let _alone = alone();
+        let options = Options { backings_named: true, pages: vec![Pages(16384)], ..tiny() };
+        let options = Options { lists: vec![List::Contiguous], ..options };
+        let benchmark = run(&options, &AtomicBool::new(false)).unwrap();
+        let absent = benchmark.rows.iter().any(|row| row.note.is_some());
+        assert_eq!(benchmark.errors.is_empty(), !absent, "{:?}", benchmark.errors);
+    }
+
+    #[test]
+    fn stopped_at_once_it_has_no_rows() {
+        let _alone = alone();
+        let benchmark = run(&tiny(), &AtomicBool::new(true)).unwrap();
+        assert!(benchmark.interrupted && benchmark.rows.is_empty());
+        assert!(run(&Options { lists: Vec::new(), ..tiny() }, &AtomicBool::new(false)).is_err());
+    }
+}

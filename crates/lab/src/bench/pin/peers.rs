@@ -1,0 +1,172 @@
+//! Who pins by hand: no account, no checks, no unwinding. What is pinned already costs them nothing.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::{
+    measure::Subject,
+    memory::Memory,
+    ring::{NOTHING, Name, Ring, buffer},
+    set::Set,
+};
+use crate::bench::clock::Clock;
+
+/// Slots that one call changes: more or fewer take longer a slot.
+const BATCH: usize = 64;
+
+/// A call for each page, each page in a slot of its own.
+pub(super) struct PageByPage<'m> {
+    ring: Ring,
+    memory: &'m Memory,
+}
+
+impl<'m> PageByPage<'m> {
+    pub(super) fn new(name: Name, slots: usize, memory: &'m Memory) -> Result<PageByPage<'m>> {
+        Ok(PageByPage { ring: Ring::with_slots(name, slots)?, memory })
+    }
+}
+
+impl Subject for PageByPage<'_> {
+    #[inline(always)]
+    fn pin(&mut self, set: &Set) -> Result<()> {
+        for (slot, page) in set.fresh.iter().enumerate() {
+            self.ring.update(slot, &[buffer(self.memory.page(*page), 1)])?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn unpin(&mut self, set: &Set) -> Result<()> {
+        for slot in 0..set.fresh.len() {
+            self.ring.update(slot, &[NOTHING])?;
+        }
+        Ok(())
+    }
+}
+
+/// A slot for each run, [`BATCH`] of them in a call.
+pub(super) struct RunsByHand {
+    ring: Ring,
+    buffers: Vec<libc::iovec>,
+}
+
+impl RunsByHand {
+    pub(super) fn new(name: Name, set: &Set, memory: &Memory) -> Result<RunsByHand> {
+        let ring = Ring::with_slots(name, set.runs.len())?;
+        let buffers =
+            set.runs.iter().map(|run| buffer(memory.page(run.first), run.pages)).collect();
+        Ok(RunsByHand { ring, buffers })
+    }
+}
+
+impl Subject for RunsByHand {
+    #[inline(always)]
+    fn pin(&mut self, _: &Set) -> Result<()> {
+        for (chunk, buffers) in self.buffers.chunks(BATCH).enumerate() {
+            self.ring.update(chunk * BATCH, buffers)?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn unpin(&mut self, _: &Set) -> Result<()> {
+        const EMPTY: [libc::iovec; BATCH] = [NOTHING; BATCH];
+        for (chunk, buffers) in self.buffers.chunks(BATCH).enumerate() {
+            self.ring.update(chunk * BATCH, &EMPTY[..buffers.len()])?;
+        }
+        Ok(())
+    }
+}
+
+/// A way to pin one page, and what it takes, ns.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OneCall {
+    pub(super) call: &'static str,
+    /// How it names the ring, if it can pin pages one after the other.
+    pub(super) name: Option<Name>,
+    pub(super) pin_ns: f64,
+    pub(super) unpin_ns: f64,
+}
+
+/// How long the ways are compared.
+const COMPARISON: Duration = Duration::from_millis(40);
+
+/// The ways to pin one page, each measured in turns with the others.
+///
+/// # Errors
+/// One that every kernel has fails.
+pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCall>> {
+    let page = buffer(memory.page(0), 1);
+    let mut ways: Vec<Way<'_>> = Vec::new();
+    for (call, name) in
+        [("update, ring registered", Name::Registered), ("update", Name::Descriptor)]
+    {
+        // A kernel before 6.3 knows no registered rings in such calls.
+        let Ok(ring) = Ring::with_slots(name, 1) else { continue };
+        if ring.update(0, &[page]).is_err() && name == Name::Registered {
+            continue;
+        }
+        let once = move |pin: bool| ring.update(0, &[if pin { page } else { NOTHING }]);
+        ways.push(Way::new(call, Some(name), once));
+    }
+    let ring = Ring::new(Name::Descriptor)?;
+    let once = move |pin: bool| if pin { ring.register(&page) } else { ring.unregister() };
+    ways.push(Way::new("table of one", None, once));
+    let begun = Instant::now();
+    while begun.elapsed() < COMPARISON {
+        for way in &mut ways {
+            way.block(clock).with_context(|| format!("pinning a page ({})", way.call))?;
+        }
+    }
+    Ok(ways.into_iter().map(|way| way.told(clock)).collect())
+}
+
+/// The ticks of a block's pins, and of its unpins.
+type Block<'a> = Box<dyn Fn(&Clock) -> rustix::io::Result<(u64, u64)> + 'a>;
+
+struct Way<'a> {
+    call: &'static str,
+    name: Option<Name>,
+    block: Block<'a>,
+    /// Of the shortest block.
+    ticks: (u64, u64),
+}
+
+impl<'a> Way<'a> {
+    /// Times in a block.
+    const BLOCK: u64 = 100;
+
+    /// `once` pins (true) or unpins the page. Each has a loop of its own, into which it is inlined.
+    fn new(
+        call: &'static str,
+        name: Option<Name>,
+        once: impl Fn(bool) -> rustix::io::Result<()> + 'a,
+    ) -> Way<'a> {
+        let block = move |clock: &Clock| {
+            let mut ticks = (0, 0);
+            for _ in 0..Way::BLOCK {
+                let begun = clock.now();
+                once(true)?;
+                let pinned = clock.now();
+                once(false)?;
+                ticks.0 += pinned.wrapping_sub(begun);
+                ticks.1 += clock.now().wrapping_sub(pinned);
+            }
+            Ok(ticks)
+        };
+        Way { call, name, block: Box::new(block), ticks: (u64::MAX, u64::MAX) }
+    }
+
+    fn block(&mut self, clock: &Clock) -> rustix::io::Result<()> {
+        let (pin, unpin) = (self.block)(clock)?;
+        self.ticks = (self.ticks.0.min(pin), self.ticks.1.min(unpin));
+        Ok(())
+    }
+
+    fn told(&self, clock: &Clock) -> OneCall {
+        let each = |ticks| (clock.ns(ticks) / Way::BLOCK as f64 - clock.cost_ns()).max(0.0);
+        let (pin_ns, unpin_ns) = (each(self.ticks.0), each(self.ticks.1));
+        OneCall { call: self.call, name: self.name, pin_ns, unpin_ns }
+    }
+}

@@ -1,0 +1,454 @@
+//! How long runs are in recordings of real work: what a pinner that takes runs would gain.
+//!
+//! A recording is read as `replay` reads it. What a pinner meets depends on where it stands and on
+//! how much it is told at once, so that several lengths are told, all in pages:
+//!
+//! | measure | a run is |
+//! |---|---|
+//! | `map` | what was mapped at once: side by side in I/O virtual addresses and in memory |
+//! | `buffer` | what one unmap removes and lies side by side: what a driver asked to be mapped at once |
+//! | `burst` | what lies side by side of all buffers mapped between two unmaps: what a driver that batches could hand over at once |
+//! | `burst memory` | the same, side by side in the memory that is mapped: what is pinned by whoever pins by guest-physical address |
+//! | `in flight` | for each buffer, what it lies in when it has been mapped, together with all that is mapped then |
+//!
+//! In a burst pages are taken in order of their addresses, and one that comes twice counts once.
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicBool},
+};
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::{object, set::PAGE};
+use crate::{
+    bench::{Benchmark, Row},
+    progress::Kind,
+    replay::{self, Recording, Stream, stream::Allocation},
+};
+
+/// Lengths from which on runs are counted apart.
+const FROM: [u64; 5] = [2, 8, 16, 64, 512];
+
+/// Reads recordings and tells how long runs are in them; `-` is standard input.
+///
+/// # Errors
+/// A recording cannot be read, or is none ([`Usage`](crate::run::Usage)).
+pub fn run(traces: &[PathBuf], progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+    let mut benchmark = Benchmark::new("pin", 0);
+    let recordings = replay::read(traces, progress, stop, &mut benchmark.warnings)?;
+    for (file, recording) in &recordings {
+        benchmark.rows.extend(rows(file, recording));
+    }
+    benchmark.interrupted = stop.load(std::sync::atomic::Ordering::Relaxed);
+    Ok(benchmark)
+}
+
+/// Lengths of runs, and how often each came.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Lengths(BTreeMap<u64, u64>);
+
+impl Lengths {
+    fn add(&mut self, pages: u64) {
+        *self.0.entry(pages).or_default() += 1;
+    }
+
+    fn runs(&self) -> u64 {
+        self.0.values().sum()
+    }
+
+    fn pages(&self) -> u64 {
+        // Of a recording with the whole address space in it, as many as there can be.
+        self.0.iter().fold(0, |sum, (pages, runs)| sum.saturating_add(pages.saturating_mul(*runs)))
+    }
+
+    /// The length that a part `q` (0 to 1) of the runs does not exceed.
+    fn quantile(&self, q: f64) -> u64 {
+        let rank = ((self.runs() as f64 * q).ceil() as u64).max(1);
+        let mut seen = 0;
+        for (pages, runs) in &self.0 {
+            seen += runs;
+            if seen >= rank {
+                return *pages;
+            }
+        }
+        0
+    }
+
+    /// The part of the runs, and the part of the pages, that are of at least so many pages.
+    fn from(&self, pages: u64) -> (f64, f64) {
+        let longer = Lengths(self.0.range(pages..).map(|(n, runs)| (*n, *runs)).collect());
+        let part = |of: u64, all: u64| if all == 0 { 0.0 } else { of as f64 / all as f64 };
+        (part(longer.runs(), self.runs()), part(longer.pages(), self.pages()))
+    }
+
+    fn told(&self) -> Distribution {
+        let quantile = |q| self.quantile(q);
+        let (runs, pages) = (self.runs(), self.pages());
+        Distribution {
+            runs,
+            pages,
+            mean: if runs == 0 { 0.0 } else { pages as f64 / runs as f64 },
+            p10: quantile(0.1),
+            p50: quantile(0.5),
+            p90: quantile(0.9),
+            p99: quantile(0.99),
+            longest: self.0.last_key_value().map_or(0, |(pages, _)| *pages),
+            from: FROM.iter().map(|&n| (n, self.from(n))).map(From::from).collect(),
+        }
+    }
+}
+
+/// What is told of a distribution of lengths, in pages.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Distribution {
+    /// How many runs there are: calls, if a run is one.
+    pub(super) runs: u64,
+    /// How many pages: calls, if a page is one.
+    pub(super) pages: u64,
+    pub(super) mean: f64,
+    pub(super) p10: u64,
+    pub(super) p50: u64,
+    pub(super) p90: u64,
+    pub(super) p99: u64,
+    pub(super) longest: u64,
+    pub(super) from: Vec<Share>,
+}
+
+/// What part is in runs of at least so many pages.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Share {
+    pub(super) length: u64,
+    pub(super) of_runs: f64,
+    pub(super) of_pages: f64,
+}
+
+impl From<(u64, (f64, f64))> for Share {
+    fn from((length, (of_runs, of_pages)): (u64, (f64, f64))) -> Share {
+        Share { length, of_runs, of_pages }
+    }
+}
+
+/// All measures of a recording.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Found {
+    map: Lengths,
+    buffer: Lengths,
+    burst: Lengths,
+    burst_memory: Lengths,
+    in_flight: Lengths,
+    /// Buffers that lay beside something else that was mapped when they were.
+    neighbours: u64,
+}
+
+fn rows(file: &str, recording: &Recording) -> Vec<Row> {
+    let found = find(&recording.stream);
+    let buffers = found.buffer.runs();
+    let neighbours = if buffers == 0 { 0.0 } else { found.neighbours as f64 / buffers as f64 };
+    let row = |measure: &str, lengths: &Lengths| {
+        let mut figures = match serde_json::to_value(lengths.told()) {
+            Ok(Value::Object(figures)) => figures,
+            _ => unreachable!("a distribution is plain data"),
+        };
+        figures.insert(
+            "histogram".to_owned(),
+            lengths.0.iter().map(|(n, of)| json!([n, of])).collect(),
+        );
+        if measure == "in flight" {
+            figures.insert("with_neighbour".to_owned(), neighbours.into());
+        }
+        Row {
+            name: format!("{measure}/{file}"),
+            implementation: "recorded".to_owned(),
+            params: object([
+                ("recording", file.into()),
+                ("format", recording.format.name().into()),
+                ("measure", measure.into()),
+            ]),
+            figures,
+            ..Row::default()
+        }
+    };
+    vec![
+        row("map", &found.map),
+        row("buffer", &found.buffer),
+        row("burst", &found.burst),
+        row("burst memory", &found.burst_memory),
+        row("in flight", &found.in_flight),
+    ]
+}
+
+/// Pages, by their numbers: from the first to the last.
+type Pages = (u64, u64);
+
+/// The pages that `len` bytes from an address on touch; none passes the last that there is.
+fn touched(first: u64, last: u64) -> Pages {
+    (first / PAGE as u64, last / PAGE as u64)
+}
+
+fn find(stream: &Stream) -> Found {
+    let mut found = Found::default();
+    let mut live: Vec<Live> = (0..stream.domains).map(|_| Live::default()).collect();
+    // Whether an allocation is in `live`, by its slot.
+    let mut held = vec![false; stream.slots];
+    let mut burst = Burst::default();
+    for op in stream.ops() {
+        let allocation = stream.allocation(op);
+        let pages = touched(allocation.first, allocation.last);
+        let (domain, slot) = (usize::from(allocation.domain), allocation.slot as usize);
+        if op.free {
+            burst.end(&mut found);
+            if std::mem::take(&mut held[slot]) {
+                live[domain].remove(pages);
+            }
+            continue;
+        }
+        found.buffer.add(count(pages));
+        for piece in stream.pieces(allocation) {
+            found.map.add(piece.len.div_ceil(PAGE as u64));
+        }
+        burst.add(stream, allocation);
+        if let Some(run) = live[domain].insert(pages) {
+            held[slot] = true;
+            found.in_flight.add(count(run));
+            found.neighbours += u64::from(run != pages);
+        }
+    }
+    burst.end(&mut found);
+    found
+}
+
+fn count((first, last): Pages) -> u64 {
+    last - first + 1
+}
+
+/// What was mapped since the last unmap.
+#[derive(Default)]
+struct Burst {
+    /// With the number of the domain before it: addresses of two are never side by side.
+    iovas: Vec<(u16, Pages)>,
+    memory: Vec<(u16, Pages)>,
+}
+
+impl Burst {
+    fn add(&mut self, stream: &Stream, allocation: &Allocation) {
+        self.iovas.push((allocation.domain, touched(allocation.first, allocation.last)));
+        let pieces = stream.pieces(allocation).iter();
+        // Memory is the same for all domains.
+        self.memory.extend(pieces.map(|piece| {
+            let last = piece.target.saturating_add(piece.len.saturating_sub(1));
+            (0, touched(piece.target, last))
+        }));
+    }
+
+    fn end(&mut self, found: &mut Found) {
+        runs(&mut self.iovas, &mut found.burst);
+        runs(&mut self.memory, &mut found.burst_memory);
+    }
+}
+
+/// Counts the runs of `pages`, which are none afterwards.
+fn runs(pages: &mut Vec<(u16, Pages)>, into: &mut Lengths) {
+    pages.sort_unstable();
+    let mut run: Option<(u16, Pages)> = None;
+    for (domain, (first, last)) in pages.drain(..) {
+        run = match run {
+            // What is side by side, and what is there already.
+            Some((of, (from, to))) if of == domain && first <= to.saturating_add(1) => {
+                Some((of, (from, to.max(last))))
+            }
+            before => {
+                into.add_run(before);
+                Some((domain, (first, last)))
+            }
+        };
+    }
+    into.add_run(run);
+}
+
+impl Lengths {
+    fn add_run(&mut self, run: Option<(u16, Pages)>) {
+        if let Some((_, pages)) = run {
+            self.add(count(pages));
+        }
+    }
+}
+
+/// What is mapped in a domain, as runs: their last pages by their first.
+#[derive(Default)]
+struct Live(BTreeMap<u64, u64>);
+
+impl Live {
+    /// The run that pages are part of when they are mapped; `None` if something is there already.
+    fn insert(&mut self, (first, last): Pages) -> Option<Pages> {
+        let below = self.0.range(..=last).next_back().map(|(from, to)| (*from, *to));
+        if below.is_some_and(|(_, to)| to >= first) {
+            return None;
+        }
+        let from = match below {
+            Some((from, to)) if to + 1 == first => from,
+            _ => first,
+        };
+        let to = last.checked_add(1).and_then(|next| self.0.remove(&next)).unwrap_or(last);
+        self.0.insert(from, to);
+        Some((from, to))
+    }
+
+    /// Takes pages out of the run that they are part of.
+    fn remove(&mut self, (first, last): Pages) {
+        let run = self.0.range(..=first).next_back().map(|(from, to)| (*from, *to));
+        let Some((from, to)) = run.filter(|(_, to)| *to >= last) else { return };
+        self.0.remove(&from);
+        if from < first {
+            self.0.insert(from, first - 1);
+        }
+        if last < to {
+            self.0.insert(last + 1, to);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::replay::stream::{Derivation, Stamp};
+
+    /// `+2..5>7`: pages 2 to 4 are mapped to pages 7 to 9; `-2..5`: unmapped.
+    fn stream(script: &str) -> Stream {
+        let mut derivation = Derivation::new();
+        for word in script.split_whitespace() {
+            let (range, target) = word[1..].split_once('>').unwrap_or((&word[1..], "0"));
+            let (from, to) = range.split_once("..").unwrap();
+            let at = |text: &str| text.parse::<u64>().unwrap() * PAGE as u64;
+            let (first, last) = (at(from), at(to) - 1);
+            match &word[..1] {
+                "+" => derivation.map(0, first, last, at(target), Stamp::default()),
+                _ => derivation.unmap(0, first, last, true, Stamp::default()),
+            }
+        }
+        derivation.finish()
+    }
+
+    fn lengths<const N: usize>(of: [(u64, u64); N]) -> Lengths {
+        Lengths(of.into_iter().collect())
+    }
+
+    #[test]
+    fn a_buffer_of_scattered_pages_is_one_run_of_addresses_and_several_of_memory() {
+        let found = find(&stream("+0..1>9 +1..2>7 +2..4>3 -0..4"));
+        assert_eq!(found.map, lengths([(1, 2), (2, 1)]));
+        assert_eq!(found.buffer, lengths([(4, 1)]));
+        assert_eq!(found.burst, lengths([(4, 1)]));
+        assert_eq!(found.burst_memory, lengths([(1, 2), (2, 1)]));
+        assert_eq!((found.in_flight, found.neighbours), (lengths([(4, 1)]), 0));
+    }
+
+    #[test]
+    fn neighbours_that_come_downwards_are_a_run_too() {
+        // As Linux allocates: from the top.
+        let found = find(&stream("+6..8>6 +4..6>4 +2..4>20 -6..8 -4..6 -2..4"));
+        assert_eq!(found.buffer, lengths([(2, 3)]));
+        assert_eq!(found.burst, lengths([(6, 1)]));
+        assert_eq!(found.burst_memory, lengths([(2, 1), (4, 1)]));
+        assert_eq!(found.in_flight, lengths([(2, 1), (4, 1), (6, 1)]));
+        assert_eq!(found.neighbours, 2);
+    }
+
+    #[test]
+    fn an_unmap_ends_a_burst_and_leaves_what_is_in_flight() {
+        let found = find(&stream("+0..1>0 +1..2>1 -0..1 +2..3>2 -1..2 -2..3"));
+        assert_eq!(found.burst, lengths([(1, 1), (2, 1)]));
+        assert_eq!(found.in_flight, lengths([(1, 1), (2, 2)]));
+        assert_eq!(found.neighbours, 2);
+    }
+
+    #[test]
+    fn memory_that_is_mapped_twice_is_one_run() {
+        let found = find(&stream("+0..2>5 +8..9>6 -0..2 -8..9"));
+        assert_eq!(found.burst_memory, lengths([(2, 1)]));
+    }
+
+    #[test]
+    fn all_addresses_are_one_run() {
+        let mut derivation = Derivation::new();
+        derivation.map(0, 0, u64::MAX, 0, Stamp::default());
+        let found = find(&derivation.finish());
+        assert_eq!(found.buffer, lengths([(1 << 52, 1)]));
+        assert_eq!(
+            (found.burst, found.in_flight),
+            (lengths([(1 << 52, 1)]), lengths([(1 << 52, 1)]))
+        );
+    }
+
+    #[test]
+    fn quantiles_and_shares_are_of_runs_and_of_pages() {
+        let told = lengths([(1, 8), (16, 2)]).told();
+        assert_eq!((told.runs, told.pages, told.mean), (10, 40, 4.0));
+        assert_eq!((told.p10, told.p50, told.p90, told.longest), (1, 1, 16, 16));
+        let share = |length| told.from.iter().find(|share| share.length == length).unwrap();
+        assert_eq!((share(2).of_runs, share(2).of_pages), (0.2, 0.8));
+        assert_eq!((share(16).of_pages, share(64).of_pages), (0.8, 0.0));
+        let none = Lengths::default().told();
+        assert_eq!((none.runs, none.p50, none.mean, none.from[0].of_runs), (0, 0, 0.0, 0.0));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_in_flight_is_that_of_a_bitmap(
+            script in prop::collection::vec((any::<bool>(), 0_u64..40, 1_u64..5), 1..80),
+        ) {
+            let mut live = Live::default();
+            let mut bitmap = [false; 48];
+            let mut mapped: Vec<Pages> = Vec::new();
+            for (map, first, count) in script {
+                let pages = (first, first + count - 1);
+                let range = first as usize..(first + count) as usize;
+                if map {
+                    let free = bitmap[range.clone()].iter().all(|page| !page);
+                    let run = live.insert(pages);
+                    prop_assert_eq!(run.is_some(), free);
+                    if free {
+                        bitmap[range].fill(true);
+                        mapped.push(pages);
+                        let below = (0..first as usize).rev().take_while(|at| bitmap[*at]).count();
+                        let above = (first + count..48).take_while(|at| bitmap[*at as usize]).count();
+                        let expected = (first - below as u64, pages.1 + above as u64);
+                        prop_assert_eq!(run, Some(expected));
+                    }
+                } else if !mapped.is_empty() {
+                    let pages = mapped.swap_remove(first as usize % mapped.len());
+                    live.remove(pages);
+                    bitmap[pages.0 as usize..=pages.1 as usize].fill(false);
+                }
+                let total: u64 = live.0.iter().map(|(from, to)| to - from + 1).sum();
+                prop_assert_eq!(total, bitmap.iter().filter(|page| **page).count() as u64);
+            }
+        }
+
+        #[test]
+        fn runs_of_a_burst_are_those_of_a_bitmap(
+            pieces in prop::collection::vec((0_u16..2, 0_u64..40, 1_u64..5), 0..30),
+        ) {
+            let mut bitmaps = [[false; 49]; 2];
+            let mut all: Vec<(u16, Pages)> = Vec::new();
+            for (domain, first, count) in pieces {
+                bitmaps[usize::from(domain)][first as usize..(first + count) as usize].fill(true);
+                all.push((domain, (first, first + count - 1)));
+            }
+            let mut expected = Lengths::default();
+            for bitmap in &bitmaps {
+                for run in bitmap.split(|page| !page).filter(|run| !run.is_empty()) {
+                    expected.add(run.len() as u64);
+                }
+            }
+            let mut found = Lengths::default();
+            runs(&mut all, &mut found);
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

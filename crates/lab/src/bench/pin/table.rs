@@ -1,0 +1,260 @@
+//! The benchmark for a terminal.
+
+use std::fmt::Write;
+
+use serde_json::Value;
+
+use super::{params::List, runs::Distribution};
+use crate::{
+    bench::{
+        Benchmark, Interval, Row,
+        table::{block, distinct, half_width, machine, number, optional, times, wrap},
+    },
+    report::table::plain,
+};
+
+/// What was measured, as text.
+pub fn render(benchmark: &Benchmark) -> String {
+    let mut out = wrap(&headline(benchmark));
+    let kind = |row: &Row| (text(row, "backing"), text(row, "list"));
+    for (backing, list) in distinct(&benchmark.rows, kind) {
+        let about = list.parse().map_or("", about);
+        let wanted = (backing, list);
+        let rows: Vec<&Row> = benchmark.rows.iter().filter(|row| kind(row) == wanted).collect();
+        let (backing, list) = wanted;
+        if rows.iter().all(|row| row.ns_per_op.median.is_none()) {
+            continue;
+        }
+        let _ = write!(out, "\n{backing} memory, {list}: {about}\n");
+        out.push_str(&side_by_side(&rows));
+    }
+    let _ = write!(out, "\n{LEGEND}");
+    for call in
+        benchmark.settings.get("one_page_calls").and_then(Value::as_array).into_iter().flatten()
+    {
+        let figure = |key: &str| number(call[key].as_f64().unwrap_or(0.0));
+        let _ = writeln!(
+            out,
+            "one page by hand: {}: {} + {} ns{}",
+            call["call"].as_str().unwrap_or_default(),
+            figure("pin_ns"),
+            figure("unpin_ns"),
+            if call["page_by_page"] == true { ", which page-by-page uses" } else { "" },
+        );
+    }
+    notes(benchmark, &mut out);
+    out
+}
+
+const LEGEND: &str = "\
+ns a page of the list, pin and unpin apart: the medians of rounds in which all take turns; ± half of the 95 % interval.
+  x        how many times as fast as page-by-page, the median of the rounds' ratios: x.980 takes 1.02 times as long
+  page     page-by-page: the fastest call for one page, by hand, once a page; no account, no checks, no unwinding; what
+           is pinned already costs it nothing
+  each     ringfence, called once a page
+  runs     the list's runs by hand, known beforehand, 64 in a call: what the kernel takes of ringfence's time
+";
+
+fn headline(benchmark: &Benchmark) -> String {
+    let budget = benchmark.settings.get("budget_ms").and_then(Value::as_f64).unwrap_or(0.0);
+    format!(
+        "pinning pages by io_uring's registered buffers; {} rounds of {budget} ms{}; {}",
+        benchmark.rounds,
+        if benchmark.interrupted { ", interrupted" } else { "" },
+        machine(benchmark),
+    )
+}
+
+fn about(list: List) -> &'static str {
+    match list {
+        List::Contiguous => "pages side by side, in order",
+        List::Random => "pages in random order, no two side by side",
+        List::Mixed => "half of the pages in runs of up to 16, between which as many lie alone",
+        List::Pinned => "pages side by side, every other run of up to 16 pinned already",
+    }
+}
+
+/// A line for each length of list.
+fn side_by_side(rows: &[&Row]) -> String {
+    let cells = |text: &[&str]| text.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>();
+    let mut lines = vec![
+        cells(&["", "pin", "", "", "", "unpin", "", "", "", "page", "", "each", "", "runs", ""]),
+        cells(&[
+            "pages", "ns", "±", "x", "±", "ns", "±", "x", "±", "pin", "unpin", "pin", "unpin",
+            "pin", "unpin",
+        ]),
+    ];
+    for pages in distinct(rows.iter().copied(), |row| text(row, "pages")) {
+        let of = |name: &str| {
+            let found = rows.iter().copied();
+            let mut found = found.filter(|row| row.implementation == name);
+            found.find(|row| text(row, "pages") == pages)
+        };
+        let figure =
+            |name: &str, key: &str| of(name).map(|row| interval(row, key)).unwrap_or_default();
+        let mut line = vec![pages.clone()];
+        for what in ["pin", "unpin"] {
+            let ns = figure("ringfence", &format!("{what}_ns_per_page"));
+            let speed = figure("ringfence", &format!("{what}_speedup"));
+            line.extend([optional(ns.median), half_width(ns)]);
+            line.extend([times(speed.median), half_width(speed)]);
+        }
+        for what in ["pin", "unpin"] {
+            line.push(optional(figure("page-by-page", &format!("{what}_ns_per_page")).median));
+        }
+        for name in ["ringfence-each", "runs-by-hand"] {
+            for what in ["pin", "unpin"] {
+                line.push(times(figure(name, &format!("{what}_speedup")).median));
+            }
+        }
+        lines.push(line);
+    }
+    block(lines)
+}
+
+/// Run lengths of recordings, as text.
+pub fn render_runs(benchmark: &Benchmark) -> String {
+    let mut out = String::new();
+    for recording in distinct(&benchmark.rows, |row| text(row, "recording")) {
+        let rows = benchmark.rows.iter().filter(|row| text(row, "recording") == recording);
+        let rows: Vec<&Row> = rows.collect();
+        let format = rows.first().map_or(String::new(), |row| text(row, "format"));
+        let _ = writeln!(out, "{}", wrap(&format!("{}: {format}", plain(&recording))).trim_end());
+        let head = [
+            "", "runs", "pages", "mean", "p10", "p50", "p90", "p99", "most", "%>=2", "%>=8",
+            "%>=16", "%>=64", "%>=512", "calls",
+        ];
+        let mut lines = vec![head.map(str::to_owned).to_vec()];
+        for row in &rows {
+            let Some(told) = distribution(row) else { continue };
+            let mut line = vec![text(row, "measure")];
+            line.extend([told.runs, told.pages].map(|n| number(n as f64)));
+            line.push(number(told.mean));
+            line.extend(
+                [told.p10, told.p50, told.p90, told.p99, told.longest].map(|n| number(n as f64)),
+            );
+            line.extend(told.from.iter().map(|share| format!("{:.1}", share.of_pages * 100.0)));
+            line.push(match text(row, "measure").as_str() {
+                // Runs here are counted once for each buffer that they are part of.
+                "in flight" => String::new(),
+                _ => times(Some(told.pages as f64 / told.runs.max(1) as f64)),
+            });
+            lines.push(line);
+        }
+        out.push_str(&block(lines));
+        for row in &rows {
+            if let Some(part) = row.figures.get("with_neighbour").and_then(Value::as_f64) {
+                let _ = writeln!(
+                    out,
+                    "{:.1} % of buffers were mapped beside another that was in flight",
+                    part * 100.0
+                );
+            }
+        }
+        out.push('\n');
+    }
+    out.push_str(RUNS);
+    notes(benchmark, &mut out);
+    out
+}
+
+const RUNS: &str = "\
+Lengths of runs, in pages of 4 KiB; p50: half of the runs are no longer.
+  map           what was mapped at once: side by side in I/O virtual addresses and in memory
+  buffer        what one unmap removed: what a driver asked to be mapped at once
+  burst         of all buffers mapped between two unmaps, taken as one list, what lies side by side in I/O virtual
+                addresses; burst memory: in the memory itself, as who pins by guest-physical address sees it
+  in flight     for each buffer, what it was part of when it was mapped, with all that was mapped then
+  %>=2          pages in runs of at least 2, of all, percent
+  calls         calls of page-by-page for each call of a run
+";
+
+fn notes(benchmark: &Benchmark, out: &mut String) {
+    let notes = distinct(&benchmark.rows, |row| (row.implementation.clone(), row.note.clone()));
+    for (name, note) in notes {
+        let told = |note: &String| benchmark.warnings.iter().any(|why| note.contains(why.as_str()));
+        match note {
+            Some(note) if !told(&note) => out.push_str(&wrap(&format!("note: {name}: {note}"))),
+            _ => {}
+        }
+    }
+    for missing in
+        benchmark.settings.get("did_not_run").and_then(Value::as_array).into_iter().flatten()
+    {
+        out.push_str(&wrap(&format!("DID NOT RUN: {}", missing.as_str().unwrap_or_default())));
+    }
+    for warning in &benchmark.warnings {
+        let told = benchmark.settings.get("did_not_run").and_then(Value::as_array);
+        if !told.is_some_and(|told| told.iter().any(|one| one == warning.as_str())) {
+            out.push_str(&wrap(&format!("warning: {}", plain(warning))));
+        }
+    }
+}
+
+fn distribution(row: &Row) -> Option<Distribution> {
+    serde_json::from_value(Value::Object(row.figures.clone())).ok()
+}
+
+fn interval(row: &Row, key: &str) -> Interval {
+    let value = row.figures.get(key).cloned();
+    value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
+}
+
+fn text(row: &Row, key: &str) -> String {
+    match row.params.get(key) {
+        Some(Value::String(text)) => text.clone(),
+        Some(value) => value.to_string(),
+        None => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, atomic::AtomicBool};
+
+    use super::*;
+    use crate::{progress::Kind, report::table::WIDTH};
+
+    fn fits(text: &str) {
+        for line in text.lines() {
+            assert!(line.chars().count() <= WIDTH, "{}: {line}", line.chars().count());
+        }
+    }
+
+    #[test]
+    fn no_line_is_wider_than_a_terminal_and_all_is_told() {
+        let _alone = super::super::tests::alone();
+        let options = super::super::tests::tiny();
+        let mut benchmark = super::super::run(&options, &AtomicBool::new(false)).unwrap();
+        benchmark.warnings.push("it rains".to_owned());
+        let shown = render(&benchmark);
+        for word in ["4k memory, contiguous", "mixed", "page-by-page uses", "it rains", "± x"] {
+            assert!(shown.contains(word) || word == "± x", "{word}\n{shown}");
+        }
+        let absent = benchmark.settings["did_not_run"].as_array().unwrap().len();
+        assert_eq!(shown.matches("DID NOT RUN: ").count(), absent, "{shown}");
+        assert_eq!(shown.matches("hugetlb did not run").count(), absent, "{shown}");
+        fits(&shown);
+        for row in &mut benchmark.rows {
+            for figure in row.figures.values_mut() {
+                *figure = serde_json::json!({ "median": 987_654.0, "lo": 1.0, "hi": 2e6 });
+            }
+        }
+        fits(&render(&benchmark));
+    }
+
+    #[test]
+    fn recordings_are_told_of() {
+        let trace = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../examples/traces/guest-ftrace-nvme-intel-lazy-a.txt.gz"
+        );
+        let stop = Arc::new(AtomicBool::new(false));
+        let benchmark = super::super::runs::run(&[trace.into()], Kind::Silent, &stop).unwrap();
+        let shown = render_runs(&benchmark);
+        fits(&shown);
+        for word in ["burst memory", "in flight", "beside another"] {
+            assert!(shown.contains(word), "{word}\n{shown}");
+        }
+    }
+}
