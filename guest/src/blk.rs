@@ -7,16 +7,14 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use ringfence_mem::GuestRam;
+use ringfence_vfio::kernel::Device;
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM, F_VERSION_1,
     driver::{Queue, Rings},
     layout,
 };
 
-use crate::{
-    pci::{Notifier, Registers},
-    vfio::Device,
-};
+use crate::pci::{Notifier, Registers};
 
 const SIZE: u16 = 64;
 /// A request's header, and the byte after it in which the device says how it ended.
@@ -41,18 +39,18 @@ pub(crate) struct Io {
 }
 
 /// A disk that runs.
-pub(crate) struct Disk<'d> {
+pub(crate) struct Disk {
     ram: Arc<GuestRam>,
     queue: Queue,
-    notifier: Notifier<'d>,
+    notifier: Notifier,
     capacity: u64,
     /// Where the headers lie, one for each chain that there can be.
     slots: usize,
 }
 
-impl<'d> Disk<'d> {
+impl Disk {
     /// Starts the device; rings and headers lie in `ram`, which it can reach.
-    pub(crate) fn start(device: &'d Device, ram: Arc<GuestRam>) -> Result<Disk<'d>> {
+    pub(crate) fn start(device: &Device, ram: Arc<GuestRam>) -> Result<Disk> {
         let registers = Registers::find(device)?;
         registers.begin(1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM)?;
         let at = layout::offsets(SIZE);

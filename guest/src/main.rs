@@ -7,14 +7,13 @@
 
 mod blk;
 mod pci;
-mod vfio;
 
 use std::{env, sync::Arc, thread::sleep, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use blk::{Disk, Io};
 use ringfence_mem::GuestRam;
-use vfio::Container;
+use ringfence_vfio::kernel::{Attached, Container, Group, MapFlags, Type1Kernel, UnmapFlags};
 
 /// Where the memory of all I/O lies for the device.
 const STATIC: u64 = 0x1000_0000;
@@ -26,15 +25,34 @@ fn main() -> Result<()> {
     let mut arguments = env::args().skip(1);
     let mut next = |what| arguments.next().with_context(|| format!("{what} is missing"));
     let (address, group) = (next("the device's PCI address")?, next("its group")?);
-    let container = Container::open(&group)?;
+    let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
     let device = container.device(&address)?;
+    // A device that cannot be reset this way is reset by its driver.
+    let _ = device.reset();
     let ram = GuestRam::new(4 << 20, STATIC)?;
-    container.map(&ram)?;
+    map(&container, &ram)?;
     let mut disk = Disk::start(&device, Arc::clone(&ram))?;
     println!("capacity {}", disk.capacity());
     static_mapping(&mut disk)?;
     isolation(&container, &mut disk)?;
     println!("over");
+    Ok(())
+}
+
+/// Lets devices reach memory at its guest-physical address, which is an IOVA here.
+fn map(container: &Attached, ram: &GuestRam) -> Result<()> {
+    let both = MapFlags::READ | MapFlags::WRITE;
+    // SAFETY: the memory is mapped while `ram` lives, which is longer than the container is used, and
+    // what a device does to it is what anyone it is shared with may do.
+    unsafe { container.map(both, ram.gpa(), ram.user_addr(), ram.len() as u64) }.context("MAP_DMA")
+}
+
+/// Takes it away again: over when this returns.
+fn unmap(container: &Attached, ram: &GuestRam) -> Result<()> {
+    let len = ram.len() as u64;
+    let removed =
+        container.unmap(UnmapFlags::empty(), ram.gpa(), len, None).context("UNMAP_DMA")?;
+    ensure!(removed == len, "UNMAP_DMA removed {removed:#x} bytes");
     Ok(())
 }
 
@@ -71,7 +89,7 @@ fn static_mapping(disk: &mut Disk) -> Result<()> {
 
 /// What is not mapped any more is out of the device's reach, both ways, and back in it once it is
 /// mapped again.
-fn isolation(container: &Container, disk: &mut Disk) -> Result<()> {
+fn isolation(container: &Attached, disk: &mut Disk) -> Result<()> {
     let page = GuestRam::new(PAGE, TAKEN)?;
     let own = disk.carve(PAGE)?;
     let over_page = |write, sector| Io { write, sector, addr: TAKEN, len: PAGE as u32 };
@@ -82,12 +100,12 @@ fn isolation(container: &Container, disk: &mut Disk) -> Result<()> {
     // Sector 0 has what everybody may see; the device has used the page, and knows where it lies.
     disk.ram().slice(own, PAGE)?.copy_from(&public);
     disk.all([over_own(true, 0), over_own(true, 8)])?;
-    container.map(&page)?;
+    map(container, &page)?;
     disk.all([over_page(false, 0)])?;
     ensure!(bytes(&page, 0, PAGE)? == public, "the device did not write to a mapped page");
 
     page.slice(0, PAGE)?.copy_from(&secret);
-    container.unmap(&page)?;
+    unmap(container, &page)?;
     for round in 0..3 {
         let read = disk.one(over_page(false, 0), Duration::from_secs(30))?;
         ensure!(!read, "a read into a page that was unmapped succeeded (round {round})");
@@ -101,7 +119,7 @@ fn isolation(container: &Container, disk: &mut Disk) -> Result<()> {
 
     // The device may have kept for a moment that there is nothing.
     sleep(Duration::from_millis(100));
-    container.map(&page)?;
+    map(container, &page)?;
     disk.all([over_page(true, 8)])?;
     disk.all([over_own(false, 8)])?;
     ensure!(bytes(disk.ram(), own, PAGE)? == secret, "the page was mapped again and not read");

@@ -1,11 +1,8 @@
 //! A virtio device on PCI (virtio 1.3, section 4.1): where its registers lie, and how it is begun.
 
 use anyhow::{Context, Result, ensure};
+use ringfence_vfio::kernel::{Device, Region};
 
-use crate::vfio::{CONFIG, Device, Region};
-
-const COMMAND: u64 = 4;
-const COMMAND_MEMORY_AND_MASTER: u16 = 6;
 const CAPABILITIES: u64 = 0x34;
 const VENDOR_SPECIFIC: u8 = 9;
 
@@ -16,19 +13,18 @@ const FEATURES_OK: u8 = 8;
 const NO_VECTOR: u16 = 0xffff;
 
 /// The registers of a virtio device.
-pub(crate) struct Registers<'d> {
-    common: Region<'d>,
-    notify: Region<'d>,
+pub(crate) struct Registers {
+    common: Region,
+    notify: Region,
     notify_step: u32,
-    device: Region<'d>,
+    device: Region,
 }
 
-impl<'d> Registers<'d> {
+impl Registers {
     /// Finds them, and lets the device use the bus.
-    pub(crate) fn find(device: &'d Device) -> Result<Registers<'d>> {
-        let config = device.region(CONFIG)?;
-        let command = u16::from_le_bytes(config.read(COMMAND)?);
-        config.write(COMMAND, (command | COMMAND_MEMORY_AND_MASTER).to_le_bytes())?;
+    pub(crate) fn find(device: &Device) -> Result<Registers> {
+        device.set_bus_master(true)?;
+        let config = device.config()?;
         let (mut common, mut notify, mut own) = (None, None, None);
         let [mut at] = config.read(CAPABILITIES)?;
         // There is room for no more than that many: a list that goes round ends too.
@@ -79,7 +75,7 @@ impl<'d> Registers<'d> {
     }
 
     /// Sets up queue 0 with its three areas; what notifies it.
-    pub(crate) fn queue(&self, size: u16, areas: [u64; 3]) -> Result<Notifier<'d>> {
+    pub(crate) fn queue(&self, size: u16, areas: [u64; 3]) -> Result<Notifier> {
         self.common.write(0x16, 0_u16.to_le_bytes())?;
         let most = u16::from_le_bytes(self.common.read(0x18)?);
         ensure!(size <= most, "the device's queue has {most} descriptors");
@@ -111,17 +107,17 @@ impl<'d> Registers<'d> {
     }
 
     fn set_status(&self, status: u8) -> Result<()> {
-        self.common.write(0x14, [status])
+        Ok(self.common.write(0x14, [status])?)
     }
 }
 
 /// What notifies a queue.
-pub(crate) struct Notifier<'d> {
-    register: Region<'d>,
+pub(crate) struct Notifier {
+    register: Region,
 }
 
-impl Notifier<'_> {
+impl Notifier {
     pub(crate) fn kick(&self) -> Result<()> {
-        self.register.write(0, 0_u16.to_le_bytes())
+        Ok(self.register.write(0, 0_u16.to_le_bytes())?)
     }
 }

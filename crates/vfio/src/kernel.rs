@@ -3,9 +3,29 @@
 //!
 //! Errors are the kernel's own numbers here: what they mean is said where it is known what was asked.
 
+mod bar;
+mod chain;
+mod container;
+mod device;
+mod group;
+mod ioctl;
+mod iommu;
+mod memlock;
+mod sysfs;
+
+use std::{fs::File, sync::Arc};
+
 use bitflags::bitflags;
-use ringfence_iommu::Range;
+use ringfence_iommu::{Range, ReservedRegion};
 use rustix::io::Errno;
+
+pub use bar::Bar;
+pub use container::{Attached, Container};
+pub use device::{Device, Region};
+pub use group::Group;
+pub use iommu::{Bound, IommuFile};
+pub use memlock::Locked;
+pub use sysfs::{Member, Sysfs};
 
 /// What a kernel answers.
 pub type Answer<T> = Result<T, Errno>;
@@ -124,6 +144,52 @@ pub trait Type1Kernel: Send + Sync {
     /// # Errors
     /// The kernel's.
     fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
+
+    /// The regions that its devices must not have mapped, as far as it names them: what the gaps
+    /// between the ranges of [`info`](Self::info) are for. In ascending order.
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        Vec::new()
+    }
+
+    /// How much memory is locked for whom mappings are charged to, and may be; `None` if no limit
+    /// holds.
+    fn locked(&self) -> Option<Locked> {
+        None
+    }
+}
+
+impl<K: Type1Kernel + ?Sized> Type1Kernel for Arc<K> {
+    fn info(&self) -> Answer<Type1Info> {
+        (**self).info()
+    }
+    fn has(&self, extension: Extension) -> bool {
+        (**self).has(extension)
+    }
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).map(flags, iova, vaddr, size) }
+    }
+    fn unmap(
+        &self,
+        flags: UnmapFlags,
+        iova: u64,
+        size: u64,
+        dirty: Option<Bitmap<'_>>,
+    ) -> Answer<u64> {
+        (**self).unmap(flags, iova, size, dirty)
+    }
+    fn track_dirty(&self, on: bool) -> Answer<()> {
+        (**self).track_dirty(on)
+    }
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        (**self).dirty(iova, size, dirty)
+    }
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        (**self).reserved_regions()
+    }
+    fn locked(&self) -> Option<Locked> {
+        (**self).locked()
+    }
 }
 
 /// The name of an object in an iommufd.
@@ -201,4 +267,67 @@ pub trait IommufdKernel: Send + Sync {
     /// # Errors
     /// The kernel's.
     fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
+
+    /// As [`Type1Kernel::reserved_regions`].
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        Vec::new()
+    }
+
+    /// As [`Type1Kernel::locked`].
+    fn locked(&self) -> Option<Locked> {
+        None
+    }
+}
+
+impl<K: IommufdKernel + ?Sized> IommufdKernel for Arc<K> {
+    fn new_ioas(&self) -> Answer<Id> {
+        (**self).new_ioas()
+    }
+    fn destroy(&self, id: Id) -> Answer<()> {
+        (**self).destroy(id)
+    }
+    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+        (**self).iova_ranges(ioas)
+    }
+    unsafe fn map(
+        &self,
+        ioas: Id,
+        flags: MapFlags,
+        iova: Option<u64>,
+        vaddr: u64,
+        size: u64,
+    ) -> Answer<u64> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).map(ioas, flags, iova, vaddr, size) }
+    }
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
+        (**self).unmap(ioas, iova, size)
+    }
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
+        (**self).new_hwpt(device, ioas, dirty)
+    }
+    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
+        (**self).track_dirty(hwpt, on)
+    }
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        (**self).dirty(hwpt, iova, size, dirty)
+    }
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        (**self).reserved_regions()
+    }
+    fn locked(&self) -> Option<Locked> {
+        (**self).locked()
+    }
+}
+
+/// Opens a file of the kernel's for reading and writing.
+fn open(path: &str) -> Answer<File> {
+    let file = File::options().read(true).write(true).open(path);
+    file.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
+}
+
+/// The bytes of words.
+fn bytes(words: &[u64]) -> &[u8] {
+    // SAFETY: the same memory, of which every byte is initialised; bytes need no alignment.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
 }

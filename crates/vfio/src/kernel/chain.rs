@@ -1,0 +1,127 @@
+//! Answers with a chain of capabilities in them (`struct vfio_info_cap_header`).
+
+/// An answer of the kernel's: a structure and a chain of capabilities behind it, each of which names
+/// the place of the next. Nothing outside of the answer is read, and every chain ends.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chain<'a> {
+    answer: &'a [u8],
+    next: usize,
+}
+
+/// A capability: its kind, and its bytes from its header to the end of the answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Capability<'a> {
+    pub(super) id: u32,
+    bytes: &'a [u8],
+}
+
+impl<'a> Chain<'a> {
+    /// The chain that begins at `first`, 0 if there is none.
+    pub(super) fn new(answer: &'a [u8], first: u32) -> Chain<'a> {
+        Chain { answer, next: first as usize }
+    }
+}
+
+impl<'a> Iterator for Chain<'a> {
+    type Item = Capability<'a>;
+
+    fn next(&mut self) -> Option<Capability<'a>> {
+        let at = std::mem::take(&mut self.next);
+        if at == 0 {
+            return None;
+        }
+        let bytes = self.answer.get(at..)?;
+        let capability = Capability { id: u32::from(u16_at(bytes, 0)?), bytes };
+        // A kernel appends: a chain that leads back has no end.
+        let next = capability.u32(4)? as usize;
+        self.next = if next > at { next } else { 0 };
+        Some(capability)
+    }
+}
+
+impl Capability<'_> {
+    /// The number at `at` bytes from the header.
+    pub(super) fn u32(&self, at: usize) -> Option<u32> {
+        Some(u32::from_ne_bytes(*self.bytes.get(at..)?.first_chunk()?))
+    }
+
+    /// The number at `at` bytes from the header.
+    pub(super) fn u64(&self, at: usize) -> Option<u64> {
+        Some(u64::from_ne_bytes(*self.bytes.get(at..)?.first_chunk()?))
+    }
+
+    /// The pairs of an array of `count` at `at` bytes from the header, as far as they are there.
+    pub(super) fn pairs(&self, at: usize, count: u32) -> impl Iterator<Item = (u64, u64)> {
+        let pair = move |n: usize| {
+            let at = at.checked_add(n.checked_mul(16)?)?;
+            Some((self.u64(at)?, self.u64(at.checked_add(8)?)?))
+        };
+        (0..count as usize).map_while(pair)
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A header and what follows it.
+    fn capability(id: u16, next: u32, body: &[u64]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        bytes.extend(id.to_ne_bytes());
+        bytes.extend(1_u16.to_ne_bytes());
+        bytes.extend(next.to_ne_bytes());
+        body.iter().for_each(|number| bytes.extend(number.to_ne_bytes()));
+        bytes
+    }
+
+    #[test]
+    fn a_chain_is_followed_to_its_end() {
+        let mut answer = vec![0; 16];
+        answer.extend(capability(3, 40, &[7, 8]));
+        answer.extend(capability(5, 0, &[9]));
+        let found: Vec<_> = Chain::new(&answer, 16).map(|it| (it.id, it.u64(8))).collect();
+        assert_eq!(found, [(3, Some(7)), (5, Some(9))]);
+        assert_eq!(Chain::new(&answer, 0).count(), 0);
+        let first = Chain::new(&answer, 16).next().unwrap();
+        assert_eq!(first.pairs(8, 1).collect::<Vec<_>>(), [(7, 8)]);
+        // The array ends where the answer does, however long it says that it is.
+        assert_eq!(Chain::new(&answer, 40).next().unwrap().pairs(0, u32::MAX).count(), 1);
+    }
+
+    #[test]
+    fn a_chain_that_leads_back_ends() {
+        let mut answer = vec![0; 16];
+        answer.extend(capability(3, 32, &[0]));
+        answer.extend(capability(4, 16, &[0]));
+        assert_eq!(Chain::new(&answer, 16).count(), 2);
+        let own = [vec![0; 16], capability(3, 16, &[])].concat();
+        assert_eq!(Chain::new(&own, 16).count(), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn no_answer_leads_outside_of_itself_or_has_no_end(
+            answer in prop::collection::vec(any::<u8>(), 0..200),
+            first in prop_oneof![0..220_u32, any::<u32>()],
+            at in prop_oneof![0..220_usize, any::<usize>()],
+            small in any::<bool>(),
+        ) {
+            // Numbers that are small lead on more often.
+            let answer: Vec<u8> = answer.iter().enumerate()
+                .map(|(n, &byte)| if small && n % 4 != 0 { 0 } else { byte }).collect();
+            let mut steps = 0;
+            for capability in Chain::new(&answer, first) {
+                steps += 1;
+                let _ = (capability.u32(at), capability.u64(at));
+                prop_assert!(capability.pairs(at, u32::MAX).count() <= 200 / 16);
+            }
+            prop_assert!(steps <= 200);
+        }
+    }
+}

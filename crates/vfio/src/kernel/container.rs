@@ -1,0 +1,387 @@
+//! A real type1 container.
+
+use std::{
+    fs::File,
+    mem::{self, offset_of},
+};
+
+use parking_lot::Mutex;
+use ringfence_iommu::{Iova, Range, ReservedRegion};
+use rustix::io::Errno;
+use vfio_bindings::bindings::vfio::{
+    VFIO_API_VERSION, VFIO_IOMMU_DIRTY_PAGES_FLAG_GET_BITMAP, VFIO_IOMMU_DIRTY_PAGES_FLAG_START,
+    VFIO_IOMMU_DIRTY_PAGES_FLAG_STOP, VFIO_IOMMU_INFO_CAPS, VFIO_IOMMU_INFO_PGSIZES,
+    VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE, VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION,
+    VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL, VFIO_TYPE1v2_IOMMU, VFIO_UNMAP_ALL, VFIO_UPDATE_VADDR,
+    vfio_bitmap, vfio_iommu_type1_dirty_bitmap, vfio_iommu_type1_dirty_bitmap_get,
+    vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap, vfio_iommu_type1_info,
+    vfio_iommu_type1_info_cap_iova_range, vfio_iommu_type1_info_cap_migration,
+    vfio_iommu_type1_info_dma_avail,
+};
+
+use super::{
+    Answer, Bitmap, Device, DirtyInfo, Extension, Group, Locked, MapFlags, Sysfs, Type1Info,
+    Type1Kernel, UnmapFlags, bytes,
+    chain::{Capability, Chain},
+    ioctl, memlock, open,
+};
+use crate::error::{Error, Result};
+
+const GET_API_VERSION: u32 = ioctl::vfio(0);
+const CHECK_EXTENSION: u32 = ioctl::vfio(1);
+const SET_IOMMU: u32 = ioctl::vfio(2);
+const GET_INFO: u32 = ioctl::vfio(12);
+const MAP_DMA: u32 = ioctl::vfio(13);
+const UNMAP_DMA: u32 = ioctl::vfio(14);
+const DIRTY_PAGES: u32 = ioctl::vfio(17);
+
+/// More than any answer of `VFIO_IOMMU_GET_INFO` has, in bytes.
+const LARGEST_INFO: usize = 1 << 20;
+
+/// A container without a group: nothing can be mapped in it yet, and so it has no way to.
+#[derive(Debug)]
+pub struct Container {
+    file: File,
+}
+
+impl Container {
+    /// A new container of this machine's kernel.
+    ///
+    /// # Errors
+    /// There is no VFIO here, it is not allowed, or it has no type 1.
+    pub fn open() -> Result<Container> {
+        let asked = || Error::new("open a VFIO container");
+        let file = open("/dev/vfio/vfio").map_err(|errno| {
+            asked().answer(errno).remedy(match errno {
+                Errno::NOENT | Errno::NODEV => "load the module vfio_iommu_type1 (and vfio-pci)",
+                Errno::ACCESS | Errno::PERM => "give this user /dev/vfio/vfio",
+                _ => "",
+            })
+        })?;
+        let ask = |request, argument| {
+            ioctl::number(&file, request, argument).map_err(|errno| asked().answer(errno))
+        };
+        if ask(GET_API_VERSION, 0)? != VFIO_API_VERSION as i32 {
+            return Err(asked().remedy("the kernel speaks another version of VFIO"));
+        }
+        if ask(CHECK_EXTENSION, VFIO_TYPE1v2_IOMMU as usize)? == 0 {
+            return Err(asked().remedy("the kernel has no type 1: load vfio_iommu_type1"));
+        }
+        Ok(Container { file })
+    }
+
+    /// Puts its first group into it: what can be mapped is known from then on, and mappings are
+    /// possible.
+    ///
+    /// # Errors
+    /// The kernel does not let it: the error says what to do.
+    pub fn attach(self, group: Group) -> Result<Attached> {
+        group.join(&self.file)?;
+        ioctl::number(&self.file, SET_IOMMU, VFIO_TYPE1v2_IOMMU as usize).map_err(|errno| {
+            let asked = format!("give VFIO group {} an IOMMU of type 1", group.number());
+            Error::new(asked).answer(errno).remedy(match errno {
+                Errno::PERM => {
+                    "its interrupts are not isolated: turn interrupt remapping on, or, where the \
+                     device is trusted not to forge any, load vfio_iommu_type1 with \
+                     allow_unsafe_interrupts=1"
+                }
+                Errno::NODEV => "no IOMMU isolates it",
+                _ => "",
+            })
+        })?;
+        Ok(Attached { file: self.file, groups: Mutex::new(vec![group]) })
+    }
+}
+
+/// A type1v2 container with a group in it, or several: a [`Type1Kernel`].
+///
+/// Dropping it does not end mappings while a [`Device`] of it lives.
+#[derive(Debug)]
+pub struct Attached {
+    file: File,
+    groups: Mutex<Vec<Group>>,
+}
+
+impl Attached {
+    /// Opens the group of a PCI device and attaches it to a container of its own: all that the driver
+    /// of one device needs.
+    ///
+    /// # Errors
+    /// As [`Container::open`], [`Group::of_device`], [`Container::attach`].
+    pub fn of_device(device: &str) -> Result<Attached> {
+        Container::open()?.attach(Group::of_device(device)?)
+    }
+
+    /// Puts another group into the container: its devices reach what is mapped, and what can be mapped
+    /// may become less (rule L61).
+    ///
+    /// # Errors
+    /// Something is mapped where the group cannot have it; nothing was changed.
+    pub fn add(&self, group: Group) -> Result<()> {
+        group.join(&self.file)?;
+        self.groups.lock().push(group);
+        Ok(())
+    }
+
+    /// A device of one of the groups, by its name on its bus: `0000:00:04.0`.
+    ///
+    /// # Errors
+    /// The kernel has no such device for us.
+    pub fn device(&self, name: &str) -> Result<Device> {
+        let groups = self.groups.lock();
+        let mut failed = Error::new(format!("open {name}")).remedy("no group is attached");
+        for group in groups.iter() {
+            match group.device(name) {
+                Ok(device) => return Ok(device),
+                Err(error) => failed = error,
+            }
+        }
+        Err(failed)
+    }
+
+    /// The numbers of the groups.
+    pub fn groups(&self) -> Vec<u32> {
+        self.groups.lock().iter().map(Group::number).collect()
+    }
+
+    /// The answer of GET_INFO, with as much room behind it as it needs.
+    fn raw_info(&self) -> Answer<Vec<u64>> {
+        let mut answer = vec![0_u64; 256 / 8];
+        loop {
+            let room = mem::size_of_val(&answer[..]);
+            answer.fill(0);
+            answer[0] = u64::from_ne_bytes(both(room as u32, 0));
+            // SAFETY: the answer begins with the request's structure, which says how large it is.
+            unsafe { ioctl::memory(&self.file, GET_INFO, &mut answer[..]) }?;
+            let needed = u32_at(bytes(&answer), 0).unwrap_or(0) as usize;
+            if needed <= room {
+                return Ok(answer);
+            }
+            if needed > LARGEST_INFO {
+                return Err(Errno::TOOBIG);
+            }
+            answer = vec![0; needed.div_ceil(8)];
+        }
+    }
+
+    /// What the structure of a request about dirty pages carries behind it.
+    fn dirty_pages<T>(&self, flags: u32, with: T) -> Answer<()> {
+        #[repr(C)]
+        struct Ask<T> {
+            header: vfio_iommu_type1_dirty_bitmap,
+            with: T,
+        }
+        let header = vfio_iommu_type1_dirty_bitmap {
+            argsz: ioctl::size::<Ask<T>>(),
+            flags,
+            ..Default::default()
+        };
+        // SAFETY: the request's structure; a bitmap that it names is borrowed by the caller.
+        unsafe { ioctl::memory(&self.file, DIRTY_PAGES, &mut Ask { header, with }) }.map(drop)
+    }
+}
+
+impl Type1Kernel for Attached {
+    fn info(&self) -> Answer<Type1Info> {
+        let answer = self.raw_info()?;
+        Ok(parse(bytes(&answer)))
+    }
+
+    fn has(&self, extension: Extension) -> bool {
+        let number = match extension {
+            Extension::UnmapAll => VFIO_UNMAP_ALL,
+            Extension::UpdateVaddr => VFIO_UPDATE_VADDR,
+        };
+        ioctl::number(&self.file, CHECK_EXTENSION, number as usize).is_ok_and(|has| has > 0)
+    }
+
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+        let argsz = ioctl::size::<vfio_iommu_type1_dma_map>();
+        let mut map = vfio_iommu_type1_dma_map { argsz, flags: flags.bits(), vaddr, iova, size };
+        // SAFETY: the request's own structure; the memory that it names is the caller's promise.
+        unsafe { ioctl::memory(&self.file, MAP_DMA, &mut map) }.map(drop)
+    }
+
+    fn unmap(
+        &self,
+        flags: UnmapFlags,
+        iova: u64,
+        size: u64,
+        dirty: Option<Bitmap<'_>>,
+    ) -> Answer<u64> {
+        #[repr(C)]
+        struct Ask {
+            unmap: vfio_iommu_type1_dma_unmap,
+            bitmap: vfio_bitmap,
+        }
+        let plain = offset_of!(Ask, bitmap);
+        let argsz = if dirty.is_some() { size_of::<Ask>() } else { plain } as u32;
+        let flags = flags.bits();
+        let unmap = vfio_iommu_type1_dma_unmap { argsz, flags, iova, size, ..Default::default() };
+        let mut ask = Ask { unmap, bitmap: raw(dirty) };
+        // SAFETY: the request's own structure; the bitmap is borrowed meanwhile. A request that asks for
+        // bits and brings none is refused for its size.
+        unsafe { ioctl::memory(&self.file, UNMAP_DMA, &mut ask) }?;
+        Ok(ask.unmap.size)
+    }
+
+    fn track_dirty(&self, on: bool) -> Answer<()> {
+        let flag =
+            if on { VFIO_IOMMU_DIRTY_PAGES_FLAG_START } else { VFIO_IOMMU_DIRTY_PAGES_FLAG_STOP };
+        self.dirty_pages(flag, ())
+    }
+
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        let bitmap = raw(Some(dirty));
+        let get = vfio_iommu_type1_dirty_bitmap_get { iova, size, bitmap };
+        self.dirty_pages(VFIO_IOMMU_DIRTY_PAGES_FLAG_GET_BITMAP, get)
+    }
+
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        Sysfs::default().reserved_regions_of(&self.groups())
+    }
+
+    fn locked(&self) -> Option<Locked> {
+        memlock::of_this_process(memlock::Charged::Type1)
+    }
+}
+
+/// A bitmap as the kernel has it; one of no bytes for none.
+fn raw(dirty: Option<Bitmap<'_>>) -> vfio_bitmap {
+    match dirty {
+        Some(Bitmap { page, words }) => vfio_bitmap {
+            pgsize: page,
+            size: mem::size_of_val(words) as u64,
+            data: words.as_mut_ptr(),
+        },
+        None => vfio_bitmap { pgsize: 0, size: 0, data: std::ptr::null_mut() },
+    }
+}
+
+/// An answer of `VFIO_IOMMU_GET_INFO`.
+fn parse(answer: &[u8]) -> Type1Info {
+    let flags = u32_at(answer, offset_of!(vfio_iommu_type1_info, flags)).unwrap_or(0);
+    let mut info = Type1Info::default();
+    if flags & VFIO_IOMMU_INFO_PGSIZES != 0 {
+        let at = offset_of!(vfio_iommu_type1_info, iova_pgsizes);
+        let sizes = answer.get(at..).and_then(|bytes| bytes.first_chunk());
+        info.page_sizes = sizes.map_or(0, |&bytes| u64::from_ne_bytes(bytes));
+    }
+    if flags & VFIO_IOMMU_INFO_CAPS != 0 {
+        let at = offset_of!(vfio_iommu_type1_info, cap_offset);
+        for capability in Chain::new(answer, u32_at(answer, at).unwrap_or(0)) {
+            note(&mut info, &capability);
+        }
+    }
+    info
+}
+
+fn note(info: &mut Type1Info, capability: &Capability<'_>) {
+    match capability.id {
+        VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE => {
+            type Cap = vfio_iommu_type1_info_cap_iova_range;
+            let count = capability.u32(offset_of!(Cap, nr_iovas)).unwrap_or(0);
+            let pairs = capability.pairs(offset_of!(Cap, iova_ranges), count);
+            let mut ranges: Vec<_> =
+                pairs.filter_map(|(first, last)| Range::new(Iova(first), Iova(last))).collect();
+            ranges.sort();
+            info.ranges = Some(ranges);
+        }
+        VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION => {
+            type Cap = vfio_iommu_type1_info_cap_migration;
+            let page_sizes = capability.u64(offset_of!(Cap, pgsize_bitmap));
+            let max_bytes = capability.u64(offset_of!(Cap, max_dirty_bitmap_size));
+            info.dirty = page_sizes
+                .zip(max_bytes)
+                .map(|(page_sizes, max_bytes)| DirtyInfo { page_sizes, max_bytes });
+        }
+        VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL => {
+            info.available = capability.u32(offset_of!(vfio_iommu_type1_info_dma_avail, avail));
+        }
+        _ => {}
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+/// Two numbers that follow each other in memory.
+fn both(first: u32, second: u32) -> [u8; 8] {
+    let mut bytes = [0; 8];
+    bytes[..4].copy_from_slice(&first.to_ne_bytes());
+    bytes[4..].copy_from_slice(&second.to_ne_bytes());
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// An answer with all that there is, as a kernel lays it out.
+    fn answer() -> Vec<u8> {
+        let mut words = vec![
+            u64::from_ne_bytes(both(0, VFIO_IOMMU_INFO_PGSIZES | VFIO_IOMMU_INFO_CAPS)),
+            0x4020_1000,
+            u64::from_ne_bytes(both(24, 0)),
+        ];
+        let header = |id: u32, next: u32| u64::from_ne_bytes(both(1 << 16 | id, next));
+        words.extend([header(VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION, 56), 0, 0x1000, 0x1000_0000]);
+        words.extend([header(VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL, 72), 65_535]);
+        words.extend([header(VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE, 0), 2]);
+        words.extend([0xfef0_0000, u64::MAX, 0, 0xfedf_ffff]);
+        bytes(&words).to_vec()
+    }
+
+    #[test]
+    fn an_answer_is_read_as_it_is_laid_out() {
+        let range = |first, last| Range::new(Iova(first), Iova(last)).unwrap();
+        assert_eq!(
+            parse(&answer()),
+            Type1Info {
+                page_sizes: 0x4020_1000,
+                ranges: Some(vec![range(0, 0xfedf_ffff), range(0xfef0_0000, u64::MAX)]),
+                available: Some(65_535),
+                dirty: Some(DirtyInfo { page_sizes: 0x1000, max_bytes: 0x1000_0000 }),
+            }
+        );
+        // A kernel of before capabilities says no more than its page sizes.
+        let old = parse(&answer()[..16]);
+        assert_eq!(old, Type1Info { page_sizes: 0x4020_1000, ..Type1Info::default() });
+    }
+
+    #[test]
+    fn what_takes_no_container_says_so() {
+        // A file in place of the kernel's: each request is answered ENOTTY.
+        let groups = Mutex::default();
+        let attached = Attached { file: tempfile::tempfile().unwrap(), groups };
+        assert_eq!(attached.info(), Err(Errno::NOTTY));
+        assert!(!attached.has(Extension::UnmapAll));
+        assert_eq!(attached.unmap(UnmapFlags::ALL, 0, 0, None), Err(Errno::NOTTY));
+        assert_eq!(attached.track_dirty(true), Err(Errno::NOTTY));
+        let mut words = [0; 4];
+        let bitmap = Bitmap { page: 4096, words: &mut words };
+        assert_eq!(attached.dirty(0, 4096, bitmap), Err(Errno::NOTTY));
+        assert!(attached.device("0000:00:00.0").is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn no_answer_is_too_strange(
+            flips in prop::collection::vec((0..120_usize, any::<u8>()), 0..8),
+            cut in 0..130_usize,
+        ) {
+            let mut answer = answer();
+            for (at, byte) in flips {
+                if let Some(there) = answer.get_mut(at) {
+                    *there = byte;
+                }
+            }
+            answer.truncate(cut);
+            let info = parse(&answer);
+            prop_assert!(info.ranges.unwrap_or_default().is_sorted());
+        }
+    }
+}

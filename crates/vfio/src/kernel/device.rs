@@ -1,0 +1,282 @@
+//! A device that user space has, and its registers.
+
+use std::{fs::File, mem::offset_of, os::unix::fs::FileExt, sync::Arc};
+
+use rustix::io::Errno;
+use vfio_bindings::bindings::vfio::{
+    VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_CAP_SPARSE_MMAP, VFIO_REGION_INFO_FLAG_CAPS,
+    VFIO_REGION_INFO_FLAG_MMAP, VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE,
+    vfio_region_info, vfio_region_info_cap_sparse_mmap,
+};
+
+use super::{Bar, chain::Chain, ioctl};
+use crate::error::{Error, Result};
+
+const GET_REGION_INFO: u32 = ioctl::vfio(8);
+const RESET: u32 = ioctl::vfio(11);
+
+/// The command register of a PCI device's configuration, and its bits for registers in memory and for
+/// being a bus master.
+const COMMAND: u64 = 4;
+const MEMORY: u16 = 1 << 1;
+const MASTER: u16 = 1 << 2;
+
+/// More than any answer of `VFIO_DEVICE_GET_REGION_INFO` has, in words of 64 bits.
+const LARGEST_INFO: usize = 1 << 13;
+
+/// A device, ours until this is dropped.
+///
+/// It keeps its [container](super::Attached) alive in the kernel, and what is mapped there.
+#[derive(Debug)]
+pub struct Device {
+    name: String,
+    file: Arc<File>,
+}
+
+impl Device {
+    pub(super) fn new(name: &str, file: File) -> Device {
+        Device { name: name.into(), file: Arc::new(file) }
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Its name on its bus.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Resets it by what its bus has for that (a function level reset, say).
+    ///
+    /// # Errors
+    /// The kernel knows no way: its driver resets it by its registers.
+    pub fn reset(&self) -> Result<()> {
+        ioctl::number(&*self.file, RESET, 0).map(drop).map_err(|errno| {
+            self.failed("reset", errno).remedy(match errno {
+                Errno::NOTTY => "its bus has no way to",
+                _ => "",
+            })
+        })
+    }
+
+    /// A region by its number: for a PCI device its BARs (0 to 5), its ROM and its configuration.
+    ///
+    /// # Errors
+    /// It has no such region.
+    pub fn region(&self, index: u32) -> Result<Region> {
+        self.info(index).map(|info| info.region)
+    }
+
+    /// The configuration of a PCI device.
+    ///
+    /// # Errors
+    /// It is none.
+    pub fn config(&self) -> Result<Region> {
+        self.region(VFIO_PCI_CONFIG_REGION_INDEX)
+    }
+
+    /// A BAR of a PCI device, in this process's memory as far as the kernel allows that.
+    ///
+    /// # Errors
+    /// It has no such BAR, or there is no room for it.
+    pub fn bar(&self, index: u32) -> Result<Bar> {
+        let Info { region, areas } = self.info(index)?;
+        Bar::new(region, &areas).map_err(|errno| self.failed(&format!("map BAR {index} of"), errno))
+    }
+
+    /// Lets a PCI device use the bus, DMA and interrupts, and be reached at its registers; or no more.
+    ///
+    /// # Errors
+    /// It is no PCI device.
+    pub fn set_bus_master(&self, on: bool) -> Result<()> {
+        let config = self.config()?;
+        let command = u16::from_ne_bytes(config.read(COMMAND)?);
+        let command = if on { command | MEMORY | MASTER } else { command & !MASTER };
+        config.write(COMMAND, command.to_ne_bytes())
+    }
+
+    fn failed(&self, what: &str, errno: Errno) -> Error {
+        Error::new(format!("{what} {}", self.name)).answer(errno)
+    }
+
+    fn info(&self, index: u32) -> Result<Info> {
+        let answer = self.raw_info(index);
+        let (answer, info) =
+            answer.map_err(|errno| self.failed(&format!("find region {index} of"), errno))?;
+        let missing = || Error::new(format!("find region {index} of {}", self.name));
+        if info.size == 0 || info.offset.checked_add(info.size).is_none() {
+            return Err(missing().remedy("it has none"));
+        }
+        let flags = info.flags;
+        if flags & VFIO_REGION_INFO_FLAG_READ == 0 && flags & VFIO_REGION_INFO_FLAG_WRITE == 0 {
+            return Err(missing().remedy("it can be neither read nor written"));
+        }
+        let file = Arc::clone(&self.file);
+        let region = Region { file, offset: info.offset, size: info.size };
+        Ok(Info { region, areas: areas(&answer, &info) })
+    }
+
+    fn raw_info(&self, index: u32) -> super::Answer<(Vec<u64>, vfio_region_info)> {
+        let mut answer = vec![0_u64; 32];
+        loop {
+            answer.fill(0);
+            let ask = vfio_region_info {
+                argsz: size_of_val(&answer[..]) as u32,
+                index,
+                ..Default::default()
+            };
+            const { assert!(align_of::<vfio_region_info>() <= align_of::<u64>()) };
+            // SAFETY: there is room for the structure, which consists of numbers only.
+            unsafe { answer.as_mut_ptr().cast::<vfio_region_info>().write(ask) };
+            // SAFETY: the answer begins with the request's structure, which says how large it is.
+            unsafe { ioctl::memory(&*self.file, GET_REGION_INFO, &mut answer[..]) }?;
+            // SAFETY: as for the write above.
+            let info = unsafe { answer.as_ptr().cast::<vfio_region_info>().read() };
+            let needed = (info.argsz as usize).div_ceil(8);
+            if needed <= answer.len() {
+                return Ok((answer, info));
+            }
+            if needed > LARGEST_INFO {
+                return Err(Errno::TOOBIG);
+            }
+            answer = vec![0; needed];
+        }
+    }
+}
+
+struct Info {
+    region: Region,
+    areas: Vec<(u64, u64)>,
+}
+
+/// The parts of a region that may be mapped: where and how long.
+fn areas(answer: &[u64], info: &vfio_region_info) -> Vec<(u64, u64)> {
+    if info.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 {
+        return Vec::new();
+    }
+    let whole = vec![(0, info.size)];
+    if info.flags & VFIO_REGION_INFO_FLAG_CAPS == 0 {
+        return whole;
+    }
+    let answer = super::bytes(answer);
+    let sparse = Chain::new(answer, info.cap_offset)
+        .find(|capability| capability.id == VFIO_REGION_INFO_CAP_SPARSE_MMAP);
+    let Some(sparse) = sparse else { return whole };
+    let count = sparse.u32(offset_of!(vfio_region_info_cap_sparse_mmap, nr_areas)).unwrap_or(0);
+    sparse.pairs(offset_of!(vfio_region_info_cap_sparse_mmap, areas), count).collect()
+}
+
+/// A part of a device that is read and written by system calls, a register at a time.
+#[derive(Clone, Debug)]
+pub struct Region {
+    file: Arc<File>,
+    offset: u64,
+    size: u64,
+}
+
+impl Region {
+    /// Its size in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The part of `len` bytes at `at`.
+    ///
+    /// # Errors
+    /// It does not lie in the region.
+    pub fn part(&self, at: u64, len: u64) -> Result<Region> {
+        let offset = self.place(at, len)?;
+        Ok(Region { file: Arc::clone(&self.file), offset, size: len })
+    }
+
+    /// Reads the register of `N` bytes at `at`.
+    ///
+    /// # Errors
+    /// It does not lie in the region, or the device does not answer.
+    pub fn read<const N: usize>(&self, at: u64) -> Result<[u8; N]> {
+        let place = self.place(at, N as u64)?;
+        let mut value = [0; N];
+        self.file.read_exact_at(&mut value, place).map_err(|error| failed("read", at, &error))?;
+        Ok(value)
+    }
+
+    /// Writes the register of `N` bytes at `at`.
+    ///
+    /// # Errors
+    /// It does not lie in the region, or the device does not answer.
+    pub fn write<const N: usize>(&self, at: u64, value: [u8; N]) -> Result<()> {
+        let place = self.place(at, N as u64)?;
+        self.file.write_all_at(&value, place).map_err(|error| failed("write", at, &error))
+    }
+
+    /// Where the `len` bytes at `at` lie in the file.
+    fn place(&self, at: u64, len: u64) -> Result<u64> {
+        let inside = at.checked_add(len).is_some_and(|end| end <= self.size);
+        if !inside {
+            let asked = format!("reach {len} bytes at {at:#x} of a region of {:#x}", self.size);
+            return Err(Error::new(asked));
+        }
+        Ok(self.offset + at)
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// A region of a file, as if it were a device.
+    #[cfg(test)]
+    pub(super) fn of_file(file: File, offset: u64, size: u64) -> Region {
+        Region { file: Arc::new(file), offset, size }
+    }
+}
+
+fn failed(what: &str, at: u64, error: &std::io::Error) -> Error {
+    let errno = Errno::from_io_error(error).unwrap_or(Errno::IO);
+    Error::new(format!("{what} the register at {at:#x}")).answer(errno)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn registers_lie_within_their_region() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(0x3000).unwrap();
+        let region = Region::of_file(file, 0x1000, 0x1000);
+        region.write(0xffc, [1, 2, 3, 4]).unwrap();
+        assert_eq!(region.read(0xffc).unwrap(), [1, 2, 3, 4]);
+        for at in [0xffd, 0x1000, u64::MAX, u64::MAX - 3] {
+            assert!(region.read::<4>(at).is_err());
+            assert!(region.write(at, [0; 4]).is_err());
+        }
+        let part = region.part(0xff0, 0x10).unwrap();
+        assert_eq!(part.read(0xc).unwrap(), [1, 2, 3, 4]);
+        assert!(part.read::<4>(0x10).is_err());
+        assert!(region.part(0xff0, 0x11).is_err() && region.part(1, u64::MAX).is_err());
+    }
+
+    #[test]
+    fn what_may_be_mapped_is_what_the_kernel_says() {
+        let info = |flags, cap_offset| vfio_region_info {
+            flags,
+            cap_offset,
+            size: 0x4000,
+            ..Default::default()
+        };
+        let mapped = VFIO_REGION_INFO_FLAG_MMAP;
+        assert_eq!(areas(&[], &info(0, 0)), []);
+        assert_eq!(areas(&[], &info(mapped, 0)), [(0, 0x4000)]);
+        let caps = mapped | VFIO_REGION_INFO_FLAG_CAPS;
+        let header = u64::from(VFIO_REGION_INFO_CAP_SPARSE_MMAP);
+        let answer = [0, 0, 0, 0, header, 2, 0, 0x1000, 0x3000, 0x1000];
+        assert_eq!(areas(&answer, &info(caps, 32)), [(0, 0x1000), (0x3000, 0x1000)]);
+        assert_eq!(areas(&answer, &info(caps, 0)), [(0, 0x4000)], "no such capability");
+        assert_eq!(areas(&answer, &info(caps, u32::MAX)), [(0, 0x4000)]);
+    }
+}

@@ -1,0 +1,85 @@
+//! Asking the kernel.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use iommufd_bindings::IOMMUFD_TYPE;
+use rustix::io::Errno;
+use vfio_bindings::bindings::vfio::{VFIO_BASE, VFIO_TYPE};
+
+use super::Answer;
+
+/// The number of request `n` of VFIO: `_IO(';', 100 + n)`.
+pub(super) const fn vfio(n: u32) -> u32 {
+    (VFIO_TYPE as u32) << 8 | (VFIO_BASE + n)
+}
+
+/// The number of request `n` of iommufd: `_IO(';', n)`.
+pub(super) const fn iommufd(n: u32) -> u32 {
+    (IOMMUFD_TYPE as u32) << 8 | n
+}
+
+/// The size that a structure has to state.
+pub(super) const fn size<T>() -> u32 {
+    size_of::<T>() as u32
+}
+
+/// A request whose argument is a number, or nothing.
+pub(super) fn number(file: impl AsFd, request: u32, argument: usize) -> Answer<i32> {
+    // SAFETY: the requests that this is used for take a number, or nothing, and touch no memory.
+    again(|| unsafe { libc::ioctl(raw(&file.as_fd()), request as _, argument) })
+}
+
+/// A request whose argument lies in memory.
+///
+/// # Safety
+/// `argument` begins with what the request expects, and every address and length in it is of memory
+/// that the kernel may read or write meanwhile.
+pub(super) unsafe fn memory<T: ?Sized>(
+    file: impl AsFd,
+    request: u32,
+    argument: &mut T,
+) -> Answer<i32> {
+    let at: *mut T = argument;
+    // SAFETY: the caller's promise; the argument itself is borrowed meanwhile.
+    again(|| unsafe { libc::ioctl(raw(&file.as_fd()), request as _, at.cast::<libc::c_void>()) })
+}
+
+fn raw(fd: &BorrowedFd<'_>) -> i32 {
+    fd.as_raw_fd()
+}
+
+/// A request that a signal interrupted has changed nothing, and is made again.
+fn again(mut ask: impl FnMut() -> i32) -> Answer<i32> {
+    loop {
+        match ask() {
+            result @ 0.. => return Ok(result),
+            _ => match last() {
+                Errno::INTR => {}
+                errno => return Err(errno),
+            },
+        }
+    }
+}
+
+fn last() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_have_the_numbers_of_the_uapi() {
+        assert_eq!((vfio(0), vfio(14), iommufd(0x85)), (0x3b64, 0x3b72, 0x3b85));
+    }
+
+    #[test]
+    fn what_is_no_vfio_says_so() {
+        let file = tempfile::tempfile().unwrap();
+        assert_eq!(number(&file, vfio(0), 0), Err(Errno::NOTTY));
+        let mut nothing = [0_u8; 64];
+        // SAFETY: a file knows no request of VFIO, and touches nothing.
+        assert_eq!(unsafe { memory(&file, vfio(12), &mut nothing[..]) }, Err(Errno::NOTTY));
+    }
+}

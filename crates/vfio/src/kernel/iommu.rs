@@ -1,0 +1,344 @@
+//! A real iommufd, and devices that are opened by themselves instead of by their groups.
+
+use std::{fs::File, os::fd::AsRawFd, sync::Arc};
+
+use iommufd_bindings::{
+    IOMMUFD_CMD_DESTROY, IOMMUFD_CMD_HWPT_ALLOC, IOMMUFD_CMD_HWPT_GET_DIRTY_BITMAP,
+    IOMMUFD_CMD_HWPT_SET_DIRTY_TRACKING, IOMMUFD_CMD_IOAS_ALLOC, IOMMUFD_CMD_IOAS_IOVA_RANGES,
+    IOMMUFD_CMD_IOAS_MAP, IOMMUFD_CMD_IOAS_UNMAP, iommu_destroy, iommu_hwpt_alloc,
+    iommu_hwpt_get_dirty_bitmap, iommu_hwpt_set_dirty_tracking, iommu_ioas_alloc,
+    iommu_ioas_iova_ranges, iommu_ioas_map, iommu_ioas_unmap, iommu_iova_range,
+    iommufd_hwpt_alloc_flags_IOMMU_HWPT_ALLOC_DIRTY_TRACKING as ALLOC_DIRTY_TRACKING,
+    iommufd_hwpt_set_dirty_tracking_flags_IOMMU_HWPT_DIRTY_TRACKING_ENABLE as TRACKING_ENABLE,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as MAP_FIXED_IOVA,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE as MAP_READABLE,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as MAP_WRITEABLE,
+};
+use parking_lot::Mutex;
+use ringfence_iommu::{Iova, Range, ReservedRegion};
+use rustix::io::Errno;
+use vfio_bindings::bindings::vfio::{vfio_device_attach_iommufd_pt, vfio_device_bind_iommufd};
+
+use super::{
+    Answer, Bitmap, Device, Id, IommufdKernel, IovaRanges, Locked, MapFlags, Sysfs, ioctl, memlock,
+    open,
+};
+use crate::error::{Error, Result};
+
+const BIND_IOMMUFD: u32 = ioctl::vfio(18);
+const ATTACH_PT: u32 = ioctl::vfio(19);
+/// `vfio_device_detach_iommufd_pt`: as the one for attaching, without a table.
+const DETACH_PT: u32 = ioctl::vfio(20);
+
+/// More ranges than any address space has.
+const MOST_RANGES: u32 = 1 << 16;
+
+/// A real iommufd: an [`IommufdKernel`].
+#[derive(Clone, Debug)]
+pub struct IommuFile {
+    file: Arc<File>,
+    /// The groups of devices that were bound.
+    groups: Arc<Mutex<Vec<u32>>>,
+}
+
+impl IommuFile {
+    /// A new one of this machine's kernel.
+    ///
+    /// # Errors
+    /// There is none here, or it is not allowed.
+    pub fn open() -> Result<IommuFile> {
+        let file = open("/dev/iommu").map_err(|errno| {
+            Error::new("open an iommufd").answer(errno).remedy(match errno {
+                Errno::NOENT | Errno::NODEV => {
+                    "load the module iommufd; a kernel without CONFIG_IOMMUFD has type1 only"
+                }
+                Errno::ACCESS | Errno::PERM => "give this user /dev/iommu",
+                _ => "",
+            })
+        })?;
+        Ok(IommuFile::of(file))
+    }
+
+    fn of(file: File) -> IommuFile {
+        IommuFile { file: Arc::new(file), groups: Arc::default() }
+    }
+
+    /// Opens a PCI device by its own node and binds it, so that tables of this iommufd can be given to
+    /// it.
+    ///
+    /// # Errors
+    /// It has no node, is in use, or its interrupts are not isolated: the error says what to do.
+    pub fn bind(&self, device: &str) -> Result<Bound> {
+        let asked = || Error::new(format!("open {device} for an iommufd"));
+        let node = Sysfs::default().node_of(device).map_err(|error| {
+            asked().remedy(format!(
+                "{error}; it has no node in /dev/vfio/devices: give it to the driver vfio-pci; a \
+                 kernel without CONFIG_VFIO_DEVICE_CDEV has groups only"
+            ))
+        })?;
+        let file = open(&format!("/dev/vfio/devices/{node}"));
+        let file = file.map_err(|errno| asked().answer(errno))?;
+        let mut bind = vfio_device_bind_iommufd {
+            argsz: ioctl::size::<vfio_device_bind_iommufd>(),
+            iommufd: self.file.as_raw_fd(),
+            ..Default::default()
+        };
+        // SAFETY: the request's own structure.
+        unsafe { ioctl::memory(&file, BIND_IOMMUFD, &mut bind) }.map_err(|errno| {
+            asked().answer(errno).remedy(match errno {
+                Errno::BUSY | Errno::INVAL => "somebody has it open, or has its group",
+                Errno::PERM => {
+                    "its interrupts are not isolated: turn interrupt remapping on, or, where the \
+                     device is trusted not to forge any, load iommufd with allow_unsafe_interrupts=1"
+                }
+                _ => "",
+            })
+        })?;
+        self.groups.lock().extend(Sysfs::default().group_of(device));
+        let device = Device::new(device, file);
+        Ok(Bound { device, id: Id(bind.out_devid), _iommu: self.clone() })
+    }
+
+    /// A request whose structure `argument` is.
+    ///
+    /// # Safety
+    /// As [`ioctl::memory`].
+    unsafe fn ask<T>(&self, command: u32, argument: &mut T) -> Answer<()> {
+        // SAFETY: the caller's promise.
+        unsafe { ioctl::memory(&*self.file, ioctl::iommufd(command), argument) }.map(drop)
+    }
+}
+
+/// A device that is bound to an iommufd. It reaches nothing until a table is attached.
+#[derive(Debug)]
+pub struct Bound {
+    device: Device,
+    id: Id,
+    /// The device's descriptor is to be closed first.
+    _iommu: IommuFile,
+}
+
+impl Bound {
+    /// Its name in the iommufd.
+    pub fn id(&self) -> Id {
+        self.id
+    }
+
+    /// Its registers.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Lets it reach what an address space (or one of its hardware's tables) maps, and nothing else
+    /// any more. What can be mapped may become less.
+    ///
+    /// # Errors
+    /// Something is mapped where the device cannot have it; its hardware cannot use the table.
+    pub fn attach(&self, table: Id) -> Result<()> {
+        let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
+        let pt = vfio_device_attach_iommufd_pt { argsz, pt_id: table.0, ..Default::default() };
+        self.ask(ATTACH_PT, pt, "attach to an address space")
+    }
+
+    /// Lets it reach nothing any more.
+    ///
+    /// # Errors
+    /// Nothing is attached.
+    pub fn detach(&self) -> Result<()> {
+        let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
+        let pt = vfio_device_attach_iommufd_pt { argsz, ..Default::default() };
+        self.ask(DETACH_PT, pt, "detach from an address space")
+    }
+
+    fn ask(&self, request: u32, mut pt: vfio_device_attach_iommufd_pt, what: &str) -> Result<()> {
+        // SAFETY: the request's own structure; that for detaching has the fields of the one for
+        // attaching as far as it goes.
+        unsafe { ioctl::memory(self.device.file(), request, &mut pt) }.map(drop).map_err(|errno| {
+            Error::new(format!("{what} {}", self.device.name())).answer(errno).remedy(match errno {
+                Errno::INVAL => {
+                    "what is mapped lies where the device cannot have it, or its hardware cannot use \
+                     that table"
+                }
+                _ => "",
+            })
+        })
+    }
+}
+
+impl IommufdKernel for IommuFile {
+    fn new_ioas(&self) -> Answer<Id> {
+        let size = ioctl::size::<iommu_ioas_alloc>();
+        let mut alloc = iommu_ioas_alloc { size, ..Default::default() };
+        // SAFETY: the request's own structure.
+        unsafe { self.ask(IOMMUFD_CMD_IOAS_ALLOC, &mut alloc) }?;
+        Ok(Id(alloc.out_ioas_id))
+    }
+
+    fn destroy(&self, id: Id) -> Answer<()> {
+        let mut destroy = iommu_destroy { size: ioctl::size::<iommu_destroy>(), id: id.0 };
+        // SAFETY: the request's own structure.
+        unsafe { self.ask(IOMMUFD_CMD_DESTROY, &mut destroy) }
+    }
+
+    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+        let mut room = vec![iommu_iova_range::default(); 16];
+        loop {
+            let mut ask = iommu_ioas_iova_ranges {
+                size: ioctl::size::<iommu_ioas_iova_ranges>(),
+                ioas_id: ioas.0,
+                num_iovas: room.len() as u32,
+                allowed_iovas: room.as_mut_ptr().expose_provenance() as u64,
+                ..Default::default()
+            };
+            // SAFETY: the request's own structure; the array that it names has as many entries as it
+            // says, and is ours alone.
+            let answer = unsafe { self.ask(IOMMUFD_CMD_IOAS_IOVA_RANGES, &mut ask) };
+            let count = ask.num_iovas as usize;
+            match answer {
+                Err(Errno::MSGSIZE) if count > room.len() && ask.num_iovas <= MOST_RANGES => {
+                    room.resize(count, iommu_iova_range::default());
+                    continue;
+                }
+                answer => answer?,
+            }
+            room.truncate(count);
+            let range = |it: &iommu_iova_range| Range::new(Iova(it.start), Iova(it.last));
+            let mut ranges: Vec<Range> = room.iter().filter_map(range).collect();
+            ranges.sort();
+            return Ok(IovaRanges { ranges, alignment: ask.out_iova_alignment });
+        }
+    }
+
+    unsafe fn map(
+        &self,
+        ioas: Id,
+        flags: MapFlags,
+        iova: Option<u64>,
+        vaddr: u64,
+        size: u64,
+    ) -> Answer<u64> {
+        let mut map = iommu_ioas_map {
+            size: ioctl::size::<iommu_ioas_map>(),
+            flags: map_flags(flags, iova)?,
+            ioas_id: ioas.0,
+            user_va: vaddr,
+            length: size,
+            iova: iova.unwrap_or(0),
+            ..Default::default()
+        };
+        // SAFETY: the request's own structure; the memory that it names is the caller's promise.
+        unsafe { self.ask(IOMMUFD_CMD_IOAS_MAP, &mut map) }?;
+        Ok(map.iova)
+    }
+
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
+        let mut unmap = iommu_ioas_unmap {
+            size: ioctl::size::<iommu_ioas_unmap>(),
+            ioas_id: ioas.0,
+            iova,
+            length: size,
+        };
+        // SAFETY: the request's own structure.
+        unsafe { self.ask(IOMMUFD_CMD_IOAS_UNMAP, &mut unmap) }?;
+        Ok(unmap.length)
+    }
+
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
+        let mut alloc = iommu_hwpt_alloc {
+            size: ioctl::size::<iommu_hwpt_alloc>(),
+            flags: if dirty { ALLOC_DIRTY_TRACKING } else { 0 },
+            dev_id: device.0,
+            pt_id: ioas.0,
+            ..Default::default()
+        };
+        // SAFETY: the request's own structure, which names no other memory.
+        unsafe { self.ask(IOMMUFD_CMD_HWPT_ALLOC, &mut alloc) }?;
+        Ok(Id(alloc.out_hwpt_id))
+    }
+
+    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
+        let mut track = iommu_hwpt_set_dirty_tracking {
+            size: ioctl::size::<iommu_hwpt_set_dirty_tracking>(),
+            flags: if on { TRACKING_ENABLE } else { 0 },
+            hwpt_id: hwpt.0,
+            ..Default::default()
+        };
+        // SAFETY: the request's own structure.
+        unsafe { self.ask(IOMMUFD_CMD_HWPT_SET_DIRTY_TRACKING, &mut track) }
+    }
+
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        let Bitmap { page, words } = dirty;
+        // The request has no word for how large the bitmap is.
+        let bits = size.checked_div(page).map(u128::from);
+        if bits.is_none_or(|bits| bits > words.len() as u128 * 64) {
+            return Err(Errno::INVAL);
+        }
+        let mut get = iommu_hwpt_get_dirty_bitmap {
+            size: ioctl::size::<iommu_hwpt_get_dirty_bitmap>(),
+            hwpt_id: hwpt.0,
+            iova,
+            length: size,
+            page_size: page,
+            data: words.as_mut_ptr().expose_provenance() as u64,
+            ..Default::default()
+        };
+        // SAFETY: the request's own structure; the bitmap that it names has a bit for each page, and is
+        // borrowed meanwhile.
+        unsafe { self.ask(IOMMUFD_CMD_HWPT_GET_DIRTY_BITMAP, &mut get) }
+    }
+
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        Sysfs::default().reserved_regions_of(&self.groups.lock())
+    }
+
+    fn locked(&self) -> Option<Locked> {
+        memlock::of_this_process(memlock::Charged::Iommufd)
+    }
+}
+
+fn map_flags(flags: MapFlags, iova: Option<u64>) -> Answer<u32> {
+    if !(MapFlags::READ | MapFlags::WRITE).contains(flags) {
+        return Err(Errno::OPNOTSUPP);
+    }
+    let bit = |on, bit| if on { bit } else { 0 };
+    Ok(bit(flags.contains(MapFlags::READ), MAP_READABLE)
+        | bit(flags.contains(MapFlags::WRITE), MAP_WRITEABLE)
+        | bit(iova.is_some(), MAP_FIXED_IOVA))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_iommufds_own() {
+        assert_eq!(map_flags(MapFlags::READ, Some(0)), Ok(5));
+        assert_eq!(map_flags(MapFlags::READ | MapFlags::WRITE, None), Ok(6));
+        assert_eq!(map_flags(MapFlags::VADDR, None), Err(Errno::OPNOTSUPP));
+    }
+
+    #[test]
+    fn what_takes_no_iommufd_says_so() {
+        // A file in place of the kernel's: each request is answered ENOTTY.
+        let kernel = IommuFile::of(tempfile::tempfile().unwrap());
+        assert_eq!(kernel.new_ioas(), Err(Errno::NOTTY));
+        assert_eq!(kernel.destroy(Id(1)), Err(Errno::NOTTY));
+        assert_eq!(kernel.iova_ranges(Id(1)), Err(Errno::NOTTY));
+        assert_eq!(kernel.unmap(Id(1), 0, u64::MAX), Err(Errno::NOTTY));
+        assert_eq!(kernel.new_hwpt(Id(1), Id(2), true), Err(Errno::NOTTY));
+        assert_eq!(kernel.track_dirty(Id(1), true), Err(Errno::NOTTY));
+        assert!(kernel.bind("no such device").is_err());
+    }
+
+    #[test]
+    fn a_bitmap_that_is_too_small_never_reaches_the_kernel() {
+        // rule L63
+        let kernel = IommuFile::of(tempfile::tempfile().unwrap());
+        let mut words = [0; 2];
+        let mut ask = |page, size| kernel.dirty(Id(1), 0, size, Bitmap { page, words: &mut words });
+        assert_eq!(ask(4096, 128 * 4096), Err(Errno::NOTTY), "it was asked");
+        assert_eq!(ask(4096, 129 * 4096), Err(Errno::INVAL));
+        assert_eq!(ask(0, 4096), Err(Errno::INVAL));
+    }
+}

@@ -1,0 +1,606 @@
+//! What the domains over a kernel have in common: which mappings there are, how they become few, and
+//! how large ones are made in steps.
+
+mod geometry;
+mod shadow;
+
+use std::{
+    ops::ControlFlow,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use parking_lot::{Condvar, Mutex};
+use ringfence_iommu::{
+    Address, Capabilities, Error, Gather, Geometry, HostAddr, Iova, Prot, Range, Result,
+};
+
+pub(crate) use geometry::geometry;
+pub(crate) use shadow::Unit;
+use shadow::{Shadow, Stage};
+
+use rustix::io::Errno;
+
+use crate::{
+    DirtyMap,
+    kernel::{Answer, Bitmap, Locked, MapFlags},
+};
+
+/// How a domain uses the mappings that a kernel gives it.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    /// Whether mappings that are made known by one
+    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map) become one mapping of the kernel's
+    /// where they follow each other (address, target and permission), so that few are used.
+    ///
+    /// What has become one is unmapped as one: an unmap of a part of it is
+    /// [`WouldSplit`](Error::WouldSplit), and removes nothing. So this is for an owner that unmaps
+    /// together what it has synced together, and off by default; the buffers of a `MapBatch` of
+    /// `ringfence-dma`, for one, may be unmapped one by one. What follows each other within one call
+    /// (a scatter list, `map_batch`) becomes one mapping in any case.
+    pub merge: bool,
+    /// The most bytes of one mapping of the kernel's, a power of two: what is longer is made, and
+    /// removed, in as many steps, between which others have their turn (the kernel keeps everybody
+    /// else out of the container while it pins, some 50 to 250 ms a GiB), and costs as many of the
+    /// [budget](crate::Type1::available). 1 GiB by default, which is the largest page too.
+    pub chunk: u64,
+}
+
+impl Default for Tuning {
+    fn default() -> Tuning {
+        Tuning { merge: false, chunk: 1 << 30 }
+    }
+}
+
+/// How a domain's mappings stand.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// What can be unmapped by itself.
+    pub mappings: u64,
+    /// Mappings of the kernel's: what counts against its budget.
+    pub entries: u64,
+    /// Unmaps of which the kernel said that they removed less, or more, than was mapped here: someone
+    /// else changes the address space too.
+    pub mismatches: u64,
+}
+
+/// A kernel's address space.
+pub(crate) trait Backend: Send + Sync {
+    /// Maps.
+    ///
+    /// # Safety
+    /// As [`Type1Kernel::map`](crate::kernel::Type1Kernel::map).
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()>;
+
+    /// Unmaps whole mappings; how many bytes were there.
+    fn unmap(&self, iova: u64, size: u64) -> Answer<u64>;
+
+    /// What `errno` means as the answer to a map of `range`, while there are so many entries.
+    fn refusal(&self, errno: Errno, range: Range, entries: u64) -> Error;
+}
+
+/// Who is told how many bytes of a mapping are made, and may end it.
+pub(crate) type Progress<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
+
+/// An address space of a kernel's, and what is mapped there.
+///
+/// Every target is memory that whoever made the domain has promised to be mappable.
+#[derive(Debug)]
+pub(crate) struct Space<B> {
+    pub(crate) backend: B,
+    tuning: Tuning,
+    state: Mutex<State>,
+    /// Some unit is busy no more.
+    settled: Condvar,
+    mismatches: AtomicU64,
+}
+
+#[derive(Debug)]
+struct State {
+    geometry: Geometry,
+    shadow: Shadow,
+    entries: u64,
+    /// Nothing is mapped or unmapped meanwhile, and why.
+    frozen: Option<&'static str>,
+}
+
+impl<B: Backend> Space<B> {
+    /// An empty space. A chunk is a power of two, and at least a granule.
+    pub(crate) fn new(backend: B, geometry: Geometry, tuning: Tuning) -> Space<B> {
+        let granule = geometry.page_sizes.granule();
+        let chunk = 1 << (63 - tuning.chunk.max(granule).leading_zeros());
+        let shadow = Shadow::default();
+        Space {
+            backend,
+            tuning: Tuning { chunk, ..tuning },
+            state: Mutex::new(State { geometry, shadow, entries: 0, frozen: None }),
+            settled: Condvar::new(),
+            mismatches: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn geometry(&self) -> Geometry {
+        self.state.lock().geometry.clone()
+    }
+
+    pub(crate) fn set_geometry(&self, geometry: Geometry) {
+        self.state.lock().geometry = geometry;
+    }
+
+    pub(crate) fn usage(&self) -> Usage {
+        let state = self.state.lock();
+        Usage {
+            mappings: state.shadow.len() as u64,
+            entries: state.entries,
+            mismatches: self.mismatches.load(Ordering::Relaxed),
+        }
+    }
+
+    pub(crate) fn find(&self, iova: Iova) -> Option<HostAddr> {
+        self.state.lock().shadow.find(iova)
+    }
+
+    /// `Domain::map_pages`.
+    pub(crate) fn map(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
+        if !self.tuning.merge {
+            return self.map_now(range, target, prot, &mut |_| ControlFlow::Continue(()));
+        }
+        let unit = Unit { range, target, prot, stage: Stage::Noted };
+        let mut state = self.state.lock();
+        state.check(&unit)?;
+        state.shadow.insert(unit);
+        Ok(())
+    }
+
+    /// Maps, and has the kernel know it at once.
+    pub(crate) fn map_now(
+        &self,
+        range: Range,
+        target: HostAddr,
+        prot: Prot,
+        progress: Progress<'_>,
+    ) -> Result<()> {
+        let unit = Unit { range, target, prot, stage: Stage::Busy };
+        {
+            let mut state = self.state.lock();
+            state.check(&unit)?;
+            state.shadow.insert(unit);
+        }
+        let made = self.make(&unit, progress);
+        self.settle(&[unit], &unit, &made);
+        made.map_err(|failed| failed.error)
+    }
+
+    /// Maps, as long as `progress` has it go on; whether it did.
+    pub(crate) fn map_in_steps(
+        &self,
+        range: Range,
+        target: HostAddr,
+        prot: Prot,
+        progress: Progress<'_>,
+    ) -> Result<bool> {
+        let mut ended = false;
+        let made = self.map_now(range, target, prot, &mut |bytes| {
+            let go_on = progress(bytes);
+            ended = go_on.is_break();
+            go_on
+        });
+        match made {
+            Err(_) if ended && self.find(range.first()).is_none() => Ok(false),
+            made => made.map(|()| true),
+        }
+    }
+
+    /// Maps many, those as one that follow each other in the order in which they are given. All or
+    /// nothing.
+    pub(crate) fn map_batch(&self, batch: &[(Range, HostAddr, Prot)]) -> Result<()> {
+        let mut runs: Vec<Unit> = Vec::new();
+        for &(range, target, prot) in batch {
+            let unit = Unit { range, target, prot, stage: Stage::Busy };
+            match runs.last_mut() {
+                Some(run) if run.leads_to(&unit) => run.range = run.range.hull(range),
+                _ => runs.push(unit),
+            }
+        }
+        for (done, run) in runs.iter().enumerate() {
+            let go_on = &mut |_| ControlFlow::Continue(());
+            if let Err(error) = self.map_now(run.range, run.target, run.prot, go_on) {
+                // What is left mapped is in the shadow: it can be unmapped again.
+                for run in &runs[..done] {
+                    let _ = self.unmap(run.range);
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// `Domain::iotlb_sync_map`: has the kernel know what was noted in `range`.
+    pub(crate) fn sync_map(&self, range: Range) -> Result<()> {
+        if !self.tuning.merge {
+            // It knows.
+            return Ok(());
+        }
+        let noted: Vec<Unit> = {
+            let mut state = self.state.lock();
+            if let Some(why) = state.frozen {
+                return Err(Error::Unsupported(why));
+            }
+            let units = state.shadow.in_range(range).filter(|unit| unit.stage == Stage::Noted);
+            let noted: Vec<Unit> = units.copied().collect();
+            noted.iter().for_each(|unit| state.shadow.set(unit.range, Stage::Busy));
+            noted
+        };
+        let mut result = Ok(());
+        for run in noted.chunk_by(Unit::leads_to) {
+            let whole = Unit { range: run[0].range.hull(run[run.len() - 1].range), ..run[0] };
+            let made = self.make(&whole, &mut |_| ControlFlow::Continue(()));
+            self.settle(run, &whole, &made);
+            result = result.and(made.map_err(|failed| failed.error));
+        }
+        result
+    }
+
+    /// Replaces the busy units of a run by what has become of it.
+    fn settle(&self, run: &[Unit], whole: &Unit, made: &std::result::Result<(), Failed>) {
+        let mut state = self.state.lock();
+        run.iter().for_each(|unit| state.shadow.remove(unit.range));
+        if made.as_ref().map_or_else(|failed| failed.left, |()| true) {
+            state.shadow.insert(Unit { stage: Stage::Made, ..*whole });
+            state.entries += self.entries(whole.range);
+        }
+        self.settled.notify_all();
+    }
+
+    /// The mappings of the kernel's that a unit consists of.
+    fn pieces(&self, whole: Range) -> impl Iterator<Item = Range> + use<B> {
+        let chunk = self.tuning.chunk - 1;
+        let mut next = Some(whole.first());
+        std::iter::from_fn(move || {
+            let first = next?;
+            let last = Iova(first.0.saturating_add(chunk)).min(whole.last());
+            next = last.0.checked_add(1).map(Iova).filter(|&next| next <= whole.last());
+            Range::new(first, last)
+        })
+    }
+
+    /// How many they are.
+    fn entries(&self, whole: Range) -> u64 {
+        whole.extent() / self.tuning.chunk + 1
+    }
+
+    /// Has the kernel make a unit, piece by piece. All or nothing (rule L33).
+    fn make(&self, unit: &Unit, progress: Progress<'_>) -> std::result::Result<(), Failed> {
+        let flags = flags(unit.prot);
+        for (done, piece) in self.pieces(unit.range).enumerate() {
+            let iova = piece.first().0;
+            let offset = iova - unit.range.first().0;
+            let vaddr = unit.target.0 + offset;
+            let error = match progress(offset) {
+                ControlFlow::Break(()) => Error::Unsupported("the caller ended it"),
+                // SAFETY: the promise of whoever made the domain, about every target. That it does
+                // not pass the end of the address space has been checked.
+                ControlFlow::Continue(()) => {
+                    match unsafe { self.backend.map(flags, iova, vaddr, size(piece)) } {
+                        Ok(()) => continue,
+                        Err(errno) => {
+                            let entries = self.state.lock().entries + done as u64;
+                            self.backend.refusal(errno, unit.range, entries)
+                        }
+                    }
+                }
+            };
+            let undone = |piece| self.remove(piece).is_ok();
+            let left =
+                !self.pieces(unit.range).take(done).map(undone).fold(true, |all, it| all & it);
+            return Err(Failed { error, left });
+        }
+        // The last word can change nothing any more.
+        let _ = progress(unit.range.extent().saturating_add(1));
+        Ok(())
+    }
+
+    /// `Domain::unmap_pages`, over when it returns; how many bytes were mapped.
+    pub(crate) fn unmap(&self, range: Range) -> Result<u128> {
+        self.unmap_with(range, &mut |piece| self.remove(piece))
+    }
+
+    /// As [`unmap`](Self::unmap), with another way to remove whole mappings of the kernel's, one or
+    /// several that follow each other, of a chunk at most.
+    pub(crate) fn unmap_with(
+        &self,
+        range: Range,
+        remove: &mut dyn FnMut(Range) -> Result<()>,
+    ) -> Result<u128> {
+        let (made, mut bytes) = self.take(range)?;
+        let mut result = Ok(());
+        for (run, units) in self.runs(&made) {
+            result = result.and_then(|()| self.pieces(run).try_for_each(&mut *remove));
+            if result.is_ok() {
+                bytes += run.len();
+            }
+            self.give_back(units, result.is_ok());
+        }
+        result.map(|()| bytes)
+    }
+
+    /// Removes everything in one step, in which nobody maps or unmaps; how many bytes were mapped.
+    pub(crate) fn unmap_all(&self, remove: impl FnOnce() -> Answer<u64>) -> Result<u128> {
+        self.freeze("everything is being unmapped")?;
+        let answer = remove();
+        let mut state = self.state.lock();
+        state.frozen = None;
+        let removed = answer.map_err(|errno| lost(errno, Range::ALL))?;
+        let units = state.shadow.iter();
+        let made =
+            units.clone().filter(|it| it.stage == Stage::Made).map(|it| it.range.len()).sum();
+        let all = units.map(|unit| unit.range.len()).sum();
+        state.shadow = Shadow::default();
+        state.entries = 0;
+        drop(state);
+        self.compare(made, removed.into());
+        Ok(all)
+    }
+
+    /// Marks all that lies in `range` as somebody's who is about to remove it, once nobody else is.
+    /// What the kernel does not know yet goes at once; how many bytes that was.
+    fn take(&self, range: Range) -> Result<(Vec<Unit>, u128)> {
+        let mut state = self.state.lock();
+        let granule = state.geometry.page_sizes.granule();
+        if !range.is_aligned(granule) {
+            return Err(Error::Unaligned { range, granule });
+        }
+        while state.shadow.in_range(range).any(|unit| unit.stage == Stage::Busy) {
+            self.settled.wait(&mut state);
+        }
+        if let Some(why) = state.frozen {
+            return Err(Error::Unsupported(why));
+        }
+        let mut made = state.shadow.covered(range)?;
+        let mut bytes = 0;
+        made.retain(|unit| match unit.stage {
+            Stage::Noted => {
+                state.shadow.remove(unit.range);
+                bytes += unit.range.len();
+                false
+            }
+            Stage::Made | Stage::Busy => {
+                state.shadow.set(unit.range, Stage::Busy);
+                true
+            }
+        });
+        Ok((made, bytes))
+    }
+
+    /// Ends what [`take`](Self::take) began.
+    fn give_back(&self, units: &[Unit], removed: bool) {
+        let mut state = self.state.lock();
+        for unit in units {
+            if removed {
+                state.shadow.remove(unit.range);
+                state.entries = state.entries.saturating_sub(self.entries(unit.range));
+            } else {
+                state.shadow.set(unit.range, Stage::Made);
+            }
+        }
+        self.settled.notify_all();
+    }
+
+    /// Units that touch, together, as far as they are a chunk at most: what lies in a gap may be
+    /// somebody else's by now.
+    fn runs<'a>(
+        &self,
+        units: &'a [Unit],
+    ) -> impl Iterator<Item = (Range, &'a [Unit])> + use<'a, B> {
+        let chunk = self.tuning.chunk;
+        let mut rest = units;
+        std::iter::from_fn(move || {
+            let mut run = rest.first()?.range;
+            let mut count = 1;
+            while let Some(next) = rest.get(count)
+                && run.touches(next.range)
+                && run.hull(next.range).extent() < chunk
+            {
+                run = run.hull(next.range);
+                count += 1;
+            }
+            let (units, others) = rest.split_at(count);
+            rest = others;
+            Some((run, units))
+        })
+    }
+
+    /// What the kernel has in `range`: whole mappings, one or several that follow each other, of a
+    /// chunk at most.
+    ///
+    /// # Errors
+    /// [`Error::WouldSplit`].
+    pub(crate) fn made_in(&self, range: Range) -> Result<Vec<Range>> {
+        let mut units = self.state.lock().shadow.covered(range)?;
+        units.retain(|unit| unit.stage == Stage::Made);
+        Ok(self.runs(&units).flat_map(|(run, _)| self.pieces(run)).collect())
+    }
+
+    /// Removes whole mappings of the kernel's.
+    pub(crate) fn remove(&self, piece: Range) -> Result<()> {
+        self.remove_by(piece, &mut || self.backend.unmap(piece.first().0, size(piece)))
+    }
+
+    /// Asks until there is nothing left: an answer that is short of what was mapped may mean that some
+    /// of it is still there.
+    pub(crate) fn remove_by(
+        &self,
+        piece: Range,
+        ask: &mut dyn FnMut() -> Answer<u64>,
+    ) -> Result<()> {
+        let mut gone = 0_u128;
+        for _ in 0..MOST_ANSWERS {
+            let answer = ask().map_err(|errno| lost(errno, piece))?;
+            gone += u128::from(answer);
+            if answer == 0 || gone >= piece.len() {
+                self.compare(piece.len(), gone);
+                return Ok(());
+            }
+        }
+        Err(Error::Gone("the kernel removes a mapping again and again"))
+    }
+
+    /// Notes whether the kernel has removed what was mapped as far as is known here.
+    fn compare(&self, known: u128, removed: u128) {
+        if known != removed {
+            self.mismatches.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(known, removed, "somebody else changes the address space too");
+        }
+    }
+
+    /// Keeps everybody from mapping and unmapping, once nobody is any more; what there is.
+    pub(crate) fn freeze(&self, why: &'static str) -> Result<Vec<Unit>> {
+        let mut state = self.state.lock();
+        while state.shadow.iter().any(|unit| unit.stage == Stage::Busy) {
+            self.settled.wait(&mut state);
+        }
+        match state.frozen.replace(why) {
+            Some(before) => {
+                state.frozen = Some(before);
+                Err(Error::Unsupported(before))
+            }
+            None => Ok(state.shadow.iter().copied().collect()),
+        }
+    }
+
+    /// Ends it; these units lead elsewhere now.
+    pub(crate) fn thaw(&self, moved: impl IntoIterator<Item = (Range, HostAddr)>) {
+        let mut state = self.state.lock();
+        state.frozen = None;
+        moved.into_iter().for_each(|(range, target)| state.shadow.retarget(range, target));
+    }
+
+    /// The mappings of the kernel's that `unit` consists of, each with where it begins in it; none if
+    /// the kernel does not know it yet.
+    pub(crate) fn pieces_of(&self, unit: &Unit) -> impl Iterator<Item = (Range, u64)> + use<B> {
+        let first = unit.range.first().0;
+        let made = unit.stage != Stage::Noted;
+        let pieces = self.pieces(unit.range).map(move |piece| (piece, piece.first().0 - first));
+        pieces.filter(move |_| made)
+    }
+}
+
+/// How often a kernel may answer that it has removed a part.
+const MOST_ANSWERS: usize = 8;
+
+/// A unit that was not made.
+struct Failed {
+    error: Error,
+    /// Some of it is mapped nevertheless: what was made could not be unmade.
+    left: bool,
+}
+
+impl State {
+    /// Whether a unit could be mapped, as far as can be told without the kernel.
+    fn check(&self, unit: &Unit) -> Result<()> {
+        let Unit { range, target, prot, .. } = *unit;
+        if let Some(why) = self.frozen {
+            return Err(Error::Unsupported(why));
+        }
+        let granule = self.geometry.page_sizes.granule();
+        if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
+            return Err(Error::Unaligned { range, granule });
+        }
+        if !prot.intersects(Prot::RW) {
+            return Err(Error::NoPermission(range));
+        }
+        if target.checked_add(range.extent()).is_none() {
+            return Err(Error::TargetOverflow(range));
+        }
+        let aperture = self.geometry.aperture;
+        if !aperture.covers(range) {
+            return Err(Error::OutsideAperture { range, aperture });
+        }
+        if let Some(region) = self.geometry.reserved_in(range) {
+            return Err(Error::Reserved { range, reserved: region.range });
+        }
+        match self.shadow.overlapping(range) {
+            Some(held) => Err(Error::Exists { range, at: held.range.first() }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What every domain over a kernel is able to do.
+pub(crate) const CAPABILITIES: Capabilities = {
+    let mut capabilities = Capabilities::FULL;
+    // An unmap is a system call that has done its work when it returns.
+    capabilities.deferred_flush = false;
+    capabilities
+};
+
+/// Has `ask` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`, also if
+/// it fails.
+pub(crate) fn collect(
+    piece: Range,
+    page: u64,
+    map: &mut DirtyMap,
+    ask: impl FnOnce(Bitmap<'_>) -> Result<()>,
+) -> Result<()> {
+    let told = DirtyMap::new(piece, page);
+    let mut told = told.ok_or(Error::Unaligned { range: piece, granule: page })?;
+    let result = ask(Bitmap { page, words: told.words_mut() });
+    told.trim();
+    map.merge(&told);
+    result
+}
+
+/// Everything of a gather is over: an unmap is when it returns.
+pub(crate) fn finish(gather: &mut Gather) {
+    gather.clear_ranges();
+    drop(gather.take_pages());
+}
+
+pub(crate) fn flags(prot: Prot) -> MapFlags {
+    let mut flags = MapFlags::empty();
+    flags.set(MapFlags::READ, prot.contains(Prot::READ));
+    flags.set(MapFlags::WRITE, prot.contains(Prot::WRITE));
+    flags
+}
+
+/// The bytes of a piece, which is a chunk at most.
+pub(crate) fn size(piece: Range) -> u64 {
+    piece.extent() + 1
+}
+
+/// What an answer means that concerns neither limits nor what is mapped.
+pub(crate) fn lost(errno: Errno, range: Range) -> Error {
+    match errno {
+        Errno::NOTTY | Errno::BADF | Errno::NODEV | Errno::NXIO => {
+            Error::Gone("the kernel no longer knows the address space")
+        }
+        Errno::NOMEM => Error::NoMemory,
+        errno => {
+            Error::Device { range, status: errno.raw_os_error().try_into().unwrap_or(u8::MAX) }
+        }
+    }
+}
+
+/// What an answer to a map means, given what is left of the limits.
+pub(crate) fn refused(
+    errno: Errno,
+    range: Range,
+    entries: u64,
+    available: Option<u64>,
+    locked: Option<Locked>,
+) -> Error {
+    match errno {
+        Errno::EXIST => Error::Exists { range, at: range.first() },
+        Errno::NOSPC => Error::Full {
+            what: "mappings of the kernel's (vfio_iommu_type1.dma_entry_limit)",
+            used: entries,
+            limit: entries.saturating_add(available.unwrap_or(0)),
+        },
+        Errno::NOMEM => match locked {
+            Some(Locked { used, limit }) if u128::from(used) + range.len() > limit.into() => {
+                Error::Full { what: "bytes of locked memory (ulimit -l)", used, limit }
+            }
+            _ => Error::NoMemory,
+        },
+        errno => lost(errno, range),
+    }
+}

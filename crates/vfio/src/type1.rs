@@ -1,0 +1,274 @@
+//! A type1 container as a domain.
+
+use std::{fmt, ops::ControlFlow};
+
+use ringfence_iommu::{
+    Capabilities, Domain, Error, Gather, Geometry, HostAddr, Iova, PageSizes, Prot, Range, Result,
+};
+use rustix::io::Errno;
+
+use crate::{
+    DirtyMap,
+    kernel::{Answer, Bitmap, DirtyInfo, Extension, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
+    space::{self, Backend, Space, Tuning, Usage, lost, size},
+    vaddr::VaddrUpdate,
+};
+
+/// A domain over a VFIO type1 container, real ([`Attached`](crate::kernel::Attached)) or
+/// [fake](crate::fake). It maps to addresses of this process, whose pages the kernel pins.
+///
+/// A map and an unmap are system calls that have done their work when they return: nothing can be
+/// deferred ([`Capabilities::deferred_flush`]), and a lazy policy over it becomes a strict one.
+/// What the kernel refuses with an error number that has no name here is
+/// [`Error::Device`], with the number as its status.
+///
+/// Dropping it unmaps everything, so that devices that live longer reach nothing.
+pub struct Type1<K: Type1Kernel> {
+    pub(crate) space: Space<Container<K>>,
+    dirty: Option<DirtyInfo>,
+}
+
+/// A container as a [`Space`] uses it.
+#[derive(Debug)]
+pub(crate) struct Container<K>(pub(crate) K);
+
+impl<K: Type1Kernel> Backend for Container<K> {
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.map(flags, iova, vaddr, size) }
+    }
+
+    fn unmap(&self, iova: u64, size: u64) -> Answer<u64> {
+        self.0.unmap(UnmapFlags::empty(), iova, size, None)
+    }
+
+    fn refusal(&self, errno: Errno, range: Range, entries: u64) -> Error {
+        let available = self.0.info().ok().and_then(|info| info.available).map(u64::from);
+        space::refused(errno, range, entries, available, self.0.locked())
+    }
+}
+
+impl<K: Type1Kernel> Type1<K> {
+    /// A domain over a container in which nothing is mapped.
+    ///
+    /// # Safety
+    /// [`map_pages`](Domain::map_pages) is no unsafe method, and what it maps devices write behind the
+    /// compiler's back. So whoever maps through the domain must map nothing but memory that a device
+    /// may read, and where the permission says so write, until it is unmapped. `ringfence-dma` does
+    /// that by owning what it maps.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]: the kernel names no page size, or no address that could be mapped.
+    /// [`Error::Gone`]: it does not answer.
+    pub unsafe fn new(kernel: K, tuning: Tuning) -> Result<Type1<K>> {
+        let info = kernel.info().map_err(|errno| lost(errno, Range::ALL))?;
+        let geometry = geometry_of(&kernel, &info)?;
+        let granule = geometry.page_sizes.granule();
+        // A mapping whose bits fit no bitmap could never tell them.
+        let bits = info.dirty.map_or(u64::MAX, |dirty| dirty.max_bytes.saturating_mul(8));
+        let chunk = tuning.chunk.min(bits.saturating_mul(granule));
+        let space = Space::new(Container(kernel), geometry, Tuning { chunk, ..tuning });
+        Ok(Type1 { space, dirty: info.dirty })
+    }
+
+    /// The container.
+    pub fn kernel(&self) -> &K {
+        &self.space.backend.0
+    }
+
+    /// Asks the kernel anew what can be mapped: after a group has come or gone.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); the geometry is what it was.
+    pub fn refresh(&self) -> Result<()> {
+        let info = self.kernel().info().map_err(|errno| lost(errno, Range::ALL))?;
+        self.space.set_geometry(geometry_of(self.kernel(), &info)?);
+        Ok(())
+    }
+
+    /// How its mappings stand.
+    pub fn usage(&self) -> Usage {
+        self.space.usage()
+    }
+
+    /// How many more mappings the kernel would make (rule L51); `None` if it does not say.
+    pub fn available(&self) -> Option<u64> {
+        self.kernel().info().ok()?.available.map(u64::from)
+    }
+
+    /// Maps many ranges with as few mappings of the kernel's as there can be: those that follow each
+    /// other (address, target, permission) become one, which is unmapped as one. All or nothing.
+    ///
+    /// # Errors
+    /// As [`map_pages`](Domain::map_pages).
+    pub fn map_batch(&self, batch: &[(Range, HostAddr, Prot)]) -> Result<()> {
+        self.space.map_batch(batch)
+    }
+
+    /// Maps a large range, step by step ([`Tuning::chunk`]); other threads map and unmap in between.
+    /// Before each step `progress` is told how many bytes are mapped, and once more at the end; where
+    /// it breaks off, nothing stays mapped, and the result is false. It must not unmap in `range`.
+    ///
+    /// # Errors
+    /// As [`map_pages`](Domain::map_pages).
+    pub fn map_in_steps(
+        &self,
+        range: Range,
+        target: HostAddr,
+        prot: Prot,
+        mut progress: impl FnMut(u64) -> ControlFlow<()>,
+    ) -> Result<bool> {
+        self.space.map_in_steps(range, target, prot, &mut progress)
+    }
+
+    /// Unmaps everything, at one go if the kernel can (rule L56); how many bytes were mapped. Whoever
+    /// maps or unmaps meanwhile gets an error.
+    ///
+    /// # Errors
+    /// The kernel's; what is left mapped is still known here.
+    pub fn unmap_all(&self) -> Result<u128> {
+        match self.kernel().has(Extension::UnmapAll) {
+            true => self.space.unmap_all(|| self.kernel().unmap(UnmapFlags::ALL, 0, 0, None)),
+            false => self.space.unmap(Range::ALL),
+        }
+    }
+
+    /// Starts to note which pages devices write to (rule L63); again is fine.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], or the kernel's.
+    pub fn start_dirty(&self) -> Result<()> {
+        self.track(true)
+    }
+
+    /// Stops it.
+    ///
+    /// # Errors
+    /// As [`start_dirty`](Self::start_dirty).
+    pub fn stop_dirty(&self) -> Result<()> {
+        self.track(false)
+    }
+
+    fn track(&self, on: bool) -> Result<()> {
+        self.page()?;
+        self.kernel().track_dirty(on).map_err(|errno| lost(errno, Range::ALL))
+    }
+
+    /// Marks in `map` what devices have written to in `range` since they were last asked, while they go
+    /// on. Each bit is told once.
+    ///
+    /// # Errors
+    /// [`Error::WouldSplit`]: a mapping lies in `range` in part, and nothing was asked. Otherwise the
+    /// kernel's; what it had told before is marked.
+    pub fn read_dirty(&self, range: Range, map: &mut DirtyMap) -> Result<()> {
+        let page = self.page()?;
+        for piece in self.space.made_in(range)? {
+            space::collect(piece, page, map, |bitmap| {
+                let asked = self.kernel().dirty(piece.first().0, size(piece), bitmap);
+                asked.map_err(|errno| lost(errno, piece))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Unmaps `range`, and marks in `map` what devices had written to in it that was not told before
+    /// (rule L63); how many bytes were mapped.
+    ///
+    /// # Errors
+    /// As [`unmap_pages`](Domain::unmap_pages); what was removed before is marked.
+    pub fn unmap_dirty(&self, range: Range, map: &mut DirtyMap) -> Result<u128> {
+        let page = self.page()?;
+        self.space.unmap_with(range, &mut |piece| {
+            space::collect(piece, page, map, |Bitmap { page, words }| {
+                self.space.remove_by(piece, &mut || {
+                    let bitmap = Bitmap { page, words: &mut *words };
+                    self.kernel().unmap(
+                        UnmapFlags::GET_DIRTY,
+                        piece.first().0,
+                        size(piece),
+                        Some(bitmap),
+                    )
+                })
+            })
+        })
+    }
+
+    /// The page of dirty bits: the smallest of the kernel's (rule L63).
+    fn page(&self) -> Result<u64> {
+        let sizes = self.dirty.and_then(|dirty| PageSizes::new(dirty.page_sizes));
+        let sizes = sizes.ok_or(Error::Unsupported("the kernel notes no dirty pages"))?;
+        Ok(sizes.granule())
+    }
+
+    /// Begins to give all mappings other addresses of this process, as when the memory behind them has
+    /// moved (rules L59, L60). DMA goes on; until it is [finished](VaddrUpdate::finish), nothing can be
+    /// mapped or unmapped, and no group be attached.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY with
+    /// groups of emulated devices). Nothing was changed.
+    pub fn begin_vaddr_update(&self) -> Result<VaddrUpdate<'_, K>> {
+        VaddrUpdate::begin(self)
+    }
+}
+
+fn geometry_of<K: Type1Kernel>(kernel: &K, info: &Type1Info) -> Result<Geometry> {
+    let sizes = PageSizes::new(info.page_sizes)
+        .ok_or(Error::Unsupported("the kernel names no page size"))?;
+    let ranges = info.ranges.as_deref().unwrap_or(&[Range::ALL]);
+    space::geometry(sizes, ranges, &kernel.reserved_regions())
+        .ok_or(Error::Unsupported("the kernel lets nothing be mapped"))
+}
+
+impl<K: Type1Kernel> Domain for Type1<K> {
+    type Target = HostAddr;
+
+    fn geometry(&self) -> Geometry {
+        self.space.geometry()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        space::CAPABILITIES
+    }
+
+    fn map_pages(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
+        self.space.map(range, target, prot)
+    }
+
+    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
+        self.space.sync_map(range)
+    }
+
+    fn unmap_pages(&self, range: Range, _gather: &mut Gather) -> Result<u128> {
+        self.space.unmap(range)
+    }
+
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
+        space::finish(gather);
+        Ok(())
+    }
+
+    fn flush_iotlb_all(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn iova_to_phys(&self, iova: Iova) -> Option<HostAddr> {
+        self.space.find(iova)
+    }
+}
+
+impl<K: Type1Kernel> Drop for Type1<K> {
+    fn drop(&mut self) {
+        if self.usage().entries > 0
+            && let Err(error) = self.unmap_all()
+        {
+            tracing::warn!(%error, "a domain goes, and what it mapped stays mapped");
+        }
+    }
+}
+
+impl<K: Type1Kernel> fmt::Debug for Type1<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Type1").field("usage", &self.usage()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,115 @@
+//! Giving mappings other addresses of this process (rules L59, L60).
+
+use std::fmt;
+
+use ringfence_iommu::{Address, Error, HostAddr, Range, Result};
+
+use crate::{
+    Type1,
+    kernel::{Extension, MapFlags, Type1Kernel, UnmapFlags},
+    space::{Unit, lost, size},
+};
+
+/// An update of process addresses that is under way: [`Type1::begin_vaddr_update`].
+///
+/// Dropping it gives back the old addresses to whatever has not got a new one.
+pub struct VaddrUpdate<'d, K: Type1Kernel> {
+    domain: &'d Type1<K>,
+    units: Vec<Moved>,
+}
+
+/// A unit, and where it leads from now on.
+struct Moved {
+    unit: Unit,
+    target: Option<HostAddr>,
+    /// How many of its pieces have got their address.
+    done: usize,
+}
+
+const WHY: &str = "process addresses are being updated";
+
+impl<'d, K: Type1Kernel> VaddrUpdate<'d, K> {
+    pub(crate) fn begin(domain: &'d Type1<K>) -> Result<Self> {
+        let kernel = domain.kernel();
+        if !kernel.has(Extension::UpdateVaddr) || !kernel.has(Extension::UnmapAll) {
+            return Err(Error::Unsupported("the kernel cannot update process addresses"));
+        }
+        let units = domain.space.freeze(WHY)?;
+        let flags = UnmapFlags::VADDR | UnmapFlags::ALL;
+        if let Err(errno) = kernel.unmap(flags, 0, 0, None) {
+            domain.space.thaw([]);
+            return Err(lost(errno, Range::ALL));
+        }
+        let moved = |unit| Moved { unit, target: None, done: 0 };
+        Ok(VaddrUpdate { domain, units: units.into_iter().map(moved).collect() })
+    }
+
+    /// Gives each mapping the address that `moved` says for its range and its old address; it is asked
+    /// once for each. After an error what is left can be tried again.
+    ///
+    /// # Safety
+    /// At the new address lies the very memory that was mapped, and the promise of
+    /// [`Type1::new`] holds for it there.
+    ///
+    /// # Errors
+    /// The kernel's; [`Error::Unaligned`], [`Error::TargetOverflow`]: there cannot be such an address.
+    pub unsafe fn finish(
+        &mut self,
+        mut moved: impl FnMut(Range, HostAddr) -> HostAddr,
+    ) -> Result<()> {
+        let granule = self.domain.space.geometry().page_sizes.granule();
+        for entry in &mut self.units {
+            let range = entry.unit.range;
+            let target = entry.target.unwrap_or_else(|| moved(range, entry.unit.target));
+            if target.0 & (granule - 1) != 0 {
+                return Err(Error::Unaligned { range, granule });
+            }
+            if target.checked_add(range.extent()).is_none() {
+                return Err(Error::TargetOverflow(range));
+            }
+            entry.target = Some(target);
+            // SAFETY: the caller's promise.
+            unsafe { entry.give(self.domain, target) }?;
+        }
+        Ok(())
+    }
+}
+
+impl Moved {
+    /// Tells the kernel the address of the pieces that have none.
+    ///
+    /// # Safety
+    /// As [`VaddrUpdate::finish`].
+    unsafe fn give<K: Type1Kernel>(&mut self, domain: &Type1<K>, target: HostAddr) -> Result<()> {
+        for (piece, offset) in domain.space.pieces_of(&self.unit).skip(self.done) {
+            let vaddr = target.0 + offset;
+            // SAFETY: the caller's promise.
+            let given = unsafe {
+                domain.kernel().map(MapFlags::VADDR, piece.first().0, vaddr, size(piece))
+            };
+            given.map_err(|errno| lost(errno, piece))?;
+            self.done += 1;
+        }
+        Ok(())
+    }
+}
+
+impl<K: Type1Kernel> Drop for VaddrUpdate<'_, K> {
+    fn drop(&mut self) {
+        for entry in &mut self.units {
+            let target = entry.target.unwrap_or(entry.unit.target);
+            // SAFETY: the address that it had, or that was promised to lead to the same memory.
+            if let Err(error) = unsafe { entry.give(self.domain, target) } {
+                tracing::warn!(%error, "a mapping is left without a process address");
+            }
+        }
+        let moved = self.units.iter().filter_map(|it| Some((it.unit.range, it.target?)));
+        self.domain.space.thaw(moved);
+    }
+}
+
+impl<K: Type1Kernel> fmt::Debug for VaddrUpdate<'_, K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VaddrUpdate").field("mappings", &self.units.len()).finish_non_exhaustive()
+    }
+}
