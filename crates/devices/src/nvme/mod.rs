@@ -12,6 +12,7 @@
 //! lives, data as long as a command is under way.
 
 mod admin;
+mod buffer;
 mod controller;
 mod error;
 mod identify;
@@ -23,6 +24,7 @@ mod ring;
 mod slot;
 mod wire;
 
+pub use buffer::Buffer;
 pub use controller::{Config, Controller};
 pub use error::{Error, NotAsked};
 pub use identify::{Identity, Namespace};

@@ -252,6 +252,9 @@ where
                     Err(_) => Err(NotAsked::Data),
                 }
             }
+            (Data::At(segment), Some(_)) if self.inner.is_confined() => {
+                rings.push(at, command, std::iter::once(*segment))
+            }
             (Data::Buffer(_) | Data::List(_), Some(direction)) => {
                 let (list, is_list) = match data {
                     Data::List(list) => (list, true),

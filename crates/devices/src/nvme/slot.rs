@@ -2,7 +2,7 @@
 
 use std::{ops::Range as Bytes, sync::Arc};
 
-use ringfence_dma::{Direction, DmaBuffer, Mapping, Persistent, PoolBuffer};
+use ringfence_dma::{Direction, DmaBuffer, Mapping, Persistent, PoolBuffer, Segment};
 use ringfence_iommu::HostAddr;
 
 use super::{
@@ -70,6 +70,9 @@ pub enum Data<B> {
     ///
     /// Who else works on those bytes meanwhile is the caller's affair.
     Persistent(Arc<Persistent<B>>, Bytes<u64>),
+    /// Whatever the controller finds at that address, which is nobody's in particular: for probes of
+    /// what it reaches. Refused under policy `off`, where that would be any memory of this process.
+    At(Segment),
 }
 
 impl<B: DmaBuffer<HostAddr>> Data<B> {
@@ -81,6 +84,7 @@ impl<B: DmaBuffer<HostAddr>> Data<B> {
             Data::List(list) => list.iter().fold(0, |sum, b| b.len().saturating_add(sum)),
             Data::Pooled(buffer) => buffer.len(),
             Data::Persistent(_, bytes) => bytes.end.saturating_sub(bytes.start),
+            Data::At(segment) => segment.len,
         }
     }
 

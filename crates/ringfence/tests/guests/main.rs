@@ -15,6 +15,7 @@ mod crash;
 mod firmware;
 mod migrate;
 mod net;
+mod nvme;
 mod speed;
 mod uml;
 mod vfio;
