@@ -1,26 +1,29 @@
 //! An I/O queue: commands that own their data.
 
+mod end;
+mod rings;
+mod submit;
+
 use std::{
     fmt,
-    mem::{forget, take},
-    sync::{Arc, atomic::Ordering},
+    mem::forget,
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use ringfence_dma::{Coherent, Device, DmaBuffer, MapBatch, Returned, Segment, UnmapBatch};
+use ringfence_dma::{Device, DmaBuffer, MapBatch, Returned, UnmapBatch};
 use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
 
+use self::rings::Rings;
 use super::{
     Completion, Data, Error, Failure, Namespace, NotAsked, Op, Refused, Registers,
     controller::Inner,
     pages::{PAGE, Pages},
-    prp,
     registers::check,
     ring::Pair,
     slot::{Held, Slot, State, StatusError},
-    wire::Command,
 };
 
 /// How many pages a list of pages lists at most: it is a page itself.
@@ -65,46 +68,6 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     failed: Option<Error>,
     // The last to be dropped: with the last of them the controller stops.
     inner: Arc<Inner<D, A, R>>,
-}
-
-/// The memory that a queue shares with the controller.
-struct Rings<R> {
-    pair: Pair<R>,
-    /// A list of pages for each command.
-    lists: Coherent<Pages>,
-    list_bytes: u64,
-}
-
-impl<R: Registers> Rings<R> {
-    /// Adds a command whose data lies in `segments`.
-    fn push(
-        &mut self,
-        at: u16,
-        command: Command,
-        segments: impl Iterator<Item = Segment>,
-    ) -> Result<(), NotAsked> {
-        let offset = u64::from(at) * self.list_bytes;
-        let (list, room) = (self.lists.memory(), (self.list_bytes / 8) as usize);
-        let data = prp::entries(segments, self.lists.iova().0 + offset, room, |n, page| {
-            list.long(offset as usize + 8 * n).store(page.to_le(), Ordering::Relaxed);
-        })?;
-        self.pair.push(&command.data(data));
-        Ok(())
-    }
-
-    /// Adds a command without data. What a deallocation speaks of is put where others have lists.
-    fn push_bare(&mut self, at: u16, command: Command, op: Op) {
-        let offset = u64::from(at) * self.list_bytes;
-        let mut data = [0; 2];
-        if let Op::Deallocate { lba, blocks } = op {
-            let list = self.lists.memory();
-            let first = u64::from(blocks) << 32;
-            list.long(offset as usize).store(first.to_le(), Ordering::Relaxed);
-            list.long(offset as usize + 8).store(lba.to_le(), Ordering::Relaxed);
-            data[0] = self.lists.iova().0 + offset;
-        }
-        self.pair.push(&command.data(data));
-    }
 }
 
 impl<D, A, R, B> IoQueue<D, A, R, B>
@@ -187,135 +150,6 @@ where
     /// The device that maps its data.
     pub fn device(&self) -> &Device<D, A> {
         &self.device
-    }
-
-    /// Adds a command; [`publish`](Self::publish) starts it. Its completion has the `token`.
-    ///
-    /// # Errors
-    /// It is not submitted, and its data is in the error.
-    #[track_caller]
-    pub fn submit(
-        &mut self,
-        namespace: &Namespace,
-        op: Op,
-        data: Data<B>,
-        token: u64,
-    ) -> Result<(), Refused<B>> {
-        let checked = self.check(namespace, op, &data);
-        let (command, at) = match checked {
-            Ok(command) => match self.free.pop() {
-                Some(at) => (command.id(at), at),
-                None => return Err(Refused { why: NotAsked::Full, data: Some(data) }),
-            },
-            Err(why) => return Err(Refused { why, data: Some(data) }),
-        };
-        let submitted = self.begin(at, command, op, data);
-        match submitted {
-            Ok((state, is_list)) => {
-                if matches!(state, State::Asked(_)) {
-                    self.note_asked();
-                }
-                self.slots[usize::from(at)] = Slot { token, command, is_list, state };
-                Ok(())
-            }
-            Err(refused) => {
-                self.free.push(at);
-                Err(refused)
-            }
-        }
-    }
-
-    /// Begins to map a command's data, or puts the command into the ring if that is not needed.
-    #[track_caller]
-    fn begin(
-        &mut self,
-        at: u16,
-        command: Command,
-        op: Op,
-        data: Data<B>,
-    ) -> Result<(State<B>, bool), Refused<B>> {
-        let stopped = NotAsked::Queue(Error::Stopped);
-        let Some(rings) = &mut self.rings else {
-            return Err(Refused { why: stopped, data: Some(data) });
-        };
-        let pushed = match (&data, op.direction()) {
-            (Data::None, None) => {
-                rings.push_bare(at, command, op);
-                Ok(())
-            }
-            (Data::Pooled(buffer), Some(_)) => {
-                rings.push(at, command, buffer.segments().iter().copied())
-            }
-            (Data::Persistent(buffer, bytes), Some(_)) => {
-                match buffer.segments_for(bytes.clone()) {
-                    Ok(segments) => rings.push(at, command, segments),
-                    Err(_) => Err(NotAsked::Data),
-                }
-            }
-            (Data::At(segment), Some(_)) if self.inner.is_confined() => {
-                rings.push(at, command, std::iter::once(*segment))
-            }
-            (Data::Buffer(_) | Data::List(_), Some(direction)) => {
-                let (list, is_list) = match data {
-                    Data::List(list) => (list, true),
-                    Data::Buffer(buffer) => {
-                        let mut list = self.spare.pop().unwrap_or_default();
-                        list.push(buffer);
-                        (list, false)
-                    }
-                    other => return Err(Refused { why: NotAsked::Data, data: Some(other) }),
-                };
-                return match self.maps.push_sg(list, direction, at) {
-                    Ok(()) => Ok((State::Mapping, is_list)),
-                    Err((_, error)) => {
-                        let why = NotAsked::Map(error.error());
-                        let slot = Slot { is_list, ..Slot::free() };
-                        let data = error.into_buffer();
-                        let data = data.map(|list| slot.data_of(list, &mut self.spare));
-                        Err(Refused { why, data })
-                    }
-                };
-            }
-            _ => Err(NotAsked::Data),
-        };
-        match pushed {
-            Ok(()) => Ok((State::Asked(Held::Kept(data)), false)),
-            Err(why) => Err(Refused { why, data: Some(data) }),
-        }
-    }
-
-    /// The command, but for its number and its data.
-    fn check(&self, space: &Namespace, op: Op, data: &Data<B>) -> Result<Command, NotAsked> {
-        if let Some(failed) = self.failed {
-            return Err(NotAsked::Queue(failed));
-        }
-        let within = |lba: u64, blocks: u64| match lba.checked_add(blocks) {
-            Some(end) if end <= space.blocks => Ok(()),
-            _ => Err(NotAsked::BeyondEnd { lba, blocks, there: space.blocks }),
-        };
-        let command = Command::new(op.opcode(), space.id);
-        match op {
-            Op::Flush => Ok(command),
-            Op::Deallocate { lba, blocks } => {
-                const DEALLOCATE: u32 = 4;
-                within(lba, blocks.into())?;
-                // One range: word 10 has the number of ranges less one.
-                Ok(command.word(11, DEALLOCATE))
-            }
-            Op::Read { lba } | Op::Write { lba } => {
-                let (bytes, block) = (data.len(), space.block_bytes());
-                if bytes > self.max_transfer {
-                    return Err(NotAsked::TooLong { bytes, most: self.max_transfer });
-                }
-                if bytes == 0 || !bytes.is_multiple_of(block) {
-                    return Err(NotAsked::Blocks { bytes, block });
-                }
-                let blocks = bytes / block;
-                within(lba, blocks)?;
-                // At most 4096 blocks of the smallest size: they fit the 16 bits there are.
-                Ok(command.pair(10, lba).word(12, blocks as u32 - 1))
-            }
-        }
     }
 
     fn note_asked(&mut self) {
@@ -550,97 +384,6 @@ where
         let mut over = None;
         self.finish(|completion| over = Some(completion))?;
         over.ok_or(Error::Stopped)
-    }
-
-    /// Stops the controller with all its queues and hands out what this one holds: what was under way
-    /// as [`Failure::Abandoned`]. For a queue that cannot go on.
-    ///
-    /// # Errors
-    /// The controller does not stop: what it works on is not handed out, since it may still write
-    /// there. Or data could not be unmapped, and is leaked.
-    pub fn abandon(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<(), Error> {
-        self.failed.get_or_insert(Error::Stopped);
-        self.inner.stop()?;
-        self.asked = 0;
-        let (slots, free, spare) = (&mut self.slots, &mut self.free, &mut self.spare);
-        let unmaps = &mut self.unmaps;
-        let mut result = Ok(());
-        self.refused.drain(..).for_each(&mut each);
-        self.maps.finish(|at, mapping| match mapping {
-            Ok(mapping) => slots[usize::from(at)].state = State::Asked(Held::Mapped(mapping)),
-            Err(error) => {
-                let slot = &mut slots[usize::from(at)];
-                slot.state = State::Free;
-                free.push(at);
-                let why = error.error();
-                match error.into_buffer() {
-                    Some(list) => each(Completion {
-                        token: slot.token,
-                        data: slot.data_of(list, spare),
-                        outcome: Err(NotAsked::Map(why).into()),
-                    }),
-                    None => result = Err(Error::Map(why)),
-                }
-            }
-        });
-        for (at, slot) in (0..).zip(&mut *slots) {
-            match slot.take_asked(Err(Failure::Abandoned)) {
-                Some(Held::Mapped(mapping)) => {
-                    let pushed = unmaps.push(mapping, at);
-                    debug_assert!(pushed.is_ok(), "a mapping of this device");
-                }
-                Some(Held::Kept(data)) => {
-                    slot.state = State::Free;
-                    free.push(at);
-                    let (token, outcome) = (slot.token, Err(Failure::Abandoned));
-                    each(Completion { token, data, outcome });
-                }
-                None => {}
-            }
-        }
-        let mut count = 0;
-        loop {
-            result = result.and(self.hand_out(&mut count, &mut each));
-            if self.unmaps.is_empty() {
-                return result;
-            }
-            self.unmaps.wait();
-        }
-    }
-}
-
-impl<D, A, R, B> Drop for IoQueue<D, A, R, B>
-where
-    D: Domain + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
-    fn drop(&mut self) {
-        let deleted = {
-            let mut state = self.inner.state.lock();
-            let deleted = state.admin.as_mut().map_or(Ok(()), |admin| admin.delete(self.id));
-            if deleted.is_ok() {
-                state.queues[usize::from(self.id) - 1] = false;
-            }
-            deleted
-        };
-        if deleted.is_ok() || self.inner.stop().is_ok() {
-            return;
-        }
-        // It may go on for ever. What is unmapped it cannot reach, unless nothing is translated.
-        let confined = self.inner.is_confined();
-        for slot in take(&mut self.slots) {
-            match slot.state {
-                State::Asked(Held::Mapped(mapping)) if confined && !mapping.is_bounced() => {
-                    drop(mapping);
-                }
-                State::Asked(held) => forget(held),
-                _ => {}
-            }
-        }
-        if !confined {
-            forget(self.rings.take());
-        }
     }
 }
 
