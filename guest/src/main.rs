@@ -2,18 +2,24 @@
 //! what this program maps, and the kernel's unsafe mode without an IOMMU is not needed.
 //!
 //! `vfio-blk PCI-ADDRESS GROUP`: writes and reads sectors through memory that is mapped once, then
-//! takes a page away and asks the device for it. A line for each thing that was found in order; the
-//! first that is not ends the program with an error.
+//! takes a page away and asks the device for it. `vfio-blk domain GROUP`: tries what a domain owes,
+//! without a device. A line for each thing that was found in order; the first that is not ends the
+//! program with an error.
 
 mod blk;
+mod domain;
 mod pci;
 
 use std::{env, sync::Arc, thread::sleep, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use blk::{Disk, Io};
+use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, Range};
 use ringfence_mem::GuestRam;
-use ringfence_vfio::kernel::{Attached, Container, Group, MapFlags, Type1Kernel, UnmapFlags};
+use ringfence_vfio::{
+    Tuning, Type1,
+    kernel::{Attached, Container, Group},
+};
 
 /// Where the memory of all I/O lies for the device.
 const STATIC: u64 = 0x1000_0000;
@@ -26,34 +32,43 @@ fn main() -> Result<()> {
     let mut next = |what| arguments.next().with_context(|| format!("{what} is missing"));
     let (address, group) = (next("the device's PCI address")?, next("its group")?);
     let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
+    if address == "domain" {
+        // SAFETY: what is mapped is memory that stays until the process ends.
+        return domain::check(&unsafe { Type1::new(container, Tuning::default()) }?);
+    }
     let device = container.device(&address)?;
     // A device that cannot be reset this way is reset by its driver.
     let _ = device.reset();
     let ram = GuestRam::new(4 << 20, STATIC)?;
-    map(&container, &ram)?;
+    // SAFETY: what is mapped is shared memory that the process has until it is unmapped, and it is
+    // accessed as what others change meanwhile.
+    let domain = unsafe { Type1::new(container, Tuning::default()) }?;
+    map(&domain, &ram)?;
     let mut disk = Disk::start(&device, Arc::clone(&ram))?;
     println!("capacity {}", disk.capacity());
     static_mapping(&mut disk)?;
-    isolation(&container, &mut disk)?;
+    isolation(&domain, &mut disk)?;
     println!("over");
     Ok(())
 }
 
 /// Lets devices reach memory at its guest-physical address, which is an IOVA here.
-fn map(container: &Attached, ram: &GuestRam) -> Result<()> {
-    let both = MapFlags::READ | MapFlags::WRITE;
-    // SAFETY: the memory is mapped while `ram` lives, which is longer than the container is used, and
-    // what a device does to it is what anyone it is shared with may do.
-    unsafe { container.map(both, ram.gpa(), ram.user_addr(), ram.len() as u64) }.context("MAP_DMA")
+fn map(domain: &Type1<Attached>, ram: &GuestRam) -> Result<()> {
+    let range = place(ram)?;
+    domain.map_pages(range, HostAddr(ram.user_addr()), Prot::RW)?;
+    Ok(domain.iotlb_sync_map(range)?)
 }
 
 /// Takes it away again: over when this returns.
-fn unmap(container: &Attached, ram: &GuestRam) -> Result<()> {
-    let len = ram.len() as u64;
-    let removed =
-        container.unmap(UnmapFlags::empty(), ram.gpa(), len, None).context("UNMAP_DMA")?;
-    ensure!(removed == len, "UNMAP_DMA removed {removed:#x} bytes");
-    Ok(())
+fn unmap(domain: &Type1<Attached>, ram: &GuestRam) -> Result<()> {
+    let mut gather = Gather::new();
+    let removed = domain.unmap_pages(place(ram)?, &mut gather)?;
+    ensure!(removed == ram.len() as u128, "an unmap removed {removed:#x} bytes");
+    Ok(domain.iotlb_sync(&mut gather)?)
+}
+
+fn place(ram: &GuestRam) -> Result<Range> {
+    Range::from_len(Iova(ram.gpa()), ram.len() as u64).context("no memory")
 }
 
 /// Reads back what was written, in requests of several sizes, many at a time.
@@ -89,7 +104,7 @@ fn static_mapping(disk: &mut Disk) -> Result<()> {
 
 /// What is not mapped any more is out of the device's reach, both ways, and back in it once it is
 /// mapped again.
-fn isolation(container: &Attached, disk: &mut Disk) -> Result<()> {
+fn isolation(domain: &Type1<Attached>, disk: &mut Disk) -> Result<()> {
     let page = GuestRam::new(PAGE, TAKEN)?;
     let own = disk.carve(PAGE)?;
     let over_page = |write, sector| Io { write, sector, addr: TAKEN, len: PAGE as u32 };
@@ -100,12 +115,12 @@ fn isolation(container: &Attached, disk: &mut Disk) -> Result<()> {
     // Sector 0 has what everybody may see; the device has used the page, and knows where it lies.
     disk.ram().slice(own, PAGE)?.copy_from(&public);
     disk.all([over_own(true, 0), over_own(true, 8)])?;
-    map(container, &page)?;
+    map(domain, &page)?;
     disk.all([over_page(false, 0)])?;
     ensure!(bytes(&page, 0, PAGE)? == public, "the device did not write to a mapped page");
 
     page.slice(0, PAGE)?.copy_from(&secret);
-    unmap(container, &page)?;
+    unmap(domain, &page)?;
     for round in 0..3 {
         let read = disk.one(over_page(false, 0), Duration::from_secs(30))?;
         ensure!(!read, "a read into a page that was unmapped succeeded (round {round})");
@@ -119,7 +134,7 @@ fn isolation(container: &Attached, disk: &mut Disk) -> Result<()> {
 
     // The device may have kept for a moment that there is nothing.
     sleep(Duration::from_millis(100));
-    map(container, &page)?;
+    map(domain, &page)?;
     disk.all([over_page(true, 8)])?;
     disk.all([over_own(false, 8)])?;
     ensure!(bytes(disk.ram(), own, PAGE)? == secret, "the page was mapped again and not read");

@@ -1,23 +1,27 @@
 //! A kernel in this process that obeys the rules of the real one.
 //!
-//! [`Type1`] answers as a kernel does, check by check and number by number (rules L51-L63), and keep the same accounts, so that
-//! who drives VFIO can be tested without it. What a kernel does unseen can be seen here: what is
-//! [pinned](Type1::pinned), what an [owner](Owner) is charged, what happened [in which
-//! order](Type1::events); and any [step](Step) can be made to fail.
+//! [`Type1`] and [`Iommufd`] answer as a kernel does, check by check and number by number (rules
+//! L51-L63), and keep the same accounts, so that who drives VFIO can be tested without it. What a
+//! kernel does unseen can be seen here: what is [pinned](Type1::pinned), what an [owner](Owner) is
+//! charged, what happened [in which order](Type1::events); and any [step](Step) can be made to fail.
 
+mod copy;
 mod events;
 mod faults;
+mod iommufd;
 mod memory;
 mod owner;
 mod pins;
 mod table;
 mod type1;
 
+pub use copy::Refused;
 pub use events::Event;
 pub use faults::Step;
+pub use iommufd::Iommufd;
 pub use memory::{Kind, Memory};
 pub use owner::Owner;
-pub use type1::{Config, Group, Notify, Refused, Type1};
+pub use type1::{Config, Group, Notify, Type1};
 
 /// The size of a page of memory.
 const PAGE: u64 = 1 << SHIFT;

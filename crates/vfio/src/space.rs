@@ -275,19 +275,15 @@ impl<B: Backend> Space<B> {
             let iova = piece.first().0;
             let offset = iova - unit.range.first().0;
             let vaddr = unit.target.0 + offset;
-            let error = match progress(offset) {
-                ControlFlow::Break(()) => Error::Unsupported("the caller ended it"),
-                // SAFETY: the promise of whoever made the domain, about every target. That it does
-                // not pass the end of the address space has been checked.
-                ControlFlow::Continue(()) => {
-                    match unsafe { self.backend.map(flags, iova, vaddr, size(piece)) } {
-                        Ok(()) => continue,
-                        Err(errno) => {
-                            let entries = self.state.lock().entries + done as u64;
-                            self.backend.refusal(errno, unit.range, entries)
-                        }
-                    }
-                }
+            let error = if progress(offset).is_break() {
+                Error::Unsupported("the caller ended it")
+            } else {
+                // SAFETY: the promise of whoever made the domain, about every target. That it does not
+                // pass the end of the address space has been checked.
+                let made = unsafe { self.backend.map(flags, iova, vaddr, size(piece)) };
+                let Err(errno) = made else { continue };
+                let entries = self.state.lock().entries + done as u64;
+                self.backend.refusal(errno, unit.range, entries)
             };
             let undone = |piece| self.remove(piece).is_ok();
             let left =

@@ -24,9 +24,8 @@ fi
 echo $pci > /sys/bus/pci/devices/$pci/driver/unbind
 echo vfio-pci > /sys/bus/pci/devices/$pci/driver_override
 echo $pci > /sys/bus/pci/drivers_probe
-vfio-blk $pci $(basename $(readlink /sys/bus/pci/devices/$pci/iommu_group)) > /tmp/vfio 2>&1 ||
-    { give vfio < /tmp/vfio; false; }
-give vfio < /tmp/vfio
+group=$(basename $(readlink /sys/bus/pci/devices/$pci/iommu_group))
+try() { vfio-blk "$@" > /tmp/vfio 2>&1 || { give vfio < /tmp/vfio; false; }; give vfio < /tmp/vfio; }
 "#;
 
 fn static_mappings_and_isolation(iommu: Iommu) {
@@ -37,7 +36,7 @@ fn static_mappings_and_isolation(iommu: Iommu) {
     let wire = Recording::between(between.clone(), &back.socket);
     let program = fs::read(part("vfio-blk")).unwrap();
     let machine = Qemu::new(iommu).blk(&between, 1, "").file("bin/vfio-blk", program);
-    let said = machine.start(&place, SCRIPT).end().given("vfio");
+    let said = machine.start(&place, &format!("{SCRIPT}\ntry $pci $group\n")).end().given("vfio");
     for found in ["capacity 65536", "static 4096 256", "unmapped is out of reach"] {
         assert!(said.contains(found), "{found}\n{said}");
     }
@@ -60,4 +59,32 @@ fn static_mappings_and_isolation_behind_intels_iommu() {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn static_mappings_and_isolation_behind_a_virtio_iommu() {
     static_mappings_and_isolation(Iommu::VirtioStrict);
+}
+
+/// The figures and the behaviour that the tests of the domain have from a fake kernel, from a real one.
+fn a_domain_over_a_real_kernel(iommu: Iommu) {
+    let place = Place::new();
+    let program = fs::read(part("vfio-blk")).unwrap();
+    let machine =
+        Qemu::new(iommu).own_blk(&place.image("image", 32), 1, "").file("bin/vfio-blk", program);
+    let script = format!("{SCRIPT}\ntry domain $group\n");
+    let said = machine.start(&place, &script).end().given("vfio");
+    for found in ["Msi", "budget 65536 maps Some(1) entries", "dirty 512", "addresses updated"] {
+        assert!(said.contains(found), "{found}\n{said}");
+    }
+    assert!(said.ends_with("a domain as in the tests"), "{said}");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_domain_over_a_real_kernel_with_intels_iommu() {
+    // rule L51, rule L55, rule L60, rule L63
+    a_domain_over_a_real_kernel(Iommu::IntelStrict);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_domain_over_a_real_kernel_with_a_virtio_iommu() {
+    // rule L51, rule L55, rule L60, rule L63
+    a_domain_over_a_real_kernel(Iommu::VirtioStrict);
 }

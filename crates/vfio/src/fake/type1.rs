@@ -18,14 +18,15 @@ use ringfence_iommu::{Iova, Range};
 use rustix::io::Errno;
 
 pub use attach::Group;
-pub use device::Refused;
 pub use external::Notify;
 
 use self::{
     attach::{Domain, Member},
     mapping::Mapping,
 };
-use super::{PAGE, events::Event, faults::Step, memory::Memory, owner::Owner, pins::Machine};
+use super::{
+    PAGE, copy::Refused, events::Event, faults::Step, memory::Memory, owner::Owner, pins::Machine,
+};
 use crate::kernel::{
     Answer, Bitmap, DirtyInfo, Extension, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
 };
@@ -123,6 +124,11 @@ impl Type1 {
     /// Another process calls from now on; its memory is the same.
     pub fn set_caller(&self, owner: &Owner) {
         self.state.lock().caller = owner.clone();
+    }
+
+    /// Which process calls now.
+    pub fn caller(&self) -> Owner {
+        self.state.lock().caller.clone()
     }
 
     /// How many pins of ordinary pages there are, of mappings and external ones. Pages of 4 KiB.

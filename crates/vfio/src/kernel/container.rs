@@ -39,6 +39,20 @@ const DIRTY_PAGES: u32 = ioctl::vfio(17);
 const LARGEST_INFO: usize = 1 << 20;
 
 /// A container without a group: nothing can be mapped in it yet, and so it has no way to.
+///
+/// ```compile_fail,E0599
+/// use ringfence_vfio::kernel::{Container, Type1Kernel, UnmapFlags};
+///
+/// let container = Container::open().unwrap();
+/// container.unmap(UnmapFlags::ALL, 0, 0, None);
+/// ```
+///
+/// ```no_run
+/// use ringfence_vfio::kernel::{Container, Group, Type1Kernel, UnmapFlags};
+///
+/// let container = Container::open().unwrap().attach(Group::open(7).unwrap()).unwrap();
+/// container.unmap(UnmapFlags::ALL, 0, 0, None);
+/// ```
 #[derive(Debug)]
 pub struct Container {
     file: File,

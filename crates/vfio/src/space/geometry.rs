@@ -99,10 +99,11 @@ mod tests {
                 let held = geometry.reserved.iter().find(|region| region.range.contains(iova));
                 let mut named = regions.iter().filter(|region| region.range.contains(iova)).peekable();
                 if let Some(held) = held {
-                    prop_assert!(match named.peek() {
+                    let named_so = match named.peek() {
                         None => held.kind == ReservedKind::Reserved,
                         Some(_) => named.any(|region| region.kind == held.kind),
-                    });
+                    };
+                    prop_assert!(named_so, "{:?}", held);
                 }
             }
         }

@@ -129,7 +129,7 @@ mod tests {
                 let cut = held.iter().find(|it| it.0 < at || it.1 > last);
                 let covered = shadow.covered(range);
                 match cut {
-                    Some(_) => prop_assert!(matches!(covered, Err(Error::WouldSplit { .. }))),
+                    Some(_) => prop_assert!(matches!(covered, Err(Error::WouldSplit { .. })), "split"),
                     None => {
                         let units = covered.unwrap();
                         let mut wanted = held.clone();

@@ -2,7 +2,7 @@
 
 use ringfence_iommu::{Iova, Range};
 use ringfence_vfio::{
-    fake::{Config, Group, Memory, Owner, Type1},
+    fake::{Config, Event, Group, Memory, Owner, Type1},
     kernel::{Answer, MapFlags, Type1Kernel, UnmapFlags},
 };
 
@@ -36,7 +36,52 @@ pub(crate) fn unmap(kernel: &Type1, iova: u64, pages: u64) -> Answer<u64> {
 }
 
 /// The range of pages.
-#[expect(dead_code)]
 pub(crate) fn range(first: u64, pages: u64) -> Range {
     Range::from_len(Iova(first * PAGE), pages * PAGE).unwrap()
+}
+
+/// A group behind an IOMMU of its own.
+pub(crate) fn group(id: u32) -> Group {
+    Group { id, iommu: id, ..Group::default() }
+}
+
+/// Marks the addresses of mappings as gone; in pages.
+pub(crate) fn invalidate(kernel: &Type1, iova: u64, pages: u64) -> Answer<u64> {
+    Ok(kernel.unmap(UnmapFlags::VADDR, iova * PAGE, pages * PAGE, None)? / PAGE)
+}
+
+/// Gives a mapping another address; in pages.
+pub(crate) fn revalidate(kernel: &Type1, iova: u64, vaddr: u64, pages: u64) -> Answer<()> {
+    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    unsafe { kernel.map(MapFlags::VADDR, iova * PAGE, vaddr * PAGE, pages * PAGE) }
+}
+
+/// Follows the log, and fails where a page is given back before every IOMMU has forgotten it
+/// (rule L57), or more than 512 regions are gathered.
+pub(crate) fn assert_civil(events: &[Event]) {
+    // What each IOMMU's IOTLB may still know of what was unmapped.
+    let mut stale: Vec<(u32, Range)> = Vec::new();
+    let mut mapped: Vec<(u32, Range)> = Vec::new();
+    for event in events {
+        match *event {
+            Event::Mapped { iommu, iova, pages, .. } => {
+                mapped.push((iommu, range(iova / PAGE, pages)));
+            }
+            Event::Unmapped { iommu, iova, asked, removed } => {
+                let gone = range(iova / PAGE, asked.max(removed));
+                stale.push((iommu, gone));
+                mapped.retain(|&(of, at)| of != iommu || !gone.covers(at));
+            }
+            Event::Synced { iommu, regions } => {
+                assert!(regions <= 512, "{regions} regions for one sync");
+                stale.retain(|&(of, _)| of != iommu);
+            }
+            Event::Unpinned { iova, pages, .. } => {
+                let pages = range(iova / PAGE, pages);
+                let reached = stale.iter().chain(&mapped).find(|(_, at)| at.overlaps(pages));
+                assert_eq!(reached, None, "unpinned at {pages} but reachable");
+            }
+            _ => {}
+        }
+    }
 }

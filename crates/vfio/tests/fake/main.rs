@@ -1,4 +1,14 @@
 //! The fake kernel keeps the rules of the real one.
 
 mod accounting;
+mod any;
+mod budget;
 mod common;
+mod device;
+mod dirty;
+mod external;
+mod groups;
+mod iommufd;
+mod map;
+mod unmap;
+mod vaddr;

@@ -1,5 +1,7 @@
 //! How a command begins.
 
+#![allow(clippy::result_large_err, reason = "what is given back is moved as it came")]
+
 use ringfence_dma::DmaBuffer;
 use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ringfence_iommu::{Iova, Range};
+use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
 use rustix::io::Errno;
 
 use super::{
@@ -31,7 +31,7 @@ pub struct Group {
     /// What the IOMMU translates.
     pub aperture: Range,
     /// What it does not translate, or must not: MSI windows, regions mapped to themselves.
-    pub reserved: Vec<Range>,
+    pub reserved: Vec<ReservedRegion>,
     /// Page sizes, as a bitmap.
     pub page_sizes: u64,
     /// Whether unmapping a page takes all of the larger page that it lies in (rule L58).
@@ -48,7 +48,10 @@ impl Default for Group {
             id: 0,
             iommu: 0,
             aperture: range(0, (1 << 39) - 1),
-            reserved: vec![range(0xfee0_0000, 0xfeef_ffff)],
+            reserved: vec![ReservedRegion {
+                range: range(0xfee0_0000, 0xfeef_ffff),
+                kind: ReservedKind::Msi,
+            }],
             page_sizes: 1 << 12 | 1 << 21 | 1 << 30,
             superpages: false,
             remaps_interrupts: true,
@@ -90,6 +93,11 @@ impl Type1 {
     /// EFAULT as MAP. Nothing has changed then.
     pub fn attach(&self, group: &Group) -> Answer<()> {
         self.state.lock().attach(group, self.unsafe_interrupts, self.runs)
+    }
+
+    /// The groups behind IOMMUs that are attached.
+    pub fn groups(&self) -> Vec<Group> {
+        self.state.lock().hardware().cloned().collect()
     }
 
     /// Attaches a group whose devices are software: it has no IOMMU, its devices
@@ -141,7 +149,8 @@ impl State {
         self.check_new(group.id)?;
         // What is mapped outside of the new aperture, or in a region it does not translate.
         let outside = around(Range::ALL, group.aperture).into_iter().flatten();
-        let blind: Vec<Range> = outside.chain(group.reserved.iter().copied()).collect();
+        let blind: Vec<Range> =
+            outside.chain(group.reserved.iter().map(|region| region.range)).collect();
         if blind.iter().any(|&range| self.find(range).is_some()) {
             return Err(Errno::INVAL);
         }
@@ -261,29 +270,26 @@ impl State {
     /// Forgets an IOMMU. The last one gives back all that was pinned for it; what is pinned externally
     /// stays pinned and charged.
     fn drop_iommu(&mut self, iommu: u32) {
-        if let [last] = &self.domains[..]
-            && last.table.iommu == iommu
-        {
-            let iovas: Vec<u64> = self.mappings.keys().copied().collect();
-            for iova in iovas {
-                let Some(range) = self.mappings.get(&iova).map(|mapping| mapping.range) else {
-                    continue;
-                };
-                let unpinned = self.unmap_unpin(range);
-                if let Some(mapping) = self.mappings.get_mut(&iova) {
-                    mapping.mapped = false;
-                    mapping.release(unpinned - mapping.external_in(range).min(unpinned));
-                }
+        let Some(at) = self.domains.iter().position(|domain| domain.table.iommu == iommu) else {
+            return;
+        };
+        if self.domains.len() > 1 {
+            let mut domain = self.domains.remove(at);
+            for mapping in self.mappings.values() {
+                domain.table.unmap(mapping.range, &mut self.machine.log);
+                domain.table.sync(1, &mut self.machine.log);
+            }
+            return;
+        }
+        let ranges: Vec<Range> = self.mappings.values().map(|mapping| mapping.range).collect();
+        for range in ranges {
+            let unpinned = self.unmap_unpin(range);
+            if let Some(mapping) = self.mappings.get_mut(&range.first().0) {
+                mapping.mapped = false;
+                mapping.release(unpinned - mapping.external_in(range).min(unpinned));
             }
         }
-        let log = &mut self.machine.log;
-        for domain in &mut self.domains {
-            if domain.table.iommu == iommu {
-                domain.table.unmap(Range::ALL, log);
-                domain.table.sync(1, log);
-            }
-        }
-        self.domains.retain(|domain| domain.table.iommu != iommu);
+        self.domains.clear();
     }
 
     fn update_page_sizes(&mut self) {
@@ -299,7 +305,8 @@ impl Domain {
     /// unmap (rule L58).
     fn probe(&mut self, machine: &mut Machine, within: Range) {
         let frames = Frames { pfn: 0, pages: 2, reserved: true };
-        let iova = within.first().0.next_multiple_of(2 * PAGE);
+        // At the very end of the address space there is no place for two; any other will do.
+        let iova = within.first().0.checked_next_multiple_of(2 * PAGE).unwrap_or(0);
         let Ok(run) = Run::new(iova, frames, MapFlags::READ | MapFlags::WRITE) else { return };
         let mut quiet = Machine::new(machine.memory.clone(), false);
         let Machine { faults, log, .. } = &mut quiet;
@@ -319,7 +326,7 @@ fn narrowed(before: &[Range], group: &Group) -> Vec<Range> {
     let before = if before.is_empty() { &all[..] } else { before };
     let within = before.iter().filter_map(|range| range.intersection(group.aperture));
     let mut ranges: Vec<Range> = within.collect();
-    for &hole in &group.reserved {
+    for hole in group.reserved.iter().map(|region| region.range) {
         let cut = |range: Range| match range.intersection(hole) {
             Some(part) => around(range, part),
             None => [Some(range), None],

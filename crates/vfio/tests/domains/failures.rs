@@ -1,0 +1,296 @@
+//! What is left when something fails: nothing.
+
+use std::{
+    ops::ControlFlow,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use ringfence_iommu::{Domain, Error, HostAddr, Prot};
+use ringfence_vfio::{
+    Tuning, Type1,
+    fake::Step,
+    kernel::{Answer, Bitmap, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
+};
+use rustix::io::Errno;
+
+use crate::common::{GIB, Kernel, MERGE, PAGE, kernel, map, range, type1, unmap};
+
+const CHUNKED: Tuning = Tuning { merge: false, chunk: 4 * PAGE };
+
+#[test]
+fn whatever_fails_nothing_is_left_of_a_map() {
+    // rule L33, rule L53
+    for step in [Step::Record, Step::Pin, Step::Table, Step::Map] {
+        for nth in 1.. {
+            let (fake, owner) = kernel(1000);
+            let domain = type1(&fake, CHUNKED);
+            map(&domain, range(100, 1), 0).unwrap();
+            let before = (fake.mappings(), fake.pinned(), owner.used(), domain.usage());
+            fake.fail(step, nth);
+            let made = map(&domain, range(0, 16), PAGE);
+            if fake.heal() {
+                assert_eq!(made, Ok(()), "{step:?}: there are {} such steps", nth - 1);
+                assert!(nth > 1);
+                break;
+            }
+            assert!(made.is_err(), "{step:?} {nth}");
+            let after = (fake.mappings(), fake.pinned(), owner.used(), domain.usage());
+            assert_eq!(before, after, "{step:?} {nth}");
+            assert_eq!(domain.iova_to_phys(range(0, 1).first()), None);
+            map(&domain, range(0, 16), PAGE).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_batch_is_all_or_nothing() {
+    let (fake, owner) = kernel(6);
+    let domain = type1(&fake, Tuning::default());
+    let part = |page, target| (range(page, 2), HostAddr(target * PAGE), Prot::RW);
+    let batch = [part(0, 0), part(2, 2), part(8, 20), part(16, 40)];
+    assert!(domain.map_batch(&batch).is_err());
+    assert_eq!((fake.mappings(), owner.used()), (0, 0));
+    owner.set_limit(8);
+    domain.map_batch(&batch).unwrap();
+    assert_eq!((fake.mappings(), owner.used()), (3, 8));
+    assert!(matches!(domain.map_batch(&batch[..1]), Err(Error::Exists { .. })));
+}
+
+#[test]
+fn what_fails_at_the_sync_is_told_there_and_is_not_mapped() {
+    // rule L34
+    let (fake, _) = kernel(3);
+    let domain = type1(&fake, MERGE);
+    for (page, target) in [(0, 0), (1, 1), (4, 10), (5, 11)] {
+        domain.map_pages(range(page, 1), HostAddr(target * PAGE), Prot::RW).unwrap();
+    }
+    let told = domain.iotlb_sync_map(range(0, 8));
+    assert_eq!(told, Err(Error::NoMemory));
+    assert_eq!(fake.mappings(), 1, "one run had its pages");
+    let there = |page| domain.iova_to_phys(range(page, 1).first()).is_some();
+    assert_eq!([0, 1, 4, 5].map(there), [true, true, false, false]);
+    // The caller is rid of all by unmapping all.
+    assert_eq!(unmap(&domain, range(0, 8)), Ok(2 * u128::from(PAGE)));
+    assert_eq!(domain.iotlb_sync_map(range(0, 8)), Ok(()), "told once");
+}
+
+#[test]
+fn a_large_map_goes_in_steps_and_can_be_ended() {
+    let (fake, owner) = kernel(64);
+    let domain = type1(&fake, CHUNKED);
+    let whole = range(0, 16);
+    let mut seen = Vec::new();
+    let made = domain.map_in_steps(whole, HostAddr(0), Prot::RW, |bytes| {
+        seen.push(bytes / PAGE);
+        // In between others have their turn.
+        let other = range(1000 + bytes / PAGE, 1);
+        map(&domain, other, 0).unwrap();
+        ControlFlow::Continue(())
+    });
+    assert_eq!((made, &seen[..]), (Ok(true), &[0, 4, 8, 12, 16][..]));
+    assert_eq!(owner.used(), 16 + 5);
+    unmap(&domain, range(0, 2000)).unwrap();
+
+    let mut left = 3;
+    let made = domain.map_in_steps(whole, HostAddr(0), Prot::RW, |_| {
+        left -= 1;
+        if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    assert_eq!((made, left), (Ok(false), 0));
+    assert_eq!((fake.mappings(), owner.used(), domain.usage().entries), (0, 0, 0));
+    assert_eq!(domain.iova_to_phys(whole.first()), None);
+}
+
+/// A kernel that answers UNMAP otherwise than it does it, when told to.
+struct Odd {
+    kernel: Kernel,
+    /// UNMAP fails so.
+    fails: AtomicU64,
+    /// UNMAP removes only the first page's mapping at a time.
+    slow: AtomicBool,
+    /// UNMAP says one byte, whatever it does.
+    lies: AtomicBool,
+    locked: Option<Locked>,
+}
+
+impl Odd {
+    fn new(locked: Option<Locked>, pages: u64) -> Arc<Odd> {
+        let (fails, slow, lies) = Default::default();
+        Arc::new(Odd { kernel: kernel(pages).0, fails, slow, lies, locked })
+    }
+}
+
+impl Type1Kernel for Odd {
+    fn info(&self) -> Answer<Type1Info> {
+        self.kernel.info()
+    }
+    fn has(&self, _extension: Extension) -> bool {
+        false
+    }
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.kernel.map(flags, iova, vaddr, size) }
+    }
+    fn unmap(
+        &self,
+        flags: UnmapFlags,
+        iova: u64,
+        size: u64,
+        dirty: Option<Bitmap<'_>>,
+    ) -> Answer<u64> {
+        if self.fails.load(Ordering::Relaxed) > 0 && self.fails.fetch_sub(1, Ordering::Relaxed) == 1
+        {
+            return Err(Errno::FAULT);
+        }
+        if self.slow.load(Ordering::Relaxed) {
+            for page in 0..size / PAGE {
+                let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, None)?;
+                if removed > 0 {
+                    return Ok(removed);
+                }
+            }
+            return Ok(0);
+        }
+        let removed = self.kernel.unmap(flags, iova, size, dirty)?;
+        Ok(if self.lies.load(Ordering::Relaxed) { 1 } else { removed })
+    }
+    fn track_dirty(&self, on: bool) -> Answer<()> {
+        self.kernel.track_dirty(on)
+    }
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        self.kernel.dirty(iova, size, dirty)
+    }
+    fn locked(&self) -> Option<Locked> {
+        self.locked
+    }
+}
+
+fn over(odd: &Arc<Odd>, tuning: Tuning) -> Type1<Arc<Odd>> {
+    // SAFETY: the memory is pretended.
+    unsafe { Type1::new(Arc::clone(odd), tuning) }.unwrap()
+}
+
+#[test]
+fn an_unmap_that_fails_keeps_what_it_did_not_remove() {
+    let odd = Odd::new(None, 1000);
+    let domain = over(&odd, CHUNKED);
+    for first in [0, 4, 8] {
+        map(&domain, range(first, 4), first * PAGE).unwrap();
+    }
+    odd.fails.store(2, Ordering::Relaxed);
+    let failed = unmap(&domain, range(0, 12));
+    assert!(matches!(failed, Err(Error::Device { status: 14, .. })), "{failed:?}");
+    assert_eq!((odd.kernel.mappings(), domain.usage().entries), (2, 2));
+    let there = |page| domain.iova_to_phys(range(page, 1).first()).is_some();
+    assert_eq!([0, 4, 8].map(there), [false, true, true]);
+    let taken = map(&domain, range(4, 1), 0);
+    assert!(matches!(taken, Err(Error::Exists { .. })), "its address is not given away: {taken:?}");
+    assert_eq!(unmap(&domain, range(0, 12)), Ok(8 * u128::from(PAGE)));
+    assert_eq!(odd.kernel.mappings(), 0);
+
+    // Half of a mapping of two entries goes, and then the other half.
+    map(&domain, range(0, 8), 0).unwrap();
+    odd.fails.store(2, Ordering::Relaxed);
+    assert!(unmap(&domain, range(0, 8)).is_err());
+    assert_eq!((odd.kernel.mappings(), domain.usage().mappings), (1, 1));
+    assert_eq!(unmap(&domain, range(0, 8)), Ok(8 * u128::from(PAGE)));
+    assert_eq!((odd.kernel.mappings(), domain.usage().entries), (0, 0));
+    assert_eq!(domain.usage().mismatches, 1, "half was gone already");
+}
+
+#[test]
+fn a_map_that_cannot_be_undone_keeps_its_address() {
+    let odd = Odd::new(None, 6);
+    let domain = over(&odd, CHUNKED);
+    odd.fails.store(1, Ordering::Relaxed);
+    assert_eq!(map(&domain, range(0, 8), 0), Err(Error::NoMemory));
+    assert!(matches!(map(&domain, range(4, 1), 0), Err(Error::Exists { .. })));
+    unmap(&domain, range(0, 8)).unwrap();
+    assert_eq!(odd.kernel.mappings(), 0);
+    map(&domain, range(4, 1), 0).unwrap();
+}
+
+#[test]
+fn a_short_unmap_is_asked_about_again() {
+    // rule L55
+    let odd = Odd::new(None, 1000);
+    let domain = over(&odd, Tuning::default());
+    let whole = range(0, 4);
+    let fill = || (0..4).for_each(|page| map(&domain, range(page, 1), page * PAGE).unwrap());
+    fill();
+    odd.slow.store(true, Ordering::Relaxed);
+    assert_eq!(unmap(&domain, whole), Ok(whole.len()));
+    assert_eq!((odd.kernel.mappings(), domain.usage().mismatches), (0, 0));
+    odd.slow.store(false, Ordering::Relaxed);
+
+    // Somebody else has removed a page: all is gone, and what was mapped here is what is told.
+    fill();
+    odd.kernel.unmap(UnmapFlags::empty(), 2 * PAGE, PAGE, None).unwrap();
+    assert_eq!(unmap(&domain, whole), Ok(whole.len()));
+    assert_eq!(domain.usage(), ringfence_vfio::Usage { mismatches: 1, ..Default::default() });
+
+    // One that says so for ever is not believed for ever.
+    fill();
+    odd.lies.store(true, Ordering::Relaxed);
+    let _ = unmap(&domain, whole);
+    odd.lies.store(false, Ordering::Relaxed);
+    unmap(&domain, whole).unwrap();
+    assert_eq!(odd.kernel.mappings(), 0);
+}
+
+#[test]
+fn who_is_over_a_limit_is_told_which_and_by_how_much() {
+    // rule L53
+    let odd = Odd::new(Some(Locked { used: 2 * PAGE, limit: 3 * PAGE }), 1);
+    let told = map(&over(&odd, MERGE), range(0, 2), 0);
+    let error =
+        Error::Full { what: "bytes of locked memory (ulimit -l)", used: 2 * PAGE, limit: 3 * PAGE };
+    assert_eq!(told, Err(error));
+    assert!(error.to_string().contains("8192 of 12288"), "{error}");
+    // Where there is room, it is not the limit.
+    let odd = Odd::new(Some(Locked { used: 0, limit: GIB }), 1);
+    assert_eq!(map(&over(&odd, MERGE), range(0, 2), 0), Err(Error::NoMemory));
+}
+
+#[test]
+fn everything_goes_at_one_go_where_the_kernel_can() {
+    // rule L56
+    let (fake, owner) = kernel(1000);
+    let domain = type1(&fake, CHUNKED);
+    map(&domain, range(0, 9), 0).unwrap();
+    map(&domain, range(20, 1), 0).unwrap();
+    assert_eq!(domain.unmap_all(), Ok(10 * u128::from(PAGE)));
+    assert_eq!((fake.mappings(), owner.used(), domain.usage()), (0, 0, Default::default()));
+    let odd = Odd::new(None, 1000);
+    let domain = over(&odd, CHUNKED);
+    map(&domain, range(0, 9), 0).unwrap();
+    assert_eq!(domain.unmap_all(), Ok(9 * u128::from(PAGE)));
+    assert_eq!(odd.kernel.mappings(), 0);
+}
+
+#[test]
+fn threads_that_map_and_unmap_at_once_keep_what_is_theirs() {
+    let (fake, owner) = kernel(1 << 20);
+    for tuning in [CHUNKED, Tuning { merge: true, chunk: 4 * PAGE }] {
+        let domain = type1(&fake, tuning);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let domain = &domain;
+                scope.spawn(move || {
+                    for round in 0..200 {
+                        // Side by side, page by page.
+                        let place = range(round % 8 * 40 + thread * 10, 1 + round % 9);
+                        map(domain, place, round * PAGE).unwrap();
+                        assert!(domain.iova_to_phys(place.last()).is_some());
+                        assert_eq!(unmap(domain, place), Ok(place.len()));
+                        assert!(domain.iova_to_phys(place.last()).is_none());
+                    }
+                });
+            }
+        });
+        assert_eq!((fake.mappings(), owner.used(), domain.usage()), (0, 0, Default::default()));
+    }
+}
