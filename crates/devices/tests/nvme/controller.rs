@@ -133,7 +133,7 @@ impl Registers for Bar {
         if self.0.gone.load(Ordering::Acquire) { u32::MAX } else { self.0.get(at) }
     }
     fn write32(&self, at: u64, value: u32) {
-        if at > DOORBELLS && (at - DOORBELLS) / self.1 % 2 == 0 {
+        if at > DOORBELLS && ((at - DOORBELLS) / self.1).is_multiple_of(2) {
             self.0.told.doorbells.fetch_add(1, Ordering::Relaxed);
         }
         self.0.put(at, value);

@@ -7,4 +7,5 @@ mod controller;
 mod data;
 mod hostile;
 mod lifecycle;
+mod over_vfio;
 mod rig;
