@@ -11,7 +11,9 @@ use std::{
 
 use anyhow::{Context, Result};
 use ringfence_devices::nvme::{Buffer, Completion, Data, Namespace, Op};
-use ringfence_dma::{Config as DmaConfig, Direction, Persistent, Policy, Sampled};
+use ringfence_dma::{
+    BounceConfig, Config as DmaConfig, Direction, Persistent, Policy, Sampled, Written,
+};
 
 use super::{Disk, Machine, PAGE, Queue, buffer, first};
 
@@ -24,11 +26,12 @@ const WINDOW: u64 = 16 << 20;
 /// A way to map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Row {
-    /// A request to the kernel for each page, and for each mapping when it goes.
+    /// Of buffers of a page each: a request to the kernel to map each of them, and one for each I/O to
+    /// unmap.
     Pages,
-    /// One for each buffer; what completes together goes together.
+    /// A request for each I/O; what completes together and lies side by side is unmapped by one.
     Batched,
-    /// Copied into memory that stays mapped.
+    /// Copied out of memory that stays mapped.
     Bounce,
     /// Memory that stays mapped.
     Persistent,
@@ -41,7 +44,11 @@ impl Row {
         match self {
             Row::Pages => DmaConfig { max_segment: PAGE as u64, ..DmaConfig::new(Policy::Strict) },
             Row::Batched | Row::Persistent => DmaConfig::new(Policy::StrictMap),
-            Row::Bounce => DmaConfig::new(Policy::Bounce),
+            // A read fills all of its buffer: nothing is copied in.
+            Row::Bounce => DmaConfig {
+                bounce: BounceConfig { written: Written::Reported, ..BounceConfig::default() },
+                ..DmaConfig::new(Policy::Bounce)
+            },
         }
     }
 }
@@ -57,7 +64,7 @@ pub(super) fn run(machine: &Machine) -> Result<()> {
                 println!("run {row:?} {size}");
                 let (count, seconds, cpu) = turn(&disk, row, size)?;
                 let stats = disk.device().stats();
-                let mean = |time: Sampled| time.mean_ns() * count as f64 / 1e9;
+                let mean = |time: Sampled| time.mean_ns() * stats.maps as f64 / 1e9;
                 let mapping = mean(stats.map_time) + mean(stats.unmap_time);
                 println!("ran {count} {seconds} {cpu} {mapping} {}", stats.map_calls);
             }
@@ -78,7 +85,7 @@ fn turn(disk: &Disk, row: Row, size: usize) -> Result<(u64, f64, f64)> {
     };
     let mut ready: Vec<(Data<Buffer>, u64)> = Vec::new();
     for n in 0..u64::from(DEPTH) {
-        ready.push((data(arena.as_ref(), size, n)?, n));
+        ready.push((data(row, arena.as_ref(), size, n)?, n));
     }
     let mut state = 1_u64;
     let (mut count, mut failed) = (0, Ok(()));
@@ -102,8 +109,16 @@ fn turn(disk: &Disk, row: Row, size: usize) -> Result<(u64, f64, f64)> {
     Ok((count, seconds, cpu_time() - cpu))
 }
 
-fn data(arena: Option<&Arc<Persistent<Buffer>>>, size: usize, n: u64) -> Result<Data<Buffer>> {
+fn data(
+    row: Row,
+    arena: Option<&Arc<Persistent<Buffer>>>,
+    size: usize,
+    n: u64,
+) -> Result<Data<Buffer>> {
     Ok(match arena {
+        None if row == Row::Pages => {
+            Data::List((0..size / PAGE).map(|_| buffer(PAGE)).collect::<Result<_>>()?)
+        }
         Some(arena) => {
             let at = n * size as u64;
             Data::Persistent(Arc::clone(arena), at..at + size as u64)
