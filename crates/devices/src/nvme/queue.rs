@@ -39,8 +39,7 @@ const LOOK: Duration = Duration::from_millis(10);
 ///
 /// [`submit`](Self::submit) takes a command with its data; [`publish`](Self::publish) maps what was
 /// submitted, with one sync, and tells the controller, with one doorbell; [`reap`](Self::reap) hands
-/// out what is over, unmapped, with one invalidation for all that is found at a time. Nothing is
-/// allocated for a command once the queue has been full.
+/// out what is over, unmapped, with one invalidation for all that is found at a time.
 ///
 /// Dropped, it has the controller forget the queue before it unmaps anything; a controller that does
 /// not answer is stopped. One that cannot be stopped either keeps what nothing but its good will
@@ -317,7 +316,9 @@ where
         }
         self.looked = now;
         let after = self.inner.config.limit;
-        let result = if self.inner.state.lock().admin.is_none() {
+        // Whoever makes or deletes a queue meanwhile may wait for the controller.
+        let state = self.inner.state.try_lock();
+        let result = if state.is_some_and(|state| state.admin.is_none()) {
             Err(Error::Stopped)
         } else if now - self.progress > after {
             check(&*self.inner.core.registers).and(Err(Error::Timeout { queue: self.id, after }))

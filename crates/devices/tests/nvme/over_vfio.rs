@@ -122,6 +122,8 @@ fn an_address_that_was_unmapped_leads_nowhere() {
     assert_eq!(soft.faults(), 2);
     let refused = domain.kernel().refused();
     assert!(refused.len() == 2 && refused.iter().all(|access| access.iova == at.addr));
+    drop(queue);
+    drop(disk);
     // Nor is it any memory of this process where nothing is translated.
     let rig = crate::rig::Rig::new(Policy::Off);
     let mut queue = rig.queue(1);
