@@ -4,7 +4,11 @@ use std::{fs::File, os::fd::AsRawFd, ptr::null_mut};
 
 use anyhow::{Result, ensure};
 use ringfence_iommu::{Domain, Error, Gather, HostAddr, Iova, Prot, Range};
-use ringfence_vfio::{DirtyMap, Type1, Usage, kernel::Attached};
+use ringfence_vfio::{
+    DirtyMap, Type1, Usage,
+    kernel::Attached,
+    suite::{self, Verdict},
+};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
@@ -45,7 +49,16 @@ fn unmap(domain: &Type1<Attached>, range: Range) -> Result<u128, Error> {
     domain.iotlb_sync(&mut gather).map(|()| bytes)
 }
 
-/// Goes through all of it. Other mappings of the domain stay as they are.
+/// The rules of type 1, asked of a container in which nothing is mapped.
+pub(crate) fn rules(container: &Attached) -> Result<()> {
+    let outcomes = suite::type1(container)?;
+    outcomes.iter().for_each(|outcome| println!("{outcome}"));
+    let failed = outcomes.iter().filter(|it| matches!(it.verdict, Verdict::Fail(_))).count();
+    ensure!(failed == 0, "{failed} of {} rules are not kept", outcomes.len());
+    Ok(())
+}
+
+/// Goes through all that a domain owes. Other mappings of it stay as they are.
 pub(crate) fn check(domain: &Type1<Attached>) -> Result<()> {
     let geometry = domain.geometry();
     println!("geometry {:#x} {}", geometry.page_sizes.bitmap(), geometry.aperture);

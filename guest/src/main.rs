@@ -2,8 +2,8 @@
 //! what this program maps, and the kernel's unsafe mode without an IOMMU is not needed.
 //!
 //! `vfio-blk PCI-ADDRESS GROUP`: writes and reads sectors through memory that is mapped once, then
-//! takes a page away and asks the device for it. `vfio-blk domain GROUP`: tries what a domain owes,
-//! without a device. A line for each thing that was found in order; the first that is not ends the
+//! takes a page away and asks the device for it. `vfio-blk domain GROUP`: asks the kernel
+//! for its rules and tries what a domain owes, without a device. A line for each thing that was found in order; the first that is not ends the
 //! program with an error.
 
 mod blk;
@@ -33,6 +33,7 @@ fn main() -> Result<()> {
     let (address, group) = (next("the device's PCI address")?, next("its group")?);
     let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
     if address == "domain" {
+        domain::rules(&container)?;
         // SAFETY: what is mapped is memory that stays until the process ends.
         return domain::check(&unsafe { Type1::new(container, Tuning::default()) }?);
     }

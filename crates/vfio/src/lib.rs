@@ -7,6 +7,7 @@ mod iommufd;
 pub mod kernel;
 pub mod pin;
 mod space;
+pub mod suite;
 mod type1;
 mod vaddr;
 

@@ -1,8 +1,10 @@
 //! What the domains over a kernel have in common: which mappings there are, how they become few, and
 //! how large ones are made in steps.
 
+mod answer;
 mod geometry;
 mod shadow;
+mod tuning;
 
 use std::{
     ops::ControlFlow,
@@ -10,58 +12,16 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
-use ringfence_iommu::{
-    Address, Capabilities, Error, Gather, Geometry, HostAddr, Iova, Prot, Range, Result,
-};
+use ringfence_iommu::{Address, Error, Geometry, HostAddr, Iova, Prot, Range, Result};
+use rustix::io::Errno;
 
+pub(crate) use answer::{CAPABILITIES, collect, finish, lost, refused};
 pub(crate) use geometry::geometry;
 pub(crate) use shadow::Unit;
 use shadow::{Shadow, Stage};
+pub use tuning::{Tuning, Usage};
 
-use rustix::io::Errno;
-
-use crate::{
-    DirtyMap,
-    kernel::{Answer, Bitmap, Locked, MapFlags},
-};
-
-/// How a domain uses the mappings that a kernel gives it.
-#[derive(Clone, Copy, Debug)]
-pub struct Tuning {
-    /// Whether mappings that are made known by one
-    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map) become one mapping of the kernel's
-    /// where they follow each other (address, target and permission), so that few are used.
-    ///
-    /// What has become one is unmapped as one: an unmap of a part of it is
-    /// [`WouldSplit`](Error::WouldSplit), and removes nothing. So this is for an owner that unmaps
-    /// together what it has synced together, and off by default; the buffers of a `MapBatch` of
-    /// `ringfence-dma`, for one, may be unmapped one by one. What follows each other within one call
-    /// (a scatter list, `map_batch`) becomes one mapping in any case.
-    pub merge: bool,
-    /// The most bytes of one mapping of the kernel's, a power of two: what is longer is made, and
-    /// removed, in as many steps, between which others have their turn (the kernel keeps everybody
-    /// else out of the container while it pins, some 50 to 250 ms a GiB), and costs as many of the
-    /// [budget](crate::Type1::available). 1 GiB by default, which is the largest page too.
-    pub chunk: u64,
-}
-
-impl Default for Tuning {
-    fn default() -> Tuning {
-        Tuning { merge: false, chunk: 1 << 30 }
-    }
-}
-
-/// How a domain's mappings stand.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// What can be unmapped by itself.
-    pub mappings: u64,
-    /// Mappings of the kernel's: what counts against its budget.
-    pub entries: u64,
-    /// Unmaps of which the kernel said that they removed less, or more, than was mapped here: someone
-    /// else changes the address space too.
-    pub mismatches: u64,
-}
+use crate::kernel::{Answer, MapFlags};
 
 /// A kernel's address space.
 pub(crate) trait Backend: Send + Sync {
@@ -521,37 +481,7 @@ impl State {
     }
 }
 
-/// What every domain over a kernel is able to do.
-pub(crate) const CAPABILITIES: Capabilities = {
-    let mut capabilities = Capabilities::FULL;
-    // An unmap is a system call that has done its work when it returns.
-    capabilities.deferred_flush = false;
-    capabilities
-};
-
-/// Has `ask` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`, also if
-/// it fails.
-pub(crate) fn collect(
-    piece: Range,
-    page: u64,
-    map: &mut DirtyMap,
-    ask: impl FnOnce(Bitmap<'_>) -> Result<()>,
-) -> Result<()> {
-    let told = DirtyMap::new(piece, page);
-    let mut told = told.ok_or(Error::Unaligned { range: piece, granule: page })?;
-    let result = ask(Bitmap { page, words: told.words_mut() });
-    told.trim();
-    map.merge(&told);
-    result
-}
-
-/// Everything of a gather is over: an unmap is when it returns.
-pub(crate) fn finish(gather: &mut Gather) {
-    gather.clear_ranges();
-    drop(gather.take_pages());
-}
-
-pub(crate) fn flags(prot: Prot) -> MapFlags {
+fn flags(prot: Prot) -> MapFlags {
     let mut flags = MapFlags::empty();
     flags.set(MapFlags::READ, prot.contains(Prot::READ));
     flags.set(MapFlags::WRITE, prot.contains(Prot::WRITE));
@@ -561,42 +491,4 @@ pub(crate) fn flags(prot: Prot) -> MapFlags {
 /// The bytes of a piece, which is a chunk at most.
 pub(crate) fn size(piece: Range) -> u64 {
     piece.extent() + 1
-}
-
-/// What an answer means that concerns neither limits nor what is mapped.
-pub(crate) fn lost(errno: Errno, range: Range) -> Error {
-    match errno {
-        Errno::NOTTY | Errno::BADF | Errno::NODEV | Errno::NXIO => {
-            Error::Gone("the kernel no longer knows the address space")
-        }
-        Errno::NOMEM => Error::NoMemory,
-        errno => {
-            Error::Device { range, status: errno.raw_os_error().try_into().unwrap_or(u8::MAX) }
-        }
-    }
-}
-
-/// What an answer to a map means, given what is left of the limits.
-pub(crate) fn refused(
-    errno: Errno,
-    range: Range,
-    entries: u64,
-    available: Option<u64>,
-    locked: Option<Locked>,
-) -> Error {
-    match errno {
-        Errno::EXIST => Error::Exists { range, at: range.first() },
-        Errno::NOSPC => Error::Full {
-            what: "mappings of the kernel's (vfio_iommu_type1.dma_entry_limit)",
-            used: entries,
-            limit: entries.saturating_add(available.unwrap_or(0)),
-        },
-        Errno::NOMEM => match locked {
-            Some(Locked { used, limit }) if u128::from(used) + range.len() > limit.into() => {
-                Error::Full { what: "bytes of locked memory (ulimit -l)", used, limit }
-            }
-            _ => Error::NoMemory,
-        },
-        errno => lost(errno, range),
-    }
 }

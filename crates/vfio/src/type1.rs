@@ -18,8 +18,9 @@ use crate::{
 /// [fake](crate::fake). It maps to addresses of this process, whose pages the kernel pins.
 ///
 /// A map and an unmap are system calls that have done their work when they return: nothing can be
-/// deferred ([`Capabilities::deferred_flush`]), and a lazy policy over it becomes a strict one.
-/// What the kernel refuses with an error number that has no name here is
+/// deferred ([`Capabilities::deferred_flush`]), and a lazy policy over it becomes a strict one. The last
+/// page of the address space is outside of the aperture, whatever the kernel says: what Linux maps there
+/// it cannot unmap. What the kernel refuses with an error number that has no name here is
 /// [`Error::Device`], with the number as its status.
 ///
 /// Dropping it unmaps everything, so that devices that live longer reach nothing.
@@ -216,7 +217,12 @@ fn geometry_of<K: Type1Kernel>(kernel: &K, info: &Type1Info) -> Result<Geometry>
     let sizes = PageSizes::new(info.page_sizes)
         .ok_or(Error::Unsupported("the kernel names no page size"))?;
     let ranges = info.ranges.as_deref().unwrap_or(&[Range::ALL]);
-    space::geometry(sizes, ranges, &kernel.reserved_regions())
+    // Linux makes a mapping that ends with the address space, and never finds it again: nothing removes
+    // it. So none may: the last page is nobody's.
+    let below = Range::new(Iova(0), Iova(u64::MAX - sizes.granule()));
+    let findable = |range: &Range| range.intersection(below?);
+    let ranges: Vec<Range> = ranges.iter().filter_map(findable).collect();
+    space::geometry(sizes, &ranges, &kernel.reserved_regions())
         .ok_or(Error::Unsupported("the kernel lets nothing be mapped"))
 }
 

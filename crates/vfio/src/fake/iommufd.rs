@@ -6,7 +6,7 @@ mod ioas;
 use std::{collections::BTreeMap, fmt};
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Iova, Range};
+use ringfence_iommu::{Iova, Range, ReservedRegion};
 use rustix::io::Errno;
 
 use self::{
@@ -22,7 +22,7 @@ use super::{
     owner::Owner,
     pins::Machine,
 };
-use crate::kernel::{Answer, Bitmap, Id, IommufdKernel, IovaRanges, MapFlags};
+use crate::kernel::{Answer, Bitmap, Id, IommufdKernel, IovaRanges, Locked, MapFlags};
 
 /// An iommufd in this process: address spaces, the hardware's page tables made of them, and devices.
 ///
@@ -229,6 +229,18 @@ impl IommufdKernel for Iommufd {
 
     fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
         self.0.lock().read_dirty(hwpt, iova, size, dirty)
+    }
+
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        let state = self.0.lock();
+        let of = |device: &Device| device.group.reserved.clone();
+        let mut regions: Vec<_> = state.devices.values().flat_map(of).collect();
+        regions.sort_by_key(|region| region.range);
+        regions
+    }
+
+    fn locked(&self) -> Option<Locked> {
+        self.0.lock().caller.locked()
     }
 }
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
-use crate::kernel::Answer;
+use super::PAGE;
+use crate::kernel::{Answer, Locked};
 
 /// A process, as far as a kernel counts its locked pages: the limit (`RLIMIT_MEMLOCK`), the account,
 /// and whether it holds `CAP_IPC_LOCK`. Clones are the same process.
@@ -52,6 +53,14 @@ impl Owner {
     /// (rule L53).
     pub fn set_capable(&self, capable: bool) {
         self.0.lock().capable = capable;
+    }
+
+    /// As a process sees it itself: in bytes, and `None` while no limit holds.
+    pub(super) fn locked(&self) -> Option<Locked> {
+        let account = self.0.lock();
+        let bytes = |pages: u64| pages.saturating_mul(PAGE);
+        (!account.capable)
+            .then(|| Locked { used: bytes(account.used), limit: bytes(account.limit) })
     }
 
     /// Whether it holds `CAP_IPC_LOCK` now.

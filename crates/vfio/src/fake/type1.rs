@@ -14,21 +14,21 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Iova, Range};
+use ringfence_iommu::{Iova, Range, ReservedRegion};
 use rustix::io::Errno;
 
 pub use attach::Group;
 pub use external::Notify;
 
 use self::{
-    attach::{Domain, Member},
+    attach::{Domain, Member, MemberKind},
     mapping::Mapping,
 };
 use super::{
     PAGE, copy::Refused, events::Event, faults::Step, memory::Memory, owner::Owner, pins::Machine,
 };
 use crate::kernel::{
-    Answer, Bitmap, DirtyInfo, Extension, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
+    Answer, Bitmap, DirtyInfo, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
 };
 
 /// Most pages of one bitmap, and its bytes (rule L63).
@@ -237,6 +237,21 @@ impl Type1Kernel for Type1 {
 
     fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
         if self.v1 { Err(Errno::ACCESS) } else { self.attached()?.read_dirty(iova, size, dirty) }
+    }
+
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        let state = self.state.lock();
+        let of = |member: &Member| match &member.kind {
+            MemberKind::Hardware(group) => group.reserved.clone(),
+            MemberKind::Emulated(_) => Vec::new(),
+        };
+        let mut regions: Vec<_> = state.members.iter().flat_map(of).collect();
+        regions.sort_by_key(|region| region.range);
+        regions
+    }
+
+    fn locked(&self) -> Option<Locked> {
+        self.state.lock().caller.locked()
     }
 }
 

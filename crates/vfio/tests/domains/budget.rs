@@ -3,10 +3,10 @@
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{
     Tuning, Type1,
-    fake::{self, Config, Group, Memory},
+    fake::{self, Config, Event, Group, Memory},
 };
 
-use crate::common::{GIB, MERGE, PAGE, bytes, iommufd, kernel, map, range, type1, unmap};
+use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, type1, unmap};
 
 const TARGET: u64 = 0x7f00_0000_0000;
 
@@ -48,16 +48,17 @@ fn sixty_four_gigabytes_are_an_entry_a_gigabyte() {
         assert_eq!(domain.usage().entries, 64);
         assert_eq!(unmap(&domain, whole), Ok(whole.len()));
     }
-    let domain = iommufd(&fake, MERGE);
+    let ioas = Ioas::new(pages, Memory::pretended(1 << 40));
+    let domain = ioas.domain(MERGE);
     let step = 256 << 10;
     for at in (0..64 * GIB).step_by(step as usize) {
         let part = bytes(whole.first().0 + at, step);
         domain.map_pages(part, HostAddr(TARGET + at), Prot::READ).unwrap();
     }
     domain.iotlb_sync_map(whole).unwrap();
-    assert_eq!((fake.mappings(), owner.used()), (64, pages));
+    assert_eq!((domain.usage().entries, ioas.owner.used()), (64, pages));
     drop(domain);
-    assert_eq!((fake.mappings(), owner.used(), fake.pinned()), (0, 0, 0));
+    assert_eq!((ioas.owner.used(), ioas.kernel.pinned()), (0, 0));
 }
 
 #[test]
@@ -107,6 +108,15 @@ fn without_a_promise_everything_can_be_unmapped_as_it_was_mapped() {
     // Those that touch go with one request, and a gap is somebody else's.
     fake.events();
     assert_eq!(unmap(&domain, range(0, 8)), Ok(5 * u128::from(PAGE)));
+    let asked = fake.events().into_iter().filter_map(|event| match event {
+        Event::Unmapped { iova, asked, .. } => Some((iova / PAGE, asked)),
+        _ => None,
+    });
+    let asked: Vec<_> = asked.collect();
+    let pages = [1, 2, 4, 5, 6];
+    let inside =
+        |(first, count): &(u64, u64)| (*first..first + count).all(|it| pages.contains(&it));
+    assert!(asked.iter().all(inside), "{asked:?}");
     assert_eq!(domain.usage(), Default::default());
 }
 

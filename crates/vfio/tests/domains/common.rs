@@ -6,9 +6,8 @@ use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, Range, Result};
 use ringfence_vfio::{
     Iommufd, Tuning, Type1,
     fake::{self, Config, Group, Memory, Owner},
-    kernel::{Answer, Bitmap, Id, IommufdKernel, IovaRanges, MapFlags, Type1Kernel, UnmapFlags},
+    kernel::Id,
 };
-use rustix::io::Errno;
 
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const GIB: u64 = 1 << 30;
@@ -40,10 +39,29 @@ pub(crate) fn type1(kernel: &Kernel, tuning: Tuning) -> Type1<Kernel> {
     unsafe { Type1::new(Arc::clone(kernel), tuning) }.unwrap()
 }
 
-/// A domain over an address space that is a container in truth.
-pub(crate) fn iommufd(kernel: &Kernel, tuning: Tuning) -> Iommufd<Ioas> {
-    // SAFETY: as above.
-    unsafe { Iommufd::new(Ioas(Arc::clone(kernel)), tuning) }.unwrap()
+/// An iommufd with one device; its owner may lock `pages`.
+pub(crate) struct Ioas {
+    pub(crate) kernel: Arc<fake::Iommufd>,
+    pub(crate) device: Id,
+    pub(crate) owner: Owner,
+}
+
+impl Ioas {
+    pub(crate) fn new(pages: u64, memory: Memory) -> Ioas {
+        let owner = Owner::new(pages);
+        let kernel = Arc::new(fake::Iommufd::new(owner.clone(), memory));
+        let device = kernel.bind(&Group::default(), true);
+        Ioas { kernel, device, owner }
+    }
+
+    /// A domain over it, to which the device is attached.
+    pub(crate) fn domain(&self, tuning: Tuning) -> Iommufd<Arc<fake::Iommufd>> {
+        // SAFETY: as above.
+        let domain = unsafe { Iommufd::new(Arc::clone(&self.kernel), tuning) }.unwrap();
+        self.kernel.attach(self.device, domain.ioas()).unwrap();
+        domain.refresh().unwrap();
+        domain
+    }
 }
 
 /// Pages of this process, whole ones: where they begin.
@@ -74,57 +92,4 @@ pub(crate) fn unmap(domain: &impl Domain, range: Range) -> Result<u128> {
     let bytes = domain.unmap_pages(range, &mut gather)?;
     domain.iotlb_sync(&mut gather)?;
     Ok(bytes)
-}
-
-/// An iommufd of one address space, in the container of a fake kernel.
-#[derive(Debug)]
-pub(crate) struct Ioas(pub(crate) Kernel);
-
-const IOAS: Id = Id(1);
-const HWPT: Id = Id(2);
-
-impl IommufdKernel for Ioas {
-    fn new_ioas(&self) -> Answer<Id> {
-        Ok(IOAS)
-    }
-    fn destroy(&self, _id: Id) -> Answer<()> {
-        Ok(())
-    }
-    fn iova_ranges(&self, _ioas: Id) -> Answer<IovaRanges> {
-        let ranges = self.0.info()?.ranges.ok_or(Errno::NOENT)?;
-        Ok(IovaRanges { ranges, alignment: PAGE })
-    }
-    unsafe fn map(
-        &self,
-        ioas: Id,
-        flags: MapFlags,
-        iova: Option<u64>,
-        vaddr: u64,
-        size: u64,
-    ) -> Answer<u64> {
-        assert_eq!(ioas, IOAS);
-        let iova = iova.ok_or(Errno::OPNOTSUPP)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.0.map(flags, iova, vaddr, size) }.map(|()| iova)
-    }
-    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
-        assert_eq!(ioas, IOAS);
-        let answer = match (iova, size) {
-            (0, u64::MAX) => self.0.unmap(UnmapFlags::ALL, 0, 0, None),
-            (iova, size) => self.0.unmap(UnmapFlags::empty(), iova, size, None),
-        };
-        answer.and_then(|bytes| if bytes == 0 { Err(Errno::NOENT) } else { Ok(bytes) })
-    }
-    fn new_hwpt(&self, _device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
-        assert_eq!(ioas, IOAS);
-        if dirty { Ok(HWPT) } else { Err(Errno::INVAL) }
-    }
-    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
-        assert_eq!(hwpt, HWPT);
-        self.0.track_dirty(on)
-    }
-    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
-        assert_eq!(hwpt, HWPT);
-        self.0.dirty(iova, size, dirty)
-    }
 }

@@ -6,10 +6,15 @@ use ringfence_iommu::{
     Domain, Error, Geometry, HostAddr, Iova, PageSizes, Prot, Range, ReservedKind, ReservedRegion,
     SoftDomain, shootdown::Shootdown, table::Limits,
 };
-use ringfence_vfio::{Tuning, Usage};
+use ringfence_vfio::{
+    Iommufd, Tuning, Usage,
+    fake::{self, Memory},
+    kernel::IommufdKernel,
+};
+use rustix::io::Errno;
 
 use crate::common::{
-    GIB, Kernel, MERGE, PAGE, iommufd, kernel, map, memory, process, range, type1, unmap,
+    GIB, Ioas, Kernel, MERGE, PAGE, kernel, map, memory, process, range, type1, unmap,
 };
 
 /// Pages around the hole for interrupts: the last before it, and the first behind it.
@@ -102,12 +107,31 @@ fn program<D: Domain<Target = HostAddr>>(
     }
 }
 
-/// What the kernel's devices reach is what the domain says.
-fn agrees(kernel: &Kernel) -> impl FnMut(u64, Option<u64>) {
+/// What a device reaches is what the domain says: at each address the 8 bytes that say where they are,
+/// unless it may only write there.
+fn agrees(
+    read: impl Fn(u64, &mut [u8]) -> bool,
+    write: impl Fn(u64) -> bool,
+) -> impl FnMut(u64, Option<u64>) {
     move |iova, target| {
-        let read = kernel.translate(iova, false).or_else(|| kernel.translate(iova, true));
-        assert_eq!(read.map(|(found, _)| found.0), target, "{iova:#x}");
+        let mut bytes = [0; 8];
+        let found = read(iova, &mut bytes).then(|| u64::from_ne_bytes(bytes));
+        match found {
+            Some(_) => assert_eq!(found, target, "{iova:#x}"),
+            None => assert_eq!(write(iova + 8), target.is_some(), "{iova:#x}"),
+        }
     }
+}
+
+/// Memory of which each page says where it is.
+fn signed(pages: u64) -> (Vec<u8>, u64) {
+    let (mut memory, first) = memory(pages);
+    let offset = first as usize - memory.as_ptr().addr();
+    for page in 0..pages {
+        let at = offset + (page * PAGE) as usize;
+        memory[at..at + 8].copy_from_slice(&(first + page * PAGE).to_ne_bytes());
+    }
+    (memory, first)
 }
 
 fn check_usage(usage: Usage, kernel: &Kernel) {
@@ -126,20 +150,28 @@ proptest! {
     ) {
         // rule L31, rule L33, rule L36, rule L51, rule L55
         let tuning = Tuning { merge, chunk };
-        let (_kept, vaddr) = memory(1024);
+        let (_kept, vaddr) = signed(1024);
         let (fake, owner) = process(1 << 20);
         let domain = type1(&fake, tuning);
-        program(&domain, vaddr, &steps, agrees(&fake));
+        let reached = agrees(
+            |iova, into| fake.dma_read(iova, into).is_ok(),
+            |iova| fake.dma_write(iova, &[1]).is_ok(),
+        );
+        program(&domain, vaddr, &steps, reached);
         check_usage(domain.usage(), &fake);
         drop(domain);
         prop_assert_eq!((fake.mappings(), fake.pinned(), owner.used()), (0, 0, 0));
 
-        let (fake, _) = process(1 << 20);
-        let domain = iommufd(&fake, tuning);
-        program(&domain, vaddr, &steps, agrees(&fake));
-        check_usage(domain.usage(), &fake);
+        let ioas = Ioas::new(1 << 20, Memory::process());
+        let (fake, device) = (&ioas.kernel, ioas.device);
+        let domain = ioas.domain(tuning);
+        let reached = agrees(
+            |iova, into| fake.dma_read(device, iova, into).is_ok(),
+            |iova| fake.dma_write(device, iova, &[1]).is_ok(),
+        );
+        program(&domain, vaddr, &steps, reached);
         drop(domain);
-        prop_assert_eq!(fake.mappings(), 0);
+        prop_assert_eq!((fake.pinned(), ioas.owner.used()), (0, 0));
 
         let geometry = Geometry {
             reserved: [ReservedRegion {
@@ -155,13 +187,12 @@ proptest! {
 
 #[test]
 fn the_geometry_is_the_kernels() {
-    let (fake, _) = kernel(1);
-    for geometry in [type1(&fake, MERGE).geometry(), iommufd(&fake, MERGE).geometry()] {
+    let ((fake, _), ioas) = (kernel(1), Ioas::new(1, Memory::process()));
+    for geometry in [type1(&fake, MERGE).geometry(), ioas.domain(MERGE).geometry()] {
         assert_eq!(geometry.aperture, range(0, 1 << 27));
         assert_eq!(geometry.page_sizes.granule(), PAGE);
         let hole = geometry.reserved[0];
-        let plain = ReservedKind::Reserved;
-        assert_eq!((hole.range, hole.kind), (range(0xf_ee00, 0x100), plain));
+        assert_eq!((hole.range, hole.kind), (range(0xf_ee00, 0x100), ReservedKind::Msi));
         assert_eq!(geometry.reserved.len(), 1);
     }
     let domain = type1(&fake, MERGE);
@@ -189,11 +220,52 @@ fn a_group_that_comes_changes_the_geometry() {
     let group = ringfence_vfio::fake::Group {
         id: 7,
         iommu: 1,
-        reserved: vec![range(0, 1)],
+        reserved: vec![ReservedRegion { range: range(0, 1), kind: ReservedKind::Direct }],
         ..Default::default()
     };
     fake.attach(&group).unwrap();
     assert!(domain.geometry().is_mappable(Iova(0)));
     domain.refresh().unwrap();
-    assert!(!domain.geometry().is_mappable(Iova(0)));
+    let geometry = domain.geometry();
+    // It lies at the end, and the aperture begins behind it.
+    assert!(!geometry.is_mappable(Iova(0)) && geometry.is_mappable(Iova(PAGE)));
+}
+
+#[test]
+fn an_address_space_goes_when_nothing_needs_it() {
+    let ioas = Ioas::new(8, Memory::process());
+    let domain = ioas.domain(MERGE);
+    let name = domain.ioas();
+    ioas.kernel.detach(ioas.device).unwrap();
+    // Without a device there is no hole.
+    domain.refresh().unwrap();
+    assert!(domain.geometry().is_mappable(Iova(0xfee0_0000)));
+    let (_kept, vaddr) = memory(2);
+    map(&domain, range(0xf_ee00, 1), vaddr).unwrap();
+    assert_eq!((ioas.kernel.pinned(), domain.usage().entries), (0, 1));
+    assert!(ioas.kernel.attach(ioas.device, name).is_err(), "it cannot have that address");
+    drop(domain);
+    assert_eq!(ioas.kernel.destroy(name), Err(Errno::NOENT), "it is gone");
+}
+
+#[test]
+fn the_last_page_there_is_belongs_to_nobody() {
+    let fake = std::sync::Arc::new(fake::Type1::new(fake::Config::default()));
+    let reserved = Vec::new();
+    fake.attach(&fake::Group { aperture: Range::ALL, reserved, ..Default::default() }).unwrap();
+    let domain = type1(&fake, MERGE);
+    let aperture = domain.geometry().aperture;
+    assert_eq!((aperture.first(), aperture.last()), (Iova(0), Iova(u64::MAX - PAGE)));
+    let ((_kept, vaddr), top) = (memory(2), u64::MAX / PAGE);
+    let made = map(&domain, range(top - 1, 2), vaddr);
+    assert!(matches!(made, Err(Error::OutsideAperture { .. })), "{made:?}");
+    map(&domain, range(top - 1, 1), vaddr).unwrap();
+    assert_eq!(unmap(&domain, Range::ALL), Ok(u128::from(PAGE)));
+    // An iommufd finds it.
+    let ioas = Ioas::new(8, Memory::process());
+    // SAFETY: the memory is the test's own.
+    let domain = unsafe { Iommufd::new(ioas.kernel, Tuning::default()) }.unwrap();
+    assert_eq!(domain.geometry().aperture, Range::ALL);
+    map(&domain, range(top - 1, 2), vaddr).unwrap();
+    assert_eq!(unmap(&domain, Range::ALL), Ok(2 * u128::from(PAGE)));
 }

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use ringfence_iommu::{Domain, Error, HostAddr, Iova, Prot};
 use ringfence_vfio::{
-    DirtyMap, Tuning, fake,
-    kernel::{Id, MapFlags},
+    DirtyMap, Tuning,
+    fake::{self, Memory},
+    kernel::{IommufdKernel, MapFlags},
 };
+use rustix::io::Errno;
 
-use crate::common::{Kernel, PAGE, iommufd, memory, process, range, type1, unmap};
+use crate::common::{Ioas, Kernel, PAGE, memory, process, range, type1, unmap};
 
 /// A container with a group of emulated devices only, which tells what it writes to.
 fn telling() -> Kernel {
@@ -110,25 +112,39 @@ fn an_unmap_tells_what_was_written_before() {
 
 #[test]
 fn an_iommufd_tells_by_its_tables() {
-    let (fake, (_kept, vaddr)) = (process(1 << 20).0, memory(16));
-    let domain = iommufd(&fake, Tuning::default());
-    domain.map_pages(range(0, 16), HostAddr(vaddr), Prot::RW).unwrap();
-    let whole = range(0, 16);
+    // rule L63
+    let ((_kept, vaddr), ioas) = (memory(200), Ioas::new(1 << 20, Memory::process()));
+    let (fake, device) = (&ioas.kernel, ioas.device);
+    let domain = ioas.domain(Tuning { merge: false, chunk: 64 * PAGE });
+    let whole = range(0, 256);
+    domain.map_pages(range(5, 200), HostAddr(vaddr), Prot::RW).unwrap();
     let mut map = DirtyMap::new(whole, PAGE).unwrap();
     assert!(matches!(domain.start_dirty(), Err(Error::Unsupported(_))));
     assert!(matches!(domain.read_dirty(whole, &mut map), Err(Error::Unsupported(_))));
-    domain.dirty_table(Id(9)).unwrap();
+    let table = domain.dirty_table(device).unwrap();
+    fake.attach(device, table).unwrap();
     domain.start_dirty().unwrap();
-    domain.read_dirty(whole, &mut map).unwrap();
-    assert_eq!(map.count(), 16, "hardware that cannot tell may have written anywhere");
+    let mut told = |writes: &[u64]| {
+        map.clear();
+        writes.iter().for_each(|page| fake.dma_write(device, page * PAGE + 9, &[1]).unwrap());
+        domain.read_dirty(whole, &mut map).unwrap();
+        assert_eq!(dirty_pages(&map), writes);
+    };
+    told(&[]);
+    told(&[5, 68, 69, 204]);
+    told(&[]);
+    told(&[70]);
+    fake.dma_write(device, 71 * PAGE, &[1]).unwrap();
     map.clear();
-    fake.dma_write(3 * PAGE, &[1]).unwrap();
-    domain.read_dirty(whole, &mut map).unwrap();
-    assert!(map.is_dirty(Iova(3 * PAGE)));
-    fake.dma_write(4 * PAGE, &[1]).unwrap();
-    map.clear();
-    assert_eq!(domain.unmap_dirty(whole, &mut map), Ok(whole.len()));
-    assert!(map.is_dirty(Iova(4 * PAGE)));
+    assert_eq!(domain.unmap_dirty(whole, &mut map), Ok(200 * u128::from(PAGE)));
+    assert_eq!(dirty_pages(&map), [71]);
     domain.stop_dirty().unwrap();
     assert_eq!(unmap(&domain, whole), Ok(0));
+    fake.detach(device).unwrap();
+    drop(domain);
+    assert_eq!(fake.track_dirty(table, true), Err(Errno::NOENT), "the table is gone");
+    // Hardware that cannot says so.
+    let domain = ioas.domain(Tuning::default());
+    let other = fake.bind(&fake::Group { id: 1, ..Default::default() }, false);
+    assert!(matches!(domain.dirty_table(other), Err(Error::Unsupported(_))));
 }

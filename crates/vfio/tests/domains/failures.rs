@@ -10,7 +10,7 @@ use std::{
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{
-    Tuning, Type1,
+    DirtyMap, Tuning, Type1,
     fake::Step,
     kernel::{Answer, Bitmap, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
 };
@@ -68,7 +68,8 @@ fn what_fails_at_the_sync_is_told_there_and_is_not_mapped() {
         domain.map_pages(range(page, 1), HostAddr(target * PAGE), Prot::RW).unwrap();
     }
     let told = domain.iotlb_sync_map(range(0, 8));
-    assert_eq!(told, Err(Error::NoMemory));
+    let limit = 3 * PAGE;
+    assert!(matches!(told, Err(Error::Full { limit: held, .. }) if held == limit), "{told:?}");
     assert_eq!(fake.mappings(), 1, "one run had its pages");
     let there = |page| domain.iova_to_phys(range(page, 1).first()).is_some();
     assert_eq!([0, 1, 4, 5].map(there), [true, true, false, false]);
@@ -107,7 +108,7 @@ fn a_large_map_goes_in_steps_and_can_be_ended() {
 /// A kernel that answers UNMAP otherwise than it does it, when told to.
 struct Odd {
     kernel: Kernel,
-    /// UNMAP fails so.
+    /// The nth UNMAP from now on, or GET_BITMAP, fails; 0: none.
     fails: AtomicU64,
     /// UNMAP removes only the first page's mapping at a time.
     slow: AtomicBool,
@@ -120,6 +121,12 @@ impl Odd {
     fn new(locked: Option<Locked>, pages: u64) -> Arc<Odd> {
         let (fails, slow, lies) = Default::default();
         Arc::new(Odd { kernel: kernel(pages).0, fails, slow, lies, locked })
+    }
+
+    fn fault(&self) -> Answer<()> {
+        let relaxed = Ordering::Relaxed;
+        let left = self.fails.fetch_update(relaxed, relaxed, |left| left.checked_sub(1));
+        if left == Ok(1) { Err(Errno::FAULT) } else { Ok(()) }
     }
 }
 
@@ -141,14 +148,16 @@ impl Type1Kernel for Odd {
         size: u64,
         dirty: Option<Bitmap<'_>>,
     ) -> Answer<u64> {
-        if self.fails.load(Ordering::Relaxed) > 0 && self.fails.fetch_sub(1, Ordering::Relaxed) == 1
-        {
-            return Err(Errno::FAULT);
-        }
+        self.fault()?;
         if self.slow.load(Ordering::Relaxed) {
             for page in 0..size / PAGE {
-                let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, None)?;
+                let mut bit = [0];
+                let told = dirty.is_some().then_some(Bitmap { page: PAGE, words: &mut bit });
+                let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, told)?;
                 if removed > 0 {
+                    if let Some(dirty) = dirty {
+                        dirty.words[0] |= bit[0] << page;
+                    }
                     return Ok(removed);
                 }
             }
@@ -161,6 +170,7 @@ impl Type1Kernel for Odd {
         self.kernel.track_dirty(on)
     }
     fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        self.fault()?;
         self.kernel.dirty(iova, size, dirty)
     }
     fn locked(&self) -> Option<Locked> {
@@ -293,4 +303,42 @@ fn threads_that_map_and_unmap_at_once_keep_what_is_theirs() {
         });
         assert_eq!((fake.mappings(), owner.used(), domain.usage()), (0, 0, Default::default()));
     }
+}
+
+#[test]
+fn bits_that_were_told_before_a_failure_are_kept() {
+    // rule L63
+    let odd = Odd::new(None, 1000);
+    let domain = over(&odd, CHUNKED);
+    let whole = range(0, 12);
+    let refill = || map(&domain, whole, 0).unwrap();
+    refill();
+    domain.start_dirty().unwrap();
+    let mut dirty = DirtyMap::new(whole, PAGE).unwrap();
+    odd.fails.store(3, Ordering::Relaxed);
+    assert!(domain.read_dirty(whole, &mut dirty).is_err());
+    assert_eq!(dirty.count(), 8, "hardware that cannot tell may have written anywhere");
+    dirty.clear();
+    odd.fails.store(2, Ordering::Relaxed);
+    assert!(domain.unmap_dirty(whole, &mut dirty).is_err());
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (4, 2));
+    assert_eq!(domain.unmap_dirty(whole, &mut dirty), Ok(whole.len()));
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (12, 0));
+}
+
+#[test]
+fn bits_of_a_piece_that_is_removed_in_part_are_kept() {
+    // rule L63
+    let odd = Odd::new(None, 1000);
+    let domain = over(&odd, CHUNKED);
+    let whole = range(0, 4);
+    (0..4).for_each(|page| map(&domain, range(page, 1), page * PAGE).unwrap());
+    domain.start_dirty().unwrap();
+    let mut dirty = DirtyMap::new(whole, PAGE).unwrap();
+    odd.slow.store(true, Ordering::Relaxed);
+    odd.fails.store(3, Ordering::Relaxed);
+    assert!(domain.unmap_dirty(whole, &mut dirty).is_err());
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (2, 2));
+    assert_eq!(domain.unmap_dirty(whole, &mut dirty), Ok(whole.len()));
+    assert_eq!((dirty.count(), odd.kernel.mappings()), (4, 0));
 }

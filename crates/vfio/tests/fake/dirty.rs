@@ -68,7 +68,7 @@ fn a_range_must_fit_the_mappings_the_granule_and_the_bitmap() {
         (8 * PAGE, 8 * PAGE, 2048),
         (8 * PAGE, 8 * PAGE, 0),
         (8 * PAGE, 65 * PAGE, PAGE),
-        (u64::MAX & !(PAGE - 1), 2 * PAGE, PAGE),
+        (!(PAGE - 1), 2 * PAGE, PAGE),
     ] {
         assert_eq!(
             ask(iova, size, page, &mut [0]),
@@ -85,8 +85,8 @@ fn a_range_must_fit_the_mappings_the_granule_and_the_bitmap() {
 // rule L63
 #[test]
 fn what_is_pinned_externally_stays_dirty_and_the_rest_is_clean_after_a_read() {
-    let buffer = vec![0_u8; 65 * PAGE as usize];
-    let vaddr = buffer.as_ptr().expose_provenance() as u64 + PAGE & !(PAGE - 1);
+    let mut buffer = vec![0_u8; 65 * PAGE as usize];
+    let vaddr = (buffer.as_mut_ptr().expose_provenance() as u64).next_multiple_of(PAGE);
     let kernel = emulated(Memory::process());
     // SAFETY: the buffer outlives the container, and nobody looks at it.
     unsafe { kernel.map(RW, 0, vaddr, 64 * PAGE) }.unwrap();

@@ -10,5 +10,7 @@ mod external;
 mod groups;
 mod iommufd;
 mod map;
+mod model;
+mod suite;
 mod unmap;
 mod vaddr;

@@ -11,7 +11,6 @@ use super::{
         events::Event,
         faults::Step,
         pins::{Batch, Wanted},
-        table::Run,
     },
     State, Type1,
     mapping::External,
@@ -116,7 +115,7 @@ impl State {
             Err(Errno::NOMEM)
         });
         if let Err(failure) = recorded {
-            self.machine.unpin(&[Run::new(iova, frame, prot)?]);
+            self.machine.pinned -= u64::from(!frame.reserved);
             return Err(failure);
         }
         mapping.external.insert(iova, External { frame, pins: 1 });

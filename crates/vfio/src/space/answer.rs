@@ -1,0 +1,77 @@
+//! What a kernel's answers mean to a domain, and what all domains over a kernel have in common.
+
+use ringfence_iommu::{Capabilities, Error, Gather, Range, Result};
+use rustix::io::Errno;
+
+use crate::{
+    DirtyMap,
+    kernel::{Bitmap, Locked},
+};
+
+/// What every domain over a kernel is able to do.
+pub(crate) const CAPABILITIES: Capabilities = {
+    let mut capabilities = Capabilities::FULL;
+    // An unmap is a system call that has done its work when it returns.
+    capabilities.deferred_flush = false;
+    capabilities
+};
+
+/// Has `ask` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`, also if
+/// it fails.
+pub(crate) fn collect(
+    piece: Range,
+    page: u64,
+    map: &mut DirtyMap,
+    ask: impl FnOnce(Bitmap<'_>) -> Result<()>,
+) -> Result<()> {
+    let told = DirtyMap::new(piece, page);
+    let mut told = told.ok_or(Error::Unaligned { range: piece, granule: page })?;
+    let result = ask(Bitmap { page, words: told.words_mut() });
+    told.trim();
+    map.merge(&told);
+    result
+}
+
+/// Everything of a gather is over: an unmap is when it returns.
+pub(crate) fn finish(gather: &mut Gather) {
+    gather.clear_ranges();
+    drop(gather.take_pages());
+}
+
+/// What an answer means that concerns neither limits nor what is mapped.
+pub(crate) fn lost(errno: Errno, range: Range) -> Error {
+    match errno {
+        Errno::NOTTY | Errno::BADF | Errno::NODEV | Errno::NXIO => {
+            Error::Gone("the kernel no longer knows the address space")
+        }
+        Errno::NOMEM => Error::NoMemory,
+        errno => {
+            Error::Device { range, status: errno.raw_os_error().try_into().unwrap_or(u8::MAX) }
+        }
+    }
+}
+
+/// What an answer to a map means, given what is left of the limits.
+pub(crate) fn refused(
+    errno: Errno,
+    range: Range,
+    entries: u64,
+    available: Option<u64>,
+    locked: Option<Locked>,
+) -> Error {
+    match errno {
+        Errno::EXIST => Error::Exists { range, at: range.first() },
+        Errno::NOSPC => Error::Full {
+            what: "mappings of the kernel's (vfio_iommu_type1.dma_entry_limit)",
+            used: entries,
+            limit: entries.saturating_add(available.unwrap_or(0)),
+        },
+        Errno::NOMEM => match locked {
+            Some(Locked { used, limit }) if u128::from(used) + range.len() > limit.into() => {
+                Error::Full { what: "bytes of locked memory (ulimit -l)", used, limit }
+            }
+            _ => Error::NoMemory,
+        },
+        errno => lost(errno, range),
+    }
+}
