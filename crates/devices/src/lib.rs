@@ -1,4 +1,5 @@
-//! Devices in user space: virtio-blk and virtio-iommu back ends, and the virtio-blk driver.
+//! Devices in user space: virtio-blk and virtio-iommu back ends, the virtio-blk driver, and an NVMe
+//! driver.
 
 mod backend;
 pub mod blk;
@@ -8,6 +9,7 @@ pub mod disk;
 pub mod event;
 pub mod iommu;
 pub mod net;
+pub mod nvme;
 pub mod ram;
 pub mod tally;
 pub mod translation;

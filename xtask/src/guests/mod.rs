@@ -8,7 +8,7 @@
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
 //! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
-//! vfio-blk, channels    our own programs for use inside a guest: a driver, and an ethtool
+//! vfio-blk, vfio-nvme, channels    our own programs for use inside a guest: drivers, and an ethtool
 //! ```
 
 mod cpio;
@@ -101,11 +101,13 @@ fn programs() -> Result<()> {
         .env("RUSTFLAGS", "-Ctarget-feature=+crt-static")
         .env("CARGO_TARGET_DIR", &build)
         .env("CARGO_PROFILE_DEV_STRIP", "symbols")
+        // An emulated processor is slow enough.
+        .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2")
         .current_dir(crate::steps::root())
         .status()
         .context("cargo")?;
     ensure!(status.success(), "our programs for guests could not be built");
-    for name in ["vfio-blk", "channels"] {
+    for name in ["vfio-blk", "vfio-nvme", "channels"] {
         fs::copy(build.join(target).join("debug").join(name), folder().join(name))?;
     }
     Ok(())

@@ -16,6 +16,7 @@ mod doctor;
 mod firmware;
 mod migrate;
 mod net;
+mod nvme;
 mod speed;
 mod uml;
 mod vfio;

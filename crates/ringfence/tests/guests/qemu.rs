@@ -198,6 +198,14 @@ impl Qemu {
         self
     }
 
+    /// An NVMe disk of QEMU's own.
+    pub(crate) fn nvme(mut self, image: &Path) -> Qemu {
+        let n = self.port();
+        self.add("-drive", format!("if=none,id=d{n},file={},format=raw", image.display()));
+        self.add("-device", format!("nvme,drive=d{n},serial=nvme{n},bus=rp{n}"));
+        self
+    }
+
     /// A network device whose back end listens on a socket, with more of QEMU's options for it.
     pub(crate) fn net(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();

@@ -1,0 +1,135 @@
+//! What can go wrong with a controller.
+
+use std::time::Duration;
+
+use super::Status;
+
+/// Why a controller, or one of its queues, cannot go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Its registers read as ones: it was taken away, or its memory space is not enabled.
+    #[error("the controller does not answer: its registers read as ones")]
+    Gone,
+    /// It is one that this driver does not know how to use.
+    #[error("the controller cannot be used: {0}")]
+    Unsupported(&'static str),
+    /// Its registers end before one that is needed.
+    #[error("the controller has {size:#x} bytes of registers, and {needed:#x} are needed")]
+    Registers {
+        /// Bytes that are needed.
+        needed: u64,
+        /// Bytes that there are.
+        size: u64,
+    },
+    /// It says that it has failed (`CSTS.CFS`). Only a reset helps.
+    #[error("the controller says that it has failed (CSTS.CFS)")]
+    Fatal,
+    /// It does not become ready.
+    #[error("the controller was not ready after {0:?}")]
+    NotReady(Duration),
+    /// It does not stop: it may still use what it was given.
+    #[error("the controller had not stopped after {0:?}")]
+    NotStopped(Duration),
+    /// Nothing was completed for that long although commands were under way. It was not told to stop
+    /// yet.
+    #[error("queue {queue}: no command was completed for {after:?}")]
+    Timeout {
+        /// Which queue; 0 is the controller's own.
+        queue: u16,
+        /// How long.
+        after: Duration,
+    },
+    /// A command of the driver's own failed.
+    #[error("{what}: {status}")]
+    Failed {
+        /// Which.
+        what: &'static str,
+        /// How.
+        status: Status,
+    },
+    /// It completed a command that was not under way: nothing that it says can be believed.
+    #[error("queue {queue}: command {id} was completed, and was not under way")]
+    Stray {
+        /// Which queue.
+        queue: u16,
+        /// The number that it gave.
+        id: u16,
+    },
+    /// What it says of itself makes no sense.
+    #[error("the controller says of itself what cannot be: {0}")]
+    Nonsense(&'static str),
+    /// All the I/O queues that it has are in use.
+    #[error("all of the controller's {0} I/O queues are in use")]
+    NoQueue(u16),
+    /// A queue of that many commands cannot be.
+    #[error("a queue for {asked} commands: there may be 1 to {most}")]
+    Depth {
+        /// Commands that were asked for.
+        asked: u32,
+        /// The most that there can be.
+        most: u32,
+    },
+    /// There is no memory for a queue.
+    #[error("no memory for a queue of {0} bytes")]
+    NoMemory(usize),
+    /// A queue's memory could not be mapped, or a buffer was mapped and could not be unmapped again
+    /// when that failed: it is leaked.
+    #[error("mapping memory for the controller: {0}")]
+    Map(ringfence_dma::Error),
+    /// A buffer could not be unmapped: the controller may still reach it, and it is leaked.
+    #[error("unmapping a buffer: {0}")]
+    Unmap(ringfence_iommu::Error),
+    /// The controller was stopped.
+    #[error("the controller was stopped")]
+    Stopped,
+}
+
+/// Why the controller was never told of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NotAsked {
+    /// As many commands are under way as the queue has room for: reap some.
+    #[error("the queue is full")]
+    Full,
+    /// Its blocks do not lie in the namespace.
+    #[error("{blocks} blocks at {lba} do not lie in a namespace of {there} blocks")]
+    BeyondEnd {
+        /// The first block.
+        lba: u64,
+        /// How many.
+        blocks: u64,
+        /// How many there are.
+        there: u64,
+    },
+    /// Its data is no whole number of blocks, or none at all.
+    #[error("{bytes} bytes are no whole number of blocks of {block}")]
+    Blocks {
+        /// Bytes of data.
+        bytes: u64,
+        /// Bytes of a block.
+        block: u64,
+    },
+    /// Its data is more than one command moves.
+    #[error("{bytes} bytes in one command, which moves {most} at most")]
+    TooLong {
+        /// Bytes of data.
+        bytes: u64,
+        /// The most that there may be.
+        most: u64,
+    },
+    /// Data was given to a command that has none, or the part of a buffer is none of it.
+    #[error("that is no data for that command")]
+    Data,
+    /// Its data lies so that no list of pages describes it: it begins at an address that is no
+    /// multiple of 4, or a piece that is not the first begins, or one that is not the last ends, within
+    /// a page of 4 KiB.
+    #[error("the data's pieces are no whole pages of 4 KiB")]
+    Shape,
+    /// Its data, or some that was to be mapped with it, could not be mapped.
+    #[error("mapping the data: {0}")]
+    Map(ringfence_dma::Error),
+    /// The queue cannot go on.
+    #[error(transparent)]
+    Queue(Error),
+}

@@ -1,0 +1,405 @@
+//! An I/O queue: commands that own their data.
+
+mod end;
+mod rings;
+mod submit;
+
+use std::{
+    fmt,
+    mem::forget,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use ringfence_dma::{Device, DmaBuffer, MapBatch, Returned, UnmapBatch};
+use ringfence_iommu::{Domain, HostAddr};
+use ringfence_iova::Allocator;
+
+use self::rings::Rings;
+use super::{
+    Completion, Data, Error, Failure, Namespace, NotAsked, Op, Refused, Registers,
+    controller::Inner,
+    pages::{PAGE, Pages},
+    registers::check,
+    ring::Pair,
+    slot::{Held, Slot, State, StatusError},
+};
+
+/// How many pages a list of pages lists at most: it is a page itself.
+const LISTED: u64 = PAGE / 8;
+/// Bytes of a list of pages, at least: room for what says which blocks to deallocate too.
+const SMALLEST_LIST: u64 = 64;
+/// The most commands of a queue: their numbers have 16 bits, one entry is always free.
+const DEEPEST: u32 = u16::MAX as u32;
+/// How long nothing comes before the controller is asked how it is.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// An I/O queue of a controller, for one thread.
+///
+/// [`submit`](Self::submit) takes a command with its data; [`publish`](Self::publish) maps what was
+/// submitted, with one sync, and tells the controller, with one doorbell; [`reap`](Self::reap) hands
+/// out what is over, unmapped, with one invalidation for all that is found at a time.
+///
+/// Dropped, it has the controller forget the queue before it unmaps anything; a controller that does
+/// not answer is stopped. One that cannot be stopped either keeps what nothing but its good will
+/// keeps it from: bounce slots and persistent buffers that it works on are leaked.
+pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B> {
+    id: u16,
+    device: Device<D, A>,
+    /// `None` once the queue is dropped.
+    rings: Option<Rings<R>>,
+    slots: Vec<Slot<B>>,
+    free: Vec<u16>,
+    maps: MapBatch<D, A, Vec<B>, u16>,
+    unmaps: UnmapBatch<D, A, Vec<B>, u16>,
+    /// Empty lists, to be used again.
+    spare: Vec<Vec<B>>,
+    /// What the controller was never told of.
+    refused: Vec<Completion<B>>,
+    /// Commands that the controller was told of.
+    asked: usize,
+    max_transfer: u64,
+    /// When something was last completed, or the first command was published.
+    progress: Instant,
+    looked: Instant,
+    /// Why it cannot go on.
+    failed: Option<Error>,
+    // The last to be dropped: with the last of them the controller stops.
+    inner: Arc<Inner<D, A, R>>,
+}
+
+impl<D, A, R, B> IoQueue<D, A, R, B>
+where
+    D: Domain<Target = HostAddr> + 'static,
+    A: Allocator + 'static,
+    R: Registers,
+    B: DmaBuffer<HostAddr>,
+{
+    pub(super) fn new(inner: &Arc<Inner<D, A, R>>, depth: u32) -> Result<Self, Error> {
+        let most = (inner.core.capabilities.entries - 1).min(DEEPEST);
+        if !(1..=most).contains(&depth) {
+            return Err(Error::Depth { asked: depth, most });
+        }
+        // As much as a list of one page describes wherever in a page it begins, and no more than the
+        // controller takes.
+        let max_transfer = LISTED * PAGE;
+        let max_transfer = inner.identity().max_transfer.unwrap_or(u64::MAX).min(max_transfer);
+        let list_bytes = (max_transfer / PAGE * 8).next_power_of_two().max(SMALLEST_LIST);
+        let device = inner.device.clone();
+        let mut state = inner.state.lock();
+        let queues = state.queues.len() as u16;
+        let id = state.queues.iter().position(|used| !used).ok_or(Error::NoQueue(queues))?;
+        let number = id as u16 + 1;
+        let core = &inner.core;
+        let doorbells = core.capabilities.doorbells(&*core.registers, number)?;
+        let pair = Pair::new(&device, &core.registers, depth + 1, doorbells)?;
+        let lists = Pages::shared(&device, (u64::from(depth) * list_bytes) as usize)?;
+        let admin = state.admin.as_mut().ok_or(Error::Stopped)?;
+        if let Err(error) = admin.create(number, &pair) {
+            drop(state);
+            // Whatever the controller remembers of the queue: unmapped, it is out of its reach.
+            if !inner.is_confined() {
+                forget((pair, lists));
+            }
+            return Err(error);
+        }
+        state.queues[id] = true;
+        drop(state);
+        debug_assert_eq!(pair.depth(), depth);
+        Ok(IoQueue {
+            id: number,
+            rings: Some(Rings { pair, lists, list_bytes }),
+            slots: (0..depth).map(|_| Slot::free()).collect(),
+            free: (0..depth as u16).rev().collect(),
+            maps: device.map_batch(),
+            unmaps: device.unmap_batch(),
+            device,
+            spare: Vec::new(),
+            refused: Vec::new(),
+            asked: 0,
+            max_transfer,
+            progress: Instant::now(),
+            looked: Instant::now(),
+            failed: None,
+            inner: Arc::clone(inner),
+        })
+    }
+
+    /// Its number at the controller.
+    pub fn id(&self) -> u16 {
+        self.id
+    }
+
+    /// The most bytes that one command moves.
+    pub fn max_transfer(&self) -> u64 {
+        self.max_transfer
+    }
+
+    /// How many commands it has room for.
+    pub fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Whether all that was submitted was handed out.
+    pub fn is_idle(&self) -> bool {
+        self.free.len() == self.slots.len() && self.refused.is_empty()
+    }
+
+    /// The device that maps its data.
+    pub fn device(&self) -> &Device<D, A> {
+        &self.device
+    }
+
+    fn note_asked(&mut self) {
+        if self.asked == 0 {
+            self.progress = Instant::now();
+        }
+        self.asked += 1;
+    }
+
+    /// Maps what was submitted, and tells the controller of all commands whose data is mapped.
+    ///
+    /// # Errors
+    /// The queue cannot go on.
+    pub fn publish(&mut self) -> Result<(), Error> {
+        self.maps.begin();
+        self.advance()
+    }
+
+    /// Tells the controller of the commands whose data is mapped by now.
+    fn advance(&mut self) -> Result<(), Error> {
+        let Some(rings) = &mut self.rings else { return Err(Error::Stopped) };
+        if let Some(failed) = self.failed {
+            return Err(failed);
+        }
+        let (slots, free, unmaps) = (&mut self.slots, &mut self.free, &mut self.unmaps);
+        let (refused, spare) = (&mut self.refused, &mut self.spare);
+        let (mut asked, mut lost) = (0, Ok(()));
+        self.maps.poll(|at, mapping| {
+            let slot = &mut slots[usize::from(at)];
+            match mapping {
+                Ok(mut mapping) => {
+                    match rings.push(at, slot.command, mapping.segments().iter().copied()) {
+                        Ok(()) => {
+                            slot.state = State::Asked(Held::Mapped(mapping));
+                            asked += 1;
+                        }
+                        Err(why) => {
+                            // The device was never asked, and wrote nothing.
+                            let noted = mapping.note_written(0..0);
+                            debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
+                            slot.state = State::Over(Err(why.into()));
+                            let pushed = unmaps.push(mapping, at);
+                            debug_assert!(pushed.is_ok(), "a mapping of this device");
+                        }
+                    }
+                }
+                Err(error) => {
+                    let why = error.error();
+                    match error.into_buffer() {
+                        Some(list) => refused.push(Completion {
+                            token: slot.token,
+                            data: slot.data_of(list, spare),
+                            outcome: Err(NotAsked::Map(why).into()),
+                        }),
+                        None => lost = Err(Error::Map(why)),
+                    }
+                    slot.state = State::Free;
+                    free.push(at);
+                }
+            }
+        });
+        rings.pair.ring();
+        if asked > 0 {
+            self.note_asked();
+            self.asked += asked - 1;
+        }
+        lost.map_err(|error| self.fail(error))
+    }
+
+    /// Hands out the commands that are over, their data unmapped; how many. Never waits.
+    ///
+    /// # Errors
+    /// The queue cannot go on: [`abandon`](Self::abandon) brings back what it holds.
+    pub fn reap(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<usize, Error> {
+        self.advance()?;
+        let mut count = self.refused.len();
+        self.refused.drain(..).for_each(&mut each);
+        let (answers, result) = self.take_answers(&mut count, &mut each);
+        let result = result.and(self.hand_out(&mut count, &mut each));
+        if let Err(error) = result {
+            return Err(self.fail(error));
+        }
+        if answers > 0 {
+            self.progress = Instant::now();
+        } else if self.asked > 0 {
+            self.look()?;
+        }
+        Ok(count)
+    }
+
+    /// Takes what the controller says to be over. Data that has to be unmapped is on its way then;
+    /// other data is handed out.
+    fn take_answers(
+        &mut self,
+        count: &mut usize,
+        each: &mut impl FnMut(Completion<B>),
+    ) -> (usize, Result<(), Error>) {
+        let Some(rings) = &mut self.rings else { return (0, Err(Error::Stopped)) };
+        let (mut answers, mut result) = (0, Ok(()));
+        // No more can be over than were under way: more are lies, and end it.
+        while let Some(answer) = rings.pair.pop() {
+            let outcome = match answer.status {
+                status if status.is_ok() => Ok(()),
+                status => Err(Failure::Status(StatusError(status))),
+            };
+            let slot = self.slots.get_mut(usize::from(answer.id));
+            let held = slot.and_then(|slot| Some((slot.take_asked(outcome)?, slot)));
+            let Some((held, slot)) = held else {
+                result = Err(Error::Stray { queue: self.id, id: answer.id });
+                break;
+            };
+            answers += 1;
+            self.asked -= 1;
+            match held {
+                Held::Mapped(mapping) => {
+                    let pushed = self.unmaps.push(mapping, answer.id);
+                    debug_assert!(pushed.is_ok(), "a mapping of this device");
+                }
+                Held::Kept(data) => {
+                    slot.state = State::Free;
+                    self.free.push(answer.id);
+                    *count += 1;
+                    each(Completion { token: slot.token, data, outcome });
+                }
+            }
+        }
+        rings.pair.release();
+        (answers, result)
+    }
+
+    /// Unmaps what is over, and hands out what is unmapped.
+    fn hand_out(
+        &mut self,
+        count: &mut usize,
+        each: &mut impl FnMut(Completion<B>),
+    ) -> Result<(), Error> {
+        self.unmaps.begin();
+        let (slots, free, spare) = (&mut self.slots, &mut self.free, &mut self.spare);
+        let mut result = Ok(());
+        self.unmaps.poll(|at, returned| {
+            let slot = &mut slots[usize::from(at)];
+            let state = std::mem::replace(&mut slot.state, State::Free);
+            free.push(at);
+            match (returned, state) {
+                (Ok(Returned { buffer: list, .. }), State::Over(outcome)) => {
+                    *count += 1;
+                    each(Completion {
+                        token: slot.token,
+                        data: slot.data_of(list, spare),
+                        outcome,
+                    });
+                }
+                (Ok(_), _) => debug_assert!(false, "only what is over is unmapped"),
+                (Err(error), _) => result = Err(Error::Unmap(error.error())),
+            }
+        });
+        result
+    }
+
+    /// Nothing came: whether the controller still works.
+    fn look(&mut self) -> Result<(), Error> {
+        let now = Instant::now();
+        if now - self.looked < LOOK || now - self.progress < LOOK {
+            return Ok(());
+        }
+        self.looked = now;
+        let after = self.inner.config.limit;
+        // Whoever makes or deletes a queue meanwhile may wait for the controller.
+        let state = self.inner.state.try_lock();
+        let result = if state.is_some_and(|state| state.admin.is_none()) {
+            Err(Error::Stopped)
+        } else if now - self.progress > after {
+            check(&*self.inner.core.registers).and(Err(Error::Timeout { queue: self.id, after }))
+        } else {
+            check(&*self.inner.core.registers)
+        };
+        result.map_err(|error| self.fail(error))
+    }
+
+    fn fail(&mut self, error: Error) -> Error {
+        self.failed = Some(error);
+        error
+    }
+
+    /// Publishes what was submitted, and waits until all of it was handed out.
+    ///
+    /// # Errors
+    /// As [`reap`](Self::reap).
+    pub fn finish(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<(), Error> {
+        self.publish()?;
+        while !self.is_idle() {
+            if self.reap(&mut each)? == 0 {
+                self.pause();
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the IOMMU if it is what everything waits for, and otherwise lets others run.
+    pub fn pause(&mut self) {
+        if !self.maps.is_empty() {
+            self.maps.wait();
+        } else if !self.unmaps.is_empty() {
+            self.unmaps.wait();
+        } else {
+            thread::yield_now();
+        }
+    }
+
+    /// Carries out one command in a queue that is idle.
+    ///
+    /// # Errors
+    /// The queue cannot go on. A command that fails is none: its completion says so.
+    #[track_caller]
+    pub fn carry_out(
+        &mut self,
+        namespace: &Namespace,
+        op: Op,
+        data: Data<B>,
+    ) -> Result<Completion<B>, Error> {
+        if !self.is_idle() {
+            let outcome = Err(NotAsked::Full.into());
+            return Ok(Completion { token: 0, data, outcome });
+        }
+        match self.submit(namespace, op, data, 0) {
+            Ok(()) => {}
+            Err(Refused { why: NotAsked::Queue(error), .. }) => return Err(error),
+            Err(Refused { why, data: Some(data) }) => {
+                return Ok(Completion { token: 0, data, outcome: Err(why.into()) });
+            }
+            Err(Refused { why: NotAsked::Map(error), .. }) => return Err(Error::Map(error)),
+            Err(_) => return Err(Error::Stopped),
+        }
+        let mut over = None;
+        self.finish(|completion| over = Some(completion))?;
+        over.ok_or(Error::Stopped)
+    }
+}
+
+impl<D, A, R, B> fmt::Debug for IoQueue<D, A, R, B>
+where
+    D: Domain + 'static,
+    A: Allocator + 'static,
+    R: Registers,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IoQueue")
+            .field("id", &self.id)
+            .field("room", &self.free.len())
+            .field("asked", &self.asked)
+            .field("failed", &self.failed)
+            .finish_non_exhaustive()
+    }
+}

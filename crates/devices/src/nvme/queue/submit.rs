@@ -1,0 +1,153 @@
+//! How a command begins.
+
+#![allow(clippy::result_large_err, reason = "what is given back is moved as it came")]
+
+use ringfence_dma::DmaBuffer;
+use ringfence_iommu::{Domain, HostAddr};
+use ringfence_iova::Allocator;
+
+use super::{
+    super::{
+        Data, Error, Namespace, NotAsked, Op, Refused, Registers,
+        slot::{Held, Slot, State},
+        wire::Command,
+    },
+    IoQueue,
+};
+
+impl<D, A, R, B> IoQueue<D, A, R, B>
+where
+    D: Domain<Target = HostAddr> + 'static,
+    A: Allocator + 'static,
+    R: Registers,
+    B: DmaBuffer<HostAddr>,
+{
+    /// Adds a command; [`publish`](Self::publish) starts it. Its completion has the `token`.
+    ///
+    /// # Errors
+    /// It is not submitted, and its data is in the error.
+    #[track_caller]
+    pub fn submit(
+        &mut self,
+        namespace: &Namespace,
+        op: Op,
+        data: Data<B>,
+        token: u64,
+    ) -> Result<(), Refused<B>> {
+        let checked = self.check(namespace, op, &data);
+        let (command, at) = match checked {
+            Ok(command) => match self.free.pop() {
+                Some(at) => (command.id(at), at),
+                None => return Err(Refused { why: NotAsked::Full, data: Some(data) }),
+            },
+            Err(why) => return Err(Refused { why, data: Some(data) }),
+        };
+        let submitted = self.begin(at, command, op, data);
+        match submitted {
+            Ok((state, is_list)) => {
+                if matches!(state, State::Asked(_)) {
+                    self.note_asked();
+                }
+                self.slots[usize::from(at)] = Slot { token, command, is_list, state };
+                Ok(())
+            }
+            Err(refused) => {
+                self.free.push(at);
+                Err(refused)
+            }
+        }
+    }
+
+    /// Begins to map a command's data, or puts the command into the ring if that is not needed.
+    #[track_caller]
+    fn begin(
+        &mut self,
+        at: u16,
+        command: Command,
+        op: Op,
+        data: Data<B>,
+    ) -> Result<(State<B>, bool), Refused<B>> {
+        let stopped = NotAsked::Queue(Error::Stopped);
+        let Some(rings) = &mut self.rings else {
+            return Err(Refused { why: stopped, data: Some(data) });
+        };
+        let pushed = match (&data, op.direction()) {
+            (Data::None, None) => {
+                rings.push_bare(at, command, op);
+                Ok(())
+            }
+            (Data::Pooled(buffer), Some(_)) => {
+                rings.push(at, command, buffer.segments().iter().copied())
+            }
+            (Data::Persistent(buffer, bytes), Some(_)) => {
+                match buffer.segments_for(bytes.clone()) {
+                    Ok(segments) => rings.push(at, command, segments),
+                    Err(_) => Err(NotAsked::Data),
+                }
+            }
+            (Data::At(segment), Some(_)) if self.inner.is_confined() => {
+                rings.push(at, command, std::iter::once(*segment))
+            }
+            (Data::Buffer(_) | Data::List(_), Some(direction)) => {
+                let (list, is_list) = match data {
+                    Data::List(list) => (list, true),
+                    Data::Buffer(buffer) => {
+                        let mut list = self.spare.pop().unwrap_or_default();
+                        list.push(buffer);
+                        (list, false)
+                    }
+                    other => return Err(Refused { why: NotAsked::Data, data: Some(other) }),
+                };
+                return match self.maps.push_sg(list, direction, at) {
+                    Ok(()) => Ok((State::Mapping, is_list)),
+                    Err((_, error)) => {
+                        let why = NotAsked::Map(error.error());
+                        let slot = Slot { is_list, ..Slot::free() };
+                        let data = error.into_buffer();
+                        let data = data.map(|list| slot.data_of(list, &mut self.spare));
+                        Err(Refused { why, data })
+                    }
+                };
+            }
+            _ => Err(NotAsked::Data),
+        };
+        match pushed {
+            Ok(()) => Ok((State::Asked(Held::Kept(data)), false)),
+            Err(why) => Err(Refused { why, data: Some(data) }),
+        }
+    }
+
+    /// The command, but for its number and its data.
+    fn check(&self, space: &Namespace, op: Op, data: &Data<B>) -> Result<Command, NotAsked> {
+        if let Some(failed) = self.failed {
+            return Err(NotAsked::Queue(failed));
+        }
+        let within = |lba: u64, blocks: u64| match lba.checked_add(blocks) {
+            Some(end) if end <= space.blocks => Ok(()),
+            _ => Err(NotAsked::BeyondEnd { lba, blocks, there: space.blocks }),
+        };
+        let command = Command::new(op.opcode(), space.id);
+        match op {
+            Op::Flush => Ok(command),
+            Op::Deallocate { lba, blocks } => {
+                const DEALLOCATE: u32 = 4;
+                within(lba, blocks.into())?;
+                // One range: word 10 has the number of ranges less one.
+                Ok(command.word(11, DEALLOCATE))
+            }
+            Op::Read { lba } | Op::Write { lba } => {
+                let (bytes, block) = (data.len(), space.block_bytes());
+                if bytes > self.max_transfer {
+                    return Err(NotAsked::TooLong { bytes, most: self.max_transfer });
+                }
+                if bytes == 0 || !bytes.is_multiple_of(block) {
+                    return Err(NotAsked::Blocks { bytes, block });
+                }
+                let blocks = bytes / block;
+                within(lba, blocks)?;
+                // At most 4096 blocks of the smallest size: they fit the 16 bits there are.
+                Ok(command.pair(10, lba).word(12, blocks as u32 - 1))
+            }
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! A pair of queues: commands go into one, completions come out of the other.
+
+use std::sync::{
+    Arc,
+    atomic::{Ordering, fence},
+};
+
+use ringfence_dma::{Coherent, Device};
+use ringfence_iommu::{Domain, HostAddr};
+use ringfence_iova::Allocator;
+
+use super::{
+    Error, Registers, Status,
+    pages::{PAGE, Pages},
+    wire::{Answer, COMMAND_BYTES, COMPLETION_BYTES, Command},
+};
+
+/// A pair of queues of as many entries each.
+///
+/// With at most [`depth`](Self::depth) commands under way neither can overflow: the device has read
+/// what it has completed, and of what it has not there is less than a ring.
+pub(super) struct Pair<R> {
+    registers: Arc<R>,
+    memory: Coherent<Pages>,
+    entries: u32,
+    /// Where completions begin in the memory.
+    completions: usize,
+    /// Where the next command goes, and what the device was told of.
+    tail: u32,
+    told: u32,
+    /// Where the next completion comes, the phase that makes it new, and what the device was told of.
+    head: u32,
+    phase: bool,
+    taken: u32,
+    submit_doorbell: u64,
+    complete_doorbell: u64,
+}
+
+impl<R: Registers> Pair<R> {
+    /// Empty queues of `entries`, at least 2.
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    pub(super) fn new<D, A>(
+        device: &Device<D, A>,
+        registers: &Arc<R>,
+        entries: u32,
+        (submit_doorbell, complete_doorbell): (u64, u64),
+    ) -> Result<Pair<R>, Error>
+    where
+        D: Domain<Target = HostAddr> + 'static,
+        A: Allocator + 'static,
+    {
+        let completions = (entries as usize * COMMAND_BYTES).next_multiple_of(PAGE as usize);
+        let len = completions + entries as usize * COMPLETION_BYTES;
+        Ok(Pair {
+            registers: Arc::clone(registers),
+            memory: Pages::shared(device, len)?,
+            entries,
+            completions,
+            tail: 0,
+            told: 0,
+            head: 0,
+            phase: true,
+            taken: 0,
+            submit_doorbell,
+            complete_doorbell,
+        })
+    }
+
+    /// Where the commands lie for the device, and where the completions.
+    pub(super) fn places(&self) -> (u64, u64) {
+        let first = self.memory.iova().0;
+        (first, first + self.completions as u64)
+    }
+
+    /// Entries of each of the two.
+    pub(super) fn entries(&self) -> u32 {
+        self.entries
+    }
+
+    /// How many commands may be under way.
+    pub(super) fn depth(&self) -> u32 {
+        self.entries - 1
+    }
+
+    /// Adds a command; [`ring`](Self::ring) tells the device. The caller keeps to the depth.
+    pub(super) fn push(&mut self, command: &Command) {
+        let at = self.tail as usize * COMMAND_BYTES;
+        for (n, word) in command.0.iter().enumerate() {
+            self.memory.memory().word(at + 4 * n).store(word.to_le(), Ordering::Relaxed);
+        }
+        self.tail = (self.tail + 1) % self.entries;
+    }
+
+    /// Tells the device of all commands that were added: one doorbell for them.
+    pub(super) fn ring(&mut self) {
+        if self.told != self.tail {
+            // The commands, and the data that they speak of, before the doorbell.
+            fence(Ordering::SeqCst);
+            self.registers.write32(self.submit_doorbell, self.tail);
+            self.told = self.tail;
+        }
+    }
+
+    /// The next completion, as the device wrote it: it may say anything.
+    pub(super) fn pop(&mut self) -> Option<Answer> {
+        let at = self.completions + self.head as usize * COMPLETION_BYTES;
+        let memory = self.memory.memory();
+        // The word with the phase first: what the device wrote before it is there then.
+        let last = u32::from_le(memory.word(at + 12).load(Ordering::Acquire));
+        if (last >> 16 & 1 != 0) != self.phase {
+            return None;
+        }
+        let result = u32::from_le(memory.word(at).load(Ordering::Relaxed));
+        self.head += 1;
+        if self.head == self.entries {
+            (self.head, self.phase) = (0, !self.phase);
+        }
+        Some(Answer { result, id: last as u16, status: Status::new((last >> 16) as u16) })
+    }
+
+    /// Tells the device that there is room again for the completions that were taken.
+    pub(super) fn release(&mut self) {
+        if self.taken != self.head {
+            fence(Ordering::SeqCst);
+            self.registers.write32(self.complete_doorbell, self.head);
+            self.taken = self.head;
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Commands, and what they take along and bring back.
+
+use std::{ops::Range as Bytes, sync::Arc};
+
+use ringfence_dma::{Direction, DmaBuffer, Mapping, Persistent, PoolBuffer, Segment};
+use ringfence_iommu::HostAddr;
+
+use super::{
+    NotAsked, Status,
+    wire::{Command, io},
+};
+
+/// What a command does to a namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Fills the data with blocks from number `lba` on.
+    Read {
+        /// The first block.
+        lba: u64,
+    },
+    /// Writes the data to blocks from number `lba` on.
+    Write {
+        /// The first block.
+        lba: u64,
+    },
+    /// Has everything that was written before stay, whatever happens to the power. Without data.
+    Flush,
+    /// Says that these blocks are of no use any more. Without data.
+    Deallocate {
+        /// The first block.
+        lba: u64,
+        /// How many.
+        blocks: u32,
+    },
+}
+
+impl Op {
+    /// Which way its data goes, if it has any.
+    pub(super) fn direction(self) -> Option<Direction> {
+        match self {
+            Op::Read { .. } => Some(Direction::FromDevice),
+            Op::Write { .. } => Some(Direction::ToDevice),
+            Op::Flush | Op::Deallocate { .. } => None,
+        }
+    }
+
+    pub(super) fn opcode(self) -> u8 {
+        match self {
+            Op::Read { .. } => io::READ,
+            Op::Write { .. } => io::WRITE,
+            Op::Flush => io::FLUSH,
+            Op::Deallocate { .. } => io::DATASET,
+        }
+    }
+}
+
+/// What a command takes along, and its completion brings back.
+#[derive(Debug)]
+pub enum Data<B> {
+    /// Nothing.
+    None,
+    /// A buffer, mapped for this command under the device's policy.
+    Buffer(B),
+    /// Several, mapped as one. All but the first begin, and all but the last end, with a page of
+    /// 4 KiB.
+    List(Vec<B>),
+    /// Memory of the device's pools, mapped already ([`Device::take_buffer`](ringfence_dma::Device)).
+    Pooled(PoolBuffer),
+    /// So many bytes, by their offsets, of a buffer that stays mapped.
+    ///
+    /// Who else works on those bytes meanwhile is the caller's affair.
+    Persistent(Arc<Persistent<B>>, Bytes<u64>),
+    /// Whatever the controller finds at that address, which is nobody's in particular: for probes of
+    /// what it reaches. Refused under policy `off`, where that would be any memory of this process.
+    At(Segment),
+}
+
+impl<B: DmaBuffer<HostAddr>> Data<B> {
+    /// How many bytes.
+    pub fn len(&self) -> u64 {
+        match self {
+            Data::None => 0,
+            Data::Buffer(buffer) => buffer.len(),
+            Data::List(list) => list.iter().fold(0, |sum, b| b.len().saturating_add(sum)),
+            Data::Pooled(buffer) => buffer.len(),
+            Data::Persistent(_, bytes) => bytes.end.saturating_sub(bytes.start),
+            Data::At(segment) => segment.len,
+        }
+    }
+
+    /// Whether there is no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl<B> Data<B> {
+    /// The buffer, if it is one.
+    pub fn into_buffer(self) -> Option<B> {
+        match self {
+            Data::Buffer(buffer) => Some(buffer),
+            _ => None,
+        }
+    }
+}
+
+/// A command that is over.
+#[derive(Debug)]
+pub struct Completion<B> {
+    /// The number that it was submitted with.
+    pub token: u64,
+    /// What it took along. The controller reaches it no longer, as far as the device's policy has it.
+    pub data: Data<B>,
+    /// How it ended.
+    pub outcome: Result<(), Failure>,
+}
+
+/// Why a command did not do what it was to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    /// The controller says so.
+    #[error(transparent)]
+    Status(#[from] StatusError),
+    /// The controller was never told of it.
+    #[error(transparent)]
+    NotAsked(#[from] NotAsked),
+    /// The controller was stopped while it was under way: it may have been carried out, or in part.
+    #[error("the controller was stopped meanwhile")]
+    Abandoned,
+}
+
+/// A status that is no success.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct StatusError(pub Status);
+
+/// A command that was not submitted.
+#[derive(Debug)]
+pub struct Refused<B> {
+    /// Why.
+    pub why: NotAsked,
+    /// What it was to take along. `None`: it could not be unmapped again, and is leaked.
+    pub data: Option<Data<B>>,
+}
+
+/// The place of a command: its number is the command's.
+pub(super) struct Slot<B> {
+    pub(super) token: u64,
+    /// Ready but for its data.
+    pub(super) command: Command,
+    /// Whether what is mapped came as a list.
+    pub(super) is_list: bool,
+    pub(super) state: State<B>,
+}
+
+/// What becomes of a command.
+pub(super) enum State<B> {
+    /// There is none.
+    Free,
+    /// Its data is being mapped.
+    Mapping,
+    /// The device was told of it.
+    Asked(Held<B>),
+    /// It is over, and its data is being unmapped.
+    Over(Result<(), Failure>),
+}
+
+/// What a command holds while the device works on it.
+pub(super) enum Held<B> {
+    Mapped(Mapping<Vec<B>>),
+    /// Nothing that has to be unmapped.
+    Kept(Data<B>),
+}
+
+impl<B> Slot<B> {
+    pub(super) fn free() -> Slot<B> {
+        let command = Command::new(0, 0);
+        Slot { token: 0, command, is_list: false, state: State::Free }
+    }
+
+    /// What the device has, if it was told of the command, which is over with that.
+    pub(super) fn take_asked(&mut self, outcome: Result<(), Failure>) -> Option<Held<B>> {
+        match std::mem::replace(&mut self.state, State::Over(outcome)) {
+            State::Asked(held) => Some(held),
+            other => {
+                self.state = other;
+                None
+            }
+        }
+    }
+
+    /// The data as it came, of the list that was mapped. The list is left behind if it was ours.
+    pub(super) fn data_of(&self, mut list: Vec<B>, spare: &mut Vec<Vec<B>>) -> Data<B> {
+        if self.is_list {
+            return Data::List(list);
+        }
+        let data = list.pop().map_or(Data::None, Data::Buffer);
+        spare.push(list);
+        data
+    }
+}

@@ -1,0 +1,147 @@
+//! The NVMe driver in user space against QEMU's controller, behind an IOMMU of QEMU's, over the VFIO of
+//! a stock Linux: real DMA, as far as there is any in a guest.
+
+use std::fs;
+
+use crate::{
+    place::{Place, part},
+    qemu::{Iommu, Qemu},
+};
+
+/// Takes the disk from the kernel's driver. `$pci` and `$group` are its address and its group then.
+pub(crate) const TAKE: &str = r#"
+# The kernel's own driver is built in; behind a virtio-iommu it waits for that.
+tries=0
+until [ -b /dev/nvme0n1 ]; do
+    tries=$((tries + 1))
+    [ $tries -lt 1000 ]
+    usleep 10000
+done
+pci=$(basename $(readlink -f /sys/class/nvme/nvme0/device))
+modprobe vfio-pci
+# A virtio-iommu does not remap interrupts, and VFIO wants to hear that this is known.
+if grep -q viommu=1 /proc/cmdline; then
+    modprobe vfio_iommu_type1 allow_unsafe_interrupts=1
+else
+    modprobe vfio_iommu_type1
+fi
+echo $pci > /sys/bus/pci/devices/$pci/driver/unbind
+echo vfio-pci > /sys/bus/pci/devices/$pci/driver_override
+echo $pci > /sys/bus/pci/drivers_probe
+group=$(basename $(readlink /sys/bus/pci/devices/$pci/iommu_group))
+drive() { vfio-nvme $pci $group $* > /tmp/nvme 2>&1 || { give nvme < /tmp/nvme; false; }; }
+# Pages that the kernel has pinned for long and not let go again, by its own count.
+pinned() {
+    echo 1 > /proc/sys/vm/stat_refresh
+    counts=$(sed -n 's/^nr_foll_pin_[a-z]* //p' /proc/vmstat)
+    echo $(($(echo $counts | sed 's/ /-/')))
+}
+"#;
+
+pub(crate) fn machine(iommu: Iommu, place: &Place) -> Qemu {
+    let image = place.image("disk", 32);
+    let program = fs::read(part("vfio-nvme")).unwrap();
+    // QEMU 7.2's controller stands still with one processor.
+    Qemu::new(iommu).cpus(2).nvme(&image).file("bin/vfio-nvme", program)
+}
+
+fn data_and_isolation(iommu: Iommu) {
+    let script = r#"
+drive verify isolation
+give nvme < /tmp/nvme
+dmesg | grep -i -e dmar -e iommu | tail -40 | give log
+"#;
+    let place = Place::new();
+    let given = machine(iommu, &place).start(&place, &format!("{TAKE}\n{script}")).end();
+    let said = given.given("nvme");
+    for policy in ["strict", "strict+map", "lazy-mq+map", "bounce", "auto"] {
+        let verified = format!("verified {policy}");
+        assert!(said.lines().any(|line| line == verified), "{verified}\n{said}");
+    }
+    assert!(said.contains("unmapped is out of reach"), "{said}");
+    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+    // The IOMMU's own account of it names the address.
+    let address =
+        said.lines().find_map(|line| line.strip_prefix("address 0x")).expect("an address");
+    let log = given.given("log");
+    let fault = |line: &str| {
+        let line = line.to_lowercase();
+        line.contains("fault") && line.contains(address)
+    };
+    assert!(log.lines().any(fault), "no fault at {address}\n{log}");
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn data_and_isolation_behind_intels_iommu() {
+    data_and_isolation(Iommu::IntelStrict);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn data_and_isolation_behind_a_virtio_iommu() {
+    data_and_isolation(Iommu::VirtioStrict);
+}
+
+fn a_driver_that_is_killed_leaves_nothing_pinned(iommu: Iommu) {
+    let script = r#"
+before=$(pinned)
+for wait in 0 50000 200000; do
+    vfio-nvme $pci $group hold > /tmp/nvme 2>&1 &
+    driver=$!
+    tries=0
+    until grep -q holding /tmp/nvme; do
+        tries=$((tries + 1))
+        [ $tries -lt 1000 ] || { give nvme < /tmp/nvme; false; }
+        usleep 10000
+    done
+    usleep $wait
+    during=$(pinned)
+    locked=$(sed -n 's/^VmLck:[^0-9]*\([0-9]*\).*/\1/p' /proc/$driver/status)
+    kill -9 $driver
+    wait $driver || true
+    say killed $before $during $locked $(pinned)
+done
+# At any point of its beginning too.
+for wait in 3000 10000 30000 100000; do
+    vfio-nvme $pci $group hold > /tmp/nvme 2>&1 &
+    driver=$!
+    usleep $wait
+    kill -9 $driver
+    wait $driver || true
+    say early $(pinned)
+done
+# And the next one finds all in order.
+drive isolation
+"#;
+    let place = Place::new();
+    let mut guest = machine(iommu, &place).start(&place, &format!("{TAKE}\n{script}"));
+    let mut clean = 0;
+    for _ in 0..3 {
+        let line = guest.hear("killed ");
+        let counts: Vec<i64> =
+            line.split(' ').skip(1).map(|word| word.parse().expect("a number")).collect();
+        let [before, during, locked_kib, after] = counts[..] else { panic!("{line}") };
+        // 32 MiB and more were pinned, and charged; then nothing. The kernel adds its counts up while
+        // the driver pins and unpins: not to the page.
+        assert!(during - before >= 4096 && locked_kib >= 32 << 10, "{line}");
+        assert_eq!(after, before, "{line}");
+        clean = before;
+    }
+    for _ in 0..4 {
+        assert_eq!(guest.hear("early "), format!("early {clean}"));
+    }
+    guest.end();
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_driver_that_is_killed_leaves_nothing_pinned_behind_intels_iommu() {
+    a_driver_that_is_killed_leaves_nothing_pinned(Iommu::IntelStrict);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_driver_that_is_killed_leaves_nothing_pinned_behind_a_virtio_iommu() {
+    a_driver_that_is_killed_leaves_nothing_pinned(Iommu::VirtioStrict);
+}
