@@ -1,4 +1,13 @@
 //! Page pinning with accounting, and the kernel's IOMMU interfaces as domains.
+//!
+//! * [`pin`]: pages of this process held in place by IOVA, in runs, over io_uring, mlock or a fake;
+//!   [`Account`]: what an owner has pinned, and may.
+//! * [`kernel`]: VFIO containers, groups and devices, and iommufd, as the kernel has them: a container
+//!   maps only once a group is in it, or it does not compile.
+//! * [`Type1`] and [`Iommufd`]: both as a [`Domain`](ringfence_iommu::Domain) whose targets are
+//!   addresses of this process; [`DirtyMap`]: what devices have written to.
+//! * [`fake`]: both in this process, for tests without VFIO (rules L51-L63); [`suite`]: what any of
+//!   them, fake or real, must answer.
 
 mod account;
 mod dirty;
