@@ -123,6 +123,37 @@ fn scattered_pages_are_pinned_beyond_one_ring() {
     assert_eq!((account.used(), kernel_counts("VmPin") - before), (0, 0));
 }
 
+#[test]
+fn a_pinner_goes_from_thread_to_thread_and_leaves_nothing_in_one_that_stays() {
+    let _alone = alone();
+    let memory = Memory::new(64);
+    let before = kernel_counts("VmPin");
+    let pinned = || kernel_counts("VmPin") - before;
+    // More than a thread has places for rings that it names.
+    let mut many: Vec<_> = (0..20).map(|_| pinner(Uring::new().unwrap(), &memory)).collect();
+    let (here, there) = (channel(), channel::<()>());
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for pinner in &mut many {
+                pinner.pin(&[iova(0), iova(2)], Prot::RW).unwrap();
+            }
+            here.0.send(many).unwrap();
+            // It keeps what it has named.
+            let _ = there.1.recv();
+        });
+        let mut many = here.1.recv().unwrap();
+        assert_eq!(pinned(), 40);
+        for pinner in &mut many {
+            pinner.pin(&[iova(4)], Prot::RW).unwrap();
+            pinner.unpin(&[iova(2)]).unwrap();
+        }
+        assert_eq!(pinned(), 40);
+        drop(many);
+        assert_eq!(pinned(), 0, "the other thread is still there");
+        drop(there.0);
+    });
+}
+
 // rule L62
 #[test]
 fn locked_pages_are_counted_by_page_whoever_locks_them() {

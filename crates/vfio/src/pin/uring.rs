@@ -1,13 +1,17 @@
 //! Pages held as registered buffers of an io_uring.
 
+use std::cell::Cell;
 use std::ffi::c_void;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ringfence_iommu::{HostAddr, Prot};
 use rustix::io::Errno;
 use rustix::io_uring::{
-    IoringRegisterOp, IoringRsrcFlags, io_uring_params, io_uring_ptr, io_uring_register,
-    io_uring_rsrc_register, io_uring_rsrc_update2, io_uring_setup,
+    IoringRegisterFlags, IoringRegisterOp, IoringRsrcFlags, io_uring_params, io_uring_ptr,
+    io_uring_register, io_uring_register_with, io_uring_rsrc_register, io_uring_rsrc_update,
+    io_uring_rsrc_update2, io_uring_setup,
 };
 
 use super::backing::{Backing, HoldError, Limits, Release, Run, page_size};
@@ -39,9 +43,15 @@ const _: () = assert!(std::mem::offset_of!(Run, len) == std::mem::offset_of!(lib
 /// - without CAP_IPC_LOCK the kernel charges what is held to the user, against RLIMIT_MEMLOCK, all
 ///   processes together, and a huge page as soon as a page of it is held.
 ///
+/// The first ring is named to the kernel by a number of the thread that used it first, which spares it
+/// looking a file up: one of 16 places of that thread. Dropped by another thread, it occupies the place
+/// until that thread ends (and holds nothing any more).
+///
 /// Pins end with the process, however it ends, when the kernel has closed its files.
 pub struct Uring {
     rings: Vec<OwnedFd>,
+    /// The first ring as a thread knows it.
+    named: Option<Named>,
     slots: u32,
     page: u64,
 }
@@ -66,7 +76,7 @@ impl Uring {
         // Room for all, as far as a process may mostly have files: pinning allocates nothing.
         let mut rings = Vec::with_capacity(slots.div_ceil(RING).min(1024) as usize);
         rings.push(ring(slots.min(RING))?);
-        Ok(Uring { rings, slots, page: page_size() })
+        Ok(Uring { rings, named: None, slots, page: page_size() })
     }
 
     /// Fills slots from `slot` with `runs`; how many.
@@ -76,13 +86,55 @@ impl Uring {
         update.offset = slot % RING;
         update.data = io_uring_ptr::new(runs.as_ptr().cast_mut().cast());
         update.nr = runs.len() as u32;
-        let ring = &self.rings[(slot / RING) as usize];
         let (arg, size) = ((&raw const update).cast::<c_void>(), size_of_val(&update) as u32);
+        let op = IoringRegisterOp::RegisterBuffersUpdate;
         // SAFETY: the kernel reads `update` and the runs, which have the layout of iovecs, during the
-        // call. It pins the pages of the runs and does nothing to them: no I/O is ever submitted.
-        let done =
-            unsafe { io_uring_register(ring, IoringRegisterOp::RegisterBuffersUpdate, arg, size)? };
+        // call. It pins the pages of the runs and does nothing to them: no I/O is ever submitted. The
+        // number of the first ring is its own as long as it is `named`.
+        let done = unsafe {
+            match self.named {
+                Some(named) if slot < RING && named.thread == this_thread() => {
+                    let flags = IoringRegisterFlags::USE_REGISTERED_RING;
+                    let ring = BorrowedFd::borrow_raw(named.number);
+                    io_uring_register_with(ring, op, flags, arg, size)?
+                }
+                _ => io_uring_register(&self.rings[(slot / RING) as usize], op, arg, size)?,
+            }
+        };
         Ok(done as usize)
+    }
+
+    /// Names the first ring, for the thread that is here.
+    #[cold]
+    fn name(&mut self) {
+        let Some(ring) = self.rings.first() else { return };
+        let mut update = io_uring_rsrc_update::default();
+        // Any place.
+        update.offset = u32::MAX;
+        update.data = io_uring_ptr::new(ptr::without_provenance_mut(ring.as_raw_fd() as usize));
+        // SAFETY: the kernel reads one such structure, and writes the place into it.
+        let done = unsafe { register_place(ring, IoringRegisterOp::RegisterRingFds, &mut update) };
+        if done == Ok(1) {
+            self.named = Some(Named { thread: this_thread(), number: update.offset as i32 });
+            // Before Linux 6.3 a ring can be named so, but not for this. Every slot is still empty.
+            if self.update(0, &EMPTY[..1]).is_ok() {
+                return;
+            }
+            self.forget_name();
+        }
+        self.named = Some(Named { thread: NOBODY, number: -1 });
+    }
+
+    /// Gives the place back, if this thread can.
+    fn forget_name(&mut self) {
+        let (Some(named), Some(ring)) = (self.named.take(), self.rings.first()) else { return };
+        if named.thread == this_thread() {
+            let mut update = io_uring_rsrc_update::default();
+            update.offset = named.number as u32;
+            // SAFETY: the kernel reads one such structure; the place is ours.
+            let _ =
+                unsafe { register_place(ring, IoringRegisterOp::UnregisterRingFds, &mut update) };
+        }
     }
 
     /// Makes the rings that `slot` needs.
@@ -132,6 +184,9 @@ impl Backing for Uring {
         {
             return Err(HoldError { addr: runs[0].addr, errno });
         }
+        if self.named.is_none() {
+            self.name();
+        }
         match self.update(slot, runs) {
             Ok(done) => Ok(done),
             Err(errno) => self.halve(slot, &mut runs[0], errno),
@@ -148,16 +203,65 @@ impl Backing for Uring {
                 }
             }
             Release::Pages(_) => {}
-            Release::All => self.rings.drain(..).for_each(forget),
+            Release::All => {
+                self.forget_name();
+                self.rings.drain(..).for_each(forget);
+            }
         }
     }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        self.release(Release::All);
+    }
+}
+
+/// A ring as a thread knows it.
+#[derive(Clone, Copy)]
+struct Named {
+    thread: u64,
+    number: i32,
+}
+
+/// No thread's number.
+const NOBODY: u64 = 0;
+
+/// A number that no other thread ever has.
+#[inline(always)]
+fn this_thread() -> u64 {
+    thread_local!(static THREAD: Cell<u64> = const { Cell::new(NOBODY) });
+    // While a thread ends it may have none any more.
+    THREAD
+        .try_with(|thread| if thread.get() == NOBODY { number(thread) } else { thread.get() })
+        .unwrap_or(u64::MAX)
+}
+
+#[cold]
+fn number(thread: &Cell<u64>) -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(NOBODY);
+    thread.set(LAST.fetch_add(1, Relaxed) + 1);
+    thread.get()
+}
+
+/// Changes a place among the rings that this thread has named.
+///
+/// # Safety
+/// The operation takes this structure.
+unsafe fn register_place(
+    ring: &OwnedFd,
+    op: IoringRegisterOp,
+    update: &mut io_uring_rsrc_update,
+) -> Result<u32, Errno> {
+    // SAFETY: the caller's promise.
+    unsafe { io_uring_register(ring, op, ptr::from_mut(update).cast(), 1) }
 }
 
 /// Releases all that a ring holds now: the kernel closes it at leisure.
 fn forget(ring: OwnedFd) {
     let op = IoringRegisterOp::UnregisterBuffers;
     // SAFETY: it ends the holds of this ring's slots.
-    if let Err(errno) = unsafe { io_uring_register(&ring, op, std::ptr::null(), 0) } {
+    if let Err(errno) = unsafe { io_uring_register(&ring, op, ptr::null(), 0) } {
         tracing::warn!(%errno, "pages stay pinned until the kernel has closed the ring");
     }
 }

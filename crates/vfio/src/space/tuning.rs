@@ -8,10 +8,10 @@ pub struct Tuning {
     /// where they follow each other (address, target and permission), so that few are used.
     ///
     /// What has become one is unmapped as one: an unmap of a part of it is
-    /// [`WouldSplit`](ringfence_iommu::Error::WouldSplit), and removes nothing. So this is for an owner that unmaps
-    /// together what it has synced together, and off by default; the buffers of a `MapBatch` of
-    /// `ringfence-dma`, for one, may be unmapped one by one. What follows each other within one call
-    /// (a scatter list, `map_batch`) becomes one mapping in any case.
+    /// [`WouldSplit`](ringfence_iommu::Error::WouldSplit), and removes nothing. So this is for
+    /// an owner that unmaps together what it has synced together, and off by default; the buffers of a
+    /// `MapBatch` of `ringfence-dma`, for one, may be unmapped one by one. What follows each other
+    /// within one call (a scatter list, `map_batch`) becomes one mapping in any case.
     pub merge: bool,
     /// The most bytes of one mapping of the kernel's, a power of two: what is longer is made, and
     /// removed, in as many steps, between which others have their turn (the kernel keeps everybody
