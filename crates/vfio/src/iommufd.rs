@@ -1,11 +1,9 @@
 //! An address space of an iommufd as a domain.
 
-use std::{fmt, ops::ControlFlow};
+use std::ops::ControlFlow;
 
 use parking_lot::Mutex;
-use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, HostAddr, Iova, PageSizes, Prot, Range, Result,
-};
+use ringfence_iommu::{Error, Geometry, HostAddr, PageSizes, Prot, Range, Result};
 use rustix::io::Errno;
 
 use crate::{
@@ -107,7 +105,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// [`Type1::map_batch`](crate::Type1::map_batch).
     ///
     /// # Errors
-    /// As [`map_pages`](Domain::map_pages).
+    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub fn map_batch(&self, batch: &[(Range, HostAddr, Prot)]) -> Result<()> {
         self.space.map_batch(batch)
     }
@@ -115,7 +113,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// Maps a large range, step by step: as [`Type1::map_in_steps`](crate::Type1::map_in_steps).
     ///
     /// # Errors
-    /// As [`map_pages`](Domain::map_pages).
+    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub fn map_in_steps(
         &self,
         range: Range,
@@ -196,7 +194,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// have been told before to leave the memory alone.
     ///
     /// # Errors
-    /// As [`unmap_pages`](Domain::unmap_pages); what was removed before is marked.
+    /// As [`unmap_pages`](ringfence_iommu::Domain::unmap_pages); what was removed before is marked.
     pub fn unmap_dirty(&self, range: Range, map: &mut DirtyMap) -> Result<u128> {
         let tables = self.dirty_tables()?;
         self.space.unmap_with(range, &mut |piece| {
@@ -232,42 +230,7 @@ fn geometry_of<K: IommufdKernel>(kernel: &K, ioas: Id) -> Result<Geometry> {
         .ok_or(Error::Unsupported("the kernel lets nothing be mapped"))
 }
 
-impl<K: IommufdKernel> Domain for Iommufd<K> {
-    type Target = HostAddr;
-
-    fn geometry(&self) -> Geometry {
-        self.space.geometry()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        space::CAPABILITIES
-    }
-
-    fn map_pages(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
-        self.space.map(range, target, prot)
-    }
-
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.space.sync_map(range)
-    }
-
-    fn unmap_pages(&self, range: Range, _gather: &mut Gather) -> Result<u128> {
-        self.space.unmap(range)
-    }
-
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        space::finish(gather);
-        Ok(())
-    }
-
-    fn flush_iotlb_all(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn iova_to_phys(&self, iova: Iova) -> Option<HostAddr> {
-        self.space.find(iova)
-    }
-}
+space::is_a_domain!(Iommufd, IommufdKernel);
 
 impl<K: IommufdKernel> Drop for Iommufd<K> {
     fn drop(&mut self) {
@@ -281,11 +244,5 @@ impl<K: IommufdKernel> Drop for Iommufd<K> {
             let _ = self.kernel().destroy(table);
         }
         let _ = self.kernel().destroy(self.ioas());
-    }
-}
-
-impl<K: IommufdKernel> fmt::Debug for Iommufd<K> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Iommufd").field("usage", &self.usage()).finish_non_exhaustive()
     }
 }

@@ -2,6 +2,7 @@
 //! how large ones are made in steps.
 
 mod answer;
+mod domain;
 mod geometry;
 mod shadow;
 mod tuning;
@@ -16,6 +17,7 @@ use ringfence_iommu::{Address, Error, Geometry, HostAddr, Iova, Prot, Range, Res
 use rustix::io::Errno;
 
 pub(crate) use answer::{CAPABILITIES, collect, finish, lost, refused};
+pub(crate) use domain::is_a_domain;
 pub(crate) use geometry::geometry;
 pub(crate) use shadow::Unit;
 use shadow::{Shadow, Stage};

@@ -1,10 +1,8 @@
 //! A type1 container as a domain.
 
-use std::{fmt, ops::ControlFlow};
+use std::ops::ControlFlow;
 
-use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, HostAddr, Iova, PageSizes, Prot, Range, Result,
-};
+use ringfence_iommu::{Error, Geometry, HostAddr, Iova, PageSizes, Prot, Range, Result};
 use rustix::io::Errno;
 
 use crate::{
@@ -18,8 +16,8 @@ use crate::{
 /// [fake](crate::fake). It maps to addresses of this process, whose pages the kernel pins.
 ///
 /// A map and an unmap are system calls that have done their work when they return: nothing can be
-/// deferred ([`Capabilities::deferred_flush`]), and a lazy policy over it becomes a strict one. The last
-/// page of the address space is outside of the aperture, whatever the kernel says: what Linux maps there
+/// deferred ([`deferred_flush`](ringfence_iommu::Capabilities::deferred_flush)), and a lazy policy over it
+/// becomes a strict one. The last page of the address space is outside of the aperture, whatever the kernel says: what Linux maps there
 /// it cannot unmap. What the kernel refuses with an error number that has no name here is
 /// [`Error::Device`], with the number as its status.
 ///
@@ -53,8 +51,8 @@ impl<K: Type1Kernel> Type1<K> {
     /// A domain over a container in which nothing is mapped.
     ///
     /// # Safety
-    /// [`map_pages`](Domain::map_pages) is no unsafe method, and what it maps devices write behind the
-    /// compiler's back. So whoever maps through the domain must map nothing but memory that a device
+    /// [`map_pages`](ringfence_iommu::Domain::map_pages) is no unsafe method, and what it maps devices
+    /// write behind the compiler's back. So whoever maps through the domain must map nothing but memory that a device
     /// may read, and where the permission says so write, until it is unmapped. `ringfence-dma` does
     /// that by owning what it maps.
     ///
@@ -101,7 +99,7 @@ impl<K: Type1Kernel> Type1<K> {
     /// other (address, target, permission) become one, which is unmapped as one. All or nothing.
     ///
     /// # Errors
-    /// As [`map_pages`](Domain::map_pages).
+    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub fn map_batch(&self, batch: &[(Range, HostAddr, Prot)]) -> Result<()> {
         self.space.map_batch(batch)
     }
@@ -111,7 +109,7 @@ impl<K: Type1Kernel> Type1<K> {
     /// it breaks off, nothing stays mapped, and the result is false. It must not unmap in `range`.
     ///
     /// # Errors
-    /// As [`map_pages`](Domain::map_pages).
+    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub fn map_in_steps(
         &self,
         range: Range,
@@ -176,7 +174,7 @@ impl<K: Type1Kernel> Type1<K> {
     /// (rule L63); how many bytes were mapped.
     ///
     /// # Errors
-    /// As [`unmap_pages`](Domain::unmap_pages); what was removed before is marked.
+    /// As [`unmap_pages`](ringfence_iommu::Domain::unmap_pages); what was removed before is marked.
     pub fn unmap_dirty(&self, range: Range, map: &mut DirtyMap) -> Result<u128> {
         let page = self.page()?;
         self.space.unmap_with(range, &mut |piece| {
@@ -226,42 +224,7 @@ fn geometry_of<K: Type1Kernel>(kernel: &K, info: &Type1Info) -> Result<Geometry>
         .ok_or(Error::Unsupported("the kernel lets nothing be mapped"))
 }
 
-impl<K: Type1Kernel> Domain for Type1<K> {
-    type Target = HostAddr;
-
-    fn geometry(&self) -> Geometry {
-        self.space.geometry()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        space::CAPABILITIES
-    }
-
-    fn map_pages(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
-        self.space.map(range, target, prot)
-    }
-
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.space.sync_map(range)
-    }
-
-    fn unmap_pages(&self, range: Range, _gather: &mut Gather) -> Result<u128> {
-        self.space.unmap(range)
-    }
-
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        space::finish(gather);
-        Ok(())
-    }
-
-    fn flush_iotlb_all(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn iova_to_phys(&self, iova: Iova) -> Option<HostAddr> {
-        self.space.find(iova)
-    }
-}
+space::is_a_domain!(Type1, Type1Kernel);
 
 impl<K: Type1Kernel> Drop for Type1<K> {
     fn drop(&mut self) {
@@ -270,11 +233,5 @@ impl<K: Type1Kernel> Drop for Type1<K> {
         {
             tracing::warn!(%error, "a domain goes, and what it mapped stays mapped");
         }
-    }
-}
-
-impl<K: Type1Kernel> fmt::Debug for Type1<K> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Type1").field("usage", &self.usage()).finish_non_exhaustive()
     }
 }
