@@ -49,6 +49,21 @@ pub(super) fn machine(benchmark: &Benchmark) -> String {
     ))
 }
 
+/// A figure of a row that has an interval; empty if the row has none of that name.
+pub(super) fn interval(row: &super::Row, key: &str) -> Interval {
+    let value = row.figures.get(key).cloned();
+    value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
+}
+
+/// What a row was measured with, in words.
+pub(super) fn text(row: &super::Row, key: &str) -> String {
+    match row.params.get(key) {
+        Some(serde_json::Value::String(text)) => text.clone(),
+        Some(value) => value.to_string(),
+        None => String::new(),
+    }
+}
+
 /// A figure, or `-`.
 pub(super) fn optional(figure: Option<f64>) -> String {
     figure.map_or("-".to_owned(), number)

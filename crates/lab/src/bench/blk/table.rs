@@ -5,8 +5,8 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use crate::bench::{
-    Benchmark, Interval, Row,
-    table::{block, distinct, half_width, machine, number, optional, times, wrap},
+    Benchmark, Row,
+    table::{block, distinct, half_width, interval, machine, number, optional, text, times, wrap},
 };
 
 const ABOUT: &str = "\
@@ -109,13 +109,4 @@ fn path(rows: &[&Row]) -> String {
         lines.push(line);
     }
     block(lines)
-}
-
-fn text(row: &Row, key: &str) -> String {
-    row.params.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
-}
-
-fn interval(row: &Row, key: &str) -> Interval {
-    let part = |part: &str| row.figures.get(key)?.get(part)?.as_f64();
-    Interval { median: part("median"), lo: part("lo"), hi: part("hi") }
 }

@@ -8,7 +8,9 @@ use super::{OURS, PEER, Part, subject::Op};
 use crate::{
     bench::{
         Benchmark, Interval, Row,
-        table::{block, distinct, half_width, machine, number, optional, times, wrap},
+        table::{
+            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
+        },
     },
     report::bytes,
 };
@@ -218,15 +220,6 @@ fn notes(rows: &[Row]) -> Vec<String> {
             format!("note: {part}, {implementation}: {} ({rows})", note.unwrap_or_default())
         });
     told.collect()
-}
-
-fn interval(row: &Row, key: &str) -> Interval {
-    let value = row.figures.get(key).cloned();
-    value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
-}
-
-fn text(row: &Row, key: &str) -> String {
-    row.params.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
 fn count(row: &Row, key: &str) -> u64 {

@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use super::params::{Entries, Order};
 use crate::bench::{
-    Benchmark, Interval, Row,
-    table::{block, distinct, half_width, machine, optional, times, wrap},
+    Benchmark, Row,
+    table::{block, distinct, half_width, interval, machine, optional, text, times, wrap},
 };
 
 /// All of it as text.
@@ -116,19 +116,6 @@ fn side_by_side(names: &[String], rows: &[&Row]) -> String {
         }
     }
     block(lines)
-}
-
-fn interval(row: &Row, key: &str) -> Interval {
-    let value = row.figures.get(key).cloned();
-    value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
-}
-
-fn text(row: &Row, key: &str) -> String {
-    match row.params.get(key) {
-        Some(Value::String(text)) => text.clone(),
-        Some(value) => value.to_string(),
-        None => String::new(),
-    }
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use super::case::Implementation;
 use crate::bench::{
-    Benchmark, Interval, Row,
-    table::{block, distinct, half_width, machine, number, optional, times, wrap},
+    Benchmark, Row,
+    table::{block, distinct, half_width, interval, machine, number, optional, text, times, wrap},
 };
 
 const ABOUT: &str = "\
@@ -116,15 +116,6 @@ fn contest(rows: &[&Row]) -> String {
     block(lines)
 }
 
-fn text(row: &Row, key: &str) -> String {
-    row.params.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
-}
-
 fn count(row: &Row, key: &str) -> u64 {
     row.figures.get(key).and_then(Value::as_u64).unwrap_or(0)
-}
-
-fn interval(row: &Row, key: &str) -> Interval {
-    let part = |part: &str| row.figures.get(key)?.get(part)?.as_f64();
-    Interval { median: part("median"), lo: part("lo"), hi: part("hi") }
 }

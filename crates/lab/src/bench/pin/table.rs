@@ -7,8 +7,10 @@ use serde_json::Value;
 use super::{params::List, runs::Distribution};
 use crate::{
     bench::{
-        Benchmark, Interval, Row,
-        table::{block, distinct, half_width, machine, number, optional, times, wrap},
+        Benchmark, Row,
+        table::{
+            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
+        },
     },
     report::table::plain,
 };
@@ -193,19 +195,6 @@ fn notes(benchmark: &Benchmark, out: &mut String) {
 
 fn distribution(row: &Row) -> Option<Distribution> {
     serde_json::from_value(Value::Object(row.figures.clone())).ok()
-}
-
-fn interval(row: &Row, key: &str) -> Interval {
-    let value = row.figures.get(key).cloned();
-    value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
-}
-
-fn text(row: &Row, key: &str) -> String {
-    match row.params.get(key) {
-        Some(Value::String(text)) => text.clone(),
-        Some(value) => value.to_string(),
-        None => String::new(),
-    }
 }
 
 #[cfg(test)]
