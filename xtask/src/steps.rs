@@ -46,6 +46,7 @@ const STEPS: &[Step] = &[
     ("end to end", |_| {
         cargo(&["test", "--release", "--package", "ringfence", "--no-fail-fast"], QUICKLY_LINKED)
     }),
+    ("huge pages", huge_pages),
     ("guests", real_guests),
     ("job files under the real fio", real_fio),
     ("fuzz smoke", fuzz_smoke),
@@ -172,6 +173,35 @@ fn examples() -> Result<()> {
         bail!("no example was found");
     }
     Ok(())
+}
+
+/// What needs huge pages. They are set apart for as long as it runs, unless there are some.
+fn huge_pages(_: &Machine) -> Result<()> {
+    const NEEDED: u64 = 4;
+    let folder = Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
+    let read = |name: &str| -> Result<u64> {
+        let text = std::fs::read_to_string(folder.join(name));
+        Ok(text
+            .map_err(|error| NotRun(format!("no huge pages of 2 MiB: {error}")))?
+            .trim()
+            .parse()?)
+    };
+    let (all, lacking) = (read("nr_hugepages")?, NEEDED.saturating_sub(read("free_hugepages")?));
+    let set = |pages: u64| std::fs::write(folder.join("nr_hugepages"), pages.to_string());
+    if lacking > 0 {
+        let remedy = format!("as root: sysctl vm.nr_hugepages={}", all + lacking);
+        set(all + lacking).map_err(|error| NotRun(format!("{error}; {remedy}")))?;
+        if read("free_hugepages")? < NEEDED {
+            set(all)?;
+            return Err(NotRun(format!("memory is in too small pieces; {remedy}")).into());
+        }
+    }
+    let test = ["test", "--package", "ringfence-vfio", "--test", "pin_real"];
+    let result = cargo(&[&test[..], &["--", "--ignored", "huge_pages"]].concat(), &[]);
+    if lacking > 0 {
+        set(all)?;
+    }
+    result
 }
 
 /// Strangers in front of our back ends. One guest at a time: each takes a processor.

@@ -247,7 +247,7 @@ proptest! {
             1..80,
         ),
     ) {
-        let limits = Limits { page: PAGE, run, runs, slots, always_writes: false };
+        let limits = Limits { page: PAGE, run, runs, slots, first: 5, always_writes: false };
         let account = Arc::new(Account::with_limit("all", limit));
         let mut pinners = [0, 1].map(|_| pinner(limits, &account));
         let mut models = [Model::default(), Model::default()];
@@ -283,7 +283,8 @@ proptest! {
 fn a_failure_at_any_page_undoes_what_was_done_before_it() {
     for slots in [None, Some(64)] {
         for runs in [1, 3, 64] {
-            let limits = Limits { page: PAGE, run: 5 * PAGE, runs, slots, always_writes: false };
+            let limits =
+                Limits { page: PAGE, run: 5 * PAGE, runs, slots, first: 2, always_writes: false };
             let account = Arc::new(Account::with_limit("all", 1 << 40));
             let mut pinner = pinner(limits, &account);
             for &(first, pages, host, prot) in &WINDOWS {

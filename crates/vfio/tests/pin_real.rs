@@ -29,14 +29,23 @@ struct Memory(*mut u8, usize);
 
 impl Memory {
     fn new(pages: usize) -> Memory {
-        let len = pages * 4096;
-        let rw = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: new memory, wherever the kernel likes.
-        let at = unsafe { mmap_anonymous(std::ptr::null_mut(), len, rw, MapFlags::PRIVATE) };
-        let at = at.unwrap();
+        let memory = Memory::mapped(pages * 4096, MapFlags::empty());
         // SAFETY: the memory was just mapped. The kernel would count huge pages as a whole.
-        unsafe { madvise(at, len, Advice::LinuxNoHugepage) }.unwrap();
-        Memory(at.cast(), len)
+        unsafe { madvise(memory.0.cast(), memory.1, Advice::LinuxNoHugepage) }.unwrap();
+        memory
+    }
+
+    /// Of pages that were set apart, 2 MiB each.
+    fn huge(pages: usize) -> Memory {
+        Memory::mapped(pages << 21, MapFlags::HUGETLB)
+    }
+
+    fn mapped(len: usize, how: MapFlags) -> Memory {
+        let rw = ProtFlags::READ | ProtFlags::WRITE;
+        let how = MapFlags::PRIVATE | how;
+        // SAFETY: new memory, wherever the kernel likes.
+        let at = unsafe { mmap_anonymous(std::ptr::null_mut(), len, rw, how) };
+        Memory(at.expect("memory, and huge pages if any").cast(), len)
     }
 
     fn addr(&self) -> HostAddr {
@@ -96,6 +105,36 @@ fn runs_are_pinned_and_what_is_no_memory_undoes_all() {
     assert_eq!((pinner.pinned(), pinner.held(), pinned()), (1, 300, 300), "a run goes as a whole");
     pinner.unpin(&[iova(0)]).unwrap();
     assert_eq!((pinner.pinned(), pinner.held(), pinned()), (0, 0, 0));
+    assert_eq!(pinner.account().used(), 0);
+}
+
+/// Pages keep the huge page that they lie in, until the last of them is let go.
+// rule L62
+#[test]
+#[ignore = "needs four huge pages: `cargo xtask test --only huge` sets them apart, as root"]
+fn huge_pages_are_not_free_before_all_pins_in_them_are_gone() {
+    let _alone = alone();
+    let free = || {
+        let free =
+            std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+        free.unwrap().trim().parse::<u64>().unwrap()
+    };
+    let (before, set_apart) = (kernel_counts("VmPin"), free());
+    let memory = Memory::huge(4);
+    let mut pinner = pinner(Uring::new().unwrap(), &memory);
+    // Across the border of two of them, and alone in a third.
+    pinner.pin_range(iova(500), 24 * 4096, Prot::RW).unwrap();
+    pinner.pin(&[iova(3), iova(1500)], Prot::RW).unwrap();
+    assert_eq!((pinner.pinned(), pinner.account().used()), (26, 26 * 4096));
+    assert!(kernel_counts("VmPin") - before >= 26);
+    drop(memory);
+    assert_eq!(set_apart - free(), 3, "pinned, whoever has mapped them");
+    pinner.unpin(&[iova(1500)]).unwrap();
+    assert_eq!(set_apart - free(), 2);
+    pinner.unpin_range(iova(500), 24 * 4096).unwrap();
+    assert_eq!(set_apart - free(), 1, "one of its pages is pinned still");
+    pinner.unpin(&[iova(3)]).unwrap();
+    assert_eq!((free(), kernel_counts("VmPin") - before), (set_apart, 0));
     assert_eq!(pinner.account().used(), 0);
 }
 

@@ -28,6 +28,9 @@ pub struct Limits {
     /// every page can be released on its own. Slots of one call never lie on both sides of a multiple
     /// of 64.
     pub slots: Option<u32>,
+    /// How many of the slots have numbers below 64, at most so many; the next one is 64. Few, where
+    /// what is held in a short table costs less: a pinner fills these first with what comes alone.
+    pub first: u32,
     /// Whether pages are always held for writing, whatever is asked for: memory that this process
     /// may not write cannot be held then.
     pub always_writes: bool,

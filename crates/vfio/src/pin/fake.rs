@@ -38,7 +38,14 @@ impl Fake {
 
     /// With pages of 4 KiB and `slots` slots, or none.
     pub fn with_slots(slots: Option<u32>) -> Fake {
-        Fake::new(Limits { page: 4096, run: 1 << 30, runs: 64, slots, always_writes: false })
+        Fake::new(Limits {
+            page: 4096,
+            run: 1 << 30,
+            runs: 64,
+            slots,
+            first: 64,
+            always_writes: false,
+        })
     }
 
     /// The page at `addr` is special: it is never held.
@@ -89,7 +96,7 @@ impl Fake {
     }
 
     fn hold_run(&mut self, slot: u32, run: &mut Run) -> Result<bool, HoldError> {
-        let Limits { page, run: most, slots, .. } = self.limits;
+        let Limits { page, run: most, slots, first, .. } = self.limits;
         assert!(run.len != 0 && run.len.is_multiple_of(page) && run.len <= most, "{run:?}");
         let pages = run.len / page;
         let held = (0..pages).take_while(|n| self.can_hold(run.addr.0 + n * page)).count() as u64;
@@ -101,7 +108,8 @@ impl Fake {
             *self.pages.entry(run.addr.0 + n * page).or_default() += 1;
         }
         if let Some(slots) = slots {
-            assert!(slot < slots);
+            let below = first.min(slots);
+            assert!(slot < below || (64..64 + slots - below).contains(&slot), "slot {slot}");
             assert_eq!(self.slots.insert(slot, *run), None, "slot {slot} is full");
         }
         Ok(held == pages)

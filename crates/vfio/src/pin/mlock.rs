@@ -56,7 +56,14 @@ impl Default for Mlock {
 
 impl Backing for Mlock {
     fn limits(&self) -> Limits {
-        Limits { page: self.page, run: 1 << 30, runs: 1, slots: None, always_writes: false }
+        Limits {
+            page: self.page,
+            run: 1 << 30,
+            runs: 1,
+            slots: None,
+            first: 0,
+            always_writes: false,
+        }
     }
 
     fn hold(&mut self, _slot: u32, runs: &mut [Run], _prot: Prot) -> Result<usize, HoldError> {

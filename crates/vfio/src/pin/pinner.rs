@@ -53,7 +53,7 @@ impl<B: Backing> Pinner<B> {
             account,
             windows: Vec::new(),
             recent: 0,
-            slots: limits.slots.map(Slots::new),
+            slots: limits.slots.map(|slots| Slots::new(slots, limits.first)),
             batch: Batch::new(),
             gone: Gone::new(),
             held: 0,

@@ -8,6 +8,7 @@ pub(super) struct Slots {
     first: usize,
     /// No word before this one is free as a whole.
     whole: usize,
+    len: u32,
     held: Vec<Held>,
 }
 
@@ -23,18 +24,22 @@ pub(super) struct Held {
 }
 
 impl Slots {
-    pub(super) fn new(slots: u32) -> Slots {
-        let slots = slots as usize;
-        let mut free = vec![u64::MAX; slots.div_ceil(64)];
-        if let (1.., Some(last)) = (slots % 64, free.last_mut()) {
-            *last = (1 << (slots % 64)) - 1;
+    /// As many as `slots`, of which at most `first` have a number below 64.
+    pub(super) fn new(slots: u32, first: u32) -> Slots {
+        let first = first.clamp(1, 64).min(slots);
+        let (rest, all) = ((slots - first) as usize, slots as usize);
+        let mut free = vec![mask(first)];
+        free.resize(1 + rest.div_ceil(64), u64::MAX);
+        if let (1.., Some(last)) = (rest % 64, free.last_mut()) {
+            *last = mask((rest % 64) as u32);
         }
-        Slots { free, first: 0, whole: 0, held: vec![Held::default(); slots] }
+        let numbers = if rest == 0 { all } else { 64 + rest };
+        Slots { free, first: 0, whole: 0, len: slots, held: vec![Held::default(); numbers] }
     }
 
     /// How many there are.
     pub(super) fn len(&self) -> u32 {
-        self.held.len() as u32
+        self.len
     }
 
     /// Takes up to `want` slots that lie side by side, at least one: the first, and how many.
@@ -95,9 +100,10 @@ mod tests {
         #[test]
         fn slots_are_those_of_a_set(
             size in 1..300_u32,
+            first in 1..65_u32,
             steps in prop::collection::vec((any::<bool>(), 0..300_usize), 1..200),
         ) {
-            let mut slots = Slots::new(size);
+            let mut slots = Slots::new(size, first);
             let mut taken = Vec::<(u32, usize)>::new();
             let mut set = std::collections::BTreeSet::new();
             for (take, n) in steps {
@@ -107,7 +113,9 @@ mod tests {
                             prop_assert!((1..=n + 1).contains(&many));
                             prop_assert_eq!(slot / 64, (slot + many as u32 - 1) / 64);
                             for slot in slot..slot + many as u32 {
-                                prop_assert!(slot < size && set.insert(slot));
+                                prop_assert!(slot < first || slot >= 64);
+                                prop_assert!(slot < size.max(size + 64 - first.min(size)));
+                                prop_assert!(set.insert(slot));
                             }
                             taken.push((slot, many));
                         }
@@ -124,7 +132,7 @@ mod tests {
 
     #[test]
     fn what_is_taken_together_lies_side_by_side() {
-        let mut slots = Slots::new(256);
+        let mut slots = Slots::new(256, 64);
         let (lone, _) = slots.take(1).unwrap();
         assert_eq!(slots.take(64), Some((64, 64)));
         assert_eq!(slots.take(100), Some((128, 64)));

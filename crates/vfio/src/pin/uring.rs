@@ -16,8 +16,11 @@ use rustix::io_uring::{
 
 use super::backing::{Backing, HoldError, Limits, Release, Run, page_size};
 
-/// Slots of one ring: for every huge page that it pins the kernel looks through the whole table of the
-/// ring, empty slots too (one page: 0.8 µs of 64 slots, 27 µs of 16,384).
+/// Slots of the first ring. Few live pins, or long ones, find room there.
+const FIRST: u32 = 8;
+/// Slots of one other ring: for every huge page that it pins the kernel looks through the whole table of the
+/// ring, empty slots too (one page: 0.8 µs of 64 slots, 27 µs of 16,384). Also, the numbers of slots
+/// that lie between two rings' first.
 const RING: u32 = CALL as u32;
 /// Slots of all rings, unless said otherwise: with 64 a ring, a quarter of the files that a process may
 /// mostly have open.
@@ -38,7 +41,7 @@ const _: () = assert!(std::mem::offset_of!(Run, len) == std::mem::offset_of!(lib
 /// - it tells no DMA address: no device finds the memory by it;
 /// - it always pins for writing, so memory that this process may not write cannot be held;
 /// - a run is a slot in a table, of up to 1 GiB, and is released as a whole; 64 slots are a ring, a
-///   file descriptor;
+///   file descriptor (the first ring has 8);
 /// - it cannot say which page of a run is no memory: a run that fails is tried by halves;
 /// - without CAP_IPC_LOCK the kernel charges what is held to the user, against RLIMIT_MEMLOCK, all
 ///   processes together, and a huge page as soon as a page of it is held.
@@ -57,7 +60,7 @@ pub struct Uring {
 }
 
 impl Uring {
-    /// 16,384 slots at the most: 256 rings, made as they are needed.
+    /// 16,384 slots at the most: 257 rings, made as they are needed.
     ///
     /// # Errors
     /// The kernel's: EPERM where io_uring is forbidden (`kernel.io_uring_disabled`, seccomp), ENOSYS
@@ -72,10 +75,11 @@ impl Uring {
     /// As [`new`](Self::new).
     pub fn with_slots(slots: u32) -> Result<Uring, Errno> {
         // The highest numbers of slots mean something else to a pinner.
-        let slots = slots.clamp(1, u32::MAX - 64);
+        let slots = slots.clamp(1, u32::MAX - 128);
         // Room for all, as far as a process may mostly have files: pinning allocates nothing.
-        let mut rings = Vec::with_capacity(slots.div_ceil(RING).min(1024) as usize);
-        rings.push(ring(slots.min(RING))?);
+        let others = slots.saturating_sub(FIRST).div_ceil(RING);
+        let mut rings = Vec::with_capacity(others.min(1023) as usize + 1);
+        rings.push(ring(slots.min(FIRST))?);
         Ok(Uring { rings, named: None, slots, page: page_size() })
     }
 
@@ -141,7 +145,7 @@ impl Uring {
     #[cold]
     fn grow(&mut self, slot: u32) -> Result<(), Errno> {
         while self.rings.len() as u32 <= slot / RING {
-            let left = self.slots - self.rings.len() as u32 * RING;
+            let left = self.slots - FIRST - (self.rings.len() as u32 - 1) * RING;
             self.rings.push(ring(left.min(RING))?);
         }
         Ok(())
@@ -173,6 +177,7 @@ impl Backing for Uring {
             run: 1 << 30,
             runs: CALL,
             slots: Some(self.slots),
+            first: FIRST,
             always_writes: true,
         }
     }
