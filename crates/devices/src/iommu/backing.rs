@@ -86,8 +86,8 @@ impl Endpoints {
         self.insert(endpoint.id(), Way::Here(endpoint), reserved)
     }
 
-    /// Adds the endpoint `id`, whose DMA a real IOMMU translates, with reserved regions of its own
-    /// besides those of all.
+    /// Adds the endpoint `id`, whose DMA a real IOMMU translates. What cannot be mapped there is
+    /// reserved, with regions of its own and those of all.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -97,12 +97,18 @@ impl Endpoints {
         mirror: Arc<Mirror>,
         reserved: &[ReservedRegion],
     ) -> Result<()> {
-        self.insert(id, Way::Outside(Arc::new(Outside::new(mirror))), reserved)
+        let mut own = mirror.reserved();
+        own.extend_from_slice(reserved);
+        self.insert(id, Way::Outside(Arc::new(Outside::new(mirror))), &own)
     }
 
     fn insert(&self, id: u32, way: Way, own: &[ReservedRegion]) -> Result<()> {
         let mut reserved = self.geometry.reserved.to_vec();
-        reserved.extend_from_slice(own);
+        for region in own {
+            if !reserved.contains(region) {
+                reserved.push(*region);
+            }
+        }
         if !(EndpointInfo { reserved: reserved.clone() }).is_consistent() {
             return Err(Error::Unsupported("reserved regions that overlap, or two for MSIs"));
         }

@@ -9,7 +9,8 @@ use std::{
 };
 
 use ringfence_iommu::{
-    Domain, Error, Gather, GuestPhys, HostAddr, Iova, Prot, Range, Result, table::Mapping,
+    Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, Prot, Range, ReservedKind,
+    ReservedRegion, Result, table::Mapping,
 };
 
 /// A piece of guest memory, and where it lies in this process.
@@ -64,6 +65,17 @@ impl Mirror {
     /// should not be, or not reachable that should.
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
+    }
+
+    /// What cannot be mapped there: the holes of its domain, and what lies around them.
+    pub fn reserved(&self) -> Vec<ReservedRegion> {
+        let Geometry { aperture, reserved, .. } = self.domain.geometry();
+        let (first, last) = (aperture.first().0, aperture.last().0);
+        let below = first.checked_sub(1).and_then(|last| Range::new(Iova(0), Iova(last)));
+        let above = last.checked_add(1).and_then(|first| Range::new(Iova(first), Iova(u64::MAX)));
+        let outside = |range| ReservedRegion { range, kind: ReservedKind::Reserved };
+        let holes = below.map(outside).into_iter().chain(reserved.iter().copied());
+        holes.chain(above.map(outside)).collect()
     }
 
     /// Where what is mapped there lies.
