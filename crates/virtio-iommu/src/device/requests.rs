@@ -114,6 +114,8 @@ impl<B: Backing> Device<B> {
     fn find<'s>(&self, session: &'s mut Session<B>, id: u32) -> Answer<&'s View<B::Domain>> {
         let generation = self.generation.load(Ordering::Acquire);
         if !matches!(session.last, Some((held, of, _)) if held == id && of == generation) {
+            // A domain that has gone is not held any longer.
+            session.last = None;
             // Taken before the look-up: if an ATTACH comes between, the next look-up is repeated.
             let view = self.state.read().domains.get(&id).ok_or(Status::NoEnt)?.view.clone();
             session.last = Some((id, generation, view));
