@@ -547,6 +547,8 @@ fn limits_answer_with_no_memory_and_leave_everything_as_it_was() {
     let options = Options { max_domains: 2, domain_range: (1, 9), ..Options::default() };
     let bench = &mut Bench::with(options, limits);
     assert_eq!(bench.attach(0, 1), Status::Range);
+    // rule V9: an endpoint that is not there is what is told.
+    assert_eq!(bench.attach(0, 77), Status::NoEnt);
     assert_eq!(bench.attach(10, 1), Status::Range);
     assert_eq!(bench.attach(1, 1), Status::Ok);
     assert_eq!(bench.attach(2, 2), Status::Ok);

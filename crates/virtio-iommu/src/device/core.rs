@@ -58,7 +58,7 @@ impl Default for Options {
 pub struct Device<B: Backing> {
     pub(super) backing: B,
     pub(super) options: Options,
-    negotiated: AtomicU64,
+    pub(super) negotiated: AtomicU64,
     bypass: AtomicBool,
     pub(super) state: RwLock<State<B::Domain>>,
     /// Counts changes of `state`: what a [`Session`] remembers of it is good for one number.
@@ -160,7 +160,7 @@ impl<B: Backing> Device<B> {
             input_range: self.options.input_range,
             domain_range: self.options.domain_range,
             probe_size: self.options.probe_size,
-            bypass: self.bypass.load(Ordering::Relaxed),
+            bypass: self.bypasses(),
         }
     }
 
@@ -184,7 +184,11 @@ impl<B: Backing> Device<B> {
         }
     }
 
-    fn set_bypass(&self, bypass: bool) -> Result<()> {
+    pub(super) fn bypasses(&self) -> bool {
+        self.bypass.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_bypass(&self, bypass: bool) -> Result<()> {
         let state = self.state.write();
         if self.bypass.swap(bypass, Ordering::Relaxed) == bypass {
             return Ok(());
@@ -243,7 +247,7 @@ impl<B: Backing> Device<B> {
     /// Where an endpoint goes that is attached to nothing (rules V5, V6): what is *offered* counts.
     pub(super) fn unattached(&self) -> Binding<B::Domain> {
         let offered = self.options.features.contains(Features::BYPASS_CONFIG);
-        match offered && self.bypass.load(Ordering::Relaxed) {
+        match offered && self.bypasses() {
             true => Binding::Bypass,
             false => Binding::Blocked,
         }

@@ -13,6 +13,7 @@ mod joint;
 mod mirror;
 mod queue;
 mod requests;
+mod saved;
 mod session;
 
 pub use self::core::{Device, Options};
@@ -21,4 +22,5 @@ pub use events::{EventQueue, FaultQueue};
 pub use joint::{Joint, Outside};
 pub use mirror::{HostRegion, Mirror};
 pub use queue::{Counters, Progress, RequestQueue};
+pub use saved::RestoreError;
 pub use session::Session;

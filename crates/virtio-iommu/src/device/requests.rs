@@ -127,7 +127,7 @@ impl<B: Backing> Device<B> {
     }
 
     #[inline]
-    fn map(
+    pub(super) fn map(
         &self,
         session: &mut Session<B>,
         id: u32,
@@ -186,7 +186,7 @@ impl<B: Backing> Device<B> {
         Ok(())
     }
 
-    fn attach(
+    pub(super) fn attach(
         &self,
         session: &mut Session<B>,
         id: u32,
@@ -197,13 +197,13 @@ impl<B: Backing> Device<B> {
         if bypass && !self.has(Features::BYPASS_CONFIG) {
             return Err(Status::Inval);
         }
+        let mut state = self.state.write();
+        // Under the lock: an endpoint that goes is detached under it, too.
+        let info = self.backing.endpoint(endpoint).ok_or(Status::NoEnt)?;
         let (first, last) = self.options.domain_range;
         if !(first..=last).contains(&id) {
             return Err(Status::Range);
         }
-        let mut state = self.state.write();
-        // Under the lock: an endpoint that goes is detached under it, too.
-        let info = self.backing.endpoint(endpoint).ok_or(Status::NoEnt)?;
         let state = &mut *state;
         let before = state.attached.get(&endpoint).copied();
         // Everything that can fail comes first: a refused ATTACH leaves the endpoint where it is.
