@@ -4,7 +4,7 @@ mod common;
 
 use common::{Bench, RESERVED, range};
 use proptest::prelude::*;
-use ringfence_iommu::{Iova, PageSizes, Prot, Range, table::Limits};
+use ringfence_iommu::{Error, Iova, PageSizes, Prot, Range, table::Limits};
 use ringfence_virtio_iommu::{
     device::Options,
     wire::{
@@ -195,6 +195,66 @@ fn an_endpoint_whose_regions_are_mapped_cannot_join() {
     assert_eq!(bench.map(1, page(0x100), 0x7000), Status::Ok);
     assert_eq!(bench.attach(1, 8), Status::Ok);
     assert_eq!(bench.reads(8, 0x10_0000), Some(0x7000), "not rejected: attached");
+}
+
+#[test]
+fn an_endpoint_that_cannot_go_there_stays_and_is_told_why() {
+    // rule V11
+    // rule V12
+    let mut bench = Bench::new();
+    assert_eq!(bench.attach(1, 1), Status::Ok);
+    assert_eq!(bench.map(1, page(1), 0x9000), Status::Ok);
+    assert_eq!(bench.attach(2, 2), Status::Ok);
+    for (error, status) in [
+        (Error::NoMemory, Status::NoMem),
+        (Error::Full { what: "pins", used: 1, limit: 1 }, Status::NoMem),
+        (Error::Gone("a test"), Status::DevErr),
+        (Error::Unsupported("a test"), Status::Unsupp),
+        (Error::OutsideAperture { range: page(1), aperture: page(0) }, Status::Unsupp),
+    ] {
+        *bench.endpoints.refusal.lock() = Some(error);
+        for to in [2, 3] {
+            assert_eq!(bench.attach(to, 1), status);
+            assert_eq!(bench.attach_bypass(3, 1), status);
+        }
+        assert_eq!(bench.reads(1, 0x1000), Some(0x9000));
+        assert_eq!(bench.device.domains(), 2, "the domain that was to be made is not there");
+        // What it is in already it may be in.
+        assert_eq!(bench.attach(1, 1), Status::Ok);
+    }
+    // rule V6: an endpoint that cannot bypass reaches nothing.
+    bench.device.write_config(36, &[1]).unwrap();
+    assert_eq!(bench.reads(3, 0x1000), None);
+    assert_eq!(bench.detach(1, 1), Status::Ok);
+    assert_eq!(bench.reads(1, 0x1000), None);
+}
+
+#[test]
+fn an_endpoint_that_goes_takes_its_domain_with_it_and_one_that_comes_is_unattached() {
+    // rule V14
+    let mut bench = Bench::new();
+    for endpoint in [1, 2] {
+        assert_eq!(bench.attach(1, endpoint), Status::Ok);
+    }
+    assert_eq!(bench.map(1, page(1), 0x9000), Status::Ok);
+    bench.endpoints.gone.lock().push(1);
+    assert_eq!(bench.attach(2, 1), Status::NoEnt);
+    assert_eq!(bench.device.endpoint_removed(1).map(|_| ()), Ok(()));
+    assert_eq!(bench.reads(1, 0x1000), None);
+    assert_eq!(bench.reads(2, 0x1000), Some(0x9000));
+    assert_eq!(bench.device.endpoint_removed(2).map(|_| ()), Ok(()));
+    assert_eq!(bench.device.domains(), 0);
+    assert_eq!(bench.map(1, page(2), 0), Status::NoEnt);
+    // rule V5
+    bench.endpoints.gone.lock().clear();
+    bench.device.write_config(36, &[1]).unwrap();
+    bench.endpoints.bindings.lock().remove(&1);
+    bench.device.endpoint_added(1).unwrap();
+    assert_eq!(bench.reads(1, 0x1234), Some(0x1234));
+    // Told twice, it changes nothing.
+    assert_eq!(bench.attach(1, 1), Status::Ok);
+    bench.device.endpoint_added(1).unwrap();
+    assert_eq!(bench.reads(1, 0x1234), None);
 }
 
 #[test]
@@ -487,6 +547,8 @@ fn limits_answer_with_no_memory_and_leave_everything_as_it_was() {
     let options = Options { max_domains: 2, domain_range: (1, 9), ..Options::default() };
     let bench = &mut Bench::with(options, limits);
     assert_eq!(bench.attach(0, 1), Status::Range);
+    // rule V9: an endpoint that is not there is what is told.
+    assert_eq!(bench.attach(0, 77), Status::NoEnt);
     assert_eq!(bench.attach(10, 1), Status::Range);
     assert_eq!(bench.attach(1, 1), Status::Ok);
     assert_eq!(bench.attach(2, 2), Status::Ok);

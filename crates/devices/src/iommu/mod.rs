@@ -8,5 +8,5 @@ mod backing;
 mod unit;
 
 pub use backend::{IommuBackend, IommuOptions};
-pub use backing::Endpoints;
+pub use backing::{Endpoints, JointDomain};
 pub use unit::IommuUnit;

@@ -9,12 +9,18 @@
 mod backing;
 mod core;
 mod events;
+mod joint;
+mod mirror;
 mod queue;
 mod requests;
+mod saved;
 mod session;
 
 pub use self::core::{Device, Options};
 pub use backing::{Backing, Binding, EndpointInfo};
 pub use events::{EventQueue, FaultQueue};
+pub use joint::{Joint, Outside};
+pub use mirror::{HostRegion, Mirror};
 pub use queue::{Counters, Progress, RequestQueue};
+pub use saved::RestoreError;
 pub use session::Session;

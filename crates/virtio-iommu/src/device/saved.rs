@@ -1,0 +1,210 @@
+//! A device's state as bytes, for a guest that moves.
+
+use std::sync::atomic::Ordering;
+
+use ringfence_iommu::{Domain, Iova, Prot, Range, Result, table::Mapping};
+
+use super::{Backing, Device, Session};
+use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags, Status};
+
+/// What the bytes begin with.
+const MAGIC: [u8; 4] = *b"RFvi";
+/// The version of the format.
+const VERSION: u32 = 1;
+/// So many mappings are read off a domain at a time.
+const BATCH: usize = 256;
+
+/// Why a state was not taken over. Nothing is attached, then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RestoreError {
+    /// The device has domains already.
+    #[error("the device is in use")]
+    InUse,
+    /// The bytes end too early, or too late, or are none of these.
+    #[error("not a saved state: {0}")]
+    Format(&'static str),
+    /// It was saved by another version.
+    #[error("the saved state has version {0}")]
+    Version(u32),
+    /// The device offers something else than the one that was saved.
+    #[error("the device differs from the one that was saved: {0}")]
+    Differs(&'static str),
+    /// What the state says could not be done; so says the answer of a request for it.
+    #[error("the state cannot be had here: domain {domain}, {status:?}")]
+    Refused {
+        /// The domain.
+        domain: u32,
+        /// The answer.
+        status: Status,
+    },
+}
+
+impl<B: Backing> Device<B> {
+    /// All that a driver has brought about, as bytes for [`restore`](Self::restore): what was negotiated,
+    /// `bypass`, the domains, their members and their mappings. Request queues must have been stopped;
+    /// what the rings' state is, the transport saves.
+    ///
+    /// # Errors
+    /// A domain does not [tell what is mapped](Domain::mappings_from).
+    pub fn save(&self) -> Result<Vec<u8>> {
+        let state = self.state.read();
+        let mut out = Vec::new();
+        out.extend(MAGIC);
+        out.extend(VERSION.to_le_bytes());
+        out.extend(self.config());
+        out.extend(self.negotiated().bits().to_le_bytes());
+        let mut domains: Vec<_> = state.domains.iter().collect();
+        domains.sort_unstable_by_key(|&(&id, _)| id);
+        out.extend(count(domains.len()));
+        for (id, entry) in domains {
+            out.extend(id.to_le_bytes());
+            out.extend(u32::from(entry.view.domain.is_none()).to_le_bytes());
+            out.extend(count(entry.members.len()));
+            for (endpoint, _) in &entry.members {
+                out.extend(endpoint.to_le_bytes());
+            }
+            let at = out.len();
+            out.extend(0_u64.to_le_bytes());
+            if let Some(domain) = &entry.view.domain {
+                let mappings = save_mappings(&**domain, &mut out)?;
+                out[at..at + 8].copy_from_slice(&mappings.to_le_bytes());
+            }
+        }
+        let sum = checksum(&out);
+        out.extend(sum.to_le_bytes());
+        Ok(out)
+    }
+
+    /// Takes over what [`save`](Self::save) gave, before endpoints or request queues work. Every line of
+    /// it is checked as a request is. All or nothing.
+    ///
+    /// # Errors
+    /// See [`RestoreError`]. The device is as after a [reset](Self::reset).
+    pub fn restore(&self, bytes: &[u8]) -> core::result::Result<(), RestoreError> {
+        if self.domains() != 0 {
+            return Err(RestoreError::InUse);
+        }
+        let bypass = self.bypasses();
+        let restored = self.read_state(bytes);
+        if restored.is_err() {
+            // Endpoints that cannot be put back are told of by the request that wants them elsewhere.
+            let _ = self.set_bypass(bypass);
+            let _ = self.reset();
+        }
+        restored
+    }
+
+    fn read_state(&self, bytes: &[u8]) -> core::result::Result<(), RestoreError> {
+        let Some((body, sum)) = bytes.split_last_chunk::<8>() else {
+            return Err(RestoreError::Format("too short"));
+        };
+        let mut rest = Reader(body);
+        if rest.take()? != MAGIC {
+            return Err(RestoreError::Format("it begins with something else"));
+        }
+        let version = rest.u32()?;
+        if version != VERSION {
+            return Err(RestoreError::Version(version));
+        }
+        if u64::from_le_bytes(*sum) != checksum(body) {
+            return Err(RestoreError::Format("the checksum is wrong"));
+        }
+        let config: [u8; CONFIG_LEN] = rest.take()?;
+        let mut mine = self.config();
+        // All but `bypass`, which is the driver's.
+        mine[BYPASS_AT] = config[BYPASS_AT];
+        if mine != config || config[BYPASS_AT] > 1 {
+            return Err(RestoreError::Differs("its configuration"));
+        }
+        let negotiated = rest.u64()?;
+        if Features::from_bits(negotiated).is_none_or(|it| !self.features().contains(it)) {
+            return Err(RestoreError::Differs("its features"));
+        }
+        self.set_features(negotiated);
+        // What cannot bypass is blocked.
+        let _ = self.set_bypass(config[BYPASS_AT] == 1);
+        let mut session = Session::new();
+        for _ in 0..rest.u32()? {
+            let id = rest.u32()?;
+            let refused = |status| RestoreError::Refused { domain: id, status };
+            let flags = match rest.u32()? {
+                0 => AttachFlags::empty(),
+                1 => AttachFlags::BYPASS,
+                _ => return Err(RestoreError::Format("an unknown kind of domain")),
+            };
+            for _ in 0..rest.u32()? {
+                self.attach(&mut session, id, rest.u32()?, flags).map_err(refused)?;
+            }
+            for _ in 0..rest.u64()? {
+                let (first, last) = (Iova(rest.u64()?), Iova(rest.u64()?));
+                let (target, prot) = (rest.u64()?, rest.u32()?);
+                let range = Range::new(first, last).ok_or(RestoreError::Format("a range"))?;
+                let prot = Prot::from_bits(prot).ok_or(RestoreError::Format("a permission"))?;
+                let flags = MapFlags::from_prot(prot);
+                self.map(&mut session, id, range, target, flags).map_err(refused)?;
+            }
+        }
+        match rest.0 {
+            [] => Ok(()),
+            _ => Err(RestoreError::Format("something follows")),
+        }
+    }
+
+    fn negotiated(&self) -> Features {
+        Features::from_bits_truncate(self.negotiated.load(Ordering::Relaxed))
+    }
+}
+
+/// Where `bypass` lies in the configuration.
+const BYPASS_AT: usize = 36;
+
+fn save_mappings(domain: &impl Domain, out: &mut Vec<u8>) -> Result<u64> {
+    let (mut batch, mut next, mut total) = (Vec::with_capacity(BATCH), Some(Iova(0)), 0);
+    while let Some(from) = next {
+        batch.clear();
+        domain.mappings_from(from, &mut batch)?;
+        for Mapping { range, target, prot } in &batch {
+            out.extend(range.first().0.to_le_bytes());
+            out.extend(range.last().0.to_le_bytes());
+            out.extend(target.to_le_bytes());
+            out.extend(prot.bits().to_le_bytes());
+        }
+        total += batch.len() as u64;
+        let more = batch.len() == batch.capacity();
+        let last = batch.last().filter(|_| more);
+        next = last.and_then(|last| last.range.last().0.checked_add(1)).map(Iova);
+    }
+    Ok(total)
+}
+
+fn count(items: usize) -> [u8; 4] {
+    // Domains and members are counted in 32 bits everywhere.
+    u32::try_from(items).unwrap_or(u32::MAX).to_le_bytes()
+}
+
+/// FNV-1a: finds bytes that were lost or changed on the way, not those that were forged; these are
+/// checked like requests.
+fn checksum(bytes: &[u8]) -> u64 {
+    let step = |sum: u64, &byte: &u8| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+/// Bytes that are taken from the front.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> core::result::Result<[u8; N], RestoreError> {
+        let (taken, rest) = self.0.split_first_chunk().ok_or(RestoreError::Format("too short"))?;
+        self.0 = rest;
+        Ok(*taken)
+    }
+
+    fn u32(&mut self) -> core::result::Result<u32, RestoreError> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> core::result::Result<u64, RestoreError> {
+        self.take().map(u64::from_le_bytes)
+    }
+}
