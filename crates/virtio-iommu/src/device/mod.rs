@@ -9,6 +9,7 @@
 mod backing;
 mod core;
 mod events;
+mod lazy;
 mod queue;
 mod requests;
 mod session;

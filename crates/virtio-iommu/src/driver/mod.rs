@@ -8,6 +8,8 @@
 mod core;
 mod domain;
 mod events;
+mod lazy;
+mod regions;
 mod report;
 mod ring;
 mod shadow;
@@ -16,7 +18,7 @@ mod stretch;
 mod transport;
 mod wait;
 
-pub use self::core::{Buffers, Driver, Options, negotiate};
+pub use self::core::{Buffers, Driver, Options, negotiate, negotiate_proposed};
 pub use domain::ViommuDomain;
 pub use events::EventReceiver;
 pub use stats::{Histogram, HistogramSnapshot, Stats};
