@@ -45,7 +45,7 @@ pub(super) enum Meaning {
 pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
-    meaning: Meaning,
+    pub(super) meaning: Meaning,
     /// Whether the device knows it as lazy: an UNMAP is not over when it is answered.
     pub(super) lazy: bool,
     reports: Arc<Reports>,
@@ -56,10 +56,10 @@ pub struct ViommuDomain {
 }
 
 pub(super) struct State {
-    shadow: Shadow,
-    geometry: Geometry,
+    pub(super) shadow: Shadow,
+    pub(super) geometry: Geometry,
     /// The endpoints, each with the regions that the device named.
-    endpoints: Vec<(u32, Vec<ReservedRegion>)>,
+    pub(super) endpoints: Vec<(u32, Vec<ReservedRegion>)>,
     failed_maps: Failures,
     failed_unmaps: Failures,
     failed_replay: Option<Error>,

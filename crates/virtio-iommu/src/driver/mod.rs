@@ -7,7 +7,9 @@
 
 mod core;
 mod domain;
+mod doorbell;
 mod events;
+mod faults;
 mod lazy;
 mod regions;
 mod report;
@@ -21,5 +23,6 @@ mod wait;
 pub use self::core::{Buffers, Driver, Options, negotiate, negotiate_proposed};
 pub use domain::ViommuDomain;
 pub use events::EventReceiver;
+pub use faults::{FaultInbox, FaultOwner, FaultRegistration, FaultRouter};
 pub use stats::{Histogram, HistogramSnapshot, Stats};
 pub use transport::{Notify, Transport};

@@ -3,7 +3,7 @@
 use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
 
 /// Where Linux puts the window for MSIs if the device names none (rule L66).
-const SOFTWARE_MSI: (u64, u64) = (0x800_0000, 1 << 20);
+pub(super) const SOFTWARE_MSI: (u64, u64) = (0x800_0000, 1 << 20);
 
 /// Adds the window for MSIs that Linux uses, unless there is one.
 pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
@@ -15,7 +15,8 @@ pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
     }
 }
 
-/// `whole` without `regions`, which are in ascending order and grow to whole granules.
+/// `whole` without `regions`, which are in ascending order and grow to whole granules. Single bytes
+/// between them, where a granule is one, are left out: no MAP can ask for them (rule V38).
 pub(super) fn around(whole: Range, regions: &[ReservedRegion], granule: u64) -> Vec<Range> {
     let mask = granule - 1;
     let mut free = Vec::new();
@@ -33,6 +34,7 @@ pub(super) fn around(whole: Range, regions: &[ReservedRegion], granule: u64) -> 
     if let Some(range) = next.and_then(|from| Range::new(Iova(from), whole.last())) {
         free.push(range);
     }
+    free.retain(|range| range.extent() > 0);
     free
 }
 
@@ -58,6 +60,9 @@ mod tests {
         assert_eq!(around(Range::ALL, &[region(0, u64::MAX)], 0x1000), []);
         let high = [region(0x8000, u64::MAX)];
         assert_eq!(around(range(0, 0xffff), &high, 0x1000), [range(0, 0x7fff)]);
+        // rule V38
+        let bytes = [region(0, 7), region(9, 9), region(12, u64::MAX)];
+        assert_eq!(around(Range::ALL, &bytes, 1), [range(10, 11)]);
         let below = [region(0, 0xfff), region(0x1000, 0x1fff)];
         assert_eq!(around(range(0x8000, 0xffff), &below, 0x1000), [range(0x8000, 0xffff)]);
     }
