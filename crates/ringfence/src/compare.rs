@@ -62,6 +62,10 @@ pub(crate) struct Arguments {
     ///
     /// `zero-copy` takes memory of the bounce pools for each I/O, fills or reads it in place and gives
     /// it back: nothing is copied or mapped, and the device reaches that memory all the while.
+    ///
+    /// A lazy policy with `+flush` behind it, such as `lazy-mq+map+flush`, runs in a lazy domain of
+    /// the virtio-iommu: a proposal (virtio-spec issue 204), not part of the specification. The device
+    /// answers an UNMAP at once, and invalidates when an IOTLB_FLUSH asks for it.
     #[arg(long, value_name = "LIST", value_parser = parse_rows)]
     policy: Option<List<Row>>,
 

@@ -693,6 +693,7 @@ impl Oracle {
                 }
             }
             Request::Probe { .. } => Status::Ok,
+            Request::IotlbFlush { .. } => unreachable!("not on offer, and never sent"),
         }
     }
 

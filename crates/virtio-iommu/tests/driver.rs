@@ -2,17 +2,26 @@
 
 mod common;
 
-use std::{sync::atomic::Ordering, thread, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::Duration,
+};
 
 use common::{
     Bench, all_features, map, range, refused,
-    ring::{Link, link},
+    ring::{Link, Served, link},
 };
 use proptest::prelude::*;
-use ringfence_iommu::{Domain, Error, Gather, Range};
+use ringfence_iommu::{
+    Domain, Error, Fault, FaultReason, FaultSink, Gather, GuestPhys, Iova, Prot, Range,
+    table::Limits,
+};
+use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
-    driver::{Buffers, Driver, Notify, Options, Transport},
-    wire::{Kind, MAX_REQUEST_LEN, Property, Request, ResvKind, Status},
+    device::{Binding, EventQueue, FaultQueue, Options as DeviceOptions},
+    driver::{Buffers, Driver, EventReceiver, FaultInbox, FaultRouter, Notify, Options, Transport},
+    wire::{Features, Kind, MAX_REQUEST_LEN, Property, Request, ResvKind, Status},
 };
 use ringfence_virtq::{Chain, testing};
 
@@ -210,6 +219,142 @@ fn bypass_is_the_only_field_that_is_ever_written_and_only_if_negotiated() {
     let link = common::ring::link(16, Bench::new().config(), features, options());
     let refused = link.driver.set_bypass(true);
     assert_eq!(refused, Err(Error::Unsupported("the device has no bypass to set")));
+}
+
+#[test]
+fn an_interrupt_doorbell_is_mapped_unless_the_device_names_a_window() {
+    // rule V42
+    // rule V39
+    let doorbell = GuestPhys(0x2_0000_0040);
+    for features in [all_features(), all_features().difference(Features::MMIO)] {
+        let options = DeviceOptions { features, ..DeviceOptions::default() };
+        let bench = Bench::with(options, Limits::NONE);
+        let served = Served::start(bench, 64, Options::default(), false);
+        let domain = served.driver.domain().unwrap();
+        assert!(matches!(domain.map_doorbell(doorbell), Err(Error::Unsupported(_))));
+        domain.attach(1).unwrap();
+        let at = domain.map_doorbell(doorbell).unwrap();
+        assert_eq!(at, Iova(0x800_0040), "in the window that the geometry keeps free");
+        let access = |at, prot| served.endpoints.access(1, at, prot);
+        assert_eq!(access(at.0, Prot::WRITE), Some(doorbell.0));
+        assert_eq!(access(at.0, Prot::READ), None, "for writing only");
+        let held = match served.endpoints.bindings.lock().get(&1) {
+            Some(Binding::Domain(domain)) => domain.mapping(at).unwrap(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(held.prot.contains(Prot::MMIO), features.contains(Features::MMIO));
+        // Once, wherever in the granule; another granule gets a place of its own.
+        assert_eq!(domain.map_doorbell(GuestPhys(0x2_0000_0ff0)), Ok(Iova(0x800_0ff0)));
+        assert_eq!(domain.map_doorbell(GuestPhys(0x3_0000_0000)), Ok(Iova(0x800_1000)));
+        assert_eq!(served.driver.stats().maps, 2);
+        // An endpoint whose device has the window elsewhere: there it is not translated.
+        domain.detach(1).unwrap();
+        domain.attach(8).unwrap();
+        assert_eq!(domain.map_doorbell(GuestPhys(0xfee0_1000)), Ok(Iova(0xfee0_1000)));
+        assert!(matches!(domain.map_doorbell(doorbell), Err(Error::Unsupported(_))));
+        assert_eq!(served.driver.stats().maps, 4, "what was noted was sent again, and no more");
+        let identity = served.driver.identity_domain().unwrap();
+        assert_eq!(identity.map_doorbell(doorbell), Ok(Iova(doorbell.0)));
+    }
+    // A window that is full, and one that lies outside of what can be mapped.
+    let served = Served::start(Bench::new(), 64, Options::default(), false);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    for n in 0..256 {
+        assert_eq!(domain.map_doorbell(GuestPhys(n << 12)), Ok(Iova(0x800_0000 + (n << 12))));
+    }
+    assert!(matches!(domain.map_doorbell(GuestPhys(256 << 12)), Err(Error::Full { .. })));
+    let options = DeviceOptions { input_range: range(0, 0x800_0fff), ..DeviceOptions::default() };
+    let bench = Bench::with(options, Limits::NONE);
+    let served = Served::start(bench, 64, Options::default(), false);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    let outside = domain.map_doorbell(doorbell);
+    assert!(matches!(outside, Err(Error::OutsideAperture { .. })), "rule V35: {outside:?}");
+}
+
+#[test]
+fn a_refused_doorbell_is_an_error_and_is_not_there() {
+    let answer = |request: Request, room| match request {
+        Request::Map { .. } => (4, vec![Status::NoMem as u8, 0, 0, 0]),
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let domain = link.driver.domain().unwrap();
+        domain.attach(1).unwrap();
+        for _ in 0..2 {
+            let refusal = domain.map_doorbell(GuestPhys(0x1000));
+            assert_eq!(refused(refusal.map(drop)), Some(Status::NoMem as u8));
+        }
+        assert_eq!(domain.mappings(), 0);
+    });
+}
+
+#[test]
+fn faults_go_from_the_device_to_whoever_owns_the_endpoint() {
+    // rule V43
+    let ram = testing::Ram::new(0x8000, 0x8000);
+    let (front, back) = testing::pair(&ram, 0x8000, 8, false);
+    let bytes = EventReceiver::buffer_bytes(8) as u64;
+    let window = ram.window(0xc000, bytes, ringfence_mem::Access::ReadWrite).unwrap();
+    let mut receiver = EventReceiver::new(front, window, 0xc000);
+    let faults = FaultQueue::new(64);
+    let mut events = EventQueue::new(Arc::clone(&faults), back);
+    let (mine, others) = (FaultInbox::new(3), FaultInbox::new(64));
+    let router = FaultRouter::new(Arc::<FaultInbox>::clone(&others));
+    let _mine = router.register(7, Arc::<FaultInbox>::clone(&mine)).unwrap();
+    let fault = |n: u64| {
+        let endpoint = if n.is_multiple_of(4) { 1000 + n as u32 } else { 7 };
+        Fault { reason: FaultReason::Mapping, endpoint, iova: Iova(n), access: Prot::WRITE }
+    };
+    for n in 0..16 {
+        faults.report(fault(n));
+        events.poll(&ram).unwrap();
+        // A record that is to be ignored, on the wire like any other, is nobody's.
+        if n == 5 {
+            ram.write(0xc000 + 5 * 32 + 2, &[1]).unwrap();
+        }
+        receiver.poll(|record| router.route(record)).unwrap();
+    }
+    let told: Vec<_> = std::iter::from_fn(|| mine.take()).map(|record| record.address).collect();
+    assert_eq!(told, [1, 2, 3].map(|n| Some(Iova(n))), "the first ones are kept");
+    assert_eq!(mine.dropped(), 12 - 1 - 3, "and the others, but for the ignored one, are counted");
+    assert_eq!(router.strays(), 4);
+    let strays: Vec<_> = std::iter::from_fn(|| others.take()).map(|r| r.endpoint).collect();
+    assert_eq!(strays, [1000, 1004, 1008, 1012]);
+}
+
+#[test]
+fn a_probe_that_was_not_answered_in_full_tells_nothing() {
+    // rule V34
+    // rule V41: `properties` has the length that the device asked for, and the tail lies behind it
+    let size = Bench::new().config().probe_size;
+    let answer = |request: Request, room: u64| match request {
+        Request::Probe { endpoint } => {
+            assert_eq!(room, u64::from(size) + 4);
+            let mut reply = vec![0; room as usize];
+            match endpoint {
+                // No tail: what looks like one lies where properties are.
+                1 => (4, vec![]),
+                2 => (0, reply),
+                _ => {
+                    reply[size as usize] = Status::NoEnt as u8;
+                    (room as u32, reply)
+                }
+            }
+        }
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let probe = |endpoint| refused(link.driver.probe(endpoint).map(drop));
+        assert_eq!(probe(1), Some(0xff));
+        assert_eq!(probe(2), Some(Status::IoErr as u8));
+        assert_eq!(probe(3), Some(Status::NoEnt as u8));
+        // Rule V33: who cannot be probed is not attached.
+        let domain = link.driver.domain().unwrap();
+        assert!(refused(domain.attach(3)).is_some());
+        assert_eq!(link.driver.stats().others, 4, "four PROBEs and no ATTACH");
+    });
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -78,6 +78,7 @@ mod tests {
             "/allocator_ns_per_io",
             "/iotlb/hits",
             "/iotlb/misses",
+            "/iotlb/invalidations",
             "/errors",
         ] {
             assert!(row.pointer(path).is_some_and(Value::is_number), "{path}: {row}");

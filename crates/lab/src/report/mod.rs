@@ -237,13 +237,16 @@ pub struct StaleWindow {
     pub probes: u64,
 }
 
-/// Lookups of the device's IOTLB.
+/// Lookups of the device's IOTLB, and what it had to forget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Iotlb {
     /// Answered by the cache.
     pub hits: u64,
     /// Answered by the table.
     pub misses: u64,
+    /// Invalidations that the virtio-iommu waited for, one for requests that came together.
+    #[serde(default)]
+    pub invalidations: u64,
 }
 
 /// What one round of one job under one policy counted; an engine fills it in.
@@ -523,6 +526,7 @@ impl PolicyResult {
             iotlb: rounds.iter().filter_map(|s| s.iotlb).reduce(|a, b| Iotlb {
                 hits: a.hits.saturating_add(b.hits),
                 misses: a.misses.saturating_add(b.misses),
+                invalidations: a.invalidations.saturating_add(b.invalidations),
             }),
             errors: rounds.iter().fold(0, |sum, s| sum.saturating_add(s.errors)),
             warnings: row.warnings.clone(),

@@ -131,7 +131,7 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
                 late_releases: 0,
             }
         }),
-        iotlb: protected.then_some(Iotlb { hits: 900_000, misses: 1000 }),
+        iotlb: protected.then_some(Iotlb { hits: 900_000, misses: 1000, invalidations: 50 }),
         errors: 0,
     }
 }

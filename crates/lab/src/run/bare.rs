@@ -40,6 +40,7 @@ impl Bare {
         let plan = Plan {
             policy,
             way: Way::Streaming,
+            lazy_domain: false,
             allocator: Default::default(),
             space: Space::default(),
             notify,

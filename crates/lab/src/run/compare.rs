@@ -361,10 +361,10 @@ impl Stage<'_> {
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         match row {
-            Row::Policy(_) | Row::Persistent | Row::ZeroCopy => {
+            Row::Policy(_) | Row::LazyDomain(_) | Row::Persistent | Row::ZeroCopy => {
                 let plan = Plan {
                     policy: match row {
-                        Row::Policy(policy) => policy,
+                        Row::Policy(policy) | Row::LazyDomain(policy) => policy,
                         // What is mapped once needs one sync, and is unmapped for good.
                         _ => Policy::StrictMap,
                     },
@@ -373,6 +373,7 @@ impl Stage<'_> {
                         Row::ZeroCopy => Way::ZeroCopy,
                         _ => Way::Streaming,
                     },
+                    lazy_domain: matches!(row, Row::LazyDomain(_)),
                     // Under `off` it is never asked.
                     allocator: allocator.unwrap_or_default(),
                     space: self.options.space,
@@ -486,7 +487,13 @@ impl Stage<'_> {
         let effective = match plan.way {
             Way::Persistent => Row::Persistent.to_string(),
             Way::ZeroCopy => Row::ZeroCopy.to_string(),
-            Way::Streaming => link.dma.effective_policy().to_string(),
+            Way::Streaming => match link.dma.effective_policy() {
+                // The device process offers what is proposed.
+                policy if plan.lazy_domain && policy.is_lazy() => {
+                    Row::LazyDomain(policy).to_string()
+                }
+                policy => policy.to_string(),
+            },
         };
         let report = link.close()?;
         // Nothing is unmapped while it runs, so there is nothing to probe.
@@ -497,8 +504,11 @@ impl Stage<'_> {
             accesses: found.accesses,
             probes: found.probes,
         });
-        let iotlb =
-            protected.then_some(Iotlb { hits: report.iotlb_hits, misses: report.iotlb_misses });
+        let iotlb = protected.then_some(Iotlb {
+            hits: report.iotlb_hits,
+            misses: report.iotlb_misses,
+            invalidations: report.iommu_syncs,
+        });
         let all_ios = conducted.ios();
         let thread_ns = conducted.thread_ns();
         let memory_ns = conducted.memory_ns() as f64;

@@ -113,9 +113,17 @@ impl Link {
         let alive = iommu_socket.try_clone()?;
         let sockets = [blk_socket.try_clone()?, iommu_socket.try_clone()?];
         let mut iommu_front = Frontend::new(iommu_socket, ANSWER);
-        let iommu = start_iommu(&mut iommu_front, &ram, plan.notify, alive.into())
-            .context("setting up the virtio-iommu")?;
-        let domain = iommu.domain().context("making a domain")?;
+        let iommu =
+            start_iommu(&mut iommu_front, &ram, plan.notify, plan.lazy_domain, alive.into())
+                .context("setting up the virtio-iommu")?;
+        let domain = match plan.lazy_domain {
+            true => iommu.lazy_domain(),
+            false => iommu.domain(),
+        };
+        let domain = domain.context("making a domain")?;
+        if domain.is_lazy() != plan.lazy_domain {
+            bail!("the virtio-iommu knows no lazy domains");
+        }
         if protected {
             domain.attach(ENDPOINT).context("attaching the disk to its domain")?;
         }

@@ -29,6 +29,8 @@ pub(crate) enum Way {
 pub(crate) struct Plan {
     pub(crate) policy: Policy,
     pub(crate) way: Way,
+    /// Whether the domain is lazy.
+    pub(crate) lazy_domain: bool,
     /// Who hands out I/O virtual addresses, and from where.
     pub(crate) allocator: AllocatorKind,
     pub(crate) space: Space,

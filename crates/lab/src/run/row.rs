@@ -22,7 +22,13 @@ pub enum Row {
     ZeroCopy,
     /// The job through virtqueues and the DMA API under a policy.
     Policy(Policy),
+    /// The same under a lazy policy, in a lazy domain of the virtio-iommu: a proposal, not part of
+    /// the specification. The device answers an UNMAP before its invalidation.
+    LazyDomain(Policy),
 }
+
+/// What the name of a lazy domain's row has behind its policy's.
+const FLUSH: &str = "+flush";
 
 impl Row {
     /// What `compare` runs without being told.
@@ -48,6 +54,7 @@ impl fmt::Display for Row {
             Row::Persistent => f.pad("persistent"),
             Row::ZeroCopy => f.pad("zero-copy"),
             Row::Policy(policy) => f.pad(policy.name()),
+            Row::LazyDomain(policy) => f.pad(&format!("{policy}{FLUSH}")),
         }
     }
 }
@@ -56,13 +63,21 @@ impl FromStr for Row {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Row, String> {
+        if let Some(policy) = name.strip_suffix(FLUSH).and_then(|name| name.parse::<Policy>().ok())
+            && policy.is_lazy()
+        {
+            return Ok(Row::LazyDomain(policy));
+        }
         match name {
             "host" => Ok(Row::Host),
             "io_uring" => Ok(Row::IoUring),
             "persistent" => Ok(Row::Persistent),
             "zero-copy" => Ok(Row::ZeroCopy),
             _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
-                format!("{error}; also host, io_uring, persistent and zero-copy")
+                format!(
+                    "{error}; also host, io_uring, persistent, zero-copy, and {FLUSH} behind a \
+                     lazy policy"
+                )
             }),
         }
     }
@@ -83,7 +98,7 @@ impl Line {
             Row::Host | Row::IoUring | Row::Policy(Policy::Off) => {
                 vec![Line { row, allocator: None }]
             }
-            Row::Persistent | Row::ZeroCopy | Row::Policy(_) => {
+            Row::Persistent | Row::ZeroCopy | Row::Policy(_) | Row::LazyDomain(_) => {
                 allocators.iter().map(|&kind| Line { row, allocator: Some(kind) }).collect()
             }
         };
@@ -122,6 +137,14 @@ mod tests {
         let wanted = ["host", "off", "lazy-mq+map", "io_uring", "persistent", "zero-copy", "auto"];
         assert_eq!(names, wanted);
         assert!(Row::parse_list("off,off").is_err());
+        let lazy = Row::parse_list("lazy-mq+map+flush,lazy-sq+flush,lazy-sq").unwrap();
+        assert_eq!(lazy[0], Row::LazyDomain(Policy::LazyMqMap));
+        let names: Vec<String> = lazy.iter().map(Row::to_string).collect();
+        assert_eq!(names, ["lazy-mq+map+flush", "lazy-sq+flush", "lazy-sq"]);
+        // Who waits for every unmap gains nothing by asking for it in another way.
+        for none in ["strict+flush", "auto+flush", "host+flush", "+flush"] {
+            assert!(Row::parse_list(none).is_err(), "{none}");
+        }
         assert!(Row::parse_list("").is_err());
         let error = Row::parse_list("of").unwrap_err();
         assert!(error.contains("strict+map") && error.contains("zero-copy"), "{error}");

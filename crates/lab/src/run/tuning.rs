@@ -50,7 +50,7 @@ impl Tuning {
     /// Wrong usage: values that exclude each other, or nobody there to heed them.
     pub fn check(&self, rows: &[Row]) -> Result<(), Usage> {
         let policies = rows.iter().filter_map(|row| match row {
-            Row::Policy(policy) if policy.is_lazy() => Some(*policy),
+            Row::Policy(policy) | Row::LazyDomain(policy) if policy.is_lazy() => Some(*policy),
             _ => None,
         });
         let lazy: Vec<Policy> = policies.collect();

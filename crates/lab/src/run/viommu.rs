@@ -12,7 +12,7 @@ use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::{
     driver::{self, Buffers, Driver, Transport},
-    wire::{CONFIG_LEN, Config as IommuConfig},
+    wire::{CONFIG_LEN, Config as IommuConfig, Features},
 };
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -73,15 +73,17 @@ impl Transport for Events {
     }
 }
 
-/// Brings the driver up. `socket` is hung up when the device process is gone.
+/// Brings the driver up; `lazy`: with lazy domains, if the device knows them. `socket` is hung up when the device process is gone.
 pub(crate) fn start_iommu(
     front: &mut Frontend,
     ram: &Arc<GuestRam>,
     notify: Notify,
+    lazy: bool,
     socket: OwnedFd,
 ) -> Result<Arc<Driver>> {
     let plain = 1 << F_VERSION_1 | 1 << F_EVENT_IDX;
-    let wanted = plain | driver::negotiate(u64::MAX).bits();
+    let proposed = if lazy { Features::LAZY_IOTLB_FLUSH } else { Features::empty() };
+    let wanted = plain | driver::negotiate_proposed(u64::MAX, proposed).bits();
     let agreed = front.negotiate(wanted, ProtocolFeatures::CONFIG)?;
     if agreed & plain != plain {
         bail!("the device lacks features: {agreed:#x}");
@@ -115,7 +117,7 @@ pub(crate) fn start_iommu(
         queue,
         Buffers { window: buffers.window().clone(), addr: buffers.gpa() },
         config,
-        driver::negotiate(agreed),
+        driver::negotiate_proposed(agreed, proposed),
         driver::Options { notify, ..driver::Options::default() },
     )?;
     Ok(driver)

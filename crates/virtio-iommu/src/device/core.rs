@@ -12,14 +12,15 @@ use std::{
 use parking_lot::RwLock;
 use ringfence_iommu::{PageSizes, Range, ReservedRegion, Result, SyncToken};
 
-use super::{Backing, Binding};
+use super::{Backing, Binding, lazy::Lazy};
 use crate::wire::{CONFIG_LEN, Config, Features};
 
 /// What a device offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// The features on offer. [`Features::BYPASS`] is left out: a new device should not offer it
-    /// (rule V1).
+    /// (rule V1). [`Features::PROPOSED`] ones are no part of the specification: with them the device
+    /// is experimental.
     pub features: Features,
     /// Page sizes; the lowest is the granule.
     pub page_sizes: PageSizes,
@@ -36,11 +37,11 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// All features but the old BYPASS, 4 KiB to 1 GiB pages, all addresses, 65,536 domains, 512
+    /// All features of the specification but the old BYPASS, 4 KiB to 1 GiB pages, all addresses, 65,536 domains, 512
     /// bytes of properties, no bypass.
     fn default() -> Options {
         Options {
-            features: Features::all().difference(Features::BYPASS),
+            features: Features::all().difference(Features::BYPASS | Features::PROPOSED),
             page_sizes: PageSizes::X86,
             input_range: Range::ALL,
             domain_range: (0, u32::MAX),
@@ -93,13 +94,16 @@ impl<D> Entry<D> {
 pub(super) struct View<D> {
     /// `None`: a bypass domain.
     pub(super) domain: Option<Arc<D>>,
+    /// Of a lazy domain: what waits for its IOTLB_FLUSH.
+    pub(super) lazy: Option<Arc<Lazy>>,
     /// Where nothing may be mapped, for the sake of any member.
     pub(super) reserved: Arc<[Range]>,
 }
 
 impl<D> Clone for View<D> {
     fn clone(&self) -> View<D> {
-        View { domain: self.domain.clone(), reserved: Arc::clone(&self.reserved) }
+        let View { domain, lazy, reserved } = self;
+        View { domain: domain.clone(), lazy: lazy.clone(), reserved: Arc::clone(reserved) }
     }
 }
 

@@ -10,6 +10,7 @@ mod backing;
 mod core;
 mod events;
 mod joint;
+mod lazy;
 mod mirror;
 mod queue;
 mod requests;

@@ -67,6 +67,10 @@ impl<B: Backing> Device<B> {
             Err(ParseError::Short { kind: Kind::Probe, .. }) if self.has(Features::PROBE) => {
                 return Reply::ProbeRefused(Status::Inval);
             }
+            // Without the feature there is no such type (rule V8).
+            Err(error) if error.kind() == Some(Kind::IotlbFlush) && !self.flushes() => {
+                return Reply::Unwritten;
+            }
             Err(error) => return error.status().map_or(Reply::Unwritten, Reply::now),
         };
         match request {
@@ -77,7 +81,7 @@ impl<B: Backing> Device<B> {
                 }
             }
             Request::Unmap { domain, range } => match self.unmap(session, domain, range) {
-                Ok(()) => Reply::Status { status: Status::Ok, waits: true },
+                Ok(waits) => Reply::Status { status: Status::Ok, waits },
                 Err(status) => Reply::now(status),
             },
             Request::Attach { domain, endpoint, flags } => {
@@ -90,6 +94,15 @@ impl<B: Backing> Device<B> {
                 Ok(()) => Reply::Status { status: Status::Ok, waits: true },
                 Err(status) => Reply::now(status),
             },
+            Request::IotlbFlush { domain } => {
+                if !self.flushes() {
+                    return Reply::Unwritten;
+                }
+                match self.flush(session, domain) {
+                    Ok(()) => Reply::Status { status: Status::Ok, waits: true },
+                    Err(status) => Reply::now(status),
+                }
+            }
             Request::Probe { endpoint } => {
                 if !self.has(Features::PROBE) {
                     return Reply::Unwritten;
@@ -145,7 +158,7 @@ impl<B: Backing> Device<B> {
         if range.extent() == 0 && granule != 1 {
             return Err(Status::Inval);
         }
-        let View { domain, reserved } = self.find(session, id)?;
+        let View { domain, reserved, .. } = self.find(session, id)?;
         let domain = domain.as_ref().ok_or(Status::Inval)?;
         if !range.is_aligned(granule) || phys & (granule - 1) != 0 {
             return Err(Status::Range);
@@ -166,23 +179,40 @@ impl<B: Backing> Device<B> {
         Ok(())
     }
 
+    /// Whether the answer waits for the session's sync: not in a lazy domain.
     #[inline]
-    fn unmap(&self, session: &mut Session<B>, id: u32, range: Range) -> Answer<()> {
+    fn unmap(&self, session: &mut Session<B>, id: u32, range: Range) -> Answer<bool> {
         if !self.has(Features::MAP_UNMAP) {
             return Err(Status::Unsupp);
         }
-        let domain = self.find(session, id)?.domain.as_ref().ok_or(Status::Inval)?;
+        let View { domain, lazy, .. } = self.find(session, id)?;
+        let domain = domain.as_ref().ok_or(Status::Inval)?;
         let (granule, input) = (self.granule(), self.options.input_range);
         let range = if range.is_aligned(granule) && input.covers(range) {
             range
         } else {
             match inward(&**domain, granule, input, range)? {
                 Some(range) => range,
-                None => return Ok(()),
+                None => return Ok(false),
             }
         };
+        if let Some(lazy) = lazy {
+            return lazy.unmap(&**domain, range).map(|()| false).map_err(status_of);
+        }
         let domain = Arc::clone(domain);
         domain.unmap_pages(range, session.gather(&domain)).map_err(status_of)?;
+        Ok(true)
+    }
+
+    /// Whether there are lazy domains and IOTLB_FLUSH.
+    fn flushes(&self) -> bool {
+        self.has(Features::LAZY_IOTLB_FLUSH)
+    }
+
+    fn flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
+        let View { domain, lazy, .. } = self.find(session, id)?.clone();
+        let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
+        lazy.flush(session, &domain);
         Ok(())
     }
 
@@ -194,7 +224,8 @@ impl<B: Backing> Device<B> {
         flags: AttachFlags,
     ) -> Answer<()> {
         let bypass = flags.contains(AttachFlags::BYPASS);
-        if bypass && !self.has(Features::BYPASS_CONFIG) {
+        let lazy = flags.contains(AttachFlags::LAZY);
+        if bypass && !self.has(Features::BYPASS_CONFIG) || lazy && (bypass || !self.flushes()) {
             return Err(Status::Inval);
         }
         let mut state = self.state.write();
@@ -209,7 +240,7 @@ impl<B: Backing> Device<B> {
         // Everything that can fail comes first: a refused ATTACH leaves the endpoint where it is.
         let domain = match state.domains.get(&id) {
             Some(entry) => {
-                if entry.view.domain.is_none() != bypass {
+                if entry.view.domain.is_none() != bypass || entry.view.lazy.is_some() != lazy {
                     return Err(Status::Inval);
                 }
                 if before == Some(id) {
@@ -249,7 +280,8 @@ impl<B: Backing> Device<B> {
             state.leave(before, endpoint, &mut session.orphans);
         }
         let entry = state.domains.entry(id).or_insert_with(|| {
-            let view = View { domain, reserved: Arc::from([]) };
+            let lazy = lazy.then(Arc::default);
+            let view = View { domain, lazy, reserved: Arc::from([]) };
             Entry { view, members: Vec::new() }
         });
         entry.members.push((endpoint, info.reserved));

@@ -59,7 +59,12 @@ impl<B: Backing> Device<B> {
         out.extend(count(domains.len()));
         for (id, entry) in domains {
             out.extend(id.to_le_bytes());
-            out.extend(u32::from(entry.view.domain.is_none()).to_le_bytes());
+            let flags = match (&entry.view.domain, &entry.view.lazy) {
+                (None, _) => AttachFlags::BYPASS,
+                (Some(_), Some(_)) => AttachFlags::LAZY,
+                (Some(_), None) => AttachFlags::empty(),
+            };
+            out.extend(flags.bits().to_le_bytes());
             out.extend(count(entry.members.len()));
             for (endpoint, _) in &entry.members {
                 out.extend(endpoint.to_le_bytes());
@@ -128,11 +133,9 @@ impl<B: Backing> Device<B> {
         for _ in 0..rest.u32()? {
             let id = rest.u32()?;
             let refused = |status| RestoreError::Refused { domain: id, status };
-            let flags = match rest.u32()? {
-                0 => AttachFlags::empty(),
-                1 => AttachFlags::BYPASS,
-                _ => return Err(RestoreError::Format("an unknown kind of domain")),
-            };
+            // `attach` checks that they fit what was negotiated.
+            let flags = AttachFlags::from_bits(rest.u32()?)
+                .ok_or(RestoreError::Format("an unknown kind of domain"))?;
             for _ in 0..rest.u32()? {
                 self.attach(&mut session, id, rest.u32()?, flags).map_err(refused)?;
             }

@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc};
 
 use ringfence_iommu::{Domain, Error, Gather, Range, Result, SyncToken};
 
-use super::{Backing, Device, core::View};
+use super::{Backing, Device, core::View, lazy::Flight};
 
 /// What one request queue keeps between requests of a batch: which domains wait for their
 /// invalidation, and the domain that the last request was for.
@@ -15,6 +15,8 @@ pub struct Session<B: Backing> {
     pub(super) used: usize,
     pub(super) rebound: Vec<u32>,
     pub(super) orphans: Vec<Arc<B::Domain>>,
+    /// Flushes of lazy domains that this session's sync carries out.
+    pub(super) flights: Vec<Flight>,
     pub(super) waits: Vec<(Whose, SyncToken)>,
     pub(super) failed: Option<Error>,
     pub(super) syncs: u64,
@@ -45,6 +47,7 @@ impl<B: Backing> Default for Session<B> {
             used: 0,
             rebound: Vec::new(),
             orphans: Vec::new(),
+            flights: Vec::new(),
             waits: Vec::new(),
             failed: None,
             syncs: 0,
@@ -162,8 +165,12 @@ impl<B: Backing> Device<B> {
         }
         session.used = 0;
         session.orphans.clear();
+        let flights = session.flights.drain(..);
         match session.failed.take() {
-            None => Ok(true),
+            None => {
+                flights.for_each(Flight::land);
+                Ok(true)
+            }
             Some(error) => Err(error),
         }
     }

@@ -11,26 +11,31 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Error, Iova, Range, ReservedKind, ReservedRegion, Result};
+use ringfence_iommu::{Error, Range, ReservedRegion, Result};
 use ringfence_mem::Window;
 use ringfence_virtq::driver::Queue;
 
 use super::{
     Histogram, Notify, Stats, Transport, ViommuDomain,
     domain::Meaning,
+    regions::add_software_msi,
     report::{Reports, Sent},
     ring::{Ring, SLOT, probe_bytes, slots},
     wait::Waiting,
 };
 use crate::wire::{Config, Features, Properties, Property, Request, Status};
 
-/// Where Linux puts the window for MSIs if the device names none (rule L66).
-const SOFTWARE_MSI: (u64, u64) = (0x800_0000, 1 << 20);
-
 /// The features that this driver accepts of those on `offer` (the whole 64 bits or the device
 /// type's): all but the old BYPASS (rule V31).
 pub fn negotiate(offer: u64) -> Features {
-    Features::from_bits_truncate(offer).difference(Features::BYPASS)
+    Features::from_bits_truncate(offer).difference(Features::BYPASS | Features::PROPOSED)
+}
+
+/// As [`negotiate`], with those of `proposed` that are no part of the specification
+/// ([`Features::PROPOSED`]).
+pub fn negotiate_proposed(offer: u64, proposed: Features) -> Features {
+    let proposed = proposed.intersection(Features::PROPOSED);
+    negotiate(offer) | Features::from_bits_truncate(offer).intersection(proposed)
 }
 
 /// Shared memory for requests and replies.
@@ -154,7 +159,22 @@ impl Driver {
         if !self.features.contains(Features::MAP_UNMAP) {
             return Err(Error::Unsupported("the device offers no MAP and UNMAP"));
         }
-        ViommuDomain::new(self, Meaning::Mapped)
+        ViommuDomain::new(self, Meaning::Mapped, false)
+    }
+
+    /// A domain that maps, lazy if the device can have such: it answers an UNMAP at once, and
+    /// invalidates when it is asked for that. For whoever unmaps much and flushes rarely: each
+    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync) takes a request more than in an
+    /// ordinary domain, which this is if the device, or the negotiation, knows no other
+    /// ([`ViommuDomain::is_lazy`] tells).
+    ///
+    /// # Errors
+    /// As [`domain`](Self::domain).
+    pub fn lazy_domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
+        if !self.features.contains(Features::MAP_UNMAP | Features::LAZY_IOTLB_FLUSH) {
+            return self.domain();
+        }
+        ViommuDomain::new(self, Meaning::Mapped, true)
     }
 
     /// A domain in which every address leads to itself: a bypass domain where there are any, else
@@ -164,12 +184,12 @@ impl Driver {
     /// As [`domain`](Self::domain).
     pub fn identity_domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
         if self.features.contains(Features::BYPASS_CONFIG) {
-            return ViommuDomain::new(self, Meaning::Bypass);
+            return ViommuDomain::new(self, Meaning::Bypass, false);
         }
         if !self.features.contains(Features::MAP_UNMAP) {
             return Err(Error::Unsupported("the device offers neither bypass nor mappings"));
         }
-        ViommuDomain::new(self, Meaning::Identity)
+        ViommuDomain::new(self, Meaning::Identity, false)
     }
 
     /// Asks for the properties of an endpoint.
@@ -319,6 +339,19 @@ impl Driver {
         result
     }
 
+    /// As [`sync`](Self::sync), but for the IOTLB_FLUSH `seq`, and nothing behind it.
+    pub(super) fn flush(&self, seq: u64) -> Result<()> {
+        self.begin_sync()?;
+        self.wait_for(seq)?;
+        self.flushed(seq)
+    }
+
+    /// What the IOTLB_FLUSH `seq`, which is answered, was answered with; told once.
+    pub(super) fn flushed(&self, seq: u64) -> Result<()> {
+        let status = self.waiting.ring()?.result(seq);
+        status.map_or(Ok(()), |status| refused(status, Range::ALL))
+    }
+
     /// As [`sync`](Self::sync), for the driver's own purposes.
     pub(super) fn drain(&self) -> Result<()> {
         self.waiting.drain(&*self.transport).map(|_| ())
@@ -352,16 +385,6 @@ impl Driver {
 
     pub(super) fn release(&self, endpoint: u32) {
         self.attached.lock().remove(&endpoint);
-    }
-}
-
-/// Adds the window for MSIs that Linux uses, unless there is one.
-pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
-    if !regions.iter().any(|region| region.kind == ReservedKind::Msi) {
-        let (first, len) = SOFTWARE_MSI;
-        let range = Range::from_len(Iova(first), len).expect("a legal range");
-        regions.push(ReservedRegion { range, kind: ReservedKind::Msi });
-        regions.sort_by_key(|region| region.range);
     }
 }
 

@@ -16,7 +16,7 @@ use ringfence_iommu::{
 
 use super::{
     Driver,
-    core::add_software_msi,
+    regions::{add_software_msi, around},
     report::{Failures, Reports, Sent},
     shadow::Shadow,
 };
@@ -43,9 +43,11 @@ pub(super) enum Meaning {
 /// [`flush_iotlb_all`](Domain::flush_iotlb_all), and then what it was to remove may still be
 /// reachable: its addresses must not be used again.
 pub struct ViommuDomain {
-    driver: Arc<Driver>,
-    id: u32,
-    meaning: Meaning,
+    pub(super) driver: Arc<Driver>,
+    pub(super) id: u32,
+    pub(super) meaning: Meaning,
+    /// Whether the device knows it as lazy: an UNMAP is not over when it is answered.
+    pub(super) lazy: bool,
     reports: Arc<Reports>,
     /// Whether any endpoint is; changed under the lock of `state`.
     attached: AtomicBool,
@@ -53,11 +55,11 @@ pub struct ViommuDomain {
     state: Mutex<State>,
 }
 
-struct State {
-    shadow: Shadow,
-    geometry: Geometry,
+pub(super) struct State {
+    pub(super) shadow: Shadow,
+    pub(super) geometry: Geometry,
     /// The endpoints, each with the regions that the device named.
-    endpoints: Vec<(u32, Vec<ReservedRegion>)>,
+    pub(super) endpoints: Vec<(u32, Vec<ReservedRegion>)>,
     failed_maps: Failures,
     failed_unmaps: Failures,
     failed_replay: Option<Error>,
@@ -73,7 +75,11 @@ impl fmt::Debug for ViommuDomain {
 }
 
 impl ViommuDomain {
-    pub(super) fn new(driver: &Arc<Driver>, meaning: Meaning) -> Result<Arc<ViommuDomain>> {
+    pub(super) fn new(
+        driver: &Arc<Driver>,
+        meaning: Meaning,
+        lazy: bool,
+    ) -> Result<Arc<ViommuDomain>> {
         let config = driver.config();
         let aperture = match driver.features().contains(Features::INPUT_RANGE) {
             true => config.input_range,
@@ -84,6 +90,7 @@ impl ViommuDomain {
             id: driver.open(&reports)?,
             driver: Arc::clone(driver),
             meaning,
+            lazy,
             reports,
             attached: AtomicBool::new(false),
             state: Mutex::new(State {
@@ -141,6 +148,7 @@ impl ViommuDomain {
     fn join(&self, state: &mut State, endpoint: u32, regions: &[ReservedRegion]) -> Result<()> {
         let flags = match self.meaning {
             Meaning::Bypass => AttachFlags::BYPASS,
+            Meaning::Mapped if self.lazy => AttachFlags::LAZY,
             _ => AttachFlags::empty(),
         };
         self.driver.call(&Request::Attach { domain: self.id, endpoint, flags })?;
@@ -203,7 +211,7 @@ impl ViommuDomain {
 
     /// The state, with everything accounted for that the device has answered.
     #[inline]
-    fn settled(&self) -> parking_lot::MutexGuard<'_, State> {
+    pub(super) fn settled(&self) -> parking_lot::MutexGuard<'_, State> {
         let mut state = self.state.lock();
         self.settle(&mut state);
         state
@@ -228,7 +236,7 @@ impl ViommuDomain {
     }
 
     /// Requests are answered in order: the number of the newest one names the sync.
-    fn begin_sync(&self) -> Result<SyncToken> {
+    pub(super) fn begin_sync(&self) -> Result<SyncToken> {
         match self.is_attached() {
             true => self.driver.begin_sync().map(SyncToken),
             false => Ok(SyncToken::DONE),
@@ -250,7 +258,7 @@ impl ViommuDomain {
         told.fold(Ok(()), Result::and).map(|()| true)
     }
 
-    fn is_attached(&self) -> bool {
+    pub(super) fn is_attached(&self) -> bool {
         self.attached.load(Ordering::Acquire)
     }
 }
@@ -375,11 +383,7 @@ impl Domain for ViommuDomain {
     }
 
     fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        let result = match self.is_attached() {
-            true => self.driver.sync(),
-            false => Ok(()),
-        };
-        let result = result.and_then(|()| {
+        let result = self.sync_unmaps().and_then(|()| {
             let mut state = self.settled();
             let mut told = Ok(());
             for &range in gather.ranges() {
@@ -397,14 +401,21 @@ impl Domain for ViommuDomain {
     }
 
     fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        let begun = self.begin_sync();
+        let begun = match self.lazy {
+            true => self.begin_flush(),
+            false => self.begin_sync(),
+        };
         gather.clear_ranges();
         drop(gather.take_pages());
         begun
     }
 
     fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        self.poll_sync(token, ranges, |state| &mut state.failed_unmaps)
+        let over = self.poll_sync(token, ranges, |state| &mut state.failed_unmaps);
+        match self.lazy && token != SyncToken::DONE && over != Ok(false) {
+            true => self.driver.flushed(token.0).and(over),
+            false => over,
+        }
     }
 
     fn iotlb_sync_map_begin(&self, _ranges: &[Range]) -> Result<SyncToken> {
@@ -420,9 +431,7 @@ impl Domain for ViommuDomain {
     }
 
     fn flush_iotlb_all(&self) -> Result<()> {
-        if self.is_attached() {
-            self.driver.sync()?;
-        }
+        self.sync_unmaps()?;
         self.settled().failed_unmaps.flush()
     }
 
@@ -446,54 +455,5 @@ impl Drop for ViommuDomain {
         }
         drop(state);
         self.driver.close(self.id);
-    }
-}
-
-/// `whole` without `regions`, which are in ascending order and grow to whole granules.
-fn around(whole: Range, regions: &[ReservedRegion], granule: u64) -> Vec<Range> {
-    let mask = granule - 1;
-    let mut free = Vec::new();
-    let mut next = Some(whole.first().0);
-    for region in regions {
-        let Some(from) = next else { break };
-        let (first, last) = (region.range.first().0 & !mask, region.range.last().0 | mask);
-        if let Some(before) = first.checked_sub(1)
-            && let Some(range) = Range::new(Iova(from), Iova(before.min(whole.last().0)))
-        {
-            free.push(range);
-        }
-        next = last.checked_add(1).map(|after| after.max(from));
-    }
-    if let Some(range) = next.and_then(|from| Range::new(Iova(from), whole.last())) {
-        free.push(range);
-    }
-    free
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use ringfence_iommu::ReservedKind;
-
-    fn range(first: u64, last: u64) -> Range {
-        Range::new(Iova(first), Iova(last)).unwrap()
-    }
-
-    fn region(first: u64, last: u64) -> ReservedRegion {
-        ReservedRegion { range: range(first, last), kind: ReservedKind::Reserved }
-    }
-
-    #[test]
-    fn identity_mappings_leave_out_reserved_regions_rounded_outward() {
-        // rule L66
-        let regions = [region(0, 0x10), region(0x5800, 0x5fff), region(0x6000, 0x6001)];
-        let free = around(range(0, u64::MAX), &regions, 0x1000);
-        assert_eq!(free, [range(0x1000, 0x4fff), range(0x7000, u64::MAX)]);
-        assert_eq!(around(Range::ALL, &[], 0x1000), [Range::ALL]);
-        assert_eq!(around(Range::ALL, &[region(0, u64::MAX)], 0x1000), []);
-        let high = [region(0x8000, u64::MAX)];
-        assert_eq!(around(range(0, 0xffff), &high, 0x1000), [range(0, 0x7fff)]);
-        let below = [region(0, 0xfff), region(0x1000, 0x1fff)];
-        assert_eq!(around(range(0x8000, 0xffff), &below, 0x1000), [range(0x8000, 0xffff)]);
     }
 }

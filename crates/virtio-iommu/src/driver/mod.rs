@@ -7,7 +7,11 @@
 
 mod core;
 mod domain;
+mod doorbell;
 mod events;
+mod faults;
+mod lazy;
+mod regions;
 mod report;
 mod ring;
 mod shadow;
@@ -16,8 +20,9 @@ mod stretch;
 mod transport;
 mod wait;
 
-pub use self::core::{Buffers, Driver, Options, negotiate};
+pub use self::core::{Buffers, Driver, Options, negotiate, negotiate_proposed};
 pub use domain::ViommuDomain;
 pub use events::EventReceiver;
+pub use faults::{FaultInbox, FaultOwner, FaultRegistration, FaultRouter};
 pub use stats::{Histogram, HistogramSnapshot, Stats};
 pub use transport::{Notify, Transport};

@@ -140,7 +140,9 @@ impl Ring {
                 self.counts.unmaps += 1;
                 (domain, range)
             }
-            Request::Attach { domain, .. } | Request::Detach { domain, .. } => {
+            Request::Attach { domain, .. }
+            | Request::Detach { domain, .. }
+            | Request::IotlbFlush { domain } => {
                 self.counts.others += 1;
                 (domain, Range::ALL)
             }

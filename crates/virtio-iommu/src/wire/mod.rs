@@ -47,7 +47,16 @@ bitflags::bitflags! {
         const MMIO = 1 << 5;
         /// The field `bypass` in the configuration and bypass domains exist.
         const BYPASS_CONFIG = 1 << 6;
+        /// Lazy domains and IOTLB_FLUSH requests exist. A proposal (oasis-tcs/virtio-spec#204), not
+        /// part of the specification: the bit, the flag and the type are of our own choice, as far
+        /// from the specification's as there are any, and neither end speaks of them unless told to.
+        const LAZY_IOTLB_FLUSH = 1 << 63;
     }
+}
+
+impl Features {
+    /// The features that the specification does not know.
+    pub const PROPOSED: Features = Features::LAZY_IOTLB_FLUSH;
 }
 
 /// How a request ended: the first byte of its tail (5.13.6.2).

@@ -49,6 +49,9 @@ bitflags::bitflags! {
     pub struct AttachFlags: u32 {
         /// The domain is a bypass domain. Needs the feature BYPASS_CONFIG.
         const BYPASS = 1;
+        /// The domain is lazy: UNMAP there is answered before its invalidation. Needs the proposed
+        /// feature LAZY_IOTLB_FLUSH.
+        const LAZY = 1 << 31;
     }
 }
 
@@ -66,6 +69,8 @@ pub enum Kind {
     Unmap = 4,
     /// Ask for the properties of an endpoint.
     Probe = 5,
+    /// Invalidate what a lazy domain has unmapped. Needs the proposed feature LAZY_IOTLB_FLUSH.
+    IotlbFlush = 0xf0,
 }
 
 impl Kind {
@@ -77,6 +82,7 @@ impl Kind {
             3 => Kind::Map,
             4 => Kind::Unmap,
             5 => Kind::Probe,
+            0xf0 => Kind::IotlbFlush,
             _ => return None,
         })
     }
@@ -89,6 +95,7 @@ impl Kind {
             Kind::Map => size_of::<RawMap>(),
             Kind::Unmap => size_of::<RawUnmap>(),
             Kind::Probe => size_of::<RawProbe>(),
+            Kind::IotlbFlush => size_of::<RawIotlbFlush>(),
         }
     }
 }
@@ -108,6 +115,7 @@ raw!(RawDetach { domain: U32, endpoint: U32, reserved: [u8; 8] });
 raw!(RawMap { domain: U32, virt_start: U64, virt_end: U64, phys_start: U64, flags: U32 });
 raw!(RawUnmap { domain: U32, virt_start: U64, virt_end: U64, reserved: [u8; 4] });
 raw!(RawProbe { endpoint: U32, reserved: [u8; 64] });
+raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 
 /// Why bytes are not a request that can be carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -150,6 +158,17 @@ pub enum ParseError {
 }
 
 impl ParseError {
+    /// What the bytes were to be, if that much can be told.
+    pub const fn kind(self) -> Option<Kind> {
+        match self {
+            ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
+            ParseError::Reserved(kind)
+            | ParseError::Short { kind, .. }
+            | ParseError::UnknownFlags { kind, .. }
+            | ParseError::EmptyRange { kind, .. } => Some(kind),
+        }
+    }
+
     /// The status to answer with; `None` where the buffer is to be returned unwritten (rule V8).
     pub const fn status(self) -> Option<Status> {
         match self {
@@ -193,12 +212,12 @@ impl<'a> Frame<'a> {
         if self.kind == Kind::Probe { 0 } else { self.u32_at(4) }
     }
 
-    /// The endpoint; 0 for MAP and UNMAP, which name none.
+    /// The endpoint; 0 for MAP, UNMAP and IOTLB_FLUSH, which name none.
     pub fn endpoint(&self) -> u32 {
         match self.kind {
             Kind::Attach | Kind::Detach => self.u32_at(8),
             Kind::Probe => self.u32_at(4),
-            Kind::Map | Kind::Unmap => 0,
+            Kind::Map | Kind::Unmap | Kind::IotlbFlush => 0,
         }
     }
 
@@ -233,7 +252,7 @@ impl<'a> Frame<'a> {
             Kind::Detach => 12,
             Kind::Map => 36,
             Kind::Unmap => 24,
-            Kind::Probe => 8,
+            Kind::Probe | Kind::IotlbFlush => 8,
         };
         self.bytes.get(from..).unwrap_or(&[])
     }
@@ -292,6 +311,11 @@ pub enum Request {
         /// The endpoint.
         endpoint: u32,
     },
+    /// Invalidate what was unmapped of `domain`, a lazy one, before this request.
+    IotlbFlush {
+        /// The domain.
+        domain: u32,
+    },
 }
 
 impl Request {
@@ -299,7 +323,7 @@ impl Request {
     ///
     /// # Errors
     /// [`ParseError`]. Reserved bytes are checked where the specification lets a device do so:
-    /// ATTACH (rule V9) and UNMAP (rule V21), not DETACH (V13) and PROBE (V24).
+    /// ATTACH (rule V9) and UNMAP (rule V21), not DETACH (V13) and PROBE (V24); and in IOTLB_FLUSH.
     #[inline]
     pub fn parse(bytes: &[u8]) -> Result<Request, ParseError> {
         Request::from_frame(Frame::new_checked(bytes)?)
@@ -341,6 +365,10 @@ impl Request {
             }
             Kind::Detach => Request::Detach { domain, endpoint },
             Kind::Probe => Request::Probe { endpoint },
+            Kind::IotlbFlush => {
+                zero()?;
+                Request::IotlbFlush { domain }
+            }
         })
     }
 
@@ -352,6 +380,7 @@ impl Request {
             Request::Map { .. } => Kind::Map,
             Request::Unmap { .. } => Kind::Unmap,
             Request::Probe { .. } => Kind::Probe,
+            Request::IotlbFlush { .. } => Kind::IotlbFlush,
         }
     }
 
@@ -403,6 +432,10 @@ impl Request {
                 let endpoint = endpoint.into();
                 put(out, &RawProbe { kind, head_reserved, endpoint, reserved: [0; 64] })
             }
+            Request::IotlbFlush { domain } => {
+                let domain = domain.into();
+                put(out, &RawIotlbFlush { kind, head_reserved, domain, reserved: [0; 12] })
+            }
         }
     }
 }
@@ -433,7 +466,7 @@ pub(crate) mod tests {
     /// Any request there is.
     pub(crate) fn request() -> impl Strategy<Value = Request> {
         prop_oneof![
-            (any::<u32>(), any::<u32>(), 0u32..2).prop_map(|(domain, endpoint, flags)| {
+            (any::<u32>(), any::<u32>(), any::<u32>()).prop_map(|(domain, endpoint, flags)| {
                 let flags = AttachFlags::from_bits_truncate(flags);
                 Request::Attach { domain, endpoint, flags }
             }),
@@ -447,6 +480,7 @@ pub(crate) mod tests {
             ),
             (any::<u32>(), range()).prop_map(|(domain, range)| Request::Unmap { domain, range }),
             any::<u32>().prop_map(|endpoint| Request::Probe { endpoint }),
+            any::<u32>().prop_map(|domain| Request::IotlbFlush { domain }),
         ]
     }
 
@@ -468,7 +502,7 @@ pub(crate) mod tests {
 
         #[test]
         fn emitting_undoes_parsing_but_for_what_is_ignored(
-            kind in 0u8..7, rest in proptest::collection::vec(any::<u8>(), 0..90),
+            kind in prop_oneof![0u8..7, Just(0xf0)], rest in proptest::collection::vec(any::<u8>(), 0..90),
         ) {
             let mut bytes = vec![kind];
             bytes.extend(rest);
@@ -494,6 +528,18 @@ pub(crate) mod tests {
             }
             let _ = Request::parse(&bytes);
         }
+    }
+
+    #[test]
+    fn a_flush_of_a_lazy_domain_is_told_from_what_the_specification_knows() {
+        let mut bytes = [0xaa; MAX_REQUEST_LEN];
+        let len = Request::IotlbFlush { domain: 0x0403_0201 }.emit(&mut bytes);
+        assert_eq!((len, &bytes[..8]), (20, &[0xf0, 0, 0, 0, 1, 2, 3, 4][..]));
+        bytes[19] = 1;
+        let refused = Request::parse(&bytes[..len]).unwrap_err();
+        assert_eq!(refused, ParseError::Reserved(Kind::IotlbFlush));
+        assert_eq!(refused.kind(), Some(Kind::IotlbFlush));
+        assert!(!AttachFlags::BYPASS.intersects(AttachFlags::LAZY));
     }
 
     #[test]

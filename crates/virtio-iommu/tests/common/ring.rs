@@ -12,7 +12,7 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 use ringfence_mem::{Access, Translate, Window};
 use ringfence_virtio_iommu::{
-    device::RequestQueue,
+    device::{Device, RequestQueue},
     driver::{Buffers, Driver, Options, Transport},
     wire::{Config, Features},
 };
@@ -107,6 +107,7 @@ pub(crate) struct Served {
     pub(crate) driver: Arc<Driver>,
     pub(crate) bells: Arc<Bells>,
     pub(crate) endpoints: Arc<Endpoints>,
+    device: Arc<Device<Arc<Endpoints>>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -129,6 +130,7 @@ impl Served {
             link(size, config, bench.device.features(), options);
         let stop = Arc::new(AtomicBool::new(false));
         let endpoints = Arc::clone(&bench.endpoints);
+        let device = Arc::clone(&bench.device);
         let thread = thread::spawn({
             let (bells, stop) = (Arc::clone(&bells), Arc::clone(&stop));
             move || {
@@ -152,7 +154,12 @@ impl Served {
                 }
             }
         });
-        Served { driver, bells, endpoints, stop, thread: Some(thread) }
+        Served { driver, bells, endpoints, device, stop, thread: Some(thread) }
+    }
+
+    /// The device, for what a driver cannot do.
+    pub(crate) fn device(&self) -> &Device<Arc<Endpoints>> {
+        &self.device
     }
 
     /// Ends the device's thread: from here on it answers nothing.

@@ -110,7 +110,7 @@ impl Link {
         let alive = iommu_socket.try_clone()?;
         let sockets = [net_socket.try_clone()?, iommu_socket.try_clone()?];
         let mut iommu_front = Frontend::new(iommu_socket, ANSWER);
-        let iommu = start_iommu(&mut iommu_front, &ram, Notify::Poll, alive.into())
+        let iommu = start_iommu(&mut iommu_front, &ram, Notify::Poll, false, alive.into())
             .context("setting up the virtio-iommu")?;
         let domain = iommu.domain().context("making a domain")?;
         let mut dma = None;

@@ -1,0 +1,102 @@
+//! Lazy domains (proposal oasis-tcs/virtio-spec#204): an UNMAP is answered at once, and what may
+//! be cached of it waits for an IOTLB_FLUSH.
+
+use std::{fmt, sync::Arc};
+
+use parking_lot::Mutex;
+use ringfence_iommu::{Domain, Gather, Range, Result};
+
+use super::{Backing, Session};
+
+/// What a lazy domain has unmapped and not invalidated yet. It belongs to the domain and not to a
+/// request queue, so that any queue may flush.
+///
+/// A flush that finds another one under way waits for what that one invalidates, too: who sent it
+/// is promised everything that was unmapped before. So ranges are kept until no flush is under way
+/// any more, and each flush invalidates all that are kept. They are few: a [`Gather`] widens ranges
+/// rather than to keep more than it has room for.
+#[derive(Default)]
+pub(super) struct Lazy {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Unmapped since the last flush began.
+    fresh: Gather,
+    /// What flushes under way invalidate; empty if there are none.
+    leaving: Gather,
+    flights: usize,
+    /// Whether one of them failed.
+    failed: bool,
+}
+
+impl fmt::Debug for Lazy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lazy").finish_non_exhaustive()
+    }
+}
+
+impl Lazy {
+    /// Removes the translations of `range`, which readers may have cached until the next flush.
+    ///
+    /// # Errors
+    /// The domain's; nothing was removed.
+    pub(super) fn unmap<D: Domain>(&self, domain: &D, range: Range) -> Result<()> {
+        let mut state = self.state.lock();
+        domain.unmap_pages(range, &mut state.fresh)?;
+        // Not to be kept for a flush that may never come: the domain frees them when their time has
+        // come, at the latest when it has no room for others.
+        drop(state.fresh.take_pages());
+        Ok(())
+    }
+
+    /// Has the next sync of `session` invalidate all that was unmapped so far.
+    pub(super) fn flush<B: Backing>(
+        self: &Arc<Self>,
+        session: &mut Session<B>,
+        domain: &Arc<B::Domain>,
+    ) {
+        let mut state = self.state.lock();
+        let State { fresh, leaving, flights, .. } = &mut *state;
+        fresh.ranges().iter().for_each(|&range| leaving.add(range));
+        fresh.clear_ranges();
+        if leaving.is_empty() {
+            return;
+        }
+        *flights += 1;
+        let gather = session.gather(domain);
+        leaving.ranges().iter().for_each(|&range| gather.add(range));
+        session.flights.push(Flight { lazy: Arc::clone(self), landed: false });
+    }
+}
+
+/// A flush under way. One that is dropped has failed: the next will invalidate the same again.
+#[derive(Debug)]
+pub(super) struct Flight {
+    lazy: Arc<Lazy>,
+    landed: bool,
+}
+
+impl Flight {
+    /// Everything that it was to invalidate is invalidated.
+    pub(super) fn land(mut self) {
+        self.landed = true;
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        let mut state = self.lazy.state.lock();
+        let State { fresh, leaving, flights, failed } = &mut *state;
+        *flights -= 1;
+        *failed |= !self.landed;
+        if *flights > 0 {
+            return;
+        }
+        if core::mem::take(failed) {
+            leaving.ranges().iter().for_each(|&range| fresh.add(range));
+        }
+        leaving.clear_ranges();
+    }
+}
