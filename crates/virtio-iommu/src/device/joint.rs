@@ -324,6 +324,9 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
         if is_same(&binding, &to) {
             return Ok(());
         }
+        if matches!(to, Binding::Bypass) {
+            self.mirror.may_bypass()?;
+        }
         self.leave(&binding)?;
         if let Err(error) = self.enter(&to) {
             if self.enter(&binding).is_err() {

@@ -131,14 +131,20 @@ impl Mirror {
         unmapped.and_then(|()| self.domain.iotlb_sync(&mut gather)).inspect_err(|_| self.count())
     }
 
+    /// # Errors
+    /// [`Error::Unsupported`]: it may not have all of guest memory.
+    pub(super) fn may_bypass(&self) -> Result<()> {
+        match self.can_bypass {
+            true => Ok(()),
+            false => Err(Error::Unsupported("the endpoint cannot bypass")),
+        }
+    }
+
     /// Maps all of guest memory to itself.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]: it may not bypass. Otherwise the domain's, and nothing is mapped.
+    /// The domain's, and nothing is mapped.
     pub(super) fn map_all_memory(&self) -> Result<()> {
-        if !self.can_bypass {
-            return Err(Error::Unsupported("the endpoint cannot bypass"));
-        }
         self.memory.iter().enumerate().try_for_each(|(at, region)| {
             self.map(&identity(region)).inspect_err(|_| {
                 for made in &self.memory[..at] {
