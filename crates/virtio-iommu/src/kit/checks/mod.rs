@@ -1,0 +1,7 @@
+//! The checks, by what they are about.
+
+mod offer;
+
+use super::Check;
+
+pub(super) const ALL: [&[Check]; 1] = [offer::CHECKS];
