@@ -13,6 +13,8 @@
 //!   each [`driver::ViommuDomain`] it makes *is* a [`Domain`](ringfence_iommu::Domain): MAP and
 //!   UNMAP are queued, sync points kick and wait, and what the device answers is reported, never
 //!   dropped.
+//! * [`kit`]: the conformance kit. The device's rules as checks that run on any virtio-iommu, this
+//!   one or another, behind a small trait.
 //!
 //! The way of a mapping from end to end: `map_pages` notes it in the domain's shadow and queues a
 //! MAP; `iotlb_sync_map` kicks (if the device sleeps) and waits until everything queued before it
@@ -26,4 +28,5 @@
 
 pub mod device;
 pub mod driver;
+pub mod kit;
 pub mod wire;

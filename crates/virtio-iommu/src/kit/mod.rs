@@ -1,0 +1,21 @@
+//! The conformance kit: the device's rules (V1 to V30) as checks of any virtio-iommu.
+//!
+//! A [`Subject`] is a device and what stands around it: a driver that sends bytes, and, where there
+//! is one, an endpoint that tries accesses. [`run`] does the checks, each from a device reset, so
+//! that their order does not matter, and gives a [`Report`]. What is asked comes from section 5.13
+//! of virtio 1.3 alone; where a rule has no keyword there because it says what a thing *is* (what
+//! a mapping translates, who is in bypass mode), it binds as a MUST.
+//!
+//! A check sees the device as a driver does: by statuses and used lengths, by the configuration, by
+//! what an endpoint reaches, by fault reports. Whether something is still mapped is asked by an
+//! access, or where the subject has none, by a MAP over it.
+
+mod bench;
+mod checks;
+mod report;
+mod run;
+mod subject;
+
+pub use report::{Finding, Level, Mismatch, Outcome, Report};
+pub use run::{Check, checks, run};
+pub use subject::{ACCESS, Event, Failed, Refused, Subject};
