@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::fmt;
-
 use common::{
     model::{DEVERR, INVAL, NOENT, NOMEM, OK, PROBE, RANGE, UNSUPP},
     program,
@@ -11,18 +9,8 @@ use common::{
 };
 use proptest::prelude::*;
 
-/// A program; shown as a whole, since what its bytes mean is told by what it does.
-#[derive(Clone)]
-struct Program(Vec<u8>);
-
-impl fmt::Debug for Program {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-fn programs() -> impl Strategy<Value = Program> {
-    proptest::collection::vec(any::<u8>(), 0..2000).prop_map(Program)
+fn programs() -> impl Strategy<Value = program::Program> {
+    proptest::collection::vec(any::<u8>(), 0..2000).prop_map(program::Program)
 }
 
 proptest! {
@@ -51,18 +39,9 @@ proptest! {
 /// more than nothing.
 #[test]
 fn programs_meet_every_answer() {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut met = Met::default();
-    for _ in 0..600 {
-        let bytes: Vec<u8> = std::iter::repeat_with(|| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .take(2000)
-        .collect();
-        let Met { answers, spanning, mappings } = program::run(&bytes);
+    for seed in 1..600 {
+        let Met { answers, spanning, mappings } = program::run(&program::random(seed, 2000));
         answers
             .iter()
             .for_each(|(answer, count)| *met.answers.entry(*answer).or_default() += count);

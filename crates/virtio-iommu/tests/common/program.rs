@@ -1,6 +1,8 @@
 //! Programs for a device, drawn from bytes: whoever makes the bytes, a property test or a fuzzer,
 //! makes legal requests, nearly legal ones and garbage, in any order, to any kind of device.
 
+use std::fmt;
+
 use super::{
     model::Space,
     twin::{Met, Shape, Twin, shape},
@@ -41,7 +43,7 @@ impl Draw<'_> {
 }
 
 /// What is drawn for a device with this granule.
-struct Author<'a> {
+pub(crate) struct Author<'a> {
     draw: Draw<'a>,
     granule: u64,
 }
@@ -54,14 +56,8 @@ pub(crate) fn run(bytes: &[u8]) -> Met {
     let mut twin = Twin::new(shape);
     twin.compare();
     let mut author = Author { draw, granule };
-    // Else most programs would be about domains that are not there.
-    for endpoint in author.draw.of(&[&[][..], &[1, 2, 3], &[1, 8], &[1, 2, 8]]) {
-        let domain = author.domain();
-        let request = [[1, domain].map(u32::to_le_bytes), [*endpoint, 0].map(u32::to_le_bytes)];
-        let request = [request.as_flattened().as_flattened(), &[0; 4]].concat();
-        twin.request(0, &request, 4, true);
-    }
-    while !author.draw.rest.is_empty() {
+    author.begin(&mut twin);
+    while !author.is_done() {
         author.step(&mut twin);
         twin.compare();
         twin.compare_access(author.address());
@@ -102,7 +98,32 @@ fn draw_shape(draw: &mut Draw<'_>) -> Shape {
     shape
 }
 
+impl<'a> Author<'a> {
+    /// Draws from `bytes` for a device with this granule.
+    pub(crate) fn new(bytes: &'a [u8], granule: u64) -> Author<'a> {
+        Author { draw: Draw { rest: bytes }, granule }
+    }
+}
+
 impl Author<'_> {
+    /// Whether everything is drawn.
+    pub(crate) fn is_done(&self) -> bool {
+        self.draw.rest.is_empty()
+    }
+
+    /// Something to decide by.
+    pub(crate) fn byte(&mut self) -> u8 {
+        self.draw.byte()
+    }
+
+    /// Attaches some endpoints: else most programs would be about domains that are not there.
+    pub(crate) fn begin(&mut self, twin: &mut Twin) {
+        for endpoint in self.draw.of(&[&[][..], &[1, 2, 3], &[1, 8], &[1, 2, 8]]) {
+            let request = [1, self.domain(), *endpoint, 0, 0].map(u32::to_le_bytes).concat();
+            twin.request(0, &request, 4, true);
+        }
+    }
+
     fn step(&mut self, twin: &mut Twin) {
         match self.draw.byte() {
             0..=239 => {
@@ -130,7 +151,7 @@ impl Author<'_> {
     }
 
     /// A request and the room for its reply.
-    fn request(&mut self, twin: &Twin) -> (Vec<u8>, usize) {
+    pub(crate) fn request(&mut self, twin: &Twin) -> (Vec<u8>, usize) {
         if self.draw.once_in(24) {
             let len = usize::from(self.draw.byte()) % 90;
             let mut bytes = self.draw.bytes(len);
@@ -265,4 +286,26 @@ impl Author<'_> {
         };
         (first, last)
     }
+}
+
+/// The bytes of a program; shown as one number, since what they mean is told by what they do.
+#[derive(Clone)]
+pub(crate) struct Program(pub(crate) Vec<u8>);
+
+impl fmt::Debug for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// The same bytes for the same seed, which is not 0.
+pub(crate) fn random(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let byte = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    };
+    std::iter::repeat_with(byte).take(len).collect()
 }
