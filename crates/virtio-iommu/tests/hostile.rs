@@ -9,6 +9,7 @@
 mod common;
 
 use std::{
+    cell::Cell,
     collections::{BTreeMap, BTreeSet},
     os::fd::AsFd,
     process::{Child, Command, Stdio},
@@ -20,7 +21,10 @@ use common::{
     model::{Answer, Mapping, Model, Space},
     twin::{Shape, Twin, all_mappings},
 };
-use ringfence_mem::{GuestRam, Memory, PAGE_SIZE, Physical, SharedFile};
+use ringfence_mem::{
+    Access, AccessError, GuestRam, HostSlice, Memory, PAGE_SIZE, Physical, SharedFile, Translate,
+    Window,
+};
 use ringfence_virtio_iommu::device::RequestQueue;
 use ringfence_virtq::{
     device::{Config, Queue},
@@ -41,6 +45,12 @@ const FLIPS: usize = PAGE_SIZE;
 const STOP: usize = PAGE_SIZE + 8;
 /// Counts requests: while this grows somebody is there.
 const BEAT: usize = PAGE_SIZE + 16;
+
+/// Which site changes at the moment; where there is none of this number, all of them. One alone
+/// changes faster: the more often between two reads of it.
+const TURN: usize = PAGE_SIZE + 24;
+/// How many requests a turn lasts.
+const TURN_LEN: u64 = 256;
 
 /// The bytes of a reply's buffer that are looked at.
 const SEEN: usize = 12;
@@ -103,9 +113,9 @@ impl Scene {
             (at + 4, &[1, 1, 1, 2, 9]),
             // Misaligned; in a reserved region; where something is mapped.
             (at + 8 + 1, &[0, 0, 0, 8]),
-            (at + 8 + 2, &[4, 4, 0, 3]),
+            (at + 8 + 2, &[4, 4, 0, 5]),
             (at + 16 + 1, &[0x1f, 0x1f, 0x1f, 0x17]),
-            (at + 16 + 2, &[4, 3]),
+            (at + 16 + 2, &[4, 4, 5]),
             (at + 24 + 1, &[0, 0, 0, 4]),
             (at + 24 + 2, &[0x70, 0x60, 0]),
             (at + 32, &[3, 1, 2, 0x80]),
@@ -267,14 +277,16 @@ fn flip(scene: &Scene) {
     let mut random = 0x9e37_79b9_7f4a_7c15u64;
     let (mut beat, mut since) = (0, Instant::now());
     while shared.u8_at(STOP).load(Relaxed) == 0 {
-        for _ in 0..256 {
+        let turn = usize::from(shared.u8_at(TURN).load(Relaxed));
+        let sites = scene.sites.get(turn..=turn).unwrap_or(&scene.sites);
+        for _ in 0..32 {
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;
-            let (at, values) = scene.sites[(random >> 40) as usize % scene.sites.len()];
+            let (at, values) = sites[(random >> 40) as usize % sites.len()];
             shared.u8_at(at).store(values[(random >> 20) as usize % values.len()], Relaxed);
         }
-        shared.u64_at(FLIPS).fetch_add(256, Relaxed);
+        shared.u64_at(FLIPS).fetch_add(32, Relaxed);
         let now = shared.u64_at(BEAT).load(Relaxed);
         if now != beat {
             (beat, since) = (now, Instant::now());
@@ -319,6 +331,41 @@ impl Drop for Flipper {
     }
 }
 
+/// The same memory for a device that is slow: after each read the other process has some time, so
+/// that a second read finds something else.
+struct Slow<'a> {
+    memory: &'a Physical,
+    flips: &'a SharedFile,
+    reads: Cell<u64>,
+}
+
+impl Translate for Slow<'_> {
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        self.memory.slices(addr, len, access, each)?;
+        if access == Access::Read {
+            self.reads.set(self.reads.get() + 1);
+            // Both may be on one processor.
+            if self.reads.get().is_multiple_of(256) {
+                std::thread::yield_now();
+            }
+            let before = self.flips.u64_at(FLIPS).load(Relaxed);
+            let flipped = || self.flips.u64_at(FLIPS).load(Relaxed) != before;
+            (0..100).find(|_| {
+                std::hint::spin_loop();
+                flipped()
+            });
+        }
+        Ok(())
+    }
+
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+        self.memory.window(addr, len, access)
+    }
+}
+
 /// A device in the state that each request finds: endpoint 8, which has reserved regions, in domain
 /// 1 with a mapping; endpoint 1 in domain 2, with none.
 fn twin() -> Twin {
@@ -330,7 +377,7 @@ fn twin() -> Twin {
 fn prepare(twin: &mut Twin) {
     let attach = |domain, endpoint| [1, domain, endpoint, 0, 0].map(u32::to_le_bytes).concat();
     let mut map = vec![3, 0, 0, 0, 1, 0, 0, 0];
-    map.extend([0x3_0000, 0x3_1fff, 0x50_0000].map(u64::to_le_bytes).concat());
+    map.extend([0x5_0000, 0x5_1fff, 0x50_0000].map(u64::to_le_bytes).concat());
     map.extend([3, 0, 0, 0]);
     for request in [attach(1, 8), attach(2, 1), map] {
         assert_eq!(twin.request(0, &request, 4, true), Some(0));
@@ -368,6 +415,9 @@ fn serve(test: &str, scene: Scene) {
         packed: false,
         base: 0,
     };
+    let fd = ram.fd().try_clone_to_owned().expect("a descriptor");
+    let flips = SharedFile::map(fd, 0, LEN as u64).expect("shared memory");
+    let slow = Slow { memory: &mem, flips: &flips, reads: Cell::new(0) };
     let mut flipper = Flipper::start(test, &ram);
     let (mut requests, mut changed) = (0u64, 0);
     let mut met: BTreeMap<Outcome, u64> = BTreeMap::new();
@@ -386,12 +436,14 @@ fn serve(test: &str, scene: Scene) {
             allowed.len()
         );
         flipper.shared.u64_at(BEAT).store(requests, Relaxed);
+        let turn = requests / TURN_LEN % (2 * scene.sites.len() as u64);
+        flipper.shared.u8_at(TURN).store(turn as u8, Relaxed);
         all.write(at.used, &vec![0; layout::used_bytes(SIZE)]);
         REPLIES.iter().for_each(|&reply| all.write(reply, &[0xee; SEEN]));
         let before = sites();
         let queue = Queue::new(config, &mem).expect("a legal queue");
         let mut queue = RequestQueue::new(Arc::clone(&twin.device), queue);
-        let served = queue.poll(&mem);
+        let served = queue.poll(&slow);
         changed += u64::from(before != sites());
         let mut used = [0; 12];
         all.read(at.used, &mut used);
