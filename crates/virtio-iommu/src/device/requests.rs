@@ -64,8 +64,12 @@ impl<B: Backing> Device<B> {
         }
         let request = match Request::parse(request) {
             Ok(request) => request,
-            Err(ParseError::Short { kind: Kind::Probe, .. }) if self.has(Features::PROBE) => {
-                return Reply::ProbeRefused(Status::Inval);
+            Err(ParseError::Short { kind: Kind::Probe, .. }) => {
+                return match self.has(Features::PROBE) {
+                    true => Reply::ProbeRefused(Status::Inval),
+                    // However short: left alone where the feature is not (rule V24).
+                    false => Reply::Unwritten,
+                };
             }
             // Without the feature there is no such type (rule V8).
             Err(error) if error.kind() == Some(Kind::IotlbFlush) && !self.flushes() => {

@@ -1,7 +1,10 @@
 //! A device over software domains, for the tests of both ends.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub(crate) mod model;
+pub(crate) mod program;
 pub(crate) mod ring;
+pub(crate) mod twin;
 
 use std::{collections::HashMap, sync::Arc};
 
