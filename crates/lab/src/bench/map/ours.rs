@@ -38,6 +38,8 @@ impl Machine {
     /// A request queue of `size` descriptors, whose server translates for endpoint `id`.
     pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<Ours>> {
         let config = Config::parse(&self.device.config()).context("our own configuration")?;
+        // The drivers of several queues do not know each other.
+        let config = Config { domain_range: (id, id), ..config };
         let features = negotiate(self.device.features().bits());
         let Link { driver, queue, alive, memory } = Link::new(size, config, features)?;
         let endpoint = Arc::clone(&self.endpoints[id as usize - 1]);
