@@ -7,6 +7,7 @@ use ringfence_iommu::{Domain, Error, GuestPhys, Iova, Range};
 use super::{
     Backing, Binding, Device, EndpointInfo, Session,
     core::{Entry, State, View},
+    session::gather,
 };
 use crate::wire::{
     AttachFlags, Features, Kind, MapFlags, ParseError, Property, Request, Status, TAIL_LEN,
@@ -157,7 +158,8 @@ impl<B: Backing> Device<B> {
         if let Err(error) = domain.iotlb_sync_map(range) {
             let domain = Arc::clone(domain);
             // Whatever could be mapped of it goes again; the driver is told that nothing is.
-            let _ = domain.unmap_pages(range, session.gather(&domain));
+            let Session { touched, used, .. } = session;
+            let _ = domain.unmap_pages(range, gather(touched, used, &domain));
             return Err(status_of(error));
         }
         Ok(())
@@ -168,7 +170,12 @@ impl<B: Backing> Device<B> {
         if !self.has(Features::MAP_UNMAP) {
             return Err(Status::Unsupp);
         }
-        let domain = self.find(session, id)?.domain.as_ref().ok_or(Status::Inval)?;
+        self.find(session, id)?;
+        // The session's own: a count for each request would be two more atomic operations.
+        let Session { last: Some((.., View { domain, .. })), touched, used, .. } = session else {
+            return Err(Status::NoEnt);
+        };
+        let domain = domain.as_ref().ok_or(Status::Inval)?;
         let (granule, input) = (self.granule(), self.options.input_range);
         let range = if range.is_aligned(granule) && input.covers(range) {
             range
@@ -178,8 +185,7 @@ impl<B: Backing> Device<B> {
                 None => return Ok(()),
             }
         };
-        let domain = Arc::clone(domain);
-        domain.unmap_pages(range, session.gather(&domain)).map_err(status_of)?;
+        domain.unmap_pages(range, gather(touched, used, domain)).map_err(status_of)?;
         Ok(())
     }
 

@@ -43,9 +43,9 @@ pub(super) enum Meaning {
 /// [`flush_iotlb_all`](Domain::flush_iotlb_all), and then what it was to remove may still be
 /// reachable: its addresses must not be used again.
 pub struct ViommuDomain {
-    driver: Arc<Driver>,
-    id: u32,
-    meaning: Meaning,
+    pub(super) driver: Arc<Driver>,
+    pub(super) id: u32,
+    pub(super) meaning: Meaning,
     reports: Arc<Reports>,
     /// Whether any endpoint is; changed under the lock of `state`.
     attached: AtomicBool,
@@ -53,12 +53,12 @@ pub struct ViommuDomain {
     state: Mutex<State>,
 }
 
-struct State {
-    shadow: Shadow,
-    geometry: Geometry,
+pub(super) struct State {
+    pub(super) shadow: Shadow,
+    pub(super) geometry: Geometry,
     /// The endpoints, each with the regions that the device named.
     endpoints: Vec<(u32, Vec<ReservedRegion>)>,
-    failed_maps: Failures,
+    pub(super) failed_maps: Failures,
     failed_unmaps: Failures,
     failed_replay: Option<Error>,
 }
@@ -203,7 +203,7 @@ impl ViommuDomain {
 
     /// The state, with everything accounted for that the device has answered.
     #[inline]
-    fn settled(&self) -> parking_lot::MutexGuard<'_, State> {
+    pub(super) fn settled(&self) -> parking_lot::MutexGuard<'_, State> {
         let mut state = self.state.lock();
         self.settle(&mut state);
         state
@@ -250,7 +250,26 @@ impl ViommuDomain {
         told.fold(Ok(()), Result::and).map(|()| true)
     }
 
-    fn is_attached(&self) -> bool {
+    /// Whether the domain and the device have mappings of this kind.
+    #[inline]
+    pub(super) fn check_kind(&self, range: Range, prot: Prot) -> Result<()> {
+        if self.meaning != Meaning::Mapped {
+            return Err(Error::Unsupported("an identity domain maps nothing else"));
+        }
+        if !prot.intersects(Prot::RW) {
+            return Err(Error::NoPermission(range));
+        }
+        if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
+            return Err(Error::Unsupported("the device knows no MMIO mappings"));
+        }
+        if range.extent() == 0 {
+            // virt_end must be strictly greater than virt_start (rule V38).
+            return Err(Error::Unsupported("a mapping of one byte cannot be asked for"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_attached(&self) -> bool {
         self.attached.load(Ordering::Acquire)
     }
 }
@@ -270,7 +289,7 @@ impl State {
 
     /// Whether `range` could be mapped as far as can be told without the device.
     #[inline]
-    fn check(&self, range: Range, target: GuestPhys) -> Result<()> {
+    pub(super) fn check(&self, range: Range, target: GuestPhys) -> Result<()> {
         let granule = self.geometry.page_sizes.granule();
         if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
             return Err(Error::Unaligned { range, granule });
@@ -304,19 +323,7 @@ impl Domain for ViommuDomain {
     }
 
     fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        if self.meaning != Meaning::Mapped {
-            return Err(Error::Unsupported("an identity domain maps nothing else"));
-        }
-        if !prot.intersects(Prot::RW) {
-            return Err(Error::NoPermission(range));
-        }
-        if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
-            return Err(Error::Unsupported("the device knows no MMIO mappings"));
-        }
-        if range.extent() == 0 {
-            // virt_end must be strictly greater than virt_start (rule V38).
-            return Err(Error::Unsupported("a mapping of one byte cannot be asked for"));
-        }
+        self.check_kind(range, prot)?;
         let flags = MapFlags::from_prot(prot);
         let map = Request::Map { domain: self.id, range, phys: target.0, flags };
         loop {
