@@ -3,6 +3,7 @@
 mod blk;
 mod bounce;
 mod iotlb;
+mod map;
 mod net;
 mod pin;
 
@@ -44,6 +45,8 @@ pub(crate) enum Bench {
     Blk(blk::Arguments),
     #[command(about = "Pinning pages, beside one call a page; run lengths in recordings")]
     Pin(pin::Arguments),
+    #[command(about = "MAP and UNMAP of a virtio-iommu, beside devices of another design")]
+    Map(map::Arguments),
 }
 
 /// Rounds and their length that let the default run end in under four minutes.
@@ -170,6 +173,7 @@ pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
         Bench::Net(arguments) => net::run(arguments),
         Bench::Blk(arguments) => blk::run(arguments),
         Bench::Pin(arguments) => pin::run(&arguments),
+        Bench::Map(arguments) => map::run(&arguments),
     }
 }
 

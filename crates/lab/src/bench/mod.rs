@@ -13,6 +13,7 @@
 //! | [`bounce`] | bounce pools, against mapping and against pools of another shape |
 //! | [`iotlb`] | lookups in a device's IOTLB |
 //! | [`pin`] | pinning pages, and how long runs are in recordings |
+//! | [`map`] | MAP and UNMAP of a virtio-iommu, beside devices of another design |
 //! | `ping` | where the host has put the CPUs |
 //! | `process` | a back end's process |
 //! | [`net`] | network back ends with and without a device IOTLB, beside DPDK's |
@@ -26,6 +27,7 @@ pub mod bounce;
 pub mod clock;
 pub mod iotlb;
 pub mod iova;
+pub mod map;
 pub mod net;
 pub mod pin;
 mod ping;

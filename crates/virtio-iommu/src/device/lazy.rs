@@ -6,7 +6,7 @@ use std::{fmt, sync::Arc};
 use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Gather, Range, Result};
 
-use super::{Backing, Session};
+use super::{Backing, Session, session::gather};
 
 /// What a lazy domain has unmapped and not invalidated yet. It belongs to the domain and not to a
 /// request queue, so that any queue may flush.
@@ -65,9 +65,10 @@ impl Lazy {
             return;
         }
         *flights += 1;
-        let gather = session.gather(domain);
+        let Session { touched, used, flights: begun, .. } = session;
+        let gather = gather(touched, used, domain);
         leaving.ranges().iter().for_each(|&range| gather.add(range));
-        session.flights.push(Flight { lazy: Arc::clone(self), landed: false });
+        begun.push(Flight { lazy: Arc::clone(self), landed: false });
     }
 }
 

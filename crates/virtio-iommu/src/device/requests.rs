@@ -7,6 +7,7 @@ use ringfence_iommu::{Domain, Error, GuestPhys, Iova, Range};
 use super::{
     Backing, Binding, Device, EndpointInfo, Session,
     core::{Entry, State, View},
+    session::gather,
 };
 use crate::wire::{
     AttachFlags, Features, Kind, MapFlags, ParseError, Property, Request, Status, TAIL_LEN,
@@ -177,7 +178,8 @@ impl<B: Backing> Device<B> {
         if let Err(error) = domain.iotlb_sync_map(range) {
             let domain = Arc::clone(domain);
             // Whatever could be mapped of it goes again; the driver is told that nothing is.
-            let _ = domain.unmap_pages(range, session.gather(&domain));
+            let Session { touched, used, .. } = session;
+            let _ = domain.unmap_pages(range, gather(touched, used, &domain));
             return Err(status_of(error));
         }
         Ok(())
@@ -189,7 +191,12 @@ impl<B: Backing> Device<B> {
         if !self.has(Features::MAP_UNMAP) {
             return Err(Status::Unsupp);
         }
-        let View { domain, lazy, .. } = self.find(session, id)?;
+        self.find(session, id)?;
+        // The session's own: a count for each request would be two more atomic operations.
+        let Session { last: Some((.., View { domain, lazy, .. })), touched, used, .. } = session
+        else {
+            return Err(Status::NoEnt);
+        };
         let domain = domain.as_ref().ok_or(Status::Inval)?;
         let (granule, input) = (self.granule(), self.options.input_range);
         let range = if range.is_aligned(granule) && input.covers(range) {
@@ -203,8 +210,7 @@ impl<B: Backing> Device<B> {
         if let Some(lazy) = lazy {
             return lazy.unmap(&**domain, range).map(|()| false).map_err(status_of);
         }
-        let domain = Arc::clone(domain);
-        domain.unmap_pages(range, session.gather(&domain)).map_err(status_of)?;
+        domain.unmap_pages(range, gather(touched, used, domain)).map_err(status_of)?;
         Ok(true)
     }
 

@@ -80,28 +80,32 @@ impl<B: Backing> Session<B> {
     pub fn touched(&self) -> usize {
         self.used
     }
+}
 
-    /// The gather for `domain`. Requests come in runs for one domain, so the newest is tried
-    /// first.
-    #[inline]
-    pub(super) fn gather(&mut self, domain: &Arc<B::Domain>) -> &mut Gather {
-        let is_it = |touched: &Touched<B::Domain>| {
-            touched.domain.as_ref().is_some_and(|held| Arc::ptr_eq(held, domain))
-        };
-        let at = match self.touched[..self.used].iter().rposition(is_it) {
-            Some(at) => at,
-            None => {
-                if self.used == self.touched.len() {
-                    let (gather, ranges) = (Gather::new(), Vec::new());
-                    self.touched.push(Touched { domain: None, gather, ranges });
-                }
-                self.touched[self.used].domain = Some(Arc::clone(domain));
-                self.used += 1;
-                self.used - 1
+/// The gather for `domain` among those of a session that are `touched`, the first `used`. Requests
+/// come in runs for one domain, so the newest is tried first.
+#[inline]
+pub(super) fn gather<'s, D>(
+    touched: &'s mut Vec<Touched<D>>,
+    used: &mut usize,
+    domain: &Arc<D>,
+) -> &'s mut Gather {
+    let is_it = |touched: &Touched<D>| {
+        touched.domain.as_ref().is_some_and(|held| Arc::ptr_eq(held, domain))
+    };
+    let at = match touched[..*used].iter().rposition(is_it) {
+        Some(at) => at,
+        None => {
+            if *used == touched.len() {
+                let (gather, ranges) = (Gather::new(), Vec::new());
+                touched.push(Touched { domain: None, gather, ranges });
             }
-        };
-        &mut self.touched[at].gather
-    }
+            touched[*used].domain = Some(Arc::clone(domain));
+            *used += 1;
+            *used - 1
+        }
+    };
+    &mut touched[at].gather
 }
 
 impl<B: Backing> Device<B> {

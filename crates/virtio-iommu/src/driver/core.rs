@@ -72,7 +72,7 @@ impl Default for Options {
 /// needs it fails with [`Error::Gone`].
 pub struct Driver {
     transport: Arc<dyn Transport>,
-    waiting: Waiting,
+    pub(super) waiting: Waiting,
     config: Config,
     features: Features,
     numbers: Mutex<Numbers>,

@@ -60,7 +60,7 @@ pub(super) struct State {
     pub(super) geometry: Geometry,
     /// The endpoints, each with the regions that the device named.
     pub(super) endpoints: Vec<(u32, Vec<ReservedRegion>)>,
-    failed_maps: Failures,
+    pub(super) failed_maps: Failures,
     failed_unmaps: Failures,
     failed_replay: Option<Error>,
 }
@@ -258,6 +258,25 @@ impl ViommuDomain {
         told.fold(Ok(()), Result::and).map(|()| true)
     }
 
+    /// Whether the domain and the device have mappings of this kind.
+    #[inline]
+    pub(super) fn check_kind(&self, range: Range, prot: Prot) -> Result<()> {
+        if self.meaning != Meaning::Mapped {
+            return Err(Error::Unsupported("an identity domain maps nothing else"));
+        }
+        if !prot.intersects(Prot::RW) {
+            return Err(Error::NoPermission(range));
+        }
+        if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
+            return Err(Error::Unsupported("the device knows no MMIO mappings"));
+        }
+        if range.extent() == 0 {
+            // virt_end must be strictly greater than virt_start (rule V38).
+            return Err(Error::Unsupported("a mapping of one byte cannot be asked for"));
+        }
+        Ok(())
+    }
+
     pub(super) fn is_attached(&self) -> bool {
         self.attached.load(Ordering::Acquire)
     }
@@ -278,7 +297,7 @@ impl State {
 
     /// Whether `range` could be mapped as far as can be told without the device.
     #[inline]
-    fn check(&self, range: Range, target: GuestPhys) -> Result<()> {
+    pub(super) fn check(&self, range: Range, target: GuestPhys) -> Result<()> {
         let granule = self.geometry.page_sizes.granule();
         if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
             return Err(Error::Unaligned { range, granule });
@@ -312,19 +331,7 @@ impl Domain for ViommuDomain {
     }
 
     fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        if self.meaning != Meaning::Mapped {
-            return Err(Error::Unsupported("an identity domain maps nothing else"));
-        }
-        if !prot.intersects(Prot::RW) {
-            return Err(Error::NoPermission(range));
-        }
-        if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
-            return Err(Error::Unsupported("the device knows no MMIO mappings"));
-        }
-        if range.extent() == 0 {
-            // virt_end must be strictly greater than virt_start (rule V38).
-            return Err(Error::Unsupported("a mapping of one byte cannot be asked for"));
-        }
+        self.check_kind(range, prot)?;
         let flags = MapFlags::from_prot(prot);
         let map = Request::Map { domain: self.id, range, phys: target.0, flags };
         loop {

@@ -5,6 +5,7 @@
 //! demands a result: `iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`, and when the ring is full
 //! (rule L64). What the device answers is kept until then and reported.
 
+mod batch;
 mod core;
 mod domain;
 mod doorbell;

@@ -5,7 +5,10 @@ use std::{collections::HashMap, sync::Arc};
 
 use ringfence_iommu::Range;
 use ringfence_mem::Window;
-use ringfence_virtq::{Desc, driver::Queue};
+use ringfence_virtq::{
+    Desc,
+    driver::{Queue, Used},
+};
 
 use super::report::{Failure, Reports, Sent};
 use crate::wire::{MAX_REQUEST_LEN, PROBE_HEAD_LEN, Request, Status, TAIL_LEN, parse_tail};
@@ -16,6 +19,8 @@ pub(super) const SLOT: usize = 64;
 const TAIL_AT: usize = SLOT - TAIL_LEN;
 /// Where the written part of a PROBE begins in the memory kept for it.
 const PROBE_REPLY_AT: usize = 128;
+/// So many replies are taken out of the ring at a time.
+const BURST: usize = 16;
 /// What a tail holds before the device writes it: no status.
 const UNWRITTEN: [u8; TAIL_LEN] = [0xff; TAIL_LEN];
 
@@ -122,6 +127,14 @@ impl Ring {
     /// the ring is full.
     #[inline]
     pub(super) fn submit(&mut self, request: &Request, sent: Sent) -> Option<u64> {
+        let seq = self.put(request, sent);
+        self.queue.publish();
+        seq
+    }
+
+    /// As [`submit`](Self::submit), not visible before [`publish`](Self::publish).
+    #[inline]
+    pub(super) fn put(&mut self, request: &Request, sent: Sent) -> Option<u64> {
         if self.is_full() {
             return None;
         }
@@ -148,12 +161,17 @@ impl Ring {
             }
             Request::Probe { .. } => unreachable!("PROBE has memory of its own"),
         };
-        let slot = Slot { sent, domain, range, tail: at + TAIL_AT, done: false };
         let descs = [
             Desc::readable(self.addr + at as u64, len as u32),
             Desc::writable(self.addr + (at + TAIL_AT) as u64, TAIL_LEN as u32),
         ];
-        Some(self.send(slot, &descs))
+        Some(self.send((sent, domain, range, at + TAIL_AT), &descs))
+    }
+
+    /// Makes visible what was put into the ring.
+    #[inline]
+    pub(super) fn publish(&mut self) {
+        self.queue.publish();
     }
 
     /// As [`submit`](Self::submit), for PROBE. One at a time: the caller sees to it.
@@ -171,12 +189,13 @@ impl Ring {
         self.memory.write(reply, &vec![0; probe_size]);
         self.memory.write(tail, &UNWRITTEN);
         self.counts.others += 1;
-        let slot = Slot { sent: Sent::Sync, domain: 0, range: Range::ALL, tail, done: false };
         let descs = [
             Desc::readable(self.addr + at as u64, len as u32),
             Desc::writable(self.addr + reply as u64, (probe_size + TAIL_LEN) as u32),
         ];
-        Some(self.send(slot, &descs))
+        let seq = self.send((Sent::Sync, 0, Range::ALL, tail), &descs);
+        self.queue.publish();
+        Some(seq)
     }
 
     /// The properties that the last PROBE returned.
@@ -187,14 +206,23 @@ impl Ring {
     }
 
     #[inline]
-    fn send(&mut self, slot: Slot, descs: &[Desc; 2]) -> u64 {
+    fn send(
+        &mut self,
+        (sent, domain, range, tail): (Sent, u32, Range, usize),
+        descs: &[Desc; 2],
+    ) -> u64 {
         self.issued += 1;
         let at = self.slot_of(self.issued);
-        self.slots[at] = slot;
+        // Field by field: a copy of all of it would wait until the stores to the original are done.
+        let slot = &mut self.slots[at];
+        slot.sent = sent;
+        slot.domain = domain;
+        slot.range = range;
+        slot.tail = tail;
+        slot.done = false;
         // Two descriptors a slot: there is room whenever a slot is free. A queue that is broken
         // takes nothing, and the next look at it tells.
         let _ = self.queue.add(descs, at as u64);
-        self.queue.publish();
         self.issued
     }
 
@@ -205,8 +233,15 @@ impl Ring {
     #[inline]
     pub(super) fn reap(&mut self) -> Result<bool, Broken> {
         let before = self.retired;
-        while let Some(used) = self.queue.pop().map_err(|_| Broken)? {
-            self.complete(used.token as usize, used.len)?;
+        let mut burst = [Used::default(); BURST];
+        loop {
+            let count = self.queue.pop_burst(&mut burst).map_err(|_| Broken)?;
+            for used in &burst[..count] {
+                self.complete(used.token as usize, used.len)?;
+            }
+            if count < BURST {
+                break;
+            }
         }
         while self.retired < self.issued {
             let at = self.slot_of(self.retired + 1);

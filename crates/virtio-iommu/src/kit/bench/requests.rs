@@ -227,5 +227,6 @@ pub(in crate::kit) fn describe(request: &Request) -> String {
             format!("UNMAP {:#x}-{:#x} of {domain}", range.first().0, range.last().0)
         }
         Request::Probe { endpoint } => format!("PROBE {endpoint}"),
+        Request::IotlbFlush { domain } => format!("IOTLB_FLUSH domain {domain}"),
     }
 }

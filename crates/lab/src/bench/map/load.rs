@@ -1,0 +1,175 @@
+//! A driver that maps and unmaps in batches.
+
+use anyhow::Result;
+use ringfence_iommu::{Domain, Gather, GuestPhys, Iova, Prot, Range, SyncToken};
+use ringfence_virtio_iommu::driver::ViommuDomain;
+
+use super::params::Order;
+use crate::block::mix;
+
+/// Where batches lie: above the window for MSIs.
+const BASE: u64 = 1 << 32;
+/// Pages of memory that mappings lead to.
+const MEMORY: u64 = 256;
+/// How many batches take turns: one is mapped, one is in use, one is unmapped.
+const SETS: usize = 3;
+
+/// The range of page `n`.
+pub(super) fn page(n: u64) -> Range {
+    Range::from_len(Iova(BASE + (n << 12)), 4096).expect("far below the end")
+}
+
+/// Where page `n` leads: memory as it is after a while, in no order.
+pub(super) fn target(n: u64) -> GuestPhys {
+    GuestPhys((mix(n) % MEMORY) << 12)
+}
+
+/// A batch of pages that come and go together.
+struct Set {
+    pages: Vec<(Range, GuestPhys)>,
+    /// The same pages, those that touch as one.
+    ranges: Vec<Range>,
+    map: SyncToken,
+    unmap: SyncToken,
+}
+
+/// Maps a batch, has the one before it unmapped, and waits for the one before that: requests of two
+/// batches are on their way at a time, and the driver waits only when it has nothing else to do.
+pub(super) struct Load {
+    sets: [Set; SETS],
+    gather: Gather,
+    /// How many batches were begun.
+    begun: usize,
+}
+
+impl Load {
+    pub(super) fn new(batch: usize, order: Order) -> Load {
+        let sets = [0, 1, 2].map(|set| {
+            let at = |n: usize| match order {
+                Order::Contiguous => (set * batch + n) as u64,
+                // Places of which each batch has every third, all of them apart.
+                Order::Scattered => 2 * ((shuffled(n, batch) * SETS + set) as u64),
+            };
+            let pages: Vec<_> = (0..batch).map(|n| (page(at(n)), target(at(n)))).collect();
+            let ranges = match order {
+                Order::Contiguous => vec![pages[0].0.hull(pages[batch - 1].0)],
+                Order::Scattered => pages.iter().map(|(range, _)| *range).collect(),
+            };
+            Set { pages, ranges, map: SyncToken::DONE, unmap: SyncToken::DONE }
+        });
+        Load { sets, gather: Gather::new(), begun: 0 }
+    }
+
+    /// One batch. `wait` is called again and again while the device has not answered.
+    #[inline]
+    pub(super) fn step(
+        &mut self,
+        domain: &ViommuDomain,
+        mut wait: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let [new, used] = [self.begun % SETS, (self.begun + SETS - 1) % SETS];
+        let set = &mut self.sets[new];
+        for &(range, target) in &set.pages {
+            domain.map_pages(range, target, Prot::RW)?;
+        }
+        set.map = domain.iotlb_sync_map_begin(&set.ranges)?;
+        self.begun += 1;
+        if self.begun > 1 {
+            self.unmap(used, domain, &mut wait)?;
+        }
+        if self.begun > 2 {
+            self.settle((used + SETS - 1) % SETS, domain, &mut wait)?;
+        }
+        Ok(())
+    }
+
+    /// Unmaps the batch that is left.
+    pub(super) fn finish(
+        &mut self,
+        domain: &ViommuDomain,
+        mut wait: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        if self.begun > 0 {
+            let last = (self.begun - 1) % SETS;
+            self.unmap(last, domain, &mut wait)?;
+            for set in 0..SETS {
+                self.settle(set, domain, &mut wait)?;
+            }
+            self.begun = 0;
+        }
+        Ok(())
+    }
+
+    /// Unmaps a set once it is mapped.
+    #[inline]
+    fn unmap(
+        &mut self,
+        set: usize,
+        domain: &ViommuDomain,
+        wait: &mut impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let set = &mut self.sets[set];
+        while !domain.iotlb_sync_map_poll(set.map, &set.ranges)? {
+            wait()?;
+        }
+        for &(range, _) in &set.pages {
+            domain.unmap_pages(range, &mut self.gather)?;
+        }
+        set.unmap = domain.iotlb_sync_begin(&mut self.gather)?;
+        Ok(())
+    }
+
+    /// Waits until a set is unmapped.
+    #[inline]
+    fn settle(
+        &mut self,
+        set: usize,
+        domain: &ViommuDomain,
+        wait: &mut impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let set = &mut self.sets[set];
+        while !domain.iotlb_sync_poll(set.unmap, &set.ranges)? {
+            wait()?;
+        }
+        set.unmap = SyncToken::DONE;
+        Ok(())
+    }
+}
+
+/// Where the `n`-th of so many goes, each somewhere else.
+fn shuffled(n: usize, of: usize) -> usize {
+    // An odd step goes round any power of two; other numbers take the nearest above, and leave out
+    // what is not theirs.
+    let size = of.next_power_of_two();
+    let mut at = n;
+    loop {
+        at = (at * 0x9e5 + 0x55) % size;
+        if at < of {
+            return at;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn sets_are_apart_and_lie_as_they_are_said_to() {
+        for batch in [1, 2, 3, 8, 64, 100, 256] {
+            for &order in Order::ALL {
+                let load = Load::new(batch, order);
+                let pages = load.sets.iter().flat_map(|set| &set.pages).map(|(range, _)| *range);
+                let distinct: BTreeSet<Range> = pages.collect();
+                assert_eq!(distinct.len(), SETS * batch, "{batch} {order}");
+                let touch =
+                    distinct.iter().zip(distinct.iter().skip(1)).all(|(a, b)| a.touches(*b));
+                assert_eq!(touch, order == Order::Contiguous);
+                let in_order = load.sets[0].pages.is_sorted_by_key(|(range, _)| *range);
+                assert!(batch < 8 || in_order == (order == Order::Contiguous), "{batch} {order}");
+            }
+        }
+    }
+}

@@ -1,0 +1,402 @@
+//! Times one device under one load.
+
+use std::{
+    hint,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use ringfence_devices::iommu::Endpoints;
+use ringfence_iommu::{Domain, Gather, Iova, Prot};
+use ringfence_virtio_iommu::{
+    device::{Device, Session},
+    driver::ViommuDomain,
+    wire::{AttachFlags, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
+};
+
+use super::{
+    load::{Load, page, target},
+    ours::{Machine, Ours},
+    params::{Batch, Order},
+    rig::{Rig, Server, Serving},
+};
+use crate::{
+    bench::{clock::Clock, threads::together},
+    block::mix,
+};
+
+/// With which clock, on which CPUs, and for about how long.
+#[derive(Clone, Copy)]
+pub(super) struct How<'a> {
+    pub(super) clock: &'a Clock,
+    pub(super) cpus: &'a [usize],
+    pub(super) budget: Duration,
+}
+
+/// What an operation took, ns.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sample {
+    pub(super) ns: f64,
+    /// Of what is measured apart: a MAP, and an UNMAP.
+    pub(super) map: f64,
+    pub(super) unmap: f64,
+    pub(super) operations: u64,
+}
+
+/// One device under one load.
+pub(super) trait Subject {
+    /// Runs for about the budget.
+    fn sample(&mut self, how: How<'_>) -> Result<Sample>;
+
+    /// Whether all that was asked for was done.
+    fn check(&mut self) -> Result<()>;
+}
+
+/// Has a batch mapped and unmapped, and looks at each page before, meanwhile and afterwards.
+fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
+    rig.check(live)?;
+    let pages = || (0..8).map(|n| (page(FREE + n), target(n)));
+    let mut gather = Gather::new();
+    for (range, _) in pages() {
+        ensure!(rig.access(range.first())?.is_none(), "{range} is mapped already");
+    }
+    let mut ranges = Vec::new();
+    for (range, target) in pages() {
+        rig.domain.map_pages(range, target, Prot::RW)?;
+        ranges.push(range);
+    }
+    let begun = rig.domain.iotlb_sync_map_begin(&ranges)?;
+    rig.serve()?;
+    ensure!(rig.domain.iotlb_sync_map_poll(begun, &ranges)?, "MAPs are not answered");
+    for (range, target) in pages() {
+        let at = Iova(range.first().0 + 0x123);
+        ensure!(rig.access(at)? == Some(target.0 + 0x123), "{range} leads elsewhere");
+    }
+    rig.check(live + 8)?;
+    for (range, _) in pages() {
+        rig.domain.unmap_pages(range, &mut gather)?;
+    }
+    let begun = rig.domain.iotlb_sync_begin(&mut gather)?;
+    rig.serve()?;
+    ensure!(rig.domain.iotlb_sync_poll(begun, &ranges)?, "UNMAPs are not answered");
+    for (range, _) in pages() {
+        ensure!(rig.access(range.first())?.is_none(), "{range} is mapped still");
+    }
+    rig.check(live)
+}
+
+/// Pages from here on are used by nobody else.
+const FREE: u64 = 1 << 30;
+
+/// Driver and device take turns in one thread.
+fn alone<S: Server>(
+    rig: &mut Rig<S>,
+    load: &mut Load,
+    batch: usize,
+    how: How<'_>,
+) -> Result<Sample> {
+    let Rig { domain, server, .. } = rig;
+    let mut serving = server.begin()?;
+    let mut serve = || serving.serve().map(drop);
+    let steps = (64 / batch).max(1);
+    let (begun, budget) = (how.clock.now(), how.budget.as_nanos() as f64);
+    let mut operations = 0;
+    loop {
+        for _ in 0..steps {
+            load.step(domain, &mut serve)?;
+        }
+        operations += (steps * batch) as u64;
+        if how.clock.ns(how.clock.now().wrapping_sub(begun)) >= budget {
+            break;
+        }
+    }
+    load.finish(domain, &mut serve)?;
+    let ns = how.clock.ns(how.clock.now().wrapping_sub(begun)) / operations as f64;
+    Ok(Sample { ns, operations, ..Sample::default() })
+}
+
+/// Both ends on one core.
+pub(super) struct OneCore<S> {
+    rig: Rig<S>,
+    load: Load,
+    batch: usize,
+}
+
+impl<S: Server> OneCore<S> {
+    pub(super) fn new(rig: Rig<S>, Batch(batch): Batch, order: Order) -> OneCore<S> {
+        OneCore { rig, load: Load::new(batch, order), batch }
+    }
+}
+
+impl<S: Server> Subject for OneCore<S> {
+    fn sample(&mut self, how: How<'_>) -> Result<Sample> {
+        alone(&mut self.rig, &mut self.load, self.batch, how)
+    }
+
+    fn check(&mut self) -> Result<()> {
+        check(&mut self.rig, 0)
+    }
+}
+
+/// One end on each of two cores.
+pub(super) struct TwoCores<S>(pub(super) OneCore<S>);
+
+/// Who runs on a core.
+enum Side<'a, S> {
+    Driver(&'a ViommuDomain, &'a mut Load),
+    Device(&'a mut S),
+}
+
+impl<S: Server> Subject for TwoCores<S> {
+    fn sample(&mut self, how: How<'_>) -> Result<Sample> {
+        let OneCore { rig, load, batch } = &mut self.0;
+        let (stop, batch) = (&AtomicBool::new(false), *batch);
+        let sides = vec![Side::Driver(&rig.domain, load), Side::Device(&mut rig.server)];
+        let mut results = together(how.cpus, sides, |_, side| {
+            let result = match side {
+                Side::Driver(domain, load) => drive(domain, load, batch, how, stop),
+                Side::Device(server) => attend(server, stop),
+            };
+            stop.store(true, Ordering::Release);
+            result
+        });
+        // The device's trouble explains the driver's.
+        results.pop().context("the device's side")??;
+        results.pop().context("the driver's side")?
+    }
+
+    fn check(&mut self) -> Result<()> {
+        self.0.check()
+    }
+}
+
+/// The driver's side, until the budget is spent.
+fn drive(
+    domain: &ViommuDomain,
+    load: &mut Load,
+    batch: usize,
+    how: How<'_>,
+    stop: &AtomicBool,
+) -> Result<Sample> {
+    let mut looks = 0_u32;
+    let mut wait = || {
+        hint::spin_loop();
+        looks = looks.wrapping_add(1);
+        if looks.is_multiple_of(1024) {
+            ensure!(!stop.load(Ordering::Acquire), "the device has stopped");
+            thread::yield_now();
+        }
+        Ok(())
+    };
+    let steps = (64 / batch).max(1);
+    let (begun, budget) = (how.clock.now(), how.budget.as_nanos() as f64);
+    let mut operations = 0;
+    while how.clock.ns(how.clock.now().wrapping_sub(begun)) < budget {
+        for _ in 0..steps {
+            load.step(domain, &mut wait)?;
+        }
+        operations += (steps * batch) as u64;
+    }
+    load.finish(domain, &mut wait)?;
+    let ns = how.clock.ns(how.clock.now().wrapping_sub(begun)) / operations as f64;
+    Ok(Sample { ns, operations, ..Sample::default() })
+}
+
+/// The device's side, until it is stopped.
+fn attend<S: Server>(server: &mut S, stop: &AtomicBool) -> Result<Sample> {
+    let mut serving = server.begin()?;
+    let mut idle = 0_u32;
+    while !stop.load(Ordering::Relaxed) {
+        if serving.serve()? {
+            idle = 0;
+            continue;
+        }
+        hint::spin_loop();
+        idle = idle.wrapping_add(1);
+        // One CPU for both: the driver needs it.
+        if idle.is_multiple_of(4096) {
+            thread::yield_now();
+        }
+    }
+    Ok(Sample::default())
+}
+
+/// As [`OneCore`], with a thread and a request queue for each of several domains of one device.
+pub(super) struct Domains<S>(pub(super) Vec<OneCore<S>>);
+
+impl<S: Server> Subject for Domains<S> {
+    fn sample(&mut self, how: How<'_>) -> Result<Sample> {
+        let results = together(how.cpus, self.0.iter_mut().collect(), |_, one| one.sample(how));
+        let samples = results.into_iter().collect::<Result<Vec<_>>>()?;
+        let a_ns: f64 = samples.iter().map(|sample| 1.0 / sample.ns).sum();
+        let operations = samples.iter().map(|sample| sample.operations).sum();
+        Ok(Sample { ns: 1.0 / a_ns, operations, ..Sample::default() })
+    }
+
+    fn check(&mut self) -> Result<()> {
+        self.0.iter_mut().try_for_each(Subject::check)
+    }
+}
+
+/// Maps so many pages, in batches.
+fn fill<S: Server>(rig: &mut Rig<S>, live: usize) -> Result<()> {
+    const AT_ONCE: usize = 64;
+    let Rig { domain, server, .. } = rig;
+    let mut serving = server.begin()?;
+    for first in (0..live).step_by(AT_ONCE) {
+        let mut all = page(first as u64);
+        for n in first..live.min(first + AT_ONCE) {
+            let range = page(n as u64);
+            domain.map_pages(range, target(n as u64), Prot::RW)?;
+            all = all.hull(range);
+        }
+        let begun = domain.iotlb_sync_map_begin(&[all])?;
+        while !domain.iotlb_sync_map_poll(begun, &[all])? {
+            serving.serve()?;
+        }
+    }
+    Ok(())
+}
+
+/// One mapping after the other among many, in random order.
+pub(super) struct OneOf<S> {
+    rig: Rig<S>,
+    live: usize,
+    next: u64,
+    map: Vec<u64>,
+    unmap: Vec<u64>,
+}
+
+impl<S: Server> OneOf<S> {
+    pub(super) fn new(mut rig: Rig<S>, live: usize) -> Result<OneOf<S>> {
+        fill(&mut rig, live)?;
+        Ok(OneOf { rig, live, next: 0, map: Vec::new(), unmap: Vec::new() })
+    }
+}
+
+impl<S: Server> Subject for OneOf<S> {
+    fn sample(&mut self, How { clock, budget, .. }: How<'_>) -> Result<Sample> {
+        let Rig { domain, server, .. } = &mut self.rig;
+        let mut serving = server.begin()?;
+        let mut gather = Gather::new();
+        self.map.clear();
+        self.unmap.clear();
+        let (start, budget) = (clock.now(), budget.as_nanos() as f64);
+        loop {
+            self.next += 1;
+            let n = mix(self.next) % self.live as u64;
+            let (range, target) = (page(n), target(n));
+            let begun = clock.now();
+            domain.unmap_pages(range, &mut gather)?;
+            let token = domain.iotlb_sync_begin(&mut gather)?;
+            while !domain.iotlb_sync_poll(token, &[range])? {
+                serving.serve()?;
+            }
+            let unmapped = clock.now();
+            domain.map_pages(range, target, Prot::RW)?;
+            let token = domain.iotlb_sync_map_begin(&[range])?;
+            while !domain.iotlb_sync_map_poll(token, &[range])? {
+                serving.serve()?;
+            }
+            let mapped = clock.now();
+            self.unmap.push(unmapped.wrapping_sub(begun));
+            self.map.push(mapped.wrapping_sub(unmapped));
+            if clock.ns(mapped.wrapping_sub(start)) >= budget {
+                break;
+            }
+        }
+        let operations = self.map.len() as u64;
+        let ns = |ticks: &mut [u64]| (clock.ns(1) * middle(ticks) - clock.cost_ns()).max(0.0);
+        let (map, unmap) = (ns(&mut self.map), ns(&mut self.unmap));
+        Ok(Sample { ns: map + unmap, map, unmap, operations })
+    }
+
+    fn check(&mut self) -> Result<()> {
+        check(&mut self.rig, self.live as u64)
+    }
+}
+
+/// The mean of the middle half.
+fn middle(values: &mut [u64]) -> f64 {
+    values.sort_unstable();
+    let quarter = values.len() / 4;
+    let half = &values[quarter..values.len() - quarter];
+    half.iter().sum::<u64>() as f64 / half.len().max(1) as f64
+}
+
+/// A second endpoint joins a domain in which much is mapped, and leaves it.
+pub(super) struct Attach {
+    rig: Rig<Ours>,
+    machine: Machine,
+    session: Session<Endpoints>,
+    live: usize,
+}
+
+impl Attach {
+    pub(super) fn new(live: usize) -> Result<Attach> {
+        let machine = Machine::new(2);
+        let mut rig = machine.rig(256, 1)?;
+        fill(&mut rig, live)?;
+        Ok(Attach { rig, machine, session: Session::new(), live })
+    }
+}
+
+impl Subject for Attach {
+    fn sample(&mut self, How { clock, budget, .. }: How<'_>) -> Result<Sample> {
+        let (domain, endpoint) = (self.rig.domain.id(), 2);
+        let (start, budget) = (clock.now(), budget.as_nanos() as f64);
+        let (mut ns, mut times) = (0.0, 0);
+        loop {
+            let begun = clock.now();
+            let attach = Request::Attach { domain, endpoint, flags: AttachFlags::empty() };
+            send(&self.machine.device, &mut self.session, &attach)?;
+            let attached = clock.now();
+            ns += clock.ns(attached.wrapping_sub(begun));
+            times += 1;
+            send(&self.machine.device, &mut self.session, &Request::Detach { domain, endpoint })?;
+            if clock.ns(attached.wrapping_sub(start)) >= budget {
+                break;
+            }
+        }
+        let ns = ns / times as f64;
+        Ok(Sample { ns: ns / self.live as f64, map: ns, operations: times, ..Sample::default() })
+    }
+
+    fn check(&mut self) -> Result<()> {
+        check(&mut self.rig, self.live as u64)
+    }
+}
+
+/// Has a request carried out without a ring, nobody translating meanwhile.
+pub(super) fn send(
+    device: &Arc<Device<Endpoints>>,
+    session: &mut Session<Endpoints>,
+    request: &Request,
+) -> Result<()> {
+    let (mut bytes, mut reply) = ([0; MAX_REQUEST_LEN], [0xff; TAIL_LEN]);
+    let len = request.emit(&mut bytes);
+    let used = device.handle(session, &bytes[..len], &mut reply);
+    if session.needs_sync() {
+        device.begin_sync(session);
+        ensure!(device.poll_sync(session)?, "an invalidation waits for somebody");
+    }
+    let ok = used as usize == TAIL_LEN && reply[0] == Status::Ok as u8;
+    ensure!(ok, "{request:?} is answered with {reply:?}");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_interrupted_does_not_count() {
+        assert_eq!(middle(&mut [1_000_000, 10, 12, 2]), 11.0);
+        assert_eq!(middle(&mut [10]), 10.0);
+    }
+}

@@ -1,0 +1,473 @@
+//! MAP and UNMAP of a virtio-iommu through a request queue, with devices of another design beside.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`params`] | what can be varied, by name |
+//! | `rig` | both ends of a request queue over memory that they share |
+//! | `ours`, `peers` | the devices |
+//! | `load` | a driver that maps and unmaps in batches |
+//! | `measure` | times one device under one load, and checks it |
+//! | `spread` | table memory a mapping |
+//! | [`table`] | all of it for a terminal |
+//!
+//! Every request is one of virtio-iommu in a split ring, and its status is looked at. The driver is
+//! ours, whoever answers. All devices of a contest take turns in each round.
+
+mod load;
+mod measure;
+mod ours;
+pub mod params;
+mod peers;
+mod rig;
+mod spread;
+pub mod table;
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Result, anyhow};
+use serde_json::{Map, Value, json};
+
+use self::{
+    measure::{Attach, Domains, How, OneCore, OneOf, Sample, Subject, TwoCores},
+    params::{Batch, Implementation, Live, Op, Order, Spread},
+};
+use super::{Benchmark, Interval, Row, clock::Clock, ping, rounds::Rounds, threads};
+use crate::{
+    progress::{Kind, Progress},
+    run::Usage,
+};
+
+/// What to measure, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Whose devices.
+    pub implementations: Vec<Implementation>,
+    /// What is measured.
+    pub ops: Vec<Op>,
+    /// Sizes of batches.
+    pub batches: Vec<Batch>,
+    /// How the pages of a batch lie.
+    pub orders: Vec<Order>,
+    /// Numbers of mappings.
+    pub lives: Vec<Live>,
+    /// Rounds.
+    pub repeat: u32,
+    /// How long one measurement runs.
+    pub budget: Duration,
+    /// How to show progress.
+    pub progress: Kind,
+}
+
+/// One contest: what is measured in turns.
+#[derive(Clone, Copy, Debug)]
+struct Cell {
+    op: Op,
+    batch: Batch,
+    order: Order,
+}
+
+/// One device under one load of a contest.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Of {
+    implementation: Implementation,
+    live: usize,
+    threads: usize,
+}
+
+impl Options {
+    fn cells(&self) -> Vec<Cell> {
+        let mut cells = Vec::new();
+        for &op in &self.ops {
+            match op {
+                Op::OneCore | Op::TwoCores => cells.extend(self.orders.iter().flat_map(|&order| {
+                    self.batches.iter().map(move |&batch| Cell { op, batch, order })
+                })),
+                Op::TwoDomains => cells.extend(self.batches.iter().map(|&batch| Cell {
+                    op,
+                    batch,
+                    order: self.orders[0],
+                })),
+                Op::OneOf | Op::Attach => {
+                    cells.push(Cell { op, batch: Batch(1), order: Order::Scattered });
+                }
+                Op::Memory => {}
+            }
+        }
+        cells
+    }
+
+    fn entrants(&self, cell: Cell) -> Vec<Of> {
+        let of = |live: &[usize], threads: &[usize]| {
+            let mut all = Vec::new();
+            for &live in live {
+                for &threads in threads {
+                    let of = |&implementation| Of { implementation, live, threads };
+                    all.extend(self.implementations.iter().map(of));
+                }
+            }
+            all
+        };
+        let lives: Vec<usize> = self.lives.iter().map(|live| live.0).collect();
+        match cell.op {
+            Op::TwoDomains => of(&[0], &[1, 2]),
+            Op::OneOf => of(&lives, &[1]),
+            Op::Attach => {
+                let mut all = of(&lives, &[1]);
+                // The others translate by a lookup that takes the endpoint's domain each time.
+                all.retain(|of| of.implementation == Implementation::Ringfence);
+                all
+            }
+            _ => of(&[0], &[1]),
+        }
+    }
+
+    fn expected(&self, cell: Cell) -> Duration {
+        let each = self.budget.mul_f64(1.3) * (self.repeat + 1);
+        each * self.entrants(cell).len() as u32
+    }
+}
+
+/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
+///
+/// # Errors
+/// [`Usage`]: there is nothing to measure.
+pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
+    let nothing = options.ops.is_empty()
+        || options.implementations.is_empty()
+        || options.batches.is_empty()
+        || options.orders.is_empty()
+        || options.lives.is_empty();
+    if nothing {
+        return Err(Usage("nothing to measure".to_owned()).into());
+    }
+    let cpus = threads::cpus();
+    let mut benchmark = Benchmark::new("map", options.repeat);
+    let clock = Clock::calibrate();
+    let two = options.ops.iter().any(|op| matches!(op, Op::TwoCores | Op::TwoDomains));
+    let round_trip = || match cpus[..] {
+        [a, b, ..] if two => ping::round_trip_ns([a, b]),
+        _ => None,
+    };
+    if two && cpus.len() < 2 {
+        benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
+    }
+    let before = round_trip();
+    let cells = options.cells();
+    let expected = cells.iter().map(|&cell| options.expected(cell)).sum();
+    let progress = Progress::new(options.progress, cells.len() as u64, expected);
+    for cell in cells {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        progress.begin(&format!("{}, batches of {}", cell.op, cell.batch));
+        let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
+        Contest::new(cell, options, &mut benchmark).run(options, how, stop, &mut benchmark);
+        progress.step(options.expected(cell));
+    }
+    progress.finish();
+    if options.ops.contains(&Op::Memory) && !stop.load(Ordering::Relaxed) {
+        memory(options, &mut benchmark);
+    }
+    benchmark.settings = object([
+        ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+        ("cpus", json!(cpus)),
+        ("clock", clock.name().into()),
+        ("clock_ns", clock.cost_ns().into()),
+        ("round_trip_ns", json!([before, round_trip()])),
+    ]);
+    benchmark.interrupted = stop.load(Ordering::Relaxed);
+    Ok(benchmark)
+}
+
+/// Who is measured, and what was measured.
+struct Entrant {
+    of: Of,
+    subject: Option<Box<dyn Subject>>,
+    /// Why it is not measured.
+    out: Option<String>,
+    ns: Rounds,
+    map: Rounds,
+    unmap: Rounds,
+    operations: u64,
+}
+
+struct Contest {
+    cell: Cell,
+    entrants: Vec<Entrant>,
+}
+
+impl Contest {
+    fn new(cell: Cell, options: &Options, into: &mut Benchmark) -> Contest {
+        let mut entrants = Vec::new();
+        for of in options.entrants(cell) {
+            let made = subject(cell, of).and_then(|mut subject| {
+                subject.check()?;
+                Ok(subject)
+            });
+            let (subject, out) = match made {
+                Ok(subject) => (Some(subject), None),
+                Err(error) => {
+                    let who = of.implementation;
+                    into.errors.push(format!("{who}, {}: {error:#}", cell.op));
+                    (None, Some("not measured: it failed its check".to_owned()))
+                }
+            };
+            let (ns, map, unmap) = Default::default();
+            entrants.push(Entrant { of, subject, out, ns, map, unmap, operations: 0 });
+        }
+        Contest { cell, entrants }
+    }
+
+    fn run(mut self, options: &Options, how: How<'_>, stop: &AtomicBool, into: &mut Benchmark) {
+        let slice = |subject: &mut Box<dyn Subject>, budget| {
+            let how = How { budget, ..how };
+            match self.cell.op {
+                // Those bind their own threads.
+                Op::TwoCores | Op::TwoDomains => subject.sample(how),
+                _ => threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how)),
+            }
+        };
+        // In the first round caches grow, and it counts for nothing.
+        for round in 0..=options.repeat {
+            let mut turns: Vec<&mut Entrant> = self.entrants.iter_mut().collect();
+            if round % 2 == 1 {
+                turns.reverse();
+            }
+            let mut samples = Vec::new();
+            for entrant in turns {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let Some(subject) = &mut entrant.subject else { continue };
+                // The others had the processor's caches meanwhile.
+                let warm = slice(subject, options.budget / 4);
+                match warm.and_then(|_| slice(subject, options.budget)) {
+                    Ok(sample) => samples.push((entrant, sample)),
+                    Err(error) => entrant.fail(&error, self.cell, into),
+                }
+            }
+            // A round that not all took part in compares nothing.
+            if round > 0 && !stop.load(Ordering::Relaxed) {
+                samples.into_iter().for_each(|(entrant, sample)| entrant.push(sample));
+            }
+        }
+        for entrant in &mut self.entrants {
+            if let Some(Err(error)) = entrant.subject.as_mut().map(|subject| subject.check()) {
+                entrant.fail(&error, self.cell, into);
+            }
+        }
+        self.rows(into);
+    }
+
+    fn rows(&self, into: &mut Benchmark) {
+        let Cell { op, batch, order } = self.cell;
+        let none = Rounds::default();
+        for own in &self.entrants {
+            let Of { implementation, live, threads } = own.of;
+            let find = |of: Of| self.entrants.iter().find(|one| one.of == of);
+            let of = |of: Of, what: fn(&Entrant) -> &Rounds| find(of).map_or(&none, what);
+            let ours =
+                of(Of { implementation: Implementation::Ringfence, ..own.of }, |one| &one.ns);
+            let mut params = object([("op", op.name().into()), ("live", live.into())]);
+            let mut figures = object([
+                ("ratio_interval", value(own.ns.ratio_to(ours))),
+                ("operations", own.operations.into()),
+            ]);
+            let name = match op {
+                Op::OneOf | Op::Attach => format!("{op}/{}", Live(live)),
+                Op::TwoDomains => format!("{op}/{batch}/{threads}"),
+                _ => format!("{op}/{batch}/{order}"),
+            };
+            if !matches!(op, Op::OneOf | Op::Attach) {
+                params.extend(object([
+                    ("batch", batch.0.into()),
+                    ("order", order.name().into()),
+                    ("threads", threads.into()),
+                ]));
+                figures.insert("pairs_per_s".to_owned(), value(rate(&own.ns)));
+            }
+            if op == Op::TwoDomains && threads == 2 {
+                let one = of(Of { threads: 1, ..own.of }, |one| &one.ns);
+                figures.insert("scaling".to_owned(), value(one.ratio_to(&own.ns)));
+            }
+            if op == Op::OneOf {
+                let fewest = self.entrants.iter().map(|one| one.of.live).min().unwrap_or(live);
+                let fewest = Of { live: fewest, ..own.of };
+                figures.extend(object([
+                    ("map_ns", value(own.map.interval())),
+                    ("unmap_ns", value(own.unmap.interval())),
+                    ("map_ratio_to_fewest", value(own.map.ratio_to(of(fewest, |one| &one.map)))),
+                    (
+                        "unmap_ratio_to_fewest",
+                        value(own.unmap.ratio_to(of(fewest, |one| &one.unmap))),
+                    ),
+                ]));
+            }
+            if op == Op::Attach {
+                figures.insert("attach_ns".to_owned(), value(own.map.interval()));
+            }
+            into.rows.push(Row {
+                name,
+                implementation: implementation.to_string(),
+                params,
+                ns_per_op: own.ns.interval(),
+                ratio_to_ringfence: own.ns.ratio_to(ours).median,
+                note: own
+                    .out
+                    .clone()
+                    .or_else(|| own.ns.is_empty().then(|| "not measured: interrupted".to_owned())),
+                figures,
+            });
+        }
+    }
+}
+
+impl Entrant {
+    fn push(&mut self, sample: Sample) {
+        self.ns.push(sample.ns);
+        self.map.push(sample.map);
+        self.unmap.push(sample.unmap);
+        self.operations += sample.operations;
+    }
+
+    fn fail(&mut self, error: &anyhow::Error, cell: Cell, into: &mut Benchmark) {
+        into.errors.push(format!("{}, {}: {error:#}", self.of.implementation, cell.op));
+        self.out = Some("not measured: it failed".to_owned());
+        self.subject = None;
+        (self.ns, self.map, self.unmap) = Default::default();
+    }
+}
+
+/// A ring in which all requests of a load fit: there are three batches at most, and each request
+/// takes two descriptors.
+fn ring(batch: Batch) -> u16 {
+    (8 * batch.0).next_power_of_two().clamp(256, 8192) as u16
+}
+
+/// Makes one that is measured.
+fn subject(cell: Cell, of: Of) -> Result<Box<dyn Subject>> {
+    let scan = match of.implementation {
+        Implementation::Ringfence => {
+            if cell.op == Op::Attach {
+                return Ok(Box::new(Attach::new(of.live)?));
+            }
+            let machine = ours::Machine::new(of.threads as u32);
+            return of_device(cell, of, |id| machine.rig(ring(cell.batch), id));
+        }
+        Implementation::BTreeMap => true,
+        Implementation::BTreeMapRange => false,
+    };
+    let machine = peers::Machine::new(scan);
+    of_device(cell, of, |id| machine.rig(ring(cell.batch), id))
+}
+
+fn of_device<S: rig::Server + 'static>(
+    Cell { op, batch, order }: Cell,
+    of: Of,
+    rig: impl Fn(u32) -> Result<rig::Rig<S>>,
+) -> Result<Box<dyn Subject>> {
+    let one = |id| Ok(OneCore::new(rig(id)?, batch, order));
+    Ok(match op {
+        Op::OneCore => Box::new(one(1)?),
+        Op::TwoCores => Box::new(TwoCores(one(1)?)),
+        Op::TwoDomains => {
+            let ids = 1..=of.threads as u32;
+            Box::new(Domains(ids.map(one).collect::<Result<Vec<_>>>()?))
+        }
+        Op::OneOf => Box::new(OneOf::new(rig(1)?, of.live)?),
+        Op::Attach | Op::Memory => return Err(anyhow!("not measured of this device")),
+    })
+}
+
+/// The rows of table memory.
+fn memory(options: &Options, into: &mut Benchmark) {
+    let live = options.lives.iter().map(|live| live.0).max().unwrap_or(0);
+    for &spread in Spread::ALL {
+        let mut row = Row {
+            name: format!("{}/{spread}", Op::Memory),
+            implementation: Implementation::Ringfence.to_string(),
+            ..Row::default()
+        };
+        row.params = object([("op", Op::Memory.name().into()), ("spread", spread.name().into())]);
+        match spread::measure(spread, live) {
+            Ok(table) => {
+                let each = table.bytes as f64 / table.mappings as f64;
+                row.params.insert("live".to_owned(), table.mappings.into());
+                row.ns_per_op.median = Some(table.map_ns);
+                row.ratio_to_ringfence = Some(1.0);
+                row.figures = object([
+                    ("bytes_per_mapping", each.into()),
+                    ("table_bytes", table.bytes.into()),
+                ]);
+            }
+            Err(error) => {
+                into.errors.push(format!("table memory, {spread}: {error:#}"));
+                row.note = Some("not measured: it failed".to_owned());
+            }
+        }
+        into.rows.push(row);
+    }
+}
+
+/// Operations a second.
+fn rate(ns: &Rounds) -> Interval {
+    let Interval { median, lo, hi } = ns.interval();
+    let a_second = |ns: Option<f64>| ns.map(|ns| 1e9 / ns);
+    Interval { median: a_second(median), lo: a_second(hi), hi: a_second(lo) }
+}
+
+fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+fn value(interval: Interval) -> Value {
+    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(super) fn tiny() -> Options {
+        Options {
+            implementations: Implementation::ALL.to_vec(),
+            ops: Op::ALL.to_vec(),
+            batches: vec![Batch(1), Batch(8), Batch(100)],
+            orders: Order::ALL.to_vec(),
+            lives: vec![Live(10), Live(2_000)],
+            repeat: 2,
+            budget: Duration::from_micros(100),
+            progress: Kind::Silent,
+        }
+    }
+
+    #[test]
+    fn every_device_has_a_row_for_every_load() {
+        let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
+        assert_eq!(benchmark.errors, Vec::<String>::new());
+        let all = Implementation::ALL.len();
+        assert_eq!(benchmark.rows.len(), (2 * 6 + 3 * 2 + 2) * all + 2 + Spread::ALL.len());
+        for row in &benchmark.rows {
+            assert!(row.ns_per_op.median.is_some_and(|ns| ns > 0.0), "{row:?}");
+            assert_eq!(row.note, None);
+            if row.implementation == "ringfence" {
+                assert_eq!(row.ratio_to_ringfence, Some(1.0));
+            }
+            let scaling = row.params["op"] == "two-domains" && row.params["threads"] == 2;
+            assert_eq!(row.figures.contains_key("scaling"), scaling);
+            if row.params["op"] == "memory" {
+                assert!(row.figures["bytes_per_mapping"].as_f64().unwrap() > 8.0);
+            }
+        }
+    }
+
+    #[test]
+    fn stopped_at_once_it_has_no_rows() {
+        let benchmark = run(&tiny(), &AtomicBool::new(true)).unwrap();
+        assert!(benchmark.interrupted && benchmark.rows.is_empty());
+        assert!(run(&Options { lives: Vec::new(), ..tiny() }, &AtomicBool::new(false)).is_err());
+    }
+}

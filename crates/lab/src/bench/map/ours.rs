@@ -1,0 +1,102 @@
+//! Our device, as the process of devices has it: software domains, translated in by a view.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use ringfence_devices::iommu::Endpoints;
+use ringfence_iommu::{Geometry, PageSizes, Range, shootdown::Shootdown, table::Limits};
+use ringfence_iotlb::{Binding, Endpoint, View};
+use ringfence_mem::{Access, Memory, Physical, Translate};
+use ringfence_virtio_iommu::{
+    device::{Device, Options, RequestQueue},
+    driver::negotiate,
+    wire::Config,
+};
+
+use super::rig::{Link, Rig, Server, Serving};
+
+/// The device behind one or more request queues.
+pub(super) struct Machine {
+    pub(super) device: Arc<Device<Endpoints>>,
+    pub(super) endpoints: Vec<Arc<Endpoint>>,
+}
+
+impl Machine {
+    /// A device with so many endpoints, numbered from 1.
+    pub(super) fn new(endpoints: u32) -> Machine {
+        let shootdown = Shootdown::new(8);
+        let endpoints: Vec<_> = (1..=endpoints)
+            .map(|id| Endpoint::new(id, Arc::clone(&shootdown), Binding::Blocked))
+            .collect();
+        let geometry = Geometry::new(PageSizes::X86, Range::ALL);
+        let backing = Endpoints::new(endpoints.clone(), shootdown, geometry, Limits::NONE);
+        let device = Device::new(backing, Options::default());
+        device.set_features(negotiate(device.features().bits()).bits());
+        Machine { device: Arc::new(device), endpoints }
+    }
+
+    /// A request queue of `size` descriptors, whose server translates for endpoint `id`.
+    pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<Ours>> {
+        let config = Config::parse(&self.device.config()).context("our own configuration")?;
+        // The drivers of several queues do not know each other.
+        let config = Config { domain_range: (id, id), ..config };
+        let features = negotiate(self.device.features().bits());
+        let Link { driver, queue, alive, memory } = Link::new(size, config, features)?;
+        let endpoint = Arc::clone(&self.endpoints[id as usize - 1]);
+        let requests = RequestQueue::new(Arc::clone(&self.device), queue);
+        let bus = Physical::new(Arc::clone(&memory));
+        Rig::new((driver, alive), Ours { requests, bus, memory, endpoint }, id)
+    }
+}
+
+/// Our end of a request queue.
+pub(super) struct Ours {
+    requests: RequestQueue<Endpoints>,
+    bus: Physical,
+    memory: Arc<Memory>,
+    endpoint: Arc<Endpoint>,
+}
+
+/// Who serves it translates for the endpoint too, as a worker of the process of devices does.
+pub(super) struct Worker<'s> {
+    requests: &'s mut RequestQueue<Endpoints>,
+    bus: &'s Physical,
+    view: View,
+}
+
+impl Server for Ours {
+    type Serving<'s> = Worker<'s>;
+
+    fn begin(&mut self) -> Result<Worker<'_>> {
+        let view = View::new(Arc::clone(&self.endpoint), Arc::clone(&self.memory));
+        let view = view.context("no place for a view")?;
+        Ok(Worker { requests: &mut self.requests, bus: &self.bus, view })
+    }
+
+    fn counts(&self) -> (u64, u64) {
+        let mappings = match self.endpoint.binding() {
+            Binding::Domain(domain) => domain.mappings(),
+            _ => 0,
+        };
+        (mappings, self.requests.counters().refused)
+    }
+}
+
+impl Serving for Worker<'_> {
+    #[inline]
+    fn serve(&mut self) -> Result<bool> {
+        let progress = self.requests.poll(self.bus)?;
+        // A quiet point: an UNMAP is answered after it.
+        self.view.quiet();
+        Ok(progress.pending || !progress.is_idle())
+    }
+
+    fn access(&mut self, iova: u64) -> Option<u64> {
+        let base = self.view.memory().find_gpa(0)?.slice.as_ptr() as u64;
+        let mut found = None;
+        let _ = self.view.slices(iova, 1, Access::Read, |piece| {
+            found = Some(piece.as_ptr() as u64 - base);
+        });
+        found
+    }
+}

@@ -1,0 +1,144 @@
+//! What can be varied, by name.
+
+use std::{fmt, str::FromStr};
+
+use crate::bench::iotlb::params::named;
+
+named! {
+    /// Whose device answers.
+    Implementation, "implementation":
+    /// Ours.
+    Ringfence = "ringfence",
+    /// A B-tree of mappings for each domain, all behind one lock for readers and writers; UNMAP
+    /// looks at every mapping of the domain. The design of cloud-hypervisor's.
+    BTreeMap = "btreemap",
+    /// The same, but UNMAP looks at what lies in its range.
+    BTreeMapRange = "btreemap-range",
+}
+
+named! {
+    /// What is measured.
+    Op, "measurement":
+    /// MAP and UNMAP, both ends on one core: driver and device take turns in one thread.
+    OneCore = "one-core",
+    /// MAP and UNMAP, driver and device on a core each.
+    TwoCores = "two-cores",
+    /// As one-core, once for one domain and once for two at a time, each with a thread and a request
+    /// queue of its own.
+    TwoDomains = "two-domains",
+    /// One UNMAP and one MAP, each by itself, of a random mapping among many.
+    OneOf = "one-of",
+    /// ATTACH of an endpoint to a domain with many mappings.
+    Attach = "attach",
+    /// Table memory a mapping.
+    Memory = "memory",
+}
+
+named! {
+    /// How the pages of a batch lie.
+    Order, "order":
+    /// Side by side.
+    Contiguous = "contiguous",
+    /// In random order, no two side by side.
+    Scattered = "scattered",
+}
+
+named! {
+    /// How mappings whose table memory is told lie.
+    Spread, "spread":
+    /// 4 KiB pages side by side, that lead to pages in no order.
+    Dense = "dense",
+    /// One page in each 2 MiB.
+    TwoMiB = "2m",
+    /// One page in each 1 GiB.
+    OneGiB = "1g",
+    /// Random pages of 48 bits of addresses.
+    Random = "random",
+}
+
+/// How many mappings come and go together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch(pub usize);
+
+impl Batch {
+    /// Those that are measured if nothing else is asked for.
+    pub const DEFAULTS: [Batch; 4] = [Batch(1), Batch(8), Batch(64), Batch(256)];
+    /// The largest.
+    pub const MOST: usize = 1024;
+}
+
+impl fmt::Display for Batch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl FromStr for Batch {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Batch, String> {
+        match text.parse() {
+            Ok(n) if (1..=Batch::MOST).contains(&n) => Ok(Batch(n)),
+            _ => Err(format!("{text:?} is no batch from 1 to {}", Batch::MOST)),
+        }
+    }
+}
+
+/// How many mappings a domain holds: `1k`, `1m`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Live(pub usize);
+
+impl Live {
+    /// Those that are measured if nothing else is asked for.
+    pub const DEFAULTS: [Live; 2] = [Live(1_000), Live(1_000_000)];
+    /// The most.
+    pub const MOST: usize = 4_000_000;
+}
+
+impl fmt::Display for Live {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            n if n >= 1_000_000 && n % 1_000_000 == 0 => f.pad(&format!("{}m", n / 1_000_000)),
+            n if n >= 1_000 && n % 1_000 == 0 => f.pad(&format!("{}k", n / 1_000)),
+            n => f.pad(&n.to_string()),
+        }
+    }
+}
+
+impl FromStr for Live {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Live, String> {
+        let (digits, unit) = match text.to_ascii_lowercase() {
+            text if text.ends_with('k') => (text[..text.len() - 1].to_owned(), 1_000),
+            text if text.ends_with('m') => (text[..text.len() - 1].to_owned(), 1_000_000),
+            text => (text, 1),
+        };
+        match digits.parse::<usize>().ok().and_then(|digits| digits.checked_mul(unit)) {
+            Some(n) if (2..=Live::MOST).contains(&n) => Ok(Live(n)),
+            _ => Err(format!("{text:?} is no number of mappings from 2 to 4m")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back() {
+        assert_eq!("256".parse(), Ok(Batch(256)));
+        for wrong in ["", "0", "1025", "-1", "1k"] {
+            assert!(wrong.parse::<Batch>().is_err(), "{wrong}");
+        }
+        for text in ["2", "1k", "1500", "64k", "1m"] {
+            assert_eq!(text.parse::<Live>().unwrap().to_string(), text);
+        }
+        assert_eq!("1M".parse(), Ok(Live(1_000_000)));
+        for wrong in ["", "1", "k", "5m", "0.5k", "99999999999999999999m"] {
+            assert!(wrong.parse::<Live>().is_err(), "{wrong}");
+        }
+        assert!("vfio".parse::<Implementation>().unwrap_err().contains("btreemap-range"));
+        assert!("unmap".parse::<Op>().unwrap_err().contains("two-domains"));
+    }
+}

@@ -1,0 +1,201 @@
+//! A device of another design behind the same rings: B-trees behind one lock.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+};
+
+use anyhow::{Result, anyhow};
+use ringfence_iommu::{PageSizes, Range};
+use ringfence_mem::Physical;
+use ringfence_virtio_iommu::wire::{
+    Config, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, emit_tail,
+};
+use ringfence_virtq::{Chain, device::Queue};
+
+use super::rig::{Link, Rig, Server, Serving};
+
+/// A mapping by its first address: its last, where that leads, and what is allowed.
+type Mappings = BTreeMap<u64, (u64, u64, MapFlags)>;
+
+/// Which domains exist, and who is attached to them: each behind one lock for readers and writers.
+#[derive(Default)]
+struct State {
+    /// The domain of each endpoint.
+    endpoints: RwLock<BTreeMap<u32, u32>>,
+    domains: RwLock<BTreeMap<u32, Mappings>>,
+}
+
+fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl State {
+    /// What each request does: all checks that ours makes of MAP and UNMAP, and nothing to
+    /// invalidate, since nothing is cached: every access takes the locks.
+    fn execute(&self, request: Request, scan: bool) -> Status {
+        let granule = PageSizes::X86.granule();
+        match request {
+            Request::Attach { domain, endpoint, .. } => {
+                write(&self.endpoints).insert(endpoint, domain);
+                write(&self.domains).entry(domain).or_default();
+                Status::Ok
+            }
+            Request::Detach { domain, endpoint } => {
+                write(&self.endpoints).remove(&endpoint);
+                write(&self.domains).remove(&domain);
+                Status::Ok
+            }
+            Request::Map { domain, range, phys, flags } => {
+                if !range.is_aligned(granule) || phys & (granule - 1) != 0 {
+                    return Status::Range;
+                }
+                let mut domains = write(&self.domains);
+                let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
+                let (first, last) = (range.first().0, range.last().0);
+                let below = mappings.range(..=last).next_back();
+                if below.is_some_and(|(_, (end, ..))| *end >= first) {
+                    return Status::Inval;
+                }
+                mappings.insert(first, (last, phys, flags));
+                Status::Ok
+            }
+            Request::Unmap { domain, range } => {
+                let mut domains = write(&self.domains);
+                let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
+                unmap(mappings, range, scan)
+            }
+            Request::Probe { .. } => Status::Unsupp,
+        }
+    }
+
+    fn access(&self, endpoint: u32, iova: u64) -> Option<u64> {
+        let domain = *read(&self.endpoints).get(&endpoint)?;
+        let domains = read(&self.domains);
+        let (first, (last, phys, _)) = domains.get(&domain)?.range(..=iova).next_back()?;
+        (iova <= *last).then(|| phys + (iova - first))
+    }
+}
+
+/// All or nothing. `scan`: every mapping of the domain is looked at.
+fn unmap(mappings: &mut Mappings, range: Range, scan: bool) -> Status {
+    let (first, last) = (range.first().0, range.last().0);
+    let from_below = mappings.range(..first).next_back();
+    let out_above = mappings.range(..=last).next_back();
+    if from_below.is_some_and(|(_, (end, ..))| *end >= first)
+        || out_above.is_some_and(|(_, (end, ..))| *end > last)
+    {
+        return Status::Range;
+    }
+    if scan {
+        mappings.retain(|at, _| !(first..=last).contains(at));
+    } else {
+        while let Some((&at, _)) = mappings.range(first..=last).next() {
+            mappings.remove(&at);
+        }
+    }
+    Status::Ok
+}
+
+/// A device behind one or more request queues.
+pub(super) struct Machine {
+    state: Arc<State>,
+    scan: bool,
+}
+
+impl Machine {
+    /// `scan`: UNMAP looks at every mapping of the domain.
+    pub(super) fn new(scan: bool) -> Machine {
+        Machine { state: Arc::default(), scan }
+    }
+
+    /// A request queue of `size` descriptors, in whose driver's domain endpoint `id` is.
+    pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<BTree>> {
+        let config = Config {
+            page_sizes: PageSizes::X86,
+            input_range: Range::ALL,
+            // The drivers of several queues do not know each other.
+            domain_range: (id, id),
+            probe_size: 0,
+            bypass: false,
+        };
+        let features = Features::MAP_UNMAP | Features::DOMAIN_RANGE;
+        let Link { driver, queue, alive, memory } = Link::new(size, config, features)?;
+        let server = BTree {
+            queue,
+            bus: Physical::new(memory),
+            chain: Chain::new(),
+            state: Arc::clone(&self.state),
+            scan: self.scan,
+            domain: id,
+            refused: 0,
+        };
+        Rig::new((driver, alive), server, id)
+    }
+}
+
+/// The device's end of one request queue.
+pub(super) struct BTree {
+    queue: Queue,
+    bus: Physical,
+    chain: Chain,
+    state: Arc<State>,
+    scan: bool,
+    /// The domain and the endpoint in it.
+    domain: u32,
+    refused: u64,
+}
+
+impl BTree {
+    /// Carries out the request in `chain`; how many bytes were written.
+    #[inline]
+    fn carry_out(&mut self) -> Result<u32> {
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let reach = |error| anyhow!("a request cannot be reached: {error}");
+        let len = self.chain.read_at(&self.bus, 0, &mut bytes).map_err(reach)?;
+        let status = match Request::parse(&bytes[..len]) {
+            Ok(request) => self.state.execute(request, self.scan),
+            Err(error) => error.status().unwrap_or(Status::Unsupp),
+        };
+        self.refused += u64::from(status != Status::Ok);
+        self.chain.write_at(&self.bus, 0, &emit_tail(status)).map_err(reach)?;
+        Ok(TAIL_LEN as u32)
+    }
+}
+
+impl Server for BTree {
+    type Serving<'s> = &'s mut BTree;
+
+    fn begin(&mut self) -> Result<&mut BTree> {
+        Ok(self)
+    }
+
+    fn counts(&self) -> (u64, u64) {
+        let domains = read(&self.state.domains);
+        (domains.get(&self.domain).map_or(0, |mappings| mappings.len() as u64), self.refused)
+    }
+}
+
+impl Serving for &mut BTree {
+    #[inline]
+    fn serve(&mut self) -> Result<bool> {
+        let mut any = false;
+        while self.queue.pop(&self.bus, &mut self.chain)? {
+            let used = self.carry_out()?;
+            self.queue.push_used(self.chain.head(), used);
+            any = true;
+        }
+        if any {
+            let _ = self.queue.publish_used();
+        }
+        Ok(any)
+    }
+
+    fn access(&mut self, iova: u64) -> Option<u64> {
+        self.state.access(self.domain, iova)
+    }
+}

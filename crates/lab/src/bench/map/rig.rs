@@ -1,0 +1,189 @@
+//! Both ends of a request queue over memory that they share.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use ringfence_iommu::{Domain, GuestPhys, Iova};
+use ringfence_mem::{Access, GuestRam, Memory, Physical, Translate};
+use ringfence_virtio_iommu::{
+    driver::{self, Buffers, Driver, Notify, Transport, ViommuDomain},
+    wire::{Config, Features},
+};
+use ringfence_virtq::{
+    device as virtq,
+    driver::{Queue, Rings},
+    layout,
+};
+
+/// Memory for one ring of the largest size and its requests.
+const BYTES: usize = 1 << 21;
+
+/// A device behind one request queue.
+pub(super) trait Server: Send {
+    /// What serves it, on the thread that does.
+    type Serving<'s>: Serving
+    where
+        Self: 's;
+
+    /// Begins to serve.
+    fn begin(&mut self) -> Result<Self::Serving<'_>>;
+
+    /// How many mappings there are, and how many requests were refused.
+    fn counts(&self) -> (u64, u64);
+}
+
+/// A thread that serves a request queue.
+pub(super) trait Serving {
+    /// Does what can be done now. True if something was, or waits to be.
+    fn serve(&mut self) -> Result<bool>;
+
+    /// Where an access of the endpoint at `iova` leads.
+    fn access(&mut self, iova: u64) -> Option<u64>;
+}
+
+/// The driver's end finds the device looking at the ring all the time, until that has gone.
+struct Polled {
+    gone: AtomicBool,
+}
+
+impl Transport for Polled {
+    fn kick(&self, _queue: u16) {}
+    fn wait(&self, _queue: u16, timeout: Duration) {
+        thread::sleep(timeout.min(Duration::from_millis(1)));
+    }
+    fn is_alive(&self) -> bool {
+        !self.gone.load(Ordering::Relaxed)
+    }
+}
+
+/// As long as it is there the device counts as alive: nobody waits for one that serves no more.
+pub(super) struct Alive(Arc<Polled>);
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.gone.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The driver's end of a request queue, and what the device's end is made from.
+pub(super) struct Link {
+    pub(super) driver: Arc<Driver>,
+    pub(super) queue: virtq::Queue,
+    pub(super) alive: Alive,
+    pub(super) memory: Arc<Memory>,
+}
+
+impl Link {
+    /// A split ring of `size` descriptors for a device with this configuration and these features.
+    pub(super) fn new(size: u16, config: Config, features: Features) -> Result<Link> {
+        let ram = GuestRam::new(BYTES, 0)?;
+        let memory = Memory::of_ram(&ram)?;
+        let bus = Physical::new(Arc::clone(&memory));
+        let window = |at: usize, len: usize| {
+            bus.window(at as u64, len as u64, Access::ReadWrite)
+                .map_err(|error| anyhow!("memory for requests: {error}"))
+        };
+        let areas = layout::offsets(size);
+        let requests = areas.len.next_multiple_of(64);
+        let ring = window(0, areas.len)?;
+        let front = Rings::in_window(&ring, size).and_then(|rings| Queue::new(size, rings, true));
+        let front = front.context("the driver's end of the ring")?;
+        let [desc, avail, used] = [areas.desc, areas.avail, areas.used].map(|at| at as u64);
+        let (event_idx, indirect, packed, base) = (true, false, false, 0);
+        let at = virtq::Config { size, desc, avail, used, event_idx, indirect, packed, base };
+        let mut queue = virtq::Queue::new(at, &bus).context("the device's end of the ring")?;
+        queue.suppress_kicks();
+        let window = window(requests, Driver::buffer_bytes(size, &config))?;
+        let buffers = Buffers { window, addr: requests as u64 };
+        let options = driver::Options {
+            notify: Notify::Poll,
+            timeout: Duration::from_secs(60),
+            ..driver::Options::default()
+        };
+        let alive = Alive(Arc::new(Polled { gone: AtomicBool::new(false) }));
+        let transport = Arc::clone(&alive.0);
+        let driver = Driver::new(transport, front, buffers, config, features, options)?;
+        Ok(Link { driver, queue, alive, memory })
+    }
+}
+
+/// A domain of the driver's with an endpoint in it, and the device behind it.
+pub(super) struct Rig<S> {
+    // First: it goes before the domain, which would wait for its endpoint to be detached.
+    _alive: Alive,
+    pub(super) driver: Arc<Driver>,
+    pub(super) domain: Arc<ViommuDomain>,
+    pub(super) server: S,
+}
+
+impl<S: Server> Rig<S> {
+    /// Attaches `endpoint` to a new domain.
+    pub(super) fn new(
+        (driver, alive): (Arc<Driver>, Alive),
+        mut server: S,
+        endpoint: u32,
+    ) -> Result<Rig<S>> {
+        let domain = driver.domain()?;
+        served(&mut server, || Ok(domain.attach(endpoint)?))?;
+        Ok(Rig { _alive: alive, driver, domain, server })
+    }
+
+    /// Whether what was asked for was done: nothing was refused, and both ends hold `expected`
+    /// mappings.
+    pub(super) fn check(&mut self, expected: u64) -> Result<()> {
+        let errors = self.driver.stats().errors;
+        let (mappings, refused) = self.server.counts();
+        ensure!(
+            errors == 0 && refused == 0,
+            "the device refused {refused} requests, the driver saw {errors} errors"
+        );
+        let noted = self.domain.mappings() as u64;
+        ensure!(
+            mappings == expected && noted == expected,
+            "{mappings} mappings in the device and {noted} in the driver, not {expected}"
+        );
+        Ok(())
+    }
+
+    /// Serves until nothing is left to do.
+    pub(super) fn serve(&mut self) -> Result<()> {
+        let mut serving = self.server.begin()?;
+        while serving.serve()? {}
+        Ok(())
+    }
+
+    /// Where an access at `iova` leads, by the driver and by the device, if they agree.
+    pub(super) fn access(&mut self, iova: Iova) -> Result<Option<u64>> {
+        let noted = self.domain.iova_to_phys(iova).map(|GuestPhys(at)| at);
+        let found = self.server.begin()?.access(iova.0);
+        ensure!(noted == found, "{iova:?} leads to {found:?}, not to {noted:?}");
+        Ok(found)
+    }
+}
+
+/// Runs `work` while another thread serves.
+pub(super) fn served<S: Server, R>(server: &mut S, work: impl FnOnce() -> Result<R>) -> Result<R> {
+    let stop = &AtomicBool::new(false);
+    thread::scope(|scope| {
+        let serving = scope.spawn(move || {
+            let mut serving = server.begin()?;
+            while !stop.load(Ordering::Relaxed) {
+                if !serving.serve()? {
+                    thread::yield_now();
+                }
+            }
+            Ok(())
+        });
+        let result = work();
+        stop.store(true, Ordering::Relaxed);
+        let served = serving.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        served.and(result)
+    })
+}

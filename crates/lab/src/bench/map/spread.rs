@@ -1,0 +1,62 @@
+//! Table memory a mapping, by how mappings lie.
+
+use std::{collections::BTreeSet, time::Instant};
+
+use anyhow::{Context, Result};
+use ringfence_iommu::{Iova, Range};
+use ringfence_iotlb::Binding;
+use ringfence_virtio_iommu::{
+    device::Session,
+    wire::{AttachFlags, MapFlags, Request},
+};
+
+use super::{load::target, measure::send, ours::Machine, params::Spread};
+use crate::block::mix;
+
+/// What a domain's table takes.
+pub(super) struct Table {
+    pub(super) mappings: u64,
+    pub(super) bytes: u64,
+    /// What a MAP took, ns, without a ring.
+    pub(super) map_ns: f64,
+}
+
+impl Spread {
+    /// Distinct pages that lie so.
+    fn pages(self, live: usize) -> Vec<u64> {
+        let live = live as u64;
+        match self {
+            Spread::Dense => (0..live).collect(),
+            // Apart, each takes a page of the table or two.
+            Spread::TwoMiB => (0..live.min(50_000)).map(|n| n << 9).collect(),
+            Spread::OneGiB => (0..live.min(50_000)).map(|n| n << 18).collect(),
+            Spread::Random => {
+                let pages: BTreeSet<u64> = (0..live.min(20_000)).map(|n| mix(n) >> 28).collect();
+                pages.into_iter().collect()
+            }
+        }
+    }
+}
+
+/// Maps up to `live` pages that lie so, and asks how large the table is.
+pub(super) fn measure(spread: Spread, live: usize) -> Result<Table> {
+    let machine = Machine::new(1);
+    let mut session = Session::new();
+    let flags = AttachFlags::empty();
+    let (domain, endpoint) = (1, 1);
+    send(&machine.device, &mut session, &Request::Attach { domain, endpoint, flags })?;
+    let pages = spread.pages(live);
+    let begun = Instant::now();
+    for &n in &pages {
+        let range = Range::from_len(Iova(n << 12), 4096).context("a page of 48 bits")?;
+        let flags = MapFlags::READ | MapFlags::WRITE;
+        let map = Request::Map { domain, range, phys: target(n).0, flags };
+        send(&machine.device, &mut session, &map)?;
+    }
+    let map_ns = begun.elapsed().as_nanos() as f64 / pages.len() as f64;
+    let Binding::Domain(table) = machine.endpoints[0].binding() else {
+        anyhow::bail!("the endpoint has no domain");
+    };
+    anyhow::ensure!(table.mappings() == pages.len() as u64, "mappings are missing");
+    Ok(Table { mappings: table.mappings(), bytes: table.table_bytes(), map_ns })
+}
