@@ -6,7 +6,7 @@ use ringfence_virtio_iommu::wire::{FaultRecord, MapFlags, Request, Status};
 
 use crate::{
     common::Place,
-    rig::{Disk, Iommu, PAGE, PLAIN, figure, figures, memory, started},
+    rig::{Disk, Iommu, PAGE, PLAIN, figure, figures, memory, started, wait_until},
 };
 
 const TWO: [&str; 4] = ["--blk", "a=a.img", "--blk", "b=b.img,untrusted"];
@@ -99,6 +99,11 @@ fn firmware_uses_disks_before_there_is_a_driver_but_for_untrusted_ones() {
     assert_eq!(iommu.bypass(1, A), Status::Ok);
     assert_eq!(iommu.bypass(1, B), Status::Unsupp);
     assert!(a.works(3, a.page));
+    // The ring that firmware has left is no longer there, but its device was not asked for anything.
+    iommu.attach(3, A);
+    iommu.attach(4, B);
+    wait_until(|| figure(&figures(&place), "ring_away_total{queue=\"06.0/0\"}") > 0);
+    assert!(iommu.is_quiet());
     let mut b = Disk::connect(&place, "b", &ram);
     assert!(b.start(b.ring).is_err());
     let mut b = Disk::connect(&place, "b", &ram);
@@ -150,7 +155,7 @@ fn another_guest_is_refused_while_the_first_is_there() {
     drop((a, iommu));
     // When all of it is gone, the next guest has its turn.
     let mut served = None;
-    crate::rig::wait_until(|| {
+    wait_until(|| {
         served = Disk::with(&place, "b", &other, PLAIN | 1 << 33).ok();
         served.is_some()
     });
