@@ -6,6 +6,7 @@ mod blk;
 mod compare;
 mod conformance;
 mod doctor;
+mod guard;
 mod list;
 mod net;
 mod output;
@@ -39,6 +40,8 @@ enum Command {
     Net(net::Arguments),
     #[command(about = "How a virtio-iommu keeps the rules of its specification")]
     Conformance(conformance::Arguments),
+    #[command(about = "Serve an IOMMU, and devices behind it, to a stock virtual machine")]
+    Guard(Box<guard::Arguments>),
     #[command(about = "What this host lacks for protected I/O in user space, and what helps")]
     Doctor(doctor::Arguments),
     /// The device process of `compare`, which starts it.
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Bench(bench) => bench::run(bench),
         Command::Blk(arguments) => blk::run(*arguments),
         Command::Conformance(arguments) => conformance::run(arguments),
+        Command::Guard(arguments) => guard::run(*arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
         Command::Device => {
             serve::begin_quiet_log();
