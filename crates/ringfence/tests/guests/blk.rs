@@ -135,7 +135,7 @@ for round in 1 2 3 4 5; do
     wait $load || true
     [ ! -e /dev/vda ]
     echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
-    until ready virtio_blk; do usleep 10000; done
+    await ready virtio_blk
     dd if=/tmp/random of=/dev/vda bs=64k seek=$round oflag=direct conv=fsync
 done
 say random $(md5sum < /tmp/random)

@@ -194,7 +194,7 @@ for round in 1 2 3; do
     echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
     kill $! || true
     echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
-    until ready virtio_net; do usleep 10000; done
+    await ready virtio_net
 done
 "#,
     );

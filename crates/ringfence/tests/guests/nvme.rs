@@ -11,24 +11,9 @@ use crate::{
 /// Takes the disk from the kernel's driver. `$pci` and `$group` are its address and its group then.
 pub(crate) const TAKE: &str = r#"
 # The kernel's own driver is built in; behind a virtio-iommu it waits for that.
-tries=0
-until [ -b /dev/nvme0n1 ]; do
-    tries=$((tries + 1))
-    [ $tries -lt 1000 ]
-    usleep 10000
-done
+await [ -b /dev/nvme0n1 ]
 pci=$(basename $(readlink -f /sys/class/nvme/nvme0/device))
-modprobe vfio-pci
-# A virtio-iommu does not remap interrupts, and VFIO wants to hear that this is known.
-if grep -q viommu=1 /proc/cmdline; then
-    modprobe vfio_iommu_type1 allow_unsafe_interrupts=1
-else
-    modprobe vfio_iommu_type1
-fi
-echo $pci > /sys/bus/pci/devices/$pci/driver/unbind
-echo vfio-pci > /sys/bus/pci/devices/$pci/driver_override
-echo $pci > /sys/bus/pci/drivers_probe
-group=$(basename $(readlink /sys/bus/pci/devices/$pci/iommu_group))
+to_vfio $pci
 drive() { vfio-nvme $pci $group $* > /tmp/nvme 2>&1 || { give nvme < /tmp/nvme; false; }; }
 # Pages that the kernel has pinned for long and not let go again, by its own count.
 pinned() {

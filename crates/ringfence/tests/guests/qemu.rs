@@ -74,10 +74,11 @@ virtio_pci() {
 }
 # A driver, virtio_blk or virtio_net, whose devices can be used when this returns. Those behind a
 # virtio-iommu that is a module are found after it, by a thread of the kernel's that nobody waits for.
-load() {
-    modprobe $1
+load() { modprobe $1; await ready $1; }
+# Waits until a command succeeds, not for ever.
+await() {
     tries=0
-    until ready $1; do
+    until "$@"; do
         tries=$((tries + 1))
         [ $tries -lt 1000 ]
         usleep 10000
@@ -94,6 +95,22 @@ ready() {
         [ -e /sys/class/net/eth$nth ] || return 1
         nth=$((nth + 1))
     done
+}
+# Takes a PCI device from its driver and hands it to VFIO, with type 1; $group is its group then.
+to_vfio() {
+    modprobe vfio-pci
+    # A virtio-iommu does not remap interrupts, and VFIO wants to hear that this is known.
+    if grep -q viommu=1 /proc/cmdline; then
+        modprobe vfio_iommu_type1 allow_unsafe_interrupts=1
+    else
+        modprobe vfio_iommu_type1
+    fi
+    [ ! -e /sys/module/vfio/parameters/enable_unsafe_noiommu_mode ] ||
+        [ $(cat /sys/module/vfio/parameters/enable_unsafe_noiommu_mode) = N ]
+    echo $1 > /sys/bus/pci/devices/$1/driver/unbind
+    echo vfio-pci > /sys/bus/pci/devices/$1/driver_override
+    echo $1 > /sys/bus/pci/drivers_probe
+    group=$(basename $(readlink /sys/bus/pci/devices/$1/iommu_group))
 }
 # In which domain a PCI device is.
 domain() { cat /sys/bus/pci/devices/$1/iommu_group/type 2>/dev/null || echo none; }

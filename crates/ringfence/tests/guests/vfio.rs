@@ -12,19 +12,7 @@ use crate::{
 
 const SCRIPT: &str = r#"
 pci=$(virtio_pci 2 0)
-modprobe vfio-pci
-# A virtio-iommu does not remap interrupts, and VFIO wants to hear that this is known.
-if grep -q viommu=1 /proc/cmdline; then
-    modprobe vfio_iommu_type1 allow_unsafe_interrupts=1
-else
-    modprobe vfio_iommu_type1
-fi
-[ ! -e /sys/module/vfio/parameters/enable_unsafe_noiommu_mode ] ||
-    [ $(cat /sys/module/vfio/parameters/enable_unsafe_noiommu_mode) = N ]
-echo $pci > /sys/bus/pci/devices/$pci/driver/unbind
-echo vfio-pci > /sys/bus/pci/devices/$pci/driver_override
-echo $pci > /sys/bus/pci/drivers_probe
-group=$(basename $(readlink /sys/bus/pci/devices/$pci/iommu_group))
+to_vfio $pci
 try() { vfio-blk "$@" > /tmp/vfio 2>&1 || { give vfio < /tmp/vfio; false; }; give vfio < /tmp/vfio; }
 "#;
 
