@@ -250,6 +250,22 @@ impl Memory {
         same.any(|m| fs::fstat(fd).is_ok_and(|stat| file(stat) == m.file))
     }
 
+    /// Whether the two say the same of every guest-physical address that both have: that it is the
+    /// same byte of the same file. Of one guest's memories one may have regions that the other does
+    /// not have yet.
+    pub fn agrees_with(&self, other: &Memory) -> bool {
+        self.mapped.iter().all(|a| {
+            let overlapping = other.mapped.iter().filter(|b| {
+                let (first, last) = (a.region.gpa, a.region.gpa + (a.region.size - 1));
+                first <= b.region.gpa + (b.region.size - 1) && b.region.gpa <= last
+            });
+            // What begins at the same distance from the file's begin; no difference that wraps can
+            // be equal by chance, since both lie below 2^63 in their files.
+            let lies = |m: &Mapped| m.region.mmap_offset.wrapping_sub(m.region.gpa);
+            overlapping.into_iter().all(|b| a.file == b.file && lies(a) == lies(b))
+        })
+    }
+
     /// This memory without one of its regions (REM_MEM_REG): the one with the same addresses and
     /// size. The result may be without any.
     ///

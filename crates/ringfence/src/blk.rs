@@ -1,7 +1,8 @@
 //! `ringfence blk`.
 
 use std::{
-    path::PathBuf,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, atomic::Ordering},
     time::Duration,
@@ -16,11 +17,12 @@ use ringfence_devices::{
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_lab::run::Usage;
+use ringfence_vhost_user::Server;
 
-use crate::serve::{self, Kind, Options, Page, Service};
+use crate::serve::{self, Connection, Kind, Options, Page, Service};
 
 /// How long the image's lock is waited for: the process before this one may just have been killed.
-const LOCK_WAIT: Duration = Duration::from_secs(3);
+pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(3);
 
 /// A block device for virtual machines, over vhost-user.
 ///
@@ -94,24 +96,32 @@ fn id(text: &str) -> Result<String, String> {
     }
 }
 
+/// Opens an image.
+///
+/// # Errors
+/// [`Usage`] if it can be none; the system refuses.
+pub(crate) fn open(path: &Path, how: ImageOptions) -> Result<Image> {
+    match Image::open(path, how) {
+        Ok(image) => Ok(image),
+        Err(error @ (ImageError::Kind | ImageError::Empty(_))) => {
+            Err(Usage(format!("{}: {error}", path.display())).into())
+        }
+        Err(error) => Err(error).with_context(|| path.display().to_string()),
+    }
+}
+
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments { service, image: path, read_only, direct, hand_over, queues, .. } = &arguments;
-    serve::begin_log(service);
+    serve::begin_log(&service.common);
     let how = ImageOptions {
         read_only: *read_only,
         direct: *direct,
         wait: LOCK_WAIT,
         hand_over: *hand_over,
     };
-    let image = match Image::open(path, how) {
-        Ok(image) => image,
-        Err(error @ (ImageError::Kind | ImageError::Empty(_))) => {
-            return Err(Usage(format!("{}: {error}", path.display())).into());
-        }
-        Err(error) => return Err(error).with_context(|| path.display().to_string()),
-    };
-    let workers = service.workers("blk", *queues)?;
+    let image = open(path, how)?;
+    let workers = service.common.workers("blk", *queues)?;
     let iotlb = IotlbConfig {
         entries: arguments.iotlb_entries,
         misses: arguments.iotlb_misses.max(1),
@@ -133,35 +143,45 @@ struct Blk {
 }
 
 impl Service for Blk {
-    type Handler = BlkBackend;
-
     fn name(&self) -> &'static str {
         "blk"
     }
 
-    fn connect(&self, _: usize) -> Result<BlkBackend> {
-        Ok(BlkBackend::new(self.options.clone(), Arc::clone(&self.workers)))
+    fn connect(&self, _: usize, stream: UnixStream) -> Result<Box<dyn Connection>> {
+        let backend = BlkBackend::new(self.options.clone(), Arc::clone(&self.workers));
+        Ok(Box::new(Server::new(stream, backend)))
     }
 
     fn figures(&self, page: &mut Page) {
-        let figures: &BlkFigures = &self.options.figures;
-        let queues: Vec<QueueStats> = figures.queues().collect();
-        type Read = fn(&QueueStats) -> u64;
-        for (name, help, of) in [
-            ("requests_total", "Requests answered.", (|q| q.requests) as Read),
-            ("failed_requests_total", "Requests answered with an error.", |q| q.failed),
-            ("bytes_total", "Bytes of data moved.", |q| q.bytes),
-            ("interrupts_total", "Notifications of the driver.", |q| q.interrupts),
-            ("waits_total", "Times that a request waited for a translation.", |q| q.parked),
-            ("ring_away_total", "Times that a ring was not mapped.", |q| q.away),
-        ] {
-            page.many(Kind::Counter, name, help, "queue", (0..).zip(queues.iter().map(of)));
-        }
-        let failures = figures.failures.load(Ordering::Relaxed);
-        let help = "Rings that stopped because of an error.";
-        page.one(Kind::Counter, "ring_failures_total", help, failures);
-        let help = "Rings that were stopped and whose I/O has not ended.";
-        page.one(Kind::Gauge, "stuck_rings", help, figures.stuck());
-        serve::iotlb_figures(page, &figures.iotlb.totals());
+        let own = &*self.options.figures;
+        figures(page, &[(String::new(), own)]);
+        serve::iotlb_figures(page, &own.iotlb.totals());
     }
+}
+
+/// The figures of block devices, but for those of their IOTLBs. A queue's name is its device's and its
+/// number.
+pub(crate) fn figures(page: &mut Page, devices: &[(String, &BlkFigures)]) {
+    type Read = fn(&QueueStats) -> u64;
+    for (name, help, of) in [
+        ("requests_total", "Requests answered.", (|q| q.requests) as Read),
+        ("failed_requests_total", "Requests answered with an error.", |q| q.failed),
+        ("bytes_total", "Bytes of data moved.", |q| q.bytes),
+        ("interrupts_total", "Notifications of the driver.", |q| q.interrupts),
+        ("waits_total", "Times that a request waited for a translation.", |q| q.parked),
+        ("ring_away_total", "Times that a ring was not mapped.", |q| q.away),
+    ] {
+        let queues = devices.iter().flat_map(|(device, figures)| {
+            let queues = (0..).zip(figures.queues());
+            queues.map(move |(queue, stats): (u16, _)| (format!("{device}{queue}"), of(&stats)))
+        });
+        page.many(Kind::Counter, name, help, "queue", queues);
+    }
+    let sum = |of: fn(&BlkFigures) -> u64| devices.iter().map(|(_, figures)| of(figures)).sum();
+    let failures: u64 = sum(|figures| figures.failures.load(Ordering::Relaxed));
+    let help = "Rings that stopped because of an error.";
+    page.one(Kind::Counter, "ring_failures_total", help, failures);
+    let stuck: u64 = sum(|figures| figures.stuck() as u64);
+    let help = "Rings that were stopped and whose I/O has not ended.";
+    page.one(Kind::Gauge, "stuck_rings", help, stuck);
 }

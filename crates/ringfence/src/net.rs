@@ -1,6 +1,7 @@
 //! `ringfence net`: a network device for vhost-user front ends.
 
 use std::{
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
@@ -9,10 +10,11 @@ use std::{
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_devices::net::{Lost, Net, NetBackend, NetOptions, QueueCounters, Tap, Way};
+use ringfence_devices::net::{Lost, Net, NetOptions, QueueCounters, Tap, Way};
 use ringfence_iotlb::IotlbConfig;
+use ringfence_vhost_user::Server;
 
-use crate::serve::{self, Kind, Page, Service};
+use crate::serve::{self, Connection, Kind, Page, Service};
 
 #[derive(Args)]
 #[group(id = "way", required = true, multiple = false, args = ["loopback", "peer", "tap", "probe"])]
@@ -90,7 +92,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         iotlb_entries,
         iotlb_patience_ms,
     } = arguments;
-    serve::begin_log(&service);
+    serve::begin_log(&service.common);
     let way = match (&tap, &peer) {
         (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
         (None, Some(_)) => Way::Peer,
@@ -99,9 +101,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     };
     // What one device sends on a pair the other receives on any: with one worker none is out of
     // reach.
-    let workers = match (&way, service.workers) {
-        (Way::Peer, None) => service.workers("net", 1)?,
-        _ => service.workers("net", queues)?,
+    let workers = match (&way, service.common.workers) {
+        (Way::Peer, None) => service.common.workers("net", 1)?,
+        _ => service.common.workers("net", queues)?,
     };
     let iotlb = IotlbConfig {
         entries: iotlb_entries,
@@ -116,48 +118,56 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
 }
 
 impl Service for Serving {
-    type Handler = NetBackend;
-
     fn name(&self) -> &'static str {
         "net"
     }
 
-    fn connect(&self, socket: usize) -> Result<NetBackend> {
-        Ok(self.0.connect(socket))
+    fn connect(&self, socket: usize, stream: UnixStream) -> Result<Box<dyn Connection>> {
+        Ok(Box::new(Server::new(stream, self.0.connect(socket))))
     }
 
     fn figures(&self, page: &mut Page) {
         let Serving(net) = self;
-        let of = |read: &dyn Fn(&QueueCounters) -> u64| {
-            let ends = 0..net.options().way.ends();
-            let each =
-                ends.flat_map(|end| net.counters(end).iter().enumerate().map(move |at| (end, at)));
-            each.map(|(end, (ring, counters))| (format!("{end}.{ring}"), read(counters)))
-                .collect::<Vec<_>>()
-        };
-        for (name, help, read) in [
-            (
-                "net_packets_total",
-                "Packets by queue: device, and ring (even: received by the driver, odd: sent).",
-                &QueueCounters::packets as &dyn Fn(&QueueCounters) -> u64,
-            ),
-            ("net_bytes_total", "Their bytes.", &QueueCounters::bytes),
-            (
-                "net_queue_stops_total",
-                "Queues that were stopped because their driver broke the rules.",
-                &QueueCounters::stops,
-            ),
-        ] {
-            page.many(Kind::Counter, name, help, "queue", of(read));
-        }
-        for why in Lost::ALL {
-            let name = format!("net_lost_{why}_total");
-            let help =
-                format!("Packets and buffers that were given back unused: {}.", why.reason());
-            page.many(Kind::Counter, &name, &help, "queue", of(&|counters| counters.lost(why)));
-        }
-        let totals = (0..net.options().way.ends()).map(|end| net.iotlb(end));
+        let ends = 0..net.options().way.ends();
+        let ends: Vec<_> = ends.map(|end| (format!("{end}."), &**net, end)).collect();
+        figures(page, &ends);
+        let totals = ends.iter().map(|(_, net, end)| net.iotlb(*end));
         serve::iotlb_figures(page, &totals.fold(Default::default(), |sum, totals| sum + totals));
+    }
+}
+
+/// The figures of network devices, each with its name and which end it is, but for those of their
+/// IOTLBs. A queue's name is its device's and its ring's number.
+pub(crate) fn figures(page: &mut Page, devices: &[(String, &Net, usize)]) {
+    let of = |read: &dyn Fn(&QueueCounters) -> u64| {
+        let each = devices.iter().flat_map(|(device, net, end)| {
+            net.counters(*end)
+                .iter()
+                .enumerate()
+                .map(move |(ring, counted)| (device, ring, counted))
+        });
+        each.map(|(device, ring, counted)| (format!("{device}{ring}"), read(counted)))
+            .collect::<Vec<_>>()
+    };
+    for (name, help, read) in [
+        (
+            "net_packets_total",
+            "Packets by queue: device, and ring (even: received by the driver, odd: sent).",
+            &QueueCounters::packets as &dyn Fn(&QueueCounters) -> u64,
+        ),
+        ("net_bytes_total", "Their bytes.", &QueueCounters::bytes),
+        (
+            "net_queue_stops_total",
+            "Queues that were stopped because their driver broke the rules.",
+            &QueueCounters::stops,
+        ),
+    ] {
+        page.many(Kind::Counter, name, help, "queue", of(read));
+    }
+    for why in Lost::ALL {
+        let name = format!("net_lost_{why}_total");
+        let help = format!("Packets and buffers that were given back unused: {}.", why.reason());
+        page.many(Kind::Counter, &name, &help, "queue", of(&|counters| counters.lost(why)));
     }
 }
 

@@ -25,6 +25,7 @@ use crate::{
     backend::{FrontEnd, read_config},
     disk::Disk,
     event::Bells,
+    iommu::{Iommu, Seat},
     translation::Translation,
     worker::{Work, Worker},
 };
@@ -46,6 +47,9 @@ pub struct BlkOptions {
     /// Which endpoint of an IOMMU in this process it is; with one it offers
     /// `VIRTIO_F_ACCESS_PLATFORM`.
     pub endpoint: Option<Arc<Endpoint>>,
+    /// The IOMMU that the endpoint is behind, if each connection has to be of its guest and has to
+    /// have its addresses translated.
+    pub iommu: Option<Arc<Iommu>>,
     /// Without an endpoint: an IOTLB for each connection, which its front end fills; it offers
     /// `VIRTIO_F_ACCESS_PLATFORM` too.
     pub iotlb: Option<IotlbConfig>,
@@ -66,6 +70,7 @@ impl BlkOptions {
             id: Arc::from(id),
             queues,
             endpoint: None,
+            iommu: None,
             iotlb: None,
             unit: 0,
             patience: Duration::from_secs(20),
@@ -79,6 +84,7 @@ pub struct BlkBackend {
     options: BlkOptions,
     workers: Arc<[Worker]>,
     translation: Option<Translation>,
+    seat: Option<Seat>,
     front: FrontEnd,
     inflight: Option<Arc<InflightRegion>>,
     /// Whether the image was taken.
@@ -98,10 +104,12 @@ impl BlkBackend {
             }
             _ => None,
         };
+        let seat = options.iommu.as_ref().map(Iommu::seat);
         BlkBackend {
             options,
             workers,
             translation,
+            seat,
             front: FrontEnd::default(),
             inflight: None,
             taken: false,
@@ -268,6 +276,7 @@ impl Handler for BlkBackend {
         if features & (1 << F_VERSION_1) == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
+        self.seat.iter().try_for_each(|seat| seat.set_features(features))?;
         // Rings are stopped. What addresses mean may not change under a unit that is left.
         if self.front.set_features(features) {
             self.forget_units();
@@ -279,11 +288,13 @@ impl Handler for BlkBackend {
         if !memory.is_sealed() {
             tracing::warn!("{}: the memory's file can be truncated under us", self.options.id);
         }
+        self.seat.iter().try_for_each(|seat| seat.set_memory(&memory))?;
         self.front.set_memory(&memory, self.translation.as_mut())?;
         self.on_all(move |unit| unit.set_memory(&memory))
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
+        self.seat.iter().try_for_each(Seat::ring_starts)?;
         self.take_image()?;
         let memory = self.front.memory()?;
         let start = Start {

@@ -2,11 +2,20 @@
 //!
 //! The devices' endpoints translate through the very tables that the virtio-iommu's requests
 //! change: no IOTLB message is needed, and a mapping is usable when its MAP is answered.
+//!
+//! [`Iommu`] is the device, which outlives its front ends; [`IommuBackend`] serves one of them.
+//! What the devices behind it have to do with it, they do through a [`Seat`].
 
 mod backend;
 mod backing;
+mod device;
+mod faults;
+mod gate;
+mod seat;
 mod unit;
 
-pub use backend::{IommuBackend, IommuOptions};
+pub use backend::IommuBackend;
 pub use backing::Endpoints;
+pub use device::{Iommu, IommuFigures, IommuOptions};
+pub use seat::Seat;
 pub use unit::IommuUnit;

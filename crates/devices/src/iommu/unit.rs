@@ -9,7 +9,7 @@ use ringfence_mem::{Memory, Physical, UserAddresses};
 use ringfence_virtio_iommu::device::{Counters, Device, EventQueue, FaultQueue, RequestQueue};
 use ringfence_virtq::{RingError, device};
 
-use super::Endpoints;
+use super::{device::sum, gate::Gate};
 use crate::{event, worker::Unit};
 
 /// One ring and its notifications.
@@ -22,10 +22,10 @@ struct Ring<Q> {
 
 /// The rings of a virtio-iommu: requests and events.
 pub struct IommuUnit {
-    device: Arc<Device<Arc<Endpoints>>>,
+    device: Arc<Device<Arc<Gate>>>,
     faults: Arc<FaultQueue>,
     memory: Physical,
-    requests: Option<Ring<RequestQueue<Arc<Endpoints>>>>,
+    requests: Option<Ring<RequestQueue<Arc<Gate>>>>,
     events: Option<Ring<EventQueue>>,
     calls: [Option<Arc<OwnedFd>>; 2],
     /// Written when a fault was reported, perhaps by another worker.
@@ -42,8 +42,8 @@ pub(super) const EVENTS: u16 = 1;
 
 impl IommuUnit {
     /// A unit without rings yet. Who reports to `faults` writes to `reported` afterwards.
-    pub fn new(
-        device: Arc<Device<Arc<Endpoints>>>,
+    pub(super) fn new(
+        device: Arc<Device<Arc<Gate>>>,
         faults: Arc<FaultQueue>,
         reported: Arc<OwnedFd>,
         memory: Arc<Memory>,
@@ -145,15 +145,8 @@ impl IommuUnit {
         self.requests.as_ref().map_or(self.past, |ring| self.counters_with(&ring.queue))
     }
 
-    fn counters_with(&self, queue: &RequestQueue<Arc<Endpoints>>) -> Counters {
-        let more = queue.counters();
-        Counters {
-            maps: self.past.maps + more.maps,
-            unmaps: self.past.unmaps + more.unmaps,
-            others: self.past.others + more.others,
-            refused: self.past.refused + more.refused,
-            syncs: self.past.syncs + more.syncs,
-        }
+    fn counters_with(&self, queue: &RequestQueue<Arc<Gate>>) -> Counters {
+        sum(self.past, queue.counters())
     }
 
     fn interrupt(&self, ring: u16) {

@@ -23,13 +23,11 @@ use super::{
 };
 use crate::{
     backend::{FrontEnd, read_config},
+    iommu::Seat,
     tally::{IotlbTally, IotlbTotals},
     translation::Translation,
     worker::Worker,
 };
-
-/// The number of a network device's units among a worker's.
-const UNIT: u32 = 0;
 
 /// A network device as it is set up.
 #[derive(Clone)]
@@ -54,6 +52,8 @@ pub struct NetOptions {
 pub struct Net {
     options: NetOptions,
     workers: Arc<[Worker]>,
+    /// The number of its units among a worker's.
+    unit: u32,
     ends: Vec<End>,
 }
 
@@ -66,15 +66,28 @@ struct End {
 }
 
 impl Net {
-    /// A device whose pairs of queues are served by `workers`, in turn. They serve nothing else.
+    /// A device whose pairs of queues are served by `workers`, in turn. They serve nothing else but
+    /// units of other numbers than 0.
     ///
     /// # Errors
     /// No descriptor is left.
     pub fn new(options: NetOptions, workers: Arc<[Worker]>) -> io::Result<Arc<Net>> {
+        Net::with_unit(options, 0, workers)
+    }
+
+    /// As [`new`](Self::new), with another number for its units among those of a worker.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_unit(
+        options: NetOptions,
+        unit: u32,
+        workers: Arc<[Worker]>,
+    ) -> io::Result<Arc<Net>> {
         for worker in &*workers {
             let (way, pairs) = (options.way.clone(), options.pairs);
             let made = worker.call(move |work| {
-                work.insert(UNIT, Box::new(NetUnit::new(way, pairs)?));
+                work.insert(unit, Box::new(NetUnit::new(way, pairs)?));
                 Ok(())
             });
             made.unwrap_or_else(|| Err(io::Error::other("the worker is gone")))?;
@@ -84,7 +97,7 @@ impl Net {
             ..End::default()
         };
         let ends = (0..options.way.ends()).map(|_| end()).collect();
-        Ok(Arc::new(Net { options, workers, ends }))
+        Ok(Arc::new(Net { options, workers, unit, ends }))
     }
 
     /// A back end for a driver of device `end` (0, or of two also 1). The one before it must be
@@ -95,7 +108,7 @@ impl Net {
         let translation = Translation::new(self.options.iotlb, shootdown);
         self.ends[end].tally.begin(translation.iotlb());
         let front = FrontEnd::default();
-        NetBackend { net: Arc::clone(self), end, translation, behind: None, front }
+        NetBackend { net: Arc::clone(self), end, translation, behind: None, seat: None, front }
     }
 
     /// As [`connect`](Self::connect), behind an IOMMU of this process: addresses mean what they mean
@@ -104,6 +117,19 @@ impl Net {
     pub fn connect_behind(self: &Arc<Self>, end: usize, endpoint: Arc<Endpoint>) -> NetBackend {
         let mut backend = self.connect(end);
         backend.behind = Some(endpoint);
+        backend
+    }
+
+    /// As [`connect_behind`](Self::connect_behind), for front ends of the guest alone whose IOMMU
+    /// `seat` is of, and whose addresses are translated.
+    pub fn connect_seated(
+        self: &Arc<Self>,
+        end: usize,
+        endpoint: Arc<Endpoint>,
+        seat: Seat,
+    ) -> NetBackend {
+        let mut backend = self.connect_behind(end, endpoint);
+        backend.seat = Some(seat);
         backend
     }
 
@@ -137,7 +163,8 @@ impl Net {
         worker: usize,
         job: impl FnOnce(&mut NetUnit) -> R + Send + 'static,
     ) -> Result<R, HandlerError> {
-        let found = self.workers[worker].call(move |work| work.unit::<NetUnit>(UNIT).map(job));
+        let unit = self.unit;
+        let found = self.workers[worker].call(move |work| work.unit::<NetUnit>(unit).map(job));
         found.flatten().ok_or_else(|| HandlerError::new("the worker is gone"))
     }
 
@@ -157,6 +184,7 @@ pub struct NetBackend {
     translation: Translation,
     /// What it translates by, if it is not by `translation`.
     behind: Option<Arc<Endpoint>>,
+    seat: Option<Seat>,
     front: FrontEnd,
 }
 
@@ -245,6 +273,7 @@ impl Handler for NetBackend {
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        self.seat.iter().try_for_each(|seat| seat.set_features(features))?;
         // Rings are stopped. What addresses mean may not change under a way to memory that is left.
         if self.front.set_features(features) {
             self.forget();
@@ -257,6 +286,7 @@ impl Handler for NetBackend {
         if !memory.is_sealed() {
             debug!("{}: the memory's file can be truncated under us", self.name());
         }
+        self.seat.iter().try_for_each(|seat| seat.set_memory(&memory))?;
         self.front.set_memory(&memory, Some(&mut self.translation))?;
         let end = self.end;
         self.net.on_all(move |unit| unit.set_memory(end, &memory));
@@ -264,6 +294,7 @@ impl Handler for NetBackend {
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
+        self.seat.iter().try_for_each(Seat::ring_starts)?;
         let translated = self.front.has(F_ACCESS_PLATFORM);
         let start = Start {
             ring: self.front.start(ring, setup),
@@ -344,11 +375,18 @@ impl Handler for NetBackend {
     }
 
     fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
-        self.translation.messages(messages, outcomes);
+        match self.behind {
+            // The IOMMU is in this process and knows better: QEMU sends one at the start of a ring.
+            Some(_) => outcomes.extend(messages.iter().map(|_| Ok(()))),
+            None => self.translation.messages(messages, outcomes),
+        }
     }
 
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
-        self.translation.message(message)
+        match self.behind {
+            Some(_) => Ok(()),
+            None => self.translation.message(message),
+        }
     }
 
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {

@@ -30,7 +30,7 @@ use ringfence_devices::{
     tally::IotlbTotals,
     worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{Handler, Server, Shutdown};
+use ringfence_vhost_user::{Handler, ServeError, Server, Shutdown};
 use rustix::event::{PollFd, PollFlags, poll};
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -42,13 +42,20 @@ use socket::Listener;
 /// How long I/O that is under way may take to end when the service does.
 const LAST_IO: Duration = Duration::from_secs(30);
 
-/// What every service can be told.
+/// What a service of one socket can be told.
 #[derive(Args)]
 pub(crate) struct Options {
     /// The socket that front ends connect to [default: what the service manager passes]
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
 
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+/// What every service can be told.
+#[derive(Args)]
+pub(crate) struct Common {
     /// Who may connect: the socket's permission bits
     #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = octal)]
     pub(crate) socket_mode: u32,
@@ -77,7 +84,7 @@ fn octal(text: &str) -> Result<u32, String> {
     }
 }
 
-impl Options {
+impl Common {
     /// Threads for a device of that many queues: no more than have something to do.
     ///
     /// # Errors
@@ -92,28 +99,58 @@ impl Options {
     }
 }
 
+/// One front end's connection, whatever the device is.
+pub(crate) trait Connection {
+    /// What ends it from another thread.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    fn shutdown_handle(&self) -> io::Result<Shutdown>;
+
+    /// Serves it until its end.
+    ///
+    /// # Errors
+    /// It ended for another reason than that the front end has hung up.
+    fn serve(&mut self) -> Result<(), ServeError>;
+}
+
+impl<H: Handler> Connection for Server<H> {
+    fn shutdown_handle(&self) -> io::Result<Shutdown> {
+        Server::shutdown_handle(self)
+    }
+
+    fn serve(&mut self) -> Result<(), ServeError> {
+        Server::serve(self)
+    }
+}
+
 /// A device, or several, for front ends to connect to.
 pub(crate) trait Service: Send + Sync {
-    /// What serves one connection.
-    type Handler: Handler;
-
     /// The service's name in messages.
     fn name(&self) -> &'static str;
 
-    /// A front end has connected to the socket of that number (0: `--socket`); the one before it is
-    /// gone. Called and used on the socket's own thread.
+    /// All sockets are listened on.
+    ///
+    /// # Errors
+    /// The service cannot go on: it ends.
+    fn listening(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// A front end has connected to the socket of that number; the one before it is gone. Called and
+    /// used on the socket's own thread.
     ///
     /// # Errors
     /// It cannot be served: the connection is closed.
-    fn connect(&self, socket: usize) -> Result<Self::Handler>;
+    fn connect(&self, socket: usize, stream: UnixStream) -> Result<Box<dyn Connection>>;
 
     /// The service's own figures.
     fn figures(&self, page: &mut Page);
 }
 
 /// Says from now on what `--log` asks for. To be called before anything is made that may speak.
-pub(crate) fn begin_log(options: &Options) {
-    log::begin(options.log);
+pub(crate) fn begin_log(common: &Common) {
+    log::begin(common.log);
 }
 
 /// The log of a process that serves another of this command.
@@ -138,17 +175,31 @@ struct Frame<S> {
     stopping: AtomicBool,
 }
 
-/// Listens on `--socket` and `more`, and serves until SIGTERM or SIGINT. What is under way then is
-/// finished and answered; a second signal ends the process at once.
+/// Serves on `--socket`, which has the number 0, and `more`, as [`run_on`] does.
+///
+/// # Errors
+/// As [`run_on`].
+pub(crate) fn run<S: Service>(options: &Options, more: &[&Path], service: S) -> Result<ExitCode> {
+    let own = options.socket.as_deref();
+    let paths: Vec<&Path> = own.into_iter().chain(more.iter().copied()).collect();
+    run_on(&options.common, &paths, 1 + more.len(), service)
+}
+
+/// Listens on the sockets at `paths`, or on `count` that the service manager has opened, and serves
+/// until SIGTERM or SIGINT. What is under way then is finished and answered; a second signal ends the
+/// process at once.
 ///
 /// # Errors
 /// Wrong usage; a socket or the endpoint of the figures cannot be had; I/O does not end.
-pub(crate) fn run<S: Service>(options: &Options, more: &[&Path], service: S) -> Result<ExitCode> {
+pub(crate) fn run_on<S: Service>(
+    common: &Common,
+    paths: &[&Path],
+    count: usize,
+    service: S,
+) -> Result<ExitCode> {
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
-    let paths: Vec<&Path> =
-        options.socket.as_deref().into_iter().chain(more.iter().copied()).collect();
-    let listeners = socket::open(&paths, 1 + more.len(), options.socket_mode)?;
-    let endpoint = match &options.metrics {
+    let listeners = socket::open(paths, count, common.socket_mode)?;
+    let endpoint = match &common.metrics {
         Some(address) => Some(
             http::Endpoint::open(address)
                 .with_context(|| format!("cannot serve figures at {address}"))?,
@@ -168,6 +219,7 @@ pub(crate) fn run<S: Service>(options: &Options, more: &[&Path], service: S) -> 
     if let Some(endpoint) = &endpoint {
         info!("{name}: figures at {}", endpoint.address());
     }
+    frame.service.listening()?;
     tell(&[NotifyState::Ready, NotifyState::Status("waiting for a front end")]);
 
     thread::scope(|scope| {
@@ -263,8 +315,8 @@ impl<S: Service> Frame<S> {
 
     fn converse(&self, front: &Front, at: usize, stream: UnixStream) -> Result<()> {
         stream.set_nonblocking(false)?;
-        let mut server = Server::new(stream, self.service.connect(at)?);
-        let shutdown = server.shutdown_handle()?;
+        let mut connection = self.service.connect(at, stream)?;
+        let shutdown = connection.shutdown_handle()?;
         {
             // Whoever ends the service sets the flag first and then looks here.
             let mut now = front.now.lock();
@@ -273,7 +325,7 @@ impl<S: Service> Frame<S> {
             }
             *now = Some(shutdown);
         }
-        Ok(server.serve()?)
+        Ok(connection.serve()?)
     }
 
     fn end(&self) {

@@ -1,0 +1,277 @@
+//! The virtio-iommu of a guest, from its first front end to the last.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use ringfence_iommu::FaultSink;
+use ringfence_mem::Memory;
+use ringfence_vhost_user::HandlerError;
+use ringfence_virtio_iommu::device::{Counters, Device, FaultQueue, Options};
+
+use super::{Endpoints, IommuBackend, IommuUnit, Seat, faults::Reported, gate::Gate};
+use crate::{event, worker::Worker};
+
+/// How many faults wait for the driver before more are dropped and counted.
+const WAITING_FAULTS: usize = 256;
+/// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
+/// and some disks never answer.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A virtio-iommu as it is set up.
+pub struct IommuOptions {
+    /// What the device offers.
+    pub device: Options,
+    /// The number of its unit among the worker's.
+    pub unit: u32,
+}
+
+/// A virtio-iommu. Its front ends come and go, one at a time, and while there is none all
+/// endpoints are blocked: nobody could say what they may reach.
+pub struct Iommu {
+    pub(super) device: Arc<Device<Arc<Gate>>>,
+    pub(super) faults: Arc<FaultQueue>,
+    /// Written when a fault was reported.
+    pub(super) wake: Arc<OwnedFd>,
+    reported: Arc<Reported>,
+    pub(super) workers: Arc<[Worker]>,
+    pub(super) unit: u32,
+    state: Mutex<State>,
+}
+
+/// What the front ends of the IOMMU and of the devices behind it have to agree on.
+#[derive(Default)]
+struct State {
+    /// What has become of the request queue.
+    requests: Requests,
+    /// The memory that each connection brought, by its seat.
+    memories: BTreeMap<u64, Arc<Memory>>,
+    next_seat: u64,
+    /// What the units of earlier front ends have counted.
+    past: Counters,
+}
+
+/// What has become of the request queue of the front end that is there.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Requests {
+    /// It has not run since the device was reset.
+    #[default]
+    Reset,
+    Running,
+    /// It was stopped here, and may go on.
+    Stopped(u32),
+}
+
+/// What an IOMMU has done and holds.
+#[derive(Clone, Debug, Default)]
+pub struct IommuFigures {
+    /// What its request queue has done.
+    pub requests: Counters,
+    /// How many domains there are.
+    pub domains: usize,
+    /// How many mappings they hold.
+    pub mappings: u64,
+    /// The bytes of their tables.
+    pub table_bytes: u64,
+    /// How many accesses of each endpoint were refused.
+    pub faults: Vec<(u32, u64)>,
+    /// How many faults found no room, so that the driver was not told.
+    pub dropped_faults: u64,
+}
+
+impl Iommu {
+    /// An IOMMU for `endpoints`, of which those in `untrusted` are blocked wherever others would
+    /// bypass: before a driver is there, and in bypass domains. Its rings are served by the first of
+    /// `workers`.
+    ///
+    /// # Panics
+    /// If no descriptor is left.
+    pub fn new(
+        endpoints: Arc<Endpoints>,
+        untrusted: BTreeSet<u32>,
+        options: IommuOptions,
+        workers: Arc<[Worker]>,
+    ) -> Arc<Iommu> {
+        let faults = FaultQueue::new(WAITING_FAULTS);
+        let wake = Arc::new(event::new().expect("a descriptor for fault reports"));
+        let gate = Arc::new(Gate::new(endpoints, untrusted));
+        let IommuOptions { device, unit } = options;
+        let device = Arc::new(Device::new(Arc::clone(&gate), device));
+        let known = ringfence_virtio_iommu::device::Backing::endpoints(&*gate);
+        let reported = Arc::new(Reported::new(Arc::clone(&faults), Arc::clone(&wake), known));
+        let sink: Arc<dyn FaultSink> = Arc::clone(&reported) as _;
+        gate.report_to(&sink);
+        let state = Mutex::default();
+        Arc::new(Iommu { device, faults, wake, reported, workers, unit, state })
+    }
+
+    /// A back end for a front end; the one before it must be gone.
+    pub fn connect(self: &Arc<Self>) -> IommuBackend {
+        self.device.backing().open();
+        IommuBackend::at(self.seat())
+    }
+
+    /// A place for a device behind this IOMMU, for one connection.
+    pub fn seat(self: &Arc<Self>) -> Seat {
+        let mut state = self.state.lock();
+        state.next_seat += 1;
+        Seat::new(Arc::clone(self), state.next_seat)
+    }
+
+    /// What it has done and holds.
+    pub fn figures(&self) -> IommuFigures {
+        let now = self.on_unit(|unit| unit.counters()).ok().flatten().unwrap_or_default();
+        let requests = sum(self.state.lock().past, now);
+        let (mappings, table_bytes) = self.device.backing().held();
+        IommuFigures {
+            requests,
+            domains: self.device.domains(),
+            mappings,
+            table_bytes,
+            faults: self.reported.by_endpoint(),
+            dropped_faults: self.faults.dropped(),
+        }
+    }
+
+    pub(super) fn on_unit<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut IommuUnit) -> R + Send + 'static,
+    ) -> Result<Option<R>, HandlerError> {
+        let unit = self.unit;
+        self.workers[0]
+            .call(move |work| work.unit::<IommuUnit>(unit).map(job))
+            .ok_or_else(|| HandlerError::new("the worker is gone"))
+    }
+
+    /// The memory of a connection. All must be the same guest's: a mapping names guest-physical
+    /// memory, and is to mean the same to whoever uses it.
+    ///
+    /// # Errors
+    /// It is another guest's.
+    pub(super) fn set_memory(&self, seat: u64, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+        let mut state = self.state.lock();
+        let others = state.memories.iter().filter(|&(&of, _)| of != seat);
+        if others.map(|(_, other)| other).any(|other| !other.agrees_with(memory)) {
+            return Err(HandlerError::new(
+                "this is not the memory of the guest whose IOMMU it is: one guest at a time",
+            ));
+        }
+        state.memories.insert(seat, Arc::clone(memory));
+        Ok(())
+    }
+
+    /// A connection is over.
+    pub(super) fn leave(&self, seat: u64) {
+        self.state.lock().memories.remove(&seat);
+    }
+
+    /// A ring of a device behind this IOMMU is about to start. If the request queue was stopped and
+    /// does not run again by then, the guest was reset: the firmware uses its disk before there is
+    /// a driver for the IOMMU. (A guest that was paused goes on with the IOMMU first, as the VMM has
+    /// made it first.)
+    ///
+    /// # Errors
+    /// I/O under way does not end.
+    pub(super) fn device_starts(&self) -> Result<(), HandlerError> {
+        let mut state = self.state.lock();
+        match state.requests {
+            Requests::Stopped(_) => {
+                tracing::info!("iommu: the guest was reset");
+                state.requests = Requests::Reset;
+                self.reset_system()
+            }
+            Requests::Reset | Requests::Running => Ok(()),
+        }
+    }
+
+    /// The request queue is about to start, at this place of its ring. Unless it goes on where it
+    /// was stopped, the driver is a new one, for which no endpoint is attached (rule V4): front ends
+    /// that reset a device say no more than that its rings stop.
+    ///
+    /// # Errors
+    /// I/O under way does not end.
+    pub(super) fn requests_start(&self, base: u32, features: u64) -> Result<(), HandlerError> {
+        let mut state = self.state.lock();
+        let goes_on = base != 0 && state.requests == Requests::Stopped(base);
+        if !goes_on {
+            self.reset()?;
+            self.device.set_features(features);
+        }
+        state.requests = Requests::Running;
+        Ok(())
+    }
+
+    /// The request queue was stopped.
+    pub(super) fn requests_stopped(&self, next: u32) {
+        self.state.lock().requests = Requests::Stopped(next);
+    }
+
+    /// The front end resets the device.
+    ///
+    /// # Errors
+    /// I/O under way does not end.
+    pub(super) fn front_end_resets(&self) -> Result<(), HandlerError> {
+        self.state.lock().requests = Requests::Reset;
+        self.reset()
+    }
+
+    /// The front end is gone: what its driver said holds no longer, and nothing is reachable until
+    /// there is another.
+    pub(super) fn front_end_gone(&self, seat: u64) {
+        self.device.backing().shut();
+        if self.state.lock().memories.keys().any(|&other| other != seat) {
+            tracing::warn!("iommu: its front end is gone: the devices behind it reach nothing now");
+        }
+        let unit = self.unit;
+        let counted = self.workers[0].call(move |work| {
+            let counters = work.unit::<IommuUnit>(unit).map(|unit| unit.counters());
+            drop(work.remove(unit));
+            counters
+        });
+        let mut state = self.state.lock();
+        state.past = sum(state.past, counted.flatten().unwrap_or_default());
+        state.requests = Requests::Reset;
+        if let Err(error) = self.reset_system() {
+            tracing::error!("iommu: {error}");
+        }
+    }
+
+    fn reset(&self) -> Result<(), HandlerError> {
+        self.faults.clear();
+        self.device.reset().map_err(|error| HandlerError::new(error.to_string()))?;
+        self.settle()
+    }
+
+    fn reset_system(&self) -> Result<(), HandlerError> {
+        self.faults.clear();
+        self.device.system_reset().map_err(|error| HandlerError::new(error.to_string()))?;
+        self.settle()
+    }
+
+    /// When the front end hears of a reset, nothing is reachable any more (rule V4).
+    fn settle(&self) -> Result<(), HandlerError> {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.device.backing().is_settled() {
+            if Instant::now() >= deadline {
+                return Err(HandlerError::new("I/O under way does not end"));
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+/// What two units have counted together.
+pub(super) fn sum(a: Counters, b: Counters) -> Counters {
+    Counters {
+        maps: a.maps + b.maps,
+        unmaps: a.unmaps + b.unmaps,
+        others: a.others + b.others,
+        refused: a.refused + b.refused,
+        syncs: a.syncs + b.syncs,
+    }
+}

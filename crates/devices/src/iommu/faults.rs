@@ -1,0 +1,114 @@
+//! Faults on their way to the event queue: counted, and told in the log now and then.
+
+use std::{
+    collections::BTreeMap,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use ringfence_iommu::{Fault, FaultReason, FaultSink, Prot};
+use ringfence_sync::clock::{Clock, MonotonicClock};
+use ringfence_virtio_iommu::device::FaultQueue;
+
+use crate::event;
+
+/// An endpoint's faults are told in the log once in this time: a driver makes as many as it likes.
+const TOLD_EVERY_NS: u64 = 1_000_000_000;
+
+/// Keeps faults for the event queue, wakes the worker that serves it, and counts by endpoint.
+pub(super) struct Reported {
+    faults: Arc<FaultQueue>,
+    wake: Arc<OwnedFd>,
+    endpoints: BTreeMap<u32, Account>,
+}
+
+#[derive(Default)]
+struct Account {
+    faults: AtomicU64,
+    /// When the log was told last, and how many there were then.
+    told_ns: AtomicU64,
+    told: AtomicU64,
+}
+
+impl Reported {
+    pub(super) fn new(
+        faults: Arc<FaultQueue>,
+        wake: Arc<OwnedFd>,
+        endpoints: impl IntoIterator<Item = u32>,
+    ) -> Reported {
+        let endpoints = endpoints.into_iter().map(|id| (id, Account::default())).collect();
+        Reported { faults, wake, endpoints }
+    }
+
+    /// How many faults each endpoint has had.
+    pub(super) fn by_endpoint(&self) -> Vec<(u32, u64)> {
+        let read = |account: &Account| account.faults.load(Ordering::Relaxed);
+        self.endpoints.iter().map(|(&id, account)| (id, read(account))).collect()
+    }
+}
+
+impl FaultSink for Reported {
+    fn report(&self, fault: Fault) {
+        self.faults.report(fault);
+        event::signal(&self.wake);
+        if let Some(account) = self.endpoints.get(&fault.endpoint) {
+            account.note(fault, MonotonicClock.now_ns());
+        }
+    }
+}
+
+impl Account {
+    fn note(&self, fault: Fault, now_ns: u64) {
+        let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
+        let before = self.told_ns.load(Ordering::Relaxed);
+        let due = before == 0 || now_ns.saturating_sub(before) >= TOLD_EVERY_NS;
+        let mine = |()| {
+            let order = Ordering::Relaxed;
+            self.told_ns.compare_exchange(before, now_ns.max(1), order, order).is_ok()
+        };
+        if !due || !mine(()) {
+            return;
+        }
+        let more = faults.saturating_sub(self.told.swap(faults, Ordering::Relaxed) + 1);
+        let (endpoint, iova) = (fault.endpoint, fault.iova.0);
+        let what = if fault.access.contains(Prot::WRITE) { "a write to" } else { "a read of" };
+        let why = match fault.reason {
+            FaultReason::NoDomain => "it is in no domain",
+            _ => "it is not mapped for that",
+        };
+        tracing::warn!(
+            "iommu: endpoint {endpoint:#x} was refused {what} {iova:#x}: {why}; {more} more since \
+             the last told"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringfence_iommu::Iova;
+
+    use super::*;
+
+    #[test]
+    fn every_fault_is_counted_and_one_a_second_is_told() {
+        let account = Account::default();
+        let fault = Fault {
+            reason: FaultReason::Mapping,
+            endpoint: 8,
+            iova: Iova(0x1000),
+            access: Prot::READ,
+        };
+        let told = |at_ns| {
+            account.note(fault, at_ns);
+            account.told.load(Ordering::Relaxed)
+        };
+        assert_eq!(told(5), 1);
+        assert_eq!(told(6), 1);
+        assert_eq!(told(4 + TOLD_EVERY_NS), 1);
+        assert_eq!(told(5 + TOLD_EVERY_NS), 4);
+        assert_eq!(account.faults.load(Ordering::Relaxed), 4);
+    }
+}

@@ -1,0 +1,289 @@
+//! The devices behind the IOMMU.
+
+use std::{
+    collections::BTreeSet,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf, absolute},
+    sync::Arc,
+};
+
+use anyhow::{Context, Result};
+use ringfence_devices::{
+    blk::{BlkBackend, BlkFigures, BlkOptions},
+    disk::{Disk, ImageOptions},
+    iommu::Iommu,
+    net::{Net, NetOptions, Tap, Way},
+    worker::Worker,
+};
+use ringfence_iommu::shootdown::Shootdown;
+use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
+use ringfence_vhost_user::Server;
+
+use super::{
+    Arguments,
+    address::Address,
+    qemu::{Behind, Kind},
+    spec::{BlkSpec, NetSpec, NetWay, Place},
+    usage,
+};
+use crate::{
+    blk, net,
+    serve::{Common, Connection, Page},
+};
+
+/// The units of devices among a worker's: the IOMMU's is the one before.
+const FIRST_UNIT: u32 = 1;
+
+/// One device as it was asked for.
+enum Wanted<'a> {
+    Blk(&'a BlkSpec),
+    /// One end of a network device, which has two if packets go from one to the other.
+    Net(&'a NetSpec, usize),
+    Idle,
+}
+
+/// Which devices there are, and where.
+pub(super) struct Plan<'a> {
+    /// Those with a socket first.
+    devices: Vec<(Address, Wanted<'a>)>,
+}
+
+impl<'a> Plan<'a> {
+    /// # Errors
+    /// There is no room on the bus, or two things are in one place.
+    pub(super) fn new(arguments: &'a Arguments) -> Result<Plan<'a>> {
+        let blks = arguments.blk.iter().map(|spec| (spec.place.address, Wanted::Blk(spec)));
+        let nets = arguments.net.iter().flat_map(|spec| {
+            let ends = if matches!(spec.way, NetWay::Peer(_)) { 2 } else { 1 };
+            (0..ends).map(move |end| (spec.place.address, Wanted::Net(spec, end)))
+        });
+        let idle = arguments.idle.iter().map(|&address| (Some(address), Wanted::Idle));
+        let wanted: Vec<_> = blks.chain(nets).chain(idle).collect();
+        if wanted.is_empty() {
+            return Err(usage("no device: --blk, --net or --idle"));
+        }
+        if arguments.slot.function != 0 {
+            return Err(usage("--slot: the IOMMU has a device of its own"));
+        }
+        let mut taken = BTreeSet::new();
+        for &address in wanted.iter().filter_map(|(address, _)| address.as_ref()) {
+            if address.device == arguments.slot.device || !taken.insert(address) {
+                return Err(usage(format!("two devices at {address} of the PCI bus")));
+            }
+        }
+        let mut free = (arguments.slot.device + 1..=Address::LAST)
+            .filter(|device| taken.iter().all(|address| address.device != *device));
+        let devices = wanted
+            .into_iter()
+            .map(|(address, wanted)| {
+                let address = address.or_else(|| free.next().map(Address::of));
+                address.map(|address| (address, wanted))
+            })
+            .collect::<Option<Vec<_>>>();
+        let plan = Plan { devices: devices.ok_or_else(|| usage("too many devices for a bus"))? };
+        let mut sockets = BTreeSet::from([&*arguments.iommu]);
+        let twice = plan.sockets().find(|socket| !sockets.insert(socket));
+        twice.map_or(Ok(()), |twice| Err(usage(format!("{} is given twice", twice.display()))))?;
+        Ok(plan)
+    }
+
+    /// Where the endpoints are.
+    pub(super) fn addresses(&self) -> Vec<Address> {
+        self.devices.iter().map(|&(address, _)| address).collect()
+    }
+
+    /// The sockets of those that have one, in order.
+    pub(super) fn sockets(&self) -> impl Iterator<Item = &'a Path> {
+        self.devices.iter().filter_map(|(_, wanted)| wanted.socket())
+    }
+
+    /// How many threads could have something to do.
+    pub(super) fn queues(&self) -> u16 {
+        let places = self.devices.iter().filter_map(|(_, wanted)| wanted.place());
+        places.fold(1, |sum: u16, place| sum.saturating_add(place.queues))
+    }
+
+    /// How many views of the IOMMU's tables there may be with so many workers.
+    pub(super) fn views(&self, workers: usize) -> usize {
+        self.sockets().count() * workers
+    }
+
+    /// An endpoint for each device.
+    pub(super) fn endpoints(&self, shootdown: &Arc<Shootdown>) -> Vec<Arc<Endpoint>> {
+        let made = |&(address, _): &(Address, _)| {
+            Endpoint::new(address.number().into(), Arc::clone(shootdown), Binding::Blocked)
+        };
+        self.devices.iter().map(made).collect()
+    }
+
+    /// The endpoints that never bypass.
+    pub(super) fn untrusted(&self) -> impl Iterator<Item = u32> {
+        let devices = self.devices.iter();
+        let marked = devices.filter(|(_, wanted)| wanted.place().is_some_and(|p| p.untrusted));
+        marked.map(|(address, _)| address.number().into())
+    }
+
+    /// What QEMU is to be told.
+    ///
+    /// # Errors
+    /// There is no current folder.
+    pub(super) fn behind(&self) -> Result<Vec<Behind>> {
+        let each = |(address, wanted): &(Address, Wanted<'_>)| {
+            let (kind, queues) = match wanted {
+                Wanted::Blk(spec) => (Kind::Blk, spec.place.queues),
+                Wanted::Net(spec, _) => (Kind::Net, spec.place.queues),
+                Wanted::Idle => (Kind::Idle, 0),
+            };
+            let socket: Option<PathBuf> = wanted.socket().map(absolute).transpose()?;
+            let untrusted = wanted.place().is_some_and(|place| place.untrusted);
+            Ok(Behind { kind, address: *address, socket, queues, untrusted })
+        };
+        self.devices.iter().map(each).collect()
+    }
+
+    /// Makes those that have a socket, in the order of the sockets. `endpoints` are all.
+    ///
+    /// # Errors
+    /// An image or a tap device cannot be had.
+    pub(super) fn make(
+        &self,
+        endpoints: &[Arc<Endpoint>],
+        iommu: &Arc<Iommu>,
+        common: &Common,
+        workers: &Arc<[Worker]>,
+    ) -> Result<Vec<Device>> {
+        let mut made: Vec<Device> = Vec::new();
+        for (&(address, ref wanted), endpoint) in self.devices.iter().zip(endpoints) {
+            let unit = FIRST_UNIT + made.len() as u32;
+            let endpoint = Arc::clone(endpoint);
+            let does = match (wanted, made.last()) {
+                (Wanted::Idle, _) => continue,
+                (Wanted::Blk(spec), _) => {
+                    let how = ImageOptions {
+                        read_only: spec.read_only,
+                        direct: spec.direct,
+                        wait: blk::LOCK_WAIT,
+                        hand_over: false,
+                    };
+                    let disk = Disk::File(Arc::new(blk::open(&spec.image, how)?));
+                    let id = format!("ringfence-{address}");
+                    Does::Blk(BlkOptions {
+                        read_only: spec.read_only,
+                        endpoint: Some(endpoint),
+                        iommu: Some(Arc::clone(iommu)),
+                        unit,
+                        ..BlkOptions::new(disk, &id, spec.place.queues)
+                    })
+                }
+                (Wanted::Net(_, 1), Some(Device { does: Does::Net { net, .. }, .. })) => {
+                    Does::Net { net: Arc::clone(net), end: 1, endpoint }
+                }
+                (Wanted::Net(spec, _), _) => {
+                    let (way, workers) = match &spec.way {
+                        NetWay::Loopback => (Way::Loopback, Arc::clone(workers)),
+                        NetWay::Tap(name) => {
+                            let tap = Tap::open(name, spec.place.queues);
+                            let tap = tap.with_context(|| format!("the tap device {name}"))?;
+                            (Way::Tap(Arc::new(tap)), Arc::clone(workers))
+                        }
+                        // What one device sends on a pair the other receives on any: with one
+                        // worker none is out of reach.
+                        NetWay::Peer(_) => (Way::Peer, common.workers("peer", 1)?),
+                    };
+                    let options = NetOptions {
+                        name: format!("net {address}").into(),
+                        way,
+                        pairs: spec.place.queues,
+                        mac: None,
+                        mtu: None,
+                        iommu: true,
+                        iotlb: IotlbConfig::default(),
+                    };
+                    let net = Net::with_unit(options, unit, workers);
+                    let net = net.context("preparing a network device")?;
+                    Does::Net { net, end: 0, endpoint }
+                }
+            };
+            made.push(Device { address, does, workers: Arc::clone(workers) });
+        }
+        Ok(made)
+    }
+}
+
+impl<'a> Wanted<'a> {
+    fn place(&self) -> Option<&'a Place> {
+        match self {
+            Wanted::Blk(spec) => Some(&spec.place),
+            Wanted::Net(spec, _) => Some(&spec.place),
+            Wanted::Idle => None,
+        }
+    }
+
+    fn socket(&self) -> Option<&'a Path> {
+        match self {
+            Wanted::Net(NetSpec { way: NetWay::Peer(socket), .. }, 1) => Some(socket),
+            _ => self.place().map(|place| &*place.socket),
+        }
+    }
+}
+
+/// A device behind the IOMMU, as it is served.
+pub(super) struct Device {
+    address: Address,
+    does: Does,
+    workers: Arc<[Worker]>,
+}
+
+enum Does {
+    Blk(BlkOptions),
+    /// One end of a network device.
+    Net {
+        net: Arc<Net>,
+        end: usize,
+        endpoint: Arc<Endpoint>,
+    },
+}
+
+impl Device {
+    /// Serves a front end.
+    pub(super) fn connect(&self, iommu: &Arc<Iommu>, stream: UnixStream) -> Box<dyn Connection> {
+        match &self.does {
+            Does::Blk(options) => {
+                let backend = BlkBackend::new(options.clone(), Arc::clone(&self.workers));
+                Box::new(Server::new(stream, backend))
+            }
+            Does::Net { net, end, endpoint } => {
+                let backend = net.connect_seated(*end, Arc::clone(endpoint), iommu.seat());
+                Box::new(Server::new(stream, backend))
+            }
+        }
+    }
+}
+
+/// The figures of all devices; a queue's name is its device's address and its number.
+pub(super) fn figures(page: &mut Page, devices: &[Device]) {
+    let name = |device: &Device| format!("{}/", device.address);
+    let blks: Vec<(String, &BlkFigures)> = devices
+        .iter()
+        .filter_map(|device| match &device.does {
+            Does::Blk(options) => Some((name(device), &*options.figures)),
+            Does::Net { .. } => None,
+        })
+        .collect();
+    let nets: Vec<(String, &Net, usize)> = devices
+        .iter()
+        .filter_map(|device| match &device.does {
+            Does::Net { net, end, .. } => Some((name(device), &**net, *end)),
+            Does::Blk(_) => None,
+        })
+        .collect();
+    if !blks.is_empty() {
+        blk::figures(page, &blks);
+    }
+    if !nets.is_empty() {
+        net::figures(page, &nets);
+    }
+    let blks = blks.iter().map(|(_, figures)| figures.iotlb.totals());
+    let totals = blks.chain(nets.iter().map(|(_, net, end)| net.iotlb(*end)));
+    crate::serve::iotlb_figures(page, &totals.fold(Default::default(), |sum, one| sum + one));
+}

@@ -1,0 +1,141 @@
+//! The arguments that give a QEMU guest the IOMMU and the devices behind it.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::address::Address;
+
+/// What a device is to QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Kind {
+    /// A vhost-user-blk.
+    Blk,
+    /// A vhost-user network device.
+    Net,
+    /// A function that does no DMA.
+    Idle,
+}
+
+/// A device behind the IOMMU.
+#[derive(Clone, Debug)]
+pub(super) struct Behind {
+    pub(super) kind: Kind,
+    pub(super) address: Address,
+    /// `None`: nobody serves it.
+    pub(super) socket: Option<PathBuf>,
+    pub(super) queues: u16,
+    pub(super) untrusted: bool,
+}
+
+/// The arguments, each option followed by its value. The IOMMU comes before the devices: QEMU starts
+/// them in this order when a paused guest goes on.
+pub(super) fn arguments(
+    memory: u64,
+    viot: &Path,
+    iommu: (&Path, Address),
+    devices: &[Behind],
+) -> Vec<[String; 2]> {
+    let size = match memory {
+        bytes if bytes.is_multiple_of(1 << 20) => format!("{}M", bytes >> 20),
+        bytes => format!("{}K", bytes >> 10),
+    };
+    let memory = format!("memory-backend-memfd,id=ringfence-memory,size={size},share=on");
+    let (socket, at) = iommu;
+    let mut all = vec![
+        ["-machine".into(), "q35,memory-backend=ringfence-memory".into()],
+        ["-m".into(), size],
+        ["-object".into(), memory],
+        // With an IOMMU of its own, which the guest leaves idle, QEMU passes ring addresses on as
+        // they are; it does not resolve them itself.
+        ["-device".into(), "intel-iommu,intremap=off,device-iotlb=on".into()],
+        ["-acpitable".into(), format!("file={}", escaped(viot))],
+        ["-chardev".into(), format!("socket,id=ringfence-iommu,path={}", escaped(socket))],
+        [
+            "-device".into(),
+            format!(
+                "vhost-user-test-device-pci,chardev=ringfence-iommu,virtio-id=23,num_vqs=2,\
+                 config_size=40,addr={at}"
+            ),
+        ],
+    ];
+    for device in devices {
+        let Behind { kind, address, socket, queues, .. } = device;
+        let id = format!("ringfence-{address}");
+        let several =
+            |other: &Behind| other.address != *address && other.address.device == address.device;
+        let shared = if devices.iter().any(several) { ",multifunction=on" } else { "" };
+        let place = format!("addr={address}{shared}");
+        if let Some(socket) = socket {
+            let chardev = format!("socket,id={id},path={}", escaped(socket));
+            all.push(["-chardev".into(), chardev]);
+        }
+        let virtio = "disable-legacy=on,iommu_platform=on";
+        let value = match kind {
+            Kind::Blk => {
+                format!("vhost-user-blk-pci,chardev={id},num-queues={queues},{virtio},{place}")
+            }
+            Kind::Net => {
+                let netdev = format!("vhost-user,id={id}-net,chardev={id},queues={queues}");
+                all.push(["-netdev".into(), netdev]);
+                let many = match queues {
+                    1 => String::new(),
+                    // Two vectors a pair, and one each for changes of configuration and control.
+                    pairs => format!(",mq=on,vectors={}", 2 * pairs + 2),
+                };
+                format!("virtio-net-pci,netdev={id}-net,{virtio},{place}{many}")
+            }
+            Kind::Idle => format!("pci-testdev,{place}"),
+        };
+        all.push(["-device".into(), value]);
+    }
+    all
+}
+
+/// A name in a value of QEMU's.
+fn escaped(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
+}
+
+/// A word as a shell reads it.
+pub(super) fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=,./:+@%".contains(c);
+    match word {
+        word if !word.is_empty() && word.chars().all(plain) => word.to_owned(),
+        word => format!("'{}'", word.replace('\'', r"'\''")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_where_a_shell_needs_it() {
+        assert_eq!(quoted("socket,id=a,path=/x/y-z.sock"), "socket,id=a,path=/x/y-z.sock");
+        assert_eq!(quoted("it's here"), r"'it'\''s here'");
+        assert_eq!(quoted(""), "''");
+        assert_eq!(quoted("a;b"), "'a;b'");
+    }
+
+    #[test]
+    fn functions_of_one_device_say_so_and_commas_in_names_are_doubled() {
+        let at = |text: &str| text.parse::<Address>().unwrap();
+        let blk = |text| Behind {
+            kind: Kind::Blk,
+            address: at(text),
+            socket: Some("a,b".into()),
+            queues: 2,
+            untrusted: false,
+        };
+        let devices = [blk("06.0"), blk("06.1"), blk("07.0")];
+        let all = arguments(1 << 30, Path::new("v"), (Path::new("i"), at("05.0")), &devices);
+        let text: Vec<String> = all.iter().map(|words| words.join(" ")).collect();
+        let of = |what: &str| text.iter().filter(|line| line.contains(what)).count();
+        assert_eq!(of("multifunction=on"), 2);
+        assert_eq!(of("path=a,,b"), 3);
+        assert_eq!(of("num-queues=2"), 3);
+        assert_eq!(of("size=1024M,share=on"), 1);
+    }
+}
