@@ -37,8 +37,9 @@ impl Backing for Endpoints {
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         Ok(SoftDomain::new(geometry, LIMITS, Arc::clone(&self.shootdown)))
     }
-    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) {
+    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()> {
         self.bindings.lock().unwrap().insert(endpoint, to);
+        Ok(())
     }
 }
 

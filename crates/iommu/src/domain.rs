@@ -1,6 +1,10 @@
 //! The trait of everything that translates.
 
-use crate::{Address, Capabilities, Gather, Geometry, Iova, Prot, Range, Result};
+use alloc::vec::Vec;
+
+use crate::{
+    Address, Capabilities, Error, Gather, Geometry, Iova, Prot, Range, Result, table::Mapping,
+};
 
 /// An address space for devices: I/O virtual addresses mapped to a target.
 ///
@@ -63,6 +67,17 @@ pub trait Domain: Send + Sync {
 
     /// Where `iova` leads.
     fn iova_to_phys(&self, iova: Iova) -> Option<Self::Target>;
+
+    /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it has
+    /// room for without growing: if room is left, there are no more. What other threads map or unmap
+    /// meanwhile may be among them or not.
+    ///
+    /// # Errors
+    /// [`Unsupported`](Error::Unsupported), and so it is by default: the domain cannot tell.
+    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
+        let _ = (iova, into);
+        Err(Error::Unsupported("the domain does not tell what is mapped"))
+    }
 
     /// Starts what [`iotlb_sync`](Self::iotlb_sync) does, without waiting for it; the gather is
     /// emptied. For a device that serves other work meanwhile. The default does it all at once.
@@ -149,6 +164,9 @@ impl<D: Domain + ?Sized> Domain for alloc::sync::Arc<D> {
     }
     fn iova_to_phys(&self, iova: Iova) -> Option<Self::Target> {
         (**self).iova_to_phys(iova)
+    }
+    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
+        (**self).mappings_from(iova, into)
     }
     fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
         (**self).iotlb_sync_begin(gather)

@@ -1,6 +1,6 @@
 //! A domain that lives in this process: a translation table and the shootdown of its readers.
 
-use alloc::sync::Arc;
+use alloc::{sync::Arc, vec::Vec};
 use core::{fmt, marker::PhantomData};
 
 use arrayvec::ArrayVec;
@@ -9,7 +9,7 @@ use ringfence_sync::{Backoff, lock::SpinLock};
 use crate::{
     Address, Capabilities, Domain, Error, Gather, Geometry, Iova, Prot, Range, Result, SyncToken,
     shootdown::{Reader, Shootdown},
-    table::{Limits, Mapping, PageList, Table, Translation},
+    table::{Budget, Limits, Mapping, PageList, Sharer, Table, Translation},
 };
 
 /// How many batches of table pages can wait for their own grace period; later ones join the
@@ -50,13 +50,25 @@ impl<T: Address> SoftDomain<T> {
         limits: Limits,
         shootdown: Arc<Shootdown>,
     ) -> Arc<SoftDomain<T>> {
-        Arc::new(SoftDomain {
-            geometry,
-            table: Table::new(limits),
-            shootdown,
-            limbo: SpinLock::new(ArrayVec::new()),
-            target: PhantomData,
-        })
+        Arc::new(Self::over(Table::new(limits), geometry, shootdown))
+    }
+
+    /// An empty domain that, with all others of `budget`, holds no more than that says.
+    pub fn within(
+        geometry: Geometry,
+        budget: Arc<Budget>,
+        shootdown: Arc<Shootdown>,
+    ) -> Arc<SoftDomain<T>> {
+        let table = Table::within(Arc::clone(&budget));
+        let domain = Arc::new(Self::over(table, geometry, shootdown));
+        let sharer: Arc<dyn Sharer> = domain.clone();
+        budget.enter(Arc::downgrade(&sharer));
+        domain
+    }
+
+    fn over(table: Table, geometry: Geometry, shootdown: Arc<Shootdown>) -> SoftDomain<T> {
+        let limbo = SpinLock::new(ArrayVec::new());
+        SoftDomain { geometry, table, shootdown, limbo, target: PhantomData }
     }
 
     /// Where `iova` leads, and which addresses around it lead there with it. Takes no lock.
@@ -197,6 +209,20 @@ impl<T: Address> SoftDomain<T> {
         unsafe { free.reclaim() };
     }
 
+    /// Frees what only waits for its grace period, if that is soon over: the calling thread may have
+    /// a reader itself.
+    fn free_retired(&self) {
+        if self.nothing_retired() {
+            return;
+        }
+        let token = self.begin(&[], false);
+        let backoff = Backoff::new();
+        while !self.shootdown.is_quiet(token) && !backoff.is_completed() {
+            backoff.spin();
+        }
+        self.collect(None);
+    }
+
     /// The checks that need no look at the table.
     fn check_map(&self, range: Range, target: u64, prot: Prot) -> Result<()> {
         let granule = self.geometry.page_sizes.granule();
@@ -220,6 +246,14 @@ impl<T: Address> SoftDomain<T> {
     }
 }
 
+impl<T: Address> Sharer for SoftDomain<T> {
+    fn give_back(&self) {
+        self.table.scavenge();
+        self.table.give_back_spare();
+        self.free_retired();
+    }
+}
+
 impl<T: Address> Domain for SoftDomain<T> {
     type Target = T;
 
@@ -235,19 +269,14 @@ impl<T: Address> Domain for SoftDomain<T> {
         let target = target.as_u64();
         self.check_map(range, target, prot)?;
         match self.table.map(range, target, prot) {
-            Err(full @ Error::Full { .. }) if self.table.retired_bytes() != 0 => {
-                // Some of what counts is only waiting for its grace period. We wait for it too, but
-                // not for long: the calling thread may have a reader itself.
-                let token = self.begin(&[], false);
-                let backoff = Backoff::new();
-                while !self.shootdown.is_quiet(token) && !backoff.is_completed() {
-                    backoff.spin();
+            Err(Error::Full { .. })
+                if self.table.retired_bytes() != 0 || self.table.budget().is_some() =>
+            {
+                match self.table.budget() {
+                    Some(budget) => budget.relieve(),
+                    None => self.free_retired(),
                 }
-                self.collect(None);
-                self.table.map(range, target, prot).map_err(|again| match again {
-                    Error::Full { .. } => full,
-                    other => other,
-                })
+                self.table.map(range, target, prot)
             }
             done => done,
         }
@@ -291,6 +320,11 @@ impl<T: Address> Domain for SoftDomain<T> {
         self.table.lookup_locked(iova).map(|found| T::from_u64(found.target(iova)))
     }
 
+    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
+        self.table.mappings_from(iova, into);
+        Ok(())
+    }
+
     fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
         Ok(SyncToken(self.begin_gather(gather)))
     }
@@ -320,7 +354,7 @@ impl<T> fmt::Debug for SoftDomain<T> {
 
 #[cfg(all(test, not(loom), not(feature = "mutant-no-invalidation")))]
 mod tests {
-    use alloc::{collections::BTreeSet, vec, vec::Vec};
+    use alloc::{collections::BTreeSet, vec};
     use proptest::prelude::*;
 
     use super::*;

@@ -195,6 +195,19 @@ fn compare_at(table: &Table, oracle: &Oracle, iova: Iova) {
 fn compare(table: &Table, oracle: &Oracle, around: Range) {
     assert_eq!(table.mappings(), oracle.0.len() as u64);
     assert!(table.iter().eq(oracle.0.values().copied()));
+    // Many at a time, and from anywhere: the same.
+    for (room, from) in [(1, 0), (3, 0x1801), (1 << 10, 1 << 13), (7, 1 << 40)] {
+        let (mut found, mut batch) = (Vec::new(), Vec::with_capacity(room));
+        let mut next = Some(Iova(from));
+        while let Some(from) = next {
+            table.mappings_from(from, &mut batch);
+            let last = batch.last().filter(|_| batch.len() == room);
+            next = last.and_then(|mapping| mapping.range.last().0.checked_add(1)).map(Iova);
+            found.append(&mut batch);
+        }
+        let expected = oracle.0.values().filter(|mapping| mapping.range.last().0 >= from);
+        assert!(found.iter().eq(expected), "from {from:#x}, {room} at a time");
+    }
     let ends = [around.first().0, around.last().0];
     for at in ends {
         for iova in [at.saturating_sub(1), at, at.saturating_add(1)] {

@@ -34,7 +34,9 @@ impl Backing for OneEndpoint {
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         Ok(SoftDomain::new(geometry, Limits::NONE, Arc::clone(&self.0)))
     }
-    fn set_domain(&self, _endpoint: u32, _to: Binding<Self::Domain>) {}
+    fn set_domain(&self, _endpoint: u32, _to: Binding<Self::Domain>) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The device works when the driver waits, and when it is told to.

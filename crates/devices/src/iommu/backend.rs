@@ -14,11 +14,13 @@ use crate::worker::Worker;
 pub struct IommuBackend {
     seat: Seat,
     features: u64,
+    /// Where interrupts go: front ends say so before they bring memory.
+    calls: [Option<Arc<OwnedFd>>; 2],
 }
 
 impl IommuBackend {
     pub(super) fn at(seat: Seat) -> IommuBackend {
-        IommuBackend { seat, features: 0 }
+        IommuBackend { seat, features: 0, calls: [None, None] }
     }
 
     /// An IOMMU for `endpoints` that has only this front end.
@@ -86,11 +88,13 @@ impl Handler for IommuBackend {
         let iommu = self.iommu();
         let (device, faults) = (Arc::clone(&iommu.device), Arc::clone(&iommu.faults));
         let (number, wake) = (iommu.unit, Arc::clone(&iommu.wake));
+        let calls = self.calls.clone();
         iommu.workers[0]
             .call(move |work| match work.unit::<IommuUnit>(number) {
                 Some(unit) => unit.set_memory(&memory),
                 None => {
-                    let unit = IommuUnit::new(device, faults, wake, memory);
+                    let mut unit = IommuUnit::new(device, faults, wake, memory);
+                    (0..).zip(calls).for_each(|(ring, call)| unit.set_call(ring, call));
                     work.insert(number, Box::new(unit));
                 }
             })
@@ -143,8 +147,10 @@ impl Handler for IommuBackend {
 
     fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
         let call = call.map(Arc::new);
-        let set = self.iommu().on_unit(move |unit| unit.set_call(ring, call))?;
-        Self::must(set)
+        if let Some(kept) = self.calls.get_mut(usize::from(ring)) {
+            kept.clone_from(&call);
+        }
+        self.iommu().on_unit(move |unit| unit.set_call(ring, call)).map(|_| ())
     }
 
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {

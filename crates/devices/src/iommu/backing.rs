@@ -1,85 +1,217 @@
 //! The endpoints behind the IOMMU, and the domains they are put into.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    FaultSink, Geometry, GuestPhys, Result, SoftDomain, SyncToken, shootdown::Shootdown,
-    table::Limits,
+    Error, FaultSink, Geometry, GuestPhys, ReservedRegion, Result, SoftDomain, SyncToken,
+    shootdown::Shootdown,
+    table::{Budget, Limits},
 };
 use ringfence_iotlb::{self as iotlb, Endpoint};
-use ringfence_virtio_iommu::device::{Backing, Binding, EndpointInfo};
+use ringfence_virtio_iommu::device::{Backing, Binding, EndpointInfo, Joint, Mirror, Outside};
 
-/// The endpoints behind one virtio-iommu, whose domains are tables in this process.
+/// What the endpoints of a virtio-iommu are put into: a table of this process, repeated where a real
+/// IOMMU translates.
+pub type JointDomain = Joint<SoftDomain<GuestPhys>>;
+
+/// The endpoints behind one virtio-iommu, which may come and go. Those of this process translate in the
+/// domains' own tables; those behind a real IOMMU have them repeated there.
+///
+/// Who adds or removes one while the device is there tells it with
+/// [`endpoint_added`](ringfence_virtio_iommu::device::Device::endpoint_added) and
+/// [`endpoint_removed`](ringfence_virtio_iommu::device::Device::endpoint_removed) afterwards.
 pub struct Endpoints {
-    endpoints: BTreeMap<u32, Arc<Endpoint>>,
+    slots: Mutex<BTreeMap<u32, Slot>>,
     shootdown: Arc<Shootdown>,
     geometry: Geometry,
-    limits: Limits,
-    /// The invalidation that each endpoint's last change of binding began.
-    changes: Mutex<HashMap<u32, u64>>,
+    budget: Arc<Budget>,
+    faults: Mutex<Option<Arc<dyn FaultSink>>>,
+}
+
+/// An endpoint.
+struct Slot {
+    way: Way,
+    reserved: Vec<ReservedRegion>,
+    /// The invalidation that its last change of binding began.
+    change: SyncToken,
+    presence: Presence,
+}
+
+/// Whether an endpoint is there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    There,
+    /// No request finds it any more.
+    Leaving,
+    /// And it reaches nothing once its last change of binding is over.
+    Left,
+}
+
+/// How it translates.
+#[derive(Clone)]
+enum Way {
+    Here(Arc<Endpoint>),
+    Outside(Arc<Outside<SoftDomain<GuestPhys>>>),
 }
 
 impl Endpoints {
-    /// Endpoints whose views all belong to `shootdown`. Each domain maps what `geometry` says and
-    /// holds no more than `limits`.
+    /// Endpoints whose views all belong to `shootdown`. Each domain maps what `geometry` says, whose
+    /// reserved regions are every endpoint's, and all domains together hold no more than `limits`.
     pub fn new(
         endpoints: impl IntoIterator<Item = Arc<Endpoint>>,
         shootdown: Arc<Shootdown>,
         geometry: Geometry,
         limits: Limits,
     ) -> Endpoints {
-        let endpoints = endpoints.into_iter().map(|endpoint| (endpoint.id(), endpoint)).collect();
-        Endpoints { endpoints, shootdown, geometry, limits, changes: Mutex::default() }
+        let slot = |endpoint: Arc<Endpoint>| {
+            let reserved = geometry.reserved.to_vec();
+            (endpoint.id(), Slot::new(Way::Here(endpoint), reserved))
+        };
+        Endpoints {
+            slots: Mutex::new(endpoints.into_iter().map(slot).collect()),
+            shootdown,
+            budget: Budget::new(limits),
+            geometry,
+            faults: Mutex::default(),
+        }
+    }
+
+    /// Adds an endpoint of this process, with reserved regions of its own besides those of all.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]: there is one with its number, or which has not been detached yet; or the
+    /// regions are not such as can be told (rule V27).
+    pub fn add(&self, endpoint: Arc<Endpoint>, reserved: &[ReservedRegion]) -> Result<()> {
+        self.insert(endpoint.id(), Way::Here(endpoint), reserved)
+    }
+
+    /// Adds the endpoint `id`, whose DMA a real IOMMU translates, with reserved regions of its own
+    /// besides those of all.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub fn add_outside(
+        &self,
+        id: u32,
+        mirror: Arc<Mirror>,
+        reserved: &[ReservedRegion],
+    ) -> Result<()> {
+        self.insert(id, Way::Outside(Arc::new(Outside::new(mirror))), reserved)
+    }
+
+    fn insert(&self, id: u32, way: Way, own: &[ReservedRegion]) -> Result<()> {
+        let mut reserved = self.geometry.reserved.to_vec();
+        reserved.extend_from_slice(own);
+        if !(EndpointInfo { reserved: reserved.clone() }).is_consistent() {
+            return Err(Error::Unsupported("reserved regions that overlap, or two for MSIs"));
+        }
+        let mut slots = self.slots.lock();
+        slots.retain(|_, slot| slot.presence != Presence::Left || !self.is_over(slot.change));
+        if slots.contains_key(&id) {
+            return Err(Error::Unsupported("there is such an endpoint"));
+        }
+        if let (Way::Here(endpoint), Some(faults)) = (&way, &*self.faults.lock()) {
+            endpoint.report_to(Arc::clone(faults));
+        }
+        slots.insert(id, Slot::new(way, reserved));
+        Ok(())
+    }
+
+    /// Removes an endpoint: no request finds it any more. Whether there was one. It reaches what it did
+    /// until the device is told.
+    pub fn remove(&self, id: u32) -> bool {
+        let mut slots = self.slots.lock();
+        let slot = slots.get_mut(&id).filter(|slot| slot.is_there());
+        slot.map(|slot| slot.presence = Presence::Leaving).is_some()
+    }
+
+    /// What all domains together hold.
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
     }
 
     /// Whether every change of binding so far has reached all who translate, and no I/O under way
     /// uses an older one.
     pub fn is_settled(&self) -> bool {
-        self.changes.lock().values().all(|&token| self.shootdown.is_over(token))
+        self.slots.lock().values().all(|slot| self.is_over(slot.change))
     }
 
-    /// Has all endpoints report their faults to `faults`.
+    /// Has all endpoints, those too that come later, report their faults to `faults`.
     pub fn report_to(&self, faults: &Arc<dyn FaultSink>) {
-        self.endpoints.values().for_each(|endpoint| endpoint.report_to(Arc::clone(faults)));
+        let slots = self.slots.lock();
+        *self.faults.lock() = Some(Arc::clone(faults));
+        for slot in slots.values() {
+            if let Way::Here(endpoint) = &slot.way {
+                endpoint.report_to(Arc::clone(faults));
+            }
+        }
+    }
+
+    fn is_over(&self, change: SyncToken) -> bool {
+        change == SyncToken::DONE || self.shootdown.is_over(change.0)
+    }
+}
+
+impl Slot {
+    fn new(way: Way, reserved: Vec<ReservedRegion>) -> Slot {
+        Slot { way, reserved, change: SyncToken::DONE, presence: Presence::There }
+    }
+
+    fn is_there(&self) -> bool {
+        self.presence == Presence::There
     }
 }
 
 impl Backing for Endpoints {
-    type Domain = SoftDomain<GuestPhys>;
+    type Domain = JointDomain;
 
     fn endpoint(&self, id: u32) -> Option<EndpointInfo> {
-        let reserved = self.geometry.reserved.to_vec();
-        self.endpoints.contains_key(&id).then_some(EndpointInfo { reserved })
+        let slots = self.slots.lock();
+        let slot = slots.get(&id).filter(|slot| slot.is_there())?;
+        Some(EndpointInfo { reserved: slot.reserved.clone() })
     }
 
     fn endpoints(&self) -> Vec<u32> {
-        self.endpoints.keys().copied().collect()
+        let slots = self.slots.lock();
+        slots.iter().filter(|(_, slot)| slot.is_there()).map(|(&id, _)| id).collect()
     }
 
     fn create_domain(&self) -> Result<Arc<Self::Domain>> {
-        Ok(SoftDomain::new(self.geometry.clone(), self.limits, Arc::clone(&self.shootdown)))
+        let (geometry, shootdown) = (self.geometry.clone(), Arc::clone(&self.shootdown));
+        Ok(Joint::new(SoftDomain::within(geometry, Arc::clone(&self.budget), shootdown)))
     }
 
-    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) {
-        let Some(known) = self.endpoints.get(&endpoint) else { return };
-        let token = known.bind(match to {
-            Binding::Blocked => iotlb::Binding::Blocked,
-            Binding::Bypass => iotlb::Binding::Bypass,
-            Binding::Domain(domain) => iotlb::Binding::Domain(domain),
-        });
-        self.changes.lock().insert(endpoint, token);
+    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()> {
+        // Not under the lock: it may take long.
+        let way = self.slots.lock().get(&endpoint).map(|slot| slot.way.clone());
+        let blocked = matches!(to, Binding::Blocked);
+        let change = match way {
+            None => return Ok(()),
+            Some(Way::Here(known)) => SyncToken(known.bind(match to {
+                Binding::Blocked => iotlb::Binding::Blocked,
+                Binding::Bypass => iotlb::Binding::Bypass,
+                Binding::Domain(domain) => iotlb::Binding::Domain(Arc::clone(domain.primary())),
+            })),
+            Some(Way::Outside(known)) => {
+                known.bind(to)?;
+                SyncToken::DONE
+            }
+        };
+        if let Some(slot) = self.slots.lock().get_mut(&endpoint) {
+            slot.change = change;
+            if blocked && !slot.is_there() {
+                slot.presence = Presence::Left;
+            }
+        }
+        Ok(())
     }
 
     fn sync_binding_begin(&self, endpoint: u32) -> Result<SyncToken> {
-        let token = self.changes.lock().get(&endpoint).copied();
-        Ok(token.map_or(SyncToken::DONE, SyncToken))
+        Ok(self.slots.lock().get(&endpoint).map_or(SyncToken::DONE, |slot| slot.change))
     }
 
     fn sync_binding_poll(&self, token: SyncToken) -> Result<bool> {
-        Ok(token == SyncToken::DONE || self.shootdown.is_over(token.0))
+        Ok(self.is_over(token))
     }
 }

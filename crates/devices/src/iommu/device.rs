@@ -111,7 +111,9 @@ impl Iommu {
 
     /// A back end for a front end; the one before it must be gone.
     pub fn connect(self: &Arc<Self>) -> IommuBackend {
-        self.device.backing().open();
+        if let Err(error) = self.device.backing().open() {
+            tracing::error!("iommu: an endpoint stays blocked: {error}");
+        }
         IommuBackend::at(self.seat())
     }
 
@@ -222,7 +224,9 @@ impl Iommu {
     /// The front end is gone: what its driver said holds no longer, and nothing is reachable until
     /// there is another.
     pub(super) fn front_end_gone(&self, seat: u64) {
-        self.device.backing().shut();
+        if let Err(error) = self.device.backing().shut() {
+            tracing::error!("iommu: an endpoint could not be blocked: {error}");
+        }
         if self.state.lock().memories.keys().any(|&other| other != seat) {
             tracing::warn!("iommu: its front end is gone: the devices behind it reach nothing now");
         }

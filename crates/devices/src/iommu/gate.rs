@@ -7,12 +7,10 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_iommu::{FaultSink, GuestPhys, Result, SoftDomain, SyncToken};
+use ringfence_iommu::{Error, FaultSink, Result, SyncToken};
 use ringfence_virtio_iommu::device::{Backing, Binding, EndpointInfo};
 
-use super::Endpoints;
-
-type Domain = SoftDomain<GuestPhys>;
+use super::{Endpoints, JointDomain};
 
 /// A [`Backing`] over [`Endpoints`]. While it is shut, as when nobody is there who could say what
 /// endpoints may reach, all of them are blocked, whatever the device says.
@@ -22,14 +20,14 @@ pub(super) struct Gate {
     untrusted: BTreeSet<u32>,
     wanted: Mutex<Wanted>,
     /// For the figures.
-    domains: Mutex<Vec<Weak<Domain>>>,
+    domains: Mutex<Vec<Weak<JointDomain>>>,
 }
 
 /// Where the device wants the endpoints.
 #[derive(Default)]
 struct Wanted {
     open: bool,
-    bindings: BTreeMap<u32, Binding<Domain>>,
+    bindings: BTreeMap<u32, Binding<JointDomain>>,
 }
 
 impl Gate {
@@ -40,22 +38,32 @@ impl Gate {
     }
 
     /// Puts every endpoint where the device wants it, now and from now on.
-    pub(super) fn open(&self) {
+    ///
+    /// # Errors
+    /// One cannot go there, and is blocked.
+    pub(super) fn open(&self) -> Result<()> {
         let mut wanted = self.wanted.lock();
         wanted.open = true;
-        for (&endpoint, binding) in &wanted.bindings {
-            self.bind(endpoint, binding.clone());
-        }
+        let bind = |(&endpoint, to): (&u32, &Binding<JointDomain>)| {
+            let bound = self.endpoints.set_domain(endpoint, to.clone());
+            bound.or_else(|why| {
+                self.endpoints.set_domain(endpoint, Binding::Blocked)?;
+                Err(why)
+            })
+        };
+        wanted.bindings.iter().map(bind).fold(Ok(()), Result::and)
     }
 
     /// Blocks every endpoint until the gate is open again. What was translated before is in use
     /// until [`is_settled`](Self::is_settled) says otherwise.
-    pub(super) fn shut(&self) {
+    ///
+    /// # Errors
+    /// One cannot be blocked.
+    pub(super) fn shut(&self) -> Result<()> {
         let mut wanted = self.wanted.lock();
         wanted.open = false;
-        for &endpoint in wanted.bindings.keys() {
-            self.bind(endpoint, Binding::Blocked);
-        }
+        let block = |&endpoint| self.endpoints.set_domain(endpoint, Binding::Blocked);
+        wanted.bindings.keys().map(block).fold(Ok(()), Result::and)
     }
 
     /// See [`Endpoints::is_settled`].
@@ -73,21 +81,14 @@ impl Gate {
         let domains = self.domains.lock();
         let domains = domains.iter().filter_map(Weak::upgrade);
         domains.fold((0, 0), |(mappings, bytes), domain| {
-            (mappings + domain.mappings(), bytes + domain.table_bytes())
+            let table = domain.primary();
+            (mappings + table.mappings(), bytes + table.table_bytes())
         })
-    }
-
-    fn bind(&self, endpoint: u32, to: Binding<Domain>) {
-        let to = match to {
-            Binding::Bypass if self.untrusted.contains(&endpoint) => Binding::Blocked,
-            to => to,
-        };
-        self.endpoints.set_domain(endpoint, to);
     }
 }
 
 impl Backing for Gate {
-    type Domain = Domain;
+    type Domain = JointDomain;
 
     fn endpoint(&self, id: u32) -> Option<EndpointInfo> {
         self.endpoints.endpoint(id)
@@ -97,7 +98,7 @@ impl Backing for Gate {
         self.endpoints.endpoints()
     }
 
-    fn create_domain(&self) -> Result<Arc<Domain>> {
+    fn create_domain(&self) -> Result<Arc<JointDomain>> {
         let made = self.endpoints.create_domain()?;
         let mut domains = self.domains.lock();
         domains.retain(|domain| domain.strong_count() > 0);
@@ -105,12 +106,16 @@ impl Backing for Gate {
         Ok(made)
     }
 
-    fn set_domain(&self, endpoint: u32, to: Binding<Domain>) {
-        let mut wanted = self.wanted.lock();
-        wanted.bindings.insert(endpoint, to.clone());
-        if wanted.open {
-            self.bind(endpoint, to);
+    fn set_domain(&self, endpoint: u32, to: Binding<JointDomain>) -> Result<()> {
+        if matches!(to, Binding::Bypass) && self.untrusted.contains(&endpoint) {
+            return Err(Error::Unsupported("an untrusted endpoint never bypasses"));
         }
+        let mut wanted = self.wanted.lock();
+        if wanted.open {
+            self.endpoints.set_domain(endpoint, to.clone())?;
+        }
+        wanted.bindings.insert(endpoint, to);
+        Ok(())
     }
 
     fn sync_binding_begin(&self, endpoint: u32) -> Result<SyncToken> {

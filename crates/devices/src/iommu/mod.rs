@@ -15,7 +15,7 @@ mod seat;
 mod unit;
 
 pub use backend::IommuBackend;
-pub use backing::Endpoints;
+pub use backing::{Endpoints, JointDomain};
 pub use device::{Iommu, IommuFigures, IommuOptions};
 pub use seat::Seat;
 pub use unit::IommuUnit;

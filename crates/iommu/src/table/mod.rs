@@ -39,11 +39,13 @@
 //! # Bounds
 //!
 //! [`Limits`] bound the bytes of nodes and blocks, unlinked ones included until they are freed, and
-//! the number of mappings. An unmap frees a node only if it covers all of the node's addresses
+//! the number of mappings; a [`Budget`] bounds both for several tables together. An unmap frees a node only if it covers all of the node's addresses
 //! (rule L41): otherwise the emptied node stays for the next mapping, so that a map/unmap pair
 //! allocates nothing. When a map would exceed the limit, all empty nodes are unlinked ("scavenged")
 //! and the map fails; see [`Table::map`] for how the caller goes on. Unmapping never allocates.
 
+mod budget;
+mod list;
 mod map;
 mod node;
 mod pages;
@@ -57,7 +59,7 @@ mod model;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use alloc::sync::Arc;
+use alloc::{sync::Arc, vec::Vec};
 use core::fmt;
 
 use ringfence_sync::{
@@ -66,6 +68,8 @@ use ringfence_sync::{
 };
 
 use self::{
+    budget::CHUNK,
+    list::List,
     map::{Commit, Need},
     pages::{Chain, Ledger},
     slot::{ROOT_LEVEL, Slot, Span},
@@ -75,6 +79,8 @@ use self::{
 };
 use crate::{Address as _, Error, Iova, Prot, Range, Result};
 
+pub use budget::Budget;
+pub(crate) use budget::Sharer;
 pub use pages::PageList;
 
 /// What a lookup found.
@@ -127,6 +133,8 @@ pub struct Table {
     root: AtomicU64,
     mappings: AtomicU64,
     limits: Limits,
+    /// How many mappings it may have taken from a budget and not use.
+    spare: u64,
     ledger: Arc<Ledger>,
     writer: SpinLock<Writer>,
 }
@@ -134,12 +142,26 @@ pub struct Table {
 impl Table {
     /// An empty table.
     pub fn new(limits: Limits) -> Table {
+        Table::with(limits, None)
+    }
+
+    /// An empty table that, with all others of `budget`, holds no more than that says.
+    pub fn within(budget: Arc<Budget>) -> Table {
+        Table::with(budget.limits(), Some(budget))
+    }
+
+    fn with(limits: Limits, budget: Option<Arc<Budget>>) -> Table {
+        let (granted, spare) = match budget {
+            Some(_) => (0, 2 * CHUNK),
+            None => (limits.mappings, u64::MAX),
+        };
         Table {
             root: AtomicU64::new(Slot::EMPTY.0),
             mappings: AtomicU64::new(0),
             limits,
-            ledger: Arc::new(Ledger::new()),
-            writer: SpinLock::new(Writer::new()),
+            spare,
+            ledger: Arc::new(Ledger::new(budget)),
+            writer: SpinLock::new(Writer::new(granted)),
         }
     }
 
@@ -156,8 +178,8 @@ impl Table {
     /// * [`TargetOverflow`](crate::Error::TargetOverflow): the target would pass 2^64.
     /// * [`Exists`](crate::Error::Exists): part of the range is mapped; `at` is the first mapped
     ///   address in it (rule L36).
-    /// * [`Full`](crate::Error::Full) of "mappings" or of "table bytes". In the latter case all empty
-    ///   nodes have been unlinked and, with whatever else waits, can be had from
+    /// * [`Full`](crate::Error::Full) of "mappings" or of "table bytes", its own or its budget's. In the
+    ///   latter case all empty nodes have been unlinked and, with whatever else waits, can be had from
     ///   [`take_deferred`](Self::take_deferred): a caller that finds that list not empty passes a
     ///   grace period, [reclaims](PageList::reclaim) it and tries once more.
     /// * [`NoMemory`](crate::Error::NoMemory): the allocator failed.
@@ -172,7 +194,7 @@ impl Table {
         let mapping = Mapping { range, target, prot };
         let mut writer = self.writer.lock();
         let mappings = self.mappings();
-        if mappings >= self.limits.mappings || !map::quick(&mut writer, &self.root, &mapping) {
+        if mappings >= writer.granted || !map::quick(&mut writer, &self.root, &mapping) {
             self.map_slowly(&mut writer, mapping)?;
         }
         // The lock is held: nobody else changes it.
@@ -202,7 +224,11 @@ impl Table {
                 removed
             }
         };
-        self.mappings.store(self.mappings() - removed.mappings, Ordering::Relaxed);
+        let left = self.mappings() - removed.mappings;
+        self.mappings.store(left, Ordering::Relaxed);
+        if writer.granted - left > self.spare {
+            self.give_back_mappings(&mut writer, CHUNK);
+        }
         drop(writer);
         if !removed.pages.is_empty() {
             self.ledger.retire(&removed.pages);
@@ -253,6 +279,20 @@ impl Table {
         self.whole(at)
     }
 
+    /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it has
+    /// room for without growing: if room is left, there are no more. Takes the lock, once.
+    pub fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) {
+        let _writer = self.writer.lock();
+        let root = Slot(self.root.load(Ordering::Acquire));
+        let above = Span { first: iova.0, last: u64::MAX };
+        // SAFETY: the lock is held.
+        let Some(at) = (unsafe { first_mapped(root, ROOT_LEVEL, above) }) else { return };
+        let Some(Mapping { range, .. }) = self.whole(at) else { return };
+        let all = Span { first: 0, last: u64::MAX };
+        // SAFETY: the lock is held.
+        unsafe { List::new(into).visit(root, all, Span { first: range.first().0, ..all }) };
+    }
+
     /// All mappings in ascending order. Takes the lock for each step and holds it for none: a
     /// mapping that is there all the while is met once, one that comes or goes may be met or not.
     pub fn iter(&self) -> Mappings<'_> {
@@ -287,6 +327,16 @@ impl Table {
         self.scavenge_with(&mut self.writer.lock())
     }
 
+    /// Gives back the mappings that were taken from the budget and are not there.
+    pub(crate) fn give_back_spare(&self) {
+        self.give_back_mappings(&mut self.writer.lock(), 0);
+    }
+
+    /// The budget it shares, if it does.
+    pub fn budget(&self) -> Option<&Arc<Budget>> {
+        self.ledger.budget()
+    }
+
     /// What was unlinked but handed to nobody: by maps (which replace blocks and empty nodes), by
     /// scavenging, and from page lists that were dropped. The caller frees it after a grace period
     /// that starts after this call.
@@ -303,21 +353,38 @@ impl Table {
         map::rehearse(root.load(), ROOT_LEVEL, span, fits, &mut need)
             .map_err(|at| Error::Exists { range: mapping.range, at: Iova(at) })?;
         let full = |what, used, limit| Err(Error::Full { what, used, limit });
-        if self.mappings() >= self.limits.mappings {
-            return full("mappings", self.mappings(), self.limits.mappings);
+        if self.mappings() >= writer.granted {
+            let granted = self.budget().map_or(0, |budget| budget.take_mappings(CHUNK));
+            writer.granted += granted;
+            if granted == 0 {
+                let used = self.budget().map_or(self.mappings(), |all| all.taken_mappings());
+                return full("mappings", used, self.limits.mappings);
+            }
         }
-        let (used, limit) = (self.table_bytes(), self.limits.table_bytes);
-        if need.bytes() > limit.saturating_sub(used) {
+        let limit = self.limits.table_bytes;
+        if !self.ledger.charge(need.bytes(), limit) {
+            let used = self.budget().map_or(self.table_bytes(), |all| all.table_bytes());
             self.scavenge_with(writer);
             return full("table bytes", used, limit);
         }
-        let stock = need.allocate(&mapping).ok_or(Error::NoMemory)?;
-        self.ledger.charge(need.bytes());
+        let Some(stock) = need.allocate(&mapping) else {
+            self.ledger.discharge(need.bytes());
+            return Err(Error::NoMemory);
+        };
         let mut commit = Commit { writer, mapping, stock, pages: Chain::default() };
         commit.put(root, span);
         self.ledger.retire(&commit.pages);
         self.ledger.defer(commit.pages);
         Ok(())
+    }
+
+    /// Keeps `spare` of the mappings that were taken from the budget and are not there.
+    fn give_back_mappings(&self, writer: &mut Writer, spare: u64) {
+        if let Some(budget) = self.budget() {
+            let more = (writer.granted - self.mappings()).saturating_sub(spare);
+            writer.granted -= more;
+            budget.give_mappings(more);
+        }
     }
 
     fn scavenge_with(&self, writer: &mut Writer) -> u64 {
@@ -355,6 +422,9 @@ impl Drop for Table {
         let mut pages = {
             let mut writer = self.writer.lock();
             unmap::sweep(&mut writer, Place::root(&self.root), all, &mut removed);
+            if let Some(budget) = self.budget() {
+                budget.give_mappings(writer.granted);
+            }
             removed.pages
         };
         self.ledger.retire(&pages);

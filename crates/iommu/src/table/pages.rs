@@ -9,6 +9,7 @@ use ringfence_sync::{
 };
 
 use super::{
+    Budget,
     node::{Block, Node},
     slot::Slot,
 };
@@ -21,14 +22,17 @@ pub(super) struct Ledger {
     retired: AtomicU64,
     /// Unlinked pages that are on nobody's list.
     deferred: SpinLock<Chain>,
+    /// What is shared with other tables.
+    budget: Option<Arc<Budget>>,
 }
 
 impl Ledger {
-    pub(super) fn new() -> Ledger {
+    pub(super) fn new(budget: Option<Arc<Budget>>) -> Ledger {
         Ledger {
             used: AtomicU64::new(0),
             retired: AtomicU64::new(0),
             deferred: SpinLock::new(Chain::default()),
+            budget,
         }
     }
 
@@ -40,12 +44,26 @@ impl Ledger {
         self.retired.load(Ordering::Relaxed)
     }
 
-    pub(super) fn charge(&self, bytes: u64) {
-        self.used.fetch_add(bytes, Ordering::Relaxed);
+    pub(super) fn budget(&self) -> Option<&Arc<Budget>> {
+        self.budget.as_ref()
+    }
+
+    /// Counts `bytes` that are about to be allocated; false, and nothing is counted, if that passes
+    /// `limit` or the budget. The table's lock is held: nobody else counts up.
+    pub(super) fn charge(&self, bytes: u64, limit: u64) -> bool {
+        let fits = bytes <= limit.saturating_sub(self.used())
+            && self.budget.as_ref().is_none_or(|budget| budget.take_bytes(bytes));
+        if fits {
+            self.used.fetch_add(bytes, Ordering::Relaxed);
+        }
+        fits
     }
 
     pub(super) fn discharge(&self, bytes: u64) {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(budget) = &self.budget {
+            budget.give_bytes(bytes);
+        }
     }
 
     /// Notes that the pages of `chain` were unlinked.

@@ -53,14 +53,16 @@ impl<'t> Place<'t> {
 pub(super) struct Writer {
     /// The nodes that have no slot in use, linked through `before` and `after`.
     empties: *const Node,
+    /// How many mappings there may be: the table's limit, or what it has taken from a budget.
+    pub(super) granted: u64,
 }
 
 // SAFETY: the nodes belong to the tree, and the writer goes with the lock from thread to thread.
 unsafe impl Send for Writer {}
 
 impl Writer {
-    pub(super) fn new() -> Writer {
-        Writer { empties: ptr::null() }
+    pub(super) fn new(granted: u64) -> Writer {
+        Writer { empties: ptr::null(), granted }
     }
 
     /// Changes one slot. This is where everything becomes visible to readers.

@@ -134,6 +134,13 @@ macro_rules! domain_around {
                 let call = |inner: &D| Ok(inner.iova_to_phys(iova));
                 self.around($crate::wrap::Kind::Lookup, call, |_| 0).ok().flatten()
             }
+            fn mappings_from(
+                &self,
+                iova: $crate::Iova,
+                into: &mut alloc::vec::Vec<$crate::table::Mapping>,
+            ) -> $crate::Result<()> {
+                self.inner.mappings_from(iova, into)
+            }
             fn iotlb_sync_begin(
                 &self,
                 gather: &mut $crate::Gather,

@@ -11,6 +11,7 @@ use ringfence_sync::{clock::Clock, lock::SpinLock};
 use super::event::{Call, Event, Outcome, Ranges};
 use crate::{
     Address, Capabilities, Domain, Gather, Geometry, Iova, Prot, Range, Result, SyncToken,
+    table::Mapping,
 };
 
 /// Where events go.
@@ -113,6 +114,11 @@ impl<D: Domain, S: EventSink, C: Clock> Domain for Traced<D, S, C> {
             None => Outcome::Nothing,
         };
         self.record(Call::Lookup { iova }, run, outcome).ok().flatten()
+    }
+
+    /// Not recorded: it changes nothing, and what it finds has no room in an event.
+    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
+        self.inner.mappings_from(iova, into)
     }
 
     fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {

@@ -64,8 +64,15 @@ pub trait Backing: Send + Sync {
 
     /// Puts an endpoint somewhere else. When it returns, lookups that begin use the new binding;
     /// those that began before, and what they cached, are dealt with by
-    /// [`sync_binding_begin`](Self::sync_binding_begin).
-    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>);
+    /// [`sync_binding_begin`](Self::sync_binding_begin). An endpoint that is not known is none of the
+    /// backing's concern.
+    ///
+    /// # Errors
+    /// It cannot go there, and is where it was. A request that wanted it there is answered with
+    /// NOMEM for [`NoMemory`](ringfence_iommu::Error::NoMemory) and
+    /// [`Full`](ringfence_iommu::Error::Full), with DEVERR for
+    /// [`Gone`](ringfence_iommu::Error::Gone), and otherwise with UNSUPP (rules V11, V12).
+    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()>;
 
     /// Starts to invalidate what was cached of the binding that `endpoint` had before.
     /// The default is for backings whose [`set_domain`](Self::set_domain) does it all.
@@ -99,8 +106,8 @@ impl<B: Backing + ?Sized> Backing for Arc<B> {
     fn create_domain(&self) -> Result<Arc<Self::Domain>> {
         (**self).create_domain()
     }
-    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) {
-        (**self).set_domain(endpoint, to);
+    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()> {
+        (**self).set_domain(endpoint, to)
     }
     fn sync_binding_begin(&self, endpoint: u32) -> Result<SyncToken> {
         (**self).sync_binding_begin(endpoint)

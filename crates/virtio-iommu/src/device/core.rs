@@ -10,7 +10,7 @@ use std::{
 };
 
 use parking_lot::RwLock;
-use ringfence_iommu::{PageSizes, Range, ReservedRegion, Result};
+use ringfence_iommu::{PageSizes, Range, ReservedRegion, Result, SyncToken};
 
 use super::{Backing, Binding};
 use crate::wire::{CONFIG_LEN, Config, Features};
@@ -122,7 +122,8 @@ impl<B: Backing> Device<B> {
             generation: AtomicU64::new(0),
         };
         for endpoint in device.backing.endpoints() {
-            device.backing.set_domain(endpoint, device.unattached());
+            // Where that cannot be done it reaches what it did before there was a device.
+            let _ = device.unbind(endpoint);
         }
         device
     }
@@ -191,11 +192,52 @@ impl<B: Backing> Device<B> {
         let mut result = Ok(());
         for endpoint in self.backing.endpoints() {
             if !state.attached.contains_key(&endpoint) {
-                self.backing.set_domain(endpoint, self.unattached());
-                result = result.and(self.backing.sync_binding_begin(endpoint).map(|_| ()));
+                let unbound = self.unbind(endpoint);
+                let begun = self.backing.sync_binding_begin(endpoint).map(|_| ());
+                result = result.and(unbound).and(begun);
             }
         }
         result
+    }
+
+    /// Puts an endpoint where it goes that is attached to nothing: nowhere, if it should bypass
+    /// and cannot.
+    pub(super) fn unbind(&self, endpoint: u32) -> Result<()> {
+        let to = self.unattached();
+        if matches!(to, Binding::Bypass) && self.backing.set_domain(endpoint, to).is_ok() {
+            return Ok(());
+        }
+        self.backing.set_domain(endpoint, Binding::Blocked)
+    }
+
+    /// An endpoint has come that the backing knows by now: it is attached to nothing (rules V5, V6).
+    ///
+    /// # Errors
+    /// It cannot be bound: what it reaches is the backing's affair.
+    pub fn endpoint_added(&self, endpoint: u32) -> Result<()> {
+        let state = self.state.write();
+        if state.attached.contains_key(&endpoint) {
+            return Ok(());
+        }
+        self.unbind(endpoint)
+    }
+
+    /// An endpoint has gone that the backing [knows](Backing::endpoint) no more: it is detached, and
+    /// its domain goes if it was the last (rule V14). What it reached is out of its reach when the
+    /// backing says that the invalidation is over.
+    ///
+    /// # Errors
+    /// Old translations may stay in use.
+    pub fn endpoint_removed(&self, endpoint: u32) -> Result<SyncToken> {
+        let mut state = self.state.write();
+        // Who still looks things up in the domain has a reference of its own.
+        let mut orphans = Vec::new();
+        if let Some(id) = state.attached.remove(&endpoint) {
+            state.leave(id, endpoint, &mut orphans);
+            self.generation.fetch_add(1, Ordering::Release);
+        }
+        self.backing.set_domain(endpoint, Binding::Blocked)?;
+        self.backing.sync_binding_begin(endpoint)
     }
 
     /// Where an endpoint goes that is attached to nothing (rules V5, V6): what is *offered* counts.
@@ -217,8 +259,9 @@ impl<B: Backing> Device<B> {
         self.negotiated.store(0, Ordering::Relaxed);
         let mut result = Ok(());
         for (endpoint, _) in state.attached.drain() {
-            self.backing.set_domain(endpoint, self.unattached());
-            result = result.and(self.backing.sync_binding_begin(endpoint).map(|_| ()));
+            let unbound = self.unbind(endpoint);
+            let begun = self.backing.sync_binding_begin(endpoint).map(|_| ());
+            result = result.and(unbound).and(begun);
         }
         state.domains.clear();
         self.generation.fetch_add(1, Ordering::Release);

@@ -9,6 +9,8 @@
 mod backing;
 mod core;
 mod events;
+mod joint;
+mod mirror;
 mod queue;
 mod requests;
 mod session;
@@ -16,5 +18,7 @@ mod session;
 pub use self::core::{Device, Options};
 pub use backing::{Backing, Binding, EndpointInfo};
 pub use events::{EventQueue, FaultQueue};
+pub use joint::{Joint, Outside};
+pub use mirror::{HostRegion, Mirror};
 pub use queue::{Counters, Progress, RequestQueue};
 pub use session::Session;

@@ -13,8 +13,9 @@ use crate::wire::{
     emit_tail, write_properties,
 };
 
-/// How many addresses are tried, when an endpoint joins a domain in use, to see whether something
-/// is mapped in one of its reserved regions; a region with more granules counts as in use.
+/// How many addresses are tried, when an endpoint joins a domain that does not tell what is mapped in
+/// it, to see whether something is mapped in one of the endpoint's reserved regions; a region with more
+/// granules counts as in use.
 const PROBED_GRANULES: u64 = 1 << 14;
 
 impl<B: Backing> Device<B> {
@@ -198,12 +199,13 @@ impl<B: Backing> Device<B> {
         if !(first..=last).contains(&id) {
             return Err(Status::Range);
         }
-        let info = self.backing.endpoint(endpoint).ok_or(Status::NoEnt)?;
         let mut state = self.state.write();
+        // Under the lock: an endpoint that goes is detached under it, too.
+        let info = self.backing.endpoint(endpoint).ok_or(Status::NoEnt)?;
         let state = &mut *state;
         let before = state.attached.get(&endpoint).copied();
         // Everything that can fail comes first: a refused ATTACH leaves the endpoint where it is.
-        match state.domains.get(&id) {
+        let domain = match state.domains.get(&id) {
             Some(entry) => {
                 if entry.view.domain.is_none() != bypass {
                     return Err(Status::Inval);
@@ -219,6 +221,7 @@ impl<B: Backing> Device<B> {
                 {
                     return Err(Status::Unsupp);
                 }
+                entry.view.domain.clone()
             }
             None => {
                 // A domain that loses its last member by this request makes room.
@@ -227,7 +230,7 @@ impl<B: Backing> Device<B> {
                 if state.domains.len() - leaves >= self.options.max_domains {
                     return Err(Status::NoMem);
                 }
-                let domain = match bypass {
+                match bypass {
                     true => None,
                     false => {
                         Some(self.backing.create_domain().map_err(|e| match status_of(e) {
@@ -235,42 +238,41 @@ impl<B: Backing> Device<B> {
                             _ => Status::NoMem,
                         })?)
                     }
-                };
-                let view = View { domain, reserved: Arc::from([]) };
-                state.domains.insert(id, Entry { view, members: Vec::new() });
+                }
             }
-        }
+        };
+        let binding = domain.as_ref().map_or(Binding::Bypass, |d| Binding::Domain(Arc::clone(d)));
+        self.backing.set_domain(endpoint, binding).map_err(cannot_join)?;
         if let Some(before) = before {
             state.leave(before, endpoint, &mut session.orphans);
         }
-        let entry = state.domains.get_mut(&id).expect("found or made above");
+        let entry = state.domains.entry(id).or_insert_with(|| {
+            let view = View { domain, reserved: Arc::from([]) };
+            Entry { view, members: Vec::new() }
+        });
         entry.members.push((endpoint, info.reserved));
         entry.gather_reserved();
-        let binding = match &entry.view.domain {
-            Some(domain) => Binding::Domain(Arc::clone(domain)),
-            None => Binding::Bypass,
-        };
         state.attached.insert(endpoint, id);
-        self.rebind(session, endpoint, binding);
+        self.rebound(session, endpoint);
         Ok(())
     }
 
     fn detach(&self, session: &mut Session<B>, id: u32, endpoint: u32) -> Answer<()> {
-        self.backing.endpoint(endpoint).ok_or(Status::NoEnt)?;
         let mut state = self.state.write();
+        self.backing.endpoint(endpoint).ok_or(Status::NoEnt)?;
         if state.attached.get(&endpoint) != Some(&id) {
             return Err(Status::Inval);
         }
+        self.unbind(endpoint).map_err(|_| Status::DevErr)?;
         state.attached.remove(&endpoint);
         state.leave(id, endpoint, &mut session.orphans);
-        self.rebind(session, endpoint, self.unattached());
+        self.rebound(session, endpoint);
         Ok(())
     }
 
-    /// Puts an endpoint elsewhere. Called with the state locked, so that bindings change in the
-    /// order of the requests.
-    fn rebind(&self, session: &mut Session<B>, endpoint: u32, to: Binding<B::Domain>) {
-        self.backing.set_domain(endpoint, to);
+    /// Notes that an endpoint was put elsewhere. Called with the state locked, so that bindings
+    /// change in the order of the requests.
+    fn rebound(&self, session: &mut Session<B>, endpoint: u32) {
         session.rebound.push(endpoint);
         self.generation.fetch_add(1, Ordering::Release);
     }
@@ -279,7 +281,7 @@ impl<B: Backing> Device<B> {
 impl<D> State<D> {
     /// Takes `endpoint` out of the domain `id`, which goes with its last member (rule V14); its
     /// mappings go to `orphans`, to live until nothing uses them any more.
-    fn leave(&mut self, id: u32, endpoint: u32, orphans: &mut Vec<Arc<D>>) {
+    pub(super) fn leave(&mut self, id: u32, endpoint: u32, orphans: &mut Vec<Arc<D>>) {
         let Some(entry) = self.domains.get_mut(&id) else { return };
         entry.members.retain(|&(member, _)| member != endpoint);
         entry.gather_reserved();
@@ -362,10 +364,26 @@ fn inward<D: Domain>(
     Ok(Range::new(Iova(first), Iova(last)))
 }
 
+/// The status of an ATTACH whose endpoint could not be put there.
+fn cannot_join(error: Error) -> Status {
+    match error {
+        Error::Full { .. } | Error::NoMemory => Status::NoMem,
+        Error::Gone(_) => Status::DevErr,
+        _ => Status::Unsupp,
+    }
+}
+
 /// Whether something may be mapped in `range`.
 fn in_use<D: Domain>(domain: &D, granule: u64, range: Range) -> bool {
-    let first = range.first().0 & !(granule - 1);
-    let granules = (range.last().0 - first) / granule;
-    granules >= PROBED_GRANULES
-        || (0..=granules).any(|n| domain.iova_to_phys(Iova(first + n * granule)).is_some())
+    let mut first = Vec::with_capacity(1);
+    match domain.mappings_from(range.first(), &mut first) {
+        Ok(()) => first.first().is_some_and(|mapping| mapping.range.overlaps(range)),
+        // It does not tell.
+        Err(_) => {
+            let first = range.first().0 & !(granule - 1);
+            let granules = (range.last().0 - first) / granule;
+            let mapped = |n| domain.iova_to_phys(Iova(first + n * granule)).is_some();
+            granules >= PROBED_GRANULES || (0..=granules).any(mapped)
+        }
+    }
 }

@@ -26,6 +26,10 @@ pub(crate) struct Endpoints {
     pub(crate) bindings: Mutex<HashMap<u32, Binding<Soft>>>,
     pub(crate) geometry: Geometry,
     pub(crate) limits: Limits,
+    /// Why endpoints can go nowhere but where they are blocked.
+    pub(crate) refusal: Mutex<Option<Error>>,
+    /// Endpoints that have gone.
+    pub(crate) gone: Mutex<Vec<u32>>,
 }
 
 pub(crate) const RESERVED: (u64, u64) = (0xfee0_0000, 0xfeef_ffff);
@@ -38,6 +42,8 @@ impl Endpoints {
             bindings: Mutex::new(bindings),
             geometry: Geometry::new(page_sizes, Range::ALL),
             limits,
+            refusal: Mutex::default(),
+            gone: Mutex::default(),
         })
     }
 
@@ -60,6 +66,7 @@ impl Backing for Endpoints {
 
     fn endpoint(&self, id: u32) -> Option<EndpointInfo> {
         let reserved = match id {
+            id if self.gone.lock().contains(&id) => return None,
             1..=3 => vec![],
             8 => vec![
                 ReservedRegion { range: range(0, 0xffff), kind: ReservedKind::Reserved },
@@ -82,8 +89,14 @@ impl Backing for Endpoints {
     fn create_domain(&self) -> Result<Arc<Soft>> {
         Ok(SoftDomain::new(self.geometry.clone(), self.limits, Arc::clone(&self.shootdown)))
     }
-    fn set_domain(&self, endpoint: u32, to: Binding<Soft>) {
+    fn set_domain(&self, endpoint: u32, to: Binding<Soft>) -> Result<()> {
+        if let Some(error) = *self.refusal.lock()
+            && !matches!(to, Binding::Blocked)
+        {
+            return Err(error);
+        }
         self.bindings.lock().insert(endpoint, to);
+        Ok(())
     }
     fn sync_binding_begin(&self, _endpoint: u32) -> Result<SyncToken> {
         Ok(SyncToken(self.shootdown.begin(&[], true)))

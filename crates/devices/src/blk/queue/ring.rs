@@ -37,7 +37,8 @@ impl BlkQueue {
             {
                 return Ok(false);
             }
-            _ => ask_for_ring(self.ring.config(), bus),
+            _ if bus.iotlb().is_some() => ask_for_ring(self.ring.config(), bus),
+            _ => {}
         }
         let found = match again {
             // The driver has been told the first time.

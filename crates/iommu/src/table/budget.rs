@@ -1,0 +1,137 @@
+//! What several tables may hold together.
+
+use alloc::{
+    sync::{Arc, Weak},
+    vec::Vec,
+};
+use core::fmt;
+
+use ringfence_sync::{
+    atomic::{AtomicU64, Ordering},
+    lock::SpinLock,
+};
+
+use super::Limits;
+
+/// How many mappings a table takes out of a budget at a time, so that threads that map in different
+/// tables rarely meet in its counter. A table keeps at most twice as many that it does not use.
+pub(super) const CHUNK: u64 = 64;
+
+/// [`Limits`] for several tables together: a limit for each would be none if there may be many.
+///
+/// Bytes are counted when memory is allocated and freed, which in the long run maps and unmaps do not
+/// do. Mappings are taken in chunks, and what a table has taken and not used comes back
+/// when another finds nothing left. So neither is ever exceeded.
+pub struct Budget {
+    limits: Limits,
+    bytes: AtomicU64,
+    /// Mappings that tables have taken, used or not.
+    mappings: AtomicU64,
+    sharers: SpinLock<Vec<Weak<dyn Sharer>>>,
+}
+
+/// One whose table shares a budget.
+pub(crate) trait Sharer: Send + Sync {
+    /// Gives back what its table has taken and does not need.
+    fn give_back(&self);
+}
+
+impl Budget {
+    /// A budget of which nothing is taken.
+    pub fn new(limits: Limits) -> Arc<Budget> {
+        Arc::new(Budget {
+            limits,
+            bytes: AtomicU64::new(0),
+            mappings: AtomicU64::new(0),
+            sharers: SpinLock::new(Vec::new()),
+        })
+    }
+
+    /// What all tables together may hold.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Bytes of table memory in all tables, those that wait for their grace period included.
+    pub fn table_bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Mappings that tables have taken: at least as many as there are.
+    pub fn taken_mappings(&self) -> u64 {
+        self.mappings.load(Ordering::Relaxed)
+    }
+
+    /// Takes `bytes`; false if there are not so many.
+    pub(super) fn take_bytes(&self, bytes: u64) -> bool {
+        let room =
+            |taken: u64| taken.checked_add(bytes).filter(|&sum| sum <= self.limits.table_bytes);
+        self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).is_ok()
+    }
+
+    pub(super) fn give_bytes(&self, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Takes at most `wanted` mappings: how many.
+    pub(super) fn take_mappings(&self, wanted: u64) -> u64 {
+        let room = |taken: u64| wanted.min(self.limits.mappings.saturating_sub(taken));
+        let take = |taken: u64| Some(taken + room(taken)).filter(|&sum| sum != taken);
+        let before = self.mappings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
+        before.map_or(0, room)
+    }
+
+    pub(super) fn give_mappings(&self, mappings: u64) {
+        if mappings > 0 {
+            self.mappings.fetch_sub(mappings, Ordering::Relaxed);
+        }
+    }
+
+    /// Has `sharer` give back what it does not need when others find nothing left.
+    pub(crate) fn enter(&self, sharer: Weak<dyn Sharer>) {
+        let mut sharers = self.sharers.lock();
+        sharers.retain(|held| held.strong_count() > 0);
+        sharers.push(sharer);
+    }
+
+    /// Has all who share give back what they do not need.
+    pub(crate) fn relieve(&self) {
+        // Not under the lock: the last reference to a sharer may go here.
+        let sharers: Vec<_> = self.sharers.lock().iter().filter_map(Weak::upgrade).collect();
+        sharers.iter().for_each(|sharer| sharer.give_back());
+    }
+}
+
+impl fmt::Debug for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Budget")
+            .field("limits", &self.limits)
+            .field("table_bytes", &self.table_bytes())
+            .field("taken_mappings", &self.taken_mappings())
+            .finish()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_more_is_taken_than_there_is() {
+        let budget = Budget::new(Limits { table_bytes: 100, mappings: 100 });
+        assert!(budget.take_bytes(60) && !budget.take_bytes(41) && budget.take_bytes(40));
+        assert!(!budget.take_bytes(u64::MAX), "no sum wraps");
+        budget.give_bytes(1);
+        assert!(budget.take_bytes(1));
+        assert_eq!([64, 64, 64].map(|wanted| budget.take_mappings(wanted)), [64, 36, 0]);
+        budget.give_mappings(100);
+        assert_eq!(budget.take_mappings(u64::MAX), 100);
+    }
+
+    #[test]
+    fn no_limit_is_one_of_all_numbers() {
+        let budget = Budget::new(Limits::NONE);
+        assert!(budget.take_bytes(u64::MAX));
+        assert_eq!(budget.take_mappings(5), 5);
+    }
+}

@@ -1,0 +1,377 @@
+//! A domain for endpoints of this process and for those behind a real IOMMU.
+
+use std::{
+    fmt, mem,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use parking_lot::{Mutex, MutexGuard};
+use ringfence_iommu::{
+    Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result,
+    SyncToken, table::Mapping,
+};
+
+use super::{Binding, Mirror};
+
+/// So many mappings are read off the primary domain at a time.
+const BATCH: usize = 64;
+
+/// A domain that is repeated in others: what a driver maps is in the *primary* one, through which
+/// endpoints of this process translate, and in the [`Mirror`] of each member behind a real IOMMU. All
+/// of them have it, or none.
+///
+/// Without mirrors it is the primary domain and a look at a flag. With some, whoever maps and unmaps
+/// excludes each other, and one after the other is changed: a mapping comes to the mirrors first and
+/// leaves the primary last, so that the primary knows what there has to be if something fails.
+///
+/// The primary's calls must exclude each other by a lock, as [`SoftDomain`](ringfence_iommu::SoftDomain)'s do, and it must
+/// [tell what is mapped](Domain::mappings_from).
+pub struct Joint<D> {
+    primary: Arc<D>,
+    /// Whether there are mirrors, or will be. Set before the primary is read: a map or an unmap that
+    /// did not see it has left its traces in the primary before it was read, or sees it afterwards.
+    mirrored: AtomicBool,
+    mirrors: Mutex<Vec<Arc<Mirror>>>,
+}
+
+impl<D: Domain<Target = GuestPhys>> Joint<D> {
+    /// `primary` alone.
+    pub fn new(primary: Arc<D>) -> Arc<Joint<D>> {
+        let (mirrored, mirrors) = (AtomicBool::new(false), Mutex::default());
+        Arc::new(Joint { primary, mirrored, mirrors })
+    }
+
+    /// The domain in which all mappings are.
+    pub fn primary(&self) -> &Arc<D> {
+        &self.primary
+    }
+
+    /// How many mirrors there are.
+    pub fn mirrors(&self) -> usize {
+        self.mirrors.lock().len()
+    }
+
+    /// Repeats all that is mapped in `mirror`, in which nothing is, and all that will be.
+    fn join(&self, mirror: &Arc<Mirror>) -> Result<()> {
+        let mut mirrors = self.mirrors.lock();
+        self.mirrored.store(true, Ordering::Release);
+        let replayed = self.each_in(Range::ALL, |mapping| mirror.map(mapping));
+        match replayed {
+            Ok(()) => mirrors.push(Arc::clone(mirror)),
+            Err(_) => {
+                // Counted if it fails.
+                let _ = mirror.unmap(Range::ALL);
+                self.mirrored.store(!mirrors.is_empty(), Ordering::Release);
+            }
+        }
+        replayed
+    }
+
+    /// Empties `mirror`, and lets it be. If that fails all is as it was.
+    fn part(&self, mirror: &Arc<Mirror>) -> Result<()> {
+        let mut mirrors = self.mirrors.lock();
+        if let Err(error) = mirror.unmap(Range::ALL) {
+            self.restore(std::slice::from_ref(mirror), Range::ALL);
+            return Err(error);
+        }
+        mirrors.retain(|held| !Arc::ptr_eq(held, mirror));
+        self.mirrored.store(!mirrors.is_empty(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Calls `f` with each mapping that ends in `range` or after it and begins in it or before it.
+    fn each_in(&self, range: Range, mut f: impl FnMut(&Mapping) -> Result<()>) -> Result<()> {
+        let mut batch = Vec::with_capacity(BATCH);
+        let mut next = Some(range.first());
+        while let Some(from) = next {
+            batch.clear();
+            self.primary.mappings_from(from, &mut batch)?;
+            let more = batch.len() == batch.capacity();
+            next = batch.last().filter(|_| more).and_then(|last| last.range.last().checked_add(1));
+            next = next.filter(|&next| next <= range.last());
+            batch
+                .iter()
+                .take_while(|mapping| mapping.range.overlaps(range))
+                .try_for_each(&mut f)?;
+        }
+        Ok(())
+    }
+
+    /// Has the mirrors repeat again what the primary has in `range`, after a failure.
+    fn restore(&self, mirrors: &[Arc<Mirror>], range: Range) {
+        for mirror in mirrors {
+            if self.each_in(range, |mapping| mirror.fill(mapping)).is_err() {
+                mirror.count();
+            }
+        }
+    }
+
+    /// As [`map_pages`](Domain::map_pages), where there are mirrors.
+    #[cold]
+    fn map_all(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+        let mirrors = self.mirrors.lock();
+        // What the primary would refuse it refuses before a mirror is touched, as far as can be known.
+        if !mirrors.is_empty() {
+            self.each_in(range, |mapping| Err(Error::Exists { range, at: mapping.range.first() }))?;
+            if target.0.checked_add(range.extent()).is_none() {
+                return Err(Error::TargetOverflow(range));
+            }
+        }
+        let mapping = Mapping { range, target: target.0, prot };
+        let mut done = 0;
+        let mapped = mirrors.iter().try_for_each(|mirror| {
+            mirror.map(&mapping)?;
+            done += 1;
+            Ok(())
+        });
+        let mapped = mapped.and_then(|()| self.primary.map_pages(range, target, prot));
+        mapped.inspect_err(|_| {
+            // Counted if it fails.
+            mirrors[..done].iter().for_each(|mirror| _ = mirror.unmap(range));
+        })
+    }
+
+    /// As [`unmap_pages`](Domain::unmap_pages), where there are mirrors.
+    #[cold]
+    fn unmap_all(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        let mirrors = self.mirrors.lock();
+        if !mirrors.is_empty() {
+            for end in [range.first(), range.last()] {
+                self.each_in(Range::new(end, end).unwrap_or(range), |mapping| {
+                    match range.covers(mapping.range) {
+                        true => Ok(()),
+                        // Rule V22.
+                        false => Err(Error::WouldSplit { range, at: end }),
+                    }
+                })?;
+            }
+        }
+        let unmapped = mirrors.iter().try_for_each(|mirror| mirror.unmap(range));
+        let unmapped = unmapped.and_then(|()| self.primary.unmap_pages(range, gather));
+        unmapped.inspect_err(|_| self.restore(&mirrors, range))
+    }
+
+    /// Ends a map that has begun without mirrors and ended with some, which may have been found by
+    /// what reads the primary for them or not.
+    #[cold]
+    fn map_late(&self, range: Range) -> Result<()> {
+        let mirrors = self.mirrors.lock();
+        for mirror in mirrors.iter() {
+            if let Err(error) = self.each_in(range, |mapping| mirror.fill(mapping)) {
+                mirrors.iter().for_each(|mirror| _ = mirror.unmap(range));
+                // Nobody was told that it is there: whoever guessed it may see it a little longer.
+                let mut gather = Gather::new();
+                self.primary.unmap_pages(range, &mut gather)?;
+                self.primary.iotlb_sync_begin(&mut gather)?;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends an unmap that has begun without mirrors and ended with some, to which what it removed may
+    /// have come before it was removed.
+    #[cold]
+    fn unmap_late(&self, range: Range) -> Result<()> {
+        let mirrors = self.mirrors.lock();
+        if mirrors.is_empty() {
+            return Ok(());
+        }
+        // What has been mapped there since stays.
+        let mut gaps = Vec::new();
+        let mut next = Some(range.first());
+        self.each_in(range, |mapping| {
+            if let Some(first) = next
+                && let Some(last) = mapping.range.first().0.checked_sub(1)
+            {
+                gaps.extend(Range::new(first, Iova(last)));
+            }
+            next = mapping.range.last().checked_add(1);
+            Ok(())
+        })?;
+        gaps.extend(next.and_then(|first| Range::new(first, range.last())));
+        let all = mirrors.iter().flat_map(|mirror| gaps.iter().map(move |&gap| (mirror, gap)));
+        all.map(|(mirror, gap)| mirror.unmap(gap)).fold(Ok(()), Result::and)
+    }
+
+    #[inline]
+    fn is_mirrored(&self) -> bool {
+        self.mirrored.load(Ordering::Acquire)
+    }
+}
+
+impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
+    type Target = GuestPhys;
+
+    fn geometry(&self) -> Geometry {
+        self.primary.geometry()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.primary.capabilities()
+    }
+
+    #[inline]
+    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+        if self.is_mirrored() {
+            return self.map_all(range, target, prot);
+        }
+        self.primary.map_pages(range, target, prot)?;
+        if self.is_mirrored() { self.map_late(range) } else { Ok(()) }
+    }
+
+    /// The primary's: mirrors have synced theirs.
+    #[inline]
+    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
+        self.primary.iotlb_sync_map(range)
+    }
+
+    /// # Errors
+    /// As the primary's. A mirror's: nothing was removed, unless the mirror has counted it.
+    #[inline]
+    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        if self.is_mirrored() {
+            return self.unmap_all(range, gather);
+        }
+        let bytes = self.primary.unmap_pages(range, gather)?;
+        if self.is_mirrored() {
+            self.unmap_late(range)?;
+        }
+        Ok(bytes)
+    }
+
+    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
+        self.primary.iotlb_sync(gather)
+    }
+
+    fn flush_iotlb_all(&self) -> Result<()> {
+        self.primary.flush_iotlb_all()
+    }
+
+    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
+        self.primary.iova_to_phys(iova)
+    }
+
+    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
+        self.primary.mappings_from(iova, into)
+    }
+
+    #[inline]
+    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
+        self.primary.iotlb_sync_begin(gather)
+    }
+
+    #[inline]
+    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        self.primary.iotlb_sync_poll(token, ranges)
+    }
+
+    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
+        self.primary.iotlb_sync_map_begin(ranges)
+    }
+
+    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
+        self.primary.iotlb_sync_map_poll(token, ranges)
+    }
+
+    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
+        self.primary.iotlb_sync_wait(token)
+    }
+}
+
+impl<D: fmt::Debug> fmt::Debug for Joint<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Joint")
+            .field("primary", &self.primary)
+            .field("mirrors", &*self.mirrors.lock())
+            .finish_non_exhaustive()
+    }
+}
+
+/// An endpoint behind a real IOMMU: a mirror, and what it repeats.
+pub struct Outside<D> {
+    mirror: Arc<Mirror>,
+    binding: Mutex<Binding<Joint<D>>>,
+}
+
+impl<D: Domain<Target = GuestPhys>> Outside<D> {
+    /// An endpoint that reaches nothing.
+    pub fn new(mirror: Arc<Mirror>) -> Outside<D> {
+        Outside { mirror, binding: Mutex::new(Binding::Blocked) }
+    }
+
+    /// What it sees.
+    pub fn mirror(&self) -> &Arc<Mirror> {
+        &self.mirror
+    }
+
+    /// Where it is.
+    pub fn binding(&self) -> Binding<Joint<D>> {
+        self.binding.lock().clone()
+    }
+
+    /// Puts it somewhere else, which is in force when this returns. Takes time for each mapping of the
+    /// domain that it leaves or joins; who maps and unmaps in these waits for it.
+    ///
+    /// # Errors
+    /// It is where it was; or, where that could not be restored, which the mirror
+    /// [counts](Mirror::failures), it is blocked.
+    pub fn bind(&self, to: Binding<Joint<D>>) -> Result<()> {
+        let mut binding = self.binding.lock();
+        if is_same(&binding, &to) {
+            return Ok(());
+        }
+        self.leave(&binding)?;
+        if let Err(error) = self.enter(&to) {
+            if self.enter(&binding).is_err() {
+                self.mirror.count();
+                Self::forget(binding);
+            }
+            return Err(error);
+        }
+        *binding = to;
+        Ok(())
+    }
+
+    fn forget(mut binding: MutexGuard<'_, Binding<Joint<D>>>) {
+        drop(mem::replace(&mut *binding, Binding::Blocked));
+    }
+
+    fn enter(&self, to: &Binding<Joint<D>>) -> Result<()> {
+        match to {
+            Binding::Blocked => Ok(()),
+            Binding::Bypass => self.mirror.map_all_memory(),
+            Binding::Domain(domain) => domain.join(&self.mirror),
+        }
+    }
+
+    /// Empties the mirror; if that fails all is as it was.
+    fn leave(&self, from: &Binding<Joint<D>>) -> Result<()> {
+        match from {
+            Binding::Blocked => Ok(()),
+            Binding::Bypass => self.mirror.unmap(Range::ALL).inspect_err(|_| {
+                if self.mirror.fill_all_memory().is_err() {
+                    self.mirror.count();
+                }
+            }),
+            Binding::Domain(domain) => domain.part(&self.mirror),
+        }
+    }
+}
+
+impl<D> fmt::Debug for Outside<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outside").field("mirror", &self.mirror).finish_non_exhaustive()
+    }
+}
+
+fn is_same<D>(one: &Binding<D>, other: &Binding<D>) -> bool {
+    match (one, other) {
+        (Binding::Blocked, Binding::Blocked) | (Binding::Bypass, Binding::Bypass) => true,
+        (Binding::Domain(one), Binding::Domain(other)) => Arc::ptr_eq(one, other),
+        _ => false,
+    }
+}

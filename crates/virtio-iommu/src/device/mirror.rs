@@ -1,0 +1,200 @@
+//! A copy of a domain's mappings where a real IOMMU translates.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use ringfence_iommu::{
+    Domain, Error, Gather, GuestPhys, HostAddr, Iova, Prot, Range, Result, table::Mapping,
+};
+
+/// A piece of guest memory, and where it lies in this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostRegion {
+    /// Its guest-physical addresses.
+    pub guest: (GuestPhys, GuestPhys),
+    /// Where the first of them lies.
+    pub host: HostAddr,
+}
+
+/// What an endpoint whose DMA a real IOMMU translates sees: a domain of its own, to host addresses, in
+/// which a [`Joint`](super::Joint) repeats its mappings.
+///
+/// A mapping may lie in several regions of guest memory and is then made of several of the domain's.
+/// Mappings side by side are never made one: the domain would refuse to remove one of them.
+///
+/// The domain must not need the calling thread for its [`iotlb_sync`](Domain::iotlb_sync): VFIO's have
+/// done everything when an unmap returns.
+pub struct Mirror {
+    domain: Arc<dyn Domain<Target = HostAddr>>,
+    granule: u64,
+    /// In ascending order.
+    memory: Box<[HostRegion]>,
+    can_bypass: bool,
+    failures: AtomicU64,
+}
+
+impl Mirror {
+    /// A mirror in `domain`, in which nothing is mapped, of what leads to `memory`. Whether an endpoint
+    /// that bypasses may have all of `memory` mapped, says `can_bypass`; otherwise it is refused.
+    ///
+    /// # Panics
+    /// If regions of the memory overlap, or pass the end of the address space.
+    pub fn new(
+        domain: Arc<dyn Domain<Target = HostAddr>>,
+        memory: impl IntoIterator<Item = HostRegion>,
+        can_bypass: bool,
+    ) -> Arc<Mirror> {
+        let mut memory: Box<[HostRegion]> = memory.into_iter().collect();
+        memory.sort_unstable_by_key(|region| region.guest);
+        let apart = memory.windows(2).all(|two| two[0].guest.1 < two[1].guest.0);
+        let legal = memory.iter().all(|HostRegion { guest: (first, last), host }| {
+            first <= last && host.0.checked_add(last.0 - first.0).is_some()
+        });
+        assert!(apart && legal, "memory that lies in two places, or in none");
+        let granule = domain.geometry().page_sizes.granule();
+        Arc::new(Mirror { domain, granule, memory, can_bypass, failures: AtomicU64::new(0) })
+    }
+
+    /// How often a mapping could not be removed, or not be put back: something may be reachable that
+    /// should not be, or not reachable that should.
+    pub fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+
+    /// Where what is mapped there lies.
+    pub fn domain(&self) -> &Arc<dyn Domain<Target = HostAddr>> {
+        &self.domain
+    }
+
+    /// Makes a mapping. All or nothing.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]: it leads where there is no memory. Otherwise the domain's.
+    pub(super) fn map(&self, mapping: &Mapping) -> Result<()> {
+        // Looked through to the end first, so that in most cases nothing is undone.
+        self.pieces(mapping).try_for_each(|piece| piece.map(drop))?;
+        let mut made = 0;
+        let mapped = self.pieces(mapping).try_for_each(|piece| {
+            let (range, host) = piece?;
+            self.domain.map_pages(range, host, mapping.prot)?;
+            made += 1;
+            self.domain.iotlb_sync_map(range)
+        });
+        mapped.inspect_err(|_| {
+            // Counted where it fails.
+            let made = self.pieces(mapping).take(made).flatten();
+            made.for_each(|(range, _)| _ = self.unmap(range));
+        })
+    }
+
+    /// Makes what there is not of a mapping, as after a failure. What was made stays.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map); and something else may be there.
+    pub(super) fn fill(&self, mapping: &Mapping) -> Result<()> {
+        self.pieces(mapping).try_for_each(|piece| {
+            let (range, host) = piece?;
+            if !self.has((range, host)) {
+                self.domain.map_pages(range, host, mapping.prot)?;
+                self.domain.iotlb_sync_map(range)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Removes all mappings in `range`, none of which it may split.
+    ///
+    /// # Errors
+    /// The domain's, counted: some of them may be there.
+    pub(super) fn unmap(&self, range: Range) -> Result<()> {
+        // The domain's granule may be larger: what is mapped in it has whole ones.
+        let Some(range) = self.inward(range) else { return Ok(()) };
+        let mut gather = Gather::new();
+        let unmapped = self.domain.unmap_pages(range, &mut gather).map(drop);
+        unmapped.and_then(|()| self.domain.iotlb_sync(&mut gather)).inspect_err(|_| self.count())
+    }
+
+    /// Maps all of guest memory to itself.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]: it may not bypass. Otherwise the domain's, and nothing is mapped.
+    pub(super) fn map_all_memory(&self) -> Result<()> {
+        if !self.can_bypass {
+            return Err(Error::Unsupported("the endpoint cannot bypass"));
+        }
+        self.memory.iter().enumerate().try_for_each(|(at, region)| {
+            self.map(&identity(region)).inspect_err(|_| {
+                for made in &self.memory[..at] {
+                    let _ = self.unmap(identity(made).range);
+                }
+            })
+        })
+    }
+
+    /// As [`fill`](Self::fill), of what [`map_all_memory`](Self::map_all_memory) makes.
+    pub(super) fn fill_all_memory(&self) -> Result<()> {
+        self.memory.iter().try_for_each(|region| self.fill(&identity(region)))
+    }
+
+    /// Notes that something could not be removed or put back.
+    pub(super) fn count(&self) {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether a piece is there. It is there whole or not at all.
+    fn has(&self, (range, host): (Range, HostAddr)) -> bool {
+        self.domain.iova_to_phys(range.first()) == Some(host)
+    }
+
+    /// The granules that lie in `range` whole.
+    fn inward(&self, range: Range) -> Option<Range> {
+        let mask = self.granule - 1;
+        let first = range.first().0.checked_add(mask)? & !mask;
+        let last = match range.last().0 & mask == mask {
+            true => range.last().0,
+            false => (range.last().0 & !mask).checked_sub(1)?,
+        };
+        Range::new(Iova(first), Iova(last))
+    }
+
+    /// What the domain has to map for a mapping: in ascending order, an error where memory ends.
+    fn pieces(&self, mapping: &Mapping) -> impl Iterator<Item = Result<(Range, HostAddr)>> {
+        let Mapping { range, target, .. } = *mapping;
+        let mut next = Some(range.first());
+        // The target of its last address passes 2^64 in no mapping.
+        std::iter::from_fn(move || {
+            let first = next?;
+            let phys = GuestPhys(first.0 - range.first().0 + target);
+            let at = self.memory.partition_point(|region| region.guest.1 < phys);
+            let Some(region) = self.memory.get(at).filter(|region| region.guest.0 <= phys) else {
+                next = None;
+                return Some(Err(Error::Unsupported("no memory there")));
+            };
+            let extent = (region.guest.1.0 - phys.0).min(range.last().0 - first.0);
+            let last = Iova(first.0 + extent);
+            next = (last < range.last()).then(|| Iova(last.0 + 1));
+            let host = HostAddr(region.host.0 + (phys.0 - region.guest.0.0));
+            Range::new(first, last).map(|range| Ok((range, host)))
+        })
+    }
+}
+
+fn identity(region: &HostRegion) -> Mapping {
+    let (first, last) = region.guest;
+    let range = Range::new(Iova(first.0), Iova(last.0)).expect("checked when it was made");
+    Mapping { range, target: first.0, prot: Prot::RW }
+}
+
+impl fmt::Debug for Mirror {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mirror")
+            .field("memory", &self.memory)
+            .field("failures", &self.failures())
+            .finish_non_exhaustive()
+    }
+}
