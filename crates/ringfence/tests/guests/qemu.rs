@@ -164,6 +164,12 @@ impl Qemu {
         machine
     }
 
+    /// With files of its own where several machines run in one place.
+    pub(crate) fn called(mut self, name: &'static str) -> Qemu {
+        self.console = name;
+        self
+    }
+
     /// Of a QEMU that can have its IOMMU served by another process.
     pub(crate) fn newer(mut self) -> Qemu {
         self.newer = true;
@@ -305,7 +311,8 @@ impl Qemu {
 
     /// Starts it; its Linux runs `script`.
     pub(crate) fn start(self, place: &Place, script: &str) -> Guest {
-        let (console, initrd) = (place.path(self.console), place.path("initramfs"));
+        let initrd = place.path(&format!("{}.initramfs", self.console));
+        let console = place.path(self.console);
         let script = format!("{BEGIN}\n{script}");
         let base = format!("initramfs{}", self.kernel);
         std::fs::write(&initrd, initramfs(&base, &script, &self.files)).unwrap();
