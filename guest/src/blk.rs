@@ -23,7 +23,7 @@ const SLOT: usize = 32;
 const OK: u8 = 0;
 const PENDING: u8 = 0xff;
 /// Longer than a device takes.
-const LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 
 /// A request.
 #[derive(Clone, Copy)]

@@ -3,11 +3,14 @@
 //!
 //! `vfio-blk PCI-ADDRESS GROUP`: writes and reads sectors through memory that is mapped once, then
 //! takes a page away and asks the device for it. `vfio-blk domain GROUP`: asks the kernel
-//! for its rules and tries what a domain owes, without a device. A line for each thing that was found in order; the first that is not ends the
-//! program with an error.
+//! for its rules and tries what a domain owes, without a device. `vfio-blk groups ADDRESS GROUP ADDRESS
+//! GROUP`: two disks in two domains, and in one. `vfio-blk requests GROUP COUNT`: that many mappings that
+//! no device uses. A line for each thing that was found in order; the first that is not ends the program
+//! with an error.
 
 mod blk;
 mod domain;
+mod groups;
 mod pci;
 
 use std::{env, sync::Arc, thread::sleep, time::Duration};
@@ -22,9 +25,9 @@ use ringfence_vfio::{
 };
 
 /// Where the memory of all I/O lies for the device.
-const STATIC: u64 = 0x1000_0000;
+const STATIC: u64 = 0x0100_0000;
 /// Where the page lies that is taken away: far from it, so that nothing merges them.
-const TAKEN: u64 = 0x5000_0000;
+const TAKEN: u64 = 0x0500_0000;
 const PAGE: usize = 4096;
 
 fn main() -> Result<()> {
@@ -33,6 +36,15 @@ fn main() -> Result<()> {
     let (address, group) = (next("the device's PCI address")?, next("its group")?);
     if group == "iommufd" {
         return iommufd(&address);
+    }
+    if address == "requests" {
+        return groups::requests(group.parse()?, next("how many")?.parse()?);
+    }
+    if address == "groups" {
+        // What was taken for a group is the first disk's address.
+        let first = (group.as_str(), next("its group")?.parse()?);
+        let address = next("the second disk's PCI address")?;
+        return groups::check(first, (&address, next("its group")?.parse()?));
     }
     let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
     if address == "domain" {

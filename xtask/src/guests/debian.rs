@@ -18,16 +18,56 @@ pub(crate) struct Debian {
 }
 
 impl Debian {
-    /// With fresh lists, below `folder`.
+    /// The machine's own release with fresh lists, below `folder`.
     ///
     /// # Errors
     /// This is no Debian, or its mirror cannot be reached.
     pub(crate) fn new(folder: &Path) -> Result<Debian> {
         let folder = folder.join("apt");
-        for part in ["lists/partial", "archives/partial", "sources"] {
+        let sources = folder.join("sources");
+        fs::create_dir_all(&sources)?;
+        own_sources(&sources)?;
+        Debian::open(folder, &[])
+    }
+
+    /// Another release from the same mirror, below `folder`: one of whose packages the machine has
+    /// none, so that all that a package needs is fetched with it.
+    ///
+    /// The newest keys that the machine's own release has, which its own keys vouch for, are those
+    /// that the other one must be signed with.
+    ///
+    /// # Errors
+    /// The machine's sources name no mirror, or it cannot be reached, or has no such release that
+    /// is signed.
+    pub(crate) fn release(&self, release: &str, folder: &Path) -> Result<Debian> {
+        let folder = folder.join("apt");
+        let (sources, keys) = (folder.join("sources"), folder.join("keys"));
+        fs::create_dir_all(&sources)?;
+        for package in self.fetch(&["debian-archive-keyring".into()])? {
+            extract(&package, &keys)?;
+        }
+        let keys = keys.join("usr/share/keyrings/debian-archive-keyring.gpg");
+        let own = self.folder.join("sources");
+        let own = entries(&own)?.iter().map(fs::read_to_string).collect::<Result<Vec<_>, _>>()?;
+        let mirror = own.iter().find_map(|text| mirror(text));
+        let mirror = mirror.context("/etc/apt names no mirror of Debian's main archive")?;
+        let text = format!(
+            "Types: deb\nURIs: {mirror}\nSuites: {release}\nComponents: main\nSigned-By: {}\n",
+            keys.display()
+        );
+        fs::write(sources.join("0.sources"), text)?;
+        // Nothing is installed, and what is preferred on this machine is about its own release.
+        let nothing = ["Dir::State::status", "Dir::Etc::preferences", "Dir::Etc::preferencesparts"];
+        let mut more: Vec<String> = nothing.map(|name| format!("{name}=/dev/null")).into();
+        more.push(format!("APT::Default-Release={release}"));
+        Debian::open(folder, &more)
+    }
+
+    /// With the sources that lie in `folder/sources`.
+    fn open(folder: PathBuf, more: &[String]) -> Result<Debian> {
+        for part in ["lists/partial", "archives/partial"] {
             fs::create_dir_all(folder.join(part))?;
         }
-        sources(&folder.join("sources"))?;
         let option = |name: &str, value: &str| {
             ["-o".to_owned(), format!("{name}={}", folder.join(value).display())]
         };
@@ -39,6 +79,10 @@ impl Debian {
         // It writes where only this user may.
         options.extend(["-o", "APT::Sandbox::User=root"].map(String::from));
         options.extend(["-o", "Acquire::Languages=none", "-q"].map(String::from));
+        // What programs look like is nothing to us, and half of a release's lists.
+        let looks = "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false";
+        options.extend(["-o", looks].map(String::from));
+        options.extend(more.iter().flat_map(|option| ["-o".to_owned(), option.clone()]));
         let debian = Debian { folder, options };
         output(debian.apt("apt-get").arg("update"))?;
         Ok(debian)
@@ -133,7 +177,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 
 /// Debian's own sources as the machine has them, with the sources of packages: other archives need
 /// not be reachable.
-fn sources(into: &Path) -> Result<()> {
+fn own_sources(into: &Path) -> Result<()> {
     let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
     files.extend(entries(Path::new("/etc/apt/sources.list.d")).unwrap_or_default());
     let mut count = 0;
@@ -178,6 +222,13 @@ fn of_debian(line: &str) -> bool {
     line.contains("/debian")
 }
 
+/// Where the main archive lies, as sources of either kind tell it.
+fn mirror(sources: &str) -> Option<&str> {
+    let named = sources.lines().filter(|l| l.starts_with("URIs:") || l.starts_with("deb "));
+    let mut words = named.flat_map(str::split_whitespace);
+    words.find(|word| word.contains(':') && of_debian(word) && !word.contains("security"))
+}
+
 fn numbers(text: &str) -> Vec<u64> {
     text.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
 }
@@ -200,6 +251,15 @@ mod tests {
         assert_eq!(lines(text), "deb http://m/debian a main\ndeb-src http://m/debian a main\n");
         let text = "Types: deb\nURIs: http://m/debian\nSuites: a\n\nTypes: deb\nURIs: http://o/x\n";
         assert_eq!(stanzas(text), "Types: deb deb-src\nURIs: http://m/debian\nSuites: a");
+    }
+
+    #[test]
+    fn a_mirror_is_that_of_the_main_archive() {
+        let text = "Types: deb\nURIs: http://m/debian-security\n\nURIs: http://m/debian\n";
+        assert_eq!(mirror(text), Some("http://m/debian"));
+        let text = "deb http://m/debian-security a main\ndeb [arch=amd64] http://m/debian a main\n";
+        assert_eq!(mirror(text), Some("http://m/debian"));
+        assert_eq!(mirror("URIs: mirror+file:/etc/debian-security.list\n"), None);
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! and nothing outside the checkout is changed, so that root is not needed either.
 //!
 //! ```text
-//! qemu-system-x86_64    starts the QEMU in root/
+//! qemu-system-x86_64    starts the QEMU in root/, which is this Debian's
+//! qemu11/qemu-system-x86_64    a newer one: devices of any kind can be outside of it
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
 //! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
@@ -16,6 +17,7 @@ mod debian;
 mod fio;
 mod initramfs;
 pub(crate) mod iommufd;
+mod qemu11;
 
 use std::{
     fs,
@@ -34,7 +36,7 @@ pub(crate) fn folder() -> PathBuf {
 }
 
 /// Changes whenever what is made changes: what an older checkout made is then made again.
-const RECIPE: &str = "1";
+const RECIPE: &str = "2";
 
 /// Makes what is not there yet, and our own programs as their sources are now. `iommufd`: the packages
 /// of a kernel that has it.
@@ -81,7 +83,9 @@ fn parts() -> Result<()> {
         .context("the package user-mode-linux has no linux.uml")?;
     let modules = only_folder(&root.join("usr/lib/uml/modules"))?;
     initramfs::make(&folder, &modules, "initramfs.uml")?;
-    qemu(&folder, &root)?;
+    qemu(&folder)?;
+    println!("guests: a newer QEMU");
+    qemu11::make(&debian, &folder)?;
     // What went into the initramfs, and what nobody asked for.
     for spent in ["lib/modules", "usr/lib/uml", "boot", "usr/share/doc", "usr/share/locale"] {
         let _ = fs::remove_dir_all(root.join(spent));
@@ -114,23 +118,27 @@ fn programs() -> Result<()> {
 }
 
 /// The program that starts QEMU with its own libraries, modules and firmware.
-fn qemu(folder: &Path, root: &Path) -> Result<()> {
-    let program = folder.join("qemu-system-x86_64");
-    let text = format!(
-        "#!/bin/sh\n\
-         root='{}'\n\
+fn qemu(folder: &Path) -> Result<()> {
+    let text = "#!/bin/sh\n\
+         root=\"${0%/*}/root\"\n\
          export LD_LIBRARY_PATH=\"$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu\"\n\
          export QEMU_MODULE_DIR=\"$root/usr/lib/x86_64-linux-gnu/qemu\"\n\
          exec \"$root/usr/bin/qemu-system-x86_64\" -L \"$root/usr/share/qemu\" \
-         -L \"$root/usr/share/seabios\" \"$@\"\n",
-        root.display()
-    );
+         -L \"$root/usr/share/seabios\" \"$@\"\n";
+    starter(folder, text).map(|_| ())
+}
+
+/// Writes `folder/qemu-system-x86_64`, which is to find its parts beside itself, and tries it; what it
+/// says it is.
+fn starter(folder: &Path, text: &str) -> Result<String> {
+    let program = folder.join("qemu-system-x86_64");
     fs::write(&program, text)?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     let says = debian::output(Command::new(&program).arg("--version"))
         .context("the QEMU that was just unpacked does not start")?;
-    println!("guests: {}", says.lines().next().unwrap_or_default());
-    Ok(())
+    let says = says.lines().next().unwrap_or_default();
+    println!("guests: {says}");
+    Ok(says.to_owned())
 }
 
 fn only_folder(within: &Path) -> Result<PathBuf> {

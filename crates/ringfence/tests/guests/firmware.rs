@@ -10,12 +10,12 @@ use crate::{
 
 const ACCESS_PLATFORM: u64 = 1 << 33;
 /// How many bytes the firmware copies, from the disk's beginning to behind it.
-const COPIED: usize = 32 << 10;
+pub(crate) const COPIED: usize = 32 << 10;
 
 /// An option ROM that has the firmware copy 64 sectors of the first disk, from 0 to 64. Without a
 /// header for Plug and Play it is called when the disks before it in the boot order are there, and
 /// before anything is booted.
-fn copies() -> Vec<u8> {
+pub(crate) fn copies() -> Vec<u8> {
     // The disk address packets: 64 sectors, to and from 1000:0000.
     let packet = |sector: u8| [16, 0, 64, 0, 0, 0, 0, 0x10, sector, 0, 0, 0, 0, 0, 0, 0];
     let code = [

@@ -1,5 +1,5 @@
-//! Strangers: a stock QEMU, a stock Linux and User-Mode Linux in front of `ringfence blk` and
-//! `ringfence net`.
+//! Strangers: a stock QEMU, a stock Linux and User-Mode Linux in front of `ringfence blk`,
+//! `ringfence net` and `ringfence guard`.
 //!
 //! Guests are made by `cargo xtask guests` and run by `cargo xtask test --only guests`; a test of
 //! these that is run without them fails and says so. They run one at a time: a guest is emulated
@@ -14,6 +14,7 @@ mod blk;
 mod crash;
 mod doctor;
 mod firmware;
+mod guard;
 mod migrate;
 mod net;
 mod nvme;

@@ -12,6 +12,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 use tempfile::TempDir;
 
 /// Nothing that these tests wait for takes longer, however busy the machine is.
@@ -46,6 +47,31 @@ impl Place {
 
     /// `ringfence ARGUMENTS --socket SOCKET`, once it listens.
     pub(crate) fn service(&self, socket: &str, arguments: &[&str]) -> Service {
+        self.start(socket, "--socket", arguments, None)
+    }
+
+    /// `ringfence guard` with an IOMMU at `iommu.sock` and more ARGUMENTS, once it listens and has
+    /// printed QEMU's.
+    pub(crate) fn guard(&self, arguments: &[&str]) -> Guard {
+        let printed = self.path("guard.json");
+        let arguments = [&["guard", "--json", "--log", "debug"], arguments].concat();
+        let out = File::create(&printed).unwrap();
+        let service = self.start("iommu.sock", "--iommu", &arguments, Some(out));
+        let begun = Instant::now();
+        let printed: Value = loop {
+            let text = std::fs::read_to_string(&printed).unwrap();
+            if let Ok(value) = serde_json::from_str(&text) {
+                break value;
+            }
+            assert!(begun.elapsed() < LIMIT, "not JSON: {text}\n{}", service.log());
+            thread::sleep(Duration::from_millis(5));
+        };
+        let words = printed["qemu"].as_array().expect("QEMU's arguments");
+        let word = |word: &Value| word.as_str().expect("a word").to_owned();
+        Guard { service, arguments: words.iter().map(word).collect() }
+    }
+
+    fn start(&self, socket: &str, option: &str, arguments: &[&str], out: Option<File>) -> Service {
         let path = self.path(socket);
         let log = self.path(&format!("{socket}.log"));
         // One that was killed has left its socket behind: what is waited for is the new one.
@@ -54,12 +80,12 @@ impl Place {
         let written = File::options().create(true).append(true).open(&log).unwrap();
         let child = Command::new(env!("CARGO_BIN_EXE_ringfence"))
             .args(arguments)
-            .arg("--socket")
+            .arg(option)
             .arg(&path)
             .arg("--metrics")
             .arg(format!("unix:{}", figures.display()))
             .stdin(Stdio::null())
-            .stdout(written.try_clone().unwrap())
+            .stdout(out.unwrap_or_else(|| written.try_clone().unwrap()))
             .stderr(written)
             .spawn()
             .unwrap();
@@ -83,6 +109,13 @@ pub(crate) fn part(name: &str) -> PathBuf {
         folder.display()
     );
     folder.canonicalize().unwrap().join(name)
+}
+
+/// A `ringfence guard`, running.
+pub(crate) struct Guard {
+    pub(crate) service: Service,
+    /// What it has printed for QEMU.
+    pub(crate) arguments: Vec<String>,
 }
 
 /// A back end of ours, running.

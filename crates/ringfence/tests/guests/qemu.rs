@@ -8,7 +8,7 @@ use std::{
 
 use crate::{
     machine::{Guest, initramfs},
-    place::{Place, part},
+    place::{Guard, Place, part},
 };
 
 /// The IOMMU of a machine, and how its Linux uses it.
@@ -19,6 +19,9 @@ pub(crate) enum Iommu {
     IntelLazy,
     VirtioStrict,
     VirtioLazy,
+    /// `ringfence guard`'s: QEMU has none that the guest uses.
+    GuardStrict,
+    GuardLazy,
 }
 
 impl Iommu {
@@ -26,14 +29,14 @@ impl Iommu {
     pub(crate) fn domain(self) -> &'static str {
         match self {
             Iommu::None => "none",
-            Iommu::IntelStrict | Iommu::VirtioStrict => "DMA",
-            Iommu::IntelLazy | Iommu::VirtioLazy => "DMA-FQ",
+            Iommu::IntelStrict | Iommu::VirtioStrict | Iommu::GuardStrict => "DMA",
+            Iommu::IntelLazy | Iommu::VirtioLazy | Iommu::GuardLazy => "DMA-FQ",
         }
     }
 
     fn device(self) -> &'static [&'static str] {
         match self {
-            Iommu::None => &[],
+            Iommu::None | Iommu::GuardStrict | Iommu::GuardLazy => &[],
             Iommu::IntelStrict | Iommu::IntelLazy => {
                 &["-device", "intel-iommu,intremap=on,device-iotlb=on"]
             }
@@ -46,8 +49,8 @@ impl Iommu {
             Iommu::None => "intel_iommu=off",
             Iommu::IntelStrict => "intel_iommu=on iommu.strict=1",
             Iommu::IntelLazy => "intel_iommu=on iommu.strict=0",
-            Iommu::VirtioStrict => "intel_iommu=off iommu.strict=1",
-            Iommu::VirtioLazy => "intel_iommu=off iommu.strict=0",
+            Iommu::VirtioStrict | Iommu::GuardStrict => "intel_iommu=off iommu.strict=1",
+            Iommu::VirtioLazy | Iommu::GuardLazy => "intel_iommu=off iommu.strict=0",
         }
     }
 }
@@ -107,7 +110,7 @@ to_vfio() {
     fi
     [ ! -e /sys/module/vfio/parameters/enable_unsafe_noiommu_mode ] ||
         [ $(cat /sys/module/vfio/parameters/enable_unsafe_noiommu_mode) = N ]
-    echo $1 > /sys/bus/pci/devices/$1/driver/unbind
+    [ ! -e /sys/bus/pci/devices/$1/driver ] || echo $1 > /sys/bus/pci/devices/$1/driver/unbind
     echo vfio-pci > /sys/bus/pci/devices/$1/driver_override
     echo $1 > /sys/bus/pci/drivers_probe
     group=$(basename $(readlink /sys/bus/pci/devices/$1/iommu_group))
@@ -131,6 +134,7 @@ pub(crate) struct Qemu {
     reboots: bool,
     console: &'static str,
     kernel: &'static str,
+    newer: bool,
     arguments: Vec<String>,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -146,9 +150,30 @@ impl Qemu {
             reboots: false,
             console: "console",
             kernel: "",
+            newer: false,
             arguments,
             files: Vec::new(),
         }
+    }
+
+    /// Whose IOMMU and devices are `ringfence guard`'s, by the arguments that it has printed.
+    pub(crate) fn guarded(iommu: Iommu, guard: &Guard) -> Qemu {
+        assert!(matches!(iommu, Iommu::GuardStrict | Iommu::GuardLazy), "{iommu}");
+        let mut machine = Qemu::new(iommu).newer();
+        machine.arguments.extend(guard.arguments.iter().cloned());
+        machine
+    }
+
+    /// With files of its own where several machines run in one place.
+    pub(crate) fn called(mut self, name: &'static str) -> Qemu {
+        self.console = name;
+        self
+    }
+
+    /// Of a QEMU that can have its IOMMU served by another process.
+    pub(crate) fn newer(mut self) -> Qemu {
+        self.newer = true;
+        self
     }
 
     pub(crate) fn cpus(mut self, cpus: u32) -> Qemu {
@@ -191,7 +216,8 @@ impl Qemu {
     pub(crate) fn blk(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();
         // It comes back after a crash of the back end.
-        self.add("-chardev", format!("socket,id=c{n},path={},reconnect=1", socket.display()));
+        let again = if self.newer { "reconnect-ms=1000" } else { "reconnect=1" };
+        self.add("-chardev", format!("socket,id=c{n},path={},{again}", socket.display()));
         let own = self.own();
         self.add(
             "-device",
@@ -270,6 +296,11 @@ impl Qemu {
         n
     }
 
+    /// Memory and devices are then by its printed arguments.
+    fn is_guarded(&self) -> bool {
+        matches!(self.iommu, Iommu::GuardStrict | Iommu::GuardLazy)
+    }
+
     fn own(&self) -> String {
         let translated = match self.iommu {
             Iommu::None => "",
@@ -280,27 +311,33 @@ impl Qemu {
 
     /// Starts it; its Linux runs `script`.
     pub(crate) fn start(self, place: &Place, script: &str) -> Guest {
-        let (console, initrd) = (place.path(self.console), place.path("initramfs"));
+        let initrd = place.path(&format!("{}.initramfs", self.console));
+        let console = place.path(self.console);
         let script = format!("{BEGIN}\n{script}");
         let base = format!("initramfs{}", self.kernel);
         std::fs::write(&initrd, initramfs(&base, &script, &self.files)).unwrap();
+        let own = part(if self.newer { "qemu11/qemu-system-x86_64" } else { "qemu-system-x86_64" });
         // Another QEMU can be tried on these tests.
-        let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
-        let mut command = Command::new(program.unwrap_or_else(|| part("qemu-system-x86_64")));
+        let other = std::env::var_os("RINGFENCE_QEMU").filter(|_| !self.newer);
+        let mut command = Command::new(other.map_or(own, PathBuf::from));
         // Its threads have names, by which they are told apart.
         command.args(["-name", "guest,debug-threads=on"]);
-        command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);
+        command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split"]);
         command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
-        command.args(["-smp", &self.cpus.to_string(), "-m", &self.memory_mib.to_string()]);
-        let memory = format!("memory-backend-memfd,id=mem,size={}M,share=on", self.memory_mib);
-        command.args(["-object", &memory]);
+        command.args(["-smp", &self.cpus.to_string()]);
+        if !self.is_guarded() {
+            let size = self.memory_mib.to_string();
+            let memory = format!("memory-backend-memfd,id=mem,size={size}M,share=on");
+            command.args(["-machine", "memory-backend=mem", "-m", &size, "-object", &memory]);
+        }
         if !self.reboots {
             command.arg("-no-reboot");
         }
         command.args(&self.arguments);
         let kernel = part(&format!("vmlinuz{}", self.kernel));
         command.arg("-kernel").arg(kernel).arg("-initrd").arg(&initrd);
-        let viommu = matches!(self.iommu, Iommu::VirtioStrict | Iommu::VirtioLazy);
+        let viommu =
+            self.is_guarded() || matches!(self.iommu, Iommu::VirtioStrict | Iommu::VirtioLazy);
         // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up.
         let line = format!(
             "console=ttyS0 loglevel=5 panic=-1 no_timer_check viommu={} {}",

@@ -5,6 +5,7 @@
 //! All disks of a table are in one guest, and take turns: what changes from a boot to the next, or
 //! while a machine warms up, meets them all.
 
+mod guard;
 mod nvme;
 
 use std::{collections::BTreeMap, fmt::Write as _};

@@ -32,7 +32,7 @@ fn static_mappings_and_isolation(iommu: Iommu) {
     // The page that was taken away was asked for, and asked for again in a way that must be
     // answered: the first question never is.
     let asked = wire.iotlb(MISS);
-    let asked: Vec<_> = asked.iter().filter(|miss| miss.iova & !0xfff == 0x5000_0000).collect();
+    let asked: Vec<_> = asked.iter().filter(|miss| miss.iova & !0xfff == 0x0500_0000).collect();
     assert!(asked.iter().any(|miss| miss.need_reply), "{asked:?}");
     back.terminate();
 }

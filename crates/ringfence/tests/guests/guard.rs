@@ -1,0 +1,268 @@
+//! A stock guest whose IOMMU and whose devices are all served by one `ringfence guard`: QEMU is started
+//! with the arguments that it prints, and translates nothing.
+
+mod firmware;
+mod vfio;
+
+use std::path::Path;
+
+use crate::{
+    blk::{MIB, VERIFY, no_errors, verified},
+    machine::Guest,
+    net::{PAIR, TRAFFIC, arrived},
+    place::{Guard, Place, md5},
+    qemu::{Iommu, Qemu},
+};
+
+/// What `--blk` is given for a disk.
+fn disk(place: &Place, socket: &str, image: &Path, more: &str) -> String {
+    format!("{}={}{more}", place.path(socket).display(), image.display())
+}
+
+fn one_disk(place: &Place, image: &Path, more: &str) -> Guard {
+    place.guard(&["--blk", &disk(place, "disk.sock", image, more)])
+}
+
+impl Guard {
+    fn maps(&self) -> f64 {
+        self.service.figure("ringfence_iommu_requests_total{kind=\"map\"}")
+    }
+
+    fn unmaps(&self) -> f64 {
+        self.service.figure("ringfence_iommu_requests_total{kind=\"unmap\"}")
+    }
+
+    fn domains(&self) -> f64 {
+        self.service.figure("ringfence_iommu_domains")
+    }
+
+    /// Nothing was refused, neither a request of the driver's nor an access of a device's.
+    fn had_nothing_to_refuse(&self) {
+        for name in ["iommu_refused_total", "iommu_faults_total", "failed_requests_total"] {
+            let figure = self.service.figure(&format!("ringfence_{name}"));
+            assert_eq!(figure, 0.0, "{name}\n{}", self.service.figures());
+        }
+    }
+}
+
+/// Waits until a script has said `word`, looks, and lets it go on: it waits with `hear`.
+fn meanwhile<R>(guest: &mut Guest, word: &str, look: impl FnOnce() -> R) -> R {
+    guest.hear(word);
+    let seen = look();
+    guest.say("go on");
+    seen
+}
+
+fn verify(iommu: Iommu, queues: u32) {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let guard = one_disk(&place, &image, &format!(",queues={queues}"));
+    let said = Qemu::guarded(iommu, &guard).cpus(queues).start(&place, VERIFY).end();
+    assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
+    assert_eq!(said.word("queues"), queues.to_string());
+    verified(&said, &image);
+    let (maps, unmaps) = (guard.maps(), guard.unmaps());
+    assert!(maps > 1000.0 && unmaps > 1000.0, "{maps} MAPs, {unmaps} UNMAPs");
+    guard.had_nothing_to_refuse();
+    guard.service.terminate();
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_strict_guest() {
+    // rule V20, rule V14
+    verify(Iommu::GuardStrict, 1);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_lazy_guest_with_two_queues() {
+    // rule V20
+    verify(Iommu::GuardLazy, 2);
+}
+
+/// fio with verification on two disks at once.
+const TWO_DISKS: &str = r#"
+for disk in vda vdb; do
+    fio --filename=/dev/$disk --direct=1 --ioengine=io_uring --output-format=json --eta=never \
+        --output=/tmp/$disk --name=mixed --rw=randrw --bs=4k --iodepth=16 --size=8m \
+        --verify=crc32c &
+    eval $disk=$!
+done
+"#;
+const TWO_DISKS_END: &str = r#"
+wait $vda
+wait $vdb
+for disk in vda vdb; do give $disk < /tmp/$disk; done
+echo 3 > /proc/sys/vm/drop_caches
+for n in 0 1; do
+    say disk$n $(md5sum < /dev/$(ls /sys/bus/pci/devices/$(virtio_pci 2 $n)/virtio*/block))
+done
+"#;
+
+/// Two disks and two network devices at work at the same time, each in a domain of its own.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn devices_in_domains_of_their_own() {
+    let place = Place::new();
+    let images = [place.image("image0", 16), place.image("image1", 16)];
+    let disks = [0, 1].map(|n| disk(&place, &format!("disk{n}.sock"), &images[n], ""));
+    let net = |name: &str| place.path(name).display().to_string();
+    let net = format!("{}=peer:{}", net("net0.sock"), net("net1.sock"));
+    let guard = place.guard(&["--blk", &disks[0], "--blk", &disks[1], "--net", &net]);
+    let begin = "load virtio_blk\nload virtio_net\nsay loaded\nhear\n";
+    let script = format!("{begin}{TWO_DISKS}{PAIR}{TRAFFIC}{TWO_DISKS_END}");
+    let mut guest = Qemu::guarded(Iommu::GuardLazy, &guard).start(&place, &script);
+    let domains = meanwhile(&mut guest, "loaded", || guard.domains());
+    let said = guest.end();
+    assert_eq!(domains, 4.0);
+    arrived(&said);
+    for (n, image) in images.iter().enumerate() {
+        no_errors(&said.json(["vda", "vdb"][n]));
+        let sum = said.word(&format!("disk{n}")).split(' ').next().unwrap();
+        assert_eq!(sum, md5(image, 0, 16 * MIB));
+    }
+    guard.had_nothing_to_refuse();
+    guard.service.terminate();
+}
+
+/// Functions of one device that do not say that they are isolated from each other: Linux has them in
+/// one group, and so in one domain.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn devices_that_share_a_domain() {
+    let place = Place::new();
+    let images = [place.image("image0", 16), place.image("image1", 16)];
+    let at = |n: usize| format!(",addr=06.{n}");
+    let disks = [0, 1].map(|n| disk(&place, &format!("disk{n}.sock"), &images[n], &at(n)));
+    let guard = place.guard(&["--blk", &disks[0], "--blk", &disks[1]]);
+    let begin = r#"
+load virtio_blk
+for n in 0 1; do
+    say group$n $(readlink /sys/bus/pci/devices/$(virtio_pci 2 $n)/iommu_group)
+done
+say loaded
+hear
+"#;
+    let script = format!("{begin}{TWO_DISKS}{TWO_DISKS_END}");
+    let mut guest = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, &script);
+    let domains = meanwhile(&mut guest, "loaded", || guard.domains());
+    let said = guest.end();
+    assert_eq!(said.word("group0"), said.word("group1"));
+    assert_eq!(domains, 1.0);
+    for (n, image) in images.iter().enumerate() {
+        no_errors(&said.json(["vda", "vdb"][n]));
+        let sum = said.word(&format!("disk{n}")).split(' ').next().unwrap();
+        assert_eq!(sum, md5(image, 0, 16 * MIB));
+    }
+    guard.had_nothing_to_refuse();
+    guard.service.terminate();
+}
+
+/// The driver is taken off the device and put on again, under load.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_driver_that_comes_and_goes() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let guard = one_disk(&place, &image, "");
+    let script = r#"
+load virtio_blk
+pci=$(virtio_pci 2 0)
+dd if=/dev/urandom of=/tmp/random bs=64k count=64
+for round in 1 2 3 4 5; do
+    # Whatever is under way then may fail, but not hang.
+    fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
+        --iodepth=16 --time_based --runtime=20 --offset=8m > /tmp/load 2>&1 &
+    load=$!
+    usleep 200000
+    echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
+    wait $load || true
+    [ ! -e /dev/vda ]
+    echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
+    await ready virtio_blk
+    dd if=/tmp/random of=/dev/vda bs=64k seek=$round oflag=direct conv=fsync
+done
+say random $(md5sum < /tmp/random)
+run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=8m --size=4m --verify=crc32c
+"#;
+    let said = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, script).end();
+    no_errors(&said.json("mixed"));
+    let sum = said.word("random").split(' ').next().unwrap();
+    assert_eq!(sum, md5(&image, 5 * 64 * 1024, 4 * MIB));
+    guard.had_nothing_to_refuse();
+    guard.service.terminate();
+}
+
+/// The guest reboots, in an orderly way and as a crash does: the IOMMU is reset with it, its domains
+/// end, and firmware and a fresh driver meet the rings that the one before left.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_guest_that_reboots() {
+    // rule V4
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let guard = one_disk(&place, &image, "");
+    let script = r#"
+load virtio_blk
+dd if=/dev/vda of=/tmp/read bs=1M skip=31 count=1
+boot=$(head -c 1 /tmp/read)
+case "$boot" in 1|2) ;; *) boot=0 ;; esac
+say boot $boot
+hear
+if [ "$boot" != 2 ]; then
+    dd if=/dev/urandom of=/tmp/random bs=64k count=64
+    dd if=/tmp/random of=/dev/vda bs=64k seek=$((boot * 64)) oflag=direct conv=fsync
+    echo $((boot + 1)) | dd of=/dev/vda bs=1M seek=31 conv=fsync,sync
+    say boot$boot $(md5sum < /tmp/random)
+    if [ $boot = 1 ]; then
+        fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
+            --iodepth=16 --time_based --runtime=20 > /tmp/load 2>&1 &
+    fi
+    sleep 1
+    reboot -f
+    sleep 100
+fi
+say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
+"#;
+    let mut guest = Qemu::guarded(Iommu::GuardStrict, &guard).reboots().start(&place, script);
+    for boot in 0..3 {
+        let domains = meanwhile(&mut guest, &format!("boot {boot}"), || guard.domains());
+        // One for the one disk: none is left of the boots before.
+        assert_eq!(domains, 1.0, "boot {boot}");
+    }
+    let said = guest.end();
+    for boot in 0..2 {
+        let sum = said.word(&format!("boot{boot}")).split(' ').next().unwrap();
+        assert_eq!(sum, md5(&image, boot * 4 * MIB, 4 * MIB), "boot {boot}");
+    }
+    assert_eq!(said.word("last").split(' ').next().unwrap(), md5(&image, 0, 8 * MIB));
+    guard.service.terminate();
+}
+
+/// One guest after the other, the first of them killed with I/O under way.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn guest_after_guest() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let mut guard = one_disk(&place, &image, "");
+    let load = r#"
+load virtio_blk
+fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
+    --iodepth=16 --time_based --runtime=100 > /tmp/load 2>&1 &
+sleep 1
+say busy
+sleep 100
+"#;
+    let mut killed = Qemu::guarded(Iommu::GuardLazy, &guard).start(&place, load);
+    killed.hear("busy");
+    drop(killed);
+    for iommu in [Iommu::GuardStrict, Iommu::GuardLazy] {
+        assert!(guard.service.is_running(), "{iommu}");
+        let said = Qemu::guarded(iommu, &guard).start(&place, VERIFY).end();
+        assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
+        verified(&said, &image);
+    }
+    guard.service.terminate();
+}

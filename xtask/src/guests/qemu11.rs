@@ -1,0 +1,106 @@
+//! A second QEMU, for the guests behind `ringfence guard`: since 11.1 a device of any kind, an IOMMU
+//! too, can be one that another process serves.
+//!
+//! It comes from the Debian release after the machine's, with all its libraries, the C library's loader
+//! among them: none of them is the machine's.
+
+use std::{fs, path::Path, process::Command};
+
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    debian::{self, Debian, entries},
+    starter,
+};
+
+/// The Debian release whose QEMU is new enough.
+const RELEASE: &str = "forky";
+/// The first QEMU that has what is asked of it.
+const VERSION: (u32, u32) = (11, 1);
+
+const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+/// What is needed at run time besides libraries. Some firmware is a link to what lies elsewhere.
+const KEPT: &[&str] =
+    &["usr/bin/qemu-system-x86_64", "usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe"];
+
+const STARTER: &str = "#!/bin/sh\n\
+    root=\"${0%/*}\"\n\
+    libraries=\"$root/usr/lib/x86_64-linux-gnu\"\n\
+    exec \"$libraries/ld-linux-x86-64.so.2\" --library-path \"$libraries\" \
+    \"$root/usr/bin/qemu-system-x86_64\" -L \"$root/usr/share/qemu\" \
+    -L \"$root/usr/share/seabios\" \"$@\"\n";
+
+/// Makes `folder/qemu11`.
+///
+/// # Errors
+/// The release cannot be had, or its QEMU does not start, or is too old.
+pub(super) fn make(debian: &Debian, folder: &Path) -> Result<()> {
+    let (place, spare) = (folder.join("qemu11"), folder.join("qemu11.all"));
+    for old in [&place, &spare] {
+        let _ = fs::remove_dir_all(old);
+        fs::create_dir_all(old)?;
+    }
+    let newer = debian.release(RELEASE, &spare)?;
+    let all = spare.join("root");
+    for package in newer.fetch(&newer.with_what_it_needs("qemu-system-x86")?)? {
+        debian::extract(&package, &all)?;
+    }
+    for kept in needed(&all)?.iter().map(String::as_str).chain(KEPT.iter().copied()) {
+        let to = place.join(kept);
+        fs::create_dir_all(to.parent().context("a path")?)?;
+        // Not every release has all of it.
+        if all.join(kept).symlink_metadata().is_ok() {
+            fs::rename(all.join(kept), &to).with_context(|| kept.to_owned())?;
+        }
+    }
+    let says = starter(&place, STARTER)?;
+    let version = version(&says).with_context(|| format!("no version in {says:?}"))?;
+    ensure!(version >= VERSION, "{RELEASE} has {says}: {VERSION:?} is what the tests need");
+    fs::remove_dir_all(&spare)?;
+    Ok(())
+}
+
+/// The libraries that QEMU loads, and what their names are links to, below `all`.
+fn needed(all: &Path) -> Result<Vec<String>> {
+    let all = all.canonicalize()?;
+    let libraries = all.join(LIBRARIES);
+    let mut list = Command::new(libraries.join("ld-linux-x86-64.so.2"));
+    list.arg("--list").arg("--library-path").arg(&libraries);
+    let list = debian::output(list.arg(all.join(KEPT[0])))?;
+    let loaded: Vec<&str> = list
+        .lines()
+        .filter_map(|line| line.split_whitespace().next()?.rsplit('/').next())
+        .collect();
+    let mut needed = Vec::new();
+    for path in entries(&libraries)? {
+        if path.file_name().and_then(|name| name.to_str()).is_some_and(|n| loaded.contains(&n)) {
+            for path in [path.canonicalize()?, path] {
+                let name = path.strip_prefix(&all)?.to_str().context("a library's name")?;
+                needed.push(name.to_owned());
+            }
+        }
+    }
+    needed.sort();
+    needed.dedup();
+    Ok(needed)
+}
+
+/// The first two numbers of what QEMU says it is.
+fn version(says: &str) -> Option<(u32, u32)> {
+    let mut numbers = says.split_once("version ")?.1.split('.');
+    let mut next = || numbers.next()?.parse().ok();
+    Some((next()?, next()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_qemu_says_its_version() {
+        let says = "QEMU emulator version 11.1.2 (Debian 1:11.1.2+ds-3)";
+        assert_eq!(version(says), Some((11, 1)));
+        assert_eq!(version("QEMU emulator"), None);
+        assert!(version("version 10.2.0") < Some(VERSION));
+    }
+}
