@@ -1,0 +1,204 @@
+//! What endpoints reach, and the reports of what they do not.
+
+use super::{Bench, PAGES, Stop, not_applicable};
+use crate::{
+    kit::{ACCESS, Event, Refused},
+    wire::Status,
+};
+
+/// What an endpoint writes, if it can choose.
+const WRITTEN: u8 = 0xa5;
+/// What an endpoint's access came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::kit) enum Reached {
+    /// It was refused, and nothing of the kit's memory has changed.
+    Nothing,
+    /// Guest memory at this address.
+    At(u64),
+    /// It was allowed, and reached none of the kit's memory; or was refused and changed it.
+    Elsewhere,
+}
+
+impl std::fmt::Display for Reached {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Reached::Nothing => f.write_str("a refusal"),
+            Reached::At(address) => write!(f, "guest memory at {address:#x}"),
+            Reached::Elsewhere => f.write_str("an access elsewhere"),
+        }
+    }
+}
+
+impl Bench<'_> {
+    /// What each [`ACCESS`] bytes of the kit's memory hold.
+    fn tag(address: u64) -> [u8; ACCESS] {
+        let word = (address ^ 0x5249_4e47_0000_0000).to_le_bytes();
+        core::array::from_fn(|at| word[at % 8])
+    }
+
+    pub(in crate::kit) fn tag_memory(&mut self) {
+        for address in self.blocks() {
+            self.subject.poke(address, &Self::tag(address));
+        }
+    }
+
+    fn blocks(&self) -> impl Iterator<Item = u64> + use<> {
+        let (first, last) = self.subject.memory();
+        let begin = self.phys(0).max(first);
+        let end = begin.saturating_add(PAGES * self.page() - 1).min(last);
+        (begin..end).step_by(ACCESS)
+    }
+
+    /// The first block of memory that does not hold what it should.
+    fn changed_block(&mut self) -> Option<(u64, [u8; ACCESS])> {
+        let mut held = [0; ACCESS];
+        self.blocks().find_map(|address| {
+            self.subject.peek(address, &mut held);
+            (held != Self::tag(address)).then_some((address, held))
+        })
+    }
+
+    /// An endpoint reads or writes [`ACCESS`] bytes.
+    pub(in crate::kit) fn reach(
+        &mut self,
+        endpoint: u32,
+        iova: u64,
+        write: bool,
+    ) -> Result<Reached, Stop> {
+        let verb = if write { "writes" } else { "reads" };
+        self.steps.push(format!("endpoint {endpoint} {verb} at {iova:#x}"));
+        let mut bytes = [WRITTEN; ACCESS];
+        let Some(result) = self.subject.access(endpoint, iova, write, &mut bytes) else {
+            return not_applicable("no access can be tried");
+        };
+        let changed = self.changed_block();
+        if changed.is_some() {
+            self.tag_memory();
+        }
+        let reached = match (result, changed) {
+            (Err(Refused), None) => Reached::Nothing,
+            (Ok(()), Some((address, held))) if write && held == bytes => Reached::At(address),
+            (Ok(()), None) if !write => {
+                let read = self.blocks().find(|&address| Self::tag(address) == bytes);
+                read.map_or(Reached::Elsewhere, Reached::At)
+            }
+            _ => Reached::Elsewhere,
+        };
+        if let Some(step) = self.steps.last_mut() {
+            step.push_str(&format!(": {reached}"));
+        }
+        Ok(reached)
+    }
+
+    /// Expects that an access comes to `expected`.
+    pub(in crate::kit) fn expect_reach(
+        &mut self,
+        endpoint: u32,
+        iova: u64,
+        write: bool,
+        expected: Reached,
+    ) -> Result<(), Stop> {
+        match self.reach(endpoint, iova, write)? {
+            reached if reached == expected => Ok(()),
+            reached => self.mismatch(reached, expected),
+        }
+    }
+
+    /// Expects that reads and writes at the beginning and at the end of `at` come to guest memory
+    /// from `phys` on.
+    pub(in crate::kit) fn expect_translated(
+        &mut self,
+        endpoint: u32,
+        at: (u64, u64),
+        phys: u64,
+    ) -> Result<(), Stop> {
+        let last = at.1 - (ACCESS as u64 - 1);
+        for write in [false, true] {
+            self.expect_reach(endpoint, at.0, write, Reached::At(phys))?;
+            self.expect_reach(endpoint, last, write, Reached::At(phys + (last - at.0)))?;
+        }
+        Ok(())
+    }
+
+    /// Expects that reads and writes at the beginning and at the end of `at` are refused.
+    pub(in crate::kit) fn expect_out_of_reach(
+        &mut self,
+        endpoint: u32,
+        at: (u64, u64),
+    ) -> Result<(), Stop> {
+        for write in [false, true] {
+            self.expect_reach(endpoint, at.0, write, Reached::Nothing)?;
+            self.expect_reach(endpoint, at.1 - (ACCESS as u64 - 1), write, Reached::Nothing)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the page at `iova` of a domain is mapped, with an endpoint in it: by an access, or
+    /// where there is none, by what a MAP over it is answered with.
+    pub(in crate::kit) fn is_mapped(
+        &mut self,
+        domain: u32,
+        endpoint: u32,
+        iova: u64,
+    ) -> Result<bool, Stop> {
+        match self.reach(endpoint, iova, false) {
+            Ok(reached) => return Ok(reached != Reached::Nothing),
+            Err(Stop::NotApplicable(_)) => _ = self.steps.pop(),
+            Err(stop) => return Err(stop),
+        }
+        let at = (iova, iova + (self.page() - 1));
+        let phys = self.phys(PAGES - 1);
+        let answer = self.map(domain, at, phys)?;
+        if answer.is(Status::Ok) {
+            let answer = self.unmap(domain, at)?;
+            self.prepare(&answer)?;
+            return Ok(false);
+        }
+        Ok(true)
+    }
+
+    /// Not applicable where [`is_mapped`](Self::is_mapped) could not tell: to be asked before it.
+    pub(in crate::kit) fn can_tell_mapped(
+        &mut self,
+        domain: u32,
+        endpoint: u32,
+    ) -> Result<(), Stop> {
+        let (first, last) = self.pages(PAGES - 1, PAGES - 1);
+        match self.reach(endpoint, first, false) {
+            Ok(_) => return Ok(()),
+            Err(Stop::NotApplicable(_)) => {}
+            Err(stop) => return Err(stop),
+        }
+        let phys = self.phys(PAGES - 1);
+        self.mapped(domain, (first, last), phys)?;
+        let twice = self.map(domain, (first, last), phys)?;
+        if !twice.is(Status::Inval) {
+            return not_applicable(
+                "no access can be tried, and a MAP over a mapping is not refused: what is mapped \
+                 cannot be seen",
+            );
+        }
+        let answer = self.unmap(domain, (first, last))?;
+        self.prepare(&answer)?;
+        self.steps.clear();
+        self.steps.push("attached".into());
+        Ok(())
+    }
+
+    pub(in crate::kit) fn post(&mut self, len: usize) -> Result<(), Stop> {
+        self.steps.push(format!("an event buffer of {len} bytes"));
+        match self.subject.post_event_buffer(len) {
+            None => not_applicable("there is no event queue to look at"),
+            Some(posted) => Ok(posted?),
+        }
+    }
+
+    pub(in crate::kit) fn event(&mut self) -> Result<Option<Event>, Stop> {
+        let event = self.subject.next_event()?;
+        self.steps.push(match &event {
+            Some(event) => format!("an event of {} bytes", event.used),
+            None => "no event".into(),
+        });
+        Ok(event)
+    }
+}

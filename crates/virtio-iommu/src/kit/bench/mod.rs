@@ -1,0 +1,298 @@
+//! What checks are written in: requests, accesses, and what is expected of them.
+
+mod access;
+mod requests;
+
+pub(super) use access::Reached;
+pub(super) use requests::{Answer, attach, describe, map, unmap};
+
+use requests::UNWRITTEN;
+
+use super::{Failed, Mismatch, Subject};
+use crate::wire::{CONFIG_LEN, Features, MAX_REQUEST_LEN, Properties, Request, Status, TAIL_LEN};
+
+/// How a check ends: well, perhaps with something to note, or before its end.
+pub(super) type Verdict = Result<Option<String>, Stop>;
+
+/// Why a check ends early.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// The device does otherwise.
+    Mismatch(Mismatch),
+    /// It cannot be judged: why.
+    NotApplicable(String),
+    /// The device does not answer.
+    Failed(Failed),
+}
+
+impl From<Failed> for Stop {
+    fn from(failed: Failed) -> Stop {
+        Stop::Failed(failed)
+    }
+}
+
+pub(super) fn not_applicable<T>(why: impl Into<String>) -> Result<T, Stop> {
+    Err(Stop::NotApplicable(why.into()))
+}
+
+/// The kit's own pages, in guest memory and in each domain.
+pub(super) const PAGES: u64 = 32;
+/// The fields of the configuration that the kit reads, by their offsets.
+const BYPASS: usize = 36;
+/// How many of the last steps a report tells of.
+const STEPS: usize = 8;
+
+/// A device under test, started, and what was done to it since.
+pub(super) struct Bench<'a> {
+    pub(super) subject: &'a mut dyn Subject,
+    /// The features that the driver accepted.
+    pub(super) features: Features,
+    steps: Vec<String>,
+    /// What `bypass` was at first.
+    initial_bypass: Option<u8>,
+    config: [u8; CONFIG_LEN],
+    /// The kit's first page in each domain.
+    base: u64,
+    /// What PROBE told of, when the window was chosen.
+    window_found: bool,
+}
+
+impl<'a> Bench<'a> {
+    pub(super) fn new(subject: &'a mut dyn Subject) -> Bench<'a> {
+        Bench {
+            subject,
+            features: Features::empty(),
+            steps: Vec::new(),
+            initial_bypass: None,
+            config: [0; CONFIG_LEN],
+            base: 0,
+            window_found: false,
+        }
+    }
+
+    /// What the device offers, of what is known.
+    pub(super) fn offered(&self) -> Features {
+        Features::from_bits_truncate(self.subject.offered())
+    }
+
+    /// What a driver would accept: all but the old BYPASS.
+    pub(super) fn wanted(&self) -> Features {
+        self.offered().difference(Features::BYPASS)
+    }
+
+    /// A reset, with all features, `bypass` zero where that can be.
+    pub(super) fn restart(&mut self) -> Result<(), Failed> {
+        self.steps.clear();
+        self.start(self.wanted())?;
+        self.subject.read_config(0, &mut self.config)?;
+        if self.features.contains(Features::BYPASS_CONFIG) {
+            self.initial_bypass.get_or_insert(self.config[BYPASS]);
+            self.subject.write_config(BYPASS, &[0])?;
+        }
+        if !self.window_found {
+            self.base = self.find_window()?;
+            self.window_found = true;
+            self.start(self.wanted())?;
+        }
+        self.steps.clear();
+        self.tag_memory();
+        Ok(())
+    }
+
+    /// A reset, after which the driver accepts `features`.
+    pub(super) fn start(&mut self, features: Features) -> Result<(), Failed> {
+        self.steps.push("reset".into());
+        self.subject.start(features.bits())?;
+        self.features = features;
+        Ok(())
+    }
+
+    /// Leaves the device reset, and `bypass` as it was.
+    pub(super) fn restore(&mut self) {
+        if self.start(self.wanted()).is_ok()
+            && let Some(bypass) = self.initial_bypass
+        {
+            let _ = self.subject.write_config(BYPASS, &[bypass]);
+        }
+    }
+
+    /// What was done since the check began, for the report.
+    pub(super) fn steps(&self) -> String {
+        let from = self.steps.len().saturating_sub(STEPS);
+        let begin = if from > 0 { "... " } else { "" };
+        format!("{begin}{}", self.steps[from..].join(", "))
+    }
+
+    pub(super) fn note_step(&mut self, step: impl Into<String>) {
+        self.steps.push(step.into());
+    }
+
+    /// The device did `came` where `expected` was asked for.
+    pub(super) fn mismatch<T>(
+        &self,
+        came: impl std::fmt::Display,
+        expected: impl std::fmt::Display,
+    ) -> Result<T, Stop> {
+        let (sent, came, expected) = (self.steps(), came.to_string(), expected.to_string());
+        Err(Stop::Mismatch(Mismatch { sent, came, expected }))
+    }
+
+    /// Not applicable unless the driver has accepted `feature`.
+    pub(super) fn needs(&self, feature: Features) -> Result<(), Stop> {
+        match self.features.contains(feature) {
+            true => Ok(()),
+            false => not_applicable(format!("{} is not offered", feature_name(feature))),
+        }
+    }
+
+    // The configuration.
+
+    fn config_u64(&self, at: usize) -> u64 {
+        u64::from_le_bytes(self.config[at..at + 8].try_into().expect("eight bytes"))
+    }
+
+    fn config_u32(&self, at: usize) -> u32 {
+        u32::from_le_bytes(self.config[at..at + 4].try_into().expect("four bytes"))
+    }
+
+    pub(super) fn page_size_mask(&self) -> u64 {
+        self.config_u64(0)
+    }
+
+    /// The lowest page size; a page where there is none.
+    pub(super) fn granule(&self) -> u64 {
+        match self.page_size_mask() {
+            0 => 4096,
+            mask => mask & mask.wrapping_neg(),
+        }
+    }
+
+    /// The kit's page: a multiple of the granule in which accesses have room.
+    pub(super) fn page(&self) -> u64 {
+        self.granule().max(4096)
+    }
+
+    /// What can be mapped: first and last.
+    pub(super) fn input_range(&self) -> (u64, u64) {
+        match self.features.contains(Features::INPUT_RANGE) {
+            true => (self.config_u64(8), self.config_u64(16)),
+            false => (0, u64::MAX),
+        }
+    }
+
+    /// The first and the last number of a domain.
+    pub(super) fn domain_range(&self) -> (u32, u32) {
+        match self.features.contains(Features::DOMAIN_RANGE) {
+            true => (self.config_u32(24), self.config_u32(28)),
+            false => (0, u32::MAX),
+        }
+    }
+
+    pub(super) fn probe_size(&self) -> usize {
+        self.config_u32(32) as usize
+    }
+
+    /// What `bypass` was when the kit came to it, before it wrote to it.
+    pub(super) fn initial_bypass(&self) -> u8 {
+        self.initial_bypass.unwrap_or(0)
+    }
+
+    pub(super) fn read_bypass(&mut self) -> Result<u8, Stop> {
+        let mut byte = [0];
+        self.subject.read_config(BYPASS, &mut byte)?;
+        let [byte] = byte;
+        self.steps.push(format!("bypass reads {byte}"));
+        Ok(byte)
+    }
+
+    pub(super) fn write_bypass(&mut self, value: u8) -> Result<(), Stop> {
+        self.steps.push(format!("bypass = {value}"));
+        Ok(self.subject.write_config(BYPASS, &[value])?)
+    }
+
+    // Numbers to work with.
+
+    /// The endpoint of number `n`.
+    pub(super) fn endpoint(&self, n: usize) -> Result<u32, Stop> {
+        let endpoints = self.subject.endpoints();
+        match endpoints.get(n) {
+            Some(&endpoint) => Ok(endpoint),
+            None => not_applicable(format!("it takes {} endpoints", n + 1)),
+        }
+    }
+
+    /// A domain's number: that of the kit's domain `n`.
+    pub(super) fn domain(&self, n: u32) -> Result<u32, Stop> {
+        let (first, last) = self.domain_range();
+        // Not the first one where there are enough: 0 is what forgotten fields hold.
+        let from = if last.saturating_sub(first) > 8 { first + 1 } else { first };
+        match from.checked_add(n).filter(|&domain| domain <= last) {
+            Some(domain) => Ok(domain),
+            None => not_applicable(format!("it takes {} domains", n + 1)),
+        }
+    }
+
+    /// Addresses from the kit's page `first` to the end of its page `last`.
+    pub(super) fn pages(&self, first: u64, last: u64) -> (u64, u64) {
+        let page = self.page();
+        (self.base + first * page, self.base + last * page + (page - 1))
+    }
+
+    /// Where the kit's page `n` of guest memory lies.
+    pub(super) fn phys(&self, n: u64) -> u64 {
+        let (first, _) = self.subject.memory();
+        let page = self.page();
+        first.next_multiple_of(page) + (n % PAGES) * page
+    }
+
+    /// A place for the kit's pages in every domain: its own memory's addresses if it may, so that
+    /// what bypasses is not taken for what is refused.
+    fn find_window(&mut self) -> Result<u64, Failed> {
+        let page = self.page();
+        let (first, last) = self.input_range();
+        let mut taken: Vec<(u64, u64)> = self.subject.kept().into_iter().collect();
+        for endpoint in self.subject.endpoints() {
+            taken.extend(self.reserved(endpoint)?);
+        }
+        let free = |base: u64| {
+            let end = base.checked_add(PAGES * page - 1)?;
+            let blocked = taken.iter().filter(|&&(a, b)| a <= end && b >= base);
+            Some((base, end, blocked.map(|&(_, b)| b).max()))
+        };
+        let own = self.phys(0);
+        let mut base = first.checked_next_multiple_of(page).unwrap_or(first);
+        if own >= first && matches!(free(own), Some((_, end, None)) if end <= last) {
+            return Ok(own);
+        }
+        while let Some((at, _, Some(blocked))) = free(base) {
+            match blocked.checked_add(1).and_then(|next| next.checked_next_multiple_of(page)) {
+                Some(next) => base = next,
+                None => return Ok(at),
+            }
+        }
+        Ok(base)
+    }
+
+    /// The regions that PROBE tells of for an endpoint; none where it cannot be asked.
+    pub(super) fn reserved(&mut self, endpoint: u32) -> Result<Vec<(u64, u64)>, Failed> {
+        if !self.features.contains(Features::PROBE) {
+            return Ok(Vec::new());
+        }
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let len = Request::Probe { endpoint }.emit(&mut bytes);
+        let size = self.probe_size();
+        let mut reply = vec![UNWRITTEN; size + TAIL_LEN];
+        self.subject.request(&bytes[..len], &mut reply)?;
+        if reply[size] != Status::Ok as u8 {
+            return Ok(Vec::new());
+        }
+        let regions = Properties::new(&reply[..size]).map(|property| property.region().range);
+        Ok(regions.map(|range| (range.first().0, range.last().0)).collect())
+    }
+}
+
+/// A feature's name.
+fn feature_name(feature: Features) -> String {
+    let names: Vec<&str> = feature.iter_names().map(|(name, _)| name).collect();
+    names.join(", ")
+}

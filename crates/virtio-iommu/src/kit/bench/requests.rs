@@ -1,0 +1,231 @@
+//! Requests, and what is expected of their answers.
+
+use ringfence_iommu::{Iova, Range};
+
+use super::{Bench, Stop, not_applicable};
+use crate::wire::{AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN};
+
+/// What unwritten bytes of a reply look like.
+pub(in crate::kit) const UNWRITTEN: u8 = 0xee;
+/// A reply.
+#[derive(Clone, Debug)]
+pub(in crate::kit) struct Answer {
+    pub(in crate::kit) used: u32,
+    pub(in crate::kit) bytes: Vec<u8>,
+}
+
+impl Answer {
+    /// Whether the buffer came back without a byte written.
+    pub(in crate::kit) fn is_unwritten(&self) -> bool {
+        self.used == 0 && self.bytes.iter().all(|&byte| byte == UNWRITTEN)
+    }
+
+    /// The last bytes: status and reserved.
+    pub(in crate::kit) fn tail(&self) -> Option<[u8; TAIL_LEN]> {
+        self.bytes.last_chunk().copied().filter(|_| self.used > 0)
+    }
+
+    pub(in crate::kit) fn status(&self) -> Option<Status> {
+        self.tail().and_then(|tail| Status::from_u8(tail[0]))
+    }
+
+    pub(in crate::kit) fn is(&self, status: Status) -> bool {
+        self.status() == Some(status)
+    }
+}
+
+impl std::fmt::Display for Answer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self.used, self.tail().map(|tail| tail[0])) {
+            (0, _) if self.is_unwritten() => f.write_str("nothing written"),
+            (0, _) => f.write_str("used length 0, but bytes written"),
+            (_, Some(raw)) => match Status::from_u8(raw) {
+                Some(status) => f.write_str(&name(status)),
+                None => write!(f, "status {raw}"),
+            },
+            (used, None) => write!(f, "used length {used}"),
+        }
+    }
+}
+
+/// A status as the specification spells it.
+pub(in crate::kit) fn name(status: Status) -> String {
+    format!("{status:?}").to_uppercase()
+}
+
+impl Bench<'_> {
+    /// Sends bytes and gives the device room for `room`.
+    pub(in crate::kit) fn send(
+        &mut self,
+        what: impl Into<String>,
+        readable: &[u8],
+        room: usize,
+    ) -> Result<Answer, Stop> {
+        self.steps.push(what.into());
+        let mut bytes = vec![UNWRITTEN; room];
+        let used = self.subject.request(readable, &mut bytes)?;
+        self.answered(Answer { used, bytes })
+    }
+
+    /// The same over descriptors of at most `piece` bytes.
+    pub(in crate::kit) fn send_split(
+        &mut self,
+        what: impl Into<String>,
+        piece: usize,
+        readable: &[u8],
+        room: usize,
+    ) -> Result<Answer, Stop> {
+        self.steps.push(format!("{} in descriptors of {piece} bytes", what.into()));
+        let mut bytes = vec![UNWRITTEN; room];
+        match self.subject.request_split(piece, readable, &mut bytes) {
+            None => not_applicable("requests cannot be split"),
+            Some(used) => self.answered(Answer { used: used?, bytes }),
+        }
+    }
+
+    fn answered(&mut self, answer: Answer) -> Result<Answer, Stop> {
+        if let Some(step) = self.steps.last_mut() {
+            step.push_str(&format!(": {answer}"));
+        }
+        if answer.used as usize > answer.bytes.len() {
+            let (used, room) = (answer.used, answer.bytes.len());
+            return self.mismatch(format!("used length {used}"), format!("at most {room}"));
+        }
+        Ok(answer)
+    }
+
+    /// Sends a request, after `change` to its bytes.
+    pub(in crate::kit) fn changed(
+        &mut self,
+        request: Request,
+        what: &str,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Result<Answer, Stop> {
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let len = request.emit(&mut bytes);
+        change(&mut bytes[..len]);
+        let what = match what {
+            "" => describe(&request),
+            what => format!("{} with {what}", describe(&request)),
+        };
+        self.send(what, &bytes[..len], TAIL_LEN)
+    }
+
+    pub(in crate::kit) fn request(&mut self, request: Request) -> Result<Answer, Stop> {
+        self.changed(request, "", |_| {})
+    }
+
+    pub(in crate::kit) fn attach(&mut self, domain: u32, endpoint: u32) -> Result<Answer, Stop> {
+        self.request(attach(domain, endpoint))
+    }
+
+    pub(in crate::kit) fn attach_bypass(
+        &mut self,
+        domain: u32,
+        endpoint: u32,
+    ) -> Result<Answer, Stop> {
+        let flags = AttachFlags::BYPASS;
+        self.request(Request::Attach { domain, endpoint, flags })
+    }
+
+    pub(in crate::kit) fn detach(&mut self, domain: u32, endpoint: u32) -> Result<Answer, Stop> {
+        self.request(Request::Detach { domain, endpoint })
+    }
+
+    /// MAP, to read and to write.
+    pub(in crate::kit) fn map(
+        &mut self,
+        domain: u32,
+        at: (u64, u64),
+        phys: u64,
+    ) -> Result<Answer, Stop> {
+        self.request(map(domain, at, phys))
+    }
+
+    pub(in crate::kit) fn unmap(&mut self, domain: u32, at: (u64, u64)) -> Result<Answer, Stop> {
+        self.request(unmap(domain, at))
+    }
+
+    /// Expects one of the statuses.
+    pub(in crate::kit) fn expect(&self, answer: &Answer, statuses: &[Status]) -> Result<(), Stop> {
+        if answer.status().is_some_and(|status| statuses.contains(&status)) {
+            return Ok(());
+        }
+        let names: Vec<String> = statuses.iter().map(|&status| name(status)).collect();
+        self.mismatch(answer, names.join(" or "))
+    }
+
+    /// Expects that a request is refused, however.
+    pub(in crate::kit) fn expect_refusal(&self, answer: &Answer) -> Result<(), Stop> {
+        match answer.is(Status::Ok) {
+            true => self.mismatch(answer, "a refusal"),
+            false => Ok(()),
+        }
+    }
+
+    /// What a check begins with and does not judge.
+    pub(in crate::kit) fn prepare(&self, answer: &Answer) -> Result<(), Stop> {
+        match answer.is(Status::Ok) {
+            true => Ok(()),
+            false => not_applicable(format!("it begins with {}", self.steps())),
+        }
+    }
+
+    /// An endpoint (the kit's number `n`) in the kit's domain `domain`: the numbers of both.
+    pub(in crate::kit) fn attached(&mut self, domain: u32, n: usize) -> Result<(u32, u32), Stop> {
+        self.needs(Features::MAP_UNMAP)?;
+        let (domain, endpoint) = (self.domain(domain)?, self.endpoint(n)?);
+        let answer = self.attach(domain, endpoint)?;
+        self.prepare(&answer)?;
+        Ok((domain, endpoint))
+    }
+
+    /// A mapping that a check begins with.
+    pub(in crate::kit) fn mapped(
+        &mut self,
+        domain: u32,
+        at: (u64, u64),
+        phys: u64,
+    ) -> Result<(), Stop> {
+        let answer = self.map(domain, at, phys)?;
+        self.prepare(&answer)
+    }
+}
+
+fn range(at: (u64, u64)) -> Range {
+    Range::new(Iova(at.0), Iova(at.1)).expect("the kit's ranges begin before they end")
+}
+
+pub(in crate::kit) fn attach(domain: u32, endpoint: u32) -> Request {
+    Request::Attach { domain, endpoint, flags: AttachFlags::empty() }
+}
+
+pub(in crate::kit) fn map(domain: u32, at: (u64, u64), phys: u64) -> Request {
+    let flags = MapFlags::READ | MapFlags::WRITE;
+    Request::Map { domain, range: range(at), phys, flags }
+}
+
+pub(in crate::kit) fn unmap(domain: u32, at: (u64, u64)) -> Request {
+    Request::Unmap { domain, range: range(at) }
+}
+
+/// A request, in a few words.
+pub(in crate::kit) fn describe(request: &Request) -> String {
+    match *request {
+        Request::Attach { domain, endpoint, flags } => {
+            let bypass = if flags.contains(AttachFlags::BYPASS) { " (BYPASS)" } else { "" };
+            format!("ATTACH {endpoint} to {domain}{bypass}")
+        }
+        Request::Detach { domain, endpoint } => format!("DETACH {endpoint} from {domain}"),
+        Request::Map { domain, range, phys, flags } => {
+            let (first, last) = (range.first().0, range.last().0);
+            let flags: Vec<&str> = flags.iter_names().map(|(name, _)| name).collect();
+            let flags = flags.join("|");
+            format!("MAP {first:#x}-{last:#x} of {domain} to {phys:#x} {flags}")
+        }
+        Request::Unmap { domain, range } => {
+            format!("UNMAP {:#x}-{:#x} of {domain}", range.first().0, range.last().0)
+        }
+        Request::Probe { endpoint } => format!("PROBE {endpoint}"),
+    }
+}

@@ -1,0 +1,263 @@
+//! The field `bypass`, what a reset leaves, and who is in bypass mode (rules V3 to V6).
+
+use crate::{
+    kit::{
+        Check, Failed,
+        Level::{Must, Should},
+        bench::{Bench, Reached, Stop, Verdict, not_applicable},
+    },
+    wire::{Features, Status},
+};
+
+pub(in crate::kit) const CHECKS: &[Check] = &[
+    Check::new(
+        3,
+        Must,
+        "bypass-zero-or-one",
+        "the field bypass reads 0 or 1, whatever is written to it",
+        zero_or_one,
+    ),
+    Check::new(
+        3,
+        Must,
+        "bypass-written",
+        "the field bypass holds what a driver wrote, once BYPASS_CONFIG is negotiated",
+        written,
+    ),
+    Check::new(
+        3,
+        Should,
+        "bypass-survives-reset",
+        "a device reset leaves the field bypass alone",
+        survives_reset,
+    ),
+    Check::new(
+        3,
+        Should,
+        "bypass-system-reset",
+        "a system reset gives the field bypass its initial value",
+        system_reset,
+    ),
+    Check::new(
+        4,
+        Must,
+        "reset-detaches",
+        "after a device reset an endpoint reaches nothing of the domain that it was in",
+        reset_detaches,
+    ),
+    Check::new(
+        4,
+        Should,
+        "reset-ends-domains",
+        "after a device reset the domains that were are none",
+        reset_ends_domains,
+    ),
+    Check::new(
+        5,
+        Must,
+        "bypass-is-identity",
+        "with bypass = 1 an unattached endpoint reaches all memory, at its own addresses",
+        is_identity,
+    ),
+    Check::new(
+        5,
+        Must,
+        "bypass-unaccepted",
+        "bypass = 1 counts also where the driver has not accepted BYPASS_CONFIG",
+        unaccepted,
+    ),
+    Check::new(
+        5,
+        Must,
+        "bypass-not-attached",
+        "with bypass = 1 an attached endpoint reaches only what is mapped",
+        not_attached,
+    ),
+    Check::new(
+        5,
+        Must,
+        "bypass-domain",
+        "an endpoint in a bypass domain reaches all memory, at its own addresses",
+        domain,
+    ),
+    Check::new(
+        5,
+        Must,
+        "bypass-negotiated",
+        "where the old BYPASS is negotiated an unattached endpoint is in bypass mode",
+        negotiated,
+    ),
+    Check::new(
+        6,
+        Should,
+        "unattached-reaches-nothing",
+        "an unattached endpoint that is not in bypass mode reaches no guest memory",
+        unattached,
+    ),
+];
+
+fn zero_or_one(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    let initial = bench.initial_bypass();
+    if initial > 1 {
+        bench.note_step("a first look at bypass");
+        return bench.mismatch(initial, "0 or 1");
+    }
+    // A driver must not write such values, but that is no excuse to show them.
+    for value in [1, 7, 0, 0xfe] {
+        bench.write_bypass(value)?;
+        match bench.read_bypass()? {
+            0 | 1 => {}
+            other => return bench.mismatch(other, "0 or 1"),
+        }
+    }
+    Ok(Some(format!("{initial} at first")))
+}
+
+fn written(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    for value in [1, 0, 1] {
+        bench.write_bypass(value)?;
+        expect_bypass(bench, value)?;
+    }
+    Ok(None)
+}
+
+fn expect_bypass(bench: &mut Bench<'_>, expected: u8) -> Result<(), Stop> {
+    match bench.read_bypass()? {
+        read if read == expected => Ok(()),
+        read => bench.mismatch(read, expected),
+    }
+}
+
+fn survives_reset(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    for value in [1, 0] {
+        bench.write_bypass(value)?;
+        bench.start(bench.wanted())?;
+        expect_bypass(bench, value)?;
+    }
+    Ok(None)
+}
+
+fn system_reset(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    let reset = |bench: &mut Bench<'_>| match bench.subject.system_reset() {
+        None => not_applicable("the system cannot be reset"),
+        Some(Err(Failed::Timeout)) => Err(Stop::Failed(Failed::Timeout)),
+        Some(Err(failed)) => Err(Stop::Failed(failed)),
+        Some(Ok(())) => {
+            bench.note_step("system reset");
+            Ok(bench.start(bench.wanted())?)
+        }
+    };
+    // Who knows what it was when the system came up: the first reset tells.
+    reset(bench)?;
+    let initial = bench.read_bypass()?;
+    bench.write_bypass(1 - (initial & 1))?;
+    reset(bench)?;
+    expect_bypass(bench, initial)?;
+    Ok(Some(format!("{initial}")))
+}
+
+/// An endpoint with a page mapped: domain, endpoint, the page.
+fn with_a_page(bench: &mut Bench<'_>) -> Result<(u32, u32, (u64, u64)), Stop> {
+    let (domain, endpoint) = bench.attached(0, 0)?;
+    let (at, phys) = (bench.pages(2, 2), bench.phys(9));
+    bench.mapped(domain, at, phys)?;
+    Ok((domain, endpoint, at))
+}
+
+fn no_bypass(bench: &mut Bench<'_>) -> Result<(), Stop> {
+    match bench.features.contains(Features::BYPASS_CONFIG) {
+        true => bench.write_bypass(0),
+        false => Ok(()),
+    }
+}
+
+fn reset_detaches(bench: &mut Bench<'_>) -> Verdict {
+    let (_, endpoint, at) = with_a_page(bench)?;
+    let phys = bench.phys(9);
+    bench.expect_reach(endpoint, at.0, false, Reached::At(phys))?;
+    bench.start(bench.wanted())?;
+    no_bypass(bench)?;
+    for write in [false, true] {
+        if bench.reach(endpoint, at.0, write)? == Reached::At(phys) {
+            return bench.mismatch("the mapping from before", Reached::Nothing);
+        }
+    }
+    Ok(None)
+}
+
+fn reset_ends_domains(bench: &mut Bench<'_>) -> Verdict {
+    let (domain, _, _) = with_a_page(bench)?;
+    bench.start(bench.wanted())?;
+    let (at, phys) = (bench.pages(5, 5), bench.phys(0));
+    let answer = bench.map(domain, at, phys)?;
+    bench.expect(&answer, &[Status::NoEnt])?;
+    Ok(None)
+}
+
+/// Expects that an endpoint reaches memory at memory's own addresses.
+fn expect_identity(bench: &mut Bench<'_>, endpoint: u32) -> Verdict {
+    for n in [0, 5] {
+        let first = bench.phys(n);
+        bench.expect_translated(endpoint, (first, first + (bench.page() - 1)), first)?;
+    }
+    Ok(None)
+}
+
+fn is_identity(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    let endpoint = bench.endpoint(0)?;
+    bench.write_bypass(1)?;
+    expect_identity(bench, endpoint)
+}
+
+fn unaccepted(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    let endpoint = bench.endpoint(0)?;
+    bench.write_bypass(1)?;
+    bench.note_step("without BYPASS_CONFIG:");
+    bench.start(bench.wanted().difference(Features::BYPASS_CONFIG))?;
+    if bench.read_bypass()? != 1 {
+        return not_applicable("bypass does not stay 1 over a device reset");
+    }
+    expect_identity(bench, endpoint)
+}
+
+fn not_attached(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    bench.write_bypass(1)?;
+    let (_, endpoint) = bench.attached(0, 0)?;
+    let first = bench.phys(3);
+    bench.expect_out_of_reach(endpoint, (first, first + (bench.page() - 1)))?;
+    Ok(None)
+}
+
+fn domain(bench: &mut Bench<'_>) -> Verdict {
+    bench.needs(Features::BYPASS_CONFIG)?;
+    let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
+    let answer = bench.attach_bypass(domain, endpoint)?;
+    bench.prepare(&answer)?;
+    expect_identity(bench, endpoint)
+}
+
+fn negotiated(bench: &mut Bench<'_>) -> Verdict {
+    if !bench.offered().contains(Features::BYPASS) {
+        return not_applicable("BYPASS is not offered");
+    }
+    let endpoint = bench.endpoint(0)?;
+    bench.note_step("with the old BYPASS:");
+    bench.start((bench.wanted() | Features::BYPASS).difference(Features::BYPASS_CONFIG))?;
+    expect_identity(bench, endpoint)
+}
+
+fn unattached(bench: &mut Bench<'_>) -> Verdict {
+    let endpoint = bench.endpoint(0)?;
+    for n in [0, 7] {
+        let first = bench.phys(n);
+        bench.expect_out_of_reach(endpoint, (first, first + (bench.page() - 1)))?;
+    }
+    Ok(None)
+}

@@ -1,0 +1,153 @@
+//! Fault reports (rules V28 to V30).
+
+use crate::{
+    kit::{
+        ACCESS, Check, Event,
+        Level::{May, Must, Should},
+        bench::{Bench, Reached, Stop, Verdict, not_applicable},
+    },
+    wire::{FAULT_LEN, Status},
+};
+
+pub(in crate::kit) const CHECKS: &[Check] = &[
+    Check::new(28, May, "fault-report", "what a refused access is reported as", report),
+    Check::new(28, Should, "fault-reserved", "the reserved fields of a report are zero", reserved),
+    Check::new(28, Should, "fault-flags", "the undefined flags of a report are zero", flags),
+    Check::new(28, Should, "fault-endpoint", "a report names the endpoint", endpoint),
+    Check::new(
+        28,
+        Must,
+        "fault-address",
+        "a report that has an address has that of the access",
+        address,
+    ),
+    Check::new(
+        29,
+        Must,
+        "no-event-buffer",
+        "faults without a buffer to report them in hold up nothing: they wait or are dropped",
+        no_buffer,
+    ),
+    Check::new(
+        29,
+        Should,
+        "small-event-buffer",
+        "a report is not spread over several buffers that are too small",
+        small_buffer,
+    ),
+    Check::new(
+        30,
+        May,
+        "needs-reset",
+        "an internal error that concerns no endpoint sets DEVICE_NEEDS_RESET",
+        needs_reset,
+    ),
+];
+
+const UNDEFINED: u32 = !0x103;
+
+/// Has an attached endpoint read where nothing is mapped, with a buffer waiting: the endpoint, the
+/// address, the report.
+fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, Event), Stop> {
+    let (_, endpoint) = bench.attached(0, 0)?;
+    bench.post(64)?;
+    let (at, _) = bench.pages(5, 5);
+    if bench.reach(endpoint, at, false)? != Reached::Nothing {
+        return not_applicable("the access is not refused");
+    }
+    match bench.event()? {
+        None => not_applicable("the device reports no fault"),
+        Some(event) if (event.used as usize) < FAULT_LEN || event.bytes.len() < FAULT_LEN => {
+            not_applicable(format!("a report of {} bytes, in a format of its own", event.used))
+        }
+        Some(event) => Ok((endpoint, at, event)),
+    }
+}
+
+fn word(event: &Event, at: usize) -> u32 {
+    event.bytes[at..at + 4].iter().rev().fold(0, |word, &byte| word << 8 | u32::from(byte))
+}
+
+fn report(bench: &mut Bench<'_>) -> Verdict {
+    let (_, _, event) = fault(bench)?;
+    Ok(Some(format!("reason {}, flags {:#x}", event.bytes[0], word(&event, 4))))
+}
+
+fn reserved(bench: &mut Bench<'_>) -> Verdict {
+    let (_, _, event) = fault(bench)?;
+    match event.bytes[1..4] == [0; 3] && word(&event, 12) == 0 {
+        true => Ok(None),
+        false => bench.mismatch(format!("{:x?}", &event.bytes[..FAULT_LEN]), "zeroes"),
+    }
+}
+
+fn flags(bench: &mut Bench<'_>) -> Verdict {
+    let (_, _, event) = fault(bench)?;
+    match word(&event, 4) {
+        flags if flags & UNDEFINED == 0 => Ok(None),
+        flags => bench.mismatch(format!("{flags:#x}"), "no flags but 0x103"),
+    }
+}
+
+fn endpoint(bench: &mut Bench<'_>) -> Verdict {
+    let (endpoint, _, event) = fault(bench)?;
+    match word(&event, 8) {
+        named if named == endpoint => Ok(None),
+        named => bench.mismatch(named, endpoint),
+    }
+}
+
+fn address(bench: &mut Bench<'_>) -> Verdict {
+    let (_, at, event) = fault(bench)?;
+    if word(&event, 4) & 0x100 == 0 {
+        return not_applicable("the report has no address");
+    }
+    let named = u64::from(word(&event, 16)) | u64::from(word(&event, 20)) << 32;
+    match (at..at + ACCESS as u64).contains(&named) {
+        true => Ok(None),
+        false => bench.mismatch(format!("{named:#x}"), format!("{at:#x}")),
+    }
+}
+
+fn no_buffer(bench: &mut Bench<'_>) -> Verdict {
+    // Whether there are reports at all.
+    let (endpoint, at, _) = fault(bench)?;
+    for _ in 0..20 {
+        if bench.reach(endpoint, at, true)? != Reached::Nothing {
+            return not_applicable("the access is not refused");
+        }
+    }
+    let (domain, page, phys) = (bench.domain(0)?, bench.pages(1, 1), bench.phys(0));
+    let answer = bench.map(domain, page, phys)?;
+    bench.expect(&answer, &[Status::Ok])?;
+    bench.post(64)?;
+    // What waited comes now, else this.
+    bench.reach(endpoint, at, true)?;
+    match bench.event()? {
+        Some(_) => Ok(None),
+        None => bench.mismatch("no report any more", "a report"),
+    }
+}
+
+fn small_buffer(bench: &mut Bench<'_>) -> Verdict {
+    let (endpoint, at, _) = fault(bench)?;
+    for _ in 0..4 {
+        bench.post(8)?;
+    }
+    bench.reach(endpoint, at, false)?;
+    let mut written = 0;
+    while let Some(event) = bench.event()? {
+        if event.used as usize > event.bytes.len() {
+            return bench.mismatch(format!("used length {}", event.used), event.bytes.len());
+        }
+        written += usize::from(event.used > 0);
+    }
+    match written {
+        0 | 1 => Ok(None),
+        more => bench.mismatch(format!("{more} buffers for one report"), "one at most"),
+    }
+}
+
+fn needs_reset(_: &mut Bench<'_>) -> Verdict {
+    not_applicable("an internal error cannot be caused from outside")
+}
