@@ -8,8 +8,8 @@
 use anyhow::{Context, Result, ensure};
 use ringfence_iommu::{Iova, Range};
 use ringfence_virtio_iommu::{
-    kit::{Refused, Subject},
-    wire::{MAX_REQUEST_LEN, MapFlags, Request, TAIL_LEN},
+    kit::{ACCESS, Refused},
+    wire::{MapFlags, Request},
 };
 
 use crate::{
@@ -24,7 +24,7 @@ const KEPT_LEN: u64 = 0x1_0000;
 /// Where the page lies in the subject's own memory.
 const SCRATCH: usize = 0x1f_0000;
 /// How much of the target is the kit's.
-pub(crate) const TARGET: usize = 0x8_0000;
+pub(crate) const TARGET: usize = 0x4_0000;
 
 /// As [`Subject::access`].
 ///
@@ -51,7 +51,11 @@ pub(crate) fn access(
         };
         done += len;
     }
-    page.take_back(subject)?;
+    let taken = page.take_back(subject);
+    // One that gives up over an access has nothing mapped once it is reset.
+    if !subject.has_given_up() {
+        taken?;
+    }
     Ok(outcome)
 }
 
@@ -87,14 +91,20 @@ fn store(
     bytes: &mut [u8],
 ) -> Result<Result<(), Refused>> {
     let fresh = subject.fresh(bytes.len());
-    bytes.copy_from_slice(&fresh);
-    subject.scratch_write(bytes);
+    subject.scratch_write(&fresh);
     let before = subject.all_of_target();
     let edu = subject.edu(endpoint)?;
     edu.load(page.iova, bytes.len())?;
     edu.store(iova, bytes.len())?;
-    let changed = subject.all_of_target() != before;
-    Ok(if changed { Ok(()) } else { Err(Refused) })
+    let after = subject.all_of_target();
+    let mut blocks = before.chunks(ACCESS).zip(after.chunks(ACCESS));
+    let Some(changed) = blocks.position(|(before, after)| before != after) else {
+        return Ok(Err(Refused));
+    };
+    // Where it could not read what it was to write, it has written something else.
+    let at = changed * ACCESS;
+    after.get(at..at + bytes.len()).inspect(|arrived| bytes.copy_from_slice(arrived));
+    Ok(Ok(()))
 }
 
 /// The subject's page, in reach of an endpoint.
@@ -108,10 +118,10 @@ impl Page {
     fn lend(subject: &mut Viommu, endpoint: u32) -> Result<Page> {
         let phys = subject.own_memory().addr() + SCRATCH as u64;
         let itself = Page { iova: phys, domain: None };
-        let Some(&domain) = subject.domains.get(&endpoint) else { return Ok(itself) };
+        let Some(domain) = subject.domain_of(endpoint) else { return Ok(itself) };
         let flags = MapFlags::READ | MapFlags::WRITE;
         let map = Request::Map { domain, range: kept()?, phys, flags };
-        // A domain in which nothing can be mapped is one that bypasses.
+        // A domain in which nothing can be mapped is one that bypasses, or none any more.
         Ok(match subject.own_request(&map)? {
             0 => Page { iova: KEPT.0, domain: Some(domain) },
             _ => itself,
@@ -134,15 +144,6 @@ impl Viommu {
     fn edu(&self, endpoint: u32) -> Result<&Edu> {
         let found = self.edus.iter().find(|edu| edu.endpoint() == endpoint);
         found.with_context(|| format!("endpoint {endpoint:#x} is no edu"))
-    }
-
-    /// Sends a request that is the subject's, not the kit's; its status.
-    fn own_request(&mut self, request: &Request) -> Result<u8> {
-        let (mut readable, mut tail) = ([0; MAX_REQUEST_LEN], [0xff; TAIL_LEN]);
-        let len = request.emit(&mut readable);
-        let used = self.request(&readable[..len], &mut tail)?;
-        ensure!(used as usize >= TAIL_LEN, "{request:?} was returned unanswered");
-        Ok(tail[0])
     }
 
     /// Bytes that are like no others so far, none of them 0.

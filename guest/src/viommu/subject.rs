@@ -1,7 +1,9 @@
 //! The machine's virtio-iommu with the `edu` devices behind it, as the kit wants a device.
 
 use std::{
+    cell::Cell,
     collections::{HashMap, VecDeque},
+    rc::Rc,
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -9,7 +11,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use ringfence_virtio_iommu::{
     kit::{Event, Failed, Refused, Subject},
-    wire::{EVENT_QUEUE, Frame, Kind, REQUEST_QUEUE, TAIL_LEN},
+    wire::{EVENT_QUEUE, Frame, Kind, MAX_REQUEST_LEN, REQUEST_QUEUE, Request, TAIL_LEN},
 };
 use ringfence_virtq::{Desc, driver::Queue};
 
@@ -45,7 +47,11 @@ pub(crate) struct Viommu {
     pub(crate) edus: Vec<Edu>,
     queues: Option<Queues>,
     /// In which domain an endpoint is, as far as requests that were answered tell.
-    pub(crate) domains: HashMap<u32, u32>,
+    domains: HashMap<u32, u32>,
+    /// The same from before a reset, after which nobody is in any.
+    before_reset: HashMap<u32, u32>,
+    /// Whether what a reset leaves behind is taken away after it.
+    tidy: Rc<Cell<bool>>,
     /// Makes what is written differ each time.
     pub(crate) writes: u64,
 }
@@ -63,7 +69,7 @@ impl Viommu {
     ///
     /// # Errors
     /// It or an `edu` is not there, or what the kernel says.
-    pub(crate) fn find() -> Result<Viommu> {
+    pub(crate) fn find(tidy: Rc<Cell<bool>>) -> Result<Viommu> {
         let functions = Function::all(0x1af4, 0x1057)?;
         let function = functions.first().context("this machine has no virtio-iommu")?;
         let edus = Edu::all()?;
@@ -75,6 +81,8 @@ impl Viommu {
             edus,
             queues: None,
             domains: HashMap::new(),
+            before_reset: HashMap::new(),
+            tidy,
             writes: 0,
         };
         viommu.begin(0)?;
@@ -83,14 +91,42 @@ impl Viommu {
 
     fn begin(&mut self, features: u64) -> Result<()> {
         self.queues = None;
-        self.domains.clear();
+        self.before_reset.extend(self.domains.drain());
         self.device.reset()?;
         self.device.negotiate(features | VERSION_1)?;
         let requests = self.device.queue(REQUEST_QUEUE, &self.memory.from(REQUEST_RING)?)?;
         let events = self.device.queue(EVENT_QUEUE, &self.memory.from(EVENT_RING)?)?;
         self.queues = Some(Queues { requests, events, posted: VecDeque::new(), next_event: 0 });
         self.device.go();
+        if self.tidy.get() {
+            // A device whose reset is one refuses them all.
+            for (endpoint, domain) in std::mem::take(&mut self.before_reset) {
+                self.own_request(&Request::Detach { domain, endpoint })?;
+            }
+        }
         Ok(())
+    }
+
+    /// The domain that an endpoint is in, or was before a reset.
+    pub(crate) fn domain_of(&self, endpoint: u32) -> Option<u32> {
+        self.domains.get(&endpoint).or_else(|| self.before_reset.get(&endpoint)).copied()
+    }
+
+    /// Sends a request that is the subject's, not the kit's; its status.
+    ///
+    /// # Errors
+    /// It is not answered.
+    pub(crate) fn own_request(&mut self, request: &Request) -> Result<u8> {
+        let (mut readable, mut tail) = ([0; MAX_REQUEST_LEN], [0xff; TAIL_LEN]);
+        let len = request.emit(&mut readable);
+        let used = self.request(&readable[..len], &mut tail)?;
+        ensure!(used as usize >= TAIL_LEN, "{request:?} was returned unanswered");
+        Ok(tail[0])
+    }
+
+    /// Whether the device answers nothing any more, and says so.
+    pub(crate) fn has_given_up(&self) -> bool {
+        self.device.needs_reset()
     }
 
     /// What a subject's own access needs besides the endpoint.
@@ -126,10 +162,13 @@ impl Viommu {
         let begun = Instant::now();
         loop {
             // Asked first: an answer that is there by then counts.
-            let over = self.device.needs_reset() || begun.elapsed() > PATIENCE;
+            let (given_up, over) = (self.device.needs_reset(), begun.elapsed() > PATIENCE);
             if let Some(used) = queue.pop().map_err(broken)? {
                 self.memory.window().read(WRITABLE, writable);
                 return Ok(used.len);
+            }
+            if given_up {
+                return Err(gave_up());
             }
             if over {
                 return Err(Failed::Timeout);
@@ -146,9 +185,11 @@ impl Viommu {
         let Ok(frame) = Frame::new_checked(readable) else { return };
         match frame.kind() {
             Kind::Attach => {
+                self.before_reset.remove(&frame.endpoint());
                 self.domains.insert(frame.endpoint(), frame.domain());
             }
             Kind::Detach => {
+                self.before_reset.remove(&frame.endpoint());
                 self.domains.remove(&frame.endpoint());
             }
             _ => {}
@@ -225,10 +266,8 @@ impl Subject for Viommu {
         write: bool,
         bytes: &mut [u8],
     ) -> Option<Result<(), Refused>> {
-        // That an access could not be tried must not pass for one that was refused, nor for one
-        // that nobody can try.
         let tried = access::access(self, endpoint, iova, write, bytes);
-        Some(tried.unwrap_or_else(|error| panic!("an access could not be tried: {error:#}")))
+        tried.inspect_err(|error| eprintln!("an access could not be tried: {error:#}")).ok()
     }
 
     fn post_event_buffer(&mut self, len: usize) -> Option<Result<(), Failed>> {
@@ -239,7 +278,7 @@ impl Subject for Viommu {
         let queues = self.queues.as_mut().ok_or_else(not_started)?;
         let begun = Instant::now();
         loop {
-            let over = begun.elapsed() > MOMENT;
+            let (given_up, over) = (self.device.needs_reset(), begun.elapsed() > MOMENT);
             if let Some(used) = queues.events.pop().map_err(broken)? {
                 let at = queues.posted.iter().position(|&(token, _)| token == used.token);
                 let (token, len) = at.and_then(|at| queues.posted.remove(at)).ok_or_else(|| {
@@ -248,6 +287,9 @@ impl Subject for Viommu {
                 let mut bytes = vec![0; len];
                 self.memory.window().read(event_at(token), &mut bytes);
                 return Ok(Some(Event { used: used.len, bytes }));
+            }
+            if given_up {
+                return Err(gave_up());
             }
             if over {
                 return Ok(None);
@@ -279,6 +321,10 @@ impl Viommu {
 /// the order in which they were given.
 fn event_at(token: u64) -> usize {
     EVENTS + (token % u64::from(QUEUE_SIZE)) as usize * EVENT_ROOM
+}
+
+fn gave_up() -> Failed {
+    Failed::Broken("the device gave up and asks for a reset (DEVICE_NEEDS_RESET)".into())
 }
 
 fn not_started() -> Failed {
