@@ -4,6 +4,7 @@
 mod backend;
 pub mod blk;
 pub mod bus;
+pub mod conformance;
 mod dirty;
 pub mod disk;
 pub mod event;

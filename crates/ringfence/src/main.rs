@@ -4,6 +4,7 @@
 mod bench;
 mod blk;
 mod compare;
+mod conformance;
 mod doctor;
 mod list;
 mod net;
@@ -36,6 +37,8 @@ enum Command {
     Blk(Box<blk::Arguments>),
     #[command(about = "Serve a network to vhost-user front ends such as QEMU")]
     Net(net::Arguments),
+    #[command(about = "How a virtio-iommu keeps the rules of its specification")]
+    Conformance(conformance::Arguments),
     #[command(about = "What this host lacks for protected I/O in user space, and what helps")]
     Doctor(doctor::Arguments),
     /// The device process of `compare`, which starts it.
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Net(arguments) => net::run(arguments),
         Command::Bench(bench) => bench::run(bench),
         Command::Blk(arguments) => blk::run(*arguments),
+        Command::Conformance(arguments) => conformance::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
         Command::Device => {
             serve::begin_quiet_log();

@@ -30,7 +30,8 @@ pub trait Subject {
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed>;
 
     /// Puts one request into the request queue and waits for it: a descriptor with `readable` and
-    /// one with `writable`, either left out where it is empty (never both). The device finds in its
+    /// one with `writable` (up to 72 bytes and 16 KiB), either left out where it is empty (never
+    /// both). The device finds in its
     /// buffer what `writable` holds, and `writable` holds afterwards what is in the buffer, also
     /// behind the used length. Returns the used length.
     ///
@@ -56,7 +57,8 @@ pub trait Subject {
     fn absent_endpoint(&self) -> u32;
 
     /// The first and the last address of guest-physical memory that accesses may reach, the kit's
-    /// alone. 256 KiB are enough with a granule of 4 KiB; the kit asks for 64 granules.
+    /// alone. The kit uses 32 pages of it, of 4 KiB or of the granule if that is larger: it should be
+    /// aligned to that, and so long.
     fn memory(&self) -> (u64, u64);
 
     /// Addresses of the endpoints (first and last) that the subject maps for itself, around its

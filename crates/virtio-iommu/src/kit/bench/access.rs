@@ -6,6 +6,8 @@ use crate::{
     wire::Status,
 };
 
+/// What makes the tag of memory out of its address.
+const TAG: u64 = 0x5249_4e47_0000_0000;
 /// What an endpoint writes, if it can choose.
 const WRITTEN: u8 = 0xa5;
 /// What an endpoint's access came to.
@@ -32,8 +34,16 @@ impl std::fmt::Display for Reached {
 impl Bench<'_> {
     /// What each [`ACCESS`] bytes of the kit's memory hold.
     fn tag(address: u64) -> [u8; ACCESS] {
-        let word = (address ^ 0x5249_4e47_0000_0000).to_le_bytes();
-        core::array::from_fn(|at| word[at % 8])
+        let mut tag = [0; ACCESS];
+        let word = (address ^ TAG).to_le_bytes();
+        tag.chunks_exact_mut(word.len()).for_each(|part| part.copy_from_slice(&word));
+        tag
+    }
+
+    /// The address whose tag `bytes` are.
+    fn tagged(bytes: &[u8; ACCESS]) -> Option<u64> {
+        let word = u64::from_le_bytes(*bytes.first_chunk()?) ^ TAG;
+        (Self::tag(word) == *bytes).then_some(word)
     }
 
     pub(in crate::kit) fn tag_memory(&mut self) {
@@ -71,7 +81,8 @@ impl Bench<'_> {
         let Some(result) = self.subject.access(endpoint, iova, write, &mut bytes) else {
             return not_applicable("no access can be tried");
         };
-        let changed = self.changed_block();
+        // A read changes nothing, whatever it comes to.
+        let changed = if write { self.changed_block() } else { None };
         if changed.is_some() {
             self.tag_memory();
         }
@@ -79,8 +90,8 @@ impl Bench<'_> {
             (Err(Refused), None) => Reached::Nothing,
             (Ok(()), Some((address, held))) if write && held == bytes => Reached::At(address),
             (Ok(()), None) if !write => {
-                let read = self.blocks().find(|&address| Self::tag(address) == bytes);
-                read.map_or(Reached::Elsewhere, Reached::At)
+                let address = Self::tagged(&bytes).filter(|&at| self.blocks().any(|own| own == at));
+                address.map_or(Reached::Elsewhere, Reached::At)
             }
             _ => Reached::Elsewhere,
         };

@@ -4,9 +4,7 @@ mod access;
 mod requests;
 
 pub(super) use access::Reached;
-pub(super) use requests::{Answer, attach, describe, map, unmap};
-
-use requests::UNWRITTEN;
+pub(super) use requests::{Answer, UNWRITTEN, attach, describe, map, unmap};
 
 use super::{Failed, Mismatch, Subject};
 use crate::wire::{CONFIG_LEN, Features, MAX_REQUEST_LEN, Properties, Request, Status, TAIL_LEN};
@@ -37,8 +35,10 @@ pub(super) fn not_applicable<T>(why: impl Into<String>) -> Result<T, Stop> {
 
 /// The kit's own pages, in guest memory and in each domain.
 pub(super) const PAGES: u64 = 32;
-/// The fields of the configuration that the kit reads, by their offsets.
+/// Where the field `bypass` stands in the configuration.
 const BYPASS: usize = 36;
+/// The largest `probe_size` that is tried: more is no size but a mistake.
+const MOST_PROBED: usize = 1 << 14;
 /// How many of the last steps a report tells of.
 const STEPS: usize = 8;
 
@@ -51,10 +51,9 @@ pub(super) struct Bench<'a> {
     /// What `bypass` was at first.
     initial_bypass: Option<u8>,
     config: [u8; CONFIG_LEN],
-    /// The kit's first page in each domain.
-    base: u64,
-    /// What PROBE told of, when the window was chosen.
-    window_found: bool,
+    /// The kit's first page in each domain, or why there is no room for its pages. Not known before
+    /// the first start.
+    base: Option<Result<u64, String>>,
 }
 
 impl<'a> Bench<'a> {
@@ -65,8 +64,7 @@ impl<'a> Bench<'a> {
             steps: Vec::new(),
             initial_bypass: None,
             config: [0; CONFIG_LEN],
-            base: 0,
-            window_found: false,
+            base: None,
         }
     }
 
@@ -89,9 +87,8 @@ impl<'a> Bench<'a> {
             self.initial_bypass.get_or_insert(self.config[BYPASS]);
             self.subject.write_config(BYPASS, &[0])?;
         }
-        if !self.window_found {
-            self.base = self.find_window()?;
-            self.window_found = true;
+        if self.base.is_none() {
+            self.base = Some(self.find_window()?);
             self.start(self.wanted())?;
         }
         self.steps.clear();
@@ -138,10 +135,18 @@ impl<'a> Bench<'a> {
     }
 
     /// Not applicable unless the driver has accepted `feature`.
+    ///
+    /// What MAP_UNMAP is needed for needs room for the kit's pages as well.
     pub(super) fn needs(&self, feature: Features) -> Result<(), Stop> {
-        match self.features.contains(feature) {
-            true => Ok(()),
-            false => not_applicable(format!("{} is not offered", feature_name(feature))),
+        if !self.features.contains(feature) {
+            return not_applicable(format!("{} is not offered", feature_name(feature)));
+        }
+        match &self.base {
+            Some(Err(why)) if feature == Features::MAP_UNMAP => not_applicable(why.as_str()),
+            _ if feature == Features::PROBE && self.probe_size() > MOST_PROBED => {
+                not_applicable(format!("probe_size is {}", self.probe_size()))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -167,9 +172,13 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// The kit's page: a multiple of the granule in which accesses have room.
+    /// The kit's page: a multiple of the granule in which accesses have room. Smaller than the granule
+    /// where memory is too small: then nothing is mapped.
     pub(super) fn page(&self) -> u64 {
-        self.granule().max(4096)
+        let (first, last) = self.subject.memory();
+        let most = last.saturating_sub(first) / PAGES;
+        let granule = self.granule();
+        if granule > most.saturating_add(1) { 4096 } else { granule.max(4096) }
     }
 
     /// What can be mapped: first and last.
@@ -235,47 +244,52 @@ impl<'a> Bench<'a> {
     /// Addresses from the kit's page `first` to the end of its page `last`.
     pub(super) fn pages(&self, first: u64, last: u64) -> (u64, u64) {
         let page = self.page();
-        (self.base + first * page, self.base + last * page + (page - 1))
+        let base = self.base.as_ref().and_then(|base| base.as_ref().ok()).copied().unwrap_or(0);
+        (base + first * page, base + last * page + (page - 1))
     }
 
     /// Where the kit's page `n` of guest memory lies.
     pub(super) fn phys(&self, n: u64) -> u64 {
         let (first, _) = self.subject.memory();
         let page = self.page();
-        first.next_multiple_of(page) + (n % PAGES) * page
+        first.checked_next_multiple_of(page).unwrap_or(first) + (n % PAGES) * page
     }
 
     /// A place for the kit's pages in every domain: its own memory's addresses if it may, so that
-    /// what bypasses is not taken for what is refused.
-    fn find_window(&mut self) -> Result<u64, Failed> {
+    /// what bypasses is not taken for what is refused. Or why there is none.
+    fn find_window(&mut self) -> Result<Result<u64, String>, Failed> {
         let page = self.page();
+        if page < self.granule() {
+            return Ok(Err(format!("a granule of {:#x} bytes is too large", self.granule())));
+        }
         let (first, last) = self.input_range();
         let mut taken: Vec<(u64, u64)> = self.subject.kept().into_iter().collect();
         for endpoint in self.subject.endpoints() {
             taken.extend(self.reserved(endpoint)?);
         }
-        let free = |base: u64| {
-            let end = base.checked_add(PAGES * page - 1)?;
-            let blocked = taken.iter().filter(|&&(a, b)| a <= end && b >= base);
-            Some((base, end, blocked.map(|&(_, b)| b).max()))
-        };
+        taken.sort_unstable();
+        let end_of = |base: u64| base.checked_add(PAGES * page - 1).filter(|&end| end <= last);
         let own = self.phys(0);
-        let mut base = first.checked_next_multiple_of(page).unwrap_or(first);
-        if own >= first && matches!(free(own), Some((_, end, None)) if end <= last) {
-            return Ok(own);
+        let free = |&(a, b): &(u64, u64)| end_of(own).is_some_and(|end| b < own || a > end);
+        if own >= first && end_of(own).is_some() && taken.iter().all(free) {
+            return Ok(Ok(own));
         }
-        while let Some((at, _, Some(blocked))) = free(base) {
-            match blocked.checked_add(1).and_then(|next| next.checked_next_multiple_of(page)) {
-                Some(next) => base = next,
-                None => return Ok(at),
+        // The first gap that is large enough.
+        let mut base = first.checked_next_multiple_of(page);
+        for (from, to) in taken {
+            let Some((at, end)) = base.and_then(|at| Some((at, end_of(at)?))) else { break };
+            if from <= end && to >= at {
+                base = to.checked_add(1).and_then(|next| next.checked_next_multiple_of(page));
             }
         }
-        Ok(base)
+        Ok(base.filter(|&base| end_of(base).is_some()).ok_or_else(|| {
+            format!("{first:#x} to {last:#x} has no room for {PAGES} pages of {page:#x} bytes")
+        }))
     }
 
     /// The regions that PROBE tells of for an endpoint; none where it cannot be asked.
     pub(super) fn reserved(&mut self, endpoint: u32) -> Result<Vec<(u64, u64)>, Failed> {
-        if !self.features.contains(Features::PROBE) {
+        if self.needs(Features::PROBE).is_err() {
             return Ok(Vec::new());
         }
         let mut bytes = [0; MAX_REQUEST_LEN];

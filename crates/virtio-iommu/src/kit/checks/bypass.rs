@@ -2,7 +2,7 @@
 
 use crate::{
     kit::{
-        Check, Failed,
+        Check,
         Level::{Must, Should},
         bench::{Bench, Reached, Stop, Verdict, not_applicable},
     },
@@ -144,7 +144,6 @@ fn system_reset(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::BYPASS_CONFIG)?;
     let reset = |bench: &mut Bench<'_>| match bench.subject.system_reset() {
         None => not_applicable("the system cannot be reset"),
-        Some(Err(Failed::Timeout)) => Err(Stop::Failed(Failed::Timeout)),
         Some(Err(failed)) => Err(Stop::Failed(failed)),
         Some(Ok(())) => {
             bench.note_step("system reset");
@@ -255,6 +254,9 @@ fn negotiated(bench: &mut Bench<'_>) -> Verdict {
 
 fn unattached(bench: &mut Bench<'_>) -> Verdict {
     let endpoint = bench.endpoint(0)?;
+    if bench.offered().contains(Features::BYPASS_CONFIG) && bench.read_bypass()? != 0 {
+        return not_applicable("bypass cannot be set to 0");
+    }
     for n in [0, 7] {
         let first = bench.phys(n);
         bench.expect_out_of_reach(endpoint, (first, first + (bench.page() - 1)))?;

@@ -90,7 +90,9 @@ fn tail_reserved(bench: &mut Bench<'_>) -> Verdict {
 
 fn head_reserved(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
-    let map = map(domain, bench.pages(0, 0), bench.phys(0));
+    let (at, phys) = (bench.pages(0, 0), bench.phys(0));
+    bench.mapped(domain, at, phys)?;
+    let map = map(domain, bench.pages(1, 1), phys);
     for (request, name) in [(map, "a head full of ones"), (attach(domain, endpoint), "the same")] {
         let answer = bench.changed(request, name, |bytes| bytes[1..4].fill(0xff))?;
         // An endpoint that cannot be attached twice is another check's matter.

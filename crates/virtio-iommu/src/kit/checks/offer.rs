@@ -19,6 +19,13 @@ pub(in crate::kit) const CHECKS: &[Check] = &[
         "BYPASS and BYPASS_CONFIG are not offered together",
         not_both_bypasses,
     ),
+    Check::new(
+        2,
+        Must,
+        "ranges-begin-before-they-end",
+        "input_range and domain_range, where they are offered, do not end before they begin",
+        ranges,
+    ),
     Check::new(2, Must, "page-size-mask", "page_size_mask has a bit set", page_size_mask),
 ];
 
@@ -40,6 +47,14 @@ fn not_both_bypasses(bench: &mut Bench<'_>) -> Verdict {
     match bench.offered().contains(Features::BYPASS | Features::BYPASS_CONFIG) {
         true => bench.mismatch("both", "one of them or neither"),
         false => Ok(None),
+    }
+}
+
+fn ranges(bench: &mut Bench<'_>) -> Verdict {
+    let ((first, last), (low, high)) = (bench.input_range(), bench.domain_range());
+    match first <= last && low <= high {
+        true => Ok(Some(format!("{first:#x} to {last:#x}, domains {low} to {high}"))),
+        false => bench.mismatch(format!("{first:#x} to {last:#x}, {low} to {high}"), "ranges"),
     }
 }
 

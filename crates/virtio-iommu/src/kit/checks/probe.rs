@@ -4,7 +4,7 @@ use crate::{
     kit::{
         Check,
         Level::{Must, Should},
-        bench::{Answer, Bench, Stop, Verdict, not_applicable},
+        bench::{Answer, Bench, Stop, UNWRITTEN, Verdict, not_applicable},
     },
     wire::{Features, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
 };
@@ -217,8 +217,9 @@ fn small(bench: &mut Bench<'_>) -> Verdict {
     for less in [size - 1, size / 2, 0] {
         let answer = send(bench, endpoint, less, 0)?;
         bench.expect(&answer, &[Status::Inval])?;
-        if walk(&answer.bytes[..less]).is_ok_and(|(found, _)| found.iter().any(|r| r.kind == 1)) {
-            return bench.mismatch("properties", "none");
+        let head = answer.bytes[..less].first_chunk().copied().map_or(0, u16::from_le_bytes);
+        if head != 0 && head != u16::from_le_bytes([UNWRITTEN; 2]) {
+            return bench.mismatch(format!("a property of type {head:#x}"), "no property");
         }
     }
     Ok(None)

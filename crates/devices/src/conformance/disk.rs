@@ -1,0 +1,176 @@
+//! A virtio-blk device behind the IOMMU: its DMA are the accesses.
+
+use std::{os::unix::net::UnixStream, path::PathBuf, sync::Arc, time::Duration};
+
+use ringfence_mem::GuestRam;
+use ringfence_vhost_user::{F_ACCESS_PLATFORM, F_PROTOCOL_FEATURES, Frontend, ProtocolFeatures};
+use ringfence_virtio_iommu::kit::{ACCESS, Failed, Refused};
+use ringfence_virtq::{Desc, F_VERSION_1};
+
+use super::{ANSWER, broken, ring::Ring};
+
+/// Descriptors of its ring.
+const SIZE: u16 = 16;
+/// What lies where in the disk's own memory.
+const HEADER: usize = 4096;
+const STATUS: usize = HEADER + 64;
+const STAGING: usize = HEADER + 1024;
+/// The bytes of it.
+pub(super) const BYTES: usize = 8192;
+
+/// The direction of a request, as the device knows it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// The disk is read: memory is written.
+    In = 0,
+    /// The disk is written: memory is read.
+    Out = 1,
+}
+
+/// A disk whose first sector is used.
+pub(super) struct Disk {
+    pub(super) endpoint: u32,
+    socket: PathBuf,
+    patience: Duration,
+    front: Option<Frontend>,
+    ring: Option<Ring>,
+    ram: Arc<GuestRam>,
+    /// Where its own memory begins in `ram`.
+    offset: usize,
+    /// What the first sector holds, as far as it is known.
+    sector: [u8; ACCESS],
+}
+
+impl Disk {
+    pub(super) fn new(
+        endpoint: u32,
+        socket: PathBuf,
+        patience: Duration,
+        ram: &Arc<GuestRam>,
+        offset: usize,
+    ) -> Disk {
+        let ram = Arc::clone(ram);
+        Disk {
+            endpoint,
+            socket,
+            patience,
+            front: None,
+            ring: None,
+            ram,
+            offset,
+            sector: [0; ACCESS],
+        }
+    }
+
+    /// Connects, if that is to be done.
+    pub(super) fn connect(&mut self) -> Result<(), Failed> {
+        if self.front.is_some() {
+            return Ok(());
+        }
+        let at = self.socket.display();
+        let stream = UnixStream::connect(&self.socket)
+            .map_err(|error| Failed::Broken(format!("connecting to the disk at {at}: {error}")))?;
+        let mut front = Frontend::new(stream, ANSWER);
+        front.set_owner().map_err(broken)?;
+        let offered = front.features().map_err(broken)?;
+        if offered & F_PROTOCOL_FEATURES != 0 {
+            let common = front.protocol_features().map_err(broken)? & ProtocolFeatures::REPLY_ACK;
+            front.set_protocol_features(common).map_err(broken)?;
+        }
+        if offered & F_ACCESS_PLATFORM == 0 {
+            return Err(Failed::Broken(format!(
+                "the disk at {at} offers no ACCESS_PLATFORM: it is behind no IOMMU"
+            )));
+        }
+        let features = 1 << F_VERSION_1 | F_ACCESS_PLATFORM | offered & F_PROTOCOL_FEATURES;
+        front.set_features(features).map_err(broken)?;
+        front.set_mem_table(&[(self.ram.region(), self.ram.fd())]).map_err(broken)?;
+        self.front = Some(front);
+        Ok(())
+    }
+
+    /// One access, the disk's own memory being mapped at its guest-physical addresses.
+    pub(super) fn access(
+        &mut self,
+        iova: u64,
+        write: bool,
+        bytes: &mut [u8],
+    ) -> Result<(), Refused> {
+        let result = self.start().map_err(|_| Refused).and_then(|()| match write {
+            true => self.write(iova, bytes),
+            false => self.read(iova, bytes),
+        });
+        self.stop();
+        result
+    }
+
+    fn start(&mut self) -> Result<(), Failed> {
+        self.connect()?;
+        let Some(front) = &mut self.front else { return Err(Failed::Timeout) };
+        let address = self.ram.gpa() + self.offset as u64;
+        self.ring = Some(Ring::start(front, &self.ram, (0, SIZE), self.offset, address)?);
+        Ok(())
+    }
+
+    /// Stops the ring, if it runs: nothing of the disk's is in use then.
+    fn stop(&mut self) {
+        self.ring = None;
+        if self.front.as_mut().is_some_and(|front| front.get_vring_base(0).is_err()) {
+            self.front = None;
+        }
+    }
+
+    /// The endpoint writes: what the disk holds goes to memory.
+    fn write(&mut self, iova: u64, bytes: &mut [u8]) -> Result<(), Refused> {
+        // Where this fails the disk writes what it has.
+        if self.poke(STAGING, bytes).is_ok() && self.transfer(Kind::Out, self.own(STAGING)).is_ok()
+        {
+            self.sector.copy_from_slice(bytes);
+        }
+        bytes.copy_from_slice(&self.sector);
+        self.transfer(Kind::In, iova)
+    }
+
+    /// The endpoint reads: memory goes to the disk, and from there to us.
+    fn read(&mut self, iova: u64, bytes: &mut [u8]) -> Result<(), Refused> {
+        self.transfer(Kind::Out, iova)?;
+        self.transfer(Kind::In, self.own(STAGING))?;
+        self.ram.slice(self.offset + STAGING, bytes.len()).map_err(|_| Refused)?.copy_to(bytes);
+        self.sector.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn own(&self, at: usize) -> u64 {
+        self.ram.gpa() + (self.offset + at) as u64
+    }
+
+    fn poke(&self, at: usize, bytes: &[u8]) -> Result<(), Refused> {
+        let place = self.ram.slice(self.offset + at, bytes.len()).map_err(|_| Refused)?;
+        place.copy_from(bytes);
+        Ok(())
+    }
+
+    /// Moves the first sector from or to `iova`.
+    fn transfer(&mut self, kind: Kind, iova: u64) -> Result<(), Refused> {
+        let mut header = [0; 16];
+        header[0] = kind as u8;
+        self.poke(HEADER, &header)?;
+        self.poke(STATUS, &[0xff])?;
+        let data = Desc { addr: iova, len: ACCESS as u32, write: kind == Kind::In };
+        let descs = [
+            Desc::readable(self.own(HEADER), header.len() as u32),
+            data,
+            Desc::writable(self.own(STATUS), 1),
+        ];
+        let Some(ring) = &mut self.ring else { return Err(Refused) };
+        ring.submit(&descs, 0).map_err(|_| Refused)?;
+        match ring.wait(self.patience) {
+            Ok(Some(_)) => {}
+            // It cannot reach its ring, or does not say that an access failed.
+            _ => return Err(Refused),
+        }
+        let mut status = [0xff];
+        self.ram.slice(self.offset + STATUS, 1).map_err(|_| Refused)?.copy_to(&mut status);
+        if status == [0] { Ok(()) } else { Err(Refused) }
+    }
+}

@@ -1,0 +1,408 @@
+//! A virtio-iommu at a vhost-user socket, for the conformance kit.
+//!
+//! The front end is ours: it makes the memory, fills the rings and sends the requests. Accesses are
+//! those of virtio-blk devices at sockets of their own, which the same back end serves as endpoints
+//! of the IOMMU: their rings and buffers lie behind it too, and are mapped around each access.
+
+mod disk;
+mod ring;
+
+use std::{
+    collections::{HashMap, VecDeque},
+    fmt::Display,
+    os::unix::net::UnixStream,
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use ringfence_iommu::{Iova, Range};
+use ringfence_mem::GuestRam;
+use ringfence_vhost_user::{F_PROTOCOL_FEATURES, Frontend, ProtocolFeatures};
+use ringfence_virtio_iommu::{
+    kit::{Event, Failed, Refused, Subject},
+    wire::{
+        AttachFlags, CONFIG_LEN, EVENT_QUEUE, Features, MAX_REQUEST_LEN, MapFlags, REQUEST_QUEUE,
+        Request, Status, TAIL_LEN,
+    },
+};
+use ringfence_virtq::{Desc, F_VERSION_1};
+
+use disk::Disk;
+use ring::Ring;
+
+/// How long the answer to a message may take.
+const ANSWER: Duration = Duration::from_secs(10);
+/// How long an event may take after what caused it.
+const EVENT: Duration = Duration::from_millis(200);
+/// Descriptors of each ring.
+const SIZE: u16 = 256;
+/// Pages of the kit.
+const KIT_PAGES: u64 = 32;
+/// Guest memory begins here where the device lets it.
+const BASE: u64 = 16 << 20;
+/// What lies where in the subject's own memory, behind the kit's.
+const EVENT_RING: usize = 8 << 10;
+const REQUEST: usize = 16 << 10;
+const REPLY: usize = 20 << 10;
+const EVENTS: usize = 40 << 10;
+const OWN: usize = 64 << 10;
+/// The room of an event buffer, and how many there are.
+const EVENT_ROOM: usize = 256;
+const EVENT_BUFFERS: usize = 64;
+
+/// Where the device is, and who is behind it.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// The virtio-iommu's socket.
+    pub socket: PathBuf,
+    /// Endpoints that may be used, some with the socket of a disk that is this endpoint. Its first
+    /// sector is overwritten.
+    pub endpoints: Vec<(u32, Option<PathBuf>)>,
+    /// A number that is no endpoint's.
+    pub absent: u32,
+    /// How long a request may take.
+    pub patience: Duration,
+}
+
+fn broken(error: impl Display) -> Failed {
+    Failed::Broken(error.to_string())
+}
+
+/// A virtio-iommu at a socket, as the kit sees it.
+pub struct VhostSubject {
+    target: Target,
+    /// `None` once an answer stayed away: the next start connects anew.
+    front: Option<Frontend>,
+    offered: u64,
+    ram: Arc<GuestRam>,
+    /// Where the subject's own memory begins, behind the kit's.
+    own: usize,
+    /// The bytes that each disk has, behind that.
+    disk_bytes: usize,
+    requests: Option<Ring>,
+    events: Option<Ring>,
+    /// Buffers in the event ring by token, and those that are free.
+    posted: HashMap<u64, usize>,
+    free: VecDeque<u64>,
+    disks: Vec<Disk>,
+    /// The domain of each attached endpoint, and whether that is a bypass domain.
+    attached: HashMap<u32, (u32, bool)>,
+}
+
+impl VhostSubject {
+    /// Connects, and looks at what is offered.
+    ///
+    /// # Errors
+    /// A socket cannot be reached, what is there is no virtio-iommu, or a disk is behind no IOMMU.
+    pub fn open(target: Target) -> Result<VhostSubject, Failed> {
+        let (mut front, offered) = connect(&target)?;
+        let mut config = [0; CONFIG_LEN];
+        front.set_features(offered & F_PROTOCOL_FEATURES | 1 << F_VERSION_1).map_err(broken)?;
+        front.config(0, &mut config).map_err(|error| {
+            Failed::Broken(format!("its configuration cannot be read, is it an IOMMU? {error}"))
+        })?;
+        let word = |at: usize| u64::from_le_bytes(config[at..at + 8].try_into().expect("eight"));
+        // Absurd ones are the kit's to tell of.
+        let granule = (word(0) & word(0).wrapping_neg()).clamp(4096, 1 << 20);
+        let (first, last) = match offered & Features::INPUT_RANGE.bits() {
+            0 => (0, u64::MAX),
+            _ => (word(8), word(16)),
+        };
+        let whole = |bytes: usize| (bytes as u64).next_multiple_of(granule) as usize;
+        let (own, disk_bytes) = ((KIT_PAGES * granule) as usize, whole(disk::BYTES));
+        let disks = target.endpoints.iter().filter(|(_, socket)| socket.is_some()).count();
+        let len = own + whole(OWN) + disks * disk_bytes;
+        let fits = |base: &u64| {
+            let end = base.checked_add(len as u64 - 1);
+            *base >= first && end.is_some_and(|end| end <= last)
+        };
+        let up = first.checked_next_multiple_of(granule);
+        let gpa = [Some(BASE), up].into_iter().flatten().find(fits).unwrap_or(BASE);
+        let ram = GuestRam::new(len, gpa).map_err(broken)?;
+        let mut subject = VhostSubject {
+            front: Some(front),
+            offered,
+            own,
+            disk_bytes,
+            requests: None,
+            events: None,
+            posted: HashMap::new(),
+            free: VecDeque::new(),
+            disks: Vec::new(),
+            attached: HashMap::new(),
+            ram,
+            target,
+        };
+        let mut offset = own + whole(OWN);
+        for (endpoint, socket) in &subject.target.endpoints {
+            let Some(socket) = socket.clone() else { continue };
+            let patience = subject.target.patience;
+            let mut disk = Disk::new(*endpoint, socket, patience, &subject.ram, offset);
+            disk.connect()?;
+            subject.disks.push(disk);
+            offset += disk_bytes;
+        }
+        Ok(subject)
+    }
+
+    fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<(), Failed> {
+        self.ram.slice(offset, bytes.len()).map_err(broken)?.copy_from(bytes);
+        Ok(())
+    }
+
+    fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), Failed> {
+        self.ram.slice(offset, out.len()).map_err(broken)?.copy_to(out);
+        Ok(())
+    }
+
+    fn gpa(&self, offset: usize) -> u64 {
+        self.ram.gpa() + offset as u64
+    }
+
+    /// What a device reset is over this socket: the message for it, else a new connection.
+    fn reset(&mut self) -> Result<(), Failed> {
+        let running = self.requests.take().is_some() | self.events.take().is_some();
+        let Some(front) = &mut self.front else { return Ok(()) };
+        if running {
+            for ring in [REQUEST_QUEUE, EVENT_QUEUE] {
+                front.get_vring_base(ring).map_err(broken)?;
+            }
+        }
+        if front.protocol().contains(ProtocolFeatures::RESET_DEVICE) {
+            front.reset_device().map_err(broken)
+        } else if front.protocol().contains(ProtocolFeatures::STATUS) {
+            front.set_status(0).map_err(broken)
+        } else {
+            self.front = None;
+            Ok(())
+        }
+    }
+
+    fn bring_up(&mut self, features: u64) -> Result<(), Failed> {
+        let front = match &mut self.front {
+            Some(front) => front,
+            None => {
+                let (front, offered) = connect(&self.target)?;
+                self.offered = offered;
+                self.front.insert(front)
+            }
+        };
+        let transport = 1 << F_VERSION_1 | self.offered & F_PROTOCOL_FEATURES;
+        front.set_features(features | transport).map_err(broken)?;
+        front.set_mem_table(&[(self.ram.region(), self.ram.fd())]).map_err(broken)?;
+        let user = self.ram.user_addr();
+        let mut ring = |index, offset: usize| {
+            let offset = self.own + offset;
+            Ring::start(front, &self.ram, (index, SIZE), offset, user + offset as u64)
+        };
+        self.requests = Some(ring(REQUEST_QUEUE, 0)?);
+        self.events = Some(ring(EVENT_QUEUE, EVENT_RING)?);
+        if front.protocol().contains(ProtocolFeatures::STATUS) {
+            // ACKNOWLEDGE, DRIVER, DRIVER_OK, FEATURES_OK.
+            front.set_status(0xf).map_err(broken)?;
+        }
+        Ok(())
+    }
+
+    /// Sends a request over descriptors of at most `piece` bytes.
+    fn send(&mut self, piece: usize, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
+        let (request, reply) = (self.own + REQUEST, self.own + REPLY);
+        if readable.len() > REPLY - REQUEST || writable.len() > EVENTS - REPLY {
+            return Err(Failed::Broken("a request larger than its room".into()));
+        }
+        self.write_at(request, readable)?;
+        self.write_at(reply, writable)?;
+        let pieces = |from: usize, len: usize, write: bool| {
+            let gpa = self.gpa(from);
+            (0..len).step_by(piece.max(1)).map(move |at| {
+                let len = piece.min(len - at) as u32;
+                Desc { addr: gpa + at as u64, len, write }
+            })
+        };
+        let descs: Vec<Desc> = pieces(request, readable.len(), false)
+            .chain(pieces(reply, writable.len(), true))
+            .collect();
+        let Some(ring) = &mut self.requests else { return Err(Failed::Timeout) };
+        ring.submit(&descs, 0)?;
+        let Some(used) = ring.wait(self.target.patience)? else {
+            self.hang_up();
+            return Err(Failed::Timeout);
+        };
+        self.read_at(reply, writable)?;
+        if writable.first() == Some(&(Status::Ok as u8)) && used.len as usize >= TAIL_LEN {
+            self.follow(readable);
+        }
+        Ok(used.len)
+    }
+
+    /// Who is where after a request that succeeded.
+    fn follow(&mut self, request: &[u8]) {
+        match Request::parse(request) {
+            Ok(Request::Attach { domain, endpoint, flags }) => {
+                let bypass = flags.contains(AttachFlags::BYPASS);
+                self.attached.insert(endpoint, (domain, bypass));
+            }
+            Ok(Request::Detach { endpoint, .. }) => _ = self.attached.remove(&endpoint),
+            _ => {}
+        }
+    }
+
+    /// Nothing is known of what hangs: the next start connects anew.
+    fn hang_up(&mut self) {
+        self.requests = None;
+        self.events = None;
+        self.front = None;
+    }
+
+    /// A request of the subject's own, to map or unmap a disk's memory; whether it succeeded.
+    fn own_request(&mut self, request: Request) -> bool {
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let len = request.emit(&mut bytes);
+        let mut tail = [0xff; TAIL_LEN];
+        self.send(usize::MAX, &bytes[..len], &mut tail).is_ok() && tail[0] == Status::Ok as u8
+    }
+
+    /// The memory of disk `n`: in every domain it is mapped at its own addresses.
+    fn disk_range(&self, n: usize) -> Option<Range> {
+        let from = self.ram.len() - (self.disks.len() - n) * self.disk_bytes;
+        let first = self.gpa(from);
+        Range::new(Iova(first), Iova(first + (self.disk_bytes as u64 - 1)))
+    }
+}
+
+/// A connection, and the features that are offered over it.
+fn connect(target: &Target) -> Result<(Frontend, u64), Failed> {
+    let at = target.socket.display();
+    let stream = UnixStream::connect(&target.socket)
+        .map_err(|error| Failed::Broken(format!("connecting to {at}: {error}")))?;
+    let mut front = Frontend::new(stream, ANSWER);
+    front.set_owner().map_err(broken)?;
+    let offered = front.features().map_err(broken)?;
+    if offered & F_PROTOCOL_FEATURES == 0 {
+        let why = format!("the device at {at} offers no protocol features: no configuration");
+        return Err(Failed::Broken(why));
+    }
+    let mut wanted = front.protocol_features().map_err(broken)?
+        & (ProtocolFeatures::CONFIG
+            | ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::RESET_DEVICE
+            | ProtocolFeatures::STATUS);
+    if wanted.contains(ProtocolFeatures::RESET_DEVICE) {
+        wanted.remove(ProtocolFeatures::STATUS);
+    }
+    front.set_protocol_features(wanted).map_err(broken)?;
+    Ok((front, offered))
+}
+
+impl Subject for VhostSubject {
+    fn offered(&self) -> u64 {
+        self.offered & Features::all().bits()
+    }
+
+    fn start(&mut self, features: u64) -> Result<(), Failed> {
+        self.attached.clear();
+        self.posted.clear();
+        self.free = (0..EVENT_BUFFERS as u64).collect();
+        if self.reset().is_err() {
+            self.hang_up();
+        }
+        self.bring_up(features).inspect_err(|_| self.hang_up())
+    }
+
+    fn read_config(&mut self, offset: usize, out: &mut [u8]) -> Result<(), Failed> {
+        let front = self.front.as_mut().ok_or(Failed::Timeout)?;
+        front.config(offset as u32, out).map_err(broken)
+    }
+
+    fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed> {
+        let front = self.front.as_mut().ok_or(Failed::Timeout)?;
+        match front.set_config(offset as u32, data) {
+            // A device need not take a write that it does not like.
+            Ok(()) | Err(ringfence_vhost_user::FrontendError::Refused { .. }) => Ok(()),
+            Err(error) => Err(broken(error)),
+        }
+    }
+
+    fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
+        self.send(usize::MAX, readable, writable)
+    }
+
+    fn request_split(
+        &mut self,
+        piece: usize,
+        readable: &[u8],
+        writable: &mut [u8],
+    ) -> Option<Result<u32, Failed>> {
+        Some(self.send(piece, readable, writable))
+    }
+
+    fn endpoints(&self) -> Vec<u32> {
+        self.target.endpoints.iter().map(|&(endpoint, _)| endpoint).collect()
+    }
+
+    fn absent_endpoint(&self) -> u32 {
+        self.target.absent
+    }
+
+    fn memory(&self) -> (u64, u64) {
+        (self.ram.gpa(), self.gpa(self.own - 1))
+    }
+
+    fn kept(&self) -> Option<(u64, u64)> {
+        let (first, last) =
+            (self.disk_range(0)?, self.disk_range(self.disks.len().checked_sub(1)?)?);
+        Some((first.first().0, last.last().0))
+    }
+
+    fn peek(&mut self, address: u64, out: &mut [u8]) {
+        self.read_at((address - self.ram.gpa()) as usize, out).expect("within the kit's memory");
+    }
+
+    fn poke(&mut self, address: u64, bytes: &[u8]) {
+        self.write_at((address - self.ram.gpa()) as usize, bytes).expect("within the kit's memory");
+    }
+
+    fn access(
+        &mut self,
+        endpoint: u32,
+        iova: u64,
+        write: bool,
+        bytes: &mut [u8],
+    ) -> Option<Result<(), Refused>> {
+        let n = self.disks.iter().position(|disk| disk.endpoint == endpoint)?;
+        let range = self.disk_range(n)?;
+        let domain = self.attached.get(&endpoint).filter(|(_, bypass)| !bypass);
+        let mapped = domain.map(|&(domain, _)| domain).filter(|&domain| {
+            let flags = MapFlags::READ | MapFlags::WRITE;
+            self.own_request(Request::Map { domain, range, phys: range.first().0, flags })
+        });
+        let result = self.disks[n].access(iova, write, bytes);
+        if let Some(domain) = mapped {
+            self.own_request(Request::Unmap { domain, range });
+        }
+        Some(result)
+    }
+
+    fn post_event_buffer(&mut self, len: usize) -> Option<Result<(), Failed>> {
+        let (Some(ring), Some(token)) = (&mut self.events, self.free.pop_front()) else {
+            return Some(Err(Failed::Broken("no room for another event buffer".into())));
+        };
+        let len = len.min(EVENT_ROOM);
+        let at = self.own + EVENTS + token as usize * EVENT_ROOM;
+        let desc = Desc::writable(self.ram.gpa() + at as u64, len as u32);
+        self.posted.insert(token, len);
+        let cleared = self.ram.slice(at, EVENT_ROOM).map_err(broken);
+        Some(cleared.map(|place| place.fill_zero()).and_then(|()| ring.submit(&[desc], token)))
+    }
+
+    fn next_event(&mut self) -> Result<Option<Event>, Failed> {
+        let Some(ring) = &mut self.events else { return Ok(None) };
+        let Some(used) = ring.wait(EVENT)? else { return Ok(None) };
+        let len = self.posted.remove(&used.token).unwrap_or(0);
+        let mut bytes = vec![0; len];
+        self.read_at(self.own + EVENTS + used.token as usize * EVENT_ROOM, &mut bytes)?;
+        self.free.push_back(used.token);
+        Ok(Some(Event { used: used.len, bytes }))
+    }
+}

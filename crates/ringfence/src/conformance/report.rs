@@ -1,0 +1,185 @@
+//! Findings, for people and for programs.
+
+use std::fmt::Write as _;
+
+use ringfence_virtio_iommu::kit::{Finding, Level, Outcome, Report};
+use serde::Serialize;
+
+/// What `--json` writes.
+#[derive(Serialize)]
+struct Json<'a> {
+    schema: &'static str,
+    device: &'a str,
+    strict: bool,
+    conforms: bool,
+    counts: Counts,
+    rules: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Counts {
+    pass: usize,
+    must_fail: usize,
+    should_fail: usize,
+    may_fail: usize,
+    not_applicable: usize,
+    not_run: usize,
+}
+
+#[derive(Serialize)]
+struct Row {
+    rule: String,
+    level: String,
+    check: &'static str,
+    says: &'static str,
+    outcome: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    why: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mismatch: Option<Mismatch>,
+}
+
+#[derive(Serialize)]
+struct Mismatch {
+    sent: String,
+    came: String,
+    expected: String,
+}
+
+fn counts(report: &Report) -> Counts {
+    Counts {
+        pass: report.count("pass"),
+        must_fail: report.failed(Level::Must).count(),
+        should_fail: report.failed(Level::Should).count(),
+        may_fail: report.failed(Level::May).count(),
+        not_applicable: report.count("not applicable"),
+        not_run: report.count("not run"),
+    }
+}
+
+fn row(finding: &Finding) -> Row {
+    let Finding { rule, level, check, says, outcome } = finding;
+    let mismatch = match outcome {
+        Outcome::Fail(mismatch) => Some(Mismatch {
+            sent: mismatch.sent.clone(),
+            came: mismatch.came.clone(),
+            expected: mismatch.expected.clone(),
+        }),
+        _ => None,
+    };
+    let (rule, level) = (format!("V{rule}"), level.to_string());
+    Row { rule, level, check, says, outcome: outcome.name(), why: outcome.why(), mismatch }
+}
+
+/// The findings as JSON.
+pub(super) fn to_json(report: &Report, device: &str, strict: bool) -> String {
+    let json = Json {
+        schema: "ringfence.conformance/1",
+        device,
+        strict,
+        conforms: report.conforms(strict),
+        counts: counts(report),
+        rules: report.findings.iter().map(row).collect(),
+    };
+    serde_json::to_string_pretty(&json).expect("strings and numbers") + "\n"
+}
+
+/// The findings in lines.
+pub(super) fn to_text(report: &Report, device: &str, strict: bool) -> String {
+    let mut out = String::new();
+    let mut line = |text: &str| writeln!(out, "{}", text.trim_end()).expect("a String takes all");
+    line(&format!("virtio-iommu at {device}, by section 5.13 of virtio 1.3"));
+    line("");
+    for finding in &report.findings {
+        let Finding { rule, level, says, outcome, .. } = finding;
+        let word = match outcome {
+            Outcome::Fail(_) => "FAIL",
+            Outcome::NotRun(_) => "NOT RUN",
+            Outcome::NotApplicable(_) => "n/a",
+            Outcome::Pass(_) => "pass",
+        };
+        line(&format!("{word:<8}{:<5}{level:<7} {says}", format!("V{rule}")));
+        match outcome {
+            Outcome::Fail(mismatch) => {
+                line(&format!("        {:<13}{}", "after", mismatch.sent));
+                line(&format!("        {:<13}{}", "expected", mismatch.expected));
+                line(&format!("        {:<13}{}", "got", mismatch.came));
+                line(&format!("        {:<13}{}", "check", finding.check));
+            }
+            other => {
+                if let Some(why) = other.why() {
+                    line(&format!("        {:<13}{why}", ""));
+                }
+            }
+        }
+    }
+    let Counts { pass, must_fail, should_fail, may_fail, not_applicable, not_run } = counts(report);
+    line("");
+    line(&format!(
+        "{pass} pass, {} fail ({must_fail} must, {should_fail} should, {may_fail} may), \
+         {not_applicable} not applicable, {not_run} not run",
+        must_fail + should_fail + may_fail
+    ));
+    line(match (report.conforms(strict), report.is_cut_short()) {
+        (true, _) if should_fail > 0 => "conforms: what fails is what a device should do, not must",
+        (true, _) => "conforms",
+        (false, true) => "not judged: the device was lost before the end",
+        (false, false) if pass == 0 => "not judged: nothing of what was asked applies",
+        (false, false) => "does not conform",
+    });
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ringfence_virtio_iommu::kit;
+
+    fn finding(level: Level, outcome: Outcome) -> Finding {
+        Finding { rule: 22, level, check: "a-check", says: "it does", outcome }
+    }
+
+    fn report(findings: impl IntoIterator<Item = Finding>) -> Report {
+        Report { findings: findings.into_iter().collect() }
+    }
+
+    fn mismatch() -> Outcome {
+        let words = ["UNMAP: OK", "OK", "RANGE"].map(String::from);
+        let [sent, came, expected] = words;
+        Outcome::Fail(kit::Mismatch { sent, came, expected })
+    }
+
+    #[test]
+    fn what_fails_is_told_with_what_was_sent_and_expected() {
+        let found =
+            report([finding(Level::Should, mismatch()), finding(Level::Must, Outcome::Pass(None))]);
+        let text = to_text(&found, "x.sock", false);
+        for part in ["x.sock", "FAIL", "V22", "should", "UNMAP: OK", "RANGE", "1 pass, 1 fail"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert!(text.contains("\nconforms: what fails"), "{text}");
+        assert!(to_text(&found, "x.sock", true).ends_with("does not conform\n"));
+        let json: serde_json::Value = serde_json::from_str(&to_json(&found, "x", true)).unwrap();
+        assert_eq!(json["schema"], "ringfence.conformance/1");
+        assert_eq!(json["conforms"], false);
+        let row = &json["rules"][0];
+        assert_eq!((&row["rule"], &row["level"]), (&"V22".into(), &"should".into()));
+        assert_eq!(
+            (&row["outcome"], &row["why"]),
+            (&"fail".into(), &"UNMAP: OK: expected RANGE, got OK".into())
+        );
+        assert_eq!(row["mismatch"]["expected"], "RANGE");
+        assert_eq!(json["rules"][1]["why"], serde_json::Value::Null);
+    }
+
+    #[test]
+    fn a_device_that_was_lost_is_not_judged() {
+        let lost = Outcome::NotRun("it is gone".into());
+        let found = report([finding(Level::Must, Outcome::Pass(None)), finding(Level::May, lost)]);
+        let text = to_text(&found, "x", false);
+        assert!(text.contains("NOT RUN") && text.contains("it is gone"), "{text}");
+        assert!(text.ends_with("not judged: the device was lost before the end\n"), "{text}");
+        let nothing = finding(Level::Must, Outcome::NotApplicable("not offered".into()));
+        assert!(to_text(&report([nothing]), "x", false).ends_with("asked applies\n"));
+    }
+}
