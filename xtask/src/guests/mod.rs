@@ -9,7 +9,8 @@
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
 //! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
-//! vfio-blk, vfio-nvme, channels    our own programs for use inside a guest: drivers, and an ethtool
+//! vfio-blk, vfio-nvme, channels, viommu-kit    our own programs for use inside a guest: drivers, an
+//!     ethtool, and the conformance kit
 //! ```
 
 mod cpio;
@@ -111,7 +112,7 @@ fn programs() -> Result<()> {
         .status()
         .context("cargo")?;
     ensure!(status.success(), "our programs for guests could not be built");
-    for name in ["vfio-blk", "vfio-nvme", "channels"] {
+    for name in ["vfio-blk", "vfio-nvme", "channels", "viommu-kit"] {
         fs::copy(build.join(target).join("debug").join(name), folder().join(name))?;
     }
     Ok(())
