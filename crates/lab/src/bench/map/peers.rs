@@ -69,7 +69,7 @@ impl State {
                 let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
                 unmap(mappings, range, scan)
             }
-            Request::Probe { .. } => Status::Unsupp,
+            Request::Probe { .. } | Request::IotlbFlush { .. } => Status::Unsupp,
         }
     }
 
