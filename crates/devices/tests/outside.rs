@@ -4,8 +4,8 @@ use std::sync::{Arc, OnceLock};
 
 use ringfence_devices::iommu::Endpoints;
 use ringfence_iommu::{
-    Error, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Range, ReservedKind,
-    ReservedRegion, shootdown::Shootdown, table::Limits,
+    Error, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
+    shootdown::Shootdown, table::Limits,
 };
 use ringfence_iotlb::{Binding as Way, Endpoint};
 use ringfence_vfio::{
