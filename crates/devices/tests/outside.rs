@@ -387,6 +387,30 @@ fn endpoints_come_and_go() {
 }
 
 #[test]
+fn who_is_forbidden_to_bypass_never_does() {
+    // rule V6
+    let mut rig = Rig::new(1000, Tuning::default());
+    for id in [NEAR, TYPE1] {
+        assert!(rig.endpoints.forbid_bypass(id));
+    }
+    assert!(!rig.endpoints.forbid_bypass(99));
+    rig.device.write_config(36, &[1]).unwrap();
+    assert_eq!((rig.near(NEAR, 1), rig.far(TYPE1, 1)), (None, None));
+    assert_eq!((rig.near(OTHER, 1), rig.far(IOMMUFD, 1)), (Some(PAGE), Some(1)));
+    for endpoint in [NEAR, TYPE1] {
+        let bypass = Request::Attach { domain: 5, endpoint, flags: AttachFlags::BYPASS };
+        assert_eq!(rig.send(bypass), Status::Unsupp);
+        assert_eq!(rig.attach(1, endpoint), Status::Ok);
+    }
+    assert_eq!(rig.map(1, range(0, 1), 3), Status::Ok);
+    rig.assert_alike(NEAR, TYPE1);
+    for endpoint in [NEAR, TYPE1] {
+        assert_eq!(rig.detach(1, endpoint), Status::Ok);
+    }
+    assert_eq!((rig.near(NEAR, 0), rig.far(TYPE1, 0)), (None, None));
+}
+
+#[test]
 fn all_domains_together_keep_to_the_limits() {
     let mut rig = Rig::new(1000, Tuning::default());
     assert_eq!(rig.attach(1, NEAR), Status::Ok);

@@ -89,10 +89,10 @@ fn threads_that_map_in_domains_of_their_own_never_pass_it_together() {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
                     let n = (state >> 33) % 3000;
                     // Half of them lie far apart.
-                    let n = if n % 2 == 0 { n << 18 } else { n };
+                    let n = if n.is_multiple_of(2) { n << 18 } else { n };
                     match step % 5000 {
                         4999 => unmap(domain, Range::ALL),
-                        step if step % 3 == 0 => unmap(domain, page(n)),
+                        step if step.is_multiple_of(3) => unmap(domain, page(n)),
                         _ => _ = map(domain, n),
                     }
                     assert!(budget.table_bytes() <= limits.table_bytes);
@@ -115,7 +115,7 @@ proptest! {
         let budget = Budget::new(limits);
         let domains = domains(&budget, 4);
         for (at, n, what) in steps {
-            let n = if what % 2 == 0 { n } else { n << 27 };
+            let n = if what.is_multiple_of(2) { n } else { n << 27 };
             let before = (sum(&domains, Soft::mappings), domains[at].iova_to_phys(Iova(n << 12)));
             match what {
                 0..=4 => match map(&domains[at], n) {

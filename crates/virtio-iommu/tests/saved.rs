@@ -18,7 +18,7 @@ fn worked() -> Bench {
     }
     assert_eq!(bench.attach_bypass(2, 2), Status::Ok);
     for n in 0..1000 {
-        let at = range((n << 21) + 0x10_0000, (n << 21) + 0x10_0fff + (n % 3 << 12));
+        let at = range((n << 21) + 0x10_0000, (n << 21) + 0x10_0fff + ((n % 3) << 12));
         let flags = MapFlags::READ | if n % 2 == 0 { MapFlags::WRITE } else { MapFlags::MMIO };
         let request = Request::Map { domain: 7, range: at, phys: n << 13, flags };
         assert_eq!(bench.send(request), Status::Ok);

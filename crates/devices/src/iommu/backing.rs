@@ -36,6 +36,7 @@ struct Slot {
     /// The invalidation that its last change of binding began.
     change: SyncToken,
     presence: Presence,
+    may_bypass: bool,
 }
 
 /// Whether an endpoint is there.
@@ -132,6 +133,14 @@ impl Endpoints {
         slot.map(|slot| slot.presence = Presence::Leaving).is_some()
     }
 
+    /// Has an endpoint never bypass: it is refused bypass domains with UNSUPP, and reaches nothing while
+    /// it is attached to none (rule V6). For devices that are not trusted; to be called before the
+    /// device is there, or told of the endpoint. Whether there is such an endpoint.
+    pub fn forbid_bypass(&self, id: u32) -> bool {
+        let mut slots = self.slots.lock();
+        slots.get_mut(&id).map(|slot| slot.may_bypass = false).is_some()
+    }
+
     /// What all domains together hold.
     pub fn budget(&self) -> &Arc<Budget> {
         &self.budget
@@ -161,7 +170,7 @@ impl Endpoints {
 
 impl Slot {
     fn new(way: Way, reserved: Vec<ReservedRegion>) -> Slot {
-        Slot { way, reserved, change: SyncToken::DONE, presence: Presence::There }
+        Slot { way, reserved, change: SyncToken::DONE, presence: Presence::There, may_bypass: true }
     }
 
     fn is_there(&self) -> bool {
@@ -190,16 +199,19 @@ impl Backing for Endpoints {
 
     fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()> {
         // Not under the lock: it may take long.
-        let way = self.slots.lock().get(&endpoint).map(|slot| slot.way.clone());
+        let slot = self.slots.lock().get(&endpoint).map(|slot| (slot.way.clone(), slot.may_bypass));
+        let Some((way, may_bypass)) = slot else { return Ok(()) };
+        if matches!(to, Binding::Bypass) && !may_bypass {
+            return Err(Error::Unsupported("the endpoint may not bypass"));
+        }
         let blocked = matches!(to, Binding::Blocked);
         let change = match way {
-            None => return Ok(()),
-            Some(Way::Here(known)) => SyncToken(known.bind(match to {
+            Way::Here(known) => SyncToken(known.bind(match to {
                 Binding::Blocked => iotlb::Binding::Blocked,
                 Binding::Bypass => iotlb::Binding::Bypass,
                 Binding::Domain(domain) => iotlb::Binding::Domain(Arc::clone(domain.primary())),
             })),
-            Some(Way::Outside(known)) => {
+            Way::Outside(known) => {
                 known.bind(to)?;
                 SyncToken::DONE
             }

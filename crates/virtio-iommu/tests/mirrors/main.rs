@@ -1,22 +1,13 @@
 //! Domains with members behind a real IOMMU: every member has what the driver was told, whatever fails.
 
-mod common;
+mod races;
 
-use std::{
-    collections::BTreeMap,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
-use common::range;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Prot,
-    Range, Result, SoftDomain,
+    Domain, Error, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Prot, Range, Result, SoftDomain,
     shootdown::Shootdown,
     table::{Limits, Mapping},
     wrap::{Faulty, Kind, Stage, When},
@@ -31,6 +22,10 @@ use ringfence_virtio_iommu::{
 
 type Soft = SoftDomain<GuestPhys>;
 type Host = Faulty<Arc<SoftDomain<HostAddr>>>;
+
+fn range(first: u64, last: u64) -> Range {
+    Range::new(Iova(first), Iova(last)).expect("a range")
+}
 
 fn page(n: u64) -> Range {
     range(n << 12, (n << 12) + 0xfff)
@@ -460,220 +455,4 @@ proptest! {
             rig.assert_told_is_true();
         }
     }
-}
-
-/// Calls something, once, after a map or an unmap of the domain within.
-struct Hooked {
-    inner: Arc<Soft>,
-    before: bool,
-    hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-}
-
-impl Hooked {
-    fn around<R>(&self, call: impl FnOnce() -> R) -> R {
-        let run = || {
-            if let Some(hook) = self.hook.lock().take() {
-                hook();
-            }
-        };
-        if self.before {
-            run();
-        }
-        let result = call();
-        if !self.before {
-            run();
-        }
-        result
-    }
-}
-
-impl Domain for Hooked {
-    type Target = GuestPhys;
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        self.around(|| self.inner.map_pages(range, target, prot))
-    }
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.inner.iotlb_sync_map(range)
-    }
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        self.around(|| self.inner.unmap_pages(range, gather))
-    }
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        self.inner.iotlb_sync(gather)
-    }
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.inner.flush_iotlb_all()
-    }
-    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        self.inner.iova_to_phys(iova)
-    }
-    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
-        self.inner.mappings_from(iova, into)
-    }
-}
-
-/// A domain to host addresses that calls something, once, when it is about to map.
-struct Slowly {
-    inner: Arc<SoftDomain<HostAddr>>,
-    hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-}
-
-impl Domain for Slowly {
-    type Target = HostAddr;
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-    fn map_pages(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
-        if let Some(hook) = self.hook.lock().take() {
-            hook();
-        }
-        self.inner.map_pages(range, target, prot)
-    }
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.inner.iotlb_sync_map(range)
-    }
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        self.inner.unmap_pages(range, gather)
-    }
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        self.inner.iotlb_sync(gather)
-    }
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.inner.flush_iotlb_all()
-    }
-    fn iova_to_phys(&self, iova: Iova) -> Option<HostAddr> {
-        self.inner.iova_to_phys(iova)
-    }
-}
-
-#[test]
-fn what_is_mapped_behind_the_back_of_a_replay_waits_for_it() {
-    // rule V20
-    let geometry = Geometry::new(PageSizes::X86, Range::ALL);
-    let soft = SoftDomain::new(geometry.clone(), Limits::NONE, Shootdown::new(0));
-    soft.map_pages(page(5), GuestPhys(0x5000), Prot::RW).unwrap();
-    let joint = Joint::new(soft);
-    let inner = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(0));
-    let slowly = Arc::new(Slowly { inner: Arc::clone(&inner), hook: Mutex::default() });
-    let outside = Outside::new(Mirror::new(slowly.clone(), memory(), true));
-    let (other, mapper) = (Arc::clone(&joint), Arc::new(Mutex::new(None)));
-    let started = Arc::clone(&mapper);
-    *slowly.hook.lock() = Some(Box::new(move || {
-        // The replay is at page 5 by now.
-        let mapping = thread::spawn(move || other.map_pages(page(1), GuestPhys(0x1000), Prot::RW));
-        // It waits; one that did not would be over soon.
-        (0..10_000).take_while(|_| !mapping.is_finished()).for_each(|_| thread::yield_now());
-        *started.lock() = Some(mapping);
-    }));
-    outside.bind(Binding::Domain(joint)).unwrap();
-    let mapping = mapper.lock().take().expect("the hook was called");
-    mapping.join().unwrap().unwrap();
-    let there: Vec<_> = mappings(&*inner).iter().map(|m| m.range.first().0 >> 12).collect();
-    assert_eq!(there, [1, 5]);
-}
-
-/// What a mirror has that joined while a call was in the domain: before it did its work, or after it.
-fn joined_during(before: bool, call: impl FnOnce(&Joint<Hooked>)) -> Vec<u64> {
-    let soft =
-        SoftDomain::new(Geometry::new(PageSizes::X86, Range::ALL), Limits::NONE, Shootdown::new(0));
-    soft.map_pages(page(1), GuestPhys(0x1000), Prot::RW).unwrap();
-    soft.map_pages(page(3), GuestPhys(0x3000), Prot::RW).unwrap();
-    let hooked = Arc::new(Hooked { inner: soft, before, hook: Mutex::default() });
-    let joint = Joint::new(Arc::clone(&hooked));
-    let domain = SoftDomain::<HostAddr>::new(
-        Geometry::new(PageSizes::X86, Range::ALL),
-        Limits::NONE,
-        Shootdown::new(0),
-    );
-    let outside = Arc::new(Outside::new(Mirror::new(domain.clone(), memory(), true)));
-    let (who, to) = (Arc::clone(&outside), Arc::clone(&joint));
-    *hooked.hook.lock() = Some(Box::new(move || who.bind(Binding::Domain(to)).unwrap()));
-    call(&joint);
-    assert!(hooked.hook.lock().is_none());
-    assert_eq!((joint.mirrors(), outside.mirror().failures()), (1, 0));
-    mappings(&*domain).iter().map(|mapping| mapping.range.first().0 >> 12).collect()
-}
-
-#[test]
-fn a_mirror_that_joins_while_something_is_mapped_or_unmapped_has_it_right() {
-    // rule V20
-    for before in [true, false] {
-        let map = |joint: &Joint<Hooked>| {
-            joint.map_pages(page(2), GuestPhys(0x2000), Prot::RW).unwrap();
-        };
-        assert_eq!(joined_during(before, map), [1, 2, 3], "before: {before}");
-        let unmap = |joint: &Joint<Hooked>| {
-            let mut gather = Gather::new();
-            joint.unmap_pages(range(0, 0x2fff), &mut gather).unwrap();
-            joint.iotlb_sync(&mut gather).unwrap();
-        };
-        assert_eq!(joined_during(before, unmap), [3], "before: {before}");
-        // What leads to no memory is refused when it is found that there is a mirror, and goes again.
-        if before {
-            let nowhere = |joint: &Joint<Hooked>| {
-                let mapped = joint.map_pages(page(2), GuestPhys(1 << 40), Prot::RW);
-                assert!(matches!(mapped, Err(Error::Unsupported(_))));
-                assert_eq!(joint.iova_to_phys(page(2).first()), None);
-            };
-            assert_eq!(joined_during(before, nowhere), [1, 3]);
-        }
-    }
-}
-
-#[test]
-fn mirrors_come_and_go_while_others_map() {
-    // rule V20
-    let soft =
-        SoftDomain::new(Geometry::new(PageSizes::X86, Range::ALL), Limits::NONE, Shootdown::new(0));
-    let joint = Joint::new(soft);
-    let far = Far::plain();
-    let over = AtomicBool::new(false);
-    thread::scope(|scope| {
-        let mappers: Vec<_> = (0..2u64)
-            .map(|half| {
-                let joint = &joint;
-                scope.spawn(move || {
-                    let mut held = [false; 64];
-                    let mut state = half + 1;
-                    for _ in 0..20_000 {
-                        state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
-                        let n = (state >> 40) % 64;
-                        let at = page(half * 64 + n);
-                        if held[n as usize] {
-                            let mut gather = Gather::new();
-                            assert_eq!(joint.unmap_pages(at, &mut gather), Ok(4096));
-                            joint.iotlb_sync(&mut gather).unwrap();
-                        } else {
-                            joint.map_pages(at, GuestPhys(n << 12), Prot::RW).unwrap();
-                        }
-                        held[n as usize] ^= true;
-                    }
-                })
-            })
-            .collect();
-        scope.spawn(|| {
-            while !over.load(Ordering::Relaxed) {
-                far.outside.bind(Binding::Domain(Arc::clone(&joint))).unwrap();
-                thread::yield_now();
-                far.outside.bind(Binding::Blocked).unwrap();
-                assert!(far.seen().is_empty());
-            }
-            far.outside.bind(Binding::Domain(Arc::clone(&joint))).unwrap();
-        });
-        mappers.into_iter().for_each(|mapper| mapper.join().unwrap());
-        over.store(true, Ordering::Relaxed);
-    });
-    let here: Vec<_> = mappings(&*joint).iter().map(|m| m.range.first().0).collect();
-    let there: Vec<_> = far.seen().into_keys().collect();
-    assert_eq!(here, there);
-    assert_eq!(far.outside.mirror().failures(), 0);
 }
