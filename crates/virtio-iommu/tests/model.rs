@@ -5,7 +5,7 @@ mod common;
 use common::{
     model::{DEVERR, INVAL, NOENT, NOMEM, OK, PROBE, RANGE, UNSUPP},
     program,
-    twin::{Met, Shape, Twin},
+    twin::{Met, Shape, Twin, shape},
 };
 use proptest::prelude::*;
 
@@ -72,4 +72,51 @@ fn a_probe_cut_short_is_left_alone_unless_probes_were_negotiated() {
     twin.negotiate(!PROBE);
     assert_eq!(twin.request(0, &[5, 0, 0, 0, 1, 0], 516, true), None);
     assert_eq!(twin.request(0, &[5, 0, 0, 0], 4, true), None);
+}
+
+/// A MAP or an UNMAP, as bytes.
+fn request(kind: u32, (first, last): (u64, u64), phys: u64) -> Vec<u8> {
+    let mut bytes = [kind, 1].map(u32::to_le_bytes).concat();
+    bytes.extend([first, last].map(u64::to_le_bytes).concat());
+    if kind == 3 {
+        bytes.extend(phys.to_le_bytes());
+    }
+    bytes.extend([if kind == 3 { 3 } else { 0 }, 0, 0, 0]);
+    bytes
+}
+
+#[test]
+fn all_addresses_at_once_with_every_granule() {
+    // rule V15
+    // rule V20
+    // rule V22
+    // rule V38
+    const ALL: (u64, u64) = (0, u64::MAX);
+    for bit in [0, 1, 9, 12, 16, 30, 62, 63] {
+        let granule = 1u64 << bit;
+        let mut twin = Twin::new(shape(granule, ALL, 0x77));
+        assert_eq!(
+            twin.request(0, &[1, 1, 1, 0, 0].map(u32::to_le_bytes).concat(), 4, true),
+            Some(OK)
+        );
+        assert_eq!(twin.request(0, &request(3, ALL, 0), 4, true), Some(OK));
+        twin.compare();
+        twin.compare_accesses();
+        // What leads beyond the last address, what is taken already, what would be cut.
+        assert_ne!(twin.request(0, &request(3, ALL, granule), 4, true), Some(OK));
+        assert_eq!(twin.request(0, &request(3, (0, granule - 1), 0), 4, true), Some(INVAL));
+        assert_eq!(twin.request(0, &request(4, (granule, u64::MAX), 0), 4, true), Some(RANGE));
+        twin.compare();
+        assert_eq!(twin.request(0, &request(4, ALL, 0), 4, true), Some(OK));
+        assert_eq!(twin.model.count(), 0);
+        // The first granule and the last, crosswise.
+        let end = u64::MAX - (granule - 1);
+        assert_eq!(twin.request(0, &request(3, (0, granule - 1), end), 4, true), Some(OK));
+        assert_eq!(twin.request(0, &request(3, (end, u64::MAX), 0), 4, true), Some(OK));
+        twin.compare();
+        twin.compare_accesses();
+        assert_eq!(twin.request(0, &request(4, ALL, 0), 4, true), Some(OK));
+        twin.compare();
+        assert_eq!(twin.model.count(), 0);
+    }
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 pub(crate) mod model;
+pub(crate) mod pieces;
 pub(crate) mod program;
 pub(crate) mod ring;
 pub(crate) mod twin;

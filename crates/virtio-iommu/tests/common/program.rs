@@ -137,6 +137,7 @@ impl Author<'_> {
                 let mut data = self.draw.bytes(len);
                 data.iter_mut().for_each(|byte| *byte %= 3);
                 twin.write_config(offset, &data);
+                twin.compare_config(offset, len);
             }
             248..=251 => {
                 let bits = self.draw.of(&[u64::MAX, u64::MAX, u64::MAX, 1 << 2, 0x44, 0x77, 0]);

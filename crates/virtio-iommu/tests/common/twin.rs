@@ -210,6 +210,15 @@ impl Twin {
         }
     }
 
+    /// Compares what a driver reads of the configuration.
+    pub(crate) fn compare_config(&self, offset: usize, len: usize) {
+        let mut out = vec![0xee; len];
+        self.device.read_config(offset, &mut out);
+        let config = self.model.config();
+        let all = config.iter().copied().chain(std::iter::repeat(0));
+        assert!(all.skip(offset.min(40)).take(len).eq(out), "{len} bytes at {offset}");
+    }
+
     /// Compares where accesses of all endpoints at `addr` lead.
     pub(crate) fn compare_access(&self, addr: u64) {
         for endpoint in ENDPOINTS {
