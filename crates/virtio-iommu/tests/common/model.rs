@@ -209,13 +209,6 @@ impl Model {
         };
         if wrong.is_empty() {
             wrong.insert(OK);
-            // Rule V12 leaves it to the device which domains can be joined: a region of very many
-            // granules may be too much to look through.
-            if let Effect::Attach { domain, endpoint, .. } = effect
-                && self.is_hard_to_join(domain, endpoint)
-            {
-                wrong.insert(UNSUPP);
-            }
             if let (Effect::Map { .. }, true) = (effect, self.setup.scarce) {
                 wrong.insert(NOMEM);
             }
@@ -311,13 +304,6 @@ impl Model {
             }
         }
         Effect::Attach { domain, endpoint, bypass }
-    }
-
-    fn is_hard_to_join(&self, domain: u32, endpoint: u32) -> bool {
-        let granules = |r: &Region| (r.last - r.first) / (self.granule_mask() + 1);
-        self.attached.get(&endpoint) != Some(&domain)
-            && matches!(self.domains.get(&domain), Some(Space::Mappings(_)))
-            && self.setup.endpoints[&endpoint].iter().any(|r| granules(r) >= 1 << 14)
     }
 
     fn detach(&self, bytes: &[u8], wrong: &mut BTreeSet<u8>) -> Effect {
