@@ -6,7 +6,8 @@ use std::{fmt, sync::Arc};
 use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Gather, Range, Result};
 
-use super::{Backing, Session};
+use super::{Backing, Device, Session, core::View, requests::Answer};
+use crate::wire::{Features, Status};
 
 /// What a lazy domain has unmapped and not invalidated yet. It belongs to the domain and not to a
 /// request queue, so that any queue may flush.
@@ -68,6 +69,21 @@ impl Lazy {
         let gather = session.gather(domain);
         leaving.ranges().iter().for_each(|&range| gather.add(range));
         session.flights.push(Flight { lazy: Arc::clone(self), landed: false });
+    }
+}
+
+impl<B: Backing> Device<B> {
+    /// Whether there are lazy domains and IOTLB_FLUSH.
+    pub(super) fn flushes(&self) -> bool {
+        self.has(Features::LAZY_IOTLB_FLUSH)
+    }
+
+    /// Carries out an IOTLB_FLUSH, whose answer waits for the session's sync.
+    pub(super) fn iotlb_flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
+        let View { domain, lazy, .. } = self.find(session, id)?.clone();
+        let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
+        lazy.flush(session, &domain);
+        Ok(())
     }
 }
 
