@@ -14,8 +14,8 @@ use crate::wire::{Features, Status};
 ///
 /// A flush that finds another one under way waits for what that one invalidates, too: who sent it
 /// is promised everything that was unmapped before. So ranges are kept until no flush is under way
-/// any more, and each flush invalidates all that are kept. They are few: a [`Gather`] widens ranges
-/// rather than to keep more than it has room for.
+/// any more, and each flush invalidates all that are kept. They are few: where there are more than a
+/// [`Gather`] has room for, they become all addresses.
 #[derive(Default)]
 pub(super) struct Lazy {
     state: Mutex<State>,
@@ -49,6 +49,11 @@ impl Lazy {
         // Not to be kept for a flush that may never come: the domain frees them when their time has
         // come, at the latest when it has no room for others.
         drop(state.fresh.take_pages());
+        // More ranges than are told apart: to widen one for each UNMAP would cost more than the
+        // caches save by what lies between them.
+        if !state.fresh.is_exact() {
+            state.fresh.add(Range::ALL);
+        }
         Ok(())
     }
 
