@@ -22,6 +22,11 @@
 //! publishes the reply. An UNMAP's reply is published only once the invalidation is over, so that
 //! `iotlb_sync` returning means that no access succeeds any more.
 //!
+//! In a *lazy* domain (a proposal, oasis-tcs/virtio-spec#204, behind the feature bit
+//! [`LAZY_IOTLB_FLUSH`](wire::Features::LAZY_IOTLB_FLUSH) of our own choice, which neither end takes
+//! up unless told to) an UNMAP is answered at once, and a request of its own, IOTLB_FLUSH, waits for
+//! the invalidation of all that was unmapped before it.
+//!
 //! Rule numbers in comments and tests (`rule V22`, `rule L64`) are those of the project's table of
 //! rules; V rules stem from section 5.13 of the specification.
 #![forbid(unsafe_code)]

@@ -154,6 +154,24 @@ fn however_much_was_unmapped_a_flush_covers_it_all() {
     assert_eq!((used as usize, bench.session.needs_sync()), (TAIL_LEN, false));
 }
 
+#[test]
+fn a_reset_flushes_everything() {
+    // rule V4
+    let mut bench = proposed();
+    assert_eq!(attach_lazily(&mut bench, 1, 1), Status::Ok);
+    let mut cache = Cache::new(&bench.endpoints);
+    for n in 0..2 {
+        assert_eq!(bench.map(1, page(n), n << 12), Status::Ok);
+        assert_eq!(cache.look(&bench.endpoints, 1, n), Some(n));
+    }
+    assert_eq!(bench.unmap(1, page(0)), Status::Ok);
+    bench.device.reset().unwrap();
+    cache.quiet();
+    assert!(cache.held.is_empty());
+    assert_eq!((cache.look(&bench.endpoints, 1, 1), bench.device.domains()), (None, 0));
+    assert_eq!(attach_lazily(&mut bench, 1, 1), Status::Inval, "nothing is negotiated");
+}
+
 /// Domains 1 and 3 are lazy, 2 is not.
 fn is_lazy(domain: u32) -> bool {
     domain != 2
@@ -501,7 +519,7 @@ fn a_flush_waits_for_what_another_one_invalidates_and_for_one_that_was_given_up(
         assert!(both(&mut world, 1), "nor is this one answered before it has");
         world.step(Step::EndLease);
         assert!(!both(&mut world, 1));
-        assert_eq!(both(&mut world, 0), false);
+        assert!(!both(&mut world, 0));
         // Nothing is kept for the next.
         world.step(Step::Flush { queue: 1, domain: 1 });
         assert!(!world.queues[1].waits);

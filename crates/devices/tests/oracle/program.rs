@@ -506,9 +506,11 @@ proptest! {
     #[test]
     fn the_device_never_reaches_a_byte_that_it_may_not(
         setup in setup(),
+        lazy_domain in any::<bool>(),
         steps in vec(step(), 1..60),
     ) {
         // rules L17, L19, L22, L24, L27, L28, L29, L33, L34, L43, D15
+        let setup = Setup { lazy_domain, ..setup };
         run(&setup, &steps).map_err(TestCaseError::fail)?;
     }
 }

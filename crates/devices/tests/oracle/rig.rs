@@ -26,7 +26,7 @@ use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
 use ringfence_virtio_iommu::{
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, Config as WireConfig, FaultRecord},
+    wire::{CONFIG_LEN, Config as WireConfig, FaultRecord, Features},
 };
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -84,6 +84,8 @@ pub(crate) struct Setup {
     /// Requests under way at a time, twice.
     pub(crate) ring_size: u16,
     pub(crate) probe_first: bool,
+    /// Whether the virtio-iommu answers an UNMAP before its invalidation.
+    pub(crate) lazy_domain: bool,
     /// The limits of its bounce pools, and pages of memory for them; `None` for no pools.
     pub(crate) bounces: Option<(BounceLimits, usize)>,
     pub(crate) lie: Lie,
@@ -141,14 +143,15 @@ impl Rig {
             Geometry { reserved: [reserved].into(), ..Geometry::new(page_sizes, Range::ALL) };
         let limits = Limits { table_bytes: 16 << 20, mappings: setup.mappings };
         let endpoints = Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, limits);
-        let device = DeviceOptions { page_sizes, ..DeviceOptions::default() };
+        let features = DeviceOptions::default().features | Features::PROPOSED;
+        let device = DeviceOptions { page_sizes, features, ..DeviceOptions::default() };
         let options = IommuOptions { device, unit: IOMMU_UNIT };
         let mut backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
 
         let ram = GuestRam::new(2 << 20, GPA).unwrap();
         let memory = Memory::of_ram(&ram).unwrap();
         let offer = backend.features();
-        let features = driver::negotiate(offer);
+        let features = driver::negotiate_proposed(offer, Features::PROPOSED);
         backend.set_features(features.bits() | 1 << F_VERSION_1 | 1 << F_EVENT_IDX).unwrap();
         backend.set_memory(Arc::clone(&memory)).unwrap();
         let mut config = [0; CONFIG_LEN];
@@ -182,7 +185,12 @@ impl Rig {
         let probes =
             workers.iter().map(|w| Probe::start(w, probe_unit, &endpoint, &memory)).collect();
         let pages = Pages::carve(&ram, PAGES);
-        let domain = driver.domain().unwrap();
+        let domain = match setup.lazy_domain {
+            true => driver.lazy_domain(),
+            false => driver.domain(),
+        };
+        let domain = domain.unwrap();
+        assert_eq!(domain.is_lazy(), setup.lazy_domain);
         domain.attach(ENDPOINT).unwrap();
         let history = History::default();
         let stack = Lying::new(domain, setup.lie);

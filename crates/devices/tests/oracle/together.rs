@@ -612,10 +612,12 @@ proptest! {
     #[test]
     fn no_access_outlives_what_allowed_it(
         setup in setup(),
+        lazy_domain in any::<bool>(),
         failures in prop_oneof![2 => Just(0u32), 1 => Just(20_000)],
         programs in [vec(step(), 1..400), vec(step(), 1..400)],
     ) {
         // rules L17, L19, L20, L22, L23, L24, L27, L34, D15
+        let setup = Setup { lazy_domain, ..setup };
         run(&setup, failures, &programs).map_err(TestCaseError::fail)?;
     }
 }

@@ -6,15 +6,16 @@ use std::{fmt, sync::Arc};
 use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Gather, Range, Result};
 
-use super::{Backing, Session, session::gather};
+use super::{Backing, Device, Session, core::View, requests::Answer, session::gather};
+use crate::wire::{Features, Status};
 
 /// What a lazy domain has unmapped and not invalidated yet. It belongs to the domain and not to a
 /// request queue, so that any queue may flush.
 ///
 /// A flush that finds another one under way waits for what that one invalidates, too: who sent it
 /// is promised everything that was unmapped before. So ranges are kept until no flush is under way
-/// any more, and each flush invalidates all that are kept. They are few: a [`Gather`] widens ranges
-/// rather than to keep more than it has room for.
+/// any more, and each flush invalidates all that are kept. They are few: where there are more than a
+/// [`Gather`] has room for, they become all addresses.
 #[derive(Default)]
 pub(super) struct Lazy {
     state: Mutex<State>,
@@ -48,6 +49,11 @@ impl Lazy {
         // Not to be kept for a flush that may never come: the domain frees them when their time has
         // come, at the latest when it has no room for others.
         drop(state.fresh.take_pages());
+        // More ranges than are told apart: to widen one for each UNMAP would cost more than the
+        // caches save by what lies between them.
+        if !state.fresh.is_exact() {
+            state.fresh.add(Range::ALL);
+        }
         Ok(())
     }
 
@@ -69,6 +75,21 @@ impl Lazy {
         let gather = gather(touched, used, domain);
         leaving.ranges().iter().for_each(|&range| gather.add(range));
         begun.push(Flight { lazy: Arc::clone(self), landed: false });
+    }
+}
+
+impl<B: Backing> Device<B> {
+    /// Whether there are lazy domains and IOTLB_FLUSH.
+    pub(super) fn flushes(&self) -> bool {
+        self.has(Features::LAZY_IOTLB_FLUSH)
+    }
+
+    /// Carries out an IOTLB_FLUSH, whose answer waits for the session's sync.
+    pub(super) fn iotlb_flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
+        let View { domain, lazy, .. } = self.find(session, id)?.clone();
+        let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
+        lazy.flush(session, &domain);
+        Ok(())
     }
 }
 

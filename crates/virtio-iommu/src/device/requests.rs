@@ -103,7 +103,7 @@ impl<B: Backing> Device<B> {
                 if !self.flushes() {
                     return Reply::Unwritten;
                 }
-                match self.flush(session, domain) {
+                match self.iotlb_flush(session, domain) {
                     Ok(()) => Reply::Status { status: Status::Ok, waits: true },
                     Err(status) => Reply::now(status),
                 }
@@ -129,7 +129,11 @@ impl<B: Backing> Device<B> {
 
     /// Makes `session` remember the domain `id`.
     #[inline]
-    fn find<'s>(&self, session: &'s mut Session<B>, id: u32) -> Answer<&'s View<B::Domain>> {
+    pub(super) fn find<'s>(
+        &self,
+        session: &'s mut Session<B>,
+        id: u32,
+    ) -> Answer<&'s View<B::Domain>> {
         let generation = self.generation.load(Ordering::Acquire);
         if !matches!(session.last, Some((held, of, _)) if held == id && of == generation) {
             // A domain that has gone is not held any longer.
@@ -212,18 +216,6 @@ impl<B: Backing> Device<B> {
         }
         domain.unmap_pages(range, gather(touched, used, domain)).map_err(status_of)?;
         Ok(true)
-    }
-
-    /// Whether there are lazy domains and IOTLB_FLUSH.
-    fn flushes(&self) -> bool {
-        self.has(Features::LAZY_IOTLB_FLUSH)
-    }
-
-    fn flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
-        let View { domain, lazy, .. } = self.find(session, id)?.clone();
-        let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
-        lazy.flush(session, &domain);
-        Ok(())
     }
 
     pub(super) fn attach(
@@ -339,7 +331,7 @@ impl<D> State<D> {
 }
 
 /// The answer to a request.
-type Answer<T> = std::result::Result<T, Status>;
+pub(super) type Answer<T> = std::result::Result<T, Status>;
 
 /// What is to be written for a request, and when.
 #[derive(Debug)]

@@ -296,7 +296,8 @@ prop_compose! {
         };
         let lie = Lie::Nothing;
         Setup {
-            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first, bounces, lie,
+            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first,
+            lazy_domain: false, bounces, lie,
         }
     }
 }
