@@ -14,6 +14,7 @@ mod ring;
 mod shadow;
 mod stats;
 mod stretch;
+mod stretches;
 mod transport;
 mod wait;
 
