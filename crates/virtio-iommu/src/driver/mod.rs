@@ -18,6 +18,7 @@ mod ring;
 mod shadow;
 mod stats;
 mod stretch;
+mod stretches;
 mod transport;
 mod wait;
 

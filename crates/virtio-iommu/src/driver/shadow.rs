@@ -1,17 +1,13 @@
 //! What is mapped, as the driver knows it.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    fmt,
-    hash::{BuildHasherDefault, Hasher},
-};
+use std::{collections::BTreeMap, fmt};
 
 use ringfence_iommu::{Error, GuestPhys, Iova, Prot, Range, Result};
 
-use super::stretch::{GRANULE_BITS, Stretch, mask};
-
-/// So many stretches may lie about empty before they are given up.
-const EMPTIES: usize = 64;
+use super::{
+    stretch::{GRANULE_BITS, Stretch, mask},
+    stretches::Stretches,
+};
 
 /// A mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,9 +29,7 @@ pub(super) struct Mapping {
 pub(super) struct Shadow {
     /// log2 of the granule.
     granule: u32,
-    stretches: HashMap<u64, Stretch, BuildHasherDefault<Mix>>,
-    /// How many stretches there are when empty ones are looked for next.
-    sweep_at: usize,
+    stretches: Stretches,
     /// Mappings that reach from one stretch into another, or do not stand on granules (those of an
     /// identity domain may), by first address, with their last.
     wide: BTreeMap<u64, (u64, Mapping)>,
@@ -62,28 +56,6 @@ impl Covered {
     }
 }
 
-/// Spreads the numbers of stretches, which the driver's own allocator chose.
-#[derive(Default)]
-struct Mix(u64);
-
-impl Hasher for Mix {
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_u64(self.0 ^ u64::from(byte)));
-    }
-
-    #[inline]
-    fn write_u64(&mut self, number: u64) {
-        // The golden ratio: the high bits of the product depend on all of the number's.
-        let product = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = product ^ (product >> 32);
-    }
-
-    #[inline]
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
 impl fmt::Debug for Shadow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shadow").field("len", &self.len).finish_non_exhaustive()
@@ -96,8 +68,7 @@ impl Shadow {
         debug_assert!(granule.is_power_of_two());
         Shadow {
             granule: granule.trailing_zeros(),
-            stretches: HashMap::default(),
-            sweep_at: EMPTIES,
+            stretches: Stretches::new(),
             wide: BTreeMap::new(),
             len: 0,
         }
@@ -110,7 +81,7 @@ impl Shadow {
     /// The mapping that holds `at` and its range.
     pub(super) fn find(&self, at: Iova) -> Option<(Range, Mapping)> {
         let (number, granule) = self.place(at.0);
-        if let Some(stretch) = self.stretches.get(&number)
+        if let Some(stretch) = self.stretches.get(number)
             && let Some((first, last)) = stretch.whole(granule)
         {
             return Some((self.range(number, first, last), stretch.mapping(first)));
@@ -128,7 +99,7 @@ impl Shadow {
         };
         let held = match self.in_one(range) {
             Some((number, wanted)) => {
-                self.stretches.get(&number).and_then(|it| in_stretch(number, it, wanted))
+                self.stretches.get(number).and_then(|it| in_stretch(number, it, wanted))
             }
             None => {
                 self.in_many(range).filter_map(|(n, it, wanted)| in_stretch(n, it, wanted)).max()
@@ -150,27 +121,12 @@ impl Shadow {
         self.len += 1;
         match self.in_one(range) {
             Some((number, wanted)) if range.is_aligned(1 << self.granule) => {
-                match self.stretches.get_mut(&number) {
-                    Some(stretch) => stretch.insert(wanted, &mapping),
-                    None => self.stretch(number).insert(wanted, &mapping),
-                }
+                self.stretches.get_or_make(number).insert(wanted, &mapping);
             }
             _ => {
                 self.wide.insert(range.first().0, (range.last().0, mapping));
             }
         }
-    }
-
-    /// Makes a stretch. An emptied one stays for the next mapping there; they are looked for when
-    /// there are twice as many as were in use the last time, so that a domain whose addresses
-    /// wander does not keep a stretch for each that it ever used.
-    #[cold]
-    fn stretch(&mut self, number: u64) -> &mut Stretch {
-        if self.stretches.len() >= self.sweep_at {
-            self.stretches.retain(|_, stretch| !stretch.is_empty());
-            self.sweep_at = EMPTIES + 2 * self.stretches.len();
-        }
-        self.stretches.entry(number).or_insert_with(Stretch::new)
     }
 
     /// What an unmap of `range`, which stands on granules, would remove; `None` if nothing.
@@ -180,7 +136,7 @@ impl Shadow {
     #[inline]
     pub(super) fn covered(&self, range: Range) -> Result<Option<Covered>> {
         let covered = match self.in_one(range) {
-            Some((number, wanted)) => match self.stretches.get(&number) {
+            Some((number, wanted)) => match self.stretches.get(number) {
                 Some(stretch) => self.covered_in(number, stretch, wanted, range)?,
                 None => None,
             },
@@ -244,7 +200,7 @@ impl Shadow {
         }
         match self.in_one(hull) {
             Some((number, wanted)) => {
-                if let Some(stretch) = self.stretches.get_mut(&number) {
+                if let Some(stretch) = self.stretches.get_mut(number) {
                     stretch.remove(wanted);
                 }
             }
@@ -255,15 +211,16 @@ impl Shadow {
     fn remove_many(&mut self, hull: Range) {
         let ((from, _), (to, _)) = (self.place(hull.first().0), self.place(hull.last().0));
         if to - from >= self.stretches.len() as u64 {
-            for (&number, stretch) in &mut self.stretches {
+            let granule = self.granule;
+            self.stretches.for_each_mut(|number, stretch| {
                 if (from..=to).contains(&number) {
-                    stretch.remove(part(self.granule, number, hull));
+                    stretch.remove(part(granule, number, hull));
                 }
-            }
+            });
         } else {
             for number in from..=to {
                 let wanted = part(self.granule, number, hull);
-                if let Some(stretch) = self.stretches.get_mut(&number) {
+                if let Some(stretch) = self.stretches.get_mut(number) {
                     stretch.remove(wanted);
                 }
             }
@@ -275,7 +232,7 @@ impl Shadow {
     pub(super) fn roll_back(&mut self, range: Range, seq: u64) -> bool {
         let first = range.first().0;
         let (number, granule) = self.place(first);
-        let stretch = self.stretches.get_mut(&number);
+        let stretch = self.stretches.get_mut(number);
         let mut made = stretch.is_some_and(|stretch| stretch.roll_back(granule, seq));
         if !made && self.wide.get(&first).is_some_and(|(_, mapping)| mapping.seq == seq) {
             made = self.wide.remove(&first).is_some();
@@ -288,7 +245,7 @@ impl Shadow {
     pub(super) fn iter(&self) -> impl Iterator<Item = (Range, Mapping)> {
         let wide = self.wide.iter().map(|(&first, &(last, mapping))| (span(first, last), mapping));
         let mut all: Vec<_> = wide.collect();
-        for (&number, stretch) in &self.stretches {
+        for (number, stretch) in self.stretches.iter() {
             all.extend(
                 stretch
                     .iter()
@@ -330,9 +287,9 @@ impl Shadow {
         let ((from, _), (to, _)) = (self.place(range.first().0), self.place(range.last().0));
         let few = to - from < self.stretches.len() as u64;
         let by_number = few.then_some(from..=to).into_iter().flatten();
-        let by_number = by_number.filter_map(|n| Some((n, self.stretches.get(&n)?)));
-        let all = (!few).then_some(&self.stretches).into_iter().flatten();
-        let all = all.filter(move |(n, _)| (from..=to).contains(*n)).map(|(&n, it)| (n, it));
+        let by_number = by_number.filter_map(|n| Some((n, self.stretches.get(n)?)));
+        let all = (!few).then(|| self.stretches.iter()).into_iter().flatten();
+        let all = all.filter(move |(n, _)| (from..=to).contains(n));
         by_number.chain(all).map(move |(n, it)| (n, it, part(self.granule, n, range)))
     }
 }
@@ -358,7 +315,7 @@ fn span(first: u64, last: u64) -> Range {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::stretches::EMPTIES, *};
     use proptest::prelude::*;
 
     fn range(first: u64, last: u64) -> Range {

@@ -1,0 +1,140 @@
+//! Stretches by their numbers, found fast where the last ones were.
+
+use std::{
+    cell::Cell,
+    collections::HashMap,
+    hash::{BuildHasherDefault, Hasher},
+};
+
+use super::stretch::Stretch;
+
+/// So many stretches may lie about empty before they are given up.
+pub(super) const EMPTIES: usize = 64;
+
+/// How many places are remembered, a power of two. A driver's buffers come from few slabs of addresses.
+const RECENT: usize = 64;
+
+/// What is remembered of no stretch: there are not so many granules that one has this number.
+const NOBODY: (u64, u32) = (u64::MAX, 0);
+
+/// The stretches of a domain in which something is, or was not long ago, mapped.
+pub(super) struct Stretches {
+    /// Where in `all` each is.
+    places: HashMap<u64, u32, BuildHasherDefault<Mix>>,
+    all: Vec<Stretch>,
+    /// The places that were looked up last, by the low bits of the number: a comparison is most of
+    /// what a look-up costs then.
+    recent: Box<[Cell<(u64, u32)>; RECENT]>,
+    /// How many stretches there are when empty ones are looked for next.
+    sweep_at: usize,
+}
+
+/// Spreads the numbers of stretches, which the driver's own allocator chose.
+#[derive(Default)]
+struct Mix(u64);
+
+impl Hasher for Mix {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(self.0 ^ u64::from(byte)));
+    }
+
+    #[inline]
+    fn write_u64(&mut self, number: u64) {
+        // The golden ratio: the high bits of the product depend on all of the number's.
+        let product = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = product ^ (product >> 32);
+    }
+
+    #[inline]
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+impl Stretches {
+    pub(super) fn new() -> Stretches {
+        Stretches {
+            places: HashMap::default(),
+            all: Vec::new(),
+            recent: Box::new([const { Cell::new(NOBODY) }; RECENT]),
+            sweep_at: EMPTIES,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    #[inline]
+    fn place(&self, number: u64) -> Option<usize> {
+        let recent = &self.recent[number as usize % RECENT];
+        let (held, place) = recent.get();
+        if held == number {
+            return Some(place as usize);
+        }
+        let place = *self.places.get(&number)?;
+        recent.set((number, place));
+        Some(place as usize)
+    }
+
+    #[inline]
+    pub(super) fn get(&self, number: u64) -> Option<&Stretch> {
+        Some(&self.all[self.place(number)?])
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, number: u64) -> Option<&mut Stretch> {
+        let place = self.place(number)?;
+        Some(&mut self.all[place])
+    }
+
+    /// The stretch of this number, made if there is none. An emptied one stays for the next mapping
+    /// there; they are looked for when there are twice as many as were in use the last time, so that
+    /// a domain whose addresses wander does not keep a stretch for each that it ever used.
+    #[inline]
+    pub(super) fn get_or_make(&mut self, number: u64) -> &mut Stretch {
+        let place = match self.place(number) {
+            Some(place) => place,
+            None => self.make(number),
+        };
+        &mut self.all[place]
+    }
+
+    #[cold]
+    fn make(&mut self, number: u64) -> usize {
+        if self.len() >= self.sweep_at {
+            self.sweep();
+        }
+        let place = self.len();
+        self.all.push(Stretch::new());
+        // A stretch has a kilobyte: there is no memory for 2^32 of them.
+        self.places.insert(number, place as u32);
+        place
+    }
+
+    fn sweep(&mut self) {
+        let mut held: Vec<_> = core::mem::take(&mut self.all).into_iter().map(Some).collect();
+        let all = &mut self.all;
+        self.places.retain(|_, place| {
+            let stretch = held[*place as usize].take().filter(|stretch| !stretch.is_empty());
+            *place = all.len() as u32;
+            let kept = stretch.is_some();
+            all.extend(stretch);
+            kept
+        });
+        self.recent.iter().for_each(|recent| recent.set(NOBODY));
+        self.sweep_at = EMPTIES + 2 * self.len();
+    }
+
+    /// All of them by number, in no order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Stretch)> {
+        self.places.iter().map(|(&number, &place)| (number, &self.all[place as usize]))
+    }
+
+    /// Calls `f` with all of them, in no order.
+    pub(super) fn for_each_mut(&mut self, mut f: impl FnMut(u64, &mut Stretch)) {
+        for (&number, &place) in &self.places {
+            f(number, &mut self.all[place as usize]);
+        }
+    }
+}
