@@ -26,6 +26,7 @@ defects! {
     SystemResetKeepsBypass: ["bypass-system-reset"],
     ResetKeepsAttachments: ["reset-detaches", "bypass-is-identity", "bypass-unaccepted", "any-descriptors", "map-succeeds", "map-ends", "unmap-no-domain"],
     ResetKeepsDomains: ["any-descriptors", "attach-again", "attach-again-or-unsupp", "map-no-domain", "map-succeeds", "map-ends", "unmap-no-domain", "unmap-example-1"],
+    ResetKeepsFaults: ["reset-forgets-faults"],
     BypassIsNotIdentity: ["bypass-is-identity", "bypass-unaccepted"],
     BypassNeedsAcceptance: ["bypass-unaccepted"],
     BypassForAttached: ["bypass-not-attached"],

@@ -57,6 +57,8 @@ pub(crate) struct Model {
     /// Whether it answers nothing until it is reset.
     pub(crate) hung: bool,
     pub(crate) dropped: bool,
+    /// Reports without a buffer, if they wait.
+    pub(crate) waiting: VecDeque<Event>,
     /// Whether it can tell of accesses.
     pub(crate) blind: bool,
     pub(crate) starts: usize,
@@ -88,6 +90,7 @@ impl Model {
             events: VecDeque::new(),
             hung: false,
             dropped: false,
+            waiting: VecDeque::new(),
             blind: false,
             starts: 0,
             lost_at: usize::MAX,
@@ -445,6 +448,9 @@ impl Model {
         let Some(len) = self.buffers.pop_front() else {
             self.hung |= self.is(StopsWithoutEventBuffer);
             self.dropped = true;
+            if self.is(ResetKeepsFaults) {
+                self.waiting.push_back(Event { used: 24, bytes });
+            }
             return;
         };
         if self.dropped && self.is(NoEventsAfterDrop) {

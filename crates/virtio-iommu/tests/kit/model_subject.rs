@@ -177,7 +177,10 @@ impl Subject for Model {
         if self.blind {
             return None;
         }
-        self.buffers.push_back(len);
+        match self.waiting.pop_front() {
+            Some(event) => self.events.push_back(event),
+            None => self.buffers.push_back(len),
+        }
         Some(Ok(()))
     }
 
