@@ -5,11 +5,14 @@ mod common;
 mod defect;
 mod model;
 mod model_subject;
+mod noise;
 mod ours;
 
 use defect::Defect;
 use model::Model;
+use noise::Noise;
 use ours::Ours;
+use proptest::prelude::*;
 use ringfence_virtio_iommu::kit::{Level, Outcome, Report, checks, run};
 
 fn failing(report: &Report) -> Vec<&'static str> {
@@ -174,4 +177,14 @@ fn only_what_is_wanted_is_run() {
     assert_eq!(report.failed(Level::Must).count(), 0);
     let none = run(&mut Model::full(None), |_| false);
     assert!(!none.conforms(false), "a report of nothing is no praise");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn whatever_a_device_says_the_kit_ends_and_judges(seed: u64) {
+        let report = run(&mut Noise::new(seed), |_| true);
+        prop_assert_eq!(report.findings.len(), checks().len());
+    }
 }
