@@ -237,7 +237,7 @@ impl Model {
         if flags & 3 == 2 && self.is(NoWriteOnly) {
             return OK;
         }
-        let off = |at: u64| at % GRANULE != 0;
+        let off = |at: u64| !at.is_multiple_of(GRANULE);
         if off(first) && !self.is(MapStartUnchecked)
             || off(last.wrapping_add(1)) && !self.is(MapEndUnchecked)
             || off(phys) && !self.is(MapTargetUnchecked)

@@ -60,10 +60,9 @@ impl Subject for Model {
 
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed> {
         assert_eq!((offset, data.len()), (36, 1), "a driver writes only bypass");
-        if self.has(BYPASS_CONFIG) && !self.is(BypassIsReadOnly) {
-            if self.is(BypassOfAnyValue) || data[0] < 2 {
-                self.bypass = data[0];
-            }
+        let takes = self.has(BYPASS_CONFIG) && !self.is(BypassIsReadOnly);
+        if takes && (self.is(BypassOfAnyValue) || data[0] < 2) {
+            self.bypass = data[0];
         }
         Ok(())
     }
