@@ -101,6 +101,7 @@ defects! {
     UnmapRemovesNeighbours: ["unmap-example-5"],
     HangsOnBackwardsUnmap: ["unmap-backwards"],
     ProbeUnofferedAnswered: ["probe-unoffered"],
+    HangsOnProbe: ["map-reserved-region", "map-ends", "probe-succeeds", "probe-absent", "probe-reserved-ignored", "probe-lengths", "probe-reserved-bits", "probe-zero-fill", "probe-small", "region-reserved", "region-one-msi", "region-no-overlap", "region-reaches-nothing"],
     ProbeIsUnsupp: ["probe-succeeds", "probe-absent", "probe-small"],
     ProbeAbsentIsOk: ["probe-absent"],
     ProbeReservedChecked: ["probe-reserved-ignored"],

@@ -340,6 +340,9 @@ impl Model {
         if self.is(ProbeReservedChecked) && reserved.iter().any(|&byte| byte != 0) {
             return INVAL;
         }
+        if self.is(HangsOnProbe) {
+            self.hung = true;
+        }
         if self.is(ProbeIsUnsupp) {
             return UNSUPP;
         }
