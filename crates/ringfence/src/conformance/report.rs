@@ -120,12 +120,13 @@ pub(super) fn to_text(report: &Report, device: &str, strict: bool) -> String {
          {not_applicable} not applicable, {not_run} not run",
         must_fail + should_fail + may_fail
     ));
-    line(match (report.conforms(strict), report.is_cut_short()) {
-        (true, _) if should_fail > 0 => "conforms: what fails is what a device should do, not must",
-        (true, _) => "conforms",
-        (false, true) => "not judged: the device was lost before the end",
-        (false, false) if pass == 0 => "not judged: nothing of what was asked applies",
-        (false, false) => "does not conform",
+    let failed = must_fail + should_fail + may_fail > 0;
+    line(match report.conforms(strict) {
+        true if should_fail > 0 => "conforms: what fails is what a device should do, not must",
+        true => "conforms",
+        false if report.is_cut_short() => "not judged: the device was lost before the end",
+        false if !failed => "not judged: nothing of what was asked applies",
+        false => "does not conform",
     });
     out
 }
@@ -170,6 +171,12 @@ mod tests {
         );
         assert_eq!(row["mismatch"]["expected"], "RANGE");
         assert_eq!(json["rules"][1]["why"], serde_json::Value::Null);
+    }
+
+    #[test]
+    fn a_device_that_fails_all_does_not_conform() {
+        let text = to_text(&report([finding(Level::Must, mismatch())]), "x", false);
+        assert!(text.ends_with("does not conform\n"), "{text}");
     }
 
     #[test]
