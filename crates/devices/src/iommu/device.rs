@@ -159,9 +159,9 @@ impl Iommu {
         let mut state = self.state.lock();
         let others = state.memories.iter().filter(|&(&of, _)| of != seat);
         if others.map(|(_, other)| other).any(|other| !other.agrees_with(memory)) {
-            return Err(HandlerError::new(
-                "this is not the memory of the guest whose IOMMU it is: one guest at a time",
-            ));
+            let why = "this is not the memory of the guest whose IOMMU it is: one guest at a time";
+            tracing::warn!("iommu: {why}");
+            return Err(HandlerError::new(why));
         }
         state.memories.insert(seat, Arc::clone(memory));
         Ok(())

@@ -102,7 +102,10 @@ fn firmware_uses_disks_before_there_is_a_driver_but_for_untrusted_ones() {
     // The ring that firmware has left is no longer there, but its device was not asked for anything.
     iommu.attach(3, A);
     iommu.attach(4, B);
-    wait_until(|| figure(&figures(&place), "ring_away_total{queue=\"06.0/0\"}") > 0);
+    // The worker that answers looks at the ring too, between two answers.
+    for _ in 0..3 {
+        iommu.attach(4, B);
+    }
     assert!(iommu.is_quiet());
     // One front end at a time.
     drop(b);
@@ -149,7 +152,7 @@ fn a_device_whose_addresses_would_not_be_translated_is_refused() {
 fn another_guest_is_refused_while_the_first_is_there() {
     let place = Place::new();
     disks(&place);
-    let mut running = started(&place, &[&TWO[..], &["--log", "debug"]].concat());
+    let mut running = started(&place, &TWO);
     let (ram, other) = (memory(), memory());
     let mut iommu = Iommu::begin(&place, &ram);
     let mut a = Disk::connect(&place, "a", &ram);
