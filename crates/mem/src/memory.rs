@@ -255,14 +255,14 @@ impl Memory {
     /// not have yet.
     pub fn agrees_with(&self, other: &Memory) -> bool {
         self.mapped.iter().all(|a| {
-            let overlapping = other.mapped.iter().filter(|b| {
+            let mut overlapping = other.mapped.iter().filter(|b| {
                 let (first, last) = (a.region.gpa, a.region.gpa + (a.region.size - 1));
                 first <= b.region.gpa + (b.region.size - 1) && b.region.gpa <= last
             });
             // What begins at the same distance from the file's begin; no difference that wraps can
             // be equal by chance, since both lie below 2^63 in their files.
             let lies = |m: &Mapped| m.region.mmap_offset.wrapping_sub(m.region.gpa);
-            overlapping.into_iter().all(|b| a.file == b.file && lies(a) == lies(b))
+            overlapping.all(|b| a.file == b.file && lies(a) == lies(b))
         })
     }
 
@@ -457,6 +457,27 @@ mod tests {
         let many: Vec<_> = (0..510).map(|i| (region(i * PAGE, PAGE, i * PAGE, 0), 1)).collect();
         assert!(matches!(map(&many), Err(MemError::TooManyRegions { count: 510, max: 509 })));
         assert!(map(&many[..509]).is_ok());
+    }
+
+    #[test]
+    fn memories_agree_that_say_the_same_of_what_both_have() {
+        let (one, other) = (file(8), file(8));
+        let memory = |file: &OwnedFd, gpa: u64, pages: u64, offset: u64| {
+            let region = region(gpa * PAGE, pages * PAGE, 0, offset * PAGE);
+            Memory::map(vec![(region, file.try_clone().unwrap())]).unwrap()
+        };
+        let all = memory(&one, 16, 8, 0);
+        for (with, agrees) in [
+            (memory(&one, 16, 8, 0), true),
+            (memory(&one, 18, 4, 2), true),
+            (memory(&one, 18, 4, 1), false),
+            (memory(&other, 16, 8, 0), false),
+            (memory(&other, 23, 8, 0), false),
+            (memory(&other, 24, 8, 0), true),
+            (memory(&other, 8, 8, 0), true),
+        ] {
+            assert_eq!((all.agrees_with(&with), with.agrees_with(&all)), (agrees, agrees));
+        }
     }
 
     #[test]

@@ -159,9 +159,9 @@ impl Iommu {
         let mut state = self.state.lock();
         let others = state.memories.iter().filter(|&(&of, _)| of != seat);
         if others.map(|(_, other)| other).any(|other| !other.agrees_with(memory)) {
-            return Err(HandlerError::new(
-                "this is not the memory of the guest whose IOMMU it is: one guest at a time",
-            ));
+            let why = "this is not the memory of the guest whose IOMMU it is: one guest at a time";
+            tracing::warn!("iommu: {why}");
+            return Err(HandlerError::new(why));
         }
         state.memories.insert(seat, Arc::clone(memory));
         Ok(())
@@ -246,18 +246,17 @@ impl Iommu {
     }
 
     fn reset(&self) -> Result<(), HandlerError> {
-        self.faults.clear();
         self.device.reset().map_err(|error| HandlerError::new(error.to_string()))?;
         self.settle()
     }
 
     fn reset_system(&self) -> Result<(), HandlerError> {
-        self.faults.clear();
         self.device.system_reset().map_err(|error| HandlerError::new(error.to_string()))?;
         self.settle()
     }
 
-    /// When the front end hears of a reset, nothing is reachable any more (rule V4).
+    /// When the front end hears of a reset, nothing is reachable any more (rule V4), and of what was
+    /// refused before there is nobody to tell.
     fn settle(&self) -> Result<(), HandlerError> {
         let deadline = Instant::now() + PATIENCE;
         while !self.device.backing().is_settled() {
@@ -266,6 +265,7 @@ impl Iommu {
             }
             std::thread::yield_now();
         }
+        self.faults.clear();
         Ok(())
     }
 }

@@ -73,11 +73,9 @@ impl Account {
         let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
         let before = self.told_ns.load(Ordering::Relaxed);
         let due = before == 0 || now_ns.saturating_sub(before) >= TOLD_EVERY_NS;
-        let mine = |()| {
-            let order = Ordering::Relaxed;
-            self.told_ns.compare_exchange(before, now_ns.max(1), order, order).is_ok()
-        };
-        if !due || !mine(()) {
+        let order = Ordering::Relaxed;
+        let mine = || self.told_ns.compare_exchange(before, now_ns.max(1), order, order).is_ok();
+        if !due || !mine() {
             return;
         }
         let more = faults.saturating_sub(self.told.swap(faults, Ordering::Relaxed) + 1);

@@ -40,12 +40,12 @@ impl Seat {
     /// # Errors
     /// Its addresses would not be translated.
     pub fn set_features(&self, features: u64) -> Result<(), HandlerError> {
-        match features & (1 << F_ACCESS_PLATFORM) {
-            0 => Err(HandlerError::new(
-                "VIRTIO_F_ACCESS_PLATFORM is needed: this device is behind an IOMMU",
-            )),
-            _ => Ok(()),
+        if features & (1 << F_ACCESS_PLATFORM) == 0 {
+            let why = "VIRTIO_F_ACCESS_PLATFORM is needed: this device is behind an IOMMU";
+            tracing::warn!("iommu: {why}");
+            return Err(HandlerError::new(why));
         }
+        Ok(())
     }
 
     /// A ring of the device is about to start.
