@@ -78,8 +78,8 @@ fn a_guest_that_is_reset_begins_with_its_firmware() {
     a.stop();
     iommu.stop();
     // Nothing of it is mapped any more, but firmware may use the disk.
-    let mut b = Disk::connect(&place, "a", &ram);
     drop(a);
+    let mut b = Disk::connect(&place, "a", &ram);
     b.start(b.ring).unwrap();
     running.wait_for(|line| line.contains("the guest was reset"));
     assert!(b.works(2, b.page));

@@ -6,7 +6,7 @@ use ringfence_virtio_iommu::wire::{FaultRecord, MapFlags, Request, Status};
 
 use crate::{
     common::Place,
-    rig::{Disk, Iommu, PAGE, PLAIN, figure, figures, memory, started},
+    rig::{Disk, Iommu, PAGE, PLAIN, figure, figures, memory, started, wait_until},
 };
 
 const TWO: [&str; 4] = ["--blk", "a=a.img", "--blk", "b=b.img,untrusted"];
@@ -99,8 +99,16 @@ fn firmware_uses_disks_before_there_is_a_driver_but_for_untrusted_ones() {
     assert_eq!(iommu.bypass(1, A), Status::Ok);
     assert_eq!(iommu.bypass(1, B), Status::Unsupp);
     assert!(a.works(3, a.page));
+    // The ring that firmware has left is no longer there, but its device was not asked for anything.
+    iommu.attach(3, A);
+    iommu.attach(4, B);
+    wait_until(|| figure(&figures(&place), "ring_away_total{queue=\"06.0/0\"}") > 0);
+    assert!(iommu.is_quiet());
+    // One front end at a time.
+    drop(b);
     let mut b = Disk::connect(&place, "b", &ram);
     assert!(b.start(b.ring).is_err());
+    drop(b);
     let mut b = Disk::connect(&place, "b", &ram);
     b.start_in(&mut iommu, 2, B);
     assert!(b.works(4, b.page), "it is a device like others where its memory is mapped");
@@ -118,8 +126,10 @@ fn without_bypass_nothing_is_reached_before_there_is_a_driver() {
     let mut a = Disk::connect(&place, "a", &ram);
     assert!(a.start(a.ring).is_err());
     iommu.start(0);
+    drop(a);
     let mut a = Disk::connect(&place, "a", &ram);
     assert!(a.start(a.ring).is_err());
+    drop(a);
     let mut a = Disk::connect(&place, "a", &ram);
     a.start_in(&mut iommu, 1, A);
     assert!(a.works(1, a.page));
@@ -139,7 +149,7 @@ fn a_device_whose_addresses_would_not_be_translated_is_refused() {
 fn another_guest_is_refused_while_the_first_is_there() {
     let place = Place::new();
     disks(&place);
-    let mut running = started(&place, &TWO);
+    let mut running = started(&place, &[&TWO[..], &["--log", "debug"]].concat());
     let (ram, other) = (memory(), memory());
     let mut iommu = Iommu::begin(&place, &ram);
     let mut a = Disk::connect(&place, "a", &ram);
@@ -150,7 +160,7 @@ fn another_guest_is_refused_while_the_first_is_there() {
     drop((a, iommu));
     // When all of it is gone, the next guest has its turn.
     let mut served = None;
-    crate::rig::wait_until(|| {
+    wait_until(|| {
         served = Disk::with(&place, "b", &other, PLAIN | 1 << 33).ok();
         served.is_some()
     });
