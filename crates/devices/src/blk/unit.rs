@@ -10,7 +10,7 @@ use std::{
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, Translate, UserAddresses};
 use ringfence_vhost_user::InflightRegion;
-use ringfence_virtq::device;
+use ringfence_virtq::{RingError, device};
 
 use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
 use crate::{
@@ -148,8 +148,12 @@ impl BlkUnit {
         }
         match &self.bus {
             bus if bus.iotlb().is_some() => {}
-            // Who maps it is in this process, and has not.
-            Bus::Iommu(view) => queue.find(&**view)?,
+            // A front end that is refused a ring gives the device up for good. A driver may yet map
+            // it, as the one after a firmware that may not use the device does (rule D22).
+            Bus::Iommu(view) => match queue.find(&**view) {
+                Err(QueueError::Ring(RingError::Unreachable { .. })) => {}
+                found => found?,
+            },
             Bus::Physical(_) => queue.find(&UserAddresses::new(Arc::clone(memory)))?,
         }
         queue.set_ordered(self.bus.iotlb().is_some() && self.bus.is_logged());

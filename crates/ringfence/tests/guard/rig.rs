@@ -323,6 +323,14 @@ impl Disk {
         self.start(self.ring).unwrap();
     }
 
+    /// Starts, with a ring that the device finds out of its reach.
+    pub(crate) fn starts_away(&mut self, place: &Place, queue: &str) {
+        let name = format!("ring_away_total{{queue=\"{queue}\"}}");
+        let before = figure(&figures(place), &name);
+        self.start(self.ring).unwrap();
+        wait_until(|| figure(&figures(place), &name) > before);
+    }
+
     pub(crate) fn stop(&mut self) {
         self.main.get_vring_base(0).unwrap();
     }

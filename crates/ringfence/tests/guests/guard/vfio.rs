@@ -85,7 +85,7 @@ try groups $one $first $other $group
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn requests_in_great_numbers() {
-    let count = std::env::var("RINGFENCE_REQUESTS").map_or(200_000, |n| n.parse().unwrap());
+    let count = std::env::var("RINGFENCE_REQUESTS").map_or(100_000, |n| n.parse().unwrap());
     let place = Place::new();
     let guard = place.guard(&["--idle", "06.0"]);
     let script = format!(
