@@ -114,6 +114,7 @@ pub(crate) struct Qemu {
     reboots: bool,
     console: &'static str,
     kernel: &'static str,
+    program: Option<PathBuf>,
     arguments: Vec<String>,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -129,6 +130,7 @@ impl Qemu {
             reboots: false,
             console: "console",
             kernel: "",
+            program: None,
             arguments,
             files: Vec::new(),
         }
@@ -161,6 +163,18 @@ impl Qemu {
     pub(crate) fn incoming(mut self, socket: &Path) -> Qemu {
         self.console = "console.after";
         self.add("-incoming", format!("unix:{}", socket.display()));
+        self
+    }
+
+    /// Started by another program than the one that the tests are for.
+    pub(crate) fn program(mut self, program: &Path) -> Qemu {
+        self.program = Some(program.to_owned());
+        self
+    }
+
+    /// One more of QEMU's options.
+    pub(crate) fn with(mut self, option: &str, value: &str) -> Qemu {
+        self.add(option, value.to_owned());
         self
     }
 
@@ -267,9 +281,7 @@ impl Qemu {
         let script = format!("{BEGIN}\n{script}");
         let base = format!("initramfs{}", self.kernel);
         std::fs::write(&initrd, initramfs(&base, &script, &self.files)).unwrap();
-        // Another QEMU can be tried on these tests.
-        let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
-        let mut command = Command::new(program.unwrap_or_else(|| part("qemu-system-x86_64")));
+        let mut command = Command::new(self.program.unwrap_or_else(usual));
         // Its threads have names, by which they are told apart.
         command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);
@@ -295,4 +307,10 @@ impl Qemu {
         command.args(["-serial", "stdio"]);
         Guest::start(&mut command, Some(console))
     }
+}
+
+/// The QEMU that starts machines, where a test names no other. Another can be tried on these tests.
+pub(crate) fn usual() -> PathBuf {
+    let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
+    program.unwrap_or_else(|| part("qemu-system-x86_64"))
 }
