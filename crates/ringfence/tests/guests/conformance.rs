@@ -3,14 +3,17 @@
 //! docs/conformance.md: a change of it, and of the kit, is seen.
 
 use std::{
-    collections::BTreeMap, fs, os::unix::process::ExitStatusExt, path::Path, process::Command,
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    os::unix::process::ExitStatusExt,
+    path::Path,
+    process::Command,
 };
 
 use ringfence_virtio_iommu::kit;
 use serde_json::Value;
 
 use crate::{
-    machine::Said,
     place::{Place, part},
     qemu::{Iommu, Qemu, usual},
 };
@@ -80,6 +83,13 @@ const KNOWN: &[Known] = &[
     },
 ];
 
+/// A number that no endpoint has, and whose lowest 16 bits are those of one.
+const ALIAS: &str = "0x10010";
+/// The checks that send it.
+const ABSENT: [&str; 3] = ["attach-absent", "detach-absent", "probe-absent"];
+/// Those that every QEMU fails with it.
+const ALIASED: &[&str] = &["attach-absent", "probe-absent"];
+
 /// The first two numbers of what a QEMU says it is.
 fn version(program: &Path) -> (u32, u32) {
     let ran = Command::new(program).arg("--version").output().unwrap();
@@ -98,7 +108,7 @@ fn known(version: (u32, u32)) -> &'static Known {
     before.max_by_key(|known| known.version).unwrap_or(&KNOWN[0])
 }
 
-/// Runs the kit in a guest of that QEMU; what it said, and what is known of that QEMU.
+/// Runs the kit in a guest of that QEMU, and holds what it finds against what is known.
 fn judge(program: &Path) {
     let (place, version) = (Place::new(), version(program));
     let known = known(version);
@@ -117,7 +127,10 @@ fn judge(program: &Path) {
     let script = format!(
         "viommu-kit --json --without \"{without}\" > /tmp/kit 2>&3\n\
          give kit < /tmp/kit\n\
+         viommu-kit --json --only {} --absent {ALIAS} > /tmp/kit 2>&3\n\
+         give alias < /tmp/kit\n\
          for check in {}; do viommu-kit --only $check > /tmp/kit 2>&3; say survived $check; done\n",
+        ABSENT.join(","),
         without.replace(',', " ")
     );
     let mut guest = machine.start(&place, &script);
@@ -128,6 +141,7 @@ fn judge(program: &Path) {
         }
     }
     guest.hear("end kit");
+    guest.hear("end alias");
     let said = match known.ends_qemu {
         [] => guest.end(),
         [check, ..] => {
@@ -138,38 +152,48 @@ fn judge(program: &Path) {
             said
         }
     };
-    compare(&said, version, known);
+    // All that was asked, and no less: a kit that finds nothing because it asks nothing fails.
+    let all = Findings::of(&said.json("kit"), version);
+    assert_eq!(all.asked, kit::checks().len() - known.ends_qemu.len());
+    all.expect("fail", known.fails);
+    all.expect("not applicable", known.not_applicable);
+    all.expect("not run", &[]);
+    let others = Findings::of(&said.json("alias"), version);
+    assert_eq!(others.asked, ABSENT.len());
+    others.expect("fail", ALIASED);
+    others.expect("not applicable", &[]);
+    others.expect("not run", &[]);
 }
 
-fn compare(said: &Said, version: (u32, u32), known: &Known) {
-    let report = said.json("kit");
-    assert_eq!(report["schema"], "ringfence.conformance/1");
-    let rows = report["rules"].as_array().unwrap();
-    let text = |row: &Value, field: &str| row[field].as_str().unwrap_or_default().to_owned();
-    let mut by_outcome: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for row in rows {
-        by_outcome.entry(text(row, "outcome")).or_default().push(text(row, "check"));
-        if row["outcome"] == "fail" {
-            let field = |field| text(row, field);
-            let (rule, level) = (field("rule"), field("level"));
-            eprintln!("QEMU {version:?} {rule} {level} {}: {}", field("check"), field("why"));
+/// What came out of a run of the kit.
+struct Findings {
+    asked: usize,
+    by_outcome: BTreeMap<String, BTreeSet<String>>,
+}
+
+impl Findings {
+    fn of(report: &Value, version: (u32, u32)) -> Findings {
+        assert_eq!(report["schema"], "ringfence.conformance/1");
+        let rows = report["rules"].as_array().unwrap();
+        let mut by_outcome: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for row in rows {
+            let field = |field: &str| row[field].as_str().unwrap_or_default().to_owned();
+            if row["outcome"] != "pass" {
+                let (rule, outcome, check) = (field("rule"), field("outcome"), field("check"));
+                eprintln!("QEMU {version:?} {rule} {check}: {outcome}: {}", field("why"));
+            }
+            by_outcome.entry(field("outcome")).or_default().insert(field("check"));
         }
+        Findings { asked: rows.len(), by_outcome }
     }
-    let ended = |outcome: &str| by_outcome.get(outcome).cloned().unwrap_or_default();
-    assert_eq!(ended("not run"), [""; 0]);
-    // All that was asked, and no less: a kit that finds nothing because it asks nothing fails.
-    let asked = kit::checks().len() - known.ends_qemu.len();
-    assert_eq!(rows.len(), asked);
-    for (outcome, listed) in [("fail", known.fails), ("not applicable", known.not_applicable)] {
-        let (found, listed) = (ended(outcome), listed.to_vec());
-        let new: Vec<_> = found.iter().filter(|found| !listed.contains(&found.as_str())).collect();
-        let gone: Vec<_> =
-            listed.iter().filter(|known| !found.iter().any(|f| f == **known)).collect();
-        assert!(
-            new.is_empty() && gone.is_empty(),
-            "{outcome}: new {new:?}, no more {gone:?}\n{:#}",
-            report["rules"]
-        );
+
+    /// Expects that these checks ended so, and no others.
+    fn expect(&self, outcome: &str, listed: &[&str]) {
+        let listed: BTreeSet<String> = listed.iter().map(|&check| check.to_owned()).collect();
+        let found = self.by_outcome.get(outcome).cloned().unwrap_or_default();
+        let (new, gone): (Vec<_>, Vec<_>) =
+            (found.difference(&listed).collect(), listed.difference(&found).collect());
+        assert!(new.is_empty() && gone.is_empty(), "{outcome}: new {new:?}, no more {gone:?}");
     }
 }
 
@@ -189,7 +213,7 @@ fn the_virtio_iommu_of_a_newer_qemu_differs_from_the_specification_as_known() {
 fn every_known_difference_is_told_of() {
     let told = include_str!("../../../../docs/conformance.md");
     for known in KNOWN {
-        for check in known.fails.iter().chain(known.ends_qemu) {
+        for check in known.fails.iter().chain(known.ends_qemu).chain(ALIASED) {
             assert!(kit::checks().iter().any(|one| one.name == *check), "{check} is no check");
             assert!(told.contains(&format!("`{check}`")), "{check} of QEMU {:?}", known.version);
         }
