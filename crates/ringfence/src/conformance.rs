@@ -99,9 +99,10 @@ fn check(arguments: &Arguments) -> Result<(), Usage> {
     let Arguments { endpoints, disks, absent, only, .. } = arguments;
     if disks.len() > endpoints.len() {
         return Err(Usage(format!(
-            "{} disks for {} endpoints: each --blk needs an --endpoint, in the same order",
+            "{} disks for {} endpoint{}: each --blk needs an --endpoint, in the same order",
             disks.len(),
-            endpoints.len()
+            endpoints.len(),
+            if endpoints.len() == 1 { "" } else { "s" }
         )));
     }
     if let Some(twice) = (1..endpoints.len()).find(|&n| endpoints[..n].contains(&endpoints[n])) {

@@ -197,6 +197,8 @@ impl Handler for IommuBackend {
             }
             std::thread::yield_now();
         }
+        // Of what was before there is nobody to tell.
+        self.faults.clear();
         Ok(())
     }
 }

@@ -57,6 +57,8 @@ pub(crate) struct Model {
     /// Whether it answers nothing until it is reset.
     pub(crate) hung: bool,
     pub(crate) dropped: bool,
+    /// Reports without a buffer, if they wait.
+    pub(crate) waiting: VecDeque<Event>,
     /// Whether it can tell of accesses.
     pub(crate) blind: bool,
     pub(crate) starts: usize,
@@ -88,6 +90,7 @@ impl Model {
             events: VecDeque::new(),
             hung: false,
             dropped: false,
+            waiting: VecDeque::new(),
             blind: false,
             starts: 0,
             lost_at: usize::MAX,
@@ -234,7 +237,7 @@ impl Model {
         if flags & 3 == 2 && self.is(NoWriteOnly) {
             return OK;
         }
-        let off = |at: u64| at % GRANULE != 0;
+        let off = |at: u64| !at.is_multiple_of(GRANULE);
         if off(first) && !self.is(MapStartUnchecked)
             || off(last.wrapping_add(1)) && !self.is(MapEndUnchecked)
             || off(phys) && !self.is(MapTargetUnchecked)
@@ -336,6 +339,9 @@ impl Model {
         let out = &mut reply[..properties];
         if self.is(ProbeReservedChecked) && reserved.iter().any(|&byte| byte != 0) {
             return INVAL;
+        }
+        if self.is(HangsOnProbe) {
+            self.hung = true;
         }
         if self.is(ProbeIsUnsupp) {
             return UNSUPP;
@@ -445,6 +451,9 @@ impl Model {
         let Some(len) = self.buffers.pop_front() else {
             self.hung |= self.is(StopsWithoutEventBuffer);
             self.dropped = true;
+            if self.is(ResetKeepsFaults) {
+                self.waiting.push_back(Event { used: 24, bytes });
+            }
             return;
         };
         if self.dropped && self.is(NoEventsAfterDrop) {

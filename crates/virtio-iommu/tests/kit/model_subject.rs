@@ -60,10 +60,9 @@ impl Subject for Model {
 
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed> {
         assert_eq!((offset, data.len()), (36, 1), "a driver writes only bypass");
-        if self.has(BYPASS_CONFIG) && !self.is(BypassIsReadOnly) {
-            if self.is(BypassOfAnyValue) || data[0] < 2 {
-                self.bypass = data[0];
-            }
+        let takes = self.has(BYPASS_CONFIG) && !self.is(BypassIsReadOnly);
+        if takes && (self.is(BypassOfAnyValue) || data[0] < 2) {
+            self.bypass = data[0];
         }
         Ok(())
     }
@@ -177,7 +176,10 @@ impl Subject for Model {
         if self.blind {
             return None;
         }
-        self.buffers.push_back(len);
+        match self.waiting.pop_front() {
+            Some(event) => self.events.push_back(event),
+            None => self.buffers.push_back(len),
+        }
         Some(Ok(()))
     }
 

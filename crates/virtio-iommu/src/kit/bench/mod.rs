@@ -265,7 +265,12 @@ impl<'a> Bench<'a> {
         let (first, last) = self.input_range();
         let mut taken: Vec<(u64, u64)> = self.subject.kept().into_iter().collect();
         for endpoint in self.subject.endpoints() {
-            taken.extend(self.reserved(endpoint)?);
+            match self.reserved(endpoint) {
+                Ok(regions) => taken.extend(regions),
+                // The checks of PROBE will tell; the others need not suffer.
+                Err(Failed::Timeout) => self.start(self.wanted())?,
+                Err(failed) => return Err(failed),
+            }
         }
         taken.sort_unstable();
         let end_of = |base: u64| base.checked_add(PAGES * page - 1).filter(|&end| end <= last);

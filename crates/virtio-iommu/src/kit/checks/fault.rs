@@ -10,6 +10,13 @@ use crate::{
 };
 
 pub(in crate::kit) const CHECKS: &[Check] = &[
+    Check::new(
+        4,
+        Should,
+        "reset-forgets-faults",
+        "after a device reset no report comes of what was before (virtio 2.4)",
+        reset_forgets,
+    ),
     Check::new(28, May, "fault-report", "what a refused access is reported as", report),
     Check::new(28, Should, "fault-reserved", "the reserved fields of a report are zero", reserved),
     Check::new(28, Should, "fault-flags", "the undefined flags of a report are zero", flags),
@@ -46,11 +53,21 @@ pub(in crate::kit) const CHECKS: &[Check] = &[
 
 const UNDEFINED: u32 = !0x103;
 
+/// So many reports from before a reset are thrown away.
+const STALE: usize = 1000;
+
 /// Has an attached endpoint read where nothing is mapped, with a buffer waiting: the endpoint, the
 /// address, the report.
 fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, Event), Stop> {
     let (_, endpoint) = bench.attached(0, 0)?;
     bench.post(64)?;
+    // That a reset forgets what waited is a check of its own.
+    for _ in 0..STALE {
+        match bench.event()? {
+            None => break,
+            Some(_) => bench.post(64)?,
+        }
+    }
     let (at, _) = bench.pages(5, 5);
     if bench.reach(endpoint, at, false)? != Reached::Nothing {
         return not_applicable("the access is not refused");
@@ -66,6 +83,20 @@ fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, Event), Stop> {
 
 fn word(event: &Event, at: usize) -> u32 {
     event.bytes[at..at + 4].iter().rev().fold(0, |word, &byte| word << 8 | u32::from(byte))
+}
+
+fn reset_forgets(bench: &mut Bench<'_>) -> Verdict {
+    let (endpoint, at, _) = fault(bench)?;
+    // Nobody is there to take these.
+    for _ in 0..4 {
+        bench.reach(endpoint, at, false)?;
+    }
+    bench.start(bench.wanted())?;
+    bench.post(64)?;
+    match bench.event()? {
+        None => Ok(None),
+        Some(_) => bench.mismatch("a report", "none"),
+    }
 }
 
 fn report(bench: &mut Bench<'_>) -> Verdict {

@@ -6,7 +6,7 @@ use crate::{
         Level::{May, Must, Should},
         bench::{Bench, Verdict, map, not_applicable},
     },
-    wire::{Features, MapFlags, Request, Status},
+    wire::{Features, MapFlags, Status},
 };
 
 pub(in crate::kit) const CHECKS: &[Check] = &[
@@ -264,14 +264,6 @@ fn largest(bench: &mut Bench<'_>) -> Verdict {
         u64::MAX => last,
         last => ((last + 1) & !mask).wrapping_sub(1),
     };
-    let request =
-        Request::Map { domain, range: whole(first, last), phys: 0, flags: MapFlags::READ };
-    let answer = bench.request(request)?;
+    let answer = bench.map(domain, (first, last), 0)?;
     Ok(Some(format!("{first:#x} to {last:#x}: it answers {answer}")))
-}
-
-/// A range, the whole of addresses where it would be none.
-fn whole(first: u64, last: u64) -> ringfence_iommu::Range {
-    use ringfence_iommu::{Iova, Range};
-    Range::new(Iova(first), Iova(last)).unwrap_or(Range::ALL)
 }
