@@ -114,7 +114,7 @@ pub(crate) struct Qemu {
     reboots: bool,
     console: &'static str,
     kernel: &'static str,
-    program: Option<PathBuf>,
+    newer: bool,
     arguments: Vec<String>,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -130,7 +130,7 @@ impl Qemu {
             reboots: false,
             console: "console",
             kernel: "",
-            program: None,
+            newer: false,
             arguments,
             files: Vec::new(),
         }
@@ -166,9 +166,9 @@ impl Qemu {
         self
     }
 
-    /// Started by another program than the one that the tests are for.
-    pub(crate) fn program(mut self, program: &Path) -> Qemu {
-        self.program = Some(program.to_owned());
+    /// Of a QEMU that can have its IOMMU served by another process.
+    pub(crate) fn newer(mut self) -> Qemu {
+        self.newer = true;
         self
     }
 
@@ -281,7 +281,7 @@ impl Qemu {
         let script = format!("{BEGIN}\n{script}");
         let base = format!("initramfs{}", self.kernel);
         std::fs::write(&initrd, initramfs(&base, &script, &self.files)).unwrap();
-        let mut command = Command::new(self.program.unwrap_or_else(usual));
+        let mut command = Command::new(qemu_program(self.newer));
         // Its threads have names, by which they are told apart.
         command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split,memory-backend=mem"]);
@@ -309,8 +309,10 @@ impl Qemu {
     }
 }
 
-/// The QEMU that starts machines, where a test names no other. Another can be tried on these tests.
-pub(crate) fn usual() -> PathBuf {
-    let program = std::env::var_os("RINGFENCE_QEMU").map(PathBuf::from);
-    program.unwrap_or_else(|| part("qemu-system-x86_64"))
+/// The QEMU that starts machines, the newer one of two if so asked. Another can be tried in place of
+/// the older.
+pub(crate) fn qemu_program(newer: bool) -> PathBuf {
+    let own = part(if newer { "qemu11/qemu-system-x86_64" } else { "qemu-system-x86_64" });
+    let other = std::env::var_os("RINGFENCE_QEMU").filter(|_| !newer);
+    other.map_or(own, PathBuf::from)
 }
