@@ -19,12 +19,12 @@ use crate::{
 
 /// The addresses of endpoints that are the subject's: a length that is whole granules of any size
 /// that is in use.
-pub(crate) const KEPT: (u64, u64) = (0x7e57_0000_0000, 0x7e57_0000_0000 + KEPT_LEN - 1);
+pub(crate) const KEPT: (u64, u64) = (0x7e_5700_0000, 0x7e_5700_0000 + KEPT_LEN - 1);
 const KEPT_LEN: u64 = 0x1_0000;
 /// Where the page lies in the subject's own memory.
 const SCRATCH: usize = 0x1f_0000;
 /// How much of the target is the kit's.
-pub(crate) const TARGET: usize = 0x4_0000;
+pub(crate) const TARGET: usize = 0x2_0000;
 
 /// As [`Subject::access`].
 ///

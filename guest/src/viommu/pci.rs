@@ -167,3 +167,17 @@ impl Registers {
         place as *mut R
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_function_has_the_number_that_the_bus_knows_it_by() {
+        assert_eq!(requester("0000:00:02.0"), Some(0x10));
+        assert_eq!(requester("0001:01:1f.7"), Some(0x1ff));
+        for wrong in ["", "0000:00:02", "00:02.0", "0000:00:02.x"] {
+            assert_eq!(requester(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -50,6 +50,8 @@ pub(crate) struct Viommu {
     domains: HashMap<u32, u32>,
     /// The same from before a reset, after which nobody is in any.
     before_reset: HashMap<u32, u32>,
+    /// No endpoint has this number.
+    absent: u32,
     /// Whether what a reset leaves behind is taken away after it.
     tidy: Rc<Cell<bool>>,
     /// Makes what is written differ each time.
@@ -69,7 +71,7 @@ impl Viommu {
     ///
     /// # Errors
     /// It or an `edu` is not there, or what the kernel says.
-    pub(crate) fn find(tidy: Rc<Cell<bool>>) -> Result<Viommu> {
+    pub(crate) fn find(absent: u32, tidy: Rc<Cell<bool>>) -> Result<Viommu> {
         let functions = Function::all(0x1af4, 0x1057)?;
         let function = functions.first().context("this machine has no virtio-iommu")?;
         let edus = Edu::all()?;
@@ -82,6 +84,7 @@ impl Viommu {
             queues: None,
             domains: HashMap::new(),
             before_reset: HashMap::new(),
+            absent,
             tidy,
             writes: 0,
         };
@@ -239,8 +242,7 @@ impl Subject for Viommu {
     }
 
     fn absent_endpoint(&self) -> u32 {
-        // No machine of these tests has so many buses.
-        0xfff8
+        self.absent
     }
 
     fn memory(&self) -> (u64, u64) {

@@ -4,7 +4,7 @@ use std::{
     io::{BufRead, BufReader, Write},
     os::unix::process::CommandExt,
     path::PathBuf,
-    process::{Child, ChildStdin, Command, Stdio},
+    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::{Arc, Condvar, Mutex, MutexGuard},
     thread,
     time::{Duration, Instant},
@@ -139,6 +139,18 @@ impl Guest {
         };
         assert!(status.success(), "the machine: {status}");
         Said { lines: self.lines() }
+    }
+
+    /// How the machine ended that does not live through its script, and what it said until then.
+    pub(crate) fn dies(mut self) -> (ExitStatus, Said) {
+        let begun = Instant::now();
+        let mut told = self.heard.told();
+        while !told.over {
+            assert!(begun.elapsed() < LIMIT, "the machine lives");
+            told = self.heard.more.wait_timeout(told, Duration::from_secs(1)).unwrap().0;
+        }
+        drop(told);
+        (self.child.wait().unwrap(), Said { lines: self.lines() })
     }
 
     fn lines(&self) -> Vec<String> {

@@ -11,6 +11,7 @@ mod proxy;
 mod qemu;
 
 mod blk;
+mod conformance;
 mod crash;
 mod doctor;
 mod firmware;

@@ -206,6 +206,12 @@ impl Qemu {
         self
     }
 
+    /// One more of QEMU's options.
+    pub(crate) fn with(mut self, option: &str, value: &str) -> Qemu {
+        self.add(option, value.to_owned());
+        self
+    }
+
     /// A file in the guest.
     pub(crate) fn file(mut self, name: &'static str, content: Vec<u8>) -> Qemu {
         self.files.push((name, content));
@@ -316,10 +322,7 @@ impl Qemu {
         let script = format!("{BEGIN}\n{script}");
         let base = format!("initramfs{}", self.kernel);
         std::fs::write(&initrd, initramfs(&base, &script, &self.files)).unwrap();
-        let own = part(if self.newer { "qemu11/qemu-system-x86_64" } else { "qemu-system-x86_64" });
-        // Another QEMU can be tried on these tests.
-        let other = std::env::var_os("RINGFENCE_QEMU").filter(|_| !self.newer);
-        let mut command = Command::new(other.map_or(own, PathBuf::from));
+        let mut command = Command::new(qemu_program(self.newer));
         // Its threads have names, by which they are told apart.
         command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split"]);
@@ -349,4 +352,12 @@ impl Qemu {
         command.args(["-serial", "stdio"]);
         Guest::start(&mut command, Some(console))
     }
+}
+
+/// The QEMU that starts machines, the newer one of two if so asked. Another can be tried in place of
+/// the older.
+pub(crate) fn qemu_program(newer: bool) -> PathBuf {
+    let own = part(if newer { "qemu11/qemu-system-x86_64" } else { "qemu-system-x86_64" });
+    let other = std::env::var_os("RINGFENCE_QEMU").filter(|_| !newer);
+    other.map_or(own, PathBuf::from)
 }

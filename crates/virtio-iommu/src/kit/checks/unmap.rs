@@ -226,6 +226,21 @@ fn split_removes_nothing(bench: &mut Bench<'_>) -> Verdict {
             expect_mapped(bench, domain, endpoint, page, was)?;
         }
     }
+    // Whoever finds mappings in a tree meets them in another order than that of their addresses: of
+    // two, the one that was made first.
+    for mappings in [[(1, 1), (4, 7)], [(4, 7), (1, 1)]] {
+        bench.start(bench.wanted())?;
+        bench.attached(0, 0)?;
+        for (first, last) in mappings {
+            let (at, phys) = (bench.pages(first, last), bench.phys(first));
+            bench.mapped(domain, at, phys)?;
+        }
+        let at = bench.pages(0, 5);
+        bench.unmap(domain, at)?;
+        for page in [1, 4, 7] {
+            expect_mapped(bench, domain, endpoint, page, true)?;
+        }
+    }
     Ok(None)
 }
 

@@ -1,0 +1,225 @@
+//! The conformance kit against QEMU's own virtio-iommu, from inside a guest whose Linux has no driver
+//! for it. What QEMU does otherwise than the specification asks is known and listed, here and in
+//! docs/conformance.md: a change of it, and of the kit, is seen.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    os::unix::process::ExitStatusExt,
+    path::Path,
+    process::Command,
+};
+
+use ringfence_virtio_iommu::kit;
+use serde_json::Value;
+
+use crate::{
+    place::{Place, part},
+    qemu::{Iommu, Qemu, qemu_program},
+};
+
+/// What the kit finds on the virtio-iommu of a QEMU.
+struct Known {
+    version: (u32, u32),
+    /// The checks that it fails.
+    fails: &'static [&'static str],
+    /// Those that end QEMU: they are left out, and tried one after the other in a machine that may.
+    ends_qemu: &'static [&'static str],
+    /// Those that cannot be judged on it.
+    not_applicable: &'static [&'static str],
+}
+
+const KNOWN: &[Known] = &[
+    Known {
+        version: (7, 2),
+        fails: &[
+            "unknown-type",
+            "no-room-for-tail",
+            "cut-short",
+            "attach-reserved",
+            "map-aligned",
+            "map-reserved-region",
+            "unmap-split-removes-nothing",
+            "small-event-buffer",
+        ],
+        ends_qemu: &["probe-small"],
+        not_applicable: &[
+            "bypass-system-reset",
+            "bypass-negotiated",
+            "attach-refused-does-nothing",
+            "map-mmio-unoffered",
+            "map-input-range",
+            "probe-unoffered",
+            "region-reaches-nothing",
+            "needs-reset",
+            "attach-outside-domain-range",
+        ],
+    },
+    Known {
+        version: (11, 1),
+        fails: &[
+            "reset-detaches",
+            "reset-ends-domains",
+            "unknown-type",
+            "no-room-for-tail",
+            "cut-short",
+            "attach-reserved",
+            "map-aligned",
+            "map-reserved-region",
+            "map-input-range",
+            "unmap-split-removes-nothing",
+            "probe-small",
+            "small-event-buffer",
+        ],
+        ends_qemu: &[],
+        not_applicable: &[
+            "bypass-system-reset",
+            "bypass-negotiated",
+            "attach-refused-does-nothing",
+            "map-mmio-unoffered",
+            "probe-unoffered",
+            "region-reaches-nothing",
+            "needs-reset",
+            "attach-outside-domain-range",
+        ],
+    },
+];
+
+/// A number that no endpoint has, and whose lowest 16 bits are those of one.
+const ALIAS: &str = "0x10010";
+/// The checks that send it.
+const ABSENT: [&str; 3] = ["attach-absent", "detach-absent", "probe-absent"];
+/// Those that every QEMU fails with it.
+const ALIASED: &[&str] = &["attach-absent", "probe-absent"];
+
+/// The first two numbers of what a QEMU says it is.
+fn version(program: &Path) -> (u32, u32) {
+    let ran = Command::new(program).arg("--version").output().unwrap();
+    let says = String::from_utf8_lossy(&ran.stdout).into_owned();
+    let numbers = || {
+        let mut numbers = says.split_once("version ")?.1.split(['.', ' ']);
+        let mut next = || numbers.next()?.parse().ok();
+        Some((next()?, next()?))
+    };
+    numbers().unwrap_or_else(|| panic!("{} says {says:?}", program.display()))
+}
+
+/// What is known of a version: of the nearest before it, if it is itself not known.
+fn known(version: (u32, u32)) -> &'static Known {
+    let before = KNOWN.iter().filter(|known| known.version <= version);
+    before.max_by_key(|known| known.version).unwrap_or(&KNOWN[0])
+}
+
+/// Runs the kit in a guest of QEMU, the newer one if so asked, and holds what it finds against what is
+/// known.
+fn judge(newer: bool) {
+    let (place, version) = (Place::new(), version(&qemu_program(newer)));
+    let known = known(version);
+    if known.version != version {
+        eprintln!("QEMU {version:?} is not known: taken for one like {:?}", known.version);
+    }
+    let machine = Qemu::new(Iommu::None);
+    let machine = if newer { machine.newer() } else { machine };
+    let machine = machine
+        .with("-device", "virtio-iommu-pci")
+        // Endpoints that do what they are told, 100 ms after it: by a clock that does not wait.
+        .with("-device", "edu,dma_mask=0xffffffffffffffff")
+        .with("-device", "edu,dma_mask=0xffffffffffffffff")
+        .with("-icount", "shift=7,sleep=off")
+        .file("bin/viommu-kit", fs::read(part("viommu-kit")).unwrap());
+    let without = known.ends_qemu.join(",");
+    let script = format!(
+        "viommu-kit --json --without \"{without}\" > /tmp/kit 2>&3\n\
+         give kit < /tmp/kit\n\
+         viommu-kit --json --only {} --absent {ALIAS} > /tmp/kit 2>&3\n\
+         give alias < /tmp/kit\n\
+         for check in {}; do viommu-kit --only $check > /tmp/kit 2>&3; say survived $check; done\n",
+        ABSENT.join(","),
+        without.replace(',', " ")
+    );
+    let mut guest = machine.start(&place, &script);
+    for check in kit::checks() {
+        // One after the other: a guest that is slow is not one that hangs.
+        if !known.ends_qemu.contains(&check.name) {
+            guest.hear(&format!("trying {}", check.name));
+        }
+    }
+    guest.hear("end kit");
+    guest.hear("end alias");
+    let said = match known.ends_qemu {
+        [] => guest.end(),
+        [check, ..] => {
+            eprintln!("QEMU {version:?}: not asked {:?}, which ends it", known.ends_qemu);
+            guest.hear(&format!("trying {check}"));
+            let (status, said) = guest.dies();
+            assert!(status.signal().is_some(), "QEMU survives {check}: {status}");
+            said
+        }
+    };
+    // All that was asked, and no less: a kit that finds nothing because it asks nothing fails.
+    let all = Findings::of(&said.json("kit"), version);
+    assert_eq!(all.asked, kit::checks().len() - known.ends_qemu.len());
+    all.expect("fail", known.fails);
+    all.expect("not applicable", known.not_applicable);
+    all.expect("not run", &[]);
+    let others = Findings::of(&said.json("alias"), version);
+    assert_eq!(others.asked, ABSENT.len());
+    others.expect("fail", ALIASED);
+    others.expect("not applicable", &[]);
+    others.expect("not run", &[]);
+}
+
+/// What came out of a run of the kit.
+struct Findings {
+    asked: usize,
+    by_outcome: BTreeMap<String, BTreeSet<String>>,
+}
+
+impl Findings {
+    fn of(report: &Value, version: (u32, u32)) -> Findings {
+        assert_eq!(report["schema"], "ringfence.conformance/1");
+        let rows = report["rules"].as_array().unwrap();
+        let mut by_outcome: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for row in rows {
+            let field = |field: &str| row[field].as_str().unwrap_or_default().to_owned();
+            if row["outcome"] != "pass" {
+                let (rule, outcome, check) = (field("rule"), field("outcome"), field("check"));
+                eprintln!("QEMU {version:?} {rule} {check}: {outcome}: {}", field("why"));
+            }
+            by_outcome.entry(field("outcome")).or_default().insert(field("check"));
+        }
+        Findings { asked: rows.len(), by_outcome }
+    }
+
+    /// Expects that these checks ended so, and no others.
+    fn expect(&self, outcome: &str, listed: &[&str]) {
+        let listed: BTreeSet<String> = listed.iter().map(|&check| check.to_owned()).collect();
+        let found = self.by_outcome.get(outcome).cloned().unwrap_or_default();
+        let (new, gone): (Vec<_>, Vec<_>) =
+            (found.difference(&listed).collect(), listed.difference(&found).collect());
+        assert!(new.is_empty() && gone.is_empty(), "{outcome}: new {new:?}, no more {gone:?}");
+    }
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn the_virtio_iommu_of_qemu_differs_from_the_specification_as_known() {
+    judge(false);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn the_virtio_iommu_of_a_newer_qemu_differs_from_the_specification_as_known() {
+    judge(true);
+}
+
+#[test]
+fn every_known_difference_is_told_of() {
+    let told = include_str!("../../../../docs/conformance.md");
+    for known in KNOWN {
+        for check in known.fails.iter().chain(known.ends_qemu).chain(ALIASED) {
+            assert!(kit::checks().iter().any(|one| one.name == *check), "{check} is no check");
+            assert!(told.contains(&format!("`{check}`")), "{check} of QEMU {:?}", known.version);
+        }
+    }
+}
