@@ -103,6 +103,8 @@ pub struct BlkQueue {
     recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
     away: Option<Away>,
+    /// Whether the ring has been mapped.
+    found: bool,
     parked: Parked,
     /// Set while the next chain cannot be taken, for want of a translation of its table.
     head: Option<Head>,
@@ -142,6 +144,7 @@ impl BlkQueue {
             order: None,
             recorded: None,
             away: None,
+            found: false,
             parked: Parked::default(),
             head: None,
             free: (0..size).rev().collect(),

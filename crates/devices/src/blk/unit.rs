@@ -150,7 +150,7 @@ impl BlkUnit {
             bus if bus.iotlb().is_some() => {}
             // A front end that is refused a ring gives the device up for good. A driver may yet map
             // it, as the one after a firmware that may not use the device does (rule D22).
-            Bus::Iommu(view) => match queue.find(&**view) {
+            Bus::Iommu(view) => match view.silently(|| queue.find(&**view)) {
                 Err(QueueError::Ring(RingError::Unreachable { .. })) => {}
                 found => found?,
             },
@@ -336,7 +336,8 @@ impl Unit for BlkUnit {
                 continue;
             }
             match served.queue.poll(&self.bus, now_ns) {
-                Ok(false) => {}
+                Ok(false) if served.queue.stats().away == served.told.away => {}
+                Ok(false) => served.tell(&self.shared.figures),
                 Ok(true) => {
                     busy = true;
                     served.tell(&self.shared.figures);

@@ -102,8 +102,7 @@ impl Iommu {
         let IommuOptions { device, unit } = options;
         let device = Arc::new(Device::new(Arc::clone(&gate), device));
         let known = ringfence_virtio_iommu::device::Backing::endpoints(&*gate);
-        let reported =
-            Arc::new(Reported::new(Arc::clone(&faults), Arc::clone(&wake), &gate, known));
+        let reported = Arc::new(Reported::new(Arc::clone(&faults), Arc::clone(&wake), known));
         let sink: Arc<dyn FaultSink> = Arc::clone(&reported) as _;
         gate.report_to(&sink);
         let state = Mutex::default();

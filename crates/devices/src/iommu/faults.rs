@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     os::fd::OwnedFd,
     sync::{
-        Arc, Weak,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -13,7 +13,6 @@ use ringfence_iommu::{Fault, FaultReason, FaultSink, Prot};
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtio_iommu::device::FaultQueue;
 
-use super::gate::Gate;
 use crate::event;
 
 /// An endpoint's faults are told in the log once in this time: a driver makes as many as it likes.
@@ -23,7 +22,6 @@ const TOLD_EVERY_NS: u64 = 1_000_000_000;
 pub(super) struct Reported {
     faults: Arc<FaultQueue>,
     wake: Arc<OwnedFd>,
-    gate: Weak<Gate>,
     endpoints: BTreeMap<u32, Account>,
 }
 
@@ -39,11 +37,10 @@ impl Reported {
     pub(super) fn new(
         faults: Arc<FaultQueue>,
         wake: Arc<OwnedFd>,
-        gate: &Arc<Gate>,
         endpoints: impl IntoIterator<Item = u32>,
     ) -> Reported {
         let endpoints = endpoints.into_iter().map(|id| (id, Account::default())).collect();
-        Reported { faults, wake, gate: Arc::downgrade(gate), endpoints }
+        Reported { faults, wake, endpoints }
     }
 
     /// How many faults each endpoint has had.
@@ -55,11 +52,6 @@ impl Reported {
 
 impl FaultSink for Reported {
     fn report(&self, fault: Fault) {
-        // A driver that has mapped nothing has not asked for anything. It is a ring that firmware has
-        // left, which a worker looks for of its own accord: a device would not touch it.
-        if self.gate.upgrade().is_some_and(|gate| gate.has_nothing(fault.endpoint)) {
-            return;
-        }
         self.faults.report(fault);
         event::signal(&self.wake);
         if let Some(account) = self.endpoints.get(&fault.endpoint) {
@@ -85,7 +77,7 @@ impl Account {
             FaultReason::NoDomain => "it is in no domain",
             _ => "it is not mapped for that",
         };
-        tracing::warn!(
+        tracing::info!(
             "iommu: endpoint {endpoint:#x} was refused {what} {iova:#x}: {why}; {more} more since \
              the last told"
         );

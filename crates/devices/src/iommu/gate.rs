@@ -76,14 +76,6 @@ impl Gate {
         self.endpoints.report_to(faults);
     }
 
-    /// Whether an endpoint is in a domain in which nothing is mapped.
-    pub(super) fn has_nothing(&self, endpoint: u32) -> bool {
-        match self.wanted.lock().bindings.get(&endpoint) {
-            Some(Binding::Domain(domain)) => domain.primary().mappings() == 0,
-            _ => false,
-        }
-    }
-
     /// What all domains hold: mappings, and bytes of their tables.
     pub(super) fn held(&self) -> (u64, u64) {
         let domains = self.domains.lock();

@@ -23,6 +23,9 @@ pub(super) unsafe trait Lasting: Translate {
     /// Counts an access that gave up waiting.
     fn gave_up(&self);
 
+    /// Runs `job` without reporting the faults that come of it.
+    fn silently<R>(&self, job: impl FnOnce() -> R) -> R;
+
     /// A piece of memory around `addr`, and its first address; `None` if it is not to be had now.
     /// Reports no faults: the access itself will.
     fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)>;
@@ -43,6 +46,10 @@ unsafe impl Lasting for View {
         if let Some(iotlb) = self.iotlb() {
             iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
+        View::silently(self, job)
     }
 
     #[inline]
@@ -158,6 +165,10 @@ unsafe impl Lasting for Plain<'_> {
     }
 
     fn gave_up(&self) {}
+
+    fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
+        job()
+    }
 
     #[inline]
     fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {

@@ -54,6 +54,8 @@ pub(super) struct NetRing {
     failed: bool,
     /// When the ring, whose address leads nowhere, is looked for again.
     away_until: Option<u64>,
+    /// Whether it has been found, or looked for in vain and told of.
+    looked_for: bool,
     pub(super) counters: Arc<QueueCounters>,
     name: Arc<str>,
     log: RingLog,
@@ -80,6 +82,7 @@ impl NetRing {
             enabled: false,
             failed: false,
             away_until: None,
+            looked_for: false,
             counters,
             name,
             log,
@@ -157,7 +160,15 @@ impl NetRing {
         if self.away_until.is_some_and(|until| now_ns < until) {
             return Ready::No;
         }
-        match self.queue.revalidate(bus) {
+        // One that is lost again is looked for of our own accord: no driver has asked for that, as
+        // where firmware has left it.
+        let quietly = std::mem::replace(&mut self.looked_for, true);
+        let queue = &mut self.queue;
+        let found = match quietly {
+            true => bus.silently(|| queue.revalidate(bus)),
+            false => queue.revalidate(bus),
+        };
+        match found {
             Ok(()) => {
                 self.away_until = None;
                 // Nobody could say so while it was not there, and who looks for work is awake.
@@ -169,6 +180,7 @@ impl NetRing {
                 for (addr, len, access) in self.queue.config().areas() {
                     bus.prefetch(addr, len as u64, access);
                 }
+                self.looked_for = false;
                 Ready::Soon
             }
             Err(RingError::Unreachable { .. }) => {
@@ -295,7 +307,7 @@ impl NetRing {
         let RingAddresses { desc, avail, used, log } = addresses;
         self.log.set_at(&mut self.queue, log);
         self.queue.relocate(desc, avail, used);
-        self.away_until = None;
+        (self.away_until, self.looked_for) = (None, false);
     }
 
     /// Translates the ring's addresses anew.

@@ -257,6 +257,8 @@ impl BlkQueue {
         {
             self.ring = recorded.open(self.ring.config(), mem)?;
         }
-        Ok(self.ring.revalidate(mem)?)
+        self.ring.revalidate(mem)?;
+        self.found = true;
+        Ok(())
     }
 }

@@ -31,6 +31,9 @@ impl BlkQueue {
     fn look_for_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         let answers = bus.answers();
         let again = self.away.is_some();
+        // One that the IOMMU in this process has taken away is looked for of our own accord: no
+        // driver has asked for that, as where firmware has left it.
+        let lost = self.found && bus.iotlb().is_none();
         match self.away {
             Some(Away { retry_at, answers: seen, .. })
                 if self.now_ns < retry_at && seen == answers =>
@@ -40,8 +43,8 @@ impl BlkQueue {
             _ if bus.iotlb().is_some() => ask_for_ring(self.ring.config(), bus),
             _ => {}
         }
-        let found = match again {
-            // The driver has been told the first time.
+        let found = match again || lost {
+            // The driver has been told the first time, if at all.
             true => bus.silently(|| self.find(bus)),
             false => self.find(bus),
         };

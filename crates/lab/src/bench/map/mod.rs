@@ -415,7 +415,8 @@ fn memory(options: &Options, into: &mut Benchmark) {
 /// Operations a second.
 fn rate(ns: &Rounds) -> Interval {
     let Interval { median, lo, hi } = ns.interval();
-    let a_second = |ns: Option<f64>| ns.map(|ns| 1e9 / ns);
+    // An interval of few and unlike rounds may begin below nothing.
+    let a_second = |ns: Option<f64>| ns.filter(|&ns| ns > 0.0).map(|ns| 1e9 / ns);
     Interval { median: a_second(median), lo: a_second(hi), hi: a_second(lo) }
 }
 
