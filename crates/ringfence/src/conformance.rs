@@ -57,7 +57,8 @@ pub(crate) struct Arguments {
     #[arg(long)]
     strict: bool,
 
-    /// How long an answer may take, in milliseconds.
+    /// How long an answer may take, in milliseconds; an access that is not answered in a tenth of it
+    /// counts as refused.
     #[arg(long, value_name = "MS", default_value_t = 2000,
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     timeout: u64,

@@ -9,6 +9,9 @@ use ringfence_virtq::{Desc, F_VERSION_1};
 
 use super::{ANSWER, broken, ring::Ring};
 
+/// An access that is not answered in this part of the time for requests counts as refused: most of
+/// the refused ones are not answered.
+const SILENCE: u32 = 10;
 /// Descriptors of its ring.
 const SIZE: u16 = 16;
 /// What lies where in the disk's own memory.
@@ -164,10 +167,14 @@ impl Disk {
         ];
         let Some(ring) = &mut self.ring else { return Err(Refused) };
         ring.submit(&descs, 0).map_err(|_| Refused)?;
-        match ring.wait(self.patience) {
+        match ring.wait(self.patience / SILENCE) {
             Ok(Some(_)) => {}
-            // It cannot reach its ring, or does not say that an access failed.
-            _ => return Err(Refused),
+            // It cannot reach its ring, or does not say that an access failed. Nor will it answer
+            // what is asked in this ring after it.
+            _ => {
+                self.ring = None;
+                return Err(Refused);
+            }
         }
         let mut status = [0xff];
         self.ram.slice(self.offset + STATUS, 1).map_err(|_| Refused)?.copy_to(&mut status);
