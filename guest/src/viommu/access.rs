@@ -26,7 +26,7 @@ const SCRATCH: usize = 0x1f_0000;
 /// How much of the target is the kit's.
 pub(crate) const TARGET: usize = 0x2_0000;
 
-/// As [`Subject::access`].
+/// As `Subject::access`.
 ///
 /// # Errors
 /// It could not be tried.

@@ -66,12 +66,19 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SOCKET")]
     iommu: PathBuf,
 
-    /// A disk: SOCKET=IMAGE[,queues=N][,read-only][,direct][,untrusted][,addr=DD.F]
-    #[arg(long, value_name = "SPEC")]
+    #[arg(
+        long,
+        value_name = "SPEC",
+        help = "A disk: SOCKET=IMAGE[,queues=N][,read-only][,direct][,untrusted][,addr=DD.F]"
+    )]
     blk: Vec<BlkSpec>,
 
-    /// A network device: SOCKET=loopback|tap:NAME|peer:SOCKET[,queues=N][,untrusted][,addr=DD.F]
-    #[arg(long, value_name = "SPEC")]
+    #[arg(
+        long,
+        value_name = "SPEC",
+        help = "A network device: \
+                  SOCKET=loopback|tap:NAME|peer:SOCKET[,queues=N][,untrusted][,addr=DD.F]"
+    )]
     net: Vec<NetSpec>,
 
     /// An endpoint for a function that does no DMA, such as QEMU's pci-testdev: to try VFIO in the
