@@ -77,7 +77,7 @@ pub(crate) struct Arguments {
         long,
         value_name = "SPEC",
         help = "A network device: \
-                  SOCKET=loopback|tap:NAME|peer:SOCKET[,queues=N][,untrusted][,addr=DD.F]"
+                  SOCKET=loopback|tap:NAME|peer:SOCKET[,untrusted][,addr=DD.F]"
     )]
     net: Vec<NetSpec>,
 

@@ -79,12 +79,7 @@ pub(super) fn arguments(
             Kind::Net => {
                 let netdev = format!("vhost-user,id={id}-net,chardev={id},queues={queues}");
                 all.push(["-netdev".into(), netdev]);
-                let many = match queues {
-                    1 => String::new(),
-                    // Two vectors a pair, and one each for changes of configuration and control.
-                    pairs => format!(",mq=on,vectors={}", 2 * pairs + 2),
-                };
-                format!("virtio-net-pci,netdev={id}-net,{virtio},{place}{many}")
+                format!("virtio-net-pci,netdev={id}-net,{virtio},{place},{NO_CONTROL}")
             }
             Kind::Idle => format!("pci-testdev,{place}"),
         };
@@ -92,6 +87,12 @@ pub(super) fn arguments(
     }
     all
 }
+
+/// The control queue of a network device is QEMU's own, and it would read the driver's addresses as its
+/// idle IOMMU has them: a driver that waits for an answer would wait for ever. Neither it nor what needs
+/// it is offered.
+const NO_CONTROL: &str = "ctrl_vq=off,ctrl_rx=off,ctrl_rx_extra=off,ctrl_vlan=off,\
+                          ctrl_mac_addr=off,ctrl_guest_offloads=off,guest_announce=off,mq=off";
 
 /// A name in a value of QEMU's.
 fn escaped(path: &Path) -> String {

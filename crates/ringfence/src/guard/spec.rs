@@ -80,6 +80,10 @@ impl Place {
                     self.queues = queues;
                     Ok(())
                 }
+                _ if most_queues == 1 => Err(format!(
+                    "queues={queues}: 1 pair is all: others are switched on by a control queue, \
+                     which QEMU keeps to itself and cannot translate for"
+                )),
                 _ => Err(format!("queues={queues}: 1 to {most_queues}")),
             },
             _ => return None,
@@ -128,8 +132,8 @@ impl FromStr for NetSpec {
         };
         let mut spec = NetSpec { place: Place::new(socket), way };
         for option in options {
-            let taken = spec.place.take(&option, 127);
-            taken.unwrap_or_else(|| Err(unknown(&option, "addr=, queues=, untrusted")))?;
+            let taken = spec.place.take(&option, 1);
+            taken.unwrap_or_else(|| Err(unknown(&option, "addr=, untrusted")))?;
         }
         if matches!((&spec.way, spec.place.address), (NetWay::Peer(_), Some(_))) {
             return Err("addr= says where one device is: a pair has the next two".into());
@@ -166,7 +170,8 @@ mod tests {
     fn a_network_device_has_a_way() {
         let way = |text: &str| text.parse::<NetSpec>().map(|spec| spec.way);
         assert_eq!(way("n=loopback"), Ok(NetWay::Loopback));
-        assert_eq!(way("n=tap:vm0,queues=2"), Ok(NetWay::Tap("vm0".into())));
+        assert_eq!(way("n=tap:vm0,queues=1"), Ok(NetWay::Tap("vm0".into())));
+        assert!(way("n=tap:vm0,queues=2").unwrap_err().contains("control queue"));
         assert_eq!(way("n=peer:m"), Ok(NetWay::Peer("m".into())));
         for wrong in ["n=tap:", "n=peer", "n=x", "n=loopback,read-only", "n=peer:m,addr=6"] {
             assert!(way(wrong).is_err(), "{wrong}");
