@@ -91,6 +91,15 @@ impl Bus {
         }
     }
 
+    /// Counts how often the endpoint was bound anew; see [`View::bindings`].
+    #[inline]
+    pub fn bindings(&self) -> u64 {
+        match self {
+            Bus::Iommu(view) => view.bindings(),
+            Bus::Physical(_) => 0,
+        }
+    }
+
     /// Counts what was asked for; see [`View::questions`].
     #[inline]
     pub fn questions(&self) -> u64 {

@@ -157,6 +157,13 @@ impl View {
         self.waiter.answers()
     }
 
+    /// Counts how often the endpoint was bound anew, as far as this view has seen it: what was found
+    /// before may mean something else now, or nothing, without anybody having unmapped it.
+    #[inline]
+    pub fn bindings(&self) -> u64 {
+        self.changes
+    }
+
     /// How many questions were asked so far. Who begins to wait for what is missing notes it, and
     /// looks again [`since`](Self::since) then.
     pub fn questions(&self) -> u64 {

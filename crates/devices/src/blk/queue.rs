@@ -103,8 +103,8 @@ pub struct BlkQueue {
     recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
     away: Option<Away>,
-    /// Whether the ring has been mapped.
-    found: bool,
+    /// How often the endpoint had been bound anew when the ring was found last.
+    found: Option<u64>,
     parked: Parked,
     /// Set while the next chain cannot be taken, for want of a translation of its table.
     head: Option<Head>,
@@ -144,7 +144,7 @@ impl BlkQueue {
             order: None,
             recorded: None,
             away: None,
-            found: false,
+            found: None,
             parked: Parked::default(),
             head: None,
             free: (0..size).rev().collect(),

@@ -152,7 +152,7 @@ impl BlkUnit {
             // it, as the one after a firmware that may not use the device does (rule D22).
             Bus::Iommu(view) => match view.silently(|| queue.find(&**view)) {
                 Err(QueueError::Ring(RingError::Unreachable { .. })) => {}
-                found => found?,
+                found => found.map(|()| queue.note_found(view.bindings()))?,
             },
             Bus::Physical(_) => queue.find(&UserAddresses::new(Arc::clone(memory)))?,
         }

@@ -23,6 +23,9 @@ pub(super) unsafe trait Lasting: Translate {
     /// Counts an access that gave up waiting.
     fn gave_up(&self);
 
+    /// Counts how often the endpoint was bound anew.
+    fn bindings(&self) -> u64;
+
     /// Runs `job` without reporting the faults that come of it.
     fn silently<R>(&self, job: impl FnOnce() -> R) -> R;
 
@@ -46,6 +49,10 @@ unsafe impl Lasting for View {
         if let Some(iotlb) = self.iotlb() {
             iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    fn bindings(&self) -> u64 {
+        View::bindings(self)
     }
 
     fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
@@ -165,6 +172,10 @@ unsafe impl Lasting for Plain<'_> {
     }
 
     fn gave_up(&self) {}
+
+    fn bindings(&self) -> u64 {
+        0
+    }
 
     fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
         job()

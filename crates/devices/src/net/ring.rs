@@ -54,8 +54,10 @@ pub(super) struct NetRing {
     failed: bool,
     /// When the ring, whose address leads nowhere, is looked for again.
     away_until: Option<u64>,
-    /// Whether it has been found, or looked for in vain and told of.
-    looked_for: bool,
+    /// Whether it was told that it is not mapped, since it was mapped last.
+    told: bool,
+    /// How often the endpoint had been bound anew when it was found last.
+    found: Option<u64>,
     pub(super) counters: Arc<QueueCounters>,
     name: Arc<str>,
     log: RingLog,
@@ -82,7 +84,8 @@ impl NetRing {
             enabled: false,
             failed: false,
             away_until: None,
-            looked_for: false,
+            told: false,
+            found: None,
             counters,
             name,
             log,
@@ -160,9 +163,9 @@ impl NetRing {
         if self.away_until.is_some_and(|until| now_ns < until) {
             return Ready::No;
         }
-        // One that is lost again is looked for of our own accord: no driver has asked for that, as
-        // where firmware has left it.
-        let quietly = std::mem::replace(&mut self.looked_for, true);
+        // One that was elsewhere's, where the endpoint was bound before, is looked for of our own
+        // accord: firmware has left it, and the driver has not asked for anything.
+        let quietly = self.told || self.found.is_some_and(|at| at != bus.bindings());
         let queue = &mut self.queue;
         let found = match quietly {
             true => bus.silently(|| queue.revalidate(bus)),
@@ -170,7 +173,8 @@ impl NetRing {
         };
         match found {
             Ok(()) => {
-                self.away_until = None;
+                (self.away_until, self.told) = (None, false);
+                self.found = Some(bus.bindings());
                 // Nobody could say so while it was not there, and who looks for work is awake.
                 self.disarm();
                 Ready::Yes
@@ -180,10 +184,10 @@ impl NetRing {
                 for (addr, len, access) in self.queue.config().areas() {
                     bus.prefetch(addr, len as u64, access);
                 }
-                self.looked_for = false;
                 Ready::Soon
             }
             Err(RingError::Unreachable { .. }) => {
+                self.told = true;
                 self.away_until = Some(now_ns.saturating_add(AWAY_NS));
                 Ready::No
             }
@@ -307,7 +311,7 @@ impl NetRing {
         let RingAddresses { desc, avail, used, log } = addresses;
         self.log.set_at(&mut self.queue, log);
         self.queue.relocate(desc, avail, used);
-        (self.away_until, self.looked_for) = (None, false);
+        (self.away_until, self.told, self.found) = (None, false, None);
     }
 
     /// Translates the ring's addresses anew.

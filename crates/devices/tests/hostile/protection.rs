@@ -251,12 +251,15 @@ fn a_ring_area_without_the_permission_it_needs_is_no_ring() {
     rig.map(queue.bus, gpa, PAGE as u64, Prot::RW);
     assert_eq!(queue.finish(), OK);
 
-    // To be started it must be reachable at once.
+    // When it is started, too.
     rig.blk.get_vring_base(0).unwrap();
     rig.unmap(queue.bus, PAGE as u64);
     rig.map(queue.bus, gpa, PAGE as u64, Prot::READ);
-    assert!(rig.blk.set_vring_kick(0, Some(queue.kick.as_fd())).is_err());
+    rig.blk.set_vring_kick(0, Some(queue.kick.as_fd())).unwrap();
+    rig.blk.set_vring_enable(0, true).unwrap();
     other.go_round();
+    rig.round(0);
+    assert!(rig.ask(0, |unit| unit.is_away(0)));
 }
 
 #[test]

@@ -117,12 +117,12 @@ pub(crate) struct Arguments {
           value_parser = clap::value_parser!(u32).range(1..))]
     max_domains: u32,
 
-    /// The most mappings of a domain
+    /// The most mappings, of all domains together
     #[arg(long, value_name = "N", default_value_t = 1 << 20,
           value_parser = clap::value_parser!(u64).range(1..))]
     max_mappings: u64,
 
-    /// The most memory that a domain's tables take
+    /// The most memory that the tables of all domains take
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = size)]
     max_tables: u64,
 

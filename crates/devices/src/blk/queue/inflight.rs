@@ -257,8 +257,6 @@ impl BlkQueue {
         {
             self.ring = recorded.open(self.ring.config(), mem)?;
         }
-        self.ring.revalidate(mem)?;
-        self.found = true;
-        Ok(())
+        Ok(self.ring.revalidate(mem)?)
     }
 }

@@ -27,13 +27,18 @@ impl BlkQueue {
         if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus) }
     }
 
+    /// Notes that the ring was found when the endpoint had been bound anew so often.
+    pub(crate) fn note_found(&mut self, bindings: u64) {
+        self.found = Some(bindings);
+    }
+
     #[cold]
     fn look_for_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         let answers = bus.answers();
         let again = self.away.is_some();
-        // One that the IOMMU in this process has taken away is looked for of our own accord: no
-        // driver has asked for that, as where firmware has left it.
-        let lost = self.found && bus.iotlb().is_none();
+        // One that was elsewhere's, where the endpoint was bound before, is looked for of our own
+        // accord: firmware has left it, and the driver has not asked for anything.
+        let left = self.found.is_some_and(|at| at != bus.bindings());
         match self.away {
             Some(Away { retry_at, answers: seen, .. })
                 if self.now_ns < retry_at && seen == answers =>
@@ -43,7 +48,7 @@ impl BlkQueue {
             _ if bus.iotlb().is_some() => ask_for_ring(self.ring.config(), bus),
             _ => {}
         }
-        let found = match again || lost {
+        let found = match again || left {
             // The driver has been told the first time, if at all.
             true => bus.silently(|| self.find(bus)),
             false => self.find(bus),
@@ -51,6 +56,7 @@ impl BlkQueue {
         match found {
             Ok(()) => {
                 self.away = None;
+                self.note_found(bus.bindings());
                 // Nobody could say so while it was not there, and who looks for work is awake.
                 self.disarm();
             }
