@@ -101,7 +101,12 @@ impl Backing for Gate {
     fn create_domain(&self) -> Result<Arc<JointDomain>> {
         let made = self.endpoints.create_domain()?;
         let mut domains = self.domains.lock();
-        domains.retain(|domain| domain.strong_count() > 0);
+        // Not each time: there may be very many. Then there is room for as many more.
+        if domains.len() == domains.capacity() {
+            domains.retain(|domain| domain.strong_count() > 0);
+            let more = domains.len();
+            domains.reserve(more);
+        }
         domains.push(Arc::downgrade(&made));
         Ok(made)
     }

@@ -90,7 +90,12 @@ impl Budget {
     /// Has `sharer` give back what it does not need when others find nothing left.
     pub(crate) fn enter(&self, sharer: Weak<dyn Sharer>) {
         let mut sharers = self.sharers.lock();
-        sharers.retain(|held| held.strong_count() > 0);
+        // Not each time: there may be very many. Then there is room for as many more.
+        if sharers.len() == sharers.capacity() {
+            sharers.retain(|held| held.strong_count() > 0);
+            let more = sharers.len();
+            sharers.reserve(more);
+        }
         sharers.push(sharer);
     }
 
