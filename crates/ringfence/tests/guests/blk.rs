@@ -115,13 +115,7 @@ fn packed_rings_behind_a_virtio_iommu_lazy() {
 }
 
 /// The driver is taken off the device and put on again, under load.
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn a_driver_that_comes_and_goes() {
-    let place = Place::new();
-    let image = place.image("image", 32);
-    let service = service(&place, &image, 1);
-    let script = r#"
+pub(crate) const COMES_AND_GOES: &str = r#"
 load virtio_blk
 pci=$(virtio_pci 2 0)
 dd if=/dev/urandom of=/tmp/random bs=64k count=64
@@ -141,11 +135,23 @@ done
 say random $(md5sum < /tmp/random)
 run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=8m --size=4m --verify=crc32c
 "#;
-    let machine = Qemu::new(Iommu::IntelStrict).blk(&service.socket, 1, "");
-    let said = machine.start(&place, script).end();
+
+/// What [`COMES_AND_GOES`] wrote at last is on the disk.
+pub(crate) fn came_back(said: &Said, image: &Path) {
     no_errors(&said.json("mixed"));
     let sum = said.word("random").split(' ').next().unwrap();
-    assert_eq!(sum, md5(&image, 5 * 64 * 1024, 4 * MIB));
+    assert_eq!(sum, md5(image, 5 * 64 * 1024, 4 * MIB));
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_driver_that_comes_and_goes() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let service = service(&place, &image, 1);
+    let machine = Qemu::new(Iommu::IntelStrict).blk(&service.socket, 1, "");
+    let said = machine.start(&place, COMES_AND_GOES).end();
+    came_back(&said, &image);
     service.terminate();
 }
 

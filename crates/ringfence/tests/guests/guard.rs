@@ -4,11 +4,11 @@
 mod firmware;
 mod vfio;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::{
-    blk::{MIB, VERIFY, no_errors, verified},
-    machine::Guest,
+    blk::{COMES_AND_GOES, MIB, VERIFY, came_back, no_errors, verified},
+    machine::{Guest, Said},
     net::{PAIR, TRAFFIC, arrived},
     place::{Guard, Place, md5},
     qemu::{Iommu, Qemu},
@@ -100,6 +100,15 @@ for n in 0 1; do
 done
 "#;
 
+/// What [`TWO_DISKS_END`] read is what the images hold, and fio met no error.
+fn both_verified(said: &Said, images: &[PathBuf; 2]) {
+    for (n, image) in images.iter().enumerate() {
+        no_errors(&said.json(["vda", "vdb"][n]));
+        let sum = said.word(&format!("disk{n}")).split(' ').next().unwrap();
+        assert_eq!(sum, md5(image, 0, 16 * MIB));
+    }
+}
+
 /// Two disks and two network devices at work at the same time, each in a domain of its own.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
@@ -117,11 +126,7 @@ fn devices_in_domains_of_their_own() {
     let said = guest.end();
     assert_eq!(domains, 4.0);
     arrived(&said);
-    for (n, image) in images.iter().enumerate() {
-        no_errors(&said.json(["vda", "vdb"][n]));
-        let sum = said.word(&format!("disk{n}")).split(' ').next().unwrap();
-        assert_eq!(sum, md5(image, 0, 16 * MIB));
-    }
+    both_verified(&said, &images);
     guard.had_nothing_to_refuse();
     guard.service.terminate();
 }
@@ -150,46 +155,19 @@ hear
     let said = guest.end();
     assert_eq!(said.word("group0"), said.word("group1"));
     assert_eq!(domains, 1.0);
-    for (n, image) in images.iter().enumerate() {
-        no_errors(&said.json(["vda", "vdb"][n]));
-        let sum = said.word(&format!("disk{n}")).split(' ').next().unwrap();
-        assert_eq!(sum, md5(image, 0, 16 * MIB));
-    }
+    both_verified(&said, &images);
     guard.had_nothing_to_refuse();
     guard.service.terminate();
 }
 
-/// The driver is taken off the device and put on again, under load.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_driver_that_comes_and_goes() {
     let place = Place::new();
     let image = place.image("image", 32);
     let guard = one_disk(&place, &image, "");
-    let script = r#"
-load virtio_blk
-pci=$(virtio_pci 2 0)
-dd if=/dev/urandom of=/tmp/random bs=64k count=64
-for round in 1 2 3 4 5; do
-    # Whatever is under way then may fail, but not hang.
-    fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
-        --iodepth=16 --time_based --runtime=20 --offset=8m > /tmp/load 2>&1 &
-    load=$!
-    usleep 200000
-    echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
-    wait $load || true
-    [ ! -e /dev/vda ]
-    echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
-    await ready virtio_blk
-    dd if=/tmp/random of=/dev/vda bs=64k seek=$round oflag=direct conv=fsync
-done
-say random $(md5sum < /tmp/random)
-run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=8m --size=4m --verify=crc32c
-"#;
-    let said = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, script).end();
-    no_errors(&said.json("mixed"));
-    let sum = said.word("random").split(' ').next().unwrap();
-    assert_eq!(sum, md5(&image, 5 * 64 * 1024, 4 * MIB));
+    let said = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, COMES_AND_GOES).end();
+    came_back(&said, &image);
     guard.had_nothing_to_refuse();
     guard.service.terminate();
 }
