@@ -151,7 +151,7 @@ impl Place {
             .unwrap();
         let out = collect(child.stdout.take().unwrap());
         let err = collect(child.stderr.take().unwrap());
-        Running { child, out, err, what: arguments.join(" "), begun: Instant::now() }
+        Running { child: Leader(child), out, err, what: arguments.join(" "), begun: Instant::now() }
     }
 
     pub(crate) fn run(&self, arguments: &[&str]) -> Ended {
@@ -215,9 +215,22 @@ fn pid(id: u32) -> Pid {
     Pid::from_raw(id.try_into().unwrap()).unwrap()
 }
 
+/// The first process of a group, which ends with it.
+struct Leader(Child);
+
+impl Drop for Leader {
+    fn drop(&mut self) {
+        // One that was waited for has no number any more.
+        if let Ok(None) = self.0.try_wait() {
+            let _ = kill_process_group(pid(self.0.id()), Signal::KILL);
+            let _ = self.0.wait();
+        }
+    }
+}
+
 /// The command, running. It does not outlive this.
 pub(crate) struct Running {
-    child: Child,
+    child: Leader,
     out: Collected,
     err: Collected,
     what: String,
@@ -226,17 +239,17 @@ pub(crate) struct Running {
 
 impl Running {
     pub(crate) fn process(&self) -> Process {
-        Process { id: self.child.id(), line: self.what.clone() }
+        Process { id: self.child.0.id(), line: self.what.clone() }
     }
 
     /// To the process alone.
     pub(crate) fn signal(&self, signal: Signal) {
-        kill_process(pid(self.child.id()), signal).unwrap();
+        kill_process(pid(self.child.0.id()), signal).unwrap();
     }
 
     /// To the whole group, as a terminal does for Ctrl-C.
     pub(crate) fn signal_group(&self, signal: Signal) {
-        kill_process_group(pid(self.child.id()), signal).unwrap();
+        kill_process_group(pid(self.child.0.id()), signal).unwrap();
     }
 
     /// Waits until a line of its progress, on standard error, is one that `wanted` accepts.
@@ -249,17 +262,17 @@ impl Running {
     }
 
     pub(crate) fn is_running(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_none()
+        self.child.0.try_wait().unwrap().is_none()
     }
 
     pub(crate) fn wait(mut self) -> Ended {
         let status = loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
+            if let Some(status) = self.child.0.try_wait().unwrap() {
                 break status;
             }
             if self.begun.elapsed() > LIMIT {
-                let _ = kill_process_group(pid(self.child.id()), Signal::KILL);
-                let _ = self.child.wait();
+                let _ = kill_process_group(pid(self.child.0.id()), Signal::KILL);
+                let _ = self.child.0.wait();
                 panic!("{} did not end within {LIMIT:?}", self.what);
             }
             std::thread::sleep(Duration::from_millis(5));
