@@ -7,15 +7,20 @@ use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
 use ringfence_virtio_iommu::device::Counters;
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, device};
 
-use super::{Endpoints, Iommu, IommuOptions, IommuUnit, Seat, device::PATIENCE, unit::REQUESTS};
-use crate::worker::Worker;
+use super::{
+    Endpoints, Iommu, IommuOptions, Seat,
+    device::{FrontUnit, PATIENCE},
+    reach::Shared,
+    unit::{Call, REQUESTS},
+};
+use crate::{event, worker::Worker};
 
 /// A virtio-iommu as a vhost-user back end, for one front end.
 pub struct IommuBackend {
     seat: Seat,
     features: u64,
     /// Where interrupts go: front ends say so before they bring memory.
-    calls: [Option<Arc<OwnedFd>>; 2],
+    calls: [Option<Call>; 2],
 }
 
 impl IommuBackend {
@@ -89,11 +94,12 @@ impl Handler for IommuBackend {
         let (device, faults) = (Arc::clone(&iommu.device), Arc::clone(&iommu.faults));
         let (number, wake) = (iommu.unit, Arc::clone(&iommu.wake));
         let calls = self.calls.clone();
+        let reach = Shared::new(&memory);
         iommu.workers[0]
-            .call(move |work| match work.unit::<IommuUnit>(number) {
-                Some(unit) => unit.set_memory(&memory),
+            .call(move |work| match work.unit::<FrontUnit>(number) {
+                Some(unit) => unit.set_reach(reach),
                 None => {
-                    let mut unit = IommuUnit::new(device, faults, wake, memory);
+                    let mut unit = FrontUnit::new(device, faults, wake, reach);
                     (0..).zip(calls).for_each(|(ring, call)| unit.set_call(ring, call));
                     work.insert(number, Box::new(unit));
                 }
@@ -146,7 +152,7 @@ impl Handler for IommuBackend {
     }
 
     fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let call = call.map(Arc::new);
+        let call = call.map(|call| Arc::new(move || event::signal(&call)) as Call);
         if let Some(kept) = self.calls.get_mut(usize::from(ring)) {
             kept.clone_from(&call);
         }

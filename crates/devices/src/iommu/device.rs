@@ -13,11 +13,13 @@ use ringfence_mem::Memory;
 use ringfence_vhost_user::HandlerError;
 use ringfence_virtio_iommu::device::{Counters, Device, FaultQueue, Options};
 
-use super::{Endpoints, IommuBackend, IommuUnit, Seat, faults::Reported, gate::Gate};
+use super::{
+    Endpoints, IommuBackend, Seat, faults::Reported, gate::Gate, reach::Shared, unit::IommuUnit,
+};
 use crate::{event, worker::Worker};
 
 /// How many faults wait for the driver before more are dropped and counted.
-const WAITING_FAULTS: usize = 256;
+pub(super) const WAITING_FAULTS: usize = 256;
 /// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
 /// and some disks never answer.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
@@ -42,6 +44,9 @@ pub struct Iommu {
     pub(super) unit: u32,
     state: Mutex<State>,
 }
+
+/// The rings of a front end.
+pub(super) type FrontUnit = IommuUnit<Arc<Gate>, Shared>;
 
 /// What the front ends of the IOMMU and of the devices behind it have to agree on.
 #[derive(Default)]
@@ -141,11 +146,11 @@ impl Iommu {
 
     pub(super) fn on_unit<R: Send + 'static>(
         &self,
-        job: impl FnOnce(&mut IommuUnit) -> R + Send + 'static,
+        job: impl FnOnce(&mut FrontUnit) -> R + Send + 'static,
     ) -> Result<Option<R>, HandlerError> {
         let unit = self.unit;
         self.workers[0]
-            .call(move |work| work.unit::<IommuUnit>(unit).map(job))
+            .call(move |work| work.unit::<FrontUnit>(unit).map(job))
             .ok_or_else(|| HandlerError::new("the worker is gone"))
     }
 
@@ -232,7 +237,7 @@ impl Iommu {
         }
         let unit = self.unit;
         let counted = self.workers[0].call(move |work| {
-            let counters = work.unit::<IommuUnit>(unit).map(|unit| unit.counters());
+            let counters = work.unit::<FrontUnit>(unit).map(|unit| unit.counters());
             drop(work.remove(unit));
             counters
         });

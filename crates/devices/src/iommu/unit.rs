@@ -5,12 +5,16 @@ use std::{
     sync::Arc,
 };
 
-use ringfence_mem::{Memory, Physical, UserAddresses};
-use ringfence_virtio_iommu::device::{Counters, Device, EventQueue, FaultQueue, RequestQueue};
+use ringfence_virtio_iommu::device::{
+    Backing, Counters, Device, EventQueue, FaultQueue, Progress, RequestQueue,
+};
 use ringfence_virtq::{RingError, device};
 
-use super::{device::sum, gate::Gate};
-use crate::{event, worker::Unit};
+use super::{device::sum, reach::Reach};
+use crate::worker::Unit;
+
+/// Interrupts the driver.
+pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
 
 /// One ring and its notifications.
 struct Ring<Q> {
@@ -21,13 +25,13 @@ struct Ring<Q> {
 }
 
 /// The rings of a virtio-iommu: requests and events.
-pub struct IommuUnit {
-    device: Arc<Device<Arc<Gate>>>,
+pub(super) struct IommuUnit<B: Backing, R> {
+    device: Arc<Device<B>>,
     faults: Arc<FaultQueue>,
-    memory: Physical,
-    requests: Option<Ring<RequestQueue<Arc<Gate>>>>,
+    reach: R,
+    requests: Option<Ring<RequestQueue<B>>>,
     events: Option<Ring<EventQueue>>,
-    calls: [Option<Arc<OwnedFd>>; 2],
+    calls: [Option<Call>; 2],
     /// Written when a fault was reported, perhaps by another worker.
     reported: Arc<OwnedFd>,
     /// Whether replies wait for an invalidation.
@@ -40,18 +44,18 @@ pub(super) const REQUESTS: u16 = 0;
 /// The number of the event queue.
 pub(super) const EVENTS: u16 = 1;
 
-impl IommuUnit {
+impl<B: Backing, R: Reach> IommuUnit<B, R> {
     /// A unit without rings yet. Who reports to `faults` writes to `reported` afterwards.
     pub(super) fn new(
-        device: Arc<Device<Arc<Gate>>>,
+        device: Arc<Device<B>>,
         faults: Arc<FaultQueue>,
         reported: Arc<OwnedFd>,
-        memory: Arc<Memory>,
-    ) -> IommuUnit {
+        reach: R,
+    ) -> IommuUnit<B, R> {
         IommuUnit {
             device,
             faults,
-            memory: Physical::new(memory),
+            reach,
             requests: None,
             events: None,
             calls: [None, None],
@@ -61,20 +65,18 @@ impl IommuUnit {
         }
     }
 
-    /// Starts ring 0 (requests) or 1 (events). Ring addresses are the front end's own: an IOMMU
-    /// does not translate itself.
+    /// Starts ring 0 (requests) or 1 (events).
     ///
     /// # Errors
     /// The ring cannot be reached or makes no sense.
-    pub fn start(
+    pub(super) fn start(
         &mut self,
         ring: u16,
         config: device::Config,
         kick: Option<OwnedFd>,
         enabled: bool,
     ) -> Result<(), RingError> {
-        let addresses = UserAddresses::new(Arc::clone(self.memory.memory()));
-        let queue = device::Queue::new(config, &addresses)?;
+        let queue = device::Queue::new(config, self.reach.rings())?;
         if ring == REQUESTS {
             let mut queue = RequestQueue::new(Arc::clone(&self.device), queue);
             queue.queue().suppress_kicks();
@@ -89,7 +91,7 @@ impl IommuUnit {
     }
 
     /// Stops a ring; returns the next available index.
-    pub fn stop(&mut self, ring: u16) -> Option<u32> {
+    pub(super) fn stop(&mut self, ring: u16) -> Option<u32> {
         if ring == REQUESTS {
             let mut stopped = self.requests.take()?;
             self.past = self.counters_with(&stopped.queue);
@@ -102,38 +104,42 @@ impl IommuUnit {
 
     /// Whether replies of this ring wait for an invalidation to be over: they are lost if it is
     /// stopped now.
-    pub fn is_pending(&self, ring: u16) -> bool {
+    pub(super) fn is_pending(&self, ring: u16) -> bool {
         ring == REQUESTS && self.pending
     }
 
     /// Lets a ring work, or not.
-    pub fn enable(&mut self, ring: u16, enabled: bool) {
+    pub(super) fn enable(&mut self, ring: u16, enabled: bool) {
         match ring {
             REQUESTS => self.requests.iter_mut().for_each(|ring| ring.enabled = enabled),
             _ => self.events.iter_mut().for_each(|ring| ring.enabled = enabled),
         }
     }
 
-    /// Replaces the descriptor that a ring's interrupts go to.
-    pub fn set_call(&mut self, ring: u16, call: Option<Arc<OwnedFd>>) {
+    /// Replaces what a ring's interrupts go to.
+    pub(super) fn set_call(&mut self, ring: u16, call: Option<Call>) {
         if let Some(held) = self.calls.get_mut(usize::from(ring)) {
             *held = call;
         }
     }
 
     /// Replaces the memory under the running rings. A ring that is not in the new memory stops.
-    pub fn set_memory(&mut self, memory: &Arc<Memory>) {
-        self.memory = Physical::new(Arc::clone(memory));
-        let addresses = UserAddresses::new(Arc::clone(memory));
+    pub(super) fn set_reach(&mut self, reach: R) {
+        self.reach = reach;
+        self.revalidate();
+    }
+
+    fn revalidate(&mut self) {
+        let rings = self.reach.rings();
         if let Some(ring) = self.requests.as_mut().filter(|ring| !ring.failed)
-            && let Err(error) = ring.queue.queue().revalidate(&addresses)
+            && let Err(error) = ring.queue.queue().revalidate(rings)
         {
             tracing::warn!("iommu: request queue stopped: {error}");
             ring.failed = true;
             self.pending = false;
         }
         if let Some(ring) = self.events.as_mut().filter(|ring| !ring.failed)
-            && let Err(error) = ring.queue.queue().revalidate(&addresses)
+            && let Err(error) = ring.queue.queue().revalidate(rings)
         {
             tracing::warn!("iommu: event queue stopped: {error}");
             ring.failed = true;
@@ -141,33 +147,46 @@ impl IommuUnit {
     }
 
     /// What all request rings have done, those that are gone included.
-    pub fn counters(&self) -> Counters {
+    pub(super) fn counters(&self) -> Counters {
         self.requests.as_ref().map_or(self.past, |ring| self.counters_with(&ring.queue))
     }
 
-    fn counters_with(&self, queue: &RequestQueue<Arc<Gate>>) -> Counters {
+    fn counters_with(&self, queue: &RequestQueue<B>) -> Counters {
         sum(self.past, queue.counters())
     }
 
     fn interrupt(&self, ring: u16) {
         if let Some(call) = &self.calls[usize::from(ring)] {
-            event::signal(call);
+            call();
         }
     }
 }
 
-impl Unit for IommuUnit {
+/// Marks the used ring, before the driver is told of what is in it. (Where kicks are asked for it is
+/// written too; who goes on with the ring elsewhere asks anew.)
+fn mark_used(reach: &impl Reach, progress: &Progress, queue: &device::Queue) {
+    if progress.published > 0 {
+        let [_, _, (used, len, _)] = queue.config().areas();
+        reach.mark_ring(used, len);
+    }
+}
+
+impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     fn poll(&mut self, _now_ns: u64) -> bool {
+        if self.reach.refresh() {
+            self.revalidate();
+        }
         let mut busy = false;
         if let Some(ring) = &mut self.requests
             // What was carried out is answered, enabled or not.
             && (ring.enabled || self.pending)
             && !ring.failed
         {
-            match ring.queue.poll(&self.memory) {
+            match ring.queue.poll(self.reach.buffers()) {
                 Ok(progress) => {
                     busy |= !progress.is_idle() || progress.pending;
                     self.pending = progress.pending;
+                    mark_used(&self.reach, &progress, ring.queue.queue());
                     if progress.interrupt {
                         self.interrupt(REQUESTS);
                     }
@@ -184,9 +203,10 @@ impl Unit for IommuUnit {
             && !ring.failed
             && self.faults.waiting() > 0
         {
-            match ring.queue.poll(&self.memory) {
+            match ring.queue.poll(self.reach.buffers()) {
                 Ok(progress) => {
                     busy |= !progress.is_idle();
+                    mark_used(&self.reach, &progress, ring.queue.queue());
                     if progress.interrupt {
                         self.interrupt(EVENTS);
                     }
