@@ -10,7 +10,7 @@ use crate::block::mix;
 /// Where batches lie: above the window for MSIs.
 const BASE: u64 = 1 << 32;
 /// Pages of memory that mappings lead to.
-const MEMORY: u64 = 256;
+pub(super) const MEMORY: u64 = 256;
 /// How many batches take turns: one is mapped, one is in use, one is unmapped.
 const SETS: usize = 3;
 

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use ringfence_devices::iommu::Endpoints;
-use ringfence_iommu::{Domain, Gather, Iova, Prot};
+use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, SoftDomain};
 use ringfence_virtio_iommu::{
     device::{Device, Session},
     driver::ViommuDomain,
@@ -20,8 +20,8 @@ use ringfence_virtio_iommu::{
 };
 
 use super::{
-    load::{Load, page, target},
-    ours::{Machine, Ours},
+    load::{Load, MEMORY, page, target},
+    ours::{MIRRORED, Machine, Ours},
     params::{Batch, Order},
     rig::{Rig, Server, Serving},
 };
@@ -335,30 +335,44 @@ pub(super) struct Attach {
     machine: Machine,
     session: Session<Endpoints>,
     live: usize,
+    /// Where it translates, if that is a table of its own.
+    mirror: Option<Arc<SoftDomain<HostAddr>>>,
 }
 
 impl Attach {
-    pub(super) fn new(live: usize) -> Result<Attach> {
-        let machine = Machine::new(2);
+    /// Endpoint 1 is in the domain, endpoint 2 comes and goes: in this process, or with a table of its
+    /// own.
+    pub(super) fn new(live: usize, mirrored: bool) -> Result<Attach> {
+        let machine = Machine::new(if mirrored { 1 } else { 2 });
         let mut rig = machine.rig(256, 1)?;
         fill(&mut rig, live)?;
-        Ok(Attach { rig, machine, session: Session::new(), live })
+        let mirror = mirrored.then(|| machine.add_mirror(2, MEMORY << 12)).transpose()?;
+        Ok(Attach { rig, machine, session: Session::new(), live, mirror })
+    }
+
+    fn join(&mut self) -> Result<()> {
+        let (domain, endpoint) = (self.rig.domain.id(), 2);
+        let attach = Request::Attach { domain, endpoint, flags: AttachFlags::empty() };
+        send(&self.machine.device, &mut self.session, &attach)
+    }
+
+    fn leave(&mut self) -> Result<()> {
+        let (domain, endpoint) = (self.rig.domain.id(), 2);
+        send(&self.machine.device, &mut self.session, &Request::Detach { domain, endpoint })
     }
 }
 
 impl Subject for Attach {
     fn sample(&mut self, How { clock, budget, .. }: How<'_>) -> Result<Sample> {
-        let (domain, endpoint) = (self.rig.domain.id(), 2);
         let (start, budget) = (clock.now(), budget.as_nanos() as f64);
         let (mut ns, mut times) = (0.0, 0);
         loop {
             let begun = clock.now();
-            let attach = Request::Attach { domain, endpoint, flags: AttachFlags::empty() };
-            send(&self.machine.device, &mut self.session, &attach)?;
+            self.join()?;
             let attached = clock.now();
             ns += clock.ns(attached.wrapping_sub(begun));
             times += 1;
-            send(&self.machine.device, &mut self.session, &Request::Detach { domain, endpoint })?;
+            self.leave()?;
             if clock.ns(attached.wrapping_sub(start)) >= budget {
                 break;
             }
@@ -368,7 +382,20 @@ impl Subject for Attach {
     }
 
     fn check(&mut self) -> Result<()> {
-        check(&mut self.rig, self.live as u64)
+        check(&mut self.rig, self.live as u64)?;
+        let Some(mirror) = self.mirror.clone() else { return Ok(()) };
+        self.join()?;
+        let mapped = mirror.mappings();
+        ensure!(mapped == self.live as u64, "{mapped} of {} mappings are there", self.live);
+        for n in (0..self.live as u64).step_by(self.live.div_ceil(100)) {
+            let (at, HostAddr(host)) = (page(n).first(), MIRRORED);
+            let found = mirror.iova_to_phys(at);
+            let expected = HostAddr(host + target(n).0);
+            ensure!(found == Some(expected), "{at:?} leads to {found:?}, not to {expected:?}");
+        }
+        self.leave()?;
+        ensure!(mirror.mappings() == 0, "mappings are left when the endpoint has gone");
+        Ok(())
     }
 }
 

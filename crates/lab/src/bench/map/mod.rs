@@ -75,6 +75,29 @@ struct Of {
     implementation: Implementation,
     live: usize,
     threads: usize,
+    form: Form,
+}
+
+/// What else is different from one to the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Usual,
+    /// The two threads have a device each, and nothing in common: what is left between them is the
+    /// machine's.
+    Apart,
+    /// The endpoint translates in a table of its own, as one that VFIO hands through: what is mapped
+    /// must be mapped there too.
+    Mirror,
+}
+
+impl Form {
+    fn name(self) -> &'static str {
+        match self {
+            Form::Usual => "",
+            Form::Apart => "apart",
+            Form::Mirror => "mirror",
+        }
+    }
 }
 
 impl Options {
@@ -104,7 +127,8 @@ impl Options {
             let mut all = Vec::new();
             for &live in live {
                 for &threads in threads {
-                    let of = |&implementation| Of { implementation, live, threads };
+                    let form = Form::Usual;
+                    let of = |&implementation| Of { implementation, live, threads, form };
                     all.extend(self.implementations.iter().map(of));
                 }
             }
@@ -112,12 +136,22 @@ impl Options {
         };
         let lives: Vec<usize> = self.lives.iter().map(|live| live.0).collect();
         match cell.op {
-            Op::TwoDomains => of(&[0], &[1, 2]),
+            Op::TwoDomains => {
+                let mut all = of(&[0], &[1, 2]);
+                let ours =
+                    |of: &&Of| of.implementation == Implementation::Ringfence && of.threads == 2;
+                let apart = all.iter().find(ours).map(|&of| Of { form: Form::Apart, ..of });
+                all.extend(apart);
+                all
+            }
             Op::OneOf => of(&lives, &[1]),
             Op::Attach => {
                 let mut all = of(&lives, &[1]);
                 // The others translate by a lookup that takes the endpoint's domain each time.
                 all.retain(|of| of.implementation == Implementation::Ringfence);
+                let mirrors: Vec<Of> =
+                    all.iter().map(|&of| Of { form: Form::Mirror, ..of }).collect();
+                all.extend(mirrors);
                 all
             }
             _ => of(&[0], &[1]),
@@ -266,21 +300,28 @@ impl Contest {
         let Cell { op, batch, order } = self.cell;
         let none = Rounds::default();
         for own in &self.entrants {
-            let Of { implementation, live, threads } = own.of;
+            let Of { implementation, live, threads, form } = own.of;
             let find = |of: Of| self.entrants.iter().find(|one| one.of == of);
             let of = |of: Of, what: fn(&Entrant) -> &Rounds| find(of).map_or(&none, what);
             let ours =
                 of(Of { implementation: Implementation::Ringfence, ..own.of }, |one| &one.ns);
-            let mut params = object([("op", op.name().into()), ("live", live.into())]);
+            let mut params = object([
+                ("op", op.name().into()),
+                ("live", live.into()),
+                ("form", form.name().into()),
+            ]);
             let mut figures = object([
                 ("ratio_interval", value(own.ns.ratio_to(ours))),
                 ("operations", own.operations.into()),
             ]);
-            let name = match op {
+            let mut name = match op {
                 Op::OneOf | Op::Attach => format!("{op}/{}", Live(live)),
                 Op::TwoDomains => format!("{op}/{batch}/{threads}"),
                 _ => format!("{op}/{batch}/{order}"),
             };
+            if form != Form::Usual {
+                name = format!("{name}/{}", form.name());
+            }
             if !matches!(op, Op::OneOf | Op::Attach) {
                 params.extend(object([
                     ("batch", batch.0.into()),
@@ -290,7 +331,7 @@ impl Contest {
                 figures.insert("pairs_per_s".to_owned(), value(rate(&own.ns)));
             }
             if op == Op::TwoDomains && threads == 2 {
-                let one = of(Of { threads: 1, ..own.of }, |one| &one.ns);
+                let one = of(Of { threads: 1, form: Form::Usual, ..own.of }, |one| &one.ns);
                 figures.insert("scaling".to_owned(), value(one.ratio_to(&own.ns)));
             }
             if op == Op::OneOf {
@@ -352,7 +393,11 @@ fn subject(cell: Cell, of: Of) -> Result<Box<dyn Subject>> {
     let scan = match of.implementation {
         Implementation::Ringfence => {
             if cell.op == Op::Attach {
-                return Ok(Box::new(Attach::new(of.live)?));
+                return Ok(Box::new(Attach::new(of.live, of.form == Form::Mirror)?));
+            }
+            if of.form == Form::Apart {
+                let rig = |id| ours::Machine::new(id).rig(ring(cell.batch), id);
+                return of_device(cell, of, rig);
             }
             let machine = ours::Machine::new(of.threads as u32);
             return of_device(cell, of, |id| machine.rig(ring(cell.batch), id));
@@ -450,7 +495,7 @@ pub(super) mod tests {
         let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         let all = Implementation::ALL.len();
-        assert_eq!(benchmark.rows.len(), (2 * 6 + 3 * 2 + 2) * all + 2 + Spread::ALL.len());
+        assert_eq!(benchmark.rows.len(), (2 * 6 + 3 * 2 + 2) * all + 3 + 2 * 2 + Spread::ALL.len());
         for row in &benchmark.rows {
             assert!(row.ns_per_op.median.is_some_and(|ns| ns > 0.0), "{row:?}");
             assert_eq!(row.note, None);

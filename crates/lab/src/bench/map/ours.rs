@@ -4,16 +4,22 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use ringfence_devices::iommu::Endpoints;
-use ringfence_iommu::{Geometry, PageSizes, Range, shootdown::Shootdown, table::Limits};
+use ringfence_iommu::{
+    Geometry, GuestPhys, HostAddr, PageSizes, Range, SoftDomain, shootdown::Shootdown,
+    table::Limits,
+};
 use ringfence_iotlb::{Binding, Endpoint, View};
 use ringfence_mem::{Access, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{
-    device::{Device, Options, RequestQueue},
+    device::{Device, HostRegion, Mirror, Options, RequestQueue},
     driver::negotiate,
     wire::Config,
 };
 
 use super::rig::{Link, Rig, Server, Serving};
+
+/// Where a mirror has guest memory: nobody looks there.
+pub(super) const MIRRORED: HostAddr = HostAddr(1 << 40);
 
 /// The device behind one or more request queues.
 pub(super) struct Machine {
@@ -33,6 +39,19 @@ impl Machine {
         let device = Device::new(backing, Options::default());
         device.set_features(negotiate(device.features().bits()).bits());
         Machine { device: Arc::new(device), endpoints }
+    }
+
+    /// Adds endpoint `id`, which translates in a table of its own, that is returned, and reaches `bytes`
+    /// of memory from guest-physical address 0.
+    pub(super) fn add_mirror(&self, id: u32, bytes: u64) -> Result<Arc<SoftDomain<HostAddr>>> {
+        let geometry = Geometry::new(PageSizes::X86, Range::ALL);
+        let table = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
+        let guest = (GuestPhys(0), GuestPhys(bytes - 1));
+        let region = HostRegion { guest, host: MIRRORED };
+        let mirror = Mirror::new(Arc::clone(&table) as _, [region], false);
+        self.device.backing().add_outside(id, mirror, &[])?;
+        self.device.endpoint_added(id)?;
+        Ok(table)
     }
 
     /// A request queue of `size` descriptors, whose server translates for endpoint `id`.

@@ -27,7 +27,7 @@ pub fn render(benchmark: &Benchmark) -> String {
         let _ = write!(out, "\n{}\n", about(op));
         out.push_str(&match op {
             Op::OneCore | Op::TwoCores => pairs(&rows, &["batch", "order"], false),
-            Op::TwoDomains => pairs(&rows, &["batch", "threads"], true),
+            Op::TwoDomains => pairs(&rows, &["batch", "threads", "form"], true),
             Op::OneOf => one_of(&rows),
             Op::Attach => attach(&rows),
             Op::Memory => memory(&rows),
@@ -83,9 +83,15 @@ fn about(op: Op) -> &'static str {
     match op {
         Op::OneCore => "both ends on one core: they take turns in one thread",
         Op::TwoCores => "driver and device on a core each",
-        Op::TwoDomains => "one or two domains, each with a thread and a request queue of its own",
+        Op::TwoDomains => {
+            "one or two domains, each with a thread and a request queue of its own; apart: with a device \
+             of its own, too"
+        }
         Op::OneOf => "one mapping among many, UNMAP and MAP each by itself, both ends on one core",
-        Op::Attach => "a second endpoint joins a domain with many mappings",
+        Op::Attach => {
+            "a second endpoint joins a domain with many mappings; mirror: it has a table of its own, where \
+             all is mapped again"
+        }
         Op::Memory => "table memory of a domain",
     }
 }
@@ -170,11 +176,12 @@ fn one_of(rows: &[&Row]) -> String {
 }
 
 fn attach(rows: &[&Row]) -> String {
-    let mut lines = vec![cells(&["live", "ATTACH ns", "±", "ns a mapping"])];
+    let mut lines = vec![cells(&["live", "table", "ATTACH ns", "±", "ns a mapping"])];
     for row in rows {
         let ns = interval(row, "attach_ns");
         lines.push(vec![
             text(row, "live"),
+            text(row, "form"),
             optional(ns.median),
             half_width(ns),
             optional(row.ns_per_op.median),
