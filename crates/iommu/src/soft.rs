@@ -8,7 +8,7 @@ use ringfence_sync::{Backoff, lock::SpinLock};
 
 use crate::{
     Address, Capabilities, Domain, Error, Gather, Geometry, Iova, Prot, Range, Result, SyncToken,
-    shootdown::{Reader, Shootdown},
+    shootdown::{Reader, Scope, Shootdown},
     table::{Budget, Limits, Mapping, PageList, Sharer, Table, Translation},
 };
 
@@ -37,6 +37,8 @@ pub struct SoftDomain<T> {
     geometry: Geometry,
     table: Table,
     shootdown: Arc<Shootdown>,
+    /// Its readers say that they are here, or may be: others need not be waited for.
+    scope: Scope,
     /// Pages with the token of a grace period that was started after they were unlinked; tokens
     /// ascend.
     limbo: SpinLock<ArrayVec<(u64, PageList), LIMBO>>,
@@ -67,8 +69,8 @@ impl<T: Address> SoftDomain<T> {
     }
 
     fn over(table: Table, geometry: Geometry, shootdown: Arc<Shootdown>) -> SoftDomain<T> {
-        let limbo = SpinLock::new(ArrayVec::new());
-        SoftDomain { geometry, table, shootdown, limbo, target: PhantomData }
+        let (limbo, scope) = (SpinLock::new(ArrayVec::new()), shootdown.scope());
+        SoftDomain { geometry, table, shootdown, scope, limbo, target: PhantomData }
     }
 
     /// Where `iova` leads, and which addresses around it lead there with it. Takes no lock.
@@ -78,8 +80,8 @@ impl<T: Address> SoftDomain<T> {
     /// caller compares them with the access it is about to make (rule V19).
     ///
     /// # Panics
-    /// If `reader` is one of another [`Shootdown`] than this domain's, or is offline: its quiet
-    /// points would not be waited for.
+    /// If `reader` is one of another [`Shootdown`] than this domain's, is offline, or has said that it
+    /// is elsewhere: its quiet points would not be waited for.
     #[inline]
     pub fn translate(&self, reader: &Reader, iova: Iova) -> Option<Translation> {
         self.assert_reader(reader);
@@ -133,8 +135,16 @@ impl<T: Address> SoftDomain<T> {
         &self.shootdown
     }
 
+    /// The scope of its translations: where a reader of nothing else says that it is
+    /// ([`Reader::enter`]).
+    pub fn scope(&self) -> Scope {
+        self.scope
+    }
+
     #[inline]
     fn assert_reader(&self, reader: &Reader) {
+        let scope = reader.scope();
+        assert!(scope == self.scope || scope == Scope::ALL, "a reader that is elsewhere");
         assert!(Arc::ptr_eq(reader.shootdown(), &self.shootdown), "a reader of another shootdown");
         assert!(reader.is_online(), "a reader that is offline");
     }
@@ -144,7 +154,7 @@ impl<T: Address> SoftDomain<T> {
         let pages =
             if self.nothing_retired() { PageList::default() } else { self.table.take_deferred() };
         // After taking the pages: the grace period that this starts counts for all on the list.
-        let token = self.shootdown.begin(ranges, all);
+        let token = self.shootdown.begin_in(self.scope, ranges, all);
         self.collect(Some((token, pages)));
         token
     }

@@ -10,7 +10,10 @@ use std::{
 
 use crate::Iotlb;
 use parking_lot::Mutex;
-use ringfence_iommu::{Fault, FaultSink, GuestPhys, SoftDomain, shootdown::Shootdown};
+use ringfence_iommu::{
+    Fault, FaultSink, GuestPhys, SoftDomain,
+    shootdown::{Scope, Shootdown},
+};
 
 /// Where an endpoint's accesses go.
 #[derive(Clone, Default)]
@@ -24,6 +27,17 @@ pub enum Binding {
     Domain(Arc<SoftDomain<GuestPhys>>),
     /// Through an IOTLB, which asks for what it lacks.
     Iotlb(Arc<Iotlb>),
+}
+
+impl Binding {
+    /// Where who is bound so looks things up.
+    pub(crate) fn scope(&self) -> Scope {
+        match self {
+            Binding::Blocked | Binding::Bypass => Scope::NONE,
+            Binding::Domain(domain) => domain.scope(),
+            Binding::Iotlb(iotlb) => iotlb.scope(),
+        }
+    }
 }
 
 impl fmt::Debug for Binding {

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
     SoftDomain, SyncToken,
-    shootdown::{Reader, Shootdown},
+    shootdown::{Reader, Scope, Shootdown},
     table::{Limits, Mapping, Translation},
 };
 use ringfence_sync::{
@@ -143,6 +143,11 @@ impl Iotlb {
     /// What tells its views of invalidations.
     pub fn shootdown(&self) -> &Arc<Shootdown> {
         self.domain.shootdown()
+    }
+
+    /// Where its views translate.
+    pub(crate) fn scope(&self) -> Scope {
+        self.domain.scope()
     }
 
     /// Has `sink` asked for what is lacking from now on; `None`: the one who answered is gone, and

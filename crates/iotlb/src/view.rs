@@ -67,10 +67,11 @@ impl View {
     /// A view of `memory` as `endpoint` sees it, for the calling thread; `None` if the process's
     /// shootdown has no place for another reader.
     pub fn new(endpoint: Arc<Endpoint>, memory: Arc<Memory>) -> Option<View> {
-        let reader = endpoint.shootdown().reader()?;
+        let mut reader = endpoint.shootdown().reader()?;
         // Registered first, looked second: a change in between is then seen by `quiet`.
         let changes = endpoint.changes();
         let binding = endpoint.binding();
+        reader.enter(binding.scope());
         Some(View {
             endpoint,
             memory,
@@ -288,9 +289,11 @@ impl View {
     fn rebind(&mut self) {
         let changes = self.endpoint.changes();
         if changes != self.changes {
+            // In this order: nothing found elsewhere is left, and nothing is looked up yet.
+            drop_all(&self.cache, &self.windows);
             self.binding = self.endpoint.binding();
             self.changes = changes;
-            drop_all(&self.cache, &self.windows);
+            self.reader.enter(self.binding.scope());
         }
     }
 

@@ -134,6 +134,27 @@ impl Qsbr {
         self.over.load(Ordering::Acquire) >= grace.0 || self.scan(grace)
     }
 
+    /// As [`is_over`](Self::is_over), but only of readers whose [index](Reader::index) `concerns` says
+    /// true of: the caller knows of the others that they cannot have read what was unlinked.
+    ///
+    /// `concerns` is asked after the start of the grace period; what it loads with Acquire and the
+    /// reader stored with Release comes into the happens-before as the reader's slot does.
+    #[inline]
+    pub fn is_over_for(&self, grace: Grace, concerns: impl Fn(usize) -> bool) -> bool {
+        if self.over.load(Ordering::Acquire) >= grace.0 {
+            return true;
+        }
+        // As in `scan`; what is found of some readers is not noted for all.
+        if self.epoch.load(Ordering::Acquire) < grace.0 {
+            return false;
+        }
+        let used = self.used.load(Ordering::Relaxed);
+        self.slots[..used].iter().enumerate().all(|(index, slot)| {
+            let seen = slot.seen.load(Ordering::Acquire);
+            seen == OFFLINE || seen >= grace.0 || !concerns(index)
+        })
+    }
+
     /// Starts a grace period and waits until it is over. Never to be called by a thread that has
     /// a reader online: it would wait for itself.
     pub fn synchronize(&self) {

@@ -29,8 +29,18 @@
 //! above, the lease was taken after the reader had dropped the removed translation; it stands on a
 //! newer one (the same address may be mapped again by now) and is not waited for.
 
+//!
+//! # Whom an invalidation need not wait for
+//! A reader may say in which [`Scope`] it translates: in one domain, say. An invalidation in another
+//! scope does not wait for it. The reader says so before it looks anything up there
+//! ([`Reader::enter`]), with a fence between: either the scan finds it in the scope and waits for its
+//! quiet point, or its look-ups come after the removal. It leaves with a Release store, when it has
+//! done with what it found there; so the leases that it has taken are seen, too. Everybody replays the
+//! same log.
+
 mod leases;
 mod log;
+mod scope;
 
 use alloc::{boxed::Box, sync::Arc};
 use core::fmt;
@@ -42,7 +52,8 @@ use ringfence_sync::{
     qsbr::{self, Grace, Qsbr},
 };
 
-use self::{leases::Leases, log::Log};
+pub use self::scope::Scope;
+use self::{leases::Leases, log::Log, scope::Scopes};
 use crate::{Range, gather::Ranges};
 
 /// How many invalidations with ranges can be told apart while they are under way; more are merged.
@@ -93,6 +104,7 @@ pub struct Shootdown {
     pending: SpinLock<Pending>,
     /// One for each reader, by its index.
     leases: Box<[Arc<Leases>]>,
+    scopes: Scopes,
 }
 
 impl Shootdown {
@@ -103,14 +115,24 @@ impl Shootdown {
             log: Log::new(),
             pending: SpinLock::new(Pending::default()),
             leases: (0..max_readers).map(|_| Arc::new(Leases::new())).collect(),
+            scopes: Scopes::new(max_readers),
         })
+    }
+
+    /// A scope for one more domain. There are some thousands; then they are given again, and who has
+    /// the same as another waits for its readers too.
+    pub fn scope(&self) -> Scope {
+        self.scopes.next()
     }
 
     /// Adds a reader, online, which has an empty cache; `None` if there are as many as there can
     /// be.
     pub fn reader(self: &Arc<Self>) -> Option<Reader> {
         let inner = self.qsbr.register()?;
+        // The one before at this index may have been elsewhere.
+        self.scopes.enter(inner.index(), Scope::ALL);
         Some(Reader {
+            scope: Scope::ALL,
             leases: Arc::clone(&self.leases[inner.index()]),
             // After going online: what is logged from here on is replayed. What was logged before
             // was removed before, as the Acquire in `position` lets every later look-up see; and
@@ -128,30 +150,37 @@ impl Shootdown {
     /// Never under-invalidates; if there are many ranges it invalidates addresses between them too
     /// (rule L42).
     pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
+        self.begin_in(Scope::ALL, ranges, all)
+    }
+
+    /// As [`begin`](Self::begin), of translations that only readers in `scope` can have.
+    pub fn begin_in(&self, scope: Scope, ranges: &[Range], all: bool) -> u64 {
         let gone = if all { few([Range::ALL].into_iter()) } else { few(ranges.iter().copied()) };
         let mut pending = self.pending.lock();
         if !cfg!(feature = "mutant-no-invalidation") {
             gone.iter().for_each(|&range| self.log.push(range));
         }
         // After the log, so that a reader that sees this grace period sees the ranges. Inside the
-        // lock, so that tokens enter `pending` in order.
-        let token = self.qsbr.start().as_u64();
+        // lock, so that they enter `pending` in order.
+        let grace = self.qsbr.start();
         if !gone.is_empty() {
             if pending.entries.is_full() {
                 pending.entries.retain(|entry| !self.entry_is_over(entry));
             }
-            pending.push(token, gone);
+            pending.push(grace.as_u64(), scope, gone);
         }
-        token
+        scope.token(grace)
     }
 
     /// Whether the invalidation that gave `token` is over: no reader serves what was removed, now or
     /// later, and no lease stands on it. 0 is always over; a token that was not given yet, never.
     pub fn is_over(&self, token: u64) -> bool {
         // The leases only after the grace period: until then a reader may take further ones.
-        self.is_quiet(token) && {
+        let (grace, scope) = Scope::of_token(token);
+        self.is_quiet_in(scope, grace) && {
             let mut pending = self.pending.lock();
-            match pending.entries.iter().position(|entry| entry.covers(token)) {
+            let epoch = grace.as_u64();
+            match pending.entries.iter().position(|entry| entry.covers(epoch)) {
                 None => true,
                 Some(at) if self.entry_is_over(&pending.entries[at]) => {
                     pending.entries.remove(at);
@@ -162,11 +191,20 @@ impl Shootdown {
         }
     }
 
-    /// Whether every reader has passed a quiet point since `token` was given, whatever leases there
-    /// are: the condition for reusing memory that only readers reach, such as table pages.
+    /// Whether every reader, in whatever scope, has passed a quiet point since `token` was given,
+    /// whatever leases there are: the condition for reusing memory that only readers reach, such as table pages.
     #[inline]
     pub fn is_quiet(&self, token: u64) -> bool {
-        self.qsbr.is_over(Grace::from_u64(token))
+        self.qsbr.is_over(Scope::of_token(token).0)
+    }
+
+    /// Whether every reader that can have what was removed in `scope` has passed a quiet point since.
+    #[inline]
+    fn is_quiet_in(&self, scope: Scope, grace: Grace) -> bool {
+        match scope {
+            Scope::ALL => self.qsbr.is_over(grace),
+            _ => self.qsbr.is_over_for(grace, |index| self.scopes.may_be_in(index, scope)),
+        }
     }
 
     /// Waits until the invalidation that gave `token` is over. Never to be called by a thread that
@@ -184,7 +222,7 @@ impl Shootdown {
     }
 
     fn entry_is_over(&self, entry: &Entry) -> bool {
-        self.is_quiet(entry.last)
+        self.is_quiet_in(entry.scope, Grace::from_u64(entry.last))
             && !self.leases[..self.qsbr.slots_used()]
                 .iter()
                 .any(|leases| leases.stand_on(&entry.gone, entry.last))
@@ -211,6 +249,8 @@ pub struct Reader {
     leases: Arc<Leases>,
     /// The position in the log up to which `poll` has replayed it.
     replayed: u64,
+    /// Where it translates.
+    scope: Scope,
 }
 
 impl Reader {
@@ -225,6 +265,21 @@ impl Reader {
         // epoch is still the same there may be a range in the log already, whose writer has not
         // started its grace period: it is replayed next time, as the writer will wait for that.
         inner.quiescent_with(|| shootdown.log.replay(replayed, f));
+    }
+
+    /// Translates in `scope` from now on, and nowhere else; at first it is [`Scope::ALL`]. The caller
+    /// has done with all that it looked up before, and its cache is empty. Leases stay.
+    pub fn enter(&mut self, scope: Scope) {
+        if self.scope != scope {
+            self.shootdown.scopes.enter(self.inner.index(), scope);
+            self.scope = scope;
+        }
+    }
+
+    /// Where it translates.
+    #[inline]
+    pub fn scope(&self) -> Scope {
+        self.scope
     }
 
     /// Leaves: until the reader is back [`online`](Self::online) it translates nothing, and writers
@@ -340,28 +395,32 @@ struct Pending {
 
 /// One invalidation, or several that were merged.
 struct Entry {
-    /// The tokens of those in it.
+    /// The grace periods of those in it.
     first: u64,
     last: u64,
+    scope: Scope,
     gone: Gone,
 }
 
 impl Entry {
-    fn covers(&self, token: u64) -> bool {
-        self.first <= token && token <= self.last
+    fn covers(&self, epoch: u64) -> bool {
+        self.first <= epoch && epoch <= self.last
     }
 }
 
 impl Pending {
-    fn push(&mut self, token: u64, gone: Gone) {
+    fn push(&mut self, epoch: u64, scope: Scope, gone: Gone) {
         if self.entries.is_full() {
             // The two oldest: they are the likeliest to have been forgotten by their callers.
             let oldest = self.entries.remove(0);
             let heir = &mut self.entries[0];
             heir.first = oldest.first;
+            if heir.scope != oldest.scope {
+                heir.scope = Scope::ALL;
+            }
             heir.gone = few(oldest.gone.iter().chain(&heir.gone).copied());
         }
-        self.entries.push(Entry { first: token, last: token, gone });
+        self.entries.push(Entry { first: epoch, last: epoch, scope, gone });
     }
 }
 

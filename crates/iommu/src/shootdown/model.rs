@@ -61,8 +61,13 @@ impl World {
     /// The owner unmaps the page and, if the invalidation is seen to end within a few looks,
     /// uses its memory again.
     fn unmap(&self, shootdown: &Shootdown, looks: usize) {
+        self.unmap_in(Scope::ALL, shootdown, looks);
+    }
+
+    /// The same for a page that only readers in `scope` look up.
+    fn unmap_in(&self, scope: Scope, shootdown: &Shootdown, looks: usize) {
         self.mapped.store(false, Ordering::Relaxed);
-        let token = shootdown.begin(&[PAGE], false);
+        let token = shootdown.begin_in(scope, &[PAGE], false);
         self.take_back(shootdown, token, looks);
     }
 
@@ -238,5 +243,83 @@ fn a_lease_is_found_in_a_place_that_others_use_and_leave() {
         world.unmap(&shootdown, 1);
         device.join().unwrap();
         completion.join().unwrap();
+    });
+}
+
+#[test]
+fn a_reader_that_comes_from_elsewhere_is_waited_for() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let (here, there) = (shootdown.scope(), shootdown.scope());
+        let mut reader = shootdown.reader().unwrap();
+        reader.enter(there);
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            reader.enter(here);
+            theirs.access(&mut cache);
+            reader.poll(|gone| forget(&mut cache, gone));
+            theirs.access(&mut cache);
+        });
+        world.unmap_in(here, &shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn one_that_leaves_and_comes_back_is_waited_for_as_long_as_it_has_something() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let (here, there) = (shootdown.scope(), shootdown.scope());
+        let mut reader = shootdown.reader().unwrap();
+        reader.enter(here);
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            theirs.access(&mut false);
+            reader.enter(there);
+            reader.enter(here);
+            theirs.access(&mut false);
+        });
+        world.unmap_in(here, &shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn a_lease_that_is_taken_along_elsewhere_is_not_overlooked() {
+    check(4, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let (here, there) = (shootdown.scope(), shootdown.scope());
+        let mut reader = shootdown.reader().unwrap();
+        reader.enter(here);
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let lease = theirs.access(&mut false).then(|| reader.lease(PAGE));
+            reader.enter(there);
+            if lease.is_some() {
+                theirs.touch();
+            }
+        });
+        world.unmap_in(here, &shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
+fn the_next_reader_of_an_index_is_not_where_the_last_was() {
+    check(3, || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let (here, there) = (shootdown.scope(), shootdown.scope());
+        let mut reader = shootdown.reader().unwrap();
+        reader.enter(there);
+        drop(reader);
+        let (theirs, from) = (Arc::clone(&world), Arc::clone(&shootdown));
+        let device = thread::spawn(move || {
+            let reader = from.reader().unwrap();
+            theirs.access(&mut false);
+            drop(reader);
+        });
+        world.unmap_in(here, &shootdown, 2);
+        device.join().unwrap();
     });
 }

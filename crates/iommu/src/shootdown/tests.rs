@@ -29,7 +29,9 @@ fn every_reader_hears_of_every_range_once_and_in_order() {
     let both = [range(0, 9), range(20, 29)].map(Invalidation::Range);
     assert_eq!(polled(&mut b), both);
     assert!(shootdown.is_over(first) && shootdown.is_over(second) && shootdown.is_over(0));
-    assert!(!shootdown.is_over(second + 1), "it was never begun");
+    let (last, _) = Scope::of_token(second);
+    let next = Scope::ALL.token(Grace::from_u64(last.as_u64() + 1));
+    assert!(!shootdown.is_over(next), "it was never begun");
 }
 
 #[test]
@@ -333,4 +335,48 @@ fn caches_and_leases_keep_their_promise_under_load() {
     }
     world.stop.store(true, Ordering::Relaxed);
     readers.into_iter().for_each(|reader| reader.join().unwrap());
+}
+
+#[test]
+fn an_invalidation_in_a_scope_waits_for_who_may_be_there() {
+    let shootdown = Shootdown::new(4);
+    let (here, there) = (shootdown.scope(), shootdown.scope());
+    assert_ne!(here, there);
+    let mut readers: Vec<_> = (0..4).map(|_| shootdown.reader().unwrap()).collect();
+    for (reader, scope) in readers.iter_mut().zip([here, there, Scope::NONE, Scope::ALL]) {
+        reader.enter(scope);
+        assert_eq!(reader.scope(), scope);
+    }
+    let token = shootdown.begin_in(here, &[range(0, 9)], false);
+    assert!(!shootdown.is_over(token));
+    polled(&mut readers[0]);
+    assert!(!shootdown.is_over(token), "the one that may be anywhere");
+    polled(&mut readers[3]);
+    assert!(shootdown.is_over(token) && !shootdown.is_quiet(token));
+    // One that comes later finds nothing there.
+    readers[1].enter(here);
+    let all = shootdown.begin(&[range(20, 29)], false);
+    polled(&mut readers[0]);
+    polled(&mut readers[3]);
+    assert!(!shootdown.is_over(all));
+    // Everybody is told of everything.
+    let told = [range(0, 9), range(20, 29)].map(Invalidation::Range);
+    assert_eq!(polled(&mut readers[1]), told);
+    assert_eq!(polled(&mut readers[2]), told);
+    assert!(shootdown.is_over(all) && shootdown.is_quiet(token));
+}
+
+#[test]
+fn merged_invalidations_of_several_scopes_wait_for_the_leases_of_each() {
+    let shootdown = Shootdown::new(2);
+    let mut reader = shootdown.reader().unwrap();
+    let scopes: Vec<_> = (0..2 * PENDING).map(|_| shootdown.scope()).collect();
+    reader.enter(scopes[0]);
+    let lease = reader.lease(range(0, 9));
+    let tokens: Vec<_> =
+        scopes.iter().map(|&scope| shootdown.begin_in(scope, &[range(0, 9)], false)).collect();
+    polled(&mut reader);
+    assert!(tokens.iter().all(|&token| !shootdown.is_over(token)), "the lease is on all of them");
+    drop(lease);
+    assert!(tokens.iter().all(|&token| shootdown.is_over(token)));
 }

@@ -172,6 +172,46 @@ fn a_new_binding_is_in_force_when_its_token_is_over() {
 }
 
 #[test]
+fn an_invalidation_waits_for_views_of_its_domain_and_for_no_others() {
+    let Bench { shootdown, endpoint, domain: here, memory, mut view, .. } = bench();
+    let there = domain(&shootdown);
+    let other = Endpoint::new(4, Arc::clone(&shootdown), Binding::Domain(Arc::clone(&there)));
+    let mut elsewhere = View::new(other, memory).unwrap();
+    let read = |view: &View| view.read(0x1000, &mut [0]);
+    for (domain, gpa) in [(&here, 16 * PAGE), (&there, 17 * PAGE)] {
+        map(domain, 0x1000, gpa, 1, Prot::RW);
+    }
+    assert_eq!([read(&view), read(&elsewhere)], [Ok(()); 2]);
+    let gone = unmap(&there, 0x1000, 1);
+    assert!(!shootdown.is_over(gone.0));
+    elsewhere.quiet();
+    assert!(shootdown.is_over(gone.0), "nobody else looks there");
+    assert!(read(&view).is_ok() && read(&elsewhere).is_err());
+
+    // Bound to the other domain: until it has seen that, it is where it was.
+    map(&there, 0x1000, 17 * PAGE, 1, Prot::RW);
+    endpoint.bind(Binding::Domain(Arc::clone(&there)));
+    elsewhere.quiet();
+    let gone = unmap(&here, 0x1000, 1);
+    assert!(!shootdown.is_over(gone.0));
+    view.quiet();
+    assert!(shootdown.is_over(gone.0) && read(&view).is_ok());
+    let gone = unmap(&there, 0x1000, 1);
+    elsewhere.quiet();
+    assert!(!shootdown.is_over(gone.0), "now it is there");
+    view.quiet();
+    assert!(shootdown.is_over(gone.0) && read(&view).is_err());
+
+    // Who is bound to none looks nothing up.
+    endpoint.bind(Binding::Bypass);
+    [&mut view, &mut elsewhere].map(View::quiet);
+    map(&there, 0x1000, 17 * PAGE, 1, Prot::RW);
+    let gone = unmap(&there, 0x1000, 1);
+    elsewhere.quiet();
+    assert!(shootdown.is_over(gone.0));
+}
+
+#[test]
 fn a_view_that_is_offline_is_not_waited_for_and_has_forgotten_when_it_is_back() {
     let Bench { shootdown, endpoint, domain, mut view, .. } = bench();
     map(&domain, 0x1000, 16 * PAGE, 2, Prot::RW);
