@@ -193,7 +193,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
 fn announcement(arguments: &Arguments, plan: &Plan, viot: &Path) -> Result<String> {
     let (viot, socket) = (absolute(viot)?, absolute(&arguments.iommu)?);
     let behind = plan.behind()?;
-    let all = qemu::arguments(arguments.memory, &viot, (&socket, arguments.slot), &behind);
+    let iommu = (&*socket, arguments.slot);
+    let bypass = !arguments.no_bypass;
+    let all = qemu::arguments(arguments.memory, &viot, iommu, &behind, bypass);
     if !arguments.json {
         let line = |[option, value]: &[String; 2]| format!("{option} {}\n", qemu::quoted(value));
         return Ok(all.iter().map(line).collect());

@@ -1,12 +1,12 @@
-//! Before the guest has a driver for the IOMMU its firmware uses a disk that may bypass it. (Another
-//! stops it: SeaBIOS waits for a disk for ever.)
+//! Before the guest has a driver for the IOMMU its firmware uses a disk that may bypass it. Another
+//! stops it: SeaBIOS waits for a disk for ever, so that QEMU's arguments keep it from such a disk.
 
 use std::path::{Path, PathBuf};
 
 use super::{disk, no_errors};
 use crate::{
     firmware::{COPIED, copies},
-    place::{Guard, Place},
+    place::Place,
     qemu::{Iommu, Qemu},
 };
 
@@ -21,21 +21,18 @@ fn pattern() -> Vec<u8> {
     (0..COPIED).map(|at| (at * 31 + at / 512 + 1) as u8).collect()
 }
 
-fn image(place: &Place) -> PathBuf {
-    let image = place.image("image", 16);
+/// An image of 16 MiB for a firmware that copies.
+pub(super) fn image(place: &Place, name: &str) -> PathBuf {
+    let image = place.image(name, 16);
     std::fs::write(&image, [&pattern()[..], &vec![0; (16 << 20) - COPIED]].concat()).unwrap();
     image
 }
 
 /// Whether what lies at the disk's beginning lies behind it too.
-fn is_copied(image: &Path) -> bool {
+pub(super) fn is_copied(image: &Path) -> bool {
     let disk = std::fs::read(image).unwrap();
     assert!(disk[..COPIED] == pattern());
     disk[COPIED..2 * COPIED] == pattern()
-}
-
-fn faults(guard: &Guard, endpoint: &str) -> f64 {
-    guard.service.figure(&format!("ringfence_iommu_faults_total{{endpoint=\"{endpoint}\"}}"))
 }
 
 #[test]
@@ -43,7 +40,7 @@ fn faults(guard: &Guard, endpoint: &str) -> f64 {
 fn it_reads_and_writes_a_disk_that_bypasses() {
     // rule V5
     let place = Place::new();
-    let image = image(&place);
+    let image = image(&place, "image");
     let mut guard = place.guard(&["--blk", &disk(&place, "disk.sock", &image, "")]);
     let device = guard.arguments.iter_mut().find(|word| word.starts_with("vhost-user-blk-pci"));
     device.expect("a disk").push_str(",bootindex=1");
@@ -52,6 +49,34 @@ fn it_reads_and_writes_a_disk_that_bypasses() {
     assert_eq!(said.word("domain"), "DMA");
     no_errors(&said.json("mixed"));
     assert!(is_copied(&image));
-    assert_eq!(faults(&guard, "0x30"), 0.0);
+    assert_eq!(guard.faults("0x30"), 0.0);
     guard.service.terminate();
+}
+
+/// The firmware is let at a disk that it does not reach: it is refused the disk's very ring.
+fn stops_at(option: &str, more: &[&str]) {
+    let place = Place::new();
+    let disk = disk(&place, "disk.sock", &place.image("image", 16), option);
+    let mut guard = place.guard(&[&["--blk", &disk], more].concat());
+    let strict = guard.arguments.iter().position(|word| word == "strict=on").expect("-boot");
+    guard.arguments.drain(strict - 1..=strict);
+    let stopped = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, "");
+    guard.wait_for_a_fault("0x30");
+    assert_eq!(guard.answered("06.0"), 0.0);
+    drop(stopped);
+    guard.service.terminate();
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn an_untrusted_disk_is_out_of_its_reach() {
+    // rule V6
+    stops_at(",untrusted", &[]);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn without_bypass_every_disk_is_out_of_its_reach() {
+    // rule V6
+    stops_at("", &["--no-bypass"]);
 }
