@@ -62,7 +62,8 @@ pub(super) fn arguments(
             ),
         ],
     ];
-    // SeaBIOS starts every disk that it could boot from, and waits for it for ever.
+    // SeaBIOS starts every disk that it could boot from and waits for ever when something reads from
+    // one that does not answer, be it a boot loader or the first code of Linux, which looks at all.
     let reached = |device: &Behind| bypass && !device.untrusted;
     let strict = devices.iter().any(|device| device.kind == Kind::Blk && !reached(device));
     if strict {

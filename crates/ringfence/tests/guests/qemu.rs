@@ -148,6 +148,7 @@ pub(crate) struct Qemu {
     console: &'static str,
     kernel: &'static str,
     newer: bool,
+    line: &'static str,
     arguments: Vec<String>,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -164,6 +165,7 @@ impl Qemu {
             console: "console",
             kernel: "",
             newer: false,
+            line: "",
             arguments,
             files: Vec::new(),
         }
@@ -224,6 +226,12 @@ impl Qemu {
     /// One more of QEMU's options.
     pub(crate) fn with(mut self, option: &str, value: &str) -> Qemu {
         self.add(option, value.to_owned());
+        self
+    }
+
+    /// More of the kernel's options.
+    pub(crate) fn told(mut self, line: &'static str) -> Qemu {
+        self.line = line;
         self
     }
 
@@ -356,9 +364,10 @@ impl Qemu {
         };
         // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up.
         let line = format!(
-            "console=ttyS0 loglevel=5 panic=-1 no_timer_check viommu={} {}",
+            "console=ttyS0 loglevel=5 panic=-1 no_timer_check viommu={} {} {}",
             u8::from(viommu),
-            self.iommu.kernel_line()
+            self.iommu.kernel_line(),
+            self.line
         );
         command.args(["-append", &line]);
         command.arg("-serial").arg(format!("file:{}", console.display()));
