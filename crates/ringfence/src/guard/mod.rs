@@ -54,8 +54,15 @@ const PROBE: (u32, u32) = (512, 24);
 
 DEVICES:
     untrusted    the device never bypasses the IOMMU: not before the guest has a driver for it (so
-                 that firmware cannot use it) and not in bypass domains
+                 that firmware cannot use it) and not in bypass domains (so that the guest's kernel
+                 must not be told iommu.passthrough=1)
     addr=DD.F    where it is on the guest's PCI bus; its endpoint is named by that number
+
+FIRMWARE:
+    What reads from a disk that is untrusted before the guest has a driver for the IOMMU waits for
+    ever. So with such a disk, or --no-bypass, QEMU is told -boot strict=on: SeaBIOS starts no disk
+    then but those with a bootindex, which the trusted devices have as printed. What else is to be
+    booted from needs one too. With -kernel, -bios qboot.rom does as well.
 
 MEMORY:
     When a ring starts QEMU looks up its addresses in its idle IOMMU and gives up unless it finds
@@ -193,7 +200,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
 fn announcement(arguments: &Arguments, plan: &Plan, viot: &Path) -> Result<String> {
     let (viot, socket) = (absolute(viot)?, absolute(&arguments.iommu)?);
     let behind = plan.behind()?;
-    let all = qemu::arguments(arguments.memory, &viot, (&socket, arguments.slot), &behind);
+    let iommu = (&*socket, arguments.slot);
+    let bypass = !arguments.no_bypass;
+    let all = qemu::arguments(arguments.memory, &viot, iommu, &behind, bypass);
     if !arguments.json {
         let line = |[option, value]: &[String; 2]| format!("{option} {}\n", qemu::quoted(value));
         return Ok(all.iter().map(line).collect());

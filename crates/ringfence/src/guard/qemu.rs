@@ -30,12 +30,14 @@ pub(super) struct Behind {
 }
 
 /// The arguments, each option followed by its value. The IOMMU comes before the devices: QEMU starts
-/// them in this order when a paused guest goes on.
+/// them in this order when a paused guest goes on. `bypass`: devices that are trusted reach memory
+/// before there is a driver for the IOMMU.
 pub(super) fn arguments(
     memory: u64,
     viot: &Path,
     iommu: (&Path, Address),
     devices: &[Behind],
+    bypass: bool,
 ) -> Vec<[String; 2]> {
     let size = match memory {
         bytes if bytes.is_multiple_of(1 << 20) => format!("{}M", bytes >> 20),
@@ -60,13 +62,25 @@ pub(super) fn arguments(
             ),
         ],
     ];
+    // SeaBIOS starts every disk that it could boot from and waits for ever when something reads from
+    // one that does not answer, be it a boot loader or the first code of Linux, which looks at all.
+    let reached = |device: &Behind| bypass && !device.untrusted;
+    let strict = devices.iter().any(|device| device.kind == Kind::Blk && !reached(device));
+    if strict {
+        all.push(["-boot".into(), "strict=on".into()]);
+    }
+    // It could boot from nothing else then, but for what has a number.
+    let mut order = 1..;
     for device in devices {
         let Behind { kind, address, socket, queues, .. } = device;
         let id = format!("ringfence-{address}");
         let several =
             |other: &Behind| other.address != *address && other.address.device == address.device;
         let shared = if devices.iter().any(several) { ",multifunction=on" } else { "" };
-        let place = format!("addr={address}{shared}");
+        let boots = strict && *kind != Kind::Idle && reached(device);
+        let boots = boots.then(|| order.next()).flatten();
+        let boots = boots.map_or_else(String::new, |order: u32| format!(",bootindex={order}"));
+        let place = format!("addr={address}{shared}{boots}");
         if let Some(socket) = socket {
             let chardev = format!("socket,id={id},path={}", escaped(socket));
             all.push(["-chardev".into(), chardev]);
@@ -120,23 +134,57 @@ mod tests {
         assert_eq!(quoted("a;b"), "'a;b'");
     }
 
-    #[test]
-    fn functions_of_one_device_say_so_and_commas_in_names_are_doubled() {
-        let at = |text: &str| text.parse::<Address>().unwrap();
-        let blk = |text| Behind {
+    fn at(text: &str) -> Address {
+        text.parse().unwrap()
+    }
+
+    fn blk(text: &str) -> Behind {
+        Behind {
             kind: Kind::Blk,
             address: at(text),
             socket: Some("a,b".into()),
             queues: 2,
             untrusted: false,
-        };
+        }
+    }
+
+    fn lines(devices: &[Behind], bypass: bool) -> Vec<String> {
+        let iommu = (Path::new("i"), at("05.0"));
+        let all = arguments(1 << 30, Path::new("v"), iommu, devices, bypass);
+        all.iter().map(|words| words.join(" ")).collect()
+    }
+
+    #[test]
+    fn functions_of_one_device_say_so_and_commas_in_names_are_doubled() {
         let devices = [blk("06.0"), blk("06.1"), blk("07.0")];
-        let all = arguments(1 << 30, Path::new("v"), (Path::new("i"), at("05.0")), &devices);
-        let text: Vec<String> = all.iter().map(|words| words.join(" ")).collect();
+        let text = lines(&devices, true);
         let of = |what: &str| text.iter().filter(|line| line.contains(what)).count();
         assert_eq!(of("multifunction=on"), 2);
         assert_eq!(of("path=a,,b"), 3);
         assert_eq!(of("num-queues=2"), 3);
         assert_eq!(of("size=1024M,share=on"), 1);
+        assert_eq!(of("boot"), 0, "firmware can use all of them");
+    }
+
+    #[test]
+    fn firmware_is_kept_from_disks_that_it_does_not_reach_and_boots_from_others() {
+        let untrusted = |behind| Behind { untrusted: true, ..behind };
+        let net = Behind { kind: Kind::Net, ..blk("08.0") };
+        let idle = Behind { kind: Kind::Idle, socket: None, ..blk("09.0") };
+        let all = [untrusted(blk("05.0")), blk("06.0"), untrusted(blk("07.0")), net, idle];
+        let boot = |devices: &[Behind], bypass| {
+            let mut text = lines(devices, bypass);
+            text.retain(|line| line.contains("boot"));
+            text
+        };
+        let said = boot(&all, true);
+        assert_eq!(said.len(), 3, "{said:?}");
+        assert_eq!(said[0], "-boot strict=on");
+        assert!(said[1].contains("addr=06.0,bootindex=1"), "{said:?}");
+        assert!(said[2].contains("addr=08.0,bootindex=2"), "{said:?}");
+        assert_eq!(boot(&all, false), ["-boot strict=on"]);
+        // Firmware does not start a network device that it does not boot from.
+        let net = [untrusted(all[3].clone()), all[4].clone()];
+        assert!(boot(&net, true).is_empty() && boot(&net, false).is_empty());
     }
 }

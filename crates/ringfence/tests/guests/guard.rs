@@ -2,15 +2,20 @@
 //! with the arguments that it prints, and translates nothing.
 
 mod firmware;
+mod untrusted;
 mod vfio;
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
 
 use crate::{
     blk::{COMES_AND_GOES, MIB, VERIFY, came_back, no_errors, verified},
     machine::{Guest, Said},
     net::{PAIR, TRAFFIC, arrived},
-    place::{Guard, Place, md5},
+    place::{Guard, LIMIT, Place, md5},
     qemu::{Iommu, Qemu},
 };
 
@@ -34,6 +39,26 @@ impl Guard {
 
     fn domains(&self) -> f64 {
         self.service.figure("ringfence_iommu_domains")
+    }
+
+    /// Accesses that a device was refused.
+    fn faults(&self, endpoint: &str) -> f64 {
+        let name = format!("ringfence_iommu_faults_total{{endpoint=\"{endpoint}\"}}");
+        self.service.figure(&name)
+    }
+
+    /// Requests that a disk with one queue has answered.
+    fn answered(&self, disk: &str) -> f64 {
+        self.service.figure(&format!("ringfence_requests_total{{queue=\"{disk}/0\"}}"))
+    }
+
+    /// Waits until a device was refused an access.
+    fn wait_for_a_fault(&self, endpoint: &str) {
+        let begun = Instant::now();
+        while self.faults(endpoint) == 0.0 {
+            assert!(begun.elapsed() < LIMIT, "{endpoint} has tried nothing that is refused");
+            thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// Nothing was refused, neither a request of the driver's nor an access of a device's.

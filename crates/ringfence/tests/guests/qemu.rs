@@ -22,13 +22,24 @@ pub(crate) enum Iommu {
     /// `ringfence guard`'s: QEMU has none that the guest uses.
     GuardStrict,
     GuardLazy,
+    /// The same, where Linux wants devices to bypass it.
+    GuardPassthrough,
+    /// The same, where Linux neither has a driver for it nor is told that it is there.
+    GuardUnknown,
 }
 
 impl Iommu {
+    /// `ringfence guard`'s.
+    fn is_guards(self) -> bool {
+        use Iommu::*;
+        matches!(self, GuardStrict | GuardLazy | GuardPassthrough | GuardUnknown)
+    }
+
     /// What Linux calls the domain of a device behind it.
     pub(crate) fn domain(self) -> &'static str {
         match self {
-            Iommu::None => "none",
+            Iommu::None | Iommu::GuardUnknown => "none",
+            Iommu::GuardPassthrough => "identity",
             Iommu::IntelStrict | Iommu::VirtioStrict | Iommu::GuardStrict => "DMA",
             Iommu::IntelLazy | Iommu::VirtioLazy | Iommu::GuardLazy => "DMA-FQ",
         }
@@ -36,17 +47,19 @@ impl Iommu {
 
     fn device(self) -> &'static [&'static str] {
         match self {
-            Iommu::None | Iommu::GuardStrict | Iommu::GuardLazy => &[],
+            _ if self.is_guards() => &[],
+            Iommu::None => &[],
             Iommu::IntelStrict | Iommu::IntelLazy => {
                 &["-device", "intel-iommu,intremap=on,device-iotlb=on"]
             }
-            Iommu::VirtioStrict | Iommu::VirtioLazy => &["-device", "virtio-iommu-pci"],
+            _ => &["-device", "virtio-iommu-pci"],
         }
     }
 
     fn kernel_line(self) -> &'static str {
         match self {
-            Iommu::None => "intel_iommu=off",
+            Iommu::None | Iommu::GuardUnknown => "intel_iommu=off",
+            Iommu::GuardPassthrough => "intel_iommu=off iommu.passthrough=1",
             Iommu::IntelStrict => "intel_iommu=on iommu.strict=1",
             Iommu::IntelLazy => "intel_iommu=on iommu.strict=0",
             Iommu::VirtioStrict | Iommu::GuardStrict => "intel_iommu=off iommu.strict=1",
@@ -135,6 +148,7 @@ pub(crate) struct Qemu {
     console: &'static str,
     kernel: &'static str,
     newer: bool,
+    line: &'static str,
     arguments: Vec<String>,
     files: Vec<(&'static str, Vec<u8>)>,
 }
@@ -151,6 +165,7 @@ impl Qemu {
             console: "console",
             kernel: "",
             newer: false,
+            line: "",
             arguments,
             files: Vec::new(),
         }
@@ -158,9 +173,11 @@ impl Qemu {
 
     /// Whose IOMMU and devices are `ringfence guard`'s, by the arguments that it has printed.
     pub(crate) fn guarded(iommu: Iommu, guard: &Guard) -> Qemu {
-        assert!(matches!(iommu, Iommu::GuardStrict | Iommu::GuardLazy), "{iommu}");
+        assert!(iommu.is_guards(), "{iommu}");
         let mut machine = Qemu::new(iommu).newer();
-        machine.arguments.extend(guard.arguments.iter().cloned());
+        let told = |words: &&[String]| iommu != Iommu::GuardUnknown || words[0] != "-acpitable";
+        let words = guard.arguments.chunks(2).filter(told).flatten();
+        machine.arguments.extend(words.cloned());
         machine
     }
 
@@ -209,6 +226,12 @@ impl Qemu {
     /// One more of QEMU's options.
     pub(crate) fn with(mut self, option: &str, value: &str) -> Qemu {
         self.add(option, value.to_owned());
+        self
+    }
+
+    /// More of the kernel's options.
+    pub(crate) fn told(mut self, line: &'static str) -> Qemu {
+        self.line = line;
         self
     }
 
@@ -302,11 +325,6 @@ impl Qemu {
         n
     }
 
-    /// Memory and devices are then by its printed arguments.
-    fn is_guarded(&self) -> bool {
-        matches!(self.iommu, Iommu::GuardStrict | Iommu::GuardLazy)
-    }
-
     fn own(&self) -> String {
         let translated = match self.iommu {
             Iommu::None => "",
@@ -328,7 +346,8 @@ impl Qemu {
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split"]);
         command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
         command.args(["-smp", &self.cpus.to_string()]);
-        if !self.is_guarded() {
+        // Memory and devices of others are by the arguments that were printed.
+        if !self.iommu.is_guards() {
             let size = self.memory_mib.to_string();
             let memory = format!("memory-backend-memfd,id=mem,size={size}M,share=on");
             command.args(["-machine", "memory-backend=mem", "-m", &size, "-object", &memory]);
@@ -339,13 +358,16 @@ impl Qemu {
         command.args(&self.arguments);
         let kernel = part(&format!("vmlinuz{}", self.kernel));
         command.arg("-kernel").arg(kernel).arg("-initrd").arg(&initrd);
-        let viommu =
-            self.is_guarded() || matches!(self.iommu, Iommu::VirtioStrict | Iommu::VirtioLazy);
+        let viommu = match self.iommu {
+            Iommu::VirtioStrict | Iommu::VirtioLazy => true,
+            iommu => iommu.is_guards() && iommu != Iommu::GuardUnknown,
+        };
         // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up.
         let line = format!(
-            "console=ttyS0 loglevel=5 panic=-1 no_timer_check viommu={} {}",
+            "console=ttyS0 loglevel=5 panic=-1 no_timer_check viommu={} {} {}",
             u8::from(viommu),
-            self.iommu.kernel_line()
+            self.iommu.kernel_line(),
+            self.line
         );
         command.args(["-append", &line]);
         command.arg("-serial").arg(format!("file:{}", console.display()));

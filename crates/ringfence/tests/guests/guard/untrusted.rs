@@ -1,0 +1,140 @@
+//! A disk that is not trusted, and beside it one that is: wherever the one bypasses the IOMMU the other
+//! is refused, and behind the IOMMU both are disks like any other.
+
+use std::path::PathBuf;
+
+use super::{
+    TWO_DISKS, TWO_DISKS_END, both_verified, disk,
+    firmware::{image, is_copied},
+    meanwhile, no_errors,
+};
+use crate::{
+    firmware::copies,
+    place::{Guard, Place},
+    qemu::{Iommu, Qemu},
+};
+
+/// Two disks, the first of them with `options[0]`.
+fn two_disks(place: &Place, options: [&str; 2]) -> (Guard, [PathBuf; 2]) {
+    let images = [image(place, "image0"), image(place, "image1")];
+    let disks = [0, 1].map(|n| disk(place, &format!("disk{n}.sock"), &images[n], options[n]));
+    (place.guard(&["--blk", &disks[0], "--blk", &disks[1]]), images)
+}
+
+/// By the arguments that were printed the firmware boots from the trusted disk, though it is the second,
+/// and leaves the first to Linux, which has both behind the IOMMU.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn firmware_leaves_it_to_linux() {
+    // rule V20
+    let place = Place::new();
+    let (guard, images) = two_disks(&place, [",untrusted", ""]);
+    let begin = r#"
+load virtio_blk
+for n in 0 1; do say domain$n $(domain $(virtio_pci 2 $n)); done
+say loaded
+hear
+"#;
+    let few = TWO_DISKS.replace("--size=8m", "--size=2m");
+    let script = format!("{begin}{few}{TWO_DISKS_END}");
+    let machine = Qemu::guarded(Iommu::GuardStrict, &guard).option_rom(&place, &copies());
+    let mut guest = machine.start(&place, &script);
+    let copied = meanwhile(&mut guest, "loaded", || [0, 1].map(|n| is_copied(&images[n])));
+    let said = guest.end();
+    assert_eq!(copied, [false, true]);
+    assert_eq!([said.word("domain0"), said.word("domain1")], ["DMA", "DMA"]);
+    both_verified(&said, &images);
+    guard.had_nothing_to_refuse();
+    guard.service.terminate();
+}
+
+/// With a firmware that starts no device: when the machine is reset no device's ring tells of it.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_guest_reboots_whose_firmware_starts_nothing() {
+    // rule V4
+    let place = Place::new();
+    let image = place.image("image", 16);
+    let guard = place.guard(&["--blk", &disk(&place, "disk.sock", &image, ",untrusted")]);
+    let script = r#"
+load virtio_blk
+dd if=/dev/vda of=/tmp/read bs=512 count=1
+boot=$(head -c 1 /tmp/read)
+[ "$boot" = 1 ] || boot=0
+say boot $boot
+hear
+if [ $boot = 0 ]; then
+    echo 1 | dd of=/dev/vda bs=512 conv=fsync,sync
+    reboot -f
+    sleep 100
+fi
+run_fio mixed --rw=randrw --bs=4k --iodepth=16 --size=1m --verify=crc32c
+"#;
+    let machine = Qemu::guarded(Iommu::GuardStrict, &guard).with("-bios", "qboot.rom");
+    let mut guest = machine.reboots().start(&place, script);
+    for boot in 0..2 {
+        let word = format!("boot {boot}");
+        let domains = meanwhile(&mut guest, &word, || guard.domains());
+        assert_eq!(domains, 1.0, "{word}");
+    }
+    no_errors(&guest.end().json("mixed"));
+    guard.had_nothing_to_refuse();
+    guard.service.terminate();
+}
+
+/// Linux has the first disk without translation. The driver of the second waits for what it has asked
+/// for: it never ends, and the machine does not go off but by force.
+const WITHOUT_TRANSLATION: &str = r#"
+modprobe virtio_blk &
+reads() { dd if=/dev/vda of=/dev/null count=1 2> /dev/null; }
+await reads
+run_fio mixed --rw=randrw --bs=4k --iodepth=16 --size=2m --verify=crc32c
+for n in 0 1; do say domain$n $(domain $(virtio_pci 2 $n)); done
+asked() { [ -e /sys/block/vdb/inflight ] && [ "$(cat /sys/block/vdb/inflight | xargs)" = "1 0" ]; }
+await asked
+say asked
+hear
+asked
+dmesg | grep -E 'WARNING:|fault from' | give log
+say done 0
+echo b > /proc/sysrq-trigger
+sleep 100
+"#;
+
+/// The trusted disk works untranslated, the other is refused all; what the guest's log says of it.
+/// `refused` is how many of the driver's requests are.
+fn one_of_two_bypasses(iommu: Iommu, refused: f64) -> String {
+    let place = Place::new();
+    let (guard, _) = two_disks(&place, ["", ",untrusted"]);
+    let mut guest = Qemu::guarded(iommu, &guard).start(&place, WITHOUT_TRANSLATION);
+    meanwhile(&mut guest, "asked", || guard.wait_for_a_fault("0x38"));
+    let said = guest.end();
+    no_errors(&said.json("mixed"));
+    assert_eq!([said.word("domain0"), said.word("domain1")], [iommu.domain(), "none"]);
+    assert_eq!(guard.faults("0x30"), 0.0);
+    assert!(guard.answered("06.0") > 500.0);
+    assert_eq!(guard.answered("07.0"), 0.0);
+    assert_eq!((guard.maps(), guard.domains()), (0.0, 0.0));
+    assert_eq!(guard.service.figure("ringfence_iommu_refused_total"), refused);
+    guard.service.terminate();
+    said.given("log")
+}
+
+/// A guest that knows of no IOMMU: what an early driver of any guest is.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn without_a_driver_for_the_iommu_it_reaches_nothing() {
+    // rule V5, rule V6
+    assert_eq!(one_of_two_bypasses(Iommu::GuardUnknown, 0.0), "");
+}
+
+/// With `iommu.passthrough=1` Linux wants every device in a bypass domain. It does not expect to be
+/// refused: it warns, and goes on as though the device were behind no IOMMU.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_bypass_domain_is_refused() {
+    // rule V5, rule V12
+    let log = one_of_two_bypasses(Iommu::GuardPassthrough, 1.0);
+    assert!(log.contains("iommu_setup_default_domain"), "{log}");
+    assert!(log.contains("domain fault from EP 56"), "{log}");
+}
