@@ -204,7 +204,7 @@ fn an_invalidation_waits_for_views_of_its_domain_and_for_no_others() {
 
     // Who is bound to none looks nothing up.
     endpoint.bind(Binding::Bypass);
-    [&mut view, &mut elsewhere].map(View::quiet);
+    [&mut view, &mut elsewhere].into_iter().for_each(View::quiet);
     map(&there, 0x1000, 17 * PAGE, 1, Prot::RW);
     let gone = unmap(&there, 0x1000, 1);
     elsewhere.quiet();
