@@ -106,6 +106,11 @@ impl Gather {
         self.pages.append(pages);
     }
 
+    /// The table pages, to add to them.
+    pub(crate) fn pages_mut(&mut self) -> &mut PageList {
+        &mut self.pages
+    }
+
     /// The ranges to invalidate, in no order; they do not touch each other.
     pub fn ranges(&self) -> &[Range] {
         self.ranges.as_slice()

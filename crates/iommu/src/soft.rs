@@ -293,9 +293,7 @@ impl<T: Address> Domain for SoftDomain<T> {
         if !range.is_aligned(granule) {
             return Err(Error::Unaligned { range, granule });
         }
-        let mut pages = PageList::default();
-        let bytes = self.table.unmap(range, &mut pages)?;
-        gather.add_pages(pages);
+        let bytes = self.table.unmap(range, gather.pages_mut())?;
         if bytes != 0 {
             gather.add(range);
         }
