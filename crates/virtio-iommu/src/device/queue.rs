@@ -84,6 +84,35 @@ struct Pending {
     tail: Tail,
 }
 
+/// Copies the part of a request that is read; how many bytes there are.
+#[inline]
+fn read(
+    mem: &impl Translate,
+    chain: &Chain,
+    bytes: &mut [u8; MAX_REQUEST_LEN],
+) -> Result<usize, AccessError> {
+    const MAP: usize = Kind::Map.request_len();
+    const UNMAP: usize = Kind::Unmap.request_len();
+    let &[Desc { addr, len, .. }] = chain.readable() else { return chain.read_at(mem, 0, bytes) };
+    // Lengths that the compiler knows.
+    match len as usize {
+        MAP => mem.read(addr, &mut bytes[..MAP]).map(|()| MAP),
+        UNMAP => mem.read(addr, &mut bytes[..UNMAP]).map(|()| UNMAP),
+        _ => chain.read_at(mem, 0, bytes),
+    }
+}
+
+/// Writes a tail in pieces.
+#[cold]
+fn write_pieces(mem: &impl Translate, pieces: &[Desc], bytes: &[u8]) -> Result<(), AccessError> {
+    let mut at = 0;
+    pieces.iter().try_for_each(|piece| {
+        let len = piece.len as usize;
+        at += len;
+        mem.write(piece.addr, &bytes[at - len..at])
+    })
+}
+
 /// Serves one request virtqueue. Belongs to one thread at a time.
 ///
 /// Requests are carried out in the order of the ring and answered in it. Those found together make
@@ -195,7 +224,7 @@ impl<B: Backing> RequestQueue<B> {
                 Err(error) => return (count, Err(error)),
             }
             // The bytes are read once; what the driver does to them afterwards changes nothing.
-            *len = chain.read_at(mem, 0, bytes);
+            *len = read(mem, chain, bytes);
             count += 1;
         }
         (count, Ok(count))
@@ -263,24 +292,19 @@ impl<B: Backing> RequestQueue<B> {
         if self.pending.is_empty() {
             return false;
         }
-        for Pending { head, used, status, waits, tail } in self.pending.drain(..) {
+        let replies = self.pending.drain(..).map(|pending| {
+            let Pending { head, used, status, waits, tail } = pending;
             let status = if failed && waits { Status::DevErr } else { status };
             let bytes = emit_tail(status);
             let written = match tail {
                 Tail::None => Ok(()),
                 Tail::At(addr) => mem.write(addr, &bytes),
-                Tail::Split(pieces) => {
-                    let mut at = 0;
-                    pieces.iter().try_for_each(|piece| {
-                        let len = piece.len as usize;
-                        at += len;
-                        mem.write(piece.addr, &bytes[at - len..at])
-                    })
-                }
+                Tail::Split(pieces) => write_pieces(mem, &pieces, &bytes),
             };
             // Where the tail cannot be written the driver is told that nothing was.
-            self.queue.push_used(head, if written.is_ok() { used } else { 0 });
-        }
+            (head, if written.is_ok() { used } else { 0 })
+        });
+        self.queue.push_used_burst(replies);
         self.queue.publish_used()
     }
 

@@ -136,16 +136,22 @@ impl<B: Backing> Device<B> {
     ) -> Answer<&'s View<B::Domain>> {
         let generation = self.generation.load(Ordering::Acquire);
         if !matches!(session.last, Some((held, of, _)) if held == id && of == generation) {
-            // A domain that has gone is not held any longer.
-            session.last = None;
-            // Taken before the look-up: if an ATTACH comes between, the next look-up is repeated.
-            let view = self.state.read().domains.get(&id).ok_or(Status::NoEnt)?.view.clone();
-            session.last = Some((id, generation, view));
+            self.look_up(session, id, generation)?;
         }
         match &session.last {
             Some((_, _, view)) => Ok(view),
             None => Err(Status::NoEnt),
         }
+    }
+
+    #[cold]
+    fn look_up(&self, session: &mut Session<B>, id: u32, generation: u64) -> Answer<()> {
+        // A domain that has gone is not held any longer.
+        session.last = None;
+        // The generation was taken before: if an ATTACH comes between, the next look-up is repeated.
+        let view = self.state.read().domains.get(&id).ok_or(Status::NoEnt)?.view.clone();
+        session.last = Some((id, generation, view));
+        Ok(())
     }
 
     #[inline]

@@ -117,6 +117,35 @@ raw!(RawUnmap { domain: U32, virt_start: U64, virt_end: U64, reserved: [u8; 4] }
 raw!(RawProbe { endpoint: U32, reserved: [u8; 64] });
 raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 
+fn range_of(kind: Kind, start: u64, end: u64) -> Result<Range, ParseError> {
+    Range::new(Iova(start), Iova(end)).ok_or(ParseError::EmptyRange { kind, start, end })
+}
+
+impl RawMap {
+    #[inline]
+    fn request(&self) -> Result<Request, ParseError> {
+        let (kind, flags) = (Kind::Map, self.flags.get());
+        Ok(Request::Map {
+            domain: self.domain.get(),
+            flags: MapFlags::from_bits(flags).ok_or(ParseError::UnknownFlags { kind, flags })?,
+            range: range_of(kind, self.virt_start.get(), self.virt_end.get())?,
+            phys: self.phys_start.get(),
+        })
+    }
+}
+
+impl RawUnmap {
+    #[inline]
+    fn request(&self) -> Result<Request, ParseError> {
+        let kind = Kind::Unmap;
+        if self.reserved != [0; 4] {
+            return Err(ParseError::Reserved(kind));
+        }
+        let range = range_of(kind, self.virt_start.get(), self.virt_end.get())?;
+        Ok(Request::Unmap { domain: self.domain.get(), range })
+    }
+}
+
 /// A request, holding only what can be carried out or refused for what it *means*: an unknown flag
 /// or a range that ends before it begins does not get this far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -175,6 +204,17 @@ impl Request {
     /// ATTACH (rule V9) and UNMAP (rule V21), not DETACH (V13) and PROBE (V24); and in IOTLB_FLUSH.
     #[inline]
     pub fn parse(bytes: &[u8]) -> Result<Request, ParseError> {
+        // Nearly all are one of these two.
+        if let Ok((map, _)) = RawMap::ref_from_prefix(bytes)
+            && map.kind == Kind::Map as u8
+        {
+            return map.request();
+        }
+        if let Ok((unmap, _)) = RawUnmap::ref_from_prefix(bytes)
+            && unmap.kind == Kind::Unmap as u8
+        {
+            return unmap.request();
+        }
         Request::from_frame(Frame::new_checked(bytes)?)
     }
 
@@ -182,7 +222,6 @@ impl Request {
     ///
     /// # Errors
     /// As [`parse`](Self::parse).
-    #[inline]
     pub fn from_frame(frame: Frame<'_>) -> Result<Request, ParseError> {
         let kind = frame.kind();
         let zero = || match frame.reserved().iter().all(|&b| b == 0) {
@@ -190,10 +229,7 @@ impl Request {
             false => Err(ParseError::Reserved(kind)),
         };
         let unknown = || ParseError::UnknownFlags { kind, flags: frame.flags() };
-        let range = || {
-            let (start, end) = (frame.virt_start(), frame.virt_end());
-            Range::new(Iova(start), Iova(end)).ok_or(ParseError::EmptyRange { kind, start, end })
-        };
+        let range = || range_of(kind, frame.virt_start(), frame.virt_end());
         let domain = frame.domain();
         let endpoint = frame.endpoint();
         Ok(match kind {
@@ -367,6 +403,26 @@ pub(crate) mod tests {
                 }
                 prop_assert_eq!(&bytes[..], &again[..len]);
             }
+        }
+
+        #[test]
+        fn the_short_ways_lead_where_the_long_one_does(
+            kind in prop_oneof![0u8..7, Just(0xf0)],
+            reserved in prop_oneof![3 => Just(0), 1 => any::<u8>()],
+            flags in 0u8..10,
+            rest in proptest::collection::vec(any::<u8>(), 0..90),
+        ) {
+            let mut bytes = vec![kind];
+            bytes.extend(rest);
+            // Such as are legal more often than not.
+            if let Some(body) = bytes.get_mut(24..28) {
+                body.fill(reserved);
+            }
+            if let Some(bits) = bytes.get_mut(32..36) {
+                bits.copy_from_slice(&u32::from(flags).to_le_bytes());
+            }
+            let plain = Frame::new_checked(&bytes).and_then(Request::from_frame);
+            prop_assert_eq!(Request::parse(&bytes), plain);
         }
 
         #[test]
