@@ -54,15 +54,13 @@ const RANGES: usize = 16;
 /// The ranges of an invalidation.
 type Gone = ArrayVec<Range, RANGES>;
 
-/// The same ranges, joined and widened until they fit (rule L42).
-fn few(ranges: impl Iterator<Item = Range> + Clone) -> Gone {
-    let mut gone = Gone::new();
-    if ranges.clone().all(|range| gone.try_push(range).is_ok()) {
-        return gone;
+/// Notes `ranges` where nothing is noted, joined and widened if they do not fit (rule L42).
+fn fill(gone: &mut Gone, ranges: &[Range]) {
+    if gone.try_extend_from_slice(ranges).is_err() {
+        let mut joined = Ranges::<RANGES>::default();
+        ranges.iter().for_each(|&range| joined.add(range));
+        gone.extend(joined.as_slice().iter().copied());
     }
-    let mut joined = Ranges::<RANGES>::default();
-    ranges.for_each(|range| joined.add(range));
-    joined.as_slice().iter().copied().collect()
 }
 
 /// What a cache must drop.
@@ -128,20 +126,22 @@ impl Shootdown {
     /// Never under-invalidates; if there are many ranges it invalidates addresses between them too
     /// (rule L42).
     pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
-        let gone = if all { few([Range::ALL].into_iter()) } else { few(ranges.iter().copied()) };
+        let ranges = if all { &[Range::ALL][..] } else { ranges };
         let mut pending = self.pending.lock();
+        if ranges.is_empty() {
+            return self.qsbr.start().as_u64();
+        }
+        if pending.entries.is_full() {
+            pending.entries.retain(|entry| !self.entry_is_over(entry));
+        }
+        let entry = pending.add(ranges);
         if !cfg!(feature = "mutant-no-invalidation") {
-            gone.iter().for_each(|&range| self.log.push(range));
+            entry.gone.iter().for_each(|&range| self.log.push(range));
         }
         // After the log, so that a reader that sees this grace period sees the ranges. Inside the
         // lock, so that tokens enter `pending` in order.
         let token = self.qsbr.start().as_u64();
-        if !gone.is_empty() {
-            if pending.entries.is_full() {
-                pending.entries.retain(|entry| !self.entry_is_over(entry));
-            }
-            pending.push(token, gone);
-        }
+        (entry.first, entry.last) = (token, token);
         token
     }
 
@@ -353,15 +353,24 @@ impl Entry {
 }
 
 impl Pending {
-    fn push(&mut self, token: u64, gone: Gone) {
+    /// An entry for `ranges`, whose tokens are not known yet.
+    fn add(&mut self, ranges: &[Range]) -> &mut Entry {
         if self.entries.is_full() {
             // The two oldest: they are the likeliest to have been forgotten by their callers.
             let oldest = self.entries.remove(0);
             let heir = &mut self.entries[0];
             heir.first = oldest.first;
-            heir.gone = few(oldest.gone.iter().chain(&heir.gone).copied());
+            let both: ArrayVec<Range, { 2 * RANGES }> =
+                oldest.gone.iter().chain(&heir.gone).copied().collect();
+            heir.gone.clear();
+            fill(&mut heir.gone, &both);
         }
-        self.entries.push(Entry { first: token, last: token, gone });
+        self.entries.push(Entry { first: 0, last: 0, gone: Gone::new() });
+        // Filled where it stays: ranges that were just written are slow to copy.
+        let at = self.entries.len() - 1;
+        let entry = &mut self.entries[at];
+        fill(&mut entry.gone, ranges);
+        entry
     }
 }
 
