@@ -233,6 +233,29 @@ impl<B: Backing> RequestQueue<B> {
     /// Carries out a request; its reply becomes pending.
     #[inline]
     fn carry_out(&mut self, mem: &impl Translate, taken: &mut Taken) {
+        let Taken { chain, bytes, len: Ok(len) } = taken else {
+            return self.carry_out_any(mem, taken);
+        };
+        let [first, ..] = chain.writable() else { return self.carry_out_any(mem, taken) };
+        if first.len < TAIL_LEN as u32 {
+            return self.carry_out_any(mem, taken);
+        }
+        let request = &bytes[..*len];
+        let Some((status, waits)) = self.device.execute_common(&mut self.session, request) else {
+            return self.carry_out_any(mem, taken);
+        };
+        match request[0] == Kind::Map as u8 {
+            true => self.counters.maps += 1,
+            false => self.counters.unmaps += 1,
+        }
+        self.counters.refused += u64::from(status != Status::Ok);
+        let (used, tail) = (TAIL_LEN as u32, Tail::At(first.addr));
+        self.pending.push(Pending { head: chain.head(), used, status, waits, tail });
+    }
+
+    /// As [`carry_out`](Self::carry_out), of any request, with a reply that may lie in pieces.
+    #[cold]
+    fn carry_out_any(&mut self, mem: &impl Translate, taken: &mut Taken) {
         let Taken { chain, bytes, len } = taken;
         let room = chain.writable_len();
         let reply = match *len {
@@ -292,19 +315,21 @@ impl<B: Backing> RequestQueue<B> {
         if self.pending.is_empty() {
             return false;
         }
-        let replies = self.pending.drain(..).map(|pending| {
-            let Pending { head, used, status, waits, tail } = pending;
-            let status = if failed && waits { Status::DevErr } else { status };
+        for Pending { used, status, waits, tail, .. } in &mut self.pending {
+            let status = if failed && *waits { Status::DevErr } else { *status };
             let bytes = emit_tail(status);
             let written = match tail {
                 Tail::None => Ok(()),
-                Tail::At(addr) => mem.write(addr, &bytes),
-                Tail::Split(pieces) => write_pieces(mem, &pieces, &bytes),
+                Tail::At(addr) => mem.write(*addr, &bytes),
+                Tail::Split(pieces) => write_pieces(mem, pieces, &bytes),
             };
-            // Where the tail cannot be written the driver is told that nothing was.
-            (head, if written.is_ok() { used } else { 0 })
-        });
-        self.queue.push_used_burst(replies);
+            if written.is_err() {
+                // The driver is told that nothing was.
+                *used = 0;
+            }
+        }
+        self.queue.push_used_burst(self.pending.iter().map(|reply| (reply.head, reply.used)));
+        self.pending.clear();
         self.queue.publish_used()
     }
 
