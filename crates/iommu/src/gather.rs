@@ -128,16 +128,19 @@ impl Gather {
     }
 
     /// Whether there is nothing to invalidate and nothing to release.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.ranges().is_empty() && self.pages.is_empty()
     }
 
     /// Takes the table pages out, to be dropped once an invalidation that covers them is over.
+    #[inline]
     pub fn take_pages(&mut self) -> PageList {
         core::mem::take(&mut self.pages)
     }
 
     /// Forgets the ranges: they have been invalidated.
+    #[inline]
     pub fn clear_ranges(&mut self) {
         self.ranges.clear();
     }
