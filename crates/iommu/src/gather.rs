@@ -19,7 +19,18 @@ impl<const N: usize> Ranges<N> {
     /// Adds a range: joined with those that it touches (rule L39), or with the nearest if there
     /// are too many (rule L42).
     #[inline]
-    pub(crate) fn add(&mut self, mut range: Range) {
+    pub(crate) fn add(&mut self, range: Range) {
+        // What a driver unmaps is often one range after all.
+        if let [only] = self.ranges.as_mut_slice()
+            && only.touches(range)
+        {
+            *only = only.hull(range);
+            return;
+        }
+        self.add_to_many(range);
+    }
+
+    fn add_to_many(&mut self, mut range: Range) {
         // Joining two may make the union touch a third: start over until nothing joins. The newest
         // is the likeliest.
         while let Some(at) = self.ranges.iter().rposition(|held| held.touches(range)) {
@@ -42,7 +53,7 @@ impl<const N: usize> Ranges<N> {
             .map(|(at, _)| at)
             .expect("a full gather holds ranges");
         let widened = self.ranges.swap_remove(nearest).hull(range);
-        self.add(widened);
+        self.add_to_many(widened);
     }
 
     pub(crate) fn as_slice(&self) -> &[Range] {
@@ -106,22 +117,30 @@ impl Gather {
         self.pages.append(pages);
     }
 
+    /// The table pages, to add to them.
+    pub(crate) fn pages_mut(&mut self) -> &mut PageList {
+        &mut self.pages
+    }
+
     /// The ranges to invalidate, in no order; they do not touch each other.
     pub fn ranges(&self) -> &[Range] {
         self.ranges.as_slice()
     }
 
     /// Whether there is nothing to invalidate and nothing to release.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.ranges().is_empty() && self.pages.is_empty()
     }
 
     /// Takes the table pages out, to be dropped once an invalidation that covers them is over.
+    #[inline]
     pub fn take_pages(&mut self) -> PageList {
         core::mem::take(&mut self.pages)
     }
 
     /// Forgets the ranges: they have been invalidated.
+    #[inline]
     pub fn clear_ranges(&mut self) {
         self.ranges.clear();
     }

@@ -161,10 +161,11 @@ impl<T: Address> SoftDomain<T> {
 
     /// As [`begin`](Self::begin) for a gather, which is emptied; 0 if there is nothing to wait for.
     fn begin_gather(&self, gather: &mut Gather) -> u64 {
-        let pages = gather.take_pages();
-        let unlinked = !pages.is_empty();
         // Perhaps not ours: see the comment on table pages above.
-        drop(pages);
+        let unlinked = !gather.pages_mut().is_empty();
+        if unlinked {
+            drop(gather.take_pages());
+        }
         // A queued gather has not noted its ranges (rule L26).
         let all = gather.is_queued();
         if !all && gather.ranges().is_empty() {
@@ -303,9 +304,7 @@ impl<T: Address> Domain for SoftDomain<T> {
         if !range.is_aligned(granule) {
             return Err(Error::Unaligned { range, granule });
         }
-        let mut pages = PageList::default();
-        let bytes = self.table.unmap(range, &mut pages)?;
-        gather.add_pages(pages);
+        let bytes = self.table.unmap(range, gather.pages_mut())?;
         if bytes != 0 {
             gather.add(range);
         }

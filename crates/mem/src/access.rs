@@ -134,6 +134,7 @@ impl<'m> HostSlice<'m> {
     }
 
     /// The part of `len` bytes from `offset`, cut at the end of the piece.
+    #[inline]
     pub fn part(&self, offset: usize, len: usize) -> HostSlice<'m> {
         let offset = offset.min(self.len);
         let len = len.min(self.len - offset);
@@ -142,6 +143,7 @@ impl<'m> HostSlice<'m> {
     }
 
     /// Copies the first bytes of the piece out, as many as both hold; returns how many.
+    #[inline]
     pub fn copy_to(&self, out: &mut [u8]) -> usize {
         let len = self.len.min(out.len());
         // SAFETY: both sides hold `len` bytes; `out` is exclusively borrowed, and by the contract
@@ -152,6 +154,7 @@ impl<'m> HostSlice<'m> {
     }
 
     /// Copies bytes into the piece, as many as both hold; returns how many.
+    #[inline]
     pub fn copy_from(&self, data: &[u8]) -> usize {
         let len = self.len.min(data.len());
         // SAFETY: as in `copy_to`, with the roles exchanged.
@@ -197,26 +200,46 @@ pub trait Translate {
         Ok(())
     }
 
+    /// The `len` bytes at `addr`, more than none, if [`slices`](Self::slices) would give them as one
+    /// piece and that can be told at once; else it is to be called. It need not ever be told.
+    #[inline]
+    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
+        let _ = (addr, len, access);
+        None
+    }
+
     /// Copies `out.len()` bytes from `addr`.
     ///
     /// # Errors
     /// As [`slices`](Self::slices).
+    #[inline(always)]
     fn read(&self, addr: u64, out: &mut [u8]) -> Result<(), AccessError> {
         let len = out.len() as u64;
-        let mut done = 0;
-        self.slices(addr, len, Access::Read, |piece| done += piece.copy_to(&mut out[done..]))
+        // Of a length that the compiler knows if the caller does.
+        if let Some(piece) = self.piece(addr, len, Access::Read)
+            && piece.len() == out.len()
+        {
+            piece.copy_to(out);
+            return Ok(());
+        }
+        read_pieces(self, addr, out)
     }
 
     /// Copies `data` to `addr`.
     ///
     /// # Errors
     /// As [`slices`](Self::slices).
+    #[inline(always)]
     fn write(&self, addr: u64, data: &[u8]) -> Result<(), AccessError> {
-        let mut done = 0;
-        self.slices(addr, data.len() as u64, Access::Write, |piece| {
-            done += piece.copy_from(&data[done..]);
+        let len = data.len() as u64;
+        if let Some(piece) = self.piece(addr, len, Access::Write)
+            && piece.len() == data.len()
+        {
+            piece.copy_from(data);
             self.mark(piece);
-        })
+            return Ok(());
+        }
+        write_pieces(self, addr, data)
     }
 
     /// Marks bytes in the dirty log, if writes are logged (rule D26): a piece that
@@ -233,6 +256,27 @@ pub trait Translate {
     fn is_logged(&self) -> bool {
         false
     }
+}
+
+/// [`Translate::read`] of what may lie in several pieces.
+fn read_pieces<T>(mem: &T, addr: u64, out: &mut [u8]) -> Result<(), AccessError>
+where
+    T: Translate + ?Sized,
+{
+    let (len, mut done) = (out.len() as u64, 0);
+    mem.slices(addr, len, Access::Read, |piece| done += piece.copy_to(&mut out[done..]))
+}
+
+/// [`Translate::write`] of what may lie in several pieces.
+fn write_pieces<T>(mem: &T, addr: u64, data: &[u8]) -> Result<(), AccessError>
+where
+    T: Translate + ?Sized,
+{
+    let (len, mut done) = (data.len() as u64, 0);
+    mem.slices(addr, len, Access::Write, |piece| {
+        done += piece.copy_from(&data[done..]);
+        mem.mark(piece);
+    })
 }
 
 /// A lasting view of one piece of shared memory, such as a ring area.

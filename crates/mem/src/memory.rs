@@ -121,7 +121,8 @@ impl Table {
         self.0.get(index).filter(|entry| entry.first <= addr && addr <= entry.last).map(|_| index)
     }
 
-    fn find(&self, addr: u64) -> Option<Found<'_>> {
+    #[inline]
+    pub(crate) fn find(&self, addr: u64) -> Option<Found<'_>> {
         let entry = &self.0[self.position(addr)?];
         let offset = addr - entry.first;
         let len = entry.last - addr + 1;

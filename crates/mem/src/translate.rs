@@ -1,7 +1,8 @@
 //! Reaching memory by addresses that need no IOMMU.
 
 use crate::{
-    Access, AccessError, DirtyLog, HostSlice, Memory, Translate, Window, memory::Table, sigbus,
+    Access, AccessError, DirtyLog, Found, HostSlice, Memory, Translate, Window, memory::Table,
+    sigbus,
 };
 use core::{
     cell::Cell,
@@ -48,6 +49,17 @@ impl Direct {
             each(found.slice);
             Ok(())
         })
+    }
+
+    #[inline]
+    fn piece<'m>(&self, table: &'m Table, addr: u64, len: u64) -> Option<HostSlice<'m>> {
+        let Found { slice, region } = table.find(addr)?;
+        let inside = len.wrapping_sub(1) < slice.len() as u64;
+        if !inside || sigbus::any_lost() {
+            return None;
+        }
+        self.touched.set(self.touched.get() | bit(region));
+        Some(slice.part(0, len as usize))
     }
 
     fn window(
@@ -138,6 +150,11 @@ macro_rules! direct {
                 F: FnMut(HostSlice<'_>),
             {
                 self.0.slices(self.0.memory.$table(), addr, len, access, each)
+            }
+
+            #[inline]
+            fn piece(&self, addr: u64, len: u64, _: Access) -> Option<HostSlice<'_>> {
+                self.0.piece(self.0.memory.$table(), addr, len)
             }
 
             fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {

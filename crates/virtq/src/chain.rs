@@ -29,7 +29,8 @@ impl Desc {
     /// Whether the buffer passes the end of the address space. It may end with its last byte.
     #[inline]
     pub(crate) fn wraps(&self) -> bool {
-        self.len != 0 && self.addr.checked_add(u64::from(self.len) - 1).is_none()
+        // Of an empty one, whether its address does, which it cannot.
+        self.addr.checked_add(u64::from(self.len.saturating_sub(1))).is_none()
     }
 }
 
@@ -172,6 +173,29 @@ impl Chain {
         self.descs.push(desc);
         Ok(())
     }
+
+    /// As [`push`](Self::push) to an empty chain of a buffer that is read, and then of one that is
+    /// written.
+    #[inline]
+    pub(crate) fn push_pair(
+        &mut self,
+        (at, read): (u16, Desc),
+        (after, written): (u16, Desc),
+    ) -> Result<(), ChainFault> {
+        debug_assert!(self.descs.is_empty() && !read.write && written.write);
+        for (at, desc) in [(at, read), (after, written)] {
+            if desc.wraps() {
+                return Err(ChainFault::Wraps { at, addr: desc.addr, len: desc.len });
+            }
+        }
+        let total = u64::from(read.len) + u64::from(written.len);
+        if total > u64::from(u32::MAX) {
+            return Err(ChainFault::TooLong { total });
+        }
+        (self.readable, self.readable_len, self.writable_len) = (1, read.len, written.len);
+        self.descs.extend_from_slice(&[read, written]);
+        Ok(())
+    }
 }
 
 /// The buffers that hold `len` bytes of `descs` from byte `offset` on, the first and last cut to
@@ -191,4 +215,45 @@ pub fn cut(descs: &[Desc], offset: u64, len: u64) -> impl Iterator<Item = Desc> 
         let addr = desc.addr.saturating_add(from.into());
         (take > 0).then_some(Desc { addr, len: take, ..*desc })
     })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Any, more often at the end of the address space.
+    fn addr() -> impl Strategy<Value = u64> {
+        prop_oneof![any::<u64>(), (0..4u64).prop_map(|below| u64::MAX - below)]
+    }
+
+    /// Any, more often very short or very long.
+    fn len() -> impl Strategy<Value = u32> {
+        prop_oneof![any::<u32>(), 0..4u32, (0..4u32).prop_map(|below| u32::MAX - below)]
+    }
+
+    proptest! {
+        #[test]
+        fn a_pair_is_two_buffers_one_after_the_other(
+            read in (addr(), len()), written in (addr(), len()),
+        ) {
+            let read = Desc::readable(read.0, read.1);
+            let written = Desc::writable(written.0, written.1);
+            let (mut pair, mut plain) = (Chain::new(), Chain::new());
+            let pushed = plain.push(3, read).and_then(|()| plain.push(5, written));
+            prop_assert_eq!(pair.push_pair((3, read), (5, written)), pushed);
+            if pushed.is_ok() {
+                prop_assert_eq!((pair.readable(), pair.writable()), (plain.readable(), plain.writable()));
+                let lens = |chain: &Chain| (chain.readable_len(), chain.writable_len());
+                prop_assert_eq!(lens(&pair), lens(&plain));
+            }
+        }
+
+        #[test]
+        fn a_buffer_wraps_if_its_last_byte_lies_below_its_first(addr in addr(), len in len()) {
+            let last = u128::from(addr) + u128::from(len).saturating_sub(1);
+            prop_assert_eq!(Desc::readable(addr, len).wraps(), last > u128::from(u64::MAX));
+        }
+    }
 }

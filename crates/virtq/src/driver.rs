@@ -163,7 +163,7 @@ pub trait Ring {
 }
 
 /// Checks a chain that takes `wanted` descriptors of the queue; returns its writable bytes.
-#[inline]
+#[inline(always)]
 fn checked(queue: &impl Ring, descs: &[Desc], wanted: usize) -> Result<u32, AddError> {
     if let Some(error) = queue.broken() {
         return Err(AddError::Broken(error));
@@ -268,7 +268,7 @@ impl Queue {
     ///
     /// # Errors
     /// As there.
-    #[inline]
+    #[inline(always)]
     pub fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
         either!(self, ring => ring.add(descs, token))
     }

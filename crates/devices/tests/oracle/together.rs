@@ -564,8 +564,13 @@ fn taken_for_long(dma: &Dma) -> Option<String> {
 /// Without its devices a pool holds no slot, and once it is gone, nothing.
 fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String> {
     let Some(pools) = rig.pools.take() else { return Ok(()) };
-    if pools.stats().slots != 0 {
-        return Err(format!("slots are lost: {:?}", pools.stats()));
+    let start = Instant::now();
+    while pools.stats().slots != 0 {
+        // The timer, at work for the device, may be the last to let go of it.
+        if start.elapsed() > LONG {
+            return Err(format!("slots are lost: {:?}", pools.stats()));
+        }
+        thread::yield_now();
     }
     pools.trim();
     let left = rig.history.slots();

@@ -65,15 +65,13 @@ const RANGES: usize = 16;
 /// The ranges of an invalidation.
 type Gone = ArrayVec<Range, RANGES>;
 
-/// The same ranges, joined and widened until they fit (rule L42).
-fn few(ranges: impl Iterator<Item = Range> + Clone) -> Gone {
-    let mut gone = Gone::new();
-    if ranges.clone().all(|range| gone.try_push(range).is_ok()) {
-        return gone;
+/// Notes `ranges` where nothing is noted, joined and widened if they do not fit (rule L42).
+fn fill(gone: &mut Gone, ranges: &[Range]) {
+    if gone.try_extend_from_slice(ranges).is_err() {
+        let mut joined = Ranges::<RANGES>::default();
+        ranges.iter().for_each(|&range| joined.add(range));
+        gone.extend(joined.as_slice().iter().copied());
     }
-    let mut joined = Ranges::<RANGES>::default();
-    ranges.for_each(|range| joined.add(range));
-    joined.as_slice().iter().copied().collect()
 }
 
 /// What a cache must drop.
@@ -155,20 +153,22 @@ impl Shootdown {
 
     /// As [`begin`](Self::begin), of translations that only readers in `scope` can have.
     pub fn begin_in(&self, scope: Scope, ranges: &[Range], all: bool) -> u64 {
-        let gone = if all { few([Range::ALL].into_iter()) } else { few(ranges.iter().copied()) };
+        let ranges = if all { &[Range::ALL][..] } else { ranges };
         let mut pending = self.pending.lock();
+        if ranges.is_empty() {
+            return scope.token(self.qsbr.start());
+        }
+        if pending.entries.is_full() {
+            pending.entries.retain(|entry| !self.entry_is_over(entry));
+        }
+        let entry = pending.add(scope, ranges);
         if !cfg!(feature = "mutant-no-invalidation") {
-            gone.iter().for_each(|&range| self.log.push(range));
+            entry.gone.iter().for_each(|&range| self.log.push(range));
         }
         // After the log, so that a reader that sees this grace period sees the ranges. Inside the
         // lock, so that they enter `pending` in order.
         let grace = self.qsbr.start();
-        if !gone.is_empty() {
-            if pending.entries.is_full() {
-                pending.entries.retain(|entry| !self.entry_is_over(entry));
-            }
-            pending.push(grace.as_u64(), scope, gone);
-        }
+        (entry.first, entry.last) = (grace.as_u64(), grace.as_u64());
         scope.token(grace)
     }
 
@@ -409,7 +409,8 @@ impl Entry {
 }
 
 impl Pending {
-    fn push(&mut self, epoch: u64, scope: Scope, gone: Gone) {
+    /// An entry for `ranges`, whose grace period is not known yet.
+    fn add(&mut self, scope: Scope, ranges: &[Range]) -> &mut Entry {
         if self.entries.is_full() {
             // The two oldest: they are the likeliest to have been forgotten by their callers.
             let oldest = self.entries.remove(0);
@@ -418,9 +419,17 @@ impl Pending {
             if heir.scope != oldest.scope {
                 heir.scope = Scope::ALL;
             }
-            heir.gone = few(oldest.gone.iter().chain(&heir.gone).copied());
+            let both: ArrayVec<Range, { 2 * RANGES }> =
+                oldest.gone.iter().chain(&heir.gone).copied().collect();
+            heir.gone.clear();
+            fill(&mut heir.gone, &both);
         }
-        self.entries.push(Entry { first: epoch, last: epoch, scope, gone });
+        self.entries.push(Entry { first: 0, last: 0, scope, gone: Gone::new() });
+        // Filled where it stays: ranges that were just written are slow to copy.
+        let at = self.entries.len() - 1;
+        let entry = &mut self.entries[at];
+        fill(&mut entry.gone, ranges);
+        entry
     }
 }
 

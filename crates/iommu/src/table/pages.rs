@@ -255,10 +255,21 @@ impl PageList {
     }
 }
 
-impl Drop for PageList {
-    fn drop(&mut self) {
+impl PageList {
+    #[cold]
+    fn defer(&mut self) {
         if let Some(ledger) = self.ledger.take() {
             ledger.defer(core::mem::take(&mut self.pages));
+        }
+    }
+}
+
+impl Drop for PageList {
+    // Mostly there are none, and that is seen where a list is dropped.
+    #[inline]
+    fn drop(&mut self) {
+        if self.ledger.is_some() {
+            self.defer();
         }
     }
 }

@@ -84,6 +84,35 @@ struct Pending {
     tail: Tail,
 }
 
+/// Copies the part of a request that is read; how many bytes there are.
+#[inline]
+fn read(
+    mem: &impl Translate,
+    chain: &Chain,
+    bytes: &mut [u8; MAX_REQUEST_LEN],
+) -> Result<usize, AccessError> {
+    const MAP: usize = Kind::Map.request_len();
+    const UNMAP: usize = Kind::Unmap.request_len();
+    let &[Desc { addr, len, .. }] = chain.readable() else { return chain.read_at(mem, 0, bytes) };
+    // Lengths that the compiler knows.
+    match len as usize {
+        MAP => mem.read(addr, &mut bytes[..MAP]).map(|()| MAP),
+        UNMAP => mem.read(addr, &mut bytes[..UNMAP]).map(|()| UNMAP),
+        _ => chain.read_at(mem, 0, bytes),
+    }
+}
+
+/// Writes a tail in pieces.
+#[cold]
+fn write_pieces(mem: &impl Translate, pieces: &[Desc], bytes: &[u8]) -> Result<(), AccessError> {
+    let mut at = 0;
+    pieces.iter().try_for_each(|piece| {
+        let len = piece.len as usize;
+        at += len;
+        mem.write(piece.addr, &bytes[at - len..at])
+    })
+}
+
 /// Serves one request virtqueue. Belongs to one thread at a time.
 ///
 /// Requests are carried out in the order of the ring and answered in it. Those found together make
@@ -195,7 +224,7 @@ impl<B: Backing> RequestQueue<B> {
                 Err(error) => return (count, Err(error)),
             }
             // The bytes are read once; what the driver does to them afterwards changes nothing.
-            *len = chain.read_at(mem, 0, bytes);
+            *len = read(mem, chain, bytes);
             count += 1;
         }
         (count, Ok(count))
@@ -204,6 +233,29 @@ impl<B: Backing> RequestQueue<B> {
     /// Carries out a request; its reply becomes pending.
     #[inline]
     fn carry_out(&mut self, mem: &impl Translate, taken: &mut Taken) {
+        let Taken { chain, bytes, len: Ok(len) } = taken else {
+            return self.carry_out_any(mem, taken);
+        };
+        let [first, ..] = chain.writable() else { return self.carry_out_any(mem, taken) };
+        if first.len < TAIL_LEN as u32 {
+            return self.carry_out_any(mem, taken);
+        }
+        let request = &bytes[..*len];
+        let Some((status, waits)) = self.device.execute_common(&mut self.session, request) else {
+            return self.carry_out_any(mem, taken);
+        };
+        match request[0] == Kind::Map as u8 {
+            true => self.counters.maps += 1,
+            false => self.counters.unmaps += 1,
+        }
+        self.counters.refused += u64::from(status != Status::Ok);
+        let (used, tail) = (TAIL_LEN as u32, Tail::At(first.addr));
+        self.pending.push(Pending { head: chain.head(), used, status, waits, tail });
+    }
+
+    /// As [`carry_out`](Self::carry_out), of any request, with a reply that may lie in pieces.
+    #[cold]
+    fn carry_out_any(&mut self, mem: &impl Translate, taken: &mut Taken) {
         let Taken { chain, bytes, len } = taken;
         let room = chain.writable_len();
         let reply = match *len {
@@ -263,24 +315,21 @@ impl<B: Backing> RequestQueue<B> {
         if self.pending.is_empty() {
             return false;
         }
-        for Pending { head, used, status, waits, tail } in self.pending.drain(..) {
-            let status = if failed && waits { Status::DevErr } else { status };
+        for Pending { used, status, waits, tail, .. } in &mut self.pending {
+            let status = if failed && *waits { Status::DevErr } else { *status };
             let bytes = emit_tail(status);
             let written = match tail {
                 Tail::None => Ok(()),
-                Tail::At(addr) => mem.write(addr, &bytes),
-                Tail::Split(pieces) => {
-                    let mut at = 0;
-                    pieces.iter().try_for_each(|piece| {
-                        let len = piece.len as usize;
-                        at += len;
-                        mem.write(piece.addr, &bytes[at - len..at])
-                    })
-                }
+                Tail::At(addr) => mem.write(*addr, &bytes),
+                Tail::Split(pieces) => write_pieces(mem, pieces, &bytes),
             };
-            // Where the tail cannot be written the driver is told that nothing was.
-            self.queue.push_used(head, if written.is_ok() { used } else { 0 });
+            if written.is_err() {
+                // The driver is told that nothing was.
+                *used = 0;
+            }
         }
+        self.queue.push_used_burst(self.pending.iter().map(|reply| (reply.head, reply.used)));
+        self.pending.clear();
         self.queue.publish_used()
     }
 

@@ -10,8 +10,8 @@ use super::{
     session::gather,
 };
 use crate::wire::{
-    AttachFlags, Features, Kind, MapFlags, ParseError, Property, Request, Status, TAIL_LEN,
-    emit_tail, write_properties,
+    AttachFlags, Features, Kind, Map, MapFlags, ParseError, Property, Request, Status, TAIL_LEN,
+    Unmap, emit_tail, write_properties,
 };
 
 /// How many addresses are tried, when an endpoint joins a domain that does not tell what is mapped in
@@ -56,12 +56,36 @@ impl<B: Backing> Device<B> {
         }
     }
 
+    /// Carries out a MAP or an UNMAP, for which there is room for a tail: the status, and whether it
+    /// waits for the session's sync. `None` if it is neither, or cut short.
+    #[inline(always)]
+    pub(super) fn execute_common(
+        &self,
+        session: &mut Session<B>,
+        request: &[u8],
+    ) -> Option<(Status, bool)> {
+        let refused = |error: ParseError| error.status().unwrap_or(Status::Inval);
+        if let Some(map) = Map::parse(request) {
+            let done = map.map_err(refused).and_then(|Map { domain, range, phys, flags }| {
+                self.map(session, domain, range, phys, flags)
+            });
+            return Some((done.err().unwrap_or(Status::Ok), false));
+        }
+        let unmap = Unmap::parse(request)?;
+        let done = unmap
+            .map_err(refused)
+            .and_then(|Unmap { domain, range }| self.unmap(session, domain, range));
+        Some(done.map_or_else(|status| (status, false), |waits| (Status::Ok, waits)))
+    }
+
     /// Carries out one request; `room` is how many bytes may be written.
-    #[inline]
     pub(super) fn execute(&self, session: &mut Session<B>, request: &[u8], room: u64) -> Reply {
         // Too small to hold a tail: returned unwritten (rule V8).
         if room < TAIL_LEN as u64 {
             return Reply::Unwritten;
+        }
+        if let Some((status, waits)) = self.execute_common(session, request) {
+            return Reply::Status { status, waits };
         }
         let request = match Request::parse(request) {
             Ok(request) => request,
@@ -79,16 +103,7 @@ impl<B: Backing> Device<B> {
             Err(error) => return error.status().map_or(Reply::Unwritten, Reply::now),
         };
         match request {
-            Request::Map { domain, range, phys, flags } => {
-                match self.map(session, domain, range, phys, flags) {
-                    Ok(()) => Reply::now(Status::Ok),
-                    Err(status) => Reply::now(status),
-                }
-            }
-            Request::Unmap { domain, range } => match self.unmap(session, domain, range) {
-                Ok(waits) => Reply::Status { status: Status::Ok, waits },
-                Err(status) => Reply::now(status),
-            },
+            Request::Map { .. } | Request::Unmap { .. } => unreachable!("carried out above"),
             Request::Attach { domain, endpoint, flags } => {
                 match self.attach(session, domain, endpoint, flags) {
                     Ok(()) => Reply::Status { status: Status::Ok, waits: true },
@@ -136,16 +151,22 @@ impl<B: Backing> Device<B> {
     ) -> Answer<&'s View<B::Domain>> {
         let generation = self.generation.load(Ordering::Acquire);
         if !matches!(session.last, Some((held, of, _)) if held == id && of == generation) {
-            // A domain that has gone is not held any longer.
-            session.last = None;
-            // Taken before the look-up: if an ATTACH comes between, the next look-up is repeated.
-            let view = self.state.read().domains.get(&id).ok_or(Status::NoEnt)?.view.clone();
-            session.last = Some((id, generation, view));
+            self.look_up(session, id, generation)?;
         }
         match &session.last {
             Some((_, _, view)) => Ok(view),
             None => Err(Status::NoEnt),
         }
+    }
+
+    #[cold]
+    fn look_up(&self, session: &mut Session<B>, id: u32, generation: u64) -> Answer<()> {
+        // A domain that has gone is not held any longer.
+        session.last = None;
+        // The generation was taken before: if an ATTACH comes between, the next look-up is repeated.
+        let view = self.state.read().domains.get(&id).ok_or(Status::NoEnt)?.view.clone();
+        session.last = Some((id, generation, view));
+        Ok(())
     }
 
     #[inline]

@@ -82,6 +82,13 @@ impl<B: Backing> Session<B> {
     }
 }
 
+impl<D> Touched<D> {
+    #[inline]
+    fn is_of(&self, domain: &Arc<D>) -> bool {
+        self.domain.as_ref().is_some_and(|held| Arc::ptr_eq(held, domain))
+    }
+}
+
 /// The gather for `domain` among those of a session that are `touched`, the first `used`. Requests
 /// come in runs for one domain, so the newest is tried first.
 #[inline]
@@ -90,22 +97,26 @@ pub(super) fn gather<'s, D>(
     used: &mut usize,
     domain: &Arc<D>,
 ) -> &'s mut Gather {
-    let is_it = |touched: &Touched<D>| {
-        touched.domain.as_ref().is_some_and(|held| Arc::ptr_eq(held, domain))
-    };
-    let at = match touched[..*used].iter().rposition(is_it) {
-        Some(at) => at,
-        None => {
-            if *used == touched.len() {
-                let (gather, ranges) = (Gather::new(), Vec::new());
-                touched.push(Touched { domain: None, gather, ranges });
-            }
-            touched[*used].domain = Some(Arc::clone(domain));
-            *used += 1;
-            *used - 1
-        }
+    let newest = used.wrapping_sub(1);
+    let at = match touched.get(newest).is_some_and(|newest| newest.is_of(domain)) {
+        true => newest,
+        false => touch(touched, used, domain),
     };
     &mut touched[at].gather
+}
+
+#[cold]
+fn touch<D>(touched: &mut Vec<Touched<D>>, used: &mut usize, domain: &Arc<D>) -> usize {
+    if let Some(at) = touched[..*used].iter().position(|touched| touched.is_of(domain)) {
+        return at;
+    }
+    if *used == touched.len() {
+        let (gather, ranges) = (Gather::new(), Vec::new());
+        touched.push(Touched { domain: None, gather, ranges });
+    }
+    touched[*used].domain = Some(Arc::clone(domain));
+    *used += 1;
+    *used - 1
 }
 
 impl<B: Backing> Device<B> {

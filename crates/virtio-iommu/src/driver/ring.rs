@@ -74,6 +74,8 @@ pub(super) struct Ring {
     reports: HashMap<u32, Arc<Reports>>,
     /// Statuses that somebody waits for, by request.
     results: HashMap<u64, u8>,
+    /// Memory for replies that are taken out.
+    burst: Box<[Used; BURST]>,
     pub(super) counts: Counts,
 }
 
@@ -87,7 +89,8 @@ impl Ring {
         let slots = vec![idle; slots(queue.size())].into();
         let (reports, results) = (HashMap::new(), HashMap::new());
         let counts = Counts::default();
-        Ring { queue, memory, addr, slots, issued: 0, retired: 0, reports, results, counts }
+        let burst = Box::new([Used::default(); BURST]);
+        Ring { queue, memory, addr, slots, issued: 0, retired: 0, reports, results, burst, counts }
     }
 
     pub(super) fn queue(&mut self) -> &mut Queue {
@@ -125,15 +128,15 @@ impl Ring {
 
     /// Puts a request (not PROBE) into the ring, visible to the device; its number, or `None` if
     /// the ring is full.
-    #[inline]
     pub(super) fn submit(&mut self, request: &Request, sent: Sent) -> Option<u64> {
         let seq = self.put(request, sent);
         self.queue.publish();
         seq
     }
 
-    /// As [`submit`](Self::submit), not visible before [`publish`](Self::publish).
-    #[inline]
+    /// As [`submit`](Self::submit), not visible before [`publish`](Self::publish). Where it is called
+    /// it is known what kind of request it is.
+    #[inline(always)]
     pub(super) fn put(&mut self, request: &Request, sent: Sent) -> Option<u64> {
         if self.is_full() {
             return None;
@@ -205,7 +208,7 @@ impl Ring {
         out
     }
 
-    #[inline]
+    #[inline(always)]
     fn send(
         &mut self,
         (sent, domain, range, tail): (Sent, u32, Range, usize),
@@ -233,11 +236,11 @@ impl Ring {
     #[inline]
     pub(super) fn reap(&mut self) -> Result<bool, Broken> {
         let before = self.retired;
-        let mut burst = [Used::default(); BURST];
         loop {
-            let count = self.queue.pop_burst(&mut burst).map_err(|_| Broken)?;
-            for used in &burst[..count] {
-                self.complete(used.token as usize, used.len)?;
+            let count = self.queue.pop_burst(&mut self.burst[..]).map_err(|_| Broken)?;
+            for at in 0..count {
+                let Used { token, len } = self.burst[at];
+                self.complete(token as usize, len)?;
             }
             if count < BURST {
                 break;

@@ -135,21 +135,22 @@ impl Shadow {
     /// [`Error::WouldSplit`].
     #[inline]
     pub(super) fn covered(&self, range: Range) -> Result<Option<Covered>> {
-        let covered = match self.in_one(range) {
-            Some((number, wanted)) => match self.stretches.get(number) {
-                Some(stretch) => self.covered_in(number, stretch, wanted, range)?,
-                None => None,
+        match self.in_one(range) {
+            Some((number, wanted)) if self.wide.is_empty() => match self.stretches.get(number) {
+                Some(stretch) => self.covered_in(number, stretch, wanted, range),
+                None => Ok(None),
             },
-            None => {
-                let mut covered = None;
-                for (number, stretch, wanted) in self.in_many(range) {
-                    if let Some(more) = self.covered_in(number, stretch, wanted, range)? {
-                        covered = Covered::join(covered, more);
-                    }
-                }
-                covered
+            _ => self.covered_anywhere(range),
+        }
+    }
+
+    fn covered_anywhere(&self, range: Range) -> Result<Option<Covered>> {
+        let mut covered = None;
+        for (number, stretch, wanted) in self.in_many(range) {
+            if let Some(more) = self.covered_in(number, stretch, wanted, range)? {
+                covered = Covered::join(covered, more);
             }
-        };
+        }
         if self.wide.is_empty() { Ok(covered) } else { self.covered_wide(covered, range) }
     }
 
@@ -162,14 +163,19 @@ impl Shadow {
         range: Range,
     ) -> Result<Option<Covered>> {
         if let Some(at) = stretch.split(wanted) {
-            let (first, _) = stretch.whole(at).unwrap_or((at, at));
-            return Err(Error::WouldSplit { range, at: self.range(number, first, at).first() });
+            return Err(self.would_split(number, stretch, at, range));
         }
         Ok(stretch.hull(wanted).map(|(first, last, granules)| Covered {
             hull: self.range(number, first, last),
             bytes: u128::from(granules) << self.granule,
             mappings: stretch.mappings(wanted),
         }))
+    }
+
+    #[cold]
+    fn would_split(&self, number: u64, stretch: &Stretch, at: u32, range: Range) -> Error {
+        let (first, _) = stretch.whole(at).unwrap_or((at, at));
+        Error::WouldSplit { range, at: self.range(number, first, at).first() }
     }
 
     fn covered_wide(&self, mut covered: Option<Covered>, range: Range) -> Result<Option<Covered>> {

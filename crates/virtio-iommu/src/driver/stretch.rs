@@ -62,6 +62,21 @@ fn ends(bits: u64) -> Option<(u32, u32)> {
     (bits != 0).then(|| (bits.trailing_zeros(), 63 - bits.leading_zeros()))
 }
 
+/// How many bits are set: one, mostly, and few processors that this is compiled for can be told to
+/// count.
+#[inline]
+fn count(bits: u64) -> u32 {
+    #[cold]
+    #[inline(never)]
+    fn many(bits: u64) -> u32 {
+        bits.count_ones()
+    }
+    match bits & bits.wrapping_sub(1) {
+        0 => u32::from(bits != 0),
+        _ => many(bits),
+    }
+}
+
 impl Stretch {
     pub(super) fn new() -> Stretch {
         Stretch { mapped: 0, starts: 0, notes: Box::new([Note::default(); GRANULES]) }
@@ -100,27 +115,28 @@ impl Stretch {
     #[inline]
     pub(super) fn hull(&self, wanted: u64) -> Option<(u32, u32, u32)> {
         let bits = self.mapped & wanted;
-        ends(bits).map(|(first, last)| (first, last, bits.count_ones()))
+        ends(bits).map(|(first, last)| (first, last, count(bits)))
     }
 
     /// How many mappings begin in the granules `wanted`.
     #[inline]
     pub(super) fn mappings(&self, wanted: u64) -> usize {
-        (self.starts & wanted).count_ones() as usize
+        count(self.starts & wanted) as usize
     }
 
     /// A granule of a mapping of which `wanted`, granules side by side, has a part only.
     #[inline]
     pub(super) fn split(&self, wanted: u64) -> Option<u32> {
-        let (first, last) = ends(wanted)?;
-        let goes_on = self.mapped & !self.starts;
-        if goes_on >> first & 1 != 0 {
-            Some(first)
-        } else if last < 63 && goes_on >> (last + 1) & 1 != 0 {
-            Some(last)
-        } else {
-            None
+        // A mapping goes on with the first of them, or with the one after the last; that is none
+        // if the last is the stretch's.
+        let first = wanted & wanted.wrapping_neg();
+        let after = wanted.wrapping_add(first);
+        let goes_on = self.mapped & !self.starts & (first | after);
+        if goes_on == 0 {
+            return None;
         }
+        let (first, last) = ends(wanted)?;
+        Some(if goes_on >> first & 1 != 0 { first } else { last })
     }
 
     /// Notes a mapping of the granules `wanted`, side by side and not mapped.

@@ -67,13 +67,14 @@ impl Stretches {
 
     #[inline]
     fn place(&self, number: u64) -> Option<usize> {
-        let recent = &self.recent[number as usize % RECENT];
-        let (held, place) = recent.get();
-        if held == number {
-            return Some(place as usize);
-        }
+        let (held, place) = self.recent[number as usize % RECENT].get();
+        if held == number { Some(place as usize) } else { self.look_up(number) }
+    }
+
+    #[cold]
+    fn look_up(&self, number: u64) -> Option<usize> {
         let place = *self.places.get(&number)?;
-        recent.set((number, place));
+        self.recent[number as usize % RECENT].set((number, place));
         Some(place as usize)
     }
 

@@ -21,6 +21,7 @@ pub use request::{
     AttachFlags, Kind, MAX_REQUEST_LEN, MapFlags, PROBE_HEAD_LEN, Request, TAIL_LEN, emit_tail,
     parse_tail,
 };
+pub(crate) use request::{Map, Unmap};
 
 /// The virtio device number of an IOMMU.
 pub const DEVICE_ID: u32 = 23;

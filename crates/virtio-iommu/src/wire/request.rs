@@ -117,6 +117,10 @@ raw!(RawUnmap { domain: U32, virt_start: U64, virt_end: U64, reserved: [u8; 4] }
 raw!(RawProbe { endpoint: U32, reserved: [u8; 64] });
 raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 
+fn range_of(kind: Kind, start: u64, end: u64) -> Result<Range, ParseError> {
+    Range::new(Iova(start), Iova(end)).ok_or(ParseError::EmptyRange { kind, start, end })
+}
+
 /// A request, holding only what can be carried out or refused for what it *means*: an unknown flag
 /// or a range that ends before it begins does not get this far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -173,7 +177,6 @@ impl Request {
     /// # Errors
     /// [`ParseError`]. Reserved bytes are checked where the specification lets a device do so:
     /// ATTACH (rule V9) and UNMAP (rule V21), not DETACH (V13) and PROBE (V24); and in IOTLB_FLUSH.
-    #[inline]
     pub fn parse(bytes: &[u8]) -> Result<Request, ParseError> {
         Request::from_frame(Frame::new_checked(bytes)?)
     }
@@ -182,7 +185,6 @@ impl Request {
     ///
     /// # Errors
     /// As [`parse`](Self::parse).
-    #[inline]
     pub fn from_frame(frame: Frame<'_>) -> Result<Request, ParseError> {
         let kind = frame.kind();
         let zero = || match frame.reserved().iter().all(|&b| b == 0) {
@@ -190,10 +192,7 @@ impl Request {
             false => Err(ParseError::Reserved(kind)),
         };
         let unknown = || ParseError::UnknownFlags { kind, flags: frame.flags() };
-        let range = || {
-            let (start, end) = (frame.virt_start(), frame.virt_end());
-            Range::new(Iova(start), Iova(end)).ok_or(ParseError::EmptyRange { kind, start, end })
-        };
+        let range = || range_of(kind, frame.virt_start(), frame.virt_end());
         let domain = frame.domain();
         let endpoint = frame.endpoint();
         Ok(match kind {
@@ -289,6 +288,60 @@ impl Request {
     }
 }
 
+/// What a MAP says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Map {
+    pub(crate) domain: u32,
+    pub(crate) range: Range,
+    pub(crate) phys: u64,
+    pub(crate) flags: MapFlags,
+}
+
+impl Map {
+    /// As [`Request::parse`] of what is a MAP; `None` if it is none, or cut short. Nearly all requests
+    /// are one, or an UNMAP: what is parsed is used where it is, and not carried about as one of many
+    /// kinds.
+    #[inline(always)]
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Result<Map, ParseError>> {
+        let (raw, _) = RawMap::ref_from_prefix(bytes).ok()?;
+        let kind = Kind::Map;
+        if raw.kind != kind as u8 {
+            return None;
+        }
+        let Some(flags) = MapFlags::from_bits(raw.flags.get()) else {
+            return Some(Err(ParseError::UnknownFlags { kind, flags: raw.flags.get() }));
+        };
+        let (domain, phys) = (raw.domain.get(), raw.phys_start.get());
+        let range = range_of(kind, raw.virt_start.get(), raw.virt_end.get());
+        Some(range.map(|range| Map { domain, range, phys, flags }))
+    }
+}
+
+/// What an UNMAP says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Unmap {
+    pub(crate) domain: u32,
+    pub(crate) range: Range,
+}
+
+impl Unmap {
+    /// As [`Map::parse`], of an UNMAP.
+    #[inline(always)]
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Result<Unmap, ParseError>> {
+        let (raw, _) = RawUnmap::ref_from_prefix(bytes).ok()?;
+        let kind = Kind::Unmap;
+        if raw.kind != kind as u8 {
+            return None;
+        }
+        if raw.reserved != [0; 4] {
+            return Some(Err(ParseError::Reserved(kind)));
+        }
+        let domain = raw.domain.get();
+        let range = range_of(kind, raw.virt_start.get(), raw.virt_end.get());
+        Some(range.map(|range| Unmap { domain, range }))
+    }
+}
+
 /// The tail that says `status`, reserved bytes zero (rule V7).
 pub const fn emit_tail(status: Status) -> [u8; TAIL_LEN] {
     [status as u8, 0, 0, 0]
@@ -367,6 +420,36 @@ pub(crate) mod tests {
                 }
                 prop_assert_eq!(&bytes[..], &again[..len]);
             }
+        }
+
+        #[test]
+        fn a_map_and_an_unmap_are_what_any_request_is(
+            kind in prop_oneof![0u8..7, Just(0xf0)],
+            reserved in prop_oneof![3 => Just(0), 1 => any::<u8>()],
+            flags in 0u8..10,
+            rest in proptest::collection::vec(any::<u8>(), 0..90),
+        ) {
+            let mut bytes = vec![kind];
+            bytes.extend(rest);
+            // Such as are legal more often than not.
+            if let Some(body) = bytes.get_mut(24..28) {
+                body.fill(reserved);
+            }
+            if let Some(bits) = bytes.get_mut(32..36) {
+                bits.copy_from_slice(&u32::from(flags).to_le_bytes());
+            }
+            let long = Request::parse(&bytes);
+            let map = Map::parse(&bytes).map(|map| {
+                map.map(|Map { domain, range, phys, flags }| {
+                    Request::Map { domain, range, phys, flags }
+                })
+            });
+            let unmap = Unmap::parse(&bytes).map(|unmap| {
+                unmap.map(|Unmap { domain, range }| Request::Unmap { domain, range })
+            });
+            let is = |of: Kind| kind == of as u8 && bytes.len() >= of.request_len();
+            prop_assert_eq!(map, is(Kind::Map).then_some(long));
+            prop_assert_eq!(unmap, is(Kind::Unmap).then_some(long));
         }
 
         #[test]

@@ -321,9 +321,31 @@ fn walk(
     first: RawDesc,
     chain: &mut Chain,
 ) -> Result<(), ChainFault> {
-    let size = areas.desc.size();
-    let (mut at, mut raw) = (head, first);
     (chain.head, chain.count) = (head, 0);
+    let next = first.next;
+    if first.flags != layout::DESC_F_NEXT || next >= areas.desc.size() || areas.desc.size() < 2 {
+        return walk_on(areas, table, mem, (head, first), chain);
+    }
+    // A request and its answer: what most chains are.
+    let second = areas.desc.load(next);
+    if second.flags == layout::DESC_F_WRITE {
+        chain.count = 2;
+        return chain.push_pair((head, first.desc()), (next, second.desc()));
+    }
+    chain.count = 1;
+    chain.push(head, first.desc())?;
+    walk_on(areas, table, mem, (next, second), chain)
+}
+
+/// Copies the rest of a chain, from descriptor `at` on.
+fn walk_on(
+    areas: &Areas,
+    table: &mut Table,
+    mem: &impl Translate,
+    (mut at, mut raw): (u16, RawDesc),
+    chain: &mut Chain,
+) -> Result<(), ChainFault> {
+    let size = areas.desc.size();
     // A chain that visits a descriptor twice loops; one that does not has at most `size`.
     loop {
         chain.count += 1;

@@ -118,7 +118,8 @@ impl<F: Format> Ring for End<F> {
         self.broken
     }
 
-    #[inline]
+    // Callers have chains of a length that is known: the loops over it are no loops then.
+    #[inline(always)]
     fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
         let room = checked(self, descs, descs.len())?;
         let tail = self.areas.write(&mut self.at, &self.names, descs);

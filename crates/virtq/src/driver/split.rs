@@ -61,7 +61,7 @@ impl Format for Areas {
         Ok((areas, At { seen: 0, judged: 0 }))
     }
 
-    #[inline]
+    #[inline(always)]
     fn write(&self, _: &mut At, names: &Names, descs: &[Desc]) -> u16 {
         let head = names.first();
         let mut tail = head;

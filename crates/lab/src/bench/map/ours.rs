@@ -104,9 +104,12 @@ impl Server for Ours {
 impl Serving for Worker<'_> {
     #[inline]
     fn serve(&mut self) -> Result<bool> {
-        let progress = self.requests.poll(self.bus)?;
-        // A quiet point: an UNMAP is answered after it.
+        let mut progress = self.requests.poll(self.bus)?;
+        // A quiet point: an UNMAP is answered after it, at once, as a worker does.
         self.view.quiet();
+        if progress.pending {
+            progress = self.requests.poll(self.bus)?;
+        }
         Ok(progress.pending || !progress.is_idle())
     }
 
