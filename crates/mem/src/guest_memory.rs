@@ -163,12 +163,13 @@ where
         Ok(unsafe { Window::new(base, bytes, keep) })
     }
 
-    fn write(&self, addr: u64, data: &[u8]) -> Result<(), AccessError> {
-        let mut done = 0;
-        self.walk(addr, data.len() as u64, Access::Write, |region, offset, len| {
-            done += piece(region, offset, len).copy_from(&data[done..]);
-            self.mark_in(region, offset, len);
-        })
+    #[inline]
+    fn piece(&self, addr: u64, len: u64, _: Access) -> Option<HostSlice<'_>> {
+        let regions = &self.map.regions;
+        let region = regions.get(regions.partition_point(|region| region.last < addr))?;
+        let offset = addr.checked_sub(region.first)?;
+        let inside = len.checked_sub(1)? <= region.last - addr;
+        inside.then(|| piece(region, offset as usize, len as usize))
     }
 
     fn mark(&self, piece: HostSlice<'_>) {
