@@ -11,7 +11,7 @@ use super::{
     node::{Block, Node, Record},
     pages::Chain,
     slot::{FANOUT, ROOT_LEVEL, Slot, Span, delta, index, shift},
-    walk::{first_mapped, node_of},
+    walk::{first_mapped, slots_of},
     writer::{Place, Writer},
 };
 
@@ -178,18 +178,18 @@ fn living(word: Slot) -> usize {
 pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, mapping: &Mapping) -> bool {
     let span = Span::from(mapping.range);
     // SAFETY: the lock is held.
-    let Some(node) = (unsafe { node_of(root, span) }) else { return false };
-    let slots = node.indices(span);
+    let Some(part) = (unsafe { slots_of(root, span) }) else { return false };
+    let (node, slots) = (part.node, part.indices());
     // All of a node is one slot of the next higher.
     if !Slot::fits(delta(mapping))
-        || span == node.span()
+        || part.are_all()
         || !slots.clone().all(|at| node.load(at).is_empty())
     {
         return false;
     }
     writer.fill(node, 1 + (slots.end() - slots.start()) as u32);
     for at in slots {
-        node.store(at, Slot::leaf(node.slot_span(at), mapping));
+        node.store(at, Slot::leaf(part.span_of(at), mapping));
     }
     true
 }

@@ -6,7 +6,7 @@ use super::{
     node::Node,
     pages::Chain,
     slot::{Slot, Span},
-    walk::{leaf_at, node_of},
+    walk::{leaf_at, slots_of},
     writer::{Place, Writer},
 };
 
@@ -53,11 +53,11 @@ pub(super) fn splits(root: &AtomicU64, span: Span) -> Option<u64> {
 /// of them, that hold leaves or nothing. `None`: nothing was done (a split is refused elsewhere).
 pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option<Removed> {
     // SAFETY: the lock is held.
-    let node = unsafe { node_of(root, span) }?;
-    if span == node.span() {
+    let part = unsafe { slots_of(root, span) }?;
+    if part.are_all() {
         return None;
     }
-    let slots = node.indices(span);
+    let (node, slots) = (part.node, part.indices());
     let (low, high) = (node.load(*slots.start()), node.load(*slots.end()));
     let splits = low.is_leaf() && !low.starts() || high.is_leaf() && !high.ends();
     if splits || !slots.clone().all(|at| node.load(at).is_empty() || node.load(at).is_leaf()) {
@@ -69,7 +69,7 @@ pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option
         let word = node.load(at);
         if word.is_leaf() {
             leaves += 1;
-            removed.leaf(word, node.slot_span(at));
+            removed.leaf(word, part.span_of(at));
             node.store(at, Slot::EMPTY);
         }
     }

@@ -277,29 +277,72 @@ pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Span) -> Optio
     }
 }
 
-/// The node whose slots `span` is made of, if there is one: the deepest that has all of it, if the
+/// Slots of a node, side by side.
+///
+/// What they stand for was told by the way to the node. Its header lies elsewhere than its slots: who
+/// asked it first would wait for memory twice.
+pub(super) struct Slots<'n> {
+    pub(super) node: &'n Node,
+    shift: u32,
+    span: Span,
+}
+
+impl Slots<'_> {
+    /// Which slots of the node they are.
+    #[inline]
+    pub(super) fn indices(&self) -> core::ops::RangeInclusive<usize> {
+        let index = |address| (address >> self.shift) as usize & (FANOUT - 1);
+        index(self.span.first)..=index(self.span.last)
+    }
+
+    /// Whether they are all of the node's.
+    #[inline]
+    pub(super) fn are_all(&self) -> bool {
+        self.span == self.node_span()
+    }
+
+    /// What the slot at an index of the node stands for.
+    #[inline]
+    pub(super) fn span_of(&self, at: usize) -> Span {
+        Span::around(self.node_span().first | (at as u64) << self.shift, self.shift)
+    }
+
+    #[inline]
+    fn node_span(&self) -> Span {
+        Span::around(self.span.first, self.shift + RADIX_BITS)
+    }
+}
+
+/// The slots that `span` is made of, if there are such: of the deepest node that has all of it, if the
 /// span has more than one of its slots or exactly one. `None` where the walk ends before.
 ///
 /// # Safety
 /// The lock is held.
 #[inline]
-pub(super) unsafe fn node_of<'n>(root: &AtomicU64, span: Span) -> Option<&'n Node> {
+pub(super) unsafe fn slots_of<'n>(root: &AtomicU64, span: Span) -> Option<Slots<'n>> {
     let mut word = Slot(root.load(Ordering::Acquire));
     let differ = span.first ^ span.last;
+    let mut shift = shift(ROOT_LEVEL);
     while word.is_child() {
         // SAFETY: reachable, and the lock is held.
         let node = unsafe { word.node() };
-        let shift = shift(node.level());
-        let outside = if word.skip() != 0 { span.first ^ node.base() } else { 0 };
+        let mut outside = 0;
+        if word.skip() == 0 {
+            shift -= RADIX_BITS;
+        } else {
+            shift = word.skip();
+            outside = span.first ^ node.base();
+        }
+        debug_assert_eq!(shift, super::slot::shift(node.level()));
         if (outside | differ) >> shift >= FANOUT as u64 {
             return None;
         }
         let slot = (1 << shift) - 1;
         if differ >= slot {
             let aligned = span.first & slot == 0 && span.last & slot == slot;
-            return aligned.then_some(node);
+            return aligned.then_some(Slots { node, shift, span });
         }
-        word = node.load(index(node.level(), span.first));
+        word = node.load((span.first >> shift) as usize & (FANOUT - 1));
     }
     None
 }
