@@ -36,10 +36,13 @@ impl Answer {
 
 impl std::fmt::Display for Answer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match (self.used, self.tail().map(|tail| tail[0])) {
+        match (self.used, self.tail()) {
             (0, _) if self.is_unwritten() => f.write_str("nothing written"),
             (0, _) => f.write_str("used length 0, but bytes written"),
-            (_, Some(raw)) => match Status::from_u8(raw) {
+            (used, Some([UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN])) => {
+                write!(f, "used length {used}, and no tail where the buffer ends")
+            }
+            (_, Some([raw, ..])) => match Status::from_u8(raw) {
                 Some(status) => f.write_str(&name(status)),
                 None => write!(f, "status {raw}"),
             },
@@ -228,5 +231,22 @@ pub(in crate::kit) fn describe(request: &Request) -> String {
         }
         Request::Probe { endpoint } => format!("PROBE {endpoint}"),
         Request::IotlbFlush { domain } => format!("IOTLB_FLUSH domain {domain}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_tells_what_was_written() {
+        let told = |used, bytes: &[u8]| Answer { used, bytes: bytes.into() }.to_string();
+        let nothing = [UNWRITTEN; 8];
+        assert_eq!(told(0, &nothing), "nothing written");
+        assert_eq!(told(4, &nothing), "used length 4, and no tail where the buffer ends");
+        assert_eq!(told(8, &[0, 0, 0, 0, 2, 0, 0, 0]), "UNSUPP");
+        assert_eq!(told(4, &[UNWRITTEN, 0, 0, 0]), "status 238");
+        assert_eq!(told(0, &[0; 4]), "used length 0, but bytes written");
+        assert_eq!(told(2, &[0; 2]), "used length 2");
     }
 }
