@@ -13,7 +13,10 @@ fn the_json_holds_every_row_and_figure() {
     let json = place.bench(&SHORT, &["--batch", "1,64", "--live", "10,1k"]);
     let rows = json["rows"].as_array().unwrap();
     let names = ["ringfence", "btreemap", "btreemap-range"];
-    assert_eq!(rows.len(), (2 * 4 + 2 * 2 + 2) * names.len() + 2 + 4);
+    // With a device each for two threads, and with a table of its own for who attaches.
+    let forms = |form: &str| rows.iter().filter(|row| row["params"]["form"] == form).count();
+    assert_eq!([forms("apart"), forms("mirror")], [2, 2]);
+    assert_eq!(rows.len(), (2 * 4 + 2 * 2 + 2) * names.len() + 2 + 2 + 2 + 4);
     for row in rows {
         assert!(names.contains(&row["impl"].as_str().unwrap()), "{row}");
         assert!(row["note"].is_null(), "{row}");

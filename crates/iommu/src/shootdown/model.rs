@@ -246,62 +246,50 @@ fn a_lease_is_found_in_a_place_that_others_use_and_leave() {
     });
 }
 
+/// A device that moves between two scopes, and begins in one of them, while a page of the first is
+/// unmapped.
+fn moving(begins: usize, device: fn(&World, &mut Reader, [Scope; 2])) {
+    check(4, move || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let scopes = [shootdown.scope(), shootdown.scope()];
+        let mut reader = shootdown.reader().unwrap();
+        reader.enter(scopes[begins]);
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || device(&theirs, &mut reader, scopes));
+        world.unmap_in(scopes[0], &shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
 #[test]
 fn a_reader_that_comes_from_elsewhere_is_waited_for() {
-    check(4, || {
-        let (shootdown, world) = (Shootdown::new(1), world());
-        let (here, there) = (shootdown.scope(), shootdown.scope());
-        let mut reader = shootdown.reader().unwrap();
-        reader.enter(there);
-        let theirs = Arc::clone(&world);
-        let device = thread::spawn(move || {
-            let mut cache = false;
-            reader.enter(here);
-            theirs.access(&mut cache);
-            reader.poll(|gone| forget(&mut cache, gone));
-            theirs.access(&mut cache);
-        });
-        world.unmap_in(here, &shootdown, 2);
-        device.join().unwrap();
+    moving(1, |world, reader, [here, _]| {
+        let mut cache = false;
+        reader.enter(here);
+        world.access(&mut cache);
+        reader.poll(|gone| forget(&mut cache, gone));
+        world.access(&mut cache);
     });
 }
 
 #[test]
 fn one_that_leaves_and_comes_back_is_waited_for_as_long_as_it_has_something() {
-    check(4, || {
-        let (shootdown, world) = (Shootdown::new(1), world());
-        let (here, there) = (shootdown.scope(), shootdown.scope());
-        let mut reader = shootdown.reader().unwrap();
+    moving(0, |world, reader, [here, there]| {
+        world.access(&mut false);
+        reader.enter(there);
         reader.enter(here);
-        let theirs = Arc::clone(&world);
-        let device = thread::spawn(move || {
-            theirs.access(&mut false);
-            reader.enter(there);
-            reader.enter(here);
-            theirs.access(&mut false);
-        });
-        world.unmap_in(here, &shootdown, 2);
-        device.join().unwrap();
+        world.access(&mut false);
     });
 }
 
 #[test]
 fn a_lease_that_is_taken_along_elsewhere_is_not_overlooked() {
-    check(4, || {
-        let (shootdown, world) = (Shootdown::new(1), world());
-        let (here, there) = (shootdown.scope(), shootdown.scope());
-        let mut reader = shootdown.reader().unwrap();
-        reader.enter(here);
-        let theirs = Arc::clone(&world);
-        let device = thread::spawn(move || {
-            let lease = theirs.access(&mut false).then(|| reader.lease(PAGE));
-            reader.enter(there);
-            if lease.is_some() {
-                theirs.touch();
-            }
-        });
-        world.unmap_in(here, &shootdown, 2);
-        device.join().unwrap();
+    moving(0, |world, reader, [_, there]| {
+        let lease = world.access(&mut false).then(|| reader.lease(PAGE));
+        reader.enter(there);
+        if lease.is_some() {
+            world.touch();
+        }
     });
 }
 
