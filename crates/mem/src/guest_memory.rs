@@ -146,14 +146,11 @@ where
 
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
         let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
-        let mut found = None;
-        let mut pieces = 0;
         // An empty window still needs an address that leads somewhere.
-        self.walk(addr, len.max(1), access, |region, offset, len| {
-            pieces += 1;
-            found.get_or_insert(piece(region, offset, len));
-        })?;
-        let Some(found) = found.filter(|_| pieces == 1) else {
+        let some = len.max(1);
+        let Some(found) = self.piece(addr, some, access) else {
+            // It leads out of memory, or into several regions.
+            self.walk(addr, some, access, |_, _, _| ())?;
             return Err(AccessError::Fragmented { addr, len });
         };
         let base = NonNull::new(found.as_ptr()).expect("a slice has an address");

@@ -1,6 +1,6 @@
 //! virtio-iommu as a vhost-user back end.
 
-use std::{os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{os::fd::OwnedFd, sync::Arc};
 
 use ringfence_mem::Memory;
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
@@ -9,9 +9,9 @@ use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, device};
 
 use super::{
     Endpoints, Iommu, IommuOptions, Seat,
-    device::{FrontUnit, PATIENCE},
+    device::FrontUnit,
     reach::Shared,
-    unit::{Call, REQUESTS},
+    unit::{Call, NoWorker, REQUESTS},
 };
 use crate::{event, worker::Worker};
 
@@ -127,24 +127,14 @@ impl Handler for IommuBackend {
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let late = Instant::now() >= deadline;
-            // Every reply is given that can be: the driver waits for it.
-            let stopped = self
-                .iommu()
-                .on_unit(move |unit| (late || !unit.is_pending(ring)).then(|| unit.stop(ring)))?;
-            match stopped {
-                Some(Some(Some(next))) => {
-                    if ring == REQUESTS {
-                        self.iommu().requests_stopped(next);
-                    }
-                    return Ok(next);
-                }
-                Some(None) => std::thread::yield_now(),
-                _ => return Err(HandlerError::new("the ring is not running")),
-            }
+        let iommu = self.iommu();
+        let (next, _) = FrontUnit::stop_on(&iommu.workers[0], iommu.unit, ring)
+            .map_err(|NoWorker| HandlerError::new("the worker is gone"))?
+            .ok_or_else(|| HandlerError::new("the ring is not running"))?;
+        if ring == REQUESTS {
+            iommu.requests_stopped(next);
         }
+        Ok(next)
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {

@@ -262,16 +262,24 @@ impl Iommu {
     /// When the front end hears of a reset, nothing is reachable any more (rule V4), and of what was
     /// refused before there is nobody to tell.
     fn settle(&self) -> Result<(), HandlerError> {
-        let deadline = Instant::now() + PATIENCE;
-        while !self.device.backing().is_settled() {
-            if Instant::now() >= deadline {
-                return Err(HandlerError::new("I/O under way does not end"));
-            }
-            std::thread::yield_now();
+        if !in_time(|| self.device.backing().is_settled()) {
+            return Err(HandlerError::new("I/O under way does not end"));
         }
         self.faults.clear();
         Ok(())
     }
+}
+
+/// Whether what is waited for comes within our patience.
+pub(super) fn in_time(come: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + PATIENCE;
+    while !come() {
+        if Instant::now() >= deadline {
+            return false;
+        }
+        std::thread::yield_now();
+    }
+    true
 }
 
 /// What two units have counted together.

@@ -3,6 +3,7 @@
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
+    time::Instant,
 };
 
 use ringfence_virtio_iommu::device::{
@@ -10,8 +11,11 @@ use ringfence_virtio_iommu::device::{
 };
 use ringfence_virtq::{RingError, device};
 
-use super::{device::sum, reach::Reach};
-use crate::worker::Unit;
+use super::{
+    device::{PATIENCE, sum},
+    reach::Reach,
+};
+use crate::worker::{Unit, Worker};
 
 /// Interrupts the driver.
 pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
@@ -39,12 +43,15 @@ pub(super) struct IommuUnit<B: Backing, R> {
     past: Counters,
 }
 
+/// The worker is gone.
+pub(super) struct NoWorker;
+
 /// The number of the request queue.
 pub(super) const REQUESTS: u16 = 0;
 /// The number of the event queue.
 pub(super) const EVENTS: u16 = 1;
 
-impl<B: Backing, R: Reach> IommuUnit<B, R> {
+impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
     /// A unit without rings yet. Who reports to `faults` writes to `reported` afterwards.
     pub(super) fn new(
         device: Arc<Device<B>>,
@@ -102,9 +109,36 @@ impl<B: Backing, R: Reach> IommuUnit<B, R> {
         }
     }
 
+    /// [Stops](Self::stop) a ring of unit `number` of `worker`, once every reply is given that can be: the
+    /// driver waits for it. Whether some are lost, too, as I/O under way does not end. `None` if there
+    /// is no such ring.
+    ///
+    /// # Errors
+    /// The worker is gone.
+    pub(super) fn stop_on(
+        worker: &Worker,
+        number: u32,
+        ring: u16,
+    ) -> Result<Option<(u32, bool)>, NoWorker> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let late = Instant::now() >= deadline;
+            let stop = move |unit: &mut Self| match unit.is_pending(ring) {
+                true if !late => None,
+                lost => Some(unit.stop(ring).map(|next| (next, lost))),
+            };
+            let stopped = worker.call(move |work| work.unit::<Self>(number).map(stop));
+            match stopped.ok_or(NoWorker)? {
+                Some(Some(stopped)) => return Ok(stopped),
+                Some(None) => std::thread::yield_now(),
+                None => return Ok(None),
+            }
+        }
+    }
+
     /// Whether replies of this ring wait for an invalidation to be over: they are lost if it is
     /// stopped now.
-    pub(super) fn is_pending(&self, ring: u16) -> bool {
+    fn is_pending(&self, ring: u16) -> bool {
         ring == REQUESTS && self.pending
     }
 

@@ -6,7 +6,6 @@ use std::{
     ops::Deref,
     os::fd::{FromRawFd, IntoRawFd, OwnedFd},
     sync::Arc,
-    time::Instant,
 };
 
 use parking_lot::Mutex;
@@ -24,10 +23,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::{
     Endpoints,
-    device::{PATIENCE, WAITING_FAULTS},
+    device::{WAITING_FAULTS, in_time},
     faults::Reported,
     reach::Reach,
-    unit::{Call, IommuUnit},
+    unit::{self, Call, IommuUnit},
 };
 use crate::{
     event,
@@ -96,6 +95,12 @@ pub enum VmmIommuError {
     /// The thread that serves the rings is gone.
     #[error("the thread that serves the rings is gone")]
     NoWorker,
+}
+
+impl From<unit::NoWorker> for VmmIommuError {
+    fn from(_: unit::NoWorker) -> VmmIommuError {
+        VmmIommuError::NoWorker
+    }
 }
 
 /// The only unit of its worker.
@@ -239,29 +244,10 @@ where
     /// [`VmmIommuError::Stuck`]: it is stopped, but answers that waited for an invalidation are lost.
     pub fn stop(&self) -> Result<Vec<(usize, Queue)>, VmmIommuError> {
         let mut running = self.running.lock();
-        let (deadline, mut stuck) = (Instant::now() + PATIENCE, false);
+        let mut stuck = false;
         for (index, queue) in running.iter_mut() {
-            let ring = *index as u16;
-            let next = loop {
-                let late = Instant::now() >= deadline;
-                let stop = move |unit: &mut Unit<A>| match unit.is_pending(ring) {
-                    true if !late => None,
-                    pending => Some((unit.stop(ring), pending)),
-                };
-                let stopped = self
-                    .worker
-                    .call(move |work| work.unit::<Unit<A>>(UNIT).map(stop))
-                    .ok_or(VmmIommuError::NoWorker)?;
-                match stopped {
-                    Some(Some((next, pending))) => {
-                        stuck |= pending;
-                        break next;
-                    }
-                    Some(None) => std::thread::yield_now(),
-                    None => break None,
-                }
-            };
-            if let Some(next) = next {
+            if let Some((next, lost)) = Unit::<A>::stop_on(&self.worker, UNIT, *index as u16)? {
+                stuck |= lost;
                 queue.set_next_avail(next as u16);
                 // Whatever was taken is given back.
                 queue.set_next_used(next as u16);
@@ -284,12 +270,8 @@ where
             Err(error) => return Err(error),
         }
         self.device.reset()?;
-        let deadline = Instant::now() + PATIENCE;
-        while !self.device.backing().is_settled() {
-            if Instant::now() >= deadline {
-                return Err(VmmIommuError::Stuck);
-            }
-            std::thread::yield_now();
+        if !in_time(|| self.device.backing().is_settled()) {
+            return Err(VmmIommuError::Stuck);
         }
         self.faults.clear();
         Ok(())

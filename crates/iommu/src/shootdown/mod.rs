@@ -28,7 +28,6 @@
 //! before the reader announced g, so whoever knows that g is over sees it. If the mark is g or
 //! above, the lease was taken after the reader had dropped the removed translation; it stands on a
 //! newer one (the same address may be mapped again by now) and is not waited for.
-
 //!
 //! # Whom an invalidation need not wait for
 //! A reader may say in which [`Scope`] it translates: in one domain, say. An invalidation in another
@@ -192,7 +191,8 @@ impl Shootdown {
     }
 
     /// Whether every reader, in whatever scope, has passed a quiet point since `token` was given,
-    /// whatever leases there are: the condition for reusing memory that only readers reach, such as table pages.
+    /// whatever leases there are: the condition for reusing memory that only readers reach, such as
+    /// table pages.
     #[inline]
     pub fn is_quiet(&self, token: u64) -> bool {
         self.qsbr.is_over(Scope::of_token(token).0)

@@ -56,26 +56,26 @@ impl<B: Backing> Device<B> {
         }
     }
 
-    /// Carries out a MAP or an UNMAP, for which there is room for a tail: the status, and whether it
-    /// waits for the session's sync. `None` if it is neither, or cut short.
+    /// As [`execute`](Self::execute), of a MAP or an UNMAP for which there is room for a tail: the
+    /// status, and whether it waits for the session's sync. `None` if it is neither, or cut short.
     #[inline(always)]
     pub(super) fn execute_common(
         &self,
         session: &mut Session<B>,
         request: &[u8],
     ) -> Option<(Status, bool)> {
-        let refused = |error: ParseError| error.status().unwrap_or(Status::Inval);
+        let refused = |error: ParseError| (error.status().unwrap_or(Status::Inval), false);
         if let Some(map) = Map::parse(request) {
-            let done = map.map_err(refused).and_then(|Map { domain, range, phys, flags }| {
-                self.map(session, domain, range, phys, flags)
-            });
-            return Some((done.err().unwrap_or(Status::Ok), false));
+            let Map { domain, range, phys, flags } = match map {
+                Ok(map) => map,
+                Err(error) => return Some(refused(error)),
+            };
+            return Some(said(self.map(session, domain, range, phys, flags).map(|()| false)));
         }
-        let unmap = Unmap::parse(request)?;
-        let done = unmap
-            .map_err(refused)
-            .and_then(|Unmap { domain, range }| self.unmap(session, domain, range));
-        Some(done.map_or_else(|status| (status, false), |waits| (Status::Ok, waits)))
+        Some(match Unmap::parse(request)? {
+            Ok(Unmap { domain, range }) => said(self.unmap(session, domain, range)),
+            Err(error) => refused(error),
+        })
     }
 
     /// Carries out one request; `room` is how many bytes may be written.
@@ -83,9 +83,6 @@ impl<B: Backing> Device<B> {
         // Too small to hold a tail: returned unwritten (rule V8).
         if room < TAIL_LEN as u64 {
             return Reply::Unwritten;
-        }
-        if let Some((status, waits)) = self.execute_common(session, request) {
-            return Reply::Status { status, waits };
         }
         let request = match Request::parse(request) {
             Ok(request) => request,
@@ -103,25 +100,21 @@ impl<B: Backing> Device<B> {
             Err(error) => return error.status().map_or(Reply::Unwritten, Reply::now),
         };
         match request {
-            Request::Map { .. } | Request::Unmap { .. } => unreachable!("carried out above"),
-            Request::Attach { domain, endpoint, flags } => {
-                match self.attach(session, domain, endpoint, flags) {
-                    Ok(()) => Reply::Status { status: Status::Ok, waits: true },
-                    Err(status) => Reply::now(status),
-                }
+            Request::Map { domain, range, phys, flags } => {
+                Reply::to(self.map(session, domain, range, phys, flags).map(|()| false))
             }
-            Request::Detach { domain, endpoint } => match self.detach(session, domain, endpoint) {
-                Ok(()) => Reply::Status { status: Status::Ok, waits: true },
-                Err(status) => Reply::now(status),
-            },
+            Request::Unmap { domain, range } => Reply::to(self.unmap(session, domain, range)),
+            Request::Attach { domain, endpoint, flags } => {
+                Reply::to(self.attach(session, domain, endpoint, flags).map(|()| true))
+            }
+            Request::Detach { domain, endpoint } => {
+                Reply::to(self.detach(session, domain, endpoint).map(|()| true))
+            }
             Request::IotlbFlush { domain } => {
                 if !self.flushes() {
                     return Reply::Unwritten;
                 }
-                match self.iotlb_flush(session, domain) {
-                    Ok(()) => Reply::Status { status: Status::Ok, waits: true },
-                    Err(status) => Reply::now(status),
-                }
+                Reply::to(self.iotlb_flush(session, domain).map(|()| true))
             }
             Request::Probe { endpoint } => {
                 if !self.has(Features::PROBE) {
@@ -375,6 +368,17 @@ impl Reply {
     fn now(status: Status) -> Reply {
         Reply::Status { status, waits: false }
     }
+
+    fn to(done: Answer<bool>) -> Reply {
+        let (status, waits) = said(done);
+        Reply::Status { status, waits }
+    }
+}
+
+/// The status for what was carried out, or refused, and whether it waits for the session's sync.
+#[inline]
+fn said(done: Answer<bool>) -> (Status, bool) {
+    done.map_or_else(|status| (status, false), |waits| (Status::Ok, waits))
 }
 
 /// The status that tells a driver of an error.

@@ -192,19 +192,14 @@ impl Request {
             false => Err(ParseError::Reserved(kind)),
         };
         let unknown = || ParseError::UnknownFlags { kind, flags: frame.flags() };
-        let range = || range_of(kind, frame.virt_start(), frame.virt_end());
+        let range = || (frame.virt_start(), frame.virt_end());
         let domain = frame.domain();
         let endpoint = frame.endpoint();
         Ok(match kind {
-            Kind::Map => Request::Map {
-                domain,
-                flags: MapFlags::from_bits(frame.flags()).ok_or_else(unknown)?,
-                range: range()?,
-                phys: frame.phys_start(),
-            },
+            Kind::Map => Map::checked(domain, range(), frame.phys_start(), frame.flags())?.into(),
             Kind::Unmap => {
                 zero()?;
-                Request::Unmap { domain, range: range()? }
+                Unmap::checked(domain, range())?.into()
             }
             Kind::Attach => {
                 zero()?;
@@ -304,16 +299,31 @@ impl Map {
     #[inline(always)]
     pub(crate) fn parse(bytes: &[u8]) -> Option<Result<Map, ParseError>> {
         let (raw, _) = RawMap::ref_from_prefix(bytes).ok()?;
-        let kind = Kind::Map;
-        if raw.kind != kind as u8 {
+        if raw.kind != Kind::Map as u8 {
             return None;
         }
-        let Some(flags) = MapFlags::from_bits(raw.flags.get()) else {
-            return Some(Err(ParseError::UnknownFlags { kind, flags: raw.flags.get() }));
-        };
-        let (domain, phys) = (raw.domain.get(), raw.phys_start.get());
-        let range = range_of(kind, raw.virt_start.get(), raw.virt_end.get());
-        Some(range.map(|range| Map { domain, range, phys, flags }))
+        let range = (raw.virt_start.get(), raw.virt_end.get());
+        Some(Map::checked(raw.domain.get(), range, raw.phys_start.get(), raw.flags.get()))
+    }
+
+    #[inline(always)]
+    fn checked(
+        domain: u32,
+        (start, end): (u64, u64),
+        phys: u64,
+        flags: u32,
+    ) -> Result<Map, ParseError> {
+        let kind = Kind::Map;
+        let unknown = ParseError::UnknownFlags { kind, flags };
+        let flags = MapFlags::from_bits(flags).ok_or(unknown)?;
+        Ok(Map { domain, range: range_of(kind, start, end)?, phys, flags })
+    }
+}
+
+impl From<Map> for Request {
+    #[inline]
+    fn from(Map { domain, range, phys, flags }: Map) -> Request {
+        Request::Map { domain, range, phys, flags }
     }
 }
 
@@ -336,9 +346,19 @@ impl Unmap {
         if raw.reserved != [0; 4] {
             return Some(Err(ParseError::Reserved(kind)));
         }
-        let domain = raw.domain.get();
-        let range = range_of(kind, raw.virt_start.get(), raw.virt_end.get());
-        Some(range.map(|range| Unmap { domain, range }))
+        Some(Unmap::checked(raw.domain.get(), (raw.virt_start.get(), raw.virt_end.get())))
+    }
+
+    #[inline(always)]
+    fn checked(domain: u32, (start, end): (u64, u64)) -> Result<Unmap, ParseError> {
+        Ok(Unmap { domain, range: range_of(Kind::Unmap, start, end)? })
+    }
+}
+
+impl From<Unmap> for Request {
+    #[inline]
+    fn from(Unmap { domain, range }: Unmap) -> Request {
+        Request::Unmap { domain, range }
     }
 }
 
@@ -439,14 +459,8 @@ pub(crate) mod tests {
                 bits.copy_from_slice(&u32::from(flags).to_le_bytes());
             }
             let long = Request::parse(&bytes);
-            let map = Map::parse(&bytes).map(|map| {
-                map.map(|Map { domain, range, phys, flags }| {
-                    Request::Map { domain, range, phys, flags }
-                })
-            });
-            let unmap = Unmap::parse(&bytes).map(|unmap| {
-                unmap.map(|Unmap { domain, range }| Request::Unmap { domain, range })
-            });
+            let map = Map::parse(&bytes).map(|map| map.map(Request::from));
+            let unmap = Unmap::parse(&bytes).map(|unmap| unmap.map(Request::from));
             let is = |of: Kind| kind == of as u8 && bytes.len() >= of.request_len();
             prop_assert_eq!(map, is(Kind::Map).then_some(long));
             prop_assert_eq!(unmap, is(Kind::Unmap).then_some(long));
