@@ -313,6 +313,10 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// unmapped lazily before, with other queues or with none from now on, has been flushed and
     /// released. An unmap that is under way meanwhile keeps to either policy.
     ///
+    /// A change to a strict policy succeeds only when nothing that was unmapped before is reachable.
+    /// If its flush fails, every later call for a strict policy, the one in force included, flushes
+    /// again and fails until that is so.
+    ///
     /// Each kind of flush queue keeps the tuning that was last set for it.
     ///
     /// # Errors

@@ -338,7 +338,8 @@ pub enum SwitchError {
     #[error(transparent)]
     Queues(#[from] TuningError),
     /// The new policy is strict and in force, for every unmap that begins from now on; but what had
-    /// been unmapped lazily could not be flushed, and stays exposed until the timer's flush succeeds.
+    /// been unmapped lazily could not be flushed, and stays exposed until a flush succeeds: the
+    /// timer's, or that of the next call.
     #[error("the policy is strict now, but what was unmapped before could not be flushed: {0}")]
     Flush(ringfence_iommu::Error),
 }

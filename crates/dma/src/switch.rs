@@ -77,15 +77,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         }
         let mut control = self.control.lock();
         let before = self.mode.get().policy();
-        if policy == before {
-            control.fallback = None;
-            return Ok(());
-        }
-        if policy == Policy::Off || before == Policy::Off {
-            return Err(SwitchError::Off { from: before, to: policy });
-        }
-        if let Some(because) = self.refuses(policy) {
-            return Err(SwitchError::Fallback(because));
+        if policy != before {
+            if policy == Policy::Off || before == Policy::Off {
+                return Err(SwitchError::Off { from: before, to: policy });
+            }
+            if let Some(because) = self.refuses(policy) {
+                return Err(SwitchError::Fallback(because));
+            }
         }
         match policy.queue_kind() {
             Some(kind) if before.queue_kind() == Some(kind) => {
@@ -101,7 +99,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
                 }
                 result?;
             }
-            None => self.stop_queueing(policy, before).map_err(SwitchError::Flush)?,
+            // What an earlier change could not flush is still reachable, whatever is in force now.
+            None => self.stop_queueing(policy).map_err(SwitchError::Flush)?,
         }
         control.fallback = None;
         Ok(())
@@ -170,14 +169,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     /// queue before that is closed, and is flushed here, or finds it closed, and flushes itself.
     ///
     /// # Errors
-    /// The flush failed: the timer tries again. The policy is in force all the same.
-    fn stop_queueing(&self, policy: Policy, before: Policy) -> ringfence_iommu::Result<()> {
+    /// The flush failed: the timer tries again, and so does the next change. The policy is in force
+    /// all the same.
+    fn stop_queueing(&self, policy: Policy) -> ringfence_iommu::Result<()> {
         self.mode.set(Mode::new(policy, false));
-        if before.is_lazy() {
-            self.lazy.queues.close(0);
-            self.expire_in(&self.waits.asked, &self.frees)?;
-            self.lazy.queues.trim();
-        }
+        self.lazy.queues.close(0);
+        self.expire_in(&self.waits.asked, &self.frees)?;
+        self.lazy.queues.trim();
         Ok(())
     }
 

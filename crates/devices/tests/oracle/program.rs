@@ -14,11 +14,15 @@ use std::{
 };
 
 use proptest::{collection::vec, prelude::*};
+use ringfence_devices::worker::Notify;
 use ringfence_dma::{
-    BounceConfig, Coherent, Direction, Environment, MapError, Mapping, Persistent, Policy,
-    PoolBuffer, Segment, StaleIova, Trust,
+    BounceConfig, BounceLimits, Coherent, Config, Direction, Environment, FlushTuning, MapError,
+    Mapping, Persistent, Policy, PoolBuffer, Segment, StaleIova, TimerKind, Trust,
 };
-use ringfence_iommu::{FaultReason, wrap::When};
+use ringfence_iommu::{
+    FaultReason,
+    wrap::{Kind, Stage, When},
+};
 use ringfence_sync::{
     clock::{Clock, ManualClock},
     cpu::FixedCpu,
@@ -27,8 +31,9 @@ use ringfence_sync::{
 use crate::{
     copied::{Copied, Shadow, Slots},
     history::Piece,
+    lying::Lie,
     pages::Buf,
-    rig::{Dma, MapBatch, Rig, Setup, UnmapBatch},
+    rig::{Addresses, Dma, MapBatch, Rig, Setup, UnmapBatch},
     set::{Run, Set, State, runs},
 };
 
@@ -498,6 +503,41 @@ pub(crate) fn run(setup: &Setup, steps: &[Step]) -> Result<Count, String> {
 /// How many programs or seeds to try: as the environment says, else so many.
 pub(crate) fn cases(default: u32) -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(default)
+}
+
+/// A setup to which nothing is added that a program does not ask for.
+fn plain(policy: Policy) -> Setup {
+    let flush = FlushTuning { slots: 8, ..FlushTuning::of(policy) };
+    Setup {
+        config: Config { flush: Some(flush), timer: TimerKind::Manual, ..Config::new(policy) },
+        granule: 4096,
+        addresses: Addresses::Slabs,
+        at_the_top: false,
+        mappings: 1 << 16,
+        notify: Notify::Adaptive,
+        ring_size: 8,
+        probe_first: false,
+        lazy_domain: false,
+        bounces: Some((BounceLimits { largest: 4096, max_bytes: 16_384, idle_ms: 1000 }, 32)),
+        lie: Lie::Nothing,
+    }
+}
+
+#[test]
+fn a_strict_policy_that_follows_a_failed_one_is_strict() {
+    // rules L17, L19, L27
+    let map = Step::Map { pieces: vec![(0, 4096)], direction: Direction::Bidirectional, from: 0 };
+    let fail = Step::Fail { kind: Kind::FlushAll, stage: Stage::Before, nth: 1 };
+    let switch = |policy| Step::Switch { policy };
+    for (first, second) in [
+        (Policy::Bounce, Policy::Auto),
+        (Policy::Strict, Policy::StrictMap),
+        (Policy::Auto, Policy::Auto),
+    ] {
+        let unmap = Step::Unmap { which: 0 };
+        let steps = [map.clone(), unmap, fail.clone(), switch(first), switch(second)];
+        run(&plain(Policy::LazySq), &steps).unwrap();
+    }
 }
 
 proptest! {

@@ -10,11 +10,15 @@ use std::{
 };
 
 use ringfence_dma::{
-    Config, Device, Direction, Fallback, FlushTuning, Mapping, Policy, SwitchError, TimerKind,
+    BounceLimits, Config, Device, Direction, Fallback, FlushTuning, Mapping, Policy, SwitchError,
+    TimerKind,
 };
 use ringfence_iommu::{Capabilities, table::Limits};
 
-use crate::mock::{Bench, Broken, Buf, EagerAllocator, MockDomain, Setup, Stop, eventually};
+use crate::{
+    bounce::Rig,
+    mock::{Bench, Broken, Buf, EagerAllocator, MockDomain, Setup, Stop, eventually},
+};
 
 const LAZY: [Policy; 4] = [Policy::LazySq, Policy::LazyMq, Policy::LazySqMap, Policy::LazyMqMap];
 const STRICT: [Policy; 2] = [Policy::Strict, Policy::StrictMap];
@@ -193,6 +197,38 @@ fn a_flush_that_fails_leaves_a_strict_policy_and_its_old_debt_to_the_timer() {
         bench.device.expire().unwrap();
         bench.assert_nothing_leaked();
         assert_eq!(bench.device.timer_due_at_ns(), None);
+    }
+}
+
+#[test]
+fn no_strict_policy_is_answered_with_success_while_what_was_queued_is_reachable() {
+    // rules L19, L27
+    let strict = || Policy::ALL.into_iter().filter(|policy| policy.is_strict());
+    for (lazy, first, second) in LAZY
+        .into_iter()
+        .flat_map(|lazy| strict().flat_map(move |f| strict().map(move |s| (lazy, f, s))))
+    {
+        let rig = Rig::new(BounceLimits::default());
+        let device = &rig.devices[0];
+        device.set_policy(lazy).unwrap();
+        let mapping = device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap();
+        let iova = mapping.iova().0;
+        drop(mapping);
+        rig.domain.broken.lock().unwrap().flush = true;
+        // As often as it is asked for: the one in force, too.
+        for strict in [first, second, second, first] {
+            let switched = device.set_policy(strict);
+            assert!(
+                matches!(switched, Err(SwitchError::Flush(_))),
+                "{lazy}, {strict}: {switched:?}"
+            );
+            assert_eq!(device.effective_policy(), strict);
+            assert!(rig.domain.reach(iova).is_some() && device.timer_due_at_ns().is_some());
+        }
+        *rig.domain.broken.lock().unwrap() = Broken::default();
+        assert_eq!(device.set_policy(second), Ok(()), "{lazy}, {first}, {second}");
+        assert_eq!((rig.domain.reach(iova), device.stats().queued), (None, 0));
+        assert_eq!(device.timer_due_at_ns(), None);
     }
 }
 
