@@ -3,11 +3,14 @@
 
 mod deny;
 mod floors;
+mod fuzz;
 mod guests;
 mod packages;
 mod readme;
 mod rules;
+mod soak;
 mod steps;
+mod suite;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -30,6 +33,9 @@ enum Command {
         /// Only the steps whose name contains this (see --list).
         #[arg(long)]
         only: Option<String>,
+        /// Also what is long; the result goes to docs/all.txt, to be committed.
+        #[arg(long)]
+        all: bool,
         /// Names the steps and runs none.
         #[arg(long)]
         list: bool,
@@ -54,11 +60,21 @@ enum Command {
         #[arg(long)]
         only: Option<String>,
     },
+    /// Runs property tests and fuzz targets with new seeds until the time is over. What fails is kept as a
+    /// case, to be committed, and the line that repeats it is printed.
+    Soak {
+        /// For how long.
+        #[arg(long, default_value_t = 60)]
+        minutes: u64,
+        /// Only tests and targets whose name contains this.
+        #[arg(long)]
+        only: Option<String>,
+    },
     /// Runs every fuzz target for a while.
     Fuzz {
         /// How long each runs.
         #[arg(long, default_value_t = 60)]
-        seconds: u32,
+        seconds: u64,
         /// Only the targets whose name contains this.
         #[arg(long)]
         only: Option<String>,
@@ -77,11 +93,15 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<()> {
     match command {
-        Command::Test { only, list } => steps::test(only.as_deref(), list),
+        Command::Test { only, all, list } => steps::test(only.as_deref(), all, list),
         Command::Rules { all } => rules::account(all),
         Command::Deny => deny::check(),
         Command::Guests { iommufd } => guests::make(&iommufd),
         Command::Readme { only } => readme::regenerate(only.as_deref()),
-        Command::Fuzz { seconds, only } => steps::fuzz(seconds, only.as_deref()),
+        Command::Soak { minutes, only } => soak::soak(minutes, only.as_deref()),
+        Command::Fuzz { seconds, only } => {
+            let seed = std::process::id().into();
+            fuzz::build(only.as_deref(), true)?.run(fuzz::Length::Explore { seconds, seed })
+        }
     }
 }

@@ -1,98 +1,175 @@
 //! The steps of `cargo xtask test`.
 
 use std::{
+    cell::{OnceCell, RefCell},
+    collections::BTreeSet,
     env,
     path::{Path, PathBuf},
     process::Command,
-    sync::{
-        Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
     time::Instant,
 };
 
 use anyhow::{Context, Result, bail};
 
-use crate::{deny, floors, guests, packages, rules};
+use crate::{
+    deny, floors,
+    fuzz::{self, Length},
+    guests, packages, rules, soak,
+    suite::{self, Program, Suite},
+};
 
 /// The root of the workspace.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").to_owned()
 }
 
-/// What the steps may rely on.
-struct Machine {
+/// What the steps of a run share.
+struct Run {
     /// Debian packages that are neither there nor could be installed.
     missing: Vec<&'static str>,
+    suite: OnceCell<Suite>,
+    /// Tests that no step has run, with the reason.
+    idle: RefCell<BTreeSet<String>>,
 }
 
-type Step = (&'static str, fn(&Machine) -> Result<()>);
+impl Run {
+    fn suite(&self) -> Result<&Suite> {
+        if self.suite.get().is_none() {
+            let _ = self.suite.set(suite::build()?);
+        }
+        self.suite.get().context("the tests are built")
+    }
 
+    /// Runs the test programs that `which` selects.
+    fn tests(&self, which: impl Fn(&Program) -> bool) -> Result<()> {
+        let programs: Vec<_> = self.suite()?.tests.iter().filter(|p| which(p)).cloned().collect();
+        let mut tally = suite::run(&programs, &[], &[])?;
+        self.idle.borrow_mut().append(&mut tally.ignored);
+        tally.verdict()
+    }
+
+    /// Runs tests that a program ignores by itself, since they need something.
+    fn ignored(&self, package: &str, target: &str, arguments: &[&str]) -> Result<()> {
+        let mut programs = self.suite()?.tests.iter();
+        let program = programs.find(|p| p.package == package && p.target == target);
+        let program = program.with_context(|| format!("no test program {package} {target}"))?;
+        let arguments = [&["--ignored"], arguments].concat();
+        suite::run(std::slice::from_ref(program), &arguments, &[])?.verdict()?;
+        self.idle.borrow_mut().retain(|test| !test.starts_with(&program.name()));
+        Ok(())
+    }
+}
+
+struct Step {
+    name: &'static str,
+    /// What it may take, in seconds on two processors.
+    budget: u32,
+    /// Whether only `--all` runs it.
+    long: bool,
+    run: fn(&Run) -> Result<()>,
+}
+
+const fn step(name: &'static str, budget: u32, run: fn(&Run) -> Result<()>) -> Step {
+    Step { name, budget, long: false, run }
+}
+
+const fn long(name: &'static str, budget: u32, run: fn(&Run) -> Result<()>) -> Step {
+    Step { name, budget, long: true, run }
+}
+
+/// Half an hour in all, without what is long.
 const STEPS: &[Step] = &[
-    ("format", |_| cargo(&["fmt", "--all", "--check"], &[])),
-    ("lints", |_| cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])),
-    ("floors", |_| floors::check()),
-    ("rules", |_| rules::account(false)),
-    ("licences", |_| deny::check()),
-    // One that fails must not hide what others have to say.
-    ("unit and property tests", |_| {
-        cargo(&["test", "--workspace", "--exclude", "ringfence", "--no-fail-fast"], &[])
+    step("format", 10, |_| cargo(&["fmt", "--all", "--check"], &[])),
+    step("lints", 100, |_| {
+        cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
     }),
-    ("model checks", |_| models()),
-    ("documentation", |_| {
-        cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])
+    step("floors", 5, |_| floors::check()),
+    step("rules", 5, |_| rules::account(false)),
+    step("licences", 5, |_| deny::check()),
+    step("build", 300, |run| run.suite().map(|_| ())),
+    step("unit and property tests", 300, |run| run.tests(|program| program.package != COMMAND)),
+    step("cases that failed once", 30, |run| soak::cases(run.suite()?)),
+    step("end to end", 240, |run| run.tests(|program| program.package == COMMAND)),
+    step("model checks", 120, |_| models()),
+    step("documentation", 60, |_| documentation()),
+    step("examples", 60, examples),
+    step("huge pages", 10, huge_pages),
+    step("guests", 400, real_guests),
+    step("job files under the real fio", 5, real_fio),
+    step("fuzz smoke", 200, fuzz_smoke),
+    long("property tests with ten more seeds", 2400, more_seeds),
+    long("fuzz for a minute each", 700, |_| {
+        fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
     }),
-    ("examples", |_| examples()),
-    ("end to end", |_| {
-        cargo(&["test", "--release", "--package", "ringfence", "--no-fail-fast"], QUICKLY_LINKED)
+    long("guests: tables of speed", 900, |run| {
+        guests::make(&[])?;
+        run.ignored(COMMAND, "guests", &["--test-threads=1", "speed::"])
     }),
-    ("huge pages", huge_pages),
-    ("guests", real_guests),
-    ("job files under the real fio", real_fio),
-    ("fuzz smoke", fuzz_smoke),
 ];
 
-/// A release build that is not optimised across crates: there are a dozen test programs, and to link
-/// each of them so would take minutes. Benchmarks and users build without this.
-const QUICKLY_LINKED: &[(&str, &str)] =
-    &[("CARGO_PROFILE_RELEASE_LTO", "off"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")];
+/// The package of the command, whose tests run it from end to end.
+const COMMAND: &str = "ringfence";
 
-/// Runs all steps, or those whose name contains `only`, and says at the end what failed and what
-/// did not run.
-pub(crate) fn test(only: Option<&str>, list: bool) -> Result<()> {
-    let steps: Vec<&Step> =
-        STEPS.iter().filter(|(name, _)| only.is_none_or(|only| name.contains(only))).collect();
+/// Runs all steps, or those whose name contains `only`, and prints at the end what failed and what
+/// did not run. `all`: also those that are long; the result is then written to `docs/all.txt`.
+pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
+    let steps: Vec<&Step> = STEPS
+        .iter()
+        .filter(|step| all || !step.long)
+        .filter(|step| only.is_none_or(|only| step.name.contains(only)))
+        .collect();
     if list {
-        steps.iter().for_each(|(name, _)| println!("{name}"));
+        steps.iter().for_each(|step| println!("{}", step.name));
         return Ok(());
     }
     if steps.is_empty() {
         bail!("no step has {:?} in its name; --list names them", only.unwrap_or_default());
     }
-    let machine = Machine { missing: packages::ensure() };
-    let (mut failed, mut not_run) = (Vec::new(), Vec::new());
+    let run = Run { missing: packages::ensure(), suite: OnceCell::new(), idle: RefCell::default() };
+    let (mut failed, mut not_run, mut lines) = (Vec::new(), Vec::new(), Vec::new());
     let begun = Instant::now();
-    for (name, step) in &steps {
-        println!("\n=== {name}");
-        let started = Instant::now();
-        match step(&machine) {
-            Ok(()) => println!("=== {name}: passed in {:.1} s", started.elapsed().as_secs_f32()),
+    for step in &steps {
+        println!("\n=== {}", step.name);
+        let (started, worked) = (Instant::now(), work_of_children());
+        let result = (step.run)(&run);
+        let seconds = started.elapsed().as_secs_f32();
+        // What it takes where nothing else wants the two processors. The verdict is by this: it does not
+        // depend on what else the machine does.
+        let work = work_of_children().zip(worked).map_or(0.0, |(now, before)| (now - before) / 2.0);
+        let over = if work > step.budget as f32 { Some(work) } else { None };
+        let took = format!("{seconds:.0} s, {work:.0} s of work (budget {} s)", step.budget);
+        let verdict = match result {
             Err(error) if error.is::<NotRun>() => {
-                println!("=== {name}: NOT RUN: {error}");
-                not_run.push(format!("{name}: {error}"));
+                not_run.push(format!("{}: {error}", step.name));
+                format!("NOT RUN: {error}")
             }
             Err(error) => {
-                println!("=== {name}: FAILED: {error:#}");
-                failed.push(*name);
+                failed.push(step.name);
+                format!("FAILED: {error:#}")
             }
-        }
+            Ok(()) if over.is_some() => {
+                failed.push(step.name);
+                "FAILED: over its budget: make it cheaper, or argue for more".to_owned()
+            }
+            Ok(()) => "passed".to_owned(),
+        };
+        println!("=== {}: {verdict}; {took}", step.name);
+        lines.push(format!("{:<36} {verdict}; {took}", step.name));
     }
-    println!("\n{:.0} s", begun.elapsed().as_secs_f32());
+    println!("\n{}", lines.join("\n"));
+    for name in run.idle.borrow().iter() {
+        println!("ignored: {name}");
+    }
     for name in &not_run {
         println!("NOT RUN: {name}");
     }
     let passed = steps.len() - failed.len() - not_run.len();
-    println!("steps: {passed} passed, {} failed, {} skipped", failed.len(), not_run.len());
+    let sum = format!("{passed} passed, {} failed, {} skipped", failed.len(), not_run.len());
+    println!("in all {:.0} s\nsteps: {sum}", begun.elapsed().as_secs_f32());
+    if all && only.is_none() {
+        let text = format!("{}\n\n{}\n\n{sum}\n", commit()?, lines.join("\n"));
+        std::fs::write(root().join("docs/all.txt"), text)?;
+    }
     if !failed.is_empty() {
         bail!("failed: {}", failed.join(", "));
     }
@@ -101,6 +178,32 @@ pub(crate) fn test(only: Option<&str>, list: bool) -> Result<()> {
         bail!("steps did not run, and in CI all must");
     }
     Ok(())
+}
+
+/// The seconds that processors have worked for processes which have ended and which this one has waited for,
+/// directly or not. `None` if the system does not say.
+fn work_of_children() -> Option<f32> {
+    // The fields after the name, which may hold blanks: cutime and cstime are the 14th and 15th of these,
+    // in hundredths of a second.
+    let text = std::fs::read_to_string("/proc/self/stat").ok()?;
+    let fields: Vec<&str> = text.rsplit_once(") ")?.1.split(' ').collect();
+    let ticks = |n: usize| fields.get(n)?.parse::<f32>().ok();
+    Some((ticks(13)? + ticks(14)?) / 100.0)
+}
+
+/// The commit and the toolchain, for a result that is kept.
+fn commit() -> Result<String> {
+    let said = |program: &str, arguments: &[&str]| -> Result<String> {
+        let output = Command::new(program).args(arguments).current_dir(root()).output()?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let changed =
+        if said("git", &["status", "--porcelain"])?.is_empty() { "" } else { ", changed" };
+    let commit = said("git", &["log", "-1", "--format=%H of %cs"])?;
+    Ok(format!(
+        "cargo xtask test --all\ncommit {commit}{changed}\n{}",
+        said("rustc", &["--version"])?
+    ))
 }
 
 /// Why a step could not run on this machine.
@@ -121,7 +224,7 @@ fn cargo(arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
     run(&mut command)
 }
 
-fn run(command: &mut Command) -> Result<()> {
+pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("{command:?}"))?;
     if !status.success() {
         bail!("{command:?}: {status}");
@@ -147,36 +250,37 @@ fn models() -> Result<()> {
     arguments.push("model");
     let environment =
         [("RUSTFLAGS", "--cfg loom -Cdebug-assertions"), ("CARGO_TARGET_DIR", target)];
-    cargo(&arguments, &[&environment[..], QUICKLY_LINKED].concat())
+    // Optimised, but not across crates.
+    let quick =
+        [("CARGO_PROFILE_RELEASE_LTO", "off"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")];
+    cargo(&arguments, &[&environment[..], &quick].concat())
+}
+
+/// The documentation of all crates without a warning, and what it shows compiles.
+fn documentation() -> Result<()> {
+    cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
+    cargo(&["test", "--workspace", "--doc", "--quiet"], &[])
 }
 
 /// Every example must run, not only build.
-fn examples() -> Result<()> {
-    // As the tests have built them already.
-    let build = ["build", "--workspace", "--exclude", "ringfence", "--examples"];
-    cargo(&[&build[..], &["--profile", "test"]].concat(), &[])?;
-    let mut count = 0;
-    for krate in std::fs::read_dir(root().join("crates"))? {
-        let Ok(entries) = std::fs::read_dir(krate?.path().join("examples")) else { continue };
-        for entry in entries {
-            let path = entry?.path();
-            if path.extension().is_none_or(|e| e != "rs") {
-                continue;
-            }
-            println!("--- {}", path.strip_prefix(root())?.display());
-            let name = path.file_stem().context("a file without a name")?;
-            run(&mut Command::new(root().join("target/debug/examples").join(name)))?;
-            count += 1;
-        }
+fn examples(run: &Run) -> Result<()> {
+    for example in &run.suite()?.examples {
+        println!("--- {}", example.name());
+        suite::run_example(example)?;
     }
-    if count == 0 {
-        bail!("no example was found");
+    Ok(())
+}
+
+/// All property tests with seeds that a short run does not try: the same ones each time.
+fn more_seeds(run: &Run) -> Result<()> {
+    for seed in 1..=10 {
+        soak::random(run.suite()?, seed)?;
     }
     Ok(())
 }
 
 /// What needs huge pages. They are set apart for as long as it runs, unless there are some.
-fn huge_pages(_: &Machine) -> Result<()> {
+fn huge_pages(run: &Run) -> Result<()> {
     const NEEDED: u64 = 4;
     let folder = Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
     let read = |name: &str| -> Result<u64> {
@@ -196,44 +300,41 @@ fn huge_pages(_: &Machine) -> Result<()> {
             return Err(NotRun(format!("memory is in too small pieces; {remedy}")).into());
         }
     }
-    let test = ["test", "--package", "ringfence-vfio", "--test", "pin_real"];
-    let result = cargo(&[&test[..], &["--", "--ignored", "huge_pages"]].concat(), &[]);
+    let result = run.ignored("ringfence-vfio", "pin_real", &["huge_pages"]);
     if lacking > 0 {
         set(all)?;
     }
     result
 }
 
-/// Strangers in front of our back ends. One guest at a time: each takes a processor.
-fn real_guests(machine: &Machine) -> Result<()> {
+/// Strangers in front of our back ends.
+fn real_guests(run: &Run) -> Result<()> {
     for package in ["g++", "make", "xz-utils"] {
-        if machine.missing.contains(&package) {
+        if run.missing.contains(&package) {
             return Err(NotRun(format!("{package} is not installed")).into());
         }
     }
     guests::make(&[]).map_err(|error| NotRun(format!("guests cannot be made: {error:#}")))?;
-    let command = ["test", "--release", "--package", "ringfence", "--test", "guests"];
-    // Not the table of speeds: it takes minutes, and a machine to itself.
-    let mut which =
-        vec!["--no-fail-fast", "--", "--ignored", "--test-threads=1", "--skip", "speed::"];
+    // Not the tables of speed: they take minutes, and a machine to themselves.
+    let mut arguments = vec!["--skip", "speed::"];
     if !guests::iommufd::is_there() {
         let tests = guests::iommufd::TESTS;
         println!("NOT RUN: guests' tests {tests}: Debian has no kernel for them (docs/vfio.md)");
-        which.extend(["--skip", tests]);
+        arguments.extend(["--skip", tests]);
     }
-    cargo(&[&command[..], &which].concat(), QUICKLY_LINKED)
+    run.ignored(COMMAND, "guests", &arguments)
 }
 
 /// The job files that we ship must be fio's own: fio parses them too.
-fn real_fio(machine: &Machine) -> Result<()> {
-    if machine.missing.contains(&"fio") {
+fn real_fio(run: &Run) -> Result<()> {
+    if run.missing.contains(&"fio") {
         return Err(NotRun("fio is not installed".into()).into());
     }
     let mut count = 0;
     for entry in std::fs::read_dir(root().join("examples"))? {
         let path = entry?.path();
         if path.extension().is_some_and(|e| e == "fio") {
-            run(Command::new("fio").arg("--parse-only").arg(&path))?;
+            self::run(Command::new("fio").arg("--parse-only").arg(&path))?;
             count += 1;
         }
     }
@@ -244,86 +345,9 @@ fn real_fio(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-fn fuzz_smoke(machine: &Machine) -> Result<()> {
-    if machine.missing.contains(&"g++") {
+fn fuzz_smoke(run: &Run) -> Result<()> {
+    if run.missing.contains(&"g++") {
         return Err(NotRun("g++ is not installed".into()).into());
     }
-    fuzz(5, None)
-}
-
-/// Runs the fuzz targets, built with the stable compiler's own coverage pass.
-pub(crate) fn fuzz(seconds: u32, only: Option<&str>) -> Result<()> {
-    let folder = root().join("fuzz");
-    // What cargo-fuzz asks of a nightly compiler, in the words of the stable one: counters at
-    // every edge, and the comparisons traced. Without an address sanitiser, which stable lacks.
-    let flags = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
-                 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
-                 -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
-                 -Cdebug-assertions -Coverflow-checks -Ccodegen-units=1 --cfg fuzzing";
-    let target = "x86_64-unknown-linux-gnu";
-    run(Command::new("cargo")
-        .args(["build", "--release", "--bins", "--target", target])
-        .env("RUSTFLAGS", flags)
-        .env("CARGO_TARGET_DIR", folder.join("target"))
-        .current_dir(&folder))?;
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(folder.join("fuzz_targets"))? {
-        let path = entry?.path();
-        let name = path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
-        if only.is_none_or(|only| name.contains(only)) {
-            names.push(name.to_owned());
-        }
-    }
-    if names.is_empty() {
-        bail!("no fuzz target was run");
-    }
-    names.sort();
-    let binaries = folder.join("target").join(target).join("release");
-    let alone = names.len() == 1;
-    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    // One for each processor: a target is a single thread.
-    let processors = std::thread::available_parallelism()?.get();
-    std::thread::scope(|scope| {
-        for _ in 0..processors {
-            scope.spawn(|| {
-                while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if let Err(error) =
-                        fuzz_one(&folder, &binaries.join(name), name, seconds, alone)
-                    {
-                        failed.lock().expect("no thread panics").push(format!("{name}: {error:#}"));
-                    }
-                }
-            });
-        }
-    });
-    let failed = failed.into_inner().expect("no thread panics");
-    if !failed.is_empty() {
-        bail!("{}", failed.join("; "));
-    }
-    Ok(())
-}
-
-/// Runs one target. What it says is shown as it says it if it runs alone, and when it is over if
-/// others run beside it.
-fn fuzz_one(folder: &Path, binary: &Path, name: &str, seconds: u32, alone: bool) -> Result<()> {
-    let corpus = folder.join("corpus").join(name);
-    let artifacts = folder.join("artifacts");
-    std::fs::create_dir_all(&corpus)?;
-    std::fs::create_dir_all(&artifacts)?;
-    let mut command = Command::new(binary);
-    command
-        .arg(format!("-max_total_time={seconds}"))
-        .arg(format!("-artifact_prefix={}/{name}-", artifacts.display()))
-        .args(["-verbosity=0", "-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=10"])
-        .arg(&corpus)
-        .current_dir(folder);
-    if alone {
-        return run(&mut command);
-    }
-    let output = command.output().with_context(|| binary.display().to_string())?;
-    println!("--- {name}, {seconds} s\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
-    if !output.status.success() {
-        bail!("{}", output.status);
-    }
-    Ok(())
+    fuzz::build(None, false)?.run(Length::Repeatable)
 }

@@ -1,0 +1,169 @@
+//! The fuzz targets: a fixed number of runs with a fixed seed in a test run, time and new seeds in a soak.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::steps::{root, run};
+
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// How long a target runs.
+#[derive(Clone, Copy)]
+pub(crate) enum Length {
+    /// The same runs each time, on cases of `fuzz/cases` and on what comes of them.
+    Repeatable,
+    /// As long as this with this seed; the corpus is kept for the next time.
+    Explore { seconds: u64, seed: u64 },
+}
+
+/// How many runs of each target a test run makes: a few seconds each.
+fn runs(target: &str) -> u32 {
+    match target {
+        "vhost_user_front" | "vhost_user_channel" | "vhost_user_msg" => 20_000,
+        "viommu_orders" | "viommu_ring" | "viommu_pieces" => 30_000,
+        _ => 100_000,
+    }
+}
+
+/// The fuzz targets, built.
+pub(crate) struct Targets {
+    binaries: PathBuf,
+    pub(crate) names: Vec<String>,
+}
+
+/// Builds the targets whose name contains `only`, with the stable compiler's own coverage pass; with an
+/// address sanitiser if `sanitise` and a nightly compiler is there.
+pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
+    let folder = root().join("fuzz");
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder.join("fuzz_targets"))? {
+        let path = entry?.path();
+        let name = path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
+        if only.is_none_or(|only| name.contains(only)) {
+            names.push(name.to_owned());
+        }
+    }
+    ensure!(!names.is_empty(), "no fuzz target has {:?} in its name", only.unwrap_or_default());
+    names.sort();
+    let nightly = sanitise && has_nightly();
+    if sanitise {
+        println!(
+            "address sanitiser: {}",
+            if nightly { "on" } else { "off, for want of a nightly toolchain" }
+        );
+    }
+    // What cargo-fuzz asks of a nightly compiler, in the words of the stable one: counters at every edge,
+    // and the comparisons traced.
+    let mut flags = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+                     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+                     -Cllvm-args=-sanitizer-coverage-pc-table \
+                     -Cllvm-args=-sanitizer-coverage-trace-compares \
+                     -Cdebug-assertions -Coverflow-checks --cfg fuzzing"
+        .to_owned();
+    let mut cargo = Command::new("cargo");
+    if nightly {
+        flags.push_str(" -Zsanitizer=address");
+        cargo.arg("+nightly");
+    }
+    let build = folder.join(if nightly { "target/sanitised" } else { "target" });
+    run(cargo
+        .args(["build", "--release", "--bins", "--target", TARGET])
+        .env("RUSTFLAGS", flags)
+        .env("CARGO_TARGET_DIR", &build)
+        .current_dir(&folder))?;
+    Ok(Targets { binaries: build.join(TARGET).join("release"), names })
+}
+
+fn has_nightly() -> bool {
+    let output = Command::new("rustup").args(["toolchain", "list"]).output();
+    output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("nightly"))
+}
+
+impl Targets {
+    /// Runs every target, one for each processor at a time.
+    ///
+    /// # Errors
+    /// What failed; each input that made a target fail is among `fuzz/cases` now.
+    pub(crate) fn run(&self, length: Length) -> Result<()> {
+        let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        let processors = std::thread::available_parallelism()?.get();
+        std::thread::scope(|scope| {
+            for _ in 0..processors {
+                scope.spawn(|| {
+                    while let Some(name) = self.names.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if let Err(error) = self.run_one(name, length) {
+                            let what = format!("{name}: {error:#}");
+                            failed.lock().expect("no thread panics").push(what);
+                        }
+                    }
+                });
+            }
+        });
+        let failed = failed.into_inner().expect("no thread panics");
+        if !failed.is_empty() {
+            bail!("{}", failed.join("; "));
+        }
+        Ok(())
+    }
+
+    fn run_one(&self, name: &str, length: Length) -> Result<()> {
+        let folder = root().join("fuzz");
+        let cases = folder.join("cases").join(name);
+        // Empty at first in a test run: what an earlier one has found must not matter.
+        let corpus = match length {
+            Length::Repeatable => folder.join("target/fresh").join(name),
+            Length::Explore { .. } => folder.join("corpus").join(name),
+        };
+        if matches!(length, Length::Repeatable) && corpus.exists() {
+            std::fs::remove_dir_all(&corpus)?;
+        }
+        std::fs::create_dir_all(&corpus)?;
+        std::fs::create_dir_all(&cases)?;
+        let mut command = Command::new(self.binaries.join(name));
+        match length {
+            Length::Repeatable => {
+                command.arg("-seed=1").arg(format!("-runs={}", runs(name)));
+            }
+            Length::Explore { seconds, seed } => {
+                // It takes 32 bits, and 0 for one of its own.
+                let seed = (seed as u32).max(1);
+                command.arg(format!("-max_total_time={seconds}")).arg(format!("-seed={seed}"));
+            }
+        }
+        // An input that hangs is found by the minute that a loaded machine never takes for one.
+        let limits = ["-verbosity=0", "-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=60"];
+        command
+            .arg(format!("-artifact_prefix={}/", cases.display()))
+            .args(limits)
+            .args([&corpus, &cases])
+            .current_dir(&folder);
+        let output = command.output().with_context(|| name.to_owned())?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        if !output.status.success() {
+            let repeat = format!("cargo xtask fuzz --only {name}");
+            bail!(
+                "{}; commit what is new in {}; to repeat it: {repeat}\n{said}",
+                output.status,
+                show(&cases)
+            );
+        }
+        let executed =
+            said.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
+        println!("{name}: {} runs", executed.unwrap_or("?").trim());
+        // Only where there is nothing in it.
+        let _ = std::fs::remove_dir(&cases);
+        Ok(())
+    }
+}
+
+fn show(path: &Path) -> String {
+    path.strip_prefix(root()).unwrap_or(path).display().to_string()
+}

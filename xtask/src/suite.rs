@@ -1,0 +1,330 @@
+//! All test programs of the workspace: built once, run several at a time.
+//!
+//! `cargo test` runs one test program after the other, and most wait for something now and then. So
+//! they are built by one `cargo test --no-run`, with the command and the examples, and run from here.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::steps::root;
+
+/// The variable that seeds every random test; `.cargo/config.toml` says which seed it is in a test run.
+pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";
+
+/// What one build made.
+pub(crate) struct Suite {
+    /// Test programs, those that take longest first.
+    pub(crate) tests: Vec<Program>,
+    pub(crate) examples: Vec<Program>,
+}
+
+#[derive(Clone)]
+pub(crate) struct Program {
+    pub(crate) package: String,
+    /// As cargo names the target.
+    pub(crate) target: String,
+    /// As cargo selects it: `--lib`, `--bin NAME`, `--test NAME`.
+    selector: String,
+    path: PathBuf,
+    /// Where cargo would run it.
+    folder: PathBuf,
+}
+
+impl Program {
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.package, self.selector)
+    }
+
+    /// The command that runs one of its tests with a seed.
+    pub(crate) fn repeat(&self, test: &str, seed: u64) -> String {
+        let (package, selector) = (&self.package, &self.selector);
+        format!("{SEED}={seed} cargo test --package {package} {selector} -- --exact {test}")
+    }
+
+    /// The names of all its tests.
+    pub(crate) fn list(&self) -> Result<Vec<String>> {
+        let output = self.command().args(["--list", "--format=terse"]).output()?;
+        ensure!(output.status.success(), "{} --list: {}", self.path.display(), output.status);
+        let said = String::from_utf8_lossy(&output.stdout);
+        Ok(said.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        command.current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder);
+        command
+    }
+}
+
+/// What test programs said.
+#[derive(Default)]
+pub(crate) struct Tally {
+    pub(crate) passed: usize,
+    /// `PACKAGE TARGET: TEST`.
+    pub(crate) failed: Vec<Failure>,
+    /// Tests that did not run, with the reason that they give.
+    pub(crate) ignored: BTreeSet<String>,
+}
+
+/// A test that failed, or a program that ended without having said which did.
+pub(crate) struct Failure {
+    pub(crate) program: Program,
+    pub(crate) test: Option<String>,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let test = self.test.as_deref().unwrap_or("ended by itself");
+        write!(f, "{}: {test}", self.program.name())
+    }
+}
+
+impl Tally {
+    /// # Errors
+    /// A test has failed, or there was none.
+    pub(crate) fn verdict(&self) -> Result<()> {
+        if !self.failed.is_empty() {
+            let names: Vec<String> = self.failed.iter().map(Failure::to_string).collect();
+            bail!("{} failed: {}", names.len(), names.join("; "));
+        }
+        ensure!(self.passed > 0, "no test was run");
+        println!("{} tests passed", self.passed);
+        Ok(())
+    }
+}
+
+/// Builds all test programs and examples of the workspace, and the command that end-to-end tests run.
+pub(crate) fn build() -> Result<Suite> {
+    let mut command = Command::new("cargo");
+    command
+        .args(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"])
+        .current_dir(root())
+        .stderr(Stdio::inherit());
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    ensure!(output.status.success(), "{command:?}: {}", output.status);
+    let mut suite = Suite { tests: Vec::new(), examples: Vec::new() };
+    for line in output.stdout.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
+        let message: Value = serde_json::from_slice(line).context("a message of cargo's")?;
+        let Some(path) = message["executable"].as_str() else { continue };
+        let text = |value: &Value| value.as_str().map(str::to_owned).context("a text of cargo's");
+        let target = text(&message["target"]["name"])?;
+        let manifest = PathBuf::from(text(&message["manifest_path"])?);
+        let folder = manifest.parent().context("a manifest lies in a folder")?.to_owned();
+        let package = package(&text(&message["package_id"])?);
+        let kind = text(&message["target"]["kind"][0])?;
+        let selector = match &*kind {
+            "lib" => "--lib".to_owned(),
+            kind => format!("--{kind} {target}"),
+        };
+        let program = Program { package, target, selector, path: path.into(), folder };
+        if message["profile"]["test"] == true {
+            suite.tests.push(program);
+        } else if kind == "example" {
+            suite.examples.push(program);
+        }
+    }
+    // Cargo's messages come in the order in which programs were finished.
+    suite.tests.sort_by_cached_key(|program| (rank(program), program.name()));
+    suite.examples.sort_by_cached_key(Program::name);
+    ensure!(!suite.tests.is_empty() && !suite.examples.is_empty(), "cargo has built no test");
+    Ok(suite)
+}
+
+/// The package in `path+file:///folder/name#0.1.0` or `path+file:///folder#name@0.1.0`.
+fn package(id: &str) -> String {
+    let (path, version) = id.split_once('#').unwrap_or((id, ""));
+    let name =
+        version.split_once('@').map_or_else(|| path.rsplit('/').next(), |(name, _)| Some(name));
+    name.unwrap_or_default().to_owned()
+}
+
+/// What takes long comes first, so that it is not waited for at the end.
+fn rank(program: &Program) -> usize {
+    const LONG: &[&str] = &["oracle", "api", "blk", "mutant"];
+    LONG.iter().position(|name| *name == program.target).unwrap_or(LONG.len())
+}
+
+/// Runs `programs` with `arguments`, as many at a time as there are processors. What a program printed is
+/// shown if it failed.
+pub(crate) fn run(
+    programs: &[Program],
+    arguments: &[&str],
+    environment: &[(&str, &str)],
+) -> Result<Tally> {
+    let processors = thread::available_parallelism()?.get();
+    let logs = root().join("target/tests");
+    fs::create_dir_all(&logs)?;
+    let (next, tally) = (AtomicUsize::new(0), Mutex::new(Tally::default()));
+    let one = |program: &Program| -> Result<()> {
+        let begun = Instant::now();
+        // A file, not a pipe: a process that a test leaves behind would hold a pipe open.
+        let log = logs.join(format!("{}-{}.log", program.package, program.target));
+        let to = File::create(&log).with_context(|| log.display().to_string())?;
+        let mut command = program.command();
+        command.args(arguments).envs(environment.iter().copied());
+        command.stdin(Stdio::null()).stdout(to.try_clone()?).stderr(to);
+        let status = command.status().with_context(|| program.path.display().to_string())?;
+        let said = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
+        let seconds = begun.elapsed().as_secs_f32();
+        let mut tally = tally.lock().expect("no thread panics");
+        let (before, failures) = (tally.passed, tally.failed.len());
+        note(program, &said, &mut tally);
+        if !status.success() && tally.failed.len() == failures {
+            tally.failed.push(Failure { program: program.clone(), test: None });
+        }
+        let (passed, failed) = (tally.passed - before, tally.failed.len() - failures);
+        if failed > 0 {
+            println!("{said}\n{status}");
+        }
+        if passed + failed > 0 {
+            println!("{}: {passed} passed, {failed} failed in {seconds:.1} s", program.name());
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let worker = || -> Result<()> {
+            while let Some(program) = programs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                one(program)?;
+            }
+            Ok(())
+        };
+        let workers: Vec<_> = (0..processors).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("no thread panics"))
+    })?;
+    Ok(tally.into_inner().expect("no thread panics"))
+}
+
+/// Reads what a test program printed: `test NAME ... ok`, `... FAILED`, `... ignored, REASON`. What a test
+/// prints itself may stand between its name and its result.
+fn note(program: &Program, said: &str, tally: &mut Tally) {
+    for line in said.lines() {
+        let Some(rest) = line.strip_prefix("test ") else { continue };
+        if let Some(result) = rest.strip_prefix("result: ") {
+            let passed = result.split(' ').nth(1).and_then(|n| n.parse::<usize>().ok());
+            tally.passed += passed.unwrap_or_default();
+        } else if let Some((name, reason)) = rest.split_once(" ... ignored") {
+            let reason = reason.trim_start_matches(", ");
+            tally.ignored.insert(format!("{}: {name}: {reason}", program.name()));
+        }
+    }
+    // The list of names at the end is whole, whatever tests have printed.
+    let list = said.rsplit_once("\nfailures:\n").map_or("", |(_, list)| list);
+    for name in list.lines().take_while(|line| !line.starts_with("test result")) {
+        if let Some(name) = name.strip_prefix("    ") {
+            let test = Some(name.to_owned());
+            tally.failed.push(Failure { program: program.clone(), test });
+        }
+    }
+}
+
+/// Runs an example, which must succeed. What it prints is shown.
+pub(crate) fn run_example(example: &Program) -> Result<()> {
+    let status = example.command().status().with_context(|| example.path.display().to_string())?;
+    ensure!(status.success(), "{}: {status}", example.name());
+    Ok(())
+}
+
+/// The names of all property tests below a folder: functions with `#[test]` within a `proptest!`.
+pub(crate) fn random_tests(folder: &Path) -> Result<BTreeSet<String>> {
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let path = entry?.path();
+        if path.is_dir() {
+            names.append(&mut random_tests(&path)?);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            random_in(&fs::read_to_string(&path)?, &mut names);
+        }
+    }
+    Ok(names)
+}
+
+fn random_in(text: &str, names: &mut BTreeSet<String>) {
+    // The indentation of the macro that the line lies in.
+    let mut within = None;
+    let mut is_test = false;
+    for line in text.lines() {
+        let (indent, code) = (line.len() - line.trim_start().len(), line.trim_start());
+        match within {
+            None if code.starts_with("proptest! {") || code == "proptest::proptest! {" => {
+                within = Some(indent);
+            }
+            Some(begun) if indent == begun && code == "}" => within = None,
+            Some(_) if code == "#[test]" => is_test = true,
+            Some(_) => {
+                let name = code.strip_prefix("fn ").and_then(|rest| rest.split('(').next());
+                if let Some(name) = name.filter(|_| is_test) {
+                    names.insert(name.to_owned());
+                    is_test = false;
+                }
+            }
+            None => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn program() -> Program {
+        Program {
+            package: "ringfence-x".into(),
+            target: "oracle".into(),
+            selector: "--test oracle".into(),
+            path: "/".into(),
+            folder: "/".into(),
+        }
+    }
+
+    #[test]
+    fn what_a_test_program_prints_is_counted() {
+        let said = "\nrunning 4 tests\ntest a::one ... ok\ntest two ... noise\nFAILED\n\
+                    test three ... ignored, needs a thing\n\nfailures:\n\n---- two stdout ----\n    x\n\n\
+                    \nfailures:\n    two\n\ntest result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured\n";
+        let mut tally = Tally::default();
+        note(&program(), said, &mut tally);
+        assert_eq!(tally.passed, 1);
+        assert_eq!(tally.failed.len(), 1);
+        assert_eq!(tally.failed[0].to_string(), "ringfence-x --test oracle: two");
+        let ignored: Vec<_> = tally.ignored.iter().collect();
+        assert_eq!(ignored, ["ringfence-x --test oracle: three: needs a thing"]);
+        assert!(tally.verdict().is_err());
+        assert!(Tally::default().verdict().is_err(), "nothing was run");
+    }
+
+    #[test]
+    fn a_package_is_found_in_either_form_of_its_id() {
+        assert_eq!(package("path+file:///a/crates/dma#ringfence-dma@0.1.0"), "ringfence-dma");
+        assert_eq!(package("path+file:///a/xtask#0.1.0"), "xtask");
+    }
+
+    #[test]
+    fn random_tests_are_those_within_the_macro() {
+        let text = "#[test]\nfn plain() {}\nproptest! {\n    #![proptest_config(X)]\n    #[test]\n    \
+                    /// Words.\n    fn random(\n        a in b,\n    ) {\n    }\n}\n#[test]\nfn other() {}\n";
+        let mut names = BTreeSet::new();
+        random_in(text, &mut names);
+        assert_eq!(names.into_iter().collect::<Vec<_>>(), ["random"]);
+    }
+
+    #[test]
+    fn the_command_that_repeats_a_failure_names_its_seed() {
+        let line = program().repeat("a::b", 7);
+        let expected =
+            "PROPTEST_RNG_SEED=7 cargo test --package ringfence-x --test oracle -- --exact a::b";
+        assert_eq!(line, expected);
+    }
+}
