@@ -191,7 +191,15 @@ impl View {
     }
 
     /// Looks up all that an access will need, so that what is missing of it is asked for at once.
-    /// True if nothing is. Faults are left to the access itself.
+    /// True if nothing is: each address was found, up to the first that is a fault, which is left to
+    /// the access itself.
+    ///
+    /// This is no promise that the access finds them too: it may be [`Missing`](AccessError::Missing)
+    /// after all, and has to be made again later then, as if it had not been looked up. Whatever left
+    /// the table since the last [quiet point](Self::quiet) (an entry that was invalidated, replaced or
+    /// evicted) may still be in the cache when it is looked up here, and have made room there for
+    /// another part of the same access before that is made. Right after a quiet point, and while the
+    /// table stays as it is, the access finds all that was found here.
     ///
     /// What is missing beyond the first 256 pages is asked for when these are there.
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
