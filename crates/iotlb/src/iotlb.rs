@@ -1,7 +1,9 @@
 //! The IOTLB of a device: what its front end, or an IOMMU in this process, has told.
 
 use std::{
+    collections::hash_map::RandomState,
     fmt,
+    hash::BuildHasher,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
@@ -40,6 +42,9 @@ pub struct IotlbConfig {
     /// After how long without an answer a question is asked again, this time for an answer in any
     /// case.
     pub again: Duration,
+    /// Determines which entries make room for others, for tests that are to repeat exactly; `None`:
+    /// a number that a guest cannot know.
+    pub seed: Option<u64>,
 }
 
 impl Default for IotlbConfig {
@@ -50,6 +55,7 @@ impl Default for IotlbConfig {
             misses: 1024,
             patience: Duration::from_secs(5),
             again: Duration::from_millis(20),
+            seed: None,
         }
     }
 }
@@ -107,12 +113,14 @@ impl Iotlb {
         let domain = SoftDomain::new(Geometry::new(sizes, Range::ALL), limits, shootdown);
         let times =
             Times { again_ns: nanos(config.again), refused_ns: nanos(config.again.min(REFUSED)) };
-        let seed =
-            std::hash::BuildHasher::hash_one(&std::collections::hash_map::RandomState::new(), 0u8);
+        let random = || RandomState::new().hash_one(0u8);
         Arc::new(Iotlb {
             domain,
             config,
-            writer: Mutex::new(Writer { victims: Victims::new(seed), evicted: Vec::new() }),
+            writer: Mutex::new(Writer {
+                victims: Victims::new(config.seed.unwrap_or_else(random)),
+                evicted: Vec::new(),
+            }),
             misses: Misses::new(config.misses, times),
             sink: Mutex::new(None),
             asks: OnceLock::new(),

@@ -68,7 +68,8 @@ fn check(change: fn(&Iotlb) -> u64) {
     builder.preemption_bound = Some(2);
     builder.check(move || {
         let shootdown = Shootdown::new(1);
-        let iotlb = Iotlb::new(IotlbConfig { entries: 1, ..IotlbConfig::default() }, shootdown);
+        let config = IotlbConfig { entries: 1, seed: Some(1), ..IotlbConfig::default() };
+        let iotlb = Iotlb::new(config, shootdown);
         iotlb.update(page(), OLD, Prot::RW).unwrap();
         let mut reader = iotlb.shootdown().reader().unwrap();
         let (memory, returned) = (UnsafeCell::new(1), AtomicBool::new(false));
