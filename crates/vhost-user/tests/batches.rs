@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Device, Event, VERSION_1, bytes, connect, message, send, serve};
+use common::{Device, Event, LONG, VERSION_1, bytes, connect, message, send, serve};
 use proptest::prelude::*;
 use ringfence_mem::{Access, GuestRam};
 use ringfence_vhost_user::{
@@ -16,7 +16,6 @@ use std::{
     io::{Read, Write},
     os::{fd::AsFd, unix::net::UnixStream},
     thread,
-    time::Duration,
 };
 
 const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
@@ -138,7 +137,7 @@ fn a_descriptor_with_an_iotlb_message_ends_the_connection_after_those_before_it(
 /// A front end that has settled on ACCESS_PLATFORM alone, and the other end of its connection.
 fn alone() -> (Frontend, IotlbHandle, UnixStream) {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
-    let mut front = Frontend::new(ours, Duration::from_secs(5));
+    let mut front = Frontend::new(ours, LONG);
     front.set_features(F_ACCESS_PLATFORM).unwrap();
     let mut head = [0; Header::LEN + 8];
     theirs.read_exact(&mut head).unwrap();

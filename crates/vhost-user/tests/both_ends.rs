@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Device, Event, VERSION_1, connect, serve};
+use common::{Device, Event, LONG, VERSION_1, connect, serve};
 use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
     ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, Iotlb,
@@ -17,7 +17,6 @@ use std::{
     },
     sync::{Arc, atomic::Ordering},
     thread,
-    time::Duration,
 };
 
 const RINGS: RingAddresses = RingAddresses { desc: 0x1000, avail: 0x2000, used: 0x3000, log: None };
@@ -418,7 +417,7 @@ fn another_thread_ends_a_server_that_waits() {
     let (stream, theirs) = UnixStream::pair().unwrap();
     let mut server = Server::new(theirs, Device::default());
     let handle = server.shutdown_handle().unwrap();
-    let mut front = Frontend::new(stream, Duration::from_secs(10));
+    let mut front = Frontend::new(stream, LONG);
     thread::scope(|scope| {
         let served = scope.spawn(|| server.serve());
         front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
@@ -436,7 +435,7 @@ fn another_thread_ends_a_server_that_waits() {
 fn the_request_that_negotiates_acknowledgements_is_acknowledged() {
     // As User-Mode Linux asks: it waits for the answer before it says anything else.
     let (mut front, served) = serve(Device::default());
-    front.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    front.set_read_timeout(Some(LONG)).unwrap();
     let ack = ProtocolFeatures::REPLY_ACK.bits();
     // SET_PROTOCOL_FEATURES, version 1 with need_reply.
     let words: Vec<u8> = [16_u32, 1 | 8, 8].iter().flat_map(|w| w.to_ne_bytes()).collect();

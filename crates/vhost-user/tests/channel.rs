@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Device, Event, connect};
+use common::{Device, Event, LONG, connect};
 use ringfence_mem::{Access, GuestRam};
 use ringfence_vhost_user::{
     Asked, BackendChannel, BackendMessage, Frontend, FrontendChannel, FrontendError, Iotlb,
@@ -17,8 +17,6 @@ use std::{
     time::{Duration, Instant},
 };
 use zerocopy::{FromBytes, IntoBytes};
-
-const LONG: Duration = Duration::from_secs(10);
 
 fn miss(iova: u64) -> Iotlb {
     Iotlb::Miss { iova, access: Access::Read }

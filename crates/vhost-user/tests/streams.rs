@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Device, Event, VERSION_1, alone, bytes, message, open_fds, send};
+use common::{Device, Event, LONG, VERSION_1, alone, bytes, message, open_fds, send};
 use proptest::prelude::*;
 use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
@@ -19,7 +19,6 @@ use std::{
     },
     sync::Arc,
     thread,
-    time::Duration,
 };
 use zerocopy::IntoBytes;
 
@@ -179,7 +178,7 @@ proptest! {
             let _ = server.serve();
             server.into_handler().events
         });
-        let mut front = Frontend::new(ours, Duration::from_secs(10));
+        let mut front = Frontend::new(ours, LONG);
         front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
         front.set_backend_channel(end.as_fd()).unwrap();
         let ram = GuestRam::new(1 << 16, 0).unwrap();
@@ -211,7 +210,7 @@ proptest! {
         let bytes = if head { [wire.as_bytes(), &bytes].concat() } else { bytes };
         send(&theirs, &bytes, &[]);
         drop(theirs);
-        let mut channel = FrontendChannel::new(ours, Duration::from_secs(10));
+        let mut channel = FrontendChannel::new(ours, LONG);
         let mut asked = Vec::new();
         while let Ok(true) = channel.recv_all(&mut asked) {}
         prop_assert!(asked.len() <= bytes.len() / Header::LEN);
@@ -223,7 +222,7 @@ proptest! {
         let (ours, theirs) = UnixStream::pair().unwrap();
         send(&theirs, &answer, &[]);
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
-        let mut front = Frontend::new(ours, Duration::from_secs(10));
+        let mut front = Frontend::new(ours, LONG);
         prop_assert!(front.features().is_err());
         prop_assert!(matches!(front.features(), Err(FrontendError::Closed)));
     }

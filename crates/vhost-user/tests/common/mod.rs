@@ -248,8 +248,11 @@ pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
 /// The same, with a front end on the other end that has not said anything yet.
 pub(crate) fn connect(device: Device) -> (Frontend, Served) {
     let (stream, served) = serve(device);
-    (Frontend::new(stream, Duration::from_secs(10)), served)
+    (Frontend::new(stream, LONG), served)
 }
+
+/// How long to wait for what must come: only a test that hangs takes so long.
+pub(crate) const LONG: Duration = Duration::from_secs(120);
 
 /// Tests here count this process's descriptors: one at a time.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
