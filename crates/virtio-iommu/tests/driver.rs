@@ -3,7 +3,10 @@
 mod common;
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -53,7 +56,7 @@ fn against(
     answer: impl Fn(Request, u64) -> Answer + Sync,
     driver: impl FnOnce(&Link) + Send,
 ) {
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     let Link { ram, bells, driver: driver_end, mut queue, used } = link;
     let (stop, answer) = (&stop, &answer);
     let device_ram = ram.clone();
@@ -144,6 +147,84 @@ fn a_refused_attach_or_detach_changes_nothing() {
         map(&domain, page(1), 0).unwrap();
         domain.iotlb_sync_map(page(1)).unwrap();
         assert_eq!(link.driver.stats().maps, 1, "it is attached still");
+    });
+}
+
+#[test]
+fn a_flush_fails_as_long_as_something_unmapped_may_be_reachable() {
+    let stubborn = AtomicBool::new(true);
+    let answer = |request: Request, room| match request {
+        Request::Unmap { range, .. } if range == page(1) && stubborn.load(Ordering::Relaxed) => {
+            (4, vec![Status::DevErr as u8, 0, 0, 0])
+        }
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let domain = link.driver.domain().unwrap();
+        domain.attach(1).unwrap();
+        for n in 1..3 {
+            map(&domain, page(n), 0).unwrap();
+            domain.unmap_pages(page(n), &mut Gather::queued()).unwrap();
+        }
+        let failed = Some(Status::DevErr as u8);
+        assert_eq!(refused(domain.flush_iotlb_all()), failed);
+        assert_eq!(refused(domain.flush_iotlb_all()), failed, "it is still there");
+        stubborn.store(false, Ordering::Relaxed);
+        let before = link.driver.stats().unmaps;
+        assert_eq!(domain.flush_iotlb_all(), Ok(()));
+        assert_eq!(link.driver.stats().unmaps, before + 1, "the device was asked once more");
+    });
+}
+
+#[test]
+fn what_a_device_refuses_to_unmap_is_out_of_reach_once_no_endpoint_is_attached() {
+    let answer = |request: Request, room| match request.kind() {
+        Kind::Unmap => (4, vec![Status::DevErr as u8, 0, 0, 0]),
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let domain = link.driver.domain().unwrap();
+        domain.attach(1).unwrap();
+        map(&domain, page(1), 0).unwrap();
+        domain.unmap_pages(page(1), &mut Gather::queued()).unwrap();
+        assert_eq!(refused(domain.flush_iotlb_all()), Some(Status::DevErr as u8));
+        domain.detach(1).unwrap();
+        assert_eq!(domain.flush_iotlb_all(), Ok(()));
+    });
+}
+
+#[test]
+fn an_endpoint_that_cannot_be_detached_after_a_failed_attach_still_counts() {
+    // rule L65
+    let stubborn = AtomicBool::new(true);
+    let refuse = |room| match stubborn.load(Ordering::Relaxed) {
+        true => (4, vec![Status::DevErr as u8, 0, 0, 0]),
+        false => ok(room),
+    };
+    let answer = |request: Request, room| match request {
+        Request::Map { range, .. } if range == page(2) => refuse(room),
+        Request::Detach { .. } => refuse(room),
+        _ => ok(room),
+    };
+    against(fresh(), answer, |link| {
+        let domain = link.driver.domain().unwrap();
+        (1..3).for_each(|n| map(&domain, page(n), 0).unwrap());
+        let failed = Some(Status::DevErr as u8);
+        assert_eq!(refused(domain.attach(1)), failed);
+        // The device has the first mapping still: an unmap has to tell it so.
+        let before = link.driver.stats().unmaps;
+        domain.unmap_pages(page(1), &mut Gather::new()).unwrap();
+        assert_eq!(link.driver.stats().unmaps, before + 1);
+        for endpoint in [1, 2] {
+            assert_eq!(refused(domain.attach(endpoint)), failed, "not all of it is mapped");
+        }
+        let other = link.driver.domain().unwrap();
+        assert!(matches!(other.attach(1), Err(Error::Unsupported(_))));
+        let before = link.driver.stats().maps;
+        stubborn.store(false, Ordering::Relaxed);
+        domain.attach(2).unwrap();
+        assert_eq!(link.driver.stats().maps, before + 1, "what is mapped is sent anew");
+        other.attach(1).unwrap();
     });
 }
 

@@ -306,6 +306,11 @@ impl Driver {
     /// Sends a request and waits for its reply.
     pub(super) fn call(&self, request: &Request) -> Result<()> {
         let seq = self.send(request, Sent::Sync)?;
+        self.answer(seq)
+    }
+
+    /// Waits for the reply to the request `seq`, sent as [`Sent::Sync`].
+    pub(super) fn answer(&self, seq: u64) -> Result<()> {
         refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)
     }
 

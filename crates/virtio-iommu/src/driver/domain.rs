@@ -41,7 +41,8 @@ pub(super) enum Meaning {
 /// What the device refuses is reported: a MAP by the [`iotlb_sync_map`](Domain::iotlb_sync_map)
 /// of its range, and it is not mapped; an UNMAP by [`iotlb_sync`](Domain::iotlb_sync) or
 /// [`flush_iotlb_all`](Domain::flush_iotlb_all), and then what it was to remove may still be
-/// reachable: its addresses must not be used again.
+/// reachable: its addresses must not be used again. A flush asks the device for it once more, and
+/// fails as long as that is refused.
 pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
@@ -63,6 +64,8 @@ pub(super) struct State {
     pub(super) failed_maps: Failures,
     failed_unmaps: Failures,
     failed_replay: Option<Error>,
+    /// The only endpoint is attached although the device does not have all that is mapped.
+    torn: bool,
 }
 
 impl fmt::Debug for ViommuDomain {
@@ -100,6 +103,7 @@ impl ViommuDomain {
                 failed_maps: Failures::default(),
                 failed_unmaps: Failures::default(),
                 failed_replay: None,
+                torn: false,
             }),
         }))
     }
@@ -120,10 +124,16 @@ impl ViommuDomain {
     /// # Errors
     /// What the device answered; [`Error::Reserved`] if something is mapped where the endpoint
     /// cannot have it; [`Error::Unsupported`] if it is attached to another domain. The endpoint is
-    /// not attached then.
+    /// not attached then; or, if the device refused a mapping and then the DETACH, it may reach what
+    /// the device did map, until it is detached, or what is mapped unmapped.
     pub fn attach(&self, endpoint: u32) -> Result<()> {
         let regions = self.driver.probed_regions(endpoint)?;
         let mut state = self.settled();
+        if state.torn
+            && let Some(&(held, _)) = state.endpoints.first()
+        {
+            self.leave(&mut state, held)?;
+        }
         if state.endpoints.iter().any(|&(held, _)| held == endpoint) {
             return Ok(());
         }
@@ -133,44 +143,42 @@ impl ViommuDomain {
             }
         }
         self.driver.claim(endpoint, self.id)?;
-        let result = self.join(&mut state, endpoint, &regions);
-        if result.is_err() {
-            self.driver.release(endpoint);
-            return result;
-        }
+        let attached = self.driver.call(&self.attach_of(endpoint));
+        attached.inspect_err(|_| self.driver.release(endpoint))?;
+        let first = state.endpoints.is_empty();
         state.endpoints.push((endpoint, regions));
         state.refresh_geometry();
         self.attached.store(true, Ordering::Release);
+        if first && let Err(error) = self.replay(&mut state) {
+            state.torn = true;
+            // The domain goes with its only endpoint, and what was mapped of it. If it does not, what
+            // the device has of it is reachable.
+            let _ = self.leave(&mut state, endpoint);
+            return Err(error);
+        }
         Ok(())
     }
 
-    /// Attaches, and if the endpoint is the first, sends all that was noted.
-    fn join(&self, state: &mut State, endpoint: u32, regions: &[ReservedRegion]) -> Result<()> {
+    fn attach_of(&self, endpoint: u32) -> Request {
         let flags = match self.meaning {
             Meaning::Bypass => AttachFlags::BYPASS,
             Meaning::Mapped if self.lazy => AttachFlags::LAZY,
             _ => AttachFlags::empty(),
         };
-        self.driver.call(&Request::Attach { domain: self.id, endpoint, flags })?;
-        if !state.endpoints.is_empty() {
-            return Ok(());
-        }
+        Request::Attach { domain: self.id, endpoint, flags }
+    }
+
+    /// Sends all that was noted, for the first endpoint.
+    fn replay(&self, state: &mut State) -> Result<()> {
         if self.meaning == Meaning::Identity {
             state.shadow.clear();
             let granule = state.geometry.page_sizes.granule();
-            for range in around(state.geometry.aperture, regions, granule) {
+            let regions = state.endpoints.iter().flat_map(|(_, regions)| regions).copied();
+            let regions: Vec<_> = regions.collect();
+            for range in around(state.geometry.aperture, &regions, granule) {
                 state.shadow.insert(range, GuestPhys(range.first().0), Prot::RW, 0);
             }
         }
-        let result = self.replay(state);
-        if result.is_err() {
-            // The domain goes with its only endpoint, and what was mapped of it.
-            let _ = self.driver.call(&Request::Detach { domain: self.id, endpoint });
-        }
-        result
-    }
-
-    fn replay(&self, state: &mut State) -> Result<()> {
         for (range, mapping) in state.shadow.iter() {
             let flags = MapFlags::from_prot(mapping.prot);
             let map = Request::Map { domain: self.id, range, phys: mapping.target.0, flags };
@@ -200,6 +208,10 @@ impl ViommuDomain {
         self.driver.release(endpoint);
         if state.endpoints.is_empty() {
             self.attached.store(false, Ordering::Release);
+            state.torn = false;
+            // Nothing is reachable any more, whatever was refused.
+            self.settle(state);
+            state.failed_unmaps = Failures::default();
         }
         Ok(())
     }
@@ -256,6 +268,32 @@ impl ViommuDomain {
         let failures = failures(&mut state);
         let told = ranges.iter().map(|&range| failures.take(range));
         told.fold(Ok(()), Result::and).map(|()| true)
+    }
+
+    /// Asks the device once more to unmap what it refused to, unless something else is mapped there by
+    /// now.
+    fn unmap_again(&self) -> Result<()> {
+        let failed = self.settled().failed_unmaps.ranges();
+        for range in failed {
+            let unmap = Request::Unmap { domain: self.id, range };
+            let sent = loop {
+                let state = self.settled();
+                if !self.is_attached() || state.shadow.overlapping(range).is_some() {
+                    break None;
+                }
+                if let Some(seq) = self.driver.try_send(&unmap, Sent::Sync)? {
+                    break Some(seq);
+                }
+                drop(state);
+                self.driver.make_room()?;
+            };
+            if let Some(seq) = sent
+                && self.driver.answer(seq).is_ok()
+            {
+                self.settled().failed_unmaps.forget(range);
+            }
+        }
+        Ok(())
     }
 
     /// Whether the domain and the device have mappings of this kind.
@@ -438,8 +476,9 @@ impl Domain for ViommuDomain {
     }
 
     fn flush_iotlb_all(&self) -> Result<()> {
+        self.unmap_again()?;
         self.sync_unmaps()?;
-        self.settled().failed_unmaps.flush()
+        self.settled().failed_unmaps.tell(Range::ALL)
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {

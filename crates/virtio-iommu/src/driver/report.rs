@@ -61,7 +61,7 @@ impl Reports {
 ///
 /// Who is told of a failure may take it for his own only if he named exactly what he unmapped. A
 /// sync of more than that, or of everything, may have met what another thread is about to ask
-/// after: it is told, and the failure stays.
+/// after: it is told, and the failure stays, as what was to be unmapped does.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
     list: Vec<Kept>,
@@ -71,17 +71,14 @@ pub(super) struct Failures {
 struct Kept {
     range: Range,
     status: u8,
-    /// Whether a flush was told. The next one is not: it is for what was unmapped since.
-    flushed: bool,
 }
 
 impl Failures {
     pub(super) fn add(&mut self, range: Range, status: u8) {
         if self.list.len() < KEPT {
-            self.list.push(Kept { range, status, flushed: false });
+            self.list.push(Kept { range, status });
         } else if let Some(held) = self.list.last_mut() {
             held.range = held.range.hull(range);
-            held.flushed = false;
         }
     }
 
@@ -98,21 +95,14 @@ impl Failures {
     /// The first failure in `range`, in which others may have failures too: none is forgotten.
     pub(super) fn tell(&self, range: Range) -> Result<(), Error> {
         match self.list.iter().find(|held| held.range.overlaps(range)) {
-            Some(&Kept { range, status, .. }) => Err(Error::Device { range, status }),
+            Some(&Kept { range, status }) => Err(Error::Device { range, status }),
             None => Ok(()),
         }
     }
 
-    /// The first failure that no flush was told of. All of them stay for those whose ranges they
-    /// lie in.
-    pub(super) fn flush(&mut self) -> Result<(), Error> {
-        let mut told = Ok(());
-        for Kept { range, status, flushed } in &mut self.list {
-            if !core::mem::replace(flushed, true) {
-                told = told.and(Err(Error::Device { range: *range, status: *status }));
-            }
-        }
-        told
+    /// What they are of.
+    pub(super) fn ranges(&self) -> Vec<Range> {
+        self.list.iter().map(|held| held.range).collect()
     }
 
     /// Forgets the failures that lie in `range`.
@@ -154,22 +144,11 @@ mod tests {
         let mut failures = Failures::default();
         let failed = |n| Err(Error::Device { range: range(n), status: 8 });
         failures.add(range(3), 8);
-        assert_eq!(failures.tell(Range::ALL), failed(3));
-        assert_eq!(failures.flush(), failed(3));
-        assert_eq!(failures.flush(), Ok(()), "a flush is told of a failure once");
         failures.add(range(5), 8);
-        assert_eq!(failures.flush(), failed(5));
+        assert_eq!([(); 2].map(|()| failures.tell(Range::ALL)), [failed(3); 2]);
+        assert_eq!(failures.ranges(), [range(3), range(5)]);
         assert_eq!(failures.take(range(3)), failed(3));
         assert_eq!(failures.take(range(5)), failed(5));
         assert_eq!(failures.tell(Range::ALL), Ok(()));
-    }
-
-    #[test]
-    fn a_failure_that_joins_others_is_told_to_the_next_flush() {
-        let mut failures = Failures::default();
-        (0..KEPT as u64).for_each(|n| failures.add(range(n * 2), 4));
-        assert!(failures.flush().is_err() && failures.flush().is_ok());
-        failures.add(range(1000), 4);
-        assert!(failures.flush().is_err());
     }
 }
