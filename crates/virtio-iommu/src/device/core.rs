@@ -194,9 +194,13 @@ impl<B: Backing> Device<B> {
 
     pub(super) fn set_bypass(&self, bypass: bool) -> Result<()> {
         let state = self.state.write();
-        if self.bypass.swap(bypass, Ordering::Relaxed) == bypass {
-            return Ok(());
-        }
+        self.bypass.store(bypass, Ordering::Relaxed);
+        // Also if it is what it was: a change before may have failed.
+        self.unbind_all(&state)
+    }
+
+    /// Puts all endpoints where they go that are attached to nothing.
+    fn unbind_all(&self, state: &State<B::Domain>) -> Result<()> {
         let mut result = Ok(());
         for endpoint in self.backing.endpoints() {
             if !state.attached.contains_key(&endpoint) {
@@ -265,15 +269,11 @@ impl<B: Backing> Device<B> {
     pub fn reset(&self) -> Result<()> {
         let mut state = self.state.write();
         self.negotiated.store(0, Ordering::Relaxed);
-        let mut result = Ok(());
-        for (endpoint, _) in state.attached.drain() {
-            let unbound = self.unbind(endpoint);
-            let begun = self.backing.sync_binding_begin(endpoint).map(|_| ());
-            result = result.and(unbound).and(begun);
-        }
+        state.attached.clear();
         state.domains.clear();
         self.generation.fetch_add(1, Ordering::Release);
-        result
+        // Those too that were not attached: where a reset has failed they may be anywhere.
+        self.unbind_all(&state)
     }
 
     /// System reset: `bypass` has its initial value again, and all that [`reset`](Self::reset)

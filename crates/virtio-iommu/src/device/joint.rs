@@ -54,18 +54,15 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         self.mirrors.lock().len()
     }
 
-    /// Repeats all that is mapped in `mirror`, in which nothing is, and all that will be.
+    /// Repeats all that is mapped in `mirror`, in which nothing is, and all that will be. If that fails
+    /// something may be left in it.
     fn join(&self, mirror: &Arc<Mirror>) -> Result<()> {
         let mut mirrors = self.mirrors.lock();
         self.mirrored.store(true, Ordering::Release);
         let replayed = self.each_in(Range::ALL, |mapping| mirror.map(mapping));
         match replayed {
             Ok(()) => mirrors.push(Arc::clone(mirror)),
-            Err(_) => {
-                // Counted if it fails.
-                let _ = mirror.unmap(Range::ALL);
-                self.mirrored.store(!mirrors.is_empty(), Ordering::Release);
-            }
+            Err(_) => self.mirrored.store(!mirrors.is_empty(), Ordering::Release),
         }
         replayed
     }
@@ -318,7 +315,8 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
     ///
     /// # Errors
     /// It is where it was; or, where that could not be restored, which the mirror
-    /// [counts](Mirror::failures), it is blocked.
+    /// [counts](Mirror::failures), it is blocked, and what is left of its mappings goes before it is put
+    /// anywhere.
     pub fn bind(&self, to: Binding<Joint<D>>) -> Result<()> {
         let mut binding = self.binding.lock();
         if is_same(&binding, &to) {
@@ -329,7 +327,9 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
         }
         self.leave(&binding)?;
         if let Err(error) = self.enter(&to) {
-            if self.enter(&binding).is_err() {
+            // Counted if it fails.
+            let emptied = self.mirror.unmap(Range::ALL);
+            if emptied.and_then(|()| self.enter(&binding)).is_err() {
                 self.mirror.count();
                 Self::forget(binding);
             }
@@ -354,7 +354,8 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
     /// Empties the mirror; if that fails all is as it was.
     fn leave(&self, from: &Binding<Joint<D>>) -> Result<()> {
         match from {
-            Binding::Blocked => Ok(()),
+            // Something is left where nothing else could be restored.
+            Binding::Blocked => self.mirror.unmap(Range::ALL),
             Binding::Bypass => self.mirror.unmap(Range::ALL).inspect_err(|_| {
                 if self.mirror.fill_all_memory().is_err() {
                     self.mirror.count();
@@ -371,9 +372,10 @@ impl<D> fmt::Debug for Outside<D> {
     }
 }
 
+/// Whether there is nothing to do. (One that is blocked may have to be rid of what is left.)
 fn is_same<D>(one: &Binding<D>, other: &Binding<D>) -> bool {
     match (one, other) {
-        (Binding::Blocked, Binding::Blocked) | (Binding::Bypass, Binding::Bypass) => true,
+        (Binding::Bypass, Binding::Bypass) => true,
         (Binding::Domain(one), Binding::Domain(other)) => Arc::ptr_eq(one, other),
         _ => false,
     }

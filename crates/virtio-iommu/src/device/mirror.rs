@@ -154,15 +154,9 @@ impl Mirror {
     /// Maps all of guest memory to itself.
     ///
     /// # Errors
-    /// The domain's, and nothing is mapped.
+    /// The domain's; some of it may be mapped.
     pub(super) fn map_all_memory(&self) -> Result<()> {
-        self.memory.iter().enumerate().try_for_each(|(at, region)| {
-            self.map(&identity(region)).inspect_err(|_| {
-                for made in &self.memory[..at] {
-                    let _ = self.unmap(identity(made).range);
-                }
-            })
-        })
+        self.memory.iter().try_for_each(|region| self.map(&identity(region)))
     }
 
     /// As [`fill`](Self::fill), of what [`map_all_memory`](Self::map_all_memory) makes.

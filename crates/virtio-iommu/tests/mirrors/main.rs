@@ -400,6 +400,70 @@ fn what_one_member_cannot_do_is_undone_for_all() {
     rig.assert_told_is_true();
 }
 
+/// How many calls fail that [`Rig::break_off`] makes fail.
+const FEW: u64 = 8;
+
+impl Rig {
+    /// Calls of this kind from the nth on fail, until [`Faulty::clear`].
+    fn break_off(&self, endpoint: u32, kind: Kind, first: u64) {
+        for nth in first..first + FEW {
+            self.far(endpoint).domain.inject(kind, When::Nth(nth), Stage::Before);
+        }
+    }
+}
+
+#[test]
+fn bypass_that_could_not_be_ended_is_ended_by_the_next_request_for_it() {
+    // rule V6
+    let mut rig = Rig::new();
+    rig.device.write_config(36, &[1]).unwrap();
+    assert!(rig.reaches(11, 0).is_some());
+    rig.break_off(11, Kind::Unmap, 1);
+    for _ in 0..2 {
+        assert!(rig.device.write_config(36, &[0]).is_err(), "it bypasses still");
+    }
+    assert!(rig.device.reset().is_err());
+    rig.far(11).domain.clear();
+    rig.device.reset().unwrap();
+    assert!(rig.far(11).seen().is_empty());
+    rig.assert_told_is_true();
+    assert_eq!(rig.attach(1, 11), Status::Ok);
+}
+
+#[test]
+fn a_reset_that_failed_is_not_over_before_all_endpoints_are_out() {
+    // rule V4
+    let mut rig = Rig::new();
+    assert_eq!(rig.attach(1, 11), Status::Ok);
+    assert_eq!(rig.map(1, page(1), 0), Status::Ok);
+    rig.break_off(11, Kind::Unmap, 1);
+    for _ in 0..2 {
+        assert!(rig.device.reset().is_err(), "it reaches what was mapped");
+    }
+    rig.far(11).domain.clear();
+    rig.device.reset().unwrap();
+    assert!(rig.far(11).seen().is_empty());
+}
+
+#[test]
+fn what_an_endpoint_could_not_be_rid_of_goes_before_anything_else_is_said_of_it() {
+    // rule V20
+    let mut rig = Rig::new();
+    for (domain, endpoint) in [(1, 11), (2, 1)] {
+        assert_eq!(rig.attach(domain, endpoint), Status::Ok);
+    }
+    assert_eq!([2, 3].map(|n| rig.map(2, page(n), n << 12)), [Status::Ok; 2]);
+    // It leaves, the second mapping cannot be made, and the first not be taken back.
+    rig.far(11).domain.inject(Kind::Map, When::Nth(2), Stage::Before);
+    rig.break_off(11, Kind::Unmap, 2);
+    assert_eq!(rig.attach(2, 11), Status::DevErr);
+    assert_eq!(rig.reaches(11, 0x2000), host(0x2000), "it is there still");
+    assert_eq!(rig.detach(1, 11), Status::DevErr);
+    rig.far(11).domain.clear();
+    assert_eq!(rig.detach(1, 11), Status::Ok);
+    assert!(rig.far(11).seen().is_empty());
+}
+
 /// A step of a random driver.
 fn step() -> impl Strategy<Value = Request> {
     let pages = (0u64..40, 0u64..6)
