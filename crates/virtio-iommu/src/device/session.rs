@@ -124,10 +124,10 @@ impl<B: Backing> Device<B> {
     pub fn begin_sync(&self, session: &mut Session<B>) {
         for (at, touched) in session.touched[..session.used].iter_mut().enumerate() {
             let Touched { domain, gather, ranges } = touched;
+            ranges.clear();
             if gather.is_empty() {
                 continue;
             }
-            ranges.clear();
             ranges.extend_from_slice(gather.ranges());
             match domain.as_ref().map(|domain| domain.iotlb_sync_begin(gather)) {
                 Some(Ok(token)) if token != SyncToken::DONE => {
@@ -138,7 +138,7 @@ impl<B: Backing> Device<B> {
             }
             session.syncs += 1;
         }
-        for endpoint in session.rebound.drain(..) {
+        for &endpoint in &session.rebound {
             match self.backing.sync_binding_begin(endpoint) {
                 Ok(SyncToken::DONE) => {}
                 Ok(token) => session.waits.push((Whose::Binding, token)),
@@ -150,7 +150,8 @@ impl<B: Backing> Device<B> {
     /// Whether the invalidations begun are over. Once they are, the session is as new.
     ///
     /// # Errors
-    /// One of them failed: what was unmapped may still be reachable.
+    /// One of them failed: what was unmapped may still be reachable. The session's next sync does all of
+    /// them again, so that a request that is sent again waits for what it is to say.
     pub fn poll_sync(&self, session: &mut Session<B>) -> Result<bool> {
         let (waits, failed) = (&mut session.waits, &mut session.failed);
         let touched = &session.touched;
@@ -173,20 +174,24 @@ impl<B: Backing> Device<B> {
         if !session.waits.is_empty() {
             return Ok(false);
         }
+        if let Some(error) = session.failed.take() {
+            for Touched { gather, ranges, .. } in &mut session.touched[..session.used] {
+                ranges.iter().for_each(|&range| gather.add(range));
+            }
+            session.rebound.sort_unstable();
+            session.rebound.dedup();
+            session.flights.clear();
+            return Err(error);
+        }
         for touched in &mut session.touched[..session.used] {
             touched.domain = None;
             touched.gather.clear_ranges();
             drop(touched.gather.take_pages());
         }
         session.used = 0;
+        session.rebound.clear();
         session.orphans.clear();
-        let flights = session.flights.drain(..);
-        match session.failed.take() {
-            None => {
-                flights.for_each(Flight::land);
-                Ok(true)
-            }
-            Some(error) => Err(error),
-        }
+        session.flights.drain(..).for_each(Flight::land);
+        Ok(true)
     }
 }
