@@ -61,6 +61,9 @@ struct State {
     geometry: Geometry,
     shadow: Shadow,
     entries: u64,
+    /// Maps of which some is left that could not be undone, and why they failed: their sync says so,
+    /// until they are unmapped.
+    left: Vec<(Range, Error)>,
     /// Nothing is mapped or unmapped meanwhile, and why.
     frozen: Option<&'static str>,
 }
@@ -74,7 +77,13 @@ impl<B: Backend> Space<B> {
         Space {
             backend,
             tuning: Tuning { chunk, ..tuning },
-            state: Mutex::new(State { geometry, shadow, entries: 0, frozen: None }),
+            state: Mutex::new(State {
+                geometry,
+                shadow,
+                entries: 0,
+                left: Vec::new(),
+                frozen: None,
+            }),
             settled: Condvar::new(),
             mismatches: AtomicU64::new(0),
         }
@@ -104,7 +113,15 @@ impl<B: Backend> Space<B> {
     /// `Domain::map_pages`.
     pub(crate) fn map(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
         if !self.tuning.merge {
-            return self.map_now(range, target, prot, &mut |_| ControlFlow::Continue(()));
+            let made = self.map_now(range, target, prot, &mut |_| ControlFlow::Continue(()));
+            return made.or_else(|Failed { error, left }| match left {
+                // A map that fails leaves nothing; a sync that fails has the caller unmap.
+                true => {
+                    self.state.lock().left.push((range, error));
+                    Ok(())
+                }
+                false => Err(error),
+            });
         }
         let unit = Unit { range, target, prot, stage: Stage::Noted };
         let mut state = self.state.lock();
@@ -114,13 +131,13 @@ impl<B: Backend> Space<B> {
     }
 
     /// Maps, and has the kernel know it at once.
-    pub(crate) fn map_now(
+    fn map_now(
         &self,
         range: Range,
         target: HostAddr,
         prot: Prot,
         progress: Progress<'_>,
-    ) -> Result<()> {
+    ) -> std::result::Result<(), Failed> {
         let unit = Unit { range, target, prot, stage: Stage::Busy };
         {
             let mut state = self.state.lock();
@@ -129,7 +146,7 @@ impl<B: Backend> Space<B> {
         }
         let made = self.make(&unit, progress);
         self.settle(&[unit], &unit, &made);
-        made.map_err(|failed| failed.error)
+        made
     }
 
     /// Maps, as long as `progress` has it go on; whether it did.
@@ -147,8 +164,8 @@ impl<B: Backend> Space<B> {
             go_on
         });
         match made {
-            Err(_) if ended && self.find(range.first()).is_none() => Ok(false),
-            made => made.map(|()| true),
+            Err(failed) if ended && !failed.left => Ok(false),
+            made => made.map(|()| true).map_err(|failed| failed.error),
         }
     }
 
@@ -165,12 +182,12 @@ impl<B: Backend> Space<B> {
         }
         for (done, run) in runs.iter().enumerate() {
             let go_on = &mut |_| ControlFlow::Continue(());
-            if let Err(error) = self.map_now(run.range, run.target, run.prot, go_on) {
+            if let Err(failed) = self.map_now(run.range, run.target, run.prot, go_on) {
                 // What is left mapped is in the shadow: it can be unmapped again.
                 for run in &runs[..done] {
                     let _ = self.unmap(run.range);
                 }
-                return Err(error);
+                return Err(failed.error);
             }
         }
         Ok(())
@@ -179,8 +196,10 @@ impl<B: Backend> Space<B> {
     /// `Domain::iotlb_sync_map`: has the kernel know what was noted in `range`.
     pub(crate) fn sync_map(&self, range: Range) -> Result<()> {
         if !self.tuning.merge {
-            // It knows.
-            return Ok(());
+            // It knows; but of what could not be undone.
+            let state = self.state.lock();
+            let left = state.left.iter().find(|(left, _)| left.overlaps(range));
+            return left.map_or(Ok(()), |&(_, error)| Err(error));
         }
         let noted: Vec<Unit> = {
             let mut state = self.state.lock();
@@ -294,6 +313,7 @@ impl<B: Backend> Space<B> {
         let all = units.map(|unit| unit.range.len()).sum();
         state.shadow = Shadow::default();
         state.entries = 0;
+        state.left.clear();
         drop(state);
         self.compare(made, removed.into());
         Ok(all)
@@ -335,6 +355,7 @@ impl<B: Backend> Space<B> {
         for unit in units {
             if removed {
                 state.shadow.remove(unit.range);
+                state.left.retain(|(left, _)| *left != unit.range);
                 state.entries = state.entries.saturating_sub(self.entries(unit.range));
             } else {
                 state.shadow.set(unit.range, Stage::Made);
@@ -450,6 +471,12 @@ struct Failed {
     error: Error,
     /// Some of it is mapped nevertheless: what was made could not be unmade.
     left: bool,
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Failed {
+        Failed { error, left: false }
+    }
 }
 
 impl State {

@@ -8,7 +8,10 @@ use std::{
     },
 };
 
+use ringfence_dma::{Config, Device, Direction, DmaBuffer, Policy};
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
+use ringfence_iova::{Aperture, Slabs};
+use ringfence_sync::cpu::OsCpu;
 use ringfence_vfio::{
     DirtyMap, Tuning, Type1,
     fake::Step,
@@ -110,6 +113,8 @@ struct Odd {
     kernel: Kernel,
     /// The nth UNMAP from now on, or GET_BITMAP, fails; 0: none.
     fails: AtomicU64,
+    /// Every UNMAP fails.
+    sticks: AtomicBool,
     /// UNMAP removes only the first page's mapping at a time.
     slow: AtomicBool,
     /// UNMAP says one byte, whatever it does.
@@ -119,8 +124,8 @@ struct Odd {
 
 impl Odd {
     fn new(locked: Option<Locked>, pages: u64) -> Arc<Odd> {
-        let (fails, slow, lies) = Default::default();
-        Arc::new(Odd { kernel: kernel(pages).0, fails, slow, lies, locked })
+        let (fails, sticks, slow, lies) = Default::default();
+        Arc::new(Odd { kernel: kernel(pages).0, fails, sticks, slow, lies, locked })
     }
 
     fn fault(&self) -> Answer<()> {
@@ -149,6 +154,9 @@ impl Type1Kernel for Odd {
         dirty: Option<Bitmap<'_>>,
     ) -> Answer<u64> {
         self.fault()?;
+        if self.sticks.load(Ordering::Relaxed) {
+            return Err(Errno::FAULT);
+        }
         if self.slow.load(Ordering::Relaxed) {
             for page in 0..size / PAGE {
                 let mut bit = [0];
@@ -221,6 +229,51 @@ fn a_map_that_cannot_be_undone_keeps_its_address() {
     unmap(&domain, range(0, 8)).unwrap();
     assert_eq!(odd.kernel.mappings(), 0);
     map(&domain, range(4, 1), 0).unwrap();
+}
+
+#[test]
+fn a_map_that_cannot_be_undone_fails_at_its_sync_so_that_its_caller_unmaps_it() {
+    // rule L33, rule L34
+    let odd = Odd::new(None, 6);
+    let domain = over(&odd, CHUNKED);
+    odd.fails.store(1, Ordering::Relaxed);
+    domain.map_pages(range(0, 8), HostAddr(0), Prot::RW).unwrap();
+    for _ in 0..2 {
+        assert_eq!(domain.iotlb_sync_map(range(0, 8)), Err(Error::NoMemory), "some of it is there");
+    }
+    domain.iotlb_sync_map(range(8, 1)).unwrap();
+    unmap(&domain, range(0, 8)).unwrap();
+    assert_eq!((odd.kernel.mappings(), domain.iotlb_sync_map(range(0, 8))), (0, Ok(())));
+    map(&domain, range(0, 6), 0).unwrap();
+}
+
+/// So many bytes of memory that nobody has.
+struct Pretended(u64);
+
+// SAFETY: there is no memory that could be used otherwise.
+unsafe impl DmaBuffer<HostAddr> for Pretended {
+    fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
+        each(HostAddr(PAGE), self.0);
+    }
+}
+
+#[test]
+fn a_buffer_that_the_device_may_reach_in_part_is_not_given_back() {
+    // rule L29, rule L33
+    // The undoing within the domain fails, and then that of the DMA API too, or not.
+    for undone in [true, false] {
+        let odd = Odd::new(None, 6);
+        let domain = Arc::new(over(&odd, CHUNKED));
+        let allocator = Slabs::new(Aperture::new(0, (1 << 39) - 1, PAGE).unwrap(), OsCpu::new());
+        let config = Config::new(Policy::Strict);
+        let device = Device::new(Arc::clone(&domain), allocator, config).unwrap();
+        odd.fails.store(1, Ordering::Relaxed);
+        odd.sticks.store(!undone, Ordering::Relaxed);
+        let failed = device.map(Pretended(8 * PAGE), Direction::ToDevice).unwrap_err();
+        assert_eq!(failed.into_buffer().is_some(), undone);
+        assert_eq!(odd.kernel.mappings(), usize::from(!undone));
+        odd.sticks.store(false, Ordering::Relaxed);
+    }
 }
 
 #[test]
