@@ -188,8 +188,9 @@ impl Iommu {
         match state.requests {
             Requests::Stopped(_) => {
                 tracing::info!("iommu: the guest was reset");
+                self.reset_system()?;
                 state.requests = Requests::Reset;
-                self.reset_system()
+                Ok(())
             }
             Requests::Reset | Requests::Running => Ok(()),
         }
@@ -222,8 +223,10 @@ impl Iommu {
     /// # Errors
     /// I/O under way does not end.
     pub(super) fn front_end_resets(&self) -> Result<(), HandlerError> {
-        self.state.lock().requests = Requests::Reset;
-        self.reset()
+        let mut state = self.state.lock();
+        self.reset()?;
+        state.requests = Requests::Reset;
+        Ok(())
     }
 
     /// The front end is gone: what its driver said holds no longer, and nothing is reachable until
@@ -290,5 +293,59 @@ pub(super) fn sum(a: Counters, b: Counters) -> Counters {
         others: a.others + b.others,
         refused: a.refused + b.refused,
         syncs: a.syncs + b.syncs,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ringfence_iommu::{
+        Domain, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Range, SoftDomain,
+        shootdown::Shootdown,
+        table::Limits,
+        wrap::{Faulty, Kind, Stage, When},
+    };
+    use ringfence_virtio_iommu::{
+        device::{HostRegion, Mirror, Session},
+        wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, TAIL_LEN},
+    };
+
+    use super::*;
+    use crate::worker::Notify;
+
+    #[test]
+    fn no_ring_starts_before_a_reset_that_failed_was_done_again() {
+        // rule V4
+        let geometry = Geometry::new(PageSizes::X86, Range::ALL);
+        let soft = SoftDomain::new(geometry.clone(), Limits::NONE, Shootdown::new(0));
+        let far = Arc::new(Faulty::new(soft, 0));
+        let guest = (GuestPhys(0), GuestPhys(0xffff));
+        let memory = [HostRegion { guest, host: HostAddr(0x10_0000) }];
+        let endpoints = Endpoints::new([], Shootdown::new(1), geometry, Limits::NONE);
+        endpoints.add_outside(1, Mirror::new(far.clone(), memory, false), &[]).unwrap();
+        let options = IommuOptions { device: Options::default(), unit: 0 };
+        let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
+        let iommu = Iommu::new(Arc::new(endpoints), BTreeSet::new(), options, workers);
+        let _front_end = iommu.connect();
+        iommu.requests_start(0, iommu.device.features().bits()).unwrap();
+        let range = Range::new(Iova(0x1000), Iova(0x1fff)).unwrap();
+        for request in [
+            Request::Attach { domain: 1, endpoint: 1, flags: AttachFlags::empty() },
+            Request::Map { domain: 1, range, phys: 0, flags: MapFlags::READ },
+        ] {
+            let mut bytes = [0; MAX_REQUEST_LEN];
+            let len = request.emit(&mut bytes);
+            iommu.device.handle(&mut Session::new(), &bytes[..len], &mut [0; TAIL_LEN]);
+        }
+        let reached = || far.iova_to_phys(range.first()).is_some();
+        assert!(reached());
+        iommu.requests_stopped(2);
+        far.inject(Kind::Unmap, When::Always, Stage::Before);
+        let seat = iommu.seat();
+        for _ in 0..2 {
+            assert!(seat.ring_starts().is_err() && reached());
+        }
+        far.clear();
+        seat.ring_starts().unwrap();
+        assert!(!reached());
     }
 }
