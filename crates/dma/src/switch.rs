@@ -26,6 +26,8 @@ pub(crate) struct Control {
     kind: QueueKind,
     single: FlushTuning,
     per_cpu: FlushTuning,
+    /// What was queued under other bounds could not be flushed: the next change does it.
+    unflushed: bool,
 }
 
 impl Control {
@@ -44,7 +46,8 @@ impl Control {
             return Err(TuningError::Kind { kind: tuning.kind, policy }.into());
         }
         let (single, per_cpu) = (FlushTuning::single(), FlushTuning::per_cpu());
-        let mut control = Control { fallback, kind: tuning.kind, single, per_cpu };
+        let mut control =
+            Control { fallback, kind: tuning.kind, single, per_cpu, unflushed: false };
         *control.of_kind(tuning.kind) = tuning;
         Ok(control)
     }
@@ -64,7 +67,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         if let Some(kind) = policy.queue_kind() {
             let tuning = *self.control.lock().of_kind(kind);
             self.start_timer().map_err(|_| SetupError::Thread)?;
-            self.queue_as(policy, &tuning)?;
+            self.queue_as(policy, &tuning, &mut false)?;
         }
         Ok(())
     }
@@ -86,14 +89,14 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
             }
         }
         match policy.queue_kind() {
-            Some(kind) if before.queue_kind() == Some(kind) => {
+            Some(kind) if before.queue_kind() == Some(kind) && !control.unflushed => {
                 let bounds_bytes = self.mode.get().bounds_bytes();
                 self.mode.set(Mode::new(policy, bounds_bytes));
             }
             Some(kind) => {
                 self.start_timer().map_err(|_| SwitchError::Thread)?;
                 let tuning = *control.of_kind(kind);
-                let result = self.queue_as(policy, &tuning);
+                let result = self.queue_as(policy, &tuning, &mut control.unflushed);
                 if self.mode.get().policy() == policy {
                     control.kind = kind;
                 }
@@ -117,7 +120,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         let mut control = self.control.lock();
         let policy = self.mode.get().policy();
         let result = if policy.is_lazy() {
-            self.queue_as(policy.with_queue_kind(tuning.kind), &tuning)
+            let policy = policy.with_queue_kind(tuning.kind);
+            self.queue_as(policy, &tuning, &mut control.unflushed)
         } else {
             Ok(())
         };
@@ -136,8 +140,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     ///
     /// # Errors
     /// There is no memory for it, and nothing has changed; or the flush of what was queued before
-    /// failed, and the rest is done.
-    fn queue_as(&self, policy: Policy, tuning: &FlushTuning) -> Result<(), TuningError> {
+    /// failed, and the rest is done: then `unflushed` is set.
+    fn queue_as(
+        &self,
+        policy: Policy,
+        tuning: &FlushTuning,
+        unflushed: &mut bool,
+    ) -> Result<(), TuningError> {
         let lazy = &self.lazy;
         let bound = tuning.max_exposure_bytes;
         let shape = Shape {
@@ -159,7 +168,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
             // Only now: who has not seen the mode yet would flush in vain until it does.
             lazy.queues.close(in_use);
             // What was queued under other bounds.
-            self.expire_in(&self.waits.asked, &self.frees).map_err(TuningError::Flush)?;
+            let flushed = self.expire_in(&self.waits.asked, &self.frees);
+            *unflushed = flushed.is_err();
+            flushed.map_err(TuningError::Flush)?;
             lazy.queues.trim();
         }
         Ok(())

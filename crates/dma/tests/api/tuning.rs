@@ -10,8 +10,8 @@ use std::{
 
 use proptest::prelude::*;
 use ringfence_dma::{
-    Config, Device, Direction, Environment, FlushTuning, Mapping, Policy, QueueKind, TimerKind,
-    TuningError,
+    Config, Device, Direction, Environment, FlushTuning, Mapping, Policy, QueueKind, SwitchError,
+    TimerKind, TuningError,
 };
 use ringfence_iommu::{
     Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
@@ -464,6 +464,27 @@ fn smaller_queues_lose_nothing_of_what_is_queued() {
         assert_eq!(bench.device.stats().queued, 1, "two at most");
         bench.device.flush().unwrap();
         bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn bounds_that_were_set_while_the_flush_failed_hold_once_any_change_succeeds() {
+    for policy in LAZY {
+        for to in LAZY.into_iter().filter(|to| to.queue_kind() == policy.queue_kind()) {
+            let bench = Bench::new(policy);
+            drop(map(&bench));
+            bench.domain.broken.lock().unwrap().flush = true;
+            let bounded =
+                FlushTuning { max_exposure_bytes: Some(0x1000), ..bench.device.flush_tuning() };
+            bench.device.set_flush_tuning(bounded).unwrap_err();
+            let error = bench.device.set_policy(to).unwrap_err();
+            assert!(matches!(error, SwitchError::Queues(TuningError::Flush(_))), "{error}");
+            assert_eq!(bench.device.stats().queued, 1);
+            *bench.domain.broken.lock().unwrap() = Broken::default();
+            bench.device.set_policy(to).unwrap();
+            assert_eq!(bench.device.stats().queued, 0, "from {policy} to {to}");
+            bench.assert_nothing_leaked();
+        }
     }
 }
 
