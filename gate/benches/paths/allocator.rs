@@ -1,0 +1,62 @@
+//! IOVA allocation.
+
+use gungraun::prelude::*;
+use ringfence_iova::{Allocator, Aperture, Request, Slabs};
+use ringfence_sync::cpu::FixedCpu;
+
+use crate::fixed::cpus;
+
+/// How many ranges are taken, and then given back.
+const RANGES: usize = 64;
+
+pub(crate) struct Space {
+    slabs: Slabs<FixedCpu>,
+    size: u64,
+    taken: Vec<u64>,
+}
+
+impl Space {
+    fn take_and_free(&mut self) {
+        let request = Request::new(self.size);
+        for _ in 0..RANGES {
+            self.taken.push(self.slabs.alloc(&request).expect("there is room"));
+        }
+        for &iova in &self.taken {
+            self.slabs.free(iova, self.size).expect("it was taken");
+        }
+    }
+}
+
+/// A space from which nothing was taken yet.
+fn fresh(size: u64) -> Box<Space> {
+    let aperture = Aperture::new(0, (1 << 48) - 1, 4096).expect("48 bits of pages");
+    Box::new(Space { slabs: Slabs::new(aperture, cpus()), size, taken: Vec::with_capacity(RANGES) })
+}
+
+/// A space whose slabs are there.
+fn used(size: u64) -> Box<Space> {
+    let mut space = fresh(size);
+    space.take_and_free();
+    space.taken.clear();
+    space
+}
+
+fn check(space: Box<Space>) {
+    let Space { slabs, size, mut taken } = *space;
+    assert_eq!(taken.len(), RANGES);
+    taken.sort_unstable();
+    assert!(taken.windows(2).all(|pair| pair[0] + size <= pair[1]), "ranges overlap");
+    // Each was given back: a second time it is refused.
+    assert!(taken.iter().all(|&iova| slabs.free(iova, size).is_err()));
+}
+
+#[library_benchmark]
+#[bench::page(args = (4096), setup = used, teardown = check)]
+#[bench::page_first(args = (4096), setup = fresh, teardown = check)]
+#[bench::run_64k(args = (64 << 10), setup = used, teardown = check)]
+fn alloc_and_free(mut space: Box<Space>) -> Box<Space> {
+    space.take_and_free();
+    space
+}
+
+library_benchmark_group!(name = iova, benchmarks = alloc_and_free);

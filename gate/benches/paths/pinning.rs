@@ -1,0 +1,116 @@
+//! Pinning, over a backing that only counts what it is asked for.
+
+use std::{hint::black_box, sync::Arc};
+
+use gungraun::prelude::*;
+use ringfence_iommu::{HostAddr, Iova, Prot, Range};
+use ringfence_vfio::{
+    Account,
+    pin::{Backing, HoldError, Limits, Pinner, Release, Run},
+};
+
+const PAGE: u64 = 4096;
+/// Pages of the window.
+const PAGES: u64 = 512;
+const BASE: u64 = 1 << 32;
+const MEMORY: HostAddr = HostAddr(1 << 40);
+
+/// Holds whatever it is asked to, with the limits of io_uring's registered buffers.
+#[derive(Default)]
+struct Counting {
+    holds: u64,
+    releases: u64,
+}
+
+impl Backing for Counting {
+    fn limits(&self) -> Limits {
+        let (run, slots) = (1 << 30, Some(1 << 14));
+        Limits { page: PAGE, run, runs: 64, slots, first: 8, always_writes: true }
+    }
+
+    fn hold(&mut self, slot: u32, runs: &mut [Run], _prot: Prot) -> Result<usize, HoldError> {
+        self.holds += 1;
+        black_box((slot, &runs));
+        Ok(runs.len())
+    }
+
+    fn release(&mut self, what: Release) {
+        self.releases += 1;
+        black_box(what);
+    }
+}
+
+/// What is pinned and unpinned.
+#[derive(Clone, Copy)]
+pub(crate) enum List {
+    /// A page.
+    Page,
+    /// Pages that follow each other.
+    Run,
+    /// Pages that do not.
+    Scattered,
+}
+
+impl List {
+    fn iovas(self) -> Vec<Iova> {
+        let page = |n: u64| Iova(BASE + n * PAGE);
+        match self {
+            List::Page => vec![page(7)],
+            List::Run => (0..256).map(page).collect(),
+            List::Scattered => (0..64).map(|n| page(n * 2)).collect(),
+        }
+    }
+
+    /// How many calls of the backing hold it.
+    fn holds(self) -> u64 {
+        1
+    }
+}
+
+pub(crate) struct Rig {
+    pinner: Pinner<Counting>,
+    list: List,
+    iovas: Vec<Iova>,
+    before: (u64, u64),
+    /// Pages that were pinned in between.
+    pinned: u64,
+}
+
+impl Rig {
+    fn pin_and_unpin(&mut self) {
+        self.pinner.pin(black_box(&self.iovas), Prot::RW).expect("nothing is in the way");
+        self.pinned = self.pinner.pinned();
+        self.pinner.unpin(black_box(&self.iovas)).expect("they are pinned");
+    }
+}
+
+fn rig(list: List) -> Box<Rig> {
+    let account = Arc::new(Account::with_limit("gate", 1 << 30));
+    let mut pinner = Pinner::new(Counting::default(), account);
+    let window = Range::from_len(Iova(BASE), PAGES * PAGE).expect("far below the end");
+    pinner.add_window(window, MEMORY, Prot::RW).expect("the first");
+    let mut rig = Rig { pinner, list, iovas: list.iovas(), before: (0, 0), pinned: 0 };
+    rig.pin_and_unpin();
+    rig.pinned = 0;
+    rig.before = (rig.pinner.backing().holds, rig.pinner.backing().releases);
+    Box::new(rig)
+}
+
+fn check(rig: Box<Rig>) {
+    let (backing, pages) = (rig.pinner.backing(), rig.iovas.len() as u64);
+    assert_eq!(rig.pinned, pages);
+    assert_eq!((rig.pinner.pinned(), rig.pinner.held(), rig.pinner.account().used()), (0, 0, 0));
+    assert_eq!(backing.holds - rig.before.0, rig.list.holds());
+    assert!(backing.releases > rig.before.1, "nothing was released");
+}
+
+#[library_benchmark]
+#[bench::page(args = (List::Page), setup = rig, teardown = check)]
+#[bench::run_256(args = (List::Run), setup = rig, teardown = check)]
+#[bench::scattered_64(args = (List::Scattered), setup = rig, teardown = check)]
+fn pin_and_unpin(mut rig: Box<Rig>) -> Box<Rig> {
+    rig.pin_and_unpin();
+    rig
+}
+
+library_benchmark_group!(name = pin, benchmarks = pin_and_unpin);
