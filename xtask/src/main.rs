@@ -4,6 +4,7 @@
 mod deny;
 mod floors;
 mod fuzz;
+mod gate;
 mod guests;
 mod packages;
 mod readme;
@@ -48,6 +49,16 @@ enum Command {
     },
     /// Checks licences, sources and bans of all dependencies against deny.toml.
     Deny,
+    /// Counts the instructions of hot paths under Valgrind, and fails if one has changed by more than
+    /// 1 % from gate/counts.toml.
+    Gate {
+        /// Puts the new counts into gate/counts.toml.
+        #[arg(long)]
+        update: bool,
+        /// Only the paths whose name contains this.
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+    },
     /// Makes what the tests with real guests need, in target/guests: a QEMU, kernels, initramfs.
     Guests {
         /// The packages of a kernel that has iommufd, for the tests that need one: Debian builds none.
@@ -96,6 +107,7 @@ fn run(command: Command) -> Result<()> {
         Command::Test { only, all, list } => steps::test(only.as_deref(), all, list),
         Command::Rules { all } => rules::account(all),
         Command::Deny => deny::check(),
+        Command::Gate { update, only } => gate::run(only.as_deref(), update),
         Command::Guests { iommufd } => guests::make(&iommufd),
         Command::Readme { only } => readme::regenerate(only.as_deref()),
         Command::Soak { minutes, only } => soak::soak(minutes, only.as_deref()),

@@ -12,6 +12,8 @@ const NEEDED: &[(&str, &str)] = &[
     ("make", "/usr/bin/make"),
     ("xz-utils", "/usr/bin/xz"),
     ("zstd", "/usr/bin/zstd"),
+    // Counts the instructions of hot paths.
+    ("valgrind", "/usr/bin/valgrind"),
     // The address of the tap device in a test of `ringfence net`.
     ("iproute2", "/bin/ip"),
     // DPDK's testpmd: the network back end that `bench net` measures ours beside.

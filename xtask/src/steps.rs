@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use crate::{
     deny, floors,
     fuzz::{self, Length},
-    guests, packages, rules, soak,
+    gate, guests, packages, rules, soak,
     suite::{self, Program, Suite},
 };
 
@@ -86,13 +86,14 @@ const STEPS: &[Step] = &[
     step("floors", 5, |_| floors::check()),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
-    step("build", 300, |run| run.suite().map(|_| ())),
+    step("build", 400, |run| run.suite().map(|_| ())),
     step("unit and property tests", 300, |run| run.tests(|program| program.package != COMMAND)),
     step("cases that failed once", 30, |run| soak::cases(run.suite()?)),
     step("end to end", 240, |run| run.tests(|program| program.package == COMMAND)),
     step("model checks", 120, |_| models()),
     step("documentation", 60, |_| documentation()),
     step("examples", 60, examples),
+    step("speed gate", 150, |_| gate::run(None, false)),
     step("huge pages", 10, huge_pages),
     step("guests", 400, real_guests),
     step("job files under the real fio", 5, real_fio),
@@ -208,7 +209,7 @@ fn commit() -> Result<String> {
 
 /// Why a step could not run on this machine.
 #[derive(Debug)]
-struct NotRun(String);
+pub(crate) struct NotRun(pub(crate) String);
 
 impl std::fmt::Display for NotRun {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
