@@ -103,10 +103,17 @@ pub(crate) fn check() -> Result<()> {
 }
 
 /// Whether an SPDX expression can be satisfied by the allowed licences. `AND` binds stronger than
-/// `OR`; brackets are honoured; the old form `MIT/Apache-2.0` means `OR`.
+/// `OR`; brackets are honoured; the old form `MIT/Apache-2.0` means `OR`, and operators may be in lower
+/// case, as SPDX 3 has them.
 fn allowed(expression: &str, allow: &[String]) -> bool {
     let spaced = expression.replace('(', " ( ").replace(')', " ) ").replace('/', " OR ");
-    let words: Vec<&str> = spaced.split_whitespace().collect();
+    let upper = |word| match word {
+        "or" => "OR",
+        "and" => "AND",
+        "with" => "WITH",
+        other => other,
+    };
+    let words: Vec<&str> = spaced.split_whitespace().map(upper).collect();
     let mut at = 0;
     let holds = any(&words, &mut at, allow);
     holds && at == words.len()
@@ -157,6 +164,8 @@ mod tests {
         let allow = ["MIT".to_owned(), "Apache-2.0".to_owned(), "Unicode-3.0".to_owned()];
         assert!(allowed("MIT OR GPL-2.0", &allow));
         assert!(allowed("MIT/GPL-2.0", &allow));
+        assert!(allowed("MIT or GPL-2.0", &allow));
+        assert!(!allowed("MIT and GPL-2.0", &allow));
         assert!(allowed("(MIT OR GPL-2.0) AND Unicode-3.0", &allow));
         assert!(!allowed("MIT AND GPL-2.0", &allow));
         assert!(!allowed("GPL-2.0", &allow));
