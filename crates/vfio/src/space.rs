@@ -301,22 +301,17 @@ impl<B: Backend> Space<B> {
     }
 
     /// Removes everything in one step, in which nobody maps or unmaps; how many bytes were mapped.
-    pub(crate) fn unmap_all(&self, remove: impl FnOnce() -> Answer<u64>) -> Result<u128> {
-        self.freeze("everything is being unmapped")?;
-        let answer = remove();
+    pub(crate) fn unmap_all(&self, mut remove: impl FnMut() -> Answer<u64>) -> Result<u128> {
+        let units = self.freeze("everything is being unmapped")?;
+        let made = units.iter().filter(|it| it.stage == Stage::Made).map(|it| it.range.len()).sum();
+        let removed = self.remove_known(Range::ALL, made, &mut remove);
         let mut state = self.state.lock();
         state.frozen = None;
-        let removed = answer.map_err(|errno| lost(errno, Range::ALL))?;
-        let units = state.shadow.iter();
-        let made =
-            units.clone().filter(|it| it.stage == Stage::Made).map(|it| it.range.len()).sum();
-        let all = units.map(|unit| unit.range.len()).sum();
+        removed?;
         state.shadow = Shadow::default();
         state.entries = 0;
         state.left.clear();
-        drop(state);
-        self.compare(made, removed.into());
-        Ok(all)
+        Ok(units.iter().map(|unit| unit.range.len()).sum())
     }
 
     /// Marks all that lies in `range` as somebody's who is about to remove it, once nobody else is.
@@ -411,12 +406,22 @@ impl<B: Backend> Space<B> {
         piece: Range,
         ask: &mut dyn FnMut() -> Answer<u64>,
     ) -> Result<()> {
+        self.remove_known(piece, piece.len(), ask)
+    }
+
+    /// As [`remove_by`](Self::remove_by), of a range of which `known` bytes are mapped.
+    fn remove_known(
+        &self,
+        range: Range,
+        known: u128,
+        ask: &mut dyn FnMut() -> Answer<u64>,
+    ) -> Result<()> {
         let mut gone = 0_u128;
         for _ in 0..MOST_ANSWERS {
-            let answer = ask().map_err(|errno| lost(errno, piece))?;
+            let answer = ask().map_err(|errno| lost(errno, range))?;
             gone += u128::from(answer);
-            if answer == 0 || gone >= piece.len() {
-                self.compare(piece.len(), gone);
+            if answer == 0 || gone >= known {
+                self.compare(known, gone);
                 return Ok(());
             }
         }

@@ -202,9 +202,17 @@ impl Backing for Uring {
     fn release(&mut self, what: Release) {
         match what {
             Release::Slots(slots) => {
-                let empty = &EMPTY[..slots.len()];
-                if let Err(errno) = self.update(slots.start, empty) {
-                    tracing::error!(?slots, %errno, "pages stay pinned");
+                let mut left = slots.clone();
+                while !left.is_empty() {
+                    match self.update(left.start, &EMPTY[..left.len()]) {
+                        // It may stop short of the last.
+                        Ok(done) if done > 0 => left.start += done as u32,
+                        // Until the slot is taken again, which replaces what is in it.
+                        failed => {
+                            tracing::error!(slots = ?left, ?failed, "pages stay pinned");
+                            break;
+                        }
+                    }
                 }
             }
             Release::Pages(_) => {}

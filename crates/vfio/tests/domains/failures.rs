@@ -139,8 +139,8 @@ impl Type1Kernel for Odd {
     fn info(&self) -> Answer<Type1Info> {
         self.kernel.info()
     }
-    fn has(&self, _extension: Extension) -> bool {
-        false
+    fn has(&self, extension: Extension) -> bool {
+        extension == Extension::UnmapAll
     }
     unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
         // SAFETY: the caller's promise.
@@ -158,6 +158,8 @@ impl Type1Kernel for Odd {
             return Err(Errno::FAULT);
         }
         if self.slow.load(Ordering::Relaxed) {
+            let all = flags.contains(UnmapFlags::ALL);
+            let (flags, size) = if all { (UnmapFlags::empty(), 64 * PAGE) } else { (flags, size) };
             for page in 0..size / PAGE {
                 let mut bit = [0];
                 let told = dirty.is_some().then_some(Bitmap { page: PAGE, words: &mut bit });
@@ -286,6 +288,9 @@ fn a_short_unmap_is_asked_about_again() {
     fill();
     odd.slow.store(true, Ordering::Relaxed);
     assert_eq!(unmap(&domain, whole), Ok(whole.len()));
+    assert_eq!((odd.kernel.mappings(), domain.usage().mismatches), (0, 0));
+    fill();
+    assert_eq!(domain.unmap_all(), Ok(whole.len()));
     assert_eq!((odd.kernel.mappings(), domain.usage().mismatches), (0, 0));
     odd.slow.store(false, Ordering::Relaxed);
 
