@@ -162,6 +162,10 @@ impl Worker {
     /// # Errors
     /// No thread or descriptor is left.
     pub fn spawn(name: &str, notify: Notify) -> io::Result<Worker> {
+        Worker::spawn_by(name, notify, MonotonicClock)
+    }
+
+    fn spawn_by(name: &str, notify: Notify, clock: impl Clock + 'static) -> io::Result<Worker> {
         let (post, mail) = mpsc::channel();
         let bell = Arc::new(Bell {
             rung: AtomicBool::new(false),
@@ -171,7 +175,7 @@ impl Worker {
         let shared = Arc::clone(&bell);
         let thread = std::thread::Builder::new()
             .name(name.to_owned())
-            .spawn(move || run(&mail, &shared, notify))?;
+            .spawn(move || run(&mail, &shared, notify, &clock))?;
         Ok(Worker { post, bell, thread: Some(thread) })
     }
 
@@ -203,11 +207,10 @@ impl Drop for Worker {
     }
 }
 
-fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify) {
+fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Clock) {
     // The kernel may otherwise delay a sleep's end by 50 µs, more than a paced disk's service.
     // SAFETY: `prctl` with this option reads two numbers and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
-    let clock = MonotonicClock;
     let spin_ns = notify.spin().map(|spin| spin.as_nanos() as u64);
     let mut work = Work::default();
     let mut idle_since = None;
@@ -309,6 +312,7 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ringfence_sync::clock::ManualClock;
     use std::sync::atomic::AtomicU64;
 
     /// Counts the notifications that it gets.
@@ -356,14 +360,17 @@ mod tests {
         }
     }
 
-    /// Has something due at a time, and counts the sleeps until then.
+    /// Has something due at a time, and counts how often it is polled and put to sleep.
+    #[derive(Default)]
     struct Due {
-        at: Arc<AtomicU64>,
-        sleeps: Arc<AtomicU64>,
+        at: AtomicU64,
+        polls: AtomicU64,
+        sleeps: AtomicU64,
     }
 
-    impl Unit for Due {
+    impl Unit for Arc<Due> {
         fn poll(&mut self, now: u64) -> bool {
+            self.polls.fetch_add(1, Ordering::AcqRel);
             let at = self.at.load(Ordering::Acquire);
             at != 0 && at <= now && self.at.swap(0, Ordering::AcqRel) != 0
         }
@@ -380,36 +387,41 @@ mod tests {
         }
     }
 
+    /// How often a worker sleeps that has spun for as long as it spins, with something due `left_ns`
+    /// later; counted after it has looked a few times.
+    fn sleeps_before(notify: Notify, left_ns: u64) -> u64 {
+        let clock = Arc::new(ManualClock::new(1));
+        let worker = Worker::spawn_by("test", notify, Arc::clone(&clock)).unwrap();
+        let spin_ns = notify.spin().unwrap().as_nanos() as u64;
+        let due = Arc::new(Due { at: AtomicU64::new(1 + spin_ns + left_ns), ..Due::default() });
+        let unit = Arc::clone(&due);
+        worker.call(move |work| work.insert(1, Box::new(unit)));
+        let looks = |count: u64| {
+            let polls = due.polls.load(Ordering::Acquire);
+            while due.polls.load(Ordering::Acquire) < polls + count {
+                std::thread::yield_now();
+            }
+        };
+        // It has begun to spin.
+        looks(2);
+        clock.advance(spin_ns);
+        // A worker that sleeps is woken by its time-out, and looks again.
+        looks(3);
+        let sleeps = due.sleeps.load(Ordering::Acquire);
+        clock.advance(left_ns);
+        while due.at.load(Ordering::Acquire) != 0 {
+            std::thread::yield_now();
+        }
+        sleeps
+    }
+
     #[test]
     fn what_is_due_soon_is_waited_for_awake() {
-        // Half a spin away, again and again: an adaptive worker never sleeps, another always does.
-        for (notify, sleeps_at_all) in [(Notify::Adaptive, false), (Notify::Sleep, true)] {
-            let worker = Worker::spawn("test", notify).unwrap();
-            let soon = || MonotonicClock.now_ns() + ADAPTIVE_SPIN.as_nanos() as u64 / 2;
-            let (at, sleeps) = (Arc::new(AtomicU64::new(soon())), Arc::new(AtomicU64::new(0)));
-            let unit = Due { at: Arc::clone(&at), sleeps: Arc::clone(&sleeps) };
-            worker.call(move |work| work.insert(1, Box::new(unit)));
-            let mut slept = 0;
-            for _ in 0..100 {
-                while at.load(Ordering::Acquire) != 0 {
-                    std::hint::spin_loop();
-                }
-                // Between two, with nothing due, it may sleep: not counted.
-                worker.call(|_| ());
-                sleeps.store(0, Ordering::Release);
-                at.store(soon(), Ordering::Release);
-                worker.call(|_| ());
-                while at.load(Ordering::Acquire) != 0 {
-                    std::hint::spin_loop();
-                }
-                slept += sleeps.load(Ordering::Acquire);
-            }
-            if sleeps_at_all {
-                assert!(slept > 0, "{notify}");
-            } else {
-                assert!(slept < 100, "{notify}: {slept} sleeps");
-            }
-        }
+        let spin_ns = ADAPTIVE_SPIN.as_nanos() as u64;
+        assert_eq!(sleeps_before(Notify::Adaptive, spin_ns / 2), 0);
+        assert_eq!(sleeps_before(Notify::Adaptive, spin_ns), 0);
+        assert!(sleeps_before(Notify::Adaptive, spin_ns + 1) > 0);
+        assert!(sleeps_before(Notify::Sleep, spin_ns / 2) > 0);
     }
 
     #[test]
