@@ -23,6 +23,8 @@ pub struct Translation {
     iotlb: Arc<Iotlb>,
     endpoint: Arc<Endpoint>,
     memory: Option<Arc<Memory>>,
+    /// [`PATIENCE`].
+    patience: Duration,
     /// What was begun and has still to be waited for: empty, but for its memory.
     begun: Vec<Result<u64, HandlerError>>,
 }
@@ -68,7 +70,7 @@ impl Translation {
     pub fn new(config: IotlbConfig, shootdown: Arc<Shootdown>) -> Translation {
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
-        Translation { iotlb, endpoint, memory: None, begun: Vec::new() }
+        Translation { iotlb, endpoint, memory: None, patience: PATIENCE, begun: Vec::new() }
     }
 
     /// The table, for its figures.
@@ -183,7 +185,7 @@ impl Translation {
             match begun.elapsed() {
                 // Workers take a few microseconds, I/O its time.
                 soon if soon < Duration::from_millis(1) => backoff.snooze(),
-                later if later < PATIENCE => std::thread::sleep(Duration::from_micros(50)),
+                later if later < self.patience => std::thread::sleep(Duration::from_micros(50)),
                 _ => return Err(HandlerError::new("I/O that uses the range does not end")),
             }
         }
@@ -234,6 +236,8 @@ impl Translation {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use ringfence_iotlb::View;
     use ringfence_mem::{GuestRam, Translate};
 
@@ -282,10 +286,20 @@ mod tests {
         // As a queue that is kept, while the worker that has the view does something else.
         let lease = view.lease(0x5000, 8).unwrap();
         view.write(0x5000, &[1]).unwrap();
-        let begun = Instant::now();
-        translation.suspend();
-        assert!(begun.elapsed() < PATIENCE / 2);
-        drop(lease);
+        // A stop that waited for the lease would never end.
+        translation.patience = Duration::MAX;
+        std::thread::scope(|scope| {
+            // Dropped, too, when what follows fails.
+            let lease = lease;
+            let (stopped, stops) = mpsc::channel();
+            let translation = &translation;
+            scope.spawn(move || {
+                translation.suspend();
+                stopped.send(()).unwrap();
+            });
+            stops.recv_timeout(Duration::from_secs(120)).expect("a stop that waits for no I/O");
+            drop(lease);
+        });
         // Before it translates again it passes a quiet point, as every round of a worker begins.
         view.quiet();
         assert!(view.write(0x5000, &[2]).is_err());
