@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_devices::net::{Lost, Net, NetOptions, QueueCounters, Tap, Way};
+use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, QueueCounters, Tap, Way};
 use ringfence_iotlb::IotlbConfig;
 use ringfence_vhost_user::Server;
 
@@ -110,8 +110,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         patience: Duration::from_millis(iotlb_patience_ms),
         ..IotlbConfig::default()
     };
-    let options =
-        NetOptions { name: "net".into(), way, pairs: queues, mac, mtu, iommu: !no_iommu, iotlb };
+    let options = NetOptions {
+        name: "net".into(),
+        way,
+        pairs: queues,
+        mac,
+        mtu,
+        iommu: !no_iommu,
+        grace: GRACE,
+        iotlb,
+    };
     let net = Net::new(options, workers).context("preparing the device")?;
     let more: Vec<&Path> = peer.as_deref().into_iter().collect();
     serve::run(&service, &more, Serving(net))

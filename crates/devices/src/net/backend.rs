@@ -44,6 +44,9 @@ pub struct NetOptions {
     pub mtu: Option<u16>,
     /// Whether it offers `VIRTIO_F_ACCESS_PLATFORM`.
     pub iommu: bool,
+    /// How long a receiver may be without buffers before packets are dropped; mostly
+    /// [`GRACE`](super::GRACE).
+    pub grace: Duration,
     /// What its device IOTLB may hold, and how long a packet waits for a translation.
     pub iotlb: IotlbConfig,
 }
@@ -85,9 +88,9 @@ impl Net {
         workers: Arc<[Worker]>,
     ) -> io::Result<Arc<Net>> {
         for worker in &*workers {
-            let (way, pairs) = (options.way.clone(), options.pairs);
+            let (way, pairs, grace) = (options.way.clone(), options.pairs, options.grace);
             let made = worker.call(move |work| {
-                work.insert(unit, Box::new(NetUnit::new(way, pairs)?));
+                work.insert(unit, Box::new(NetUnit::new(way, pairs, grace)?));
                 Ok(())
             });
             made.unwrap_or_else(|| Err(io::Error::other("the worker is gone")))?;

@@ -25,6 +25,7 @@ mod ways;
 pub mod wire;
 
 pub use backend::{Net, NetBackend, NetOptions};
+pub use round::GRACE;
 pub use stats::{Lost, QueueCounters};
 pub use tap::{Tap, TapError};
 pub use unit::{NetUnit, Way};

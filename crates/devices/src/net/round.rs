@@ -4,6 +4,8 @@
 //! is kept, and the lane says what it waits for: a translation (then all that the packets behind it
 //! lack is asked for too), or a buffer of the receiver.
 
+use std::time::Duration;
+
 use ringfence_mem::{Access, HostSlice};
 
 use super::{
@@ -22,8 +24,9 @@ const WARY: u64 = 1024;
 /// Who goes on by fewer packets than this from one missing translation to the next has lost those that
 /// it had asked for, as when a driver's IOMMU is flushed: all are asked for anew.
 const FEW: u64 = 8;
-/// How long, in ns, the receiver may be without buffers before packets are dropped.
-const GRACE_NS: u64 = 10_000_000;
+/// How long the receiver may be without buffers before packets are dropped, unless
+/// [`NetOptions`](super::NetOptions) says otherwise.
+pub const GRACE: Duration = Duration::from_millis(10);
 /// After how long, in ns, what is missing is looked for again without an answer.
 const RETRY_NS: u64 = 5_000_000;
 
@@ -89,14 +92,15 @@ pub(super) enum Step {
 }
 
 /// What a lane remembers between two rounds.
-#[derive(Default)]
 pub(super) struct Lane {
     stall: Option<Stall>,
     /// Translations are asked for in advance until so many packets have passed.
     wary: u64,
     /// How many have passed since a translation was missing.
     passed: u64,
-    /// Since when the receiver has had no buffers.
+    /// How long the receiver may be without buffers.
+    grace: Duration,
+    /// Since when it has had none.
     starved_ns: Option<u64>,
     /// For so long that packets are dropped.
     hopeless: bool,
@@ -104,10 +108,34 @@ pub(super) struct Lane {
     pub(super) target: Vec<HostSlice<'static>>,
 }
 
+impl Default for Lane {
+    fn default() -> Lane {
+        Lane::new(GRACE)
+    }
+}
+
 impl Lane {
+    /// One whose receiver may be without buffers for so long.
+    pub(super) fn new(grace: Duration) -> Lane {
+        Lane {
+            stall: None,
+            wary: 0,
+            passed: 0,
+            grace,
+            starved_ns: None,
+            hopeless: false,
+            source: Vec::new(),
+            target: Vec::new(),
+        }
+    }
+
+    fn grace_ns(&self) -> u64 {
+        u64::try_from(self.grace.as_nanos()).unwrap_or(u64::MAX)
+    }
+
     /// When there is something to do though nobody says so.
     pub(super) fn next_due(&self) -> Option<u64> {
-        let starved = self.starved_ns.map(|since| since.saturating_add(GRACE_NS));
+        let starved = self.starved_ns.map(|since| since.saturating_add(self.grace_ns()));
         let starved = starved.filter(|_| !self.hopeless);
         self.stall.map(|stall| stall.retry_at).into_iter().chain(starved).min()
     }
@@ -194,7 +222,7 @@ impl Lane {
 
     pub(super) fn loses_hope(&mut self, now_ns: u64) -> bool {
         let since = *self.starved_ns.get_or_insert(now_ns);
-        self.hopeless |= now_ns.saturating_sub(since) >= GRACE_NS;
+        self.hopeless |= now_ns.saturating_sub(since) >= self.grace_ns();
         self.hopeless
     }
 

@@ -6,6 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering, fence},
     },
+    time::Duration,
 };
 
 use ringfence_iotlb::{Counters, Endpoint, View};
@@ -92,6 +93,8 @@ pub(super) struct End {
 pub struct NetUnit {
     ends: Vec<End>,
     way: Way,
+    /// [`NetOptions::grace`](super::NetOptions::grace).
+    grace: Duration,
     /// By pair, if they lead to a tap.
     outlets: Vec<Outlet>,
     /// By pair, if they lead nowhere.
@@ -121,12 +124,12 @@ impl NetUnit {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn new(way: Way, pairs: u16) -> std::io::Result<NetUnit> {
+    pub fn new(way: Way, pairs: u16, grace: Duration) -> std::io::Result<NetUnit> {
         let wake = Arc::new(Wake { event: event::new()?, asleep: AtomicBool::new(false) });
         let end = || End {
             receive: (0..pairs).map(|_| None).collect(),
             transmit: (0..pairs).map(|_| None).collect(),
-            lanes: (0..pairs).map(|_| Lane::default()).collect(),
+            lanes: (0..pairs).map(|_| Lane::new(grace)).collect(),
             ..End::default()
         };
         let outlets = match &way {
@@ -140,7 +143,7 @@ impl NetUnit {
             _ => Vec::new(),
         };
         let ends = (0..way.ends()).map(|_| end()).collect();
-        Ok(NetUnit { ends, way, outlets: outlets?, probes, wake })
+        Ok(NetUnit { ends, way, grace, outlets: outlets?, probes, wake })
     }
 
     /// Starts a ring; the first of a driver says how its memory is reached, and gives the counters of
@@ -241,7 +244,7 @@ impl NetUnit {
         let stopped = self.slot(at, ring).take()?;
         self.open_outlet(ring, false);
         let end = &mut self.ends[at];
-        end.lanes[usize::from(ring / 2)] = Lane::default();
+        end.lanes[usize::from(ring / 2)] = Lane::new(self.grace);
         Some(stopped.stop(end.bus.as_ref()?))
     }
 
@@ -285,7 +288,7 @@ impl NetUnit {
         self.outlets.iter_mut().for_each(|outlet| outlet.set_open(false));
         let end = &mut self.ends[at];
         end.receive.iter_mut().chain(&mut end.transmit).for_each(|ring| *ring = None);
-        end.lanes.iter_mut().for_each(|lane| *lane = Lane::default());
+        end.lanes.iter_mut().for_each(|lane| *lane = Lane::new(self.grace));
         end.bus = None;
     }
 }

@@ -16,7 +16,7 @@ use ringfence_devices::{
     blk::{BlkBackend, BlkOptions},
     disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
-    net::{Lost, Net, NetOptions, QueueCounters, Way},
+    net::{GRACE, Lost, Net, NetOptions, QueueCounters, Way},
     worker::{Notify, Worker},
 };
 use ringfence_iommu::{
@@ -255,6 +255,7 @@ pub(crate) fn serve_net(
         mac: None,
         mtu: None,
         iommu: true,
+        grace: GRACE,
         iotlb: IotlbConfig::default(),
     };
     let device = Net::new(options, Arc::clone(&behind.workers))?;

@@ -12,7 +12,7 @@ use ringfence_devices::{
     blk::{BlkBackend, BlkFigures, BlkOptions},
     disk::{Disk, ImageOptions},
     iommu::Iommu,
-    net::{Net, NetOptions, Tap, Way},
+    net::{GRACE, Net, NetOptions, Tap, Way},
     worker::Worker,
 };
 use ringfence_iommu::shootdown::Shootdown;
@@ -197,6 +197,7 @@ impl<'a> Plan<'a> {
                         mac: None,
                         mtu: None,
                         iommu: true,
+                        grace: GRACE,
                         iotlb: IotlbConfig::default(),
                     };
                     let net = Net::with_unit(options, unit, workers);
