@@ -1,11 +1,16 @@
 //! A driver that writes whatever it likes into its rings.
 
 use proptest::prelude::*;
-use ringfence_devices::{net::Way, worker::Notify};
+use ringfence_devices::{
+    net::{GRACE, NetOptions, Way},
+    worker::Notify,
+};
 use ringfence_mem::Access;
 use ringfence_virtq::Desc;
 
-use crate::rig::{BUFFERS_AT, Driver, IOVA, PAGE, Setup, device, options, packet, until};
+use crate::rig::{
+    BUFFERS_AT, Driver, IOVA, PAGE, Setup, device, options, packet, unanswered, until,
+};
 
 /// A page that nobody was ever told of.
 const SECRET: u64 = BUFFERS_AT + 200 * PAGE;
@@ -38,7 +43,7 @@ proptest! {
         packed: bool,
         mergeable: bool,
     ) {
-        let mut made = options(Way::Loopback, 1);
+        let mut made = NetOptions { grace: GRACE, ..options(Way::Loopback, 1) };
         made.iotlb.patience = std::time::Duration::from_millis(30);
         let net = device(made, 1, Notify::Adaptive);
         let features = if mergeable { Setup::new(true).features } else { 0 };
@@ -60,13 +65,10 @@ proptest! {
         // Nothing that is asked for is answered. All packets come back in the end, used or not,
         // unless a queue was stopped.
         let mut back = 0;
-        let start = std::time::Instant::now();
-        let stopped = |ring: usize| net.counters(0)[ring].stops() > 0;
-        while back < sent && !stopped(1) && start.elapsed().as_secs() < 10 {
+        unanswered("all packets, or a stop", &mut driver, |driver| {
             back += driver.reclaim(0);
-            std::thread::yield_now();
-        }
-        prop_assert!(back == sent || stopped(1), "{back} of {sent} came back");
+            back == sent || net.counters(0)[1].stops() > 0
+        });
         prop_assert!(driver.get(SECRET, PAGE as usize) == secret);
         // The device lives, and serves the next driver.
         drop(driver);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_devices::{
-    net::{Lost, Net, Way, wire},
+    net::{GRACE, Lost, Net, NetOptions, Way, wire},
     worker::Notify,
 };
 use ringfence_vhost_user::Handler;
@@ -197,7 +197,8 @@ fn work_that_the_receiver_cannot_do_is_not_left_to_it() {
 
 #[test]
 fn a_receiver_without_buffers_holds_up_the_sender_for_a_moment_only() {
-    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let made = NetOptions { grace: GRACE, ..options(Way::Peer, 1) };
+    let net = device(made, 1, Notify::Adaptive);
     let mut sender = Driver::running(&net, 0, Setup::new(false));
     // Nobody is there.
     sender.send(0, &packet(1, 100));
@@ -288,11 +289,8 @@ fn a_driver_that_is_gone_makes_room_for_the_next() {
 
 #[test]
 fn a_device_tells_what_it_is() {
-    let made = ringfence_devices::net::NetOptions {
-        mac: Some([2, 3, 4, 5, 6, 7]),
-        mtu: Some(9000),
-        ..options(Way::Loopback, 4)
-    };
+    let made =
+        NetOptions { mac: Some([2, 3, 4, 5, 6, 7]), mtu: Some(9000), ..options(Way::Loopback, 4) };
     let net = device(made, 1, Notify::Adaptive);
     let mut backend = net.connect(0);
     let mut space = [0xff; 14];
@@ -307,6 +305,6 @@ fn a_device_tells_what_it_is() {
     let platform = 1 << ringfence_virtq::F_ACCESS_PLATFORM;
     assert_eq!(offered & platform, platform);
     drop(backend);
-    let plain = ringfence_devices::net::NetOptions { iommu: false, ..options(Way::Loopback, 1) };
+    let plain = NetOptions { iommu: false, ..options(Way::Loopback, 1) };
     assert_eq!(device(plain, 1, Notify::Adaptive).connect(0).features() & platform, 0);
 }
