@@ -3,7 +3,7 @@
 use std::{
     sync::{Arc, atomic::Ordering},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use ringfence_dma::{Coherent, Device};
@@ -103,13 +103,13 @@ impl<R: Registers> Admin<R> {
     }
 
     fn wait(&mut self) -> Result<super::wire::Answer, Error> {
-        let begun = Instant::now();
+        let begun = self.registers.now();
         loop {
             if let Some(answer) = self.pair.pop() {
                 self.pair.release();
                 return Ok(answer);
             }
-            match begun.elapsed() {
+            match self.registers.now().saturating_sub(begun) {
                 // It mostly answers at once; a look at the registers takes longer than that.
                 waited if waited < Duration::from_micros(200) => thread::yield_now(),
                 waited if waited < self.limit => {

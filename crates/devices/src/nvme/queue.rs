@@ -4,13 +4,7 @@ mod end;
 mod rings;
 mod submit;
 
-use std::{
-    fmt,
-    mem::forget,
-    sync::Arc,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{fmt, mem::forget, sync::Arc, thread, time::Duration};
 
 use ringfence_dma::{Device, DmaBuffer, MapBatch, Returned, UnmapBatch};
 use ringfence_iommu::{Domain, HostAddr};
@@ -60,9 +54,10 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     /// Commands that the controller was told of.
     asked: usize,
     max_transfer: u64,
-    /// When something was last completed, or the first command was published.
-    progress: Instant,
-    looked: Instant,
+    /// When something was last completed, or the first command was published, by the clock of
+    /// [`Registers::now`].
+    progress: Duration,
+    looked: Duration,
     /// Why it cannot go on.
     failed: Option<Error>,
     // The last to be dropped: with the last of them the controller stops.
@@ -107,6 +102,7 @@ where
         state.queues[id] = true;
         drop(state);
         debug_assert_eq!(pair.depth(), depth);
+        let now = core.registers.now();
         Ok(IoQueue {
             id: number,
             rings: Some(Rings { pair, lists, list_bytes }),
@@ -119,8 +115,8 @@ where
             refused: Vec::new(),
             asked: 0,
             max_transfer,
-            progress: Instant::now(),
-            looked: Instant::now(),
+            progress: now,
+            looked: now,
             failed: None,
             inner: Arc::clone(inner),
         })
@@ -151,9 +147,13 @@ where
         &self.device
     }
 
+    fn now(&self) -> Duration {
+        self.inner.core.registers.now()
+    }
+
     fn note_asked(&mut self) {
         if self.asked == 0 {
-            self.progress = Instant::now();
+            self.progress = self.now();
         }
         self.asked += 1;
     }
@@ -232,7 +232,7 @@ where
             return Err(self.fail(error));
         }
         if answers > 0 {
-            self.progress = Instant::now();
+            self.progress = self.now();
         } else if self.asked > 0 {
             self.look()?;
         }
@@ -310,8 +310,8 @@ where
 
     /// Nothing came: whether the controller still works.
     fn look(&mut self) -> Result<(), Error> {
-        let now = Instant::now();
-        if now - self.looked < LOOK || now - self.progress < LOOK {
+        let now = self.now();
+        if now.saturating_sub(self.looked.max(self.progress)) < LOOK {
             return Ok(());
         }
         self.looked = now;
@@ -320,7 +320,7 @@ where
         let state = self.inner.state.try_lock();
         let result = if state.is_some_and(|state| state.admin.is_none()) {
             Err(Error::Stopped)
-        } else if now - self.progress > after {
+        } else if now.saturating_sub(self.progress) > after {
             check(&*self.inner.core.registers).and(Err(Error::Timeout { queue: self.id, after }))
         } else {
             check(&*self.inner.core.registers)

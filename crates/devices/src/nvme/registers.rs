@@ -1,9 +1,8 @@
 //! The controller's registers (NVMe 1.4, section 3.1), and what it says of itself there.
 
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
+use std::{thread, time::Duration};
+
+use ringfence_sync::clock::{Clock, MonotonicClock};
 
 use super::Error;
 
@@ -18,6 +17,12 @@ pub trait Registers: Send + Sync {
     fn read32(&self, at: u64) -> u32;
     /// Writes the 32 bits at `at`, a multiple of 4.
     fn write32(&self, at: u64, value: u32);
+
+    /// The clock by which the controller is given up that does not answer in time. The default is the
+    /// system's.
+    fn now(&self) -> Duration {
+        Duration::from_nanos(MonotonicClock.now_ns())
+    }
 
     /// Reads the 64 bits at `at`, a multiple of 8. The default reads the halves, the low one first.
     fn read64(&self, at: u64) -> u64 {
@@ -160,7 +165,7 @@ fn wait(
     reset: bool,
     limit: Duration,
 ) -> Result<bool, Error> {
-    let begun = Instant::now();
+    let begun = registers.now();
     loop {
         let status = registers.read32(CSTS);
         if status == NOTHING {
@@ -172,7 +177,7 @@ fn wait(
         if status & CSTS_FATAL != 0 && !reset {
             return Err(Error::Fatal);
         }
-        if begun.elapsed() > limit {
+        if registers.now().saturating_sub(begun) > limit {
             return Ok(false);
         }
         thread::sleep(Duration::from_micros(50));
