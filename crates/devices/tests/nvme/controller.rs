@@ -13,8 +13,9 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_devices::nvme::Registers;
+use ringfence_sync::clock::{Clock, MonotonicClock};
 
-use crate::bus::Bus;
+use crate::{bus::Bus, rig::LIMIT};
 
 const CAP: u64 = 0x00;
 const CC: u64 = 0x14;
@@ -24,6 +25,11 @@ const ASQ: u64 = 0x28;
 const ACQ: u64 = 0x30;
 const DOORBELLS: u64 = 0x1000;
 const SIZE: u64 = 0x2000;
+
+/// How often it looks for commands before it knows that it has carried out all that came.
+const IDLE: u32 = 200;
+/// How much time passes, in ns, when it does not do what it is told: more than anybody waits.
+const PASSES: u64 = 10 * LIMIT.as_nanos() as u64;
 
 /// Queues besides the admin queue.
 pub(crate) const QUEUES: u16 = 4;
@@ -41,7 +47,7 @@ pub(crate) enum Evil {
     Stray(u16),
     /// Completes each command twice.
     Twice,
-    /// Completes a command, and then does what it says and more.
+    /// Completes a command, and does what it says and more when it is something else again.
     Late,
     /// Completes none.
     Silent,
@@ -62,7 +68,7 @@ pub(crate) enum Evil {
 pub(crate) struct Character {
     /// What fills its answers to Identify; `None`: the truth.
     pub(crate) identify: Option<u64>,
-    /// Whether it ever becomes ready.
+    /// Whether it ever becomes ready. Where it does not do what it is told, time passes.
     pub(crate) starts: bool,
     /// Whether it stops when it is told to.
     pub(crate) stops: bool,
@@ -101,6 +107,8 @@ pub(crate) struct Told {
 struct Shared {
     words: Vec<AtomicU32>,
     gone: AtomicBool,
+    /// How far its clock is ahead, in ns.
+    ahead: AtomicU64,
     over: AtomicBool,
     evil: Mutex<Evil>,
     told: Told,
@@ -120,6 +128,9 @@ impl Shared {
     fn put(&self, at: u64, value: u32) {
         self.word(at).store(value, Ordering::Release);
     }
+    fn pass_time(&self) {
+        self.ahead.fetch_add(PASSES, Ordering::AcqRel);
+    }
 }
 
 /// The registers, for a driver.
@@ -131,6 +142,9 @@ impl Registers for Bar {
     }
     fn read32(&self, at: u64) -> u32 {
         if self.0.gone.load(Ordering::Acquire) { u32::MAX } else { self.0.get(at) }
+    }
+    fn now(&self) -> Duration {
+        Duration::from_nanos(MonotonicClock.now_ns() + self.0.ahead.load(Ordering::Acquire))
     }
     fn write32(&self, at: u64, value: u32) {
         if at > DOORBELLS && ((at - DOORBELLS) / self.1).is_multiple_of(2) {
@@ -154,12 +168,14 @@ impl Soft {
         let shared = Arc::new(Shared {
             words: (0..SIZE / 4).map(|_| AtomicU32::new(0)).collect(),
             gone: AtomicBool::new(false),
+            ahead: AtomicU64::new(0),
             over: AtomicBool::new(false),
             evil: Mutex::new(Evil::None),
             told: Told::default(),
             disk: Mutex::new(vec![0; blocks * BLOCK]),
         });
-        let cap = 1 << 37 | character.stride << 32 | 2 << 24 | u64::from(ENTRIES - 1);
+        // It asks for as much time as it can to start and to stop: 127 s.
+        let cap = 1 << 37 | character.stride << 32 | 0xff << 24 | u64::from(ENTRIES - 1);
         shared.put(CAP, cap as u32);
         shared.put(CAP + 4, (cap >> 32) as u32);
         let engine = Engine {
@@ -237,7 +253,7 @@ struct Engine {
 
 impl Engine {
     fn run(mut self) {
-        let mut enabled = false;
+        let (mut enabled, mut idle) = (false, 0);
         while !self.shared.over.load(Ordering::Acquire) {
             self.bus.quiet();
             let configuration = self.shared.get(CC);
@@ -250,7 +266,17 @@ impl Engine {
                 self.shared.told.shut_down.store(true, Ordering::Release);
                 self.shared.put(CSTS, self.shared.get(CSTS) | 2 << 2);
             }
-            if !(enabled && self.serve()) {
+            if enabled && self.serve() {
+                idle = 0;
+            } else {
+                idle += 1;
+                if idle == IDLE && matches!(*self.shared.evil.lock(), Evil::Silent | Evil::Dice(_))
+                {
+                    // What the driver waits for now does not come. Once: what it waits for next, the
+                    // end of the queue, does.
+                    let ahead = &self.shared.ahead;
+                    let _ = ahead.compare_exchange(0, PASSES, Ordering::AcqRel, Ordering::Acquire);
+                }
                 self.bus.rest();
                 thread::sleep(Duration::from_micros(20));
             }
@@ -259,6 +285,7 @@ impl Engine {
 
     fn start(&mut self) -> bool {
         if !self.character.starts {
+            self.shared.pass_time();
             return false;
         }
         let sizes = self.shared.get(AQA);
@@ -273,6 +300,7 @@ impl Engine {
     /// Whether it did.
     fn stop(&mut self) -> bool {
         if !self.character.stops {
+            self.shared.pass_time();
             return false;
         }
         self.submit.clear();
@@ -294,13 +322,15 @@ impl Engine {
     /// Carries out what there is; whether there was any.
     fn serve(&mut self) -> bool {
         let mut any = false;
-        for command in std::mem::take(&mut self.late) {
-            any = true;
-            // Later the driver has its buffer back.
+        let evil = *self.shared.evil.lock();
+        if let (Evil::Dice(_), false) = (evil, self.late.is_empty()) {
+            // Later the driver has its buffer back, most likely.
             self.bus.rest();
             thread::sleep(Duration::from_millis(20));
             self.bus.quiet();
-            let _ = self.transfer(&command);
+        }
+        if evil != Evil::Late {
+            any = self.try_late();
         }
         for id in self.submit.keys().copied().collect::<Vec<_>>() {
             let tail = self.shared.get(self.doorbell(id, false));
@@ -333,6 +363,13 @@ impl Engine {
             }
         }
         any
+    }
+
+    /// Carries out what was completed before; whether there was any.
+    fn try_late(&mut self) -> bool {
+        let late = std::mem::take(&mut self.late);
+        late.iter().for_each(|command| _ = self.transfer(command));
+        !late.is_empty()
     }
 
     fn read(&mut self, at: u64, bytes: &mut [u8]) -> bool {
@@ -441,6 +478,10 @@ impl Engine {
         let id = (command[0] >> 16) as u16;
         let evil = *self.shared.evil.lock();
         let evil = match evil {
+            Evil::None => {
+                self.try_late();
+                Evil::None
+            }
             Evil::Dice(seed) => {
                 self.dice ^= seed;
                 match self.roll() % 32 {

@@ -93,7 +93,7 @@ fn the_longest_command_moves_as_much_as_a_list_of_a_page_describes() {
 #[test]
 fn a_controllers_own_limit_of_a_transfer_is_kept() {
     let character = Character { mdts: 2, ..Character::GOOD };
-    let rig = Rig::with(Policy::StrictMap, character, std::time::Duration::from_secs(30));
+    let rig = Rig::with(Policy::StrictMap, character);
     let (mut queue, space) = (rig.queue(2), rig.space());
     assert_eq!(queue.max_transfer(), 16 << 10);
     for (len, fits) in [(16 << 10, true), ((16 << 10) + BLOCK, false)] {

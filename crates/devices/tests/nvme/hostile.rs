@@ -1,6 +1,6 @@
 //! Controllers that are broken or hostile.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
 
 use proptest::prelude::*;
 use ringfence_devices::nvme::{Completion, Data, Error, Failure, Op};
@@ -8,13 +8,11 @@ use ringfence_dma::Policy;
 
 use crate::{
     controller::{Character, Evil},
-    rig::{Buffer, Queue, Rig, pattern},
+    rig::{Buffer, LIMIT, Queue, Rig, pattern},
 };
 
-const LIMIT: Duration = Duration::from_millis(300);
-
 fn rig(policy: Policy) -> Rig {
-    Rig::with(policy, Character::GOOD, LIMIT)
+    Rig::with(policy, Character::GOOD)
 }
 
 /// Submits so many reads, and reaps until the queue fails or is idle.
@@ -149,7 +147,7 @@ fn an_admin_queue_that_lies_ends_the_start() {
     // It fails before anything is mapped for long, or is one whose words make sense by chance.
     for seed in 0..40 {
         let character = Character { identify: Some(seed), ..Character::GOOD };
-        let rig = Rig::with(Policy::StrictMap, character, LIMIT);
+        let rig = Rig::with(Policy::StrictMap, character);
         match &rig.disk {
             Ok(disk) => assert!(disk.namespaces().len() <= 1024),
             Err(error) => {

@@ -1,13 +1,13 @@
 //! A controller comes up, is shared by queues, and is stopped before its memory goes.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
 
 use ringfence_devices::nvme::{Data, Error, NotAsked, Op};
 use ringfence_dma::Policy;
 
 use crate::{
     controller::{BLOCK, Character, ENTRIES, Evil, QUEUES},
-    rig::{BLOCKS, Buffer, Queue, Rig, pattern},
+    rig::{BLOCKS, Buffer, LIMIT, Queue, Rig, pattern},
 };
 
 #[test]
@@ -27,7 +27,7 @@ fn it_says_who_it_is() {
 #[test]
 fn queues_are_used_by_threads_and_come_back() {
     let character = Character { stride: 3, ..Character::GOOD };
-    let rig = Rig::with(Policy::StrictMap, character, Duration::from_secs(30));
+    let rig = Rig::with(Policy::StrictMap, character);
     for _ in 0..2 {
         let queues: Vec<Queue> =
             (0..QUEUES).map(|n| rig.queue(ENTRIES - 1 - u32::from(n))).collect();
@@ -81,7 +81,7 @@ fn a_shutdown_is_in_order_and_ends_all_queues() {
 fn what_is_dropped_in_the_middle_is_stopped_first() {
     for deletes in [true, false] {
         let character = Character { deletes, ..Character::GOOD };
-        let rig = Rig::with(Policy::StrictMap, character, Duration::from_secs(30));
+        let rig = Rig::with(Policy::StrictMap, character);
         let (mut queue, space) = (rig.queue(16), rig.space());
         rig.soft.be(Evil::Silent);
         for n in 0..16 {
@@ -108,14 +108,13 @@ fn what_is_dropped_in_the_middle_is_stopped_first() {
 
 #[test]
 fn one_that_never_starts_or_never_stops_is_an_error() {
-    let limit = Duration::from_millis(100);
     let starts = Character { starts: false, ..Character::GOOD };
-    let rig = Rig::with(Policy::StrictMap, starts, limit);
-    assert_eq!(rig.disk.as_ref().unwrap_err(), &Error::NotReady(limit));
+    let rig = Rig::with(Policy::StrictMap, starts);
+    assert_eq!(rig.disk.as_ref().unwrap_err(), &Error::NotReady(LIMIT));
     assert_eq!(rig.domain.mappings(), 0);
 
     let stops = Character { stops: false, deletes: false, ..Character::GOOD };
-    let rig = Rig::with(Policy::StrictMap, stops, limit);
+    let rig = Rig::with(Policy::StrictMap, stops);
     let (mut queue, space) = (rig.queue(2), rig.space());
     rig.soft.be(Evil::Silent);
     let data = Data::Buffer(Buffer::new(0, 8192));
@@ -123,7 +122,7 @@ fn one_that_never_starts_or_never_stops_is_an_error() {
     queue.publish().unwrap();
     assert_eq!(
         queue.abandon(|_| panic!("it may still write there")),
-        Err(Error::NotStopped(limit))
+        Err(Error::NotStopped(LIMIT))
     );
     drop(queue);
     drop(rig.disk);

@@ -1,7 +1,7 @@
 //! The driver over a type1 container, of a kernel in this process: what a program for a real disk does,
 //! but for the disk.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use ringfence_devices::nvme::{Buffer, Config, Controller, Data, Namespace, Op};
 use ringfence_dma::{
@@ -15,7 +15,7 @@ use ringfence_vfio::{Tuning, Type1, fake};
 use crate::{
     bus::Bus,
     controller::{Bar, Character, Soft},
-    rig::{BLOCKS, pattern},
+    rig::{BLOCKS, LIMIT, pattern},
 };
 
 type Domain = Arc<Type1<fake::Type1>>;
@@ -56,7 +56,7 @@ fn start(policy: Policy) -> (Disk, Soft, Domain) {
     let fallback = policy.is_lazy().then_some(Fallback::NoDeferredFlush);
     assert_eq!(device.fallback(), fallback);
     let soft = Soft::new(BLOCKS, Bridge(Arc::clone(&domain)), Character::GOOD);
-    let config = Config { limit: Duration::from_secs(30), ..Config::default() };
+    let config = Config { limit: LIMIT, ..Config::default() };
     (Controller::start(device, soft.bar(), config).unwrap(), soft, domain)
 }
 

@@ -27,6 +27,9 @@ pub(crate) type Space = Arc<Slabs<OsCpu>>;
 pub(crate) type Disk = Controller<Domain, Space, Bar>;
 pub(crate) type Queue<B = Buffer> = IoQueue<Domain, Space, Bar, B>;
 
+/// Longer than a controller takes that answers, on a busy machine. One that does not answer lets the
+/// time pass.
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 /// Blocks of the disk.
 pub(crate) const BLOCKS: usize = 8192;
 
@@ -110,10 +113,10 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) fn new(policy: Policy) -> Rig {
-        Rig::with(policy, Character::GOOD, Duration::from_secs(30))
+        Rig::with(policy, Character::GOOD)
     }
 
-    pub(crate) fn with(policy: Policy, character: Character, limit: Duration) -> Rig {
+    pub(crate) fn with(policy: Policy, character: Character) -> Rig {
         let sizes = PageSizes::from_granule(4096).unwrap();
         let geometry = Geometry::new(sizes, Range::ALL);
         let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(2));
@@ -129,7 +132,7 @@ impl Rig {
         assert_eq!(device.effective_policy(), policy);
         let bus = SoftBus::new(&domain, policy == Policy::Off);
         let soft = Soft::new(BLOCKS, bus, character);
-        let config = Config { limit, ..Config::default() };
+        let config = Config { limit: LIMIT, ..Config::default() };
         let disk = Controller::start(device.clone(), soft.bar(), config);
         Rig { disk, device, soft, domain }
     }
