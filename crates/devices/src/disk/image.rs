@@ -272,7 +272,7 @@ mod tests {
     fn a_lock_that_is_let_go_of_soon_is_waited_for() {
         let file = image(4096);
         let writer = opened(&file, false).unwrap();
-        let waiting = ImageOptions { wait: Duration::from_secs(20), ..ImageOptions::default() };
+        let waiting = ImageOptions { wait: Duration::from_secs(120), ..ImageOptions::default() };
         std::thread::scope(|scope| {
             let opened = scope.spawn(|| Image::open(file.path(), waiting));
             std::thread::yield_now();

@@ -79,13 +79,18 @@ fn flushes_of_the_whole_space_under_load_lose_nothing() {
         let mut behind = Behind::new(workers, config(), ram_disk(1 << 20));
         let mut queues = [behind.queue(0), behind.queue(1)];
         let pages: Vec<_> = (0..16).map(|_| behind.mapped()).collect();
-        let left = AtomicUsize::new(queues.len());
+        let (left, flushes) = (AtomicUsize::new(queues.len()), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for queue in &mut queues {
-                let (pages, left) = (&pages, &left);
+                let (pages, left, flushes) = (&pages, &left, &flushes);
                 scope.spawn(move || {
                     let half = usize::from(queue.index) * 8;
                     for round in 0..400usize {
+                        if round == 200 {
+                            // Now the ring is away.
+                            let before = flushes.load(Ordering::Acquire);
+                            until("a flush", || flushes.load(Ordering::Acquire) > before);
+                        }
                         let byte = round as u8 ^ 0x80;
                         let (out, back) = (half + round % 4, half + 4 + round % 4);
                         let sector = (half * 8 + round % 8) as u64;
@@ -99,6 +104,9 @@ fn flushes_of_the_whole_space_under_load_lose_nothing() {
             }
             while left.load(Ordering::Relaxed) > 0 {
                 behind.invalidate_all();
+                flushes.fetch_add(1, Ordering::Release);
+                // The thread that answers misses needs the connection too.
+                std::thread::yield_now();
             }
         });
         let sum = behind.options.figures.sum();

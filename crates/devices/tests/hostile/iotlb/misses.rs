@@ -191,18 +191,21 @@ fn answers_in_any_order_do() {
 #[test]
 fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
     // rule D18
-    // What is told twice is believed: not so soon that it happens here.
-    let config = IotlbConfig { again: Duration::from_millis(500), ..config() };
-    let mut behind = Behind::new(1, config, ram_disk(1 << 20));
+    let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
+    behind.answers(Answers::Held);
     let request = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
     behind.map(request.pages[1], Access::Read);
     queue.push(0);
-    behind.wait_asked(request.pages[1]);
+    request.pages.iter().for_each(|&page| behind.wait_asked(page));
+    // Told once: what is told twice is believed.
     behind.answers(Answers::Never);
+    behind.forget_asked();
+    behind.release(|_| ());
     let page = iova(request.pages[1]);
-    until("another question", || behind.asked().iter().filter(|miss| miss.0 == page).count() > 1);
+    until("another question", || behind.asked().iter().any(|miss| miss.0 == page));
+    behind.round(0);
     assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 1);
     assert!(behind.asked().contains(&(page, Access::Write)));
     behind.map(request.pages[1], Access::ReadWrite);
@@ -254,10 +257,10 @@ fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_no
 
 #[test]
 fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_more() {
-    // A busy machine answers in time where it is to. The test takes twice as long.
-    let patience = Duration::from_secs(2);
+    let patience = Duration::from_millis(200);
     let mut behind = Behind::new(1, IotlbConfig { patience, ..config() }, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
+    behind.push(0);
     queue.go_round();
     behind.answers(Answers::Never);
     let lost = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
@@ -266,15 +269,19 @@ fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_mo
     assert_eq!((lost.status(), behind.timeouts()), (0xee, 1));
     behind.answers(Answers::Now);
     let next = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
-    queue.push(0);
-    assert_eq!(finish(&mut queue, 1), [(0, PAGE as u32 + 1)]);
+    // The first time, unless a busy machine answers too late: then what is missing is there the next.
+    until("a request whose misses are answered", || {
+        queue.push(0);
+        finish(&mut queue, 1) == [(0, PAGE as u32 + 1)]
+    });
     assert_eq!(next.status(), 0);
+    let timeouts = behind.timeouts();
     // Not even its table: the chain is given back, and the ring goes on.
     behind.answers(Answers::Never);
     Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, true);
     queue.push(0);
     assert_eq!(finish(&mut queue, 1), [(0, 0)]);
-    assert_eq!(behind.timeouts(), 2);
+    assert_eq!(behind.timeouts(), timeouts + 1);
 }
 
 #[test]
@@ -319,8 +326,10 @@ fn arbitrary_chains_and_answers_harm_only_their_ring() {
         let config =
             IotlbConfig { patience, again: Duration::from_millis(10), misses: 64, ..config() };
         let mut behind = Behind::new(1, config, ram_disk(1 << 20));
+        // On pages 0 and 1, which need not be asked for when it matters.
         let mut hostile = behind.queue(0);
         let mut healthy = behind.queue(1);
+        behind.push(1);
         healthy.go_round();
         let pages: Vec<usize> = (0..8).map(|_| behind.mapped().0).collect();
         // Some answers are for reading only, and some addresses lead nowhere.
@@ -349,10 +358,12 @@ fn arbitrary_chains_and_answers_harm_only_their_ring() {
             behind.release(|held| held.reverse());
         }
         behind.answers(Answers::Now);
+        behind.push(1);
         healthy.go_round();
         behind.main().get_vring_base(0).unwrap();
         hostile.clear();
         hostile.start(&mut behind.main(), 0);
+        behind.push(0);
         hostile.go_round();
     }
 }

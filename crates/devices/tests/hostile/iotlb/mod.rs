@@ -84,19 +84,19 @@ pub(crate) fn config() -> IotlbConfig {
     IotlbConfig { patience: LONG, again, ..IotlbConfig::default() }
 }
 
+pub(crate) fn options(config: IotlbConfig, disk: Disk) -> BlkOptions {
+    let options = BlkOptions::new(disk, ID, 4);
+    BlkOptions { iotlb: Some(config), unit: BLK_UNIT, patience: LONG, ..options }
+}
+
+pub(crate) fn workers(count: usize) -> Arc<[Worker]> {
+    let spawn = |n| Worker::spawn(&format!("worker-{n}"), Notify::Adaptive).unwrap();
+    (0..count).map(spawn).collect()
+}
+
 impl Behind {
     pub(crate) fn new(workers: usize, config: IotlbConfig, disk: Disk) -> Behind {
-        let workers: Arc<[Worker]> = (0..workers)
-            .map(|n| Worker::spawn(&format!("worker-{n}"), Notify::Adaptive).unwrap())
-            .collect();
-        let options = BlkOptions {
-            iotlb: Some(config),
-            unit: BLK_UNIT,
-            // For a disk that does not answer at all.
-            patience: Duration::from_millis(500),
-            ..BlkOptions::new(disk, ID, 4)
-        };
-        Behind::connect(workers, options)
+        Behind::connect(self::workers(workers), options(config, disk))
     }
 
     /// A new connection to the same device.
@@ -206,6 +206,12 @@ impl Behind {
     pub(crate) fn map(&self, page: usize, access: Access) {
         let user = self.ram.user_addr() + (page * PAGE) as u64;
         self.front.table.lock().unwrap().insert(iova(page), (user, access));
+    }
+
+    /// Sends the translation of a page that is mapped, before anything asks for it: for what must not
+    /// depend on how soon an answer comes.
+    pub(crate) fn push(&self, page: usize) {
+        assert!(self.front.answer(iova(page)));
     }
 
     pub(crate) fn unmap(&self, page: usize) {
