@@ -237,7 +237,7 @@ fn others_pin_and_unpin_while_a_long_pin_runs() {
         let done = shared.pin_range(iova(0), 15 << 20, Prot::RW, |progress| {
             steps.push((progress.done >> 20, progress.total >> 20));
             ask.send(()).unwrap();
-            let kept_out = answered.recv_timeout(Duration::from_secs(30)).is_err();
+            let kept_out = answered.recv_timeout(Duration::from_secs(120)).is_err();
             if kept_out { Step::Keep } else { Step::Continue }
         });
         drop(ask);

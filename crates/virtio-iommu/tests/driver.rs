@@ -34,7 +34,7 @@ fn page(n: u64) -> Range {
 
 fn options() -> Options {
     // Long: only a lost wake-up would let it pass.
-    Options { notify: Notify::Poll, timeout: Duration::from_secs(20), ..Options::default() }
+    Options { notify: Notify::Poll, timeout: Duration::from_secs(120), ..Options::default() }
 }
 
 fn fresh() -> Link {

@@ -290,7 +290,7 @@ fn flip(scene: &Scene) {
         let now = shared.u64_at(BEAT).load(Relaxed);
         if now != beat {
             (beat, since) = (now, Instant::now());
-        } else if since.elapsed() > Duration::from_secs(20) {
+        } else if since.elapsed() > Duration::from_secs(120) {
             return;
         }
     }

@@ -148,7 +148,7 @@ fn bell() -> (impl Fn() + Send, impl Fn() + Send) {
         Err(TrySendError::Disconnected(())) => {}
     };
     // Reached only if a wake-up is lost: nobody is ever kept waiting so long by load.
-    let wait = move || wait.recv_timeout(Duration::from_secs(60)).expect("a lost wake-up");
+    let wait = move || wait.recv_timeout(Duration::from_secs(120)).expect("a lost wake-up");
     (ring, wait)
 }
 
