@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Place, Running};
+use common::{LIMIT, Place, Running};
 use ringfence_devices::{
     blk::{
         DriverQueue, QueueLayout,
@@ -35,7 +35,7 @@ use ringfence_vhost_user::{
 use rustix::process::Signal;
 use zerocopy::IntoBytes;
 
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = LIMIT;
 const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
 /// Requests of a queue at a time.
@@ -226,7 +226,7 @@ fn connected(socket: &Path) -> UnixStream {
 }
 
 fn started(place: &Place, more: &[&str]) -> Running {
-    let fixed = ["blk", "--socket", "s", "--image", "disk.img"];
+    let fixed = ["blk", "--socket", "s", "--image", "disk.img", "--iotlb-patience-ms", "600000"];
     let mut running = place.start(&[&fixed[..], more].concat());
     running.wait_for(|line| line.contains("listening on s"));
     running

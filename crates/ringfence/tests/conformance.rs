@@ -139,6 +139,11 @@ impl Handler for Wrong {
 
 fn conformance(place: &Place, more: &[&str]) -> Ended {
     let mut arguments = vec!["conformance", "iommu.sock", "--endpoint", "0x30"];
+    // Answers that come may take their time. What an access is given is a tenth of it: a second, since
+    // there are some that are never answered, each of which takes all of that.
+    if !more.contains(&"--timeout") {
+        arguments.extend(["--timeout", "10000"]);
+    }
     arguments.extend(more);
     place.run(&arguments)
 }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Place, bytes_of, policies};
+use common::{LIMIT, Place, bytes_of, policies};
 
 const MIB: usize = 1 << 20;
 const MIXED: &str = "[mixed]\nrw=randrw\nbs=4k\nsize=4m\niodepth=8\ntime_based\nruntime=100ms\n";
@@ -93,7 +93,9 @@ fn bytes_that_are_wrong_are_found() {
             "job.fio",
             "--disk=disk.img",
             "--destroy-data",
-            "--runtime=1",
+            // As long as it may take until the sector below is bad: it ends at the first error of
+            // the round that warms up.
+            "--runtime=60",
             "--repeat=2",
             "--policy",
             row,
@@ -101,14 +103,13 @@ fn bytes_that_are_wrong_are_found() {
         ]);
         // The disk is laid out once it is ours from beginning to end; then a sector goes bad.
         let file = File::options().read(true).write(true).open(&disk).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + LIMIT;
         let mut last = [0; 512];
         while last == [0; 512] {
             assert!(Instant::now() < deadline && running.is_running(), "it was not laid out");
             file.read_exact_at(&mut last, (MIB - 512) as u64).unwrap();
             std::thread::sleep(Duration::from_millis(2));
         }
-        std::thread::sleep(Duration::from_millis(50));
         while running.is_running() && Instant::now() < deadline {
             file.write_all_at(&[0xee; 4096], 123 * 4096).unwrap();
             std::thread::sleep(Duration::from_millis(20));

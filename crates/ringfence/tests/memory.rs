@@ -19,7 +19,7 @@ fn the_default_jobs_take_less_than_two_gib() {
     let (mut most_driver, mut most_device) = (0, 0);
     while running.is_running() {
         most_driver = most_driver.max(driver.most_memory().unwrap_or(0));
-        for process in place.processes(Duration::ZERO) {
+        for process in place.processes() {
             if process.id != driver.id {
                 most_device = most_device.max(process.most_memory().unwrap_or(0));
             }

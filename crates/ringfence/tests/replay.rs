@@ -8,9 +8,10 @@ use std::{
     fs::File,
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    time::{Duration, Instant},
 };
 
-use common::{Ended, MAPPING, Place, number};
+use common::{Ended, LIMIT, MAPPING, Place, number};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -360,7 +361,12 @@ fn ctrl_c_ends_waiting_for_a_recording_that_does_not_come() {
     )
     .unwrap();
     let mut running = place.start(&["replay", "fifo"]);
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    // It waits: it has opened it, and nobody writes.
+    let begun = Instant::now();
+    while !running.process().has_open(&fifo) {
+        assert!(running.is_running() && begun.elapsed() < LIMIT, "it is not opened");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     assert!(running.is_running());
     running.signal_group(Signal::INT);
     let ended = running.wait();

@@ -36,10 +36,12 @@ pub(crate) const POLICIES: [&str; 9] = [
 /// Those of them under which every buffer is mapped.
 pub(crate) const MAPPING: &[&str] = POLICIES.split_at(7).0.split_at(1).1;
 
-/// No run of these tests takes longer, however busy the machine is.
-const LIMIT: Duration = Duration::from_secs(120);
+/// A guard against hanging, and no measure: nothing that these tests wait for takes longer, however
+/// busy the machine is.
+pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 
-/// One at a time: two comparisons on two processors measure each other.
+/// One at a time: each run has two processes that spin. No verdict depends on it, since others may run
+/// beside this program.
 static TURN: Mutex<()> = Mutex::new(());
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 
@@ -93,15 +95,16 @@ impl Place {
         names
     }
 
-    /// The processes that descend from this place and still run. A process on its way out may
-    /// take a moment; whatever is there after `patience` stays.
-    pub(crate) fn processes(&self, patience: Duration) -> Vec<Process> {
-        let deadline = Instant::now() + patience;
+    /// Waits until no process that descends from this place runs any more. A command that ends in order
+    /// has waited for its own: then none may be there at once, and this is for those that were killed.
+    pub(crate) fn wait_for_processes(&self) {
+        let deadline = Instant::now() + LIMIT;
         loop {
-            let found = self.processes_now();
-            if found.is_empty() || Instant::now() > deadline {
-                return found;
+            let found = self.processes();
+            if found.is_empty() {
+                return;
             }
+            assert!(Instant::now() < deadline, "{found:?}");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -111,7 +114,7 @@ impl Place {
         let deadline = Instant::now() + LIMIT;
         loop {
             let device = |process: &Process| process.line.ends_with("device ");
-            if let Some(found) = self.processes_now().into_iter().find(device) {
+            if let Some(found) = self.processes().into_iter().find(device) {
                 return found;
             }
             assert!(Instant::now() < deadline, "no device process");
@@ -119,7 +122,8 @@ impl Place {
         }
     }
 
-    fn processes_now(&self) -> Vec<Process> {
+    /// The processes that descend from this place and run.
+    pub(crate) fn processes(&self) -> Vec<Process> {
         let mut found = Vec::new();
         for entry in fs::read_dir("/proc").unwrap().flatten() {
             let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
@@ -169,7 +173,7 @@ impl Place {
         assert_eq!(json["bench"], short[1]);
         assert_eq!(json["interrupted"], false);
         assert_eq!(json["errors"], Value::Array(Vec::new()));
-        assert!(self.processes(Duration::from_secs(2)).is_empty(), "no process stays");
+        assert!(self.processes().is_empty(), "no process stays");
         json
     }
 
@@ -201,6 +205,24 @@ impl Process {
     pub(crate) fn kill(&self, signal: Signal) {
         // It may be gone: that is for the test to find out.
         let _ = kill_process(pid(self.id), signal);
+    }
+
+    /// The processor time that its threads had so far; none if it is gone.
+    pub(crate) fn cpu_time(&self) -> Duration {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.id));
+        let spent = |task: fs::DirEntry| {
+            let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
+            text.split(' ').next()?.parse::<u64>().ok()
+        };
+        Duration::from_nanos(tasks.into_iter().flatten().flatten().filter_map(spent).sum())
+    }
+
+    /// Whether it has this file open.
+    pub(crate) fn has_open(&self, path: &Path) -> bool {
+        let path = fs::canonicalize(path).unwrap();
+        let files = fs::read_dir(format!("/proc/{}/fd", self.id));
+        let is = |file: fs::DirEntry| fs::read_link(file.path()).is_ok_and(|link| link == path);
+        files.into_iter().flatten().flatten().any(is)
     }
 
     /// The most memory it held so far, bytes. `None` if it is gone.
@@ -360,6 +382,13 @@ pub(crate) fn row<'a>(json: &'a Value, index: usize, policy: &str) -> &'a Value 
 pub(crate) fn number(value: &Value, path: &str) -> f64 {
     let found = value.pointer(path).and_then(Value::as_f64);
     found.unwrap_or_else(|| panic!("{path} is no number in {value:#}"))
+}
+
+/// What the probe of a row of `ios` I/Os tried, an I/O. It goes by the clock: how many of its requests,
+/// copies and bytes come to an I/O is a matter of the machine's speed, and is to be taken off where a
+/// figure an I/O is judged. The row is strict: such a probe asks the device once.
+pub(crate) fn probes_per_io(row: &Value, ios: u32) -> f64 {
+    number(row, "/stale_window/probes") / f64::from(ios)
 }
 
 /// Rows with errors, and rows that promise what strict does and leaked.

@@ -26,9 +26,9 @@ use ringfence_virtio_iommu::wire::{
 };
 use ringfence_virtq::{Desc, driver, layout};
 
-use crate::common::{Place, Running};
+use crate::common::{LIMIT, Place, Running};
 
-pub(crate) const LONG: Duration = Duration::from_secs(30);
+pub(crate) const LONG: Duration = LIMIT;
 pub(crate) const PAGE: u64 = 4096;
 /// VERSION_1, INDIRECT_DESC, EVENT_IDX and ACCESS_PLATFORM.
 pub(crate) const PLAIN: u64 = 1 << 32 | 1 << 28 | 1 << 29;
