@@ -31,8 +31,12 @@ say whole $(md5sum < /dev/vda)
 /// `ringfence blk` with an image of 32 MiB, and the image.
 pub(crate) fn service(place: &Place, image: &Path, queues: u32) -> Service {
     let (image, queues) = (image.to_str().unwrap(), queues.to_string());
-    place.service("blk.sock", &["blk", "--image", image, "--queues", &queues, "--log", "debug"])
+    let arguments = ["blk", "--image", image, "--queues", &queues, "--log", "debug"];
+    place.service("blk.sock", &[&arguments[..], &PATIENT].concat())
 }
+
+/// A translation that a front end owes may take its time: how busy the machine is decides nothing.
+pub(crate) const PATIENT: [&str; 2] = ["--iotlb-patience-ms", "600000"];
 
 /// Every job of a fio report moved bytes and had no error.
 pub(crate) fn no_errors(report: &Value) {
@@ -57,9 +61,16 @@ fn verify(iommu: Iommu, queues: u32, more: &str) {
     let service = service(&place, &image, queues);
     let machine = Qemu::new(iommu).cpus(queues).blk(&service.socket, queues, more);
     let said = machine.start(&place, VERIFY).end();
+    was_served(&said, &image, &service, iommu, queues);
+    service.terminate();
+}
+
+/// A guest that ran [`VERIFY`] on a disk of ours with so many queues is right, and we have had nothing
+/// to complain of.
+pub(crate) fn was_served(said: &Said, image: &Path, service: &Service, iommu: Iommu, queues: u32) {
     assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
     assert_eq!(said.word("queues"), queues.to_string());
-    verified(&said, &image);
+    verified(said, image);
     // Where there is an IOMMU it was asked, and nothing had to be given up.
     let misses = service.figure("ringfence_iotlb_misses_total");
     assert_eq!(misses > 1000.0, iommu != Iommu::None, "{misses} misses");
@@ -69,7 +80,6 @@ fn verify(iommu: Iommu, queues: u32, more: &str) {
     assert_eq!(service.figure("ringfence_iotlb_timeouts_total"), 0.0);
     assert_eq!(service.figure("ringfence_failed_requests_total"), 0.0);
     assert_eq!(service.figure("ringfence_ring_failures_total"), 0.0);
-    service.terminate();
 }
 
 #[test]
@@ -78,11 +88,7 @@ fn without_an_iommu() {
     verify(Iommu::None, 1, "");
 }
 
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn behind_intels_iommu_strict() {
-    verify(Iommu::IntelStrict, 1, "");
-}
+// With one queue each, strict and lazy, and what goes over the wire meanwhile: `wire.rs`.
 
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
@@ -94,12 +100,6 @@ fn behind_intels_iommu_lazy_with_two_queues() {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn behind_a_virtio_iommu_strict_with_two_queues() {
     verify(Iommu::VirtioStrict, 2, "");
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn behind_a_virtio_iommu_lazy() {
-    verify(Iommu::VirtioLazy, 1, "");
 }
 
 #[test]
@@ -122,9 +122,9 @@ dd if=/dev/urandom of=/tmp/random bs=64k count=64
 for round in 1 2 3 4 5; do
     # Whatever is under way then may fail, but not hang.
     fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
-        --iodepth=16 --time_based --runtime=20 --offset=8m > /tmp/load 2>&1 &
+        --iodepth=16 --time_based --runtime=600 --offset=8m > /tmp/load 2>&1 &
     load=$!
-    usleep 200000
+    under_load
     echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
     wait $load || true
     [ ! -e /dev/vda ]
@@ -172,19 +172,25 @@ if [ "$boot" != 2 ]; then
     dd if=/tmp/random of=/dev/vda bs=64k seek=$((boot * 64)) oflag=direct conv=fsync
     echo $((boot + 1)) | dd of=/dev/vda bs=1M seek=31 conv=fsync,sync
     say boot$boot $(md5sum < /tmp/random)
+    hear
     # Once in an orderly way, once as a crash does, with I/O under way.
     if [ $boot = 1 ]; then
         fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
-            --iodepth=16 --time_based --runtime=20 > /tmp/load 2>&1 &
+            --iodepth=16 --time_based --runtime=600 > /tmp/load 2>&1 &
+        under_load
     fi
-    sleep 1
     reboot -f
-    sleep 100
+    sleep 1000
 fi
 say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
 "#;
     let machine = Qemu::new(Iommu::VirtioStrict).reboots().blk(&service.socket, 1, "");
-    let said = machine.start(&place, script).end();
+    let mut guest = machine.start(&place, script);
+    for boot in 0..2 {
+        guest.hear(&format!("boot{boot} "));
+        guest.say("go on");
+    }
+    let said = guest.end();
     for boot in 0..2 {
         let sum = said.word(&format!("boot{boot}")).split(' ').next().unwrap();
         assert_eq!(sum, md5(&image, boot * 4 * MIB, 4 * MIB), "boot {boot}");

@@ -13,10 +13,18 @@ use crate::{
 const SCRIPT: &str = r#"
 pci=$(virtio_pci 2 0)
 to_vfio $pci
-try() { vfio-blk "$@" > /tmp/vfio 2>&1 || { give vfio < /tmp/vfio; false; }; give vfio < /tmp/vfio; }
+# What a run says, by a name.
+try() {
+    name=$1
+    shift
+    vfio-blk "$@" > /tmp/vfio 2>&1 || { give $name < /tmp/vfio; false; }
+    give $name < /tmp/vfio
+}
 "#;
 
-fn static_mappings_and_isolation(iommu: Iommu) {
+/// Static mappings and isolation by the device; then, in the same machine, the figures and the behaviour
+/// that the tests of the domain have from a fake kernel, from a real one.
+fn a_driver_and_a_domain(iommu: Iommu) {
     let place = Place::new();
     let image = place.image("image", 32);
     let back = service(&place, &image, 1);
@@ -24,7 +32,9 @@ fn static_mappings_and_isolation(iommu: Iommu) {
     let wire = Recording::between(between.clone(), &back.socket);
     let program = fs::read(part("vfio-blk")).unwrap();
     let machine = Qemu::new(iommu).blk(&between, 1, "").file("bin/vfio-blk", program);
-    let said = machine.start(&place, &format!("{SCRIPT}\ntry $pci $group\n")).end().given("vfio");
+    let script = format!("{SCRIPT}\ntry driver $pci $group\ntry domain domain $group\n");
+    let all = machine.start(&place, &script).end();
+    let said = all.given("driver");
     for found in ["capacity 65536", "static 4096 256", "unmapped is out of reach"] {
         assert!(said.contains(found), "{found}\n{said}");
     }
@@ -35,28 +45,8 @@ fn static_mappings_and_isolation(iommu: Iommu) {
     let asked: Vec<_> = asked.iter().filter(|miss| miss.iova & !0xfff == 0x0500_0000).collect();
     assert!(asked.iter().any(|miss| miss.need_reply), "{asked:?}");
     back.terminate();
-}
 
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn static_mappings_and_isolation_behind_intels_iommu() {
-    static_mappings_and_isolation(Iommu::IntelStrict);
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn static_mappings_and_isolation_behind_a_virtio_iommu() {
-    static_mappings_and_isolation(Iommu::VirtioStrict);
-}
-
-/// The figures and the behaviour that the tests of the domain have from a fake kernel, from a real one.
-fn a_domain_over_a_real_kernel(iommu: Iommu) {
-    let place = Place::new();
-    let program = fs::read(part("vfio-blk")).unwrap();
-    let machine =
-        Qemu::new(iommu).own_blk(&place.image("image", 32), 1, "").file("bin/vfio-blk", program);
-    let script = format!("{SCRIPT}\ntry domain $group\n");
-    let said = machine.start(&place, &script).end().given("vfio");
+    let said = all.given("domain");
     for found in ["Msi", "budget 65536 maps Some(1) entries", "dirty 512", "addresses updated"] {
         assert!(said.contains(found), "{found}\n{said}");
     }
@@ -65,16 +55,16 @@ fn a_domain_over_a_real_kernel(iommu: Iommu) {
 
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
-fn a_domain_over_a_real_kernel_with_intels_iommu() {
+fn a_driver_and_a_domain_over_a_real_kernel_with_intels_iommu() {
     // rule L51, rule L55, rule L60, rule L63
-    a_domain_over_a_real_kernel(Iommu::IntelStrict);
+    a_driver_and_a_domain(Iommu::IntelStrict);
 }
 
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
-fn a_domain_over_a_real_kernel_with_a_virtio_iommu() {
+fn a_driver_and_a_domain_over_a_real_kernel_with_a_virtio_iommu() {
     // rule L51, rule L55, rule L60, rule L63
-    a_domain_over_a_real_kernel(Iommu::VirtioStrict);
+    a_driver_and_a_domain(Iommu::VirtioStrict);
 }
 
 #[test]
@@ -86,8 +76,8 @@ fn a_driver_over_a_kernel_with_iommufd() {
     let program = fs::read(part("vfio-blk")).unwrap();
     let machine = Qemu::new(Iommu::IntelStrict).iommufd();
     let machine = machine.blk(&back.socket, 1, "").file("bin/vfio-blk", program);
-    let script = format!("{SCRIPT}\nmodprobe iommufd\ntry $pci iommufd\n");
-    let said = machine.start(&place, &script).end().given("vfio");
+    let script = format!("{SCRIPT}\nmodprobe iommufd\ntry driver $pci iommufd\n");
+    let said = machine.start(&place, &script).end().given("driver");
     let found =
         ["UNMAP pass: nothing is cut", "Msi", "static 4096 256", "unmapped is out of reach"];
     for found in found {

@@ -1,10 +1,10 @@
 //! What a stock front end really sends: recorded between QEMU and our back end while a guest works,
-//! so that what the back end is made for is what there is.
+//! so that what the back end is made for is what there is; and the guest is served as without a recorder.
 
 use std::collections::VecDeque;
 
 use crate::{
-    blk::{VERIFY, service, verified},
+    blk::{VERIFY, service, was_served},
     place::Place,
     proxy::{
         GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, Recording, SET_VRING_KICK, UPDATE, Way,
@@ -19,7 +19,7 @@ fn record(iommu: Iommu) -> Recording {
     let between = place.path("between.sock");
     let wire = Recording::between(between.clone(), &back.socket);
     let said = Qemu::new(iommu).blk(&between, 1, "").start(&place, VERIFY).end();
-    verified(&said, &image);
+    was_served(&said, &image, &back, iommu, 1);
     back.terminate();
     let count = |kind| wire.iotlb(kind).len();
     println!(
@@ -77,8 +77,10 @@ fn always(wire: &Recording) {
     assert!(gone.len() > 10, "{}", gone.len());
     assert!(gone.iter().all(|i| i.need_reply));
     // Rule D17 kept by us: what is open is bounded, and asked for once at a time. Each answer is
-    // used: there are not many more questions than answers.
-    let (asked, told) = (wire.iotlb(MISS).len(), wire.iotlb(UPDATE).len());
+    // used: there are not many more questions than answers. How many are asked again, for an answer in
+    // any case, depends on how long a busy machine takes for one.
+    let asked = wire.iotlb(MISS).iter().filter(|miss| !miss.need_reply).count();
+    let told = wire.iotlb(UPDATE).len();
     assert!(asked > 100, "{asked}");
     assert!(asked <= told + told / 10 + 10, "{asked} misses, {told} updates");
     // Misses are asked in one go, not one after the other's answer.
