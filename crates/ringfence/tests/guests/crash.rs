@@ -1,12 +1,14 @@
 //! A back end that crashes under load, and comes back.
 
-use std::{thread, time::Duration};
-
 use crate::{
     blk::{MIB, no_errors, service},
     place::{Place, md5},
     qemu::{Iommu, Qemu},
 };
+
+/// What a back end has answered when it is killed: of the load, whatever came before it.
+const MANY: f64 = 500.0;
+const ANSWERED: &str = "ringfence_requests_total";
 
 /// No write that the guest was told of is lost, and no request: fio sees no error and verifies all
 /// that it wrote.
@@ -16,24 +18,38 @@ fn killed_under_load(iommu: Iommu, more: &str) {
     let mut back = service(&place, &image, 1);
     let script = r#"
 load virtio_blk
+# Again and again, until it is enough.
+passes() {
+    while [ ! -e /tmp/enough ]; do
+        fio --filename=/dev/vda --direct=1 --ioengine=io_uring --output-format=json --eta=never \
+            --output=/tmp/load --name=load --rw=randrw --bs=4k --iodepth=16 --size=48m \
+            --io_size=32m --verify=crc32c
+    done
+}
 say ready
 hear
 [ "$line" = go ]
-run_fio load --rw=randrw --bs=4k --iodepth=16 --size=48m --io_size=160m --verify=crc32c \
-    --rate_iops=3000,3000
+passes &
+passes=$!
+hear
+touch /tmp/enough
+wait $passes
+give load < /tmp/load
 echo 3 > /proc/sys/vm/drop_caches
 say whole $(md5sum < /dev/vda)
 "#;
     let mut guest = Qemu::new(iommu).blk(&back.socket, 1, more).start(&place, script);
     guest.hear("ready");
+    let mut before = back.figure(ANSWERED);
     guest.say("go");
     for _ in 0..3 {
-        thread::sleep(Duration::from_millis(700));
+        back.reaches(ANSWERED, before + MANY);
         back.kill();
         back = service(&place, &image, 1);
-        // QEMU looks for it once a second.
-        thread::sleep(Duration::from_millis(1200));
+        before = 0.0;
     }
+    back.reaches(ANSWERED, MANY);
+    guest.say("enough");
     let said = guest.end();
     no_errors(&said.json("load"));
     assert_eq!(said.word("whole").split(' ').next().unwrap(), md5(&image, 0, 64 * MIB));

@@ -218,13 +218,14 @@ if [ "$boot" != 2 ]; then
     dd if=/tmp/random of=/dev/vda bs=64k seek=$((boot * 64)) oflag=direct conv=fsync
     echo $((boot + 1)) | dd of=/dev/vda bs=1M seek=31 conv=fsync,sync
     say boot$boot $(md5sum < /tmp/random)
+    hear
     if [ $boot = 1 ]; then
         fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
-            --iodepth=16 --time_based --runtime=20 > /tmp/load 2>&1 &
+            --iodepth=16 --time_based --runtime=600 > /tmp/load 2>&1 &
+        under_load
     fi
-    sleep 1
     reboot -f
-    sleep 100
+    sleep 1000
 fi
 say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
 "#;
@@ -233,6 +234,9 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
         let domains = meanwhile(&mut guest, &format!("boot {boot}"), || guard.domains());
         // One for the one disk: none is left of the boots before.
         assert_eq!(domains, 1.0, "boot {boot}");
+        if boot < 2 {
+            meanwhile(&mut guest, &format!("boot{boot} "), || ());
+        }
     }
     let said = guest.end();
     for boot in 0..2 {
@@ -253,10 +257,10 @@ fn guest_after_guest() {
     let load = r#"
 load virtio_blk
 fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
-    --iodepth=16 --time_based --runtime=100 > /tmp/load 2>&1 &
-sleep 1
+    --iodepth=16 --time_based --runtime=600 > /tmp/load 2>&1 &
+under_load
 say busy
-sleep 100
+sleep 1000
 "#;
     let mut killed = Qemu::guarded(Iommu::GuardLazy, &guard).start(&place, load);
     killed.hear("busy");

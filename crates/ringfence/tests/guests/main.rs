@@ -2,8 +2,8 @@
 //! `ringfence net` and `ringfence guard`.
 //!
 //! Guests are made by `cargo xtask guests` and run by `cargo xtask test --only guests`; a test of
-//! these that is run without them fails and says so. They run one at a time: a guest is emulated
-//! and takes a processor to itself.
+//! these that is run without them fails and says so. A guest is emulated and takes a processor: as many
+//! run at a time as there are, and what a test says of one does not depend on the others.
 
 mod machine;
 mod place;

@@ -12,7 +12,7 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::{
-    blk::{MIB, no_errors},
+    blk::{MIB, PATIENT, no_errors},
     machine::{Guest, Said},
     net::{PAIR, TRAFFIC, arrived},
     place::{LIMIT, Place, md5},
@@ -107,14 +107,15 @@ impl Move {
     }
 
     /// Moves the guest. Most of its memory was copied when it is told to go on; when it has said
-    /// `said`, the rest is, and what was written since.
+    /// `said`, the rest is, and what was written since. When it is there it is told so.
     ///
     /// Which memory was written is looked at once and no more, after the guest was stopped: an
     /// emulated processor of QEMU 7.2 does not tell of all that it writes after the first look. With a
     /// pause of 0 there is no other.
     fn go(mut self, place: &Place, said: &str) -> (Said, Value) {
         let bytes_a_second = |most: u64| json!({ "downtime-limit": 0, "max-bandwidth": most });
-        self.monitor.ask("migrate-set-parameters", bytes_a_second(64 << 20));
+        // The rest would take two seconds: until it is held up there is time to look.
+        self.monitor.ask("migrate-set-parameters", bytes_a_second(32 << 20));
         let uri = format!("unix:{}", place.path("incoming").display());
         self.monitor.ask("migrate", json!({ "uri": uri }));
         let copied = |state: &Value| {
@@ -130,6 +131,7 @@ impl Move {
         assert_eq!(state["status"], "active", "it has moved before: {state}");
         self.monitor.ask("migrate-set-parameters", bytes_a_second(1 << 32));
         let state = self.monitor.migration("the end", |state| state["status"] == "completed");
+        self.target.say("there");
         (self.target.end(), state)
     }
 }
@@ -146,6 +148,7 @@ fn disk(iommu: Iommu, more: &str) {
     std::fs::write(&image, content).unwrap();
     std::fs::File::options().write(true).open(&image).unwrap().set_len(32 * MIB).unwrap();
     let arguments = ["blk", "--image", image.to_str().unwrap(), "--hand-over", "--log", "debug"];
+    let arguments = [&arguments[..], &PATIENT].concat();
     let backs = ["before.sock", "after.sock"].map(|socket| place.service(socket, &arguments));
     let script = r#"
 load virtio_blk
@@ -161,6 +164,8 @@ hear
 dd if=/dev/vda of=/dev/null bs=64k count=256
 reads() { awk '{ print $1 }' /sys/block/vda/stat; }
 say read
+hear
+[ "$line" = there ]
 wait $load
 before=$(reads)
 say cached $(dd if=/dev/vda bs=64k count=256 | md5sum)
@@ -214,6 +219,7 @@ fn network(iommu: Iommu, more: &str) {
         .map(|name| {
             let peer = place.path(&format!("{name}.peer"));
             let arguments = ["net", "--peer", peer.to_str().unwrap(), "--log", "debug"];
+            let arguments = [&arguments[..], &PATIENT].concat();
             (place.service(&format!("{name}.sock"), &arguments), peer)
         })
         .collect();
@@ -235,7 +241,8 @@ hear
 before=$(wc -l < /tmp/transfers)
 while [ $(wc -l < /tmp/transfers) -lt $((before + 2)) ]; do usleep 10000; done
 say moved
-sleep 2
+hear
+[ "$line" = there ]
 before=$(wc -l < /tmp/transfers)
 while [ $(wc -l < /tmp/transfers) -lt $((before + 2)) ]; do usleep 10000; done
 touch /tmp/enough

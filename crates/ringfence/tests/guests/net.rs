@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::{
+    blk::PATIENT,
     machine::Said,
     place::{Place, Service, part},
     qemu::{Iommu, Qemu},
@@ -12,7 +13,7 @@ use crate::{
 /// file for each to give to the other.
 pub(crate) const PAIR: &str = r#"
 load virtio_net
-unshare -n sh -c 'echo $$ > /tmp/pid; exec sleep 1000' &
+unshare -n sh -c 'echo $$ > /tmp/pid; exec sleep 100000' &
 while [ ! -s /tmp/pid ]; do usleep 10000; done
 there="nsenter -t $(cat /tmp/pid) -n"
 ip link set eth1 netns $(cat /tmp/pid)
@@ -24,7 +25,7 @@ $there ip link set lo up
 mkdir -p /tmp/www
 dd if=/dev/urandom of=/tmp/www/file bs=64k count=64
 # The link may take a moment.
-ping -c 1 -w 10 10.0.0.2
+ping -c 1 -w 300 10.0.0.2
 httpd -h /tmp/www
 $there httpd -h /tmp/www
 "#;
@@ -35,7 +36,7 @@ say sent $(md5sum < /tmp/www/file)
 say there $(wget -q -O - http://10.0.0.2/file | md5sum)
 say back $($there wget -q -O - http://10.0.0.1/file | md5sum)
 # One at a time, each with all the time that it takes: none is lost.
-for round in $(seq 30); do ping -c 1 -W 20 -s 20000 -q 10.0.0.2 > /tmp/ping; done
+for round in $(seq 30); do ping -c 1 -W 300 -s 20000 -q 10.0.0.2 > /tmp/ping; done
 for name in tx_packets rx_packets rx_errors rx_dropped tx_errors; do
     say $name $(cat /sys/class/net/eth0/statistics/$name)
 done
@@ -50,7 +51,7 @@ pub(crate) fn between_two() -> String {
 pub(crate) fn back_to_back(place: &Place, more: &[&str]) -> (Service, PathBuf) {
     let peer = place.path("peer.sock");
     let arguments = ["net", "--peer", peer.to_str().unwrap(), "--log", "debug"];
-    (place.service("net.sock", &[&arguments, more].concat()), peer)
+    (place.service("net.sock", &[&arguments, &PATIENT[..], more].concat()), peer)
 }
 
 /// What went between the two arrived.
@@ -158,12 +159,25 @@ ip addr add 10.0.0.1/24 dev eth0
 ip link set eth0 up
 # Nobody answers to that address: what comes back is counted and not for this guest.
 arp -i eth0 -s 10.0.0.2 52:54:00:99:99:99
-sleep 1
 ping -c 50 -i 0.02 -s 1400 -W 1 -q 10.0.0.2 || true
-sleep 1
-for name in tx_packets rx_packets tx_bytes rx_bytes; do
-    say $name $(cat /sys/class/net/eth0/statistics/$name)
+# The last of it may still be under way, and Linux may have something of its own to send.
+count() {
+    for name in rx_packets tx_packets rx_bytes tx_bytes; do
+        echo $name $(cat /sys/class/net/eth0/statistics/$name)
+    done > /tmp/counted
+}
+all_back() {
+    count
+    eval $(sed 's/ /=/' /tmp/counted)
+    [ $tx_packets -ge 50 ] && [ "$rx_packets $rx_bytes" = "$tx_packets $tx_bytes" ]
+}
+# What is lost never comes: then the figures tell.
+tries=0
+until all_back || [ $tries -ge 1000 ]; do
+    tries=$((tries + 1))
+    usleep 10000
 done
+cat /tmp/counted >&3
 "#;
     let machine = Qemu::new(Iommu::IntelStrict).net(&service.socket, 1, "");
     let said = machine.start(&place, script).end();
@@ -185,12 +199,14 @@ fn a_driver_that_comes_and_goes() {
 load virtio_net
 pci=$(virtio_pci 1 0)
 ip link set eth1 up
+more_sent() { [ $(cat /sys/class/net/eth0/statistics/tx_packets) -ge $((sent + 50)) ]; }
 for round in 1 2 3; do
     ip addr add 10.0.0.1/24 dev eth0
     ip link set eth0 up
     arp -i eth0 -s 10.0.0.2 52:54:00:99:99:99
-    ping -c 1000 -i 0.002 -s 1400 -q 10.0.0.2 > /dev/null &
-    usleep 300000
+    sent=$(cat /sys/class/net/eth0/statistics/tx_packets)
+    ping -c 1000000 -i 0.002 -s 1400 -q 10.0.0.2 > /dev/null &
+    await more_sent
     echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
     kill $! || true
     echo $pci > /sys/bus/pci/drivers/virtio-pci/bind

@@ -96,10 +96,16 @@ await() {
     tries=0
     until "$@"; do
         tries=$((tries + 1))
-        [ $tries -lt 1000 ]
+        [ $tries -lt 30000 ]
         usleep 10000
     done
 }
+# Waits until the disk has answered a number of reads more: whatever it is under is under way.
+under_load() {
+    answered=$(awk '{ print $1 }' /sys/block/vda/stat)
+    await more_reads
+}
+more_reads() { [ $(awk '{ print $1 }' /sys/block/vda/stat) -ge $((answered + 100)) ]; }
 ready() {
     nth=0
     while [ $1 = virtio_blk ] && virtio_pci 2 $nth > /dev/null; do

@@ -1,6 +1,6 @@
 //! What protection costs a guest: not tests, but the tables that the project is judged by. Each is
 //! printed by `cargo test --release --package ringfence --test guests -- --ignored --nocapture
-//! speed::NAME`, takes under a minute, and wants a machine to itself.
+//! --test-threads=1 speed::NAME`, takes under a minute, and wants a machine to itself.
 //!
 //! All disks of a table are in one guest, and take turns: what changes from a boot to the next, or
 //! while a machine warms up, meets them all.

@@ -66,7 +66,7 @@ hear
 if [ $boot = 0 ]; then
     echo 1 | dd of=/dev/vda bs=512 conv=fsync,sync
     reboot -f
-    sleep 100
+    sleep 1000
 fi
 run_fio mixed --rw=randrw --bs=4k --iodepth=16 --size=1m --verify=crc32c
 "#;
@@ -98,7 +98,7 @@ asked
 dmesg | grep -E 'WARNING:|fault from' | give log
 say done 0
 echo b > /proc/sysrq-trigger
-sleep 100
+sleep 1000
 "#;
 
 /// The trusted disk works untranslated, the other is refused all; what the guest's log says of it.
