@@ -3,21 +3,20 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU32, Ordering},
 };
+
+use tempfile::TempDir;
 
 /// A directory that is gone when this is.
 pub(super) struct Tree {
     root: PathBuf,
+    _dir: TempDir,
 }
 
 impl Tree {
     pub(super) fn new() -> Tree {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let next = NEXT.fetch_add(1, Ordering::Relaxed);
-        let root = std::env::temp_dir().join(format!("ringfence-{}-{next}", std::process::id()));
-        fs::create_dir(&root).unwrap();
-        Tree { root: root.canonicalize().unwrap() }
+        let dir = tempfile::tempdir().unwrap();
+        Tree { root: dir.path().canonicalize().unwrap(), _dir: dir }
     }
 
     pub(super) fn path(&self, name: &str) -> PathBuf {
@@ -39,11 +38,5 @@ impl Tree {
         let link = self.path(name);
         fs::create_dir_all(link.parent().unwrap()).unwrap();
         std::os::unix::fs::symlink(self.path(to), link).unwrap();
-    }
-}
-
-impl Drop for Tree {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.root);
     }
 }

@@ -8,7 +8,7 @@ use std::{
 use ringfence_dma::{Config, Device, Direction, Fallback, FlushTuning, Mapping, Policy, TimerKind};
 use ringfence_iommu::{Capabilities, Iova, table::Limits};
 
-use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, Setup};
+use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, Setup, eventually};
 
 const LAZY: [Policy; 4] = [Policy::LazySq, Policy::LazyMq, Policy::LazySqMap, Policy::LazyMqMap];
 
@@ -316,9 +316,7 @@ fn the_timers_thread_flushes_without_anybody_asking() {
         *domain.during_flush.lock().unwrap() = Some(Box::new(hook));
         drop(device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap());
         assert_eq!(receiver.recv().unwrap().as_deref(), Some("ringfence-flush"));
-        while allocator.live() != 0 {
-            thread::yield_now();
-        }
+        eventually("the timer", || allocator.live() == 0);
     }
     assert_eq!(device.stats().queued, 0);
 }
