@@ -7,7 +7,7 @@ use ringfence_devices::{
     blk::{BlkQueue, wire as blk_wire},
     bus::Bus,
     disk::{Disk, Ram},
-    net::{Net, NetBackend, NetOptions, NetUnit, Way, wire as net_wire},
+    net::{GRACE, Net, NetBackend, NetOptions, NetUnit, Way, wire as net_wire},
     worker::{Notify, Unit, Worker},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
@@ -240,6 +240,7 @@ impl Loop {
             mac: None,
             mtu: None,
             iommu: true,
+            grace: GRACE,
             iotlb: IotlbConfig::default(),
         };
         let net = Net::new(options, Arc::clone(&workers)).expect("descriptors");
