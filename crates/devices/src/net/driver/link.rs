@@ -22,7 +22,7 @@ use super::{
 };
 
 /// How long a back end may take for any answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// BACKEND_IOTLB_MSG.
 const BACKEND_IOTLB_MSG: u32 = 1;
 

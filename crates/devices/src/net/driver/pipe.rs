@@ -14,7 +14,7 @@ use super::NetDriverError;
 /// Bytes of a message about an IOTLB.
 pub(super) const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
 /// How long the back end may take for an answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Messages of one size, from a stream that may cut them anywhere.
 #[derive(Debug)]
