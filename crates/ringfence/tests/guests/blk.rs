@@ -126,6 +126,8 @@ for round in 1 2 3 4 5; do
     load=$!
     under_load
     echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
+    # It would go on without a disk; it ends when nothing is under way any more.
+    kill $load
     wait $load || true
     [ ! -e /dev/vda ]
     echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
