@@ -46,7 +46,7 @@ impl Handler for Device {
         Ok(())
     }
     fn start_ring(&mut self, _: u16, _: RingSetup) -> Result<(), HandlerError> {
-        let miss = |page| (Iotlb::Miss { iova: page << 12, access: Access::Read }, true);
+        let miss = |page| (Iotlb::Miss { iova: page << 12, access: Access::Read }, Some(page));
         let channel = self.channel.as_ref().expect("it was given first");
         assert_eq!(channel.try_send((0..self.questions).map(miss)) as u64, self.questions);
         Ok(())
@@ -64,10 +64,11 @@ impl Handler for Device {
         self.channel = Some(channel);
         Ok(())
     }
-    fn channel_answer(&mut self, message: Iotlb, _: bool) {
+    fn channel_answer(&mut self, message: Iotlb, number: u64, _: bool) {
         // In the order of the questions, and none twice.
         let access = Access::Read;
         assert_eq!(message, Iotlb::Miss { iova: self.answers << 12, access });
+        assert_eq!(number, self.answers);
         self.answers += 1;
         assert!(self.answers <= self.questions);
     }

@@ -44,7 +44,7 @@ impl MissSink for Asking {
         // What there is no room for is lost: nobody answers it.
         self.0.try_send(misses.iter().map(|miss| {
             let (iova, access) = (miss.iova.0, access_of(miss.access));
-            (vhost_user::Iotlb::AccessFail { iova, access }, false)
+            (vhost_user::Iotlb::AccessFail { iova, access }, None)
         }));
     }
 }
@@ -195,13 +195,9 @@ impl Translation {
     /// The front end's answer to a question that was asked again, as
     /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gives it: if there is no such
     /// translation, who waits for it need not wait longer.
-    pub fn answer(&self, message: vhost_user::Iotlb, done: bool) {
-        let vhost_user::Iotlb::Miss { iova, access } = message else { return };
-        let Some(range) = Range::new(Iova(iova), Iova(iova)) else { return };
-        if done {
-            self.iotlb.acknowledge(range.first(), prot_of(access));
-        } else {
-            self.iotlb.refuse(range, prot_of(access));
+    pub fn answer(&self, message: vhost_user::Iotlb, question: u64, done: bool) {
+        if let vhost_user::Iotlb::Miss { iova, access } = message {
+            self.iotlb.answer(Iova(iova), prot_of(access), question, done);
         }
     }
 

@@ -279,8 +279,13 @@ impl Iotlb {
     /// The one who knows says that there is no translation of `range` for `access`: who waits for
     /// one, or for one that allows more, fails.
     pub fn refuse(&self, range: Range, access: Prot) {
+        self.refuse_as(range, access, None);
+    }
+
+    fn refuse_as(&self, range: Range, access: Prot, question: Option<u64>) {
         self.stats.refusals.fetch_add(1, Ordering::Relaxed);
-        let mut refused = self.misses.refuse(range, access, MonotonicClock.now_ns());
+        let now_ns = MonotonicClock.now_ns();
+        let mut refused = self.misses.refuse(range, access, question, now_ns);
         // Present, but forbidden (rule D16).
         refused.retain(|miss| self.forbids(miss.iova, miss.access));
         if !refused.is_empty()
@@ -290,12 +295,17 @@ impl Iotlb {
         }
     }
 
-    /// The one who knows says that it has answered the question for `iova` and `access`, with whatever
-    /// there is. If that is a translation that does not allow the access, it is refused; but not
-    /// at the first time: the answer may still be on its way.
-    pub fn acknowledge(&self, iova: Iova, access: Prot) {
-        if self.misses.acknowledge(iova, access) && self.forbids(iova, access) {
-            self.refuse(point(iova), access);
+    /// The answer to a miss that was asked again (`question` is [`Miss::again`]).
+    ///
+    /// `done`: the one who knows has sent whatever there is. If that is a translation that does not
+    /// allow the access, the access is refused; but not at the first time: the translation may still be on
+    /// its way. Otherwise there is none: who waited for it before the question was asked fails. What was
+    /// first asked for after it is not concerned: a translation may have come and gone meanwhile.
+    pub fn answer(&self, iova: Iova, access: Prot, question: u64, done: bool) {
+        let forbidden =
+            || self.misses.acknowledge(iova, access, question) && self.forbids(iova, access);
+        if !done || forbidden() {
+            self.refuse_as(point(iova), access, Some(question));
         }
     }
 
@@ -413,7 +423,7 @@ impl Iotlb {
             let sent = self.sink().map_or(0, |sink| sink.ask(wanted)).min(wanted.len());
             self.stats.misses.fetch_add(sent as u64, Ordering::Relaxed);
             self.stats.asks.fetch_add(u64::from(sent > 0), Ordering::Relaxed);
-            let again = wanted[..sent].iter().filter(|miss| miss.again).count();
+            let again = wanted[..sent].iter().filter(|miss| miss.again.is_some()).count();
             self.stats.asked_again.fetch_add(again as u64, Ordering::Relaxed);
             self.misses.unsent(&wanted[sent..]);
             wanted.clear();

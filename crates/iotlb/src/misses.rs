@@ -18,9 +18,10 @@ pub struct Miss {
     pub iova: Iova,
     /// What it is wanted for.
     pub access: Prot,
-    /// Whether to be told at once if there is no such translation: the first question went
-    /// unanswered for a while.
-    pub again: bool,
+    /// The number of this question, if it is asked again: the first one went unanswered for a while,
+    /// so this one wants an answer in any case. Give it to [`Iotlb::answer`](crate::Iotlb::answer)
+    /// with that answer.
+    pub again: Option<u64>,
 }
 
 impl Miss {
@@ -141,10 +142,8 @@ struct Pending {
     /// How often the one who knows said that it had answered.
     acknowledged: u32,
     waiters: Few<Waiting>,
-    /// The number of the question that a refusal would answer.
+    /// The number of the first question.
     question: u64,
-    /// Whether an answer in any case is on its way to that.
-    answered: bool,
     /// The number of the question that was refused last.
     refused: Option<u64>,
 }
@@ -158,7 +157,6 @@ impl Pending {
             acknowledged: 0,
             waiters: Few::NONE,
             question,
-            answered: false,
             refused: None,
         }
     }
@@ -289,7 +287,7 @@ impl Misses {
         waiter: &Arc<Waiter>,
         now_ns: u64,
     ) -> Lack {
-        let key = Miss { iova, access, again: false }.key();
+        let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
         let refused = list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
             (Some(since), _) => pending.refused.is_some_and(|question| since < question),
@@ -353,8 +351,9 @@ impl Misses {
         let asks = match found.state {
             State::Unsent => true,
             State::Asked { at_ns } => {
-                miss.again = now_ns >= at_ns.saturating_add(self.times.again_ns);
-                miss.again
+                let late = now_ns >= at_ns.saturating_add(self.times.again_ns);
+                miss.again = late.then(|| self.number());
+                late
             }
             State::Refused { .. } => {
                 // Another question than the one that was refused. Who has not seen that yet still
@@ -367,10 +366,6 @@ impl Misses {
         if asks {
             // What was asked for first, so that the answer finds it.
             miss.iova = found.iova;
-            // The answer that comes next is to the first that wanted one in any case.
-            if miss.again && !std::mem::replace(&mut found.answered, true) {
-                found.question = self.number();
-            }
             found.state = State::Asked { at_ns: now_ns };
         }
         waiter.inspect(|waiter| found.add(waiter, iova));
@@ -407,34 +402,44 @@ impl Misses {
         });
     }
 
-    /// There is no translation of `range` for `access`. Returns what was refused by that.
-    pub(crate) fn refuse(&self, range: Range, access: Prot, now_ns: u64) -> Vec<Miss> {
+    /// There is no translation of `range` for `access`: the answer to the question of that number, or
+    /// `None`: to none in particular. Returns what was refused by that.
+    pub(crate) fn refuse(
+        &self,
+        range: Range,
+        access: Prot,
+        question: Option<u64>,
+        now_ns: u64,
+    ) -> Vec<Miss> {
         let mut refused = Vec::new();
         self.change(range, |pending, wanted, woken| {
             let open = !matches!(pending.state, State::Refused { .. });
+            // A translation came after the question, and has gone again: what is wanted now was asked
+            // for later.
+            let stale = question.is_some_and(|question| question < pending.question);
             // Who wants less may get it.
-            if !(open && range.contains(pending.iova) && wanted.contains(access)) {
+            if !open || stale || !range.contains(pending.iova) || !wanted.contains(access) {
                 return false;
             }
-            refused.push(Miss { iova: pending.iova, access: wanted, again: false });
+            refused.push(Miss { iova: pending.iova, access: wanted, again: None });
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             pending.state = State::Refused { until_ns };
-            pending.refused = Some(pending.question);
+            pending.refused = Some(question.unwrap_or(pending.question));
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             pending.waiters.one.is_none()
         });
         refused
     }
 
-    /// The one who knows says that it has answered. Returns whether it had said so before, and the
-    /// question is open all the same.
-    pub(crate) fn acknowledge(&self, iova: Iova, access: Prot) -> bool {
+    /// The one who knows says that it has answered the question of that number. Returns whether it had
+    /// said so before, and the question is open all the same.
+    pub(crate) fn acknowledge(&self, iova: Iova, access: Prot, question: u64) -> bool {
         let mut again = false;
         self.change(point(iova), |pending, wanted, _| {
-            if wanted == access && !matches!(pending.state, State::Refused { .. }) {
+            let open = !matches!(pending.state, State::Refused { .. });
+            if open && wanted == access && pending.question <= question {
                 again = pending.acknowledged > 0;
                 pending.acknowledged = 1;
-                pending.answered = false;
             }
             false
         });

@@ -176,9 +176,9 @@ pub trait Handler {
     fn settled(&mut self) {}
 
     /// The front end has answered a message of the [`BackendChannel`] whose answer was wanted (rule
-    /// D9): whether it could do what was asked, such as to send a translation.
-    fn channel_answer(&mut self, message: Iotlb, done: bool) {
-        let _ = (message, done);
+    /// D9), sent with `number`: whether it could do what was asked, such as to send a translation.
+    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
+        let _ = (message, number, done);
     }
 
     /// The [`BackendChannel`] is gone: the front end has closed it. What was asked on it will not be

@@ -53,8 +53,8 @@ pub struct BackendChannel {
 struct Outbox {
     /// The end of a message that found no room; less than one message.
     rest: Vec<u8>,
-    /// What was sent with need_reply, in order.
-    asked: VecDeque<Iotlb>,
+    /// What was sent with need_reply, in order, each with its number.
+    asked: VecDeque<(Iotlb, u64)>,
     /// The front end is gone.
     broken: bool,
 }
@@ -76,10 +76,11 @@ impl BackendChannel {
         })
     }
 
-    /// Sends IOTLB messages (misses and access failures, rule D16), each with whether an answer is
-    /// wanted (rule D9): without blocking, many with one call. Returns how many were sent, from the
-    /// first on: the rest finds no room now.
-    pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, bool)>) -> usize {
+    /// Sends IOTLB messages (misses and access failures, rule D16), each with a number if an answer is
+    /// wanted (rule D9), which is given to [`Handler::channel_answer`](crate::Handler::channel_answer)
+    /// with that: without blocking, many with one call. Returns how many were sent, from the first on:
+    /// the rest finds no room now.
+    pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, Option<u64>)>) -> usize {
         let mut messages = messages.into_iter().fuse();
         let mut outbox = self.outbox();
         let (mut total, mut bytes) = (0, Vec::new());
@@ -90,12 +91,13 @@ impl BackendChannel {
             let mut more = false;
             for (message, ack) in messages.by_ref() {
                 let Some(wire) = message.emit() else { break };
-                let ack = ack && self.acks;
-                answers += usize::from(ack);
+                let ack = ack.filter(|_| self.acks);
+                answers += usize::from(ack.is_some());
                 if answers > MOST_ANSWERS {
                     break;
                 }
-                let header = Header::request(code::BACKEND_IOTLB_MSG, ack, size_of_val(&wire));
+                let header =
+                    Header::request(code::BACKEND_IOTLB_MSG, ack.is_some(), size_of_val(&wire));
                 bytes.extend_from_slice(header.as_bytes());
                 bytes.extend_from_slice(wire.as_bytes());
                 batch.push((message, ack));
@@ -109,8 +111,8 @@ impl BackendChannel {
             }
             let sent = self.send(&mut outbox, &bytes, bytes.len() / batch.len());
             for &(message, ack) in &batch[..sent] {
-                if ack {
-                    outbox.asked.push_back(message);
+                if let Some(number) = ack {
+                    outbox.asked.push_back((message, number));
                 }
                 if let Iotlb::Miss { .. } = message {
                     self.open.fetch_add(1, Ordering::Relaxed);
@@ -176,12 +178,12 @@ impl BackendChannel {
         }
     }
 
-    /// Finishes what was begun, and reads all answers that are there, each with whether the front
-    /// end could do what it was asked.
+    /// Finishes what was begun, and reads all answers that are there, each with its message's number and
+    /// with whether the front end could do what it was asked.
     ///
     /// # Errors
     /// The front end hung up, or answered what was not asked.
-    pub(crate) fn serve(&self, mut each: impl FnMut(Iotlb, bool)) -> Result<(), WireError> {
+    pub(crate) fn serve(&self, mut each: impl FnMut(Iotlb, u64, bool)) -> Result<(), WireError> {
         self.flush_rest(&mut self.outbox());
         let mut inbox = self.inbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         loop {
@@ -194,8 +196,8 @@ impl BackendChannel {
                     .map_err(|_| WireError::Size { request: got, size: header.size })?;
                 let asked = self.outbox().asked.pop_front();
                 let why = "an answer to nothing that was asked";
-                let asked = asked.ok_or(WireError::State { request: got, why })?;
-                each(asked, u64::from_ne_bytes(word) == 0);
+                let (asked, number) = asked.ok_or(WireError::State { request: got, why })?;
+                each(asked, number, u64::from_ne_bytes(word) == 0);
             }
             let room = inbox.room();
             // Descriptors have no business here: a receive that does not ask for them closes them.

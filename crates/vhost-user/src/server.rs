@@ -376,7 +376,9 @@ impl<H: Handler> Server<H> {
             let [main, own] = fds.map(|fd| !fd.revents().is_empty());
             if own {
                 let handler = &mut self.handler;
-                match backend.serve(|message, done| handler.channel_answer(message, done)) {
+                match backend
+                    .serve(|message, number, done| handler.channel_answer(message, number, done))
+                {
                     Ok(()) => {}
                     Err(why @ WireError::HungUp { .. }) => {
                         self.backend = None;

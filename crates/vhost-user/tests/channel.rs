@@ -67,7 +67,7 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
     for round in 0..200 {
         // Single ones fill the buffer by different amounts; many at once then find room in part.
         for wanted in std::iter::repeat_n(1, round % 9).chain([64]) {
-            let misses = (sent..sent + wanted).map(|page| (miss(page << 12), false));
+            let misses = (sent..sent + wanted).map(|page| (miss(page << 12), None));
             let count = channel.try_send(misses) as u64;
             sent += count;
             if count < wanted {
@@ -83,7 +83,7 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
     }
     assert!(full > 0, "the socket took all at once");
     // Whatever was begun is finished before one more goes.
-    while channel.try_send([(miss(sent << 12), false)]) == 0 {
+    while channel.try_send([(miss(sent << 12), None)]) == 0 {
         let _ = front.recv_all_within(Duration::ZERO, &mut asked).unwrap();
     }
     sent += 1;
@@ -100,10 +100,10 @@ fn no_more_answers_are_asked_for_than_can_be_kept() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let channel = BackendChannel::new(ours, true).unwrap();
     let messages = |ack| (0..1000).map(move |page| (miss(page << 12), ack));
-    assert_eq!(channel.try_send(messages(true)), 256);
-    assert_eq!(channel.try_send(messages(true)), 0);
+    assert_eq!(channel.try_send(messages(Some(1))), 256);
+    assert_eq!(channel.try_send(messages(Some(1))), 0);
     // Those that want none may still go.
-    assert!(channel.try_send(messages(false).take(10)) > 0);
+    assert!(channel.try_send(messages(None).take(10)) > 0);
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn a_channel_without_a_peer_takes_nothing_and_says_so() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     drop(theirs);
     let channel = BackendChannel::new(ours, true).unwrap();
-    assert_eq!(channel.try_send([(miss(0), false)]), 0);
+    assert_eq!(channel.try_send([(miss(0), None)]), 0);
     assert!(!channel.config_changed());
 }
 
@@ -121,7 +121,7 @@ fn misses_and_access_failures_carry_an_address_and_a_permission() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let channel = BackendChannel::new(ours, true).unwrap();
     let fail = Iotlb::AccessFail { iova: 0x7123, access: Access::Write };
-    assert_eq!(channel.try_send([(miss(0x1234), false), (fail, true)]), 2);
+    assert_eq!(channel.try_send([(miss(0x1234), None), (fail, Some(0))]), 2);
     let mut bytes = [0; 88];
     theirs.read_exact(&mut bytes).unwrap();
     for (part, flags, kind, iova, perm) in
@@ -144,20 +144,20 @@ fn nothing_is_sent_while_every_ring_is_stopped() {
     drop(front);
     let (_, device) = served.join().unwrap();
     let stopped = device.channel.clone().unwrap();
-    assert_eq!(stopped.try_send([(miss(0), false)]), 0);
+    assert_eq!(stopped.try_send([(miss(0), None)]), 0);
     assert!(!stopped.config_changed());
 
     // A device asks while its ring starts, and when it stops: the former goes out.
     let on_stop: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
-        assert_eq!(channel.try_send([(miss(1 << 12), false)]), 1);
+        assert_eq!(channel.try_send([(miss(1 << 12), None)]), 1);
     };
     let (mut front, channel, served, _ram) =
         with_channel(Device { on_stop: Some(on_stop), ..Device::default() }, true);
     front.get_vring_base(0).unwrap();
     drop(front);
     let (_, device) = served.join().unwrap();
-    assert_eq!(device.channel.as_ref().unwrap().try_send([(miss(2 << 12), false)]), 0);
+    assert_eq!(device.channel.as_ref().unwrap().try_send([(miss(2 << 12), None)]), 0);
     drop(device);
     let mut front = FrontendChannel::new(channel, LONG);
     let first = front.recv().unwrap().unwrap();
@@ -171,7 +171,7 @@ fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
     let (back_channel, front_channel) = UnixStream::pair().unwrap();
     let ask: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
-        let questions = [(miss(0), true), (miss(1 << 12), false), (miss(2 << 12), true)];
+        let questions = [(miss(0), Some(7)), (miss(1 << 12), None), (miss(2 << 12), Some(5))];
         assert_eq!(channel.try_send(questions), 3);
         assert!(channel.config_changed());
     };
@@ -205,15 +205,15 @@ fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
         .iter()
         .filter(|event| matches!(event, Event::Answer(..) | Event::ChannelLost))
         .collect();
-    let first = &Event::Answer(miss(0), true);
-    let second = &Event::Answer(miss(2 << 12), false);
+    let first = &Event::Answer(miss(0), 7, true);
+    let second = &Event::Answer(miss(2 << 12), 5, false);
     assert_eq!(answers, [first, second, &Event::ChannelLost]);
 }
 
 /// What the front end's bytes on the channel do to a back end that has asked one question.
 fn channel_says(bytes: &[u8]) -> Result<(), ServeError> {
     let ask: fn(&mut Device) = |device| {
-        device.channel.as_ref().unwrap().try_send([(miss(0), true)]);
+        device.channel.as_ref().unwrap().try_send([(miss(0), Some(1))]);
     };
     let (mut front, mut channel, served, _ram) =
         with_channel(Device { on_stop: Some(ask), ..Device::default() }, true);
@@ -270,7 +270,7 @@ fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
     // The device asks when its ring is to stop, so that two threads are at work on one socket.
     let ask: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
-        let questions = (0..200).map(|page| (miss(page << 12), page % 2 == 0));
+        let questions = (0..200).map(|page| (miss(page << 12), (page % 2 == 0).then_some(page)));
         assert_eq!(channel.try_send(questions), 200);
     };
     let (mut front, channel, served, ram) =
@@ -388,7 +388,7 @@ fn a_server_spins_for_answers_only_while_misses_are_open_and_never_without_end()
     let (ours, theirs) = UnixStream::pair().unwrap();
     let ask: fn(&mut Device) = |device| {
         // Never answered.
-        device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), false)));
+        device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), None)));
     };
     let served = thread::spawn(move || {
         let mut server = Server::new(theirs, Device { on_stop: Some(ask), ..Device::default() });
@@ -415,7 +415,7 @@ fn a_server_spins_for_answers_only_while_misses_are_open_and_never_without_end()
 #[test]
 fn a_device_is_told_when_no_more_answers_come() {
     let ask: fn(&mut Device) = |device| {
-        device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), false)));
+        device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), None)));
     };
     for (on_stop, with_channel_too) in [(None, true), (Some(ask), true), (None, false)] {
         let device = Device { on_stop, ..Device::default() };

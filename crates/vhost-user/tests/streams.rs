@@ -178,7 +178,7 @@ proptest! {
             on_stop: Some(|device| {
                 let channel = device.channel.as_ref().unwrap();
                 let access = Access::Read;
-                let miss = |iova| (Iotlb::Miss { iova, access }, true);
+                let miss = |iova| (Iotlb::Miss { iova, access }, Some(iova));
                 channel.try_send((0..u64::from(device.stopped_at)).map(miss));
             }),
             stopped_at: questions as u32,

@@ -436,9 +436,9 @@ impl Handler for BlkBackend {
         }
     }
 
-    fn channel_answer(&mut self, message: Iotlb, done: bool) {
+    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
         if let Some(translation) = &self.translation {
-            translation.answer(message, done);
+            translation.answer(message, number, done);
         }
     }
 

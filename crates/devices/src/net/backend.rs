@@ -420,8 +420,8 @@ impl Handler for NetBackend {
         self.translation.suspend();
     }
 
-    fn channel_answer(&mut self, message: Iotlb, done: bool) {
-        self.translation.answer(message, done);
+    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
+        self.translation.answer(message, number, done);
     }
 
     fn refused(&mut self, request: u32, why: &HandlerError) {

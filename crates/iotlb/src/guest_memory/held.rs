@@ -417,7 +417,7 @@ fn cover(
                 }
                 (Found::Missing, _) => {
                     ready = false;
-                    wanted.push(Miss { iova: Iova(at), access: prot, again: false });
+                    wanted.push(Miss { iova: Iova(at), access: prot, again: None });
                     if wanted.len() >= MISSES {
                         return Ok(false);
                     }

@@ -365,7 +365,7 @@ fn a_refusal_is_a_fault_and_what_is_there_but_forbidden_is_told() {
     assert_eq!(bench.view.since(since, || bench.view.write(PAGE, &[0])), Err(forbidden));
     assert!(bench.reads(PAGE));
     assert_eq!(bench.faults.0.lock().len(), 2);
-    let told = Miss { iova: Iova(PAGE), access: Prot::WRITE, again: false };
+    let told = Miss { iova: Iova(PAGE), access: Prot::WRITE, again: None };
     assert_eq!(*bench.asked.failures.lock(), [told], "once");
     // A translation that comes after all is used.
     bench.update(0, GPA, 2, Prot::RW);
@@ -380,9 +380,10 @@ fn an_answer_that_forbids_is_taken_for_one_the_second_time() {
     assert!(!bench.writes(0));
     bench.view.ask();
     bench.update(0, GPA, 1, Prot::READ);
-    bench.iotlb.acknowledge(Iova(0), Prot::WRITE);
+    let question = bench.view.questions();
+    bench.iotlb.answer(Iova(0), Prot::WRITE, question, true);
     assert!(bench.asked.failures.lock().is_empty(), "one that permits it may be on its way");
-    bench.iotlb.acknowledge(Iova(0), Prot::WRITE);
+    bench.iotlb.answer(Iova(0), Prot::WRITE, question, true);
     assert_eq!(bench.asked.failures.lock().len(), 1);
     let forbidden = AccessError::NotPermitted { addr: 0, access: Access::Write };
     assert_eq!(bench.view.since(since, || bench.view.write(0, &[0])), Err(forbidden));

@@ -8,7 +8,7 @@ use super::*;
 const TIMES: Times = Times { again_ns: u64::MAX, refused_ns: u64::MAX };
 
 fn miss() -> Miss {
-    Miss { iova: Iova(0x1000), access: Prot::READ, again: false }
+    Miss { iova: Iova(0x1000), access: Prot::READ, again: None }
 }
 
 fn page() -> Range {
@@ -122,7 +122,7 @@ fn a_refusal_is_not_lost_either() {
         let (_, asks) = world.look(&waiter);
         assert!(asks);
         let theirs = Arc::clone(&world);
-        let front_end = thread::spawn(move || theirs.misses.refuse(page(), Prot::READ, 0));
+        let front_end = thread::spawn(move || theirs.misses.refuse(page(), Prot::READ, None, 0));
         let (_, again) = world.look(&waiter);
         front_end.join().unwrap();
         let told = world.refused(None, &waiter);
@@ -141,7 +141,7 @@ fn a_refusal_outlives_the_next_question() {
         let threads = [
             thread::spawn({
                 let world = Arc::clone(&world);
-                move || drop(world.misses.refuse(page(), Prot::READ, 0))
+                move || drop(world.misses.refuse(page(), Prot::READ, None, 0))
             }),
             thread::spawn({
                 let world = Arc::clone(&world);

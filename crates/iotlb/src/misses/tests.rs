@@ -11,7 +11,7 @@ fn waiter() -> Arc<Waiter> {
 }
 
 fn miss(iova: u64, access: Prot) -> Miss {
-    Miss { iova: Iova(iova), access, again: false }
+    Miss { iova: Iova(iova), access, again: None }
 }
 
 fn pages(first: u64, count: u64) -> Range {
@@ -41,7 +41,7 @@ fn one_question_for_a_page_and_an_access_however_many_want_it() {
     // Asked again, with the address that was asked for first.
     assert_eq!(
         note(&misses, &[miss(0x1800, Prot::READ)], &second, 20),
-        [Miss { again: true, ..read }]
+        [Miss { again: Some(3), ..read }]
     );
     assert_eq!(note(&misses, &[read], &first, 21), []);
     misses.answer(pages(1, 1), Prot::READ);
@@ -140,18 +140,18 @@ fn a_refusal_is_for_those_who_waited_and_not_for_ever() {
     let lack = |waiter, now| misses.lack((Iova(0x1000), Prot::WRITE), None, waiter, now);
     note(&misses, &[miss(0x1000, Prot::WRITE), miss(0x1000, Prot::READ)], &waits, 0);
     assert_eq!(lack(&waits, 1), Lack::Pending);
-    assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, 1), [miss(0x1000, Prot::WRITE)]);
-    assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, 1), [], "once");
+    assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [miss(0x1000, Prot::WRITE)]);
+    assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [], "once");
     assert_eq!((waits.answers(), lack(&waits, 20)), (1, Lack::Refused));
     assert_eq!(misses.lack((Iova(0x1000), Prot::READ), None, &waits, 2), Lack::Pending);
     assert_eq!(lack(&later, 20), Lack::Pending, "there may be a translation by now");
     assert_eq!(lack(&waits, 21), Lack::Pending);
     assert_eq!(note(&misses, &[miss(0x1000, Prot::WRITE)], &later, 20).len(), 1);
     // Not both: one of them may be.
-    assert_eq!(misses.refuse(Range::ALL, Prot::RW, 20), []);
+    assert_eq!(misses.refuse(Range::ALL, Prot::RW, None, 20), []);
     // No read access: so not both either.
     note(&misses, &[miss(0x1000, Prot::RW)], &waits, 20);
-    assert_eq!(misses.refuse(Range::ALL, Prot::READ, 20).len(), 2);
+    assert_eq!(misses.refuse(Range::ALL, Prot::READ, None, 20).len(), 2);
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn who_did_not_wait_is_not_refused() {
     let mut ahead = vec![miss(0x5000, Prot::READ)];
     misses.note(&mut ahead, None, 0, |_| false);
     assert_eq!(ahead.len(), 1);
-    misses.refuse(pages(5, 1), Prot::READ, 1);
+    misses.refuse(pages(5, 1), Prot::READ, None, 1);
     assert_eq!(misses.open(), 0);
     assert_eq!(misses.lack((Iova(0x5000), Prot::READ), None, &waiter(), 1), Lack::Pending);
 }
@@ -177,20 +177,20 @@ fn a_refusal_is_seen_however_late_by_who_waited_and_by_nobody_else() {
     let second = misses.questions();
     // It waits for the answer to the same question, which was asked before it was wanted.
     assert_eq!(note(&misses, &read, &waiter, 1), []);
-    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, 2).len(), 1);
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 2).len(), 1);
     assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
     assert_eq!(lack(u64::MAX), Lack::Pending, "it has not waited at all");
     // It asks anew, and the first has not looked yet.
     assert_eq!(note(&misses, &read, &waiter, 3), read);
     assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
-    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, 4).len(), 1);
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 4).len(), 1);
     assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Refused));
     // What is there is there.
     misses.answer(pages(1, 1), Prot::READ);
     assert_eq!(lack(first), Lack::Pending);
 }
 
-/// Asked again and again: the answer that comes is to the first question that wanted one.
+/// Asked again and again: each answer is to its question.
 #[test]
 fn an_answer_that_took_long_does_not_concern_who_came_meanwhile() {
     let misses = Misses::new(100, TIMES);
@@ -199,11 +199,34 @@ fn an_answer_that_took_long_does_not_concern_who_came_meanwhile() {
     let lack = |since| misses.lack((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
     note(&misses, &read, &waiter, 0);
     let before = misses.questions();
-    assert!(note(&misses, &read, &waiter, 20)[0].again);
+    let first = note(&misses, &read, &waiter, 20)[0].again;
     let between = misses.questions();
-    assert!(note(&misses, &read, &waiter, 40)[0].again);
-    misses.refuse(pages(1, 1), Prot::READ, 41);
+    let second = note(&misses, &read, &waiter, 40)[0].again;
+    assert!(first.is_some() && second > first);
+    misses.refuse(pages(1, 1), Prot::READ, first, 41);
     assert_eq!((lack(before), lack(between)), (Lack::Refused, Lack::Pending));
+}
+
+/// A page was translated, unmapped and mapped again, and only then the answer to a question comes that
+/// was asked in between.
+#[test]
+fn an_answer_to_an_older_question_concerns_nobody_who_asked_after_it() {
+    let misses = Misses::new(100, TIMES);
+    let waiter = waiter();
+    let read = [miss(0x1000, Prot::READ)];
+    let lack = |since| misses.lack((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+    note(&misses, &read, &waiter, 0);
+    let old = note(&misses, &read, &waiter, 20)[0].again.unwrap();
+    misses.answer(pages(1, 1), Prot::READ);
+    let since = misses.questions();
+    assert_eq!(note(&misses, &read, &waiter, 21), read, "a question of its own");
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, Some(old), 22), []);
+    assert!(!misses.acknowledge(Iova(0x1000), Prot::READ, old));
+    assert!(!misses.acknowledge(Iova(0x1000), Prot::READ, old), "nor counted");
+    assert_eq!((lack(since), misses.open()), (Lack::Pending, 1));
+    let new = note(&misses, &read, &waiter, 41)[0].again;
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, new, 42).len(), 1);
+    assert_eq!(lack(since), Lack::Refused);
 }
 
 #[test]
@@ -231,11 +254,11 @@ fn what_came_before_it_was_noted_is_not_waited_for() {
 #[test]
 fn an_acknowledgement_without_a_translation_counts_the_second_time() {
     let misses = Misses::new(100, TIMES);
-    assert!(!misses.acknowledge(Iova(0x1000), Prot::WRITE));
+    assert!(!misses.acknowledge(Iova(0x1000), Prot::WRITE, 1));
     note(&misses, &[miss(0x1000, Prot::WRITE)], &waiter(), 0);
-    assert!(!misses.acknowledge(Iova(0x1000), Prot::READ));
-    assert!(!misses.acknowledge(Iova(0x1000), Prot::WRITE));
-    assert!(misses.acknowledge(Iova(0x1000), Prot::WRITE));
+    assert!(!misses.acknowledge(Iova(0x1000), Prot::READ, 2));
+    assert!(!misses.acknowledge(Iova(0x1000), Prot::WRITE, 2));
+    assert!(misses.acknowledge(Iova(0x1000), Prot::WRITE, 3));
 }
 
 #[test]

@@ -209,7 +209,7 @@ const NEAR: usize = 4;
 /// Notes what is missing; false if there is no room for it now.
 #[cold]
 fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
-    let miss = Miss { iova: Iova(addr), access: wanted(access), again: false };
+    let miss = Miss { iova: Iova(addr), access: wanted(access), again: None };
     let mut misses = misses.borrow_mut();
     let room = misses.len() < BATCH;
     // One that stands further back is told apart when they are asked for; here it only takes room.

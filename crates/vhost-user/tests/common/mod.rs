@@ -42,7 +42,7 @@ pub(crate) enum Event {
     Reset,
     Channel,
     Iotlb(Iotlb),
-    Answer(Iotlb, bool),
+    Answer(Iotlb, u64, bool),
     ChannelLost,
     Inflight(u16, u16),
     Log(bool),
@@ -190,8 +190,8 @@ impl Handler for Device {
     fn settled(&mut self) {
         self.settled.store(self.carried_out.load(Ordering::Relaxed), Ordering::Relaxed);
     }
-    fn channel_answer(&mut self, message: Iotlb, done: bool) {
-        self.events.push(Event::Answer(message, done));
+    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
+        self.events.push(Event::Answer(message, number, done));
     }
     fn channel_lost(&mut self, _why: &WireError) {
         self.events.push(Event::ChannelLost);
