@@ -92,17 +92,15 @@ struct Move {
 impl Move {
     /// Starts a guest with `script` on `before`, and `after`, which waits for it.
     fn new(place: &Place, script: &str, before: Qemu, after: Qemu) -> Move {
-        let (monitor, incoming) = (place.path("monitor"), place.path("incoming"));
+        let (monitor, arrives) = (place.path("monitor"), place.path("arrives"));
         let script = format!("{FILL}{script}");
         let mut guest = before.monitor(&monitor).start(place, &script);
         guest.hear("ready");
-        let target = after.incoming(&incoming).start(place, &script);
+        let target = after.monitor(&arrives).incoming().start(place, &script);
         let monitor = Monitor::connect(&monitor);
-        let begun = Instant::now();
-        while !incoming.exists() {
-            assert!(begun.elapsed() < LIMIT, "nobody waits for the guest");
-            thread::sleep(Duration::from_millis(5));
-        }
+        // The socket is there before it listens: it does when this is answered.
+        let uri = format!("unix:{}", place.path("incoming").display());
+        Monitor::connect(&arrives).ask("migrate-incoming", json!({ "uri": uri }));
         Move { guest, monitor, target }
     }
 

@@ -59,8 +59,10 @@ fn data_and_isolation(given: &Said) {
 
 const KILLED: &str = r#"
 before=$(pinned)
-holding() { grep -q holding /tmp/nvme; }
+holding() { grep -qs holding /tmp/nvme; }
 for wait in 0 50000 200000; do
+    # What the one before has said is not this one's.
+    rm -f /tmp/nvme
     vfio-nvme $pci $group hold > /tmp/nvme 2>&1 &
     driver=$!
     await holding

@@ -222,10 +222,10 @@ impl Qemu {
         self
     }
 
-    /// It takes over a machine that comes in on a socket, and boots none.
-    pub(crate) fn incoming(mut self, socket: &Path) -> Qemu {
+    /// It takes over a machine that comes in where its monitor is told, and boots none.
+    pub(crate) fn incoming(mut self) -> Qemu {
         self.console = "console.after";
-        self.add("-incoming", format!("unix:{}", socket.display()));
+        self.add("-incoming", "defer".to_owned());
         self
     }
 
