@@ -53,9 +53,18 @@ impl Run {
         let mut programs = self.suite()?.tests.iter();
         let program = programs.find(|p| p.package == package && p.target == target);
         let program = program.with_context(|| format!("no test program {package} {target}"))?;
-        let arguments = [&["--ignored"], arguments].concat();
-        suite::run(std::slice::from_ref(program), &arguments, &[])?.verdict()?;
-        self.idle.borrow_mut().retain(|test| !test.starts_with(&program.name()));
+        let all = [&["--ignored"], arguments].concat();
+        suite::run(std::slice::from_ref(program), &all, &[])?.verdict()?;
+        let skipped = arguments.windows(2).filter(|pair| pair[0] == "--skip").map(|pair| pair[1]);
+        let skipped: Vec<&str> = skipped.collect();
+        let chosen: Vec<&&str> =
+            arguments.iter().filter(|a| !a.starts_with("--") && !skipped.contains(*a)).collect();
+        self.idle.borrow_mut().retain(|test| {
+            let ran = test.starts_with(&program.name())
+                && !skipped.iter().any(|name| test.contains(name))
+                && (chosen.is_empty() || chosen.iter().any(|name| test.contains(**name)));
+            !ran
+        });
         Ok(())
     }
 }
