@@ -247,7 +247,9 @@ impl List {
 /// Those who waited before the question was asked, however late they look: what they wait for was
 /// wanted, and so had to be there, when it was asked. Who came later asks anew: there may be a
 /// translation by now. Questions are numbered, and who begins to wait notes how many there were; for
-/// who does not, those are told who were on the list, and for a moment only.
+/// who does not, those are told who were on the list, and for a moment only. An answer to a question that
+/// was asked again comes with its number: where the page was answered, unmapped and wanted again
+/// meanwhile, it is older than the question that is open now, and does not concern that.
 pub(crate) struct Misses {
     list: SpinLock<List>,
     /// How many questions there were.
