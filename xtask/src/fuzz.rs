@@ -3,15 +3,14 @@
 use std::{
     path::{Path, PathBuf},
     process::Command,
-    sync::{
-        Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
 };
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::steps::{root, run};
+use crate::{
+    steps::{root, run},
+    suite::side_by_side,
+};
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
@@ -99,25 +98,9 @@ impl Targets {
     /// # Errors
     /// What failed; each input that made a target fail is among `fuzz/cases` now.
     pub(crate) fn run(&self, length: Length) -> Result<()> {
-        let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-        let processors = std::thread::available_parallelism()?.get();
-        std::thread::scope(|scope| {
-            for _ in 0..processors {
-                scope.spawn(|| {
-                    while let Some(name) = self.names.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        if let Err(error) = self.run_one(name, length) {
-                            let what = format!("{name}: {error:#}");
-                            failed.lock().expect("no thread panics").push(what);
-                        }
-                    }
-                });
-            }
-        });
-        let failed = failed.into_inner().expect("no thread panics");
-        if !failed.is_empty() {
-            bail!("{}", failed.join("; "));
-        }
-        Ok(())
+        side_by_side(&self.names, |name| {
+            self.run_one(name, length).with_context(|| name.to_owned())
+        })
     }
 
     fn run_one(&self, name: &str, length: Length) -> Result<()> {

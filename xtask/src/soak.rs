@@ -75,18 +75,20 @@ pub(crate) fn soak(minutes: u64, only: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// Runs every property test once with a seed.
-pub(crate) fn random(suite: &Suite, seed: u64) -> Result<()> {
-    println!("seed {seed}");
+/// Runs every property test once with each of `seeds`.
+pub(crate) fn random(suite: &Suite, seeds: impl Iterator<Item = u64>) -> Result<()> {
+    let programs = random_programs(suite, None)?;
     let mut failed = Vec::new();
-    for (program, names) in &random_programs(suite, None)? {
-        failed.append(&mut try_seed(program, names, seed)?.failed);
+    for seed in seeds {
+        println!("seed {seed}");
+        let repeat = |failure: &Failure| match &failure.test {
+            Some(test) => failure.program.repeat(test, seed),
+            None => failure.to_string(),
+        };
+        for (program, names) in &programs {
+            failed.extend(try_seed(program, names, seed)?.failed.iter().map(repeat));
+        }
     }
-    let repeat = |failure: &Failure| match &failure.test {
-        Some(test) => failure.program.repeat(test, seed),
-        None => failure.to_string(),
-    };
-    let failed: Vec<String> = failed.iter().map(repeat).collect();
     ensure!(failed.is_empty(), "{} failures; to repeat them:\n{}", failed.len(), failed.join("\n"));
     Ok(())
 }

@@ -164,10 +164,9 @@ pub(crate) fn run(
     arguments: &[&str],
     environment: &[(&str, &str)],
 ) -> Result<Tally> {
-    let processors = thread::available_parallelism()?.get();
     let logs = root().join("target/tests");
     fs::create_dir_all(&logs)?;
-    let (next, tally) = (AtomicUsize::new(0), Mutex::new(Tally::default()));
+    let tally = Mutex::new(Tally::default());
     let one = |program: &Program| -> Result<()> {
         let begun = Instant::now();
         // A file, not a pipe: a process that a test leaves behind would hold a pipe open.
@@ -194,17 +193,34 @@ pub(crate) fn run(
         }
         Ok(())
     };
-    thread::scope(|scope| {
-        let worker = || -> Result<()> {
-            while let Some(program) = programs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                one(program)?;
-            }
-            Ok(())
-        };
-        let workers: Vec<_> = (0..processors).map(|_| scope.spawn(worker)).collect();
-        workers.into_iter().try_for_each(|worker| worker.join().expect("no thread panics"))
-    })?;
+    side_by_side(programs, one)?;
     Ok(tally.into_inner().expect("no thread panics"))
+}
+
+/// Does something with each of `items`, with as many at a time as there are processors.
+///
+/// # Errors
+/// All that went wrong; each item has had its turn.
+pub(crate) fn side_by_side<T: Sync>(
+    items: &[T],
+    one: impl Fn(&T) -> Result<()> + Sync,
+) -> Result<()> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let worker = || {
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Err(error) = one(item) {
+                failed.lock().expect("no thread panics").push(format!("{error:#}"));
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(worker);
+        }
+    });
+    let failed = failed.into_inner().expect("no thread panics");
+    ensure!(failed.is_empty(), "{}", failed.join("; "));
+    Ok(())
 }
 
 /// Reads what a test program printed: `test NAME ... ok`, `... FAILED`, `... ignored, REASON`. What a test
