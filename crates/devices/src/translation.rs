@@ -195,9 +195,9 @@ impl Translation {
     /// The front end's answer to a question that was asked again, as
     /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gives it: if there is no such
     /// translation, who waits for it need not wait longer.
-    pub fn answer(&self, message: vhost_user::Iotlb, question: u64, done: bool) {
+    pub fn answer(&self, message: vhost_user::Iotlb, number: u64, done: bool) {
         if let vhost_user::Iotlb::Miss { iova, access } = message {
-            self.iotlb.answer(Iova(iova), prot_of(access), question, done);
+            self.iotlb.reply(Iova(iova), prot_of(access), number, done);
         }
     }
 

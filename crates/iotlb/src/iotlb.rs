@@ -295,17 +295,17 @@ impl Iotlb {
         }
     }
 
-    /// The answer to a miss that was asked again (`question` is [`Miss::again`]).
+    /// The reply to a miss that was sent again with this number ([`Miss::again`]).
     ///
     /// `done`: the one who knows has sent whatever there is. If that is a translation that does not
     /// allow the access, the access is refused; but not at the first time: the translation may still be on
-    /// its way. Otherwise there is none: who waited for it before the question was asked fails. What was
+    /// its way. Otherwise there is none: who waited for it before the miss was sent again fails. What was
     /// first asked for after it is not concerned: a translation may have come and gone meanwhile.
-    pub fn answer(&self, iova: Iova, access: Prot, question: u64, done: bool) {
+    pub fn reply(&self, iova: Iova, access: Prot, number: u64, done: bool) {
         let forbidden =
-            || self.misses.acknowledge(iova, access, question) && self.forbids(iova, access);
+            || self.misses.acknowledge(iova, access, number) && self.forbids(iova, access);
         if !done || forbidden() {
-            self.refuse_as(point(iova), access, Some(question));
+            self.refuse_as(point(iova), access, Some(number));
         }
     }
 

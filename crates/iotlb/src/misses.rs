@@ -18,9 +18,8 @@ pub struct Miss {
     pub iova: Iova,
     /// What it is wanted for.
     pub access: Prot,
-    /// The number of this question, if it is asked again: the first one went unanswered for a while,
-    /// so this one wants an answer in any case. Give it to [`Iotlb::answer`](crate::Iotlb::answer)
-    /// with that answer.
+    /// The number of this miss, if it is sent again: the first one got no update for a while, so this
+    /// one wants a reply in any case, which goes to [`Iotlb::reply`](crate::Iotlb::reply) with the number.
     pub again: Option<u64>,
 }
 

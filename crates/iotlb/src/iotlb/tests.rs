@@ -381,9 +381,9 @@ fn an_answer_that_forbids_is_taken_for_one_the_second_time() {
     bench.view.ask();
     bench.update(0, GPA, 1, Prot::READ);
     let question = bench.view.questions();
-    bench.iotlb.answer(Iova(0), Prot::WRITE, question, true);
+    bench.iotlb.reply(Iova(0), Prot::WRITE, question, true);
     assert!(bench.asked.failures.lock().is_empty(), "one that permits it may be on its way");
-    bench.iotlb.answer(Iova(0), Prot::WRITE, question, true);
+    bench.iotlb.reply(Iova(0), Prot::WRITE, question, true);
     assert_eq!(bench.asked.failures.lock().len(), 1);
     let forbidden = AccessError::NotPermitted { addr: 0, access: Access::Write };
     assert_eq!(bench.view.since(since, || bench.view.write(0, &[0])), Err(forbidden));
