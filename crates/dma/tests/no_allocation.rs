@@ -223,14 +223,26 @@ unsafe impl DmaBuffer<GuestPhys> for Copied {
     }
 }
 
+/// One CPU: were the thread moved to another, that would have to fill its cache of slots first.
+fn one_cpu() -> Environment {
+    Environment { cpu: Arc::new(OneCpu), ..Environment::default() }
+}
+
 #[test]
 fn choosing_takes_nothing_from_the_heap_in_trials_either() {
     let (domain, allocator) = (Arc::new(Nothing), Arc::new(Endless(AtomicU64::new(1 << 20))));
-    let limits = BounceLimits::default();
     let (for_domain, for_allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
-    let pools = BouncePools::new(for_domain, for_allocator, Heap, limits).unwrap();
     let clock = Arc::new(ManualClock::new(0));
-    let environment = Environment { clock: Arc::clone(&clock) as _, ..Environment::default() };
+    let environment = Environment { clock: Arc::clone(&clock) as _, ..one_cpu() };
+    let pools = BouncePools::with_environment(
+        for_domain,
+        for_allocator,
+        Heap,
+        BounceLimits { idle_ms: 1 << 30, ..BounceLimits::default() },
+        environment.clone(),
+        TimerKind::Manual,
+    )
+    .unwrap();
     let config = Config { timer: TimerKind::Manual, ..Config::new(Policy::Auto) };
     let device = Device::with_pools(domain, allocator, config, environment, &pools).unwrap();
     let run = |mut buffer, count| {
@@ -256,8 +268,7 @@ fn choosing_takes_nothing_from_the_heap_in_trials_either() {
 fn bouncing_takes_nothing_from_the_heap_once_there_are_slots() {
     let allocator = Arc::new(Endless(AtomicU64::new(1 << 40)));
     let limits = BounceLimits { idle_ms: 1 << 30, ..BounceLimits::default() };
-    // One CPU: were the thread moved to another, that would have to fill its cache first.
-    let environment = Environment { cpu: Arc::new(OneCpu), ..Environment::default() };
+    let environment = one_cpu();
     let domain = Arc::new(Nothing);
     let pools = BouncePools::with_environment(
         domain,
