@@ -260,6 +260,9 @@ impl<B: Backing> Device<B> {
                     return Err(Status::Inval);
                 }
                 if before == Some(id) {
+                    // It is there, unless an ATTACH elsewhere failed and could not be undone.
+                    self.backing.set_domain(endpoint, binding_to(entry.view.domain.as_ref())).map_err(cannot_join)?;
+                    self.rebound(session, endpoint);
                     return Ok(());
                 }
                 if let Some(domain) = &entry.view.domain
@@ -290,8 +293,7 @@ impl<B: Backing> Device<B> {
                 }
             }
         };
-        let binding = domain.as_ref().map_or(Binding::Bypass, |d| Binding::Domain(Arc::clone(d)));
-        self.backing.set_domain(endpoint, binding).map_err(cannot_join)?;
+        self.backing.set_domain(endpoint, binding_to(domain.as_ref())).map_err(cannot_join)?;
         if let Some(before) = before {
             state.leave(before, endpoint, &mut session.orphans);
         }
@@ -423,6 +425,11 @@ fn inward<D: Domain>(
         last = down;
     }
     Ok(Range::new(Iova(first), Iova(last)))
+}
+
+/// Where an endpoint of a domain is put.
+fn binding_to<D>(domain: Option<&Arc<D>>) -> Binding<D> {
+    domain.map_or(Binding::Bypass, |domain| Binding::Domain(Arc::clone(domain)))
 }
 
 /// The status of an ATTACH whose endpoint could not be put there.

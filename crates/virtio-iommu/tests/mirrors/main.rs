@@ -354,6 +354,22 @@ fn bypass_is_all_of_guest_memory_or_refused() {
 }
 
 #[test]
+fn an_attach_to_the_domain_it_is_in_restores_what_a_failed_one_could_not() {
+    // rule V20
+    let mut rig = Rig::new();
+    assert_eq!((rig.attach(1, 11), rig.map(1, page(1), 0x1000)), (Status::Ok, Status::Ok));
+    assert_eq!((rig.attach(2, 1), rig.map(2, page(2), 0x2000)), (Status::Ok, Status::Ok));
+    rig.far(11).domain.inject(Kind::Map, When::Always, Stage::Before);
+    assert_ne!(rig.attach(2, 11), Status::Ok);
+    assert_eq!((rig.reaches(11, 0x1000), rig.failures()), (None, 1));
+    assert_ne!(rig.attach(1, 11), Status::Ok, "it reaches nothing yet");
+    rig.far(11).domain.clear();
+    assert_eq!(rig.attach(1, 11), Status::Ok);
+    assert_eq!(rig.reaches(11, 0x1000), Some(0x7000_1000));
+    rig.assert_told_is_true();
+}
+
+#[test]
 fn a_larger_granule_takes_what_it_can_say() {
     let geometry = Geometry::new(PageSizes::from_granule(1 << 16).unwrap(), Range::ALL);
     let mut rig = Rig::with([(11, Far::new(geometry, Limits::NONE, true)), (12, Far::plain())]);
