@@ -6,6 +6,7 @@
 use std::{
     collections::BTreeSet,
     fs::{self, File},
+    mem,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::{
@@ -253,7 +254,8 @@ pub(crate) fn run_example(example: &Program) -> Result<()> {
     Ok(())
 }
 
-/// The names of all property tests below a folder: functions with `#[test]` within a `proptest!`.
+/// The names of all random tests below a folder: functions with `#[test]` within a `proptest!`, and
+/// those that take numbers from proptest's `TestRunner`, by themselves or by a function of their file.
 pub(crate) fn random_tests(folder: &Path) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
     for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
@@ -267,28 +269,69 @@ pub(crate) fn random_tests(folder: &Path) -> Result<BTreeSet<String>> {
     Ok(names)
 }
 
+/// A function in a text: its name, its lines, and whether it is a test.
+struct Function<'a> {
+    name: &'a str,
+    lines: Vec<&'a str>,
+    is_test: bool,
+    random: bool,
+}
+
 fn random_in(text: &str, names: &mut BTreeSet<String>) {
-    // The indentation of the macro that the line lies in.
-    let mut within = None;
-    let mut is_test = false;
-    for line in text.lines() {
-        let (indent, code) = (line.len() - line.trim_start().len(), line.trim_start());
-        match within {
-            None if code.starts_with("proptest! {") || code == "proptest::proptest! {" => {
-                within = Some(indent);
-            }
-            Some(begun) if indent == begun && code == "}" => within = None,
-            Some(_) if code == "#[test]" => is_test = true,
-            Some(_) => {
-                let name = code.strip_prefix("fn ").and_then(|rest| rest.split('(').next());
-                if let Some(name) = name.filter(|_| is_test) {
-                    names.insert(name.to_owned());
-                    is_test = false;
-                }
-            }
-            None => {}
+    let mut functions = functions(text);
+    // Until nothing is added: a function that calls a random one is random.
+    loop {
+        let calls: Vec<String> =
+            functions.iter().filter(|f| f.random).map(|f| format!("{}(", f.name)).collect();
+        let mut added = false;
+        for function in functions.iter_mut().filter(|function| !function.random) {
+            let calls = |line: &&str| calls.iter().any(|call| line.contains(&**call));
+            function.random = function.lines.iter().any(calls);
+            added |= function.random;
+        }
+        if !added {
+            break;
         }
     }
+    let tests = functions.iter().filter(|function| function.is_test && function.random);
+    names.extend(tests.map(|test| test.name.to_owned()));
+}
+
+/// The functions of a text as rustfmt lays it out.
+fn functions(text: &str) -> Vec<Function<'_>> {
+    let indent = |line: &str| line.len() - line.trim_start().len();
+    // The indentation of a `proptest!` that the line lies in.
+    let (mut within, mut is_test) = (None, false);
+    // Functions that have begun, with their indentation.
+    let (mut open, mut functions): (Vec<(usize, Function<'_>)>, Vec<_>) = Default::default();
+    for line in text.lines() {
+        let code = line.trim_start();
+        for (_, function) in &mut open {
+            function.lines.push(code);
+            function.random |= code.contains("TestRunner::");
+        }
+        if code.starts_with('}') {
+            if open.last().is_some_and(|&(begun, _)| begun == indent(line)) {
+                functions.extend(open.pop().map(|(_, function)| function));
+            } else if within == Some(indent(line)) {
+                within = None;
+            }
+        } else if code.starts_with("proptest! {") || code == "proptest::proptest! {" {
+            within = Some(indent(line));
+        } else if code == "#[test]" {
+            is_test = true;
+        } else if let Some((before, rest)) = code.split_once("fn ")
+            && before.split_whitespace().all(|word| word.starts_with("pub") || word == "unsafe")
+            && let Some((name, _)) = rest.split_once(['(', '<'])
+        {
+            let is_test = mem::take(&mut is_test);
+            if !code.ends_with(['}', ';']) {
+                let (lines, random) = (Vec::new(), within.is_some());
+                open.push((indent(line), Function { name, lines, is_test, random }));
+            }
+        }
+    }
+    functions
 }
 
 #[cfg(test)]
@@ -328,12 +371,14 @@ mod tests {
     }
 
     #[test]
-    fn random_tests_are_those_within_the_macro() {
+    fn random_tests_are_those_within_the_macro_and_those_that_take_numbers_of_its_runner() {
         let text = "#[test]\nfn plain() {}\nproptest! {\n    #![proptest_config(X)]\n    #[test]\n    \
-                    /// Words.\n    fn random(\n        a in b,\n    ) {\n    }\n}\n#[test]\nfn other() {}\n";
+                    /// Words.\n    fn random(\n        a in b,\n    ) {\n    }\n}\n#[test]\nfn other() {\n}\n\
+                    fn helper() -> u64 {\n    TestRunner::default()\n}\nimpl X {\n    fn next(&self) {\n        \
+                    helper();\n    }\n}\n#[test]\nfn of_a_helper() {\n    x.next();\n}\n";
         let mut names = BTreeSet::new();
         random_in(text, &mut names);
-        assert_eq!(names.into_iter().collect::<Vec<_>>(), ["random"]);
+        assert_eq!(names.into_iter().collect::<Vec<_>>(), ["of_a_helper", "random"]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, thread};
 
-use proptest::prelude::*;
+use proptest::{prelude::*, test_runner::TestRunner};
 use ringfence_iommu::{
     Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, SoftDomain,
     shootdown::Shootdown,
@@ -80,11 +80,12 @@ fn threads_that_map_in_domains_of_their_own_never_pass_it_together() {
     let limits = Limits { table_bytes: 300 * NODE, mappings: 3000 };
     let budget = Budget::new(limits);
     let domains = domains(&budget, 3);
+    let seed = TestRunner::default().rng().next_u64();
     thread::scope(|scope| {
-        for (seed, domain) in domains.iter().enumerate() {
+        for (number, domain) in domains.iter().enumerate() {
             let budget = &budget;
             scope.spawn(move || {
-                let mut state = seed as u64 + 1;
+                let mut state = seed.wrapping_add(number as u64);
                 for step in 0..20_000_u64 {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
                     let n = (state >> 33) % 3000;

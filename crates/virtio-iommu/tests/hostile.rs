@@ -21,6 +21,7 @@ use common::{
     model::{Answer, Mapping, Model, Space},
     twin::{Shape, Twin, all_mappings},
 };
+use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_mem::{
     Access, AccessError, GuestRam, HostSlice, Memory, PAGE_SIZE, Physical, SharedFile, Translate,
     Window,
@@ -274,7 +275,7 @@ const CHILD: &str = "RINGFENCE_TEST_FLIPS";
 fn flip(scene: &Scene) {
     let fd = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor");
     let shared = SharedFile::map(fd, 0, LEN as u64).expect("shared memory");
-    let mut random = 0x9e37_79b9_7f4a_7c15u64;
+    let mut random = TestRunner::default().rng().next_u64() | 1;
     let (mut beat, mut since) = (0, Instant::now());
     while shared.u8_at(STOP).load(Relaxed) == 0 {
         let turn = usize::from(shared.u8_at(TURN).load(Relaxed));

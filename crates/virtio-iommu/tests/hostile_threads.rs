@@ -13,6 +13,7 @@ use std::{
 };
 
 use common::{Bench, Endpoints, Soft, range};
+use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_iommu::{Iova, Range, table::Translation};
 use ringfence_virtio_iommu::{
     device::{Binding, Device, Session},
@@ -131,7 +132,7 @@ impl World {
         let domains = domains.map(|domain| domain.expect("attached throughout"));
         let mut caches: [Cache; 4] = array::from_fn(|_| Cache::default());
         let mut guest: Option<(Arc<Soft>, u64)> = None;
-        let (mut random, mut hits) = (0x9e37_79b9_7f4a_7c15u64, [0, 0]);
+        let (mut random, mut hits) = (TestRunner::default().rng().next_u64() | 1, [0, 0]);
         while !self.over.load(SeqCst) {
             for _ in 0..256 {
                 random ^= random << 13;

@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_virtq::{Chain, Desc, device, driver, layout, testing};
 
 fn pair(size: u16, event_idx: bool, packed: bool) -> (testing::Ram, driver::Queue, device::Queue) {
@@ -157,10 +158,11 @@ fn ping_pong(event_idx: bool, packed: bool, size: u16, requests: u64) {
     let (ram, mut driver, mut device) = pair(size, event_idx, packed);
     let (kick, wait_kick) = bell();
     let (interrupt, wait_interrupt) = bell();
+    let seed = TestRunner::default().rng().next_u64();
     thread::scope(|scope| {
         scope.spawn(move || {
             let mut chain = Chain::new();
-            let (mut done, mut random) = (0, 7_u64);
+            let (mut done, mut random) = (0, !seed);
             while done < requests {
                 device.suppress_kicks();
                 while device.pop(&ram, &mut chain).unwrap() {
@@ -181,7 +183,7 @@ fn ping_pong(event_idx: bool, packed: bool, size: u16, requests: u64) {
                 }
             }
         });
-        let (mut sent, mut done, mut random) = (0, 0, 1_u64);
+        let (mut sent, mut done, mut random) = (0, 0, seed);
         while done < requests {
             random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
             for _ in 0..=random >> 61 {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::{Aperture, Bitmap, DEFAULT_WINDOW, RbTree};
+use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_sync::cpu::{FixedCpu, OneCpu};
 use std::{
     collections::HashSet,
@@ -384,12 +385,13 @@ fn no_iova_twice<A: Allocator>(magazines: &Magazines<A, Hopping>) {
         }
         magazines.free(iova, pages * PAGE).unwrap();
     };
+    let seed = TestRunner::default().rng().next_u64();
     std::thread::scope(|scope| {
         for thread in 0..2u64 {
             let (held, give_back) = (&held, &give_back);
             scope.spawn(move || {
                 let mut mine: Vec<(u64, u64)> = Vec::new();
-                let mut random = thread + 1;
+                let mut random = seed.wrapping_add(thread);
                 for step in 0..20_000u64 {
                     random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
                     let pages = 1 << (random >> 60 & 3);

@@ -1,5 +1,6 @@
 use std::{collections::BTreeSet, string::ToString, sync::Arc, thread, vec, vec::Vec};
 
+use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_sync::cpu::{FixedCpu, OneCpu, OsCpu};
 
 use super::*;
@@ -338,6 +339,7 @@ fn other_alignments_are_met_where_there_is_room_for_them() {
 fn threads_that_pass_ranges_to_each_other_never_get_the_same_one() {
     use ringfence_sync::atomic::AtomicU8;
     use std::sync::mpsc;
+    let seed = TestRunner::default().rng().next_u64();
     for bits in [24, 32] {
         let slabs = Slabs::new(aperture(bits), OsCpu::new());
         let owners: Vec<AtomicU8> = (0..1u64 << (bits - 12)).map(|_| AtomicU8::new(0)).collect();
@@ -359,7 +361,7 @@ fn threads_that_pass_ranges_to_each_other_never_get_the_same_one() {
                 let (slabs, mark) = (&slabs, &mark);
                 let next = ends[(me + 1) % 4].clone();
                 scope.spawn(move || {
-                    let mut random = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(me as u64 + 1);
+                    let mut random = seed.wrapping_mul(2 * me as u64 + 1) | 1;
                     let mut mine = Vec::new();
                     for round in 0..20_000u32 {
                         random ^= random << 13;

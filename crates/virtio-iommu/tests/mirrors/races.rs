@@ -9,6 +9,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Prot,
     Range, Result, SoftDomain,
@@ -194,13 +195,14 @@ fn mirrors_come_and_go_while_others_map() {
     let joint = Joint::new(soft);
     let far = Far::plain();
     let over = AtomicBool::new(false);
+    let seed = TestRunner::default().rng().next_u64();
     thread::scope(|scope| {
         let mappers: Vec<_> = (0..2u64)
             .map(|half| {
                 let joint = &joint;
                 scope.spawn(move || {
                     let mut held = [false; 64];
-                    let mut state = half + 1;
+                    let mut state = seed.wrapping_add(half);
                     for _ in 0..20_000 {
                         state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
                         let n = (state >> 40) % 64;

@@ -6,7 +6,7 @@ use std::{
     thread,
 };
 
-use proptest::prelude::*;
+use proptest::{prelude::*, test_runner::TestRunner};
 use ringfence_mem::{Access, Translate};
 use ringfence_virtq::{
     Chain, Desc, RingError, device,
@@ -191,13 +191,14 @@ fn memory_that_changes_while_it_is_read_yields_only_chains_that_were_checked() {
     let ram = testing::Ram::new(BASE, 0x3000);
     let (_, config) = testing::areas(&ram, BASE, SIZE, true);
     let stop = AtomicBool::new(false);
+    let seed = TestRunner::default().rng().next_u64();
     let next = |random: &mut u64| {
         *random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         *random >> 33
     };
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut random = 3;
+            let mut random = seed;
             let descs = ram.window(config.desc, 128, Access::Write).unwrap();
             while !stop.load(Ordering::Relaxed) {
                 let at = 16 * (next(&mut random) % 8) as usize;

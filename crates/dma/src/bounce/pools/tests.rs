@@ -7,6 +7,7 @@ use std::{
     thread,
 };
 
+use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_iommu::{
     Geometry, HostAddr, Iova, PageSizes, Prot, Range, SoftDomain, shootdown::Shootdown,
     table::Limits,
@@ -379,11 +380,12 @@ fn threads_that_hammer_the_pools_lose_no_slot_and_share_none() {
     let rig = Rig::new(BounceLimits { largest: 32 << 10, max_bytes: 512 << 10, idle_ms: 1 });
     let (one, other) = (rig.client(LAST, 1 << 20), rig.client((1 << 32) - 1, 400 << 10));
     let owners = StdMutex::new(BTreeMap::new());
+    let start = TestRunner::default().rng().next_u64();
     thread::scope(|scope| {
         for seed in 1..=4u64 {
             let (client, rig, owners) = (if seed % 2 == 0 { &one } else { &other }, &rig, &owners);
             scope.spawn(move || {
-                let mut random = seed;
+                let mut random = start.wrapping_add(seed);
                 let mut held: Vec<Slot> = Vec::new();
                 for _ in 0..4000 {
                     random =
