@@ -3,6 +3,7 @@
 use std::{
     path::{Path, PathBuf},
     process::Command,
+    sync::Mutex,
 };
 
 use anyhow::{Context, Result, bail, ensure};
@@ -93,14 +94,21 @@ fn has_nightly() -> bool {
 }
 
 impl Targets {
-    /// Runs every target, one for each processor at a time.
+    /// Runs every target, one for each processor at a time. A target that failed is left out of later
+    /// runs, in which its case would be tried first.
     ///
     /// # Errors
     /// What failed; each input that made a target fail is among `fuzz/cases` now.
-    pub(crate) fn run(&self, length: Length) -> Result<()> {
-        side_by_side(&self.names, |name| {
-            self.run_one(name, length).with_context(|| name.to_owned())
-        })
+    pub(crate) fn run(&mut self, length: Length) -> Result<()> {
+        let sound = Mutex::new(Vec::new());
+        let result = side_by_side(&self.names, |name| {
+            self.run_one(name, length).with_context(|| name.to_owned())?;
+            sound.lock().expect("no thread panics").push(name.to_owned());
+            Ok(())
+        });
+        self.names = sound.into_inner().expect("no thread panics");
+        self.names.sort();
+        result
     }
 
     fn run_one(&self, name: &str, length: Length) -> Result<()> {

@@ -23,8 +23,8 @@ const FUZZ_SECONDS: u64 = 20;
 pub(crate) fn soak(minutes: u64, only: Option<&str>) -> Result<()> {
     let missing = packages::ensure();
     let suite = suite::build()?;
-    let tests = random_programs(&suite, only)?;
-    let targets = match fuzz::build(only, true) {
+    let mut tests = random_programs(&suite, only)?;
+    let mut targets = match fuzz::build(only, true) {
         Ok(targets) => Some(targets),
         // A part of a test's name need not be that of a target.
         Err(error) if only.is_some() && !tests.is_empty() && !missing.contains(&"g++") => {
@@ -47,7 +47,7 @@ pub(crate) fn soak(minutes: u64, only: Option<&str>) -> Result<()> {
         let seed = first.wrapping_add(rounds).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         rounds += 1;
         println!("--- round {rounds}, seed {seed}, {} min", begun.elapsed().as_secs() / 60);
-        for (program, names) in &tests {
+        for (program, names) in &mut tests {
             if Instant::now() >= end {
                 break;
             }
@@ -55,9 +55,12 @@ pub(crate) fn soak(minutes: u64, only: Option<&str>) -> Result<()> {
             passed += tally.passed;
             for failure in &tally.failed {
                 found.push(keep(failure, seed)?);
+                // It has its case; later rounds are for the others.
+                names.retain(|name| failure.test.as_ref() != Some(name));
             }
         }
-        if let Some(targets) = &targets
+        tests.retain(|(_, names)| !names.is_empty());
+        if let Some(targets) = &mut targets
             && Instant::now() < end
             && let Err(error) = targets.run(Length::Explore { seconds: FUZZ_SECONDS, seed })
         {
