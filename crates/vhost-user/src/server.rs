@@ -75,6 +75,8 @@ enum Outcome {
 enum Failure {
     /// It can be told, and the connection goes on.
     Refused(HandlerError),
+    /// The device is in a state that no answer tells of: the connection ends.
+    Broken(HandlerError),
     /// It must not have been sent: the connection ends.
     Wire(WireError),
 }
@@ -285,7 +287,9 @@ impl<H: Handler> Server<H> {
                 self.handler.refused(code, &why);
                 self.answer(code, &1u64.to_ne_bytes());
             }
-            Err(Failure::Refused(why)) => return Err(ServeError::Refused { request: code, why }),
+            Err(Failure::Refused(why) | Failure::Broken(why)) => {
+                return Err(ServeError::Refused { request: code, why });
+            }
             Err(Failure::Wire(error)) => return Err(error.into()),
         }
         self.flush_unless_more()?;

@@ -134,7 +134,7 @@ fn without_protocol_features_all_rings_are_enabled_at_once() {
 
 #[test]
 fn a_new_kick_for_a_running_ring_lets_it_go_on_where_it_is() {
-    let (mut front, served) = negotiated(Device { stopped_at: 9, ..Device::default() });
+    let (mut front, served) = negotiated(Device { stopped_at: Some(9), ..Device::default() });
     described(&mut front);
     front.set_vring_kick(0, Some(event().as_fd())).unwrap();
     front.set_vring_kick(0, None).unwrap();

@@ -122,6 +122,25 @@ fn what_a_device_marks_the_front_end_sees() {
 }
 
 #[test]
+fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_answers_are_wanted() {
+    // Otherwise the same request, sent again, would be answered as if the ring had stopped.
+    let requests: [fn(&mut Frontend) -> Result<(), FrontendError>; 3] = [
+        |front| front.get_vring_base(0).map(|_| ()),
+        |front| front.reset_device(),
+        |front| front.set_vring_kick(0, None),
+    ];
+    for request in requests {
+        let (mut front, served) = negotiated(Device { stopped_at: None, ..Device::default() });
+        let _ram = started(&mut front);
+        assert!(request(&mut front).is_err());
+        assert!(front.queue_num().is_err(), "nobody is there any more");
+        let (result, device) = served.join().unwrap();
+        assert!(matches!(result, Err(ServeError::Refused { .. })), "{result:?}");
+        assert_eq!(device.events.iter().filter(|e| **e == Event::Stop(0)).count(), 1);
+    }
+}
+
+#[test]
 fn a_log_that_cannot_be_had_ends_the_connection() {
     let (mut front, served) = negotiated(Device::default());
     let (_, fd) = SharedFile::create(4096).unwrap();

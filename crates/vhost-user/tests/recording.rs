@@ -76,7 +76,7 @@ fn every_message_of_a_qemu_is_accepted() {
     // rules D1, D2, D6, D13, D28
     let (stream, theirs) = UnixStream::pair().unwrap();
     let features = 0x3_1000_0244;
-    let device = Device { features, stopped_at: 1, ..Device::default() };
+    let device = Device { features, stopped_at: Some(1), ..Device::default() };
     let served = thread::spawn(move || {
         let mut server = Server::new(theirs, device);
         let result = server.serve();

@@ -179,9 +179,9 @@ proptest! {
                 let channel = device.channel.as_ref().unwrap();
                 let access = Access::Read;
                 let miss = |iova| (Iotlb::Miss { iova, access }, Some(iova));
-                channel.try_send((0..u64::from(device.stopped_at)).map(miss));
+                channel.try_send((0..u64::from(device.stopped_at.unwrap())).map(miss));
             }),
-            stopped_at: questions as u32,
+            stopped_at: Some(questions as u32),
             ..Device::default()
         };
         let served = thread::spawn(move || {

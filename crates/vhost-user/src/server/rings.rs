@@ -51,8 +51,9 @@ impl<H: Handler> Server<H> {
         Ok(started?)
     }
 
-    /// Stops a ring, if it runs, and remembers where.
-    pub(super) fn stop(&mut self, ring: usize) -> Result<(), HandlerError> {
+    /// Stops a ring, if it runs, and remembers where. A device that cannot is not asked again: another
+    /// request that needs the ring stopped would be answered as if it were.
+    pub(super) fn stop(&mut self, ring: usize) -> Result<(), Failure> {
         if self.rings[ring].running {
             self.rings[ring].running = false;
             let base = self.handler.stop_ring(ring as u16);
@@ -60,7 +61,7 @@ impl<H: Handler> Server<H> {
             if !self.rings.iter().any(|ring| ring.running) {
                 self.handler.suspended();
             }
-            self.rings[ring].base = base?;
+            self.rings[ring].base = base.map_err(Failure::Broken)?;
         }
         Ok(())
     }
@@ -73,7 +74,7 @@ impl<H: Handler> Server<H> {
         Ok(())
     }
 
-    pub(super) fn reset(&mut self) -> Result<(), HandlerError> {
+    pub(super) fn reset(&mut self) -> Result<(), Failure> {
         for ring in 0..self.rings.len() {
             self.stop(ring)?;
             self.rings[ring] = Ring::default();
@@ -83,7 +84,7 @@ impl<H: Handler> Server<H> {
         }
         self.features = 0;
         self.status = 0;
-        self.handler.reset()
+        Ok(self.handler.reset()?)
     }
 
     /// Reads an IOTLB message, and compares it with the memory (rule D14).

@@ -77,8 +77,8 @@ pub(crate) struct Device {
     pub(crate) on_stop: Option<fn(&mut Device)>,
     /// Whether rings start.
     pub(crate) refuses_rings: bool,
-    /// What `stop_ring` says.
-    pub(crate) stopped_at: u32,
+    /// What `stop_ring` says; `None`: that it cannot.
+    pub(crate) stopped_at: Option<u32>,
 }
 
 impl Default for Device {
@@ -98,7 +98,7 @@ impl Default for Device {
             features: VERSION_1 | F_ACCESS_PLATFORM,
             protocol: ProtocolFeatures::KNOWN,
             refuses_rings: false,
-            stopped_at: 77,
+            stopped_at: Some(77),
         }
     }
 }
@@ -144,7 +144,7 @@ impl Handler for Device {
             on_stop(self);
         }
         self.note(Event::Stop(ring))?;
-        Ok(self.stopped_at)
+        self.stopped_at.ok_or_else(|| HandlerError::new("the disk does not answer"))
     }
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
         self.note(Event::Enable(ring, enabled))

@@ -261,7 +261,9 @@ impl<B: Backing> Device<B> {
                 }
                 if before == Some(id) {
                     // It is there, unless an ATTACH elsewhere failed and could not be undone.
-                    self.backing.set_domain(endpoint, binding_to(entry.view.domain.as_ref())).map_err(cannot_join)?;
+                    self.backing
+                        .set_domain(endpoint, binding_to(entry.view.domain.as_ref()))
+                        .map_err(cannot_join)?;
                     self.rebound(session, endpoint);
                     return Ok(());
                 }
