@@ -14,9 +14,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::bench::threads;
 
 /// How long a process may take to be there.
-const START: Duration = Duration::from_secs(15);
+const START: Duration = Duration::from_secs(60);
 /// How long one that was stopped may take to stand still.
-const STANDS_STILL: Duration = Duration::from_secs(5);
+const STANDS_STILL: Duration = Duration::from_secs(60);
 
 /// A process that is killed when this is dropped.
 pub(in crate::bench) struct Process {

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// A disk that has not answered for so long will not.
-const SILENCE: Duration = Duration::from_secs(20);
+const SILENCE: Duration = Duration::from_secs(60);
 
 /// What the threads of a stage share with the thread that conducts them.
 pub(crate) struct Control {

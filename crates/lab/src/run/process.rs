@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::device::{Report, Served, Setup};
 
 /// How long the device process may take for any answer on its sockets, and to end.
-pub(crate) const ANSWER: Duration = Duration::from_secs(20);
+pub(crate) const ANSWER: Duration = Duration::from_secs(60);
 
 /// The device process.
 pub(crate) struct Process {

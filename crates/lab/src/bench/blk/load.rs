@@ -19,7 +19,7 @@ const TURNS: u32 = 16;
 /// How often the driver looks for misses while there should be none.
 const LOOK: Duration = Duration::from_micros(20);
 /// Who does nothing for so long, though there is something to do, does nothing any more.
-const STUCK: Duration = Duration::from_secs(5);
+const STUCK: Duration = Duration::from_secs(30);
 
 /// What one window told.
 #[derive(Clone, Copy, Debug, Default)]

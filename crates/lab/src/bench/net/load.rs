@@ -19,11 +19,11 @@ const WARM_UP: Duration = Duration::from_millis(40);
 const TURNS: u32 = 16;
 /// How often the driver looks for misses while there should be none.
 const LOOK: Duration = Duration::from_micros(20);
-/// Frames that the back end has taken and not given back for so long are lost: a process may have no
-/// CPU for a while.
-const OVERDUE: Duration = Duration::from_millis(250);
-/// Who does nothing for so long, though there is something to do, does nothing any more.
-const STUCK: Duration = Duration::from_secs(5);
+/// Frames that the back end has taken and not given back for so long are lost: a host of shared CPUs may
+/// keep its process waiting for less.
+const OVERDUE: Duration = Duration::from_secs(2);
+/// A back end that does nothing for so long, though there is something to do, is given up.
+const STUCK: Duration = Duration::from_secs(30);
 /// How long messages are timed.
 const MESSAGES: Duration = Duration::from_millis(25);
 /// Messages in flight when they are many.

@@ -23,7 +23,7 @@ use crate::bench::process::Process;
 /// Where Debian puts it (package `dpdk-dev`).
 const PROGRAM: &str = "/usr/bin/dpdk-testpmd";
 /// How long it may take to carry out a command.
-const ANSWER: Duration = Duration::from_secs(10);
+const ANSWER: Duration = Duration::from_secs(60);
 
 /// A running testpmd.
 pub(super) struct Testpmd {
