@@ -124,12 +124,11 @@ fn what_a_device_marks_the_front_end_sees() {
 #[test]
 fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_answers_are_wanted() {
     // Otherwise the same request, sent again, would be answered as if the ring had stopped.
-    let requests: [fn(&mut Frontend) -> Result<(), FrontendError>; 3] = [
-        |front| front.get_vring_base(0).map(|_| ()),
-        |front| front.reset_device(),
-        |front| front.set_vring_kick(0, None),
-    ];
-    for request in requests {
+    for request in [
+        |front: &mut Frontend| front.get_vring_base(0).map(|_| ()),
+        |front: &mut Frontend| front.reset_device(),
+        |front: &mut Frontend| front.set_vring_kick(0, None),
+    ] {
         let (mut front, served) = negotiated(Device { stopped_at: None, ..Device::default() });
         let _ram = started(&mut front);
         assert!(request(&mut front).is_err());

@@ -220,9 +220,11 @@ fn an_endpoint_that_cannot_go_there_stays_and_is_told_why() {
         assert_eq!(bench.reads(1, 0x1000), Some(0x9000));
         assert_eq!(bench.device.domains(), 2, "the domain that was to be made is not there");
         // What it is in already it may be in.
+        *bench.endpoints.refusal.lock() = None;
         assert_eq!(bench.attach(1, 1), Status::Ok);
     }
     // rule V6: an endpoint that cannot bypass reaches nothing.
+    *bench.endpoints.refusal.lock() = Some(Error::Unsupported("a test"));
     bench.device.write_config(36, &[1]).unwrap();
     assert_eq!(bench.reads(3, 0x1000), None);
     assert_eq!(bench.detach(1, 1), Status::Ok);

@@ -327,7 +327,9 @@ impl<B: Backing> Device<B> {
     /// Notes that an endpoint was put elsewhere. Called with the state locked, so that bindings
     /// change in the order of the requests.
     fn rebound(&self, session: &mut Session<B>, endpoint: u32) {
-        session.rebound.push(endpoint);
+        if !session.rebound.contains(&endpoint) {
+            session.rebound.push(endpoint);
+        }
         self.generation.fetch_add(1, Ordering::Release);
     }
 }
