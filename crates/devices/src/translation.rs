@@ -9,12 +9,12 @@ use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
 use ringfence_mem::{Access, Memory};
 use ringfence_sync::Backoff;
-use ringfence_vhost_user::{self as vhost_user, BackendChannel, HandlerError};
+use ringfence_vhost_user::{self as vhost_user, BackendChannel, HandlerError, Shutdown};
 
-/// How long an invalidation waits for I/O that uses its range: longer than a disk that works takes.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// How long a stop waits for workers to pass a quiet point.
-const SUSPENDS_WITHIN: Duration = Duration::from_secs(1);
+/// How long an invalidation is waited for awake: longer than workers take.
+const AWAKE: Duration = Duration::from_millis(1);
+/// How long the sleeps are after that. I/O takes longer.
+const NAP: Duration = Duration::from_micros(50);
 
 /// The device IOTLB of one vhost-user connection, to be told what the front end says.
 ///
@@ -23,8 +23,8 @@ pub struct Translation {
     iotlb: Arc<Iotlb>,
     endpoint: Arc<Endpoint>,
     memory: Option<Arc<Memory>>,
-    /// [`PATIENCE`].
-    patience: Duration,
+    /// Of the front end, once it is served.
+    connection: Option<Shutdown>,
     /// What was begun and has still to be waited for: empty, but for its memory.
     begun: Vec<Result<u64, HandlerError>>,
 }
@@ -70,7 +70,7 @@ impl Translation {
     pub fn new(config: IotlbConfig, shootdown: Arc<Shootdown>) -> Translation {
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
-        Translation { iotlb, endpoint, memory: None, patience: PATIENCE, begun: Vec::new() }
+        Translation { iotlb, endpoint, memory: None, connection: None, begun: Vec::new() }
     }
 
     /// The table, for its figures.
@@ -81,6 +81,12 @@ impl Translation {
     /// What views are made of.
     pub fn endpoint(&self) -> &Arc<Endpoint> {
         &self.endpoint
+    }
+
+    /// The front end whose messages come from now on. What they make untrue is waited for as long as it
+    /// is there.
+    pub fn set_connection(&mut self, connection: Shutdown) {
+        self.connection = Some(connection);
     }
 
     /// The channel to ask through; `None`: the front end is gone.
@@ -106,17 +112,14 @@ impl Translation {
     /// The last ring has stopped: the front end tells of nothing that becomes untrue until one starts
     /// again. All is forgotten.
     ///
-    /// Workers are waited for, so that none of them translates by what was there before; not for ever,
-    /// and not for I/O of a ring that could not be stopped, as the disk does not answer: that was
-    /// waited for already, and may never end.
+    /// Workers are waited for, so that none of them translates by what was there before. I/O is not: that
+    /// of a ring that has stopped is over, or the connection is, and then nobody waits for an answer
+    /// (rule D28).
     pub fn suspend(&self) {
         match self.iotlb.forget() {
+            // A worker waits for nothing that a peer or a disk controls.
             Ok(token) => {
-                let (begun, backoff) = (Instant::now(), Backoff::new());
-                while !self.iotlb.shootdown().is_quiet(token) && begun.elapsed() < SUSPENDS_WITHIN {
-                    backoff.snooze();
-                    std::thread::yield_now();
-                }
+                pause_until(|| self.iotlb.shootdown().is_quiet(token), || false);
             }
             Err(error) => tracing::error!("the IOTLB cannot be emptied: {error}"),
         }
@@ -126,8 +129,8 @@ impl Translation {
     /// Carried out when it returns.
     ///
     /// # Errors
-    /// An update outside of memory; a table that is full; I/O that uses what was invalidated does not
-    /// end.
+    /// An update outside of memory; a table that is full; the connection is over before I/O that uses
+    /// what was invalidated.
     pub fn message(&self, message: vhost_user::Iotlb) -> Result<(), HandlerError> {
         self.begin(message).and_then(|token| self.wait(token))
     }
@@ -170,26 +173,20 @@ impl Translation {
         })
     }
 
-    /// Waits until what gave `token` is in force.
+    /// Waits until what gave `token` is in force, without a limit: a front end that is answered sooner gives
+    /// the memory to somebody else (rule D15).
     ///
     /// # Errors
-    /// I/O that uses the range does not end: it is not in force, and the front end is told so.
+    /// The connection is over.
     fn wait(&self, token: u64) -> Result<(), HandlerError> {
         if token == 0 {
             return Ok(());
         }
-        let (begun, backoff) = (Instant::now(), Backoff::new());
-        while !self.iotlb.shootdown().is_over(token) {
-            // A worker may need this very CPU.
-            std::thread::yield_now();
-            match begun.elapsed() {
-                // Workers take a few microseconds, I/O its time.
-                soon if soon < Duration::from_millis(1) => backoff.snooze(),
-                later if later < self.patience => std::thread::sleep(Duration::from_micros(50)),
-                _ => return Err(HandlerError::new("I/O that uses the range does not end")),
-            }
+        let is_gone = || self.connection.as_ref().is_some_and(Shutdown::is_over);
+        match pause_until(|| self.iotlb.shootdown().is_over(token), is_gone) {
+            true => Ok(()),
+            false => Err(HandlerError::new("the connection ended before I/O that uses the range")),
         }
-        Ok(())
     }
 
     /// The front end's answer to a question that was asked again, as
@@ -230,14 +227,66 @@ impl Translation {
     }
 }
 
+/// Waits for workers, which take a few microseconds, or for I/O, which takes its time: until `is_over`,
+/// or until `is_given_up` (false).
+fn pause_until(is_over: impl Fn() -> bool, is_given_up: impl Fn() -> bool) -> bool {
+    let (begun, backoff) = (Instant::now(), Backoff::new());
+    while !is_over() {
+        // A worker may need this very CPU.
+        std::thread::yield_now();
+        if begun.elapsed() < AWAKE {
+            backoff.snooze();
+            continue;
+        }
+        if is_given_up() {
+            return false;
+        }
+        std::thread::sleep(NAP);
+    }
+    true
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::{
+        os::{fd::OwnedFd, unix::net::UnixStream},
+        sync::mpsc,
+    };
 
     use ringfence_iotlb::View;
     use ringfence_mem::{GuestRam, Translate};
+    use ringfence_vhost_user::{Handler, RingSetup, Server};
 
     use super::*;
+
+    struct NoDevice;
+
+    impl Handler for NoDevice {
+        fn features(&self) -> u64 {
+            0
+        }
+        fn queues(&self) -> u16 {
+            0
+        }
+        fn set_features(&mut self, _: u64) -> Result<(), HandlerError> {
+            Ok(())
+        }
+        fn set_memory(&mut self, _: Arc<Memory>) -> Result<(), HandlerError> {
+            Ok(())
+        }
+        fn start_ring(&mut self, _: u16, _: RingSetup) -> Result<(), HandlerError> {
+            Ok(())
+        }
+        fn stop_ring(&mut self, _: u16) -> Result<u32, HandlerError> {
+            Ok(0)
+        }
+        fn enable_ring(&mut self, _: u16, _: bool) -> Result<(), HandlerError> {
+            Ok(())
+        }
+        fn set_call(&mut self, _: u16, _: Option<OwnedFd>) -> Result<(), HandlerError> {
+            Ok(())
+        }
+    }
 
     #[test]
     fn all_messages_are_begun_before_the_workers_are_waited_for() {
@@ -268,6 +317,47 @@ mod tests {
     }
 
     #[test]
+    fn an_invalidation_waits_for_io_for_as_long_as_the_front_end_is_there() {
+        // rule D15
+        let ram = GuestRam::new(1 << 16, 0).unwrap();
+        let memory = Memory::of_ram(&ram).unwrap();
+        let mut translation = Translation::new(IotlbConfig::default(), Shootdown::new(1));
+        translation.set_memory(&memory).unwrap();
+        let (front, ours) = UnixStream::pair().unwrap();
+        translation.set_connection(Server::new(ours, NoDevice).shutdown_handle());
+        let mut view = View::new(Arc::clone(translation.endpoint()), memory).unwrap();
+        let (user_addr, access) = (ram.user_addr(), Some(Access::ReadWrite));
+        let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };
+        let invalidate = vhost_user::Iotlb::Invalidate { first: 0x5000, last: 0x5fff };
+        for hangs_up in [false, true] {
+            translation.message(update).unwrap();
+            let mut lease = view.lease(0x5000, 8);
+            std::thread::scope(|scope| {
+                let logged = translation.iotlb().shootdown().logged();
+                let served = scope.spawn(|| translation.message(invalidate));
+                // Until it is begun, and far longer than any wait that it begins with.
+                let begun = Instant::now();
+                while translation.iotlb().shootdown().logged() == logged && !served.is_finished()
+                    || begun.elapsed() < 20 * AWAKE
+                {
+                    view.quiet();
+                }
+                assert!(!served.is_finished(), "the I/O has not ended");
+                if hangs_up {
+                    front.shutdown(std::net::Shutdown::Both).unwrap();
+                } else {
+                    lease = None;
+                }
+                while !served.is_finished() {
+                    view.quiet();
+                }
+                assert_eq!(served.join().unwrap().is_ok(), !hangs_up);
+            });
+            drop(lease);
+        }
+    }
+
+    #[test]
     fn a_stop_does_not_wait_for_io_that_does_not_end_and_all_is_forgotten() {
         // rule D27
         let ram = GuestRam::new(1 << 16, 0).unwrap();
@@ -283,7 +373,6 @@ mod tests {
         let lease = view.lease(0x5000, 8).unwrap();
         view.write(0x5000, &[1]).unwrap();
         // A stop that waited for the lease would never end.
-        translation.patience = Duration::MAX;
         std::thread::scope(|scope| {
             // Dropped, too, when what follows fails.
             let lease = lease;
@@ -293,10 +382,12 @@ mod tests {
                 translation.suspend();
                 stopped.send(()).unwrap();
             });
-            stops.recv_timeout(Duration::from_secs(120)).expect("a stop that waits for no I/O");
+            // As every round of a worker begins.
+            while stops.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                view.quiet();
+            }
             drop(lease);
         });
-        // Before it translates again it passes a quiet point, as every round of a worker begins.
         view.quiet();
         assert!(view.write(0x5000, &[2]).is_err());
         assert_eq!(translation.iotlb().entries(), 0);

@@ -2,7 +2,7 @@
 
 use crate::{
     BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
-    RingAddresses, WireError,
+    RingAddresses, Shutdown, WireError,
 };
 use ringfence_mem::{DirtyLog, LogIndex, Memory};
 use std::{os::fd::OwnedFd, sync::Arc};
@@ -30,6 +30,13 @@ pub struct RingSetup {
 /// An error refuses the request: the front end is told if it asked to be (REPLY_ACK), and
 /// otherwise the connection ends.
 pub trait Handler {
+    /// A connection is about to be served. Until [`disconnected`](Self::disconnected), `connection`
+    /// says whether the front end is there. What a device waits for on the front end's behalf has no
+    /// other limit (rule D15), so that it keeps the handle if it may wait.
+    fn connected(&mut self, connection: Shutdown) {
+        let _ = connection;
+    }
+
     /// The virtio features that the device offers. (The server itself offers
     /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30, and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
     fn features(&self) -> u64;
@@ -155,7 +162,8 @@ pub trait Handler {
 
     /// An IOTLB message, well-formed, and only after ACCESS_PLATFORM was negotiated; an update
     /// lies within the memory. When this returns `Ok`, it has taken effect: no worker uses a
-    /// translation any more that it made untrue (rule D15).
+    /// translation any more that it made untrue (rule D15), however long that takes: a device gives up
+    /// only when the connection [is over](Shutdown::is_over).
     ///
     /// # Errors
     /// Refused: the front end gets a non-zero answer.

@@ -20,6 +20,7 @@ use std::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
+    sync::Arc,
     time::{Duration, Instant},
 };
 use zerocopy::IntoBytes;
@@ -34,21 +35,21 @@ struct Deadline {
 /// One end of a connection.
 #[derive(Debug)]
 pub(crate) struct Channel {
-    stream: UnixStream,
+    stream: Arc<UnixStream>,
     /// How long a peer may take to finish a message that it began, to take one, or to answer.
     patience: Duration,
 }
 
 impl Channel {
     pub(crate) fn new(stream: UnixStream, patience: Duration) -> Channel {
-        Channel { stream, patience }
+        Channel { stream: Arc::new(stream), patience }
     }
 
     pub(crate) fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
 
-    pub(crate) fn stream(&self) -> &UnixStream {
+    pub(crate) fn stream(&self) -> &Arc<UnixStream> {
         &self.stream
     }
 

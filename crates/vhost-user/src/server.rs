@@ -16,7 +16,6 @@ use rustix::{
     io::Errno,
 };
 use std::{
-    io,
     os::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
@@ -136,7 +135,8 @@ pub struct Server<H> {
     outcomes: Vec<Result<(), HandlerError>>,
 }
 
-/// Ends a [`Server::serve`] from another thread.
+/// A handle on a connection: ends its [`Server::serve`] from another thread, and says whether the front
+/// end is there.
 #[derive(Clone, Debug)]
 pub struct Shutdown {
     stopping: Arc<AtomicBool>,
@@ -149,6 +149,20 @@ impl Shutdown {
         self.stopping.store(true, Ordering::Release);
         // It fails only if the connection has ended already.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Whether [`shutdown`](Self::shutdown) was called.
+    pub fn is_shut_down(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// Whether no answer reaches the front end any more: it has hung up, or the connection was ended at
+    /// this end. What a device waits for without a limit ([`Handler::iotlb`], [`Handler::stop_ring`]) it
+    /// waits for until then.
+    pub fn is_over(&self) -> bool {
+        let mut fds = [PollFd::new(&self.stream, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        self.is_shut_down() || matches!(poll(&mut fds, Some(&now)), Ok(1..))
     }
 }
 
@@ -198,12 +212,9 @@ impl<H: Handler> Server<H> {
     }
 
     /// A handle that ends [`serve`](Self::serve).
-    ///
-    /// # Errors
-    /// The operating system refused.
-    pub fn shutdown_handle(&self) -> io::Result<Shutdown> {
-        let stream = Arc::new(self.channel.stream().try_clone()?);
-        Ok(Shutdown { stopping: Arc::clone(&self.stopping), stream })
+    pub fn shutdown_handle(&self) -> Shutdown {
+        let stream = Arc::clone(self.channel.stream());
+        Shutdown { stopping: Arc::clone(&self.stopping), stream }
     }
 
     /// The device.
@@ -223,6 +234,7 @@ impl<H: Handler> Server<H> {
     /// # Errors
     /// See [`ServeError`].
     pub fn serve(&mut self) -> Result<(), ServeError> {
+        self.handler.connected(self.shutdown_handle());
         let result = loop {
             match self.step() {
                 Ok(true) => {}

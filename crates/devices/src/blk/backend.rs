@@ -1,13 +1,20 @@
 //! A block device as a vhost-user back end.
 
-use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        mpsc::{self, RecvTimeoutError},
+    },
+    time::{Duration, Instant},
+};
 
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
     BackendChannel, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures, RingAddresses,
-    RingSetup, WireError,
+    RingSetup, Shutdown, WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
@@ -33,6 +40,15 @@ use crate::{
 /// The most buffers of data in a request: what fits a queue's chain beside header and status.
 const SEG_MAX: u32 = 254;
 
+/// How often a ring that stops, but for what the disk has, is looked after.
+const LOOK: Duration = Duration::from_millis(10);
+/// How long the disk is waited for when a connection was ended at this end, so that what is under way is
+/// answered: all rings together, and less than a service may take to end.
+const ENDS_WITHIN: Duration = Duration::from_secs(3);
+/// How long when the front end is gone, and the next one may be waiting: longer than a disk that works takes
+/// as a rule. What is not answered by then is done, and on record if there is one.
+const GONE_WITHIN: Duration = Duration::from_millis(100);
+
 /// A block device as it is set up.
 #[derive(Clone)]
 pub struct BlkOptions {
@@ -55,8 +71,6 @@ pub struct BlkOptions {
     pub iotlb: Option<IotlbConfig>,
     /// The number of its units among a worker's.
     pub unit: u32,
-    /// How long the disk is waited for when a ring stops.
-    pub patience: Duration,
     /// Where it counts.
     pub figures: Arc<BlkFigures>,
 }
@@ -73,7 +87,6 @@ impl BlkOptions {
             iommu: None,
             iotlb: None,
             unit: 0,
-            patience: Duration::from_secs(20),
             figures: Arc::new(BlkFigures::new(queues)),
         }
     }
@@ -89,6 +102,9 @@ pub struct BlkBackend {
     inflight: Option<Arc<InflightRegion>>,
     /// Whether the image was taken.
     taken: bool,
+    /// The front end's, once it is served, and when it was found to be over.
+    connection: Option<Shutdown>,
+    over: Option<Instant>,
     /// Through which workers that wait for translations are woken.
     bells: Arc<Bells>,
 }
@@ -113,6 +129,8 @@ impl BlkBackend {
             front: FrontEnd::default(),
             inflight: None,
             taken: false,
+            connection: None,
+            over: None,
             bells: Arc::default(),
         }
     }
@@ -159,6 +177,15 @@ impl BlkBackend {
     ) -> Result<(), HandlerError> {
         (0..self.workers.len() as u16)
             .try_for_each(|ring| self.on_unit(ring, job.clone()).map(|_| ()))
+    }
+
+    /// Whether a disk that does not answer is waited for no longer, since nobody waits for the ring.
+    fn is_given_up(&mut self) -> bool {
+        let Some(connection) = self.connection.as_ref().filter(|c| c.is_over()) else {
+            return false;
+        };
+        let most = if connection.is_shut_down() { ENDS_WITHIN } else { GONE_WITHIN };
+        self.over.get_or_insert_with(Instant::now).elapsed() >= most
     }
 
     fn take_image(&mut self) -> Result<(), HandlerError> {
@@ -228,6 +255,13 @@ impl Drop for BlkBackend {
 }
 
 impl Handler for BlkBackend {
+    fn connected(&mut self, connection: Shutdown) {
+        if let Some(translation) = &mut self.translation {
+            translation.set_connection(connection.clone());
+        }
+        self.connection = Some(connection);
+    }
+
     fn features(&self) -> u64 {
         let mut features = feature::SEG_MAX
             | feature::BLK_SIZE
@@ -318,15 +352,20 @@ impl Handler for BlkBackend {
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
-        let patience = self.options.patience;
-        let next = self.on_unit(ring, move |unit| {
-            unit.stop(ring, patience).map_err(|error| error.to_string())
-        })?;
-        match next {
-            Some(Ok(Some(next))) => Ok(next),
-            Some(Err(error)) => Err(HandlerError::new(&error)),
-            Some(Ok(None)) | None => Err(HandlerError::new("the ring is not running")),
+        let (reply, stopped) = mpsc::channel();
+        self.on_unit(ring, move |unit| unit.begin_stop(ring, reply))?;
+        loop {
+            match stopped.recv_timeout(LOOK) {
+                Ok(next) => return Ok(next),
+                Err(RecvTimeoutError::Timeout) if !self.is_given_up() => {}
+                Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(HandlerError::new("the ring is not running"));
+                }
+            }
         }
+        let left = self.on_unit(ring, move |unit| unit.abandon(ring))?.unwrap_or(0);
+        Err(HandlerError::new(format!("the disk has not answered {left} requests of ring {ring}")))
     }
 
     fn move_ring(&mut self, ring: u16, to: RingAddresses) -> Result<(), HandlerError> {

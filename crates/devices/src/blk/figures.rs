@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::{BlkQueue, QueueStats};
+use super::{QueueStats, queue::Remains};
 use crate::tally::IotlbTally;
 
 /// What a block device has done over all its connections. Workers write it, anybody reads it.
@@ -14,9 +14,9 @@ pub struct BlkFigures {
     pub iotlb: IotlbTally,
     /// Rings that stopped because of an error.
     pub failures: AtomicU64,
-    /// Rings that have stopped, and whose I/O has not ended: the disk does not answer. What the
-    /// kernel may still write to is kept with them.
-    stuck: Mutex<Vec<BlkQueue>>,
+    /// Of rings whose connection has ended before their I/O: the disk does not answer. What the kernel
+    /// may still write to is kept here.
+    stuck: Mutex<Vec<Remains>>,
     /// How many they are.
     stuck_count: AtomicUsize,
 }
@@ -78,15 +78,16 @@ impl BlkFigures {
         })
     }
 
-    /// How many rings have stopped whose I/O has not ended.
+    /// How many rings are gone whose I/O has not ended. No other ring of the device is served meanwhile: a
+    /// write of an earlier one could come after its own.
     pub fn stuck(&self) -> usize {
         self.stuck_count.load(Ordering::Acquire)
     }
 
-    /// Keeps a queue that has stopped until the kernel is done with it.
-    pub(super) fn keep(&self, queue: BlkQueue) {
+    /// Keeps what is left of a queue until the kernel is done with it.
+    pub(super) fn keep(&self, remains: Remains) {
         let mut stuck = self.stuck.lock();
-        stuck.push(queue);
+        stuck.push(remains);
         self.stuck_count.store(stuck.len(), Ordering::Release);
     }
 
@@ -100,10 +101,7 @@ impl BlkFigures {
     fn reap_stuck(&self) -> bool {
         let mut stuck = self.stuck.lock();
         let before = stuck.len();
-        stuck.retain_mut(|queue| {
-            queue.reap();
-            queue.in_kernel() > 0
-        });
+        stuck.retain_mut(|remains| remains.reap() > 0);
         self.stuck_count.store(stuck.len(), Ordering::Release);
         stuck.len() != before
     }
@@ -115,5 +113,14 @@ impl BlkFigures {
                 into.store(into.load(Ordering::Relaxed) + *more, Ordering::Relaxed);
             }
         }
+    }
+}
+
+impl Drop for BlkFigures {
+    /// A kernel that is not done is not waited for: it may never be. What it writes to stays where it is
+    /// until the process ends.
+    fn drop(&mut self) {
+        self.reap();
+        self.stuck.get_mut().drain(..).for_each(std::mem::forget);
     }
 }

@@ -91,6 +91,25 @@ enum Step {
     Done(Status, u32),
 }
 
+/// What the kernel still uses of a queue that is gone: the memory, and the leases on its translations.
+pub(super) struct Remains {
+    // Dropped in this order, as in `BlkQueue`.
+    store: Store,
+    slots: Vec<Slot>,
+}
+
+impl Remains {
+    /// Takes what the kernel has done; how many requests it still has.
+    pub(super) fn reap(&mut self) -> u32 {
+        if let Store::File(file) = &mut self.store {
+            file.reap(&mut self.slots, &RingLog::default());
+            // What was moved in part goes on.
+            let _ = file.io.kick();
+        }
+        self.store.in_kernel()
+    }
+}
+
 /// The device's end of one request queue.
 pub struct BlkQueue {
     // Dropped in this order: the store waits for what the kernel still has under way, and only
@@ -103,6 +122,8 @@ pub struct BlkQueue {
     recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
     away: Option<Away>,
+    /// Whether the ring was mapped when it [began to stop](Self::begin_stop).
+    answers_to_the_end: bool,
     /// How often the endpoint had been bound anew when the ring was found last.
     found: Option<u64>,
     parked: Parked,
@@ -144,6 +165,7 @@ impl BlkQueue {
             order: None,
             recorded: None,
             away: None,
+            answers_to_the_end: false,
             found: None,
             parked: Parked::default(),
             head: None,
@@ -227,10 +249,7 @@ impl BlkQueue {
         if let Store::File(file) = &mut self.store {
             file.io.kick()?;
         }
-        let answered = self.stats.requests != self.published;
-        if answered {
-            self.publish(bus)?;
-        }
+        let answered = self.publish_if_any(bus)?;
         Ok(taken || answered || reaped || resumed)
     }
 
@@ -253,6 +272,15 @@ impl BlkQueue {
             }
             _ => false,
         }
+    }
+
+    /// Publishes what was answered; true if anything was.
+    fn publish_if_any(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+        let answered = self.stats.requests != self.published;
+        if answered {
+            self.publish(bus)?;
+        }
+        Ok(answered)
     }
 
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
@@ -305,6 +333,12 @@ impl BlkQueue {
     /// How many requests the kernel has.
     pub fn in_kernel(&self) -> u32 {
         self.store.in_kernel()
+    }
+
+    /// What the kernel still uses of a queue that goes, whose bus reaches `memory`.
+    pub(super) fn into_remains(mut self, memory: &Arc<Memory>) -> Remains {
+        self.keep(memory);
+        Remains { store: self.store, slots: self.slots }
     }
 
     fn take(&mut self, bus: &Bus, look: Look, stop_at: u64) -> Result<bool, QueueError> {

@@ -3,8 +3,7 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
+    sync::{Arc, atomic::Ordering, mpsc::Sender},
 };
 
 use ringfence_iotlb::{Endpoint, View};
@@ -44,13 +43,15 @@ struct Served {
     enabled: bool,
     /// Why it stopped.
     failed: Option<QueueError>,
+    /// It stops: who waits for its end.
+    stopping: Option<Sender<u32>>,
     /// What of its figures was told.
     told: QueueStats,
 }
 
 impl Served {
     fn works(&self) -> bool {
-        self.enabled && self.failed.is_none()
+        self.enabled && self.failed.is_none() && self.stopping.is_none()
     }
 
     /// This queue stops; all else goes on.
@@ -122,18 +123,13 @@ impl BlkUnit {
     ///
     /// # Errors
     /// The ring cannot be reached or makes no sense; the kernel has no io_uring; too many workers
-    /// go through the IOMMU; I/O of an earlier ring has not ended: it might come after what the
-    /// driver asks for next.
+    /// go through the IOMMU.
     pub(super) fn start(
         &mut self,
         index: u16,
         start: Start,
         memory: &Arc<Memory>,
     ) -> Result<(), QueueError> {
-        self.shared.figures.reap();
-        if self.shared.figures.stuck() > 0 {
-            return Err(QueueError::Earlier);
-        }
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
         }
@@ -159,8 +155,8 @@ impl BlkUnit {
         queue.set_ordered(self.bus.iotlb().is_some() && self.bus.is_logged());
         queue.notify((*self.bell).as_fd())?;
         queue.disarm();
-        let (failed, told) = (None, QueueStats::default());
-        self.queues.push(Served { index, queue, kick, err, enabled, failed, told });
+        let (failed, stopping, told) = (None, None, QueueStats::default());
+        self.queues.push(Served { index, queue, kick, err, enabled, failed, stopping, told });
         Ok(())
     }
 
@@ -173,41 +169,72 @@ impl BlkUnit {
         Some(Bus::Iommu(Box::new(view)))
     }
 
-    /// Stops a queue, for good, once all that it has under way is answered or put back; returns
-    /// where it stands (`None`: there is no such queue). A disk is waited for as long as `patience`.
-    ///
-    /// # Errors
-    /// The disk does not answer.
-    pub fn stop(&mut self, index: u16, patience: Duration) -> Result<Option<u32>, QueueError> {
-        let Some(at) = self.queues.iter().position(|served| served.index == index) else {
-            return Ok(None);
-        };
-        let mut served = self.queues.swap_remove(at);
-        let mut ended = match served.failed {
-            None => served.queue.stop(&self.bus, patience),
-            Some(_) => Ok(()),
-        };
-        if !matches!(ended, Ok(()) | Err(QueueError::Stuck(_))) {
-            // The ring is broken: it stops all the same.
-            served.fail(&self.shared, ended.expect_err("looked at above"));
-            ended = Ok(());
+    /// Stops a queue, for good, once all that it has under way is answered or put back: then `stopped` has
+    /// where it stands. The disk is waited for as long as it takes, by nobody: other queues go on.
+    /// False if there is no such queue.
+    pub fn begin_stop(&mut self, index: u16, stopped: Sender<u32>) -> bool {
+        let Some(at) = self.position(index) else { return false };
+        let served = &mut self.queues[at];
+        if served.failed.is_none() {
+            served.queue.begin_stop(&self.bus);
         }
-        if ended.is_ok() {
-            ended = served.queue.wait_for_kernel(Instant::now() + patience);
+        served.stopping = Some(stopped);
+        self.wind_down(at);
+        true
+    }
+
+    /// A queue goes on with its stop; true if it has ended.
+    fn wind_down(&mut self, at: usize) -> bool {
+        let served = &mut self.queues[at];
+        let mut ended = None;
+        if served.failed.is_none() {
+            match served.queue.wind_down(&self.bus) {
+                Ok(over) => ended = Some(over),
+                // The ring is broken: it stops all the same.
+                Err(error) => served.fail(&self.shared, error),
+            }
         }
+        let ended = ended.unwrap_or_else(|| {
+            served.queue.reap();
+            served.queue.in_kernel() == 0
+        });
         served.tell(&self.shared.figures);
-        let next = served.queue.ring().next_avail();
-        if let Err(error) = ended {
-            tracing::error!("{}: queue {index}: {error}", self.shared.name);
-            self.shared.figures.keep(served.queue);
-            return Err(error);
+        if ended {
+            let served = self.remove(at);
+            let next = served.queue.ring().next_avail();
+            // Nobody waits for it if the connection is over.
+            let _ = served.stopping.map(|stopped| stopped.send(next));
         }
-        drop(served);
+        ended
+    }
+
+    /// The connection of a queue is over: it goes at once. What the kernel still does with its memory is
+    /// kept until that is over, and no ring of the device is served before. How many requests that
+    /// are.
+    pub fn abandon(&mut self, index: u16) -> u32 {
+        let Some(at) = self.position(index) else { return 0 };
+        let memory = Arc::clone(self.bus.memory());
+        let served = self.remove(at);
+        let left = served.queue.in_kernel();
+        if left > 0 {
+            let name = &self.shared.name;
+            tracing::error!("{name}: queue {index}: the disk has not answered {left} requests");
+            self.shared.figures.keep(served.queue.into_remains(&memory));
+        }
+        left
+    }
+
+    fn position(&self, index: u16) -> Option<usize> {
+        self.queues.iter().position(|served| served.index == index)
+    }
+
+    fn remove(&mut self, at: usize) -> Served {
+        let served = self.queues.swap_remove(at);
         if self.queues.is_empty() {
             // Without rings nothing is translated, and nothing asked for (rule D27).
             self.bus = Bus::Physical(Physical::new(Arc::clone(self.bus.memory())));
         }
-        Ok(Some(next))
+        served
     }
 
     /// Lets a queue work, or not.
@@ -299,6 +326,11 @@ impl BlkUnit {
         self.queues.iter().find(|served| served.index == index)?.failed.as_ref()
     }
 
+    /// Whether a queue is being [stopped](Self::begin_stop).
+    pub fn is_stopping(&self, index: u16) -> bool {
+        self.queues.iter().any(|served| served.index == index && served.stopping.is_some())
+    }
+
     /// How many requests a queue has taken and not answered.
     pub fn under_way(&self, index: u16) -> u16 {
         let found = self.queues.iter().find(|served| served.index == index);
@@ -328,9 +360,18 @@ impl BlkUnit {
 
 impl Unit for BlkUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
-        let mut busy = false;
-        for served in &mut self.queues {
-            if !served.works() {
+        let mut busy = self.reaper.poll(now_ns);
+        let mut at = 0;
+        while at < self.queues.len() {
+            match self.queues[at].stopping.is_some() && self.wind_down(at) {
+                true => busy = true,
+                false => at += 1,
+            }
+        }
+        // I/O of an earlier ring might come after what the driver asks for now.
+        let held = self.shared.figures.stuck() > 0;
+        for served in self.queues.iter_mut().filter(|served| served.stopping.is_none()) {
+            if held || !served.works() {
                 // What the kernel still does must not hold up an unmap for ever.
                 busy |= served.queue.reap();
                 continue;
@@ -345,7 +386,7 @@ impl Unit for BlkUnit {
                 Err(error) => served.fail(&self.shared, error),
             }
         }
-        busy | self.reaper.poll(now_ns)
+        busy
     }
 
     fn quiet(&mut self) {

@@ -93,7 +93,7 @@ impl Serving {
     fn start<H: Handler + Send + 'static>(handler: H) -> (Serving, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Server::new(theirs, handler);
-        let shutdown = server.shutdown_handle().unwrap();
+        let shutdown = server.shutdown_handle();
         let thread = std::thread::spawn(move || {
             // A front end that misbehaves ends its connection, and that is all.
             let _ = server.serve();

@@ -103,7 +103,7 @@ impl Driver {
     pub(crate) fn connect(net: &Arc<Net>, end: usize, setup: Setup) -> Driver {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Server::new(theirs, net.connect(end));
-        let shutdown = server.shutdown_handle().unwrap();
+        let shutdown = server.shutdown_handle();
         let thread = std::thread::spawn(move || {
             if let Err(error) = server.serve() {
                 eprintln!("connection ended: {error}");

@@ -102,10 +102,7 @@ impl Common {
 /// One front end's connection, whatever the device is.
 pub(crate) trait Connection {
     /// What ends it from another thread.
-    ///
-    /// # Errors
-    /// No descriptor is left.
-    fn shutdown_handle(&self) -> io::Result<Shutdown>;
+    fn shutdown_handle(&self) -> Shutdown;
 
     /// Serves it until its end.
     ///
@@ -115,7 +112,7 @@ pub(crate) trait Connection {
 }
 
 impl<H: Handler> Connection for Server<H> {
-    fn shutdown_handle(&self) -> io::Result<Shutdown> {
+    fn shutdown_handle(&self) -> Shutdown {
         Server::shutdown_handle(self)
     }
 
@@ -316,7 +313,7 @@ impl<S: Service> Frame<S> {
     fn converse(&self, front: &Front, at: usize, stream: UnixStream) -> Result<()> {
         stream.set_nonblocking(false)?;
         let mut connection = self.service.connect(at, stream)?;
-        let shutdown = connection.shutdown_handle()?;
+        let shutdown = connection.shutdown_handle();
         {
             // Whoever ends the service sets the flag first and then looks here.
             let mut now = front.now.lock();

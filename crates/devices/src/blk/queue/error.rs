@@ -25,10 +25,4 @@ pub enum QueueError {
     /// More workers than the IOMMU has places for.
     #[error("too many workers for one IOMMU")]
     Readers,
-    /// What the driver asks for now could come before what it asked for on an earlier ring.
-    #[error("the disk has not answered requests of a ring that was stopped")]
-    Earlier,
-    /// The disk does not answer.
-    #[error("the disk has not answered {0} requests in time")]
-    Stuck(u32),
 }

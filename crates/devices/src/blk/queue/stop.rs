@@ -1,49 +1,43 @@
 //! The end of a queue: what is under way is answered or put back, and nothing is waited for that
 //! may never come.
 
-use std::time::{Duration, Instant};
-
 use super::{BlkQueue, QueueError, Step, store::Store};
 use crate::bus::Bus;
 
 impl BlkQueue {
-    /// Has all that is under way end, and answers it, so that nothing is lost when the ring stops.
-    /// Requests that wait for translations are put back as far as they are the newest and were not
-    /// begun; others that cannot go on stay on record, if there is one, or fail: whoever stops a ring
-    /// waits for us, and sends no translations meanwhile. If the ring is not mapped nothing can be answered.
+    /// The ring stops: nothing more is taken from it. Requests that wait for translations are put back
+    /// as far as they are the newest and were not begun. From now on [`wind_down`](Self::wind_down)
+    /// takes the place of [`poll`](Self::poll).
+    pub fn begin_stop(&mut self, bus: &Bus) {
+        self.put_back();
+        // If the ring is not mapped nothing can be answered.
+        self.away = None;
+        self.answers_to_the_end = self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok();
+    }
+
+    /// Has what is under way go on, and answers it, so that nothing is lost when the ring stops; true if
+    /// all of it has ended. Never waits: what the disk has not answered it may never answer. Requests
+    /// that cannot go on stay on record, if there is one, or fail at the end: whoever stops a ring waits
+    /// for it, and sends no translations meanwhile.
     ///
     /// # Errors
-    /// As [`poll`](Self::poll); [`QueueError::Stuck`] if the disk does not answer within `patience`:
-    /// the queue is to be kept, and [reaped](Self::reap), until the [kernel](Self::in_kernel) is
-    /// done with it.
-    pub fn stop(&mut self, bus: &Bus, patience: Duration) -> Result<(), QueueError> {
-        self.put_back();
-        let deadline = Instant::now() + patience;
-        let found = self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok();
-        if !found {
-            return self.wait_for_kernel(deadline);
+    /// As [`poll`](Self::poll). The queue may still be in the [kernel](Self::in_kernel).
+    pub fn wind_down(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+        self.reap();
+        if !self.answers_to_the_end {
+            return Ok(self.in_kernel() == 0);
         }
-        self.away = None;
-        while self.free.len() + self.parked.len() + self.done() < self.slots.len() {
-            if let Store::File(file) = &mut self.store {
-                let stalled = file.stalled.take();
-                if stalled.is_none() && file.done.is_empty() {
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    if left.is_zero() {
-                        let stuck = file.io.in_flight();
-                        // What is done is told still.
-                        self.publish(bus)?;
-                        return Err(QueueError::Stuck(stuck));
-                    }
-                    file.io.wait(Some(left))?;
-                }
-                if let Some(at) = stalled {
-                    self.advance(at, bus);
-                }
-            }
-            self.reap();
-            // Whatever the time is: a real disk may be faster, too.
-            self.complete(bus, u64::MAX, u64::MAX);
+        if let Store::File(file) = &mut self.store
+            && let Some(at) = file.stalled.take()
+        {
+            self.advance(at, bus);
+        }
+        // Whatever the time is: a real disk may be faster, too.
+        self.complete(bus, u64::MAX, u64::MAX);
+        self.reap();
+        if self.free.len() + self.parked.len() + self.done() < self.slots.len() {
+            self.publish_if_any(bus)?;
+            return Ok(false);
         }
         if self.order.is_some() {
             // Now also what is done, and not answered.
@@ -56,25 +50,8 @@ impl BlkQueue {
             }
         }
         self.end_order(true);
-        self.publish(bus)
-    }
-
-    /// Waits until the kernel has nothing of this queue any more; answers nothing.
-    ///
-    /// # Errors
-    /// As [`stop`](Self::stop).
-    pub fn wait_for_kernel(&mut self, deadline: Instant) -> Result<(), QueueError> {
-        while let Store::File(file) = &mut self.store
-            && file.io.in_flight() > 0
-        {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(QueueError::Stuck(file.io.in_flight()));
-            }
-            file.io.wait(Some(left))?;
-            self.reap();
-        }
-        Ok(())
+        self.publish(bus)?;
+        Ok(true)
     }
 
     /// Puts requests back into the ring that were taken last and not begun.

@@ -76,6 +76,8 @@ pub(crate) struct Behind {
     pages: usize,
     serving: Option<JoinHandle<Result<(), ServeError>>>,
     shutdown: Shutdown,
+    /// The front end's end of the connection.
+    socket: UnixStream,
     answering: Option<JoinHandle<()>>,
 }
 
@@ -86,7 +88,7 @@ pub(crate) fn config() -> IotlbConfig {
 
 pub(crate) fn options(config: IotlbConfig, disk: Disk) -> BlkOptions {
     let options = BlkOptions::new(disk, ID, 4);
-    BlkOptions { iotlb: Some(config), unit: BLK_UNIT, patience: LONG, ..options }
+    BlkOptions { iotlb: Some(config), unit: BLK_UNIT, ..options }
 }
 
 pub(crate) fn workers(count: usize) -> Arc<[Worker]> {
@@ -111,8 +113,9 @@ impl Behind {
         let backend = BlkBackend::new(options.clone(), Arc::clone(&workers));
         let earlier = options.figures.iotlb.totals().misses;
         let mut server = Server::new(theirs, backend);
-        let shutdown = server.shutdown_handle().unwrap();
+        let shutdown = server.shutdown_handle();
         let serving = Some(std::thread::spawn(move || server.serve()));
+        let socket = ours.try_clone().unwrap();
         let mut main = Frontend::new(ours, LONG);
         let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | 1 << F_ACCESS_PLATFORM | more;
         let protocol = ProtocolFeatures::MQ
@@ -138,7 +141,18 @@ impl Behind {
         let shared = Arc::clone(&front);
         let answering = Some(std::thread::spawn(move || shared.answer_misses(channel)));
         let pages = 0;
-        Behind { front, ram, workers, options, earlier, pages, serving, shutdown, answering }
+        Behind {
+            front,
+            ram,
+            workers,
+            options,
+            earlier,
+            pages,
+            serving,
+            shutdown,
+            socket,
+            answering,
+        }
     }
 
     pub(crate) fn main(&self) -> MutexGuard<'_, Frontend> {
@@ -257,6 +271,11 @@ impl Behind {
 
     pub(crate) fn timeouts(&self) -> u64 {
         self.options.figures.iotlb.totals().timeouts
+    }
+
+    /// The front end goes, whatever it waits for.
+    pub(crate) fn hang_up(&self) {
+        self.socket.shutdown(std::net::Shutdown::Both).unwrap();
     }
 
     /// Waits until the back end has ended the connection; returns why.

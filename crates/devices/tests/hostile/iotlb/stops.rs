@@ -151,39 +151,49 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
 }
 
 #[test]
-fn a_disk_that_does_not_answer_holds_up_a_stop_for_its_patience_only() {
+fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
+    // rules D15, D28
     // When the disk answers at last the next front end is there, or nobody is.
     for next_is_there in [true, false] {
         let (disk, mut answers) = pipe();
-        let options =
-            BlkOptions { patience: Duration::from_millis(500), ..options(config(), disk) };
-        let mut behind = Behind::connect(workers(1), options);
-        let mut queue = behind.queue(0);
+        let mut behind = Behind::connect(workers(1), options(config(), disk));
+        let (mut queue, mut neighbour) = (behind.queue(0), behind.queue(1));
         let (page, data) = behind.mapped();
+        let (name, _) = behind.mapped();
+        neighbour.go_round_with(piece(iova(name), 20));
         queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
         until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
-        assert!(behind.main().get_vring_base(0).is_err());
+        std::thread::scope(|scope| {
+            let stopped = scope.spawn(|| behind.main().get_vring_base(0));
+            until("a ring that stops", || behind.ask(0, |unit| unit.is_stopping(0)));
+            (0..100).for_each(|_| neighbour.go_round_with(piece(iova(name), 20)));
+            assert!(!stopped.is_finished(), "the kernel has a request of the ring");
+            behind.hang_up();
+            assert!(stopped.join().unwrap().is_err());
+        });
         let why = behind.ended().unwrap_err().to_string();
         assert!(why.contains("not answered"), "{why}");
-        // What the kernel may still write to stays; the next front end is told, and not served a
-        // disk whose old writes could come after its new ones.
+        // What the kernel may still write to stays. The next front end is there at once; its rings are
+        // served when no old write can come after a new one.
         let (workers, options) = (Arc::clone(&behind.workers), behind.options.clone());
         let figures = Arc::clone(&options.figures);
         assert_eq!(figures.stuck(), 1);
         let mut next = Behind::connect(workers, options);
-        let (number, window) = next.mapped();
-        let ring = RawQueue::new(0, window, iova(number), iova(number));
-        let mut main = next.main();
-        main.set_vring_num(0, SIZE).unwrap();
-        main.set_vring_addr(0, &ring.addresses()).unwrap();
-        assert!(main.set_vring_kick(0, Some(ring.kick.as_fd())).is_err());
-        drop(main);
+        let mut held = next.queue(0);
+        let (name, _) = next.mapped();
+        next.push(name);
+        held.submit(Kind::GetId, 0, &[piece(iova(name), 20)]);
+        next.round(0);
+        assert_eq!(held.take(), None, "an old write could come after it");
         let next = Some(next).filter(|_| next_is_there);
         // So that the worker sleeps, most likely: nobody wakes it.
         std::thread::sleep(Duration::from_millis(20));
         answers.write_all(&[5; PAGE]).unwrap();
         until("the end of the I/O", || holds(&data, 5));
         until("the ring is free", || figures.stuck() == 0);
+        if next.is_some() {
+            assert_eq!(held.finish(), OK);
+        }
         drop(next);
         let mut last = Behind::connect(Arc::clone(&behind.workers), behind.options.clone());
         let mut queue = last.queue(0);
