@@ -6,15 +6,19 @@ use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{HandlerError, RingSetup};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, device};
 
-use crate::{dirty::RingLog, translation::Translation};
+use crate::{
+    dirty::RingLog,
+    notifier::{self, Notifier},
+    translation::Translation,
+};
 
 /// What a front end has said that holds for longer than a ring runs.
 #[derive(Default)]
 pub(crate) struct FrontEnd {
     memory: Option<Arc<Memory>>,
     features: u64,
-    calls: HashMap<u16, Arc<OwnedFd>>,
-    errs: HashMap<u16, Arc<OwnedFd>>,
+    calls: HashMap<u16, Arc<Notifier>>,
+    errs: HashMap<u16, Arc<Notifier>>,
     log: Option<Arc<DirtyLog>>,
 }
 
@@ -22,8 +26,8 @@ pub(crate) struct FrontEnd {
 /// is told that it has failed.
 pub(crate) struct Events {
     pub(crate) kick: Option<OwnedFd>,
-    pub(crate) call: Option<Arc<OwnedFd>>,
-    pub(crate) err: Option<Arc<OwnedFd>>,
+    pub(crate) call: Option<Arc<Notifier>>,
+    pub(crate) err: Option<Arc<Notifier>>,
 }
 
 /// What a ring of any device starts with.
@@ -75,8 +79,12 @@ impl FrontEnd {
     }
 
     /// What `ring` starts with.
-    pub(crate) fn start(&self, ring: u16, setup: RingSetup) -> RingStart {
+    ///
+    /// # Errors
+    /// What it is kicked with is no eventfd.
+    pub(crate) fn start(&self, ring: u16, setup: RingSetup) -> Result<RingStart, HandlerError> {
         let RingSetup { size, addresses, base, kick, enabled } = setup;
+        notifier::check_kick(ring, kick.as_ref())?;
         let config = device::Config {
             size,
             desc: addresses.desc,
@@ -90,7 +98,7 @@ impl FrontEnd {
         let (call, err) = (self.calls.get(&ring).cloned(), self.errs.get(&ring).cloned());
         let translated = self.has(F_ACCESS_PLATFORM);
         let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);
-        RingStart { config, events: Events { kick, call, err }, enabled, log }
+        Ok(RingStart { config, events: Events { kick, call, err }, enabled, log })
     }
 
     /// Keeps where writes are marked, for rings that start later.
@@ -99,27 +107,41 @@ impl FrontEnd {
     }
 
     /// Keeps where a ring's interrupts go, for its next start too.
-    pub(crate) fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Option<Arc<OwnedFd>> {
+    ///
+    /// # Errors
+    /// It is no eventfd.
+    pub(crate) fn set_call(
+        &mut self,
+        ring: u16,
+        call: Option<OwnedFd>,
+    ) -> Result<Option<Arc<Notifier>>, HandlerError> {
         keep(&mut self.calls, ring, call)
     }
 
     /// Keeps where a ring's failure is told.
-    pub(crate) fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Option<Arc<OwnedFd>> {
+    ///
+    /// # Errors
+    /// It is no eventfd.
+    pub(crate) fn set_err(
+        &mut self,
+        ring: u16,
+        err: Option<OwnedFd>,
+    ) -> Result<Option<Arc<Notifier>>, HandlerError> {
         keep(&mut self.errs, ring, err)
     }
 }
 
 fn keep(
-    all: &mut HashMap<u16, Arc<OwnedFd>>,
+    all: &mut HashMap<u16, Arc<Notifier>>,
     ring: u16,
     fd: Option<OwnedFd>,
-) -> Option<Arc<OwnedFd>> {
-    let fd = fd.map(Arc::new);
-    match &fd {
-        Some(fd) => all.insert(ring, Arc::clone(fd)),
+) -> Result<Option<Arc<Notifier>>, HandlerError> {
+    let notifier = notifier::of_ring(ring, fd)?.map(Arc::new);
+    match &notifier {
+        Some(notifier) => all.insert(ring, Arc::clone(notifier)),
         None => all.remove(&ring),
     };
-    fd
+    Ok(notifier)
 }
 
 /// Copies a part of a configuration space. Front ends ask for the whole of a later, longer layout:

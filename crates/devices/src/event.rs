@@ -1,7 +1,7 @@
-//! Event descriptors.
+//! Event descriptors of this process. A peer's are [`crate::notifier`]'s.
 
 use std::{
-    io,
+    io::{self, IoSliceMut},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
         Arc,
@@ -11,7 +11,10 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    io::ReadWriteFlags,
+};
 
 /// A new one: non-blocking, closed on exec.
 ///
@@ -26,9 +29,13 @@ pub fn signal(event: impl AsFd) {
     let _ = rustix::io::write(event, &1u64.to_ne_bytes());
 }
 
-/// Takes what was signalled.
+/// Takes what was signalled. Does not block, also where a peer that shares the description has made it
+/// blocking and has taken the count first.
 pub fn drain(event: impl AsFd) {
-    let _ = rustix::io::read(event, &mut [0u8; 8]);
+    let mut count = [0; 8];
+    let mut into = [IoSliceMut::new(&mut count)];
+    // The offset of what has none.
+    let _ = rustix::io::preadv2(event, &mut into, u64::MAX, ReadWriteFlags::NOWAIT);
 }
 
 /// An event by which other threads of this process wake one that sleeps, and which costs them

@@ -10,6 +10,7 @@ pub mod disk;
 pub mod event;
 pub mod iommu;
 pub mod net;
+pub mod notifier;
 pub mod nvme;
 pub mod ram;
 pub mod tally;

@@ -332,7 +332,7 @@ impl Handler for BlkBackend {
         self.take_image()?;
         let memory = self.front.memory()?;
         let start = Start {
-            ring: self.front.start(ring, setup),
+            ring: self.front.start(ring, setup)?,
             disk: self.options.disk.clone(),
             read_only: self.options.read_only,
             id: Arc::clone(&self.options.id),
@@ -383,12 +383,12 @@ impl Handler for BlkBackend {
     }
 
     fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let call = self.front.set_call(ring, call);
+        let call = self.front.set_call(ring, call)?;
         self.on_unit(ring, move |unit| unit.set_call(ring, call)).map(|_| ())
     }
 
     fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let err = self.front.set_err(ring, err);
+        let err = self.front.set_err(ring, err)?;
         self.on_unit(ring, move |unit| unit.set_err(ring, err)).map(|_| ())
     }
 

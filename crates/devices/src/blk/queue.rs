@@ -18,10 +18,7 @@ mod wait;
 pub use error::QueueError;
 pub use stats::QueueStats;
 
-use std::{
-    os::fd::{BorrowedFd, OwnedFd},
-    sync::Arc,
-};
+use std::{os::fd::BorrowedFd, sync::Arc};
 
 use ringfence_mem::{Memory, Translate};
 use ringfence_virtq::{Chain, device};
@@ -38,7 +35,7 @@ use super::{
     request::{self, Action, Limits, Stop},
     wire::Status,
 };
-use crate::{bus::Bus, dirty::RingLog, disk::Disk, event};
+use crate::{bus::Bus, dirty::RingLog, disk::Disk, notifier::Notifier};
 
 /// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
 /// for whose answer a driver waits.
@@ -134,7 +131,7 @@ pub struct BlkQueue {
     taken: u64,
     limits: Limits,
     id: Arc<str>,
-    call: Option<Arc<OwnedFd>>,
+    call: Option<Arc<Notifier>>,
     stats: QueueStats,
     /// How many requests were answered when that was published last.
     published: u64,
@@ -154,7 +151,7 @@ impl BlkQueue {
         ring: device::Queue,
         (disk, read_only): (&Disk, bool),
         id: Arc<str>,
-        call: Option<Arc<OwnedFd>>,
+        call: Option<Arc<Notifier>>,
     ) -> std::io::Result<BlkQueue> {
         let size = ring.config().size;
         Ok(BlkQueue {
@@ -194,7 +191,7 @@ impl BlkQueue {
     }
 
     /// Replaces the descriptor that interrupts are sent through.
-    pub fn set_call(&mut self, call: Option<Arc<OwnedFd>>) {
+    pub fn set_call(&mut self, call: Option<Arc<Notifier>>) {
         self.call = call;
     }
 
@@ -536,7 +533,7 @@ impl BlkQueue {
 
     fn interrupt(&mut self) {
         if let Some(call) = &self.call {
-            event::signal(call);
+            call.notify();
             self.stats.interrupts += 1;
         }
     }

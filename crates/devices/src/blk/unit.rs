@@ -16,7 +16,8 @@ use crate::{
     backend::{Events, RingStart},
     bus::Bus,
     disk::Disk,
-    event::{self, Bells, Doorbell},
+    event::{Bells, Doorbell},
+    notifier::Notifier,
     worker::Unit,
 };
 
@@ -39,7 +40,7 @@ struct Served {
     // Before `kick`, of which it knows nothing; dropped first all the same.
     queue: BlkQueue,
     kick: Option<OwnedFd>,
-    err: Option<Arc<OwnedFd>>,
+    err: Option<Arc<Notifier>>,
     enabled: bool,
     /// Why it stopped.
     failed: Option<QueueError>,
@@ -59,7 +60,7 @@ impl Served {
         tracing::warn!("{}: queue {} stopped: {error}", unit.name, self.index);
         unit.figures.failures.fetch_add(1, Ordering::Relaxed);
         if let Some(err) = &self.err {
-            event::signal(err);
+            err.notify();
         }
         self.failed = Some(error);
     }
@@ -245,14 +246,14 @@ impl BlkUnit {
     }
 
     /// Replaces the descriptor that a queue's interrupts go to.
-    pub fn set_call(&mut self, index: u16, call: Option<Arc<OwnedFd>>) {
+    pub fn set_call(&mut self, index: u16, call: Option<Arc<Notifier>>) {
         if let Some(served) = self.find(index) {
             served.queue.set_call(call);
         }
     }
 
     /// Replaces the descriptor by which the front end learns that a queue has failed.
-    pub fn set_err(&mut self, index: u16, err: Option<Arc<OwnedFd>>) {
+    pub fn set_err(&mut self, index: u16, err: Option<Arc<Notifier>>) {
         if let Some(served) = self.find(index) {
             served.err = err;
         }

@@ -13,7 +13,7 @@ use super::{
     reach::Shared,
     unit::{Call, NoWorker, REQUESTS},
 };
-use crate::{event, worker::Worker};
+use crate::{notifier, worker::Worker};
 
 /// A virtio-iommu as a vhost-user back end, for one front end.
 pub struct IommuBackend {
@@ -122,6 +122,7 @@ impl Handler for IommuBackend {
             self.iommu().requests_start(setup.base, self.features)?;
         }
         let RingSetup { kick, enabled, .. } = setup;
+        notifier::check_kick(ring, kick.as_ref())?;
         let started = self.iommu().on_unit(move |unit| unit.start(ring, config, kick, enabled))?;
         Self::must(started)?.map_err(|error| HandlerError::new(error.to_string()))
     }
@@ -142,7 +143,8 @@ impl Handler for IommuBackend {
     }
 
     fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let call = call.map(|call| Arc::new(move || event::signal(&call)) as Call);
+        let call = notifier::of_ring(ring, call)?;
+        let call = call.map(|call| Arc::new(move || call.notify()) as Call);
         if let Some(kept) = self.calls.get_mut(usize::from(ring)) {
             kept.clone_from(&call);
         }

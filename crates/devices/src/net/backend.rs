@@ -300,7 +300,7 @@ impl Handler for NetBackend {
         self.seat.iter().try_for_each(Seat::ring_starts)?;
         let translated = self.front.has(F_ACCESS_PLATFORM);
         let start = Start {
-            ring: self.front.start(ring, setup),
+            ring: self.front.start(ring, setup)?,
             counters: Arc::clone(&self.net.ends[self.end].counters[usize::from(ring)]),
             name: self.name(),
         };
@@ -337,7 +337,7 @@ impl Handler for NetBackend {
     }
 
     fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let call = self.front.set_call(ring, call);
+        let call = self.front.set_call(ring, call)?;
         self.on_ring(ring, move |unit, end| {
             if let Some(ring) = unit.ring(end, ring) {
                 ring.set_call(call);
@@ -346,7 +346,7 @@ impl Handler for NetBackend {
     }
 
     fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
-        let err = self.front.set_err(ring, err);
+        let err = self.front.set_err(ring, err)?;
         self.on_ring(ring, move |unit, end| {
             if let Some(ring) = unit.ring(end, ring) {
                 ring.set_err(err);

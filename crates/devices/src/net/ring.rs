@@ -19,7 +19,7 @@ use super::{
     stats::{Lost, QueueCounters},
     wire::MAX_PACKET,
 };
-use crate::{backend::Events, dirty::RingLog, event};
+use crate::{backend::Events, dirty::RingLog, notifier::Notifier};
 
 /// How many chains are held at most: what may be asked for at once.
 pub(super) const DEPTH: usize = 256;
@@ -47,8 +47,8 @@ pub(super) struct NetRing {
     /// How many of them, the oldest, were looked up for what they lack.
     looked_up: usize,
     kick: Option<OwnedFd>,
-    call: Option<Arc<OwnedFd>>,
-    err: Option<Arc<OwnedFd>>,
+    call: Option<Arc<Notifier>>,
+    err: Option<Arc<Notifier>>,
     pub(super) enabled: bool,
     /// It broke the rules, and does nothing any more.
     failed: bool,
@@ -94,11 +94,11 @@ impl NetRing {
         ring
     }
 
-    pub(super) fn set_call(&mut self, call: Option<Arc<OwnedFd>>) {
+    pub(super) fn set_call(&mut self, call: Option<Arc<Notifier>>) {
         self.call = call;
     }
 
-    pub(super) fn set_err(&mut self, err: Option<Arc<OwnedFd>>) {
+    pub(super) fn set_err(&mut self, err: Option<Arc<Notifier>>) {
         self.err = err;
     }
 
@@ -144,7 +144,7 @@ impl NetRing {
             error!("{}: queue {} stopped: {why}", self.name, self.index);
             self.counters.stopped();
             if let Some(err) = &self.err {
-                event::signal(err);
+                err.notify();
             }
         }
     }
@@ -279,7 +279,7 @@ impl NetRing {
         let wanted = self.queue.publish_used();
         self.log.mark(&mut self.queue);
         if wanted && let Some(call) = &self.call {
-            event::signal(call);
+            call.notify();
         }
     }
 

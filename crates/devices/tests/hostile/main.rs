@@ -5,6 +5,7 @@ mod bounced;
 mod corrupt;
 mod detector;
 mod dirty;
+mod events;
 mod healthy;
 mod in_flight;
 mod iotlb;

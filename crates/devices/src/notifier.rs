@@ -1,0 +1,278 @@
+//! Event descriptors of a peer, which can make a write to one block: by taking O_NONBLOCK back, which the
+//! ends share, and filling the counter. The kernel's own way to signal one never blocks, and a full
+//! counter stays full. A process has it by I/O that the kernel completes at once.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use io_uring::{IoUring, opcode};
+use parking_lot::Mutex;
+use ringfence_vhost_user::HandlerError;
+
+/// Where an eventfd comes from says what it is, with `/proc` or without.
+const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
+
+/// A descriptor of a peer is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum NotifierError {
+    /// Reads, writes and waits on anything else may block, or never end.
+    #[error("it is no eventfd")]
+    NoEventfd,
+    /// The kernel has neither io_uring nor AIO for this process.
+    #[error("the kernel lets this process signal no eventfd without blocking: {0}")]
+    Kernel(#[source] io::Error),
+}
+
+/// Signals an eventfd that a peer shares, without ever blocking.
+#[derive(Debug)]
+pub struct Notifier(Way);
+
+enum Way {
+    /// A ring whose completions signal the eventfd.
+    Uring(Mutex<IoUring>),
+    /// Where the process may have no io_uring: three times the cost.
+    Aio(OwnedFd),
+}
+
+impl std::fmt::Debug for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Way::Uring(_) => "Uring",
+            Way::Aio(_) => "Aio",
+        })
+    }
+}
+
+impl Notifier {
+    /// For `event`.
+    ///
+    /// # Errors
+    /// It is no eventfd; the kernel refuses.
+    pub fn new(event: OwnedFd) -> Result<Notifier, NotifierError> {
+        check(event.as_fd())?;
+        let ring = IoUring::new(2)
+            .and_then(|ring| ring.submitter().register_eventfd(event.as_raw_fd()).map(|()| ring));
+        Ok(Notifier(match ring {
+            Ok(ring) => Way::Uring(Mutex::new(ring)),
+            Err(refused) => {
+                Aio::get().map_err(|_| NotifierError::Kernel(refused))?;
+                Way::Aio(event)
+            }
+        }))
+    }
+
+    /// Wakes the peer. A full counter means that it was woken already.
+    pub fn notify(&self) {
+        match &self.0 {
+            Way::Uring(ring) => complete_nothing(&mut ring.lock()),
+            Way::Aio(event) => {
+                if let Ok(aio) = Aio::get() {
+                    aio.signal(event.as_fd());
+                }
+            }
+        }
+    }
+}
+
+/// What a front end gives to notify it of a ring with.
+pub(crate) fn of_ring(ring: u16, event: Option<OwnedFd>) -> Result<Option<Notifier>, HandlerError> {
+    let notifier = event.map(Notifier::new).transpose();
+    notifier.map_err(|error| HandlerError::new(format!("the event of ring {ring}: {error}")))
+}
+
+/// Whether what a front end kicks a ring with can be waited for.
+pub(crate) fn check_kick(ring: u16, kick: Option<&OwnedFd>) -> Result<(), HandlerError> {
+    let checked = kick.map_or(Ok(()), |kick| check(kick.as_fd()));
+    checked.map_err(|error| HandlerError::new(format!("the kick of ring {ring}: {error}")))
+}
+
+/// Whether a peer's descriptor is an eventfd.
+fn check(event: BorrowedFd<'_>) -> Result<(), NotifierError> {
+    let link = format!("/proc/self/fd/{}", event.as_raw_fd());
+    match rustix::fs::readlink(link, Vec::new()) {
+        Ok(name) if name.as_bytes() == EVENTFD => Ok(()),
+        _ => Err(NotifierError::NoEventfd),
+    }
+}
+
+/// An operation without effect completes at once, and its completion signals.
+fn complete_nothing(ring: &mut IoUring) {
+    // SAFETY: the operation uses no memory.
+    let queued = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
+    debug_assert!(queued.is_ok(), "each is handed over before the next is queued");
+    while let Err(error) = ring.submit() {
+        match error.raw_os_error() {
+            // The kernel is short of memory for a moment. A notification must not be lost.
+            Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => std::thread::yield_now(),
+            _ => break,
+        }
+    }
+    ring.completion().for_each(drop);
+}
+
+/// The process's context of Linux AIO.
+struct Aio {
+    context: Mutex<libc::c_ulong>,
+    /// A file of which nothing is read at once.
+    nothing: OwnedFd,
+}
+
+/// The head of the ring that the kernel maps for a context (`struct aio_ring`).
+#[repr(C)]
+struct AioRing {
+    _id: u32,
+    _size: u32,
+    head: AtomicU32,
+    tail: AtomicU32,
+}
+
+/// `struct iocb`, where the order of bytes is the little one.
+#[repr(C)]
+#[derive(Default)]
+struct Iocb {
+    data: u64,
+    key: u32,
+    rw_flags: u32,
+    opcode: u16,
+    priority: i16,
+    file: u32,
+    buffer: u64,
+    bytes: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    signals: u32,
+}
+
+/// `IOCB_FLAG_RESFD`.
+const SIGNALS: u32 = 1;
+
+impl Aio {
+    fn get() -> io::Result<&'static Aio> {
+        static AIO: OnceLock<Option<Aio>> = OnceLock::new();
+        AIO.get_or_init(|| Aio::new().ok())
+            .as_ref()
+            .ok_or_else(|| io::Error::from(io::ErrorKind::Unsupported))
+    }
+
+    fn new() -> io::Result<Aio> {
+        if cfg!(target_endian = "big") {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let nothing = rustix::fs::memfd_create("nothing", rustix::fs::MemfdFlags::CLOEXEC)?;
+        let mut context: libc::c_ulong = 0;
+        // SAFETY: the kernel writes the context's name into `context`.
+        let made = unsafe { libc::syscall(libc::SYS_io_setup, 16, &raw mut context) };
+        match made {
+            0 => Ok(Aio { context: Mutex::new(context), nothing }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Has a read of nothing complete, which signals `event`.
+    fn signal(&self, event: BorrowedFd<'_>) {
+        let mut read = Iocb {
+            // IOCB_CMD_PREAD is 0.
+            file: self.nothing.as_raw_fd() as u32,
+            flags: SIGNALS,
+            signals: event.as_raw_fd() as u32,
+            ..Iocb::default()
+        };
+        let mut list = [&raw mut read];
+        let context = self.context.lock();
+        loop {
+            // SAFETY: the kernel reads one pointer and the structure behind it during the call, and writes
+            // to its `key`. The read is of no bytes, so that no buffer is used.
+            let done =
+                unsafe { libc::syscall(libc::SYS_io_submit, *context, 1, list.as_mut_ptr()) };
+            match io::Error::last_os_error().raw_os_error() {
+                _ if done == 1 => break,
+                Some(libc::EINTR | libc::EAGAIN) => std::thread::yield_now(),
+                _ => return,
+            }
+        }
+        // SAFETY: the name of a context is the address of its ring, which the kernel has mapped for this
+        // process as long as there is the context, for ever. Both ends use its places atomically.
+        let ring = unsafe { &*std::ptr::with_exposed_provenance::<AioRing>(*context as usize) };
+        // All that has completed is taken; what it says does not matter.
+        ring.head.store(ring.tail.load(Ordering::Acquire), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event;
+    use rustix::{
+        event::{PollFd, PollFlags, Timespec, poll},
+        fs::{OFlags, fcntl_setfl},
+    };
+
+    fn is_readable(event: &OwnedFd) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(event, PollFlags::IN)], Some(&now)) == Ok(1)
+    }
+
+    fn count(event: &OwnedFd) -> u64 {
+        let mut bytes = [0; 8];
+        rustix::io::read(event, &mut bytes).unwrap();
+        u64::from_ne_bytes(bytes)
+    }
+
+    fn both(event: &OwnedFd) -> [Notifier; 2] {
+        let [uring, aio] = [(); 2].map(|()| event.try_clone().unwrap());
+        Aio::get().expect("this kernel has AIO");
+        [Notifier::new(uring).unwrap(), Notifier(Way::Aio(aio))]
+    }
+
+    #[test]
+    fn a_peer_is_notified_as_often_as_it_is_said() {
+        let event = event::new().unwrap();
+        let [uring, aio] = both(&event);
+        assert!(matches!(uring.0, Way::Uring(_)), "this kernel has io_uring");
+        for notifier in [uring, aio] {
+            // More than any ring of completions holds.
+            (0..10_000).for_each(|_| notifier.notify());
+            assert_eq!(count(&event), 10_000);
+            assert!(!is_readable(&event));
+        }
+    }
+
+    #[test]
+    fn a_full_counter_that_blocks_holds_up_nobody() {
+        let event = event::new().unwrap();
+        for notifier in both(&event) {
+            rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            fcntl_setfl(&event, OFlags::empty()).unwrap();
+            (0..3).for_each(|_| notifier.notify());
+            assert_eq!(count(&event), u64::MAX);
+            // Nor does taking what another has taken.
+            event::drain(&event);
+            notifier.notify();
+            assert_eq!(count(&event), 1);
+            fcntl_setfl(&event, OFlags::NONBLOCK).unwrap();
+        }
+    }
+
+    #[test]
+    fn nothing_but_an_eventfd_is_one() {
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        let memory =
+            rustix::fs::memfd_create("anon_inode:[eventfd]", rustix::fs::MemfdFlags::CLOEXEC);
+        let timer = rustix::time::timerfd_create(
+            rustix::time::TimerfdClockId::Monotonic,
+            rustix::time::TimerfdFlags::CLOEXEC,
+        );
+        let file = tempfile::tempfile().unwrap().into();
+        for other in [pipe, socket.into(), memory.unwrap(), timer.unwrap(), file] {
+            assert!(matches!(Notifier::new(other), Err(NotifierError::NoEventfd)));
+        }
+    }
+}
