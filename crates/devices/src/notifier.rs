@@ -33,6 +33,8 @@ pub enum NotifierError {
 #[derive(Debug)]
 pub struct Notifier(Way);
 
+// One a ring, and nearly all of them are of the first kind.
+#[allow(clippy::large_enum_variant)]
 enum Way {
     /// A ring whose completions signal the eventfd.
     Uring(Mutex<IoUring>),

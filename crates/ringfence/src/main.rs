@@ -65,6 +65,7 @@ fn main() -> ExitCode {
             ringfence_lab::run::device_main().map(|()| ExitCode::SUCCESS)
         }
     };
+    serve::end_log();
     ended.unwrap_or_else(|error| {
         eprintln!("error: {}", explain(&error));
         // Wrong input is wrong usage, wherever it was found.

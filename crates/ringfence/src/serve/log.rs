@@ -1,9 +1,16 @@
-//! What a service says, on standard error: a line an event.
+//! What a service says, on standard error: a line an event. A thread of its own writes the lines: whatever
+//! standard error is may block, and holds up nothing else.
 
 use std::{
     fmt::{self, Write as _},
-    io::Write as _,
-    time::{SystemTime, UNIX_EPOCH},
+    io::Write,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{self, Receiver, SyncSender},
+    },
+    thread,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use tracing::{
@@ -13,12 +20,60 @@ use tracing::{
     span::{Attributes, Id, Record},
 };
 
-/// Has everything down to `level` said from now on; the first call decides.
-pub(crate) fn begin(level: LevelFilter) {
-    let _ = tracing::subscriber::set_global_default(Lines(level));
+/// How many lines wait to be written: more than a burst has, some 100 KiB. Those that come when there is no
+/// room are dropped, and counted in the next line that is written.
+const ROOM: usize = 1024;
+/// How long the lines that wait are waited for when the process ends.
+const LAST_LINES: Duration = Duration::from_millis(500);
+
+/// Lines that were dropped and not counted in the log yet.
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+static WRITER: OnceLock<SyncSender<Entry>> = OnceLock::new();
+
+enum Entry {
+    Line(String),
+    /// All before it were written.
+    Written(SyncSender<()>),
 }
 
-/// Writes each event as one line. Spans are not used here, and not told.
+/// Has everything down to `level` said from now on; the first call decides.
+pub(crate) fn begin(level: LevelFilter) {
+    let (sender, entries) = mpsc::sync_channel(ROOM);
+    if WRITER.set(sender).is_ok() {
+        let named = thread::Builder::new().name("log".into());
+        // Without a thread nothing is said: there will hardly be one to serve with either.
+        let _ = named.spawn(move || write(&entries, &mut std::io::stderr()));
+        let _ = tracing::subscriber::set_global_default(Lines(level));
+    }
+}
+
+/// Waits until what was said is written, for a while.
+pub(crate) fn end() {
+    let (sender, written) = mpsc::sync_channel(1);
+    if let Some(writer) = WRITER.get()
+        && writer.try_send(Entry::Written(sender)).is_ok()
+    {
+        let _ = written.recv_timeout(LAST_LINES);
+    }
+}
+
+/// Writes what comes, until nothing can come any more.
+fn write(entries: &Receiver<Entry>, to: &mut impl Write) {
+    for entry in entries {
+        match entry {
+            // In one call, so that lines of several processes stay whole. That nobody reads them cannot
+            // be said anywhere.
+            Entry::Line(line) => _ = to.write_all(line.as_bytes()),
+            Entry::Written(done) => _ = done.try_send(()),
+        }
+        let dropped = DROPPED.swap(0, Ordering::Relaxed);
+        if dropped > 0 {
+            let _ = writeln!(to, "{dropped} lines were dropped: standard error takes no more");
+        }
+    }
+}
+
+/// Has each event written as one line. Spans are not used here, and not told.
 struct Lines(LevelFilter);
 
 impl Subscriber for Lines {
@@ -50,9 +105,10 @@ impl Subscriber for Lines {
         });
         event.record(&mut line);
         line.text.push('\n');
-        // In one call, so that lines of several threads stay whole. Nobody is left to be told that
-        // nobody listens.
-        let _ = std::io::stderr().lock().write_all(line.text.as_bytes());
+        let sent = WRITER.get().map(|writer| writer.try_send(Entry::Line(line.text)));
+        if let Some(Err(_)) = sent {
+            DROPPED.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     fn enter(&self, _: &Id) {}
@@ -117,6 +173,22 @@ mod tests {
         assert_eq!(timestamp(951_868_800_000), "2000-03-01T00:00:00.000Z");
         assert_eq!(timestamp(1_735_689_599_000), "2024-12-31T23:59:59.000Z");
         assert_eq!(timestamp(4_107_542_400_000), "2100-03-01T00:00:00.000Z");
+    }
+
+    #[test]
+    fn what_is_not_taken_is_dropped_and_counted() {
+        let (sender, entries) = mpsc::sync_channel(2);
+        let line = |text: &str| Entry::Line(text.into());
+        for text in ["a\n", "b\n", "c\n", "d\n"] {
+            let dropped = u64::from(sender.try_send(line(text)).is_err());
+            DROPPED.fetch_add(dropped, Ordering::Relaxed);
+        }
+        drop(sender);
+        let mut written = Vec::new();
+        write(&entries, &mut written);
+        let written = String::from_utf8(written).unwrap();
+        let expected = "a\n2 lines were dropped: standard error takes no more\nb\n";
+        assert_eq!(written, expected);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The frame of a vhost-user service: its sockets, one front end after the other, figures, logs,
 //! and an orderly end.
 
+mod fault;
 mod http;
 mod log;
 mod page;
@@ -12,7 +13,6 @@ use std::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
-    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{
@@ -23,7 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use clap::Args;
 use parking_lot::Mutex;
 use ringfence_devices::{
@@ -150,6 +150,11 @@ pub(crate) fn begin_log(common: &Common) {
     log::begin(common.log);
 }
 
+/// Has what was said written, before the process ends.
+pub(crate) fn end_log() {
+    log::end();
+}
+
 /// The log of a process that serves another of this command.
 pub(crate) fn begin_quiet_log() {
     log::begin(LevelFilter::WARN);
@@ -194,6 +199,7 @@ pub(crate) fn run_on<S: Service>(
     count: usize,
     service: S,
 ) -> Result<ExitCode> {
+    fault::end_process_on_panic();
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     let listeners = socket::open(paths, count, common.socket_mode)?;
     let endpoint = match &common.metrics {
@@ -238,6 +244,7 @@ pub(crate) fn run_on<S: Service>(
         thread::spawn(move || {
             thread::sleep(LAST_IO);
             error!("{name}: I/O has not ended for {LAST_IO:?}: giving up");
+            log::end();
             std::process::exit(1);
         });
         frame.end();
@@ -296,9 +303,7 @@ impl<S: Service> Frame<S> {
         front.connections.fetch_add(1, Ordering::Relaxed);
         info!("{name}: a front end has connected");
         tell(&[NotifyState::Status("serving a front end")]);
-        // What was being served when a thread panics is dropped on the way: the next is served as ever.
-        let ended = catch_unwind(AssertUnwindSafe(|| self.converse(front, at, stream)));
-        let ended = ended.unwrap_or_else(|_| Err(anyhow!("a failure of this program, told above")));
+        let ended = self.converse(front, at, stream);
         *front.now.lock() = None;
         match ended {
             Ok(()) => info!("{name}: the front end is gone"),
