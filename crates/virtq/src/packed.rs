@@ -67,9 +67,15 @@ impl Place {
         self.at | u16::from(self.wrap) << 15
     }
 
+    /// As an event structure has it, which the peer writes: it may be no place of the ring.
     #[inline]
     pub(crate) fn from_bits(bits: u16) -> Place {
         Place { at: bits & 0x7fff, wrap: bits >> 15 != 0 }
+    }
+
+    /// The place that `bits` are in a ring of `size`; `None` if it has no such descriptor.
+    pub(crate) fn in_ring(bits: u16, size: u16) -> Option<Place> {
+        Some(Place::from_bits(bits)).filter(|place| place.at < size)
     }
 }
 

@@ -92,18 +92,19 @@ impl Format for Places {
         if !layout::packed::is_size(size) {
             return Err(RingError::PackedSize { size });
         }
-        let next_avail = Place::from_bits(base as u16);
+        let none = RingError::PackedBase { base, size };
+        let next_avail = Place::in_ring(base as u16, size).ok_or(none)?;
         let next_used = match (base >> 16) as u16 {
             // Some front ends leave out the high half. Behind this place it says nothing: there,
             // chains in flight would be a whole ring or more.
             0 if next_avail.wrap => next_avail,
-            bits => Place::from_bits(bits),
+            bits => Place::in_ring(bits, size).ok_or(none)?,
         };
         match next_used.distance(next_avail, size) {
-            Some(held) if next_avail.at < size && held <= size => {
+            Some(held) if held <= size => {
                 Ok(Places { next_avail, next_used, held, unpublished: None, given: 0, untold: 0 })
             }
-            _ => Err(RingError::PackedBase { base, size }),
+            _ => Err(none),
         }
     }
 

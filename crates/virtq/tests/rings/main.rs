@@ -2,6 +2,7 @@
 //! what they like.
 
 mod arbitrary;
+mod bases;
 mod bursts;
 mod going_on;
 mod hostile;
