@@ -10,13 +10,13 @@ use std::{os::fd::OwnedFd, sync::Arc};
 /// What a ring starts with.
 #[derive(Debug)]
 pub struct RingSetup {
-    /// How many descriptors: a power of two, at most [`Handler::max_ring_size`].
+    /// How many descriptors: at most [`Handler::max_ring_size`], and of a split ring a power of two.
     pub size: u16,
     /// Where its three areas are: addresses of the front end's process, or IOVAs if
     /// ACCESS_PLATFORM was negotiated.
     pub addresses: RingAddresses,
     /// The index of the first entry of the available ring to look at (split rings), or the packed
-    /// ring's two positions with their wrap bits.
+    /// ring's two positions with their wrap bits, each below its size.
     pub base: u32,
     /// What the driver notifies the device with, non-blocking; `None`: the device must poll.
     pub kick: Option<OwnedFd>,

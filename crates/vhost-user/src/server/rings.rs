@@ -39,6 +39,7 @@ impl<H: Handler> Server<H> {
         if self.memory.is_none() {
             return Err(missing("there is no memory yet"));
         }
+        self.suits(request, size, self.rings[ring].base)?;
         // A new kick for a running ring: it goes on where it is.
         self.stop(ring)?;
         let base = self.rings[ring].base;
@@ -49,6 +50,24 @@ impl<H: Handler> Server<H> {
         self.rings[ring].running = started.is_ok();
         self.speak(false);
         Ok(started?)
+    }
+
+    /// Compares what several messages have said of a ring, which may have come in any order: the size
+    /// and the base were right for what was known when each of them came.
+    fn suits(&self, request: u32, size: u16, base: u32) -> Result<(), WireError> {
+        let value = |field, value| Err(WireError::Value { request, field, value });
+        if !self.is_packed() {
+            if !size.is_power_of_two() {
+                return value("the size of a split ring", size.into());
+            }
+            if base > u16::MAX.into() {
+                return value("the base of a split ring", base.into());
+            }
+        } else if [base, base >> 16].into_iter().any(|place| place & 0x7fff >= size.into()) {
+            // How far its places may be from each other is the ring's to say.
+            return value("a base with a place beyond the packed ring", base.into());
+        }
+        Ok(())
     }
 
     /// Stops a ring, if it runs, and remembers where. A device that cannot is not asked again: another

@@ -1,0 +1,183 @@
+//! A ring is described by several messages, in any order: whatever they say, a device is asked to start
+//! only what can be a ring, and refusing anything else ends the connection with the reason.
+
+mod common;
+
+use common::{Device, Event, VERSION_1, message, send};
+use ringfence_mem::GuestRam;
+use ringfence_vhost_user::{RingAddresses, ServeError, Server, WireError, msg::Request};
+use std::{os::unix::net::UnixStream, sync::Arc};
+
+const PACKED: u64 = 1 << 34;
+/// The device's.
+const MOST: u32 = 1024;
+
+/// What a front end says of a ring, one message each.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Say {
+    Memory,
+    Packed(bool),
+    Num(u32),
+    Base(u32),
+    Addr(u64),
+    Kick,
+}
+
+/// What the server knows, as far as the ring is concerned.
+#[derive(Default)]
+struct Model {
+    memory: bool,
+    /// What was negotiated, if anything was.
+    features: Option<bool>,
+    size: Option<u32>,
+    base: u32,
+    addr: Option<u64>,
+    running: bool,
+}
+
+impl Model {
+    /// Whether it may be said now.
+    fn hear(&mut self, say: Say) -> bool {
+        let power = |size: u32| size.is_power_of_two();
+        let is_packed = self.features == Some(true);
+        match say {
+            Say::Memory => self.memory = true,
+            Say::Packed(packed) => {
+                if self.running && self.features != Some(packed) {
+                    return false;
+                }
+                self.features = Some(packed);
+            }
+            Say::Num(size) => {
+                if self.running || size == 0 || size > MOST || !(is_packed || power(size)) {
+                    return false;
+                }
+                self.size = Some(size);
+            }
+            Say::Base(base) => {
+                if self.running || !is_packed && base > 0xffff {
+                    return false;
+                }
+                self.base = base;
+            }
+            Say::Addr(addr) => {
+                if !addr.is_multiple_of(16) {
+                    return false;
+                }
+                self.addr = Some(addr);
+            }
+            Say::Kick => {
+                let (Some(size), true, true) = (self.size, self.memory, self.addr.is_some()) else {
+                    return false;
+                };
+                let inside = |place: u32| place & 0x7fff < size;
+                let good = match is_packed {
+                    true => inside(self.base) && inside(self.base >> 16),
+                    false => power(size) && self.base <= 0xffff,
+                };
+                if !good {
+                    return false;
+                }
+                self.running = true;
+            }
+        }
+        true
+    }
+}
+
+/// Says all that to a device, and compares what came of it with the model.
+fn check(ram: &Arc<GuestRam>, said: &[Say]) {
+    let (stream, theirs) = UnixStream::pair().unwrap();
+    let device = Device { features: VERSION_1 | PACKED, ..Device::default() };
+    let mut server = Server::new(theirs, device);
+    let (mut model, mut good) = (Model::default(), true);
+    for &say in said {
+        let request = match say {
+            Say::Memory => Request::SetMemTable(vec![ram.region()]),
+            Say::Packed(packed) => {
+                Request::SetFeatures(VERSION_1 | if packed { PACKED } else { 0 })
+            }
+            Say::Num(num) => Request::SetVringNum { ring: 1, num },
+            Say::Base(base) => Request::SetVringBase { ring: 1, base },
+            Say::Addr(at) => {
+                let addresses = RingAddresses { desc: at, avail: at, used: at, log: None };
+                Request::SetVringAddr { ring: 1, addresses }
+            }
+            Say::Kick => Request::SetVringKick { ring: 1, fd: false },
+        };
+        let memory = [ram.fd()];
+        let fds = if say == Say::Memory { &memory[..] } else { &[] };
+        send(&stream, &message(&request, false), fds);
+        good = good && model.hear(say);
+    }
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    match server.serve() {
+        Ok(()) => assert!(good, "{said:x?}"),
+        Err(ServeError::Wire(WireError::Value { .. } | WireError::State { .. })) => {
+            assert!(!good, "{said:x?}");
+        }
+        Err(other) => panic!("{said:x?}: {other}"),
+    }
+    let started = server.handler().events.iter().find_map(|event| match event {
+        Event::Start { ring: 1, size, base, .. } => Some((u32::from(*size), *base)),
+        _ => None,
+    });
+    let size = model.size.unwrap_or_default();
+    assert_eq!(started, model.running.then_some((size, model.base)), "{said:x?}");
+}
+
+/// Calls `each` with all orders of `items`.
+fn orders(items: &mut [Say], from: usize, each: &mut impl FnMut(&[Say])) {
+    if from == items.len() {
+        return each(items);
+    }
+    for other in from..items.len() {
+        items.swap(from, other);
+        orders(items, from + 1, each);
+        items.swap(from, other);
+    }
+}
+
+#[test]
+fn whatever_is_said_of_a_ring_in_whichever_order_only_what_can_be_one_starts() {
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    for packed in [false, true] {
+        for num in [0, 1, 3, 16, 1000, MOST, MOST + 1, 0x8000, 0x1_0000, 0x1_0010, u32::MAX] {
+            let at = num & 0x7fff;
+            let places = [0, 0x8000, at, at | 0x8000, 0xffff].into_iter();
+            let near = places.chain([at.saturating_sub(1), at.saturating_sub(1) | 0x8000]);
+            let near: Vec<u32> = near.collect();
+            for base in near.iter().flat_map(|high| near.iter().map(move |low| high << 16 | low)) {
+                let mut said = [Say::Packed(packed), Say::Num(num), Say::Base(base)];
+                orders(&mut said, 0, &mut |said| {
+                    let [a, b, c] = said else { unreachable!() };
+                    check(&ram, &[*a, Say::Memory, *b, Say::Addr(64), *c, Say::Kick]);
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn messages_of_a_ring_may_come_in_any_order_and_before_or_after_its_start() {
+    let ram = GuestRam::new(1 << 16, 0).unwrap();
+    let rings = [
+        (false, 16, 7, 64),
+        (true, 16, 0x8010_8000, 64),
+        (true, 24, 0x8017_0000, 64),
+        (true, 24, 0, 72),
+    ];
+    for (packed, num, base, addr) in rings {
+        let packed = Say::Packed(packed);
+        let mut said =
+            [packed, Say::Memory, Say::Num(num), Say::Base(base), Say::Addr(addr), Say::Kick];
+        orders(&mut said, 0, &mut |said| check(&ram, said));
+        // Said again, and otherwise, behind a start.
+        let again =
+            [Say::Packed(false), Say::Packed(true), Say::Num(16), Say::Base(1), Say::Addr(80)];
+        for more in again {
+            let all: Vec<Say> = said.iter().copied().chain([more, Say::Kick]).collect();
+            check(&ram, &all);
+        }
+    }
+}
