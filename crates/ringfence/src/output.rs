@@ -1,8 +1,8 @@
 //! Where results go: files that are opened at the beginning, and standard output.
 
 use std::{
-    fs::{File, OpenOptions},
-    io::{ErrorKind, Write},
+    fs::{self, File, OpenOptions},
+    io::{self, ErrorKind, Write},
     os::{
         fd::{AsFd, BorrowedFd},
         unix::fs::MetadataExt,
@@ -56,9 +56,26 @@ impl Output {
 impl Drop for Output {
     fn drop(&mut self) {
         if self.made {
-            let _ = std::fs::remove_file(&self.path);
+            let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+/// Puts a file with these contents at `path`. What was there is replaced, not written to: where it is a
+/// link, the file that this names stays as it is.
+pub(crate) fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}", std::process::id()));
+    let new = PathBuf::from(name);
+    // Of an earlier process with this number, say; a link goes itself.
+    match fs::remove_file(&new) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // Made here or not at all: this follows no link.
+    let mut file = File::create_new(&new)?;
+    let placed = file.write_all(contents).and_then(|()| fs::rename(&new, path));
+    placed.inspect_err(|_| drop(fs::remove_file(&new)))
 }
 
 /// To standard output; a reader that has left (`| head`) is no failure of ours.

@@ -9,7 +9,6 @@ mod viot;
 
 use std::{
     collections::BTreeSet,
-    fs,
     io::Write,
     os::unix::net::UnixStream,
     path::{Path, PathBuf, absolute},
@@ -31,7 +30,10 @@ use self::{
     devices::{Device, Plan},
     spec::{BlkSpec, NetSpec},
 };
-use crate::serve::{self, Common, Connection, Kind, Page, Service};
+use crate::{
+    output,
+    serve::{self, Common, Connection, Kind, Page, Service},
+};
 
 /// The least memory of a guest: the lowest MiB is not for mapping.
 const LEAST_MEMORY: u64 = 16 << 20;
@@ -188,7 +190,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let devices = plan.make(&endpoints, &iommu, &arguments.common, &workers)?;
 
     let table = viot::table(arguments.slot, &plan.addresses());
-    fs::write(&viot_file, table)
+    output::replace(&viot_file, &table)
         .with_context(|| format!("cannot write {}", viot_file.display()))?;
     let text = announcement(&arguments, &plan, &viot_file)?;
     let sockets = plan.sockets();

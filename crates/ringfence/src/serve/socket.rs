@@ -2,19 +2,24 @@
 
 use std::{
     fs, io,
-    os::unix::{
-        fs::{FileTypeExt, MetadataExt, PermissionsExt},
-        net::{UnixListener, UnixStream},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{FileTypeExt, MetadataExt},
+            net::{UnixListener, UnixStream},
+        },
     },
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result};
 use listenfd::ListenFd;
+use parking_lot::Mutex;
 use ringfence_lab::run::Usage;
 use rustix::{
     fs::Mode,
     net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
+    process::umask,
 };
 
 /// A socket in the file system; removed in the end, if it is still ours.
@@ -68,14 +73,25 @@ pub(crate) fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, Placed)>
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // Linux gives the file the bits that the socket has, less the umask: from its first moment on
-    // nobody else may connect.
-    rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode))?;
-    net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    bind_with(&socket, &SocketAddrUnix::new(path)?, Mode::from_raw_mode(mode))?;
     let placed = Placed { path: path.to_owned(), file: identity(path) };
-    fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
     net::listen(&socket, 16)?;
     Ok((UnixListener::from(socket), placed))
+}
+
+/// Binds a socket whose file has the permission bits `mode` from its first moment on. Linux gives the file
+/// those of the socket, less the umask. They cannot be set afterwards: by then another file may have
+/// the name, or a link to one.
+fn bind_with(socket: &OwnedFd, at: &SocketAddrUnix, mode: Mode) -> io::Result<()> {
+    // The umask is the process's: two that change it at a time would leave it changed.
+    static UMASK: Mutex<()> = Mutex::new(());
+    let _alone = UMASK.lock();
+    rustix::fs::fchmod(socket, mode)?;
+    // What another thread makes meanwhile has at most the bits of the socket.
+    let before = umask(mode.complement() & Mode::from_raw_mode(0o777));
+    let bound = net::bind(socket, at);
+    umask(before);
+    Ok(bound?)
 }
 
 /// A socket of the service.
@@ -130,6 +146,10 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         let (listener, placed) = bind(&path, 0o640).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
+        // More than the umask would leave.
+        let all = folder.path().join("all");
+        let _kept = bind(&all, 0o777).unwrap();
+        assert_eq!(fs::metadata(&all).unwrap().mode() & 0o777, 0o777);
         assert_eq!(bind(&path, 0o600).err().unwrap().kind(), io::ErrorKind::AddrInUse);
         drop((listener, placed));
         assert!(!path.exists());

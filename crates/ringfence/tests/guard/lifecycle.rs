@@ -50,6 +50,25 @@ fn nothing_is_reached_without_a_front_end_of_the_iommu() {
 }
 
 #[test]
+fn the_table_takes_the_place_of_a_link_and_leaves_what_that_names() {
+    let place = place();
+    for (target, contents) in [("kept", Some("kept")), ("nowhere", None)] {
+        if let Some(contents) = contents {
+            place.write(target, contents);
+        }
+        let _ = std::fs::remove_file(place.path("i.viot"));
+        std::os::unix::fs::symlink(place.path(target), place.path("i.viot")).unwrap();
+        let running = started(&place, &ONE);
+        running.signal(Signal::TERM);
+        assert_eq!(running.wait().code(), 0);
+        assert_eq!(std::fs::read_to_string(place.path(target)).ok().as_deref(), contents);
+        assert!(std::fs::symlink_metadata(place.path("i.viot")).unwrap().is_file());
+        assert!(std::fs::read(place.path("i.viot")).unwrap().starts_with(b"VIOT"));
+    }
+    assert_eq!(place.names(), ["a.img", "i.viot", "kept"]);
+}
+
+#[test]
 fn a_paused_guest_goes_on_with_what_it_had_mapped() {
     let place = place();
     let _running = started(&place, &ONE);
