@@ -19,6 +19,8 @@ pub enum FileOp {
     Read(u64),
     /// Write at this offset.
     Write(u64),
+    /// Write at this offset, and complete when that is durable.
+    WriteThrough(u64),
     /// Make everything written durable.
     Flush,
     /// Make a range read as zeroes.
@@ -42,6 +44,8 @@ pub struct FileIo {
     /// Handed over or waiting to be; never more than the completion ring holds.
     in_flight: u32,
     depth: u32,
+    /// How long the image was when the first request that changes it was queued since the last kick.
+    bytes: Option<u64>,
 }
 
 impl FileIo {
@@ -52,7 +56,7 @@ impl FileIo {
     pub fn new(image: Arc<Image>, depth: u32) -> io::Result<FileIo> {
         let depth = depth.clamp(1, 4096).next_power_of_two();
         let ring = IoUring::builder().setup_cqsize(depth * 2).build(depth)?;
-        Ok(FileIo { ring, image, in_flight: 0, depth })
+        Ok(FileIo { ring, image, in_flight: 0, depth, bytes: None })
     }
 
     /// Has the kernel write to `event` whenever something completes.
@@ -82,16 +86,21 @@ impl FileIo {
         if self.in_flight == self.depth {
             return false;
         }
+        let fits = self.fits(op, pieces);
         let fd = types::Fd(self.image.fd());
         let fd_for = |offset| types::Fd(self.image.fd_for(offset, pieces));
         let count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
+        let write =
+            |offset| opcode::Writev::new(fd_for(offset), pieces.as_ptr(), count).offset(offset);
         let entry: squeue::Entry = match op {
+            // No bytes are zeroed: the kernel refuses that, when it comes to it.
+            _ if !fits => opcode::Fallocate::new(fd, 0).build(),
             FileOp::Read(offset) => {
                 opcode::Readv::new(fd_for(offset), pieces.as_ptr(), count).offset(offset).build()
             }
-            FileOp::Write(offset) => {
-                opcode::Writev::new(fd_for(offset), pieces.as_ptr(), count).offset(offset).build()
-            }
+            FileOp::Write(offset) => write(offset).build(),
+            // The range alone, and by a write that is durable itself where the device has one.
+            FileOp::WriteThrough(offset) => write(offset).rw_flags(libc::RWF_DSYNC).build(),
             FileOp::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
             FileOp::Zero { offset, len, punch } => {
                 let how =
@@ -106,6 +115,21 @@ impl FileIo {
         queued
     }
 
+    /// Whether what a request changes is there to be changed. Looked at once for all that are handed over
+    /// together: a file that is made shorter between that and the request still grows by it. The locks are
+    /// there to prevent that; this keeps an image that was shrunk in spite of them from growing for good.
+    fn fits(&mut self, op: FileOp, pieces: &[libc::iovec]) -> bool {
+        let (offset, len) = match op {
+            FileOp::Read(_) | FileOp::Flush => return true,
+            FileOp::Zero { offset, len, .. } => (offset, len),
+            FileOp::Write(offset) | FileOp::WriteThrough(offset) => {
+                (offset, pieces.iter().map(|piece| piece.iov_len as u64).sum())
+            }
+        };
+        let bytes = *self.bytes.get_or_insert_with(|| self.image.bytes());
+        offset.checked_add(len).is_some_and(|end| end <= bytes)
+    }
+
     /// Hands what is queued to the kernel.
     ///
     /// # Errors
@@ -114,6 +138,7 @@ impl FileIo {
         if self.ring.submission().is_empty() {
             return Ok(());
         }
+        self.bytes = None;
         loop {
             match self.ring.submit() {
                 Ok(_) => return Ok(()),
@@ -147,6 +172,7 @@ impl FileIo {
             return Ok(());
         }
         let Some(limit) = limit else {
+            self.bytes = None;
             return match self.ring.submit_and_wait(1) {
                 Err(error) if error.raw_os_error() != Some(libc::EINTR) => Err(error),
                 _ => Ok(()),
@@ -186,6 +212,7 @@ impl Drop for FileIo {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk::ImageOptions;
     use std::io::Write;
 
     fn iovec(bytes: &mut [u8]) -> libc::iovec {
@@ -222,6 +249,46 @@ mod tests {
         assert_eq!(back[512..1024], [1; 512]);
         assert_eq!(back[1024..], [2; 1024]);
         assert_eq!(run(&mut io, FileOp::Flush, &[]).unwrap(), 0);
+    }
+
+    #[test]
+    fn an_image_that_is_made_shorter_gives_errors_and_does_not_grow_again() {
+        for direct in [false, true] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            file.as_file().set_len(1 << 16).unwrap();
+            let options = ImageOptions { direct, ..ImageOptions::default() };
+            let image = match Image::open(file.path(), options) {
+                // A file system that knows no direct I/O.
+                Err(_) if direct => continue,
+                image => image.unwrap(),
+            };
+            let (len, holes) = (image.len(), image.holes());
+            let mut io = FileIo::new(Arc::new(image), 4).unwrap();
+            let mut pages = vec![7; 2 * 8192];
+            let from = pages.as_ptr().align_offset(4096);
+            let piece = [iovec(&mut pages[from..from + 8192])];
+            let odd = [iovec(&mut pages[1..513])];
+            assert_eq!(run(&mut io, FileOp::Write(len - 8192), &piece).unwrap(), 8192);
+            file.as_file().set_len(12_288).unwrap();
+            for at in [8192, 12_288, len - 8192] {
+                for write in [FileOp::Write(at), FileOp::WriteThrough(at)] {
+                    assert!(run(&mut io, write, &piece).is_err(), "{at}");
+                }
+                let moved = run(&mut io, FileOp::Read(at), &piece);
+                assert!(moved.is_err() || moved.unwrap() < 8192);
+                assert!(run(&mut io, FileOp::Write(at + 4096), &odd).is_err());
+                if holes.punch {
+                    let zero = FileOp::Zero { offset: at, len: 8192, punch: true };
+                    assert!(run(&mut io, zero, &[]).is_err());
+                }
+            }
+            assert_eq!(file.as_file().metadata().unwrap().len(), 12_288);
+            // The rest is as good as before.
+            assert_eq!(run(&mut io, FileOp::Write(4096), &piece).unwrap(), 8192);
+            assert_eq!(run(&mut io, FileOp::WriteThrough(512), &odd).unwrap(), 512);
+            assert_eq!(run(&mut io, FileOp::Read(4096), &piece).unwrap(), 8192);
+            assert_eq!(file.as_file().metadata().unwrap().len(), 12_288);
+        }
     }
 
     #[test]

@@ -12,8 +12,11 @@ use std::{
 };
 
 use rustix::fs::{
-    AtFlags, FallocateFlags, FlockOperation, OFlags, StatxFlags, fallocate, fdatasync, flock, statx,
+    AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl,
+    fdatasync, fstat, open, statx,
 };
+
+use super::lock;
 
 /// The unit in which a disk is addressed.
 const SECTOR: u64 = 512;
@@ -55,14 +58,21 @@ pub struct ImageOptions {
 /// A file or block device that holds a disk.
 #[derive(Debug)]
 pub struct Image {
-    file: OwnedFd,
+    file: File,
     direct: Option<Direct>,
     len: u64,
+    /// Whether it is a file that could be made shorter and grow again.
+    shrinks: bool,
     holes: Holes,
     options: ImageOptions,
 }
 
 /// The same file, open past the page cache.
+///
+/// That is a flag of the open file description, not of a request, so that there are two of them. Requests
+/// through one and through the other see each other's data: before the kernel moves data past the cache it
+/// writes back what the cache has of that range, and drops it. Only requests that overlap and are under way
+/// together may see old data, as on any disk.
 #[derive(Debug)]
 struct Direct {
     file: OwnedFd,
@@ -84,7 +94,8 @@ impl Image {
     /// `len` bytes of a file that is open for what will be asked of it. Nothing is known of it.
     pub fn new(file: OwnedFd, len: u64) -> Image {
         let options = ImageOptions::default();
-        Image { file, direct: None, len, holes: Holes::default(), options }
+        let (file, holes) = (file.into(), Holes::default());
+        Image { file, direct: None, len, shrinks: false, holes, options }
     }
 
     /// Opens the image at `path`, and locks it, unless it is to be handed over: one process may
@@ -93,18 +104,23 @@ impl Image {
     /// # Errors
     /// [`ImageError`].
     pub fn open(path: &Path, options: ImageOptions) -> Result<Image, ImageError> {
-        let open = |flags: OFlags| {
-            let flags = (flags | OFlags::CLOEXEC).bits() as i32;
-            OpenOptions::new().read(true).write(!options.read_only).custom_flags(flags).open(path)
-        };
-        // A pipe that nobody has open would be waited for.
-        let kind = std::fs::metadata(path)?.file_type();
+        // Its name is looked up once. A pipe that no process has open is not waited for.
+        let flags = OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let mut how = OpenOptions::new();
+        how.read(true).write(!options.read_only).custom_flags(flags.bits() as i32);
+        let mut file = how.open(path).map_err(|error| match error.raw_os_error() {
+            // A folder, and a socket.
+            Some(libc::EISDIR | libc::ENXIO) => ImageError::Kind,
+            _ => ImageError::Io(error),
+        })?;
+        let kind = file.metadata()?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
             return Err(ImageError::Kind);
         }
-        let mut file = open(OFlags::empty())?;
+        let flags = fcntl_getfl(&file).map_err(io::Error::from)?;
+        fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(io::Error::from)?;
         if !options.hand_over {
-            lock(file.as_fd(), options)?;
+            lock(&file, options)?;
         }
         // Of a block device, too.
         let bytes = file.seek(SeekFrom::End(0))?;
@@ -113,11 +129,11 @@ impl Image {
             return Err(ImageError::Empty(bytes));
         }
         let direct = match options.direct {
-            true => Some(Direct::new(open(OFlags::DIRECT)?)),
+            true => Some(Direct::of(&file, options.read_only)?),
             false => None,
         };
         let holes = if options.read_only { Holes::default() } else { Holes::of(&file, bytes) };
-        Ok(Image { file: file.into(), direct, len, holes, options })
+        Ok(Image { file, direct, len, shrinks: kind.is_file(), holes, options })
     }
 
     /// A driver is about to use an image that is handed over: it is locked until
@@ -126,7 +142,7 @@ impl Image {
     /// # Errors
     /// [`ImageError::Locked`] if the process that has it does not let go of it in time.
     pub fn take(&self) -> Result<(), ImageError> {
-        if self.options.hand_over { lock(self.file.as_fd(), self.options) } else { Ok(()) }
+        if self.options.hand_over { lock(&self.file, self.options) } else { Ok(()) }
     }
 
     /// The driver has ended, and all its I/O: another process may have the image, with all that was
@@ -139,7 +155,7 @@ impl Image {
             if !self.options.read_only {
                 fdatasync(&self.file).map_err(io::Error::from)?;
             }
-            flock(&self.file, FlockOperation::Unlock).map_err(io::Error::from)?;
+            lock::release(&self.file)?;
         }
         Ok(())
     }
@@ -148,6 +164,16 @@ impl Image {
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> u64 {
         self.len
+    }
+
+    /// How many bytes it has now, as far as a write could change that: a file that another process has made
+    /// shorter must not grow again by a write behind its end, with a hole before it.
+    pub(super) fn bytes(&self) -> u64 {
+        match self.shrinks {
+            true => fstat(&self.file).map_or(0, |about| about.st_size as u64),
+            // A block device refuses what is behind its end.
+            false => u64::MAX,
+        }
     }
 
     /// How it can be made to read as zeroes.
@@ -173,22 +199,15 @@ impl Image {
     }
 }
 
-fn lock(file: BorrowedFd<'_>, options: ImageOptions) -> Result<(), ImageError> {
-    let how = match options.read_only {
-        true => FlockOperation::NonBlockingLockShared,
-        false => FlockOperation::NonBlockingLockExclusive,
-    };
+fn lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
     let deadline = Instant::now() + options.wait;
-    loop {
-        match flock(file, how) {
-            Ok(()) => return Ok(()),
-            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(ImageError::Locked),
-            Err(error) => return Err(io::Error::from(error).into()),
+    while !lock::take(file, options.read_only)? {
+        if Instant::now() >= deadline {
+            return Err(ImageError::Locked);
         }
+        std::thread::sleep(Duration::from_millis(10));
     }
+    Ok(())
 }
 
 impl AsFd for Image {
@@ -198,13 +217,17 @@ impl AsFd for Image {
 }
 
 impl Direct {
-    fn new(file: File) -> Direct {
+    /// Opened by the descriptor: by its name it could be another file by now. The locks stay with `file`.
+    fn of(file: &File, read_only: bool) -> io::Result<Direct> {
+        let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
+        let file = open(name, access | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty())?;
         let told = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
         let told = told.filter(|about| about.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
         let (memory, offset) =
             told.map_or((0, 0), |about| (about.stx_dio_mem_align, about.stx_dio_offset_align));
         let or_page = |align: u32| u64::from(if align == 0 { PAGE } else { align });
-        Direct { file: file.into(), memory: or_page(memory), offset: or_page(offset) }
+        Ok(Direct { file, memory: or_page(memory), offset: or_page(offset) })
     }
 }
 
@@ -266,6 +289,42 @@ mod tests {
         drop(after);
         before.take().unwrap();
         assert!(matches!(opened(&file, true), Err(ImageError::Locked)));
+    }
+
+    #[test]
+    fn the_name_of_an_image_is_looked_up_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        std::fs::write(&path, vec![1; 4096]).unwrap();
+        let image = Image::open(&path, ImageOptions::default()).unwrap();
+        let same = |a, b| {
+            let [a, b] = [fstat(a), fstat(b)].map(|about| about.unwrap());
+            (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+        };
+        // As if another had taken its name between two looks.
+        std::fs::rename(&path, folder.path().join("moved")).unwrap();
+        std::fs::write(&path, vec![2; 4096]).unwrap();
+        let direct = match Direct::of(&image.file, false) {
+            // A file system that knows no direct I/O.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return,
+            direct => direct.unwrap(),
+        };
+        assert!(same(image.file.as_fd(), direct.file.as_fd()));
+        let flags = [image.file.as_fd(), direct.file.as_fd()].map(|fd| fcntl_getfl(fd).unwrap());
+        assert_eq!(flags.map(|flags| flags.contains(OFlags::DIRECT)), [false, true]);
+        assert!(!flags.iter().any(|flags| flags.contains(OFlags::NONBLOCK)));
+    }
+
+    #[test]
+    fn a_pipe_is_no_image_and_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, Mode::RWXU, 0)
+            .unwrap();
+        for read_only in [false, true] {
+            let options = ImageOptions { read_only, ..ImageOptions::default() };
+            assert!(matches!(Image::open(&path, options), Err(ImageError::Kind)));
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod file;
 mod image;
+mod lock;
 mod pacer;
 mod ram;
 mod spec;
