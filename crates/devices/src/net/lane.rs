@@ -131,10 +131,11 @@ fn quick<S: Lasting, D: Lasting>(
         // Copied once, and then believed.
         let mut header = Header::new_zeroed();
         source.copy_to(header.as_mut_bytes());
-        let Some(header) = header.received(dst.terms.features, 1) else { break };
+        let bytes = source.len() - HEADER;
+        let Ok(header) = header.received(dst.terms.features, 1, bytes) else { break };
         target.copy_from(header.as_bytes());
         copy(source.part(HEADER, usize::MAX), target.part(HEADER, usize::MAX));
-        round.bytes += (source.len() - HEADER) as u64;
+        round.bytes += bytes as u64;
         done += 1;
     }
     mark(dst.bus, plan[..done].iter().flatten().map(|&(_, target)| target));

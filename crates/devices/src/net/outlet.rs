@@ -104,6 +104,13 @@ impl Outlet {
                 }
             };
             let bytes: usize = pieces.iter().map(|piece| piece.len()).sum();
+            let header = match header.described(bytes) {
+                Ok(header) => header,
+                Err(why) => {
+                    round.lose(src.ring, why);
+                    continue;
+                }
+            };
             let head = &header.as_bytes()[..src.terms.header()];
             let sent = if pieces.len() <= MAX_PIECES {
                 self.tap.write(self.queue, head, &pieces, &mut self.vectors)

@@ -128,8 +128,10 @@ impl Probe {
     /// The buffers at the head that lie in one piece. Returns how many there were.
     #[inline]
     fn emit_quickly<D: Lasting>(&mut self, dst: &mut Place<'_, D>, round: &mut Round) -> usize {
-        let header = Header::new_zeroed().received(dst.terms.features, 1);
-        let Some(header) = header.filter(|_| dst.terms.header() == HEADER) else { return 0 };
+        if dst.terms.header() != HEADER {
+            return 0;
+        }
+        let header = Header { num_buffers: 1.into(), ..Header::default() };
         self.frame[..HEADER].copy_from_slice(header.as_bytes());
         let (plan, found) = plan(dst, soon_written, |buffer| match buffer.descs() {
             [buffer] if buffer.write && buffer.len as usize >= PACKET => {

@@ -77,8 +77,9 @@ pub(super) fn receive<D: Lasting>(
             Room::Missing => break Err(Step::Missing),
             Room::TooSmall => break Err(Step::Lost(Lost::TooLong)),
         };
-        let Some(header) = header.received(dst.terms.features, count as u16) else {
-            break Err(Step::Lost(Lost::Offload));
+        let header = match header.received(dst.terms.features, count as u16, bytes) {
+            Ok(header) => header,
+            Err(why) => break Err(Step::Lost(why)),
         };
         match reach(bus, dst.ring, count, wanted as u64, &mut target) {
             Ok(()) => break Ok((count, header)),

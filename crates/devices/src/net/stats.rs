@@ -8,7 +8,7 @@ use std::{
 /// Why a packet, or a receive buffer, was given back without use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lost {
-    /// A packet that is none: too short, or its chain is the wrong way round.
+    /// A packet that is none: too short, its chain is the wrong way round, or its header does not suit it.
     Malformed,
     /// Longer than what the receiver's buffers can hold.
     TooLong,

@@ -5,6 +5,8 @@ use zerocopy::{
     little_endian::{U16, U32},
 };
 
+use super::stats::Lost;
+
 /// Feature bits (virtio 1.3, 5.1.3).
 pub mod feature {
     /// The device takes packets whose checksum is not computed yet.
@@ -65,6 +67,10 @@ pub const LINK_UP: u16 = 1;
 pub const NEEDS_CSUM: u8 = 1;
 /// Flag of [`Header::gso_type`]: with congestion marks.
 const GSO_ECN: u8 = 0x80;
+const GSO_TCP4_ECN: u8 = 1 | GSO_ECN;
+const GSO_TCP6_ECN: u8 = 4 | GSO_ECN;
+/// Bytes of an Ethernet header.
+const ETHERNET: usize = 14;
 
 /// What stands before each packet.
 #[derive(
@@ -89,22 +95,81 @@ pub struct Header {
 }
 
 impl Header {
-    /// What a receiver that negotiated `features` is told of a packet that a sender describes so;
-    /// `None` if the receiver cannot do what is left to be done.
+    /// What a receiver that negotiated `features` is told of a packet of `bytes` bytes that a sender
+    /// describes so.
+    ///
+    /// # Errors
+    /// Why the packet is lost: it is not as it is described, or the receiver cannot do what is left to be
+    /// done.
     #[inline]
-    pub fn received(mut self, features: u64, buffers: u16) -> Option<Header> {
-        if self.flags | self.gso_type != 0 {
-            // What else a sender may say there (that a checksum is right) it may not vouch for.
-            self.flags &= NEEDS_CSUM;
-            if self.needs() & !features != 0 {
-                return None;
-            }
+    pub(super) fn received(
+        self,
+        features: u64,
+        buffers: u16,
+        bytes: usize,
+    ) -> Result<Header, Lost> {
+        let mut header = self.described(bytes)?;
+        if header.flags != 0 && header.needs() & !features != 0 {
+            return Err(Lost::Offload);
         }
-        self.num_buffers.set(buffers);
-        Some(self)
+        header.num_buffers.set(buffers);
+        Ok(header)
     }
 
-    /// Which features a receiver needs for what is left to be done; all, for what is not known.
+    /// The description of a packet of `bytes` bytes as anybody may believe it: nothing in it leads out of the
+    /// packet, and fields that mean nothing are 0.
+    ///
+    /// Virtio 1.2, 5.1.6.2 and 5.1.6.4: the checksum at `csum_start` + `csum_offset` is over what begins at
+    /// `csum_start`. A packet that is to be cut has one too, by which its parts are made: of TCP or UDP, behind
+    /// headers of Ethernet and IP; and a size of the parts. `hdr_len` is a hint that nobody may rely on.
+    /// A receiver's kernel would look for those headers where it is told.
+    ///
+    /// # Errors
+    /// [`Lost::Malformed`].
+    #[inline]
+    pub(super) fn described(self, bytes: usize) -> Result<Header, Lost> {
+        // Also where a sender says that a checksum is right, for which it cannot vouch.
+        if self.flags & NEEDS_CSUM == 0 && self.gso_type == 0 {
+            return Ok(Header::default());
+        }
+        self.with_work(bytes)
+    }
+
+    #[cold]
+    fn with_work(mut self, bytes: usize) -> Result<Header, Lost> {
+        let (start, offset) =
+            (usize::from(self.csum_start.get()), usize::from(self.csum_offset.get()));
+        // Of a packet that is to be cut: the least before the header of TCP or UDP, the least that this
+        // has, and where its checksum is.
+        let (least, header, at) = match self.gso_type {
+            0 => (ETHERNET, offset + 2, offset),
+            1 | GSO_TCP4_ECN => (ETHERNET + 20, 20, 16),
+            4 | GSO_TCP6_ECN => (ETHERNET + 40, 20, 16),
+            3 | 5 => (ETHERNET + 20, 8, 6),
+            _ => return Err(Lost::Malformed),
+        };
+        let good = self.flags & NEEDS_CSUM != 0
+            && start >= least
+            && start + header <= bytes
+            && offset == at
+            && (self.gso_type == 0 || self.gso_size.get() != 0);
+        if !good {
+            return Err(Lost::Malformed);
+        }
+        self.flags = NEEDS_CSUM;
+        if self.gso_type == 0 {
+            (self.hdr_len, self.gso_size) = Default::default();
+        }
+        // No more than there is, and of what is to be cut no less than the headers that were looked at.
+        let most = bytes.min(usize::from(u16::MAX));
+        let headers = if self.gso_type == 0 { 0 } else { start + header };
+        let len = usize::from(self.hdr_len.get()).clamp(headers.min(most), most);
+        self.hdr_len.set(len as u16);
+        self.num_buffers.set(0);
+        Ok(self)
+    }
+
+    /// Which features a receiver needs for what is left to be done.
     #[cold]
     fn needs(&self) -> u64 {
         use feature::{GUEST_CSUM, GUEST_ECN, GUEST_TSO4, GUEST_TSO6, GUEST_UFO};
@@ -153,13 +218,36 @@ mod tests {
         assert_eq!((header.hdr_len.get(), header.num_buffers.get()), (0x0403, 0x0c0b));
     }
 
+    /// A header of these, with offsets that are right for a packet of 100 bytes.
+    fn header(flags: u8, gso_type: u8) -> Header {
+        let (csum_start, csum_offset) = match gso_type & !GSO_ECN {
+            1 => (34, 16),
+            4 => (54, 16),
+            _ => (34, 6),
+        };
+        Header {
+            flags,
+            gso_type,
+            hdr_len: 74.into(),
+            gso_size: 10.into(),
+            csum_start: csum_start.into(),
+            csum_offset: csum_offset.into(),
+            num_buffers: 9.into(),
+        }
+    }
+
     #[test]
     fn a_receiver_is_left_only_what_it_can_do() {
         use feature::*;
-        let header = |flags, gso_type| Header { flags, gso_type, ..Header::default() };
-        assert_eq!(header(0, 0).received(0, 3).unwrap().num_buffers.get(), 3);
+        let received =
+            |flags, gso_type, features| header(flags, gso_type).received(features, 3, 100);
+        assert_eq!(
+            received(0, 0, 0).unwrap(),
+            Header { num_buffers: 3.into(), ..Header::default() }
+        );
         // That the checksum is right is nothing that a sender can say.
-        assert_eq!(header(2, 0).received(0, 1).unwrap().flags, 0);
+        assert_eq!(received(2, 0, 0).unwrap().flags, 0);
+        assert_eq!(received(3, 0, GUEST_CSUM).unwrap().flags, 1);
         for (flags, gso_type, needed) in [
             (1, 0, GUEST_CSUM),
             (1, 1, GUEST_CSUM | GUEST_TSO4),
@@ -168,12 +256,83 @@ mod tests {
             (1, 0x81, GUEST_CSUM | GUEST_TSO4 | GUEST_ECN),
             (1, 5, GUEST_CSUM | GUEST_USO4 | GUEST_USO6),
         ] {
-            assert!(header(flags, gso_type).received(needed, 1).is_some());
+            assert!(received(flags, gso_type, needed).is_ok());
             for bit in (0..64).map(|bit| 1 << bit).filter(|bit| needed & bit != 0) {
-                assert!(header(flags, gso_type).received(needed & !bit, 1).is_none());
-                assert!(header(flags, gso_type).received(!bit, 1).is_none());
+                assert_eq!(received(flags, gso_type, needed & !bit), Err(Lost::Offload));
+                assert_eq!(received(flags, gso_type, !bit), Err(Lost::Offload));
             }
         }
-        assert!(header(0, 2).received(GUEST_OFFLOADS, 1).is_none());
+    }
+
+    #[test]
+    fn a_packet_that_is_not_as_it_is_described_is_lost() {
+        type Change = fn(&mut Header);
+        let changes: [(Change, &[u8]); 8] = [
+            // To be cut, and without a checksum.
+            (|h| h.flags = 0, &[1, 4, 3, 5, 0x81]),
+            (|h| h.flags = 0xfe, &[1, 4, 3, 5, 0x81]),
+            // Into parts of no bytes.
+            (|h| h.gso_size.set(0), &[1, 4, 3, 5, 0x84]),
+            // No place for the headers before.
+            (|h| h.csum_start.set(33), &[1, 4, 3, 5]),
+            (|h| h.csum_start.set(13), &[0, 1, 4, 3, 5]),
+            // Behind the end.
+            (|h| h.csum_start.set(93), &[0, 1, 4, 3, 5]),
+            (|h| h.csum_start.set(u16::MAX), &[0, 1, 4, 3, 5]),
+            // Another place than that of TCP's or UDP's.
+            (|h| h.csum_offset.set(h.csum_offset.get() + 1), &[1, 4, 3, 5]),
+        ];
+        for (at, (change, types)) in changes.into_iter().enumerate() {
+            for &gso_type in types {
+                let mut header = header(1, gso_type);
+                assert!(header.received(!0, 1, 100).is_ok(), "{gso_type}");
+                change(&mut header);
+                let (got, told) = (header.received(!0, 1, 100), format!("{at} {gso_type}"));
+                assert_eq!(got, Err(Lost::Malformed), "{told}");
+                assert_eq!(header.described(100), Err(Lost::Malformed), "{told}");
+            }
+        }
+        for gso_type in (0..=255).filter(|kind| ![0, 1, 3, 4, 5, 0x81, 0x84].contains(kind)) {
+            assert_eq!(
+                header(1, gso_type).received(!0, 1, 100),
+                Err(Lost::Malformed),
+                "{gso_type}"
+            );
+        }
+    }
+
+    /// Every offset at every length, near all that is a limit.
+    #[test]
+    fn nothing_that_is_passed_on_leads_out_of_the_packet() {
+        let near =
+            [0, 1, 13, 14, 33, 34, 53, 54, 59, 60, 61, 98, 99, 100, 101, 0x7fff, 0x8000, 0xffff];
+        for (gso_type, bytes) in [0, 1, 3, 4, 5, 0x81, 0x84]
+            .into_iter()
+            .flat_map(|kind| [0, 14, 42, 54, 74, 100, 0x1_000e].map(|bytes| (kind, bytes)))
+        {
+            for (start, offset) in near.into_iter().flat_map(|s| near.map(|o| (s, o))) {
+                for offset in [offset, 6, 16] {
+                    let mut sent = header(1, gso_type);
+                    sent.csum_start.set(start);
+                    sent.csum_offset.set(offset);
+                    sent.hdr_len.set(start ^ offset);
+                    let Ok(got) = sent.received(!0, 1, bytes) else { continue };
+                    assert_eq!(
+                        (got.csum_start, got.csum_offset),
+                        (sent.csum_start, sent.csum_offset)
+                    );
+                    let place = usize::from(start) + usize::from(offset);
+                    assert!(
+                        start >= 14 && place + 2 <= bytes,
+                        "{gso_type} {bytes} {start} {offset}"
+                    );
+                    assert!(usize::from(got.hdr_len.get()) <= bytes);
+                    assert_eq!((got.gso_size.get() == 0, got.hdr_len.get() < 42), {
+                        let cut = gso_type != 0;
+                        (!cut, !cut)
+                    });
+                }
+            }
+        }
     }
 }

@@ -179,7 +179,12 @@ fn work_that_the_receiver_cannot_do_is_not_left_to_it() {
     let mut unable = Driver::running(&net, 1, Setup { features: CSUM, ..Setup::new(false) });
     able.offer_all(0, 2048);
     unable.offer_all(0, 2048);
-    let header = wire::Header { flags: wire::NEEDS_CSUM, ..Default::default() };
+    let header = wire::Header {
+        flags: wire::NEEDS_CSUM,
+        csum_start: 34.into(),
+        csum_offset: 6.into(),
+        ..Default::default()
+    };
     able.send_as(0, header, &packet(1, 100), &[]);
     able.send(0, &packet(2, 100));
     unable.send_as(0, header, &packet(3, 100), &[]);
@@ -193,6 +198,58 @@ fn work_that_the_receiver_cannot_do_is_not_left_to_it() {
         })
     });
     assert_eq!(net.counters(0)[1].lost(Lost::Offload), 1);
+}
+
+/// Whatever a guest says of its packets, another gets none that names places outside of them.
+#[test]
+fn offsets_that_lead_out_of_a_packet_do_not_pass_from_one_guest_to_another() {
+    use wire::feature::{CSUM, GUEST_CSUM, GUEST_TSO4, HOST_TSO4};
+    let features = CSUM | GUEST_CSUM | HOST_TSO4 | GUEST_TSO4;
+    for way in [Way::Peer, Way::Loopback] {
+        let ends = way.ends();
+        let net = device(options(way, 1), 1, Notify::Adaptive);
+        let mut drivers: Vec<Driver> = (0..ends)
+            .map(|end| Driver::running(&net, end, Setup { features, ..Setup::new(false) }))
+            .collect();
+        let last = ends - 1;
+        let good = wire::Header {
+            flags: wire::NEEDS_CSUM,
+            gso_type: 1,
+            hdr_len: 54.into(),
+            gso_size: 20.into(),
+            csum_start: 34.into(),
+            csum_offset: 16.into(),
+            num_buffers: 0.into(),
+        };
+        let bad = [
+            wire::Header { csum_start: 0xffff.into(), ..good },
+            wire::Header { csum_start: 81.into(), ..good },
+            wire::Header { csum_start: 2.into(), ..good },
+            wire::Header { csum_offset: 0xffff.into(), ..good },
+            wire::Header { gso_size: 0.into(), ..good },
+            wire::Header { flags: 0, ..good },
+            wire::Header { gso_type: 0, csum_start: 34.into(), csum_offset: 65.into(), ..good },
+        ];
+        drivers[last].offer_all(0, 2048);
+        // In one piece, and in several.
+        for cuts in [&[][..], &[7, 40]] {
+            for header in bad {
+                drivers[0].send_as(0, header, &packet(1, 100), cuts);
+            }
+        }
+        // A hint that is too large is made to fit.
+        let hint = wire::Header { hdr_len: 0xffff.into(), ..good };
+        drivers[0].send_as(0, hint, &packet(2, 100), &[]);
+        let mut all: Vec<&mut Driver> = drivers.iter_mut().collect();
+        until("the one that is right", &mut all, |drivers| {
+            drivers[last].receive(0).is_some_and(|(header, bytes)| {
+                assert_eq!(bytes, packet(2, 100), "the first to come");
+                assert_eq!((header.hdr_len.get(), header.csum_start.get()), (100, 34));
+                true
+            })
+        });
+        assert_eq!(net.counters(0)[1].lost(Lost::Malformed), 2 * bad.len() as u64);
+    }
 }
 
 #[test]
