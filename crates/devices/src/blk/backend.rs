@@ -13,8 +13,8 @@ use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
-    BackendChannel, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures, RingAddresses,
-    RingSetup, Shutdown, WireError,
+    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, Shutdown, WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
@@ -23,6 +23,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
     BlkFigures, BlkUnit, QueueStats,
+    cache::Cache,
     reaper::Reaper,
     request,
     unit::Start,
@@ -100,6 +101,7 @@ pub struct BlkBackend {
     seat: Option<Seat>,
     front: FrontEnd,
     inflight: Option<Arc<InflightRegion>>,
+    cache: Cache,
     /// Whether the image was taken.
     taken: bool,
     /// The front end's, once it is served, and when it was found to be over.
@@ -128,6 +130,7 @@ impl BlkBackend {
             seat,
             front: FrontEnd::default(),
             inflight: None,
+            cache: Cache::default(),
             taken: false,
             connection: None,
             over: None,
@@ -266,6 +269,7 @@ impl Handler for BlkBackend {
         let mut features = feature::SEG_MAX
             | feature::BLK_SIZE
             | feature::FLUSH
+            | feature::CONFIG_WCE
             | feature::MQ
             | 1 << F_INDIRECT_DESC
             | 1 << F_EVENT_IDX
@@ -312,6 +316,7 @@ impl Handler for BlkBackend {
         }
         self.seat.iter().try_for_each(|seat| seat.set_features(features))?;
         // Rings are stopped. What addresses mean may not change under a unit that is left.
+        self.cache.set_features(features);
         if self.front.set_features(features) {
             self.forget_units();
         }
@@ -337,6 +342,7 @@ impl Handler for BlkBackend {
             read_only: self.options.read_only,
             id: Arc::clone(&self.options.id),
             inflight: self.inflight.clone(),
+            through: self.cache.through(),
         };
         let options = self.options.clone();
         let endpoint = self.endpoint().filter(|_| self.front.has(F_ACCESS_PLATFORM)).cloned();
@@ -397,6 +403,7 @@ impl Handler for BlkBackend {
         config.capacity.set(self.options.disk.len() / SECTOR);
         config.seg_max.set(SEG_MAX);
         config.blk_size.set(SECTOR as u32);
+        config.writeback = self.cache.read(offset, out.len());
         config.num_queues.set(self.options.queues);
         config.max_discard_sectors.set(request::MOST_ZEROED);
         config.max_discard_seg.set(1);
@@ -407,8 +414,13 @@ impl Handler for BlkBackend {
         read_config(config.as_bytes(), offset, out)
     }
 
+    fn set_config(&mut self, offset: u32, _: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {
+        self.cache.write(offset, data)
+    }
+
     fn reset(&mut self) -> Result<(), HandlerError> {
         self.front.set_features(0);
+        self.cache.reset();
         self.inflight = None;
         self.forget_units();
         Ok(())

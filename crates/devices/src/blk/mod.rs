@@ -1,6 +1,7 @@
 //! virtio-blk.
 
 mod backend;
+mod cache;
 mod driver;
 mod figures;
 pub mod load;

@@ -18,7 +18,10 @@ mod wait;
 pub use error::QueueError;
 pub use stats::QueueStats;
 
-use std::{os::fd::BorrowedFd, sync::Arc};
+use std::{
+    os::fd::BorrowedFd,
+    sync::{Arc, atomic::AtomicBool},
+};
 
 use ringfence_mem::{Memory, Translate};
 use ringfence_virtq::{Chain, device};
@@ -193,6 +196,13 @@ impl BlkQueue {
     /// Replaces the descriptor that interrupts are sent through.
     pub fn set_call(&mut self, call: Option<Arc<Notifier>>) {
         self.call = call;
+    }
+
+    /// Has writes durable when they are answered, while this is set.
+    pub(super) fn set_write_through(&mut self, through: Arc<AtomicBool>) {
+        if let Store::File(file) = &mut self.store {
+            file.through = through;
+        }
     }
 
     /// Has what is written marked, where `log` says.

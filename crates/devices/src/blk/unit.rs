@@ -3,7 +3,11 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::Ordering, mpsc::Sender},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::Sender,
+    },
 };
 
 use ringfence_iotlb::{Endpoint, View};
@@ -33,6 +37,8 @@ pub(super) struct Start {
     pub(super) id: Arc<str>,
     /// Where it notes what it has under way.
     pub(super) inflight: Option<Arc<InflightRegion>>,
+    /// Whether writes are durable when they are answered.
+    pub(super) through: Arc<AtomicBool>,
 }
 
 struct Served {
@@ -140,6 +146,7 @@ impl BlkUnit {
         let disk = (&start.disk, start.read_only);
         let mut queue = BlkQueue::new(ring, disk, start.id, call)?;
         queue.set_log(log);
+        queue.set_write_through(start.through);
         if let Some(region) = start.inflight {
             queue.record(region, index);
         }

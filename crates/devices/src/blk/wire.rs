@@ -22,6 +22,8 @@ pub mod feature {
     pub const BLK_SIZE: u64 = 1 << 6;
     /// Flush requests are understood.
     pub const FLUSH: u64 = 1 << 9;
+    /// `writeback` in the configuration is valid, and may be written.
+    pub const CONFIG_WCE: u64 = 1 << 11;
     /// `num_queues` in the configuration is valid.
     pub const MQ: u64 = 1 << 12;
     /// Discard requests are understood.

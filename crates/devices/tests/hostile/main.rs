@@ -5,6 +5,7 @@ mod bounced;
 mod corrupt;
 mod detector;
 mod dirty;
+mod durable;
 mod events;
 mod healthy;
 mod in_flight;

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use ringfence_devices::{
-    blk::{DriverQueue, QueueLayout},
+    blk::{DriverQueue, QueueLayout, wire::feature},
     event,
     ram::{PagedBuffer, RamMemory, RamPart},
 };
@@ -136,7 +136,9 @@ impl Link {
         let dma = make_dma(plan, &domain, &mapped, memory)?;
 
         let mut blk_front = Frontend::new(blk_socket, ANSWER);
-        let mut features = 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
+        // A driver without FLUSH gets writes that are durable one by one: `host` has none such beside it.
+        let mut features =
+            feature::FLUSH | 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
         if protected {
             features |= 1 << F_ACCESS_PLATFORM;
         }

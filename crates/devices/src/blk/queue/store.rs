@@ -1,13 +1,21 @@
 //! Where the data of requests comes from and goes to.
 
-use std::{collections::VecDeque, io, ptr::NonNull, sync::Arc};
+use std::{
+    collections::VecDeque,
+    io,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, HostSlice, Memory, Translate};
 use ringfence_virtq::Chain;
 
-use super::Slot;
+use super::{Slot, Step};
 use crate::{
     blk::{
         request::{self, Action, Missing},
@@ -45,6 +53,8 @@ pub(super) struct FileStore {
     pub(super) done: Vec<(u16, bool)>,
     /// What the bus no longer reaches, and the kernel perhaps still does.
     pub(super) old: Vec<Arc<Memory>>,
+    /// Whether what is written is durable when it is answered.
+    pub(super) through: Arc<AtomicBool>,
 }
 
 impl Store {
@@ -62,6 +72,7 @@ impl Store {
                 stalled: None,
                 done: Vec::with_capacity(size.into()),
                 old: Vec::new(),
+                through: Arc::default(),
             }),
         })
     }
@@ -86,6 +97,8 @@ pub(super) struct Transfer {
     left: u64,
     offset: u64,
     write: bool,
+    /// Whether it is to be durable when it is answered.
+    through: bool,
 }
 
 /// The leases of a request: of one that is over the first is kept, to be renewed.
@@ -129,7 +142,11 @@ unsafe impl Send for Transfer {}
 
 impl Transfer {
     fn op(&self) -> FileOp {
-        if self.write { FileOp::Write(self.offset) } else { FileOp::Read(self.offset) }
+        match (self.write, self.through) {
+            (true, true) => FileOp::WriteThrough(self.offset),
+            (true, false) => FileOp::Write(self.offset),
+            (false, _) => FileOp::Read(self.offset),
+        }
     }
 
     /// So many bytes were moved.
@@ -231,6 +248,7 @@ impl FileStore {
             Action::Flush => FileOp::Flush,
             Action::Zero { offset, len, punch } => FileOp::Zero { offset, len, punch },
             Action::Transfer { write, offset, len } => {
+                transfer.through = self.through.load(Ordering::Acquire);
                 match transfer.translate(chain, bus, (write, offset, len)) {
                     Ok(()) => transfer.op(),
                     Err(request::Stop::Missing(missing)) => return Handed::Missing(missing),
@@ -261,6 +279,8 @@ impl FileStore {
     pub(super) fn reap(&mut self, slots: &mut [Slot], log: &RingLog) -> bool {
         let before = self.done.len();
         let (done, old, mut again) = (&mut self.done, &self.old, Vec::new());
+        // The kernel has no request that zeroes and is durable.
+        let (through, mut flushed) = (self.through.load(Ordering::Acquire), Vec::new());
         self.io.reap(|token, result| {
             let at = token as u16;
             let slot = &mut slots[usize::from(at)];
@@ -276,6 +296,11 @@ impl FileStore {
                 return;
             }
             transfer.leases.end();
+            if result.is_ok() && through && matches!(slot.step, Step::Busy(Action::Zero { .. })) {
+                slot.step = Step::Busy(Action::Flush);
+                flushed.push(at);
+                return;
+            }
             done.push((at, result.is_ok() && (!moves || moved == transfer.left)));
         });
         for at in again {
@@ -284,6 +309,12 @@ impl FileStore {
             if !unsafe { self.io.submit(transfer.op(), &transfer.pieces, at.into()) } {
                 // It had a place, which nobody else can have taken.
                 transfer.leases.end();
+                self.done.push((at, false));
+            }
+        }
+        for at in flushed {
+            // SAFETY: it has no memory.
+            if !unsafe { self.io.submit(FileOp::Flush, &[], at.into()) } {
                 self.done.push((at, false));
             }
         }

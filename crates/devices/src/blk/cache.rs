@@ -1,0 +1,164 @@
+//! When a write is durable: once it is answered, or once a flush that comes after it is (virtio 1.2, 5.2.6.2).
+//!
+//! A driver that has not taken FLUSH cannot ask for it, so that what is answered must be durable. One that
+//! has taken CONFIG_WCE too says which it wants, in the byte `writeback` of the configuration space, at any
+//! time. It sees that byte where the front end keeps a copy; a front end that connects anew, to a service that
+//! was started again, says nothing of it. So `writeback` counts once it was read or written on the connection
+//! at hand. Until then the driver may take every write for durable, and it is.
+
+use std::{
+    mem::offset_of,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use ringfence_vhost_user::HandlerError;
+
+use super::wire::{Config, feature};
+
+/// Where the byte is.
+const AT: usize = offset_of!(Config, writeback);
+
+/// When the writes of a device are durable.
+#[derive(Default)]
+pub(super) struct Cache {
+    /// What was settled on; 0 before.
+    features: u64,
+    /// The byte, as the front end knows it.
+    writeback: Option<bool>,
+    /// Whether writes are durable when they are answered, as queues see it.
+    through: Arc<AtomicBool>,
+}
+
+impl Cache {
+    /// Whether writes are durable when they are answered, now and later.
+    pub(super) fn through(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.through)
+    }
+
+    /// These features are settled on.
+    pub(super) fn set_features(&mut self, features: u64) {
+        self.features = features;
+        self.settle();
+    }
+
+    /// The byte, which the front end reads if this part of the configuration space has it.
+    pub(super) fn read(&mut self, offset: u32, len: usize) -> u8 {
+        // Virtio 5.2.5.2: without FLUSH it begins as 0. Front ends read before they settle on anything.
+        let first = self.features == 0 || self.features & feature::FLUSH != 0;
+        let value = self.writeback.unwrap_or(first);
+        let from = offset as usize;
+        if from <= AT && AT - from < len {
+            self.writeback = Some(value);
+            self.settle();
+        }
+        value.into()
+    }
+
+    /// The front end writes a part of the configuration space. What is answered from then on is as it says.
+    ///
+    /// # Errors
+    /// It is not this byte; it cannot have that value.
+    pub(super) fn write(&mut self, offset: u32, data: &[u8]) -> Result<(), HandlerError> {
+        let wrong = |why: &str| Err(HandlerError::new(format!("configuration byte {AT}: {why}")));
+        let value = match (offset as usize == AT, data) {
+            (true, [value @ (0 | 1)]) => *value == 1,
+            (true, [value]) => return wrong(&format!("writeback is 0 or 1, not {value}")),
+            _ => return wrong("nothing else can be written"),
+        };
+        if self.features & feature::CONFIG_WCE == 0 {
+            return wrong("VIRTIO_BLK_F_CONFIG_WCE was not negotiated");
+        }
+        if value && self.features & feature::FLUSH == 0 {
+            return wrong("writeback needs VIRTIO_BLK_F_FLUSH");
+        }
+        self.writeback = Some(value);
+        self.settle();
+        Ok(())
+    }
+
+    /// As at the beginning.
+    pub(super) fn reset(&mut self) {
+        (self.features, self.writeback) = (0, None);
+        self.settle();
+    }
+
+    fn settle(&self) {
+        let has = |feature| self.features & feature != 0;
+        let writeback = !has(feature::CONFIG_WCE) || self.writeback == Some(true);
+        // Release: whatever is told of the change afterwards, a queue that hears of it sees it.
+        self.through.store(!has(feature::FLUSH) || !writeback, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FLUSH: u64 = feature::FLUSH;
+    const BOTH: u64 = FLUSH | feature::CONFIG_WCE;
+
+    fn is_through(cache: &Cache) -> bool {
+        cache.through().load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn without_flush_every_write_is_durable() {
+        for features in [1 << 32, feature::CONFIG_WCE | 1 << 32] {
+            let mut cache = Cache::default();
+            assert_eq!(cache.read(0, 60), 1);
+            cache.set_features(features);
+            assert!(is_through(&cache));
+            assert!(cache.write(AT as u32, &[1]).is_err());
+            assert!(is_through(&cache));
+        }
+        let mut cache = Cache::default();
+        cache.set_features(feature::CONFIG_WCE);
+        assert_eq!(cache.read(AT as u32, 1), 0);
+        cache.set_features(FLUSH);
+        assert!(!is_through(&cache));
+    }
+
+    #[test]
+    fn the_mode_is_what_was_written_last_and_reset_forgets_it() {
+        let mut cache = Cache::default();
+        assert!(cache.write(AT as u32, &[0]).is_err(), "not negotiated");
+        cache.read(0, 60);
+        cache.set_features(BOTH);
+        for value in [0, 0, 1, 0, 1] {
+            cache.write(AT as u32, &[value]).unwrap();
+            assert_eq!((is_through(&cache), cache.read(0, 60)), (value == 0, value));
+        }
+        cache.write(AT as u32, &[0]).unwrap();
+        for (offset, data) in [
+            (AT as u32, &[2][..]),
+            (AT as u32, &[]),
+            (AT as u32, &[1, 0]),
+            (AT as u32 - 1, &[1]),
+            (AT as u32 + 1, &[1]),
+            (u32::MAX, &[1]),
+        ] {
+            assert!(cache.write(offset, data).is_err(), "{offset} {data:?}");
+            assert!(is_through(&cache));
+        }
+        cache.reset();
+        assert_eq!(cache.read(0, 60), 1);
+    }
+
+    #[test]
+    fn what_the_front_end_may_know_of_an_earlier_connection_is_not_contradicted() {
+        let mut cache = Cache::default();
+        cache.set_features(BOTH);
+        // The driver may have been promised that.
+        assert!(is_through(&cache));
+        for (offset, len) in [(0, AT), (AT as u32 + 1, 8), (AT as u32, 0)] {
+            cache.read(offset, len);
+            assert!(is_through(&cache), "{offset} {len}");
+        }
+        // It learns what is so now.
+        assert_eq!(cache.read(8, AT), 1);
+        assert!(!is_through(&cache));
+    }
+}
