@@ -247,6 +247,7 @@ impl BlkQueue {
         if !self.find_ring(bus)? {
             return Ok(reaped);
         }
+        self.check_record()?;
         self.end_order(false);
         let stop_at = self.stats.bytes + ROUND_BYTES;
         let look = if self.waits() { self.parked.look(self.answers, now_ns) } else { Look::None };
@@ -291,8 +292,9 @@ impl BlkQueue {
     }
 
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
-        // Nothing is published that may have been read from memory that is gone.
+        // Nothing is published that may have been read from memory that is gone, or that is not on record.
         bus.check()?;
+        self.check_record()?;
         self.published = self.stats.requests;
         let wanted = match &mut self.recorded {
             Some(recorded) => recorded.publish(&mut self.ring),

@@ -2,7 +2,10 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use ringfence_devices::blk::wire::Kind;
 use ringfence_mem::{Access, Memory, Physical, Region, Translate, Window, sigbus};
+use ringfence_vhost_user::ProtocolFeatures;
+use ringfence_virtq::F_VERSION_1;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::rig::*;
@@ -47,7 +50,7 @@ fn a_truncated_buffer_stops_the_queue_that_meets_it_and_the_process_lives() {
 
         let used = queue.used_index();
         ftruncate(&other.file, 0).unwrap();
-        queue.submit(ringfence_devices::blk::wire::Kind::Out, 0, &[piece(addr, PAGE)]);
+        queue.submit(Kind::Out, 0, &[piece(addr, PAGE)]);
         assert!(wait_for(&queue.err, LONG));
         let error = rig.failure(0).unwrap();
         assert!(error.contains("its file was truncated"), "{error}");
@@ -86,6 +89,50 @@ fn a_truncated_ring_stops_and_the_reason_is_said() {
     unharmed.go_round();
     rig.iommu_works();
     rig.blk.get_vring_base(0).unwrap();
+}
+
+/// Without its record a device that goes on would lose, in a crash, what it has promised to keep.
+#[test]
+fn a_queue_whose_record_is_truncated_stops_and_the_reason_is_said() {
+    sigbus::install().unwrap();
+    let mut neighbour = Rig::new(Setup::new(false));
+    let mut unharmed = neighbour.queue(0);
+    for before_start in [false, true] {
+        let mut rig = Rig::new(Setup::new(false));
+        let protocol = ProtocolFeatures::INFLIGHT_SHMFD | ProtocolFeatures::REPLY_ACK;
+        rig.blk.negotiate(1 << F_VERSION_1, protocol).unwrap();
+        let (place, _) = rig.blk.inflight(2, SIZE).unwrap().unwrap();
+        // A front end's own, which it can make shorter.
+        let file = memfd_create("record", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, place.len).unwrap();
+        rig.blk.set_inflight(&place, file.as_fd()).unwrap();
+        let part = rig.pages(1);
+        let user = rig.ram.user_addr() + (part.gpa() - rig.ram.gpa());
+        let mut queue = RawQueue::new(0, part.window().clone(), part.gpa(), user);
+        if before_start {
+            ftruncate(&file, 0).unwrap();
+            rig.blk.set_vring_num(0, SIZE).unwrap();
+            rig.blk.set_vring_addr(0, &queue.addresses()).unwrap();
+            assert!(rig.blk.set_vring_kick(0, Some(queue.kick.as_fd())).is_err());
+        } else {
+            queue.start(&mut rig.blk, 0);
+            queue.go_round();
+            let used = queue.used_index();
+            ftruncate(&file, 0).unwrap();
+            queue.submit(Kind::Flush, 0, &[]);
+            assert!(wait_for(&queue.err, LONG));
+            let error = rig.failure(0).unwrap();
+            assert!(error.contains("in-flight region was truncated"), "{error}");
+            assert_eq!(queue.used_index(), used, "what is not on record is not published");
+            rig.blk.get_vring_base(0).unwrap();
+        }
+        // Without a record, or with another, it goes on.
+        rig.reconnect();
+        queue.clear();
+        queue.start(&mut rig.blk, 0);
+        queue.go_round();
+        unharmed.go_round();
+    }
 }
 
 #[test]

@@ -16,6 +16,9 @@ pub enum QueueError {
     /// What stands in the record of an earlier process makes no sense.
     #[error(transparent)]
     Record(#[from] InflightError),
+    /// The record of what is in flight is gone.
+    #[error("the in-flight region was truncated")]
+    RecordLost,
     /// io_uring cannot be used.
     #[error("io_uring: {0}")]
     Io(#[from] std::io::Error),

@@ -241,6 +241,19 @@ fn again(slot: u16, descriptors: &[PackedDescriptor]) -> Again {
 }
 
 impl BlkQueue {
+    /// Whether what is noted is kept. A front end that has truncated the file would find nothing after a
+    /// crash: requests that were answered could be done again, and others never. As with a ring whose memory
+    /// is gone, the queue stops rather than to go on without.
+    ///
+    /// # Errors
+    /// It is not.
+    pub(super) fn check_record(&self) -> Result<(), QueueError> {
+        match &self.recorded {
+            Some(recorded) if recorded.region.is_lost() => Err(QueueError::RecordLost),
+            _ => Ok(()),
+        }
+    }
+
     /// Has what is under way noted in `region`, as that of queue `queue`, and goes on with what is
     /// noted there. Before the ring was found.
     pub fn record(&mut self, region: Arc<InflightRegion>, queue: u16) {
@@ -257,6 +270,7 @@ impl BlkQueue {
         {
             self.ring = recorded.open(self.ring.config(), mem)?;
         }
+        self.check_record()?;
         Ok(self.ring.revalidate(mem)?)
     }
 }
