@@ -6,10 +6,13 @@ use parking_lot::Mutex;
 use ringfence_devices::{
     blk::wire::Kind,
     disk::{Disk, Pace, Pacer, Ram},
+    event,
     ram::RamPart,
 };
 use ringfence_iommu::Prot;
 use ringfence_mem::GuestRam;
+use ringfence_vhost_user::{ProtocolFeatures, RingAddresses};
+use ringfence_virtq::{F_RING_PACKED, F_VERSION_1};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::os::fd::AsFd;
 
@@ -51,6 +54,55 @@ fn a_base_that_the_used_ring_contradicts_is_refused() {
     assert!(rig.blk.set_vring_kick(0, Some(queue.kick.as_fd())).is_err());
     queue.start(&mut rig.blk, 3);
     queue.go_round();
+}
+
+/// Whatever a front end says of a ring, it is refused, or the ring works or stops: the worker serves on.
+#[test]
+fn no_base_and_no_address_of_a_ring_ends_its_worker() {
+    let mut rig = Rig::new(Setup::new(false));
+    let mut neighbour = Rig::new(Setup::new(false));
+    let mut unharmed = neighbour.queue(0);
+    let part = rig.pages(1);
+    let user = rig.ram.user_addr() + (part.gpa() - rig.ram.gpa());
+    let places = [0, 0x8000, 15, 0x800f, 16, 0x8010, 17, 0xffff_u32];
+    let bases = places.iter().flat_map(|high| places.iter().map(move |low| high << 16 | low));
+    let addresses = [user + 16, user + PAGE as u64 - 16, 0, u64::MAX - 15, u64::MAX - 255];
+    let cases = bases.map(|base| (base, user)).chain(addresses.map(|addr| (0x8000_8000, addr)));
+    for (base, addr) in cases {
+        for packed in [false, true] {
+            rig.reconnect();
+            let features = 1 << F_VERSION_1 | if packed { 1 << F_RING_PACKED } else { 0 };
+            rig.blk.negotiate(features, ProtocolFeatures::REPLY_ACK).unwrap();
+            rig.share(&[]);
+            let mut queue = RawQueue::new(0, part.window().clone(), part.gpa(), addr);
+            queue.clear();
+            let base = if packed || addr == user { base } else { 0 };
+            let odd = RingAddresses { desc: addr, avail: addr, used: addr, log: None };
+            let addresses = if addr == user { queue.addresses() } else { odd };
+            let started = rig
+                .blk
+                .set_vring_num(0, SIZE)
+                .and_then(|()| rig.blk.set_vring_base(0, base))
+                .and_then(|()| rig.blk.set_vring_addr(0, &addresses))
+                .and_then(|()| rig.blk.set_vring_kick(0, Some(queue.kick.as_fd())))
+                .and_then(|()| rig.blk.set_vring_enable(0, true));
+            if started.is_err() {
+                continue;
+            }
+            // Whichever place is looked at, there is a chain, of whichever lap.
+            for flags in [1 << 7, 1 << 15] {
+                for at in 0..SIZE {
+                    queue.page.write(usize::from(at) * 16, &desc_bytes(part.gpa(), 16, at, flags));
+                }
+                event::signal(&queue.kick);
+                rig.round(0);
+            }
+            rig.blk.get_vring_base(0).unwrap();
+        }
+    }
+    rig.reconnect();
+    rig.queue(0).go_round();
+    unharmed.go_round();
 }
 
 #[test]
