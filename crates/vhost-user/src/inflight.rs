@@ -6,6 +6,10 @@
 //! can tell what was taken and not completed. What is found is foreign bytes all the same: it is read
 //! once, checked, and from then on only written.
 //!
+//! Behind the queues' parts there is a word of the device's own, for what else the next process is to know.
+//! The front end keeps as many bytes as the back end has asked for, and nothing looks at these: a region that
+//! another program made has none, or zeroes.
+//!
 //! A process that dies has done every store before some point of its program and none behind it. So
 //! it suffices that the compiler keeps their order, which release stores make it do.
 
@@ -14,7 +18,10 @@ mod split;
 #[cfg(test)]
 mod tests;
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{
+    os::fd::OwnedFd,
+    sync::{Arc, atomic::Ordering},
+};
 
 use ringfence_mem::{MemError, SharedFile};
 
@@ -78,6 +85,8 @@ pub struct InflightRegion {
     file: Arc<SharedFile>,
     place: msg::Inflight,
     packed: bool,
+    /// Where the device's word is, if there is room for it.
+    note: Option<usize>,
 }
 
 impl InflightRegion {
@@ -92,9 +101,10 @@ impl InflightRegion {
         packed: bool,
     ) -> Result<(InflightRegion, OwnedFd), InflightError> {
         let bytes = shape(queues, size, packed)?;
-        let (file, fd) = SharedFile::create(bytes)?;
+        let (file, fd) = SharedFile::create(bytes + ALIGN)?;
         let place = msg::Inflight { len: file.len() as u64, offset: 0, queues, size };
-        Ok((InflightRegion { file: Arc::new(file), place, packed }, fd))
+        let note = Some(bytes);
+        Ok((InflightRegion { file: Arc::new(file), place, packed, note }, fd))
     }
 
     /// Maps a region that the front end has kept.
@@ -106,18 +116,33 @@ impl InflightRegion {
         place: &msg::Inflight,
         packed: bool,
     ) -> Result<InflightRegion, InflightError> {
-        let needed = shape(place.queues, place.size, packed)? as u64;
+        let bytes = shape(place.queues, place.size, packed)?;
+        let needed = bytes as u64;
         if place.len < needed {
             return Err(InflightError::TooShort { len: place.len, needed });
         }
-        // What lies behind the queues' parts is nobody's.
-        let file = Arc::new(SharedFile::map(fd, place.offset, needed)?);
-        Ok(InflightRegion { file, place: *place, packed })
+        let note = (place.len - needed >= ALIGN as u64).then_some(bytes);
+        let len = note.map_or(bytes, |bytes| bytes + ALIGN);
+        let file = Arc::new(SharedFile::map(fd, place.offset, len as u64)?);
+        Ok(InflightRegion { file, place: *place, packed, note })
     }
 
     /// Where it lies in its file, and what it is for.
     pub fn place(&self) -> msg::Inflight {
         self.place
+    }
+
+    /// The word of the device's own: foreign bytes, as all that stands here. 0 if nothing was noted, or there
+    /// is no room for it.
+    pub fn note(&self) -> u64 {
+        self.note.map_or(0, |at| self.file.u64_at(at).load(Ordering::Acquire))
+    }
+
+    /// Notes a word for the next process, if there is room for it.
+    pub fn set_note(&self, word: u64) {
+        if let Some(at) = self.note {
+            self.file.u64_at(at).store(word, Ordering::Release);
+        }
     }
 
     /// Whether the file was truncated under us: a crash would lose what is in flight.

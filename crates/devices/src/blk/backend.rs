@@ -460,6 +460,7 @@ impl Handler for BlkBackend {
     }
 
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        self.cache.keep_in(Arc::clone(&inflight));
         self.inflight = Some(inflight);
         Ok(())
     }

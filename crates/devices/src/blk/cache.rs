@@ -4,7 +4,8 @@
 //! has taken CONFIG_WCE too says which it wants, in the byte `writeback` of the configuration space, at any
 //! time. It sees that byte where the front end keeps a copy; a front end that connects anew, to a service that
 //! was started again, says nothing of it. So `writeback` counts once it was read or written on the connection
-//! at hand. Until then the driver may take every write for durable, and it is.
+//! at hand. Until then the driver may take every write for durable, and it is. A front end that keeps an
+//! in-flight region for the service keeps the mode there too, so that it holds over a restart.
 
 use std::{
     mem::offset_of,
@@ -14,12 +15,16 @@ use std::{
     },
 };
 
-use ringfence_vhost_user::HandlerError;
+use ringfence_vhost_user::{HandlerError, InflightRegion};
 
 use super::wire::{Config, feature};
 
 /// Where the byte is.
 const AT: usize = offset_of!(Config, writeback);
+
+/// What is noted of it.
+const WRITEBACK: u64 = u64::from_le_bytes(*b"RFcache1");
+const THROUGH: u64 = u64::from_le_bytes(*b"RFcache0");
 
 /// When the writes of a device are durable.
 #[derive(Default)]
@@ -30,6 +35,8 @@ pub(super) struct Cache {
     writeback: Option<bool>,
     /// Whether writes are durable when they are answered, as queues see it.
     through: Arc<AtomicBool>,
+    /// Where the byte is noted for the next process.
+    region: Option<Arc<InflightRegion>>,
 }
 
 impl Cache {
@@ -79,13 +86,29 @@ impl Cache {
         Ok(())
     }
 
+    /// The front end keeps this: what is noted there holds, and what is so is noted there.
+    pub(super) fn keep_in(&mut self, region: Arc<InflightRegion>) {
+        match region.note() {
+            // Whatever was read since: a driver that goes on may know no better.
+            THROUGH => self.writeback = Some(false),
+            WRITEBACK => self.writeback = self.writeback.or(Some(true)),
+            // Nothing, or no word of ours.
+            _ => {}
+        }
+        self.region = Some(region);
+        self.settle();
+    }
+
     /// As at the beginning.
     pub(super) fn reset(&mut self) {
-        (self.features, self.writeback) = (0, None);
+        (self.features, self.writeback, self.region) = (0, None, None);
         self.settle();
     }
 
     fn settle(&self) {
+        if let (Some(region), Some(writeback)) = (&self.region, self.writeback) {
+            region.set_note(if writeback { WRITEBACK } else { THROUGH });
+        }
         let has = |feature| self.features & feature != 0;
         let writeback = !has(feature::CONFIG_WCE) || self.writeback == Some(true);
         // Release: whatever is told of the change afterwards, a queue that hears of it sees it.
@@ -145,6 +168,38 @@ mod tests {
         }
         cache.reset();
         assert_eq!(cache.read(0, 60), 1);
+    }
+
+    #[test]
+    fn the_mode_holds_over_a_restart_where_the_front_end_keeps_a_record() {
+        let region = || Arc::new(InflightRegion::allocate(1, 8, false).unwrap().0);
+        for value in [0, 1] {
+            let kept = region();
+            let mut first = Cache::default();
+            first.read(0, 60);
+            first.set_features(BOTH);
+            first.keep_in(Arc::clone(&kept));
+            first.write(AT as u32, &[value]).unwrap();
+            // Another process; the front end reads nothing, or reads before it hands over the record.
+            for reads in [false, true] {
+                let mut next = Cache::default();
+                if reads {
+                    next.read(0, 60);
+                }
+                next.set_features(BOTH);
+                next.keep_in(Arc::clone(&kept));
+                assert_eq!((is_through(&next), next.read(0, 60)), (value == 0, value));
+            }
+            // A record of a guest that begins anew.
+            first.keep_in(region());
+            assert_eq!(is_through(&first), value == 0);
+        }
+        let foreign = region();
+        foreign.set_note(u64::MAX);
+        let mut cache = Cache::default();
+        cache.set_features(BOTH);
+        cache.keep_in(foreign);
+        assert!(is_through(&cache));
     }
 
     #[test]

@@ -53,6 +53,25 @@ fn a_region_that_another_process_kept_is_the_same_region() {
 }
 
 #[test]
+fn a_device_has_a_word_of_its_own_where_there_is_room_for_it() {
+    let (made, fd) = InflightRegion::allocate(2, 64, false).unwrap();
+    assert_eq!(made.note(), 0);
+    made.set_note(u64::MAX - 7);
+    let bytes = 2 * part_len(64, false);
+    let again = |len: usize| {
+        let place = msg::Inflight { len: len as u64, ..made.place() };
+        InflightRegion::open(fd.try_clone().unwrap(), &place, false).unwrap()
+    };
+    let mut queue = again(bytes + ALIGN).split(1, 0).unwrap().0;
+    (0..64).for_each(|head| queue.take(head));
+    assert_eq!(again(bytes + ALIGN).note(), u64::MAX - 7, "a queue wrote there");
+    // Of a program that has none.
+    let other = again(bytes);
+    other.set_note(1);
+    assert_eq!((other.note(), made.note()), (0, u64::MAX - 7));
+}
+
+#[test]
 fn a_region_that_does_not_hold_its_queues_is_refused() {
     let (made, fd) = InflightRegion::allocate(2, 64, false).unwrap();
     let place = made.place();
