@@ -132,7 +132,13 @@ fn quick<S: Lasting, D: Lasting>(
         let mut header = Header::new_zeroed();
         source.copy_to(header.as_mut_bytes());
         let bytes = source.len() - HEADER;
-        let Ok(header) = header.received(dst.terms.features, 1, bytes) else { break };
+        let header = match header.flags | header.gso_type {
+            0 => Header { num_buffers: 1.into(), ..Header::default() },
+            _ => match header.received(dst.terms.features, 1, bytes) {
+                Ok(header) => header,
+                Err(_) => break,
+            },
+        };
         target.copy_from(header.as_bytes());
         copy(source.part(HEADER, usize::MAX), target.part(HEADER, usize::MAX));
         round.bytes += bytes as u64;
