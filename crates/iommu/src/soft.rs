@@ -361,7 +361,7 @@ impl<T> fmt::Debug for SoftDomain<T> {
     }
 }
 
-#[cfg(all(test, not(loom), not(feature = "mutant-no-invalidation")))]
+#[cfg(all(test, not(loom), not(ringfence_mutant = "no-invalidation")))]
 mod tests {
     use alloc::{collections::BTreeSet, vec};
     use proptest::prelude::*;

@@ -161,7 +161,9 @@ impl Shootdown {
             pending.entries.retain(|entry| !self.entry_is_over(entry));
         }
         let entry = pending.add(scope, ranges);
-        if !cfg!(feature = "mutant-no-invalidation") {
+        // A `--cfg` and not a feature: features of all dependants add up, so that any of them, or
+        // `--all-features`, would switch invalidation off.
+        if !cfg!(ringfence_mutant = "no-invalidation") {
             entry.gone.iter().for_each(|&range| self.log.push(range));
         }
         // After the log, so that a reader that sees this grace period sees the ranges. Inside the
@@ -433,10 +435,10 @@ impl Pending {
     }
 }
 
-#[cfg(all(test, not(loom), not(feature = "mutant-no-invalidation")))]
+#[cfg(all(test, not(loom), not(ringfence_mutant = "no-invalidation")))]
 mod tests;
 
-#[cfg(all(test, not(loom), feature = "mutant-no-invalidation"))]
+#[cfg(all(test, not(loom), ringfence_mutant = "no-invalidation"))]
 mod mutant {
     use super::*;
 
