@@ -15,6 +15,7 @@ mod hold;
 mod mlock;
 mod pages;
 mod pinner;
+mod process;
 mod release;
 mod shared;
 mod slots;

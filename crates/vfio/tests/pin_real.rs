@@ -218,6 +218,42 @@ fn locked_pages_are_counted_by_page_whoever_locks_them() {
 }
 
 #[test]
+fn a_forked_child_neither_unpins_its_parents_pages_nor_pins_its_own_in_their_place() {
+    let _alone = alone();
+    let memory = Memory::new(4);
+    let mut ours = pinner(Uring::new().unwrap(), &memory);
+    let before = kernel_counts("VmPin");
+    ours.pin_range(iova(0), 3 * 4096, Prot::RW).unwrap();
+    ours.pin(&[iova(3)], Prot::RW).unwrap();
+    // SAFETY: the child leaves by `_exit`, and meanwhile uses nothing that another thread may have locked:
+    // glibc keeps its allocator usable across a fork.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // A panic must not unwind into the harness, which is the parent's.
+        let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            // What is pinned goes by slots, what is left when the pinner is dropped.
+            let _ = ours.unpin(&[iova(3)]);
+            let refused = ours.pin(&[iova(3)], Prot::RW).is_err();
+            drop(ours);
+            // A pinner of its own does all that it should.
+            let mut own = pinner(Uring::new().unwrap(), &memory);
+            refused && own.pin(&[iova(2)], Prot::RW).is_ok()
+        }));
+        // SAFETY: it ends the child and nothing else.
+        unsafe { libc::_exit(if matches!(refused, Ok(true)) { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: it waits for the child made above.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(kernel_counts("VmPin") - before, 4, "the child has changed what its parent holds");
+    assert_eq!(status, 0, "the child could use its parent's pinner, or not its own");
+    ours.unpin(&[iova(3)]).unwrap();
+    ours.pin(&[iova(3)], Prot::RW).unwrap();
+    drop(ours);
+    assert_eq!(kernel_counts("VmPin"), before);
+}
+
+#[test]
 fn others_pin_and_unpin_while_a_long_pin_runs() {
     let _alone = alone();
     let memory = Memory::new(4096);

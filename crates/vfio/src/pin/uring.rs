@@ -15,6 +15,7 @@ use rustix::io_uring::{
 };
 
 use super::backing::{Backing, HoldError, Limits, Release, Run, page_size};
+use super::process::Process;
 
 /// Slots of the first ring. Few live pins, or long ones, find room there.
 const FIRST: u32 = 8;
@@ -51,12 +52,17 @@ const _: () = assert!(std::mem::offset_of!(Run, len) == std::mem::offset_of!(lib
 /// until that thread ends (and holds nothing any more).
 ///
 /// Pins end with the process, however it ends, when the kernel has closed its files.
+///
+/// They are of the memory of the process that made the value, whose rings the child of a fork shares: in the
+/// child nothing can be held by it (EPERM), and nothing is released, dropped or not, that the parent holds.
 pub struct Uring {
     rings: Vec<OwnedFd>,
     /// The first ring as a thread knows it.
     named: Option<Named>,
     slots: u32,
     page: u64,
+    /// The process whose memory is held.
+    process: Process,
 }
 
 impl Uring {
@@ -64,7 +70,7 @@ impl Uring {
     ///
     /// # Errors
     /// The kernel's: EPERM where io_uring is forbidden (`kernel.io_uring_disabled`, seccomp), ENOSYS
-    /// where it does not exist, EINVAL before Linux 5.19.
+    /// where it does not exist, EINVAL before Linux 5.19, ENOMEM.
     pub fn new() -> Result<Uring, Errno> {
         Uring::with_slots(SLOTS)
     }
@@ -79,8 +85,9 @@ impl Uring {
         // Room for all, as far as a process may mostly have files: pinning allocates nothing.
         let others = slots.saturating_sub(FIRST).div_ceil(RING);
         let mut rings = Vec::with_capacity(others.min(1023) as usize + 1);
+        let process = Process::this()?;
         rings.push(ring(slots.min(FIRST))?);
-        Ok(Uring { rings, named: None, slots, page: page_size() })
+        Ok(Uring { rings, named: None, slots, page: page_size(), process })
     }
 
     /// Fills slots from `slot` with `runs`; how many.
@@ -184,6 +191,10 @@ impl Backing for Uring {
 
     #[inline(always)]
     fn hold(&mut self, slot: u32, runs: &mut [Run], _prot: Prot) -> Result<usize, HoldError> {
+        if !self.process.is_here() {
+            // It would put the child's pages in the place of the parent's.
+            return Err(HoldError { addr: runs[0].addr, errno: Errno::PERM });
+        }
         if (slot / RING) as usize >= self.rings.len()
             && let Err(errno) = self.grow(slot)
         {
@@ -200,6 +211,11 @@ impl Backing for Uring {
 
     #[inline(always)]
     fn release(&mut self, what: Release) {
+        if !self.process.is_here() {
+            // What is held is the parent's. The child's descriptors are closed when they are dropped, which
+            // ends nothing: the parent has the same files.
+            return;
+        }
         match what {
             Release::Slots(slots) => {
                 let mut left = slots.clone();
