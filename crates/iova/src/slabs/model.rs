@@ -8,7 +8,10 @@ use loom::{model::Builder, thread};
 use ringfence_sync::Arc;
 use std::{cell::Cell, sync::Mutex, vec::Vec};
 
-use super::{slab::Slab, *};
+use super::{
+    slab::{Freed, Slab},
+    *,
+};
 
 loom::thread_local! {
     static CPU: Cell<usize> = Cell::new(0);
@@ -450,5 +453,26 @@ fn model_a_tail_is_cut_off_or_freed_but_not_both() {
             },
         );
         is_whole(&space);
+    });
+}
+
+/// A range that was trimmed is freed as it should be; meanwhile somebody frees it with the size of its class,
+/// and must not get what lies behind it into the slab.
+#[test]
+fn a_free_of_the_wrong_size_is_refused_while_the_trimmed_range_ends() {
+    Builder::new().check(|| {
+        const CLASS: u32 = 2;
+        let key = Key::of(32, CLASS);
+        let slab = Arc::new(Slab::none());
+        slab.set_up(key);
+        // Another range is free, so that the slab is attached: a free is one exchange.
+        slab.own(1 << 1);
+        slab.add_free_as_current(1 << 1);
+        slab.own_trimmed(0, 3);
+        let theirs = Arc::clone(&slab);
+        let wrong = thread::spawn(move || theirs.give(key, 0, &mut 0));
+        slab.disown_trimmed(0);
+        assert_eq!(wrong.join().expect("it does not panic"), Freed::Unclear);
+        assert_eq!(slab.free() & !slab.owned(), 0, "a range that is not the slab's is free");
     });
 }

@@ -208,7 +208,8 @@ impl Slab {
         let mut word = self.word.load(Ordering::Acquire);
         loop {
             let bit = 1u32 << slot;
-            let owned = self.owned();
+            // Acquire: of a range that is owned, its size is seen.
+            let owned = self.owned.load(Ordering::Acquire);
             let known = word & FROZEN == 0 && self.key() == key;
             if !known || owned & bit == 0 || word as u32 & bit != 0 {
                 return Freed::Unclear;
@@ -282,7 +283,9 @@ impl Slab {
         let Some(Sizes(sizes)) = self.sizes.get() else { return *odd == 0 };
         let size = &sizes[slot as usize];
         if *odd == 0 {
-            return size.load(Ordering::Relaxed) == 0;
+            // Acquire: where the size is gone because the range is no longer owned, the word's new version
+            // is seen by the exchange that follows.
+            return size.load(Ordering::Acquire) == 0;
         }
         if size.compare_exchange(*odd, 0, Ordering::Relaxed, Ordering::Relaxed).is_err() {
             return false;
@@ -313,8 +316,13 @@ impl Slab {
     }
 
     /// Ends a trimmed range: it is no longer the slab's. Under the core's lock.
+    ///
+    /// A free with the class's own size, which is the wrong one, may be under way: it may have seen that the
+    /// range is owned, and may see now that it has no size of its own. The version changes in between, so
+    /// that its exchange fails.
     pub(super) fn disown_trimmed(&self, slot: u32) {
         self.owned.store(self.owned() & !(1 << slot), Ordering::Release);
+        self.word.fetch_add(VERSION, Ordering::AcqRel);
         self.sizes()[slot as usize].store(0, Ordering::Release);
     }
 
