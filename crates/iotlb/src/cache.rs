@@ -160,6 +160,12 @@ impl Cache {
         }
     }
 
+    /// One that holds nothing, in the place of another as long as nothing may be looked up.
+    pub(crate) fn none() -> Cache {
+        let (blocks, pages) = (slots(Entry::EMPTY, 1), slots(Page::EMPTY, 1));
+        Cache { blocks, pages, ..Cache::new() }
+    }
+
     /// The aligned 2 MiB that `addr` lies in.
     fn block(addr: u64) -> Range {
         around(addr, BLOCK_SHIFT)

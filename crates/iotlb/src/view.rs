@@ -4,6 +4,7 @@ mod find;
 
 use std::{
     cell::{Cell, RefCell},
+    mem,
     ptr::NonNull,
     sync::{
         Arc,
@@ -35,7 +36,8 @@ pub struct Counters {
 /// pointers of this process, in which entries side by side that lead on from each other cost as one.
 ///
 /// Between two calls of [`quiet`](Self::quiet) what it translates stays usable, whatever the
-/// IOMMU's driver does meanwhile; that is why an invalidation waits for the next one.
+/// IOMMU's driver does meanwhile; that is why an invalidation waits for the next one. While it is
+/// [`offline`](Self::offline) none waits, and an access panics.
 pub struct View {
     endpoint: Arc<Endpoint>,
     memory: Arc<Memory>,
@@ -43,7 +45,12 @@ pub struct View {
     binding: Binding,
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
+    /// While the view is offline, one that holds nothing: invalidations do not wait for it then, so no lookup
+    /// may find what it knew before. So each ends where the table is asked, which is where being online is
+    /// checked; a hit needs no check.
     cache: Cache,
+    /// The other of the two: while the view is offline, what it knew before.
+    other: Cache,
     /// The region of memory that was met last.
     region: Cell<Option<Region>>,
     windows: RefCell<Vec<(Range, Window)>>,
@@ -79,6 +86,7 @@ impl View {
             binding,
             changes,
             cache: Cache::new(),
+            other: Cache::none(),
             region: Cell::new(None),
             windows: RefCell::default(),
             wanted: RefCell::default(),
@@ -100,9 +108,13 @@ impl View {
     }
 
     /// A quiet point: nothing that was translated before is in use any more, except by leases and
-    /// windows. Replays invalidations into the cache. To be called between bursts of work.
+    /// windows. Replays invalidations into the cache. To be called between bursts of work. Without effect
+    /// while [offline](Self::offline).
     #[inline]
     pub fn quiet(&mut self) {
+        if !self.reader.is_online() {
+            return;
+        }
         if !self.wanted.get_mut().is_empty() || !self.ahead.get_mut().is_empty() {
             self.ask();
         }
@@ -236,21 +248,29 @@ impl View {
         self.look_ahead(addr, len, access, &self.ahead)
     }
 
-    /// The worker goes to sleep: invalidations no longer wait for it.
+    /// The worker goes to sleep: invalidations no longer wait for it. Until it is back
+    /// [online](Self::online), an access through the view panics, and windows are not to be used: what they
+    /// lead to may be gone, and whether they are valid is known when it is back.
     pub fn offline(&mut self) {
-        self.ask();
-        self.publish();
-        self.reader.offline();
+        if self.reader.is_online() {
+            self.ask();
+            self.publish();
+            mem::swap(&mut self.cache, &mut self.other);
+            self.reader.offline();
+        }
     }
 
     /// The worker is back.
     pub fn online(&mut self) {
-        let (cache, windows) = (&self.cache, &self.windows);
-        self.reader.online(|invalidation| match invalidation {
-            Invalidation::Range(range) => drop_range(cache, windows, range),
-            Invalidation::All => drop_all(cache, windows),
-        });
-        self.rebind();
+        if !self.reader.is_online() {
+            let (cache, windows) = (&self.other, &self.windows);
+            self.reader.online(|invalidation| match invalidation {
+                Invalidation::Range(range) => drop_range(cache, windows, range),
+                Invalidation::All => drop_all(cache, windows),
+            });
+            mem::swap(&mut self.cache, &mut self.other);
+            self.rebind();
+        }
     }
 
     /// Keeps the translation of a range in use beyond the next quiet point, for asynchronous I/O:
@@ -284,6 +304,7 @@ impl View {
     /// Replaces the memory, as after a new memory table; all that was cached is dropped.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
         drop_all(&self.cache, &self.windows);
+        drop_all(&self.other, &self.windows);
         self.region.set(None);
         self.memory = memory;
     }

@@ -57,6 +57,7 @@ impl View {
 
     #[inline(never)]
     pub(super) fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+        assert!(self.reader.is_online(), "a view that is offline was asked for {addr:#x}");
         self.misses.set(self.misses.get() + 1);
         let iova = Iova(addr);
         let found = match &self.binding {

@@ -1,6 +1,9 @@
 //! Views by themselves.
 
-use std::os::fd::OwnedFd;
+use std::{
+    os::fd::OwnedFd,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
@@ -230,6 +233,53 @@ fn a_view_that_is_offline_is_not_waited_for_and_has_forgotten_when_it_is_back() 
     assert!(shootdown.is_over(endpoint.bind(Binding::Blocked)));
     view.online();
     assert!(view.write(0x1000, &[1]).is_err());
+}
+
+#[test]
+fn a_view_that_is_offline_finds_nothing_that_it_knew() {
+    let Bench { domain, endpoint, mut view, .. } = bench();
+    map(&domain, 0x1000, 16 * PAGE, 2, Prot::RW);
+    let mut byte = [0];
+    for binding in [None, Some(Binding::Bypass)] {
+        let bypass = binding.is_some();
+        if let Some(binding) = binding {
+            endpoint.bind(binding);
+            view.quiet();
+        }
+        let addr = if bypass { 16 * PAGE } else { 0x1000 };
+        view.write(addr, &[7]).unwrap();
+        let hits = view.hits.get();
+        view.read(addr, &mut byte).unwrap();
+        assert!(byte == [7] && view.hits.get() > hits, "it is in the cache");
+        view.offline();
+        view.offline();
+        let mut access = |access: &mut dyn FnMut(&View)| {
+            let found = catch_unwind(AssertUnwindSafe(|| access(&view)));
+            assert!(
+                found.is_err(),
+                "a view that is offline has found something (bypass: {bypass})"
+            );
+            // What could not be looked up has not got into the cache either.
+            view.quiet();
+        };
+        access(&mut |view| view.read(addr, &mut [0]).unwrap());
+        access(&mut |view| view.write(addr, &[8]).unwrap());
+        access(&mut |view| _ = view.piece(addr, 1, Access::Read).unwrap());
+        access(&mut |view| _ = view.around(addr, Access::Read).unwrap());
+        access(&mut |view| _ = view.window(addr, 16, Access::Read).unwrap());
+        access(&mut |view| assert!(view.prefetch(addr, 16, Access::Read)));
+        view.online();
+        view.online();
+        let misses = view.misses.get();
+        view.read(addr, &mut byte).unwrap();
+        assert_eq!((byte, view.misses.get()), ([7], misses), "what it knew it knows again");
+    }
+    // Memory that is replaced meanwhile is in neither of its caches.
+    view.offline();
+    view.set_memory(memory());
+    view.online();
+    view.read(16 * PAGE, &mut byte).unwrap();
+    assert_eq!(byte, [0]);
 }
 
 #[test]
