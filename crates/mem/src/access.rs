@@ -1,6 +1,6 @@
 //! How a device's end reaches memory: by address, checked, and never otherwise.
 
-use core::{fmt, marker::PhantomData, ptr::NonNull};
+use core::{fmt, ptr::NonNull};
 use std::{
     any::Any,
     sync::{
@@ -8,6 +8,8 @@ use std::{
         atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering},
     },
 };
+
+use crate::HostSlice;
 
 /// What an access wants to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -91,82 +93,6 @@ pub enum AccessError {
         /// The address.
         addr: u64,
     },
-}
-
-/// A piece of shared memory in this process. Its bytes may change at any time under us, so they
-/// are only ever copied, never borrowed.
-#[derive(Clone, Copy)]
-pub struct HostSlice<'m> {
-    base: NonNull<u8>,
-    len: usize,
-    memory: PhantomData<&'m ()>,
-}
-
-impl fmt::Debug for HostSlice<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostSlice({:p}, {} bytes)", self.base, self.len)
-    }
-}
-
-impl<'m> HostSlice<'m> {
-    /// A piece of `len` bytes at `base`.
-    ///
-    /// # Safety
-    /// The bytes are mapped readable and writable for as long as `'m`, and no Rust reference to
-    /// any of them exists meanwhile.
-    pub unsafe fn new(base: NonNull<u8>, len: usize) -> HostSlice<'m> {
-        HostSlice { base, len, memory: PhantomData }
-    }
-
-    /// How many bytes.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Where the piece begins, for a system call that moves the bytes itself.
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.base.as_ptr()
-    }
-
-    /// The part of `len` bytes from `offset`, cut at the end of the piece.
-    #[inline]
-    pub fn part(&self, offset: usize, len: usize) -> HostSlice<'m> {
-        let offset = offset.min(self.len);
-        let len = len.min(self.len - offset);
-        // SAFETY: `offset` is at most `self.len`, so the result stays in the piece (or one past it).
-        HostSlice { base: unsafe { self.base.add(offset) }, len, memory: PhantomData }
-    }
-
-    /// Copies the first bytes of the piece out, as many as both hold; returns how many.
-    #[inline]
-    pub fn copy_to(&self, out: &mut [u8]) -> usize {
-        let len = self.len.min(out.len());
-        // SAFETY: both sides hold `len` bytes; `out` is exclusively borrowed, and by the contract
-        // of `new` no reference overlaps the piece, so they do not overlap. Another process may
-        // write meanwhile: the bytes are plain data and any mix of old and new is accepted.
-        unsafe { self.base.as_ptr().copy_to_nonoverlapping(out.as_mut_ptr(), len) };
-        len
-    }
-
-    /// Copies bytes into the piece, as many as both hold; returns how many.
-    #[inline]
-    pub fn copy_from(&self, data: &[u8]) -> usize {
-        let len = self.len.min(data.len());
-        // SAFETY: as in `copy_to`, with the roles exchanged.
-        unsafe { self.base.as_ptr().copy_from_nonoverlapping(data.as_ptr(), len) };
-        len
-    }
-
-    /// Writes zeroes over the piece.
-    pub fn fill_zero(&self) {
-        // SAFETY: the piece is mapped writable for its whole length (contract of `new`).
-        unsafe { self.base.as_ptr().write_bytes(0, self.len) };
-    }
 }
 
 /// How a device's end of something reaches memory. Implemented by a plain table of regions (where

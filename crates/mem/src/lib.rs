@@ -39,9 +39,10 @@ mod memory;
 mod ram;
 mod shared;
 pub mod sigbus;
+mod slice;
 mod translate;
 
-pub use access::{Access, AccessError, HostSlice, Translate, Window};
+pub use access::{Access, AccessError, Translate, Window};
 pub use dirty::{DirtyLog, LogIndex};
 pub use error::MemError;
 #[cfg(feature = "vm-memory")]
@@ -49,6 +50,7 @@ pub use guest_memory::GuestBus;
 pub use memory::{Found, Memory, Region};
 pub use ram::{GuestRam, ScatteredView};
 pub use shared::SharedFile;
+pub use slice::{HostSlice, ReadSlice};
 pub use translate::{Physical, UserAddresses};
 
 /// The granule of everything here: 4096 bytes, on every machine that virtio and vhost-user meet.

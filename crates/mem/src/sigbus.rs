@@ -5,7 +5,7 @@
 //! anybody from punching holes into huge pages and using up the pool. So every mapping of a
 //! [`Memory`](crate::Memory) stands in a registry, and the handler that [`install`] installs looks
 //! the faulting address up there. If it is one of ours, the pages from there to the end of the
-//! mapping are replaced by zeroes, private to us, and the mapping is marked lost: the access that
+//! mapping are replaced by zeroes of our own, and the mapping is marked lost: the access that
 //! faulted goes on with zeroes, and [`Translate::check`](crate::Translate::check) tells before its
 //! results are published. Everything else is passed to the handler that was there before.
 //!
@@ -13,14 +13,30 @@
 //! signal for each time that the file shrinks below what was touched, and neighbouring pieces merge
 //! in the kernel, so that a peer cannot make us run out of mappings.
 //!
+//! **Where the zeroes come from.** Private memory would be charged as a whole, since all of it could be
+//! written: with `vm.overcommit_memory=2`, which knows no MAP_NORESERVE, the
+//! kernel refuses as much as a guest has, and the process dies of the very thing that this is for. So
+//! they are a memory file, the *stand-in*, that [`install`] makes: a shared mapping of a file is charged
+//! to nothing, the file is charged by the page, and only pages that are touched exist. Its size is that
+//! of the address space and a page of it stands at its own address, so that no two mappings share one.
+//! What is left is that there is not one page: the handler asks for that page itself, and
+//! if there is none the signal ends the process, rather than coming back for ever.
+//!
 //! The handler runs in the middle of anything: it takes no lock, allocates nothing, and calls
-//! `mmap` only.
+//! `mmap` and `fallocate` only.
 
 use crate::MemError;
-use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::{
-    io, mem, ptr,
+    io, mem,
+    os::fd::IntoRawFd,
+    ptr,
     sync::{Mutex, OnceLock},
+};
+
+use rustix::{
+    fs::{MemfdFlags, ftruncate, memfd_create},
+    process::{Resource, getrlimit},
 };
 
 /// Most mappings that can be watched at once in a process.
@@ -57,6 +73,14 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether any mapping was ever lost: the one word that the fast path looks at.
 static ANY_LOST: AtomicBool = AtomicBool::new(false);
+
+/// The descriptor of the stand-in, for as long as the process lives; below 0 if there is none. Set before
+/// the handler can run.
+static STAND_IN: AtomicI32 = AtomicI32::new(-1);
+
+/// The size of the stand-in: more than any address that a process has on a 64-bit Linux (2^56 at most, on
+/// x86-64 with five levels).
+const ADDRESSES: u64 = 1 << 57;
 
 /// What SIGBUS did before us. Set before the handler can run.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
@@ -107,6 +131,10 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
+        if self.is_lost() {
+            let start = self.slot.start.load(Ordering::Relaxed);
+            forget(start, self.slot.len.load(Ordering::Relaxed));
+        }
         let next = (self.slot.state.load(Ordering::Relaxed) & !PHASE) + (PHASE + 1);
         // Release: the next owner, who acquires in `new`, comes after all that we did. A handler
         // that looks at this slot meanwhile serves another mapping: ours is no longer touched.
@@ -136,21 +164,72 @@ fn replace(addr: usize) -> bool {
         // Before the zeroes can be seen, so that nobody takes them for data.
         slot.lost.store(true, Ordering::Release);
         ANY_LOST.store(true, Ordering::Release);
+        let file = STAND_IN.load(Ordering::Relaxed);
         // SAFETY: the span lies within a live mapping of ours, kept by the owner of the access that
-        // faulted; nothing but raw pointers leads there. `mmap` is a bare system call.
-        let mapped = unsafe {
-            libc::mmap(
-                first as *mut libc::c_void,
-                rest,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
+        // faulted; nothing but raw pointers leads there.
+        return unsafe {
+            if file >= 0 && put(first, rest, libc::MAP_SHARED, file) {
+                has_page(file, addr)
+            } else {
+                put(first, rest, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
+            }
         };
-        return mapped != libc::MAP_FAILED;
     }
     false
+}
+
+/// Maps `len` bytes at an address, of a file from the offset that is the address, or of none.
+/// Async-signal-safe: `mmap` is a bare system call.
+///
+/// # Safety
+/// What is mapped there now is the caller's, and nothing but raw pointers leads there.
+unsafe fn put(at: usize, len: usize, how: libc::c_int, file: libc::c_int) -> bool {
+    let offset = if file < 0 { 0 } else { at as libc::off_t };
+    let how = how | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let rw = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: the caller's promise.
+    let mapped = unsafe { libc::mmap(at as *mut libc::c_void, len, rw, how, file, offset) };
+    mapped != libc::MAP_FAILED
+}
+
+/// Has the stand-in have the page of an address; false if there is no memory for it. Async-signal-safe.
+fn has_page(file: libc::c_int, addr: usize) -> bool {
+    loop {
+        // SAFETY: a bare system call about a file; `errno` is put back by the handler.
+        unsafe {
+            if libc::fallocate(file, 0, addr as libc::off_t, 1) == 0 {
+                return true;
+            }
+            // Another signal came, which is handled before this goes on.
+            if *libc::__errno_location() != libc::EINTR {
+                return false;
+            }
+        }
+    }
+}
+
+/// Gives the stand-in's pages for a mapping that ends back: the next one at these addresses finds zeroes.
+fn forget(start: usize, len: usize) {
+    let file = STAND_IN.load(Ordering::Relaxed);
+    if file >= 0 {
+        let how = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: a system call about a file that only lost mappings lead to, and of this one's part.
+        while unsafe { libc::fallocate(file, how, start as libc::off_t, len as libc::off_t) } != 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
+    }
+}
+
+/// Makes the stand-in. Where files may not be as large as the address space (RLIMIT_FSIZE) there is none,
+/// and private memory has to do: to make it would end the process by SIGXFSZ.
+fn make_stand_in() -> io::Result<()> {
+    let limit = getrlimit(Resource::Fsize).current;
+    if limit.is_none_or(|limit| limit >= ADDRESSES) {
+        let file = memfd_create("ringfence-stand-in", MemfdFlags::CLOEXEC)?;
+        ftruncate(&file, ADDRESSES)?;
+        STAND_IN.store(file.into_raw_fd(), Ordering::Relaxed);
+    }
+    Ok(())
 }
 
 extern "C" fn on_sigbus(
@@ -213,6 +292,7 @@ pub fn install() -> io::Result<()> {
     if *installed {
         return Ok(());
     }
+    make_stand_in()?;
     // SAFETY: plain calls with valid pointers. The previous action is stored before the handler
     // can run. SA_ONSTACK: threads of std have an alternate stack, and a fault may happen near the
     // end of the ordinary one.
@@ -238,7 +318,11 @@ pub fn install() -> io::Result<()> {
 mod tests {
     use crate::{Access, AccessError, Memory, PAGE_SIZE, Physical, Region, Translate};
     use rustix::fs::{self, MemfdFlags};
-    use std::{os::fd::OwnedFd, sync::Arc};
+    use std::{
+        os::fd::{BorrowedFd, OwnedFd},
+        process::{Command, ExitStatus, Stdio},
+        sync::Arc,
+    };
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -326,13 +410,91 @@ mod tests {
         }
     }
 
-    /// Runs only inside the child process of the test below.
-    const CHILD: &str = "RINGFENCE_TEST_FOREIGN_SIGBUS";
+    /// Runs a test of this module once more, alone in a process of its own, in which [`is_child`] is true;
+    /// how it ended.
+    fn in_child(test: &str) -> ExitStatus {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("sigbus::tests::{test}")])
+            .env(CHILD, "1")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()
+            .unwrap()
+    }
+
+    fn is_child() -> bool {
+        std::env::var_os(CHILD).is_some()
+    }
+
+    const CHILD: &str = "RINGFENCE_TEST_SIGBUS_CHILD";
+
+    /// Has the kernel refuse this process private mappings of 512 MiB and more, as with
+    /// `vm.overcommit_memory=2` it does all processes, where little is left.
+    fn refuse_large_private_mappings() {
+        let load = |at| libc::sock_filter { code: 0x20, jt: 0, jf: 0, k: at };
+        let jump = |code, k, jt, jf| libc::sock_filter { code, jt, jf, k };
+        let result = |k| libc::sock_filter { code: 0x06, jt: 0, jf: 0, k };
+        // Of `struct seccomp_data`: the call's number, the lower halves of `flags` and `length`.
+        let mut filter = [
+            load(0),
+            jump(0x15, libc::SYS_mmap as u32, 0, 5),
+            load(16 + 3 * 8),
+            jump(0x45, libc::MAP_PRIVATE as u32, 0, 3),
+            load(16 + 8),
+            jump(0x35, 512 << 20, 0, 1),
+            result(libc::SECCOMP_RET_ERRNO | libc::ENOMEM as u32),
+            result(libc::SECCOMP_RET_ALLOW),
+        ];
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+        // SAFETY: the kernel copies the program during the call; all threads are to obey it.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            let (how, tsync) = (libc::SECCOMP_SET_MODE_FILTER, libc::SECCOMP_FILTER_FLAG_TSYNC);
+            assert_eq!(libc::syscall(libc::SYS_seccomp, how, tsync, &program), 0);
+        }
+    }
+
+    #[test]
+    fn a_truncation_is_survived_where_so_much_private_memory_is_refused() {
+        if !is_child() {
+            let ended =
+                in_child("a_truncation_is_survived_where_so_much_private_memory_is_refused");
+            assert!(ended.success(), "{ended}");
+            return;
+        }
+        const PAGES: u64 = 1 << 18;
+        super::install().unwrap();
+        let file = unsealed(PAGES);
+        let region = Region { gpa: 0, size: PAGES * PAGE, user_addr: 0, mmap_offset: 0 };
+        let memory = Memory::map(vec![(region, file.try_clone().unwrap())]).unwrap();
+        refuse_large_private_mappings();
+        let bus = Physical::new(memory);
+        let window = bus.window(0, PAGES * PAGE, Access::ReadWrite).unwrap();
+        window.write(0, &[1; 2 * PAGE_SIZE]);
+        fs::ftruncate(&file, PAGE).unwrap();
+        let mut bytes = [9; 2 * PAGE_SIZE];
+        window.read(0, &mut bytes);
+        assert_eq!(bytes[..PAGE_SIZE], [1; PAGE_SIZE]);
+        assert_eq!(bytes[PAGE_SIZE..], [0; PAGE_SIZE]);
+        let last = (PAGES * PAGE) as usize - PAGE_SIZE;
+        window.write(last, &[7; PAGE_SIZE]);
+        window.read(last, &mut bytes[..PAGE_SIZE]);
+        assert_eq!(bytes[..PAGE_SIZE], [7; PAGE_SIZE]);
+        assert_eq!(bus.check(), Err(AccessError::Lost { addr: 0 }));
+
+        // The stand-in has what was touched, and nothing once the mapping is gone.
+        let file = super::STAND_IN.load(super::Ordering::Relaxed);
+        // SAFETY: it stays open as long as the process lives.
+        let blocks = || fs::fstat(unsafe { BorrowedFd::borrow_raw(file) }).unwrap().st_blocks;
+        assert_eq!(blocks(), 2 * PAGE as i64 / 512);
+        drop((window, bus));
+        assert_eq!(blocks(), 0);
+    }
 
     #[test]
     fn a_fault_that_is_not_ours_still_ends_the_process() {
         use std::os::unix::process::ExitStatusExt;
-        if std::env::var_os(CHILD).is_some() {
+        if is_child() {
             super::install().unwrap();
             let file = unsealed(1);
             // Mapped, but not watched: what any other library might do.
@@ -343,13 +505,7 @@ mod tests {
             unsafe { map.base().as_ptr().read_volatile() };
             std::process::exit(0);
         }
-        let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "sigbus::tests::a_fault_that_is_not_ours_still_ends_the_process"])
-            .env(CHILD, "1")
-            .stdout(std::process::Stdio::null())
-            .stderr(std::process::Stdio::null())
-            .status()
-            .unwrap();
+        let status = in_child("a_fault_that_is_not_ours_still_ends_the_process");
         assert_eq!(status.signal(), Some(libc::SIGBUS));
     }
 }
