@@ -45,9 +45,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         stats.maps, stats.map_calls, stats.copied_bytes
     );
 
-    // Not at all: a buffer of the pool, filled in place. It is exposed while it lives.
+    // Not at all: a buffer of the pool, written in place. It is exposed while it lives.
     let mut buffer = trusted.take_buffer(1500, Direction::ToDevice)?;
-    buffer.bytes_mut().fill(2);
+    buffer.write(0, &[2; 1500]);
     println!("in place: {:x?}, {} bytes exposed", buffer.segments(), trusted.stats().taken_bytes);
     drop(buffer);
     println!("{:?}", pools.stats());

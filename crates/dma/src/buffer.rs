@@ -1,6 +1,7 @@
 //! What can be mapped, and which way its data goes.
 
 use ringfence_iommu::{Address, HostAddr, Prot};
+use ringfence_mem::{HostSlice, ReadSlice};
 
 /// Which way data goes (rule L43).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,16 +45,19 @@ pub unsafe trait DmaBuffer<T: Address> {
         len
     }
 
-    /// Calls `each` with the bytes themselves, piece by piece: the same bytes in the same order as
-    /// the segments, though perhaps in other pieces. False, and no call, if the CPU cannot reach
-    /// them: then the buffer cannot be bounced. The default says so.
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+    /// Calls `each` with the bytes themselves, to be copied from, piece by piece: the same bytes in the
+    /// same order as the segments, though perhaps in other pieces. False, and no call, if the CPU cannot
+    /// reach them: then the buffer cannot be bounced. The default says so.
+    ///
+    /// Pieces and not `&[u8]`, as the bytes may lie in memory that another process writes. A `&[u8]` of
+    /// memory that is this process's own becomes one by `into`.
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
         let _ = each;
         false
     }
 
-    /// As [`for_each_slice`](Self::for_each_slice), to change the bytes.
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+    /// As [`for_each_slice`](Self::for_each_slice), to be copied to.
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
         let _ = each;
         false
     }
@@ -78,13 +82,13 @@ unsafe impl DmaBuffer<HostAddr> for Box<[u8]> {
         each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
     }
 
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        each(self);
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each((&self[..]).into());
         true
     }
 
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(self);
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each((&mut self[..]).into());
         true
     }
 }
@@ -95,13 +99,13 @@ unsafe impl DmaBuffer<HostAddr> for Vec<u8> {
         each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
     }
 
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        each(self);
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each((&self[..]).into());
         true
     }
 
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(self);
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each((&mut self[..]).into());
         true
     }
 }

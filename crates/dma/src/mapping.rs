@@ -4,6 +4,7 @@ use core::{fmt, mem::ManuallyDrop, ops::Range as Bytes, panic::Location};
 use std::sync::Arc;
 
 use ringfence_iommu::{Iova, Range, Result as DomainResult};
+use ringfence_mem::HostSlice;
 
 use crate::{
     Error, MapError, OutOfBounds, Segment, SharedMemory, UnmapError,
@@ -225,7 +226,7 @@ impl<B> Mapping<B> {
     fn bring_back(&mut self, wanted: bool) -> Option<Slot> {
         let bounced = self.placed.bounced.take()?;
         let Held { buffer, owner, access } = self.held.as_mut()?;
-        let mut slices = |each: &mut dyn FnMut(&mut [u8])| (access.write)(buffer, each);
+        let mut slices = |each: &mut dyn FnMut(HostSlice<'_>)| (access.write)(buffer, each);
         Some(owner.end_bounce(bounced, wanted.then_some(&mut slices)))
     }
 
@@ -348,7 +349,7 @@ impl<B> Parts<B> {
     pub(crate) fn end_bounce(&mut self, watched: bool) -> bool {
         let Parts { placed, buffer, owner, access } = self;
         let Some(bounced) = placed.bounced.take() else { return false };
-        let mut slices = |each: &mut dyn FnMut(&mut [u8])| (access.write)(buffer, each);
+        let mut slices = |each: &mut dyn FnMut(HostSlice<'_>)| (access.write)(buffer, each);
         let left = owner.end_bounce(bounced, Some(&mut slices));
         if watched {
             placed.slot = Some(left);

@@ -19,6 +19,7 @@ use ringfence_iommu::{
     Result,
 };
 use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
+use ringfence_mem::{HostSlice, ReadSlice};
 use ringfence_sync::{clock::ManualClock, cpu::OneCpu};
 
 thread_local! {
@@ -213,12 +214,12 @@ unsafe impl DmaBuffer<GuestPhys> for Copied {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
         each(GuestPhys(1 << 40), self.0.len() as u64);
     }
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        each(self.0);
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each((&*self.0).into());
         true
     }
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(self.0);
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each((&mut *self.0).into());
         true
     }
 }

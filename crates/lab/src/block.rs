@@ -24,6 +24,8 @@
 
 use std::sync::OnceLock;
 
+use ringfence_mem::HostSlice;
+
 /// Smallest unit, bytes: a sector.
 pub const MIN_UNIT: u32 = 512;
 /// Largest unit, bytes.
@@ -114,6 +116,18 @@ pub enum BlockError {
     },
 }
 
+impl BlockInfo {
+    /// Counts a unit of this sequence number, 0 for one that was never written.
+    fn note(&mut self, sequence: u64) {
+        if sequence == 0 {
+            self.empty += 1;
+        } else {
+            self.written += 1;
+            self.sequence = self.sequence.max(sequence);
+        }
+    }
+}
+
 impl Format {
     /// The format for a run of blocks of `sizes` (and at offsets) that are multiples of
     /// [`MIN_UNIT`]: the largest unit that divides them all.
@@ -152,26 +166,43 @@ impl Format {
         }
         let mut info = BlockInfo::default();
         for (unit, offset) in buf.chunks_exact(self.unit as usize).zip(self.offsets(offset)) {
-            match self.check_unit(unit, offset)? {
-                0 => info.empty += 1,
-                sequence => {
-                    info.written += 1;
-                    info.sequence = info.sequence.max(sequence);
-                }
-            }
+            info.note(self.check_unit(unit, offset)?);
         }
         Ok(info)
     }
 
-    /// Marks `buf` as not read yet. Touches two words of a unit.
-    pub fn poison(&self, buf: &mut [u8]) {
-        for unit in buf.chunks_mut(self.unit as usize) {
-            if let Some(first) = unit.first_chunk_mut() {
-                *first = POISON.to_le_bytes();
-            }
-            if let Some(last) = unit.last_chunk_mut() {
-                *last = POISON.to_le_bytes();
-            }
+    /// As [`fill`](Self::fill), of memory that is shared: each unit is made beside it and copied.
+    pub fn fill_piece(&self, to: HostSlice<'_>, offset: u64, sequence: u64) {
+        let size = self.unit as usize;
+        assert!(to.len().is_multiple_of(size), "{} bytes in units of {size}", to.len());
+        let mut unit = [0; MAX_UNIT as usize];
+        for (at, offset) in (0..to.len()).step_by(size).zip(self.offsets(offset)) {
+            self.fill_unit(&mut unit[..size], offset, sequence);
+            to.part(at, size).copy_from(&unit[..size]);
+        }
+    }
+
+    /// As [`check`](Self::check), of memory that is shared: what is checked is a copy of each unit.
+    pub fn check_piece(&self, from: HostSlice<'_>, offset: u64) -> Result<BlockInfo, BlockError> {
+        let size = self.unit as usize;
+        if !from.len().is_multiple_of(size) {
+            return Err(BlockError::Length { len: from.len(), unit: self.unit });
+        }
+        let (mut info, mut unit) = (BlockInfo::default(), [0; MAX_UNIT as usize]);
+        for (at, offset) in (0..from.len()).step_by(size).zip(self.offsets(offset)) {
+            from.part(at, size).copy_to(&mut unit[..size]);
+            info.note(self.check_unit(&unit[..size], offset)?);
+        }
+        Ok(info)
+    }
+
+    /// Marks memory as not read yet. Touches two words of a unit.
+    pub fn poison(&self, to: HostSlice<'_>) {
+        let size = self.unit as usize;
+        for at in (0..to.len()).step_by(size) {
+            let unit = to.part(at, size);
+            unit.copy_from(&POISON.to_le_bytes());
+            unit.part(unit.len().saturating_sub(8), 8).copy_from(&POISON.to_le_bytes());
         }
     }
 
@@ -377,12 +408,12 @@ mod tests {
     #[test]
     fn a_read_that_moved_nothing_or_too_little_is_found_out() {
         let mut buf = filled(0, 1);
-        FORMAT.poison(&mut buf);
+        FORMAT.poison((&mut buf[..]).into());
         assert_eq!(FORMAT.check(&buf, 0), Err(BlockError::NotTransferred { offset: 0 }));
         buf[..8192 - 512].copy_from_slice(&filled(0, 1)[..8192 - 512]);
         assert_eq!(FORMAT.check(&buf, 0), Err(BlockError::NotTransferred { offset: 4096 }));
         buf.fill(0);
-        FORMAT.poison(&mut buf);
+        FORMAT.poison((&mut buf[..]).into());
         buf[..512].fill(0);
         assert_eq!(FORMAT.check(&buf, 0), Err(BlockError::NotTransferred { offset: 0 }));
     }
@@ -429,7 +460,7 @@ mod tests {
     #[test]
     fn a_buffer_that_is_no_whole_number_of_units_is_refused() {
         assert!(matches!(FORMAT.check(&[0; 100], 0), Err(BlockError::Length { .. })));
-        FORMAT.poison(&mut [0; 5]);
+        FORMAT.poison((&mut [0; 5][..]).into());
         assert_eq!(FORMAT.check(&[], u64::MAX), Ok(BlockInfo::default()));
     }
 

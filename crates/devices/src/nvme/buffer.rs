@@ -9,6 +9,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 
 use ringfence_dma::DmaBuffer;
 use ringfence_iommu::HostAddr;
+use ringfence_mem::{HostSlice, ReadSlice};
 
 use super::pages::PAGE;
 
@@ -71,13 +72,13 @@ unsafe impl DmaBuffer<HostAddr> for Buffer {
         each(HostAddr(self.ptr.as_ptr().expose_provenance() as u64), self.len as u64);
     }
 
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        each(self);
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each((&**self).into());
         true
     }
 
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(self);
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each((&mut **self).into());
         true
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ringfence_dma::{DmaBuffer, PoolMemory, SharedMemory};
 use ringfence_iommu::GuestPhys;
-use ringfence_mem::{GuestRam, HostSlice, MemError, ScatteredView, Window};
+use ringfence_mem::{GuestRam, HostSlice, MemError, ReadSlice, ScatteredView, Window};
 
 pub use self::slots::RamMemory;
 
@@ -122,20 +122,35 @@ impl PagedBuffer {
         self.len = len;
     }
 
-    /// The bytes, to be touched by this process alone: the device has the buffer only while a
-    /// mapping owns it.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let piece = self.view.slice().part(self.offset, self.len);
-        // SAFETY: the part is mapped as long as `view` lives, belongs to this buffer alone (`cut`
-        // is the only way to make one, from a view that it takes), and is exclusively borrowed
-        // here. The device is another process, which by protocol touches it only while a mapping
-        // owns the buffer; a hostile one can change bytes under us, which are plain integers.
-        unsafe { std::slice::from_raw_parts_mut(piece.as_ptr(), piece.len()) }
-    }
-
-    /// The bytes as a piece to copy from and to.
+    /// The bytes, to copy from and to. There is no `&[u8]` of them: the memory is shared with the device's
+    /// process, which a protocol keeps from writing there while no mapping owns the buffer, and nothing else
+    /// does. What is to be checked is copied first ([`read`](Self::read)).
     pub fn piece(&self) -> HostSlice<'_> {
         self.view.slice().part(self.offset, self.len)
+    }
+
+    /// Copies bytes out from `offset`.
+    ///
+    /// # Panics
+    /// If that passes the end.
+    #[inline]
+    pub fn read(&self, offset: usize, bytes: &mut [u8]) {
+        self.part(offset, bytes.len()).copy_to(bytes);
+    }
+
+    /// Copies bytes in at `offset`.
+    ///
+    /// # Panics
+    /// If that passes the end.
+    #[inline]
+    pub fn write(&mut self, offset: usize, bytes: &[u8]) {
+        self.part(offset, bytes.len()).copy_from(bytes);
+    }
+
+    fn part(&self, offset: usize, len: usize) -> HostSlice<'_> {
+        let end = offset.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.len), "past the end of a buffer");
+        self.piece().part(offset, len)
     }
 }
 
@@ -169,16 +184,13 @@ unsafe impl DmaBuffer<GuestPhys> for PagedBuffer {
             .expect("a buffer lies in its view");
     }
 
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        let piece = self.view.slice().part(self.offset, self.len);
-        // SAFETY: as in `bytes_mut`: the part is this buffer's alone, and borrowed here. (It is
-        // asked for only while no device has it.)
-        each(unsafe { std::slice::from_raw_parts(piece.as_ptr(), piece.len()) });
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each(self.piece().into());
         true
     }
 
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(self.bytes_mut());
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each(self.piece());
         true
     }
 

@@ -136,9 +136,9 @@ impl Bench {
         assert_eq!(buffers.len(), lens.len());
         for buffer in &mut buffers {
             // Its neighbours in its last page too.
-            let len = buffer.bytes_mut().len();
+            let len = buffer.piece().len();
             buffer.set_len(len.next_multiple_of(PAGE));
-            buffer.bytes_mut().fill(OWN);
+            buffer.piece().fill(OWN);
             buffer.set_len(len);
         }
         buffers
@@ -175,9 +175,9 @@ impl Bench {
 
 /// All of the page that a buffer's end lies in.
 fn whole(mut buffer: PagedBuffer) -> Vec<u8> {
-    let len = buffer.bytes_mut().len();
+    let len = buffer.piece().len();
     buffer.set_len(len.next_multiple_of(PAGE));
-    buffer.bytes_mut().to_vec()
+    buffer.piece().to_vec()
 }
 
 #[test]
@@ -192,8 +192,8 @@ fn data_gets_where_it_belongs() {
         for written in [Written::Unknown, Written::Reported] {
             let mut bench = bench(Config { trust, ..config(policy, written) }, false);
             let lens = [512, 4096, 1536, 8192, 512, 12_800];
-            for (n, mut buffer) in bench.buffers(&lens).into_iter().enumerate() {
-                buffer.bytes_mut().fill(n as u8 + 1);
+            for (n, buffer) in bench.buffers(&lens).into_iter().enumerate() {
+                buffer.piece().fill(n as u8 + 1);
                 bench.queue.submit(Kind::Out, n as u64 * 64, buffer, n as u64).unwrap();
             }
             bench.queue.publish().unwrap();
@@ -259,8 +259,8 @@ fn a_device_that_tells_lies_harms_the_buffer_it_was_given_and_nothing_else() {
     for written in [Written::Unknown, Written::Reported] {
         let mut bench = bench(config(Policy::Bounce, written), true);
         // Another's bytes go through the slots first.
-        for mut buffer in bench.buffers(&[LEN; 7]) {
-            buffer.bytes_mut().fill(0xaa);
+        for buffer in bench.buffers(&[LEN; 7]) {
+            buffer.piece().fill(0xaa);
             bench.queue.submit(Kind::In, 0, buffer, 0).unwrap();
         }
         bench.queue.publish().unwrap();

@@ -123,10 +123,10 @@ fn lists_pools_and_persistent_buffers_carry_data_too() {
     assert!(bytes(list) == all);
 
     let mut pooled = rig.device.take_buffer(8192, Direction::Bidirectional).unwrap();
-    pooled.bytes_mut().copy_from_slice(&pattern(8192, 4));
+    pooled.write(0, &pattern(8192, 4));
     let pooled = ok(queue.carry_out(&space, Op::Write { lba: 64 }, Data::Pooled(pooled)).unwrap());
-    let Data::Pooled(mut pooled) = pooled else { panic!("{pooled:?}") };
-    pooled.bytes_mut().fill(0);
+    let Data::Pooled(pooled) = pooled else { panic!("{pooled:?}") };
+    pooled.piece().fill(0);
     let pooled = ok(queue.carry_out(&space, Op::Read { lba: 64 }, Data::Pooled(pooled)).unwrap());
     assert!(bytes(pooled) == pattern(8192, 4));
 

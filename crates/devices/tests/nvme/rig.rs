@@ -15,6 +15,7 @@ use ringfence_iommu::{
     Geometry, HostAddr, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
 };
 use ringfence_iova::{Aperture, Slabs};
+use ringfence_mem::{HostSlice, ReadSlice};
 use ringfence_sync::cpu::OsCpu;
 
 use crate::{
@@ -93,12 +94,12 @@ unsafe impl DmaBuffer<HostAddr> for Buffer {
         let at = self.memory.wrapping_add(self.offset).expose_provenance();
         each(HostAddr(at as u64), self.len as u64);
     }
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        each(self.bytes());
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each(self.bytes().into());
         true
     }
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(self.bytes_mut());
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each(self.bytes_mut().into());
         true
     }
 }
@@ -165,7 +166,7 @@ pub(crate) fn bytes(data: Data<Buffer>) -> Vec<u8> {
     match data {
         Data::Buffer(buffer) => buffer.bytes().to_vec(),
         Data::List(list) => list.iter().flat_map(Buffer::bytes).copied().collect(),
-        Data::Pooled(mut buffer) => buffer.bytes_mut().to_vec(),
+        Data::Pooled(buffer) => buffer.piece().to_vec(),
         other => panic!("{other:?} has no bytes of its own"),
     }
 }

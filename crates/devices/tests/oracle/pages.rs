@@ -5,7 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ringfence_dma::{DmaBuffer, SharedMemory};
 use ringfence_iommu::GuestPhys;
-use ringfence_mem::{GuestRam, Window};
+use ringfence_mem::{GuestRam, HostSlice, ReadSlice, Window};
 
 pub(crate) const PAGE: u64 = 4096;
 
@@ -106,23 +106,20 @@ unsafe impl DmaBuffer<GuestPhys> for Buf {
         self.pieces.iter().for_each(|&(gpa, len)| each(GuestPhys(gpa), len));
     }
 
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
         for &(gpa, len) in self.pieces.iter().filter(|_| !self.hidden) {
             let piece =
                 self.pages.window.slice().part((gpa - self.pages.gpa) as usize, len as usize);
-            // SAFETY: the bytes are this buffer's, and mapped; a device that is wrong changes plain
-            // integers.
-            each(unsafe { std::slice::from_raw_parts(piece.as_ptr(), piece.len()) });
+            each(piece.into());
         }
         !self.hidden
     }
 
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
         for &(gpa, len) in self.pieces.iter().filter(|_| !self.hidden) {
             let piece =
                 self.pages.window.slice().part((gpa - self.pages.gpa) as usize, len as usize);
-            // SAFETY: as above, and borrowed exclusively.
-            each(unsafe { std::slice::from_raw_parts_mut(piece.as_ptr(), piece.len()) });
+            each(piece);
         }
         !self.hidden
     }

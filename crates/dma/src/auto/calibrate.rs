@@ -129,12 +129,12 @@ fn copy<T: Address>(
     let slot = client.take(len, direction.prot(), Location::caller())?;
     let mut bounced = Bounced::new(slot, len, direction);
     let loaded = bounced.load(direction, Written::Reported, &|each| {
-        each(buffer);
+        each((&*buffer).into());
         true
     });
     debug_assert!(loaded.is_some(), "the CPU reaches its own memory");
     let (slot, _) = bounced.finish(Some(&mut |each| {
-        each(buffer);
+        each(buffer.into());
         true
     }));
     client.give_back(slot);

@@ -3,20 +3,21 @@
 use core::ops::Range as Span;
 
 use ringfence_iommu::Address;
+use ringfence_mem::{HostSlice, ReadSlice};
 
 use super::{Bounced, Slot, Written};
 use crate::{Direction, DmaBuffer};
 
 /// The bytes of a buffer, piece by piece; false if the CPU cannot reach them.
-pub(crate) type Slices<'a> = &'a dyn Fn(&mut dyn FnMut(&[u8])) -> bool;
+pub(crate) type Slices<'a> = &'a dyn Fn(&mut dyn FnMut(ReadSlice<'_>)) -> bool;
 /// The same to be written.
-pub(crate) type SlicesMut<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut [u8])) -> bool;
+pub(crate) type SlicesMut<'a> = &'a mut dyn FnMut(&mut dyn FnMut(HostSlice<'_>)) -> bool;
 
 /// How the CPU reaches the bytes of what a mapping owns.
 #[allow(clippy::type_complexity, reason = "the two methods of a buffer, as they are")]
 pub(crate) struct Bytes<B> {
-    pub(crate) read: fn(&B, &mut dyn FnMut(&[u8])) -> bool,
-    pub(crate) write: fn(&mut B, &mut dyn FnMut(&mut [u8])) -> bool,
+    pub(crate) read: fn(&B, &mut dyn FnMut(ReadSlice<'_>)) -> bool,
+    pub(crate) write: fn(&mut B, &mut dyn FnMut(HostSlice<'_>)) -> bool,
 }
 
 impl<B> Clone for Bytes<B> {
@@ -47,6 +48,15 @@ impl<B> Bytes<B> {
 }
 
 impl Slot {
+    /// The bytes from `at`, to be copied from and to. A device may look on and write meanwhile: each byte is
+    /// then an old or a new one.
+    pub(super) fn piece(&self, at: u64, len: u64) -> HostSlice<'_> {
+        debug_assert!(at.checked_add(len).is_some_and(|end| end <= self.range.extent() + 1));
+        // SAFETY: the caller keeps `at + len` within the slot, whose memory is this value's as long as it
+        // lives, and of which nothing makes a reference.
+        unsafe { HostSlice::new(self.ptr.add(at as usize), len as usize) }
+    }
+
     /// Copies `bytes` of a buffer (offsets) to the same place of the slot. False if the CPU cannot
     /// reach the buffer, or it is not as long as it said.
     pub(crate) fn fill(&mut self, bytes: Span<u64>, slices: Slices<'_>) -> bool {
@@ -54,14 +64,8 @@ impl Slot {
         let mut copier = Walk::new(bytes);
         let reached = slices(&mut |slice| {
             if let Some((skip, at, len)) = copier.step(slice.len() as u64) {
-                // SAFETY: `at + len` is at most the end asked for, which the caller keeps within
-                // the slot; the slot's memory is nobody else's in this process, and no slice of a
-                // buffer lies in it. A device may look on: it is another agent, and gets old or new
-                // bytes.
-                unsafe {
-                    let to = self.ptr.as_ptr().add(at as usize);
-                    to.copy_from_nonoverlapping(slice[skip as usize..].as_ptr(), len as usize);
-                }
+                // `at + len` is at most the end asked for, which the caller keeps within the slot.
+                self.piece(at, len).copy_from_piece(slice.part(skip as usize, len as usize));
             }
         });
         reached && copier.is_done()
@@ -80,19 +84,13 @@ impl Slot {
         let mut copier = Walk::new(bytes);
         let reached = slices(&mut |slice| {
             if let Some((skip, at, len)) = copier.step(slice.len() as u64) {
-                let slice = &mut slice[skip as usize..][..len as usize];
-                let mut at = at as usize;
-                for piece in slice.chunks_mut(PIECE) {
-                    // SAFETY: as in `fill`, with the roles exchanged. A device that writes
-                    // meanwhile makes bytes be old or new, which are plain integers.
-                    unsafe {
-                        let from = self.ptr.as_ptr().add(at);
-                        piece.as_mut_ptr().copy_from_nonoverlapping(from, piece.len());
-                        if scrub {
-                            from.write_bytes(0, piece.len());
-                        }
+                let (to, from) = (slice.part(skip as usize, len as usize), self.piece(at, len));
+                for at in (0..len as usize).step_by(PIECE) {
+                    let from = from.part(at, PIECE);
+                    to.part(at, PIECE).copy_from_piece(from.into());
+                    if scrub {
+                        from.fill_zero();
                     }
-                    at += piece.len();
                 }
             }
         });
@@ -102,11 +100,7 @@ impl Slot {
     /// Writes zeros over `bytes`.
     pub(crate) fn zero(&mut self, bytes: Span<u64>) {
         if bytes.start < bytes.end {
-            // SAFETY: the caller keeps `bytes` within the slot, whose memory is nobody else's.
-            unsafe {
-                let at = self.ptr.as_ptr().add(bytes.start as usize);
-                at.write_bytes(0, (bytes.end - bytes.start) as usize);
-            }
+            self.piece(bytes.start, bytes.end - bytes.start).fill_zero();
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Pool memory that the caller fills in place.
+//! Pool memory that the caller fills and reads in place.
 
 use core::fmt;
 use std::sync::Arc;
 
 use ringfence_iommu::Iova;
+use ringfence_mem::HostSlice;
 
 use super::Slot;
 use crate::{Segment, mapping::Owner, segment::Segments};
@@ -52,16 +53,35 @@ impl PoolBuffer {
         self.segments.as_slice()
     }
 
-    /// The bytes, while the device does not work on them.
+    /// The bytes, to copy from and to.
     ///
-    /// A device that misbehaves may write at any time: whatever is read here must be valid whatever
-    /// it is.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let len = self.len as usize;
-        let slot = self.slot.as_mut().expect("it holds its slot until it is dropped");
-        // SAFETY: the slot holds at least so many bytes, is this value's alone, and borrowed
-        // exclusively. The device is another agent, whose writes change plain integers.
-        unsafe { core::slice::from_raw_parts_mut(slot.ptr.as_ptr(), len) }
+    /// The slot is mapped as long as the buffer lives, and stays so behind it: a device may write to it at any
+    /// time, between two looks too. So there is no `&[u8]` of it. What is to be checked is copied first
+    /// ([`read`](Self::read)), and what was copied stays what it is.
+    pub fn piece(&self) -> HostSlice<'_> {
+        self.slot().piece(0, self.len)
+    }
+
+    /// Copies bytes out from `offset`.
+    ///
+    /// # Panics
+    /// If that passes the end.
+    pub fn read(&self, offset: u64, bytes: &mut [u8]) {
+        self.part(offset, bytes.len()).copy_to(bytes);
+    }
+
+    /// Copies bytes in at `offset`.
+    ///
+    /// # Panics
+    /// If that passes the end.
+    pub fn write(&mut self, offset: u64, bytes: &[u8]) {
+        self.part(offset, bytes.len()).copy_from(bytes);
+    }
+
+    fn part(&self, offset: u64, len: usize) -> HostSlice<'_> {
+        let end = offset.checked_add(len as u64);
+        assert!(end.is_some_and(|end| end <= self.len), "past the end of a pool buffer");
+        self.piece().part(offset as usize, len)
     }
 }
 

@@ -13,6 +13,7 @@ use ringfence_dma::{
     DmaBuffer, Environment, HostMemory, Policy, Written,
 };
 use ringfence_iommu::{Capabilities, GuestPhys, Iova, table::Limits};
+use ringfence_mem::{HostSlice, ReadSlice};
 use ringfence_sync::{
     clock::{Clock, ManualClock},
     cpu::FixedCpu,
@@ -88,13 +89,13 @@ unsafe impl DmaBuffer<GuestPhys> for Bytes {
         each(GuestPhys(self.0.target.0), LEN as u64);
     }
 
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
-        each(self.slice());
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each(self.slice().into());
         true
     }
 
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
-        each(self.slice_mut());
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each(self.slice_mut().into());
         true
     }
 }

@@ -11,6 +11,7 @@ use ringfence_dma::{
     BounceLimits, BounceMemory, BouncePools, Chunk, Device, DmaBuffer, Environment, SharedMemory,
 };
 use ringfence_iommu::GuestPhys;
+use ringfence_mem::{HostSlice, ReadSlice};
 use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
 
 use crate::mock::{Bench, EagerAllocator, MockDomain, Setup, TickingClock};
@@ -106,20 +107,20 @@ unsafe impl DmaBuffer<GuestPhys> for RamBuf {
         self.pieces.iter().for_each(|&(addr, len)| each(GuestPhys(addr), len));
     }
 
-    fn for_each_slice(&self, each: &mut dyn FnMut(&[u8])) -> bool {
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
         for &(addr, len) in self.pieces.iter().filter(|_| !self.hidden) {
             let at = self.ram.at(addr, len as usize);
-            // SAFETY: so many bytes are there, and nothing changes them during the call.
-            each(unsafe { core::slice::from_raw_parts(at.as_ptr(), len as usize) });
+            // SAFETY: so many bytes are there, of which nothing makes a reference.
+            each(unsafe { HostSlice::new(at, len as usize) }.into());
         }
         !self.hidden
     }
 
-    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(&mut [u8])) -> bool {
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
         for &(addr, len) in self.pieces.iter().filter(|_| !self.hidden) {
             let at = self.ram.at(addr, len as usize);
-            // SAFETY: as above, and nothing else refers to them during the call.
-            each(unsafe { core::slice::from_raw_parts_mut(at.as_ptr(), len as usize) });
+            // SAFETY: as above.
+            each(unsafe { HostSlice::new(at, len as usize) });
         }
         !self.hidden
     }

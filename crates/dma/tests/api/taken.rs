@@ -1,6 +1,9 @@
 //! Buffers in pool memory, and slots that outlive what they were for.
 
-use std::sync::Arc;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
 
 use ringfence_dma::{
     BounceConfig, BounceLimits, Device, Direction, Environment, Error, Policy, Written,
@@ -14,21 +17,38 @@ use crate::{
 };
 
 #[test]
+fn what_was_read_of_a_taken_buffer_stays_what_it_is_whatever_the_device_writes() {
+    let pooled = bounce(Written::Unknown);
+    let mut taken = pooled.bench.device.take_buffer(0x300, Direction::Bidirectional).unwrap();
+    taken.write(0x2fb, b"plain");
+    let mut bytes = [0; 5];
+    taken.read(0x2fb, &mut bytes);
+    let text = str::from_utf8(&bytes).unwrap();
+    assert!(pooled.device_writes(taken.iova().0 + 0x2fb, &[0xff; 5]));
+    assert_eq!(text, "plain");
+    assert_eq!(taken.piece().part(0x2fb, 9).to_vec(), [0xff; 5], "the buffer itself has changed");
+    let past = catch_unwind(AssertUnwindSafe(|| taken.read(0x2fc, &mut [0; 5])));
+    assert!(past.is_err(), "past its end is the rest of the slot");
+}
+
+#[test]
 fn a_taken_buffer_is_exposed_and_counted_and_shows_nothing_beyond_its_end() {
     let pooled = bounce(Written::Unknown);
     let device = &pooled.bench.device;
     let long = filled(&pooled, &[(0x5000, 0x1000)], 0xaa);
     drop(device.map(long, Direction::Bidirectional).unwrap());
-    let mut taken = device.take_buffer(0x300, Direction::Bidirectional).unwrap();
+    let taken = device.take_buffer(0x300, Direction::Bidirectional).unwrap();
     assert_eq!((device.stats().taken, device.stats().taken_bytes), (1, 0x300));
     assert_eq!(taken.len(), 0x300);
     assert_eq!(taken.segments().iter().map(|s| s.len).sum::<u64>(), 0x300);
     let iova = taken.iova().0;
     assert_eq!(pooled.device_reads(iova + 0x300, 0xd00), Some(vec![0; 0xd00]));
-    taken.bytes_mut().fill(7);
+    taken.piece().fill(7);
     assert_eq!(pooled.device_reads(iova, 0x300), Some(vec![7; 0x300]));
     assert!(pooled.device_writes(iova + 1, &[8]));
-    assert_eq!(taken.bytes_mut()[..3], [7, 8, 7]);
+    let mut bytes = [0; 3];
+    taken.read(0, &mut bytes);
+    assert_eq!(bytes, [7, 8, 7]);
     drop(taken);
     assert_eq!((device.stats().taken, device.stats().taken_bytes), (0, 0));
     // Who maps next has nothing of it.
@@ -165,11 +185,11 @@ fn a_taken_buffer_never_holds_another_devices_bytes() {
         let buffer = filled(&pooled, &[(0x5000, 0x1000)], 0xaa);
         drop(pooled.bench.device.map(buffer, direction).unwrap());
         let mut taken = pooled.bench.device.take_buffer(0x1000, direction).unwrap();
-        taken.bytes_mut().fill(0xab);
+        taken.write(0, &[0xab; 0x1000]);
         drop(taken);
         // The other's finds none of it.
-        let mut taken = other.take_buffer(0x800, direction).unwrap();
-        assert!(taken.bytes_mut().iter().all(|&byte| byte == 0), "{direction:?}");
+        let taken = other.take_buffer(0x800, direction).unwrap();
+        assert!(taken.piece().to_vec().iter().all(|&byte| byte == 0), "{direction:?}");
         let slot = pooled.bench.domain.reach(taken.iova().0).unwrap().0;
         assert_eq!(pooled.ram.read(slot, 0x1000), [0; 0x1000], "{direction:?}");
         drop(taken);

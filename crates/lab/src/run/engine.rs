@@ -9,6 +9,7 @@ use std::{
 use anyhow::{Result, bail};
 use ringfence_devices::ram::PagedBuffer;
 use ringfence_dma::{OsThreadClock, ThreadClock};
+use ringfence_mem::HostSlice;
 use ringfence_sync::clock::{Clock, MonotonicClock};
 
 use super::{
@@ -299,8 +300,8 @@ impl<'c> Runner<'c> {
             idle_since = None;
             let now = self.clock.now_ns();
             for completed in done.drain(..) {
-                let Completed { token, mut buffer, ok } = completed;
-                let data = path.bytes(&mut buffer, token);
+                let Completed { token, buffer, ok } = completed;
+                let data = path.bytes(&buffer, token);
                 match self.complete(token, data, ok, now, phase == Phase::Measured) {
                     Next::Free => {
                         path.give_back(token);
@@ -349,14 +350,14 @@ impl<'c> Runner<'c> {
         Ok(true)
     }
 
-    fn submit<P: Path>(&mut self, path: &mut P, token: u32, mut buffer: PagedBuffer) -> Result<()> {
+    fn submit<P: Path>(&mut self, path: &mut P, token: u32, buffer: PagedBuffer) -> Result<()> {
         let task = &mut self.tasks[token as usize];
         let Io { op, offset, .. } = task.io;
-        let data = path.bytes(&mut buffer, token);
+        let data = path.bytes(&buffer, token);
         match op {
             Op::Write => {
                 let sequence = self.control.sequence.fetch_add(1, Ordering::Relaxed);
-                self.content.format.fill(data, offset, sequence);
+                self.content.format.fill_piece(data, offset, sequence);
             }
             // What comes back must have been written by the disk, not left over.
             Op::Read => self.content.format.poison(data),
@@ -368,7 +369,14 @@ impl<'c> Runner<'c> {
     }
 
     /// Checks what has come back and counts it.
-    fn complete(&mut self, token: u32, data: &[u8], ok: bool, now_ns: u64, measured: bool) -> Next {
+    fn complete(
+        &mut self,
+        token: u32,
+        data: HostSlice<'_>,
+        ok: bool,
+        now_ns: u64,
+        measured: bool,
+    ) -> Next {
         self.under_way -= 1;
         let Content { format, foreign, tears } = self.content;
         let task = &mut self.tasks[token as usize];
@@ -376,7 +384,7 @@ impl<'c> Runner<'c> {
         let wrong = match (ok, task.io.op) {
             (false, op) => Some(format!("{op:?} at {:#x} failed", task.io.offset)),
             (true, Op::Write) => None,
-            (true, Op::Read) => match format.check(data, task.io.offset) {
+            (true, Op::Read) => match format.check_piece(data, task.io.offset) {
                 Ok(_) => None,
                 // What others wrote cannot be judged, only whether it came.
                 Err(error) if foreign && !matches!(error, BlockError::NotTransferred { .. }) => {

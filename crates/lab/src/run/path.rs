@@ -9,6 +9,7 @@ use ringfence_devices::{
     ram::PagedBuffer,
     worker::Notify,
 };
+use ringfence_mem::HostSlice;
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtio_iommu::driver::ViommuDomain;
 
@@ -36,8 +37,8 @@ pub(crate) trait Path {
     }
     /// The memory of a request that is not under way: to be filled before it is submitted, to be
     /// checked when it has completed. `own` is the job's buffer for it.
-    fn bytes<'a>(&'a mut self, own: &'a mut PagedBuffer, _token: u32) -> &'a mut [u8] {
-        own.bytes_mut()
+    fn bytes<'a>(&'a self, own: &'a PagedBuffer, _token: u32) -> HostSlice<'a> {
+        own.piece()
     }
     /// Lets go of what [`take`](Self::take) took.
     fn give_back(&mut self, _token: u32) {}
@@ -105,8 +106,8 @@ impl Path for LinkPath {
     fn take(&mut self, op: Op, len: u32, token: u32) -> Result<()> {
         self.path().take(op, len, token)
     }
-    fn bytes<'a>(&'a mut self, own: &'a mut PagedBuffer, token: u32) -> &'a mut [u8] {
-        self.path().bytes(own, token)
+    fn bytes<'a>(&'a self, own: &'a PagedBuffer, token: u32) -> HostSlice<'a> {
+        self.look().bytes(own, token)
     }
     fn give_back(&mut self, token: u32) {
         self.path().give_back(token);

@@ -102,7 +102,7 @@ impl Probe {
         else {
             unreachable!("looked at above")
         };
-        buffer.bytes_mut()[..DISK_ID.len()].fill(BLANK);
+        buffer.write(0, &[BLANK; DISK_ID.len()]);
         let mapping =
             dma.map_sg(vec![buffer], Direction::FromDevice).context("mapping the probe's page")?;
         queue.submit(wire::Kind::GetId, 0, &mapping.segments()[..1], FOREIGN)?;
@@ -122,11 +122,12 @@ impl Probe {
             }
             State::Stale { mut buffer, iova, segment, bounced, unmapped_ns } => {
                 let now = self.clock.now_ns();
-                let id = &mut buffer.bytes_mut()[..DISK_ID.len()];
+                let mut id = [0; DISK_ID.len()];
+                buffer.read(0, &mut id);
                 // Either is a breach: the device says so (of a slot it may), or the bytes do.
                 let said = ok && !bounced;
                 let reached = said || id.iter().any(|&byte| byte != BLANK);
-                id.fill(BLANK);
+                buffer.write(0, &[BLANK; DISK_ID.len()]);
                 if reached {
                     self.found.accesses += 1;
                     self.found.max_ns = self.found.max_ns.max(now - unmapped_ns);
@@ -162,9 +163,10 @@ impl Probe {
         let unmapped_ns = self.clock.now_ns();
         let mut buffer = returned.buffer.into_iter().next().context("the probe's page")?;
         let iova = returned.stale.context("the probe's IOVA")?;
-        let id = &mut buffer.bytes_mut()[..DISK_ID.len()];
+        let mut id = [0; DISK_ID.len()];
+        buffer.read(0, &mut id);
         anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");
-        id.fill(BLANK);
+        buffer.write(0, &[BLANK; DISK_ID.len()]);
         self.ask(queue, segment)?;
         self.state = State::Stale { buffer, iova, segment, bounced, unmapped_ns };
         Ok(())

@@ -8,6 +8,7 @@ use ringfence_devices::{
     ram::PagedBuffer,
 };
 use ringfence_dma::{Direction, OsThreadClock, PoolBuffer, ThreadClock};
+use ringfence_mem::HostSlice;
 
 use super::{
     link::Dma,
@@ -96,10 +97,10 @@ impl Path for ZeroCopyPath {
         Ok(())
     }
 
-    fn bytes<'a>(&'a mut self, own: &'a mut PagedBuffer, token: u32) -> &'a mut [u8] {
-        match self.taken.get_mut(token as usize) {
-            Some(Some(taken)) => taken.memory.bytes_mut(),
-            _ => own.bytes_mut(),
+    fn bytes<'a>(&'a self, own: &'a PagedBuffer, token: u32) -> HostSlice<'a> {
+        match self.taken.get(token as usize) {
+            Some(Some(taken)) => taken.memory.piece(),
+            _ => own.piece(),
         }
     }
 

@@ -181,17 +181,17 @@ impl Program {
     }
 
     pub(super) fn take_buffer(&mut self, len: u64, direction: Direction) -> Result<(), String> {
-        let Ok(mut buffer) = self.dma().take_buffer(len, direction) else { return Ok(()) };
+        let Ok(buffer) = self.dma().take_buffer(len, direction) else { return Ok(()) };
         self.refresh();
         let segments = buffer.segments().to_vec();
         let slot = self.slot_of(&segments)?;
         let there = runs(&segments, &[(slot.gpa, len)]);
         let there = there.ok_or("the segments are not as long as the buffer")?;
-        for (gpa, byte) in (slot.gpa..).zip(buffer.bytes_mut()) {
-            if !self.slots.may_hold(gpa, *byte) {
+        for (gpa, byte) in (slot.gpa..).zip(buffer.piece().to_vec()) {
+            if !self.slots.may_hold(gpa, byte) {
                 return Err(format!("a taken buffer holds {byte:#x} at {gpa:#x}"));
             }
-            *self.slots.now.at(gpa) = *byte;
+            *self.slots.now.at(gpa) = byte;
         }
         // Beyond its end, nobody's.
         (slot.gpa + len..slot.gpa + slot.len).for_each(|gpa| *self.slots.now.at(gpa) = 0);
@@ -206,8 +206,8 @@ impl Program {
     pub(super) fn fill(&mut self, which: usize) -> Result<(), String> {
         let Some(which) = which.checked_rem(self.taken.len()) else { return Ok(()) };
         let byte = self.draw() as u8;
-        let (entry, buffer) = &mut self.taken[which];
-        buffer.bytes_mut().fill(byte);
+        let (entry, buffer) = &self.taken[which];
+        buffer.piece().fill(byte);
         let run = &self.set.entries[*entry].runs[0];
         (run.gpa..run.gpa + buffer.len()).for_each(|gpa| self.slots.put(gpa, byte));
         Ok(())
@@ -215,10 +215,10 @@ impl Program {
 
     pub(super) fn give_back(&mut self, which: usize) -> Result<(), String> {
         let Some(which) = which.checked_rem(self.taken.len()) else { return Ok(()) };
-        let (entry, mut buffer) = self.taken.swap_remove(which);
+        let (entry, buffer) = self.taken.swap_remove(which);
         let run = self.set.entries[entry].runs[0];
-        for (gpa, byte) in (run.gpa..).zip(buffer.bytes_mut()) {
-            if *self.slots.now.at(gpa) != *byte {
+        for (gpa, byte) in (run.gpa..).zip(buffer.piece().to_vec()) {
+            if *self.slots.now.at(gpa) != byte {
                 return Err(format!("a taken buffer holds {byte:#x} at {gpa:#x}"));
             }
         }

@@ -138,7 +138,7 @@ impl<T: Address> Client<T> {
         at: &'static Location<'static>,
     ) -> Result<Slot, Error> {
         let mut slot = self.take(len, prot, at)?;
-        if slot.key != self.number().into() {
+        if slot.key != u64::from(self.number()) {
             slot.zero(0..slot.dirty);
             slot.dirty = 0;
         }
@@ -174,7 +174,7 @@ impl<T: Address> Client<T> {
     pub(crate) fn give_back(&self, mut slot: Slot) {
         let inner = &*self.pools.0;
         let size = slot.range.extent() + 1;
-        if slot.key != self.number().into() {
+        if slot.key != u64::from(self.number()) {
             slot.key = self.number().into();
         }
         let class = inner.class_of(size);

@@ -74,7 +74,7 @@ fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool)
     } else {
         assert!(before + size <= QUOTA, "{size:#x} more than {before:#x} is beyond the quota");
     }
-    let mut buffer = match result {
+    let buffer = match result {
         Ok(buffer) => buffer,
         Err(error) => {
             match error.kind() {
@@ -98,8 +98,9 @@ fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool)
     let (target, _) = rig.domain.reach(buffer.iova().0).unwrap();
     // What is in it is zero, or this device's; from now on it is this device's.
     let mine = device as u8 + 1;
-    assert!(buffer.bytes_mut().iter().all(|&byte| byte == 0 || byte == mine), "another's bytes");
-    buffer.bytes_mut().fill(mine);
+    let found = buffer.piece().to_vec();
+    assert!(found.iter().all(|&byte| byte == 0 || byte == mine), "another's bytes");
+    buffer.piece().fill(mine);
     Some(Held { buffer, device, slot: slot.range, target, direction })
 }
 

@@ -230,7 +230,7 @@ impl Bench {
     fn check(&mut self) -> Result<()> {
         for way in Way::ALL {
             for direction in [Direction::Bidirectional, Direction::ToDevice] {
-                self.list.iter_mut().for_each(|buffer| buffer.bytes_mut().fill(0xa5));
+                self.list.iter().for_each(|buffer| buffer.piece().fill(0xa5));
                 self.pass(way, direction)?;
                 ensure!(self.holds(0xa5), "{}: bytes are lost", way.name());
             }
@@ -245,8 +245,8 @@ impl Bench {
 
     /// Whether the list's elements are in their order, full of `byte`.
     fn holds(&mut self, byte: u8) -> bool {
-        self.list.iter_mut().zip(LENS.iter().cycle()).all(|(buffer, len)| {
-            let bytes = buffer.bytes_mut();
+        self.list.iter().zip(LENS.iter().cycle()).all(|(buffer, len)| {
+            let bytes = buffer.piece().to_vec();
             bytes.len() == *len && bytes.iter().all(|found| *found == byte)
         })
     }
@@ -292,15 +292,14 @@ impl Bench {
 
 impl SingleUse {
     fn map(&mut self, dma: &Dma, buffer: &mut PagedBuffer, direction: Direction) -> Result<()> {
-        let bytes = buffer.bytes_mut();
+        let bytes = buffer.piece();
         let original = bytes.as_ptr().addr() as u64;
         let offset = self.linear.take(0, original, PAGE as u64, PAGE as u64);
         let offset = offset.context("the linear pool is full")?;
         let page = self.pages.get_mut(offset as usize / PAGE).and_then(Option::take);
-        let mut page = page.context("the linear pool gave a slot twice")?;
-        let (data, pad) = page.bytes_mut().split_at_mut(bytes.len());
-        data.copy_from_slice(bytes);
-        pad.fill(0);
+        let page = page.context("the linear pool gave a slot twice")?;
+        let copied = page.piece().copy_from_piece(bytes.into());
+        page.piece().part(copied, PAGE).fill_zero();
         self.mapped.push((dma.map(page, direction)?, offset));
         Ok(())
     }
@@ -308,10 +307,9 @@ impl SingleUse {
     fn unmap(&mut self, list: &mut [PagedBuffer], writes: bool) -> Result<()> {
         for ((mapping, offset), buffer) in self.mapped.drain(..).zip(list) {
             ensure!(!mapping.is_bounced(), "a whole granule was copied");
-            let mut page = mapping.unmap()?;
+            let page = mapping.unmap()?;
             if writes {
-                let bytes = buffer.bytes_mut();
-                bytes.copy_from_slice(&page.bytes_mut()[..bytes.len()]);
+                buffer.piece().copy_from_piece(page.piece().into());
             }
             self.pages[offset as usize / PAGE] = Some(page);
             self.linear.give_back(offset).context("the linear pool lost a slot")?;

@@ -7,6 +7,7 @@ use ringfence_devices::{net::driver::PACKET, ram::PagedBuffer};
 use ringfence_dma::{
     Direction, DmaBuffer, MapBatch, Mapping, Returned, Segment, UnmapBatch, UnmapError,
 };
+use ringfence_mem::HostSlice;
 use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{
     Desc,
@@ -130,7 +131,11 @@ impl Ring {
             if !self.receives {
                 let own = bundle.own.as_mut().context("a free buffer")?;
                 for index in 0..self.size {
-                    fill(frame(own, index, colour(self.copied, at, index)));
+                    let (place, mut bytes) = (colour(self.copied, at, index), [0; PACKET]);
+                    let piece = frame(own, index, place);
+                    piece.copy_to(&mut bytes);
+                    fill(&mut bytes);
+                    piece.copy_from(&bytes);
                 }
             }
             match &mut self.batches {
@@ -273,7 +278,9 @@ impl Ring {
                 if let Some(own) = own
                     && len > 0
                 {
-                    each(frame(own, index, colour(self.copied, at, index)), len);
+                    let mut bytes = [0; PACKET];
+                    frame(own, index, colour(self.copied, at, index)).copy_to(&mut bytes);
+                    each(&bytes, len);
                 }
             }
         }
@@ -313,7 +320,7 @@ impl Ring {
 
     /// Of the buffers that came back last, the first: where the device found it, and its frame.
     #[cfg(test)]
-    pub(super) fn stale(&mut self) -> (u64, &mut [u8; PACKET]) {
+    pub(super) fn stale(&mut self) -> (u64, HostSlice<'_>) {
         let at = *self.free.back().expect("some are the driver's");
         let Bundle { own, addrs, .. } = &mut self.bundles[at];
         let own = own.as_mut().expect("the driver's");
@@ -349,10 +356,11 @@ fn colour(copied: bool, bundle: usize, index: usize) -> u64 {
 
 /// The frame in a page of a bundle.
 #[inline]
-fn frame(buffer: &mut PagedBuffer, index: usize, colour: u64) -> &mut [u8; PACKET] {
+fn frame(buffer: &PagedBuffer, index: usize, colour: u64) -> HostSlice<'_> {
     let at = index * PAGE as usize + colour as usize;
-    let bytes = buffer.bytes_mut()[at..].first_chunk_mut();
-    bytes.expect("a frame lies in its page")
+    let frame = buffer.piece().part(at, PACKET);
+    assert_eq!(frame.len(), PACKET, "a frame lies in its page");
+    frame
 }
 
 /// Where the frames of a mapping lie, of buffers of a page each (or of one that is shorter).

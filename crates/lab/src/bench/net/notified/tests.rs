@@ -135,7 +135,7 @@ fn a_buffer_that_was_unmapped_cannot_be_written() {
         rx.add_stray(stale).unwrap();
         assert_eq!(wait(rx).map(|len| len > 0), Some(reached), "{mapped:?}");
         let (_, frame) = tx.stale();
-        assert_eq!(frame.iter().all(|&byte| byte == 0xa5), !reached, "{mapped:?}");
+        assert_eq!(frame.to_vec().iter().all(|&byte| byte == 0xa5), !reached, "{mapped:?}");
         let report = driver.close().unwrap().report;
         assert_eq!(report.faults > 0, !reached, "{mapped:?}: {report:?}");
     }
