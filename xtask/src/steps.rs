@@ -106,7 +106,7 @@ const STEPS: &[Step] = &[
     step("huge pages", 10, huge_pages),
     step("guests", 750, real_guests),
     step("job files under the real fio", 5, real_fio),
-    step("fuzz smoke", 200, fuzz_smoke),
+    step("fuzz smoke", 260, fuzz_smoke),
     long("property tests with ten more seeds", 2400, |run| {
         // The same ones each time.
         soak::random(run.suite()?, 1..=10)

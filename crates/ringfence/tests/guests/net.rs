@@ -36,7 +36,15 @@ say sent $(md5sum < /tmp/www/file)
 say there $(wget -q -O - http://10.0.0.2/file | md5sum)
 say back $($there wget -q -O - http://10.0.0.1/file | md5sum)
 # One at a time, each with all the time that it takes: none is lost.
-for round in $(seq 30); do ping -c 1 -W 300 -s 20000 -q 10.0.0.2 > /tmp/ping; done
+counts() { cat /proc/net/snmp /proc/net/softnet_stat /proc/net/dev; }
+for round in $(seq 30); do
+    ping -c 1 -W 300 -s 20000 -q 10.0.0.2 > /tmp/ping || {
+        cat /tmp/ping
+        counts
+        $there cat /proc/net/snmp /proc/net/dev
+        exit 1
+    }
+done
 for name in tx_packets rx_packets rx_errors rx_dropped tx_errors; do
     say $name $(cat /sys/class/net/eth0/statistics/$name)
 done
