@@ -124,7 +124,9 @@ impl Ours {
         let aperture = Aperture::new(0, (1 << 48) - 1, 4096)?;
         let allocator = Arc::new(Slabs::new(aperture, OsCpu::new()));
         // Room for all that is held meanwhile, in whole granules.
-        let limits = BounceLimits { max_bytes: 1 << 30, ..BounceLimits::default() };
+        // Nothing is given back meanwhile: what is measured are maps and unmaps.
+        let limits =
+            BounceLimits { max_bytes: 1 << 30, idle_ms: 1 << 30, ..BounceLimits::default() };
         let pools = {
             let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
             BouncePools::new(domain, allocator, HostMemory, limits)?
