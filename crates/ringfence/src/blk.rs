@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
     blk::{BlkBackend, BlkFigures, BlkOptions, QueueStats, wire::ID_BYTES},
-    disk::{Disk, Image, ImageError, ImageOptions},
+    disk::{Disk, DiskBuffers, Image, ImageError, ImageOptions},
     worker::Worker,
 };
 use ringfence_iotlb::IotlbConfig;
@@ -58,6 +58,11 @@ pub(crate) struct Arguments {
     /// Past the page cache, where a request is aligned for that
     #[arg(long)]
     direct: bool,
+
+    /// Where data is while the disk has it: own (memory of the service: what the disk does not answer holds
+    /// up no invalidation), guest (the guest's memory: no copy, for disks that always answer), or auto
+    #[arg(long, value_name = "WHERE", default_value_t)]
+    disk_buffers: DiskBuffers,
 
     /// How many queues are offered
     #[arg(long, value_name = "N", default_value_t = 1,
@@ -119,6 +124,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         direct: *direct,
         wait: LOCK_WAIT,
         hand_over: *hand_over,
+        buffers: arguments.disk_buffers,
     };
     let image = open(path, how)?;
     let workers = service.common.workers("blk", *queues)?;
@@ -134,10 +140,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         iotlb: (!arguments.no_iommu).then_some(iotlb),
         ..BlkOptions::new(disk, &arguments.id, *queues)
     };
-    serve::run(service, &[], Blk { options, workers })
+    let image = path.display().to_string();
+    serve::run(service, &[], Blk { image, options, workers })
 }
 
 struct Blk {
+    image: String,
     options: BlkOptions,
     workers: Arc<[Worker]>,
 }
@@ -150,6 +158,11 @@ impl Service for Blk {
     fn connect(&self, _: usize, stream: UnixStream) -> Result<Box<dyn Connection>> {
         let backend = BlkBackend::new(self.options.clone(), Arc::clone(&self.workers));
         Ok(Box::new(Server::new(stream, backend)))
+    }
+
+    fn left(&self) -> Vec<(String, usize)> {
+        let rings = self.options.figures.stuck();
+        if rings > 0 { vec![(self.image.clone(), rings)] } else { Vec::new() }
     }
 
     fn figures(&self, page: &mut Page) {

@@ -43,6 +43,11 @@ const SEG_MAX: u32 = 254;
 
 /// How often a ring that stops, but for what the disk has, is looked after.
 const LOOK: Duration = Duration::from_millis(10);
+/// How long the disk is waited for when a front end stops a ring whose data is in buffers of the service's own:
+/// then the connection ends, without an answer. What the kernel has is no longer the front end's affair, but it
+/// must not take the ring for one that has done everything. (Where the data is in the guest's memory, the
+/// stop waits: the memory is not the guest's before.)
+const STOPS_WITHIN: Duration = Duration::from_secs(20);
 /// How long the disk is waited for when a connection was ended at this end, so that what is under way is
 /// answered: all rings together, and less than a service may take to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(3);
@@ -182,10 +187,12 @@ impl BlkBackend {
             .try_for_each(|ring| self.on_unit(ring, job.clone()).map(|_| ()))
     }
 
-    /// Whether a disk that does not answer is waited for no longer, since nobody waits for the ring.
-    fn is_given_up(&mut self) -> bool {
-        let Some(connection) = self.connection.as_ref().filter(|c| c.is_over()) else {
-            return false;
+    /// Whether a disk that does not answer is waited for no longer by a ring that began to stop at `begun`.
+    fn is_given_up(&mut self, begun: Instant) -> bool {
+        let over = self.connection.as_ref().filter(|connection| connection.is_over());
+        let Some(connection) = over else {
+            let own = matches!(&self.options.disk, Disk::File(image) if image.has_own_buffers());
+            return own && begun.elapsed() >= STOPS_WITHIN;
         };
         let most = if connection.is_shut_down() { ENDS_WITHIN } else { GONE_WITHIN };
         self.over.get_or_insert_with(Instant::now).elapsed() >= most
@@ -359,11 +366,12 @@ impl Handler for BlkBackend {
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
         let (reply, stopped) = mpsc::channel();
+        let begun = Instant::now();
         self.on_unit(ring, move |unit| unit.begin_stop(ring, reply))?;
         loop {
             match stopped.recv_timeout(LOOK) {
                 Ok(next) => return Ok(next),
-                Err(RecvTimeoutError::Timeout) if !self.is_given_up() => {}
+                Err(RecvTimeoutError::Timeout) if !self.is_given_up(begun) => {}
                 Err(RecvTimeoutError::Timeout) => break,
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(HandlerError::new("the ring is not running"));

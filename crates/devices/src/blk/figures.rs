@@ -1,11 +1,15 @@
 //! What a block device has done, for whoever watches.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
 use super::{QueueStats, queue::Remains};
 use crate::tally::IotlbTally;
+
+/// How many rings may be left behind, each with its buffers, before the next ones wait for the disk: a
+/// front end that comes and goes while a read does not end would fill the memory otherwise.
+const MOST_LEFT: usize = 16;
 
 /// What a block device has done over all its connections. Workers write it, anybody reads it.
 pub struct BlkFigures {
@@ -17,8 +21,9 @@ pub struct BlkFigures {
     /// Of rings whose connection has ended before their I/O: the disk does not answer. What the kernel
     /// may still write to is kept here.
     stuck: Mutex<Vec<Remains>>,
-    /// How many they are.
-    stuck_count: AtomicUsize,
+    /// How many they are, and whether they hold up other rings.
+    left: AtomicUsize,
+    holds: AtomicBool,
 }
 
 /// One queue's. In a cache line of its own: its worker writes it all the time.
@@ -55,7 +60,8 @@ impl BlkFigures {
             iotlb: IotlbTally::default(),
             failures: AtomicU64::new(0),
             stuck: Mutex::default(),
-            stuck_count: AtomicUsize::new(0),
+            left: AtomicUsize::new(0),
+            holds: AtomicBool::new(false),
         }
     }
 
@@ -78,17 +84,24 @@ impl BlkFigures {
         })
     }
 
-    /// How many rings are gone whose I/O has not ended. No other ring of the device is served meanwhile: a
-    /// write of an earlier one could come after its own.
+    /// How many rings are gone whose I/O has not ended.
     pub fn stuck(&self) -> usize {
-        self.stuck_count.load(Ordering::Acquire)
+        self.left.load(Ordering::Acquire)
+    }
+
+    /// Whether no ring of the device is served, as what is left of earlier ones could come after what the
+    /// driver asks for now: a write, or data where a driver's memory was. Reads into buffers of the service
+    /// hold nothing up, unless there are very many.
+    #[inline]
+    pub fn holds(&self) -> bool {
+        self.holds.load(Ordering::Acquire)
     }
 
     /// Keeps what is left of a queue until the kernel is done with it.
     pub(super) fn keep(&self, remains: Remains) {
         let mut stuck = self.stuck.lock();
         stuck.push(remains);
-        self.stuck_count.store(stuck.len(), Ordering::Release);
+        self.count(&stuck);
     }
 
     /// Lets go of what the kernel is done with. Unmaps may wait for it, so that workers call it.
@@ -102,8 +115,14 @@ impl BlkFigures {
         let mut stuck = self.stuck.lock();
         let before = stuck.len();
         stuck.retain_mut(|remains| remains.reap() > 0);
-        self.stuck_count.store(stuck.len(), Ordering::Release);
+        self.count(&stuck);
         stuck.len() != before
+    }
+
+    fn count(&self, stuck: &[Remains]) {
+        let holds = stuck.len() > MOST_LEFT || stuck.iter().any(Remains::holds);
+        self.holds.store(holds, Ordering::Release);
+        self.left.store(stuck.len(), Ordering::Release);
     }
 
     /// Queue `index` has done so much more. Each queue has one worker at a time.

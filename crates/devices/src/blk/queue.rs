@@ -85,6 +85,8 @@ enum Step {
     Busy(Action),
     /// Move the data now.
     Move(Action),
+    /// Bring what the disk has read to where the driver wants it, and go on.
+    Deliver(Action),
     /// Write this status, after so many bytes of data.
     Answer(Status, u32),
     /// Wait: this is answered, with so many bytes in all, when those before it are.
@@ -99,6 +101,15 @@ pub(super) struct Remains {
 }
 
 impl Remains {
+    /// Whether no other ring may be served before it is over: what the kernel has may still change the
+    /// disk, or the memory of a guest.
+    pub(super) fn holds(&self) -> bool {
+        let own = matches!(&self.store, Store::File(file) if file.buffers.is_some());
+        let reads = |step| matches!(step, Step::Busy(Action::Transfer { write: false, .. }));
+        let busy = |step| matches!(step, Step::Busy(_));
+        self.slots.iter().any(|slot| busy(slot.step) && !(own && reads(slot.step)))
+    }
+
     /// Takes what the kernel has done; how many requests it still has.
     pub(super) fn reap(&mut self) -> u32 {
         if let Store::File(file) = &mut self.store {
@@ -315,6 +326,7 @@ impl BlkQueue {
     /// Keeps `memory`, which the bus is about to lose, for as long as the kernel moves data there.
     pub fn keep(&mut self, memory: &Arc<Memory>) {
         if let Store::File(file) = &mut self.store
+            && file.buffers.is_none()
             && file.io.in_flight() > 0
         {
             file.old.push(Arc::clone(memory));
@@ -351,11 +363,7 @@ impl BlkQueue {
     }
 
     fn take(&mut self, bus: &Bus, look: Look, stop_at: u64) -> Result<bool, QueueError> {
-        if let Store::File(file) = &mut self.store
-            && let Some(at) = file.stalled.take()
-        {
-            self.advance(at, bus);
-        }
+        self.advance_stalled(bus);
         if self.head.is_some() && look == Look::None {
             self.look_behind(bus);
             return Ok(false);
@@ -397,7 +405,24 @@ impl BlkQueue {
     }
 
     fn is_stalled(&self) -> bool {
-        matches!(&self.store, Store::File(file) if file.stalled.is_some())
+        matches!(&self.store, Store::File(file) if !file.stalled.is_empty())
+    }
+
+    /// Goes on with requests that found no room, as far as there is some now.
+    fn advance_stalled(&mut self, bus: &Bus) {
+        while let Store::File(file) = &mut self.store
+            && let Some(at) = file.stalled.pop_front()
+        {
+            let others = file.stalled.len();
+            self.advance(at, bus);
+            if let Store::File(file) = &mut self.store
+                && file.stalled.len() > others
+            {
+                // It comes first still.
+                file.stalled.rotate_right(1);
+                return;
+            }
+        }
     }
 
     /// Goes on with a request, as far as it goes.
@@ -417,6 +442,7 @@ impl BlkQueue {
                     Err(stop) => Err(stop),
                 },
                 Step::Move(action) => self.move_now(at, action, bus),
+                Step::Deliver(action) => self.deliver(at, action, bus),
                 Step::Answer(status, written) => {
                     match request::answer(&slot.chain, bus, status, written) {
                         Ok(used) => return self.finish(at, status, used),
@@ -457,7 +483,7 @@ impl BlkQueue {
                 match file.hand_over((at, &slot.chain, &mut slot.transfer), action, bus) {
                     Handed::Over => {}
                     Handed::Later => {
-                        file.stalled = Some(at);
+                        file.stalled.push_back(at);
                         return Ok(None);
                     }
                     Handed::Failed => return Err(Status::IoErr.into()),
@@ -486,12 +512,18 @@ impl BlkQueue {
                 }
             }
             Store::File(file) => {
-                let mut done = std::mem::take(&mut file.done);
+                let (mut done, own) = (std::mem::take(&mut file.done), file.buffers.is_some());
                 for (at, ok) in done.drain(..) {
                     let slot = &mut self.slots[usize::from(at)];
                     let mut written = 0;
-                    if let (true, Step::Busy(Action::Transfer { write, len, .. })) = (ok, slot.step)
+                    if let (true, Step::Busy(action @ Action::Transfer { write, len, .. })) =
+                        (ok, slot.step)
                     {
+                        if own {
+                            slot.step = Step::Deliver(action);
+                            self.advance(at, bus);
+                            continue;
+                        }
                         self.stats.bytes += len;
                         written = if write { 0 } else { len as u32 };
                     }
@@ -522,7 +554,25 @@ impl BlkQueue {
         Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
     }
 
+    /// A disk has read or written data in buffers of the service's own: it is brought to the driver, and what
+    /// is left goes on.
+    fn deliver(&mut self, at: u16, action: Action, bus: &Bus) -> Result<Step, Stop> {
+        let Action::Transfer { write, len, .. } = action else {
+            unreachable!("only transfers have data")
+        };
+        let Store::File(file) = &mut self.store else { unreachable!("only files have buffers") };
+        let slot = &mut self.slots[usize::from(at)];
+        if !file.deliver((&slot.chain, &mut slot.transfer), len, bus)? {
+            return Ok(Step::Start(action));
+        }
+        self.stats.bytes += len;
+        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
+    }
+
     fn finish(&mut self, at: u16, status: Status, used: u32) {
+        if let Store::File(file) = &mut self.store {
+            file.end(&mut self.slots[usize::from(at)].transfer);
+        }
         if self.order.is_none() {
             return self.give_back(at, status, used);
         }

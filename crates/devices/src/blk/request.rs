@@ -1,6 +1,6 @@
 //! One request of a block device, from the chain to its status.
 
-use ringfence_mem::{Access, AccessError, Translate};
+use ringfence_mem::{Access, AccessError, HostSlice, Translate};
 use ringfence_virtq::{Chain, Desc, cut};
 use zerocopy::FromBytes;
 
@@ -200,6 +200,56 @@ pub fn transfer(
             }
             at += piece.len() as u64;
         })?;
+    }
+    Ok(())
+}
+
+/// Copies data of a transfer of `whole` bytes between memory and `pieces`, from `at` bytes on, as far as
+/// there are pieces.
+///
+/// # Errors
+/// An address cannot be reached; what came before it was moved.
+pub fn copy<'p>(
+    chain: &Chain,
+    mem: &impl Translate,
+    (write, whole, at): (bool, u64, u64),
+    pieces: impl IntoIterator<Item = HostSlice<'p>>,
+) -> Result<(), AccessError> {
+    let access = if write { Access::Read } else { Access::Write };
+    let mut pieces = pieces.into_iter();
+    let mut piece = pieces.next();
+    // As much as there is room for, so that nothing is translated that is not used.
+    let mut skip = at;
+    for desc in data(chain, write, whole) {
+        let passed = skip.min(desc.len.into());
+        skip -= passed;
+        // Neither wraps while something is left: so much of the buffer is there.
+        let (mut addr, mut left) = (desc.addr.wrapping_add(passed), u64::from(desc.len) - passed);
+        while left > 0 {
+            let Some(room) = piece.as_ref().filter(|piece| !piece.is_empty()) else {
+                match pieces.next() {
+                    Some(next) => piece = Some(next),
+                    None => return Ok(()),
+                }
+                continue;
+            };
+            let len = left.min(room.len() as u64);
+            let mut done = 0;
+            mem.slices(addr, len, access, |memory| {
+                let part = room.part(done, memory.len());
+                done += match write {
+                    true => part.copy_from_piece(memory.into()),
+                    false => {
+                        let done = memory.copy_from_piece(part.into());
+                        mem.mark(memory);
+                        done
+                    }
+                };
+            })?;
+            piece = Some(room.part(done, room.len() - done));
+            addr = addr.wrapping_add(len);
+            left -= len;
+        }
     }
     Ok(())
 }

@@ -377,7 +377,7 @@ impl Unit for BlkUnit {
             }
         }
         // I/O of an earlier ring might come after what the driver asks for now.
-        let held = self.shared.figures.stuck() > 0;
+        let held = self.shared.figures.holds();
         for served in self.queues.iter_mut().filter(|served| served.stopping.is_none()) {
             if held || !served.works() {
                 // What the kernel still does must not hold up an unmap for ever.

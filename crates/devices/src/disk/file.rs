@@ -10,7 +10,7 @@ use std::{
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::Image;
+use super::{Image, submitter::Pending};
 
 /// What to do with the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +46,8 @@ pub struct FileIo {
     depth: u32,
     /// How long the image was when the first request that changes it was queued since the last kick.
     bytes: Option<u64>,
+    /// Where another thread hands requests over.
+    pending: Option<Arc<Pending>>,
 }
 
 impl FileIo {
@@ -56,7 +58,8 @@ impl FileIo {
     pub fn new(image: Arc<Image>, depth: u32) -> io::Result<FileIo> {
         let depth = depth.clamp(1, 4096).next_power_of_two();
         let ring = IoUring::builder().setup_cqsize(depth * 2).build(depth)?;
-        Ok(FileIo { ring, image, in_flight: 0, depth, bytes: None })
+        let pending = image.submitter().map(|by| by.add(ring.as_raw_fd())).transpose()?;
+        Ok(FileIo { ring, image, in_flight: 0, depth, bytes: None, pending })
     }
 
     /// Has the kernel write to `event` whenever something completes.
@@ -139,6 +142,10 @@ impl FileIo {
             return Ok(());
         }
         self.bytes = None;
+        if let Some(pending) = &self.pending {
+            pending.hand_over();
+            return Ok(());
+        }
         loop {
             match self.ring.submit() {
                 Ok(_) => return Ok(()),
@@ -171,6 +178,7 @@ impl FileIo {
         if self.in_flight == 0 {
             return Ok(());
         }
+        let limit = limit.or_else(|| self.pending.as_ref().map(|_| Duration::MAX));
         let Some(limit) = limit else {
             self.bytes = None;
             return match self.ring.submit_and_wait(1) {

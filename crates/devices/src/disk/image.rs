@@ -13,10 +13,10 @@ use std::{
 
 use rustix::fs::{
     AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl,
-    fdatasync, fstat, open, statx,
+    fdatasync, open, statx,
 };
 
-use super::lock;
+use super::{DiskBuffers, lock, origin, submitter::Submitter};
 
 /// The unit in which a disk is addressed.
 const SECTOR: u64 = 512;
@@ -53,6 +53,8 @@ pub struct ImageOptions {
     /// It is locked from [`take`](Image::take) to [`release`](Image::release) only, so that a guest
     /// can move to another process.
     pub hand_over: bool,
+    /// Where the data of requests is meanwhile.
+    pub buffers: DiskBuffers,
 }
 
 /// A file or block device that holds a disk.
@@ -65,6 +67,8 @@ pub struct Image {
     shrinks: bool,
     holes: Holes,
     options: ImageOptions,
+    /// Of an image that may not answer: its data goes by way of [`Buffers`](super::Buffers), too.
+    submitter: Option<Submitter>,
 }
 
 /// The same file, open past the page cache.
@@ -91,11 +95,20 @@ pub struct Holes {
 }
 
 impl Image {
-    /// `len` bytes of a file that is open for what will be asked of it. Nothing is known of it.
+    /// `len` bytes of a file that is open for what will be asked of it, and always answers. Nothing else is
+    /// known of it.
     pub fn new(file: OwnedFd, len: u64) -> Image {
         let options = ImageOptions::default();
         let (file, holes) = (file.into(), Holes::default());
-        Image { file, direct: None, len, shrinks: false, holes, options }
+        Image { file, direct: None, len, shrinks: false, holes, options, submitter: None }
+    }
+
+    /// The same, of a file that may not answer.
+    ///
+    /// # Errors
+    /// No thread is left.
+    pub fn with_own_buffers(self) -> io::Result<Image> {
+        Ok(Image { submitter: Some(Submitter::spawn()?), ..self })
     }
 
     /// Opens the image at `path`, and locks it, unless it is to be handed over: one process may
@@ -133,7 +146,13 @@ impl Image {
             false => None,
         };
         let holes = if options.read_only { Holes::default() } else { Holes::of(&file, bytes) };
-        Ok(Image { file, direct, len, shrinks: kind.is_file(), holes, options })
+        let own = match options.buffers {
+            DiskBuffers::Own => true,
+            DiskBuffers::Guest => false,
+            DiskBuffers::Auto => !origin::always_answers(&file),
+        };
+        let submitter = if own { Some(Submitter::spawn()?) } else { None };
+        Ok(Image { file, direct, len, shrinks: kind.is_file(), holes, options, submitter })
     }
 
     /// A driver is about to use an image that is handed over: it is locked until
@@ -160,6 +179,16 @@ impl Image {
         Ok(())
     }
 
+    /// Whether it may not answer, so that data is in buffers of the service's own while it has them.
+    pub fn has_own_buffers(&self) -> bool {
+        self.submitter.is_some()
+    }
+
+    /// What hands its requests over, if it may not answer.
+    pub(super) fn submitter(&self) -> Option<&Submitter> {
+        self.submitter.as_ref()
+    }
+
     /// Bytes in all.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> u64 {
@@ -170,7 +199,12 @@ impl Image {
     /// shorter must not grow again by a write behind its end, with a hole before it.
     pub(super) fn bytes(&self) -> u64 {
         match self.shrinks {
-            true => fstat(&self.file).map_or(0, |about| about.st_size as u64),
+            // As far as is known here: what is behind a network or FUSE is not asked, which may take long.
+            true => {
+                let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+                let about = statx(&self.file, "", flags, StatxFlags::SIZE);
+                about.map_or(0, |about| about.stx_size)
+            }
             // A block device refuses what is behind its end.
             false => u64::MAX,
         }
@@ -298,7 +332,7 @@ mod tests {
         std::fs::write(&path, vec![1; 4096]).unwrap();
         let image = Image::open(&path, ImageOptions::default()).unwrap();
         let same = |a, b| {
-            let [a, b] = [fstat(a), fstat(b)].map(|about| about.unwrap());
+            let [a, b] = [rustix::fs::fstat(a), rustix::fs::fstat(b)].map(|about| about.unwrap());
             (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
         };
         // As if another had taken its name between two looks.

@@ -1,12 +1,17 @@
 //! Disks: where the data is in the end.
 
+mod buffers;
 mod file;
 mod image;
 mod lock;
+mod origin;
 mod pacer;
 mod ram;
 mod spec;
+mod submitter;
 
+pub(crate) use buffers::Buffers;
+pub use buffers::DiskBuffers;
 pub use file::{FileIo, FileOp};
 pub use image::{Holes, Image, ImageError, ImageOptions};
 pub use pacer::{Pace, Pacer};

@@ -164,16 +164,18 @@ impl<'a> Plan<'a> {
                         direct: spec.direct,
                         wait: blk::LOCK_WAIT,
                         hand_over: false,
+                        buffers: spec.buffers,
                     };
                     let disk = Disk::File(Arc::new(blk::open(&spec.image, how)?));
                     let id = format!("ringfence-{address}");
-                    Does::Blk(BlkOptions {
+                    let options = BlkOptions {
                         read_only: spec.read_only,
                         endpoint: Some(endpoint),
                         iommu: Some(Arc::clone(iommu)),
                         unit,
                         ..BlkOptions::new(disk, &id, spec.place.queues)
-                    })
+                    };
+                    Does::Blk(options, spec.image.display().to_string())
                 }
                 (Wanted::Net(_, 1), Some(Device { does: Does::Net { net, .. }, .. })) => {
                     Does::Net { net: Arc::clone(net), end: 1, endpoint }
@@ -236,20 +238,17 @@ pub(super) struct Device {
 }
 
 enum Does {
-    Blk(BlkOptions),
+    /// With the name of its image.
+    Blk(BlkOptions, String),
     /// One end of a network device.
-    Net {
-        net: Arc<Net>,
-        end: usize,
-        endpoint: Arc<Endpoint>,
-    },
+    Net { net: Arc<Net>, end: usize, endpoint: Arc<Endpoint> },
 }
 
 impl Device {
     /// Serves a front end.
     pub(super) fn connect(&self, iommu: &Arc<Iommu>, stream: UnixStream) -> Box<dyn Connection> {
         match &self.does {
-            Does::Blk(options) => {
+            Does::Blk(options, _) => {
                 let backend = BlkBackend::new(options.clone(), Arc::clone(&self.workers));
                 Box::new(Server::new(stream, backend))
             }
@@ -261,13 +260,22 @@ impl Device {
     }
 }
 
+/// Disks that have not answered, and how many rings wait for each.
+pub(super) fn left(devices: &[Device]) -> Vec<(String, usize)> {
+    let all = devices.iter().filter_map(|device| match &device.does {
+        Does::Blk(options, image) => Some((image.clone(), options.figures.stuck())),
+        Does::Net { .. } => None,
+    });
+    all.filter(|(_, rings)| *rings > 0).collect()
+}
+
 /// The figures of all devices; a queue's name is its device's address and its number.
 pub(super) fn figures(page: &mut Page, devices: &[Device]) {
     let name = |device: &Device| format!("{}/", device.address);
     let blks: Vec<(String, &BlkFigures)> = devices
         .iter()
         .filter_map(|device| match &device.does {
-            Does::Blk(options) => Some((name(device), &*options.figures)),
+            Does::Blk(options, _) => Some((name(device), &*options.figures)),
             Does::Net { .. } => None,
         })
         .collect();
@@ -275,7 +283,7 @@ pub(super) fn figures(page: &mut Page, devices: &[Device]) {
         .iter()
         .filter_map(|device| match &device.does {
             Does::Net { net, end, .. } => Some((name(device), &**net, *end)),
-            Does::Blk(_) => None,
+            Does::Blk(..) => None,
         })
         .collect();
     if !blks.is_empty() {

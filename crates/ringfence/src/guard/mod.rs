@@ -78,7 +78,7 @@ pub(crate) struct Arguments {
     #[arg(
         long,
         value_name = "SPEC",
-        help = "A disk: SOCKET=IMAGE[,queues=N][,read-only][,direct][,untrusted][,addr=DD.F]"
+        help = "A disk: SOCKET=IMAGE[,queues=N][,read-only][,direct][,disk-buffers=own|guest|auto][,untrusted][,addr=DD.F]"
     )]
     blk: Vec<BlkSpec>,
 
@@ -254,6 +254,10 @@ impl Service for Guard {
             None => Ok(Box::new(Server::new(stream, self.iommu.connect()))),
             Some(device) => Ok(self.devices[device].connect(&self.iommu, stream)),
         }
+    }
+
+    fn left(&self) -> Vec<(String, usize)> {
+        devices::left(&self.devices)
     }
 
     fn figures(&self, page: &mut Page) {

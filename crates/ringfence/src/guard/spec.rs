@@ -2,6 +2,8 @@
 
 use std::{path::PathBuf, str::FromStr};
 
+use ringfence_devices::disk::DiskBuffers;
+
 use super::address::Address;
 
 /// What every device can be told.
@@ -22,6 +24,7 @@ pub(super) struct BlkSpec {
     pub(super) image: PathBuf,
     pub(super) read_only: bool,
     pub(super) direct: bool,
+    pub(super) buffers: DiskBuffers,
 }
 
 /// Where packets of a network device go.
@@ -105,13 +108,16 @@ impl FromStr for BlkSpec {
             image: image.into(),
             read_only: false,
             direct: false,
+            buffers: DiskBuffers::Auto,
         };
         for option in options {
-            match option.as_str() {
-                "read-only" => spec.read_only = true,
-                "direct" => spec.direct = true,
-                other => spec.place.take(other, 256).unwrap_or_else(|| {
-                    Err(unknown(other, "addr=, queues=, untrusted, read-only, direct"))
+            match (option.as_str(), option.split_once('=')) {
+                ("read-only", _) => spec.read_only = true,
+                ("direct", _) => spec.direct = true,
+                (_, Some(("disk-buffers", place))) => spec.buffers = place.parse()?,
+                (other, _) => spec.place.take(other, 256).unwrap_or_else(|| {
+                    let known = "addr=, queues=, untrusted, read-only, direct, disk-buffers=";
+                    Err(unknown(other, known))
                 })?,
             }
         }

@@ -39,8 +39,8 @@ use tracing::{error, info, level_filters::LevelFilter, warn};
 pub(crate) use page::{Kind, Page};
 use socket::Listener;
 
-/// How long I/O that is under way may take to end when the service does.
-const LAST_IO: Duration = Duration::from_secs(30);
+/// How long the service may take to end: longer than each of its parts waits for anything.
+const LAST: Duration = Duration::from_secs(5);
 
 /// What a service of one socket can be told.
 #[derive(Args)]
@@ -140,6 +140,12 @@ pub(crate) trait Service: Send + Sync {
     /// # Errors
     /// It cannot be served: the connection is closed.
     fn connect(&self, socket: usize, stream: UnixStream) -> Result<Box<dyn Connection>>;
+
+    /// All connections have ended: images that have not answered, and how many rings wait for each. The
+    /// process may not end before they have, if the kernel does not let go of it.
+    fn left(&self) -> Vec<(String, usize)> {
+        Vec::new()
+    }
 
     /// The service's own figures.
     fn figures(&self, page: &mut Page);
@@ -242,16 +248,22 @@ pub(crate) fn run_on<S: Service>(
         tell(&[NotifyState::Stopping]);
         // Not of the scope, which would wait for it.
         thread::spawn(move || {
-            thread::sleep(LAST_IO);
-            error!("{name}: I/O has not ended for {LAST_IO:?}: giving up");
+            thread::sleep(LAST);
+            error!("{name}: it has not ended for {LAST:?}: giving up");
             log::end();
             std::process::exit(1);
         });
         frame.end();
         drop(running);
     });
+    let left = frame.service.left();
+    for (image, rings) in &left {
+        error!(
+            "{image}: the disk has not answered requests of {rings} rings; the kernel has them still"
+        );
+    }
     info!("{name}: ended");
-    Ok(ExitCode::SUCCESS)
+    Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// What becomes readable with the first SIGTERM or SIGINT. The second ends the process.
@@ -332,6 +344,7 @@ impl<S: Service> Frame<S> {
 
     fn end(&self) {
         self.stopping.store(true, Ordering::Release);
+        self.listeners.iter().for_each(Listener::remove);
         for front in &self.fronts {
             if let Some(shutdown) = &*front.now.lock() {
                 shutdown.shutdown();

@@ -35,11 +35,18 @@ impl Placed {
     }
 }
 
-impl Drop for Placed {
-    fn drop(&mut self) {
+impl Placed {
+    /// Takes it out of the file system, if it is still ours.
+    fn remove(&self) {
         if self.file.is_some() && identity(&self.path) == self.file {
             let _ = fs::remove_file(&self.path);
         }
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        self.remove();
     }
 }
 
@@ -99,7 +106,16 @@ pub(crate) struct Listener {
     pub(super) socket: UnixListener,
     /// Its name in messages.
     pub(super) name: String,
-    _placed: Option<Placed>,
+    placed: Option<Placed>,
+}
+
+impl Listener {
+    /// The service ends: nobody finds the socket any more.
+    pub(super) fn remove(&self) {
+        if let Some(placed) = &self.placed {
+            placed.remove();
+        }
+    }
 }
 
 /// The sockets at `paths`, or those that the service manager has opened (`LISTEN_FDS`), which go
@@ -116,14 +132,14 @@ pub(crate) fn open(paths: &[&Path], count: usize, mode: u32) -> Result<Vec<Liste
         socket.set_nonblocking(true)?;
         let name = socket.local_addr().ok().and_then(|at| Some(at.as_pathname()?.to_owned()));
         let name = name.map_or(format!("LISTEN_FDS[{at}]"), |path| path.display().to_string());
-        listeners.push(Listener { socket, name, _placed: None });
+        listeners.push(Listener { socket, name, placed: None });
     }
     if listeners.is_empty() {
         for path in paths {
             let (socket, placed) =
                 bind(path, mode).with_context(|| format!("cannot listen on {}", path.display()))?;
             let name = path.display().to_string();
-            listeners.push(Listener { socket, name, _placed: Some(placed) });
+            listeners.push(Listener { socket, name, placed: Some(placed) });
         }
     }
     match listeners.len() {

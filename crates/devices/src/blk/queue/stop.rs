@@ -27,11 +27,7 @@ impl BlkQueue {
         if !self.answers_to_the_end {
             return Ok(self.in_kernel() == 0);
         }
-        if let Store::File(file) = &mut self.store
-            && let Some(at) = file.stalled.take()
-        {
-            self.advance(at, bus);
-        }
+        self.advance_stalled(bus);
         // Whatever the time is: a real disk may be faster, too.
         self.complete(bus, u64::MAX, u64::MAX);
         self.reap();
@@ -66,7 +62,8 @@ impl BlkQueue {
         waiting.sort_unstable_by_key(|&at| self.slots[usize::from(at)].number);
         while let Some(&at) = waiting.last() {
             let slot = &mut self.slots[usize::from(at)];
-            let begun = matches!(slot.step, Step::Busy(_) | Step::Answer(..)) && !ordered;
+            let begun = matches!(slot.step, Step::Busy(_) | Step::Deliver(_) | Step::Answer(..))
+                && !ordered;
             let head = slot.chain.head();
             if begun || !self.ring.untake(head) {
                 break;
@@ -75,6 +72,9 @@ impl BlkQueue {
                 recorded.forget(head);
             }
             (slot.step, slot.wait) = (Step::Free, None);
+            if let Store::File(file) = &mut self.store {
+                file.end(&mut slot.transfer);
+            }
             self.free.push(at);
             if let Some(order) = &mut self.order {
                 order.taken.retain(|&other| other != at);

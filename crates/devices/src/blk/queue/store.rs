@@ -12,7 +12,7 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
-use ringfence_mem::{Access, HostSlice, Memory, Translate};
+use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
 use ringfence_virtq::Chain;
 
 use super::{Slot, Step};
@@ -23,7 +23,7 @@ use crate::{
     },
     bus::Bus,
     dirty::RingLog,
-    disk::{Disk, FileIo, FileOp, Pacer, Ram},
+    disk::{Buffers, Disk, FileIo, FileOp, Pacer, Ram},
 };
 
 /// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
@@ -47,14 +47,16 @@ pub(super) enum Store {
 /// A file, and what the kernel is doing with it.
 pub(super) struct FileStore {
     pub(super) io: FileIo,
-    /// A request that found no room in the io_uring.
-    pub(super) stalled: Option<u16>,
+    /// Requests that found no buffer, or no room in the io_uring, in their order.
+    pub(super) stalled: VecDeque<u16>,
     /// Completed, and not answered yet.
     pub(super) done: Vec<(u16, bool)>,
     /// What the bus no longer reaches, and the kernel perhaps still does.
     pub(super) old: Vec<Arc<Memory>>,
     /// Whether what is written is durable when it is answered.
     pub(super) through: Arc<AtomicBool>,
+    /// Where data is while the kernel has it, if not where the driver has it.
+    pub(super) buffers: Option<Buffers>,
 }
 
 impl Store {
@@ -68,8 +70,9 @@ impl Store {
                 due: VecDeque::with_capacity(size.into()),
             },
             Disk::File(image) => Store::File(FileStore {
+                buffers: if image.has_own_buffers() { Some(Buffers::new()?) } else { None },
                 io: FileIo::new(Arc::clone(image), size.into())?,
-                stalled: None,
+                stalled: VecDeque::new(),
                 done: Vec::with_capacity(size.into()),
                 old: Vec::new(),
                 through: Arc::default(),
@@ -93,7 +96,11 @@ pub(super) struct Transfer {
     pieces: Vec<libc::iovec>,
     /// Keep the translations of `pieces` alive.
     leases: Leases,
-    /// What of the pieces is still to be moved, from where on in the file.
+    /// The buffers that `pieces` are of, if they are the service's own, and how much of them the kernel has
+    /// moved.
+    own: Vec<u32>,
+    moved: u64,
+    /// What is still to be moved, from where on in the file.
     left: u64,
     offset: u64,
     write: bool,
@@ -249,11 +256,23 @@ impl FileStore {
             Action::Zero { offset, len, punch } => FileOp::Zero { offset, len, punch },
             Action::Transfer { write, offset, len } => {
                 transfer.through = self.through.load(Ordering::Acquire);
-                match transfer.translate(chain, bus, (write, offset, len)) {
-                    Ok(()) => transfer.op(),
-                    Err(request::Stop::Missing(missing)) => return Handed::Missing(missing),
-                    Err(request::Stop::Status(_)) => return Handed::Failed,
+                if self.buffers.is_some() {
+                    match self.fill((chain, transfer), (write, offset, len), bus) {
+                        Ok(true) => {}
+                        Ok(false) => return Handed::Later,
+                        Err(error) => {
+                            let failed = |missing| Handed::Missing(missing);
+                            return Missing::of(error).map_or(Handed::Failed, failed);
+                        }
+                    }
+                } else {
+                    match transfer.translate(chain, bus, (write, offset, len)) {
+                        Ok(()) => {}
+                        Err(request::Stop::Missing(missing)) => return Handed::Missing(missing),
+                        Err(request::Stop::Status(_)) => return Handed::Failed,
+                    }
                 }
+                transfer.op()
             }
             Action::Identify | Action::Nothing => unreachable!("answered without the file"),
         };
@@ -274,11 +293,92 @@ impl FileStore {
         }
     }
 
+    /// Begins a transfer by way of own buffers, or goes on with it.
+    fn fill(
+        &mut self,
+        (chain, transfer): (&Chain, &mut Transfer),
+        (write, offset, len): (bool, u64, u64),
+        bus: &Bus,
+    ) -> Result<bool, AccessError> {
+        let Some(buffers) = &mut self.buffers else { return Ok(true) };
+        if transfer.own.is_empty() {
+            (transfer.left, transfer.offset, transfer.write) = (len, offset, write);
+            if !write {
+                // So that it is there when the data is. What is refused then fails then.
+                for desc in request::data(chain, write, len) {
+                    bus.prefetch(desc.addr, desc.len.into(), Access::Write);
+                }
+            }
+            if buffers.take(len.max(1), &mut transfer.own) == 0 {
+                return Ok(false);
+            }
+        }
+        transfer.pieces.clear();
+        let mut left = transfer.left;
+        for &buffer in &transfer.own {
+            let piece = buffers.piece(buffer, left);
+            left -= piece.iov_len as u64;
+            transfer.pieces.push(piece);
+            if left == 0 {
+                break;
+            }
+        }
+        if write {
+            let at = len - transfer.left;
+            // SAFETY: the pieces are these buffers'.
+            let pieces = transfer.pieces.iter().map(|piece| unsafe { buffers.slice(piece) });
+            if let Err(error) = request::copy(chain, bus, (write, len, at), pieces) {
+                // What waits for a translation holds no buffer.
+                if at == 0 {
+                    buffers.give_back(&mut transfer.own);
+                }
+                return Err(error);
+            }
+        }
+        Ok(true)
+    }
+
+    /// What the kernel has moved of a transfer by way of own buffers is brought to the driver, through the
+    /// translations that there are now. True if that was the last of it.
+    ///
+    /// # Errors
+    /// It is refused, or a translation is missing: then it is to be tried again.
+    pub(super) fn deliver(
+        &mut self,
+        (chain, transfer): (&Chain, &mut Transfer),
+        len: u64,
+        bus: &Bus,
+    ) -> Result<bool, AccessError> {
+        let Some(buffers) = &self.buffers else { return Ok(true) };
+        if !transfer.write {
+            let mut left = transfer.moved as usize;
+            let pieces = transfer.pieces.iter().map(|piece| {
+                // SAFETY: the pieces are these buffers', and the kernel is done with them.
+                let piece = unsafe { buffers.slice(piece) }.part(0, left);
+                left -= piece.len();
+                piece
+            });
+            request::copy(chain, bus, (false, len, len - transfer.left), pieces)?;
+        }
+        transfer.left -= transfer.moved;
+        transfer.offset += transfer.moved;
+        transfer.moved = 0;
+        Ok(transfer.left == 0)
+    }
+
+    /// A request has ended.
+    pub(super) fn end(&mut self, transfer: &mut Transfer) {
+        if let Some(buffers) = &mut self.buffers {
+            buffers.give_back(&mut transfer.own);
+        }
+    }
+
     /// Takes what the kernel has done into `done`; what was moved in part is handed over again.
     /// True if there was anything.
     pub(super) fn reap(&mut self, slots: &mut [Slot], log: &RingLog) -> bool {
         let before = self.done.len();
         let (done, old, mut again) = (&mut self.done, &self.old, Vec::new());
+        let own = self.buffers.is_some();
         // The kernel has no request that zeroes and is durable.
         let (through, mut flushed) = (self.through.load(Ordering::Acquire), Vec::new());
         self.io.reap(|token, result| {
@@ -286,6 +386,12 @@ impl FileStore {
             let slot = &mut slots[usize::from(at)];
             let (moves, transfer) = (slot.moves_data(), &mut slot.transfer);
             let moved = result.as_ref().map_or(0, |&moved| u64::from(moved));
+            if moves && own {
+                transfer.moved = moved.min(transfer.left);
+                // What was moved in part goes on when that is delivered.
+                done.push((at, result.is_ok() && (moved > 0 || transfer.left == 0)));
+                return;
+            }
             if moves {
                 // A read that fails may have written something.
                 transfer.mark(result.as_ref().ok().map(|_| moved), log, old);

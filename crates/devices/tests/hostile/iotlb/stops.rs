@@ -1,9 +1,13 @@
 //! Rings that are stopped while requests wait, or while the disk does.
 
-use std::io::Write as _;
+use std::{fs::File, io::Write as _};
 
-use ringfence_devices::blk::wire::Kind;
+use ringfence_devices::{
+    blk::wire::Kind,
+    disk::{Disk, Image},
+};
 use ringfence_iotlb::IotlbConfig;
+use ringfence_mem::Access;
 
 use super::{invalidations::pipe, *};
 
@@ -202,5 +206,103 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
         answers.write_all(&[6; PAGE]).unwrap();
         assert_eq!(queue.finish(), OK);
         assert!(holds(&data, 6));
+    }
+}
+
+/// A disk of which a read answers when something is written to the other end, and not before.
+fn own_pipe() -> (Disk, File) {
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let image = Image::new(reader, 1 << 20).with_own_buffers().unwrap();
+    (Disk::File(Arc::new(image)), writer.into())
+}
+
+#[test]
+fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
+    // rule D15
+    // The page goes to somebody else before the disk answers, or stays.
+    for is_taken in [true, false] {
+        let (disk, mut answers) = own_pipe();
+        let mut behind = Behind::connect(workers(1), options(config(), disk));
+        let mut queue = behind.queue(0);
+        let (page, data) = behind.mapped();
+        fill(&data, 7);
+        queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+        until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+        if is_taken {
+            behind.unmap(page);
+        } else {
+            behind.invalidate(iova(page), iova(page) + 0xfff);
+        }
+        assert_eq!(behind.ask(0, |unit| unit.in_kernel(0)), 1, "the disk has not answered");
+        answers.write_all(&[5; PAGE]).unwrap();
+        // By the translation that there is then: it is asked for again.
+        assert_eq!(queue.finish(), if is_taken { IOERR } else { OK });
+        assert!(holds(&data, if is_taken { 7 } else { 5 }));
+    }
+}
+
+#[test]
+fn a_read_that_does_not_end_holds_up_no_later_ring_and_its_data_goes_nowhere() {
+    // rule D28
+    let (disk, mut answers) = own_pipe();
+    let mut behind = Behind::connect(workers(1), options(config(), disk));
+    let mut queue = behind.queue(0);
+    let (page, data) = behind.mapped();
+    fill(&data, 7);
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+    behind.hang_up();
+    assert!(behind.ended().is_ok());
+    let figures = Arc::clone(&behind.options.figures);
+    assert_eq!((figures.stuck(), figures.holds()), (1, false));
+    let mut next = Behind::connect(Arc::clone(&behind.workers), behind.options.clone());
+    let mut queue = next.queue(0);
+    let (name, _) = next.mapped();
+    queue.go_round_with(piece(iova(name), 20));
+    // The first bytes are the first reader's.
+    let (page, new) = next.mapped();
+    answers.write_all(&[5; PAGE]).unwrap();
+    until("the end of the old I/O", || figures.stuck() == 0);
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    answers.write_all(&[6; PAGE]).unwrap();
+    assert_eq!(queue.finish(), OK);
+    assert!(holds(&new, 6) && holds(&data, 7));
+}
+
+#[test]
+fn what_goes_by_way_of_own_buffers_arrives() {
+    // Requests in several pieces, buffers that end anywhere, and more than there are buffers for at once.
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(8 << 20).unwrap();
+    let image = Image::new(file.into(), 8 << 20).with_own_buffers().unwrap();
+    let mut behind = Behind::new(1, config(), Disk::File(Arc::new(image)));
+    let mut queue = behind.queue(0);
+    let (base, at, len) = (iova(1 << 16), 256 * PAGE, 700 * PAGE);
+    let user_addr = behind.ram.user_addr() + at as u64;
+    let (last, access) = (base + len as u64 - 1, Some(Access::ReadWrite));
+    behind.main().iotlb(&Iotlb::Update { first: base, last, user_addr, access }).unwrap();
+    let byte = |at: usize| (at / 512 * 7 + at % 509) as u8;
+    let memory = behind.ram.window(at, len).unwrap();
+    for (sizes, sector) in [
+        (vec![512], 0),
+        (vec![1, 510, 1], 3),
+        (vec![4096 * 9 + 100, 412, 4096 * 30], 100),
+        (vec![1 << 20, 1 << 20, 512 << 10, 100, 412], 2000),
+    ] {
+        let total: usize = sizes.iter().sum();
+        let expected: Vec<u8> = (0..total).map(byte).collect();
+        memory.write(0, &expected);
+        let mut at = base;
+        let mut pieces = Vec::new();
+        for size in &sizes {
+            pieces.push(piece(at, *size));
+            at += *size as u64;
+        }
+        assert_eq!(queue.request(Kind::Out, sector, &pieces), OK, "{sizes:?}");
+        memory.write(0, &vec![0xaa; total + 1]);
+        assert_eq!(queue.request(Kind::In, sector, &pieces), OK, "{sizes:?}");
+        let mut found = vec![0; total + 1];
+        memory.read(0, &mut found);
+        assert!(found[..total] == expected && found[total] == 0xaa, "{sizes:?}");
     }
 }

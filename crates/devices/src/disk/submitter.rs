@@ -1,0 +1,125 @@
+//! A thread that hands requests to the kernel, for an image that may not answer.
+//!
+//! `io_uring_enter` may block where a file system does not keep its word, and what it does not finish at
+//! once is done by kernel threads that belong to the thread that called it, so many and no more. So an
+//! image that may hang has such a thread of its own: neither the worker nor another image waits for it.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use rustix::io_uring::{IoringEnterFlags, io_uring_enter};
+
+use crate::event;
+
+/// How long what the kernel cannot take now is left alone.
+const AGAIN: Duration = Duration::from_millis(1);
+
+/// The thread of one image, from outside. It ends when this is dropped, and is not waited for: the kernel may
+/// not let it go.
+#[derive(Debug)]
+pub(super) struct Submitter {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// Blocking: only this process has it.
+    bell: OwnedFd,
+    over: AtomicBool,
+    rings: Mutex<Vec<Weak<Pending>>>,
+}
+
+/// A ring whose requests it hands over.
+#[derive(Debug)]
+pub(super) struct Pending {
+    ring: OwnedFd,
+    queued: AtomicBool,
+    shared: Arc<Shared>,
+}
+
+impl Submitter {
+    /// # Errors
+    /// No thread or descriptor is left.
+    pub(super) fn spawn() -> io::Result<Submitter> {
+        let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
+        let (over, rings) = (AtomicBool::new(false), Mutex::default());
+        let shared = Arc::new(Shared { bell, over, rings });
+        let theirs = Arc::clone(&shared);
+        thread::Builder::new().name("disk".into()).spawn(move || theirs.run())?;
+        Ok(Submitter { shared })
+    }
+
+    /// Takes `ring` on: what is queued in it from now on is handed over when that is
+    /// [said](Pending::hand_over).
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub(super) fn add(&self, ring: RawFd) -> io::Result<Arc<Pending>> {
+        // SAFETY: the caller's ring is open now.
+        let ring = unsafe { BorrowedFd::borrow_raw(ring) }.try_clone_to_owned()?;
+        let (queued, shared) = (AtomicBool::new(false), Arc::clone(&self.shared));
+        let pending = Arc::new(Pending { ring, queued, shared });
+        let mut rings = self.shared.rings.lock();
+        rings.retain(|ring| ring.strong_count() > 0);
+        rings.push(Arc::downgrade(&pending));
+        Ok(pending)
+    }
+}
+
+impl Drop for Submitter {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Release);
+        event::signal(&self.shared.bell);
+    }
+}
+
+impl Pending {
+    /// There is something in the ring.
+    pub(super) fn hand_over(&self) {
+        if !self.queued.swap(true, Ordering::AcqRel) {
+            event::signal(&self.shared.bell);
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        while !self.over.load(Ordering::Acquire) {
+            let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+            let rings: Vec<Arc<Pending>> =
+                self.rings.lock().iter().filter_map(Weak::upgrade).collect();
+            for pending in rings {
+                // Before the ring is looked at: what is queued later is said again.
+                if pending.queued.swap(false, Ordering::AcqRel) {
+                    enter(pending.ring.as_fd());
+                }
+            }
+        }
+    }
+}
+
+/// Hands over all that is queued. What cannot be now is tried again: whoever waits for it waits for the disk.
+fn enter(ring: BorrowedFd<'_>) {
+    loop {
+        // SAFETY: whoever queued the requests vouches for their memory.
+        let done = unsafe { io_uring_enter(ring, u32::MAX, 0, IoringEnterFlags::empty()) };
+        match done {
+            Ok(_) => return,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::BUSY) => thread::sleep(AGAIN),
+            Err(error) => {
+                let ring = ring.as_raw_fd();
+                return tracing::error!("io_uring {ring} takes no requests: {error}");
+            }
+        }
+    }
+}
