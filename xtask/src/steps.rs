@@ -86,27 +86,28 @@ const fn long(name: &'static str, budget: u32, run: fn(&Run) -> Result<()>) -> S
     Step { name, budget, long: true, run }
 }
 
-/// Each has a third to spare over what a run from nothing took.
+/// Each is twice what a run from nothing took on a quiet machine: the same work takes half as long again on another
+/// day, where processors are shared, and the verdict must not depend on that.
 const STEPS: &[Step] = &[
     step("format", 10, |_| cargo(&["fmt", "--all", "--check"], &[])),
-    step("lints", 80, |_| {
+    step("lints", 110, |_| {
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
     }),
     step("floors", 5, |_| floors::check()),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
-    step("build", 450, |run| run.suite().map(|_| ())),
-    step("unit and property tests", 150, |run| run.tests(|program| program.package != COMMAND)),
+    step("build", 700, |run| run.suite().map(|_| ())),
+    step("unit and property tests", 200, |run| run.tests(|program| program.package != COMMAND)),
     step("cases that failed once", 30, |run| soak::cases(run.suite()?)),
-    step("end to end", 220, |run| run.tests(|program| program.package == COMMAND)),
-    step("model checks", 120, |_| models()),
-    step("documentation", 40, |_| documentation()),
-    step("examples", 40, examples),
-    step("speed gate", 180, |_| gate::run(None, false)),
+    step("end to end", 330, |run| run.tests(|program| program.package == COMMAND)),
+    step("model checks", 150, |_| models()),
+    step("documentation", 50, |_| documentation()),
+    step("examples", 60, examples),
+    step("speed gate", 260, |_| gate::run(None, false)),
     step("huge pages", 10, huge_pages),
-    step("guests", 750, real_guests),
+    step("guests", 1200, real_guests),
     step("job files under the real fio", 5, real_fio),
-    step("fuzz smoke", 260, fuzz_smoke),
+    step("fuzz smoke", 270, fuzz_smoke),
     long("property tests with ten more seeds", 2400, |run| {
         // The same ones each time.
         soak::random(run.suite()?, 1..=10)
