@@ -14,6 +14,7 @@ use std::{
 use io_uring::{IoUring, opcode};
 use parking_lot::Mutex;
 use ringfence_vhost_user::HandlerError;
+use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
 
 /// Where an eventfd comes from says what it is, with `/proc` or without.
 const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
@@ -22,7 +23,7 @@ const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
 #[derive(Debug, thiserror::Error)]
 pub enum NotifierError {
     /// Reads, writes and waits on anything else may block, or never end.
-    #[error("it is no eventfd")]
+    #[error("it is no eventfd (nor, to notify the driver with, a Unix stream)")]
     NoEventfd,
     /// The kernel has neither io_uring nor AIO for this process.
     #[error("the kernel lets this process signal no eventfd without blocking: {0}")]
@@ -40,6 +41,8 @@ enum Way {
     Uring(Mutex<IoUring>),
     /// Where the process may have no io_uring: three times the cost.
     Aio(OwnedFd),
+    /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the peer's changes.
+    Stream(OwnedFd),
 }
 
 impl std::fmt::Debug for Way {
@@ -47,16 +50,21 @@ impl std::fmt::Debug for Way {
         f.write_str(match self {
             Way::Uring(_) => "Uring",
             Way::Aio(_) => "Aio",
+            Way::Stream(_) => "Stream",
         })
     }
 }
 
 impl Notifier {
-    /// For `event`.
+    /// For `event`, an eventfd or a Unix stream.
     ///
     /// # Errors
-    /// It is no eventfd; the kernel refuses.
+    /// It is neither; the kernel refuses.
     pub fn new(event: OwnedFd) -> Result<Notifier, NotifierError> {
+        let kind = (sockopt::socket_domain(&event), sockopt::socket_type(&event));
+        if kind == (Ok(AddressFamily::UNIX), Ok(SocketType::STREAM)) {
+            return Ok(Notifier(Way::Stream(event)));
+        }
         check(event.as_fd())?;
         let ring = IoUring::new(2)
             .and_then(|ring| ring.submitter().register_eventfd(event.as_raw_fd()).map(|()| ring));
@@ -77,6 +85,11 @@ impl Notifier {
                 if let Ok(aio) = Aio::get() {
                     aio.signal(event.as_fd());
                 }
+            }
+            // One that is full is as good as a full counter.
+            Way::Stream(stream) => {
+                let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                let _ = rustix::net::send(stream, &1u64.to_ne_bytes(), flags);
             }
         }
     }
@@ -263,9 +276,30 @@ mod tests {
     }
 
     #[test]
+    fn a_full_stream_that_blocks_holds_up_nobody() {
+        let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
+        let notifier = Notifier::new(writer.into()).unwrap();
+        // More than any stream holds.
+        (0..100_000).for_each(|_| notifier.notify());
+        let mut bytes = [0; 8];
+        assert_eq!(rustix::io::read(&reader, &mut bytes), Ok(8));
+        assert_eq!(u64::from_ne_bytes(bytes), 1);
+        drop(reader);
+        notifier.notify();
+        assert!(check(notifier_of(&notifier)).is_err(), "no ring is kicked with one");
+    }
+
+    fn notifier_of(notifier: &Notifier) -> BorrowedFd<'_> {
+        match &notifier.0 {
+            Way::Stream(stream) => stream.as_fd(),
+            way => panic!("{way:?}"),
+        }
+    }
+
+    #[test]
     fn nothing_but_an_eventfd_is_one() {
+        let (socket, _peer) = std::os::unix::net::UnixDatagram::pair().unwrap();
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
-        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
         let memory =
             rustix::fs::memfd_create("anon_inode:[eventfd]", rustix::fs::MemfdFlags::CLOEXEC);
         let timer = rustix::time::timerfd_create(
