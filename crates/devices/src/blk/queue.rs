@@ -114,6 +114,10 @@ impl Remains {
     pub(super) fn reap(&mut self) -> u32 {
         if let Store::File(file) = &mut self.store {
             file.reap(&mut self.slots, &RingLog::default());
+            for (at, _) in file.done.drain(..) {
+                // Nobody is answered. What has ended holds nothing up.
+                self.slots[usize::from(at)].step = Step::Free;
+            }
             // What was moved in part goes on.
             let _ = file.io.kick();
         }

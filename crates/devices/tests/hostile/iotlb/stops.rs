@@ -7,7 +7,7 @@ use ringfence_devices::{
     disk::{Disk, Image},
 };
 use ringfence_iotlb::IotlbConfig;
-use ringfence_mem::Access;
+use ringfence_mem::{Access, Window};
 
 use super::{invalidations::pipe, *};
 
@@ -216,18 +216,32 @@ fn own_pipe() -> (Disk, File) {
     (Disk::File(Arc::new(image)), writer.into())
 }
 
+/// A queue whose disk has not answered a read into a page of sevens.
+struct Reading {
+    answers: File,
+    behind: Behind,
+    queue: RawQueue,
+    page: usize,
+    data: Window,
+}
+
+fn reading() -> Reading {
+    let (disk, answers) = own_pipe();
+    let mut behind = Behind::connect(workers(1), options(config(), disk));
+    let mut queue = behind.queue(0);
+    let (page, data) = behind.mapped();
+    fill(&data, 7);
+    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
+    until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+    Reading { answers, behind, queue, page, data }
+}
+
 #[test]
 fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
     // rule D15
     // The page goes to somebody else before the disk answers, or stays.
     for is_taken in [true, false] {
-        let (disk, mut answers) = own_pipe();
-        let mut behind = Behind::connect(workers(1), options(config(), disk));
-        let mut queue = behind.queue(0);
-        let (page, data) = behind.mapped();
-        fill(&data, 7);
-        queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-        until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+        let Reading { mut answers, behind, mut queue, page, data } = reading();
         if is_taken {
             behind.unmap(page);
         } else {
@@ -244,13 +258,7 @@ fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
 #[test]
 fn a_read_that_does_not_end_holds_up_no_later_ring_and_its_data_goes_nowhere() {
     // rule D28
-    let (disk, mut answers) = own_pipe();
-    let mut behind = Behind::connect(workers(1), options(config(), disk));
-    let mut queue = behind.queue(0);
-    let (page, data) = behind.mapped();
-    fill(&data, 7);
-    queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+    let Reading { mut answers, mut behind, data, .. } = reading();
     behind.hang_up();
     assert!(behind.ended().is_ok());
     let figures = Arc::clone(&behind.options.figures);
