@@ -109,7 +109,7 @@ impl FrontEnd {
     /// Keeps where a ring's interrupts go, for its next start too.
     ///
     /// # Errors
-    /// It is no eventfd.
+    /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
     pub(crate) fn set_call(
         &mut self,
         ring: u16,
@@ -121,7 +121,7 @@ impl FrontEnd {
     /// Keeps where a ring's failure is told.
     ///
     /// # Errors
-    /// It is no eventfd.
+    /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
     pub(crate) fn set_err(
         &mut self,
         ring: u16,

@@ -1,4 +1,4 @@
-//! Event descriptors of a peer, which can make a write to one block: by taking O_NONBLOCK back, which the
+//! Descriptors that a peer is notified with. It can make a write to its eventfd block: by taking O_NONBLOCK back, which the
 //! ends share, and filling the counter. The kernel's own way to signal one never blocks, and a full
 //! counter stays full. A process has it by I/O that the kernel completes at once.
 
