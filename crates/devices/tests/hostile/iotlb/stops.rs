@@ -8,6 +8,7 @@ use ringfence_devices::{
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, Window};
+use ringfence_vhost_user::WireError;
 
 use super::{invalidations::pipe, *};
 
@@ -260,7 +261,9 @@ fn a_read_that_does_not_end_holds_up_no_later_ring_and_its_data_goes_nowhere() {
     // rule D28
     let Reading { mut answers, mut behind, data, .. } = reading();
     behind.hang_up();
-    assert!(behind.ended().is_ok());
+    // The last translation may be in use before the front end is told so.
+    let ended = behind.ended();
+    assert!(matches!(ended, Ok(()) | Err(ServeError::Wire(WireError::HungUp { .. }))), "{ended:?}");
     let figures = Arc::clone(&behind.options.figures);
     assert_eq!((figures.stuck(), figures.holds()), (1, false));
     let mut next = Behind::connect(Arc::clone(&behind.workers), behind.options.clone());
