@@ -144,6 +144,21 @@ fn keep(
     Ok(notifier)
 }
 
+/// Says what there is to be said of new memory.
+pub(crate) fn warn_of(name: &str, memory: &Memory) {
+    if !memory.is_sealed() {
+        tracing::warn!("{name}: the memory's file can be truncated under us");
+    }
+    if let Some(region) = memory.unmapped().next() {
+        let (count, gpa) = (memory.unmapped().count(), region.gpa);
+        tracing::warn!(
+            "{name}: {count} regions of memory, the first at {gpa:#x}, are in files of a disk or a network, \
+             whose pages may take long to come: they are not mapped, and accesses to them fail; use \
+             memory-backend-memfd, or a file of tmpfs or hugetlbfs"
+        );
+    }
+}
+
 /// Copies a part of a configuration space. Front ends ask for the whole of a later, longer layout:
 /// what we do not have reads as 0.
 ///

@@ -56,9 +56,9 @@ pub enum MemError {
         /// How long it is.
         actual: u64,
     },
-    /// The descriptor is of something that is no file in memory or on a disk.
-    #[error("the descriptor of a memory region is no regular file")]
-    NotAFile,
+    /// The descriptor is of a file whose pages may take long to come: of a disk, a network, FUSE.
+    #[error("the file is no memory: it must be a memfd, or on tmpfs or hugetlbfs")]
+    NotMemory,
     /// A piece that does not lie within the memory.
     #[error("{len:#x} bytes at offset {offset:#x} pass the end of {size:#x} bytes")]
     OutOfBounds {

@@ -4,7 +4,7 @@ use crate::{
     Access, AccessError, GuestRam, HostSlice, MemError, PAGE_SIZE, mapping::Mapping, sigbus,
 };
 use core::ptr::NonNull;
-use rustix::fs::{self, FileType, SealFlags};
+use rustix::fs::{self, AtFlags, SealFlags, Statx, StatxFlags};
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
@@ -69,12 +69,25 @@ pub struct Found<'m> {
 #[derive(Clone, Debug)]
 struct Mapped {
     region: Region,
+    /// `None`: its file is none that is mapped here.
+    place: Option<Place>,
+    sealed: bool,
+    /// Which file: its device and inode.
+    file: (u32, u32, u64),
+}
+
+/// Where a region is in this process.
+#[derive(Clone, Debug)]
+struct Place {
     mapping: Arc<Mapping>,
     /// Where the region begins: a file of huge pages may have to be mapped from before it.
     base: NonNull<u8>,
-    sealed: bool,
-    /// Which file: its device and inode.
-    file: (u64, u64),
+}
+
+impl Mapped {
+    fn is_lost(&self) -> bool {
+        self.place.as_ref().is_some_and(|place| place.mapping.is_lost())
+    }
 }
 
 /// One region as one address space sees it.
@@ -96,17 +109,20 @@ impl Table {
         mapped: &[Mapped],
         first: fn(&Region) -> u64,
     ) -> Result<Table, MemError> {
+        // Cannot wrap: `Region::check` passed.
+        let range = |m: &Mapped| (first(&m.region), first(&m.region) + (m.region.size - 1));
+        let mut ranges: Vec<(u64, u64)> = mapped.iter().map(range).collect();
+        ranges.sort_unstable();
+        disjoint(what, ranges.into_iter())?;
         let mut entries: Vec<Entry> = mapped
             .iter()
             .enumerate()
-            .map(|(index, m)| {
-                let first = first(&m.region);
-                // Cannot wrap: `Region::check` passed.
-                Entry { first, last: first + (m.region.size - 1), base: m.base, region: index }
+            .filter_map(|(region, m)| {
+                let (first, last) = range(m);
+                Some(Entry { first, last, base: m.place.as_ref()?.base, region })
             })
             .collect();
         entries.sort_unstable_by_key(|entry| entry.first);
-        disjoint(what, entries.iter().map(|entry| (entry.first, entry.last)))?;
         Ok(Table(entries.into()))
     }
 
@@ -197,11 +213,14 @@ impl Memory {
 
     /// Checks regions, each with the descriptor of its file, and maps them.
     ///
+    /// Only files that are memory are mapped: of tmpfs, where memfds are, and hugetlbfs. A page of any other
+    /// file may take as long to come as whoever serves the file likes, and what touches it waits: such a
+    /// region [is there](Self::regions), and [no address in it](Self::unmapped) leads anywhere.
+    ///
     /// # Errors
     /// No region or too many; a region of zero bytes, one whose addresses wrap or are not
-    /// page-aligned, two that overlap (in guest-physical or in user addresses), a descriptor of
-    /// something else than a file, a file that is too short, or a refusal of the system. Nothing
-    /// stays mapped then.
+    /// page-aligned, two that overlap (in guest-physical or in user addresses), a file that is too
+    /// short, or a refusal of the system. Nothing stays mapped then.
     pub fn map(regions: Vec<(Region, OwnedFd)>) -> Result<Arc<Memory>, MemError> {
         if regions.is_empty() {
             return Err(MemError::NoRegions);
@@ -247,8 +266,7 @@ impl Memory {
     /// Whether it has this very region already, of the same file.
     pub fn has(&self, region: &Region, fd: BorrowedFd<'_>) -> bool {
         let mut same = self.mapped.iter().filter(|m| m.region == *region);
-        let file = |stat: fs::Stat| (stat.st_dev, stat.st_ino);
-        same.any(|m| fs::fstat(fd).is_ok_and(|stat| file(stat) == m.file))
+        same.any(|m| stat(fd).is_ok_and(|stat| identity(&stat) == m.file))
     }
 
     /// Whether the two say the same of every guest-physical address that both have: that it is the
@@ -297,6 +315,11 @@ impl Memory {
         self.mapped.iter().map(|m| &m.region)
     }
 
+    /// The regions that are not mapped, since their files are no memory.
+    pub fn unmapped(&self) -> impl Iterator<Item = &Region> + Clone {
+        self.mapped.iter().filter(|m| m.place.is_none()).map(|m| &m.region)
+    }
+
     /// Whether every region's file is sealed against truncation, so that nothing of it can be
     /// [`lost`](Self::lost) unless the machine itself runs out of (huge) pages.
     pub fn is_sealed(&self) -> bool {
@@ -329,7 +352,8 @@ impl Memory {
         let (first, end) = span(piece.as_ptr(), piece.len());
         self.mapped.iter().filter_map(move |m| {
             // Mapped, so that its length is one of this process's.
-            let (base, limit) = span(m.base.as_ptr(), m.region.size as usize);
+            let place = m.place.as_ref()?;
+            let (base, limit) = span(place.base.as_ptr(), m.region.size as usize);
             let (from, to) = (first.max(base), end.min(limit));
             (from < to).then(|| (m.region.gpa + (from - base) as u64, (to - from) as u64))
         })
@@ -340,7 +364,7 @@ impl Memory {
     /// load as long as nothing in this process ever was.
     #[inline]
     pub fn lost(&self) -> bool {
-        sigbus::any_lost() && self.mapped.iter().any(|m| m.mapping.is_lost())
+        sigbus::any_lost() && self.mapped.iter().any(Mapped::is_lost)
     }
 
     /// As [`lost`](Self::lost), for one region (see [`Found::region`]).
@@ -349,7 +373,7 @@ impl Memory {
     /// If there is no such region.
     #[inline]
     pub fn is_lost(&self, region: usize) -> bool {
-        sigbus::any_lost() && self.mapped[region].mapping.is_lost()
+        sigbus::any_lost() && self.mapped[region].is_lost()
     }
 
     /// Fails if any region was lost, for a device that does not know which it has touched: it is
@@ -384,7 +408,19 @@ fn span(base: *mut u8, len: usize) -> (usize, usize) {
     (base as usize, (base as usize).saturating_add(len))
 }
 
-/// The size of the pages that a file is mapped in.
+/// Which file a descriptor is of, as far as that is known without asking whoever serves its file system:
+/// FUSE may take as long as it likes to answer.
+fn stat(fd: BorrowedFd<'_>) -> Result<Statx, MemError> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    fs::statx(fd, c"", flags, StatxFlags::BASIC_STATS)
+        .map_err(MemError::os("statx of shared memory"))
+}
+
+fn identity(stat: &Statx) -> (u32, u32, u64) {
+    (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino)
+}
+
+/// The size of the pages that a file is mapped in. The file is memory.
 fn page_of(fd: BorrowedFd<'_>) -> Result<u64, MemError> {
     const HUGETLBFS_MAGIC: u64 = 0x958458f6;
     // SAFETY: a call without pointers.
@@ -400,15 +436,15 @@ fn page_of(fd: BorrowedFd<'_>) -> Result<u64, MemError> {
 
 /// Maps a region that passed [`Region::check`].
 fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
-    let stat = fs::fstat(fd).map_err(MemError::os("fstat of shared memory"))?;
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err(MemError::NotAFile);
-    }
+    let file = identity(&stat(fd)?);
+    // tmpfs, where memfds are, and hugetlbfs have seals; no other file system has.
+    let Ok(seals) = fs::fcntl_get_seals(fd) else {
+        return Ok(Mapped { region, place: None, sealed: false, file });
+    };
+    let sealed = seals.contains(SealFlags::SHRINK);
     let needed = region.mmap_offset + region.size;
     // First the seals, then the size: a file sealed now cannot become shorter than what we see.
-    let sealed = fs::fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-    let stat = fs::fstat(fd).map_err(MemError::os("fstat of shared memory"))?;
-    let actual = u64::try_from(stat.st_size).unwrap_or(0);
+    let actual = stat(fd)?.stx_size;
     if needed > actual {
         return Err(MemError::FileTooShort { needed, actual });
     }
@@ -427,8 +463,8 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
     mapping.watch(page as usize)?;
     // SAFETY: `mmap_offset - start` is less than `len`.
     let base = unsafe { mapping.base().add((region.mmap_offset - start) as usize) };
-    let file = (stat.st_dev, stat.st_ino);
-    Ok(Mapped { region, mapping: Arc::new(mapping), base, sealed, file })
+    let place = Some(Place { mapping: Arc::new(mapping), base });
+    Ok(Mapped { region, place, sealed, file })
 }
 
 #[cfg(test)]
@@ -458,6 +494,36 @@ mod tests {
         let many: Vec<_> = (0..510).map(|i| (region(i * PAGE, PAGE, i * PAGE, 0), 1)).collect();
         assert!(matches!(map(&many), Err(MemError::TooManyRegions { count: 510, max: 509 })));
         assert!(map(&many[..509]).is_ok());
+    }
+
+    #[test]
+    fn a_file_that_is_no_memory_is_not_mapped_and_no_address_in_it_leads_anywhere() {
+        // A file of a disk: its owner may be a process.
+        let disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        disk.set_len(4 * PAGE).unwrap();
+        let disk: OwnedFd = disk.into();
+        let (foreign, own) = (region(0, 2 * PAGE, 64 * PAGE, 0), region(2 * PAGE, PAGE, 0, 0));
+        let again = disk.try_clone().unwrap();
+        let memory = Memory::map(vec![(foreign, disk), (own, file(1))]).unwrap();
+        assert_eq!(memory.unmapped().collect::<Vec<_>>(), [&foreign]);
+        assert_eq!(memory.regions().len(), 2);
+        assert!(memory.has(&foreign, again.as_fd()));
+        for addr in [0, PAGE, 2 * PAGE - 1] {
+            assert!(memory.find_gpa(addr).is_none());
+            assert!(memory.find_user(64 * PAGE + addr).is_none());
+            assert!(memory.user_to_gpa(64 * PAGE + addr).is_none());
+        }
+        assert!(memory.find_gpa(2 * PAGE).is_some() && memory.find_user(0).is_some());
+        // It takes its place all the same.
+        let over = memory.with(region(PAGE, PAGE, 128 * PAGE, 0), file(1));
+        assert!(matches!(over, Err(MemError::Overlap { .. })));
+        assert_eq!(memory.without(&foreign).unwrap().unmapped().count(), 0);
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        let null = OwnedFd::from(std::fs::File::open("/dev/zero").unwrap());
+        for fd in [again, pipe, null] {
+            let all = Memory::map(vec![(foreign, fd)]).unwrap();
+            assert!(all.find_gpa(0).is_none() && all.check().is_ok());
+        }
     }
 
     #[test]
@@ -512,16 +578,6 @@ mod tests {
         let error = map(&[(region(0, 2 * PAGE, 0, PAGE), 2)]).unwrap_err();
         assert!(matches!(error, MemError::FileTooShort { needed: 0x3000, actual: 0x2000 }));
         assert!(map(&[(region(0, 2 * PAGE, 0, PAGE), 3)]).is_ok());
-    }
-
-    #[test]
-    fn a_descriptor_that_is_no_file_is_refused() {
-        let (pipe, _other) = rustix::pipe::pipe().unwrap();
-        let null = OwnedFd::from(std::fs::File::open("/dev/zero").unwrap());
-        for fd in [pipe, null] {
-            let error = Memory::map(vec![(region(0, PAGE, 0, 0), fd)]).unwrap_err();
-            assert!(matches!(error, MemError::NotAFile));
-        }
     }
 
     #[test]

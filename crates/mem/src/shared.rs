@@ -35,14 +35,17 @@ impl SharedFile {
     /// Maps `len` bytes of a file that a peer made, from `offset`, a multiple of [`PAGE_SIZE`].
     ///
     /// # Errors
-    /// A length of zero, a range that wraps or is not aligned, a descriptor of something else than
-    /// a file, a file that is too short, or a refusal of the system.
+    /// A length of zero, a range that wraps or is not aligned, a file that is no memory (of neither tmpfs nor
+    /// hugetlbfs) or too short, or a refusal of the system.
     pub fn map(fd: OwnedFd, offset: u64, len: u64) -> Result<SharedFile, MemError> {
         let region = Region { gpa: 0, size: len, user_addr: 0, mmap_offset: offset };
         SharedFile::of(Memory::map(vec![(region, fd)])?, len)
     }
 
     fn of(memory: Arc<Memory>, len: u64) -> Result<SharedFile, MemError> {
+        if memory.unmapped().next().is_some() {
+            return Err(MemError::NotMemory);
+        }
         let size = memory.regions().map(|region| region.size).sum();
         let window = Physical::new(Arc::clone(&memory)).window(0, len, Access::ReadWrite);
         let window = window.map_err(|_| MemError::OutOfBounds { offset: 0, len, size })?;
@@ -128,7 +131,7 @@ mod tests {
             );
         }
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
-        assert!(matches!(SharedFile::map(pipe, 0, 8), Err(MemError::NotAFile)));
+        assert!(matches!(SharedFile::map(pipe, 0, 8), Err(MemError::NotMemory)));
     }
 
     #[test]

@@ -30,7 +30,7 @@ use super::{
     wire::{Config, SECTOR, feature},
 };
 use crate::{
-    backend::{FrontEnd, read_config},
+    backend::{FrontEnd, read_config, warn_of},
     disk::Disk,
     event::Bells,
     iommu::{Iommu, Seat},
@@ -331,9 +331,7 @@ impl Handler for BlkBackend {
     }
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
-        if !memory.is_sealed() {
-            tracing::warn!("{}: the memory's file can be truncated under us", self.options.id);
-        }
+        warn_of(&self.options.id, &memory);
         self.seat.iter().try_for_each(|seat| seat.set_memory(&memory))?;
         self.front.set_memory(&memory, self.translation.as_mut())?;
         self.on_all(move |unit| unit.set_memory(&memory))

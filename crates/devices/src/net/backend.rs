@@ -22,7 +22,7 @@ use super::{
     wire::{Config, LINK_UP, feature},
 };
 use crate::{
-    backend::{FrontEnd, read_config},
+    backend::{FrontEnd, read_config, warn_of},
     iommu::Seat,
     tally::{IotlbTally, IotlbTotals},
     translation::Translation,
@@ -286,9 +286,7 @@ impl Handler for NetBackend {
     }
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
-        if !memory.is_sealed() {
-            debug!("{}: the memory's file can be truncated under us", self.name());
-        }
+        warn_of(&self.name(), &memory);
         self.seat.iter().try_for_each(|seat| seat.set_memory(&memory))?;
         self.front.set_memory(&memory, Some(&mut self.translation))?;
         let end = self.end;
