@@ -16,7 +16,7 @@ use std::{
 use rustix::{
     event::PollFlags,
     io::Errno,
-    net::{self, RecvFlags, SendFlags},
+    net::{self, AddressFamily, RecvFlags, SendFlags, SocketType, sockopt},
 };
 use zerocopy::IntoBytes;
 
@@ -63,9 +63,16 @@ impl BackendChannel {
     /// A channel over `stream`; `acks`: whether REPLY_ACK was negotiated.
     ///
     /// # Errors
-    /// The stream cannot be made non-blocking.
+    /// It is no Unix stream: other sockets may have something to be read by other ways than this one, so that
+    /// waiting for them never sleeps.
     pub fn new(stream: UnixStream, acks: bool) -> io::Result<BackendChannel> {
-        stream.set_nonblocking(true)?;
+        let kind = (sockopt::socket_domain(&stream)?, sockopt::socket_type(&stream)?);
+        if kind != (AddressFamily::UNIX, SocketType::STREAM) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "a channel must be a Unix stream",
+            ));
+        }
         Ok(BackendChannel {
             stream,
             acks,

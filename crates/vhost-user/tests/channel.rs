@@ -58,6 +58,21 @@ fn narrow() -> (BackendChannel, UnixStream) {
 }
 
 #[test]
+fn a_channel_that_is_no_unix_stream_is_refused() {
+    let (mut front, served) = connect(Device::default());
+    front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
+    let (datagram, _other) = std::os::unix::net::UnixDatagram::pair().unwrap();
+    let udp = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    let (pipe, _end) = rustix::pipe::pipe().unwrap();
+    for fd in [datagram.as_fd(), udp.as_fd(), pipe.as_fd()] {
+        assert!(front.set_backend_channel(fd).is_err());
+    }
+    assert_eq!(front.queue_num().unwrap(), 2, "the connection goes on");
+    drop(front);
+    served.join().unwrap().0.unwrap();
+}
+
+#[test]
 fn a_message_of_which_a_part_found_room_is_finished_first() {
     let (channel, theirs) = narrow();
     let mut sent = 0;
