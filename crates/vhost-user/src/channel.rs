@@ -2,6 +2,7 @@
 
 use crate::{
     WireError,
+    foreign::keep_out,
     inbox::{Inbox, Message},
     msg::{Header, MAX_FDS},
 };
@@ -14,7 +15,7 @@ use rustix::{
     },
 };
 use std::{
-    io::{IoSlice, IoSliceMut},
+    io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::{
         fd::{AsFd, BorrowedFd},
@@ -227,13 +228,15 @@ impl Channel {
                     let mut fds = Vec::new();
                     for ancillary in control.drain() {
                         if let RecvAncillaryMessage::ScmRights(rights) = ancillary {
-                            fds.extend(rights);
+                            fds.extend(rights.map(keep_out));
                         }
                     }
                     // Those that found no room were closed by the kernel.
                     if message.flags.contains(ReturnFlags::CTRUNC) {
                         return Err(WireError::Fds { request: 0, count: MAX_FDS + 1 });
                     }
+                    let fds = fds.into_iter().collect::<io::Result<Vec<_>>>();
+                    let fds = fds.map_err(|source| WireError::Os { what: "pipe", source })?;
                     inbox.filled(message.bytes, fds)?;
                     return Ok(message.bytes != 0);
                 }

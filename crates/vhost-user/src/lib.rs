@@ -27,6 +27,7 @@ mod backend;
 mod backend_channel;
 mod channel;
 mod error;
+mod foreign;
 mod frontend;
 mod frontend_channel;
 mod inbox;

@@ -10,7 +10,10 @@ use ringfence_vhost_user::{
     ProtocolFeatures, ServeError, Server, WireError,
     msg::{Header, Inflight, Request, code},
 };
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fs::{MemfdFlags, memfd_create},
+};
 use std::{
     io::{Read, Write},
     os::{
@@ -64,9 +67,9 @@ fn answers_carry_the_reply_bit_and_zero_for_success() {
     send(&stream, &message(&Request::SetOwner, true), &[]);
     assert_eq!(answer_word(&stream, code::SET_OWNER), 0);
     let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
-    let not_a_file = eventfd(0, EventfdFlags::empty()).unwrap();
+    let short = memfd_create("short", MemfdFlags::CLOEXEC).unwrap();
     let table = message(&Request::SetMemTable(vec![region]), true);
-    send(&stream, &table, &[not_a_file.as_fd()]);
+    send(&stream, &table, &[short.as_fd()]);
     assert_ne!(answer_word(&stream, code::SET_MEM_TABLE), 0);
     send(&stream, &message(&Request::GetVringBase { ring: 1 }, false), &[]);
     assert_eq!(answer(&stream, code::GET_VRING_BASE), [1u32, 0].as_bytes());
