@@ -44,7 +44,7 @@ fn missing() -> Vec<&'static str> {
     NEEDED.iter().filter(|(_, file)| !Path::new(file).exists()).map(|&(name, _)| name).collect()
 }
 
-fn is_root() -> bool {
+pub(crate) fn is_root() -> bool {
     Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0")
 }
 

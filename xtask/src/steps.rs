@@ -105,6 +105,7 @@ const STEPS: &[Step] = &[
     step("examples", 60, examples),
     step("speed gate", 260, |_| gate::run(None, false)),
     step("huge pages", 10, huge_pages),
+    step("disks that hang", 60, hanging_disks),
     step("guests", 1200, real_guests),
     step("job files under the real fio", 5, real_fio),
     step("fuzz smoke", 270, fuzz_smoke),
@@ -311,6 +312,17 @@ fn huge_pages(run: &Run) -> Result<()> {
         set(all)?;
     }
     result
+}
+
+/// Disks that are files of a file system of the test's own.
+fn hanging_disks(run: &Run) -> Result<()> {
+    if !packages::is_root() {
+        return Err(NotRun("mounting a file system takes root".to_owned()).into());
+    }
+    if !Path::new("/dev/fuse").exists() {
+        return Err(NotRun("there is no /dev/fuse: as root, modprobe fuse".to_owned()).into());
+    }
+    run.ignored(COMMAND, "hostile", &[])
 }
 
 /// Strangers in front of our back ends.

@@ -283,6 +283,11 @@ impl Running {
         }
     }
 
+    /// What it has said on standard error so far.
+    pub(crate) fn said(&self) -> String {
+        self.err.text()
+    }
+
     pub(crate) fn is_running(&mut self) -> bool {
         self.child.0.try_wait().unwrap().is_none()
     }

@@ -1,0 +1,263 @@
+//! Attacks by descriptors: of other kinds than they are said to be, and of files that change while they
+//! are in use.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::Write as _,
+    net::UdpSocket,
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::net::{UnixDatagram, UnixListener, UnixStream},
+    },
+};
+
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fs::{FallocateFlags, OFlags, fallocate, fcntl_setfl},
+    time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    },
+};
+
+use crate::{
+    guest::{BASE, Desc, LOG_ALL, PLATFORM, RING, Ram, Ring, SIZE, Session, WRITE},
+    service::{Attack, Target, all},
+    wire::{addresses, in_flight, request::*, words},
+};
+
+/// Descriptors of every kind, and what keeps them as they are.
+fn kinds() -> Vec<(&'static str, OwnedFd, Vec<OwnedFd>)> {
+    let mut kinds = Vec::new();
+    let (end, start) = rustix::pipe::pipe().unwrap();
+    kinds.push(("the end of a pipe", end, vec![start]));
+    let (end, start) = rustix::pipe::pipe().unwrap();
+    fcntl_setfl(&start, OFlags::NONBLOCK).unwrap();
+    while rustix::io::write(&start, &[0; 4096]).is_ok() {}
+    fcntl_setfl(&start, OFlags::empty()).unwrap();
+    kinds.push(("the start of a full pipe", start, vec![end]));
+    let (end, start) = rustix::pipe::pipe().unwrap();
+    drop(start);
+    kinds.push(("a pipe that hung up", end, vec![]));
+    let (end, start) = rustix::pipe::pipe().unwrap();
+    drop(end);
+    kinds.push(("a pipe that nobody reads", start, vec![]));
+    for name in ["/dev/zero", "/dev/null", "/dev/urandom", "/proc/self/mem", "/proc/self/status"] {
+        let file = File::open(name).unwrap();
+        kinds.push((name, file.into(), vec![]));
+    }
+    let folder = OpenOptions::new().read(true).open("/").unwrap();
+    kinds.push(("a folder", folder.into(), vec![]));
+    let udp = UdpSocket::bind("127.0.0.1:0").unwrap();
+    // Answers that there is nobody go to its queue of errors.
+    let gone = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    udp.connect(gone).unwrap();
+    let _ = udp.send(&[0]);
+    kinds.push(("a socket with errors", udp.into(), vec![]));
+    let (one, other) = UnixDatagram::pair().unwrap();
+    kinds.push(("a datagram socket", one.into(), vec![other.into()]));
+    let (one, other) = UnixStream::pair().unwrap();
+    one.set_nonblocking(true).unwrap();
+    while (&one).write(&[0; 4096]).is_ok() {}
+    one.set_nonblocking(false).unwrap();
+    kinds.push(("a full stream", one.into(), vec![other.into()]));
+    let folder = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+    kinds.push(("a socket that listens", listener.into(), vec![]));
+    let flags = rustix::event::epoll::CreateFlags::CLOEXEC;
+    kinds.push(("an epoll", rustix::event::epoll::create(flags).unwrap(), vec![]));
+    let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::empty()).unwrap();
+    let millisecond = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+    let every = Itimerspec { it_interval: millisecond, it_value: millisecond };
+    timerfd_settime(&timer, TimerfdTimerFlags::empty(), &every).unwrap();
+    kinds.push(("a timer", timer, vec![]));
+    kinds.push(("memory", Ram::new().file.into(), vec![]));
+    kinds.push(("a semaphore", eventfd(5, EventfdFlags::SEMAPHORE).unwrap(), vec![]));
+    kinds.push(("a full eventfd", full(), vec![]));
+    kinds
+}
+
+/// An eventfd to which nothing can be added: whoever writes to it waits.
+fn full() -> OwnedFd {
+    let event = eventfd(0, EventfdFlags::empty()).unwrap();
+    rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    event
+}
+
+/// Has a ring do something, so that it notifies.
+fn works(session: &Session, ring: &mut Ring) {
+    for slot in 0..8 {
+        // No request of any device: it is given back at once.
+        ring.place(&session.ram, slot, &[Desc(BASE + SIZE / 2, 16, WRITE, 0)]);
+        ring.offer(&session.ram, slot);
+    }
+}
+
+fn in_place_of(target: &Target, request: u32) {
+    for (_, fd, _kept) in kinds() {
+        let session = target.open(0);
+        let mut ring = Ring::new(0);
+        session.client.set(request, &words(&[0]), &[fd.as_fd()]);
+        session.start(&ring, 0);
+        session.client.set(request, &words(&[0]), &[fd.as_fd()]);
+        works(&session, &mut ring);
+        session.stop(0);
+        session.start(&ring, 0);
+        works(&session, &mut ring);
+    }
+}
+
+const KINDS: &[(&str, Attack)] = &[
+    ("kicks that are none", |target| in_place_of(target, SET_VRING_KICK)),
+    ("calls that are none", |target| in_place_of(target, SET_VRING_CALL)),
+    ("errors that are none", |target| in_place_of(target, SET_VRING_ERR)),
+    ("channels that are none", |target| {
+        for (_, fd, _kept) in kinds() {
+            let session = target.open(PLATFORM);
+            session.client.set(SET_BACKEND_REQ_FD, &[], &[fd.as_fd()]);
+            let mut ring = session.ring(0);
+            works(&session, &mut ring);
+            session.stop(0);
+        }
+    }),
+    ("memory that is none", |target| {
+        for (_, fd, _kept) in kinds() {
+            let session = target.open(0);
+            session.client.set(SET_MEM_TABLE, &Ram::new().table(), &[fd.as_fd()]);
+            let mut ring = Ring::new(0);
+            session.start(&ring, 0);
+            works(&session, &mut ring);
+        }
+    }),
+    ("logs and records that are none", |target| {
+        for (_, fd, _kept) in kinds() {
+            let session = target.open(LOG_ALL);
+            session.client.set(SET_LOG_BASE, &words(&[4096, 0]), &[fd.as_fd()]);
+            session.client.set(SET_LOG_FD, &[], &[fd.as_fd()]);
+            session.client.set(SET_INFLIGHT_FD, &in_flight(4096, 0, 1, RING), &[fd.as_fd()]);
+            let mut ring = session.ring(0);
+            works(&session, &mut ring);
+        }
+    }),
+    ("where a device's state goes", |target| {
+        for (_, fd, _kept) in kinds() {
+            let session = target.open(0);
+            session.client.send(SET_DEVICE_STATE_FD, &words(&[0]), &[fd.as_fd()]);
+            let _ = session.client.stream.shutdown(std::net::Shutdown::Write);
+            session.client.drain();
+        }
+    }),
+    ("a call that can no longer be written to without waiting", |target| {
+        // Findings B2: what two processes share of a descriptor is changed after it was taken.
+        let session = target.open(0);
+        let event = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let mut ring = Ring::new(0);
+        session.start(&ring, 0);
+        session.client.set(SET_VRING_CALL, &words(&[0]), &[event.as_fd()]);
+        fcntl_setfl(&event, OFlags::empty()).unwrap();
+        let _ = rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes());
+        for _ in 0..20 {
+            works(&session, &mut ring);
+        }
+        session.stop(0);
+    }),
+    ("a kick that somebody else reads", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        fcntl_setfl(&ring.kick, OFlags::empty()).unwrap();
+        for _ in 0..200 {
+            works(&session, &mut ring);
+            fcntl_setfl(&ring.kick, OFlags::NONBLOCK).unwrap();
+            let _ = rustix::io::read(&ring.kick, &mut [0u8; 8]);
+            fcntl_setfl(&ring.kick, OFlags::empty()).unwrap();
+        }
+        session.stop(0);
+    }),
+    ("one eventfd for everything", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        let kick = ring.kick.try_clone().unwrap();
+        for index in 0..2 {
+            for request in [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR] {
+                session.client.set(request, &words(&[index]), &[kick.as_fd()]);
+            }
+        }
+        for _ in 0..20 {
+            works(&session, &mut ring);
+        }
+    }),
+];
+
+const CHANGES: &[(&str, Attack)] = &[
+    ("memory that is cut off under running rings", |target| {
+        for len in [SIZE / 2, 0x2000, 4096, 1, 0] {
+            let session = target.open(0);
+            let mut ring = session.ring(0);
+            works(&session, &mut ring);
+            session.ram.file.set_len(len).unwrap();
+            ring.kick();
+            session.client.set(SET_VRING_ENABLE, &words(&[1 << 32]), &[]);
+            session.stop(0);
+        }
+    }),
+    ("memory that comes and goes", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        for _ in 0..50 {
+            session.ram.file.set_len(0).unwrap();
+            ring.kick();
+            session.ram.file.set_len(SIZE).unwrap();
+            works(&session, &mut ring);
+        }
+        session.stop(0);
+    }),
+    ("holes in memory", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        for _ in 0..100 {
+            works(&session, &mut ring);
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(&session.ram.file, flags, 0, SIZE).unwrap();
+            ring.kick();
+        }
+        session.stop(0);
+    }),
+    ("a log that is cut off", |target| {
+        let session = target.open(LOG_ALL);
+        let log = Ram::new();
+        session.client.set(SET_LOG_BASE, &words(&[4096, 0]), &[log.file.as_fd()]);
+        session.client.set(SET_FEATURES, &words(&[session.features | LOG_ALL]), &[]);
+        let ring = Ring::new(0);
+        let at = [ring.descs(), ring.used(), ring.avail(), ring.used()];
+        session.start(&ring, 0);
+        session.client.set(SET_VRING_ADDR, &addresses(0, 1, at), &[]);
+        log.file.set_len(0).unwrap();
+        let mut ring = ring;
+        works(&session, &mut ring);
+        session.stop(0);
+    }),
+    ("a record that is cut off, and one that is nonsense", |target| {
+        for byte in [0, 1, 0x7f, 0xff] {
+            let session = target.open(0);
+            let file = Ram::new();
+            file.put(BASE, &[byte; 8192]);
+            session.client.set(SET_INFLIGHT_FD, &in_flight(8192, 0, 1, RING), &[file.file.as_fd()]);
+            let mut ring = Ring::new(0);
+            session.start(&ring, 0);
+            works(&session, &mut ring);
+            file.file.set_len(0).unwrap();
+            works(&session, &mut ring);
+            session.stop(0);
+        }
+    }),
+];
+
+#[test]
+fn descriptors_of_every_kind_in_every_place() {
+    all(KINDS);
+}
+
+#[test]
+fn files_that_change_in_use() {
+    all(CHANGES);
+}

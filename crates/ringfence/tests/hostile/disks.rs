@@ -1,0 +1,159 @@
+//! Disks that hang: files of a file system that answers when the test wants it to. It takes root to
+//! mount one.
+
+use std::{
+    fs::File,
+    os::fd::AsFd as _,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    common::{LIMIT, Place},
+    fuse::Fuse,
+    guest::{BASE, Desc, LOG_ALL, RING, SIZE, Session, WRITE},
+    honest::{Device, DiskDriver},
+    service::Service,
+    wire::{in_flight, request::*, state, words},
+};
+
+/// Requests of a disk, by their numbers.
+const KINDS: [(&str, u32); 3] = [("a read", 0), ("a write", 1), ("a flush", 4)];
+/// Sectors that no next front end uses, far enough apart that what is read ahead is none of them.
+const FAR: u64 = 2048;
+
+fn hanging(device: Device) -> (Service, Fuse) {
+    let place = Place::new();
+    let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
+    let arguments: &[&str] = match device {
+        Device::Guarded => &[
+            "guard",
+            "--iommu",
+            "iommu",
+            "--blk",
+            "hostile=fuse/image",
+            "--blk",
+            "other=other.img",
+        ],
+        _ => &["blk", "--socket", "hostile", "--image", "fuse/image"],
+    };
+    (Service::with(place, arguments, device), fuse)
+}
+
+/// A driver of which the disk has a request.
+fn stuck(service: &Service, fuse: &Fuse, device: Device, kind: u32, number: u64) -> DiskDriver {
+    let mut driver = DiskDriver::start(BASE, &service.path("hostile"), device);
+    fuse.hold(true);
+    if kind == 4 {
+        // There has to be something to flush.
+        fuse.hold(false);
+        driver.submit(1, FAR);
+        assert_eq!(driver.finish(), 0);
+        fuse.hold(true);
+    }
+    driver.submit(kind, if kind == 4 { 0 } else { FAR * (number + 2) });
+    let begun = Instant::now();
+    while fuse.held() == 0 {
+        assert!(begun.elapsed() < LIMIT, "the disk gets no request");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    driver
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn a_disk_that_hangs_holds_up_nobody_else() {
+    // rule D28
+    for device in [Device::Disk, Device::Guarded] {
+        let (mut service, fuse) = hanging(device);
+        for (number, (name, kind)) in KINDS.into_iter().enumerate() {
+            for stops in [false, true] {
+                let number = 2 * number as u64 + u64::from(stops);
+                service.attack(name, |_| {});
+                let driver = stuck(&service, &fuse, device, kind, number);
+                service.neighbour_goes_on(name);
+                if stops {
+                    driver.session.client.send(GET_VRING_BASE, &state(0, 0), &[]);
+                    service.neighbour_goes_on(name);
+                }
+                drop(driver);
+                service.neighbour_goes_on(name);
+                // The next one is there at once; its rings start when no old write can come after a new one.
+                let next = Session::open(&service.path("hostile"), device.features());
+                let _ring = next.ring(0);
+                service.neighbour_goes_on(name);
+                drop(next);
+                fuse.hold(false);
+                service.attack(name, |_| {});
+            }
+        }
+        service.end();
+    }
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn a_service_whose_disk_hangs_ends_all_the_same() {
+    for (name, kind) in KINDS {
+        let (mut service, fuse) = hanging(Device::Guarded);
+        let _driver = stuck(&service, &fuse, Device::Guarded, kind, 0);
+        service.terminate();
+        let begun = Instant::now();
+        service.ends_or_names("fuse/image");
+        assert!(begun.elapsed() < Duration::from_secs(15), "{name}: {:?}", begun.elapsed());
+        fuse.hold(false);
+        // Not in order: what the kernel has was not answered.
+        service.ended_with(1);
+    }
+}
+
+/// Something that the device reads or writes, in a file whose pages do not come.
+type Share = fn(&Session, &File);
+
+const SHARES: [(&str, Share); 4] = [
+    ("memory", |session, file| {
+        session.client.set(SET_MEM_TABLE, &session.ram.table(), &[file.as_fd()]);
+    }),
+    ("a further region", |session, file| {
+        let at = session.ram.data() << 4;
+        session.client.set(ADD_MEM_REG, &words(&[0, at, SIZE, at, 0]), &[file.as_fd()]);
+    }),
+    ("a log", |session, file| {
+        session.client.set(SET_LOG_BASE, &words(&[SIZE, 0]), &[file.as_fd()]);
+    }),
+    ("a record of what is in flight", |session, file| {
+        let payload = in_flight(SIZE, 0, 1, RING);
+        session.client.set(SET_INFLIGHT_FD, &payload, &[file.as_fd()]);
+    }),
+];
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn a_file_whose_pages_do_not_come_holds_up_nobody_else() {
+    for device in [Device::Disk, Device::Guarded, Device::Net] {
+        let mut service = Service::start(device);
+        let target = service.target();
+        let fuse = Fuse::mount(&target.folder.join("foreign"), SIZE as usize);
+        fuse.hold(true);
+        for (name, share) in SHARES {
+            let path = target.folder.join("foreign/image");
+            let file = File::options().read(true).write(true).open(path).unwrap();
+            let session = target.open(LOG_ALL);
+            share(&session, &file);
+            let mut ring = session.ring(0);
+            let at = session.ram.data() << 4;
+            for (slot, addr) in [(0, session.ram.data()), (1, at)] {
+                ring.place(&session.ram, slot, &[Desc(addr, 16, WRITE, 0)]);
+                ring.offer(&session.ram, slot);
+            }
+            service.neighbour_goes_on(name);
+            drop(session);
+            drop(file);
+            // While no page comes, and what was shared cannot be closed.
+            service.still_serves(name);
+        }
+        fuse.hold(false);
+        service.attack("files that hang no more", |_| {});
+        drop(fuse);
+        service.end();
+    }
+}

@@ -1,0 +1,256 @@
+//! A file system of the test's own, with one file, that answers when the test wants it to.
+
+use std::{
+    ffi::CString,
+    fs::{File, OpenOptions},
+    io::{Read as _, Write as _},
+    os::fd::AsRawFd as _,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Condvar, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use rustix::io::Errno;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// A request's header (`struct fuse_in_header`).
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Header {
+    len: u32,
+    opcode: u32,
+    unique: u64,
+    node: u64,
+    user: u32,
+    group: u32,
+    process: u32,
+    extension: u32,
+}
+
+/// `struct fuse_read_in` and the begin of `struct fuse_write_in`.
+#[derive(FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Transfer {
+    handle: u64,
+    offset: u64,
+    size: u32,
+    flags: u32,
+    owner: u64,
+    file_flags: u32,
+    padding: u32,
+}
+
+/// `struct fuse_attr`.
+#[derive(IntoBytes, Immutable)]
+#[repr(C)]
+struct Attributes {
+    inode: u64,
+    size: u64,
+    blocks: u64,
+    times: [u64; 3],
+    nanoseconds: [u32; 3],
+    mode: u32,
+    links: u32,
+    user: u32,
+    group: u32,
+    device: u32,
+    block: u32,
+    flags: u32,
+}
+
+mod opcode {
+    pub(super) const LOOKUP: u32 = 1;
+    pub(super) const FORGET: u32 = 2;
+    pub(super) const GETATTR: u32 = 3;
+    pub(super) const OPEN: u32 = 14;
+    pub(super) const READ: u32 = 15;
+    pub(super) const WRITE: u32 = 16;
+    pub(super) const STATFS: u32 = 17;
+    pub(super) const RELEASE: u32 = 18;
+    pub(super) const FSYNC: u32 = 20;
+    pub(super) const FLUSH: u32 = 25;
+    pub(super) const INIT: u32 = 26;
+    pub(super) const INTERRUPT: u32 = 36;
+    pub(super) const DESTROY: u32 = 38;
+    pub(super) const BATCH_FORGET: u32 = 42;
+}
+
+const ROOT: u64 = 1;
+const FILE: u64 = 2;
+/// For longer than any test.
+const VALID: u64 = 1 << 30;
+
+struct State {
+    data: Vec<u8>,
+    /// Whether what is not about names and sizes is answered later.
+    holds: bool,
+    over: bool,
+}
+
+struct Shared {
+    device: File,
+    state: Mutex<State>,
+    changed: Condvar,
+    held: AtomicUsize,
+}
+
+/// A mounted file system with the file `image`; unmounted in the end, whatever is under way.
+pub(crate) struct Fuse {
+    folder: PathBuf,
+    shared: Arc<Shared>,
+}
+
+impl Fuse {
+    /// Needs to be root.
+    pub(crate) fn mount(folder: &Path, size: usize) -> Fuse {
+        std::fs::create_dir_all(folder).unwrap();
+        let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
+        let options =
+            format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
+        let [what, kind, options] =
+            ["ringfence-test", "fuse", &options].map(|text| CString::new(text).unwrap());
+        let path = CString::new(folder.to_str().unwrap()).unwrap();
+        let flags = rustix::mount::MountFlags::NOSUID | rustix::mount::MountFlags::NODEV;
+        rustix::mount::mount(&what, &path, &kind, flags, &*options).expect("mounting takes root");
+        let state = State { data: vec![0; size], holds: false, over: false };
+        let (changed, held) = (Condvar::new(), AtomicUsize::new(0));
+        let shared = Arc::new(Shared { device, state: Mutex::new(state), changed, held });
+        let serving = Arc::clone(&shared);
+        thread::spawn(move || serve(&serving));
+        Fuse { folder: folder.to_owned(), shared }
+    }
+
+    /// From now on all requests wait that are not about names and sizes, or do not.
+    pub(crate) fn hold(&self, holds: bool) {
+        self.shared.state.lock().unwrap().holds = holds;
+        self.shared.changed.notify_all();
+    }
+
+    /// How many requests wait for an answer.
+    pub(crate) fn held(&self) -> usize {
+        self.shared.held.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        self.shared.state.lock().unwrap().over = true;
+        self.shared.changed.notify_all();
+        // What is still open keeps it no longer than until that is closed.
+        let _ = rustix::mount::unmount(&self.folder, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+fn serve(shared: &Arc<Shared>) {
+    let mut bytes = vec![0; (1 << 20) + 4096];
+    // It ends when the file system is unmounted.
+    while let Ok(len) = (&shared.device).read(&mut bytes) {
+        let (header, rest) = Header::read_from_prefix(&bytes[..len]).unwrap();
+        match header.opcode {
+            opcode::READ | opcode::WRITE | opcode::FSYNC | opcode::FLUSH | opcode::STATFS => {
+                // Each by itself: one that is held holds up no other.
+                let (shared, rest) = (Arc::clone(shared), rest.to_vec());
+                thread::spawn(move || data(&shared, &header, &rest));
+            }
+            _ => names(shared, &header),
+        }
+    }
+}
+
+fn answer(shared: &Shared, header: &Header, result: Result<&[u8], i32>) {
+    let (error, payload) = result.map_or_else(|error| (-error, &[][..]), |payload| (0, payload));
+    let mut bytes = Vec::with_capacity(16 + payload.len());
+    bytes.extend((16 + payload.len() as u32).to_ne_bytes());
+    bytes.extend(error.to_ne_bytes());
+    bytes.extend(header.unique.to_ne_bytes());
+    bytes.extend(payload);
+    // The request may have been given up.
+    let _ = (&shared.device).write_all(&bytes);
+}
+
+fn attributes(shared: &Shared, node: u64) -> Attributes {
+    let size = shared.state.lock().unwrap().data.len() as u64;
+    let (mode, size) = if node == ROOT { (0o40755, 4096) } else { (0o100644, size) };
+    let (times, nanoseconds) = ([0; 3], [0; 3]);
+    let (links, user, group, device, block, flags) = (1, 0, 0, 0, 4096, 0);
+    let blocks = size / 512;
+    Attributes {
+        inode: node,
+        size,
+        blocks,
+        times,
+        nanoseconds,
+        mode,
+        links,
+        user,
+        group,
+        device,
+        block,
+        flags,
+    }
+}
+
+fn names(shared: &Shared, header: &Header) {
+    let words =
+        |words: &[u64]| words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<u8>>();
+    match header.opcode {
+        opcode::INIT => {
+            let mut out = Vec::new();
+            // Version 7.31; no feature; 64 requests in the background; 1 MiB a request.
+            for word in [7_u32, 31, 0, 0, 64 | 48 << 16, 1 << 20, 1] {
+                out.extend(word.to_ne_bytes());
+            }
+            out.resize(64, 0);
+            answer(shared, header, Ok(&out));
+        }
+        opcode::LOOKUP => {
+            let mut out = words(&[FILE, 0, VALID, VALID, 0]);
+            out.extend(attributes(shared, FILE).as_bytes());
+            answer(shared, header, Ok(&out));
+        }
+        opcode::GETATTR => {
+            let mut out = words(&[VALID, 0]);
+            out.extend(attributes(shared, header.node).as_bytes());
+            answer(shared, header, Ok(&out));
+        }
+        opcode::OPEN => answer(shared, header, Ok(&words(&[1, 0]))),
+        opcode::RELEASE => answer(shared, header, Ok(&[])),
+        opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::DESTROY => {}
+        _ => answer(shared, header, Err(Errno::NOSYS.raw_os_error())),
+    }
+}
+
+fn data(shared: &Shared, header: &Header, rest: &[u8]) {
+    shared.held.fetch_add(1, Ordering::AcqRel);
+    let state = shared.state.lock().unwrap();
+    // What this process does with the file, as to close it, is not held.
+    let own = Path::new("/proc/self/task").join(header.process.to_string()).exists();
+    let mut state =
+        shared.changed.wait_while(state, |state| state.holds && !state.over && !own).unwrap();
+    shared.held.fetch_sub(1, Ordering::AcqRel);
+    if [opcode::FSYNC, opcode::FLUSH, opcode::STATFS].contains(&header.opcode) {
+        drop(state);
+        let len = if header.opcode == opcode::STATFS { 80 } else { 0 };
+        return answer(shared, header, Ok(&[0; 80][..len]));
+    }
+    let (transfer, bytes) = Transfer::read_from_prefix(rest).unwrap();
+    let (from, size) = (transfer.offset as usize, transfer.size as usize);
+    if header.opcode == opcode::READ {
+        let end = (from + size).min(state.data.len());
+        let out = state.data.get(from..end).unwrap_or_default().to_vec();
+        drop(state);
+        return answer(shared, header, Ok(&out));
+    }
+    let end = (from + size).min(state.data.len());
+    if let Some(place) = state.data.get_mut(from..end) {
+        let len = place.len();
+        place.copy_from_slice(&bytes[..len]);
+    }
+    drop(state);
+    let mut out = (size as u32).to_ne_bytes().to_vec();
+    out.resize(8, 0);
+    answer(shared, header, Ok(&out));
+}

@@ -1,0 +1,226 @@
+//! A guest's memory, and rings in it, written by the byte.
+
+use std::{
+    fs::File,
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::fs::FileExt as _,
+    },
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fs::{MemfdFlags, memfd_create},
+};
+
+use crate::{
+    common::LIMIT,
+    wire::{Client, addresses, request, state, words},
+};
+
+/// Where an attacker's memory lies for the guest and, so that there is one kind of address, for its
+/// front end.
+pub(crate) const BASE: u64 = 2 << 20;
+/// Where that of others lies: memories of one machine must not contradict each other.
+pub(crate) const OTHER: u64 = 32 << 20;
+pub(crate) const IOMMU: u64 = 64 << 20;
+pub(crate) const SIZE: u64 = 1 << 20;
+/// Descriptors of a ring.
+pub(crate) const RING: u16 = 64;
+/// Where data lies: below it a ring has 16 KiB.
+pub(crate) const DATA: u64 = BASE + (256 << 10);
+
+pub(crate) const INDIRECT_DESC: u64 = 1 << 28;
+pub(crate) const LOG_ALL: u64 = 1 << 26;
+pub(crate) const PROTOCOL: u64 = 1 << 30;
+pub(crate) const VERSION_1: u64 = 1 << 32;
+pub(crate) const PLATFORM: u64 = 1 << 33;
+pub(crate) const PACKED: u64 = 1 << 34;
+
+/// Flags of a descriptor.
+pub(crate) const NEXT: u16 = 1;
+pub(crate) const WRITE: u16 = 2;
+pub(crate) const INDIRECT: u16 = 4;
+
+pub(crate) struct Ram {
+    pub(crate) file: File,
+    base: u64,
+}
+
+impl Ram {
+    pub(crate) fn new() -> Ram {
+        Ram::at(BASE)
+    }
+
+    fn at(base: u64) -> Ram {
+        let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(SIZE).unwrap();
+        Ram { file, base }
+    }
+
+    pub(crate) fn put(&self, at: u64, bytes: &[u8]) {
+        self.file.write_all_at(bytes, at - self.base).unwrap();
+    }
+
+    pub(crate) fn get<const N: usize>(&self, at: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.file.read_exact_at(&mut bytes, at - self.base).unwrap();
+        bytes
+    }
+
+    /// `struct vhost_memory` with this memory alone.
+    pub(crate) fn table(&self) -> Vec<u8> {
+        words(&[1, self.base, SIZE, self.base, 0])
+    }
+
+    /// Where data lies.
+    pub(crate) fn data(&self) -> u64 {
+        self.base + (DATA - BASE)
+    }
+}
+
+/// A descriptor of a split ring: address, length, flags, next.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Desc(pub(crate) u64, pub(crate) u32, pub(crate) u16, pub(crate) u16);
+
+impl Desc {
+    pub(crate) fn bytes(self) -> Vec<u8> {
+        let Desc(addr, len, flags, next) = self;
+        let addr = addr.to_le_bytes();
+        [&addr[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
+    }
+}
+
+/// A split ring.
+pub(crate) struct Ring {
+    pub(crate) index: u32,
+    base: u64,
+    pub(crate) kick: OwnedFd,
+    pub(crate) available: u16,
+    taken: u16,
+}
+
+impl Ring {
+    pub(crate) fn new(index: u32) -> Ring {
+        Ring::at(BASE, index)
+    }
+
+    fn at(base: u64, index: u32) -> Ring {
+        let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        Ring { index, base, kick, available: 0, taken: 0 }
+    }
+
+    pub(crate) fn descs(&self) -> u64 {
+        self.base + (u64::from(self.index) << 14)
+    }
+
+    pub(crate) fn avail(&self) -> u64 {
+        self.descs() + 0x1000
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.descs() + 0x2000
+    }
+
+    pub(crate) fn addresses(&self) -> Vec<u8> {
+        addresses(self.index, 0, [self.descs(), self.used(), self.avail(), 0])
+    }
+
+    /// Puts descriptors into the table.
+    pub(crate) fn place(&self, ram: &Ram, at: u16, descs: &[Desc]) {
+        let bytes: Vec<u8> = descs.iter().flat_map(|desc| desc.bytes()).collect();
+        ram.put(self.descs() + 16 * u64::from(at), &bytes);
+    }
+
+    /// Makes a chain available.
+    pub(crate) fn offer(&mut self, ram: &Ram, head: u16) {
+        let slot = u64::from(self.available % RING);
+        ram.put(self.avail() + 4 + 2 * slot, &head.to_le_bytes());
+        self.available = self.available.wrapping_add(1);
+        ram.put(self.avail() + 2, &self.available.to_le_bytes());
+        self.kick();
+    }
+
+    pub(crate) fn kick(&self) {
+        // It may be full: then it need not be written to.
+        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+    }
+
+    /// The next chain that came back, and how many bytes were written.
+    pub(crate) fn take(&mut self, ram: &Ram) -> Option<(u32, u32)> {
+        if u16::from_le_bytes(ram.get(self.used() + 2)) == self.taken {
+            return None;
+        }
+        let at = self.used() + 4 + 8 * u64::from(self.taken % RING);
+        self.taken = self.taken.wrapping_add(1);
+        Some((u32::from_le_bytes(ram.get(at)), u32::from_le_bytes(ram.get(at + 4))))
+    }
+
+    /// Waits for it.
+    pub(crate) fn wait(&mut self, ram: &Ram) -> (u32, u32) {
+        let begun = Instant::now();
+        loop {
+            if let Some(taken) = self.take(ram) {
+                return taken;
+            }
+            assert!(begun.elapsed() < LIMIT, "a request is not answered");
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+}
+
+/// A connection of which features and memory are settled.
+pub(crate) struct Session {
+    pub(crate) client: Client,
+    pub(crate) ram: Ram,
+    pub(crate) features: u64,
+}
+
+impl Session {
+    /// With all features of `wanted` that the device has, and every feature of the protocol.
+    pub(crate) fn open(path: &Path, wanted: u64) -> Session {
+        Session::open_at(BASE, path, wanted)
+    }
+
+    /// The same, with memory at another place.
+    pub(crate) fn open_at(base: u64, path: &Path, wanted: u64) -> Session {
+        Session::try_open(base, path, wanted).expect("the device serves the next front end")
+    }
+
+    fn try_open(base: u64, path: &Path, wanted: u64) -> Option<Session> {
+        let client = Client::connect(path);
+        let features = client.number(request::GET_FEATURES)? & (wanted | VERSION_1 | PROTOCOL);
+        let protocol = client.number(request::GET_PROTOCOL_FEATURES)?;
+        client.send(request::SET_PROTOCOL_FEATURES, &words(&[protocol]), &[]);
+        assert!(client.set(request::SET_OWNER, &[], &[]));
+        assert!(client.set(request::SET_FEATURES, &words(&[features]), &[]));
+        let ram = Ram::at(base);
+        assert!(client.set(request::SET_MEM_TABLE, &ram.table(), &[ram.file.as_fd()]));
+        Some(Session { client, ram, features })
+    }
+
+    /// A ring that runs, unless the device has ended the connection.
+    pub(crate) fn ring(&self, index: u32) -> Ring {
+        let ring = Ring::at(self.ram.base, index);
+        self.start(&ring, 0);
+        ring
+    }
+
+    pub(crate) fn start(&self, ring: &Ring, base: u32) -> bool {
+        let Ring { index, kick, .. } = ring;
+        let set = |request, payload: &[u8]| self.client.set(request, payload, &[]);
+        set(request::SET_VRING_NUM, &state(*index, RING.into()))
+            && set(request::SET_VRING_BASE, &state(*index, base))
+            && set(request::SET_VRING_ADDR, &ring.addresses())
+            && self.client.set(request::SET_VRING_KICK, &words(&[(*index).into()]), &[kick.as_fd()])
+            && set(request::SET_VRING_ENABLE, &state(*index, 1))
+    }
+
+    /// Stops a ring; where it stood.
+    pub(crate) fn stop(&self, index: u32) -> Option<u32> {
+        let answer = self.client.ask(request::GET_VRING_BASE, &state(index, 0))?;
+        Some(u32::from_ne_bytes(answer.get(4..8)?.try_into().unwrap()))
+    }
+}

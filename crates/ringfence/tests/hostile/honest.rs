@@ -1,0 +1,235 @@
+//! Front ends and drivers that do no harm: what they are owed is judged by bytes.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    common::LIMIT,
+    guest::{BASE, Desc, NEXT, OTHER, PLATFORM, Ring, Session, WRITE},
+};
+
+/// What a device is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Device {
+    /// A disk of its own process.
+    Disk,
+    /// A disk behind `guard`'s IOMMU, which it bypasses: no driver is there.
+    Guarded,
+    /// A network device whose peer is another.
+    Net,
+}
+
+impl Device {
+    /// The features by which its driver reaches the guest's memory.
+    pub(crate) fn features(self) -> u64 {
+        if self == Device::Guarded { PLATFORM } else { 0 }
+    }
+}
+
+const SECTOR: usize = 512;
+/// Bytes of a frame, its header included.
+const FRAME: usize = 12 + 64;
+
+/// A driver of a disk.
+pub(crate) struct DiskDriver {
+    pub(crate) session: Session,
+    pub(crate) ring: Ring,
+}
+
+impl DiskDriver {
+    pub(crate) fn start(base: u64, path: &Path, device: Device) -> DiskDriver {
+        let session = Session::open_at(base, path, device.features());
+        let ring = session.ring(0);
+        DiskDriver { session, ring }
+    }
+
+    /// Puts a request of one sector into the ring.
+    pub(crate) fn submit(&mut self, kind: u32, sector: u64) {
+        let ram = &self.session.ram;
+        let at = ram.data();
+        ram.put(at, &kind.to_le_bytes());
+        ram.put(at + 8, &sector.to_le_bytes());
+        ram.put(at + 16, &[0xff]);
+        let data = if kind == 0 { NEXT | WRITE } else { NEXT };
+        let chain = [
+            Desc(at, 16, NEXT, 1),
+            Desc(at + 4096, SECTOR as u32, data, 2),
+            Desc(at + 16, 1, WRITE, 0),
+        ];
+        self.ring.place(ram, 0, &chain);
+        self.ring.offer(ram, 0);
+    }
+
+    /// Its status.
+    pub(crate) fn finish(&mut self) -> u8 {
+        assert_eq!(self.ring.wait(&self.session.ram).0, 0);
+        self.session.ram.get::<1>(self.session.ram.data() + 16)[0]
+    }
+
+    /// Writes a sector of `byte` and reads it back.
+    pub(crate) fn writes_and_reads(&mut self, sector: u64, byte: u8) {
+        let at = self.session.ram.data() + 4096;
+        self.session.ram.put(at, &[byte; SECTOR]);
+        self.submit(1, sector);
+        assert_eq!(self.finish(), 0);
+        self.session.ram.put(at, &[!byte; SECTOR]);
+        self.submit(0, sector);
+        assert_eq!(self.finish(), 0);
+        assert_eq!(self.session.ram.get::<SECTOR>(at), [byte; SECTOR]);
+    }
+}
+
+/// A driver of a network device: sends frames that say where they come from.
+pub(crate) struct NetDriver {
+    session: Session,
+    receive: Ring,
+    send: Ring,
+    from: u8,
+}
+
+/// Where a buffer for a frame lies.
+fn buffer(session: &Session, slot: u16) -> u64 {
+    session.ram.data() + 4096 + 2048 * u64::from(slot)
+}
+
+impl NetDriver {
+    pub(crate) fn start(base: u64, path: &Path, from: u8) -> NetDriver {
+        let session = Session::open_at(base, path, 0);
+        let (mut receive, send) = (session.ring(0), session.ring(1));
+        for slot in 0..8 {
+            receive.place(&session.ram, slot, &[Desc(buffer(&session, slot), 2048, WRITE, 0)]);
+            receive.offer(&session.ram, slot);
+        }
+        NetDriver { session, receive, send, from }
+    }
+
+    fn frame(from: u8) -> [u8; FRAME] {
+        let mut frame = [from; FRAME];
+        frame[..12].fill(0);
+        frame
+    }
+
+    /// Sends a frame, and waits until it is sent.
+    pub(crate) fn sends(&mut self) {
+        let ram = &self.session.ram;
+        ram.put(ram.data(), &NetDriver::frame(self.from));
+        self.send.place(ram, 0, &[Desc(ram.data(), FRAME as u32, 0, 0)]);
+        self.send.offer(ram, 0);
+        assert_eq!(self.send.wait(ram).0, 0);
+    }
+
+    /// Takes what was received, each a frame of `from`; how many.
+    pub(crate) fn receives(&mut self, from: u8) -> u32 {
+        let mut count = 0;
+        while let Some((slot, len)) = self.receive.take(&self.session.ram) {
+            let slot = u16::try_from(slot).unwrap();
+            // The header says how many buffers it takes.
+            let mut expected = NetDriver::frame(from);
+            expected[10] = 1;
+            let found = self.session.ram.get::<FRAME>(buffer(&self.session, slot));
+            // What the peer was made to send is not this driver's: only an honest one's is judged.
+            if len as usize == FRAME && found[12] == from {
+                assert_eq!(found, expected);
+                count += 1;
+            }
+            self.receive.offer(&self.session.ram, slot);
+        }
+        count
+    }
+}
+
+/// The device's next front end, which is served as if nothing had been.
+pub(crate) fn next_front_end(path: &Path, device: Device, number: u8) {
+    match device {
+        Device::Disk | Device::Guarded => {
+            let mut driver = DiskDriver::start(BASE, path, device);
+            for sector in 0..4 {
+                driver.writes_and_reads(u64::from(number) * 4 + sector, number);
+            }
+            assert!(driver.session.stop(0).is_some());
+        }
+        Device::Net => {
+            let mut driver = NetDriver::start(BASE, path, 1);
+            let begun = Instant::now();
+            let mut got = 0;
+            while got < 8 {
+                driver.sends();
+                got += driver.receives(2);
+                assert!(begun.elapsed() < LIMIT, "the neighbour's frames do not arrive");
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+    }
+}
+
+/// A driver of another device of the process, at work all the time.
+pub(crate) struct Neighbour {
+    shared: Arc<Shared>,
+    working: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    over: AtomicBool,
+    done: AtomicU64,
+    /// The longest that a request has taken since it was looked at, µs.
+    longest: AtomicU64,
+}
+
+impl Neighbour {
+    pub(crate) fn start(path: PathBuf, device: Device) -> Neighbour {
+        let shared = Arc::new(Shared::default());
+        let own = Arc::clone(&shared);
+        let working = std::thread::spawn(move || Neighbour::work(&own, &path, device));
+        Neighbour { shared, working: Some(working) }
+    }
+
+    fn work(shared: &Shared, path: &Path, device: Device) {
+        let mut one: Box<dyn FnMut(u64)> = if device == Device::Net {
+            let mut driver = NetDriver::start(OTHER, path, 2);
+            Box::new(move |_| {
+                driver.sends();
+                driver.receives(1);
+            })
+        } else {
+            let mut driver = DiskDriver::start(OTHER, path, device);
+            Box::new(move |count| driver.writes_and_reads(count % 64, count as u8))
+        };
+        while !shared.over.load(Ordering::Relaxed) {
+            let begun = Instant::now();
+            one(shared.done.fetch_add(1, Ordering::Relaxed));
+            let took = begun.elapsed().as_micros() as u64;
+            shared.longest.fetch_max(took, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_micros(500));
+        }
+    }
+
+    /// Waits for two more requests, the second of which began after this was asked; the longest that one
+    /// has taken since it was asked the last time.
+    pub(crate) fn goes_on(&self) -> Duration {
+        let done = || self.shared.done.load(Ordering::Relaxed);
+        let (begun, before) = (Instant::now(), done());
+        while done() < before + 3 {
+            let working = self.working.as_ref().unwrap();
+            assert!(!working.is_finished(), "the neighbour has failed");
+            assert!(begun.elapsed() < LIMIT, "the neighbour is not served");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Duration::from_micros(self.shared.longest.swap(0, Ordering::Relaxed))
+    }
+}
+
+impl Drop for Neighbour {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Relaxed);
+        let ended = self.working.take().unwrap().join();
+        assert!(ended.is_ok() || std::thread::panicking());
+    }
+}

@@ -1,0 +1,258 @@
+//! The service that is attacked, and what has to hold after each attack.
+
+use std::{
+    fs::{self, File},
+    os::fd::AsFd as _,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use rustix::process::Signal;
+
+use crate::{
+    common::{LIMIT, Place, Running},
+    guest::{IOMMU, PLATFORM, Ram, Session},
+    honest::{Device, Neighbour, next_front_end},
+    wire::request::SET_MEM_TABLE,
+};
+
+/// What a request of a neighbour may take, whatever happens beside it. On a quiet machine it takes less
+/// than a millisecond; a worker that something holds up stands still for good, or for the 20 s after
+/// which a disk is given up.
+const BOUND: Duration = Duration::from_secs(10);
+
+/// An attack on the device at a socket.
+pub(crate) type Attack = fn(&Target);
+
+/// What is attacked.
+pub(crate) struct Target {
+    pub(crate) socket: PathBuf,
+    pub(crate) device: Device,
+    /// A folder for what an attack needs.
+    pub(crate) folder: PathBuf,
+}
+
+impl Target {
+    /// A connection with features and memory settled, and all of `wanted` that the device has.
+    pub(crate) fn open(&self, wanted: u64) -> Session {
+        Session::open(&self.socket, self.device.features() | wanted)
+    }
+}
+
+/// What a process has.
+#[derive(Debug, PartialEq, Eq)]
+struct Holds {
+    threads: usize,
+    descriptors: Vec<String>,
+}
+
+pub(crate) struct Service {
+    // It ends before the process does.
+    neighbour: Option<Neighbour>,
+    running: Running,
+    place: Place,
+    device: Device,
+    /// The front end of `guard`'s IOMMU: without one there is no machine that its disks would serve.
+    iommu: Option<Session>,
+    /// Before the first attack.
+    holds: Holds,
+    number: u8,
+}
+
+impl Service {
+    pub(crate) fn start(device: Device) -> Service {
+        let place = Place::new();
+        let arguments: &[&str] = match device {
+            Device::Disk => &["blk", "--socket", "hostile", "--image", "disk.img", "--queues", "2"],
+            Device::Guarded => &[
+                "guard",
+                "--iommu",
+                "iommu",
+                "--blk",
+                "hostile=disk.img",
+                "--blk",
+                "other=other.img",
+            ],
+            Device::Net => &["net", "--socket", "hostile", "--peer", "other"],
+        };
+        Service::with(place, arguments, device)
+    }
+
+    /// With a device at the socket `hostile`, and unless it is a disk by itself another at `other`.
+    pub(crate) fn with(place: Place, arguments: &[&str], device: Device) -> Service {
+        for name in ["disk.img", "other.img"] {
+            place.write(name, vec![0; 4 << 20]);
+        }
+        // One worker for all, so that what holds it up holds up everything.
+        let running = place.start(&[arguments, &["--workers", "1", "--log", "warn"]].concat());
+        let mut service = Service {
+            place,
+            running,
+            device,
+            iommu: None,
+            neighbour: None,
+            holds: Holds { threads: 0, descriptors: Vec::new() },
+            number: 0,
+        };
+        service.begin();
+        // The thread that closes what no request takes is there from the first such file on.
+        let file = File::open(service.place.path("disk.img")).unwrap();
+        let target = service.target();
+        target.open(0).client.set(SET_MEM_TABLE, &Ram::new().table(), &[file.as_fd()]);
+        service.still_serves("the beginning");
+        service.holds = service.settled();
+        service
+    }
+
+    /// What serves no attacker.
+    fn begin(&mut self) {
+        if self.device == Device::Guarded {
+            self.iommu = Some(Session::open_at(IOMMU, &self.place.path("iommu"), PLATFORM));
+        }
+        if self.device != Device::Disk {
+            self.neighbour = Some(Neighbour::start(self.place.path("other"), self.device));
+        }
+    }
+
+    pub(crate) fn target(&self) -> Target {
+        Target {
+            socket: self.place.path("hostile"),
+            device: self.device,
+            folder: self.place.path("."),
+        }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.place.path(name)
+    }
+
+    /// Attacks, and sees that nothing but the attacker's connection has suffered.
+    pub(crate) fn attack(&mut self, name: &str, attack: impl Fn(&Target)) {
+        let begun = Instant::now();
+        attack(&self.target());
+        let over = begun.elapsed();
+        self.holds_as_before(name);
+        eprintln!("{:?}: {over:.1?}, all well after {:.1?}: {name}", self.device, begun.elapsed());
+    }
+
+    /// The same, where the IOMMU's front end attacks: its devices are served again for the next.
+    pub(crate) fn attack_iommu(&mut self, name: &str, attack: impl Fn(&Target)) {
+        eprintln!("IOMMU: {name}");
+        self.neighbour = None;
+        self.iommu = None;
+        attack(&self.target());
+        self.begin();
+        self.holds_as_before(name);
+    }
+
+    fn holds_as_before(&mut self, name: &str) {
+        self.still_serves(name);
+        let begun = Instant::now();
+        loop {
+            let holds = self.holds();
+            if holds == self.holds {
+                return;
+            }
+            assert!(
+                begun.elapsed() < LIMIT,
+                "after {name} there is {holds:?}, and was {:?}",
+                self.holds
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The neighbour and the next front end are served.
+    pub(crate) fn still_serves(&mut self, after: &str) {
+        self.number = self.number.wrapping_add(1);
+        self.is_there(after);
+        self.neighbour_goes_on(after);
+        next_front_end(&self.place.path("hostile"), self.device, self.number);
+        self.neighbour_goes_on(after);
+        self.is_there(after);
+    }
+
+    fn is_there(&mut self, after: &str) {
+        let said = self.running.said();
+        assert!(self.running.is_running(), "the service has ended after {after}:\n{said}");
+    }
+
+    pub(crate) fn neighbour_goes_on(&self, after: &str) {
+        if let Some(neighbour) = &self.neighbour {
+            let longest = neighbour.goes_on();
+            assert!(longest < BOUND, "{after}: a neighbour's request took {longest:?}");
+        }
+    }
+
+    /// What it holds once that stays the same.
+    fn settled(&self) -> Holds {
+        let mut last = self.holds();
+        loop {
+            std::thread::sleep(Duration::from_millis(100));
+            let next = self.holds();
+            if next == last {
+                return next;
+            }
+            last = next;
+        }
+    }
+
+    fn holds(&self) -> Holds {
+        let process = PathBuf::from(format!("/proc/{}", self.running.process().id));
+        let names = |folder: &Path| fs::read_dir(folder).unwrap().flatten().collect::<Vec<_>>();
+        let links = names(&process.join("fd")).into_iter().filter_map(|file| {
+            let link = fs::read_link(file.path()).ok()?;
+            // Sockets and pipes have numbers of their own, each time others.
+            let link = link.to_string_lossy().into_owned();
+            Some(link.split(':').next().unwrap_or_default().to_owned())
+        });
+        let mut descriptors: Vec<String> = links.collect();
+        descriptors.sort();
+        Holds { threads: names(&process.join("task")).len(), descriptors }
+    }
+
+    /// Has it end. The neighbour goes first: what it asks for now is answered no more.
+    pub(crate) fn terminate(&mut self) {
+        self.neighbour.take();
+        self.running.signal(Signal::TERM);
+    }
+
+    /// Waits until its sockets are gone and it has ended, or has named an image that the kernel holds.
+    pub(crate) fn ends_or_names(&mut self, image: &str) {
+        let held = format!("{image}: the disk has not answered");
+        while self.running.is_running() && !self.running.said().contains(&held) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        sockets_are_gone(&self.place);
+    }
+
+    /// It ends as it should.
+    pub(crate) fn end(mut self) {
+        self.terminate();
+        self.ended_with(0);
+    }
+
+    pub(crate) fn ended_with(self, code: i32) {
+        let ended = self.running.wait();
+        assert_eq!(ended.code(), code, "{ended}");
+        assert!(!ended.err.contains("panicked"), "{ended}");
+        sockets_are_gone(&self.place);
+    }
+}
+
+fn sockets_are_gone(place: &Place) {
+    for socket in ["hostile", "other", "iommu"] {
+        assert!(!place.path(socket).exists(), "{socket} is left");
+    }
+}
+
+/// Every attack on every device, each on its own.
+pub(crate) fn all(attacks: &[(&str, Attack)]) {
+    for device in [Device::Disk, Device::Guarded, Device::Net] {
+        let mut service = Service::start(device);
+        for (name, attack) in attacks {
+            service.attack(name, *attack);
+        }
+        service.end();
+    }
+}
