@@ -71,6 +71,7 @@ struct Mapped {
     region: Region,
     /// `None`: its file is none that is mapped here.
     place: Option<Place>,
+    /// Whether nothing that is mapped of it can be cut off.
     sealed: bool,
     /// Which file: its device and inode.
     file: (u32, u32, u64),
@@ -263,15 +264,16 @@ impl Memory {
         Self::from_mapped(mapped)
     }
 
-    /// Whether it has this very region already, of the same file.
+    /// Whether it has this very region already, of the same file; of what is not mapped the file is no
+    /// matter.
     pub fn has(&self, region: &Region, fd: BorrowedFd<'_>) -> bool {
         let mut same = self.mapped.iter().filter(|m| m.region == *region);
-        same.any(|m| stat(fd).is_ok_and(|stat| identity(&stat) == m.file))
+        same.any(|m| m.place.is_none() || stat(fd).is_ok_and(|stat| identity(&stat) == m.file))
     }
 
     /// Whether the two say the same of every guest-physical address that both have: that it is the
     /// same byte of the same file. Of one guest's memories one may have regions that the other does
-    /// not have yet.
+    /// not have yet; what is not mapped in either contradicts nothing.
     pub fn agrees_with(&self, other: &Memory) -> bool {
         self.mapped.iter().all(|a| {
             let mut overlapping = other.mapped.iter().filter(|b| {
@@ -281,7 +283,8 @@ impl Memory {
             // What begins at the same distance from the file's begin; no difference that wraps can
             // be equal by chance, since both lie below 2^63 in their files.
             let lies = |m: &Mapped| m.region.mmap_offset.wrapping_sub(m.region.gpa);
-            overlapping.all(|b| a.file == b.file && lies(a) == lies(b))
+            let nowhere = |b: &Mapped| a.place.is_none() || b.place.is_none();
+            overlapping.all(|b| nowhere(b) || a.file == b.file && lies(a) == lies(b))
         })
     }
 
@@ -439,7 +442,7 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
     let file = identity(&stat(fd)?);
     // tmpfs, where memfds are, and hugetlbfs have seals; no other file system has.
     let Ok(seals) = fs::fcntl_get_seals(fd) else {
-        return Ok(Mapped { region, place: None, sealed: false, file });
+        return Ok(Mapped { region, place: None, sealed: true, file });
     };
     let sealed = seals.contains(SealFlags::SHRINK);
     let needed = region.mmap_offset + region.size;
@@ -507,7 +510,12 @@ mod tests {
         let memory = Memory::map(vec![(foreign, disk), (own, file(1))]).unwrap();
         assert_eq!(memory.unmapped().collect::<Vec<_>>(), [&foreign]);
         assert_eq!(memory.regions().len(), 2);
-        assert!(memory.has(&foreign, again.as_fd()));
+        assert!(memory.has(&foreign, again.as_fd()) && memory.has(&foreign, file(2).as_fd()));
+        let (own_too, others) = (file(1), file(2));
+        let second = Memory::map(vec![(foreign, others), (own, own_too)]).unwrap();
+        assert!(!memory.agrees_with(&second), "another file of memory");
+        let third = Memory::map(vec![(foreign, file(2))]).unwrap();
+        assert!(memory.agrees_with(&third) && third.agrees_with(&memory));
         for addr in [0, PAGE, 2 * PAGE - 1] {
             assert!(memory.find_gpa(addr).is_none());
             assert!(memory.find_user(64 * PAGE + addr).is_none());
