@@ -293,11 +293,12 @@ impl Running {
     }
 
     pub(crate) fn wait(mut self) -> Ended {
+        let asked = Instant::now();
         let status = loop {
             if let Some(status) = self.child.0.try_wait().unwrap() {
                 break status;
             }
-            if self.begun.elapsed() > LIMIT {
+            if asked.elapsed() > LIMIT {
                 let _ = kill_process_group(pid(self.child.0.id()), Signal::KILL);
                 let _ = self.child.0.wait();
                 panic!("{} did not end within {LIMIT:?}", self.what);

@@ -21,7 +21,7 @@ use rustix::{
 };
 
 use crate::{
-    guest::{BASE, Desc, LOG_ALL, PLATFORM, RING, Ram, Ring, SIZE, Session, WRITE},
+    guest::{BASE, LOG_ALL, PLATFORM, RING, Ram, Ring, SIZE},
     service::{Attack, Target, all},
     wire::{addresses, in_flight, request::*, words},
 };
@@ -84,26 +84,16 @@ fn full() -> OwnedFd {
     event
 }
 
-/// Has a ring do something, so that it notifies.
-fn works(session: &Session, ring: &mut Ring) {
-    for slot in 0..8 {
-        // No request of any device: it is given back at once.
-        ring.place(&session.ram, slot, &[Desc(BASE + SIZE / 2, 16, WRITE, 0)]);
-        ring.offer(&session.ram, slot);
-    }
-}
-
+/// With a ring that has its place and does not run yet, so that nothing else is refused.
 fn in_place_of(target: &Target, request: u32) {
     for (_, fd, _kept) in kinds() {
         let session = target.open(0);
-        let mut ring = Ring::new(0);
-        session.client.set(request, &words(&[0]), &[fd.as_fd()]);
-        session.start(&ring, 0);
-        session.client.set(request, &words(&[0]), &[fd.as_fd()]);
-        works(&session, &mut ring);
-        session.stop(0);
-        session.start(&ring, 0);
-        works(&session, &mut ring);
+        let mut ring = Ring::new(target.index());
+        assert!(session.place(&ring, 0, RING.into()));
+        session.client.set(request, &words(&[ring.index.into()]), &[fd.as_fd()]);
+        session.run(&ring);
+        target.works(&session, &mut ring);
+        session.stop(ring.index);
     }
 }
 
@@ -115,28 +105,32 @@ const KINDS: &[(&str, Attack)] = &[
         for (_, fd, _kept) in kinds() {
             let session = target.open(PLATFORM);
             session.client.set(SET_BACKEND_REQ_FD, &[], &[fd.as_fd()]);
-            let mut ring = session.ring(0);
-            works(&session, &mut ring);
-            session.stop(0);
+            let mut ring = session.ring(target.index());
+            target.works(&session, &mut ring);
+            session.stop(target.index());
         }
     }),
     ("memory that is none", |target| {
         for (_, fd, _kept) in kinds() {
             let session = target.open(0);
             session.client.set(SET_MEM_TABLE, &Ram::new().table(), &[fd.as_fd()]);
-            let mut ring = Ring::new(0);
+            let mut ring = Ring::new(target.index());
             session.start(&ring, 0);
-            works(&session, &mut ring);
+            target.works(&session, &mut ring);
         }
     }),
     ("logs and records that are none", |target| {
         for (_, fd, _kept) in kinds() {
-            let session = target.open(LOG_ALL);
-            session.client.set(SET_LOG_BASE, &words(&[4096, 0]), &[fd.as_fd()]);
-            session.client.set(SET_LOG_FD, &[], &[fd.as_fd()]);
-            session.client.set(SET_INFLIGHT_FD, &in_flight(4096, 0, 1, RING), &[fd.as_fd()]);
-            let mut ring = session.ring(0);
-            works(&session, &mut ring);
+            for (request, payload) in [
+                (SET_LOG_BASE, words(&[4096, 0])),
+                (SET_LOG_FD, vec![]),
+                (SET_INFLIGHT_FD, in_flight(4096, 0, 1, RING)),
+            ] {
+                let session = target.open(LOG_ALL);
+                session.client.set(request, &payload, &[fd.as_fd()]);
+                let mut ring = session.ring(target.index());
+                target.works(&session, &mut ring);
+            }
         }
     }),
     ("where a device's state goes", |target| {
@@ -151,40 +145,42 @@ const KINDS: &[(&str, Attack)] = &[
         // Findings B2: what two processes share of a descriptor is changed after it was taken.
         let session = target.open(0);
         let event = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
-        let mut ring = Ring::new(0);
+        let mut ring = Ring::new(target.index());
         session.start(&ring, 0);
-        session.client.set(SET_VRING_CALL, &words(&[0]), &[event.as_fd()]);
+        let number = words(&[ring.index.into()]);
+        assert!(session.client.set(SET_VRING_CALL, &number, &[event.as_fd()]));
         fcntl_setfl(&event, OFlags::empty()).unwrap();
         let _ = rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes());
         for _ in 0..20 {
-            works(&session, &mut ring);
+            target.works(&session, &mut ring);
         }
-        session.stop(0);
+        session.stop(target.index());
     }),
     ("a kick that somebody else reads", |target| {
         let session = target.open(0);
-        let mut ring = session.ring(0);
+        let mut ring = session.ring(target.index());
         fcntl_setfl(&ring.kick, OFlags::empty()).unwrap();
         for _ in 0..200 {
-            works(&session, &mut ring);
+            target.works(&session, &mut ring);
             fcntl_setfl(&ring.kick, OFlags::NONBLOCK).unwrap();
             let _ = rustix::io::read(&ring.kick, &mut [0u8; 8]);
             fcntl_setfl(&ring.kick, OFlags::empty()).unwrap();
         }
-        session.stop(0);
+        session.stop(target.index());
     }),
     ("one eventfd for everything", |target| {
         let session = target.open(0);
-        let mut ring = session.ring(0);
+        let mut ring = Ring::new(target.index());
+        assert!(session.place(&ring, 0, RING.into()));
         let kick = ring.kick.try_clone().unwrap();
-        for index in 0..2 {
-            for request in [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR] {
-                session.client.set(request, &words(&[index]), &[kick.as_fd()]);
-            }
+        for request in [SET_VRING_CALL, SET_VRING_ERR] {
+            assert!(session.client.set(request, &words(&[ring.index.into()]), &[kick.as_fd()]));
         }
+        assert!(session.run(&ring));
         for _ in 0..20 {
-            works(&session, &mut ring);
+            target.works(&session, &mut ring);
         }
+        session.stop(ring.index);
     }),
 ];
 
@@ -192,49 +188,49 @@ const CHANGES: &[(&str, Attack)] = &[
     ("memory that is cut off under running rings", |target| {
         for len in [SIZE / 2, 0x2000, 4096, 1, 0] {
             let session = target.open(0);
-            let mut ring = session.ring(0);
-            works(&session, &mut ring);
+            let mut ring = session.ring(target.index());
+            target.works(&session, &mut ring);
             session.ram.file.set_len(len).unwrap();
             ring.kick();
             session.client.set(SET_VRING_ENABLE, &words(&[1 << 32]), &[]);
-            session.stop(0);
+            session.stop(target.index());
         }
     }),
     ("memory that comes and goes", |target| {
         let session = target.open(0);
-        let mut ring = session.ring(0);
+        let mut ring = session.ring(target.index());
         for _ in 0..50 {
             session.ram.file.set_len(0).unwrap();
             ring.kick();
             session.ram.file.set_len(SIZE).unwrap();
-            works(&session, &mut ring);
+            target.works(&session, &mut ring);
         }
-        session.stop(0);
+        session.stop(target.index());
     }),
     ("holes in memory", |target| {
         let session = target.open(0);
-        let mut ring = session.ring(0);
+        let mut ring = session.ring(target.index());
         for _ in 0..100 {
-            works(&session, &mut ring);
+            target.works(&session, &mut ring);
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             fallocate(&session.ram.file, flags, 0, SIZE).unwrap();
             ring.kick();
         }
-        session.stop(0);
+        session.stop(target.index());
     }),
     ("a log that is cut off", |target| {
         let session = target.open(LOG_ALL);
         let log = Ram::new();
         session.client.set(SET_LOG_BASE, &words(&[4096, 0]), &[log.file.as_fd()]);
         session.client.set(SET_FEATURES, &words(&[session.features | LOG_ALL]), &[]);
-        let ring = Ring::new(0);
+        let ring = Ring::new(target.index());
         let at = [ring.descs(), ring.used(), ring.avail(), ring.used()];
         session.start(&ring, 0);
-        session.client.set(SET_VRING_ADDR, &addresses(0, 1, at), &[]);
+        session.client.set(SET_VRING_ADDR, &addresses(ring.index, 1, at), &[]);
         log.file.set_len(0).unwrap();
         let mut ring = ring;
-        works(&session, &mut ring);
-        session.stop(0);
+        target.works(&session, &mut ring);
+        session.stop(target.index());
     }),
     ("a record that is cut off, and one that is nonsense", |target| {
         for byte in [0, 1, 0x7f, 0xff] {
@@ -242,12 +238,12 @@ const CHANGES: &[(&str, Attack)] = &[
             let file = Ram::new();
             file.put(BASE, &[byte; 8192]);
             session.client.set(SET_INFLIGHT_FD, &in_flight(8192, 0, 1, RING), &[file.file.as_fd()]);
-            let mut ring = Ring::new(0);
+            let mut ring = Ring::new(target.index());
             session.start(&ring, 0);
-            works(&session, &mut ring);
+            target.works(&session, &mut ring);
             file.file.set_len(0).unwrap();
-            works(&session, &mut ring);
-            session.stop(0);
+            target.works(&session, &mut ring);
+            session.stop(target.index());
         }
     }),
 ];

@@ -158,6 +158,18 @@ impl Ring {
         Some((u32::from_le_bytes(ram.get(at)), u32::from_le_bytes(ram.get(at + 4))))
     }
 
+    /// Gives the device time to look at what was offered: it may also refuse it, and stop.
+    pub(crate) fn settle(&mut self, ram: &Ram) {
+        for _ in 0..20 {
+            // What a packed ring has there is no index: it says anything.
+            (0..RING).map_while(|_| self.take(ram)).for_each(drop);
+            if self.taken == self.available {
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
     /// Waits for it.
     pub(crate) fn wait(&mut self, ram: &Ram) -> (u32, u32) {
         let begun = Instant::now();
@@ -209,13 +221,23 @@ impl Session {
     }
 
     pub(crate) fn start(&self, ring: &Ring, base: u32) -> bool {
-        let Ring { index, kick, .. } = ring;
+        self.place(ring, base, RING.into()) && self.run(ring)
+    }
+
+    /// Says where a ring is, and how long.
+    pub(crate) fn place(&self, ring: &Ring, base: u32, len: u32) -> bool {
         let set = |request, payload: &[u8]| self.client.set(request, payload, &[]);
-        set(request::SET_VRING_NUM, &state(*index, RING.into()))
-            && set(request::SET_VRING_BASE, &state(*index, base))
+        set(request::SET_VRING_NUM, &state(ring.index, len))
+            && set(request::SET_VRING_BASE, &state(ring.index, base))
             && set(request::SET_VRING_ADDR, &ring.addresses())
-            && self.client.set(request::SET_VRING_KICK, &words(&[(*index).into()]), &[kick.as_fd()])
-            && set(request::SET_VRING_ENABLE, &state(*index, 1))
+    }
+
+    /// Has a ring run that has its place.
+    pub(crate) fn run(&self, ring: &Ring) -> bool {
+        let Ring { index, kick, .. } = ring;
+        let (kick, number) = ([kick.as_fd()], words(&[(*index).into()]));
+        self.client.set(request::SET_VRING_KICK, &number, &kick)
+            && self.client.set(request::SET_VRING_ENABLE, &state(*index, 1), &[])
     }
 
     /// Stops a ring; where it stood.

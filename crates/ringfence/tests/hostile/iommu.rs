@@ -66,6 +66,7 @@ const ATTACKS: &[(&str, Attack)] = &[
     }),
     ("mappings of everything and nothing", |target| {
         let (session, mut ring) = open(target);
+        request(&session, &mut ring, &attach(1, 7, 0x30, 0), 4);
         let edges = [0, 1, 0xfff, 0x1000, BASE, 1 << 32, u64::MAX - 0xfff, u64::MAX];
         for first in edges {
             for last in edges {
@@ -75,11 +76,12 @@ const ATTACKS: &[(&str, Attack)] = &[
             }
         }
     }),
-    ("more mappings and domains than there may be", |target| {
+    ("many mappings in domains that come and go", |target| {
         let (session, mut ring) = open(target);
         for number in 0..3000u64 {
-            let first = number * 0x20_0000;
-            request(&session, &mut ring, &map(number as u32, first, first + 0xfff, BASE, 3), 4);
+            let (domain, first) = (number as u32 / 1000, number * 0x20_0000);
+            request(&session, &mut ring, &attach(1, domain, 0x30, 0), 4);
+            request(&session, &mut ring, &map(domain, first, first + 0xfff, BASE, 3), 4);
         }
     }),
     ("endpoints that come and go", |target| {
@@ -119,12 +121,15 @@ const ATTACKS: &[(&str, Attack)] = &[
     ("memory that goes while requests are there", |target| {
         for len in [SIZE / 2, 4096, 0] {
             let (session, mut ring) = open(target);
+            session.ram.put(DATA, &attach(1, 1, 0x30, 0));
+            let chain = [Desc(DATA, 20, NEXT, 1), Desc(DATA + 0x8000, 4, WRITE, 0)];
+            ring.place(&session.ram, 0, &chain);
+            ring.offer(&session.ram, 0);
             session.ram.file.set_len(len).unwrap();
             ring.kick();
             session.client.set(SET_MEM_TABLE, &session.ram.table(), &[session.ram.file.as_fd()]);
             session.client.set(SET_VRING_ENABLE, &words(&[1 << 32]), &[]);
             session.stop(0);
-            let _ = &mut ring;
         }
     }),
 ];

@@ -14,6 +14,7 @@ fn with(target: &Target, features: u64, fill: impl Fn(&Session, &mut Ring)) {
         let mut ring = Ring::new(index);
         session.start(&ring, 0);
         fill(&session, &mut ring);
+        ring.settle(&session.ram);
         session.stop(index);
     }
 }

@@ -1,7 +1,7 @@
 //! The service that is attacked, and what has to hold after each attack.
 
 use std::{
-    fs::{self, File},
+    fs::{self, DirEntry, File},
     os::fd::AsFd as _,
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 use crate::{
     common::{LIMIT, Place, Running},
-    guest::{IOMMU, PLATFORM, Ram, Session},
+    guest::{Desc, IOMMU, NEXT, PLATFORM, Ram, Ring, Session, WRITE},
     honest::{Device, Neighbour, next_front_end},
     wire::request::SET_MEM_TABLE,
 };
@@ -33,6 +33,31 @@ pub(crate) struct Target {
 }
 
 impl Target {
+    /// The ring whose requests come back by themselves.
+    pub(crate) fn index(&self) -> u32 {
+        u32::from(self.device == Device::Net)
+    }
+
+    /// Has the device do something with a ring of that index, so that it notifies.
+    pub(crate) fn works(&self, session: &Session, ring: &mut Ring) {
+        let at = session.ram.data();
+        session.ram.put(at, &[[0; 16], [0; 16]].concat());
+        let chain = match self.device {
+            Device::Net => [Desc(at, 76, 0, 0)].to_vec(),
+            // The disk's name.
+            _ => {
+                session.ram.put(at, &8u32.to_le_bytes());
+                let data = Desc(at + 64, 20, NEXT | WRITE, 2);
+                vec![Desc(at, 16, NEXT, 1), data, Desc(at + 128, 1, WRITE, 0)]
+            }
+        };
+        ring.place(&session.ram, 0, &chain);
+        for _ in 0..4 {
+            ring.offer(&session.ram, 0);
+        }
+        ring.settle(&session.ram);
+    }
+
     /// A connection with features and memory settled, and all of `wanted` that the device has.
     pub(crate) fn open(&self, wanted: u64) -> Session {
         Session::open(&self.socket, self.device.features() | wanted)
@@ -128,11 +153,12 @@ impl Service {
 
     /// Attacks, and sees that nothing but the attacker's connection has suffered.
     pub(crate) fn attack(&mut self, name: &str, attack: impl Fn(&Target)) {
+        eprint!("{:?}: {name}: ", self.device);
         let begun = Instant::now();
         attack(&self.target());
-        let over = begun.elapsed();
+        eprint!("{:.1?}", begun.elapsed());
         self.holds_as_before(name);
-        eprintln!("{:?}: {over:.1?}, all well after {:.1?}: {name}", self.device, begun.elapsed());
+        eprintln!(", all well after {:.1?}", begun.elapsed());
     }
 
     /// The same, where the IOMMU's front end attacks: its devices are served again for the next.
@@ -208,7 +234,13 @@ impl Service {
         });
         let mut descriptors: Vec<String> = links.collect();
         descriptors.sort();
-        Holds { threads: names(&process.join("task")).len(), descriptors }
+        // The kernel's own for I/O come and go.
+        let is_ours = |thread: &DirEntry| {
+            let name = fs::read_to_string(thread.path().join("comm"));
+            name.is_ok_and(|name| !name.starts_with("iou-"))
+        };
+        let threads = names(&process.join("task")).iter().filter(|thread| is_ours(thread)).count();
+        Holds { threads, descriptors }
     }
 
     /// Has it end. The neighbour goes first: what it asks for now is answered no more.
@@ -220,7 +252,9 @@ impl Service {
     /// Waits until its sockets are gone and it has ended, or has named an image that the kernel holds.
     pub(crate) fn ends_or_names(&mut self, image: &str) {
         let held = format!("{image}: the disk has not answered");
+        let begun = Instant::now();
         while self.running.is_running() && !self.running.said().contains(&held) {
+            assert!(begun.elapsed() < LIMIT, "it neither ends nor says why");
             std::thread::sleep(Duration::from_millis(1));
         }
         sockets_are_gone(&self.place);
