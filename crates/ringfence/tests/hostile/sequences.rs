@@ -114,8 +114,15 @@ fn run(target: &Target, features: u64, steps: &[Step]) {
             Step::Message(request, payload, count, kind) => {
                 let fd = [memory.file.as_fd(), event.as_fd(), end.as_fd()][usize::from(*kind)];
                 let fds: Vec<BorrowedFd<'_>> = vec![fd; *count];
+                let mut payload = payload.clone();
+                if *request == SET_PROTOCOL_FEATURES
+                    && let Some(first) = payload.first_mut()
+                {
+                    // REPLY_ACK stays: without it nothing that follows is answered.
+                    *first |= 1 << 3;
+                }
                 // Some are always answered: the answers may then be another request's.
-                session.client.set(*request, payload, &fds);
+                session.client.set(*request, &payload, &fds);
             }
             Step::Start(index, base) => {
                 let ring = &rings[*index as usize];
