@@ -1,8 +1,8 @@
 //! Descriptors of files that another process or machine serves, as those of FUSE and NFS are.
 //!
 //! The server of such a file decides how long closing it takes: FUSE's FLUSH can be neither interrupted nor
-//! refused. No request takes a file but those that are memory, so all others are closed by a thread of
-//! their own.
+//! refused. No request takes a file of a file system but those that are memory, so all others are closed by
+//! a thread of their own.
 
 use std::{
     io,
@@ -20,7 +20,7 @@ use rustix::{
 };
 
 /// How many descriptors wait to be closed, in all connections together. One more has its connection wait
-/// until there is room, and no other connection: those that serve somebody send none.
+/// until there is room, and so has each that sends such a file meanwhile; those that send none go on.
 const WAITING: usize = 64;
 
 /// The descriptor itself, or if closing it might take long one that no request takes.

@@ -27,53 +27,67 @@ use crate::{
 };
 
 /// Descriptors of every kind, and what keeps them as they are.
-fn kinds() -> Vec<(&'static str, OwnedFd, Vec<OwnedFd>)> {
+fn kinds() -> Vec<(OwnedFd, Vec<OwnedFd>)> {
     let mut kinds = Vec::new();
     let (end, start) = rustix::pipe::pipe().unwrap();
-    kinds.push(("the end of a pipe", end, vec![start]));
+    // The end of a pipe.
+    kinds.push((end, vec![start]));
     let (end, start) = rustix::pipe::pipe().unwrap();
     fcntl_setfl(&start, OFlags::NONBLOCK).unwrap();
     while rustix::io::write(&start, &[0; 4096]).is_ok() {}
     fcntl_setfl(&start, OFlags::empty()).unwrap();
-    kinds.push(("the start of a full pipe", start, vec![end]));
+    // The start of a full pipe.
+    kinds.push((start, vec![end]));
     let (end, start) = rustix::pipe::pipe().unwrap();
     drop(start);
-    kinds.push(("a pipe that hung up", end, vec![]));
+    // A pipe that hung up.
+    kinds.push((end, vec![]));
     let (end, start) = rustix::pipe::pipe().unwrap();
     drop(end);
-    kinds.push(("a pipe that nobody reads", start, vec![]));
+    // A pipe that nobody reads.
+    kinds.push((start, vec![]));
     for name in ["/dev/zero", "/dev/null", "/dev/urandom", "/proc/self/mem", "/proc/self/status"] {
         let file = File::open(name).unwrap();
-        kinds.push((name, file.into(), vec![]));
+        kinds.push((file.into(), vec![]));
     }
     let folder = OpenOptions::new().read(true).open("/").unwrap();
-    kinds.push(("a folder", folder.into(), vec![]));
+    // A folder.
+    kinds.push((folder.into(), vec![]));
     let udp = UdpSocket::bind("127.0.0.1:0").unwrap();
     // Answers that there is nobody go to its queue of errors.
     let gone = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     udp.connect(gone).unwrap();
     let _ = udp.send(&[0]);
-    kinds.push(("a socket with errors", udp.into(), vec![]));
+    // A socket with errors.
+    kinds.push((udp.into(), vec![]));
     let (one, other) = UnixDatagram::pair().unwrap();
-    kinds.push(("a datagram socket", one.into(), vec![other.into()]));
+    // A datagram socket.
+    kinds.push((one.into(), vec![other.into()]));
     let (one, other) = UnixStream::pair().unwrap();
     one.set_nonblocking(true).unwrap();
     while (&one).write(&[0; 4096]).is_ok() {}
     one.set_nonblocking(false).unwrap();
-    kinds.push(("a full stream", one.into(), vec![other.into()]));
+    // A full stream.
+    kinds.push((one.into(), vec![other.into()]));
     let folder = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
-    kinds.push(("a socket that listens", listener.into(), vec![]));
+    // A socket that listens.
+    kinds.push((listener.into(), vec![]));
     let flags = rustix::event::epoll::CreateFlags::CLOEXEC;
-    kinds.push(("an epoll", rustix::event::epoll::create(flags).unwrap(), vec![]));
+    // An epoll.
+    kinds.push((rustix::event::epoll::create(flags).unwrap(), vec![]));
     let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::empty()).unwrap();
     let millisecond = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
     let every = Itimerspec { it_interval: millisecond, it_value: millisecond };
     timerfd_settime(&timer, TimerfdTimerFlags::empty(), &every).unwrap();
-    kinds.push(("a timer", timer, vec![]));
-    kinds.push(("memory", Ram::new().file.into(), vec![]));
-    kinds.push(("a semaphore", eventfd(5, EventfdFlags::SEMAPHORE).unwrap(), vec![]));
-    kinds.push(("a full eventfd", full(), vec![]));
+    // A timer.
+    kinds.push((timer, vec![]));
+    // Memory.
+    kinds.push((Ram::new().file.into(), vec![]));
+    // A semaphore.
+    kinds.push((eventfd(5, EventfdFlags::SEMAPHORE).unwrap(), vec![]));
+    // A full eventfd.
+    kinds.push((full(), vec![]));
     kinds
 }
 
@@ -86,7 +100,7 @@ fn full() -> OwnedFd {
 
 /// With a ring that has its place and does not run yet, so that nothing else is refused.
 fn in_place_of(target: &Target, request: u32) {
-    for (_, fd, _kept) in kinds() {
+    for (fd, _kept) in kinds() {
         let session = target.open(0);
         let mut ring = Ring::new(target.index());
         assert!(session.place(&ring, 0, RING.into()));
@@ -102,7 +116,7 @@ const KINDS: &[(&str, Attack)] = &[
     ("calls that are none", |target| in_place_of(target, SET_VRING_CALL)),
     ("errors that are none", |target| in_place_of(target, SET_VRING_ERR)),
     ("channels that are none", |target| {
-        for (_, fd, _kept) in kinds() {
+        for (fd, _kept) in kinds() {
             let session = target.open(PLATFORM);
             session.client.set(SET_BACKEND_REQ_FD, &[], &[fd.as_fd()]);
             let mut ring = session.ring(target.index());
@@ -111,7 +125,7 @@ const KINDS: &[(&str, Attack)] = &[
         }
     }),
     ("memory that is none", |target| {
-        for (_, fd, _kept) in kinds() {
+        for (fd, _kept) in kinds() {
             let session = target.open(0);
             session.client.set(SET_MEM_TABLE, &Ram::new().table(), &[fd.as_fd()]);
             let mut ring = Ring::new(target.index());
@@ -120,7 +134,7 @@ const KINDS: &[(&str, Attack)] = &[
         }
     }),
     ("logs and records that are none", |target| {
-        for (_, fd, _kept) in kinds() {
+        for (fd, _kept) in kinds() {
             for (request, payload) in [
                 (SET_LOG_BASE, words(&[4096, 0])),
                 (SET_LOG_FD, vec![]),
@@ -134,7 +148,7 @@ const KINDS: &[(&str, Attack)] = &[
         }
     }),
     ("where a device's state goes", |target| {
-        for (_, fd, _kept) in kinds() {
+        for (fd, _kept) in kinds() {
             let session = target.open(0);
             session.client.send(SET_DEVICE_STATE_FD, &words(&[0]), &[fd.as_fd()]);
             let _ = session.client.stream.shutdown(std::net::Shutdown::Write);
@@ -223,12 +237,11 @@ const CHANGES: &[(&str, Attack)] = &[
         let log = Ram::new();
         session.client.set(SET_LOG_BASE, &words(&[4096, 0]), &[log.file.as_fd()]);
         session.client.set(SET_FEATURES, &words(&[session.features | LOG_ALL]), &[]);
-        let ring = Ring::new(target.index());
+        let mut ring = Ring::new(target.index());
         let at = [ring.descs(), ring.used(), ring.avail(), ring.used()];
         session.start(&ring, 0);
         session.client.set(SET_VRING_ADDR, &addresses(ring.index, 1, at), &[]);
         log.file.set_len(0).unwrap();
-        let mut ring = ring;
         target.works(&session, &mut ring);
         session.stop(target.index());
     }),

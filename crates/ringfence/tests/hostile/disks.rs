@@ -24,32 +24,18 @@ const FAR: u64 = 2048;
 fn hanging(device: Device) -> (Service, Fuse) {
     let place = Place::new();
     let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
-    let arguments: &[&str] = match device {
-        Device::Guarded => &[
-            "guard",
-            "--iommu",
-            "iommu",
-            "--blk",
-            "hostile=fuse/image",
-            "--blk",
-            "other=other.img",
-        ],
-        _ => &["blk", "--socket", "hostile", "--image", "fuse/image"],
-    };
-    (Service::with(place, arguments, device), fuse)
+    (Service::with(place, device, "fuse/image"), fuse)
 }
 
 /// A driver of which the disk has a request.
 fn stuck(service: &Service, fuse: &Fuse, device: Device, kind: u32, number: u64) -> DiskDriver {
     let mut driver = DiskDriver::start(BASE, &service.path("hostile"), device);
-    fuse.hold(true);
     if kind == 4 {
         // There has to be something to flush.
-        fuse.hold(false);
         driver.submit(1, FAR);
         assert_eq!(driver.finish(), 0);
-        fuse.hold(true);
     }
+    fuse.hold(true);
     driver.submit(kind, if kind == 4 { 0 } else { FAR * (number + 2) });
     let begun = Instant::now();
     while fuse.held() == 0 {
@@ -78,7 +64,7 @@ fn a_disk_that_hangs_holds_up_nobody_else() {
                 drop(driver);
                 service.neighbour_goes_on(name);
                 // The next one is there at once; its rings start when no old write can come after a new one.
-                let next = Session::open(&service.path("hostile"), device.features());
+                let next = service.target().open(0);
                 let _ring = next.ring(0);
                 service.neighbour_goes_on(name);
                 drop(next);

@@ -16,6 +16,8 @@ use std::{
 use rustix::io::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::wire::words;
+
 /// A request's header (`struct fuse_in_header`).
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -194,8 +196,6 @@ fn attributes(shared: &Shared, node: u64) -> Attributes {
 }
 
 fn names(shared: &Shared, header: &Header) {
-    let words =
-        |words: &[u64]| words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<u8>>();
     match header.opcode {
         opcode::INIT => {
             let mut out = Vec::new();

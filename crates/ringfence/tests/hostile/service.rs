@@ -41,9 +41,9 @@ impl Target {
     /// Has the device do something with a ring of that index, so that it notifies.
     pub(crate) fn works(&self, session: &Session, ring: &mut Ring) {
         let at = session.ram.data();
-        session.ram.put(at, &[[0; 16], [0; 16]].concat());
+        session.ram.put(at, &[0; 32]);
         let chain = match self.device {
-            Device::Net => [Desc(at, 76, 0, 0)].to_vec(),
+            Device::Net => vec![Desc(at, 76, 0, 0)],
             // The disk's name.
             _ => {
                 session.ram.put(at, &8u32.to_le_bytes());
@@ -86,25 +86,20 @@ pub(crate) struct Service {
 
 impl Service {
     pub(crate) fn start(device: Device) -> Service {
-        let place = Place::new();
-        let arguments: &[&str] = match device {
-            Device::Disk => &["blk", "--socket", "hostile", "--image", "disk.img", "--queues", "2"],
-            Device::Guarded => &[
-                "guard",
-                "--iommu",
-                "iommu",
-                "--blk",
-                "hostile=disk.img",
-                "--blk",
-                "other=other.img",
-            ],
-            Device::Net => &["net", "--socket", "hostile", "--peer", "other"],
-        };
-        Service::with(place, arguments, device)
+        Service::with(Place::new(), device, "disk.img")
     }
 
-    /// With a device at the socket `hostile`, and unless it is a disk by itself another at `other`.
-    pub(crate) fn with(place: Place, arguments: &[&str], device: Device) -> Service {
+    /// With a device at the socket `hostile`, with this image if it is a disk, and unless it is by itself
+    /// another at `other`.
+    pub(crate) fn with(place: Place, device: Device, image: &str) -> Service {
+        let disk = format!("hostile={image}");
+        let arguments: &[&str] = match device {
+            Device::Disk => &["blk", "--socket", "hostile", "--image", image, "--queues", "2"],
+            Device::Guarded => {
+                &["guard", "--iommu", "iommu", "--blk", &disk, "--blk", "other=other.img"]
+            }
+            Device::Net => &["net", "--socket", "hostile", "--peer", "other"],
+        };
         for name in ["disk.img", "other.img"] {
             place.write(name, vec![0; 4 << 20]);
         }
