@@ -19,8 +19,11 @@ cat > /tmp/lib.sh <<'LIB'
 say() { echo "$*" >&3; }
 # What comes in on standard input, as the result of that name.
 give() { say "begin $1"; cat >&3; say "end $1"; }
-# A line of the test's.
-hear() { read -r line <&3; }
+# A line of the test's; with a word, that line.
+hear() {
+    read -r line <&3
+    [ "${1:-$line}" = "$line" ] || { echo "heard '$line', not '$1'"; return 1; }
+}
 LIB
 
 cd /tmp

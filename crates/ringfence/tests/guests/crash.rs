@@ -27,8 +27,7 @@ passes() {
     done
 }
 say ready
-hear
-[ "$line" = go ]
+hear go
 passes &
 passes=$!
 hear

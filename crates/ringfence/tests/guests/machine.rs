@@ -23,7 +23,7 @@ mod cpio;
 
 /// The first root file system of a guest that runs `script`, with `files` beside it.
 ///
-/// The script can say a line to the test (`say WORDS`), hear one (`hear`, then `$line`) and give
+/// The script can say a line to the test (`say WORDS`), hear one (`hear [LINE]`, then `$line`) and give
 /// what a command prints as a result (`COMMAND | give NAME`). The first command of it that fails
 /// ends it, and the test.
 pub(crate) fn initramfs(base: &str, script: &str, files: &[(&str, Vec<u8>)]) -> Vec<u8> {

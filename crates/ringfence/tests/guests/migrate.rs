@@ -59,11 +59,11 @@ impl Monitor {
         }
     }
 
-    /// Waits until the migration is as wanted; what it was then.
-    fn migration(&mut self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    /// Waits until what a query answers is as wanted; the answer.
+    fn wait(&mut self, query: &str, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let begun = Instant::now();
         loop {
-            let state = self.ask("query-migrate", json!({}));
+            let state = self.ask(query, json!({}));
             if wanted(&state) {
                 return state;
             }
@@ -87,6 +87,7 @@ struct Move {
     guest: Guest,
     monitor: Monitor,
     target: Guest,
+    arrival: Monitor,
 }
 
 impl Move {
@@ -100,8 +101,9 @@ impl Move {
         let monitor = Monitor::connect(&monitor);
         // The socket is there before it listens: it does when this is answered.
         let uri = format!("unix:{}", place.path("incoming").display());
-        Monitor::connect(&arrives).ask("migrate-incoming", json!({ "uri": uri }));
-        Move { guest, monitor, target }
+        let mut arrival = Monitor::connect(&arrives);
+        arrival.ask("migrate-incoming", json!({ "uri": uri }));
+        Move { guest, monitor, target, arrival }
     }
 
     /// Moves the guest. Most of its memory was copied when it is told to go on; when it has said
@@ -120,7 +122,7 @@ impl Move {
             let left = state["ram"]["remaining"].as_u64();
             left.is_some_and(|left| (1..64 * MIB).contains(&left))
         };
-        self.monitor.migration("a copy of most memory", copied);
+        self.monitor.wait("query-migrate", "a copy of most memory", copied);
         // A page now and then.
         self.monitor.ask("migrate-set-parameters", bytes_a_second(1000));
         self.guest.say("go");
@@ -128,7 +130,12 @@ impl Move {
         let state = self.monitor.ask("query-migrate", json!({}));
         assert_eq!(state["status"], "active", "it has moved before: {state}");
         self.monitor.ask("migrate-set-parameters", bytes_a_second(1 << 32));
-        let state = self.monitor.migration("the end", |state| state["status"] == "completed");
+        let completed = |state: &Value| state["status"] == "completed";
+        let state = self.monitor.wait("query-migrate", "the end", completed);
+        // It is all sent, and may not all have arrived: until the machine runs, its serial line takes
+        // a byte and loses it to the state that comes in.
+        let running = |state: &Value| state["status"] == "running";
+        self.arrival.wait("query-status", "the machine's arrival", running);
         self.target.say("there");
         (self.target.end(), state)
     }
@@ -157,13 +164,11 @@ run_fio load --invalidate=0 --rw=randrw --bs=4k --iodepth=16 --offset=16m --size
     --io_size=32m --rate_iops=800,800 > /tmp/load 2>&1 3>/tmp/said &
 load=$!
 say ready
-hear
-[ "$line" = go ]
+hear go
 dd if=/dev/vda of=/dev/null bs=64k count=256
 reads() { awk '{ print $1 }' /sys/block/vda/stat; }
 say read
-hear
-[ "$line" = there ]
+hear there
 wait $load
 before=$(reads)
 say cached $(dd if=/dev/vda bs=64k count=256 | md5sum)
@@ -234,13 +239,11 @@ sum=$(md5sum < /tmp/www/file)
 transfers &
 transfers=$!
 say ready
-hear
-[ "$line" = go ]
+hear go
 before=$(wc -l < /tmp/transfers)
 while [ $(wc -l < /tmp/transfers) -lt $((before + 2)) ]; do usleep 10000; done
 say moved
-hear
-[ "$line" = there ]
+hear there
 before=$(wc -l < /tmp/transfers)
 while [ $(wc -l < /tmp/transfers) -lt $((before + 2)) ]; do usleep 10000; done
 touch /tmp/enough
