@@ -71,8 +71,8 @@ static REGISTRY: [Slot; SLOTS] = [const {
 /// No slot from here on was ever used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether any mapping was ever lost: the one word that the fast path looks at.
-static ANY_LOST: AtomicBool = AtomicBool::new(false);
+/// How many mappings that are there are lost: the one word that the fast path looks at.
+static LOST: AtomicUsize = AtomicUsize::new(0);
 
 /// The descriptor of the stand-in, for as long as the process lives; below 0 if there is none. Set before
 /// the handler can run.
@@ -85,10 +85,10 @@ const ADDRESSES: u64 = 1 << 57;
 /// What SIGBUS did before us. Set before the handler can run.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// Whether any mapping of this process was ever lost.
+/// Whether any mapping of this process is lost.
 #[inline]
 pub(crate) fn any_lost() -> bool {
-    ANY_LOST.load(Ordering::Relaxed)
+    LOST.load(Ordering::Relaxed) != 0
 }
 
 /// A mapping's place in the registry, given back when dropped.
@@ -134,6 +134,8 @@ impl Drop for Registered {
         if self.is_lost() {
             let start = self.slot.start.load(Ordering::Relaxed);
             forget(start, self.slot.len.load(Ordering::Relaxed));
+            // No access to it is under way, and none can lose it again.
+            LOST.fetch_sub(1, Ordering::Relaxed);
         }
         let next = (self.slot.state.load(Ordering::Relaxed) & !PHASE) + (PHASE + 1);
         // Release: the next owner, who acquires in `new`, comes after all that we did. A handler
@@ -162,8 +164,9 @@ fn replace(addr: usize) -> bool {
         let first = addr & !(page - 1);
         let rest = len - (first - start);
         // Before the zeroes can be seen, so that nobody takes them for data.
-        slot.lost.store(true, Ordering::Release);
-        ANY_LOST.store(true, Ordering::Release);
+        if !slot.lost.swap(true, Ordering::Release) {
+            LOST.fetch_add(1, Ordering::Release);
+        }
         let file = STAND_IN.load(Ordering::Relaxed);
         // SAFETY: the span lies within a live mapping of ours, kept by the owner of the access that
         // faulted; nothing but raw pointers leads there.
@@ -368,6 +371,34 @@ mod tests {
         bus.read(0x10_0000, &mut bytes[..PAGE_SIZE]).unwrap();
         assert_eq!(bytes[..PAGE_SIZE], [2; PAGE_SIZE]);
         assert_eq!(bus.check(), Ok(()));
+        let piece = |addr| bus.piece(addr, 16, Access::Read);
+        assert!(piece(0).is_none() && piece(0x10_0000).is_some(), "the fast path of the other");
+    }
+
+    #[test]
+    fn what_is_lost_is_nothing_to_anybody_once_it_is_gone() {
+        // By itself: other tests lose mappings of their own.
+        if !is_child() {
+            let ended = in_child("what_is_lost_is_nothing_to_anybody_once_it_is_gone");
+            assert!(ended.success(), "{ended}");
+            return;
+        }
+        super::install().unwrap();
+        for _ in 0..3 {
+            let [(one, first), (other, second)] = [two_regions(), two_regions()];
+            for (count, (file, memory)) in [(one, &first), (other, &second)].into_iter().enumerate()
+            {
+                fs::ftruncate(&file, 0).unwrap();
+                let bus = Physical::new(Arc::clone(memory));
+                bus.read(0, &mut [0; 3 * PAGE_SIZE]).unwrap();
+                assert!(bus.check().is_err());
+                assert_eq!(super::LOST.load(super::Ordering::Relaxed), count + 1);
+            }
+            drop(first);
+            assert!(super::any_lost());
+            drop(second);
+            assert!(!super::any_lost());
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ impl Direct {
         mut each: impl FnMut(HostSlice<'_>),
     ) -> Result<(), AccessError> {
         table.walk(addr, len, access, |found, at| {
-            if sigbus::any_lost() && self.memory.is_lost(found.region) {
+            if self.memory.is_lost(found.region) {
                 return Err(AccessError::Lost { addr: at });
             }
             self.touched.set(self.touched.get() | bit(found.region));
@@ -55,7 +55,7 @@ impl Direct {
     fn piece<'m>(&self, table: &'m Table, addr: u64, len: u64) -> Option<HostSlice<'m>> {
         let Found { slice, region } = table.find(addr)?;
         let inside = len.wrapping_sub(1) < slice.len() as u64;
-        if !inside || sigbus::any_lost() {
+        if !inside || self.memory.is_lost(region) {
             return None;
         }
         self.touched.set(self.touched.get() | bit(region));
