@@ -13,26 +13,28 @@ use super::{
 };
 use crate::Endpoint;
 
-/// An [`Iommu`] over an endpoint's translations.
+/// An [`Iommu`] over an endpoint's translations, **which is not strict**: slices of memory that
+/// `IommuMemory` hands out are kept in use only as long as the iterator that they come from, so that an
+/// invalidation may be over while a device still has them (rule D15). An
+/// [`IotlbAddressSpace`](super::IotlbAddressSpace) keeps them by leases; this is for code that cannot
+/// be given one.
 ///
 /// rust-vmm's trait wants its own [`Iotlb`], so each access gets one, filled with as much of ours as
 /// it needs: an allocation and a tree of ranges for what an
 /// [`IotlbAddressSpace`](super::IotlbAddressSpace) does with neither. It waits for what is missing, as
 /// that does, and stops after a failure in the same way: until [`recover`](Self::recover).
 ///
-/// What it cannot do: slices of memory that `IommuMemory` hands out are kept in use only as long as
-/// the iterator that they come from, so that an invalidation may be over while a device still has
-/// them; there is no guard whose failure is that of one request; and a range that ends at 2^64 is
+/// Nor is there a guard whose failure is that of one request, and a range that ends at 2^64 is
 /// refused, as `Iotlb` has no words for it.
-pub struct IotlbIommu {
+pub struct UnleasedIommu {
     source: Arc<Source>,
 }
 
-impl IotlbIommu {
+impl UnleasedIommu {
     /// The translations of `endpoint`; `None` if the process's shootdown has no place for another
     /// reader.
-    pub fn new(endpoint: Arc<Endpoint>) -> Option<IotlbIommu> {
-        Some(IotlbIommu { source: Source::new(endpoint, FailureScope::Space)? })
+    pub fn new(endpoint: Arc<Endpoint>) -> Option<UnleasedIommu> {
+        Some(UnleasedIommu { source: Source::new(endpoint, FailureScope::Space)? })
     }
 
     /// What it has counted.
@@ -65,7 +67,7 @@ impl Deref for FilledIotlb {
     }
 }
 
-impl Iommu for IotlbIommu {
+impl Iommu for UnleasedIommu {
     type IotlbGuard<'a> = FilledIotlb;
 
     fn translate(
@@ -100,8 +102,8 @@ impl Iommu for IotlbIommu {
     }
 }
 
-impl fmt::Debug for IotlbIommu {
+impl fmt::Debug for UnleasedIommu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IotlbIommu").field("source", &self.source).finish()
+        f.debug_struct("UnleasedIommu").field("source", &self.source).finish()
     }
 }

@@ -39,7 +39,7 @@
 //! what is written in their bitmaps, by guest-physical address. [`shared_regions`] makes one of the
 //! memory that a vhost-user front end shared.
 //!
-//! For code that is written for `IommuMemory` there is an [`IotlbIommu`], with its limits.
+//! For code that is written for `IommuMemory` there is an [`UnleasedIommu`], which is not strict.
 
 mod adapter;
 mod held;
@@ -49,7 +49,7 @@ mod regions;
 mod source;
 mod space;
 
-pub use adapter::{FilledIotlb, IotlbIommu};
+pub use adapter::{FilledIotlb, UnleasedIommu};
 pub use memory::IotlbMemory;
 pub use regions::{SharedRegion, shared_regions};
 pub use source::GuestMemoryCounters;

@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use ringfence_iotlb::guest_memory::{Failure, IotlbIommu};
+use ringfence_iotlb::guest_memory::{Failure, UnleasedIommu};
 use vm_memory::{
     Bytes, GuestAddress, GuestMemory, GuestMemoryMmap, IommuMemory, Permissions, iommu::Iommu,
 };
 
 use crate::front_end::*;
 
-fn iommu_memory(bench: &Bench) -> IommuMemory<GuestMemoryMmap, IotlbIommu> {
-    let iommu = IotlbIommu::new(Arc::clone(&bench.endpoint)).unwrap();
+fn iommu_memory(bench: &Bench) -> IommuMemory<GuestMemoryMmap, UnleasedIommu> {
+    let iommu = UnleasedIommu::new(Arc::clone(&bench.endpoint)).unwrap();
     IommuMemory::new((*bench.memory).clone(), iommu, true, ())
 }
 
@@ -61,7 +61,7 @@ fn an_invalidation_waits_for_the_iterator_and_no_longer() {
     // rule D15
     let bench = bench();
     bench.map(0x1000, 0x20_0000, PAGE);
-    let iommu = IotlbIommu::new(Arc::clone(&bench.endpoint)).unwrap();
+    let iommu = UnleasedIommu::new(Arc::clone(&bench.endpoint)).unwrap();
     let found = iommu.translate(GuestAddress(0x1ff0), 8, Permissions::Read).unwrap();
     let token = bench.unmap(0x1000, PAGE);
     assert!(!bench.shootdown.is_over(token));

@@ -8,7 +8,7 @@ use std::{
 
 use ringfence_iotlb::{
     Miss,
-    guest_memory::{Failure, FailureScope, IotlbIommu},
+    guest_memory::{Failure, FailureScope, UnleasedIommu},
 };
 use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, IommuMemory, Permissions};
@@ -106,7 +106,7 @@ fn nor_is_one_over_the_adapter_for_iommu_memory() {
     let styles = [Style::OneGuard, Style::ByDescriptor, Style::ManyGuards];
     for (hole, style) in pages.flat_map(|hole| styles.map(|style| (hole, style))) {
         let bench = bench();
-        let iommu = IotlbIommu::new(Arc::clone(&bench.endpoint)).unwrap();
+        let iommu = UnleasedIommu::new(Arc::clone(&bench.endpoint)).unwrap();
         let memory = Arc::new(IommuMemory::new((*bench.memory).clone(), iommu, true, ()));
         chain(&bench, hole == INDIRECT_TABLE);
         map_around(&bench, hole);
