@@ -40,8 +40,18 @@ pub(super) struct IommuUnit<B: Backing, R> {
     reported: Arc<OwnedFd>,
     /// Whether replies wait for an invalidation.
     pending: bool,
+    /// Since when they do, and when to look again, by the monotonic clock: once they wait for long.
+    waits: Option<(u64, u64)>,
     past: Counters,
 }
+
+/// An invalidation that takes longer waits for a disk that has the guest's memory. One that waits for
+/// other workers only takes less, and is waited for awake.
+const LONG_NS: u64 = 200_000;
+
+/// The most that the end of such an invalidation is noticed late, unless the disk is this worker's own,
+/// which it wakes.
+const LOOK_NS: u64 = 1_000_000;
 
 /// The worker is gone.
 pub(super) struct NoWorker;
@@ -68,6 +78,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
             calls: [None, None],
             reported,
             pending: false,
+            waits: None,
             past: Counters::default(),
         }
     }
@@ -134,6 +145,19 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
                 None => return Ok(None),
             }
         }
+    }
+
+    /// Notes at what time replies wait, or that they do not; whether they have for long.
+    fn has_waited_long(&mut self, now_ns: u64) -> bool {
+        if !self.pending {
+            self.waits = None;
+            return false;
+        }
+        let (since, look) = self.waits.get_or_insert((now_ns, now_ns));
+        let waited = now_ns.saturating_sub(*since);
+        // An eighth longer, so that the wait is not much longer than what is waited for.
+        *look = now_ns + (waited / 8).min(LOOK_NS);
+        waited >= LONG_NS
     }
 
     /// Whether replies of this ring wait for an invalidation to be over: they are lost if it is
@@ -206,7 +230,7 @@ fn mark_used(reach: &impl Reach, progress: &Progress, queue: &device::Queue) {
 }
 
 impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
-    fn poll(&mut self, _now_ns: u64) -> bool {
+    fn poll(&mut self, now_ns: u64) -> bool {
         if self.reach.refresh() {
             self.revalidate();
         }
@@ -218,7 +242,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
         {
             match ring.queue.poll(self.reach.buffers()) {
                 Ok(progress) => {
-                    busy |= !progress.is_idle() || progress.pending;
+                    busy |= !progress.is_idle();
                     self.pending = progress.pending;
                     mark_used(&self.reach, &progress, ring.queue.queue());
                     if progress.interrupt {
@@ -232,6 +256,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
                 }
             }
         }
+        busy |= !self.has_waited_long(now_ns) && self.pending;
         if let Some(ring) = &mut self.events
             && ring.enabled
             && !ring.failed
@@ -258,12 +283,16 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
         self.pending
     }
 
+    fn next_due(&self) -> Option<u64> {
+        self.waits.map(|(_, look)| look)
+    }
+
     fn arm(&mut self) -> bool {
-        if self.pending {
-            return true;
-        }
         let mut more = false;
-        if let Some(ring) = self.requests.as_mut().filter(|ring| ring.enabled && !ring.failed) {
+        // No further request is taken while replies wait.
+        if let Some(ring) = self.requests.as_mut().filter(|ring| ring.enabled && !ring.failed)
+            && !self.pending
+        {
             more |= ring.queue.queue().enable_kicks();
         }
         // Faults that wait have found no buffer.

@@ -12,6 +12,7 @@ use crate::{
     fuse::Fuse,
     guest::{BASE, Desc, LOG_ALL, RING, SIZE, Session, WRITE},
     honest::{Device, DiskDriver},
+    iommu::{attach, map, request, status, submit, unmap},
     service::Service,
     wire::{in_flight, request::*, state, words},
 };
@@ -22,9 +23,14 @@ const KINDS: [(&str, u32); 3] = [("a read", 0), ("a write", 1), ("a flush", 4)];
 const FAR: u64 = 2048;
 
 fn hanging(device: Device) -> (Service, Fuse) {
+    hanging_with(device, "")
+}
+
+/// With options of `guard`'s disk.
+fn hanging_with(device: Device, options: &str) -> (Service, Fuse) {
     let place = Place::new();
     let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
-    (Service::with(place, device, "fuse/image"), fuse)
+    (Service::with(place, device, &format!("fuse/image{options}")), fuse)
 }
 
 /// A driver of which the disk has a request.
@@ -90,6 +96,33 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
         // Not in order: what the kernel has was not answered.
         service.ended_with(1);
     }
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn an_unmap_that_waits_for_a_disk_takes_no_processor_time() {
+    // rule D15
+    const DOMAIN: u32 = 1;
+    const ENDPOINT: u32 = 0x30;
+    let (mut service, fuse) = hanging_with(Device::Guarded, ",disk-buffers=guest");
+    let session = service.take_iommu();
+    let mut ring = session.ring(0);
+    let last = BASE + SIZE - 1;
+    assert_eq!(request(&session, &mut ring, &attach(1, DOMAIN, ENDPOINT, 0), 4), 0);
+    assert_eq!(request(&session, &mut ring, &map(DOMAIN, BASE, last, BASE, 3), 4), 0);
+    let driver = stuck(&service, &fuse, Device::Guarded, 0, 0);
+    submit(&session, &mut ring, &unmap(DOMAIN, BASE, last), 4);
+    // Long enough for a worker that spins to be seen, however little it gets of a busy machine.
+    let (begun, before) = (Instant::now(), service.cpu_time());
+    std::thread::sleep(Duration::from_secs(1));
+    let (waited, took) = (begun.elapsed(), service.cpu_time().saturating_sub(before));
+    assert!(ring.take(&session.ram).is_none(), "the disk has the memory still");
+    assert!(took < waited / 10, "{took:?} of {waited:?}");
+    fuse.hold(false);
+    ring.wait(&session.ram);
+    assert_eq!(status(&session), 0);
+    drop((driver, session));
+    service.end();
 }
 
 /// Something that the device reads or writes, in a file whose pages do not come.

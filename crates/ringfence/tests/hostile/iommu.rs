@@ -4,37 +4,49 @@
 use rustix::fd::AsFd as _;
 
 use crate::{
-    guest::{BASE, DATA, Desc, NEXT, PLATFORM, Ring, SIZE, Session, WRITE},
+    guest::{BASE, DATA, Desc, NEXT, Ring, SIZE, Session, WRITE},
     honest::Device,
     service::{Attack, Service, Target},
     wire::{request::*, words},
 };
 
-/// Sends a request with room for so many bytes of an answer; the ring goes on.
-fn request(session: &Session, ring: &mut Ring, bytes: &[u8], room: u32) {
-    session.ram.put(DATA, bytes);
-    let answer = Desc(DATA + 0x8000, room, WRITE, 0);
-    let chain = [Desc(DATA, bytes.len() as u32, NEXT, 1), answer];
+/// Puts a request with room for so many bytes of an answer into the ring.
+pub(crate) fn submit(session: &Session, ring: &mut Ring, bytes: &[u8], room: u32) {
+    let at = session.ram.data();
+    session.ram.put(at, bytes);
+    let answer = Desc(at + 0x8000, room, WRITE, 0);
+    let chain = [Desc(at, bytes.len() as u32, NEXT, 1), answer];
     match (bytes.len(), room) {
         (0, _) => ring.place(&session.ram, 0, &[answer]),
-        (_, 0) => ring.place(&session.ram, 0, &[Desc(DATA, bytes.len() as u32, 0, 0)]),
+        (_, 0) => ring.place(&session.ram, 0, &[Desc(at, bytes.len() as u32, 0, 0)]),
         _ => ring.place(&session.ram, 0, &chain),
     }
     ring.offer(&session.ram, 0);
+}
+
+/// The same, and waits for the status.
+pub(crate) fn request(session: &Session, ring: &mut Ring, bytes: &[u8], room: u32) -> u8 {
+    submit(session, ring, bytes, room);
     ring.wait(&session.ram);
+    status(session)
+}
+
+/// What the last answer says.
+pub(crate) fn status(session: &Session) -> u8 {
+    session.ram.get::<1>(session.ram.data() + 0x8000)[0]
 }
 
 fn open(target: &Target) -> (Session, Ring) {
-    let session = Session::open(&target.folder.join("iommu"), !PACKED_AND_MORE | PLATFORM);
+    let session = Session::open(&target.folder.join("iommu"), FEATURES);
     let ring = session.ring(0);
     (session, ring)
 }
 
-/// Features that change what rings look like.
-const PACKED_AND_MORE: u64 = 1 << 34 | 1 << 29 | 1 << 35;
+/// All but those that change what rings look like: PACKED, EVENT_IDX, IN_ORDER.
+pub(crate) const FEATURES: u64 = !(1 << 34 | 1 << 29 | 1 << 35);
 
 /// `struct virtio_iommu_req_map`: kind, domain, first, last, physical, flags.
-fn map(domain: u32, first: u64, last: u64, phys: u64, flags: u32) -> Vec<u8> {
+pub(crate) fn map(domain: u32, first: u64, last: u64, phys: u64, flags: u32) -> Vec<u8> {
     let mut bytes = vec![3, 0, 0, 0];
     bytes.extend(domain.to_le_bytes());
     bytes.extend([first, last, phys].iter().flat_map(|word| word.to_le_bytes()));
@@ -42,8 +54,17 @@ fn map(domain: u32, first: u64, last: u64, phys: u64, flags: u32) -> Vec<u8> {
     bytes
 }
 
+/// `struct virtio_iommu_req_unmap`.
+pub(crate) fn unmap(domain: u32, first: u64, last: u64) -> Vec<u8> {
+    let mut bytes = vec![4, 0, 0, 0];
+    bytes.extend(domain.to_le_bytes());
+    bytes.extend([first, last].iter().flat_map(|word| word.to_le_bytes()));
+    bytes.extend([0; 4]);
+    bytes
+}
+
 /// `struct virtio_iommu_req_attach`, or `_detach`.
-fn attach(kind: u8, domain: u32, endpoint: u32, flags: u32) -> Vec<u8> {
+pub(crate) fn attach(kind: u8, domain: u32, endpoint: u32, flags: u32) -> Vec<u8> {
     let mut bytes = vec![kind, 0, 0, 0];
     bytes.extend([domain, endpoint, flags, 0].iter().flat_map(|word| word.to_le_bytes()));
     bytes

@@ -13,6 +13,7 @@ use crate::{
     common::{LIMIT, Place, Running},
     guest::{Desc, IOMMU, NEXT, PLATFORM, Ram, Ring, Session, WRITE},
     honest::{Device, Neighbour, next_front_end},
+    iommu::FEATURES,
     wire::request::SET_MEM_TABLE,
 };
 
@@ -196,6 +197,19 @@ impl Service {
     fn is_there(&mut self, after: &str) {
         let said = self.running.said();
         assert!(self.running.is_running(), "the service has ended after {after}:\n{said}");
+    }
+
+    /// A front end of its own for `guard`'s IOMMU, in place of the one that does nothing; the neighbour
+    /// is gone.
+    pub(crate) fn take_iommu(&mut self) -> Session {
+        self.neighbour = None;
+        self.iommu = None;
+        Session::open_at(IOMMU, &self.place.path("iommu"), FEATURES)
+    }
+
+    /// The processor time that it had so far.
+    pub(crate) fn cpu_time(&self) -> Duration {
+        self.running.process().cpu_time()
     }
 
     pub(crate) fn neighbour_goes_on(&self, after: &str) {
