@@ -3,7 +3,7 @@
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
 use ringfence_mem::{DirtyLog, Memory};
-use ringfence_vhost_user::{HandlerError, RingSetup};
+use ringfence_vhost_user::{HandlerError, PeerFd, RingSetup};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, device};
 
 use crate::{
@@ -79,12 +79,8 @@ impl FrontEnd {
     }
 
     /// What `ring` starts with.
-    ///
-    /// # Errors
-    /// What it is kicked with is no eventfd.
-    pub(crate) fn start(&self, ring: u16, setup: RingSetup) -> Result<RingStart, HandlerError> {
+    pub(crate) fn start(&self, ring: u16, setup: RingSetup) -> RingStart {
         let RingSetup { size, addresses, base, kick, enabled } = setup;
-        notifier::check_kick(ring, kick.as_ref())?;
         let config = device::Config {
             size,
             desc: addresses.desc,
@@ -98,7 +94,7 @@ impl FrontEnd {
         let (call, err) = (self.calls.get(&ring).cloned(), self.errs.get(&ring).cloned());
         let translated = self.has(F_ACCESS_PLATFORM);
         let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);
-        Ok(RingStart { config, events: Events { kick, call, err }, enabled, log })
+        RingStart { config, events: Events { kick, call, err }, enabled, log }
     }
 
     /// Keeps where writes are marked, for rings that start later.
@@ -113,7 +109,7 @@ impl FrontEnd {
     pub(crate) fn set_call(
         &mut self,
         ring: u16,
-        call: Option<OwnedFd>,
+        call: Option<PeerFd>,
     ) -> Result<Option<Arc<Notifier>>, HandlerError> {
         keep(&mut self.calls, ring, call)
     }
@@ -125,7 +121,7 @@ impl FrontEnd {
     pub(crate) fn set_err(
         &mut self,
         ring: u16,
-        err: Option<OwnedFd>,
+        err: Option<PeerFd>,
     ) -> Result<Option<Arc<Notifier>>, HandlerError> {
         keep(&mut self.errs, ring, err)
     }
@@ -134,7 +130,7 @@ impl FrontEnd {
 fn keep(
     all: &mut HashMap<u16, Arc<Notifier>>,
     ring: u16,
-    fd: Option<OwnedFd>,
+    fd: Option<PeerFd>,
 ) -> Result<Option<Arc<Notifier>>, HandlerError> {
     let notifier = notifier::of_ring(ring, fd)?.map(Arc::new);
     match &notifier {

@@ -13,17 +13,14 @@ use std::{
 
 use io_uring::{IoUring, opcode};
 use parking_lot::Mutex;
-use ringfence_vhost_user::HandlerError;
-use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
-
-/// Where an eventfd comes from says what it is, with `/proc` or without.
-const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
+use ringfence_vhost_user::{HandlerError, PeerFd};
+use rustix::net::SendFlags;
 
 /// A descriptor of a peer is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum NotifierError {
-    /// Reads, writes and waits on anything else may block, or never end.
-    #[error("it is no eventfd (nor, to notify the driver with, a Unix stream)")]
+    /// Writing to anything else may block.
+    #[error("it is neither an eventfd nor a Unix stream")]
     NoEventfd,
     /// The kernel has neither io_uring nor AIO for this process.
     #[error("the kernel lets this process signal no eventfd without blocking: {0}")]
@@ -42,7 +39,7 @@ enum Way {
     /// Where the process may have no io_uring: three times the cost.
     Aio(OwnedFd),
     /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the peer's changes.
-    Stream(OwnedFd),
+    Stream(PeerFd),
 }
 
 impl std::fmt::Debug for Way {
@@ -60,12 +57,11 @@ impl Notifier {
     ///
     /// # Errors
     /// It is neither; the kernel refuses.
-    pub fn new(event: OwnedFd) -> Result<Notifier, NotifierError> {
-        let kind = (sockopt::socket_domain(&event), sockopt::socket_type(&event));
-        if kind == (Ok(AddressFamily::UNIX), Ok(SocketType::STREAM)) {
+    pub fn new(event: PeerFd) -> Result<Notifier, NotifierError> {
+        if event.is_unix_stream() {
             return Ok(Notifier(Way::Stream(event)));
         }
-        check(event.as_fd())?;
+        let event = event.into_eventfd().map_err(|_| NotifierError::NoEventfd)?;
         let ring = IoUring::new(2)
             .and_then(|ring| ring.submitter().register_eventfd(event.as_raw_fd()).map(|()| ring));
         Ok(Notifier(match ring {
@@ -96,24 +92,9 @@ impl Notifier {
 }
 
 /// What a front end gives to notify it of a ring with.
-pub(crate) fn of_ring(ring: u16, event: Option<OwnedFd>) -> Result<Option<Notifier>, HandlerError> {
+pub(crate) fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, HandlerError> {
     let notifier = event.map(Notifier::new).transpose();
     notifier.map_err(|error| HandlerError::new(format!("the event of ring {ring}: {error}")))
-}
-
-/// Whether what a front end kicks a ring with can be waited for.
-pub(crate) fn check_kick(ring: u16, kick: Option<&OwnedFd>) -> Result<(), HandlerError> {
-    let checked = kick.map_or(Ok(()), |kick| check(kick.as_fd()));
-    checked.map_err(|error| HandlerError::new(format!("the kick of ring {ring}: {error}")))
-}
-
-/// Whether a peer's descriptor is an eventfd.
-fn check(event: BorrowedFd<'_>) -> Result<(), NotifierError> {
-    let link = format!("/proc/self/fd/{}", event.as_raw_fd());
-    match rustix::fs::readlink(link, Vec::new()) {
-        Ok(name) if name.as_bytes() == EVENTFD => Ok(()),
-        _ => Err(NotifierError::NoEventfd),
-    }
 }
 
 /// An operation without effect completes at once, and its completion signals.
@@ -243,7 +224,7 @@ mod tests {
     fn both(event: &OwnedFd) -> [Notifier; 2] {
         let [uring, aio] = [(); 2].map(|()| event.try_clone().unwrap());
         Aio::get().expect("this kernel has AIO");
-        [Notifier::new(uring).unwrap(), Notifier(Way::Aio(aio))]
+        [Notifier::new(uring.into()).unwrap(), Notifier(Way::Aio(aio))]
     }
 
     #[test]
@@ -278,7 +259,7 @@ mod tests {
     #[test]
     fn a_full_stream_that_blocks_holds_up_nobody() {
         let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
-        let notifier = Notifier::new(writer.into()).unwrap();
+        let notifier = Notifier::new(OwnedFd::from(writer).into()).unwrap();
         // More than any stream holds.
         (0..100_000).for_each(|_| notifier.notify());
         let mut bytes = [0; 8];
@@ -286,29 +267,14 @@ mod tests {
         assert_eq!(u64::from_ne_bytes(bytes), 1);
         drop(reader);
         notifier.notify();
-        assert!(check(notifier_of(&notifier)).is_err(), "no ring is kicked with one");
-    }
-
-    fn notifier_of(notifier: &Notifier) -> BorrowedFd<'_> {
-        match &notifier.0 {
-            Way::Stream(stream) => stream.as_fd(),
-            way => panic!("{way:?}"),
-        }
     }
 
     #[test]
-    fn nothing_but_an_eventfd_is_one() {
-        let (socket, _peer) = std::os::unix::net::UnixDatagram::pair().unwrap();
+    fn nothing_else_is_written_to() {
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
-        let memory =
-            rustix::fs::memfd_create("anon_inode:[eventfd]", rustix::fs::MemfdFlags::CLOEXEC);
-        let timer = rustix::time::timerfd_create(
-            rustix::time::TimerfdClockId::Monotonic,
-            rustix::time::TimerfdFlags::CLOEXEC,
-        );
         let file = tempfile::tempfile().unwrap().into();
-        for other in [pipe, socket.into(), memory.unwrap(), timer.unwrap(), file] {
-            assert!(matches!(Notifier::new(other), Err(NotifierError::NoEventfd)));
+        for other in [pipe, file] {
+            assert!(matches!(Notifier::new(other.into()), Err(NotifierError::NoEventfd)));
         }
     }
 }

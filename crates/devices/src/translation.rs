@@ -248,10 +248,7 @@ fn pause_until(is_over: impl Fn() -> bool, is_given_up: impl Fn() -> bool) -> bo
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        os::{fd::OwnedFd, unix::net::UnixStream},
-        sync::mpsc,
-    };
+    use std::{os::unix::net::UnixStream, sync::mpsc};
 
     use ringfence_iotlb::View;
     use ringfence_mem::{GuestRam, Translate};
@@ -283,7 +280,11 @@ mod tests {
         fn enable_ring(&mut self, _: u16, _: bool) -> Result<(), HandlerError> {
             Ok(())
         }
-        fn set_call(&mut self, _: u16, _: Option<OwnedFd>) -> Result<(), HandlerError> {
+        fn set_call(
+            &mut self,
+            _: u16,
+            _: Option<ringfence_vhost_user::PeerFd>,
+        ) -> Result<(), HandlerError> {
             Ok(())
         }
     }

@@ -6,7 +6,7 @@ use crate::{
 use core::ptr::NonNull;
 use rustix::fs::{self, AtFlags, SealFlags, Statx, StatxFlags};
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
         atomic::{Ordering, fence},
@@ -222,7 +222,7 @@ impl Memory {
     /// No region or too many; a region of zero bytes, one whose addresses wrap or are not
     /// page-aligned, two that overlap (in guest-physical or in user addresses), a file that is too
     /// short, or a refusal of the system. Nothing stays mapped then.
-    pub fn map(regions: Vec<(Region, OwnedFd)>) -> Result<Arc<Memory>, MemError> {
+    pub fn map(regions: Vec<(Region, impl AsFd)>) -> Result<Arc<Memory>, MemError> {
         if regions.is_empty() {
             return Err(MemError::NoRegions);
         }
@@ -253,7 +253,7 @@ impl Memory {
     ///
     /// # Errors
     /// As [`map`](Self::map).
-    pub fn with(&self, region: Region, fd: OwnedFd) -> Result<Arc<Memory>, MemError> {
+    pub fn with(&self, region: Region, fd: impl AsFd) -> Result<Arc<Memory>, MemError> {
         if self.mapped.len() == Self::MAX_REGIONS {
             let count = self.mapped.len() + 1;
             return Err(MemError::TooManyRegions { count, max: Self::MAX_REGIONS });
@@ -474,6 +474,7 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
 mod tests {
     use super::*;
     use rustix::fs::MemfdFlags;
+    use std::os::fd::OwnedFd;
 
     const PAGE: u64 = PAGE_SIZE as u64;
 

@@ -1,7 +1,10 @@
 //! A file that two processes share for their own bookkeeping: an in-flight region, a dirty log.
 
 use core::sync::atomic::{AtomicU8, AtomicU16, AtomicU64};
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+};
 
 use crate::{Access, GuestRam, MemError, Memory, PAGE_SIZE, Physical, Region, Translate, Window};
 
@@ -37,7 +40,7 @@ impl SharedFile {
     /// # Errors
     /// A length of zero, a range that wraps or is not aligned, a file that is no memory (of neither tmpfs nor
     /// hugetlbfs) or too short, or a refusal of the system.
-    pub fn map(fd: OwnedFd, offset: u64, len: u64) -> Result<SharedFile, MemError> {
+    pub fn map(fd: impl AsFd, offset: u64, len: u64) -> Result<SharedFile, MemError> {
         let region = Region { gpa: 0, size: len, user_addr: 0, mmap_offset: offset };
         SharedFile::of(Memory::map(vec![(region, fd)])?, len)
     }

@@ -1,7 +1,6 @@
 //! `ringfence blk`.
 
 use std::{
-    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, atomic::Ordering},
@@ -17,7 +16,7 @@ use ringfence_devices::{
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_lab::run::Usage;
-use ringfence_vhost_user::Server;
+use ringfence_vhost_user::{PeerFd, Server};
 
 use crate::serve::{self, Connection, Kind, Options, Page, Service};
 
@@ -155,7 +154,7 @@ impl Service for Blk {
         "blk"
     }
 
-    fn connect(&self, _: usize, stream: UnixStream) -> Result<Box<dyn Connection>> {
+    fn connect(&self, _: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
         let backend = BlkBackend::new(self.options.clone(), Arc::clone(&self.workers));
         Ok(Box::new(Server::new(stream, backend)))
     }

@@ -1,7 +1,6 @@
 //! `ringfence net`: a network device for vhost-user front ends.
 
 use std::{
-    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
@@ -12,7 +11,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, QueueCounters, Tap, Way};
 use ringfence_iotlb::IotlbConfig;
-use ringfence_vhost_user::Server;
+use ringfence_vhost_user::{PeerFd, Server};
 
 use crate::serve::{self, Connection, Kind, Page, Service};
 
@@ -130,7 +129,7 @@ impl Service for Serving {
         "net"
     }
 
-    fn connect(&self, socket: usize, stream: UnixStream) -> Result<Box<dyn Connection>> {
+    fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
         Ok(Box::new(Server::new(stream, self.0.connect(socket))))
     }
 

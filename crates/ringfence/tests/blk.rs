@@ -30,7 +30,7 @@ use ringfence_devices::{
 use ringfence_dma::Segment;
 use ringfence_mem::{Access, GuestRam, Window};
 use ringfence_vhost_user::{
-    BackendMessage, Frontend, FrontendChannel, Iotlb, ProtocolFeatures, RingAddresses,
+    BackendMessage, Frontend, FrontendChannel, Iotlb, PeerFd, ProtocolFeatures, RingAddresses,
 };
 use rustix::process::Signal;
 use zerocopy::IntoBytes;
@@ -211,7 +211,7 @@ impl Drop for Connection {
 /// What a front end keeps over a crash of the back end.
 #[derive(Default)]
 struct Kept {
-    region: Option<(ringfence_vhost_user::msg::Inflight, OwnedFd)>,
+    region: Option<(ringfence_vhost_user::msg::Inflight, PeerFd)>,
 }
 
 fn connected(socket: &Path) -> UnixStream {

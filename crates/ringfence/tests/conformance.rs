@@ -3,10 +3,7 @@
 mod common;
 
 use std::{
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixListener,
-    },
+    os::{fd::AsFd, unix::net::UnixListener},
     path::PathBuf,
     sync::Arc,
     thread,
@@ -25,7 +22,7 @@ use ringfence_iommu::{
 };
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_mem::Memory;
-use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup, Server};
+use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, PeerFd, RingSetup, Server};
 use ringfence_virtio_iommu::device::Options;
 use serde_json::Value;
 
@@ -113,7 +110,7 @@ impl Handler for Wrong {
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
         self.inner.enable_ring(ring, enabled && !self.deaf)
     }
-    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
         self.inner.set_call(ring, call)
     }
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {

@@ -1,7 +1,7 @@
 //! What a device is to a [`Server`](crate::Server).
 
 use crate::{
-    BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, PeerFd, ProtocolFeatures,
     RingAddresses, Shutdown, WireError,
 };
 use ringfence_mem::{DirtyLog, LogIndex, Memory};
@@ -18,7 +18,7 @@ pub struct RingSetup {
     /// The index of the first entry of the available ring to look at (split rings), or the packed
     /// ring's two positions with their wrap bits, each below its size.
     pub base: u32,
-    /// What the driver notifies the device with, non-blocking; `None`: the device must poll.
+    /// The eventfd that the driver notifies the device with; `None`: the device must poll.
     pub kick: Option<OwnedFd>,
     /// Whether the ring may have side effects yet.
     pub enabled: bool,
@@ -103,19 +103,19 @@ pub trait Handler {
         Err(HandlerError::new("a running ring cannot be moved"))
     }
 
-    /// What the device notifies the driver with, non-blocking; `None`: not at all. May come at any time, before
+    /// What the device notifies the driver with, of any kind; `None`: not at all. May come at any time, before
     /// the ring starts and while it runs, and holds over stops and starts.
     ///
     /// # Errors
     /// The device cannot use it.
-    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError>;
+    fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError>;
 
     /// What the device tells the front end with that a ring is broken. As
     /// [`set_call`](Self::set_call); by default dropped.
     ///
     /// # Errors
     /// The device cannot use it.
-    fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {
         let _ = (ring, err);
         Ok(())
     }
@@ -236,12 +236,12 @@ pub trait Handler {
         Ok(())
     }
 
-    /// What the front end wants to be told with that something was logged, non-blocking; by default
+    /// What the front end wants to be told with that something was logged, of any kind; by default
     /// dropped, as front ends look when they need to know.
     ///
     /// # Errors
     /// The device cannot use it.
-    fn set_log_event(&mut self, event: OwnedFd) -> Result<(), HandlerError> {
+    fn set_log_event(&mut self, event: PeerFd) -> Result<(), HandlerError> {
         let _ = event;
         Ok(())
     }

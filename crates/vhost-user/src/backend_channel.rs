@@ -3,10 +3,7 @@
 use std::{
     collections::VecDeque,
     io,
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU32, Ordering},
@@ -14,14 +11,14 @@ use std::{
 };
 
 use rustix::{
-    event::PollFlags,
+    event::{PollFd, PollFlags, poll},
     io::Errno,
-    net::{self, AddressFamily, RecvFlags, SendFlags, SocketType, sockopt},
+    net::{self, RecvFlags, SendFlags},
 };
 use zerocopy::IntoBytes;
 
 use crate::{
-    Iotlb, WireError,
+    Closer, Iotlb, PeerFd, WireError,
     inbox::{Inbox, Message},
     msg::{Header, code},
 };
@@ -38,11 +35,10 @@ const BATCH: usize = 64;
 /// answers. Nothing is sent while every ring is stopped (rule D27).
 #[derive(Debug)]
 pub struct BackendChannel {
-    stream: UnixStream,
+    stream: PeerFd,
     /// Whether the front end answers where it is asked to (REPLY_ACK).
     acks: bool,
     outbox: Mutex<Outbox>,
-    inbox: Mutex<Inbox>,
     /// How many misses were sent and have probably not been answered by an update yet.
     open: AtomicU32,
     /// Every ring is stopped.
@@ -55,8 +51,18 @@ struct Outbox {
     rest: Vec<u8>,
     /// What was sent with need_reply, in order, each with its number.
     asked: VecDeque<(Iotlb, u64)>,
+    /// What was answered and is still to be taken, and whether it could be done.
+    answered: Vec<(Iotlb, u64, bool)>,
     /// The front end is gone.
     broken: bool,
+}
+
+impl Outbox {
+    /// The front end is gone: what was begun for it is not finished.
+    fn break_off(&mut self) {
+        self.broken = true;
+        self.rest.clear();
+    }
 }
 
 impl BackendChannel {
@@ -65,9 +71,9 @@ impl BackendChannel {
     /// # Errors
     /// It is no Unix stream: other sockets may have something to be read by other ways than this one, so that
     /// waiting for them never sleeps.
-    pub fn new(stream: UnixStream, acks: bool) -> io::Result<BackendChannel> {
-        let kind = (sockopt::socket_domain(&stream)?, sockopt::socket_type(&stream)?);
-        if kind != (AddressFamily::UNIX, SocketType::STREAM) {
+    pub fn new(stream: impl Into<PeerFd>, acks: bool) -> io::Result<BackendChannel> {
+        let stream = stream.into();
+        if !stream.is_unix_stream() {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "a channel must be a Unix stream",
@@ -77,7 +83,6 @@ impl BackendChannel {
             stream,
             acks,
             outbox: Mutex::default(),
-            inbox: Mutex::new(Inbox::new()),
             open: AtomicU32::new(0),
             silent: AtomicBool::new(false),
         })
@@ -94,7 +99,7 @@ impl BackendChannel {
         loop {
             bytes.clear();
             let mut batch = Vec::new();
-            let mut answers = outbox.asked.len();
+            let mut answers = outbox.asked.len() + outbox.answered.len();
             let mut more = false;
             for (message, ack) in messages.by_ref() {
                 let Some(wire) = message.emit() else { break };
@@ -146,6 +151,7 @@ impl BackendChannel {
             return 0;
         }
         let sent = self.put(outbox, bytes);
+        // Nothing of it was sent if the front end is gone.
         let begun = sent.div_ceil(each);
         outbox.rest.extend_from_slice(&bytes[sent..begun * each]);
         begun
@@ -156,7 +162,9 @@ impl BackendChannel {
         if !outbox.rest.is_empty() {
             let rest = std::mem::take(&mut outbox.rest);
             let sent = self.put(outbox, &rest);
-            outbox.rest.extend_from_slice(&rest[sent..]);
+            if !outbox.broken {
+                outbox.rest.extend_from_slice(&rest[sent..]);
+            }
         }
         outbox.rest.is_empty() && !outbox.broken
     }
@@ -170,57 +178,85 @@ impl BackendChannel {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return 0,
                 Err(_) => {
-                    outbox.broken = true;
+                    outbox.break_off();
+                    // The reader learns it by this.
+                    let _ = net::shutdown(&self.stream, net::Shutdown::Both);
                     return 0;
                 }
             }
         }
     }
 
-    /// What the thread that serves waits for.
-    pub(crate) fn interest(&self) -> PollFlags {
-        match self.outbox().rest.is_empty() {
-            true => PollFlags::IN,
-            false => PollFlags::IN | PollFlags::OUT,
-        }
+    /// Whether a message was cut and waits for room.
+    pub(crate) fn is_cut(&self) -> bool {
+        !self.outbox().rest.is_empty()
     }
 
-    /// Finishes what was begun, and reads all answers that are there, each with its message's number and
-    /// with whether the front end could do what it was asked.
+    /// Finishes the message that was cut, as far as there is room.
+    pub(crate) fn finish(&self) {
+        self.flush_rest(&mut self.outbox());
+    }
+
+    /// Waits until something can be received, and keeps the answers that are in it.
     ///
     /// # Errors
     /// The front end hung up, or answered what was not asked.
-    pub(crate) fn serve(&self, mut each: impl FnMut(Iotlb, u64, bool)) -> Result<(), WireError> {
-        self.flush_rest(&mut self.outbox());
-        let mut inbox = self.inbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    pub(crate) fn read(&self, inbox: &mut Inbox) -> Result<(), WireError> {
+        let os = |what| move |errno: Errno| WireError::Os { what, source: errno.into() };
         loop {
-            while let Some(Message { header, payload, .. }) = inbox.take(true)? {
-                let (got, wanted) = (header.request, code::BACKEND_IOTLB_MSG);
-                if got != wanted {
-                    return Err(WireError::WrongReply { wanted, got });
-                }
-                let word = <[u8; 8]>::try_from(&payload[..])
-                    .map_err(|_| WireError::Size { request: got, size: header.size })?;
-                let asked = self.outbox().asked.pop_front();
-                let why = "an answer to nothing that was asked";
-                let (asked, number) = asked.ok_or(WireError::State { request: got, why })?;
-                each(asked, number, u64::from_ne_bytes(word) == 0);
-            }
-            let room = inbox.room();
-            // Descriptors have no business here: a receive that does not ask for them closes them.
-            match net::recv(&self.stream, room, RecvFlags::DONTWAIT) {
-                Ok((0, _)) | Err(Errno::CONNRESET) => {
-                    self.outbox().broken = true;
-                    return Err(WireError::HungUp { what: "the back end's channel" });
-                }
-                Ok((bytes, _)) => inbox.filled(bytes, Vec::new())?,
-                Err(Errno::AGAIN) => return Ok(()),
+            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], None) {
+                Ok(_) => break,
                 Err(Errno::INTR) => {}
-                Err(errno) => {
-                    return Err(WireError::Os { what: "recv", source: errno.into() });
-                }
+                Err(errno) => return Err(os("poll")(errno)),
             }
         }
+        // Descriptors have no business here: a receive that does not ask for them closes them.
+        match net::recv(&self.stream, inbox.room(), RecvFlags::DONTWAIT) {
+            Ok((0, _)) | Err(Errno::CONNRESET) => {
+                self.hang_up();
+                return Err(WireError::HungUp { what: "the back end's channel" });
+            }
+            Ok((bytes, _)) => inbox.filled(bytes, Vec::new())?,
+            Err(Errno::INTR) => {}
+            // It must not be looked for for ever.
+            Err(Errno::AGAIN) => {
+                let why = "what came on the back end's channel cannot be received";
+                return Err(WireError::State { request: code::BACKEND_IOTLB_MSG, why });
+            }
+            Err(errno) => return Err(os("recv")(errno)),
+        }
+        while let Some(Message { header, payload, .. }) = inbox.take(true)? {
+            let (got, wanted) = (header.request, code::BACKEND_IOTLB_MSG);
+            if got != wanted {
+                return Err(WireError::WrongReply { wanted, got });
+            }
+            let word = <[u8; 8]>::try_from(&payload[..])
+                .map_err(|_| WireError::Size { request: got, size: header.size })?;
+            let mut outbox = self.outbox();
+            let why = "an answer to nothing that was asked";
+            let asked = outbox.asked.pop_front();
+            let (asked, number) = asked.ok_or(WireError::State { request: got, why })?;
+            outbox.answered.push((asked, number, u64::from_ne_bytes(word) == 0));
+        }
+        Ok(())
+    }
+
+    /// The answers that have come, each with its message's number and with whether the front end could do what
+    /// it was asked.
+    pub(crate) fn take_answers(&self) -> Vec<(Iotlb, u64, bool)> {
+        std::mem::take(&mut self.outbox().answered)
+    }
+
+    /// Ends the channel, for both ends: nothing more is sent, and whoever reads finds its end.
+    pub(crate) fn hang_up(&self) {
+        self.outbox().break_off();
+        // It fails only if it is closed already.
+        let _ = net::shutdown(&self.stream, net::Shutdown::Both);
+    }
+
+    /// What closes it.
+    pub(crate) fn closer(&self) -> &Closer {
+        self.stream.closer()
     }
 
     /// Whether misses were sent that have probably not been answered yet.

@@ -1,8 +1,7 @@
 //! Messages with descriptors over a Unix socket.
 
 use crate::{
-    WireError,
-    foreign::keep_out,
+    PeerFd, WireError,
     inbox::{Inbox, Message},
     msg::{Header, MAX_FDS},
 };
@@ -11,20 +10,21 @@ use rustix::{
     io::Errno,
     net::{
         self, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-        SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt,
     },
 };
 use std::{
-    io::{self, IoSlice, IoSliceMut},
+    io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, BorrowedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
 use zerocopy::IntoBytes;
+
+/// The most descriptors that come with one call (Linux's SCM_MAX_FD). With room for less the kernel would close
+/// the rest, here and now.
+const MOST_FDS: usize = 253;
 
 /// Until when to wait.
 #[derive(Clone, Copy, Debug)]
@@ -36,13 +36,15 @@ struct Deadline {
 /// One end of a connection.
 #[derive(Debug)]
 pub(crate) struct Channel {
-    stream: Arc<UnixStream>,
+    stream: Arc<PeerFd>,
     /// How long a peer may take to finish a message that it began, to take one, or to answer.
     patience: Duration,
 }
 
 impl Channel {
-    pub(crate) fn new(stream: UnixStream, patience: Duration) -> Channel {
+    pub(crate) fn new(stream: PeerFd, patience: Duration) -> Channel {
+        // An urgent byte is one as any other: out of the line it would be there to be read and be none.
+        let _ = sockopt::set_socket_oobinline(&stream, true);
         Channel { stream: Arc::new(stream), patience }
     }
 
@@ -50,7 +52,7 @@ impl Channel {
         self.patience = patience;
     }
 
-    pub(crate) fn stream(&self) -> &Arc<UnixStream> {
+    pub(crate) fn stream(&self) -> &Arc<PeerFd> {
         &self.stream
     }
 
@@ -64,7 +66,7 @@ impl Channel {
         loop {
             let left = until.at.map(|at| at.saturating_duration_since(Instant::now()));
             let left = left.and_then(|left| Timespec::try_from(left).ok());
-            match poll(&mut [PollFd::new(&self.stream, flags)], left.as_ref()) {
+            match poll(&mut [PollFd::new(&*self.stream, flags)], left.as_ref()) {
                 Ok(0) => {
                     return Err(WireError::TimedOut { what, millis: until.patience.as_millis() });
                 }
@@ -102,7 +104,7 @@ impl Channel {
         while sent < bytes.len() {
             let data = [IoSlice::new(&bytes[sent..])];
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-            match net::sendmsg(&self.stream, &data, &mut control, flags) {
+            match net::sendmsg(&*self.stream, &data, &mut control, flags) {
                 Ok(count) => {
                     sent += count;
                     // The descriptors went with the first byte.
@@ -123,7 +125,7 @@ impl Channel {
     pub(crate) fn send_some(&self, bytes: &[u8]) -> Result<usize, WireError> {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         loop {
-            match net::send(&self.stream, bytes, flags) {
+            match net::send(&*self.stream, bytes, flags) {
                 Ok(sent) => return Ok(sent),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(0),
@@ -219,24 +221,22 @@ impl Channel {
         what: &'static str,
     ) -> Result<bool, WireError> {
         loop {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let mut data = [IoSliceMut::new(inbox.room())];
             let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-            match net::recvmsg(&self.stream, &mut data, &mut control, flags) {
+            match net::recvmsg(&*self.stream, &mut data, &mut control, flags) {
                 Ok(message) => {
                     let mut fds = Vec::new();
                     for ancillary in control.drain() {
                         if let RecvAncillaryMessage::ScmRights(rights) = ancillary {
-                            fds.extend(rights.map(keep_out));
+                            fds.extend(rights.map(|fd| PeerFd::new(fd, self.stream.closer())));
                         }
                     }
-                    // Those that found no room were closed by the kernel.
+                    // Those that found no number, because the process has too many, are closed already.
                     if message.flags.contains(ReturnFlags::CTRUNC) {
-                        return Err(WireError::Fds { request: 0, count: MAX_FDS + 1 });
+                        return Err(WireError::Fds { request: 0, count: fds.len() + 1 });
                     }
-                    let fds = fds.into_iter().collect::<io::Result<Vec<_>>>();
-                    let fds = fds.map_err(|source| WireError::Os { what: "pipe", source })?;
                     inbox.filled(message.bytes, fds)?;
                     return Ok(message.bytes != 0);
                 }
@@ -252,7 +252,14 @@ impl Channel {
     /// Ends the connection, for both ends.
     pub(crate) fn close(&self) {
         // It fails only if it is closed already.
-        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let _ = net::shutdown(&*self.stream, net::Shutdown::Both);
+    }
+}
+
+/// The peer sees the end at once, however long it takes to close the socket.
+impl Drop for Channel {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 

@@ -6,17 +6,14 @@ mod link;
 mod rings;
 
 use crate::{
-    ProtocolFeatures, WireError,
+    PeerFd, ProtocolFeatures, WireError,
     inbox::Message,
     msg::{self, Request, code},
 };
 use link::Link;
 use ringfence_mem::Region;
 use std::{
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, BorrowedFd},
     sync::Arc,
     time::Duration,
 };
@@ -76,9 +73,9 @@ pub struct Frontend {
 }
 
 impl Frontend {
-    /// A front end on a connected socket; every answer must come within `timeout`.
-    pub fn new(stream: UnixStream, timeout: Duration) -> Frontend {
-        let link = Arc::new(Link::new(stream, timeout));
+    /// A front end on a connected socket, which the [`Closer`](crate::Closer) of `stream` closes; every answer must come within `timeout`.
+    pub fn new(stream: impl Into<PeerFd>, timeout: Duration) -> Frontend {
+        let link = Arc::new(Link::new(stream.into(), timeout));
         Frontend { link, features: 0, protocol: ProtocolFeatures::empty() }
     }
 

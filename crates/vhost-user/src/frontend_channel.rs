@@ -12,7 +12,7 @@ use std::{
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{
-    Iotlb, IotlbWire, WireError,
+    Iotlb, IotlbWire, PeerFd, WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{Header, code},
@@ -61,8 +61,8 @@ impl FrontendChannel {
     }
 
     /// A channel over a socket whose other end the back end has.
-    pub fn new(stream: UnixStream, timeout: Duration) -> FrontendChannel {
-        FrontendChannel { channel: Channel::new(stream, timeout), inbox: Inbox::new() }
+    pub fn new(stream: impl Into<PeerFd>, timeout: Duration) -> FrontendChannel {
+        FrontendChannel { channel: Channel::new(stream.into(), timeout), inbox: Inbox::new() }
     }
 
     /// Waits for a message; `None` if the back end has hung up.

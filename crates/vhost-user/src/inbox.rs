@@ -1,11 +1,11 @@
 //! What was received and not looked at yet.
 
-use std::{collections::VecDeque, os::fd::OwnedFd};
+use std::collections::VecDeque;
 
 use zerocopy::FromBytes;
 
 use crate::{
-    WireError,
+    PeerFd, WireError,
     msg::{Header, MAX_FDS, MAX_PAYLOAD},
 };
 
@@ -17,8 +17,8 @@ const ROOM: usize = 8192;
 pub(crate) struct Message {
     pub(crate) header: Header,
     pub(crate) payload: Vec<u8>,
-    /// At most [`MAX_FDS`]; whoever drops the message closes them.
-    pub(crate) fds: Vec<OwnedFd>,
+    /// At most [`MAX_FDS`].
+    pub(crate) fds: Vec<PeerFd>,
 }
 
 /// Bytes of a stream of messages, with the descriptors that came along.
@@ -31,7 +31,7 @@ pub(crate) struct Inbox {
     /// Where `start` is in the stream.
     position: u64,
     /// Descriptors, each with the position in the stream that had been received when it came.
-    fds: VecDeque<(u64, OwnedFd)>,
+    fds: VecDeque<(u64, PeerFd)>,
 }
 
 impl Inbox {
@@ -63,7 +63,7 @@ impl Inbox {
     }
 
     /// So many bytes were received, and these descriptors with them.
-    pub(crate) fn filled(&mut self, bytes: usize, fds: Vec<OwnedFd>) -> Result<(), WireError> {
+    pub(crate) fn filled(&mut self, bytes: usize, fds: Vec<PeerFd>) -> Result<(), WireError> {
         self.end += bytes;
         let received = self.position + (self.end - self.start) as u64;
         self.fds.extend(fds.into_iter().map(|fd| (received, fd)));
@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn descriptors_belong_to_the_last_message_that_was_begun() {
-        let fd = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let fd = || PeerFd::from(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
         let put = |inbox: &mut Inbox, bytes: &[u8], fds| {
             inbox.room()[..bytes.len()].copy_from_slice(bytes);
             inbox.filled(bytes.len(), fds).unwrap();

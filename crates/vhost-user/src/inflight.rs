@@ -19,7 +19,7 @@ mod split;
 mod tests;
 
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{AsFd, OwnedFd},
     sync::{Arc, atomic::Ordering},
 };
 
@@ -112,7 +112,7 @@ impl InflightRegion {
     /// # Errors
     /// A place that does not lie in the file or is too short, or a refusal of the system.
     pub fn open(
-        fd: OwnedFd,
+        fd: impl AsFd,
         place: &msg::Inflight,
         packed: bool,
     ) -> Result<InflightRegion, InflightError> {

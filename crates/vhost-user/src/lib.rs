@@ -26,18 +26,20 @@
 mod backend;
 mod backend_channel;
 mod channel;
+mod closer;
 mod error;
-mod foreign;
 mod frontend;
 mod frontend_channel;
 mod inbox;
 mod inflight;
 mod iotlb;
 pub mod msg;
+mod peer_fd;
 mod server;
 
 pub use backend::{Handler, RingSetup};
 pub use backend_channel::BackendChannel;
+pub use closer::Closer;
 pub use error::{HandlerError, WireError};
 pub use frontend::{Frontend, FrontendError, IotlbHandle};
 pub use frontend_channel::{Asked, BackendMessage, FrontendChannel};
@@ -47,4 +49,5 @@ pub use inflight::{
 pub use iotlb::{BadIotlb, Iotlb, IotlbWire};
 pub use msg::{ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES};
 pub use msg::{ProtocolFeatures, RingAddresses};
+pub use peer_fd::PeerFd;
 pub use server::{ServeError, Server, Shutdown};

@@ -1,29 +1,29 @@
 //! The back end: serves one connection, and keeps the state of the rings straight.
 
+mod answers;
 mod requests;
 mod rings;
 
 use crate::{
-    BackendChannel, Handler, HandlerError, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses,
-    WireError,
+    Handler, HandlerError, Iotlb, IotlbWire, PeerFd, ProtocolFeatures, RingAddresses, WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{self, Header, Request},
 };
+use answers::Answers;
 use ringfence_mem::{DirtyLog, Memory};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
+    net,
 };
 use std::{
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 use zerocopy::IntoBytes;
@@ -42,6 +42,9 @@ const MOST_ANSWERS: usize = 4096;
 
 /// How long a front end may take to finish a message that it began, or to take an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How often to look whether descriptors that took long were closed.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Why serving ended before the front end hung up.
 #[derive(Debug, thiserror::Error)]
@@ -124,7 +127,7 @@ pub struct Server<H> {
     inbox: Inbox,
     /// Answers that are not sent yet, because the next request is there already.
     answers: Vec<u8>,
-    backend: Option<Arc<BackendChannel>>,
+    backend: Option<Answers>,
     spin: Duration,
     /// When the last IOTLB message came.
     last_iotlb: Instant,
@@ -140,7 +143,7 @@ pub struct Server<H> {
 #[derive(Clone, Debug)]
 pub struct Shutdown {
     stopping: Arc<AtomicBool>,
-    stream: Arc<UnixStream>,
+    stream: Arc<PeerFd>,
 }
 
 impl Shutdown {
@@ -148,7 +151,7 @@ impl Shutdown {
     pub fn shutdown(&self) {
         self.stopping.store(true, Ordering::Release);
         // It fails only if the connection has ended already.
-        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let _ = net::shutdown(&*self.stream, net::Shutdown::Both);
     }
 
     /// Whether [`shutdown`](Self::shutdown) was called.
@@ -160,20 +163,21 @@ impl Shutdown {
     /// this end. What a device waits for without a limit ([`Handler::iotlb`], [`Handler::stop_ring`]) it
     /// waits for until then.
     pub fn is_over(&self) -> bool {
-        let mut fds = [PollFd::new(&self.stream, PollFlags::empty())];
+        let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         self.is_shut_down() || matches!(poll(&mut fds, Some(&now)), Ok(1..))
     }
 }
 
 impl<H: Handler> Server<H> {
-    /// A server for one connection.
-    pub fn new(stream: UnixStream, handler: H) -> Server<H> {
+    /// A server for one connection. Its socket, and what the front end sends that takes long to close, is
+    /// closed by the [`Closer`](crate::Closer) that `stream` has.
+    pub fn new(stream: impl Into<PeerFd>, handler: H) -> Server<H> {
         let offered_protocol = handler.protocol_features() & ProtocolFeatures::KNOWN;
         let log = offered_protocol.contains(ProtocolFeatures::LOG_SHMFD);
         let own = msg::F_PROTOCOL_FEATURES | if log { msg::F_LOG_ALL } else { 0 };
         Server {
-            channel: Channel::new(stream, PATIENCE),
+            channel: Channel::new(stream.into(), PATIENCE),
             stopping: Arc::new(AtomicBool::new(false)),
             offered: handler.features() & !OWN_FEATURES | own,
             offered_protocol,
@@ -264,6 +268,9 @@ impl<H: Handler> Server<H> {
         if self.inbox.is_empty() {
             self.wait()?;
         }
+        if !self.await_closer() {
+            return Ok(false);
+        }
         if !self.channel.await_request(&mut self.inbox)? {
             return Ok(false);
         }
@@ -327,7 +334,7 @@ impl<H: Handler> Server<H> {
         if !together.is_empty() {
             let update = |message: &&Iotlb| matches!(message, Iotlb::Update { .. });
             if let Some(backend) = &self.backend {
-                backend.answered(together.iter().filter(update).count() as u32);
+                backend.channel().answered(together.iter().filter(update).count() as u32);
             }
             self.handler.iotlb_all(&together, &mut outcomes);
             let silent = || Err(HandlerError::new("the device did not say what came of it"));
@@ -361,12 +368,23 @@ impl<H: Handler> Server<H> {
         }
     }
 
+    /// Waits until not too many of the front end's descriptors wait to be closed; false if the connection is
+    /// over instead.
+    fn await_closer(&self) -> bool {
+        while self.channel.stream().closer().is_full() {
+            if self.shutdown_handle().is_over() {
+                return false;
+            }
+            thread::sleep(LOOK);
+        }
+        true
+    }
+
     /// Waits until the front end says something on its own channel; what it says on the back end's
     /// is read meanwhile.
     fn wait(&mut self) -> Result<(), ServeError> {
         loop {
-            let backend = self.backend.clone();
-            let open = backend.as_ref().is_some_and(|backend| backend.is_open());
+            let open = self.backend.as_ref().is_some_and(|backend| backend.channel().is_open());
             let spin = match (self.train, open) {
                 (true, _) => self.spin * TRAIN,
                 (false, true) => self.spin,
@@ -377,23 +395,30 @@ impl<H: Handler> Server<H> {
                 self.handler.settled();
             }
             // Without one, receiving waits.
-            let Some(backend) = backend else { return Ok(()) };
+            let Some(backend) = &self.backend else { return Ok(()) };
+            let channel = backend.channel();
             let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
             let mut fds = [
                 PollFd::new(&self.channel, PollFlags::IN),
-                PollFd::new(&backend, backend.interest()),
+                PollFd::new(backend, PollFlags::IN),
+                PollFd::new(&**channel, PollFlags::OUT),
             ];
-            match poll(&mut fds, spins.then_some(&zero)) {
+            // Without a message to finish the channel is its reader's.
+            let count = if channel.is_cut() { 3 } else { 2 };
+            match poll(&mut fds[..count], spins.then_some(&zero)) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => {
                     return Err(WireError::Os { what: "poll", source: errno.into() }.into());
                 }
             }
-            let [main, own] = fds.map(|fd| !fd.revents().is_empty());
+            let [main, own, room] = fds.map(|fd| !fd.revents().is_empty());
+            if room {
+                channel.finish();
+            }
             if own {
                 let handler = &mut self.handler;
                 match backend
-                    .serve(|message, number, done| handler.channel_answer(message, number, done))
+                    .take(|asked, number, done| handler.channel_answer(asked, number, done))
                 {
                     Ok(()) => {}
                     Err(why @ WireError::HungUp { .. }) => {
@@ -407,8 +432,10 @@ impl<H: Handler> Server<H> {
                 return Ok(());
             }
             if spins {
-                if self.last_iotlb.elapsed() >= spin {
-                    backend.forget();
+                if self.last_iotlb.elapsed() >= spin
+                    && let Some(backend) = &self.backend
+                {
+                    backend.channel().forget();
                 }
                 // This CPU may be the one that the device's workers need.
                 std::thread::yield_now();

@@ -12,7 +12,11 @@ use ringfence_vhost_user::{
 use std::{
     io::{Read, Write},
     os::{fd::AsFd, unix::net::UnixStream},
-    sync::{Arc, atomic::Ordering, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -190,7 +194,9 @@ fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
         assert_eq!(channel.try_send(questions), 3);
         assert!(channel.config_changed());
     };
-    let (mut front, served) = connect(Device { on_stop: Some(ask), ..Device::default() });
+    let device = Device { on_stop: Some(ask), ..Device::default() };
+    let lost = Arc::clone(&device.lost);
+    let (mut front, served) = connect(device);
     front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
     front.set_backend_channel(back_channel.as_fd()).unwrap();
     drop(back_channel);
@@ -211,8 +217,8 @@ fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
         channel.answer(asked, index == 0).unwrap();
     }
     drop(channel);
-    // What is on both is read from the channel first.
-    front.set_status(1).unwrap();
+    // Its answers are read though nothing comes on the main socket.
+    await_loss(&lost);
     drop(front);
     let (_, device) = served.join().unwrap();
     let update_at = device.events.iter().position(|e| matches!(e, Event::Iotlb(_))).unwrap();
@@ -223,6 +229,15 @@ fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
     let first = &Event::Answer(miss(0), 7, true);
     let second = &Event::Answer(miss(2 << 12), 5, false);
     assert_eq!(answers, [first, second, &Event::ChannelLost]);
+}
+
+/// Waits until the device has lost its channel.
+fn await_loss(lost: &AtomicU64) {
+    let begun = Instant::now();
+    while lost.load(Ordering::Relaxed) == 0 {
+        assert!(begun.elapsed() < LONG, "the end of the channel is not noticed");
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// What the front end's bytes on the channel do to a back end that has asked one question.
@@ -265,8 +280,11 @@ fn nonsense_on_the_channel_ends_the_connection_with_a_reason() {
 
 #[test]
 fn a_front_end_that_closes_the_channel_is_served_on() {
-    let (mut front, channel, served, ram) = with_channel(Device::default(), true);
+    let device = Device::default();
+    let lost = Arc::clone(&device.lost);
+    let (mut front, channel, served, ram) = with_channel(device, true);
     drop(channel);
+    await_loss(&lost);
     // The main socket still works, and does not spin on the other.
     for page in 0..10 {
         front.iotlb(&update(page << 12, &ram)).unwrap();
@@ -277,6 +295,42 @@ fn a_front_end_that_closes_the_channel_is_served_on() {
     result.unwrap();
     let lost = device.events.iter().filter(|event| **event == Event::ChannelLost);
     assert_eq!(lost.count(), 1);
+}
+
+#[test]
+fn a_channel_that_takes_no_more_is_lost_also_in_the_middle_of_a_message() {
+    let ask: fn(&mut Device) = |device| {
+        let channel = device.channel.as_ref().unwrap();
+        let send = |count| channel.try_send((0..count).map(|page| (miss(page << 12), None)));
+        send(1);
+        // The last one that finds room finds it in part.
+        let sent = send(64);
+        assert!(0 < sent && sent < 64, "{sent}");
+    };
+    for (cut, on_stop) in [(false, None), (true, Some(ask))] {
+        let device = Device { on_stop, ..Device::default() };
+        let lost = Arc::clone(&device.lost);
+        let (mut front, served) = connect(device);
+        front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        rustix::net::sockopt::set_socket_send_buffer_size(&theirs, 1).unwrap();
+        front.set_backend_channel(theirs.as_fd()).unwrap();
+        drop(theirs);
+        let ram = GuestRam::new(1 << 16, 0).unwrap();
+        front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+        start(&mut front);
+        front.get_vring_base(0).unwrap();
+        ours.shutdown(std::net::Shutdown::Read).unwrap();
+        if cut {
+            // There is room again, and for nothing.
+            while !matches!((&ours).read(&mut [0; 4096]), Ok(0)) {}
+        } else {
+            ours.shutdown(std::net::Shutdown::Write).unwrap();
+        }
+        await_loss(&lost);
+        drop(front);
+        served.join().unwrap().0.unwrap();
+    }
 }
 
 #[test]

@@ -221,9 +221,9 @@ fn a_backend_channel_is_acknowledged_and_surplus_descriptors_are_not_kept() {
         send(&stream, &message(&request, true), &[ram.fd()]);
         assert_eq!(answer_word(&stream, request.code()), 0);
     }
-    // Ours: two channels, the memory; the back end's: its end, and the channel that it was given.
-    // Not the two descriptors of the region.
-    assert_eq!(open_fds(), before + 6);
+    // Ours: two channels, the memory; the back end's: its end, the channel that it was given, and the news of
+    // answers. Not the two descriptors of the region.
+    assert_eq!(open_fds(), before + 7);
     finish(stream, served);
     drop((ours, theirs, ram));
 
@@ -302,7 +302,7 @@ fn a_message_may_come_in_single_bytes() {
 fn a_front_end_that_stalls_in_the_middle_of_a_message_is_cut_off() {
     let _alone = alone();
     let (stream, theirs) = UnixStream::pair().unwrap();
-    let mut server = Server::new(theirs, Device::default());
+    let mut server = Server::new(common::end(theirs), Device::default());
     server.set_patience(Duration::from_millis(20));
     send(&stream, &message(&Request::GetFeatures, false)[..5], &[]);
     let result = server.serve();
@@ -313,7 +313,7 @@ fn a_front_end_that_stalls_in_the_middle_of_a_message_is_cut_off() {
 fn a_front_end_that_takes_no_answers_is_cut_off() {
     let _alone = alone();
     let (stream, theirs) = UnixStream::pair().unwrap();
-    let mut server = Server::new(theirs, Device::default());
+    let mut server = Server::new(common::end(theirs), Device::default());
     server.set_patience(Duration::from_millis(20));
     let asking = thread::spawn(move || {
         let request = message(&Request::GetFeatures, false);
@@ -329,7 +329,7 @@ fn a_front_end_that_takes_no_answers_is_cut_off() {
 /// What a front end says to an answer to GET_FEATURES; afterwards it must have hung up.
 fn front_end_on(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<u64, FrontendError> {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let mut front = Frontend::new(ours, Duration::from_millis(50));
+    let mut front = Frontend::new(common::end(ours), Duration::from_millis(50));
     send(&theirs, bytes, fds);
     let result = front.features();
     if result.is_err() {

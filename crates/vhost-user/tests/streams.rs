@@ -17,7 +17,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     thread,
 };
 use zerocopy::IntoBytes;
@@ -120,7 +120,7 @@ proptest! {
             let (pipe, _other): (OwnedFd, OwnedFd) = rustix::pipe::pipe().unwrap();
             let kinds = [ram.fd(), event.as_fd(), pipe.as_fd()];
             let (stream, theirs) = UnixStream::pair().unwrap();
-            let mut server = Server::new(theirs, Device::default());
+            let mut server = Server::new(common::end(theirs), Device::default());
             let settle = Request::SetProtocolFeatures(ProtocolFeatures::KNOWN);
             send(&stream, &message(&settle, false), &[]);
             for (piece, fds) in pieces {
@@ -184,12 +184,13 @@ proptest! {
             stopped_at: Some(questions as u32),
             ..Device::default()
         };
+        let lost = Arc::clone(&device.lost);
         let served = thread::spawn(move || {
-            let mut server = Server::new(theirs, device);
+            let mut server = Server::new(common::end(theirs), device);
             let _ = server.serve();
             server.into_handler().events
         });
-        let mut front = Frontend::new(ours, LONG);
+        let mut front = Frontend::new(common::end(ours), LONG);
         front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
         front.set_backend_channel(end.as_fd()).unwrap();
         let ram = GuestRam::new(1 << 16, 0).unwrap();
@@ -200,8 +201,9 @@ proptest! {
         front.get_vring_base(0).unwrap();
         let sent = pieces.concat();
         let _ = channel.write_all(&sent);
-        // Served, or cut off: in time either way.
-        let _ = front.queue_num();
+        drop(channel);
+        // Served until all is read, or cut off: in time either way.
+        while lost.load(Ordering::Relaxed) == 0 && front.queue_num().is_ok() {}
         drop(front);
         let events = served.join().unwrap();
         let answers = events.iter().filter(|event| matches!(event, Event::Answer(..))).count();
@@ -221,7 +223,7 @@ proptest! {
         let bytes = if head { [wire.as_bytes(), &bytes].concat() } else { bytes };
         send(&theirs, &bytes, &[]);
         drop(theirs);
-        let mut channel = FrontendChannel::new(ours, LONG);
+        let mut channel = FrontendChannel::new(common::end(ours), LONG);
         let mut asked = Vec::new();
         while let Ok(true) = channel.recv_all(&mut asked) {}
         prop_assert!(asked.len() <= bytes.len() / Header::LEN);
@@ -233,7 +235,7 @@ proptest! {
         let (ours, theirs) = UnixStream::pair().unwrap();
         send(&theirs, &answer, &[]);
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
-        let mut front = Frontend::new(ours, LONG);
+        let mut front = Frontend::new(common::end(ours), LONG);
         prop_assert!(front.features().is_err());
         prop_assert!(matches!(front.features(), Err(FrontendError::Closed)));
     }

@@ -1,7 +1,6 @@
 //! A block device as a vhost-user back end.
 
 use std::{
-    os::fd::OwnedFd,
     sync::{
         Arc,
         mpsc::{self, RecvTimeoutError},
@@ -13,8 +12,8 @@ use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
-    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
-    RingAddresses, RingSetup, Shutdown, WireError,
+    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, PeerFd,
+    ProtocolFeatures, RingAddresses, RingSetup, Shutdown, WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
@@ -342,7 +341,7 @@ impl Handler for BlkBackend {
         self.take_image()?;
         let memory = self.front.memory()?;
         let start = Start {
-            ring: self.front.start(ring, setup)?,
+            ring: self.front.start(ring, setup),
             disk: self.options.disk.clone(),
             read_only: self.options.read_only,
             id: Arc::clone(&self.options.id),
@@ -394,12 +393,12 @@ impl Handler for BlkBackend {
         self.on_unit(ring, move |unit| unit.enable(ring, enabled)).map(|_| ())
     }
 
-    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
         let call = self.front.set_call(ring, call)?;
         self.on_unit(ring, move |unit| unit.set_call(ring, call)).map(|_| ())
     }
 
-    fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {
         let err = self.front.set_err(ring, err)?;
         self.on_unit(ring, move |unit| unit.set_err(ring, err)).map(|_| ())
     }

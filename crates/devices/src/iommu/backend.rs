@@ -1,9 +1,9 @@
 //! virtio-iommu as a vhost-user back end.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::sync::Arc;
 
 use ringfence_mem::Memory;
-use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
+use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, PeerFd, RingSetup};
 use ringfence_virtio_iommu::device::Counters;
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, device};
 
@@ -122,7 +122,6 @@ impl Handler for IommuBackend {
             self.iommu().requests_start(setup.base, self.features)?;
         }
         let RingSetup { kick, enabled, .. } = setup;
-        notifier::check_kick(ring, kick.as_ref())?;
         let started = self.iommu().on_unit(move |unit| unit.start(ring, config, kick, enabled))?;
         Self::must(started)?.map_err(|error| HandlerError::new(error.to_string()))
     }
@@ -142,7 +141,7 @@ impl Handler for IommuBackend {
         self.iommu().on_unit(move |unit| unit.enable(ring, enabled)).map(|_| ())
     }
 
-    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
         let call = notifier::of_ring(ring, call)?;
         let call = call.map(|call| Arc::new(move || call.notify()) as Call);
         if let Some(kept) = self.calls.get_mut(usize::from(ring)) {

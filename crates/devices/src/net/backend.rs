@@ -1,13 +1,13 @@
 //! A network device as a vhost-user back end.
 
-use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{
-    BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
-    WireError,
+    BackendChannel, Handler, HandlerError, Iotlb, PeerFd, ProtocolFeatures, RingAddresses,
+    RingSetup, WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
@@ -298,7 +298,7 @@ impl Handler for NetBackend {
         self.seat.iter().try_for_each(Seat::ring_starts)?;
         let translated = self.front.has(F_ACCESS_PLATFORM);
         let start = Start {
-            ring: self.front.start(ring, setup)?,
+            ring: self.front.start(ring, setup),
             counters: Arc::clone(&self.net.ends[self.end].counters[usize::from(ring)]),
             name: self.name(),
         };
@@ -334,7 +334,7 @@ impl Handler for NetBackend {
         self.on_ring(ring, move |unit, end| unit.relocate(end, ring, addresses, &memory))
     }
 
-    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
         let call = self.front.set_call(ring, call)?;
         self.on_ring(ring, move |unit, end| {
             if let Some(ring) = unit.ring(end, ring) {
@@ -343,7 +343,7 @@ impl Handler for NetBackend {
         })
     }
 
-    fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {
         let err = self.front.set_err(ring, err)?;
         self.on_ring(ring, move |unit, end| {
             if let Some(ring) = unit.ring(end, ring) {

@@ -304,6 +304,6 @@ fn start_ring(
     let kick = Some(kick.try_clone().unwrap());
     let setup = RingSetup { size, addresses, base: 0, kick, enabled: true };
     backend.start_ring(index, setup).unwrap();
-    backend.set_call(index, call.map(|call| call.try_clone().unwrap())).unwrap();
+    backend.set_call(index, call.map(|call| call.try_clone().unwrap().into())).unwrap();
     queue
 }

@@ -2,7 +2,6 @@
 
 use std::{
     collections::BTreeSet,
-    os::unix::net::UnixStream,
     path::{Path, PathBuf, absolute},
     sync::Arc,
 };
@@ -17,7 +16,7 @@ use ringfence_devices::{
 };
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
-use ringfence_vhost_user::Server;
+use ringfence_vhost_user::{PeerFd, Server};
 
 use super::{
     Arguments,
@@ -246,7 +245,7 @@ enum Does {
 
 impl Device {
     /// Serves a front end.
-    pub(super) fn connect(&self, iommu: &Arc<Iommu>, stream: UnixStream) -> Box<dyn Connection> {
+    pub(super) fn connect(&self, iommu: &Arc<Iommu>, stream: PeerFd) -> Box<dyn Connection> {
         match &self.does {
             Does::Blk(options, _) => {
                 let backend = BlkBackend::new(options.clone(), Arc::clone(&self.workers));

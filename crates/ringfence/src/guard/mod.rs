@@ -10,7 +10,6 @@ mod viot;
 use std::{
     collections::BTreeSet,
     io::Write,
-    os::unix::net::UnixStream,
     path::{Path, PathBuf, absolute},
     process::ExitCode,
     sync::Arc,
@@ -21,7 +20,7 @@ use clap::Args;
 use ringfence_devices::iommu::{Endpoints, Iommu, IommuFigures, IommuOptions};
 use ringfence_iommu::{Range, shootdown::Shootdown, table::Limits};
 use ringfence_lab::run::Usage;
-use ringfence_vhost_user::Server;
+use ringfence_vhost_user::{PeerFd, Server};
 use ringfence_virtio_iommu::device::Options;
 use tracing::info;
 
@@ -249,7 +248,7 @@ impl Service for Guard {
         out.write_all(self.text.as_bytes()).and_then(|()| out.flush()).context("standard output")
     }
 
-    fn connect(&self, socket: usize, stream: UnixStream) -> Result<Box<dyn Connection>> {
+    fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
         match socket.checked_sub(1) {
             None => Ok(Box::new(Server::new(stream, self.iommu.connect()))),
             Some(device) => Ok(self.devices[device].connect(&self.iommu, stream)),

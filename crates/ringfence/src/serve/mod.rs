@@ -30,7 +30,7 @@ use ringfence_devices::{
     tally::IotlbTotals,
     worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{Handler, ServeError, Server, Shutdown};
+use ringfence_vhost_user::{Closer, Handler, PeerFd, ServeError, Server, Shutdown};
 use rustix::event::{PollFd, PollFlags, poll};
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -41,6 +41,9 @@ use socket::Listener;
 
 /// How long the service may take to end: longer than each of its parts waits for anything.
 const LAST: Duration = Duration::from_secs(5);
+
+/// How long the closing of descriptors is waited for in the end.
+const CLOSED: Duration = Duration::from_secs(1);
 
 /// What a service of one socket can be told.
 #[derive(Args)]
@@ -139,7 +142,7 @@ pub(crate) trait Service: Send + Sync {
     ///
     /// # Errors
     /// It cannot be served: the connection is closed.
-    fn connect(&self, socket: usize, stream: UnixStream) -> Result<Box<dyn Connection>>;
+    fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>>;
 
     /// All connections have ended: images that have not answered, and how many rings wait for each. The
     /// process may not end before they have, if the kernel does not let go of it.
@@ -166,13 +169,32 @@ pub(crate) fn begin_quiet_log() {
     log::begin(LevelFilter::WARN);
 }
 
-/// What the frame counts for each socket.
-#[derive(Default)]
+/// What the frame has for each socket.
 struct Front {
+    /// Closes what its front ends have sent.
+    closer: Closer,
     connections: AtomicU64,
     broken: AtomicU64,
     /// The connection that is served now.
     now: Mutex<Option<Shutdown>>,
+}
+
+impl Front {
+    fn new(name: &str) -> Front {
+        let name = name.to_owned();
+        let closer = Closer::new(move |count| {
+            warn!(
+                "{name}: {count} descriptors of front ends wait to be closed, which their files' servers do not \
+                 allow: no more is taken from this socket until they do"
+            );
+        });
+        Front {
+            closer,
+            connections: AtomicU64::new(0),
+            broken: AtomicU64::new(0),
+            now: Mutex::new(None),
+        }
+    }
 }
 
 struct Frame<S> {
@@ -218,7 +240,7 @@ pub(crate) fn run_on<S: Service>(
     let signals = signals().context("preparing for signals")?;
     // Hung up in the end, so that all who wait see it.
     let (stop, running) = UnixStream::pair().context("preparing for the end")?;
-    let fronts = listeners.iter().map(|_| Front::default()).collect();
+    let fronts = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
     let stopping = AtomicBool::new(false);
     let frame = Frame { service, begun: Instant::now(), listeners, fronts, stopping };
     let name = frame.service.name();
@@ -262,6 +284,7 @@ pub(crate) fn run_on<S: Service>(
             "{image}: the disk has not answered requests of {rings} rings; the kernel has them still"
         );
     }
+    frame.await_closers();
     info!("{name}: ended");
     Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -299,7 +322,7 @@ impl<S: Service> Frame<S> {
                 return;
             }
             match socket.accept() {
-                Ok((stream, _)) => self.serve(at, stream),
+                Ok((stream, _)) => self.serve(at, PeerFd::new(stream, &self.fronts[at].closer)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
                     // No descriptor is left, say: not at full speed.
@@ -310,7 +333,7 @@ impl<S: Service> Frame<S> {
         }
     }
 
-    fn serve(&self, at: usize, stream: UnixStream) {
+    fn serve(&self, at: usize, stream: PeerFd) {
         let (front, name) = (&self.fronts[at], &self.listeners[at].name);
         front.connections.fetch_add(1, Ordering::Relaxed);
         info!("{name}: a front end has connected");
@@ -327,8 +350,7 @@ impl<S: Service> Frame<S> {
         tell(&[NotifyState::Status("waiting for a front end")]);
     }
 
-    fn converse(&self, front: &Front, at: usize, stream: UnixStream) -> Result<()> {
-        stream.set_nonblocking(false)?;
+    fn converse(&self, front: &Front, at: usize, stream: PeerFd) -> Result<()> {
         let mut connection = self.service.connect(at, stream)?;
         let shutdown = connection.shutdown_handle();
         {
@@ -348,6 +370,24 @@ impl<S: Service> Frame<S> {
         for front in &self.fronts {
             if let Some(shutdown) = &*front.now.lock() {
                 shutdown.shutdown();
+            }
+        }
+    }
+
+    /// Waits for what is being closed, as long as that takes when nobody holds it up. What is held up is left
+    /// to the kernel; images and sockets are closed before the process ends.
+    fn await_closers(&self) {
+        let begun = Instant::now();
+        for (front, listener) in self.fronts.iter().zip(&self.listeners) {
+            while !front.closer.is_idle() && begun.elapsed() < CLOSED {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if !front.closer.is_idle() {
+                warn!(
+                    "{}: descriptors of a front end cannot be closed: the process stays, doing nothing, until \
+                     the server of their files lets go of them",
+                    listener.name
+                );
             }
         }
     }

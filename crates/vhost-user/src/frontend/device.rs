@@ -1,10 +1,10 @@
 //! Requests about the whole device.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 use super::{Frontend, FrontendError, Result};
 use crate::{
-    ProtocolFeatures, WireError,
+    PeerFd, ProtocolFeatures, WireError,
     msg::{self, ConfigWrite, Inflight, Request, code},
 };
 
@@ -78,7 +78,7 @@ impl Frontend {
     ///
     /// # Errors
     /// See [`FrontendError`].
-    pub fn inflight(&mut self, queues: u16, size: u16) -> Result<Option<(Inflight, OwnedFd)>> {
+    pub fn inflight(&mut self, queues: u16, size: u16) -> Result<Option<(Inflight, PeerFd)>> {
         let request = code::GET_INFLIGHT_FD;
         self.need(request, ProtocolFeatures::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
         let wanted = Inflight { queues, size, ..Inflight::default() };

@@ -5,10 +5,7 @@ mod posts;
 use std::{
     collections::VecDeque,
     ops::Range,
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Condvar, Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -21,7 +18,7 @@ use zerocopy::IntoBytes;
 
 use super::{FrontendError, Result};
 use crate::{
-    WireError,
+    PeerFd, WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{Header, Request},
@@ -79,7 +76,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Link {
-    pub(super) fn new(stream: UnixStream, timeout: Duration) -> Link {
+    pub(super) fn new(stream: PeerFd, timeout: Duration) -> Link {
         Link {
             channel: Channel::new(stream, timeout),
             state: Mutex::default(),

@@ -1,19 +1,12 @@
 //! What each request does.
 
-use std::{
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
-    },
-    sync::Arc,
-};
+use std::{os::fd::AsFd, sync::Arc};
 
 use ringfence_mem::{MemError, Memory, SharedFile};
-use rustix::fs::{self, OFlags};
 
-use super::{Failure, Outcome, Server};
+use super::{Failure, Outcome, Server, answers::Answers};
 use crate::{
-    BackendChannel, Handler, HandlerError, InflightRegion, ProtocolFeatures, RingAddresses,
+    BackendChannel, Handler, HandlerError, InflightRegion, PeerFd, ProtocolFeatures, RingAddresses,
     WireError,
     msg::{self, Request},
 };
@@ -56,7 +49,7 @@ impl<H: Handler> Server<H> {
     pub(super) fn carry_out(
         &mut self,
         request: Request,
-        mut fds: Vec<OwnedFd>,
+        mut fds: Vec<PeerFd>,
     ) -> Result<Outcome, Failure> {
         let code = request.code();
         let value = |field, value| WireError::Value { request: code, field, value };
@@ -90,7 +83,7 @@ impl<H: Handler> Server<H> {
                     return Ok(Outcome::Done);
                 }
                 let memory = match &self.memory {
-                    Some(memory) => memory.with(region, fd),
+                    Some(memory) => memory.with(region, fd.as_fd()),
                     None => Memory::map(vec![(region, fd)]),
                 };
                 self.set_memory(memory.map_err(HandlerError::from)?)?;
@@ -142,16 +135,19 @@ impl<H: Handler> Server<H> {
             }
             Request::SetVringKick { ring, .. } => {
                 let ring = self.ring(code, ring.into())?;
-                let kick = event(fds.pop())?;
+                // Reads and waits on anything else may block, or never end.
+                let kick = fds.pop().map(PeerFd::into_eventfd).transpose();
+                let why = format!("the kick of ring {ring} is no eventfd");
+                let kick = kick.map_err(|_| HandlerError::new(why))?;
                 self.start(code, ring, kick)?;
             }
             Request::SetVringCall { ring, .. } => {
                 let ring = self.ring(code, ring.into())?;
-                self.handler.set_call(ring as u16, event(fds.pop())?)?;
+                self.handler.set_call(ring as u16, fds.pop())?;
             }
             Request::SetVringErr { ring, .. } => {
                 let ring = self.ring(code, ring.into())?;
-                self.handler.set_err(ring as u16, event(fds.pop())?)?;
+                self.handler.set_err(ring as u16, fds.pop())?;
             }
             Request::SetVringEnable { ring, enabled } => {
                 let ring = self.ring(code, ring)?;
@@ -160,24 +156,27 @@ impl<H: Handler> Server<H> {
             Request::SetBackendReqFd => {
                 let fd = fds.pop().ok_or(state("a channel without a descriptor"))?;
                 let acks = self.has(ProtocolFeatures::REPLY_ACK);
-                let channel = BackendChannel::new(UnixStream::from(fd), acks);
+                let channel = BackendChannel::new(fd, acks);
                 let channel = Arc::new(channel.map_err(HandlerError::from)?);
                 channel.set_silent(!self.rings.iter().any(|ring| ring.running));
-                self.handler.set_backend_channel(Arc::clone(&channel))?;
-                self.backend = Some(channel);
+                let answers = Answers::read(Arc::clone(&channel)).map_err(HandlerError::from)?;
+                self.handler.set_backend_channel(channel)?;
+                self.backend = Some(answers);
             }
             // It has come by itself or in company, and was carried out then, unless descriptors came
             // with it or ACCESS_PLATFORM is missing, which end the connection.
             Request::Iotlb(_) => return Err(state("an IOTLB message out of its place").into()),
             Request::SetLogBase { len, offset } => {
                 let fd = fds.pop().ok_or(state("a log without a descriptor"))?;
-                self.set_log(SharedFile::map(fd, offset, len).map_err(HandlerError::from)?)?;
+                self.set_log(
+                    SharedFile::map(fd.as_fd(), offset, len).map_err(HandlerError::from)?,
+                )?;
                 // Always answered. Front ends do not look at what it says: a log that cannot be had
                 // ends the connection.
                 return word(0);
             }
             Request::SetLogFd => {
-                let fd = event(fds.pop())?.ok_or(state("an event without a descriptor"))?;
+                let fd = fds.pop().ok_or(state("an event without a descriptor"))?;
                 self.handler.set_log_event(fd)?;
             }
             Request::SendRarp(mac) => self.handler.send_rarp(mac)?,
@@ -206,7 +205,7 @@ impl<H: Handler> Server<H> {
                     return Err(state("a ring runs").into());
                 }
                 let fd = fds.pop().ok_or(state("an in-flight region without a descriptor"))?;
-                let region = InflightRegion::open(fd, &place, self.is_packed());
+                let region = InflightRegion::open(fd.as_fd(), &place, self.is_packed());
                 self.handler.set_inflight(Arc::new(region.map_err(HandlerError::from)?))?;
             }
             Request::GetConfig { offset, size } => {
@@ -230,18 +229,6 @@ impl<H: Handler> Server<H> {
 
 fn word(word: u64) -> Result<Outcome, Failure> {
     Ok(Outcome::Reply(word.to_ne_bytes().to_vec()))
-}
-
-/// Makes an event descriptor non-blocking: with one that blocks (an eventfd whose counter is full, a
-/// pipe) the front end could stop a worker for good.
-fn event(fd: Option<OwnedFd>) -> Result<Option<OwnedFd>, HandlerError> {
-    if let Some(fd) = &fd {
-        let flags = fs::fcntl_getfl(fd)?;
-        if !flags.contains(OFlags::NONBLOCK) {
-            fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
-        }
-    }
-    Ok(fd)
 }
 
 /// What the virtio specification (2.7) asks of the areas of a split ring; a packed ring's must be

@@ -202,7 +202,7 @@ impl<H: Handler> Server<H> {
     /// The device may send messages of its own while a ring runs (rule D27), or is about to.
     fn speak(&self, now: bool) {
         if let Some(backend) = &self.backend {
-            backend.set_silent(!now && !self.rings.iter().any(|ring| ring.running));
+            backend.channel().set_silent(!now && !self.rings.iter().any(|ring| ring.running));
         }
     }
 }

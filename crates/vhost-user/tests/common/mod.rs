@@ -4,24 +4,21 @@
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::msg::{Header, Request};
 use ringfence_vhost_user::{
-    BackendChannel, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
-    InflightRegion, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
+    BackendChannel, Closer, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
+    InflightRegion, Iotlb, PeerFd, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
     WireError,
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::{
     io::IoSlice,
     mem::MaybeUninit,
-    os::{
-        fd::{BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::{fd::BorrowedFd, unix::net::UnixStream},
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, LazyLock, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 use zerocopy::IntoBytes;
 
@@ -71,6 +68,8 @@ pub(crate) struct Device {
     pub(crate) carried_out: Arc<AtomicU64>,
     /// How many of them had when it was last told that no more are there.
     pub(crate) settled: Arc<AtomicU64>,
+    /// How many channels the front end has closed.
+    pub(crate) lost: Arc<AtomicU64>,
     /// Whether the end of a connection is written down.
     pub(crate) notes_end: bool,
     /// What is done when a ring is asked to stop.
@@ -93,6 +92,7 @@ impl Default for Device {
             together: Vec::new(),
             carried_out: Arc::default(),
             settled: Arc::default(),
+            lost: Arc::default(),
             notes_end: false,
             on_stop: None,
             features: VERSION_1 | F_ACCESS_PLATFORM,
@@ -152,10 +152,10 @@ impl Handler for Device {
     fn move_ring(&mut self, ring: u16, addresses: RingAddresses) -> Result<(), HandlerError> {
         self.note(Event::Move(ring, addresses.desc))
     }
-    fn set_call(&mut self, ring: u16, call: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
         self.note(Event::Call(ring, call.is_some()))
     }
-    fn set_err(&mut self, ring: u16, err: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {
         self.note(Event::Err(ring, err.is_some()))
     }
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
@@ -195,6 +195,7 @@ impl Handler for Device {
     }
     fn channel_lost(&mut self, _why: &WireError) {
         self.events.push(Event::ChannelLost);
+        self.lost.fetch_add(1, Ordering::Relaxed);
     }
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
         let place = inflight.place();
@@ -209,7 +210,7 @@ impl Handler for Device {
     fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
         self.note(Event::LogRing(ring, log))
     }
-    fn set_log_event(&mut self, _event: OwnedFd) -> Result<(), HandlerError> {
+    fn set_log_event(&mut self, _event: PeerFd) -> Result<(), HandlerError> {
         self.note(Event::LogFd)
     }
     fn set_status(&mut self, status: u8) -> Result<(), HandlerError> {
@@ -238,7 +239,7 @@ pub(crate) type Served = JoinHandle<(Result<(), ServeError>, Device)>;
 pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let served = thread::spawn(move || {
-        let mut server = Server::new(theirs, device);
+        let mut server = Server::new(end(theirs), device);
         let result = server.serve();
         (result, server.into_handler())
     });
@@ -248,7 +249,7 @@ pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
 /// The same, with a front end on the other end that has not said anything yet.
 pub(crate) fn connect(device: Device) -> (Frontend, Served) {
     let (stream, served) = serve(device);
-    (Frontend::new(stream, LONG), served)
+    (Frontend::new(end(stream), LONG), served)
 }
 
 /// How long to wait for what must come: only a test that hangs takes so long.
@@ -262,8 +263,13 @@ pub(crate) fn alone() -> MutexGuard<'static, ()> {
 
 /// How many descriptors this process has of what connections are made of and messages carry: sockets,
 /// events, pipes, memory. Files that have a path are not counted: the back trace of another test that
-/// fails meanwhile opens some, and so does looking here.
+/// fails meanwhile opens some, and so does looking here. What is being closed is waited for.
 pub(crate) fn open_fds() -> usize {
+    let begun = Instant::now();
+    while !closer().is_idle() {
+        assert!(begun.elapsed() < LONG, "something is closed for ever");
+        thread::yield_now();
+    }
     let fds = std::fs::read_dir("/proc/self/fd").unwrap();
     // One that is closed by now is a file of another thread.
     let targets = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
@@ -271,6 +277,16 @@ pub(crate) fn open_fds() -> usize {
         target.starts_with("/") && !target.to_string_lossy().starts_with("/memfd:")
     };
     targets.filter(|target| !named(target)).count()
+}
+
+/// A socket whose other end a peer has, closed by the one closer of all.
+pub(crate) fn end(stream: UnixStream) -> PeerFd {
+    PeerFd::new(stream, closer())
+}
+
+fn closer() -> &'static Closer {
+    static CLOSER: LazyLock<Closer> = LazyLock::new(Closer::default);
+    &CLOSER
 }
 
 pub(crate) fn bytes(header: Header, payload: &[u8]) -> Vec<u8> {

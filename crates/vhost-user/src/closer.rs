@@ -1,0 +1,150 @@
+//! What takes as long to drop as a peer likes is dropped by a thread of its own.
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard},
+    thread,
+};
+
+/// How many things wait to be dropped before nothing more is taken from the peers that they are of. What one
+/// message brings comes on top: 253 descriptors, the most that the kernel passes at a time.
+const MOST: usize = 64;
+
+/// Drops things in the order that they come, for a socket or for a single connection.
+///
+/// The server of a file (of FUSE, of NFS) decides how long closing it takes: the wait can be neither
+/// interrupted nor refused. So it is with a socket that has such files in its queue. A `Closer` begins a thread
+/// once there is something to drop and ends it with the last.
+///
+/// A thing that is never dropped holds up those behind it, and with [64](Self::is_full) of them a
+/// [`Server`](crate::Server) takes no further request: it waits as long as the peer lets it, or until it is
+/// shut down. Each socket of a service has its own, so that this befalls only the front end that did it and
+/// those after it. A process that ends closes its files too: it is gone, but for its number, when the last is.
+#[derive(Clone, Default)]
+pub struct Closer(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    waiting: Mutex<Waiting>,
+    full: Option<Box<dyn Fn(usize) + Send + Sync>>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    things: VecDeque<Box<dyn Send>>,
+    /// Whether there is a thread.
+    runs: bool,
+}
+
+impl Closer {
+    /// One that calls `full` whenever it [becomes full](Self::is_full), with the number of things that wait.
+    pub fn new(full: impl Fn(usize) + Send + Sync + 'static) -> Closer {
+        Closer(Arc::new(Inner { full: Some(Box::new(full)), ..Inner::default() }))
+    }
+
+    /// Has a thing dropped, now or later.
+    pub(crate) fn close(&self, thing: impl Send + 'static) {
+        let mut waiting = self.0.waiting();
+        waiting.things.push_back(Box::new(thing));
+        let count = waiting.things.len();
+        if !waiting.runs {
+            let inner = Arc::clone(&self.0);
+            let thread = thread::Builder::new().name("closer".into());
+            // Without a thread it waits for the next thing, which tries again.
+            waiting.runs = thread.spawn(move || inner.drop_all()).is_ok();
+        }
+        drop(waiting);
+        if count == MOST
+            && let Some(full) = &self.0.full
+        {
+            full(count);
+        }
+    }
+
+    /// Whether nothing waits, nor is being dropped.
+    pub fn is_idle(&self) -> bool {
+        let waiting = self.0.waiting();
+        !waiting.runs && waiting.things.is_empty()
+    }
+
+    /// Whether so much waits that nothing more is to be taken from the peer.
+    pub(crate) fn is_full(&self) -> bool {
+        self.0.waiting().things.len() >= MOST
+    }
+}
+
+impl Inner {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn drop_all(&self) {
+        loop {
+            let thing = {
+                let mut waiting = self.waiting();
+                let thing = waiting.things.pop_front();
+                waiting.runs = thing.is_some();
+                thing
+            };
+            if thing.is_none() {
+                return;
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Closer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Closer({} wait)", self.0.waiting().things.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        atomic::{AtomicUsize, Ordering},
+        mpsc::{Receiver, Sender, channel},
+    };
+
+    use super::*;
+
+    /// Is dropped once it is let go, and says so.
+    struct Held(Receiver<()>, Sender<usize>, usize);
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            let _ = self.0.recv();
+            self.1.send(self.2).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_dropped_holds_up_nobody_until_there_is_much_of_it() {
+        let warned = Arc::new(AtomicUsize::new(0));
+        let closer = Closer::new({
+            let warned = Arc::clone(&warned);
+            move |count| assert_eq!((count, warned.fetch_add(1, Ordering::Relaxed)), (MOST, 0))
+        });
+        let (said, dropped) = channel();
+        let held: Vec<_> = (0..=MOST + 10)
+            .map(|number| {
+                let (hold, held) = channel();
+                closer.close(Held(held, said.clone(), number));
+                hold
+            })
+            .collect();
+        assert!(closer.is_full());
+        drop(held);
+        let numbers: Vec<_> = (0..=MOST + 10).map(|_| dropped.recv().unwrap()).collect();
+        assert!(numbers.is_sorted(), "{numbers:?}");
+        assert!(!closer.is_full());
+        assert_eq!(warned.load(Ordering::Relaxed), 1);
+        // Its thread may have ended by now: there is another.
+        closer.close(Held(channel().1, said, 0));
+        assert_eq!(dropped.recv(), Ok(0));
+        while !closer.is_idle() {
+            thread::yield_now();
+        }
+    }
+}
