@@ -211,6 +211,9 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
     // The kernel may otherwise delay a sleep's end by 50 µs, more than a paced disk's service.
     // SAFETY: `prctl` with this option reads two numbers and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+    // Who serves several front ends may be the last to let go of the memory of one: a ring that has failed
+    // or waits for a translation, and I/O that the kernel still has, keep it as long as they need it.
+    ringfence_mem::unmap_elsewhere();
     let spin_ns = notify.spin().map(|spin| spin.as_nanos() as u64);
     let mut work = Work::default();
     let mut idle_since = None;
@@ -312,6 +315,7 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ringfence_mem::{GuestRam, Memory};
     use ringfence_sync::clock::ManualClock;
     use std::sync::atomic::AtomicU64;
 
@@ -358,6 +362,17 @@ mod tests {
             let there = worker.call(|work| work.unit::<Counting>(1).is_some());
             assert_eq!(there, Some(true), "{notify}");
         }
+    }
+
+    #[test]
+    fn a_worker_that_is_the_last_to_drop_memory_does_not_unmap_it() {
+        let worker = Worker::spawn("test", Notify::Sleep).unwrap();
+        let memory = Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap();
+        let unmapped = worker.call(move |_| {
+            drop(memory);
+            ringfence_mem::unmapped_here()
+        });
+        assert_eq!(unmapped, Some(0));
     }
 
     /// Has something due at a time, and counts how often it is polled and put to sleep.

@@ -47,6 +47,7 @@ pub use dirty::{DirtyLog, LogIndex};
 pub use error::MemError;
 #[cfg(feature = "vm-memory")]
 pub use guest_memory::GuestBus;
+pub use mapping::{unmap_elsewhere, unmapped_here};
 pub use memory::{Found, Memory, Region};
 pub use ram::{GuestRam, ScatteredView};
 pub use shared::SharedFile;

@@ -3,7 +3,15 @@
 use crate::{MemError, sigbus::Registered};
 use core::ptr::{self, NonNull};
 use rustix::mm::{self, MapFlags, ProtFlags};
-use std::os::fd::BorrowedFd;
+use std::{
+    cell::Cell,
+    os::fd::BorrowedFd,
+    sync::{
+        OnceLock,
+        mpsc::{self, Sender},
+    },
+    thread,
+};
 
 /// A mapped span. Nothing hands out references into it, only pointers.
 #[derive(Debug)]
@@ -108,11 +116,89 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        let span = Span { base: self.base, len: self.len, watch: self.watch.take() };
+        if let Some(unmapper) = ELSEWHERE.get() {
+            // Should nobody take it, it is unmapped here.
+            let _ = unmapper.send(span);
+        }
+    }
+}
+
+/// What a [`Mapping`] that was dropped leaves to be unmapped.
+struct Span {
+    base: NonNull<u8>,
+    len: usize,
+    watch: Option<Registered>,
+}
+
+// SAFETY: the span is plain memory that nobody uses any more, and only unmapped.
+unsafe impl Send for Span {}
+
+impl Drop for Span {
+    fn drop(&mut self) {
         // Before the span is free: another thread may map the same addresses at once, and watch
         // them itself.
         self.watch = None;
+        UNMAPPED.set(UNMAPPED.get() + 1);
         // SAFETY: the span is ours and its last owner is gone. It cannot fail for a whole span;
         // if it did, the memory would only stay mapped.
         let _ = unsafe { mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+thread_local! {
+    /// Who unmaps what the thread is the last to drop; `None`: the thread itself.
+    static ELSEWHERE: Cell<Option<&'static Sender<Span>>> = const { Cell::new(None) };
+    static UNMAPPED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Has memory that the calling thread is the last to drop, from now on, unmapped by a thread that does
+/// nothing else: for one that serves several peers. To unmap a whole guest takes seconds.
+///
+/// Where no such thread can be started the calling thread unmaps by itself.
+pub fn unmap_elsewhere() {
+    static UNMAPPER: OnceLock<Option<Sender<Span>>> = OnceLock::new();
+    let unmapper = UNMAPPER.get_or_init(|| {
+        let (unmapper, spans) = mpsc::channel();
+        let unmap = move || spans.into_iter().for_each(drop::<Span>);
+        thread::Builder::new().name("unmap".into()).spawn(unmap).ok().map(|_| unmapper)
+    });
+    ELSEWHERE.set(unmapper.as_ref());
+}
+
+/// How many mappings the calling thread has unmapped.
+pub fn unmapped_here() -> u64 {
+    UNMAPPED.get()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn a_thread_that_unmaps_elsewhere_unmaps_nothing_and_it_is_unmapped() {
+        const NAME: &str = "unmapped-elsewhere";
+        let mapping = || {
+            let fd = memfd_create(NAME, MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&fd, 4096).unwrap();
+            let mut mapping = Mapping::file(fd.as_fd(), 0, 4096).unwrap();
+            mapping.watch(4096).unwrap();
+            mapping
+        };
+        let is_mapped = || std::fs::read_to_string("/proc/self/maps").unwrap().contains(NAME);
+        let held_up = thread::spawn(move || {
+            let before = mapping();
+            drop(mapping());
+            assert_eq!(unmapped_here(), 1);
+            unmap_elsewhere();
+            drop([before, mapping()]);
+            unmapped_here()
+        });
+        assert_eq!(held_up.join().unwrap(), 1);
+        while is_mapped() {
+            thread::yield_now();
+        }
     }
 }

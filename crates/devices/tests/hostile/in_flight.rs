@@ -185,6 +185,7 @@ fn io_under_way_survives_a_new_memory_table() {
     }
     slow.complete(77);
     assert_eq!(slow.reader.finish(), OK);
+    assert_eq!(unmapped_by(&slow.rig.workers), 0);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Rings that stop, start, move and wait; memory that changes under them.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use parking_lot::Mutex;
 use ringfence_devices::{
@@ -156,6 +156,7 @@ fn memory_can_be_added_and_replaced_under_running_rings() {
             rig.share(&[]);
             other.go_round();
         }
+        assert_eq!(unmapped_by(&rig.workers), 0);
     }
 }
 
@@ -169,10 +170,27 @@ fn a_ring_that_new_memory_leaves_out_is_used_no_more() {
     let error = rig.failure(0).unwrap();
     assert!(error.contains("outside of memory"), "{error}");
     rig.share(&[]);
-    rig.blk.get_vring_base(0).unwrap();
+    (0..2).for_each(|ring| assert!(rig.blk.get_vring_base(ring).is_ok()));
+    // The rings had kept the memory that they were in.
+    assert_eq!(unmapped_by(&rig.workers), 0);
     queue.clear();
     queue.start(&mut rig.blk, 0);
     queue.go_round();
+}
+
+#[test]
+fn memory_that_the_rings_of_an_iommu_have_kept_is_unmapped_by_no_worker() {
+    let mut rig = Rig::new(Setup::new(true));
+    let more = GuestRam::new(64 * PAGE, 0x9_0000_0000).unwrap();
+    // The rings are not in it, and fail. They are left as they are until they stop.
+    for (ram, stops) in [(&more, false), (&rig.ram, true)] {
+        // One guest's memories agree with each other.
+        let front = &mut rig.iommu.front;
+        front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+        assert!(!stops || (0..2).all(|ring| front.get_vring_base(ring).is_ok()));
+    }
+    rig.iommu.given_up.store(true, Ordering::Relaxed);
+    assert_eq!(unmapped_by(&rig.workers), 0);
 }
 
 #[test]

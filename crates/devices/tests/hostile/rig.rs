@@ -83,6 +83,12 @@ pub(crate) fn ram_disk(len: u64) -> Disk {
     Disk::Ram(Arc::new(Ram::map(file.as_fd(), len).unwrap()))
 }
 
+/// How many mappings these workers have unmapped: none, whatever front ends do with their memory, as the
+/// rings of others would wait meanwhile.
+pub(crate) fn unmapped_by(workers: &[Worker]) -> u64 {
+    workers.iter().map(|worker| worker.call(|_| ringfence_mem::unmapped_here()).unwrap()).sum()
+}
+
 /// A server on a thread of its own.
 struct Serving {
     thread: Option<JoinHandle<()>>,

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use ringfence_devices::{
     net::{GRACE, Lost, Net, NetOptions, Way, wire},
-    worker::Notify,
+    worker::{Notify, Worker},
 };
+use ringfence_mem::GuestRam;
 use ringfence_vhost_user::Handler;
 
 use crate::rig::{Driver, PAGE, Setup, device, options, packet, unanswered, until};
@@ -99,6 +100,31 @@ fn what_one_device_sends_the_other_receives() {
         for end in 0..2 {
             assert!((0..4).all(|ring| counted(&net, end, ring) == (100, 0)));
         }
+    }
+}
+
+#[test]
+fn memory_that_is_replaced_under_two_devices_is_unmapped_by_no_worker() {
+    for translated in [false, true] {
+        let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Adaptive).unwrap()].into();
+        let net = Net::new(options(Way::Peer, 1), Arc::clone(&workers)).unwrap();
+        let mut ends = [0, 1].map(|end| Driver::running(&net, end, Setup::new(translated)));
+        ends.iter_mut().for_each(|end| end.offer_all(0, 2048));
+        for _ in 0..10 {
+            for Driver { front, ram, .. } in &mut ends {
+                front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+            }
+            let [first, second] = &mut ends;
+            exchange(&mut [first, second], 0, 1, 0, 10, 1500);
+        }
+        // A ring that is not in the new memory keeps the old one until it stops.
+        let elsewhere = GuestRam::new(PAGE as usize, 0).unwrap();
+        for Driver { front, .. } in &mut ends {
+            front.set_mem_table(&[(elsewhere.region(), elsewhere.fd())]).unwrap();
+        }
+        drop(ends);
+        let unmapped = workers[0].call(|_| ringfence_mem::unmapped_here());
+        assert_eq!(unmapped, Some(0), "translated: {translated}");
     }
 }
 

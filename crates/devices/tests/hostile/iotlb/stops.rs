@@ -207,6 +207,7 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
         answers.write_all(&[6; PAGE]).unwrap();
         assert_eq!(queue.finish(), OK);
         assert!(holds(&data, 6));
+        assert_eq!(unmapped_by(&behind.workers), 0);
     }
 }
 
