@@ -140,11 +140,23 @@ impl Drop for Span {
         // them itself.
         self.watch = None;
         UNMAPPED.set(UNMAPPED.get() + 1);
-        // SAFETY: the span is ours and its last owner is gone. It cannot fail for a whole span;
-        // if it did, the memory would only stay mapped.
-        let _ = unsafe { mm::munmap(self.base.as_ptr().cast(), self.len) };
+        // SAFETY: the span is ours, from `at` on still, and its last owner is gone. Where it fails the
+        // memory only stays mapped.
+        let unmap = |at, len| unsafe { mm::munmap(self.base.as_ptr().add(at).cast(), len) };
+        for at in (0..self.len).step_by(PIECE) {
+            let left = self.len - at;
+            // A piece of a page that is larger is refused. Of such pages there are few.
+            if unmap(at, PIECE.min(left)).is_err() {
+                let _ = unmap(at, left);
+                break;
+            }
+        }
     }
 }
+
+/// How much is unmapped at a time: as long as it takes, nobody else in the process can map or unmap anything,
+/// such as a ring for io_uring.
+const PIECE: usize = 64 << 20;
 
 thread_local! {
     /// Who unmaps what the thread is the last to drop; `None`: the thread itself.
@@ -180,10 +192,12 @@ mod tests {
     #[test]
     fn a_thread_that_unmaps_elsewhere_unmaps_nothing_and_it_is_unmapped() {
         const NAME: &str = "unmapped-elsewhere";
+        // No page of it is touched.
+        const LEN: usize = 2 * PIECE + 4096;
         let mapping = || {
             let fd = memfd_create(NAME, MemfdFlags::CLOEXEC).unwrap();
-            ftruncate(&fd, 4096).unwrap();
-            let mut mapping = Mapping::file(fd.as_fd(), 0, 4096).unwrap();
+            ftruncate(&fd, LEN as u64).unwrap();
+            let mut mapping = Mapping::file(fd.as_fd(), 0, LEN).unwrap();
             mapping.watch(4096).unwrap();
             mapping
         };
