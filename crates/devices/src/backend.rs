@@ -1,6 +1,6 @@
 //! What a back end keeps of what its front end has said: the same for every device.
 
-use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
+use std::{collections::HashMap, fmt, os::fd::OwnedFd, sync::Arc};
 
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{HandlerError, PeerFd, RingSetup};
@@ -20,6 +20,14 @@ pub(crate) struct FrontEnd {
     calls: HashMap<u16, Arc<Notifier>>,
     errs: HashMap<u16, Arc<Notifier>>,
     log: Option<Arc<DirtyLog>>,
+    warned: Warned,
+}
+
+/// What was warned of on a connection: a front end may say the same as often as it likes.
+#[derive(Default)]
+struct Warned {
+    unsealed: bool,
+    unmapped: bool,
 }
 
 /// The descriptors of a ring: what it is kicked with, where interrupts go, and where the front end
@@ -62,15 +70,17 @@ impl FrontEnd {
     }
 
     /// New memory: what leads there, if it is translated, knows it from now on, and then the
-    /// workers are to be told.
+    /// workers are to be told. What is wrong with it is said, in the name of the device `name`.
     ///
     /// # Errors
     /// As the translation says.
     pub(crate) fn set_memory(
         &mut self,
+        name: &str,
         memory: &Arc<Memory>,
         translation: Option<&mut Translation>,
     ) -> Result<(), HandlerError> {
+        self.warned.look_at(name, memory);
         if let Some(translation) = translation {
             translation.set_memory(memory)?;
         }
@@ -140,18 +150,34 @@ fn keep(
     Ok(notifier)
 }
 
-/// Says what there is to be said of new memory.
-pub(crate) fn warn_of(name: &str, memory: &Memory) {
-    if !memory.is_sealed() {
-        tracing::warn!("{name}: the memory's file can be truncated under us");
+impl Warned {
+    /// Says what is wrong with new memory.
+    fn look_at(&mut self, name: &str, memory: &Memory) {
+        if !memory.is_sealed() {
+            say(
+                &mut self.unsealed,
+                format_args!("{name}: the memory's file can be truncated under us"),
+            );
+        }
+        if let Some(region) = memory.unmapped().next() {
+            let (count, gpa) = (memory.unmapped().count(), region.gpa);
+            say(
+                &mut self.unmapped,
+                format_args!(
+                    "{name}: {count} regions of memory, the first at {gpa:#x}, are in files of a disk or \
+                     a network, whose pages may take long to come: they are not mapped, and accesses to \
+                     them fail; use memory-backend-memfd, or a file of tmpfs or hugetlbfs"
+                ),
+            );
+        }
     }
-    if let Some(region) = memory.unmapped().next() {
-        let (count, gpa) = (memory.unmapped().count(), region.gpa);
-        tracing::warn!(
-            "{name}: {count} regions of memory, the first at {gpa:#x}, are in files of a disk or a network, \
-             whose pages may take long to come: they are not mapped, and accesses to them fail; use \
-             memory-backend-memfd, or a file of tmpfs or hugetlbfs"
-        );
+}
+
+/// Warns, unless that was `said`.
+fn say(said: &mut bool, what: fmt::Arguments<'_>) {
+    match std::mem::replace(said, true) {
+        false => tracing::warn!("{what}"),
+        true => tracing::debug!("{what}"),
     }
 }
 
@@ -167,4 +193,99 @@ pub(crate) fn read_config(config: &[u8], offset: u32, out: &mut [u8]) -> Result<
     let part = from.checked_add(out.len()).and_then(|end| space.get(from..end));
     out.copy_from_slice(part.ok_or_else(|| HandlerError::new("past the configuration space"))?);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use parking_lot::Mutex;
+    use ringfence_iommu::{Geometry, PageSizes, Range, shootdown::Shootdown, table::Limits};
+    use ringfence_iotlb::IotlbConfig;
+    use ringfence_mem::{GuestRam, Region};
+    use ringfence_vhost_user::Handler;
+    use ringfence_virtio_iommu::device::Options;
+    use tracing::{
+        Event, Level, Metadata, Subscriber,
+        span::{Attributes, Id, Record},
+    };
+
+    use super::*;
+    use crate::{
+        blk::{BlkBackend, BlkOptions},
+        disk::{Disk, Ram},
+        iommu::{Endpoints, IommuBackend, IommuOptions},
+        net::{GRACE, Net, NetOptions, Way},
+        worker::{Notify, Worker},
+    };
+
+    /// Keeps how loudly things were said here.
+    #[derive(Default)]
+    struct Said(Arc<Mutex<Vec<Level>>>);
+
+    impl Subscriber for Said {
+        fn enabled(&self, about: &Metadata<'_>) -> bool {
+            module_path!().starts_with(about.target())
+        }
+        fn event(&self, event: &Event<'_>) {
+            self.0.lock().push(*event.metadata().level());
+        }
+        fn new_span(&self, _: &Attributes<'_>) -> Id {
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn enter(&self, _: &Id) {}
+        fn exit(&self, _: &Id) {}
+    }
+
+    fn workers() -> Arc<[Worker]> {
+        [Worker::spawn("test", Notify::Sleep).unwrap()].into()
+    }
+
+    fn blk() -> Box<dyn Handler> {
+        let ram = GuestRam::new(4096, 0).unwrap();
+        let disk = Disk::Ram(Arc::new(Ram::map(ram.fd(), 4096).unwrap()));
+        Box::new(BlkBackend::new(BlkOptions::new(disk, "disk", 1), workers()))
+    }
+
+    fn net() -> Box<dyn Handler> {
+        let (name, way, iotlb) = ("net".into(), Way::Loopback, IotlbConfig::default());
+        let (mac, mtu, iommu, grace) = (None, None, true, GRACE);
+        let options = NetOptions { name, way, pairs: 1, mac, mtu, iommu, grace, iotlb };
+        Box::new(Net::new(options, workers()).unwrap().connect(0))
+    }
+
+    fn iommu() -> Box<dyn Handler> {
+        let geometry = Geometry::new(PageSizes::X86, Range::ALL);
+        let endpoints = Endpoints::new([], Shootdown::new(1), geometry, Limits::NONE);
+        let options = IommuOptions { device: Options::default(), unit: 0 };
+        Box::new(IommuBackend::new(Arc::new(endpoints), options, workers()))
+    }
+
+    #[test]
+    fn whatever_the_device_a_connection_is_warned_once_of_memory_that_is_not_mapped() {
+        let known = Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap();
+        let region = Region { gpa: 1 << 40, size: 4096, user_addr: 1 << 40, mmap_offset: 0 };
+        let with_foreign = || known.with(region, File::open("/dev/zero").unwrap().into()).unwrap();
+        for connect in [blk, net, iommu] {
+            let said = Said::default();
+            let levels = Arc::clone(&said.0);
+            tracing::subscriber::with_default(said, || {
+                for _ in 0..2 {
+                    let mut connection = connect();
+                    for (memory, level) in [
+                        (Arc::clone(&known), None),
+                        (with_foreign(), Some(Level::WARN)),
+                        (with_foreign(), Some(Level::DEBUG)),
+                        (Arc::clone(&known), None),
+                        (with_foreign(), Some(Level::DEBUG)),
+                    ] {
+                        connection.set_memory(memory).unwrap();
+                        assert_eq!(std::mem::take(&mut *levels.lock()), Vec::from_iter(level));
+                    }
+                }
+            });
+        }
+    }
 }

@@ -29,7 +29,7 @@ use super::{
     wire::{Config, SECTOR, feature},
 };
 use crate::{
-    backend::{FrontEnd, read_config, warn_of},
+    backend::{FrontEnd, read_config},
     disk::Disk,
     event::Bells,
     iommu::{Iommu, Seat},
@@ -330,9 +330,8 @@ impl Handler for BlkBackend {
     }
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
-        warn_of(&self.options.id, &memory);
         self.seat.iter().try_for_each(|seat| seat.set_memory(&memory))?;
-        self.front.set_memory(&memory, self.translation.as_mut())?;
+        self.front.set_memory(&self.options.id, &memory, self.translation.as_mut())?;
         self.on_all(move |unit| unit.set_memory(&memory))
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ringfence_mem::Memory;
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, PeerFd, RingSetup};
 use ringfence_virtio_iommu::device::Counters;
-use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, device};
+use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 
 use super::{
     Endpoints, Iommu, IommuOptions, Seat,
@@ -13,19 +13,23 @@ use super::{
     reach::Shared,
     unit::{Call, NoWorker, REQUESTS},
 };
-use crate::{notifier, worker::Worker};
+use crate::{
+    backend::{Events, FrontEnd, RingStart},
+    notifier,
+    worker::Worker,
+};
 
 /// A virtio-iommu as a vhost-user back end, for one front end.
 pub struct IommuBackend {
     seat: Seat,
-    features: u64,
+    front: FrontEnd,
     /// Where interrupts go: front ends say so before they bring memory.
     calls: [Option<Call>; 2],
 }
 
 impl IommuBackend {
     pub(super) fn at(seat: Seat) -> IommuBackend {
-        IommuBackend { seat, features: 0, calls: [None, None] }
+        IommuBackend { seat, front: FrontEnd::default(), calls: [None, None] }
     }
 
     /// An IOMMU for `endpoints` that has only this front end.
@@ -84,12 +88,13 @@ impl Handler for IommuBackend {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
         self.iommu().device.set_features(features);
-        self.features = features;
+        self.front.set_features(features);
         Ok(())
     }
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
         self.seat.set_memory(&memory)?;
+        self.front.set_memory("iommu", &memory, None)?;
         let iommu = self.iommu();
         let (device, faults) = (Arc::clone(&iommu.device), Arc::clone(&iommu.faults));
         let (number, wake) = (iommu.unit, Arc::clone(&iommu.wake));
@@ -108,20 +113,11 @@ impl Handler for IommuBackend {
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        let config = device::Config {
-            size: setup.size,
-            desc: setup.addresses.desc,
-            avail: setup.addresses.avail,
-            used: setup.addresses.used,
-            event_idx: self.features & (1 << F_EVENT_IDX) != 0,
-            indirect: false,
-            packed: false,
-            base: setup.base,
-        };
+        let RingStart { config, events: Events { kick, .. }, enabled, .. } =
+            self.front.start(ring, setup);
         if ring == REQUESTS {
-            self.iommu().requests_start(setup.base, self.features)?;
+            self.iommu().requests_start(config.base, self.front.features())?;
         }
-        let RingSetup { kick, enabled, .. } = setup;
         let started = self.iommu().on_unit(move |unit| unit.start(ring, config, kick, enabled))?;
         Self::must(started)?.map_err(|error| HandlerError::new(error.to_string()))
     }
@@ -163,7 +159,7 @@ impl Handler for IommuBackend {
     }
 
     fn reset(&mut self) -> Result<(), HandlerError> {
-        self.features = 0;
+        self.front.set_features(0);
         self.iommu().front_end_resets()
     }
 

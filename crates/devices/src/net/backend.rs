@@ -22,7 +22,7 @@ use super::{
     wire::{Config, LINK_UP, feature},
 };
 use crate::{
-    backend::{FrontEnd, read_config, warn_of},
+    backend::{FrontEnd, read_config},
     iommu::Seat,
     tally::{IotlbTally, IotlbTotals},
     translation::Translation,
@@ -286,9 +286,8 @@ impl Handler for NetBackend {
     }
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
-        warn_of(&self.name(), &memory);
         self.seat.iter().try_for_each(|seat| seat.set_memory(&memory))?;
-        self.front.set_memory(&memory, Some(&mut self.translation))?;
+        self.front.set_memory(&self.name(), &memory, Some(&mut self.translation))?;
         let end = self.end;
         self.net.on_all(move |unit| unit.set_memory(end, &memory));
         Ok(())
