@@ -267,7 +267,7 @@ mod tests {
     fn whatever_the_device_a_connection_is_warned_once_of_memory_that_is_not_mapped() {
         let known = Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap();
         let region = Region { gpa: 1 << 40, size: 4096, user_addr: 1 << 40, mmap_offset: 0 };
-        let with_foreign = || known.with(region, File::open("/dev/zero").unwrap().into()).unwrap();
+        let with_foreign = || known.with(region, File::open("/dev/zero").unwrap()).unwrap();
         for connect in [blk, net, iommu] {
             let said = Said::default();
             let levels = Arc::clone(&said.0);

@@ -19,8 +19,9 @@ const MOST: usize = 64;
 ///
 /// A thing that is never dropped holds up those behind it, and with [64](Self::is_full) of them a
 /// [`Server`](crate::Server) takes no further request: it waits as long as the peer lets it, or until it is
-/// shut down. Each socket of a service has its own, so that this befalls only the front end that did it and
-/// those after it. A process that ends closes its files too: it is gone, but for its number, when the last is.
+/// shut down. Give each socket of a service its own and accept no connection while it is full, since that is
+/// one thing more to close: then this befalls only the front end that did it, and those after it. A process
+/// that ends closes its files too: it is gone, but for its number, when the last is.
 #[derive(Clone, Default)]
 pub struct Closer(Arc<Inner>);
 
@@ -68,8 +69,8 @@ impl Closer {
         !waiting.runs && waiting.things.is_empty()
     }
 
-    /// Whether so much waits that nothing more is to be taken from the peer.
-    pub(crate) fn is_full(&self) -> bool {
+    /// Whether so much waits that nothing more is to be taken from the peers that it is of.
+    pub fn is_full(&self) -> bool {
         self.0.waiting().things.len() >= MOST
     }
 }

@@ -31,7 +31,7 @@ use ringfence_devices::{
     worker::{Notify, Worker},
 };
 use ringfence_vhost_user::{Closer, Handler, PeerFd, ServeError, Server, Shutdown};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::{error, info, level_filters::LevelFilter, warn};
@@ -41,6 +41,9 @@ use socket::Listener;
 
 /// How long the service may take to end: longer than each of its parts waits for anything.
 const LAST: Duration = Duration::from_secs(5);
+
+/// How often to look whether enough was closed to accept a connection again.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
@@ -315,11 +318,17 @@ impl<S: Service> Frame<S> {
     fn accept(&self, at: usize, stop: BorrowedFd<'_>) {
         let Listener { socket, name, .. } = &self.listeners[at];
         while !self.stopping.load(Ordering::Acquire) {
+            // One more connection is one more thing to close.
+            let full = self.fronts[at].closer.is_full();
+            let wanted = if full { PollFlags::empty() } else { PollFlags::IN };
             let mut fds =
-                [PollFd::new(socket, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
-            let _ = poll(&mut fds, None);
+                [PollFd::new(socket, wanted), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
+            let _ = poll(&mut fds, full.then_some(&LOOK));
             if !fds[1].revents().is_empty() {
                 return;
+            }
+            if full {
+                continue;
             }
             match socket.accept() {
                 Ok((stream, _)) => self.serve(at, PeerFd::new(stream, &self.fronts[at].closer)),

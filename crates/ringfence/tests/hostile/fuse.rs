@@ -89,6 +89,8 @@ struct State {
     data: Vec<u8>,
     /// Whether what is not about names and sizes is answered later.
     holds: bool,
+    /// Of this process too.
+    holds_own: bool,
     over: bool,
 }
 
@@ -117,7 +119,7 @@ impl Fuse {
         let path = CString::new(folder.to_str().unwrap()).unwrap();
         let flags = rustix::mount::MountFlags::NOSUID | rustix::mount::MountFlags::NODEV;
         rustix::mount::mount(&what, &path, &kind, flags, &*options).expect("mounting takes root");
-        let state = State { data: vec![0; size], holds: false, over: false };
+        let state = State { data: vec![0; size], holds: false, holds_own: false, over: false };
         let (changed, held) = (Condvar::new(), AtomicUsize::new(0));
         let shared = Arc::new(Shared { device, state: Mutex::new(state), changed, held });
         let serving = Arc::clone(&shared);
@@ -129,6 +131,17 @@ impl Fuse {
     pub(crate) fn hold(&self, holds: bool) {
         self.shared.state.lock().unwrap().holds = holds;
         self.shared.changed.notify_all();
+    }
+
+    /// So with those of this process, which otherwise never wait.
+    pub(crate) fn hold_own(&self, holds: bool) {
+        self.shared.state.lock().unwrap().holds_own = holds;
+        self.hold(holds);
+    }
+
+    /// Where a file of it is.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
     }
 
     /// How many requests wait for an answer.
@@ -228,8 +241,10 @@ fn data(shared: &Shared, header: &Header, rest: &[u8]) {
     let state = shared.state.lock().unwrap();
     // What this process does with the file, as to close it, is not held.
     let own = Path::new("/proc/self/task").join(header.process.to_string()).exists();
-    let mut state =
-        shared.changed.wait_while(state, |state| state.holds && !state.over && !own).unwrap();
+    let mut state = shared
+        .changed
+        .wait_while(state, |state| state.holds && !state.over && (state.holds_own || !own))
+        .unwrap();
     shared.held.fetch_sub(1, Ordering::AcqRel);
     if [opcode::FSYNC, opcode::FLUSH, opcode::STATFS].contains(&header.opcode) {
         drop(state);

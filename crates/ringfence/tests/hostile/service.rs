@@ -1,9 +1,9 @@
 //! The service that is attacked, and what has to hold after each attack.
 
 use std::{
-    fs::{self, DirEntry, File},
-    os::fd::AsFd as _,
+    fs::{self, DirEntry},
     path::{Path, PathBuf},
+    rc::Rc,
     time::{Duration, Instant},
 };
 
@@ -11,10 +11,9 @@ use rustix::process::Signal;
 
 use crate::{
     common::{LIMIT, Place, Running},
-    guest::{Desc, IOMMU, NEXT, PLATFORM, Ram, Ring, Session, WRITE},
+    guest::{Desc, IOMMU, NEXT, PLATFORM, Ring, Session, WRITE},
     honest::{Device, Neighbour, next_front_end},
     iommu::FEATURES,
-    wire::request::SET_MEM_TABLE,
 };
 
 /// What a request of a neighbour may take, whatever happens beside it. On a quiet machine it takes less
@@ -76,7 +75,7 @@ pub(crate) struct Service {
     // It ends before the process does.
     neighbour: Option<Neighbour>,
     running: Running,
-    place: Place,
+    place: Rc<Place>,
     device: Device,
     /// The front end of `guard`'s IOMMU: without one there is no machine that its disks would serve.
     iommu: Option<Session>,
@@ -93,6 +92,18 @@ impl Service {
     /// With a device at the socket `hostile`, with this image if it is a disk, and unless it is by itself
     /// another at `other`.
     pub(crate) fn with(place: Place, device: Device, image: &str) -> Service {
+        for name in ["disk.img", "other.img"] {
+            place.write(name, vec![0; 4 << 20]);
+        }
+        Service::run(Rc::new(place), device, image)
+    }
+
+    /// Another in its place, which is free again.
+    pub(crate) fn again(&self) -> Service {
+        Service::run(Rc::clone(&self.place), self.device, "disk.img")
+    }
+
+    fn run(place: Rc<Place>, device: Device, image: &str) -> Service {
         let disk = format!("hostile={image}");
         let arguments: &[&str] = match device {
             Device::Disk => &["blk", "--socket", "hostile", "--image", image, "--queues", "2"],
@@ -101,9 +112,6 @@ impl Service {
             }
             Device::Net => &["net", "--socket", "hostile", "--peer", "other"],
         };
-        for name in ["disk.img", "other.img"] {
-            place.write(name, vec![0; 4 << 20]);
-        }
         // One worker for all, so that what holds it up holds up everything.
         let running = place.start(&[arguments, &["--workers", "1", "--log", "warn"]].concat());
         let mut service = Service {
@@ -116,10 +124,6 @@ impl Service {
             number: 0,
         };
         service.begin();
-        // The thread that closes what no request takes is there from the first such file on.
-        let file = File::open(service.place.path("disk.img")).unwrap();
-        let target = service.target();
-        target.open(0).client.set(SET_MEM_TABLE, &Ram::new().table(), &[file.as_fd()]);
         service.still_serves("the beginning");
         service.holds = service.settled();
         service
@@ -252,6 +256,11 @@ impl Service {
         Holds { threads, descriptors }
     }
 
+    /// What it has said so far.
+    pub(crate) fn said(&self) -> String {
+        self.running.said()
+    }
+
     /// Has it end. The neighbour goes first: what it asks for now is answered no more.
     pub(crate) fn terminate(&mut self) {
         self.neighbour.take();
@@ -260,9 +269,13 @@ impl Service {
 
     /// Waits until its sockets are gone and it has ended, or has named an image that the kernel holds.
     pub(crate) fn ends_or_names(&mut self, image: &str) {
-        let held = format!("{image}: the disk has not answered");
+        self.ends_or_says(&format!("{image}: the disk has not answered"));
+    }
+
+    /// Waits until its sockets are gone and it has ended, or has said why it cannot.
+    pub(crate) fn ends_or_says(&mut self, why: &str) {
         let begun = Instant::now();
-        while self.running.is_running() && !self.running.said().contains(&held) {
+        while self.running.is_running() && !self.running.said().contains(why) {
             assert!(begun.elapsed() < LIMIT, "it neither ends nor says why");
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -11,7 +11,13 @@ use std::{
     time::Instant,
 };
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+        SocketFlags, SocketType, connect, sendmsg, socket_with,
+    },
+};
 
 use crate::common::LIMIT;
 
@@ -101,6 +107,20 @@ impl Client {
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         stream.set_write_timeout(Some(LIMIT)).unwrap();
         Client { stream }
+    }
+
+    /// A connection, unless as many as have room wait to be accepted.
+    pub(crate) fn connect_now(path: &Path) -> Option<Client> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        match connect(&socket, &SocketAddrUnix::new(path).unwrap()) {
+            Ok(()) => {}
+            Err(Errno::AGAIN) => return None,
+            Err(errno) => panic!("{}: {errno}", path.display()),
+        }
+        let stream = UnixStream::from(socket);
+        stream.set_nonblocking(false).unwrap();
+        Some(Client { stream })
     }
 
     /// Sends these bytes, the descriptors with the first of them; whether there was somebody to take
