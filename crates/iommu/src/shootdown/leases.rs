@@ -5,6 +5,7 @@ use core::ptr;
 
 use ringfence_sync::atomic::{AtomicPtr, AtomicU64, Ordering, fence};
 
+use super::scope::Scope;
 use crate::{Iova, Range};
 
 /// How many leases a link of a [`Leases`] chain holds.
@@ -26,8 +27,8 @@ struct Chunk {
 struct LeaseSlot {
     first: AtomicU64,
     last: AtomicU64,
-    /// The epoch that the reader had announced last when it took the lease; 0 while the slot is
-    /// being filled, is free or is kept for a later one.
+    /// A token: the scope of the reader when it took the lease, and the epoch that it had announced last; 0
+    /// while the slot is being filled, is free or is kept for a later one.
     mark: AtomicU64,
 }
 
@@ -158,13 +159,13 @@ impl Leases {
         chunk.used.fetch_and(!(1 << at), Ordering::Release);
     }
 
-    /// Whether a lease that was taken before its reader had passed the grace period `grace` stands
-    /// on one of `ranges`. May say so of one that is just being given back.
+    /// Whether a lease of a translation in `scope` that was taken before its reader had passed the grace
+    /// period `grace` stands on one of `ranges`. May say so of one that is just being given back.
     ///
     /// The caller knows that the grace period is over. So every lease that counts is complete and
     /// visible here: its reader made it before the quiet point that the caller knows of. What is
     /// seen half-made was begun after, and does not count.
-    pub(super) fn stand_on(&self, ranges: &[Range], grace: u64) -> bool {
+    pub(super) fn stand_on(&self, ranges: &[Range], grace: u64, scope: Scope) -> bool {
         self.chunks().any(|chunk| {
             // Acquire: a slot seen as free is one whose lease is over. (All changes of `used` are
             // read-modify-writes, so this holds of earlier ones too.)
@@ -173,7 +174,8 @@ impl Leases {
                 let slot = &chunk.slots[used.trailing_zeros() as usize];
                 used &= used - 1;
                 let mark = slot.mark.load(Ordering::Acquire);
-                if mark == 0 || mark >= grace {
+                let (passed, of) = Scope::of_token(mark);
+                if mark == 0 || passed.as_u64() >= grace || !of.meets(scope) {
                     continue;
                 }
                 let first = slot.first.load(Ordering::Relaxed);

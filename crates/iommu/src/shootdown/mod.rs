@@ -34,8 +34,9 @@
 //! scope does not wait for it. The reader says so before it looks anything up there
 //! ([`Reader::enter`]), with a fence between: either the scan finds it in the scope and waits for its
 //! quiet point, or its look-ups come after the removal. It leaves with a Release store, when it has
-//! done with what it found there; so the leases that it has taken are seen, too. Everybody replays the
-//! same log.
+//! done with what it found there; so the leases that it has taken are seen, too. A lease stands on what
+//! was found in the scope in which it was taken: invalidations in others do not wait for it. Everybody
+//! replays the same log.
 
 mod leases;
 mod log;
@@ -227,7 +228,7 @@ impl Shootdown {
         self.is_quiet_in(entry.scope, Grace::from_u64(entry.last))
             && !self.leases[..self.qsbr.slots_used()]
                 .iter()
-                .any(|leases| leases.stand_on(&entry.gone, entry.last))
+                .any(|leases| leases.stand_on(&entry.gone, entry.last, entry.scope))
     }
 }
 
@@ -270,7 +271,8 @@ impl Reader {
     }
 
     /// Translates in `scope` from now on, and nowhere else; at first it is [`Scope::ALL`]. The caller
-    /// has done with all that it looked up before, and its cache is empty. Leases stay.
+    /// has done with all that it looked up before, and its cache is empty. Leases stay, of the scope in
+    /// which they were taken.
     pub fn enter(&mut self, scope: Scope) {
         if self.scope != scope {
             self.shootdown.scopes.enter(self.inner.index(), scope);
@@ -315,7 +317,7 @@ impl Reader {
     /// Takes no lock. It allocates only when more leases are held at a time than ever before by
     /// this reader.
     pub fn lease(&self, range: Range) -> Lease {
-        let index = self.leases.take(range, self.inner.passed().as_u64());
+        let index = self.leases.take(range, self.scope.token(self.inner.passed()));
         Lease { leases: Arc::clone(&self.leases), index, range }
     }
 
@@ -327,7 +329,7 @@ impl Reader {
             return;
         }
         lease.rest();
-        lease.leases.renew(lease.index, range, self.inner.passed().as_u64());
+        lease.leases.renew(lease.index, range, self.scope.token(self.inner.passed()));
         lease.range = range;
     }
 

@@ -24,6 +24,11 @@ impl Scope {
     /// Of a reader that looks nothing up in any domain.
     pub const NONE: Scope = Scope((1 << BITS) - 1);
 
+    /// Whether a translation that was found in this scope may be one that is removed in the other.
+    pub(super) fn meets(self, other: Scope) -> bool {
+        self == other || self == Scope::ALL || other == Scope::ALL
+    }
+
     /// What names an invalidation.
     pub(super) fn token(self, grace: Grace) -> u64 {
         grace.as_u64() << BITS | u64::from(self.0)
@@ -74,8 +79,7 @@ impl Scopes {
     #[inline]
     pub(super) fn may_be_in(&self, index: usize, scope: Scope) -> bool {
         // Acquire pairs with the Release in `enter`.
-        let now = self.of[index].load(Ordering::Acquire);
-        now == u64::from(Scope::ALL.0) || now == u64::from(scope.0)
+        Scope(self.of[index].load(Ordering::Acquire) as u16).meets(scope)
     }
 }
 

@@ -367,11 +367,33 @@ fn an_invalidation_in_a_scope_waits_for_who_may_be_there() {
 }
 
 #[test]
+fn a_lease_holds_up_its_own_scope_and_those_that_are_everywhere() {
+    let shootdown = Shootdown::new(2);
+    let (here, there) = (shootdown.scope(), shootdown.scope());
+    let mut reader = shootdown.reader().unwrap();
+    reader.enter(here);
+    let mut lease = reader.lease(range(0, 9));
+    // It stays where it was taken.
+    reader.enter(there);
+    let begin = |scope| shootdown.begin_in(scope, &[range(0, 9)], false);
+    let [own, other, all] = [here, there, Scope::ALL].map(begin);
+    polled(&mut reader);
+    assert_eq!([own, other, all].map(|token| shootdown.is_over(token)), [false, true, false]);
+    reader.renew(&mut lease, range(0, 9));
+    assert!(shootdown.is_over(own) && shootdown.is_over(all));
+    let [own, other, all] = [here, there, Scope::ALL].map(begin);
+    polled(&mut reader);
+    assert_eq!([own, other, all].map(|token| shootdown.is_over(token)), [true, false, false]);
+    drop(lease);
+    assert!(shootdown.is_over(other) && shootdown.is_over(all));
+}
+
+#[test]
 fn merged_invalidations_of_several_scopes_wait_for_the_leases_of_each() {
     let shootdown = Shootdown::new(2);
     let mut reader = shootdown.reader().unwrap();
     let scopes: Vec<_> = (0..2 * PENDING).map(|_| shootdown.scope()).collect();
-    reader.enter(scopes[0]);
+    // It may be of any of them.
     let lease = reader.lease(range(0, 9));
     let tokens: Vec<_> =
         scopes.iter().map(|&scope| shootdown.begin_in(scope, &[range(0, 9)], false)).collect();
