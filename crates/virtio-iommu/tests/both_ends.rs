@@ -536,7 +536,8 @@ fn an_identity_domain_bypasses_or_maps_around_reserved_regions() {
 #[test]
 fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
     for notify in [Notify::Sleep, Notify::Poll, Notify::default()] {
-        let options = Options { notify, timeout: Duration::from_millis(60), ..Options::default() };
+        let options =
+            Options { notify, timeout: Some(Duration::from_millis(60)), ..Options::default() };
         // One that a busy machine does not run in time is given up, too.
         let begin = |_| {
             let served = Served::start(Bench::new(), 16, options, false);
@@ -573,7 +574,7 @@ fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
 
 #[test]
 fn a_transport_that_knows_that_the_device_died_ends_the_wait_early() {
-    let options = Options { timeout: Duration::from_secs(3600), ..Options::default() };
+    let options = Options { timeout: Some(Duration::from_secs(3600)), ..Options::default() };
     let mut served = Served::start(Bench::new(), 16, options, false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
@@ -621,9 +622,8 @@ fn many_threads_share_the_ring_and_nobody_loses_a_wake_up() {
 fn an_unmap_is_answered_only_once_no_reader_can_use_what_it_removed() {
     let bench = Bench::new();
     let features = bench.device.features();
-    // Long enough that only the reader below decides.
-    let options = Options { timeout: Duration::from_secs(60), ..Options::default() };
-    let link = link(64, bench.config(), features, options);
+    // It has no limit: only the reader below decides.
+    let link = link(64, bench.config(), features, Options::default());
     let mut requests = RequestQueue::new(bench.device, link.queue);
     let domain = link.driver.domain().unwrap();
     map(&domain, page(1), 0x5000).unwrap();

@@ -8,7 +8,6 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
 };
 
 use common::{
@@ -34,7 +33,7 @@ fn page(n: u64) -> Range {
 
 fn options() -> Options {
     // Long: only a lost wake-up would let it pass.
-    Options { notify: Notify::Poll, timeout: Duration::from_secs(120), ..Options::default() }
+    Options { notify: Notify::Poll, ..Options::default() }
 }
 
 fn fresh() -> Link {

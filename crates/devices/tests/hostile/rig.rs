@@ -421,7 +421,7 @@ impl Iommu {
             Notify::Poll => driver::Notify::Poll,
             Notify::Sleep => driver::Notify::Sleep,
         };
-        let options = driver::Options { notify, timeout: LONG, ..driver::Options::default() };
+        let options = driver::Options { notify, timeout: Some(LONG), ..driver::Options::default() };
         let driver = Driver::new(
             Arc::new(events),
             queue,

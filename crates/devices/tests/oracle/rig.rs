@@ -169,7 +169,7 @@ impl Rig {
                 Notify::Poll => driver::Notify::Poll,
                 Notify::Sleep => driver::Notify::Sleep,
             },
-            timeout: LONG,
+            timeout: Some(LONG),
             ..driver::Options::default()
         };
         let driver =

@@ -52,23 +52,26 @@ pub struct Buffers {
 pub struct Options {
     /// How threads wait for the device.
     pub notify: Notify,
-    /// How long a device may go without answering anything before it counts as gone.
-    pub timeout: Duration,
+    /// How long a device may go without answering anything before it counts as gone; `None`: for as long as
+    /// its [transport](Transport::is_alive) lives. An UNMAP is answered when no access can follow, which
+    /// may take as long as a disk does that has the memory: a limit is for transports that cannot say
+    /// whether the device is there.
+    pub timeout: Option<Duration>,
     /// The size of a page of this processor: a larger granule is refused (rule L66).
     pub cpu_page: u64,
 }
 
 impl Default for Options {
-    /// Adaptive, five seconds, 4 KiB.
+    /// Adaptive, no limit, 4 KiB.
     fn default() -> Options {
-        Options { notify: Notify::default(), timeout: Duration::from_secs(5), cpu_page: 4096 }
+        Options { notify: Notify::default(), timeout: None, cpu_page: 4096 }
     }
 }
 
 /// The driver of one virtio-iommu.
 ///
-/// A device that breaks the ring, or answers nothing for
-/// [`Options::timeout`](Options#structfield.timeout), is given up: from then on everything that
+/// A device that breaks the ring, whose transport has gone, or that answers nothing for
+/// [`Options::timeout`](Options#structfield.timeout), if that is a limit, is given up: from then on everything that
 /// needs it fails with [`Error::Gone`].
 pub struct Driver {
     transport: Arc<dyn Transport>,

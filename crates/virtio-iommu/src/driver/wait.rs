@@ -46,7 +46,7 @@ pub(super) struct Waiting {
     followers: AtomicUsize,
     failed: OnceLock<&'static str>,
     notify: Notify,
-    timeout: Duration,
+    timeout: Option<Duration>,
     pub(super) kicks: AtomicU64,
 }
 
@@ -89,7 +89,7 @@ impl Patience {
 }
 
 impl Waiting {
-    pub(super) fn new(mut ring: Ring, notify: Notify, timeout: Duration) -> Waiting {
+    pub(super) fn new(mut ring: Ring, notify: Notify, timeout: Option<Duration>) -> Waiting {
         ring.queue().suppress_notifications();
         Waiting {
             ring: Mutex::new(ring),
@@ -245,7 +245,7 @@ impl Waiting {
     /// [`Error::Gone`] if nothing was answered for too long, or the transport says so.
     fn lose_patience(&self, patience: &mut Patience, transport: &dyn Transport) -> Result<()> {
         let waited = patience.look(self.retired.load(Ordering::SeqCst));
-        if waited >= self.timeout {
+        if self.timeout.is_some_and(|limit| waited >= limit) {
             return Err(self.fail("it answers nothing"));
         }
         if waited < patience.life_at {
@@ -301,7 +301,8 @@ impl Waiting {
                 }
             }
             self.lose_patience(patience, transport)?;
-            let left = self.timeout.saturating_sub(patience.waited);
+            let left =
+                self.timeout.map_or(LIFE_SIGN, |limit| limit.saturating_sub(patience.waited));
             transport.wait(REQUEST_QUEUE, left.min(LIFE_SIGN));
         }
     }

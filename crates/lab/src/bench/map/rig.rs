@@ -104,7 +104,7 @@ impl Link {
         let buffers = Buffers { window, addr: requests as u64 };
         let options = driver::Options {
             notify: Notify::Poll,
-            timeout: Duration::from_secs(60),
+            timeout: Some(Duration::from_secs(60)),
             ..driver::Options::default()
         };
         let alive = Alive(Arc::new(Polled { gone: AtomicBool::new(false) }));
