@@ -325,7 +325,8 @@ mod tests {
         let mut translation = Translation::new(IotlbConfig::default(), Shootdown::new(1));
         translation.set_memory(&memory).unwrap();
         let (front, ours) = UnixStream::pair().unwrap();
-        translation.set_connection(Server::new(ours, NoDevice).shutdown_handle());
+        let server = Server::new(ours, NoDevice);
+        translation.set_connection(server.shutdown_handle());
         let mut view = View::new(Arc::clone(translation.endpoint()), memory).unwrap();
         let (user_addr, access) = (ram.user_addr(), Some(Access::ReadWrite));
         let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };

@@ -173,6 +173,7 @@ pub(crate) fn next_front_end(path: &Path, device: Device, number: u8) {
 pub(crate) struct Neighbour {
     shared: Arc<Shared>,
     working: Option<JoinHandle<()>>,
+    beating: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
@@ -181,14 +182,34 @@ struct Shared {
     done: AtomicU64,
     /// The longest that a request has taken since it was looked at, µs.
     longest: AtomicU64,
+    /// How long, since then, a thread of this process that only sleeps was not woken when it should have
+    /// been, µs: what the machine itself has taken.
+    late: AtomicU64,
 }
+
+/// A thread that sleeps is woken later than it asked on any machine.
+const LATE: Duration = Duration::from_millis(10);
 
 impl Neighbour {
     pub(crate) fn start(path: PathBuf, device: Device) -> Neighbour {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
         let working = std::thread::spawn(move || Neighbour::work(&own, &path, device));
-        Neighbour { shared, working: Some(working) }
+        let own = Arc::clone(&shared);
+        let beating = std::thread::spawn(move || Neighbour::beat(&own));
+        Neighbour { shared, working: Some(working), beating: Some(beating) }
+    }
+
+    fn beat(shared: &Shared) {
+        const BEAT: Duration = Duration::from_millis(1);
+        while !shared.over.load(Ordering::Relaxed) {
+            let begun = Instant::now();
+            std::thread::sleep(BEAT);
+            let late = begun.elapsed().saturating_sub(BEAT);
+            if late > LATE {
+                shared.late.fetch_add(late.as_micros() as u64, Ordering::Relaxed);
+            }
+        }
     }
 
     fn work(shared: &Shared, path: &Path, device: Device) {
@@ -212,7 +233,7 @@ impl Neighbour {
     }
 
     /// Waits for two more requests, the second of which began after this was asked; the longest that one
-    /// has taken since it was asked the last time.
+    /// has taken since it was asked the last time, beyond what the machine has taken.
     pub(crate) fn goes_on(&self) -> Duration {
         let done = || self.shared.done.load(Ordering::Relaxed);
         let (begun, before) = (Instant::now(), done());
@@ -222,13 +243,16 @@ impl Neighbour {
             assert!(begun.elapsed() < LIMIT, "the neighbour is not served");
             std::thread::sleep(Duration::from_millis(1));
         }
-        Duration::from_micros(self.shared.longest.swap(0, Ordering::Relaxed))
+        let longest = self.shared.longest.swap(0, Ordering::Relaxed);
+        let late = self.shared.late.swap(0, Ordering::Relaxed);
+        Duration::from_micros(longest.saturating_sub(late))
     }
 }
 
 impl Drop for Neighbour {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Relaxed);
+        let _ = self.beating.take().unwrap().join();
         let ended = self.working.take().unwrap().join();
         assert!(ended.is_ok() || std::thread::panicking());
     }

@@ -16,10 +16,10 @@ use crate::{
     iommu::FEATURES,
 };
 
-/// What a request of a neighbour may take, whatever happens beside it. On a quiet machine it takes less
-/// than a millisecond; a worker that something holds up stands still for good, or for the 20 s after
-/// which a disk is given up.
-const BOUND: Duration = Duration::from_secs(10);
+/// What a request of a neighbour may take, whatever happens beside it, beyond what the machine takes. On a
+/// quiet machine it takes less than a millisecond; a worker that something holds up stands still for good,
+/// or for one of the times after which something is given up, the least of which is 3 s.
+const BOUND: Duration = Duration::from_secs(1);
 
 /// An attack on the device at a socket.
 pub(crate) type Attack = fn(&Target);
