@@ -228,7 +228,7 @@ impl Path for VirtioPath {
 
     fn tick(&mut self, now_ns: u64) -> Result<()> {
         match &mut self.probe {
-            Some(probe) => probe.tick(now_ns, &self.dma, self.queue.raw()),
+            Some(probe) => probe.tick(now_ns, &self.dma, &mut self.queue),
             None => Ok(()),
         }
     }

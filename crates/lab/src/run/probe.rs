@@ -2,18 +2,24 @@
 //!
 //! It maps a page, has the device write to it (a GET_ID request through the very queue that the
 //! job uses, so that the worker's caches are warm), unmaps it as the policy says, in one batch with
-//! the job's own, and then hands the device the same descriptor again and again until it is refused. The IOVA is parked
-//! meanwhile, so that no buffer of the job can have it. GET_ID goes to no disk and is not paced.
+//! the job's own, and then hands the device the same descriptor again and again until it is refused. The
+//! IOVA is parked meanwhile, so that no buffer of the job can have it. GET_ID goes to no disk and is not
+//! paced.
+//!
+//! Every eighth probe goes by the disk: the page is unmapped, as no driver does it, while the disk reads into
+//! it. Until the unmap has returned it may; under a strict policy the unmap waits for it where the disk has
+//! the page itself. What is written later is an access. Then the device is asked for the same read again.
 //!
 //! Of a mapping that is a copy the address stays valid, and leads to the slot: the device carries
-//! the descriptor out, and what counts is that the page itself stays as it was.
+//! the descriptor out, and what counts is that the page itself stays as it was. No slot is given back while
+//! the disk reads into it: the next owner would have the data.
 
 use anyhow::{Context, Result};
 use ringfence_devices::{
-    blk::{DriverQueue, FOREIGN, Unmapped, wire},
+    blk::{FOREIGN, Unmapped, wire},
     ram::PagedBuffer,
 };
-use ringfence_dma::{Direction, Mapping, Segment, StaleIova};
+use ringfence_dma::{Direction, DmaBuffer, Mapping, Segment, StaleIova};
 use ringfence_sync::clock::{Clock, MonotonicClock};
 
 use super::{device::DISK_ID, link::Dma, path::Queue};
@@ -24,6 +30,11 @@ const EVERY_NS: u64 = 2_000_000;
 const GIVE_UP_NS: u64 = 5_000_000_000;
 /// Before the device writes, the page holds this.
 const BLANK: u8 = 0xa5;
+
+/// One of so many probes goes by the disk: few enough that the job has the disk's time.
+const BY_DISK: u64 = 8;
+/// How much of the page is looked at.
+const LOOKED_AT: usize = 4096;
 
 enum State {
     Idle {
@@ -36,26 +47,36 @@ enum State {
     },
     /// It is unmapped, together with what else has completed.
     Unmapping {
-        segment: Segment,
-        bounced: bool,
+        aim: Aim,
+        /// Whether the disk still reads into it.
+        reads: bool,
     },
-    /// The device is asked to write where it may no longer.
+    /// The device writes, or is asked to, where it may no longer.
     Stale {
         buffer: PagedBuffer,
         iova: StaleIova,
-        segment: Segment,
-        /// Whether what it reaches is a slot that stays mapped.
-        bounced: bool,
+        aim: Aim,
         unmapped_ns: u64,
+        /// Whether it was asked before the page was unmapped.
+        reads: bool,
     },
     /// Something went wrong; the error was returned.
     Broken,
 }
 
+/// What the device is asked for.
+#[derive(Clone, Copy)]
+struct Aim {
+    kind: wire::Kind,
+    segment: Segment,
+    /// Whether what it reaches is a slot that stays mapped.
+    bounced: bool,
+}
+
 /// What the probe found so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Found {
-    /// Descriptors with an unmapped address that were submitted.
+    /// Descriptors that the device was to carry out, or to end, after their address was unmapped.
     pub(crate) probes: u64,
     /// Those of them that the device carried out.
     pub(crate) accesses: u64,
@@ -68,7 +89,21 @@ pub(crate) struct Probe {
     state: State,
     clock: MonotonicClock,
     strict: bool,
+    /// How many were begun.
+    begun: u64,
     found: Found,
+}
+
+fn blank(buffer: &mut PagedBuffer) {
+    let len = LOOKED_AT.min(DmaBuffer::len(buffer) as usize);
+    buffer.write(0, &[BLANK; LOOKED_AT][..len]);
+}
+
+fn is_blank(buffer: &PagedBuffer) -> bool {
+    let mut bytes = [BLANK; LOOKED_AT];
+    let len = LOOKED_AT.min(DmaBuffer::len(buffer) as usize);
+    buffer.read(0, &mut bytes[..len]);
+    bytes == [BLANK; LOOKED_AT]
 }
 
 impl Probe {
@@ -79,6 +114,7 @@ impl Probe {
             state: State::Idle { buffer, next_ns: 0 },
             clock: MonotonicClock,
             strict,
+            begun: 0,
             found: Found::default(),
         }
     }
@@ -93,7 +129,7 @@ impl Probe {
     }
 
     /// Begins a probe if its time has come.
-    pub(crate) fn tick(&mut self, now_ns: u64, dma: &Dma, queue: &mut DriverQueue) -> Result<()> {
+    pub(crate) fn tick(&mut self, now_ns: u64, dma: &Dma, queue: &mut Queue) -> Result<()> {
         match &self.state {
             State::Idle { next_ns, .. } if now_ns >= *next_ns => {}
             _ => return Ok(()),
@@ -102,12 +138,20 @@ impl Probe {
         else {
             unreachable!("looked at above")
         };
-        buffer.write(0, &[BLANK; DISK_ID.len()]);
+        blank(&mut buffer);
         let mapping =
             dma.map_sg(vec![buffer], Direction::FromDevice).context("mapping the probe's page")?;
-        queue.submit(wire::Kind::GetId, 0, &mapping.segments()[..1], FOREIGN)?;
-        queue.publish();
-        self.state = State::Warm { mapping };
+        self.begun += 1;
+        let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
+        self.state = if self.begun.is_multiple_of(BY_DISK) && !bounced {
+            let aim = Aim { kind: wire::Kind::In, segment, bounced };
+            ask(queue, aim)?;
+            queue.unmap_foreign(mapping);
+            State::Unmapping { aim, reads: true }
+        } else {
+            ask(queue, Aim { kind: wire::Kind::GetId, segment, bounced })?;
+            State::Warm { mapping }
+        };
         Ok(())
     }
 
@@ -117,25 +161,26 @@ impl Probe {
             State::Warm { mapping } => {
                 anyhow::ensure!(ok, "the device refused the probe's page while it was mapped");
                 let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
+                let aim = Aim { kind: wire::Kind::GetId, segment, bounced };
                 queue.unmap_foreign(mapping);
-                self.state = State::Unmapping { segment, bounced };
+                self.state = State::Unmapping { aim, reads: false };
             }
-            State::Stale { mut buffer, iova, segment, bounced, unmapped_ns } => {
+            State::Unmapping { aim, reads: true } => {
+                self.state = State::Unmapping { aim, reads: false };
+            }
+            State::Stale { mut buffer, iova, aim, unmapped_ns, reads } => {
                 let now = self.clock.now_ns();
-                let mut id = [0; DISK_ID.len()];
-                buffer.read(0, &mut id);
-                // Either is a breach: the device says so (of a slot it may), or the bytes do.
-                let said = ok && !bounced;
-                let reached = said || id.iter().any(|&byte| byte != BLANK);
-                buffer.write(0, &[BLANK; DISK_ID.len()]);
+                // Either is a breach: the device says so (of a slot it may; of what it was asked for in time it
+                // did it in time, perhaps), or the bytes do.
+                let reached = ok && !aim.bounced && !reads || !is_blank(&buffer);
+                blank(&mut buffer);
                 if reached {
                     self.found.accesses += 1;
                     self.found.max_ns = self.found.max_ns.max(now - unmapped_ns);
                 }
                 let again = reached && !self.strict && now - unmapped_ns < GIVE_UP_NS;
-                if again {
-                    self.ask(queue, segment)?;
-                    self.state = State::Stale { buffer, iova, segment, bounced, unmapped_ns };
+                if again || reads && !reached {
+                    self.ask_in_vain(queue, buffer, iova, aim, unmapped_ns)?;
                 } else {
                     drop(iova);
                     self.state = State::Idle { buffer, next_ns: now + EVERY_NS };
@@ -154,8 +199,7 @@ impl Probe {
         returned: Unmapped<PagedBuffer>,
         queue: &mut Queue,
     ) -> Result<()> {
-        let State::Unmapping { segment, bounced } =
-            std::mem::replace(&mut self.state, State::Broken)
+        let State::Unmapping { aim, reads } = std::mem::replace(&mut self.state, State::Broken)
         else {
             anyhow::bail!("a page of no probe")
         };
@@ -163,20 +207,38 @@ impl Probe {
         let unmapped_ns = self.clock.now_ns();
         let mut buffer = returned.buffer.into_iter().next().context("the probe's page")?;
         let iova = returned.stale.context("the probe's IOVA")?;
-        let mut id = [0; DISK_ID.len()];
-        buffer.read(0, &mut id);
-        anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");
-        buffer.write(0, &[BLANK; DISK_ID.len()]);
-        self.ask(queue, segment)?;
-        self.state = State::Stale { buffer, iova, segment, bounced, unmapped_ns };
-        Ok(())
+        if aim.kind == wire::Kind::GetId {
+            let mut id = [0; DISK_ID.len()];
+            buffer.read(0, &mut id);
+            anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");
+        }
+        blank(&mut buffer);
+        if reads {
+            self.found.probes += 1;
+            self.state = State::Stale { buffer, iova, aim, unmapped_ns, reads };
+            return Ok(());
+        }
+        self.ask_in_vain(queue, buffer, iova, aim, unmapped_ns)
     }
 
     /// Has the device write where it may no longer.
-    fn ask(&mut self, queue: &mut Queue, segment: Segment) -> Result<()> {
+    fn ask_in_vain(
+        &mut self,
+        queue: &mut Queue,
+        buffer: PagedBuffer,
+        iova: StaleIova,
+        aim: Aim,
+        unmapped_ns: u64,
+    ) -> Result<()> {
         self.found.probes += 1;
-        queue.raw().submit(wire::Kind::GetId, 0, &[segment], FOREIGN)?;
-        queue.raw().publish();
+        ask(queue, aim)?;
+        self.state = State::Stale { buffer, iova, aim, unmapped_ns, reads: false };
         Ok(())
     }
+}
+
+fn ask(queue: &mut Queue, aim: Aim) -> Result<()> {
+    queue.raw().submit(aim.kind, 0, &[aim.segment], FOREIGN)?;
+    queue.raw().publish();
+    Ok(())
 }
