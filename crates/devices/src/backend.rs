@@ -1,6 +1,6 @@
 //! What a back end keeps of what its front end has said: the same for every device.
 
-use std::{collections::HashMap, fmt, os::fd::OwnedFd, sync::Arc};
+use std::{collections::HashMap, fmt, sync::Arc};
 
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_vhost_user::{HandlerError, PeerFd, RingSetup};
@@ -33,7 +33,7 @@ struct Warned {
 /// The descriptors of a ring: what it is kicked with, where interrupts go, and where the front end
 /// is told that it has failed.
 pub(crate) struct Events {
-    pub(crate) kick: Option<OwnedFd>,
+    pub(crate) kick: Option<PeerFd>,
     pub(crate) call: Option<Arc<Notifier>>,
     pub(crate) err: Option<Arc<Notifier>>,
 }

@@ -37,7 +37,7 @@ enum Way {
     /// A ring whose completions signal the eventfd.
     Uring(Mutex<IoUring>),
     /// Where the process may have no io_uring: three times the cost.
-    Aio(OwnedFd),
+    Aio(PeerFd),
     /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the peer's changes.
     Stream(PeerFd),
 }
@@ -61,9 +61,12 @@ impl Notifier {
         if event.is_unix_stream() {
             return Ok(Notifier(Way::Stream(event)));
         }
-        let event = event.into_eventfd().map_err(|_| NotifierError::NoEventfd)?;
-        let ring = IoUring::new(2)
-            .and_then(|ring| ring.submitter().register_eventfd(event.as_raw_fd()).map(|()| ring));
+        if !event.is_eventfd() {
+            return Err(NotifierError::NoEventfd);
+        }
+        let raw = event.as_fd().as_raw_fd();
+        let ring =
+            IoUring::new(2).and_then(|ring| ring.submitter().register_eventfd(raw).map(|()| ring));
         Ok(Notifier(match ring {
             Ok(ring) => Way::Uring(Mutex::new(ring)),
             Err(refused) => {
@@ -224,7 +227,7 @@ mod tests {
     fn both(event: &OwnedFd) -> [Notifier; 2] {
         let [uring, aio] = [(); 2].map(|()| event.try_clone().unwrap());
         Aio::get().expect("this kernel has AIO");
-        [Notifier::new(uring.into()).unwrap(), Notifier(Way::Aio(aio))]
+        [Notifier::new(uring.into()).unwrap(), Notifier(Way::Aio(aio.into()))]
     }
 
     #[test]

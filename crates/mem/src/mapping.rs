@@ -11,6 +11,7 @@ use std::{
         mpsc::{self, Sender},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 /// A mapped span. Nothing hands out references into it, only pointers.
@@ -143,18 +144,25 @@ impl Drop for Span {
         // SAFETY: the span is ours, from `at` on still, and its last owner is gone. Where it fails the
         // memory only stays mapped.
         let unmap = |at, len| unsafe { mm::munmap(self.base.as_ptr().add(at).cast(), len) };
-        for at in (0..self.len).step_by(PIECE) {
-            let left = self.len - at;
+        let (mut at, mut piece) = (0, PIECE);
+        while at < self.len {
+            let (left, begun) = (self.len - at, Instant::now());
             // A piece of a page that is larger is refused. Of such pages there are few.
-            if unmap(at, PIECE.min(left)).is_err() {
+            if unmap(at, piece.min(left)).is_err() {
                 let _ = unmap(at, left);
                 break;
             }
+            at += piece.min(left);
+            // Where nothing was ever touched there is nothing to take away, and may be any amount of it.
+            piece = if begun.elapsed() < SHORT { piece.saturating_mul(2) } else { PIECE };
         }
     }
 }
 
-/// How much is unmapped at a time: as long as it takes, nobody else in the process can map or unmap anything,
+/// A piece that takes less may be larger.
+const SHORT: Duration = Duration::from_micros(100);
+
+/// How much is unmapped at a time at first: as long as it takes, nobody else in the process can map or unmap anything,
 /// such as a ring for io_uring.
 const PIECE: usize = 64 << 20;
 

@@ -439,11 +439,11 @@ fn page_of(fd: BorrowedFd<'_>) -> Result<u64, MemError> {
 
 /// Maps a region that passed [`Region::check`].
 fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
-    let file = identity(&stat(fd)?);
-    // tmpfs, where memfds are, and hugetlbfs have seals; no other file system has.
+    // tmpfs, where memfds are, and hugetlbfs have seals; no other file system has, and none is asked for more.
     let Ok(seals) = fs::fcntl_get_seals(fd) else {
-        return Ok(Mapped { region, place: None, sealed: true, file });
+        return Ok(Mapped { region, place: None, sealed: true, file: Default::default() });
     };
+    let file = identity(&stat(fd)?);
     let sealed = seals.contains(SealFlags::SHRINK);
     let needed = region.mmap_offset + region.size;
     // First the seals, then the size: a file sealed now cannot become shorter than what we see.

@@ -163,9 +163,11 @@ fn replace(addr: usize) -> bool {
         }
         let first = addr & !(page - 1);
         let rest = len - (first - start);
-        // Before the zeroes can be seen, so that nobody takes them for data.
-        if !slot.lost.swap(true, Ordering::Release) {
-            LOST.fetch_add(1, Ordering::Release);
+        // Before the zeroes can be seen, so that nobody takes them for data: the count first, since another
+        // thread that finds the mark goes on at once. Acquire: it sees the count of who set it.
+        LOST.fetch_add(1, Ordering::Relaxed);
+        if slot.lost.swap(true, Ordering::AcqRel) {
+            LOST.fetch_sub(1, Ordering::Relaxed);
         }
         let file = STAND_IN.load(Ordering::Relaxed);
         // SAFETY: the span lies within a live mapping of ours, kept by the owner of the access that

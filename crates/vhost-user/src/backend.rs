@@ -5,7 +5,7 @@ use crate::{
     RingAddresses, Shutdown, WireError,
 };
 use ringfence_mem::{DirtyLog, LogIndex, Memory};
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::sync::Arc;
 
 /// What a ring starts with.
 #[derive(Debug)]
@@ -18,8 +18,9 @@ pub struct RingSetup {
     /// The index of the first entry of the available ring to look at (split rings), or the packed
     /// ring's two positions with their wrap bits, each below its size.
     pub base: u32,
-    /// The eventfd that the driver notifies the device with; `None`: the device must poll.
-    pub kick: Option<OwnedFd>,
+    /// The eventfd that the driver notifies the device with; `None`: the device must poll. Reading it may
+    /// block: the front end has its flags too (RWF_NOWAIT does not look at them).
+    pub kick: Option<PeerFd>,
     /// Whether the ring may have side effects yet.
     pub enabled: bool,
 }

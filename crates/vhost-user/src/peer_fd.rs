@@ -15,12 +15,13 @@ use rustix::{
 
 use crate::Closer;
 
-/// Where an eventfd comes from says what it is, with `/proc` or without.
+/// What `/proc` says where an eventfd comes from; nothing else has that name.
 const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
 
-/// A descriptor that a peer has sent, or a socket whose other end a peer has. It is of any kind of file, so
-/// that closing it may take as long as the peer likes: dropping this closes it at once only if that cannot
-/// be, and leaves it to the connection's [`Closer`] otherwise.
+/// A descriptor that a peer has sent, or a socket whose other end a peer has. Closing it may take as long as
+/// the peer likes: the server of a file answers when it likes, a socket has others in its queue, and of what
+/// can be polled the last close waits for each epoll that has it, which the peer can hold up. Dropping this
+/// leaves it to the connection's [`Closer`], but for memory, of which none of that is so.
 pub struct PeerFd {
     /// `None` only while it is dropped.
     fd: Option<OwnedFd>,
@@ -73,17 +74,6 @@ impl PeerFd {
         self.kind == Kind::Stream
     }
 
-    /// The descriptor itself if it is an eventfd, which is closed at once.
-    ///
-    /// # Errors
-    /// It is none: this again.
-    pub fn into_eventfd(mut self) -> Result<OwnedFd, PeerFd> {
-        match self.kind {
-            Kind::Event => self.fd.take().ok_or(self),
-            _ => Err(self),
-        }
-    }
-
     /// What closes it.
     pub(crate) fn closer(&self) -> &Closer {
         &self.closer
@@ -112,8 +102,9 @@ impl AsFd for PeerFd {
 
 impl Drop for PeerFd {
     fn drop(&mut self) {
-        let slow = matches!(self.kind, Kind::Stream | Kind::Other);
-        if let Some(fd) = self.fd.take().filter(|_| slow) {
+        if let Some(fd) = self.fd.take()
+            && self.kind != Kind::Memory
+        {
             self.closer.close(fd);
         }
     }
@@ -152,7 +143,7 @@ mod tests {
         for (fd, kind) in known.into_iter().chain(others.map(|fd| (fd, Kind::Other))) {
             let fd = PeerFd::from(OwnedFd::from(fd));
             assert_eq!(fd.kind, kind, "{fd:?}");
-            assert_eq!(fd.into_eventfd().is_ok(), kind == Kind::Event);
+            assert_eq!(fd.is_eventfd(), kind == Kind::Event);
         }
     }
 
@@ -176,7 +167,7 @@ mod tests {
         // Numbers far from those that other tests are given.
         let apart = |fd: OwnedFd, least: i32| rustix::io::fcntl_dupfd_cloexec(&fd, least).unwrap();
         for (at, (fd, kept)) in
-            [(memory, false), (event, false), (stream.into(), true), (pipe, true)]
+            [(memory, false), (event, true), (stream.into(), true), (pipe, true)]
                 .into_iter()
                 .enumerate()
         {

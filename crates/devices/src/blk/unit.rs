@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +12,7 @@ use std::{
 
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, Translate, UserAddresses};
-use ringfence_vhost_user::InflightRegion;
+use ringfence_vhost_user::{InflightRegion, PeerFd};
 use ringfence_virtq::{RingError, device};
 
 use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
@@ -45,7 +45,7 @@ struct Served {
     index: u16,
     // Before `kick`, of which it knows nothing; dropped first all the same.
     queue: BlkQueue,
-    kick: Option<OwnedFd>,
+    kick: Option<PeerFd>,
     err: Option<Arc<Notifier>>,
     enabled: bool,
     /// Why it stopped.

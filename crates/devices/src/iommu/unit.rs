@@ -6,6 +6,7 @@ use std::{
     time::Instant,
 };
 
+use ringfence_vhost_user::PeerFd;
 use ringfence_virtio_iommu::device::{
     Backing, Counters, Device, EventQueue, FaultQueue, Progress, RequestQueue,
 };
@@ -23,7 +24,7 @@ pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
 /// One ring and its notifications.
 struct Ring<Q> {
     queue: Q,
-    kick: Option<OwnedFd>,
+    kick: Option<PeerFd>,
     enabled: bool,
     failed: bool,
 }
@@ -91,7 +92,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         &mut self,
         ring: u16,
         config: device::Config,
-        kick: Option<OwnedFd>,
+        kick: Option<PeerFd>,
         enabled: bool,
     ) -> Result<(), RingError> {
         let queue = device::Queue::new(config, self.reach.rings())?;

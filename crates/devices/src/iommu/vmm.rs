@@ -225,7 +225,7 @@ where
                 fcntl_setfl(&kick, flags)
             });
             flags.map_err(io::Error::from)?;
-            unit.start(ring, config, Some(kick), true)
+            unit.start(ring, config, Some(kick.into()), true)
                 .map_err(|error| VmmIommuError::Ring { index, error })?;
             started.push((index, queue));
         }

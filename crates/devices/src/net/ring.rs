@@ -1,12 +1,12 @@
 //! One ring of a network device, and the chains that were taken from it and not given back.
 
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     sync::Arc,
 };
 
 use ringfence_mem::{Access, AccessError, Translate};
-use ringfence_vhost_user::RingAddresses;
+use ringfence_vhost_user::{PeerFd, RingAddresses};
 use ringfence_virtq::{
     ChainFault, RingError, cut,
     device::{self, Burst, Taken},
@@ -46,7 +46,7 @@ pub(super) struct NetRing {
     taken: Burst,
     /// How many of them, the oldest, were looked up for what they lack.
     looked_up: usize,
-    kick: Option<OwnedFd>,
+    kick: Option<PeerFd>,
     call: Option<Arc<Notifier>>,
     err: Option<Arc<Notifier>>,
     pub(super) enabled: bool,

@@ -22,7 +22,7 @@ use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_iova::{Allocator, Aperture, Magazines, RbTree, Slabs};
 use ringfence_mem::{GuestRam, Memory};
 use ringfence_sync::cpu::OsCpu;
-use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
+use ringfence_vhost_user::{Handler, PeerFd, RingAddresses, RingSetup};
 use ringfence_virtio_iommu::{
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
@@ -302,7 +302,7 @@ fn start_ring(
         log: None,
     };
     let kick = Some(kick.try_clone().unwrap());
-    let setup = RingSetup { size, addresses, base: 0, kick, enabled: true };
+    let setup = RingSetup { size, addresses, base: 0, kick: kick.map(PeerFd::from), enabled: true };
     backend.start_ring(index, setup).unwrap();
     backend.set_call(index, call.map(|call| call.try_clone().unwrap().into())).unwrap();
     queue

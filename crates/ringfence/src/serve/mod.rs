@@ -231,6 +231,7 @@ pub(crate) fn run_on<S: Service>(
     service: S,
 ) -> Result<ExitCode> {
     fault::end_process_on_panic();
+    more_descriptors();
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     let listeners = socket::open(paths, count, common.socket_mode)?;
     let endpoint = match &common.metrics {
@@ -287,9 +288,17 @@ pub(crate) fn run_on<S: Service>(
             "{image}: the disk has not answered requests of {rings} rings; the kernel has them still"
         );
     }
-    frame.await_closers();
+    frame.close();
     info!("{name}: ended");
     Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Has as many descriptors as the system allows: each ring and each file that a front end sends takes some.
+fn more_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // Fewer will do until they are used up.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// What becomes readable with the first SIGTERM or SIGINT. The second ends the process.
@@ -383,11 +392,16 @@ impl<S: Service> Frame<S> {
         }
     }
 
-    /// Waits for what is being closed, as long as that takes when nobody holds it up. What is held up is left
-    /// to the kernel; images and sockets are closed before the process ends.
-    fn await_closers(&self) {
+    /// Closes sockets and images before the process ends, and waits for what is being closed as long as that
+    /// takes when nobody holds it up. What is held up is left to the kernel.
+    fn close(self) {
+        let Frame { service, listeners, fronts, .. } = self;
+        drop(service);
         let begun = Instant::now();
-        for (front, listener) in self.fronts.iter().zip(&self.listeners) {
+        for (front, Listener { socket, name, placed }) in fronts.iter().zip(listeners) {
+            drop(placed);
+            // Connections that nobody has accepted lie in it.
+            drop(PeerFd::new(socket, &front.closer));
             while !front.closer.is_idle() && begun.elapsed() < CLOSED {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -395,7 +409,7 @@ impl<S: Service> Frame<S> {
                 warn!(
                     "{}: descriptors of a front end cannot be closed: the process stays, doing nothing, until \
                      the server of their files lets go of them",
-                    listener.name
+                    name
                 );
             }
         }

@@ -106,7 +106,7 @@ pub(crate) struct Listener {
     pub(super) socket: UnixListener,
     /// Its name in messages.
     pub(super) name: String,
-    placed: Option<Placed>,
+    pub(super) placed: Option<Placed>,
 }
 
 impl Listener {

@@ -13,6 +13,7 @@ use std::{
     time::Instant,
 };
 
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg,
     sockopt::{set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size},
@@ -24,7 +25,7 @@ use crate::{
     guest::{BASE, LOG_ALL, PLATFORM, RING, Ram, SIZE},
     honest::Device,
     service::{Service, Target},
-    wire::{Client, MOST_FDS, header, in_flight, request::*, words},
+    wire::{Client, MOST_FDS, header, in_flight, request::*, state, words},
 };
 
 /// Makes descriptors that nobody can close until they are let go.
@@ -331,16 +332,77 @@ fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
     service.end();
 }
 
+/// Who closes an eventfd last waits for each epoll that has it, and an epoll that gives out its events into
+/// memory that never comes is held up.
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
+    use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+    for device in [Device::Disk, Device::Guarded, Device::Net] {
+        let mut service = Service::start(device);
+        let target = service.target();
+        for request in
+            [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR, SET_LOG_FD, SET_BACKEND_REQ_FD]
+        {
+            let fuse = Fuse::mount(&target.folder.join("foreign"), 4096);
+            let file = File::options().read(true).write(true).open(fuse.path("image")).unwrap();
+            let event = eventfd(1, EventfdFlags::CLOEXEC).unwrap();
+            let set = epoll::create(CreateFlags::CLOEXEC).unwrap();
+            epoll::add(&set, &event, EventData::new_u64(0), EventFlags::IN).unwrap();
+            let event = Held(Some(event));
+            thread::scope(|scope| {
+                fuse.hold_own(true);
+                scope.spawn(|| {
+                    into_page(&file, |page| {
+                        // SAFETY: it is large enough for an event, aligned, and the kernel fills it.
+                        let events =
+                            unsafe { page.cast::<[MaybeUninit<epoll::Event>; 1]>().as_mut() };
+                        epoll::wait(&set, &mut events.unwrap()[..], None).unwrap();
+                    });
+                });
+                let begun = Instant::now();
+                while fuse.held() == 0 {
+                    assert!(begun.elapsed() < LIMIT, "the page is not asked for");
+                    thread::yield_now();
+                }
+                let session = target.open(LOG_ALL | PLATFORM);
+                let mut ring = session.ring(target.index());
+                let payload = match request {
+                    SET_LOG_FD | SET_BACKEND_REQ_FD => vec![],
+                    _ => words(&[target.index().into()]),
+                };
+                session.client.send(request, &payload, &[event.as_fd()]);
+                target.works(&session, &mut ring);
+                drop(event);
+                session.client.send(GET_VRING_BASE, &state(ring.index, 0), &[]);
+                service.neighbour_goes_on("a watched eventfd");
+                drop(session);
+                service.still_serves("a watched eventfd");
+                fuse.hold_own(false);
+            });
+            service.attack("a watched eventfd", |_| {});
+        }
+        service.end();
+    }
+}
+
 /// Receives into a page of a file.
-fn receive_into(stream: &UnixStream, file: &File) {
+fn receive_into(mut stream: &UnixStream, file: &File) {
+    into_page(file, |page| {
+        // SAFETY: all of the page is mapped, for as long as this is called, and nothing else refers to it.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(page.cast::<u8>(), 4096) };
+        assert_ne!(stream.read(bytes).unwrap(), 0);
+    });
+}
+
+/// Calls `f` with a page of a file, mapped.
+fn into_page(file: &File, f: impl FnOnce(*mut std::ffi::c_void)) {
     use rustix::mm::{MapFlags, MsyncFlags, ProtFlags, mmap, msync, munmap};
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the kernel chooses a free place.
     let page = unsafe { mmap(std::ptr::null_mut(), 4096, access, MapFlags::SHARED, file, 0) };
     let page = page.unwrap();
-    // SAFETY: `page` is memory of this function's own, 4096 bytes long, and all of it was mapped.
-    let bytes = unsafe { std::slice::from_raw_parts_mut(page.cast::<u8>(), 4096) };
-    (&*stream).read(bytes).unwrap();
+    f(page);
     // To unmap would write it as well, and nobody could map anything meanwhile: not even who answers.
     // SAFETY: nothing refers to it any more.
     unsafe { msync(page, 4096, MsyncFlags::SYNC) }.unwrap();

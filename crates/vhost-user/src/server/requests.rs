@@ -136,9 +136,11 @@ impl<H: Handler> Server<H> {
             Request::SetVringKick { ring, .. } => {
                 let ring = self.ring(code, ring.into())?;
                 // Reads and waits on anything else may block, or never end.
-                let kick = fds.pop().map(PeerFd::into_eventfd).transpose();
-                let why = format!("the kick of ring {ring} is no eventfd");
-                let kick = kick.map_err(|_| HandlerError::new(why))?;
+                let kick = fds.pop();
+                if kick.as_ref().is_some_and(|kick| !kick.is_eventfd()) {
+                    let why = format!("the kick of ring {ring} is no eventfd");
+                    return Err(HandlerError::new(why).into());
+                }
                 self.start(code, ring, kick)?;
             }
             Request::SetVringCall { ring, .. } => {

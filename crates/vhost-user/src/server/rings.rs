@@ -1,12 +1,12 @@
 //! The state of the rings, the memory, the log and the IOTLB.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::sync::Arc;
 
 use ringfence_mem::{DirtyLog, Memory, SharedFile};
 
 use super::{Failure, Ring, Server};
 use crate::{
-    Handler, HandlerError, Iotlb, RingAddresses, RingSetup, WireError,
+    Handler, HandlerError, Iotlb, PeerFd, RingAddresses, RingSetup, WireError,
     iotlb::IotlbWire,
     msg::{self, Inflight, code},
 };
@@ -30,7 +30,7 @@ impl<H: Handler> Server<H> {
         &mut self,
         request: u32,
         ring: usize,
-        kick: Option<OwnedFd>,
+        kick: Option<PeerFd>,
     ) -> Result<(), Failure> {
         let missing = |why| Failure::Wire(WireError::State { request, why });
         let Ring { size, addresses, enabled, .. } = self.rings[ring];
