@@ -141,7 +141,7 @@ mod tests {
         let others = [pipe, datagram.into(), tcp.into(), timer].into_iter().chain(files);
         let known = [(stream.into(), Kind::Stream), (memory, Kind::Memory), (event, Kind::Event)];
         for (fd, kind) in known.into_iter().chain(others.map(|fd| (fd, Kind::Other))) {
-            let fd = PeerFd::from(OwnedFd::from(fd));
+            let fd = PeerFd::from(fd);
             assert_eq!(fd.kind, kind, "{fd:?}");
             assert_eq!(fd.is_eventfd(), kind == Kind::Event);
         }
