@@ -55,5 +55,5 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     device.memory().write_obj(*b"dma", GuestAddress(0x10_0040))?;
     let found: [u8; 3] = memory.memory().read_obj(GuestAddress(0x7040))?;
     println!("written at 0x100040, found at 0x7040: {:?}", std::str::from_utf8(&found)?);
-    Ok(iommu.reset()?)
+    Ok(()) // The driver ends before its device, which answers it.
 }
