@@ -15,7 +15,7 @@ pub trait Transport: Send + Sync {
     fn wait(&self, queue: u16, timeout: Duration);
 
     /// Whether the device can still answer: false once its process or connection is known to be
-    /// gone, so that nobody waits for the deadline.
+    /// gone. A driver without a time-out waits for as long as this says so.
     fn is_alive(&self) -> bool {
         true
     }
