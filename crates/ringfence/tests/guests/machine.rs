@@ -134,7 +134,8 @@ impl Guest {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            assert!(begun.elapsed() < LIMIT, "the machine does not go off");
+            let is_late = begun.elapsed() >= LIMIT;
+            assert!(!is_late, "the machine does not go off; its threads:\n{}", threads(self.id()));
             thread::sleep(Duration::from_millis(5));
         };
         assert!(status.success(), "the machine: {status}");
@@ -156,6 +157,17 @@ impl Guest {
     fn lines(&self) -> Vec<String> {
         self.heard.told().lines.clone()
     }
+}
+
+/// What the threads of a process do: their names, states and times so far, and where in the kernel they wait.
+fn threads(process: u32) -> String {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let read = |task: &std::fs::DirEntry, name: &str| {
+        std::fs::read_to_string(task.path().join(name)).unwrap_or_default()
+    };
+    let lines =
+        tasks.map(|task| format!("{} {}", read(&task, "stat").trim(), read(&task, "wchan")));
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 impl Drop for Guest {
