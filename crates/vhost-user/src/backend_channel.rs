@@ -31,8 +31,7 @@ const BATCH: usize = 64;
 
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
 ///
-/// Workers send on it without ever blocking; the thread that serves the connection reads the
-/// answers. Nothing is sent while every ring is stopped (rule D27).
+/// Workers send on it without ever blocking; a thread of the connection's reads the answers. Nothing is sent while every ring is stopped (rule D27).
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: PeerFd,
@@ -55,14 +54,6 @@ struct Outbox {
     answered: Vec<(Iotlb, u64, bool)>,
     /// The front end is gone.
     broken: bool,
-}
-
-impl Outbox {
-    /// The front end is gone: what was begun for it is not finished.
-    fn break_off(&mut self) {
-        self.broken = true;
-        self.rest.clear();
-    }
 }
 
 impl BackendChannel {
@@ -178,9 +169,7 @@ impl BackendChannel {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return 0,
                 Err(_) => {
-                    outbox.break_off();
-                    // The reader learns it by this.
-                    let _ = net::shutdown(&self.stream, net::Shutdown::Both);
+                    self.end(outbox);
                     return 0;
                 }
             }
@@ -249,7 +238,13 @@ impl BackendChannel {
 
     /// Ends the channel, for both ends: nothing more is sent, and whoever reads finds its end.
     pub(crate) fn hang_up(&self) {
-        self.outbox().break_off();
+        self.end(&mut self.outbox());
+    }
+
+    /// What was begun is not finished, and the reader learns it by the end of the stream.
+    fn end(&self, outbox: &mut Outbox) {
+        outbox.broken = true;
+        outbox.rest.clear();
         // It fails only if it is closed already.
         let _ = net::shutdown(&self.stream, net::Shutdown::Both);
     }

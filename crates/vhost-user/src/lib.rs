@@ -10,6 +10,7 @@
 //!   and descriptors arrive, the worst outcome is a closed connection with a reason.
 //! - [`BackendChannel`] and [`FrontendChannel`]: the two ends of the channel on which the back end
 //!   asks: for translations that it lacks, above all.
+//! - [`PeerFd`] and [`Closer`]: what a peer has sent, closed where that holds up nobody.
 //! - [`InflightRegion`]: what a back end has taken and not completed, so that another can go on.
 //!
 //! Rings are stopped and disabled at first, start with SET_VRING_KICK and stop with GET_VRING_BASE

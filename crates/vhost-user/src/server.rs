@@ -380,8 +380,8 @@ impl<H: Handler> Server<H> {
         true
     }
 
-    /// Waits until the front end says something on its own channel; what it says on the back end's
-    /// is read meanwhile.
+    /// Waits until the front end says something on its own channel; what it answers on the back end's
+    /// is taken meanwhile.
     fn wait(&mut self) -> Result<(), ServeError> {
         loop {
             let open = self.backend.as_ref().is_some_and(|backend| backend.channel().is_open());

@@ -13,10 +13,12 @@ use std::{
     time::Instant,
 };
 
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::net::{
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg,
-    sockopt::{set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size},
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    net::{
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg,
+        sockopt::{set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size},
+    },
 };
 
 use crate::{
@@ -87,8 +89,7 @@ impl Holds for Linger {
 impl Holds for Fuse {
     fn held(&mut self) -> Held {
         self.hold(true);
-        let file = File::options().read(true).write(true).open(self.path("image")).unwrap();
-        Held(Some(file.into()))
+        Held(Some(self.open().into()))
     }
 
     fn let_go(&mut self) {
@@ -309,16 +310,12 @@ fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
     let fuse = Fuse::mount(&target.folder.join("foreign"), 4096);
     let session = target.open(PLATFORM);
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let file = File::options().read(true).write(true).open(fuse.path("image")).unwrap();
+    let file = fuse.open();
     thread::scope(|scope| {
         fuse.hold_own(true);
         scope.spawn(|| receive_into(&theirs, &file));
         (&ours).write_all(&[0; 20]).unwrap();
-        let begun = Instant::now();
-        while fuse.held() == 0 {
-            assert!(begun.elapsed() < LIMIT, "the page is not asked for");
-            thread::yield_now();
-        }
+        fuse.await_held();
         session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]);
         // So that there is something to receive.
         (&ours).write_all(&[0; 20]).unwrap();
@@ -345,7 +342,7 @@ fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
             [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR, SET_LOG_FD, SET_BACKEND_REQ_FD]
         {
             let fuse = Fuse::mount(&target.folder.join("foreign"), 4096);
-            let file = File::options().read(true).write(true).open(fuse.path("image")).unwrap();
+            let file = fuse.open();
             let event = eventfd(1, EventfdFlags::CLOEXEC).unwrap();
             let set = epoll::create(CreateFlags::CLOEXEC).unwrap();
             epoll::add(&set, &event, EventData::new_u64(0), EventFlags::IN).unwrap();
@@ -360,11 +357,7 @@ fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
                         epoll::wait(&set, &mut events.unwrap()[..], None).unwrap();
                     });
                 });
-                let begun = Instant::now();
-                while fuse.held() == 0 {
-                    assert!(begun.elapsed() < LIMIT, "the page is not asked for");
-                    thread::yield_now();
-                }
+                fuse.await_held();
                 let session = target.open(LOG_ALL | PLATFORM);
                 let mut ring = session.ring(target.index());
                 let payload = match request {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    common::{LIMIT, Place},
+    common::Place,
     fuse::Fuse,
     guest::{BASE, Desc, LOG_ALL, RING, SIZE, Session, WRITE},
     honest::{Device, DiskDriver},
@@ -43,11 +43,7 @@ fn stuck(service: &Service, fuse: &Fuse, device: Device, kind: u32, number: u64)
     }
     fuse.hold(true);
     driver.submit(kind, if kind == 4 { 0 } else { FAR * (number + 2) });
-    let begun = Instant::now();
-    while fuse.held() == 0 {
-        assert!(begun.elapsed() < LIMIT, "the disk gets no request");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    fuse.await_held();
     driver
 }
 
@@ -154,8 +150,7 @@ fn a_file_whose_pages_do_not_come_holds_up_nobody_else() {
         let fuse = Fuse::mount(&target.folder.join("foreign"), SIZE as usize);
         fuse.hold(true);
         for (name, share) in SHARES {
-            let path = target.folder.join("foreign/image");
-            let file = File::options().read(true).write(true).open(path).unwrap();
+            let file = fuse.open();
             let session = target.open(LOG_ALL);
             share(&session, &file);
             let mut ring = session.ring(0);

@@ -11,12 +11,13 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 use rustix::io::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::wire::words;
+use crate::{common::LIMIT, wire::words};
 
 /// A request's header (`struct fuse_in_header`).
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -139,9 +140,18 @@ impl Fuse {
         self.hold(holds);
     }
 
-    /// Where a file of it is.
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.folder.join(name)
+    /// Its file, to be read and written.
+    pub(crate) fn open(&self) -> File {
+        File::options().read(true).write(true).open(self.folder.join("image")).unwrap()
+    }
+
+    /// Waits until a request waits for an answer.
+    pub(crate) fn await_held(&self) {
+        let begun = Instant::now();
+        while self.held() == 0 {
+            assert!(begun.elapsed() < LIMIT, "nothing is asked of the file system");
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// How many requests wait for an answer.
