@@ -6,10 +6,7 @@
 
 use std::{
     io::Write,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::{fd::AsFd, unix::net::UnixStream},
     sync::Arc,
     thread,
     time::Duration,
@@ -18,8 +15,8 @@ use std::{
 use libfuzzer_sys::fuzz_target;
 use ringfence_mem::{Access, GuestRam, Memory};
 use ringfence_vhost_user::{
-    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, ProtocolFeatures,
-    RingAddresses, RingSetup, Server,
+    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, PeerFd,
+    ProtocolFeatures, RingAddresses, RingSetup, Server,
 };
 
 /// A device that asks when its ring starts.
@@ -57,7 +54,7 @@ impl Handler for Device {
     fn enable_ring(&mut self, _: u16, _: bool) -> Result<(), HandlerError> {
         Ok(())
     }
-    fn set_call(&mut self, _: u16, _: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_call(&mut self, _: u16, _: Option<PeerFd>) -> Result<(), HandlerError> {
         Ok(())
     }
     fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {

@@ -9,7 +9,7 @@ use std::{
     io::IoSlice,
     mem::MaybeUninit,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
     sync::Arc,
@@ -19,7 +19,7 @@ use std::{
 use libfuzzer_sys::fuzz_target;
 use ringfence_mem::{DirtyLog, GuestRam, Memory};
 use ringfence_vhost_user::{
-    F_ACCESS_PLATFORM, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    F_ACCESS_PLATFORM, Handler, HandlerError, InflightRegion, Iotlb, PeerFd, ProtocolFeatures,
     RingAddresses, RingSetup, Server,
 };
 use rustix::{
@@ -79,7 +79,7 @@ impl Handler for Device {
         assert!(self.running[ring as usize]);
         Ok(())
     }
-    fn set_call(&mut self, ring: u16, _: Option<OwnedFd>) -> Result<(), HandlerError> {
+    fn set_call(&mut self, ring: u16, _: Option<PeerFd>) -> Result<(), HandlerError> {
         assert!((ring as usize) < QUEUES);
         Ok(())
     }

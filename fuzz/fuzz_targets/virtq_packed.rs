@@ -24,11 +24,8 @@ thread_local! {
 fuzz_target!(|data: &[u8]| {
     let Some((&[size, flags, rounds, place], content)) = data.split_first_chunk() else { return };
     let content = &content[..content.len().min(LEN)];
-    let config = driver::Config {
-        size: u16::from(size) + 1,
-        event_idx: flags & 1 != 0,
-        packed: true,
-    };
+    let config =
+        driver::Config { size: u16::from(size) + 1, event_idx: flags & 1 != 0, packed: true };
     RAM.with(|ram| {
         ROOM.with_borrow_mut(|(chain, burst)| {
             serve(ram, chain, burst, config, [flags, rounds, place], content);

@@ -93,6 +93,7 @@ const STEPS: &[Step] = &[
     step("lints", 110, |_| {
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
     }),
+    step("lints of the fuzz targets", 60, fuzz_lints),
     step("floors", 5, |_| floors::check()),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
@@ -361,6 +362,18 @@ fn real_fio(run: &Run) -> Result<()> {
     }
     println!("{count} job files");
     Ok(())
+}
+
+/// They are a workspace of their own: that they still fit is known before anything is built.
+fn fuzz_lints(run: &Run) -> Result<()> {
+    if run.missing.contains(&"g++") {
+        return Err(NotRun("g++ is not installed".into()).into());
+    }
+    let target = root().join("target").to_string_lossy().into_owned();
+    let manifest = ["--manifest-path", "fuzz/Cargo.toml"];
+    cargo(&[&["fmt"], &manifest[..], &["--check"]].concat(), &[])?;
+    let arguments = [&["clippy", "--bins"], &manifest[..], &["--", "-D", "warnings"]].concat();
+    cargo(&arguments, &[("CARGO_TARGET_DIR", &target)])
 }
 
 fn fuzz_smoke(run: &Run) -> Result<()> {
