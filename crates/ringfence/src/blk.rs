@@ -161,7 +161,8 @@ impl Service for Blk {
 
     fn left(&self) -> Vec<(String, usize)> {
         let rings = self.options.figures.stuck();
-        if rings > 0 { vec![(self.image.clone(), rings)] } else { Vec::new() }
+        let releasing = matches!(&self.options.disk, Disk::File(image) if image.is_releasing());
+        if rings > 0 || releasing { vec![(self.image.clone(), rings)] } else { Vec::new() }
     }
 
     fn figures(&self, page: &mut Page) {

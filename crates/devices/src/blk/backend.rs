@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     backend::{FrontEnd, read_config},
-    disk::Disk,
+    disk::{Disk, ImageError},
     event::Bells,
     iommu::{Iommu, Seat},
     translation::Translation,
@@ -106,8 +106,6 @@ pub struct BlkBackend {
     front: FrontEnd,
     inflight: Option<Arc<InflightRegion>>,
     cache: Cache,
-    /// Whether the image was taken.
-    taken: bool,
     /// The front end's, once it is served, and when it was found to be over.
     connection: Option<Shutdown>,
     over: Option<Instant>,
@@ -135,7 +133,6 @@ impl BlkBackend {
             front: FrontEnd::default(),
             inflight: None,
             cache: Cache::default(),
-            taken: false,
             connection: None,
             over: None,
             bells: Arc::default(),
@@ -198,21 +195,28 @@ impl BlkBackend {
     }
 
     fn take_image(&mut self) -> Result<(), HandlerError> {
-        if let (Disk::File(image), false) = (&self.options.disk, self.taken) {
-            image.take().map_err(|error| HandlerError::new(error.to_string()))?;
-            self.taken = true;
+        if let Disk::File(image) = &self.options.disk {
+            let gone = || self.connection.as_ref().is_some_and(Shutdown::is_over);
+            image.take(gone).map_err(|error| HandlerError::new(error.to_string()))?;
         }
         Ok(())
     }
 
     /// No ring runs. What the kernel still writes is the image's as well.
     fn release_image(&mut self) {
-        if let (Disk::File(image), true) = (&self.options.disk, self.taken)
+        if let Disk::File(image) = &self.options.disk
             && self.options.figures.stuck() == 0
         {
-            match image.release() {
-                Ok(()) => self.taken = false,
-                Err(error) => tracing::error!("{}: {error}", self.options.id),
+            let (image, begun) = (Arc::clone(image), Instant::now());
+            match image.release(|| self.is_given_up(begun)) {
+                Ok(()) => {}
+                Err(ImageError::NoAnswer) => {
+                    tracing::warn!(
+                        "{}: the image stays locked until its disk answers",
+                        self.options.id
+                    );
+                }
+                Err(error) => tracing::error!("{}: {error}: it stays locked", self.options.id),
             }
         }
     }

@@ -8,15 +8,16 @@ use std::{
         unix::fs::{FileTypeExt, OpenOptionsExt},
     },
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use rustix::fs::{
-    AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl,
-    fdatasync, open, statx,
+    AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl, open,
+    statx,
 };
 
-use super::{DiskBuffers, lock, origin, submitter::Submitter};
+use super::{DiskBuffers, hand_over::HandOver, lock, origin, submitter::Submitter};
 
 /// The unit in which a disk is addressed.
 const SECTOR: u64 = 512;
@@ -35,6 +36,9 @@ pub enum ImageError {
     /// Another process uses it: for writing, or for reading what we would write.
     #[error("another process uses it (it is locked)")]
     Locked,
+    /// The disk did not answer as long as somebody waited.
+    #[error("the disk does not answer")]
+    NoAnswer,
     /// It does not hold a sector.
     #[error("it has {0} bytes, less than a sector")]
     Empty(u64),
@@ -66,7 +70,8 @@ pub struct Image {
     /// Whether it is a file that could be made shorter and grow again.
     shrinks: bool,
     holes: Holes,
-    options: ImageOptions,
+    /// Of an image that is handed over.
+    hand_over: Option<Arc<HandOver>>,
     /// Of an image that may not answer: its data goes by way of [`Buffers`](super::Buffers), too.
     submitter: Option<Submitter>,
 }
@@ -98,9 +103,9 @@ impl Image {
     /// `len` bytes of a file that is open for what will be asked of it, and always answers. Nothing else is
     /// known of it.
     pub fn new(file: OwnedFd, len: u64) -> Image {
-        let options = ImageOptions::default();
         let (file, holes) = (file.into(), Holes::default());
-        Image { file, direct: None, len, shrinks: false, holes, options, submitter: None }
+        let (direct, hand_over, submitter) = (None, None, None);
+        Image { file, direct, len, shrinks: false, holes, hand_over, submitter }
     }
 
     /// The same, of a file that may not answer.
@@ -132,9 +137,13 @@ impl Image {
         }
         let flags = fcntl_getfl(&file).map_err(io::Error::from)?;
         fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(io::Error::from)?;
-        if !options.hand_over {
-            lock(&file, options)?;
-        }
+        let hand_over = match options.hand_over {
+            true => Some(HandOver::new(&file, options)?),
+            false => {
+                wait_for_lock(&file, options)?;
+                None
+            }
+        };
         // Of a block device, too.
         let bytes = file.seek(SeekFrom::End(0))?;
         let len = bytes - bytes % SECTOR;
@@ -152,31 +161,32 @@ impl Image {
             DiskBuffers::Auto => !origin::always_answers(&file),
         };
         let submitter = if own { Some(Submitter::spawn()?) } else { None };
-        Ok(Image { file, direct, len, shrinks: kind.is_file(), holes, options, submitter })
+        Ok(Image { file, direct, len, shrinks: kind.is_file(), holes, hand_over, submitter })
     }
 
     /// A driver is about to use an image that is handed over: it is locked until
-    /// [`release`](Self::release).
+    /// [`release`](Self::release). That is waited for until `given_up`.
     ///
     /// # Errors
-    /// [`ImageError::Locked`] if the process that has it does not let go of it in time.
-    pub fn take(&self) -> Result<(), ImageError> {
-        if self.options.hand_over { lock(&self.file, self.options) } else { Ok(()) }
+    /// [`ImageError::Locked`] if the process that has it does not let go of it in time,
+    /// [`ImageError::NoAnswer`] if it was given up.
+    pub fn take(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
+        self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(true, given_up))
     }
 
     /// The driver has ended, and all its I/O: another process may have the image, with all that was
-    /// written, wherever it runs.
+    /// written, wherever it runs. That is waited for until `given_up`: a disk that does not answer keeps
+    /// the lock until it does, or longer if the next driver has [taken](Self::take) the image by then.
     ///
     /// # Errors
-    /// What was written is not on the disk; the lock stays.
-    pub fn release(&self) -> Result<(), ImageError> {
-        if self.options.hand_over {
-            if !self.options.read_only {
-                fdatasync(&self.file).map_err(io::Error::from)?;
-            }
-            lock::release(&self.file)?;
-        }
-        Ok(())
+    /// What was written is not on the disk, [`ImageError::NoAnswer`] if it may be later; the lock stays.
+    pub fn release(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
+        self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(false, given_up))
+    }
+
+    /// Whether the disk is still to answer before another process may have the image.
+    pub fn is_releasing(&self) -> bool {
+        self.hand_over.as_ref().is_some_and(|hand_over| hand_over.is_ending())
     }
 
     /// Whether it may not answer, so that data is in buffers of the service's own while it has them.
@@ -233,7 +243,8 @@ impl Image {
     }
 }
 
-fn lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
+/// Locks an image, once those who have it let go of it, if they do in time.
+pub(super) fn wait_for_lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
     let deadline = Instant::now() + options.wait;
     while !lock::take(file, options.read_only)? {
         if Instant::now() >= deadline {
@@ -313,15 +324,15 @@ mod tests {
         let file = image(4096);
         let options = ImageOptions { hand_over: true, ..ImageOptions::default() };
         let [before, after] = [(); 2].map(|()| Image::open(file.path(), options).unwrap());
-        before.take().unwrap();
+        before.take(|| false).unwrap();
         // A second ring starts.
-        before.take().unwrap();
-        assert!(matches!(after.take(), Err(ImageError::Locked)));
-        before.release().unwrap();
-        after.take().unwrap();
-        assert!(matches!(before.take(), Err(ImageError::Locked)));
+        before.take(|| false).unwrap();
+        assert!(matches!(after.take(|| false), Err(ImageError::Locked)));
+        before.release(|| false).unwrap();
+        after.take(|| false).unwrap();
+        assert!(matches!(before.take(|| false), Err(ImageError::Locked)));
         drop(after);
-        before.take().unwrap();
+        before.take(|| false).unwrap();
         assert!(matches!(opened(&file, true), Err(ImageError::Locked)));
     }
 

@@ -2,6 +2,7 @@
 
 mod buffers;
 mod file;
+mod hand_over;
 mod image;
 mod lock;
 mod origin;

@@ -147,8 +147,8 @@ pub(crate) trait Service: Send + Sync {
     /// It cannot be served: the connection is closed.
     fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>>;
 
-    /// All connections have ended: images that have not answered, and how many rings wait for each. The
-    /// process may not end before they have, if the kernel does not let go of it.
+    /// All connections have ended: images that have not answered, and how many rings wait for each; none if only
+    /// its lock does. The process may not end before they have, if the kernel does not let go of it.
     fn left(&self) -> Vec<(String, usize)> {
         Vec::new()
     }
@@ -284,9 +284,14 @@ pub(crate) fn run_on<S: Service>(
     });
     let left = frame.service.left();
     for (image, rings) in &left {
-        error!(
-            "{image}: the disk has not answered requests of {rings} rings; the kernel has them still"
-        );
+        match rings {
+            0 => error!(
+                "{image}: the disk has not answered a flush; the image stays locked until then"
+            ),
+            _ => error!(
+                "{image}: the disk has not answered requests of {rings} rings; the kernel has them still"
+            ),
+        }
     }
     frame.close();
     info!("{name}: ended");

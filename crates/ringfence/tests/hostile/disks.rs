@@ -96,6 +96,40 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
+fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
+    for ends in [false, true] {
+        let place = Place::new();
+        let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
+        let mut service = Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]);
+        let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
+        driver.writes_and_reads(FAR, 1);
+        fuse.hold(true);
+        // It is answered when what was written is on the disk.
+        driver.session.client.send(GET_VRING_BASE, &state(0, 0), &[]);
+        let begun = Instant::now();
+        while fuse.held() == 0 {
+            assert!(begun.elapsed() < LIMIT, "the disk gets no flush");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(driver);
+        let next = service.target().open(0);
+        let _ring = next.ring(0);
+        if ends {
+            service.terminate();
+            service.ends_or_names("fuse/image");
+            fuse.hold(false);
+            service.ended_with(1);
+        } else {
+            drop(next);
+            fuse.hold(false);
+            service.attack("a disk that did not flush", |_| {});
+            service.end();
+        }
+    }
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_unmap_that_waits_for_a_disk_takes_no_processor_time() {
     // rule D15
     const DOMAIN: u32 = 1;

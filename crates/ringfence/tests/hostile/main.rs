@@ -8,6 +8,7 @@ mod closing;
 mod common;
 mod descriptors;
 mod disks;
+mod figures;
 mod fuse;
 mod guest;
 mod honest;

@@ -95,15 +95,20 @@ impl Service {
         for name in ["disk.img", "other.img"] {
             place.write(name, vec![0; 4 << 20]);
         }
-        Service::run(Rc::new(place), device, image)
+        Service::run(Rc::new(place), device, image, &[])
+    }
+
+    /// The same, with more of its options.
+    pub(crate) fn with_more(place: Place, device: Device, image: &str, more: &[&str]) -> Service {
+        Service::run(Rc::new(place), device, image, more)
     }
 
     /// Another in its place, which is free again.
     pub(crate) fn again(&self) -> Service {
-        Service::run(Rc::clone(&self.place), self.device, "disk.img")
+        Service::run(Rc::clone(&self.place), self.device, "disk.img", &[])
     }
 
-    fn run(place: Rc<Place>, device: Device, image: &str) -> Service {
+    fn run(place: Rc<Place>, device: Device, image: &str, more: &[&str]) -> Service {
         let disk = format!("hostile={image}");
         let arguments: &[&str] = match device {
             Device::Disk => &["blk", "--socket", "hostile", "--image", image, "--queues", "2"],
@@ -113,7 +118,8 @@ impl Service {
             Device::Net => &["net", "--socket", "hostile", "--peer", "other"],
         };
         // One worker for all, so that what holds it up holds up everything.
-        let running = place.start(&[arguments, &["--workers", "1", "--log", "warn"]].concat());
+        let running =
+            place.start(&[arguments, &["--workers", "1", "--log", "warn"], more].concat());
         let mut service = Service {
             place,
             running,

@@ -1,0 +1,178 @@
+//! An image that is locked only while a driver uses it, so that a guest can move to another process.
+
+use std::{fs::File, io, sync::Arc, thread, time::Duration};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::fs::fdatasync;
+
+use super::{ImageError, ImageOptions, image::wait_for_lock, lock};
+
+/// How often to look whether nobody waits any more.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// Whether the image is locked. What was written reaches the disk before the lock is let go of. All of it is
+/// asked of the disk by a thread of its own, while there is something to do: one that does not answer keeps
+/// the lock as it is, and holds up nobody else.
+#[derive(Debug)]
+pub(super) struct HandOver {
+    /// The same open file description as the image's, to which the locks belong.
+    file: File,
+    options: ImageOptions,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// A driver wants it.
+    used: bool,
+    locked: bool,
+    /// There is a thread that makes the one what the other is.
+    works: bool,
+    /// It is past the point of no return.
+    releases: bool,
+    /// The number of the last wish.
+    wish: u64,
+    /// Whether somebody waits for what comes of it.
+    waits: bool,
+    /// What came of it.
+    outcome: Option<Result<(), ImageError>>,
+}
+
+impl HandOver {
+    pub(super) fn new(file: &File, options: ImageOptions) -> io::Result<Arc<HandOver>> {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        Ok(Arc::new(HandOver { file: file.try_clone()?, options, state, changed }))
+    }
+
+    /// Has the image locked, or let go of: for one caller at a time. Waits until that has succeeded or failed,
+    /// or until `given_up`: then it is done once the disk answers, unless the next wish is another.
+    ///
+    /// # Errors
+    /// [`ImageError::NoAnswer`] if it was given up. Why it failed: the lock is as it was.
+    pub(super) fn set(
+        self: &Arc<Self>,
+        used: bool,
+        mut given_up: impl FnMut() -> bool,
+    ) -> Result<(), ImageError> {
+        let mut state = self.state.lock();
+        if !state.works && state.used == used && state.locked == used {
+            return Ok(());
+        }
+        if used && state.locked && !state.releases {
+            // Whatever the disk still has of it, the lock is not let go of any more.
+            state.used = true;
+            state.wish += 1;
+            return Ok(());
+        }
+        // A wish that is being fulfilled is not made again.
+        if !state.works || state.used != used {
+            state.used = used;
+            state.wish += 1;
+            state.outcome = None;
+        }
+        if !state.works {
+            let own = Arc::clone(self);
+            thread::Builder::new().name("hand-over".into()).spawn(move || own.work())?;
+            state.works = true;
+        }
+        state.waits = true;
+        loop {
+            if let Some(outcome) = state.outcome.take() {
+                return outcome;
+            }
+            if given_up() {
+                state.waits = false;
+                return Err(ImageError::NoAnswer);
+            }
+            self.changed.wait_for(&mut state, LOOK);
+        }
+    }
+
+    /// Whether it is still being let go of.
+    pub(super) fn is_ending(&self) -> bool {
+        let state = self.state.lock();
+        state.works && !state.used
+    }
+
+    fn work(&self) {
+        let mut state = self.state.lock();
+        loop {
+            let State { used, locked, wish, .. } = *state;
+            drop(state);
+            let done = match (used, locked) {
+                (true, false) => wait_for_lock(&self.file, self.options).map(|()| true),
+                (false, true) => self.let_go(wish),
+                _ => Ok(locked),
+            };
+            state = self.state.lock();
+            state.releases = false;
+            let ended = state.wish == wish;
+            let outcome = done.map(|locked| state.locked = locked);
+            if let Err(error) = &outcome
+                && !(ended && state.waits)
+            {
+                tracing::error!("an image that is handed over: {error}: its lock stays as it is");
+            }
+            if ended {
+                state.outcome = Some(outcome);
+                state.works = false;
+                self.changed.notify_all();
+                return;
+            }
+        }
+    }
+
+    /// Whether it is still locked, because another wish has come meanwhile.
+    fn let_go(&self, wish: u64) -> Result<bool, ImageError> {
+        if !self.options.read_only {
+            fdatasync(&self.file).map_err(io::Error::from)?;
+        }
+        {
+            let mut state = self.state.lock();
+            if state.wish != wish {
+                return Ok(true);
+            }
+            state.releases = true;
+        }
+        lock::release(&self.file)?;
+        Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+    use crate::disk::Image;
+
+    fn image(file: &tempfile::NamedTempFile) -> Image {
+        let options = ImageOptions { hand_over: true, ..ImageOptions::default() };
+        Image::open(file.path(), options).unwrap()
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_done_and_the_last_wish_holds() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let [one, other] = [image(&file), image(&file)];
+        for round in 0..50 {
+            let looks = AtomicU32::new(0);
+            let at_once = || looks.fetch_add(1, Ordering::Relaxed) >= round % 3;
+            let _ = one.take(at_once);
+            let _ = one.release(at_once);
+            if round % 2 == 0 {
+                one.take(|| false).unwrap();
+                assert!(matches!(other.take(|| false), Err(ImageError::Locked)));
+                let _ = other.release(|| false);
+            }
+            let _ = one.release(at_once);
+            while one.is_releasing() {
+                thread::yield_now();
+            }
+            other.take(|| false).unwrap();
+            other.release(|| false).unwrap();
+        }
+    }
+}
