@@ -315,7 +315,7 @@ fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
         fuse.hold_own(true);
         scope.spawn(|| receive_into(&theirs, &file));
         (&ours).write_all(&[0; 20]).unwrap();
-        fuse.await_held();
+        fuse.await_held(1);
         session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]);
         // So that there is something to receive.
         (&ours).write_all(&[0; 20]).unwrap();
@@ -357,7 +357,7 @@ fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
                         epoll::wait(&set, &mut events.unwrap()[..], None).unwrap();
                     });
                 });
-                fuse.await_held();
+                fuse.await_held(1);
                 let session = target.open(LOG_ALL | PLATFORM);
                 let mut ring = session.ring(target.index());
                 let payload = match request {

@@ -43,7 +43,7 @@ fn stuck(service: &Service, fuse: &Fuse, device: Device, kind: u32, number: u64)
     }
     fuse.hold(true);
     driver.submit(kind, if kind == 4 { 0 } else { FAR * (number + 2) });
-    fuse.await_held();
+    fuse.await_held(1);
     driver
 }
 
@@ -106,11 +106,7 @@ fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
         fuse.hold(true);
         // It is answered when what was written is on the disk.
         driver.session.client.send(GET_VRING_BASE, &state(0, 0), &[]);
-        let begun = Instant::now();
-        while fuse.held() == 0 {
-            assert!(begun.elapsed() < LIMIT, "the disk gets no flush");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        fuse.await_held(1);
         drop(driver);
         let next = service.target().open(0);
         let _ring = next.ring(0);

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    common::{LIMIT, Place},
+    common::Place,
     fuse::Fuse,
     guest::{BASE, Desc, NEXT, PLATFORM, Ring, Session, WRITE},
     honest::Device,
@@ -87,11 +87,7 @@ fn an_invalidation_beside_a_disk_that_hangs() {
         for _ in 0..ROUNDS {
             let answers = invalidate(&session);
             fuse.hold(true);
-            let begun = Instant::now();
-            while fuse.held() < usize::from(DEPTH) {
-                assert!(begun.elapsed() < LIMIT, "the disk has {} reads", fuse.held());
-                thread::sleep(Duration::from_millis(1));
-            }
+            fuse.await_held(usize::from(DEPTH));
             let hangs = invalidate(&session);
             fuse.hold(false);
             let at = |all: &[f64], part: usize| all[all.len() * part / 100];

@@ -145,11 +145,11 @@ impl Fuse {
         File::options().read(true).write(true).open(self.folder.join("image")).unwrap()
     }
 
-    /// Waits until a request waits for an answer.
-    pub(crate) fn await_held(&self) {
+    /// Waits until so many requests wait for an answer.
+    pub(crate) fn await_held(&self, count: usize) {
         let begun = Instant::now();
-        while self.held() == 0 {
-            assert!(begun.elapsed() < LIMIT, "nothing is asked of the file system");
+        while self.held() < count {
+            assert!(begun.elapsed() < LIMIT, "{} are asked of the file system", self.held());
             thread::sleep(Duration::from_millis(1));
         }
     }
