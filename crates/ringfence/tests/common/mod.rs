@@ -9,13 +9,14 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex,
         atomic::{AtomicU32, Ordering},
     },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
+use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -40,9 +41,9 @@ pub(crate) const MAPPING: &[&str] = POLICIES.split_at(7).0.split_at(1).1;
 /// busy the machine is.
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 
-/// One at a time: each run has two processes that spin. No verdict depends on it, since others may run
+/// One test at a time: each run has two processes that spin. No verdict depends on it, since others may run
 /// beside this program.
-static TURN: Mutex<()> = Mutex::new(());
+static TURN: ReentrantMutex<()> = ReentrantMutex::new(());
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 
 /// A place to run the command in: a folder that is gone afterwards, and a mark by which every
@@ -51,7 +52,7 @@ pub(crate) struct Place {
     folder: TempDir,
     mark: String,
     program: PathBuf,
-    _turn: MutexGuard<'static, ()>,
+    _turn: ReentrantMutexGuard<'static, ()>,
 }
 
 impl Place {
@@ -61,15 +62,13 @@ impl Place {
 
     /// With another build of the command.
     pub(crate) fn of(program: impl Into<PathBuf>) -> Place {
-        // A test that failed in its turn does not spoil those of others.
-        let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         Place {
             // Below the target directory: on a disk, where /tmp may be memory.
             folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(),
             mark: format!("RINGFENCE_TEST_MARK={}.{number}", std::process::id()),
             program: program.into(),
-            _turn: turn,
+            _turn: TURN.lock(),
         }
     }
 
