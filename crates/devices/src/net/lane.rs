@@ -8,7 +8,7 @@ use super::{
     pieces::{Lasting, copy, mark, recycle, soon, soon_written},
     receive::{read, receive},
     ring::Ready,
-    round::{AHEAD, BURST, Lane, Place, Round, Step, discard, give_up},
+    round::{AHEAD, BURST, Lane, Patience, Place, Round, Side, Step, discard, give_up},
     stats::Lost,
     wire::{HEADER, Header, MAX_PACKET},
 };
@@ -22,18 +22,25 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
     src: &mut Place<'_, S>,
     dst: &mut Place<'_, D>,
     now_ns: u64,
-    patience_ns: u64,
+    patience: Patience,
 ) -> bool {
     let answers = (src.bus.answers(), dst.bus.answers());
-    if lane.sleeps(answers, now_ns) || !lane.finds(src, answers, now_ns) {
+    let drops = |lane: &mut Lane, src: &mut Place<'_, S>| {
+        let drops = lane.leaves_receiver(now_ns, patience.receiver_ns);
+        drops && discard(src.ring, src.bus, Lost::Unanswered, now_ns)
+    };
+    if lane.sleeps(answers, now_ns) {
+        return drops(lane, src);
+    }
+    if !lane.finds(src, answers, now_ns) {
         return false;
     }
-    let over = lane.is_over(now_ns, patience_ns);
+    let over = lane.is_over(now_ns, patience.whole_ns);
     match dst.ring.ready(dst.bus, now_ns) {
         Ready::Yes => {}
         Ready::Soon if !over => {
-            lane.wait(answers, now_ns);
-            return false;
+            lane.wait(Side::Target, answers, now_ns);
+            return drops(lane, src);
         }
         _ => {
             lane.go_on();
@@ -55,45 +62,40 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         round.publish(dst);
         round.publish(src);
     }
-    did
+    did || round.waits.is_some() && drops(lane, src)
 }
 
-enum Side {
-    Source,
-    Target,
-}
-
-/// Moves a burst; true if it ended because a translation is missing.
+/// Moves a burst; whose translation is missing, if it ended for want of one.
 #[inline]
 fn run<S: Lasting, D: Lasting>(
     lane: &mut Lane,
     src: &mut Place<'_, S>,
     dst: &mut Place<'_, D>,
     round: &mut Round,
-) -> Result<bool, (Side, RingError)> {
+) -> Result<Option<Side>, (Side, RingError)> {
     let whole = src.ring.take(src.bus, BURST).map_err(|error| (Side::Source, error))?;
     if src.ring.held() == 0 {
-        return Ok(!whole);
+        return Ok((!whole).then_some(Side::Source));
     }
     let whole = dst.ring.take(dst.bus, BURST).map_err(|error| (Side::Target, error))?;
     while src.ring.held() > 0 && round.has_room() {
         if quick(src, dst, round) > 0 {
-            lane.fed();
+            lane.fed(round.now_ns);
             continue;
         }
         match single(lane, src, dst, round).map_err(|error| (Side::Target, error))? {
             Step::Moved { bytes } => {
-                lane.fed();
+                lane.fed(round.now_ns);
                 round.moved(bytes);
             }
-            Step::Missing => return Ok(true),
-            Step::Full if !whole => return Ok(true),
+            Step::Missing(side) => return Ok(Some(side)),
+            Step::Full if !whole => return Ok(Some(Side::Target)),
             Step::Full if lane.loses_hope(round.now_ns) => round.lose(src.ring, Lost::NoRoom),
-            Step::Full => return Ok(false),
+            Step::Full => return Ok(None),
             Step::Lost(why) => round.lose(src.ring, why),
         }
     }
-    Ok(false)
+    Ok(None)
 }
 
 /// The packets at the head that lie in one piece and go to one piece, as almost all do. Returns how

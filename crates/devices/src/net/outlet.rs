@@ -11,7 +11,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     pieces::{Lasting, Writer, recycle},
     receive::{read, receive},
-    round::{Lane, Place, Round, Step},
+    round::{Lane, Place, Round, Side, Step},
     stats::Lost,
     tap::{MAX_PIECES, Tap},
     wire::{Header, MAX_PACKET},
@@ -99,7 +99,7 @@ impl Outlet {
                     continue;
                 }
                 Err(_) => {
-                    round.waits = true;
+                    round.waits = Some(Side::Source);
                     break;
                 }
             };
@@ -175,7 +175,7 @@ impl Outlet {
             let store = &mut self.inward.target;
             match receive(store, dst, header, bytes.len(), &mut round, fill) {
                 Ok(Step::Moved { bytes }) => {
-                    self.inward.fed();
+                    self.inward.fed(now_ns);
                     self.waiting = None;
                     round.moved(bytes);
                 }
@@ -184,8 +184,8 @@ impl Outlet {
                     dst.ring.counters.lose(why, 1);
                     round.lost += 1;
                 }
-                Ok(Step::Missing) => {
-                    round.waits = true;
+                Ok(Step::Missing(side)) => {
+                    round.waits = Some(side);
                     break;
                 }
                 // The kernel drops what comes meanwhile.

@@ -9,7 +9,7 @@ use super::{
     driver::{HEADER as HEAD, PACKET, packet},
     pieces::{Lasting, Writer, mark, recycle, soon, soon_written},
     receive::{read, receive},
-    round::{Lane, Place, Round, Step},
+    round::{Lane, Place, Round, Side, Step},
     wire::{HEADER, Header, MAX_PACKET},
 };
 
@@ -59,7 +59,7 @@ impl Probe {
                 }
                 Err(Step::Lost(why)) => round.lose(src.ring, why),
                 Err(_) => {
-                    round.waits = true;
+                    round.waits = Some(Side::Source);
                     break;
                 }
             }
@@ -106,8 +106,8 @@ impl Probe {
             let store = &mut self.inward.target;
             match receive(store, dst, header, frame.len(), &mut round, fill) {
                 Ok(Step::Moved { bytes }) => round.moved(bytes),
-                Ok(Step::Missing) => {
-                    round.waits = true;
+                Ok(Step::Missing(side)) => {
+                    round.waits = Some(side);
                     break;
                 }
                 // Buffers that hold no frame: this one goes back unused.

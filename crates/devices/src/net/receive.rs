@@ -7,7 +7,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     pieces::{Lasting, Writer, gather, mark, recycle},
     ring::NetRing,
-    round::{Place, Round, Step},
+    round::{Place, Round, Side, Step},
     stats::Lost,
     wire::{Header, MAX_PACKET},
 };
@@ -43,7 +43,7 @@ pub(super) fn read<'b, S: Lasting>(
 
 fn unreachable(error: AccessError) -> Step {
     match error {
-        AccessError::Missing { .. } => Step::Missing,
+        AccessError::Missing { .. } => Step::Missing(Side::Source),
         _ => Step::Lost(Lost::Unreachable),
     }
 }
@@ -74,7 +74,7 @@ pub(super) fn receive<D: Lasting>(
                 continue;
             }
             Room::Full => break Err(Step::Full),
-            Room::Missing => break Err(Step::Missing),
+            Room::Missing => break Err(Step::Missing(Side::Target)),
             Room::TooSmall => break Err(Step::Lost(Lost::TooLong)),
         };
         let header = match header.received(dst.terms.features, count as u16, bytes) {
@@ -83,7 +83,7 @@ pub(super) fn receive<D: Lasting>(
         };
         match reach(bus, dst.ring, count, wanted as u64, &mut target) {
             Ok(()) => break Ok((count, header)),
-            Err((_, AccessError::Missing { .. })) => break Err(Step::Missing),
+            Err((_, AccessError::Missing { .. })) => break Err(Step::Missing(Side::Target)),
             // It goes into the buffers after this one.
             Err((at, _)) => {
                 dst.ring.reject(at, Lost::Unreachable);

@@ -25,8 +25,13 @@ const WARY: u64 = 1024;
 /// it had asked for, as when a driver's IOMMU is flushed: all are asked for anew.
 const FEW: u64 = 8;
 /// How long the receiver may be without buffers before packets are dropped, unless
-/// [`NetOptions`](super::NetOptions) says otherwise.
+/// [`NetOptions`](super::NetOptions) says otherwise. They are until it takes some again and a second has passed.
 pub const GRACE: Duration = Duration::from_millis(10);
+/// The part of the patience for another driver: its front end's silence is not the sender's fault.
+const ANOTHERS_PART: u64 = 50;
+/// For how long, in ns, a receiver that was waited for in vain is not waited for again: one that takes a packet now
+/// and then holds up the others for a small part of the time only.
+const DISTRUST_NS: u64 = 1_000_000_000;
 /// After how long, in ns, what is missing is looked for again without an answer.
 const RETRY_NS: u64 = 5_000_000;
 
@@ -71,9 +76,38 @@ impl<'a, B: Lasting> Place<'a, B> {
     }
 }
 
+/// How long translations are waited for, in ns.
+#[derive(Clone, Copy)]
+pub(super) struct Patience {
+    /// Before who lacks one is told so.
+    pub(super) whole_ns: u64,
+    /// Before packets to a receiver that lacks one are dropped, though it is not told.
+    pub(super) receiver_ns: u64,
+}
+
+impl Patience {
+    /// Of a driver that receives what it sends.
+    pub(super) fn with_itself(whole_ns: u64) -> Patience {
+        Patience { whole_ns, receiver_ns: u64::MAX }
+    }
+
+    /// Of one that sends to another.
+    pub(super) fn with_another(whole_ns: u64) -> Patience {
+        Patience { whole_ns, receiver_ns: whole_ns / ANOTHERS_PART }
+    }
+}
+
+/// Whose a ring is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Source,
+    Target,
+}
+
 /// Something that is waited for.
 #[derive(Clone, Copy)]
 struct Stall {
+    side: Side,
     since_ns: u64,
     retry_at: u64,
     answers: (u64, u64),
@@ -85,8 +119,8 @@ pub(super) enum Step {
         bytes: u64,
     },
     Lost(Lost),
-    /// A translation is missing.
-    Missing,
+    /// A translation of this side's is missing.
+    Missing(Side),
     /// The receiver has too few buffers now.
     Full,
 }
@@ -102,8 +136,9 @@ pub(super) struct Lane {
     grace: Duration,
     /// Since when it has had none.
     starved_ns: Option<u64>,
-    /// For so long that packets are dropped.
-    hopeless: bool,
+    /// When it was last found to have been waited for in vain. Packets are dropped at once from then on, until it
+    /// takes some again and [`DISTRUST_NS`] have passed.
+    in_vain_ns: Option<u64>,
     pub(super) source: Vec<HostSlice<'static>>,
     pub(super) target: Vec<HostSlice<'static>>,
 }
@@ -123,7 +158,7 @@ impl Lane {
             passed: 0,
             grace,
             starved_ns: None,
-            hopeless: false,
+            in_vain_ns: None,
             source: Vec::new(),
             target: Vec::new(),
         }
@@ -136,13 +171,20 @@ impl Lane {
     /// When there is something to do though nobody says so.
     pub(super) fn next_due(&self) -> Option<u64> {
         let starved = self.starved_ns.map(|since| since.saturating_add(self.grace_ns()));
-        let starved = starved.filter(|_| !self.hopeless);
+        let starved = starved.filter(|_| self.in_vain_ns.is_none());
         self.stall.map(|stall| stall.retry_at).into_iter().chain(starved).min()
     }
 
     /// When it looks again for the translation that it waits for.
     pub(super) fn next_retry(&self) -> Option<u64> {
         self.stall.map(|stall| stall.retry_at)
+    }
+
+    /// Whether packets that come have to wait.
+    pub(super) fn holds_packets(&self) -> bool {
+        let patient = self.in_vain_ns.is_none();
+        let stalled = self.stall.is_some_and(|stall| stall.side == Side::Source || patient);
+        stalled || self.is_starved() && patient
     }
 
     /// Whether it waits for buffers of the receiver.
@@ -166,10 +208,24 @@ impl Lane {
         self.stall.is_some_and(|stall| stall.answers == answers && now_ns < stall.retry_at)
     }
 
-    pub(super) fn wait(&mut self, answers: (u64, u64), now_ns: u64) {
-        let since_ns = self.stall.map_or(now_ns, |stall| stall.since_ns);
+    /// It waits for a translation of this side's.
+    pub(super) fn wait(&mut self, side: Side, answers: (u64, u64), now_ns: u64) {
+        let before = self.stall.filter(|stall| stall.side == side);
+        let since_ns = before.map_or(now_ns, |stall| stall.since_ns);
         let retry_at = now_ns.saturating_add(RETRY_NS);
-        self.stall = Some(Stall { since_ns, retry_at, answers });
+        self.stall = Some(Stall { side, since_ns, retry_at, answers });
+    }
+
+    /// Whether packets are dropped, as the receiver's translation has not come for too long.
+    #[cold]
+    pub(super) fn leaves_receiver(&mut self, now_ns: u64, receiver_ns: u64) -> bool {
+        let Some(stall) = self.stall.filter(|stall| stall.side == Side::Target) else {
+            return false;
+        };
+        if now_ns.saturating_sub(stall.since_ns) >= receiver_ns {
+            self.in_vain_ns = Some(now_ns);
+        }
+        self.in_vain_ns.is_some()
     }
 
     pub(super) fn is_over(&self, now_ns: u64, patience_ns: u64) -> bool {
@@ -211,19 +267,18 @@ impl Lane {
 
     /// The receiver has buffers again.
     #[inline]
-    pub(super) fn fed(&mut self) {
+    pub(super) fn fed(&mut self, now_ns: u64) {
         self.starved_ns = None;
+        self.in_vain_ns.take_if(|at| now_ns.saturating_sub(*at) >= DISTRUST_NS);
     }
 
-    /// Whether packets are dropped, as the receiver has been without buffers for too long.
-    pub(super) fn is_hopeless(&self) -> bool {
-        self.hopeless
-    }
-
+    /// The receiver has no buffers. Whether packets are dropped, as it has had none for too long.
     pub(super) fn loses_hope(&mut self, now_ns: u64) -> bool {
         let since = *self.starved_ns.get_or_insert(now_ns);
-        self.hopeless |= now_ns.saturating_sub(since) >= self.grace_ns();
-        self.hopeless
+        if now_ns.saturating_sub(since) >= self.grace_ns() {
+            self.in_vain_ns = Some(now_ns);
+        }
+        self.in_vain_ns.is_some()
     }
 
     /// Whether the ring is there; if its own translation is on its way, that is waited for.
@@ -238,7 +293,7 @@ impl Lane {
             Ready::Yes => true,
             Ready::No => false,
             Ready::Soon => {
-                self.wait(answers, now_ns);
+                self.wait(Side::Source, answers, now_ns);
                 false
             }
         }
@@ -251,8 +306,8 @@ pub(super) struct Round {
     pub(super) bytes: u64,
     /// Also buffers.
     pub(super) lost: u64,
-    /// It ended because a translation is missing.
-    pub(super) waits: bool,
+    /// It ended because a translation of this side's is missing.
+    pub(super) waits: Option<Side>,
     answers: (u64, u64),
     pub(super) now_ns: u64,
 }
@@ -262,7 +317,7 @@ impl Round {
     /// comes meanwhile makes us look again.
     #[inline]
     pub(super) fn new(answers: (u64, u64), now_ns: u64) -> Round {
-        Round { packets: 0, bytes: 0, lost: 0, waits: false, answers, now_ns }
+        Round { packets: 0, bytes: 0, lost: 0, waits: None, answers, now_ns }
     }
 
     /// Begins one of a single ring; `None` if that is not there, or waits for what is still missing.
@@ -290,7 +345,10 @@ impl Round {
     #[inline]
     pub(super) fn take<B: Lasting>(&mut self, place: &mut Place<'_, B>) -> bool {
         match place.ring.take(place.bus, BURST) {
-            Ok(whole) => self.waits = !whole && place.ring.held() == 0,
+            Ok(whole) => {
+                let lacks = !whole && place.ring.held() == 0;
+                self.waits = lacks.then_some(Side::Source);
+            }
             Err(error) => {
                 place.ring.fail(error);
                 return false;
@@ -323,13 +381,13 @@ impl Round {
     /// asked for before, if it is given true. It returns whether nothing is missing.
     #[inline]
     pub(super) fn settle(&self, lane: &mut Lane, ask: impl FnOnce(bool) -> bool) -> bool {
-        if self.packets > 0 || !self.waits {
+        if self.packets > 0 || self.waits.is_none() {
             lane.go_on();
         }
         lane.pass(self.packets + self.lost);
-        if self.waits {
+        if let Some(side) = self.waits {
             ask(lane.lacks());
-            lane.wait(self.answers, self.now_ns);
+            lane.wait(side, self.answers, self.now_ns);
         } else {
             lane.look_ahead(|| ask(false));
         }
@@ -395,4 +453,35 @@ pub(super) fn discard<S: Lasting>(ring: &mut NetRing, bus: &S, why: Lost, now_ns
         ring.publish(bus);
     }
     any
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_was_waited_for_in_vain_is_not_waited_for_again_at_once() {
+        let (mut lane, grace) = (Lane::default(), GRACE.as_nanos() as u64);
+        assert!(!lane.loses_hope(1) && lane.holds_packets());
+        assert!(!lane.loses_hope(grace) && lane.holds_packets());
+        assert!(lane.loses_hope(1 + grace) && !lane.holds_packets());
+        // It takes one now and then.
+        let at = 1 + grace;
+        lane.fed(at + DISTRUST_NS - 1);
+        assert!(lane.loses_hope(at + DISTRUST_NS - 1));
+        lane.fed(at + DISTRUST_NS);
+        assert!(!lane.loses_hope(at + DISTRUST_NS) && lane.holds_packets());
+        // So with its translations; those of the packets' own driver are waited for.
+        let answers = (0, 0);
+        lane.fed(at + DISTRUST_NS);
+        lane.wait(Side::Source, answers, 0);
+        assert!(!lane.leaves_receiver(u64::MAX, 100) && lane.holds_packets());
+        lane.wait(Side::Target, answers, 50);
+        lane.wait(Side::Target, answers, 149);
+        assert!(!lane.leaves_receiver(149, 100) && lane.holds_packets());
+        assert!(lane.leaves_receiver(150, 100) && !lane.holds_packets());
+        lane.go_on();
+        lane.wait(Side::Target, answers, 151);
+        assert!(lane.leaves_receiver(151, 100) && !lane.holds_packets());
+    }
 }

@@ -343,11 +343,7 @@ impl Unit for NetUnit {
                 starved |= lane.is_starved();
                 if let Some(ring) = transmit {
                     // Packets that would only wait are no reason to stay awake.
-                    more |= match (lane.is_stalled(), lane.is_starved() && !lane.is_hopeless()) {
-                        (true, _) => lane.may_go_on(answers),
-                        (false, true) => false,
-                        (false, false) => ring.arm(),
-                    };
+                    more |= lane.may_go_on(answers) || !lane.holds_packets() && ring.arm();
                 }
             }
         }

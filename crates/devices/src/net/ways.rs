@@ -6,7 +6,7 @@ use super::{
     pieces::Plain,
     probe::Probe,
     ring::NetRing,
-    round::{Lane, Place, Terms, discard},
+    round::{Lane, Patience, Place, Terms, discard},
     stats::Lost,
     unit::End,
 };
@@ -54,7 +54,7 @@ fn round(
     from: (&mut NetRing, &Bus, Terms),
     to: Option<(&mut NetRing, &Bus, Terms)>,
     now_ns: u64,
-    patience_ns: u64,
+    patience: Patience,
 ) -> bool {
     let (ring, bus, terms) = from;
     match to {
@@ -65,7 +65,7 @@ fn round(
         Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
             let mut src = Place::source(ring, src, terms);
             let mut dst = Place::target(target, dst, target_terms);
-            forward(lane, &mut src, &mut dst, now_ns, patience_ns)
+            forward(lane, &mut src, &mut dst, now_ns, patience)
         })),
     }
 }
@@ -80,7 +80,7 @@ pub(super) fn loopback(end: &mut End, now_ns: u64) -> bool {
         let Some(from) = transmit.as_deref_mut() else { continue };
         let to = receive[pair].as_deref_mut().filter(works);
         let to = to.map(|ring| (ring, &*bus, *terms));
-        busy |= round(lane, (from, bus, *terms), to, now_ns, *patience_ns);
+        busy |= round(lane, (from, bus, *terms), to, now_ns, Patience::with_itself(*patience_ns));
     }
     busy
 }
@@ -96,7 +96,8 @@ pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
         let (target_bus, target_terms) = (to.bus.take(), to.terms);
         let target = to.receiver(pair).zip(target_bus.as_ref());
         let target = target.map(|(ring, bus)| (ring, bus, target_terms));
-        busy |= round(lane, (ring, bus, *terms), target, now_ns, *patience_ns);
+        busy |=
+            round(lane, (ring, bus, *terms), target, now_ns, Patience::with_another(*patience_ns));
         to.bus = target_bus;
     }
     busy

@@ -339,6 +339,34 @@ fn a_sender_s_misses_and_a_receiver_s_are_told_apart() {
 }
 
 #[test]
+fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
+    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let mut sender = Driver::running(&net, 0, Setup::new(false));
+    let mut receiver = Driver::running(&net, 1, Setup::new(true));
+    receiver.offer_all(0, 2048);
+    let lost = || net.counters(0)[1].lost(Lost::Unanswered);
+    // First its ring is missing, then a buffer.
+    for round in 1..=2 {
+        (0..8).for_each(|n| sender.send(0, &packet(n, 100)));
+        let mut back = 0;
+        unanswered("dropped", &mut sender, |sender| {
+            back += sender.reclaim(0);
+            back == 8
+        });
+        // The receiver's own patience is not over.
+        assert_eq!((lost(), net.iotlb(1).timeouts), (8 * round, 0));
+        tell_rings(&mut receiver, 1);
+    }
+    sender.send(0, &packet(9, 100));
+    until("a packet", &mut [&mut sender, &mut receiver], |drivers| {
+        if drivers[0].reclaim(0) > 0 {
+            drivers[0].send(0, &packet(9, 100));
+        }
+        drivers[1].receive(0).is_some_and(|(_, bytes)| bytes == packet(9, 100))
+    });
+}
+
+#[test]
 fn an_invalidation_is_not_answered_while_a_worker_may_be_using_it() {
     // rule D15
     let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Poll).unwrap()].into();

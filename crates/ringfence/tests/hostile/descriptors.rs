@@ -111,7 +111,7 @@ fn in_place_of(target: &Target, request: u32) {
     }
 }
 
-const KINDS: &[(&str, Attack)] = &[
+pub(crate) const KINDS: &[(&str, Attack)] = &[
     ("kicks that are none", |target| in_place_of(target, SET_VRING_KICK)),
     ("calls that are none", |target| in_place_of(target, SET_VRING_CALL)),
     ("errors that are none", |target| in_place_of(target, SET_VRING_ERR)),
@@ -198,7 +198,7 @@ const KINDS: &[(&str, Attack)] = &[
     }),
 ];
 
-const CHANGES: &[(&str, Attack)] = &[
+pub(crate) const CHANGES: &[(&str, Attack)] = &[
     ("memory that is cut off under running rings", |target| {
         for len in [SIZE / 2, 0x2000, 4096, 1, 0] {
             let session = target.open(0);

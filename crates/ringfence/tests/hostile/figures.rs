@@ -1,4 +1,5 @@
-//! What an invalidation costs while a disk hangs for more than a minute. Not a test: `cargo test --release -p ringfence --test hostile
+//! What an invalidation costs while a disk hangs for more than a minute, and what its neighbour's requests cost a
+//! front end that does no harm. Not a test: `cargo test --release -p ringfence --test hostile
 //! -- --ignored --nocapture figures` prints it, as root.
 
 use std::{
@@ -9,10 +10,13 @@ use std::{
 
 use crate::{
     common::Place,
+    descriptors::{CHANGES, KINDS},
     fuse::Fuse,
     guest::{BASE, Desc, NEXT, PLATFORM, Ring, Session, WRITE},
-    honest::Device,
-    service::Service,
+    honest::{Device, next_front_end},
+    messages::{MESSAGES, ORDERS, PLACES, SHARING},
+    rings::RINGS,
+    service::{Attack, Service},
     wire::{iotlb, request::IOTLB_MSG},
 };
 
@@ -22,6 +26,13 @@ const EACH: Duration = Duration::from_secs(2);
 const DEPTH: u16 = 16;
 /// What rings and data need; what is invalidated lies behind it.
 const USED: u64 = 512 << 10;
+
+/// The least, the median and the greatest.
+fn median(all: impl Iterator<Item = f64>) -> [f64; 3] {
+    let mut all: Vec<f64> = all.collect();
+    all.sort_by(f64::total_cmp);
+    [0, all.len() / 2, all.len() - 1].map(|at| all[at])
+}
 
 /// Reads at so many places at a time, all of them again and again.
 fn read(session: &Session, ring: &mut Ring, over: &AtomicBool) {
@@ -90,7 +101,7 @@ fn an_invalidation_beside_a_disk_that_hangs() {
     let sessions = [&first, &second, &third].map(open);
     let [mut reads, mut held] = [0, 2].map(|at| sessions[at].ring(0));
     let over = AtomicBool::new(false);
-    let [mut p99s, mut idle] = thread::scope(|scope| {
+    let [p99s, idle] = thread::scope(|scope| {
         scope.spawn(|| read(&sessions[0], &mut reads, &over));
         scope.spawn(|| read(&sessions[2], &mut held, &over));
         hangs.hold(true);
@@ -100,18 +111,17 @@ fn an_invalidation_beside_a_disk_that_hangs() {
         over.store(true, Ordering::Relaxed);
         rounds.expect("it has panicked")
     });
-    for (name, ratios) in [("a disk that answers", &mut p99s), ("an idle one", &mut idle)] {
-        ratios.sort_by(f64::total_cmp);
+    for (name, ratios) in [("a disk that answers", p99s), ("an idle one", idle)] {
+        let [least, middle, most] = median(ratios.into_iter());
         println!(
-            "p99, hangs / {name}: {:.2} [{:.2}, {:.2}], median of {ROUNDS} rounds",
-            ratios[ROUNDS / 2],
-            ratios[0],
-            ratios[ROUNDS - 1]
+            "p99, hangs / {name}: {middle:.2} [{least:.2}, {most:.2}], median of {ROUNDS} rounds"
         );
     }
     hangs.hold(false);
     drop(sessions);
-    [first, second, third].map(Service::end);
+    for service in [first, second, third] {
+        service.end();
+    }
 }
 
 /// Prints the figures of each, and returns how many times as long as with the others the slowest hundredth
@@ -127,4 +137,61 @@ fn rounds(sessions: &[Session; 3]) -> [Vec<f64>; 2] {
         ratios[1].push(took[2][1] / took[1][1]);
     }
     ratios
+}
+
+/// Under attack, beside nothing, beside connections of an honest front end one after the other, and beside two
+/// threads that compute.
+#[test]
+#[ignore = "figures"]
+fn a_neighbour_of_one_that_is_attacked() {
+    const ROUNDS: usize = 5;
+    let lists = [MESSAGES, PLACES, ORDERS, SHARING, RINGS, KINDS, CHANGES];
+    println!(
+        "a neighbour's requests, p99 in us, and ratios with their least and greatest of {ROUNDS} rounds"
+    );
+    println!("  alone  honest    busy attacked       attacked/honest         attacked/busy");
+    for device in [Device::Guarded, Device::Net] {
+        let service = Service::start(device);
+        for (name, attack) in lists.concat() {
+            let rounds = [(); ROUNDS].map(|()| beside(&service, device, attack));
+            let p99s = [0, 1, 2, 3].map(|at| median(rounds.iter().map(|round| round[at]))[1]);
+            let ratios = [1, 2].map(|at| median(rounds.iter().map(|round| round[3] / round[at])));
+            println!(
+                "{}{} {device:?}: {name}",
+                p99s.map(|p99| format!("{p99:>7} ")).concat(),
+                ratios
+                    .map(|[least, middle, most]| format!("{middle:>8.2} [{least:.2}, {most:.2}]"))
+                    .concat()
+            );
+        }
+        service.end();
+    }
+}
+
+/// p99s of a neighbour's requests.
+fn beside(service: &Service, device: Device, attack: Attack) -> [f64; 4] {
+    const TIME: Duration = Duration::from_millis(300);
+    let p99 = |mut took: Vec<u64>| {
+        took.sort_unstable();
+        took[took.len() * 99 / 100] as f64
+    };
+    let over = AtomicBool::new(false);
+    let compute = || {
+        while !over.load(Ordering::Relaxed) {
+            std::hint::spin_loop();
+        }
+    };
+    let busy = || {
+        thread::scope(|scope| {
+            (0..2).for_each(|_| drop(scope.spawn(compute)));
+            thread::sleep(TIME);
+            over.store(true, Ordering::Relaxed);
+        });
+    };
+    [
+        p99(service.neighbour_beside(TIME, |_| thread::sleep(TIME))),
+        p99(service.neighbour_beside(TIME, |target| next_front_end(&target.socket, device, 1))),
+        p99(service.neighbour_beside(TIME, |_| busy())),
+        p99(service.neighbour_beside(TIME, attack)),
+    ]
 }

@@ -10,6 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
+
 use crate::{
     common::LIMIT,
     guest::{BASE, Desc, NEXT, OTHER, PLATFORM, Ring, Session, WRITE},
@@ -180,8 +182,8 @@ pub(crate) struct Neighbour {
 struct Shared {
     over: AtomicBool,
     done: AtomicU64,
-    /// The longest that a request has taken since it was looked at, µs.
-    longest: AtomicU64,
+    /// How long each of its requests has taken since it was looked at, µs.
+    took: Mutex<Vec<u64>>,
     /// How long, since then, a thread of this process that only sleeps was not woken when it should have
     /// been, µs: what the machine itself has taken.
     late: AtomicU64,
@@ -226,8 +228,7 @@ impl Neighbour {
         while !shared.over.load(Ordering::Relaxed) {
             let begun = Instant::now();
             one(shared.done.fetch_add(1, Ordering::Relaxed));
-            let took = begun.elapsed().as_micros() as u64;
-            shared.longest.fetch_max(took, Ordering::Relaxed);
+            shared.took.lock().push(begun.elapsed().as_micros() as u64);
             std::thread::sleep(Duration::from_micros(500));
         }
     }
@@ -235,6 +236,13 @@ impl Neighbour {
     /// Waits for two more requests, the second of which began after this was asked; the longest that one
     /// has taken since it was asked the last time, beyond what the machine has taken.
     pub(crate) fn goes_on(&self) -> Duration {
+        let longest = self.two_more().into_iter().max().unwrap_or_default();
+        let late = self.shared.late.swap(0, Ordering::Relaxed);
+        Duration::from_micros(longest.saturating_sub(late))
+    }
+
+    /// How long each has taken, µs, since that was asked the last time, in their order: of two more at least.
+    pub(crate) fn two_more(&self) -> Vec<u64> {
         let done = || self.shared.done.load(Ordering::Relaxed);
         let (begun, before) = (Instant::now(), done());
         while done() < before + 3 {
@@ -243,9 +251,7 @@ impl Neighbour {
             assert!(begun.elapsed() < LIMIT, "the neighbour is not served");
             std::thread::sleep(Duration::from_millis(1));
         }
-        let longest = self.shared.longest.swap(0, Ordering::Relaxed);
-        let late = self.shared.late.swap(0, Ordering::Relaxed);
-        Duration::from_micros(longest.saturating_sub(late))
+        std::mem::take(&mut *self.shared.took.lock())
     }
 }
 

@@ -43,91 +43,93 @@ fn edges32() -> impl Iterator<Item = u32> {
     EDGES.into_iter().filter_map(|edge| u32::try_from(edge).ok())
 }
 
+pub(crate) const MESSAGES: &[(&str, Attack)] = &[
+    ("every request with every length", |target| {
+        for number in (0..=64).chain([255, 256, 0x8000_0000, u32::MAX]) {
+            for len in [0, 1, 7, 8, 12, 16, 40, 44, 256] {
+                let session = target.open(0);
+                session.client.send(number, &vec![0xff; len], &[]);
+                // To another question, if it takes one.
+                let _ = session.client.ask(GET_FEATURES, &[]);
+            }
+        }
+    }),
+    ("flags that are not the protocol's", |target| {
+        for flags in [0, 2, 3, 4, 5, 0xfffffff0, u32::MAX] {
+            let client = Client::connect(&target.socket);
+            client.raw(&header(GET_FEATURES, flags, 0), &[]);
+            let _ = client.ask(GET_FEATURES, &[]);
+        }
+    }),
+    ("sizes that do not come", |target| {
+        for size in [1, 8, 4096, 0x7fff_ffff, u32::MAX] {
+            let client = Client::connect(&target.socket);
+            client.raw(&header(SET_FEATURES, 1, size), &[]);
+            client.raw(&[0; 7], &[]);
+        }
+    }),
+    ("a part of a header", |target| {
+        for len in 0..12 {
+            let client = Client::connect(&target.socket);
+            client.raw(&header(GET_FEATURES, 1, 0)[..len], &[]);
+        }
+    }),
+    ("an end of what is sent, in the middle", |target| {
+        let client = Client::connect(&target.socket);
+        client.raw(&header(SET_FEATURES, 1, 8), &[]);
+        client.stream.shutdown(std::net::Shutdown::Write).unwrap();
+        client.drain();
+    }),
+    ("byte by byte", |target| {
+        let client = Client::connect(&target.socket);
+        let bytes = [header(SET_OWNER, 1, 0), header(GET_FEATURES, 1, 0)].concat();
+        bytes.iter().for_each(|byte| assert!(client.raw(&[*byte], &[])));
+        assert!(client.receive().is_some());
+    }),
+    ("descriptors that belong to nothing", |target| {
+        let ram = Ram::new();
+        for count in [1, 2, 8, 9, 32, MOST_FDS] {
+            for number in [GET_FEATURES, SET_OWNER, SET_MEM_TABLE, SET_VRING_KICK, 0, 255] {
+                let client = Client::connect(&target.socket);
+                let fds: Vec<BorrowedFd<'_>> = vec![ram.file.as_fd(); count];
+                client.send(number, &[0; 8], &fds);
+                client.send(GET_FEATURES, &[], &[]);
+                let _ = client.stream.shutdown(std::net::Shutdown::Write);
+                client.drain();
+            }
+        }
+    }),
+    ("descriptors with every byte of a message", |target| {
+        let ram = Ram::new();
+        let client = Client::connect(&target.socket);
+        for byte in header(GET_FEATURES, 1, 0).repeat(4) {
+            client.raw(&[byte], &[ram.file.as_fd(); MOST_FDS]);
+        }
+    }),
+    ("no descriptors where some belong", |target| {
+        for number in [
+            SET_MEM_TABLE,
+            SET_LOG_BASE,
+            SET_LOG_FD,
+            SET_VRING_KICK,
+            SET_VRING_CALL,
+            SET_VRING_ERR,
+            SET_BACKEND_REQ_FD,
+            SET_INFLIGHT_FD,
+            ADD_MEM_REG,
+            SET_DEVICE_STATE_FD,
+        ] {
+            for payload in [vec![], words(&[0]), Ram::new().table(), words(&[0; 5])] {
+                let session = target.open(LOG_ALL);
+                session.client.set(number, &payload, &[]);
+            }
+        }
+    }),
+];
+
 #[test]
 fn messages_that_are_none() {
-    all(&[
-        ("every request with every length", |target| {
-            for number in (0..=64).chain([255, 256, 0x8000_0000, u32::MAX]) {
-                for len in [0, 1, 7, 8, 12, 16, 40, 44, 256] {
-                    let session = target.open(0);
-                    session.client.send(number, &vec![0xff; len], &[]);
-                    // To another question, if it takes one.
-                    let _ = session.client.ask(GET_FEATURES, &[]);
-                }
-            }
-        }),
-        ("flags that are not the protocol's", |target| {
-            for flags in [0, 2, 3, 4, 5, 0xfffffff0, u32::MAX] {
-                let client = Client::connect(&target.socket);
-                client.raw(&header(GET_FEATURES, flags, 0), &[]);
-                let _ = client.ask(GET_FEATURES, &[]);
-            }
-        }),
-        ("sizes that do not come", |target| {
-            for size in [1, 8, 4096, 0x7fff_ffff, u32::MAX] {
-                let client = Client::connect(&target.socket);
-                client.raw(&header(SET_FEATURES, 1, size), &[]);
-                client.raw(&[0; 7], &[]);
-            }
-        }),
-        ("a part of a header", |target| {
-            for len in 0..12 {
-                let client = Client::connect(&target.socket);
-                client.raw(&header(GET_FEATURES, 1, 0)[..len], &[]);
-            }
-        }),
-        ("an end of what is sent, in the middle", |target| {
-            let client = Client::connect(&target.socket);
-            client.raw(&header(SET_FEATURES, 1, 8), &[]);
-            client.stream.shutdown(std::net::Shutdown::Write).unwrap();
-            client.drain();
-        }),
-        ("byte by byte", |target| {
-            let client = Client::connect(&target.socket);
-            let bytes = [header(SET_OWNER, 1, 0), header(GET_FEATURES, 1, 0)].concat();
-            bytes.iter().for_each(|byte| assert!(client.raw(&[*byte], &[])));
-            assert!(client.receive().is_some());
-        }),
-        ("descriptors that belong to nothing", |target| {
-            let ram = Ram::new();
-            for count in [1, 2, 8, 9, 32, MOST_FDS] {
-                for number in [GET_FEATURES, SET_OWNER, SET_MEM_TABLE, SET_VRING_KICK, 0, 255] {
-                    let client = Client::connect(&target.socket);
-                    let fds: Vec<BorrowedFd<'_>> = vec![ram.file.as_fd(); count];
-                    client.send(number, &[0; 8], &fds);
-                    client.send(GET_FEATURES, &[], &[]);
-                    let _ = client.stream.shutdown(std::net::Shutdown::Write);
-                    client.drain();
-                }
-            }
-        }),
-        ("descriptors with every byte of a message", |target| {
-            let ram = Ram::new();
-            let client = Client::connect(&target.socket);
-            for byte in header(GET_FEATURES, 1, 0).repeat(4) {
-                client.raw(&[byte], &[ram.file.as_fd(); MOST_FDS]);
-            }
-        }),
-        ("no descriptors where some belong", |target| {
-            for number in [
-                SET_MEM_TABLE,
-                SET_LOG_BASE,
-                SET_LOG_FD,
-                SET_VRING_KICK,
-                SET_VRING_CALL,
-                SET_VRING_ERR,
-                SET_BACKEND_REQ_FD,
-                SET_INFLIGHT_FD,
-                ADD_MEM_REG,
-                SET_DEVICE_STATE_FD,
-            ] {
-                for payload in [vec![], words(&[0]), Ram::new().table(), words(&[0; 5])] {
-                    let session = target.open(LOG_ALL);
-                    session.client.set(number, &payload, &[]);
-                }
-            }
-        }),
-    ]);
+    all(MESSAGES);
 }
 
 fn base_of(target: &Target, features: u64) {
@@ -141,78 +143,80 @@ fn base_of(target: &Target, features: u64) {
     }
 }
 
-#[test]
-fn rings_that_are_none() {
-    all(&[
-        ("places in a split ring", |target| base_of(target, 0)),
-        ("places in a packed ring", |target| base_of(target, PACKED)),
-        ("sizes of a ring", |target| {
-            for value in (0..20).chain(edges32()) {
+pub(crate) const PLACES: &[(&str, Attack)] = &[
+    ("places in a split ring", |target| base_of(target, 0)),
+    ("places in a packed ring", |target| base_of(target, PACKED)),
+    ("sizes of a ring", |target| {
+        for value in (0..20).chain(edges32()) {
+            let session = target.open(0);
+            let mut ring = Ring::new(0);
+            session.place(&ring, 0, value);
+            session.run(&ring);
+            ring.offer(&session.ram, 0);
+            session.client.set(SET_VRING_NUM, &state(0, value), &[]);
+            session.stop(0);
+        }
+    }),
+    ("addresses of a ring", |target| {
+        for value in EDGES.into_iter().chain([BASE + 1, BASE + SIZE - 1, BASE + SIZE]) {
+            for place in 0..4 {
                 let session = target.open(0);
-                let mut ring = Ring::new(0);
-                session.place(&ring, 0, value);
-                session.run(&ring);
+                let mut ring = session.ring(0);
+                let mut at = [ring.descs(), ring.used(), ring.avail(), 0];
+                at[place] = value;
+                session.client.set(SET_VRING_ADDR, &addresses(0, place as u32, at), &[]);
                 ring.offer(&session.ram, 0);
-                session.client.set(SET_VRING_NUM, &state(0, value), &[]);
                 session.stop(0);
             }
-        }),
-        ("addresses of a ring", |target| {
-            for value in EDGES.into_iter().chain([BASE + 1, BASE + SIZE - 1, BASE + SIZE]) {
-                for place in 0..4 {
-                    let session = target.open(0);
-                    let mut ring = session.ring(0);
-                    let mut at = [ring.descs(), ring.used(), ring.avail(), 0];
-                    at[place] = value;
-                    session.client.set(SET_VRING_ADDR, &addresses(0, place as u32, at), &[]);
-                    ring.offer(&session.ram, 0);
-                    session.stop(0);
-                }
+        }
+    }),
+    ("numbers of rings", |target| {
+        for number in [
+            SET_VRING_NUM,
+            SET_VRING_BASE,
+            SET_VRING_ADDR,
+            GET_VRING_BASE,
+            SET_VRING_KICK,
+            SET_VRING_CALL,
+            SET_VRING_ERR,
+            SET_VRING_ENABLE,
+        ] {
+            for index in edges32().skip(2) {
+                let session = target.open(0);
+                let ring = Ring::new(0);
+                let payload = match number {
+                    SET_VRING_ADDR => addresses(index, 0, [BASE; 4]),
+                    _ => state(index, 1),
+                };
+                let kick = [ring.kick.as_fd()];
+                let fds: &[_] = match number {
+                    SET_VRING_KICK | SET_VRING_CALL | SET_VRING_ERR => &kick,
+                    _ => &[],
+                };
+                session.client.set(number, &payload, fds);
             }
-        }),
-        ("numbers of rings", |target| {
-            for number in [
-                SET_VRING_NUM,
-                SET_VRING_BASE,
-                SET_VRING_ADDR,
-                GET_VRING_BASE,
-                SET_VRING_KICK,
-                SET_VRING_CALL,
-                SET_VRING_ERR,
-                SET_VRING_ENABLE,
-            ] {
-                for index in edges32().skip(2) {
-                    let session = target.open(0);
-                    let ring = Ring::new(0);
-                    let payload = match number {
-                        SET_VRING_ADDR => addresses(index, 0, [BASE; 4]),
-                        _ => state(index, 1),
-                    };
-                    let kick = [ring.kick.as_fd()];
-                    let fds: &[_] = match number {
-                        SET_VRING_KICK | SET_VRING_CALL | SET_VRING_ERR => &kick,
-                        _ => &[],
-                    };
-                    session.client.set(number, &payload, fds);
-                }
-            }
-        }),
-        ("rings that are started, stopped and enabled again and again", |target| {
-            let session = target.open(0);
-            let ring = Ring::new(0);
-            for round in 0..200 {
-                assert!(session.start(&ring, round % 3));
-                ring.kick();
-                assert!(session.client.set(SET_VRING_ENABLE, &state(0, round % 2), &[]));
-                assert!(session.stop(0).is_some());
-            }
-        }),
-        ("questions for places without an end, of which no answer is read", |target| {
-            let session = target.open(0);
-            let _ring = session.ring(0);
-            pour(&session.client, &[header(GET_VRING_BASE, 1, 8), state(0, 0)].concat());
-        }),
-    ]);
+        }
+    }),
+    ("rings that are started, stopped and enabled again and again", |target| {
+        let session = target.open(0);
+        let ring = Ring::new(0);
+        for round in 0..200 {
+            assert!(session.start(&ring, round % 3));
+            ring.kick();
+            assert!(session.client.set(SET_VRING_ENABLE, &state(0, round % 2), &[]));
+            assert!(session.stop(0).is_some());
+        }
+    }),
+    ("questions for places without an end, of which no answer is read", |target| {
+        let session = target.open(0);
+        let _ring = session.ring(0);
+        pour(&session.client, &[header(GET_VRING_BASE, 1, 8), state(0, 0)].concat());
+    }),
+];
+
+#[test]
+fn rings_that_are_none() {
+    all(PLACES);
 }
 
 /// Sends a message again and again until there is no room.
@@ -229,67 +233,67 @@ fn pour(client: &Client, message: &[u8]) {
     }
 }
 
-#[test]
-fn messages_out_of_their_order() {
-    all(&[
-        ("rings before anything else", |target| {
-            let client = Client::connect(&target.socket);
-            let ring = Ring::new(0);
-            client.send(SET_VRING_ADDR, &ring.addresses(), &[]);
-            client.send(SET_VRING_KICK, &words(&[0]), &[ring.kick.as_fd()]);
-            client.send(SET_VRING_ENABLE, &state(0, 1), &[]);
-            ring.kick();
-            let _ = client.ask(GET_VRING_BASE, &state(0, 0));
-        }),
-        ("features that change under running rings", |target| {
-            for features in EDGES.into_iter().chain((0..64).map(|bit| 1 << bit)) {
-                let session = target.open(0);
-                let mut ring = session.ring(0);
-                session.client.set(SET_FEATURES, &words(&[features]), &[]);
-                ring.offer(&session.ram, 0);
-                session.client.set(SET_PROTOCOL_FEATURES, &words(&[features]), &[]);
-                session.client.send(GET_VRING_BASE, &state(0, 0), &[]);
-                let _ = session.client.stream.shutdown(std::net::Shutdown::Write);
-                session.client.drain();
-            }
-        }),
-        ("memory that goes under running rings", |target| {
+pub(crate) const ORDERS: &[(&str, Attack)] = &[
+    ("rings before anything else", |target| {
+        let client = Client::connect(&target.socket);
+        let ring = Ring::new(0);
+        client.send(SET_VRING_ADDR, &ring.addresses(), &[]);
+        client.send(SET_VRING_KICK, &words(&[0]), &[ring.kick.as_fd()]);
+        client.send(SET_VRING_ENABLE, &state(0, 1), &[]);
+        ring.kick();
+        let _ = client.ask(GET_VRING_BASE, &state(0, 0));
+    }),
+    ("features that change under running rings", |target| {
+        for features in EDGES.into_iter().chain((0..64).map(|bit| 1 << bit)) {
             let session = target.open(0);
             let mut ring = session.ring(0);
-            for round in 0..50 {
-                ring.offer(&session.ram, round % RING);
-                let other = Ram::new();
-                let fds = [other.file.as_fd()];
-                match round % 4 {
-                    0 => {
-                        session.client.set(SET_MEM_TABLE, &words(&[1, BASE * 8, SIZE, 0, 0]), &fds)
-                    }
-                    1 => session.client.set(SET_MEM_TABLE, &Ram::new().table(), &fds),
-                    2 => session.client.set(REM_MEM_REG, &words(&[0, BASE, SIZE, BASE, 0]), &[]),
-                    _ => session.client.set(ADD_MEM_REG, &words(&[0, BASE, SIZE, BASE, 0]), &fds),
-                };
+            session.client.set(SET_FEATURES, &words(&[features]), &[]);
+            ring.offer(&session.ram, 0);
+            session.client.set(SET_PROTOCOL_FEATURES, &words(&[features]), &[]);
+            session.client.send(GET_VRING_BASE, &state(0, 0), &[]);
+            let _ = session.client.stream.shutdown(std::net::Shutdown::Write);
+            session.client.drain();
+        }
+    }),
+    ("memory that goes under running rings", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        for round in 0..50 {
+            ring.offer(&session.ram, round % RING);
+            let other = Ram::new();
+            let fds = [other.file.as_fd()];
+            match round % 4 {
+                0 => session.client.set(SET_MEM_TABLE, &words(&[1, BASE * 8, SIZE, 0, 0]), &fds),
+                1 => session.client.set(SET_MEM_TABLE, &Ram::new().table(), &fds),
+                2 => session.client.set(REM_MEM_REG, &words(&[0, BASE, SIZE, BASE, 0]), &[]),
+                _ => session.client.set(ADD_MEM_REG, &words(&[0, BASE, SIZE, BASE, 0]), &fds),
+            };
+        }
+    }),
+    ("resets under running rings", |target| {
+        for number in [RESET_OWNER, RESET_DEVICE, SET_OWNER, SET_STATUS] {
+            let session = target.open(0);
+            let payload = if number == SET_STATUS { words(&[0]) } else { vec![] };
+            for _ in 0..20 {
+                let mut ring = session.ring(target.index());
+                target.works(&session, &mut ring);
+                ring.offer(&session.ram, 0);
+                session.client.set(number, &payload, &[]);
             }
-        }),
-        ("resets under running rings", |target| {
-            for number in [RESET_OWNER, RESET_DEVICE, SET_OWNER, SET_STATUS] {
-                let session = target.open(0);
-                let payload = if number == SET_STATUS { words(&[0]) } else { vec![] };
-                for _ in 0..20 {
-                    let mut ring = session.ring(target.index());
-                    target.works(&session, &mut ring);
-                    ring.offer(&session.ram, 0);
-                    session.client.set(number, &payload, &[]);
-                }
-            }
-        }),
-        ("connections one after the other, and as many at a time as there is room for", |target| {
-            for _ in 0..50 {
-                drop(Client::connect(&target.socket));
-                let crowd: Vec<UnixStream> = (0..1000).map_while(|_| crowded(target)).collect();
-                drop(crowd);
-            }
-        }),
-    ]);
+        }
+    }),
+    ("connections one after the other, and as many at a time as there is room for", |target| {
+        for _ in 0..50 {
+            drop(Client::connect(&target.socket));
+            let crowd: Vec<UnixStream> = (0..1000).map_while(|_| crowded(target)).collect();
+            drop(crowd);
+        }
+    }),
+];
+
+#[test]
+fn messages_out_of_their_order() {
+    all(ORDERS);
 }
 
 /// A connection if there is room for one.
@@ -303,7 +307,7 @@ fn crowded(target: &Target) -> Option<UnixStream> {
     connect(&socket, &address).ok().map(|()| socket.into())
 }
 
-const SHARING: &[(&str, Attack)] = &[
+pub(crate) const SHARING: &[(&str, Attack)] = &[
     ("regions of memory", |target| {
         let ram = Ram::new();
         let fds = [ram.file.as_fd(); 9];
@@ -424,6 +428,14 @@ const SHARING: &[(&str, Attack)] = &[
             ring.offer(&session.ram, 0);
             drop(ours);
         }
+    }),
+    ("rings of which no translation comes", |target| {
+        let session = target.open(PLATFORM);
+        let (_ours, theirs) = UnixStream::pair().unwrap();
+        assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
+        let _rings = [session.ring(0), session.ring(1)];
+        // For longer than a neighbour may wait.
+        std::thread::sleep(std::time::Duration::from_millis(1500));
     }),
     ("channels that say nonsense", |target| {
         for byte in 0..100 {

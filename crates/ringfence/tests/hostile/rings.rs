@@ -34,7 +34,7 @@ const LENGTHS: [u32; 8] = [0, 1, 15, 16, 17, 4096, 0x7fff_ffff, u32::MAX];
 const PLACES: [u64; 8] =
     [0, BASE - 1, BASE, DATA, BASE + SIZE - 1, BASE + SIZE, u64::MAX - 15, u64::MAX];
 
-const RINGS: &[(&str, Attack)] = &[
+pub(crate) const RINGS: &[(&str, Attack)] = &[
     ("chains that end in themselves", |target| {
         chain(target, 0, &[Desc(DATA, 16, NEXT, 0)]);
         chain(target, 0, &[Desc(DATA, 16, NEXT, 1), Desc(DATA, 512, NEXT | WRITE, 0)]);

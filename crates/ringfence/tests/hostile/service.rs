@@ -222,6 +222,17 @@ impl Service {
         self.running.process().cpu_time()
     }
 
+    /// How long the neighbour's requests take, µs, while something is done again and again, for so long.
+    pub(crate) fn neighbour_beside(&self, time: Duration, something: impl Fn(&Target)) -> Vec<u64> {
+        let (neighbour, target) = (self.neighbour.as_ref().unwrap(), self.target());
+        neighbour.two_more();
+        let begun = Instant::now();
+        while begun.elapsed() < time {
+            something(&target);
+        }
+        neighbour.two_more()
+    }
+
     pub(crate) fn neighbour_goes_on(&self, after: &str) {
         if let Some(neighbour) = &self.neighbour {
             let longest = neighbour.goes_on();
