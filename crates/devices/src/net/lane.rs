@@ -43,7 +43,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
             return drops(lane, src);
         }
         _ => {
-            lane.go_on();
+            lane.left_by_receiver(now_ns);
             return discard(src.ring, src.bus, Lost::NoReceiver, now_ns);
         }
     }

@@ -260,6 +260,14 @@ impl Lane {
         self.stall = None;
     }
 
+    /// The receiver is gone, or its ring is: who waits for it does so in vain.
+    pub(super) fn left_by_receiver(&mut self, now_ns: u64) {
+        let stalled = self.stall.take().is_some_and(|stall| stall.side == Side::Target);
+        if self.starved_ns.take().is_some() || stalled {
+            self.in_vain_ns = Some(now_ns);
+        }
+    }
+
     /// The receiver has no buffers.
     pub(super) fn starve(&mut self, now_ns: u64) {
         self.starved_ns.get_or_insert(now_ns);
@@ -483,5 +491,23 @@ mod tests {
         lane.go_on();
         lane.wait(Side::Target, answers, 151);
         assert!(lane.leaves_receiver(151, 100) && !lane.holds_packets());
+    }
+
+    #[test]
+    fn who_goes_while_it_is_waited_for_was_waited_for_in_vain() {
+        let mut lane = Lane::default();
+        lane.left_by_receiver(5);
+        lane.wait(Side::Source, (0, 0), 6);
+        lane.left_by_receiver(7);
+        lane.wait(Side::Target, (0, 0), 8);
+        assert!(!lane.leaves_receiver(9, 100) && lane.holds_packets());
+        lane.left_by_receiver(10);
+        lane.wait(Side::Target, (0, 0), 11);
+        assert!(lane.leaves_receiver(12, 100) && !lane.holds_packets());
+
+        let mut lane = Lane::default();
+        assert!(!lane.loses_hope(1));
+        lane.left_by_receiver(2);
+        assert!(lane.loses_hope(3) && !lane.holds_packets());
     }
 }

@@ -61,7 +61,10 @@ fn round(
         _ if ring.has_failed() => false,
         // A ring that is started and disabled is emptied without effect (rule D28).
         _ if !ring.enabled => on!(bus, bus => discard(ring, bus, Lost::Disabled, now_ns)),
-        None => on!(bus, bus => discard(ring, bus, Lost::NoReceiver, now_ns)),
+        None => {
+            lane.left_by_receiver(now_ns);
+            on!(bus, bus => discard(ring, bus, Lost::NoReceiver, now_ns))
+        }
         Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
             let mut src = Place::source(ring, src, terms);
             let mut dst = Place::target(target, dst, target_terms);

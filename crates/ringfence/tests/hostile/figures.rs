@@ -8,6 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::{
+    process::Pid,
+    thread::{CpuSet, sched_setaffinity},
+};
+
 use crate::{
     common::Place,
     descriptors::{CHANGES, KINDS},
@@ -139,8 +144,9 @@ fn rounds(sessions: &[Session; 3]) -> [Vec<f64>; 2] {
     ratios
 }
 
-/// Under attack, beside nothing, beside connections of an honest front end one after the other, and beside two
-/// threads that compute.
+/// Under attack, beside nothing, and beside connections of an honest front end one after the other. The neighbour
+/// and who serves it have a CPU, the attacker and who talks to it another: what is left is what the service itself
+/// takes from one for the other.
 #[test]
 #[ignore = "figures"]
 fn a_neighbour_of_one_that_is_attacked() {
@@ -149,18 +155,26 @@ fn a_neighbour_of_one_that_is_attacked() {
     println!(
         "a neighbour's requests, p99 in us, and ratios with their least and greatest of {ROUNDS} rounds"
     );
-    println!("  alone  honest    busy attacked       attacked/honest         attacked/busy");
+    println!("  alone  honest attacked        attacked/alone       attacked/honest");
     for device in [Device::Guarded, Device::Net] {
+        place(None, 1);
         let service = Service::start(device);
+        place(None, 0);
+        // Those that talk to front ends, and what they start.
+        let talks = |(_, name): &(Pid, String)| name == "ringfence";
+        service.threads().filter(talks).for_each(|(id, _)| place(Some(id), 0));
         for (name, attack) in lists.concat() {
             let rounds = [(); ROUNDS].map(|()| beside(&service, device, attack));
-            let p99s = [0, 1, 2, 3].map(|at| median(rounds.iter().map(|round| round[at]))[1]);
-            let ratios = [1, 2].map(|at| median(rounds.iter().map(|round| round[3] / round[at])));
+            let p99s = [0, 1, 2].map(|at| median(rounds.iter().map(|round| round[at]))[1]);
+            let ratios = [0, 1].map(|at| median(rounds.iter().map(|round| round[2] / round[at])));
             println!(
                 "{}{} {device:?}: {name}",
                 p99s.map(|p99| format!("{p99:>7} ")).concat(),
                 ratios
-                    .map(|[least, middle, most]| format!("{middle:>8.2} [{least:.2}, {most:.2}]"))
+                    .map(|[least, middle, most]| format!(
+                        "{:>22}",
+                        format!("{middle:.2} [{least:.2}, {most:.2}]")
+                    ))
                     .concat()
             );
         }
@@ -168,30 +182,23 @@ fn a_neighbour_of_one_that_is_attacked() {
     }
 }
 
+/// Has a thread, or this one, run on one CPU.
+fn place(thread: Option<Pid>, cpu: usize) {
+    let mut cpus = CpuSet::new();
+    cpus.set(cpu);
+    sched_setaffinity(thread, &cpus).unwrap();
+}
+
 /// p99s of a neighbour's requests.
-fn beside(service: &Service, device: Device, attack: Attack) -> [f64; 4] {
+fn beside(service: &Service, device: Device, attack: Attack) -> [f64; 3] {
     const TIME: Duration = Duration::from_millis(300);
     let p99 = |mut took: Vec<u64>| {
         took.sort_unstable();
         took[took.len() * 99 / 100] as f64
     };
-    let over = AtomicBool::new(false);
-    let compute = || {
-        while !over.load(Ordering::Relaxed) {
-            std::hint::spin_loop();
-        }
-    };
-    let busy = || {
-        thread::scope(|scope| {
-            (0..2).for_each(|_| drop(scope.spawn(compute)));
-            thread::sleep(TIME);
-            over.store(true, Ordering::Relaxed);
-        });
-    };
     [
         p99(service.neighbour_beside(TIME, |_| thread::sleep(TIME))),
         p99(service.neighbour_beside(TIME, |target| next_front_end(&target.socket, device, 1))),
-        p99(service.neighbour_beside(TIME, |_| busy())),
         p99(service.neighbour_beside(TIME, attack)),
     ]
 }

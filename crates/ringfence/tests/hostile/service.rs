@@ -1,13 +1,13 @@
 //! The service that is attacked, and what has to hold after each attack.
 
 use std::{
-    fs::{self, DirEntry},
+    fs,
     path::{Path, PathBuf},
     rc::Rc,
     time::{Duration, Instant},
 };
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 
 use crate::{
     common::{LIMIT, Place, Running},
@@ -253,6 +253,16 @@ impl Service {
         }
     }
 
+    /// Its threads, and their names.
+    pub(crate) fn threads(&self) -> impl Iterator<Item = (Pid, String)> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.running.process().id)).unwrap();
+        tasks.flatten().map(|thread| {
+            let id = thread.file_name().to_str().unwrap().parse().unwrap();
+            let name = fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+            (Pid::from_raw(id).unwrap(), name.trim_end().to_owned())
+        })
+    }
+
     fn holds(&self) -> Holds {
         let process = PathBuf::from(format!("/proc/{}", self.running.process().id));
         let names = |folder: &Path| fs::read_dir(folder).unwrap().flatten().collect::<Vec<_>>();
@@ -265,11 +275,7 @@ impl Service {
         let mut descriptors: Vec<String> = links.collect();
         descriptors.sort();
         // The kernel's own for I/O come and go.
-        let is_ours = |thread: &DirEntry| {
-            let name = fs::read_to_string(thread.path().join("comm"));
-            name.is_ok_and(|name| !name.starts_with("iou-"))
-        };
-        let threads = names(&process.join("task")).iter().filter(|thread| is_ours(thread)).count();
+        let threads = self.threads().filter(|(_, name)| !name.starts_with("iou-")).count();
         Holds { threads, descriptors }
     }
 
