@@ -76,7 +76,7 @@ fn measure<B: Lasting>(
         let bus = &*bus;
         let mut src = Place::source(&mut transmit, bus, terms);
         let mut dst = Place::target(&mut receive, bus, terms);
-        assert!(forward(&mut lane, &mut src, &mut dst, 0, Patience::with_itself(0)));
+        assert!(forward(&mut lane, &mut src, &mut dst, (0, 0), 0, Patience::with_itself(0)));
         bursts.push(start.elapsed().as_nanos() as f64);
         assert_eq!(sender.pop_burst(&mut used).unwrap(), BURST);
         assert_eq!(receiver.pop_burst(&mut used).unwrap(), BURST);

@@ -21,16 +21,12 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
     lane: &mut Lane,
     src: &mut Place<'_, S>,
     dst: &mut Place<'_, D>,
+    answers: (u64, u64),
     now_ns: u64,
     patience: Patience,
 ) -> bool {
-    let answers = (src.bus.answers(), dst.bus.answers());
-    let drops = |lane: &mut Lane, src: &mut Place<'_, S>| {
-        let drops = lane.leaves_receiver(now_ns, patience.receiver_ns);
-        drops && discard(src.ring, src.bus, Lost::Unanswered, now_ns)
-    };
     if lane.sleeps(answers, now_ns) {
-        return drops(lane, src);
+        return lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience);
     }
     if !lane.finds(src, answers, now_ns) {
         return false;
@@ -40,11 +36,11 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         Ready::Yes => {}
         Ready::Soon if !over => {
             lane.wait(Side::Target, answers, now_ns);
-            return drops(lane, src);
+            return drop_late(lane, src, answers, now_ns, patience);
         }
         _ => {
-            lane.left_by_receiver(now_ns);
-            return discard(src.ring, src.bus, Lost::NoReceiver, now_ns);
+            lane.pause(now_ns);
+            return discard(lane, (src.ring, src.bus), Lost::NoReceiver, answers, now_ns);
         }
     }
     let mut round = Round::new(answers, now_ns);
@@ -62,7 +58,30 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         round.publish(dst);
         round.publish(src);
     }
-    did || round.waits.is_some() && drops(lane, src)
+    did || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience)
+}
+
+/// A translation of the receiver's is missing: packets wait for it, if there are any, or are dropped. True if any
+/// were.
+#[cold]
+fn drop_late<S: Lasting>(
+    lane: &mut Lane,
+    src: &mut Place<'_, S>,
+    answers: (u64, u64),
+    now_ns: u64,
+    patience: Patience,
+) -> bool {
+    if !lane.finds(src, answers, now_ns) {
+        return false;
+    }
+    if !lane.takes(src.ring, src.bus, (1, answers, now_ns)) {
+        if lane.waits_for_receiver() {
+            lane.rests(now_ns);
+        }
+        return false;
+    }
+    let late = lane.lacks_receivers(now_ns, patience.receiver_ns);
+    late && discard(lane, (src.ring, src.bus), Lost::Unanswered, answers, now_ns)
 }
 
 /// Moves a burst; whose translation is missing, if it ended for want of one.
@@ -80,17 +99,17 @@ fn run<S: Lasting, D: Lasting>(
     let whole = dst.ring.take(dst.bus, BURST).map_err(|error| (Side::Target, error))?;
     while src.ring.held() > 0 && round.has_room() {
         if quick(src, dst, round) > 0 {
-            lane.fed(round.now_ns);
+            lane.fed();
             continue;
         }
         match single(lane, src, dst, round).map_err(|error| (Side::Target, error))? {
             Step::Moved { bytes } => {
-                lane.fed(round.now_ns);
+                lane.fed();
                 round.moved(bytes);
             }
             Step::Missing(side) => return Ok(Some(side)),
             Step::Full if !whole => return Ok(Some(Side::Target)),
-            Step::Full if lane.loses_hope(round.now_ns) => round.lose(src.ring, Lost::NoRoom),
+            Step::Full if lane.lacks_buffers(round.now_ns) => round.lose(src.ring, Lost::NoRoom),
             Step::Full => return Ok(None),
             Step::Lost(why) => round.lose(src.ring, why),
         }

@@ -175,7 +175,7 @@ impl Outlet {
             let store = &mut self.inward.target;
             match receive(store, dst, header, bytes.len(), &mut round, fill) {
                 Ok(Step::Moved { bytes }) => {
-                    self.inward.fed(now_ns);
+                    self.inward.fed();
                     self.waiting = None;
                     round.moved(bytes);
                 }

@@ -25,12 +25,15 @@ const WARY: u64 = 1024;
 /// it had asked for, as when a driver's IOMMU is flushed: all are asked for anew.
 const FEW: u64 = 8;
 /// How long the receiver may be without buffers before packets are dropped, unless
-/// [`NetOptions`](super::NetOptions) says otherwise. They are until it takes some again and a second has passed.
+/// [`NetOptions`](super::NetOptions) says otherwise. They are until it has some, and not waited for again in the
+/// second after that.
 pub const GRACE: Duration = Duration::from_millis(10);
 /// The part of the patience for another driver: its front end's silence is not the sender's fault.
 const ANOTHERS_PART: u64 = 50;
-/// For how long, in ns, a receiver that was waited for in vain is not waited for again: one that takes a packet now
-/// and then holds up the others for a small part of the time only.
+/// What it has in any case, ns.
+const ANOTHERS_LEAST: u64 = 10_000_000;
+/// For how long, in ns, a receiver that was waited for in vain is not waited for again: one that is late again and
+/// again holds up the others for a small part of the time only.
 const DISTRUST_NS: u64 = 1_000_000_000;
 /// After how long, in ns, what is missing is looked for again without an answer.
 const RETRY_NS: u64 = 5_000_000;
@@ -93,7 +96,7 @@ impl Patience {
 
     /// Of one that sends to another.
     pub(super) fn with_another(whole_ns: u64) -> Patience {
-        Patience { whole_ns, receiver_ns: whole_ns / ANOTHERS_PART }
+        Patience { whole_ns, receiver_ns: (whole_ns / ANOTHERS_PART).max(ANOTHERS_LEAST) }
     }
 }
 
@@ -125,6 +128,53 @@ pub(super) enum Step {
     Full,
 }
 
+/// Something of the receiver's for which packets wait: for a while, after which they are dropped until it comes.
+/// Who lets it get so far is not waited for again at once.
+#[derive(Default)]
+struct Late {
+    since_ns: Option<u64>,
+    /// How long those were waited for, together, who went away before it came.
+    spent_ns: u64,
+    /// When it was last found to be too late.
+    in_vain_ns: Option<u64>,
+}
+
+impl Late {
+    /// It has not come; whether packets are dropped, as it should have in `most_ns`.
+    fn is_too_late(&mut self, now_ns: u64, most_ns: u64) -> bool {
+        if self.since_ns.is_none()
+            && self.in_vain_ns.take_if(|at| now_ns.saturating_sub(*at) >= DISTRUST_NS).is_some()
+        {
+            self.spent_ns = 0;
+        }
+        let since = *self.since_ns.get_or_insert(now_ns);
+        if self.spent_ns.saturating_add(now_ns.saturating_sub(since)) >= most_ns {
+            self.in_vain_ns = Some(now_ns);
+        }
+        self.in_vain_ns.is_some()
+    }
+
+    /// It has come.
+    #[inline]
+    fn come(&mut self) {
+        if self.since_ns.take().is_some() {
+            self.spent_ns = 0;
+        }
+    }
+
+    /// It is not waited for any more, though it has not come.
+    fn pause(&mut self, now_ns: u64) {
+        if let Some(since) = self.since_ns.take() {
+            self.spent_ns = self.spent_ns.saturating_add(now_ns.saturating_sub(since));
+        }
+    }
+
+    /// Whether packets wait.
+    fn holds(&self) -> bool {
+        self.since_ns.is_some() && self.in_vain_ns.is_none()
+    }
+}
+
 /// What a lane remembers between two rounds.
 pub(super) struct Lane {
     stall: Option<Stall>,
@@ -134,11 +184,9 @@ pub(super) struct Lane {
     passed: u64,
     /// How long the receiver may be without buffers.
     grace: Duration,
-    /// Since when it has had none.
-    starved_ns: Option<u64>,
-    /// When it was last found to have been waited for in vain. Packets are dropped at once from then on, until it
-    /// takes some again and [`DISTRUST_NS`] have passed.
-    in_vain_ns: Option<u64>,
+    /// Its buffers, and its translations.
+    buffers: Late,
+    translations: Late,
     pub(super) source: Vec<HostSlice<'static>>,
     pub(super) target: Vec<HostSlice<'static>>,
 }
@@ -157,8 +205,8 @@ impl Lane {
             wary: 0,
             passed: 0,
             grace,
-            starved_ns: None,
-            in_vain_ns: None,
+            buffers: Late::default(),
+            translations: Late::default(),
             source: Vec::new(),
             target: Vec::new(),
         }
@@ -170,8 +218,9 @@ impl Lane {
 
     /// When there is something to do though nobody says so.
     pub(super) fn next_due(&self) -> Option<u64> {
-        let starved = self.starved_ns.map(|since| since.saturating_add(self.grace_ns()));
-        let starved = starved.filter(|_| self.in_vain_ns.is_none());
+        let starved = self.buffers.since_ns.filter(|_| self.buffers.holds());
+        let left = self.grace_ns().saturating_sub(self.buffers.spent_ns);
+        let starved = starved.map(|since| since.saturating_add(left));
         self.stall.map(|stall| stall.retry_at).into_iter().chain(starved).min()
     }
 
@@ -182,14 +231,21 @@ impl Lane {
 
     /// Whether packets that come have to wait.
     pub(super) fn holds_packets(&self) -> bool {
-        let patient = self.in_vain_ns.is_none();
-        let stalled = self.stall.is_some_and(|stall| stall.side == Side::Source || patient);
-        stalled || self.is_starved() && patient
+        let stalled = self.stall.is_some_and(|stall| match stall.side {
+            Side::Source => true,
+            Side::Target => self.translations.holds(),
+        });
+        stalled || self.buffers.holds()
     }
 
-    /// Whether it waits for buffers of the receiver.
+    /// Whether the receiver is without buffers.
     pub(super) fn is_starved(&self) -> bool {
-        self.starved_ns.is_some()
+        self.buffers.since_ns.is_some()
+    }
+
+    /// Whether packets wait for its buffers.
+    pub(super) fn waits_for_buffers(&self) -> bool {
+        self.buffers.holds()
     }
 
     /// Whether it waits for a translation.
@@ -216,16 +272,53 @@ impl Lane {
         self.stall = Some(Stall { side, since_ns, retry_at, answers });
     }
 
-    /// Whether packets are dropped, as the receiver's translation has not come for too long.
-    #[cold]
-    pub(super) fn leaves_receiver(&mut self, now_ns: u64, receiver_ns: u64) -> bool {
-        let Some(stall) = self.stall.filter(|stall| stall.side == Side::Target) else {
-            return false;
-        };
-        if now_ns.saturating_sub(stall.since_ns) >= receiver_ns {
-            self.in_vain_ns = Some(now_ns);
+    /// Whether it waits for a translation of the receiver's.
+    pub(super) fn waits_for_receiver(&self) -> bool {
+        self.stall.is_some_and(|stall| stall.side == Side::Target)
+    }
+
+    /// A packet lacks a translation of the receiver's; whether it is dropped, as that is too late.
+    pub(super) fn lacks_receivers(&mut self, now_ns: u64, most_ns: u64) -> bool {
+        self.translations.is_too_late(now_ns, most_ns)
+    }
+
+    /// No packet waits for the receiver any more: there is none, or the receiver is gone, or a ring is at rest.
+    pub(super) fn pause(&mut self, now_ns: u64) {
+        self.stall.take_if(|stall| stall.side == Side::Target);
+        self.translations.pause(now_ns);
+        self.buffers.pause(now_ns);
+    }
+
+    /// No packet waits for a translation of the receiver's, which may come all the same.
+    pub(super) fn rests(&mut self, now_ns: u64) {
+        self.translations.pause(now_ns);
+    }
+
+    /// The ring of the packets has failed.
+    pub(super) fn end(&mut self, now_ns: u64) {
+        self.go_on();
+        self.pause(now_ns);
+    }
+
+    /// Takes chains of the packets' ring; whether there are any. A table's translation that is missing is waited
+    /// for.
+    pub(super) fn takes<B: Lasting>(
+        &mut self,
+        ring: &mut NetRing,
+        bus: &B,
+        (many, answers, now_ns): (usize, (u64, u64), u64),
+    ) -> bool {
+        match ring.take(bus, many) {
+            Ok(whole) if whole || ring.held() > 0 => {
+                self.stall.take_if(|stall| stall.side == Side::Source);
+            }
+            Ok(_) => self.wait(Side::Source, answers, now_ns),
+            Err(error) => {
+                ring.fail(error);
+                return false;
+            }
         }
-        self.in_vain_ns.is_some()
+        ring.held() > 0
     }
 
     pub(super) fn is_over(&self, now_ns: u64, patience_ns: u64) -> bool {
@@ -260,33 +353,21 @@ impl Lane {
         self.stall = None;
     }
 
-    /// The receiver is gone, or its ring is: who waits for it does so in vain.
-    pub(super) fn left_by_receiver(&mut self, now_ns: u64) {
-        let stalled = self.stall.take().is_some_and(|stall| stall.side == Side::Target);
-        if self.starved_ns.take().is_some() || stalled {
-            self.in_vain_ns = Some(now_ns);
-        }
-    }
-
     /// The receiver has no buffers.
     pub(super) fn starve(&mut self, now_ns: u64) {
-        self.starved_ns.get_or_insert(now_ns);
+        self.buffers.since_ns.get_or_insert(now_ns);
     }
 
-    /// The receiver has buffers again.
+    /// The receiver has taken a packet.
     #[inline]
-    pub(super) fn fed(&mut self, now_ns: u64) {
-        self.starved_ns = None;
-        self.in_vain_ns.take_if(|at| now_ns.saturating_sub(*at) >= DISTRUST_NS);
+    pub(super) fn fed(&mut self) {
+        self.buffers.come();
+        self.translations.come();
     }
 
-    /// The receiver has no buffers. Whether packets are dropped, as it has had none for too long.
-    pub(super) fn loses_hope(&mut self, now_ns: u64) -> bool {
-        let since = *self.starved_ns.get_or_insert(now_ns);
-        if now_ns.saturating_sub(since) >= self.grace_ns() {
-            self.in_vain_ns = Some(now_ns);
-        }
-        self.in_vain_ns.is_some()
+    /// The receiver has no buffers; whether packets are dropped, as it has had none for too long.
+    pub(super) fn lacks_buffers(&mut self, now_ns: u64) -> bool {
+        self.buffers.is_too_late(now_ns, self.grace_ns())
     }
 
     /// Whether the ring is there; if its own translation is on its way, that is waited for.
@@ -299,7 +380,10 @@ impl Lane {
     ) -> bool {
         match place.ring.ready(place.bus, now_ns) {
             Ready::Yes => true,
-            Ready::No => false,
+            Ready::No => {
+                self.go_on();
+                false
+            }
             Ready::Soon => {
                 self.wait(Side::Source, answers, now_ns);
                 false
@@ -445,22 +529,29 @@ pub(super) fn give_up<B: Lasting>(place: &mut Place<'_, B>) -> u64 {
 
 /// Takes all packets and drops them. True if there were any.
 #[cold]
-pub(super) fn discard<S: Lasting>(ring: &mut NetRing, bus: &S, why: Lost, now_ns: u64) -> bool {
-    if ring.ready(bus, now_ns) != Ready::Yes {
+pub(super) fn discard<S: Lasting>(
+    lane: &mut Lane,
+    (ring, bus): (&mut NetRing, &S),
+    why: Lost,
+    answers: (u64, u64),
+    now_ns: u64,
+) -> bool {
+    match ring.ready(bus, now_ns) {
+        Ready::Yes => {}
+        Ready::No => return false,
+        Ready::Soon => {
+            lane.wait(Side::Source, answers, now_ns);
+            return false;
+        }
+    }
+    if !lane.takes(ring, bus, (BURST, answers, now_ns)) {
         return false;
     }
-    if let Err(error) = ring.take(bus, BURST) {
-        ring.fail(error);
-        return true;
-    }
-    let any = ring.held() > 0;
     while ring.held() > 0 {
         ring.lose(why);
     }
-    if any {
-        ring.publish(bus);
-    }
-    any
+    ring.publish(bus);
+    true
 }
 
 #[cfg(test)]
@@ -468,46 +559,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_was_waited_for_in_vain_is_not_waited_for_again_at_once() {
-        let (mut lane, grace) = (Lane::default(), GRACE.as_nanos() as u64);
-        assert!(!lane.loses_hope(1) && lane.holds_packets());
-        assert!(!lane.loses_hope(grace) && lane.holds_packets());
-        assert!(lane.loses_hope(1 + grace) && !lane.holds_packets());
-        // It takes one now and then.
-        let at = 1 + grace;
-        lane.fed(at + DISTRUST_NS - 1);
-        assert!(lane.loses_hope(at + DISTRUST_NS - 1));
-        lane.fed(at + DISTRUST_NS);
-        assert!(!lane.loses_hope(at + DISTRUST_NS) && lane.holds_packets());
-        // So with its translations; those of the packets' own driver are waited for.
-        let answers = (0, 0);
-        lane.fed(at + DISTRUST_NS);
-        lane.wait(Side::Source, answers, 0);
-        assert!(!lane.leaves_receiver(u64::MAX, 100) && lane.holds_packets());
-        lane.wait(Side::Target, answers, 50);
-        lane.wait(Side::Target, answers, 149);
-        assert!(!lane.leaves_receiver(149, 100) && lane.holds_packets());
-        assert!(lane.leaves_receiver(150, 100) && !lane.holds_packets());
-        lane.go_on();
-        lane.wait(Side::Target, answers, 151);
-        assert!(lane.leaves_receiver(151, 100) && !lane.holds_packets());
+    fn who_is_too_late_once_is_not_waited_for_again_at_once() {
+        let mut late = Late::default();
+        assert!(!late.is_too_late(1, 100) && late.holds());
+        assert!(!late.is_too_late(100, 100) && late.holds());
+        assert!(late.is_too_late(101, 100) && !late.holds());
+        // It comes now and then.
+        late.come();
+        assert!(late.is_too_late(100 + DISTRUST_NS, 100) && !late.holds());
+        late.come();
+        assert!(!late.is_too_late(101 + DISTRUST_NS, 100) && late.holds());
+        // Time that it was not waited for does not count.
+        late.come();
+        assert!(!late.is_too_late(5 * DISTRUST_NS, 100) && late.holds());
+        late.pause(5 * DISTRUST_NS + 60);
+        assert!(!late.holds() && !late.is_too_late(7 * DISTRUST_NS, 100) && late.holds());
+        assert!(late.is_too_late(7 * DISTRUST_NS + 40, 100));
+        // Nobody is distrusted for ever.
+        late.pause(7 * DISTRUST_NS + 50);
+        assert!(!late.is_too_late(9 * DISTRUST_NS, 100));
     }
 
     #[test]
-    fn who_goes_while_it_is_waited_for_was_waited_for_in_vain() {
-        let mut lane = Lane::default();
-        lane.left_by_receiver(5);
-        lane.wait(Side::Source, (0, 0), 6);
-        lane.left_by_receiver(7);
-        lane.wait(Side::Target, (0, 0), 8);
-        assert!(!lane.leaves_receiver(9, 100) && lane.holds_packets());
-        lane.left_by_receiver(10);
-        lane.wait(Side::Target, (0, 0), 11);
-        assert!(lane.leaves_receiver(12, 100) && !lane.holds_packets());
-
-        let mut lane = Lane::default();
-        assert!(!lane.loses_hope(1));
-        lane.left_by_receiver(2);
-        assert!(lane.loses_hope(3) && !lane.holds_packets());
+    fn buffers_and_translations_are_late_by_themselves() {
+        let (mut lane, answers) = (Lane::default(), (0, 0));
+        assert!(!lane.lacks_buffers(0) && lane.lacks_buffers(lane.grace_ns()));
+        lane.wait(Side::Target, answers, 5);
+        assert!(!lane.lacks_receivers(5, 100) && lane.holds_packets());
+        assert!(lane.lacks_receivers(105, 100) && !lane.holds_packets());
+        // Those of the packets' own driver are waited for.
+        lane.wait(Side::Source, answers, 106);
+        assert!(lane.holds_packets());
+        lane.pause(107);
+        assert!(lane.holds_packets() && !lane.is_starved() && lane.next_due().is_some());
+        lane.end(108);
+        assert!(!lane.holds_packets() && lane.next_due().is_none());
     }
 }

@@ -331,24 +331,30 @@ impl Unit for NetUnit {
         // See `Wake::wake`.
         fence(Ordering::SeqCst);
         let mut more = false;
-        let mut starved = false;
+        // Whose rings are to tell of new buffers.
+        let mut wanted = [false; 2];
         let answers = self.ends.iter().map(|end| end.bus.as_ref().map_or(0, Bus::answers));
         let answers: [u64; 2] = {
             let mut each = answers.cycle();
             std::array::from_fn(|_| each.next().unwrap_or(0))
         };
+        let ends = self.ends.len();
         for (at, end) in self.ends.iter_mut().enumerate() {
             let answers = (answers[at], answers[1 - at]);
             for (transmit, lane) in end.transmit.iter_mut().zip(&end.lanes) {
-                starved |= lane.is_starved();
+                // Once packets are dropped there is nothing to do before there are others.
+                wanted[ends - 1 - at] |= lane.waits_for_buffers();
                 if let Some(ring) = transmit {
                     // Packets that would only wait are no reason to stay awake.
                     more |= lane.may_go_on(answers) || !lane.holds_packets() && ring.arm();
                 }
             }
         }
-        for outlet in &self.outlets {
-            starved |= outlet.inward.is_starved();
+        for (pair, outlet) in self.outlets.iter().enumerate() {
+            if outlet.inward.is_starved() {
+                let ring = self.ends[0].receive[pair].as_mut();
+                more |= ring.is_some_and(|ring| ring.arm());
+            }
             more |= outlet.is_due() || outlet.inward.may_go_on((answers[0], answers[0]));
         }
         for (pair, probe) in self.probes.iter().enumerate() {
@@ -356,9 +362,8 @@ impl Unit for NetUnit {
             let ring = self.ends[0].receive[pair].as_mut();
             more |= ring.is_some_and(|ring| !probe.inward.is_stalled() && ring.arm());
         }
-        if starved {
-            // Who waits for buffers sleeps until there are some.
-            let rings = self.ends.iter_mut().flat_map(|end| &mut end.receive).flatten();
+        for (end, _) in self.ends.iter_mut().zip(wanted).filter(|(_, wanted)| *wanted) {
+            let rings = end.receive.iter_mut().flatten();
             more |= rings.fold(false, |more, ring| ring.arm() | more);
         }
         more

@@ -53,22 +53,29 @@ fn round(
     lane: &mut Lane,
     from: (&mut NetRing, &Bus, Terms),
     to: Option<(&mut NetRing, &Bus, Terms)>,
+    answers: (u64, u64),
     now_ns: u64,
     patience: Patience,
 ) -> bool {
     let (ring, bus, terms) = from;
     match to {
-        _ if ring.has_failed() => false,
+        _ if ring.has_failed() => {
+            lane.end(now_ns);
+            false
+        }
         // A ring that is started and disabled is emptied without effect (rule D28).
-        _ if !ring.enabled => on!(bus, bus => discard(ring, bus, Lost::Disabled, now_ns)),
+        _ if !ring.enabled => {
+            lane.pause(now_ns);
+            on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, answers, now_ns))
+        }
         None => {
-            lane.left_by_receiver(now_ns);
-            on!(bus, bus => discard(ring, bus, Lost::NoReceiver, now_ns))
+            lane.pause(now_ns);
+            on!(bus, bus => discard(lane, (ring, bus), Lost::NoReceiver, answers, now_ns))
         }
         Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
             let mut src = Place::source(ring, src, terms);
             let mut dst = Place::target(target, dst, target_terms);
-            forward(lane, &mut src, &mut dst, now_ns, patience)
+            forward(lane, &mut src, &mut dst, answers, now_ns, patience)
         })),
     }
 }
@@ -83,7 +90,9 @@ pub(super) fn loopback(end: &mut End, now_ns: u64) -> bool {
         let Some(from) = transmit.as_deref_mut() else { continue };
         let to = receive[pair].as_deref_mut().filter(works);
         let to = to.map(|ring| (ring, &*bus, *terms));
-        busy |= round(lane, (from, bus, *terms), to, now_ns, Patience::with_itself(*patience_ns));
+        let (answers, patience) =
+            ((bus.answers(), bus.answers()), Patience::with_itself(*patience_ns));
+        busy |= round(lane, (from, bus, *terms), to, answers, now_ns, patience);
     }
     busy
 }
@@ -99,8 +108,9 @@ pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
         let (target_bus, target_terms) = (to.bus.take(), to.terms);
         let target = to.receiver(pair).zip(target_bus.as_ref());
         let target = target.map(|(ring, bus)| (ring, bus, target_terms));
-        busy |=
-            round(lane, (ring, bus, *terms), target, now_ns, Patience::with_another(*patience_ns));
+        let answers = (bus.answers(), target_bus.as_ref().map_or(0, Bus::answers));
+        let patience = Patience::with_another(*patience_ns);
+        busy |= round(lane, (ring, bus, *terms), target, answers, now_ns, patience);
         to.bus = target_bus;
     }
     busy
@@ -114,19 +124,26 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
     let (bus, terms, patience_ns) = (&*bus, *terms, *patience_ns);
     let mut busy = false;
     for (pair, outlet) in outlets.iter_mut().enumerate() {
-        if let Some(ring) = transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
-            let lane = &mut lanes[pair];
-            busy |= match ring.enabled {
-                false => on!(bus, bus => discard(ring, bus, Lost::Disabled, now_ns)),
-                true => on!(bus, bus => {
+        let (lane, answers) = (&mut lanes[pair], (bus.answers(), bus.answers()));
+        match transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
+            Some(ring) if ring.enabled => {
+                busy |= on!(bus, bus => {
                     outlet.send(lane, &mut Place::source(ring, bus, terms), now_ns, patience_ns)
-                }),
-            };
+                });
+            }
+            Some(ring) => {
+                busy |=
+                    on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, answers, now_ns));
+            }
+            None => lane.end(now_ns),
         }
-        if let Some(ring) = receive[pair].as_deref_mut().filter(works) {
-            busy |= on!(bus, bus => {
-                outlet.take_in(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
-            });
+        match receive[pair].as_deref_mut().filter(works) {
+            Some(ring) => {
+                busy |= on!(bus, bus => {
+                    outlet.take_in(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
+                });
+            }
+            None => outlet.inward.end(now_ns),
         }
     }
     busy
@@ -140,16 +157,22 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
     let (bus, terms, patience_ns) = (&*bus, *terms, *patience_ns);
     let mut busy = false;
     for (pair, probe) in probes.iter_mut().enumerate() {
-        if let Some(ring) = transmit[pair].as_deref_mut().filter(works) {
-            let lane = &mut lanes[pair];
-            busy |= on!(bus, bus => {
-                probe.swallow(lane, &mut Place::source(ring, bus, terms), now_ns, patience_ns)
-            });
+        let lane = &mut lanes[pair];
+        match transmit[pair].as_deref_mut().filter(works) {
+            Some(ring) => {
+                busy |= on!(bus, bus => {
+                    probe.swallow(lane, &mut Place::source(ring, bus, terms), now_ns, patience_ns)
+                });
+            }
+            None => lane.end(now_ns),
         }
-        if let Some(ring) = receive[pair].as_deref_mut().filter(works) {
-            busy |= on!(bus, bus => {
-                probe.emit(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
-            });
+        match receive[pair].as_deref_mut().filter(works) {
+            Some(ring) => {
+                busy |= on!(bus, bus => {
+                    probe.emit(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
+                });
+            }
+            None => probe.inward.end(now_ns),
         }
     }
     busy
