@@ -208,7 +208,8 @@ impl BlkBackend {
             && self.options.figures.stuck() == 0
         {
             let (image, begun) = (Arc::clone(image), Instant::now());
-            match image.release(|| self.is_given_up(begun)) {
+            // It holds no memory of the guest's, so that nothing depends on it but the lock.
+            match image.release(|| begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun)) {
                 Ok(()) => {}
                 Err(ImageError::NoAnswer) => {
                     tracing::warn!(

@@ -31,6 +31,8 @@ struct State {
     works: bool,
     /// It is past the point of no return.
     releases: bool,
+    /// What was written may never reach the disk: asked again, the kernel forgets that it did not.
+    lost: bool,
     /// The number of the last wish.
     wish: u64,
     /// Whether somebody waits for what comes of it.
@@ -106,9 +108,11 @@ impl HandOver {
                 _ => Ok(locked),
             };
             state = self.state.lock();
-            state.releases = false;
+            // Where that has begun, nobody may rely on the lock, whatever came of it.
+            let unlocked = std::mem::take(&mut state.releases);
             let ended = state.wish == wish;
-            let outcome = done.map(|locked| state.locked = locked);
+            state.locked = *done.as_ref().unwrap_or(&(locked && !unlocked));
+            let outcome = done.map(drop);
             if let Err(error) = &outcome
                 && !(ended && state.waits)
             {
@@ -125,8 +129,14 @@ impl HandOver {
 
     /// Whether it is still locked, because another wish has come meanwhile.
     fn let_go(&self, wish: u64) -> Result<bool, ImageError> {
-        if !self.options.read_only {
-            fdatasync(&self.file).map_err(io::Error::from)?;
+        if self.state.lock().lost {
+            return Err(ImageError::Lost);
+        }
+        if !self.options.read_only
+            && let Err(error) = fdatasync(&self.file)
+        {
+            self.state.lock().lost = true;
+            return Err(io::Error::from(error).into());
         }
         {
             let mut state = self.state.lock();

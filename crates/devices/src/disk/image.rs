@@ -39,6 +39,9 @@ pub enum ImageError {
     /// The disk did not answer as long as somebody waited.
     #[error("the disk does not answer")]
     NoAnswer,
+    /// It was to be on the disk before another process has the image, and the disk has refused.
+    #[error("what was written has not reached the disk")]
+    Lost,
     /// It does not hold a sector.
     #[error("it has {0} bytes, less than a sector")]
     Empty(u64),
@@ -179,7 +182,8 @@ impl Image {
     /// the lock until it does, or longer if the next driver has [taken](Self::take) the image by then.
     ///
     /// # Errors
-    /// What was written is not on the disk, [`ImageError::NoAnswer`] if it may be later; the lock stays.
+    /// What was written is not on the disk, [`ImageError::NoAnswer`] if it may be later; the lock stays. Once the
+    /// disk has refused, each later call fails ([`ImageError::Lost`]).
     pub fn release(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
         self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(false, given_up))
     }

@@ -126,6 +126,26 @@ fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
+fn an_image_that_has_lost_writes_is_handed_over_to_nobody() {
+    let place = Place::new();
+    let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
+    let service = Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]);
+    let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
+    driver.writes_and_reads(FAR, 1);
+    fuse.refuse_a_flush();
+    assert!(driver.session.stop(0).is_some());
+    drop(driver);
+    // The kernel tells of it once. Who is served next comes after all that the last one left.
+    drop(service.target().open(0));
+    let other = fuse.open();
+    let lock = rustix::fs::flock(&other, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+    assert_eq!(lock, Err(rustix::io::Errno::AGAIN), "the image was let go of");
+    drop(other);
+    service.end();
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_unmap_that_waits_for_a_disk_takes_no_processor_time() {
     // rule D15
     const DOMAIN: u32 = 1;

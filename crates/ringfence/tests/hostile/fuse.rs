@@ -86,12 +86,15 @@ const FILE: u64 = 2;
 /// For longer than any test.
 const VALID: u64 = 1 << 30;
 
+#[derive(Default)]
 struct State {
     data: Vec<u8>,
     /// Whether what is not about names and sizes is answered later.
     holds: bool,
     /// Of this process too.
     holds_own: bool,
+    /// Whether the next flush fails.
+    refuses: bool,
     over: bool,
 }
 
@@ -120,7 +123,7 @@ impl Fuse {
         let path = CString::new(folder.to_str().unwrap()).unwrap();
         let flags = rustix::mount::MountFlags::NOSUID | rustix::mount::MountFlags::NODEV;
         rustix::mount::mount(&what, &path, &kind, flags, &*options).expect("mounting takes root");
-        let state = State { data: vec![0; size], holds: false, holds_own: false, over: false };
+        let state = State { data: vec![0; size], ..State::default() };
         let (changed, held) = (Condvar::new(), AtomicUsize::new(0));
         let shared = Arc::new(Shared { device, state: Mutex::new(state), changed, held });
         let serving = Arc::clone(&shared);
@@ -143,6 +146,11 @@ impl Fuse {
     /// Its file, to be read and written.
     pub(crate) fn open(&self) -> File {
         File::options().read(true).write(true).open(self.folder.join("image")).unwrap()
+    }
+
+    /// The next flush of its file fails.
+    pub(crate) fn refuse_a_flush(&self) {
+        self.shared.state.lock().unwrap().refuses = true;
     }
 
     /// Waits until so many requests wait for an answer.
@@ -256,6 +264,10 @@ fn data(shared: &Shared, header: &Header, rest: &[u8]) {
         .wait_while(state, |state| state.holds && !state.over && (state.holds_own || !own))
         .unwrap();
     shared.held.fetch_sub(1, Ordering::AcqRel);
+    if header.opcode == opcode::FSYNC && std::mem::take(&mut state.refuses) {
+        drop(state);
+        return answer(shared, header, Err(Errno::IO.raw_os_error()));
+    }
     if [opcode::FSYNC, opcode::FLUSH, opcode::STATFS].contains(&header.opcode) {
         drop(state);
         let len = if header.opcode == opcode::STATFS { 80 } else { 0 };
