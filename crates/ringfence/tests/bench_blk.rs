@@ -58,6 +58,22 @@ fn with_fresh_addresses_two_pages_a_request_are_asked_for_or_pushed() {
 }
 
 #[test]
+fn buffers_of_the_service_s_own_are_compared_with_the_guest_s() {
+    let place = Place::new();
+    let json = place.bench(&SHORT, &["--only", "buffers", "--depth", "8", "--queues", "1"]);
+    let wanted = ["read", "write"].map(|kind| {
+        ["4k/guest", "4k/own", "64k/guest", "64k/own"]
+            .map(|case| format!("{kind}/split/1x8/{case}"))
+    });
+    assert_eq!(names(&json), wanted.concat());
+    for row in json["rows"].as_array().unwrap() {
+        assert!(number(row, "/ratio_to_off/median") > 0.0, "{row}");
+        assert!(number(row, "/answered") > 0.0, "{row}");
+        assert_eq!((&row["wrong"], &row["failed"]), (&0.into(), &0.into()), "{row}");
+    }
+}
+
+#[test]
 fn the_data_path_by_itself_is_measured_with_and_without_an_iotlb() {
     let place = Place::new();
     let json = place.bench(&SHORT, &["--only", "path", "--kind", "write"]);

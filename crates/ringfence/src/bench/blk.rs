@@ -23,7 +23,7 @@ const DEFAULT_SECONDS: f64 = 0.05;
 /// Measures `ringfence blk` with and without a device IOTLB.
 ///
 /// A virtio-blk driver, which is the vhost-user front end at once, loads a process of it with
-/// requests of 4 KiB, each end on a CPU of its own, and checks what is read and written. It answers
+/// requests, mostly of 4 KiB, each end on a CPU of its own, and checks what is read and written. It answers
 /// the back end's IOTLB misses itself, with entries as large as asked for.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
@@ -38,7 +38,8 @@ EXIT STATUS:
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
     /// What is measured, separated by commas: off (no IOMMU), static (buffers are mapped once),
-    /// dynamic (each request has addresses of its own), path (the data path by itself, compiled
+    /// dynamic (each request has addresses of its own), buffers (data in buffers of the service's own,
+    /// and in the guest's, of requests of 4 KiB and of 64), path (the data path by itself, compiled
     /// with an IOTLB and without) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Part>)]
     only: Option<List<Part>>,

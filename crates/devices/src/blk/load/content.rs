@@ -6,7 +6,7 @@ use std::{
     os::unix::fs::FileExt,
 };
 
-/// Bytes of a block, which is what a request moves.
+/// Bytes of a block, of which a request moves one or several.
 pub const BLOCK: usize = 4096;
 const WORDS: usize = BLOCK / 8;
 /// How many bodies there are: of that many blocks and buffers each has its own.
@@ -64,13 +64,14 @@ impl Content {
         Ok(wrong)
     }
 
-    /// The next block at random: none comes again before all others came.
+    /// The next `span` blocks at random, a power of two and aligned to it: none come again before all others
+    /// came.
     #[inline]
-    pub(super) fn pick(&mut self) -> u64 {
+    pub(super) fn pick(&mut self, span: u64) -> u64 {
         // Of full period: the factor is 1 modulo 4, the summand odd.
         self.next =
             self.next.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-        self.next & (self.blocks() - 1)
+        (self.next & (self.blocks() / span - 1)) * span
     }
 
     /// The stamp of a new write of `block` from a buffer with this body.
@@ -135,7 +136,7 @@ mod tests {
     fn no_block_comes_twice_before_all_came() {
         let mut content = Content::new(256);
         for _ in 0..3 {
-            let mut picked: Vec<u64> = (0..256).map(|_| content.pick()).collect();
+            let mut picked: Vec<u64> = (0..256).map(|_| content.pick(1)).collect();
             picked.sort_unstable();
             assert!(picked.into_iter().eq(0..256));
         }

@@ -48,6 +48,9 @@ pub struct Options {
     pub queues: u16,
     /// Requests in flight in each queue: at most [`MOST_DEPTH`].
     pub depth: usize,
+    /// Blocks of a request, side by side: a power of two. Several need addresses that lie side by side, too:
+    /// physical ones.
+    pub span: u32,
     /// Packed rings.
     pub packed: bool,
     /// Whether requests write.
@@ -79,9 +82,11 @@ impl BlkLoad {
         options: Options,
         content: Content,
     ) -> Result<BlkLoad, NetDriverError> {
-        let Options { addressing, queues, depth, packed, write } = options;
+        let Options { addressing, queues, depth, span, packed, write } = options;
         assert!((1..=MOST_QUEUES).contains(&queues) && (1..=MOST_DEPTH).contains(&depth));
-        let pages = side::pages(BUFFERS * u32::from(queues));
+        let alone = span == 1 || addressing == Addressing::Physical;
+        assert!(alone && span.is_power_of_two() && u64::from(span) <= content.blocks());
+        let pages = side::pages(BUFFERS * u32::from(queues), span);
         let space = Space::of_pages(addressing, pages)?;
         let mut needed = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC;
         if addressing.translated() {
@@ -95,7 +100,7 @@ impl BlkLoad {
         let mut sides = Vec::new();
         for queue in 0..queues {
             let first = BUFFERS * u32::from(queue);
-            let mut side = Side::new(&space, queue, config, first..first + BUFFERS, write)?;
+            let mut side = Side::new(&space, queue, config, first..first + BUFFERS, span, write)?;
             side.start(&mut link, &space)?;
             sides.push(side);
         }

@@ -34,9 +34,6 @@ const COLOUR: u64 = 128;
 /// No status has this value.
 const NO_STATUS: u8 = 0xff;
 
-/// The two pages of a request: its data, and its header, status and indirect table.
-const PAGES: u32 = 2;
-
 /// Memory for a request.
 #[derive(Debug)]
 struct Buffer {
@@ -45,7 +42,7 @@ struct Buffer {
     table: Window,
     /// Where the device sees data and request: for good, or for this use.
     at: [u64; 2],
-    /// What is read into it or written from it.
+    /// The first block of what is read into it or written from it.
     block: u64,
 }
 
@@ -57,38 +54,42 @@ pub(super) struct Side {
     first: u32,
     buffers: Vec<Buffer>,
     addressing: Addressing,
+    /// Blocks of a request.
+    span: u32,
     write: bool,
 }
 
-/// Where a buffer's pages are in memory: data and request.
-fn offsets(space: &Space, buffer: u32) -> [u64; 2] {
+/// Where a buffer's pages are in memory: its data, and the last, with header, status and indirect table.
+fn offsets(space: &Space, buffer: u32, span: u32) -> [u64; 2] {
     let page = |number: u32| space.buffer(number) & !(PAGE_SIZE as u64 - 1);
-    let colour = u64::from(buffer % COLOURS) * COLOUR;
-    [page(PAGES * buffer), page(PAGES * buffer + 1) + colour]
+    let (colour, first) = (u64::from(buffer % COLOURS) * COLOUR, pages(buffer, span));
+    [page(first), page(first + span) + colour]
 }
 
 /// Pages that so many buffers take.
-pub(super) fn pages(buffers: u32) -> u32 {
-    buffers * PAGES
+pub(super) fn pages(buffers: u32, span: u32) -> u32 {
+    buffers * (span + 1)
 }
 
 impl Side {
-    /// Queue number `ring`, with buffers of its own. `write`: what its requests do.
+    /// Queue number `ring`, with buffers of its own. Its requests move `span` blocks, and write them if `write`.
     pub(super) fn new(
         space: &Space,
         ring: u16,
         config: Config,
         own: Range<u32>,
+        span: u32,
         write: bool,
     ) -> Result<Side, NetDriverError> {
         let buffers = own.clone().map(|buffer| {
-            let [data_at, request_at] = offsets(space, buffer);
-            let data = space.ram().window(data_at as usize, BLOCK)?;
+            let [data_at, request_at] = offsets(space, buffer, span);
+            let data = space.ram().window(data_at as usize, span as usize * BLOCK)?;
             let len = TABLE_AT + DESCS * size_of::<[u64; 2]>();
             let request = space.ram().window(request_at as usize, len)?;
             let table = space.ram().window(request_at as usize + TABLE_AT, len - TABLE_AT)?;
             if write {
-                data.write(0, &bytes(0, buffer.into()));
+                let body = bytes(0, buffer.into());
+                (0..span as usize).for_each(|block| data.write(block * BLOCK, &body));
             }
             let at = [data_at, request_at].map(|offset| space.device_addr(offset));
             Ok(Buffer { data, request, table, at, block: 0 })
@@ -98,6 +99,7 @@ impl Side {
             first: own.start,
             buffers: buffers.collect::<Result<_, NetDriverError>>()?,
             addressing: space.addressing(),
+            span,
             write,
         })
     }
@@ -129,7 +131,7 @@ impl Side {
             let buffer = &self.buffers[(*token as u32 - self.first) as usize];
             let mut status = [NO_STATUS];
             buffer.request.read(STATUS_AT, &mut status);
-            let written = 1 + if self.write { 0 } else { BLOCK as u32 };
+            let written = 1 + if self.write { 0 } else { self.span * BLOCK as u32 };
             match status == [Status::Ok.code()] && *len == written {
                 true if self.write => tally.good += 1,
                 true => tally.note(buffer.holds(content, tally.good.is_multiple_of(WHOLE))),
@@ -173,19 +175,22 @@ impl Side {
         let most = most.min(self.ring.queue.free_descs().into());
         for _ in 0..most {
             let Some(number) = self.ring.free.take() else { break };
-            let block = content.pick();
-            let Side { ring, first, buffers, addressing, write } = self;
+            let Side { ring, first, buffers, addressing, span, write } = self;
+            let block = content.pick((*span).into());
             let buffer = &mut buffers[(number - *first) as usize];
             buffer.block = block;
             if *write {
-                let (head, tail) = ends(block, content.write(block, number.into()));
-                buffer.data.write(0, &head);
-                buffer.data.write(BLOCK - tail.len(), &tail);
+                for nth in 0..*span {
+                    let (block, at) = (block + u64::from(nth), nth as usize * BLOCK);
+                    let (head, tail) = ends(block, content.write(block, number.into()));
+                    buffer.data.write(at, &head);
+                    buffer.data.write(at + BLOCK - tail.len(), &tail);
+                }
             }
             if let Addressing::Fresh { push } = *addressing {
-                let [_, request] = offsets(space, number);
+                let [_, request] = offsets(space, number, *span);
                 buffer.at = [0, 1].map(|page| {
-                    let addr = space.map(ring.number.into(), PAGES * number + page);
+                    let addr = space.map(ring.number.into(), pages(number, *span) + page);
                     addr & !(PAGE_SIZE as u64 - 1)
                 });
                 buffer.at[1] += request % PAGE_SIZE as u64;
@@ -206,7 +211,7 @@ impl Side {
             let [data, request] = buffer.at;
             let descs: [Desc; DESCS] = [
                 Desc::readable(request, HEADER_BYTES as u32),
-                Desc { addr: data, len: BLOCK as u32, write: !*write },
+                Desc { addr: data, len: *span * BLOCK as u32, write: !*write },
                 Desc::writable(request + STATUS_AT as u64, 1),
             ];
             ring.queue.add_indirect(
@@ -223,17 +228,20 @@ impl Side {
 }
 
 impl Buffer {
-    /// Whether it holds the block that was read into it: its first and last words, or all of it.
+    /// Whether it holds the blocks that were read into it: their first and last words, or all of them.
     fn holds(&self, content: &Content, whole: bool) -> bool {
-        let stamp = content.stamp(self.block);
-        if whole {
-            let mut found = [0; BLOCK];
-            self.data.read(0, &mut found);
-            return found == bytes(self.block, stamp);
-        }
-        let (mut head, mut tail) = ([0; 16], [0; 8]);
-        self.data.read(0, &mut head);
-        self.data.read(BLOCK - tail.len(), &mut tail);
-        (head, tail) == ends(self.block, stamp)
+        (0..self.data.len() / BLOCK).all(|nth| {
+            let (block, at) = (self.block + nth as u64, nth * BLOCK);
+            let stamp = content.stamp(block);
+            if whole {
+                let mut found = [0; BLOCK];
+                self.data.read(at, &mut found);
+                return found == bytes(block, stamp);
+            }
+            let (mut head, mut tail) = ([0; 16], [0; 8]);
+            self.data.read(at, &mut head);
+            self.data.read(at + BLOCK - tail.len(), &mut tail);
+            (head, tail) == ends(block, stamp)
+        })
     }
 }

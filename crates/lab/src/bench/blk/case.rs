@@ -3,7 +3,7 @@
 use std::{fmt, str::FromStr};
 
 use ringfence_devices::{
-    blk::load::{self, MOST_DEPTH, MOST_QUEUES},
+    blk::load::{self, BLOCK, MOST_DEPTH, MOST_QUEUES},
     net::driver::Addressing,
 };
 use serde_json::{Map, Value};
@@ -20,6 +20,8 @@ named! {
     Static = "static",
     /// Each request has addresses of its own.
     Dynamic = "dynamic",
+    /// Data in buffers of the service's own (`--disk-buffers own`) and in the guest's, of requests of two sizes.
+    Buffers = "buffers",
     /// Driver and device in one thread, over memory: what the data path costs by itself.
     Path = "path",
 }
@@ -71,11 +73,17 @@ pub(super) struct Case {
     pub(super) depth: usize,
     pub(super) queues: u16,
     pub(super) addressing: Addressing,
+    /// Of the part that compares buffers: blocks of a request, and whether they are the service's own.
+    pub(super) buffers: Option<(u32, bool)>,
 }
+
+/// Blocks of requests whose buffers are compared: 4 KiB and 64 KiB.
+const SPANS: [u32; 2] = [1, 16];
 
 impl Case {
     fn part(&self) -> Part {
         match self.addressing {
+            _ if self.buffers.is_some() => Part::Buffers,
             Addressing::Physical => Part::Off,
             Addressing::Static { .. } => Part::Static,
             Addressing::Fresh { .. } => Part::Dynamic,
@@ -84,6 +92,10 @@ impl Case {
 
     /// Its addresses in a word or two.
     fn addresses(&self) -> String {
+        if let Some((span, own)) = self.buffers {
+            let whose = if own { "own" } else { "guest" };
+            return format!("{}/{whose}", Entry(u64::from(span) * BLOCK as u64));
+        }
         match self.addressing {
             Addressing::Physical => "off".to_owned(),
             Addressing::Static { entry, mergeable } => {
@@ -100,9 +112,10 @@ impl Case {
         format!("{kind}/{ring}/{queues}x{depth}/{}", self.addresses())
     }
 
-    /// The one of the same requests without an IOMMU.
+    /// The one of the same requests without an IOMMU, and with the guest's buffers.
     pub(super) fn off(&self) -> Case {
-        Case { addressing: Addressing::Physical, ..*self }
+        let buffers = self.buffers.map(|(span, _)| (span, false));
+        Case { addressing: Addressing::Physical, buffers, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
@@ -114,6 +127,10 @@ impl Case {
             ("queues", self.queues.into()),
             ("iommu", self.addressing.translated().into()),
         ]);
+        if let Some((span, own)) = self.buffers {
+            let bytes = u64::from(span) * BLOCK as u64;
+            params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
+        }
         match self.addressing {
             Addressing::Physical => {}
             Addressing::Static { entry, mergeable } => {
@@ -132,6 +149,7 @@ impl Case {
             addressing: self.addressing,
             queues: self.queues,
             depth: self.depth,
+            span: self.buffers.map_or(1, |(span, _)| span),
             packed: self.ring == Ring::Packed,
             write: self.kind == Kind::Write,
         }
@@ -181,14 +199,28 @@ impl Choice {
                     for &Queues(queues) in &self.queues {
                         // One request in each of two queues tells what one in one does.
                         if self.all || depth > 1 || queues == 1 {
-                            let with = |addressing| Case { kind, ring, depth, queues, addressing };
-                            cases.extend(self.addressings().map(with));
+                            let with = |(addressing, buffers)| Case {
+                                kind,
+                                ring,
+                                depth,
+                                queues,
+                                addressing,
+                                buffers,
+                            };
+                            let plain = self.addressings().map(|addressing| (addressing, None));
+                            cases.extend(plain.chain(self.buffers()).map(with));
                         }
                     }
                 }
             }
         }
         cases
+    }
+
+    /// Those of the part that compares them, the guest's before the service's own.
+    fn buffers(&self) -> impl Iterator<Item = (Addressing, Option<(u32, bool)>)> {
+        let spans = SPANS.into_iter().filter(|_| self.parts.contains(&Part::Buffers));
+        spans.flat_map(|span| [false, true].map(|own| (Addressing::Physical, Some((span, own)))))
     }
 
     fn addressings(&self) -> impl Iterator<Item = Addressing> + '_ {
@@ -211,7 +243,7 @@ impl Choice {
                     .collect()
                 }
                 Part::Dynamic => [false, true].map(|push| Addressing::Fresh { push }).to_vec(),
-                Part::Path => Vec::new(),
+                Part::Buffers | Part::Path => Vec::new(),
             }
         };
         self.parts.iter().flat_map(of)
@@ -248,7 +280,11 @@ mod tests {
             let off = cases.iter().position(|other| *other == case.off()).unwrap();
             assert!(off <= at);
         }
-        for wanted in ["read/split/1x128/4k/unmergeable", "write/packed/2x1/dynamic/pushed"] {
+        for wanted in [
+            "read/split/1x128/4k/unmergeable",
+            "write/packed/2x1/dynamic/pushed",
+            "read/split/1x1/64k/own",
+        ] {
             assert!(cases.iter().any(|case| case.name() == wanted), "{wanted}");
         }
         let fewer = Choice::default().cases();
