@@ -330,9 +330,7 @@ fn hanging_disks(run: &Run) -> Result<()> {
 /// Strangers in front of our back ends.
 fn real_guests(run: &Run) -> Result<()> {
     for package in ["g++", "make", "xz-utils"] {
-        if run.missing.contains(&package) {
-            return Err(NotRun(format!("{package} is not installed")).into());
-        }
+        needs(run, package)?;
     }
     guests::make(&[]).map_err(|error| NotRun(format!("guests cannot be made: {error:#}")))?;
     // Not the tables of speed: they take minutes, and a machine to themselves.
@@ -347,9 +345,7 @@ fn real_guests(run: &Run) -> Result<()> {
 
 /// The job files that we ship must be fio's own: fio parses them too.
 fn real_fio(run: &Run) -> Result<()> {
-    if run.missing.contains(&"fio") {
-        return Err(NotRun("fio is not installed".into()).into());
-    }
+    needs(run, "fio")?;
     let mut count = 0;
     for entry in std::fs::read_dir(root().join("examples"))? {
         let path = entry?.path();
@@ -365,11 +361,18 @@ fn real_fio(run: &Run) -> Result<()> {
     Ok(())
 }
 
+/// # Errors
+/// [`NotRun`]: the package is not there.
+fn needs(run: &Run, package: &str) -> Result<()> {
+    if run.missing.contains(&package) {
+        return Err(NotRun(format!("{package} is not installed")).into());
+    }
+    Ok(())
+}
+
 /// They are a workspace of their own: that they still fit is known before anything is built.
 fn fuzz_lints(run: &Run) -> Result<()> {
-    if run.missing.contains(&"g++") {
-        return Err(NotRun("g++ is not installed".into()).into());
-    }
+    needs(run, "g++")?;
     let target = root().join("target").to_string_lossy().into_owned();
     let manifest = ["--manifest-path", "fuzz/Cargo.toml"];
     cargo(&[&["fmt"], &manifest[..], &["--check"]].concat(), &[])?;
@@ -378,8 +381,6 @@ fn fuzz_lints(run: &Run) -> Result<()> {
 }
 
 fn fuzz_smoke(run: &Run) -> Result<()> {
-    if run.missing.contains(&"g++") {
-        return Err(NotRun("g++ is not installed".into()).into());
-    }
+    needs(run, "g++")?;
     fuzz::build(None, false)?.run(Length::Repeatable)
 }

@@ -31,7 +31,8 @@ const BATCH: usize = 64;
 
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
 ///
-/// Workers send on it without ever blocking; a thread of the connection's reads the answers. Nothing is sent while every ring is stopped (rule D27).
+/// Workers send on it without ever blocking; a thread of the connection's reads the answers. Nothing is sent
+/// while every ring is stopped (rule D27).
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: PeerFd,

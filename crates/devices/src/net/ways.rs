@@ -124,7 +124,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
     let (bus, terms, patience_ns) = (&*bus, *terms, *patience_ns);
     let mut busy = false;
     for (pair, outlet) in outlets.iter_mut().enumerate() {
-        let (lane, answers) = (&mut lanes[pair], (bus.answers(), bus.answers()));
+        let lane = &mut lanes[pair];
         match transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
             Some(ring) if ring.enabled => {
                 busy |= on!(bus, bus => {
@@ -132,6 +132,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
                 });
             }
             Some(ring) => {
+                let answers = (bus.answers(), bus.answers());
                 busy |=
                     on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, answers, now_ns));
             }

@@ -90,11 +90,16 @@ impl Case {
         }
     }
 
+    /// Where data is while the disk has it, as `--disk-buffers` calls it.
+    pub(super) fn disk_buffers(&self) -> &'static str {
+        if self.buffers.is_some_and(|(_, own)| own) { "own" } else { "guest" }
+    }
+
     /// Its addresses in a word or two.
     fn addresses(&self) -> String {
-        if let Some((span, own)) = self.buffers {
-            let whose = if own { "own" } else { "guest" };
-            return format!("{}/{whose}", Entry(u64::from(span) * BLOCK as u64));
+        if let Some((span, _)) = self.buffers {
+            let size = Entry(u64::from(span) * BLOCK as u64);
+            return format!("{size}/{}", self.disk_buffers());
         }
         match self.addressing {
             Addressing::Physical => "off".to_owned(),

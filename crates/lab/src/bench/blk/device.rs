@@ -164,9 +164,7 @@ impl Running {
         if case.kind == Kind::Read {
             arguments.push("--read-only".to_owned());
         }
-        let own = case.buffers.is_some_and(|(_, own)| own);
-        let buffers = if own { "own" } else { "guest" };
-        arguments.extend(["--disk-buffers", buffers].map(str::to_owned));
+        arguments.extend(["--disk-buffers", case.disk_buffers()].map(str::to_owned));
         let process =
             Process::start("ringfence blk", &program, &arguments, Some(cpus[0]), &socket, false)?;
         let driver = threads::bound_to(cpus[1], || {
