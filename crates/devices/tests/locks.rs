@@ -71,7 +71,7 @@ fn tools_of_qemu_that_change_an_image_are_kept_out() {
     all(true, "one without a guest");
     moves.take(|| false).unwrap();
     all(false, "one with a guest");
-    moves.release(|| false).unwrap();
+    moves.release(|| false, || false).unwrap();
     all(true, "one whose guest has moved");
 }
 

@@ -202,23 +202,22 @@ impl BlkBackend {
         Ok(())
     }
 
-    /// No ring runs. What the kernel still writes is the image's as well.
+    /// No ring runs. What the disk still has of those before holds the lock, and nobody up.
     fn release_image(&mut self) {
-        if let Disk::File(image) = &self.options.disk
-            && self.options.figures.stuck() == 0
-        {
-            let (image, begun) = (Arc::clone(image), Instant::now());
-            // It holds no memory of the guest's, so that nothing depends on it but the lock.
-            match image.release(|| begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun)) {
-                Ok(()) => {}
-                Err(ImageError::NoAnswer) => {
-                    tracing::warn!(
-                        "{}: the image stays locked until its disk answers",
-                        self.options.id
-                    );
-                }
-                Err(error) => tracing::error!("{}: {error}: it stays locked", self.options.id),
+        let Disk::File(image) = &self.options.disk else { return };
+        let (image, figures) = (Arc::clone(image), Arc::clone(&self.options.figures));
+        let (begun, is_stuck) = (Instant::now(), figures.stuck() > 0);
+        // It holds no memory of the guest's, so that nothing depends on it but the lock.
+        let given_up = || is_stuck || begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun);
+        match image.release(move || figures.stuck() > 0, given_up) {
+            Ok(()) => {}
+            Err(ImageError::NoAnswer) => {
+                tracing::warn!(
+                    "{}: the image stays locked until its disk answers",
+                    self.options.id
+                );
             }
+            Err(error) => tracing::error!("{}: {error}: it stays locked", self.options.id),
         }
     }
 

@@ -1,19 +1,18 @@
 //! An image that is locked only while a driver uses it, so that a guest can move to another process.
 
-use std::{fs::File, io, sync::Arc, thread, time::Duration};
+use std::{fmt, fs::File, io, sync::Arc, thread, time::Duration};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::fdatasync;
 
 use super::{ImageError, ImageOptions, image::wait_for_lock, lock};
 
-/// How often to look whether nobody waits any more.
+/// How often to look whether nobody waits any more, or whether the disk has answered.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Whether the image is locked. What was written reaches the disk before the lock is let go of. All of it is
 /// asked of the disk by a thread of its own, while there is something to do: one that does not answer keeps
 /// the lock as it is, and holds up nobody else.
-#[derive(Debug)]
 pub(super) struct HandOver {
     /// The same open file description as the image's, to which the locks belong.
     file: File,
@@ -22,10 +21,21 @@ pub(super) struct HandOver {
     changed: Condvar,
 }
 
-#[derive(Debug, Default)]
+impl fmt::Debug for HandOver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HandOver").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// Whether the disk still has requests of a driver that has ended.
+pub(super) type Busy = Box<dyn Fn() -> bool + Send>;
+
+#[derive(Default)]
 struct State {
     /// A driver wants it.
     used: bool,
+    /// Until it is false, the lock is not let go of.
+    busy: Option<Busy>,
     locked: bool,
     /// There is a thread that makes the one what the other is.
     works: bool,
@@ -47,16 +57,18 @@ impl HandOver {
         Ok(Arc::new(HandOver { file: file.try_clone()?, options, state, changed }))
     }
 
-    /// Has the image locked, or let go of: for one caller at a time. Waits until that has succeeded or failed,
-    /// or until `given_up`: then it is done once the disk answers, unless the next wish is another.
+    /// Has the image locked or, once it is no longer `busy`, let go of: for one caller at a time. Waits until
+    /// that has succeeded or failed, or until `given_up`: then it is done once the disk answers, unless the
+    /// next wish is another.
     ///
     /// # Errors
     /// [`ImageError::NoAnswer`] if it was given up. Why it failed: the lock is as it was.
     pub(super) fn set(
         self: &Arc<Self>,
-        used: bool,
+        busy: Option<Busy>,
         mut given_up: impl FnMut() -> bool,
     ) -> Result<(), ImageError> {
+        let used = busy.is_none();
         let mut state = self.state.lock();
         if !state.works && state.used == used && state.locked == used {
             return Ok(());
@@ -70,6 +82,7 @@ impl HandOver {
         // A wish that is being fulfilled is not made again.
         if !state.works || state.used != used {
             state.used = used;
+            state.busy = busy;
             state.wish += 1;
             state.outcome = None;
         }
@@ -101,10 +114,11 @@ impl HandOver {
         let mut state = self.state.lock();
         loop {
             let State { used, locked, wish, .. } = *state;
+            let busy = state.busy.take();
             drop(state);
             let done = match (used, locked) {
                 (true, false) => wait_for_lock(&self.file, self.options).map(|()| true),
-                (false, true) => self.let_go(wish),
+                (false, true) => self.let_go(wish, busy),
                 _ => Ok(locked),
             };
             state = self.state.lock();
@@ -128,7 +142,14 @@ impl HandOver {
     }
 
     /// Whether it is still locked, because another wish has come meanwhile.
-    fn let_go(&self, wish: u64) -> Result<bool, ImageError> {
+    fn let_go(&self, wish: u64, busy: Option<Busy>) -> Result<bool, ImageError> {
+        while busy.as_ref().is_some_and(|busy| busy()) {
+            let mut state = self.state.lock();
+            if state.wish != wish {
+                return Ok(true);
+            }
+            self.changed.wait_for(&mut state, LOOK);
+        }
         if self.state.lock().lost {
             return Err(ImageError::Lost);
         }
@@ -171,18 +192,18 @@ mod tests {
             let looks = AtomicU32::new(0);
             let at_once = || looks.fetch_add(1, Ordering::Relaxed) >= round % 3;
             let _ = one.take(at_once);
-            let _ = one.release(at_once);
+            let _ = one.release(|| false, at_once);
             if round % 2 == 0 {
                 one.take(|| false).unwrap();
                 assert!(matches!(other.take(|| false), Err(ImageError::Locked)));
-                let _ = other.release(|| false);
+                let _ = other.release(|| false, || false);
             }
-            let _ = one.release(at_once);
+            let _ = one.release(|| false, at_once);
             while one.is_releasing() {
                 thread::yield_now();
             }
             other.take(|| false).unwrap();
-            other.release(|| false).unwrap();
+            other.release(|| false, || false).unwrap();
         }
     }
 }

@@ -174,18 +174,24 @@ impl Image {
     /// [`ImageError::Locked`] if the process that has it does not let go of it in time,
     /// [`ImageError::NoAnswer`] if it was given up.
     pub fn take(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
-        self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(true, given_up))
+        self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(None, given_up))
     }
 
-    /// The driver has ended, and all its I/O: another process may have the image, with all that was
-    /// written, wherever it runs. That is waited for until `given_up`: a disk that does not answer keeps
-    /// the lock until it does, or longer if the next driver has [taken](Self::take) the image by then.
+    /// The driver has ended: another process may have the image, with all that was written, wherever it runs,
+    /// once none of its I/O is under way (`busy`). That is waited for until `given_up`: a disk that does not
+    /// answer keeps the lock until it does, or longer if the next driver has [taken](Self::take) the image by
+    /// then.
     ///
     /// # Errors
     /// What was written is not on the disk, [`ImageError::NoAnswer`] if it may be later; the lock stays. Once the
     /// disk has refused, each later call fails ([`ImageError::Lost`]).
-    pub fn release(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
-        self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(false, given_up))
+    pub fn release(
+        &self,
+        busy: impl Fn() -> bool + Send + 'static,
+        given_up: impl FnMut() -> bool,
+    ) -> Result<(), ImageError> {
+        let Some(hand_over) = &self.hand_over else { return Ok(()) };
+        hand_over.set(Some(Box::new(busy)), given_up)
     }
 
     /// Whether the disk is still to answer before another process may have the image.
@@ -332,7 +338,7 @@ mod tests {
         // A second ring starts.
         before.take(|| false).unwrap();
         assert!(matches!(after.take(|| false), Err(ImageError::Locked)));
-        before.release(|| false).unwrap();
+        before.release(|| false, || false).unwrap();
         after.take(|| false).unwrap();
         assert!(matches!(before.take(|| false), Err(ImageError::Locked)));
         drop(after);

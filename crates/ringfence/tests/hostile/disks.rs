@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    common::Place,
+    common::{LIMIT, Place},
     fuse::Fuse,
     guest::{BASE, Desc, LOG_ALL, RING, SIZE, Session, WRITE},
     honest::{Device, DiskDriver},
@@ -122,6 +122,28 @@ fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
             service.end();
         }
     }
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn an_image_is_handed_over_once_its_disk_answers() {
+    let place = Place::new();
+    let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
+    let service = Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]);
+    let other = fuse.open();
+    drop(stuck(&service, &fuse, Device::Disk, 1, 0));
+    let lock = || rustix::fs::flock(&other, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+    // For as long as the last driver's write could still change it.
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(lock(), Err(rustix::io::Errno::AGAIN), "the disk has a write still");
+    fuse.hold(false);
+    let begun = Instant::now();
+    while lock().is_err() {
+        assert!(begun.elapsed() < LIMIT, "nobody lets go of the image");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    drop(other);
+    service.end();
 }
 
 #[test]
