@@ -10,6 +10,7 @@ use crate::{
     dirty::RingLog,
     notifier::{self, Notifier},
     translation::Translation,
+    worker::Kick,
 };
 
 /// What a front end has said that holds for longer than a ring runs.
@@ -33,7 +34,7 @@ struct Warned {
 /// The descriptors of a ring: what it is kicked with, where interrupts go, and where the front end
 /// is told that it has failed.
 pub(crate) struct Events {
-    pub(crate) kick: Option<PeerFd>,
+    pub(crate) kick: Option<Kick>,
     pub(crate) call: Option<Arc<Notifier>>,
     pub(crate) err: Option<Arc<Notifier>>,
 }
@@ -101,6 +102,7 @@ impl FrontEnd {
             packed: self.has(F_RING_PACKED),
             base,
         };
+        let kick = kick.map(Kick::from);
         let (call, err) = (self.calls.get(&ring).cloned(), self.errs.get(&ring).cloned());
         let translated = self.has(F_ACCESS_PLATFORM);
         let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);

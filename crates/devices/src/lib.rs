@@ -9,6 +9,7 @@ mod dirty;
 pub mod disk;
 pub mod event;
 pub mod iommu;
+mod kick;
 pub mod net;
 pub mod notifier;
 pub mod nvme;

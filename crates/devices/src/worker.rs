@@ -19,6 +19,7 @@ use ringfence_sync::clock::{Clock, MonotonicClock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::event;
+pub use crate::kick::Kick;
 
 /// How long an adaptive waiter spins before it sleeps. A wake-up between two processes costs about
 /// this much, so that spinning never costs more than twice what the best choice would have.
@@ -82,8 +83,10 @@ pub trait Unit: Any {
     fn arm(&mut self) -> bool;
     /// Asks for no notifications while awake.
     fn disarm(&mut self);
-    /// What wakes this unit.
+    /// What wakes this unit, of this process.
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>);
+    /// What its drivers wake it with.
+    fn kicks<'a>(&'a self, _: &mut Vec<&'a Kick>) {}
     /// The worker sleeps: nobody need wait for it.
     fn offline(&mut self) {}
     /// The worker is back.
@@ -288,10 +291,17 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
     if !something && due.is_none_or(|due| due > now_ns) {
         work.units.values_mut().for_each(|unit| unit.offline());
         {
-            let mut wakers = vec![bell.wake.as_fd()];
-            work.units.values().for_each(|unit| unit.wakers(&mut wakers));
+            let (mut wakers, mut kicks) = (vec![bell.wake.as_fd()], Vec::new());
+            for unit in work.units.values() {
+                unit.wakers(&mut wakers);
+                unit.kicks(&mut kicks);
+            }
+            let listens = kicks.iter().filter_map(|kick| kick.rests_until(now_ns)).min();
+            kicks.retain(|kick| kick.rests_until(now_ns).is_none());
+            let due = due.into_iter().chain(listens).min();
+            let all = wakers.iter().copied().chain(kicks.iter().map(|kick| kick.as_fd()));
             let mut fds: Vec<PollFd<'_>> =
-                wakers.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+                all.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
             let timeout = due.map(|due| {
                 let left = due.saturating_sub(now_ns);
                 Timespec {
@@ -301,11 +311,13 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
             });
             // An interruption is a wake-up like any other: everything is looked at anyway.
             let _ = poll(&mut fds, timeout.as_ref());
-            for (fd, waker) in fds.iter().zip(&wakers) {
-                if fd.revents().contains(PollFlags::IN) {
-                    event::drain(waker);
-                }
-            }
+            let mut woken = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN));
+            wakers.iter().zip(&mut woken).filter(|(_, woken)| *woken).for_each(|(waker, _)| {
+                event::drain(waker);
+            });
+            kicks.iter().zip(woken).filter(|(_, woken)| *woken).for_each(|(kick, _)| {
+                kick.wakes(now_ns);
+            });
         }
         work.units.values_mut().for_each(|unit| unit.online());
     }

@@ -16,12 +16,12 @@ use ringfence_vhost_user::{
     ProtocolFeatures, RingAddresses, RingSetup, Shutdown, WireError,
 };
 use ringfence_virtq::{
-    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device::Queue,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    BlkFigures, BlkUnit, QueueStats,
+    BlkFigures, BlkQueue, BlkUnit, QueueStats,
     cache::Cache,
     reaper::Reaper,
     request,
@@ -29,7 +29,7 @@ use super::{
     wire::{Config, SECTOR, feature},
 };
 use crate::{
-    backend::{FrontEnd, read_config},
+    backend::{FrontEnd, RingStart, read_config},
     disk::{Disk, ImageError},
     event::Bells,
     iommu::{Iommu, Seat},
@@ -343,14 +343,14 @@ impl Handler for BlkBackend {
         self.seat.iter().try_for_each(Seat::ring_starts)?;
         self.take_image()?;
         let memory = self.front.memory()?;
-        let start = Start {
-            ring: self.front.start(ring, setup),
-            disk: self.options.disk.clone(),
-            read_only: self.options.read_only,
-            id: Arc::clone(&self.options.id),
-            inflight: self.inflight.clone(),
-            through: self.cache.through(),
-        };
+        let RingStart { config, events, enabled, log } = self.front.start(ring, setup);
+        let own = Queue::postponed(config).map_err(|error| HandlerError::new(error.to_string()))?;
+        let disk = (&self.options.disk, self.options.read_only);
+        // Here: its io_uring and its buffers take the kernel longer than other rings should wait.
+        let queue = BlkQueue::new(own, disk, Arc::clone(&self.options.id), None);
+        let mut queue = queue.map_err(|error| HandlerError::new(error.to_string()))?;
+        queue.set_write_through(self.cache.through());
+        let start = Start { queue, events, enabled, log, inflight: self.inflight.clone() };
         let options = self.options.clone();
         let endpoint = self.endpoint().filter(|_| self.front.has(F_ACCESS_PLATFORM)).cloned();
         let bells = Arc::clone(&self.bells);
@@ -370,7 +370,7 @@ impl Handler for BlkBackend {
         self.on_unit(ring, move |unit| unit.begin_stop(ring, reply))?;
         loop {
             match stopped.recv_timeout(LOOK) {
-                Ok(next) => return Ok(next),
+                Ok(queue) => return Ok(queue.ring().next_avail()),
                 Err(RecvTimeoutError::Timeout) if !self.is_given_up(begun) => {}
                 Err(RecvTimeoutError::Timeout) => break,
                 Err(RecvTimeoutError::Disconnected) => {

@@ -3,55 +3,46 @@
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-        mpsc::Sender,
-    },
+    sync::{Arc, atomic::Ordering, mpsc::Sender},
 };
 
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, Translate, UserAddresses};
-use ringfence_vhost_user::{InflightRegion, PeerFd};
-use ringfence_virtq::{RingError, device};
+use ringfence_vhost_user::InflightRegion;
+use ringfence_virtq::RingError;
 
 use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
 use crate::{
-    backend::{Events, RingStart},
+    backend::Events,
     bus::Bus,
-    disk::Disk,
+    dirty::RingLog,
     event::{Bells, Doorbell},
     notifier::Notifier,
-    worker::Unit,
+    worker::{Kick, Unit},
 };
 
 /// What a queue is started with.
 pub(super) struct Start {
-    /// The ring, where it lies and what was negotiated.
-    pub(super) ring: RingStart,
-    /// What it serves.
-    pub(super) disk: Disk,
-    /// Whether nothing may be written.
-    pub(super) read_only: bool,
-    /// The name that the disk gives.
-    pub(super) id: Arc<str>,
+    /// Made by who asks for it, as that takes a while.
+    pub(super) queue: BlkQueue,
+    pub(super) events: Events,
+    pub(super) enabled: bool,
+    pub(super) log: RingLog,
     /// Where it notes what it has under way.
     pub(super) inflight: Option<Arc<InflightRegion>>,
-    /// Whether writes are durable when they are answered.
-    pub(super) through: Arc<AtomicBool>,
 }
 
 struct Served {
     index: u16,
     // Before `kick`, of which it knows nothing; dropped first all the same.
     queue: BlkQueue,
-    kick: Option<PeerFd>,
+    kick: Option<Kick>,
     err: Option<Arc<Notifier>>,
     enabled: bool,
     /// Why it stopped.
     failed: Option<QueueError>,
     /// It stops: who waits for its end.
-    stopping: Option<Sender<u32>>,
+    stopping: Option<Sender<BlkQueue>>,
     /// What of its figures was told.
     told: QueueStats,
 }
@@ -129,8 +120,7 @@ impl BlkUnit {
     /// a ring behind an IOMMU need not be mapped yet (rule D21).
     ///
     /// # Errors
-    /// The ring cannot be reached or makes no sense; the kernel has no io_uring; too many workers
-    /// go through the IOMMU.
+    /// The ring cannot be reached; no descriptor can be registered; too many workers go through the IOMMU.
     pub(super) fn start(
         &mut self,
         index: u16,
@@ -140,14 +130,11 @@ impl BlkUnit {
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
         }
-        let RingStart { config, events: Events { kick, call, err }, enabled, log } = start.ring;
+        let Start { mut queue, events: Events { kick, call, err }, enabled, log, inflight } = start;
         self.bus.set_log(log.log());
-        let ring = device::Queue::postponed(config)?;
-        let disk = (&start.disk, start.read_only);
-        let mut queue = BlkQueue::new(ring, disk, start.id, call)?;
+        queue.set_call(call);
         queue.set_log(log);
-        queue.set_write_through(start.through);
-        if let Some(region) = start.inflight {
+        if let Some(region) = inflight {
             queue.record(region, index);
         }
         match &self.bus {
@@ -178,9 +165,9 @@ impl BlkUnit {
     }
 
     /// Stops a queue, for good, once all that it has under way is answered or put back: then `stopped` has
-    /// where it stands. The disk is waited for as long as it takes, by nobody: other queues go on.
-    /// False if there is no such queue.
-    pub fn begin_stop(&mut self, index: u16, stopped: Sender<u32>) -> bool {
+    /// it, to let go of it elsewhere. The disk is waited for as long as it takes, by nobody: other queues
+    /// go on. False if there is no such queue.
+    pub fn begin_stop(&mut self, index: u16, stopped: Sender<BlkQueue>) -> bool {
         let Some(at) = self.position(index) else { return false };
         let served = &mut self.queues[at];
         if served.failed.is_none() {
@@ -208,10 +195,11 @@ impl BlkUnit {
         });
         served.tell(&self.shared.figures);
         if ended {
-            let served = self.remove(at);
-            let next = served.queue.ring().next_avail();
-            // Nobody waits for it if the connection is over.
-            let _ = served.stopping.map(|stopped| stopped.send(next));
+            let Served { queue, stopping, .. } = self.remove(at);
+            if let Some(stopped) = stopping {
+                // Nobody waits for it if the connection is over.
+                let _ = stopped.send(queue);
+            }
         }
         ended
     }
@@ -389,6 +377,7 @@ impl Unit for BlkUnit {
                 Ok(false) => served.tell(&self.shared.figures),
                 Ok(true) => {
                     busy = true;
+                    served.kick.iter().for_each(Kick::found);
                     served.tell(&self.shared.figures);
                 }
                 Err(error) => served.fail(&self.shared, error),
@@ -433,8 +422,11 @@ impl Unit for BlkUnit {
 
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
         into.push((*self.bell).as_fd());
+    }
+
+    fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
         let working = self.queues.iter().filter(|served| served.failed.is_none());
-        into.extend(working.filter_map(|served| Some(served.kick.as_ref()?.as_fd())));
+        into.extend(working.filter_map(|served| served.kick.as_ref()));
     }
 
     fn offline(&mut self) {

@@ -6,7 +6,6 @@ use std::{
     time::Instant,
 };
 
-use ringfence_vhost_user::PeerFd;
 use ringfence_virtio_iommu::device::{
     Backing, Counters, Device, EventQueue, FaultQueue, Progress, RequestQueue,
 };
@@ -16,7 +15,7 @@ use super::{
     device::{PATIENCE, sum},
     reach::Reach,
 };
-use crate::worker::{Unit, Worker};
+use crate::worker::{Kick, Unit, Worker};
 
 /// Interrupts the driver.
 pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
@@ -24,9 +23,17 @@ pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
 /// One ring and its notifications.
 struct Ring<Q> {
     queue: Q,
-    kick: Option<PeerFd>,
+    kick: Option<Kick>,
     enabled: bool,
     failed: bool,
+}
+
+impl<Q> Ring<Q> {
+    fn found(&self, progress: &Progress) {
+        if !progress.is_idle() {
+            self.kick.iter().for_each(Kick::found);
+        }
+    }
 }
 
 /// The rings of a virtio-iommu: requests and events.
@@ -92,7 +99,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         &mut self,
         ring: u16,
         config: device::Config,
-        kick: Option<PeerFd>,
+        kick: Option<Kick>,
         enabled: bool,
     ) -> Result<(), RingError> {
         let queue = device::Queue::new(config, self.reach.rings())?;
@@ -244,6 +251,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
             match ring.queue.poll(self.reach.buffers()) {
                 Ok(progress) => {
                     busy |= !progress.is_idle();
+                    ring.found(&progress);
                     self.pending = progress.pending;
                     mark_used(&self.reach, &progress, ring.queue.queue());
                     if progress.interrupt {
@@ -266,6 +274,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
             match ring.queue.poll(self.reach.buffers()) {
                 Ok(progress) => {
                     busy |= !progress.is_idle();
+                    ring.found(&progress);
                     mark_used(&self.reach, &progress, ring.queue.queue());
                     if progress.interrupt {
                         self.interrupt(EVENTS);
@@ -319,9 +328,12 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     }
 
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
+        into.push(self.reported.as_fd());
+    }
+
+    fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
         let requests = self.requests.as_ref().and_then(|ring| ring.kick.as_ref());
         let events = self.events.as_ref().and_then(|ring| ring.kick.as_ref());
-        into.extend(requests.into_iter().chain(events).map(AsFd::as_fd));
-        into.push(self.reported.as_fd());
+        into.extend(requests.into_iter().chain(events));
     }
 }

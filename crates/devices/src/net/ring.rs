@@ -1,12 +1,9 @@
 //! One ring of a network device, and the chains that were taken from it and not given back.
 
-use std::{
-    os::fd::{AsFd, BorrowedFd},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use ringfence_mem::{Access, AccessError, Translate};
-use ringfence_vhost_user::{PeerFd, RingAddresses};
+use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
     ChainFault, RingError, cut,
     device::{self, Burst, Taken},
@@ -19,7 +16,7 @@ use super::{
     stats::{Lost, QueueCounters},
     wire::MAX_PACKET,
 };
-use crate::{backend::Events, dirty::RingLog, notifier::Notifier};
+use crate::{backend::Events, dirty::RingLog, notifier::Notifier, worker::Kick};
 
 /// How many chains are held at most: what may be asked for at once.
 pub(super) const DEPTH: usize = 256;
@@ -46,7 +43,7 @@ pub(super) struct NetRing {
     taken: Burst,
     /// How many of them, the oldest, were looked up for what they lack.
     looked_up: usize,
-    kick: Option<PeerFd>,
+    kick: Option<Kick>,
     call: Option<Arc<Notifier>>,
     err: Option<Arc<Notifier>>,
     pub(super) enabled: bool,
@@ -214,7 +211,12 @@ impl NetRing {
             return Ok(true);
         };
         match self.queue.pop_more(bus, most, &mut self.taken) {
-            Ok(_) => Ok(true),
+            Ok(count) => {
+                if count > 0 {
+                    self.kick.iter().for_each(Kick::found);
+                }
+                Ok(true)
+            }
             Err(error) => missing_table(error),
         }
     }
@@ -302,8 +304,8 @@ impl NetRing {
     }
 
     /// What the driver kicks with.
-    pub(super) fn kick(&self) -> Option<BorrowedFd<'_>> {
-        self.kick.as_ref().filter(|_| !self.failed).map(AsFd::as_fd)
+    pub(super) fn kick(&self) -> Option<&Kick> {
+        self.kick.as_ref().filter(|_| !self.failed)
     }
 
     /// The ring lies elsewhere from now on, and is looked for there.

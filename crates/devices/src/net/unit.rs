@@ -24,7 +24,12 @@ use super::{
     ways::{across, loopback, nowhere, outside},
     wire::feature,
 };
-use crate::{backend::RingStart, bus::Bus, event, worker::Unit};
+use crate::{
+    backend::RingStart,
+    bus::Bus,
+    event,
+    worker::{Kick, Unit},
+};
 
 /// Where packets go that a driver sends.
 #[derive(Clone, Debug)]
@@ -380,6 +385,9 @@ impl Unit for NetUnit {
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
         into.push(self.wake.event.as_fd());
         into.extend(self.outlets.iter().filter_map(Outlet::waker));
+    }
+
+    fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
         let rings = |end: &'a End| end.receive.iter().chain(&end.transmit).flatten();
         into.extend(self.ends.iter().flat_map(rings).filter_map(|ring| ring.kick()));
     }

@@ -171,6 +171,9 @@ pub(crate) fn next_front_end(path: &Path, device: Device, number: u8) {
     }
 }
 
+/// The name of a neighbour's threads.
+pub(crate) const NEIGHBOUR: &str = "neighbour";
+
 /// A driver of another device of the process, at work all the time.
 pub(crate) struct Neighbour {
     shared: Arc<Shared>,
@@ -196,9 +199,13 @@ impl Neighbour {
     pub(crate) fn start(path: PathBuf, device: Device) -> Neighbour {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
-        let working = std::thread::spawn(move || Neighbour::work(&own, &path, device));
+        // Known by their name, as where they run matters for figures.
+        let spawn = |job: Box<dyn FnOnce() + Send>| {
+            std::thread::Builder::new().name(NEIGHBOUR.into()).spawn(job).unwrap()
+        };
+        let working = spawn(Box::new(move || Neighbour::work(&own, &path, device)));
         let own = Arc::clone(&shared);
-        let beating = std::thread::spawn(move || Neighbour::beat(&own));
+        let beating = spawn(Box::new(move || Neighbour::beat(&own)));
         Neighbour { shared, working: Some(working), beating: Some(beating) }
     }
 

@@ -12,6 +12,7 @@ mod figures;
 mod fuse;
 mod guest;
 mod honest;
+mod idle;
 mod iommu;
 mod messages;
 mod rings;

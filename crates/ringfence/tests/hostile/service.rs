@@ -212,9 +212,14 @@ impl Service {
     /// A front end of its own for `guard`'s IOMMU, in place of the one that does nothing; the neighbour
     /// is gone.
     pub(crate) fn take_iommu(&mut self) -> Session {
-        self.neighbour = None;
+        self.drop_neighbour();
         self.iommu = None;
         Session::open_at(IOMMU, &self.place.path("iommu"), FEATURES)
+    }
+
+    /// Nobody but the test asks it for anything.
+    pub(crate) fn drop_neighbour(&mut self) {
+        self.neighbour = None;
     }
 
     /// The processor time that it had so far.
@@ -255,12 +260,7 @@ impl Service {
 
     /// Its threads, and their names.
     pub(crate) fn threads(&self) -> impl Iterator<Item = (Pid, String)> {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.running.process().id)).unwrap();
-        tasks.flatten().map(|thread| {
-            let id = thread.file_name().to_str().unwrap().parse().unwrap();
-            let name = fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
-            (Pid::from_raw(id).unwrap(), name.trim_end().to_owned())
-        })
+        threads(self.running.process().id.to_string())
     }
 
     fn holds(&self) -> Holds {
@@ -317,6 +317,16 @@ impl Service {
         assert!(!ended.err.contains("panicked"), "{ended}");
         sockets_are_gone(&self.place);
     }
+}
+
+/// The threads of a process, and their names.
+pub(crate) fn threads(process: String) -> impl Iterator<Item = (Pid, String)> {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    tasks.flatten().map(|thread| {
+        let id = thread.file_name().to_str().unwrap().parse().unwrap();
+        let name = fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+        (Pid::from_raw(id).unwrap(), name.trim_end().to_owned())
+    })
 }
 
 fn sockets_are_gone(place: &Place) {

@@ -1,0 +1,220 @@
+//! States in which a front end leaves a device while it stays: none of them takes processor time.
+
+use std::{
+    any::Any,
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::net::UnixStream,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::{
+    common::Place,
+    guest::{Desc, OTHER, PLATFORM, RING, Ring, Session, WRITE},
+    honest::Device,
+    service::{Service, Target},
+    wire::{iotlb, request::*, state, words},
+};
+
+/// What has to be kept for the state to last.
+type Kept = Box<dyn Any>;
+type State = fn(&Target) -> Kept;
+
+/// A ring with a chain that the device has not seen.
+fn offered(session: &Session, index: u32) -> Ring {
+    let mut ring = session.ring(index);
+    place_buffer(session, &mut ring);
+    ring
+}
+
+fn place_buffer(session: &Session, ring: &mut Ring) {
+    ring.place(&session.ram, 0, &[Desc(session.ram.data(), 2048, WRITE, 0)]);
+    ring.offer(&session.ram, 0);
+}
+
+/// A ring whose kick is this eventfd.
+fn kicked_by(target: &Target, kick: OwnedFd) -> Kept {
+    let session = target.open(0);
+    let mut ring = Ring::new(0);
+    ring.kick = kick;
+    assert!(session.start(&ring, 0));
+    Box::new((session, ring))
+}
+
+const ANY: &[(&str, State)] = &[
+    ("a connection that says nothing", |target| Box::new(target.open(0))),
+    ("half a message", |target| {
+        let session = target.open(0);
+        session.client.raw(&[1, 0, 0, 0, 1], &[]);
+        Box::new(session)
+    }),
+    ("a ring that is asked nothing", |target| {
+        let session = target.open(0);
+        Box::new((session.ring(0), session))
+    }),
+    ("chains in a ring that is disabled", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        assert!(session.client.set(SET_VRING_ENABLE, &state(0, 0), &[]));
+        place_buffer(&session, &mut ring);
+        Box::new((session, ring))
+    }),
+    ("chains behind one that leaves the table", |target| {
+        let session = target.open(0);
+        let rings = [0, 1].map(|index| {
+            let mut ring = session.ring(index);
+            ring.offer(&session.ram, RING);
+            (0..4).for_each(|_| place_buffer(&session, &mut ring));
+            ring
+        });
+        Box::new((session, rings))
+    }),
+    ("an eventfd that stays readable", |target| {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
+        let kick = eventfd(u32::MAX, flags).unwrap();
+        kicked_by(target, kick)
+    }),
+    ("an eventfd that blocks who reads it", |target| {
+        kicked_by(target, eventfd(0, EventfdFlags::CLOEXEC).unwrap())
+    }),
+    ("a call that is full", |target| {
+        let session = target.open(0);
+        let call = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        assert!(session.client.set(
+            SET_VRING_CALL,
+            &words(&[target.index().into()]),
+            &[call.as_fd()]
+        ));
+        let mut ring = session.ring(target.index());
+        target.works(&session, &mut ring);
+        Box::new((session, ring, call))
+    }),
+    ("a channel that has been shut down", |target| {
+        let session = target.open(PLATFORM);
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
+        ours.shutdown(std::net::Shutdown::Both).unwrap();
+        let rings = [0, 1].map(|index| offered(&session, index));
+        Box::new((session, rings, ours))
+    }),
+    ("rings of which no translation comes", |target| {
+        let (session, channel) = asks_in_vain(target);
+        let rings = [0, 1].map(|index| offered(&session, index));
+        Box::new((session, rings, channel))
+    }),
+    ("rings of whose tables no translation comes", |target| {
+        let (session, channel) = asks_in_vain(target);
+        let rings = [0, 1].map(|index| {
+            let ring = Ring::new(index);
+            let update = iotlb(ring.avail(), 0x2000, ring.avail(), 3, 2);
+            assert!(session.client.set(IOTLB_MSG, &update, &[]));
+            offered(&session, index)
+        });
+        Box::new((session, rings, channel))
+    }),
+];
+
+/// A front end that answers no miss.
+fn asks_in_vain(target: &Target) -> (Session, UnixStream) {
+    let session = target.open(PLATFORM);
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
+    (session, ours)
+}
+
+/// How a receiver is there, to whom the other end sends.
+const RECEIVERS: &[(&str, State)] = &[
+    ("packets for nobody", |_| Box::new(())),
+    ("packets for one whose rings do not run", |target| Box::new(target.open(0))),
+    ("packets for one without buffers", |target| {
+        let session = target.open(0);
+        Box::new((session.ring(0), session))
+    }),
+    ("packets for one with a buffer that is too small", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        ring.place(&session.ram, 0, &[Desc(session.ram.data(), 16, WRITE, 0)]);
+        ring.offer(&session.ram, 0);
+        Box::new((session, ring))
+    }),
+    ("packets for a ring that has failed", |target| {
+        let session = target.open(0);
+        let mut ring = session.ring(0);
+        ring.offer(&session.ram, RING);
+        Box::new((session, ring))
+    }),
+    ("packets for a ring that is disabled", |target| {
+        let session = target.open(0);
+        let ring = offered(&session, 0);
+        assert!(session.client.set(SET_VRING_ENABLE, &state(0, 0), &[]));
+        Box::new((session, ring))
+    }),
+    ("packets for a ring of which no translation comes", |target| {
+        let (session, channel) = asks_in_vain(target);
+        let ring = offered(&session, 0);
+        Box::new((session, ring, channel))
+    }),
+    ("packets for a ring that was stopped while they waited", |target| {
+        let session = target.open(0);
+        let ring = session.ring(0);
+        thread::sleep(Duration::from_millis(2));
+        session.stop(0);
+        Box::new((session, ring))
+    }),
+];
+
+/// The service does next to nothing for a while: a thread that spins would be seen, however little it gets of a
+/// busy machine.
+fn takes_no_time(service: &Service, name: &str) {
+    eprintln!("{name}");
+    const WHILE: Duration = Duration::from_millis(500);
+    let (begun, before) = (Instant::now(), service.cpu_time());
+    thread::sleep(WHILE);
+    let (waited, took) = (begun.elapsed(), service.cpu_time().saturating_sub(before));
+    assert!(took < waited / 10, "{name}: {took:?} of {waited:?}");
+}
+
+#[test]
+fn a_front_end_that_stays_and_does_nothing() {
+    for device in [Device::Disk, Device::Guarded, Device::Net] {
+        let mut service = Service::start(device);
+        service.drop_neighbour();
+        for (name, state) in ANY {
+            let kept = state(&service.target());
+            takes_no_time(&service, &format!("{device:?}: {name}"));
+            drop(kept);
+        }
+        service.end();
+    }
+}
+
+#[test]
+fn packets_that_do_not_arrive() {
+    for more in [&[][..], &["--queues", "2"]] {
+        let mut service = Service::with_more(Place::new(), Device::Net, "", more);
+        service.drop_neighbour();
+        for (name, state) in RECEIVERS {
+            let sender = Session::open_at(OTHER, &service.path("other"), 0);
+            let mut rings =
+                [1, 3].map(|index| (index == 1 || !more.is_empty()).then(|| sender.ring(index)));
+            let mut send = || {
+                for ring in rings.iter_mut().flatten() {
+                    sender.ram.put(sender.ram.data(), &[0; 76]);
+                    ring.place(&sender.ram, 0, &[Desc(sender.ram.data(), 76, 0, 0)]);
+                    (0..16).for_each(|_| ring.offer(&sender.ram, 0));
+                }
+            };
+            send();
+            let kept = state(&service.target());
+            send();
+            takes_no_time(&service, &format!("{more:?}: {name}"));
+            drop(kept);
+        }
+        service.end();
+    }
+}
