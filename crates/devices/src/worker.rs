@@ -20,6 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::event;
 pub use crate::kick::Kick;
+use crate::kick::Rest;
 
 /// How long an adaptive waiter spins before it sleeps. A wake-up between two processes costs about
 /// this much, so that spinning never costs more than twice what the best choice would have.
@@ -107,6 +108,7 @@ pub trait Unit: Any {
 #[derive(Default)]
 pub struct Work {
     units: BTreeMap<u32, Box<dyn Unit>>,
+    rest: Rest,
 }
 
 impl Work {
@@ -291,14 +293,15 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
     if !something && due.is_none_or(|due| due > now_ns) {
         work.units.values_mut().for_each(|unit| unit.offline());
         {
+            let Work { units, rest } = work;
             let (mut wakers, mut kicks) = (vec![bell.wake.as_fd()], Vec::new());
-            for unit in work.units.values() {
+            for unit in units.values() {
                 unit.wakers(&mut wakers);
                 unit.kicks(&mut kicks);
             }
-            let listens = kicks.iter().filter_map(|kick| kick.rests_until(now_ns)).min();
-            kicks.retain(|kick| kick.rests_until(now_ns).is_none());
-            let due = due.into_iter().chain(listens).min();
+            let rests = rest.until(now_ns).filter(|_| kicks.iter().any(|kick| kick.is_in_vain()));
+            kicks.retain(|kick| rests.is_none() || !kick.is_in_vain());
+            let due = due.into_iter().chain(rests).min();
             let all = wakers.iter().copied().chain(kicks.iter().map(|kick| kick.as_fd()));
             let mut fds: Vec<PollFd<'_>> =
                 all.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
@@ -316,7 +319,7 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
                 event::drain(waker);
             });
             kicks.iter().zip(woken).filter(|(_, woken)| *woken).for_each(|(kick, _)| {
-                kick.wakes(now_ns);
+                rest.ends(kick, now_ns);
             });
         }
         work.units.values_mut().for_each(|unit| unit.online());

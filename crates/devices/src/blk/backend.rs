@@ -29,7 +29,7 @@ use super::{
     wire::{Config, SECTOR, feature},
 };
 use crate::{
-    backend::{FrontEnd, RingStart, read_config},
+    backend::{Events, FrontEnd, RingStart, read_config},
     disk::{Disk, ImageError},
     event::Bells,
     iommu::{Iommu, Seat},
@@ -205,11 +205,12 @@ impl BlkBackend {
     /// No ring runs. What the disk still has of those before holds the lock, and nobody up.
     fn release_image(&mut self) {
         let Disk::File(image) = &self.options.disk else { return };
-        let (image, figures) = (Arc::clone(image), Arc::clone(&self.options.figures));
-        let (begun, is_stuck) = (Instant::now(), figures.stuck() > 0);
+        let (image, figures) = (Arc::clone(image), Arc::downgrade(&self.options.figures));
+        let is_busy = move || figures.upgrade().is_some_and(|figures| figures.stuck() > 0);
+        let (begun, is_stuck) = (Instant::now(), is_busy());
         // It holds no memory of the guest's, so that nothing depends on it but the lock.
         let given_up = || is_stuck || begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun);
-        match image.release(move || figures.stuck() > 0, given_up) {
+        match image.release(is_busy, given_up) {
             Ok(()) => {}
             Err(ImageError::NoAnswer) => {
                 tracing::warn!(
@@ -341,26 +342,31 @@ impl Handler for BlkBackend {
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         self.seat.iter().try_for_each(Seat::ring_starts)?;
-        self.take_image()?;
         let memory = self.front.memory()?;
         let RingStart { config, events, enabled, log } = self.front.start(ring, setup);
+        let Events { kick, call, err } = events;
         let own = Queue::postponed(config).map_err(|error| HandlerError::new(error.to_string()))?;
         let disk = (&self.options.disk, self.options.read_only);
         // Here: its io_uring and its buffers take the kernel longer than other rings should wait.
-        let queue = BlkQueue::new(own, disk, Arc::clone(&self.options.id), None);
+        let queue = BlkQueue::new(own, disk, Arc::clone(&self.options.id), call);
         let mut queue = queue.map_err(|error| HandlerError::new(error.to_string()))?;
         queue.set_write_through(self.cache.through());
-        let start = Start { queue, events, enabled, log, inflight: self.inflight.clone() };
+        let start = Start { queue, kick, err, enabled, log, inflight: self.inflight.clone() };
+        self.take_image()?;
         let options = self.options.clone();
         let endpoint = self.endpoint().filter(|_| self.front.has(F_ACCESS_PLATFORM)).cloned();
         let bells = Arc::clone(&self.bells);
         self.worker(ring)
             .call(move |work| {
+                let mut start = Some(start);
                 let unit = unit_of(work, &options, endpoint, bells, &memory);
-                let unit = unit.map_err(|error| error.to_string())?;
-                unit.start(ring, start, &memory).map_err(|error| error.to_string())
+                let started = unit.map_err(|error| error.to_string()).and_then(|unit| {
+                    unit.start(ring, &mut start, &memory).map_err(|error| error.to_string())
+                });
+                // What is left of it goes elsewhere than on the worker.
+                (started, start)
             })
-            .unwrap_or_else(|| Err("the worker is gone".into()))
+            .map_or_else(|| Err("the worker is gone".into()), |(started, _)| started)
             .map_err(|error| HandlerError::new(&error))
     }
 
@@ -370,7 +376,7 @@ impl Handler for BlkBackend {
         self.on_unit(ring, move |unit| unit.begin_stop(ring, reply))?;
         loop {
             match stopped.recv_timeout(LOOK) {
-                Ok(queue) => return Ok(queue.ring().next_avail()),
+                Ok((queue, _)) => return Ok(queue.ring().next_avail()),
                 Err(RecvTimeoutError::Timeout) if !self.is_given_up(begun) => {}
                 Err(RecvTimeoutError::Timeout) => break,
                 Err(RecvTimeoutError::Disconnected) => {
@@ -379,6 +385,10 @@ impl Handler for BlkBackend {
             }
         }
         let left = self.on_unit(ring, move |unit| unit.abandon(ring))?.unwrap_or(0);
+        // It may have ended meanwhile.
+        if let Ok((queue, _)) = stopped.try_recv() {
+            return Ok(queue.ring().next_avail());
+        }
         Err(HandlerError::new(format!("the disk has not answered {left} requests of ring {ring}")))
     }
 

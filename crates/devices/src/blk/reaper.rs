@@ -22,6 +22,13 @@ impl Reaper {
     }
 }
 
+impl Reaper {
+    /// When it looks again, if it has to.
+    pub(super) fn due(&self) -> u64 {
+        self.due_ns
+    }
+}
+
 impl Unit for Reaper {
     #[inline]
     fn poll(&mut self, now_ns: u64) -> bool {

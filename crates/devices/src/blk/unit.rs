@@ -13,7 +13,6 @@ use ringfence_virtq::RingError;
 
 use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
 use crate::{
-    backend::Events,
     bus::Bus,
     dirty::RingLog,
     event::{Bells, Doorbell},
@@ -25,12 +24,16 @@ use crate::{
 pub(super) struct Start {
     /// Made by who asks for it, as that takes a while.
     pub(super) queue: BlkQueue,
-    pub(super) events: Events,
+    pub(super) kick: Option<Kick>,
+    pub(super) err: Option<Arc<Notifier>>,
     pub(super) enabled: bool,
     pub(super) log: RingLog,
     /// Where it notes what it has under way.
     pub(super) inflight: Option<Arc<InflightRegion>>,
 }
+
+/// A queue that has stopped, and what it was kicked with.
+pub(super) type Stopped = (BlkQueue, Option<Kick>);
 
 struct Served {
     index: u16,
@@ -42,7 +45,7 @@ struct Served {
     /// Why it stopped.
     failed: Option<QueueError>,
     /// It stops: who waits for its end.
-    stopping: Option<Sender<BlkQueue>>,
+    stopping: Option<Sender<Stopped>>,
     /// What of its figures was told.
     told: QueueStats,
 }
@@ -66,6 +69,9 @@ impl Served {
         let now = self.queue.stats();
         let mut more = now;
         more -= self.told;
+        if let Some(kick) = &self.kick {
+            kick.found(more.requests as usize);
+        }
         figures.add(self.index, more);
         self.told = now;
     }
@@ -90,6 +96,8 @@ pub struct BlkUnit {
     bells: Arc<Bells>,
     shared: Shared,
     reaper: Reaper,
+    /// Whether no queue was served in the last round.
+    held: bool,
 }
 
 impl BlkUnit {
@@ -112,29 +120,43 @@ impl BlkUnit {
             bell: Arc::new(Doorbell::new()?),
             bells,
             reaper: Reaper::new(&figures),
+            held: false,
             shared: Shared { name: name.to_owned(), figures },
         })
     }
 
     /// Starts a queue. `memory` is asked for the ring if its addresses are the front end's own;
-    /// a ring behind an IOMMU need not be mapped yet (rule D21).
+    /// a ring behind an IOMMU need not be mapped yet (rule D21). `start` is taken if it succeeds.
     ///
     /// # Errors
     /// The ring cannot be reached; no descriptor can be registered; too many workers go through the IOMMU.
     pub(super) fn start(
         &mut self,
         index: u16,
-        start: Start,
+        start: &mut Option<Start>,
+        memory: &Arc<Memory>,
+    ) -> Result<(), QueueError> {
+        if let Some(start) = start {
+            self.prepare(index, start, memory)?;
+        }
+        let Some(Start { queue, kick, err, enabled, .. }) = start.take() else { return Ok(()) };
+        let (failed, stopping, told) = (None, None, QueueStats::default());
+        self.queues.push(Served { index, queue, kick, err, enabled, failed, stopping, told });
+        Ok(())
+    }
+
+    fn prepare(
+        &mut self,
+        index: u16,
+        Start { queue, log, inflight, .. }: &mut Start,
         memory: &Arc<Memory>,
     ) -> Result<(), QueueError> {
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
         }
-        let Start { mut queue, events: Events { kick, call, err }, enabled, log, inflight } = start;
         self.bus.set_log(log.log());
-        queue.set_call(call);
-        queue.set_log(log);
-        if let Some(region) = inflight {
+        queue.set_log(std::mem::take(log));
+        if let Some(region) = inflight.take() {
             queue.record(region, index);
         }
         match &self.bus {
@@ -150,8 +172,6 @@ impl BlkUnit {
         queue.set_ordered(self.bus.iotlb().is_some() && self.bus.is_logged());
         queue.notify((*self.bell).as_fd())?;
         queue.disarm();
-        let (failed, stopping, told) = (None, None, QueueStats::default());
-        self.queues.push(Served { index, queue, kick, err, enabled, failed, stopping, told });
         Ok(())
     }
 
@@ -167,7 +187,7 @@ impl BlkUnit {
     /// Stops a queue, for good, once all that it has under way is answered or put back: then `stopped` has
     /// it, to let go of it elsewhere. The disk is waited for as long as it takes, by nobody: other queues
     /// go on. False if there is no such queue.
-    pub fn begin_stop(&mut self, index: u16, stopped: Sender<BlkQueue>) -> bool {
+    pub(super) fn begin_stop(&mut self, index: u16, stopped: Sender<Stopped>) -> bool {
         let Some(at) = self.position(index) else { return false };
         let served = &mut self.queues[at];
         if served.failed.is_none() {
@@ -195,10 +215,10 @@ impl BlkUnit {
         });
         served.tell(&self.shared.figures);
         if ended {
-            let Served { queue, stopping, .. } = self.remove(at);
+            let Served { queue, kick, stopping, .. } = self.remove(at);
             if let Some(stopped) = stopping {
                 // Nobody waits for it if the connection is over.
-                let _ = stopped.send(queue);
+                let _ = stopped.send((queue, kick));
             }
         }
         ended
@@ -366,6 +386,7 @@ impl Unit for BlkUnit {
         }
         // I/O of an earlier ring might come after what the driver asks for now.
         let held = self.shared.figures.holds();
+        self.held = held;
         for served in self.queues.iter_mut().filter(|served| served.stopping.is_none()) {
             if held || !served.works() {
                 // What the kernel still does must not hold up an unmap for ever.
@@ -377,7 +398,6 @@ impl Unit for BlkUnit {
                 Ok(false) => served.tell(&self.shared.figures),
                 Ok(true) => {
                     busy = true;
-                    served.kick.iter().for_each(Kick::found);
                     served.tell(&self.shared.figures);
                 }
                 Err(error) => served.fail(&self.shared, error),
@@ -393,7 +413,8 @@ impl Unit for BlkUnit {
     fn next_due(&self) -> Option<u64> {
         let working = self.queues.iter().filter(|served| served.works());
         let due = working.filter_map(|served| served.queue.next_due());
-        due.chain(self.reaper.next_due()).min()
+        // What held them may be over by now, by another worker, and they were not asked what they wait for.
+        due.chain(self.reaper.next_due()).chain(self.held.then(|| self.reaper.due())).min()
     }
 
     fn waits(&self) -> bool {
@@ -403,10 +424,9 @@ impl Unit for BlkUnit {
     fn arm(&mut self) -> bool {
         self.bell.arm();
         let mut more = false;
-        for served in &mut self.queues {
-            if served.works() {
-                more |= served.queue.arm(&self.bus);
-            }
+        // What is in a ring that is held is not looked at before its time.
+        for served in self.queues.iter_mut().filter(|served| served.works() && !self.held) {
+            more |= served.queue.arm(&self.bus);
         }
         more
     }

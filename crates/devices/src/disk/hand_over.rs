@@ -173,7 +173,7 @@ impl HandOver {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
     use super::*;
     use crate::disk::Image;
@@ -204,6 +204,34 @@ mod tests {
             }
             other.take(|| false).unwrap();
             other.release(|| false, || false).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_the_disk_still_has_holds_the_lock() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let [one, other] = [image(&file), image(&file)];
+        let busy = Arc::new(AtomicBool::new(true));
+        let is_busy = || {
+            let busy = Arc::clone(&busy);
+            move || busy.load(Ordering::Acquire)
+        };
+        one.take(|| false).unwrap();
+        assert!(matches!(one.release(is_busy(), || true), Err(ImageError::NoAnswer)));
+        assert!(matches!(other.take(|| false), Err(ImageError::Locked)));
+        // It is wanted again: nobody lets go of it.
+        one.take(|| false).unwrap();
+        busy.store(false, Ordering::Release);
+        for _ in 0..20 {
+            assert!(matches!(other.take(|| false), Err(ImageError::Locked)));
+            thread::sleep(LOOK / 4);
+        }
+        busy.store(true, Ordering::Release);
+        let _ = one.release(is_busy(), || true);
+        busy.store(false, Ordering::Release);
+        while other.take(|| false).is_err() {
+            thread::yield_now();
         }
     }
 }

@@ -30,8 +30,8 @@ struct Ring<Q> {
 
 impl<Q> Ring<Q> {
     fn found(&self, progress: &Progress) {
-        if !progress.is_idle() {
-            self.kick.iter().for_each(Kick::found);
+        if let Some(kick) = &self.kick {
+            kick.found(progress.published);
         }
     }
 }
@@ -116,15 +116,16 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         Ok(())
     }
 
-    /// Stops a ring; returns the next available index.
-    pub(super) fn stop(&mut self, ring: u16) -> Option<u32> {
+    /// Stops a ring; returns the next available index, and what it was kicked with, to let go of it elsewhere.
+    pub(super) fn stop(&mut self, ring: u16) -> Option<(u32, Option<Kick>)> {
         if ring == REQUESTS {
             let mut stopped = self.requests.take()?;
             self.past = self.counters_with(&stopped.queue);
             self.pending = false;
-            Some(stopped.queue.queue().next_avail())
+            Some((stopped.queue.queue().next_avail(), stopped.kick))
         } else {
-            Some(self.events.take()?.queue.queue().next_avail())
+            let mut stopped = self.events.take()?;
+            Some((stopped.queue.queue().next_avail(), stopped.kick))
         }
     }
 
@@ -144,11 +145,11 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
             let late = Instant::now() >= deadline;
             let stop = move |unit: &mut Self| match unit.is_pending(ring) {
                 true if !late => None,
-                lost => Some(unit.stop(ring).map(|next| (next, lost))),
+                lost => Some(unit.stop(ring).map(|stopped| (stopped, lost))),
             };
             let stopped = worker.call(move |work| work.unit::<Self>(number).map(stop));
             match stopped.ok_or(NoWorker)? {
-                Some(Some(stopped)) => return Ok(stopped),
+                Some(Some(stopped)) => return Ok(stopped.map(|((next, _), lost)| (next, lost))),
                 Some(None) => std::thread::yield_now(),
                 None => return Ok(None),
             }

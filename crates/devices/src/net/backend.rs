@@ -320,8 +320,8 @@ impl Handler for NetBackend {
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
         let end = self.end;
-        let next = self.net.on_unit(ring, move |unit| unit.stop(end, ring))?;
-        next.ok_or_else(|| HandlerError::new("the ring is not running"))
+        let stopped = self.net.on_unit(ring, move |unit| unit.stop(end, ring))?;
+        stopped.map(|(next, _)| next).ok_or_else(|| HandlerError::new("the ring is not running"))
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {

@@ -195,9 +195,10 @@ impl NetRing {
         }
     }
 
-    /// When a ring that is away is looked for again.
-    pub(super) fn next_look(&self) -> Option<u64> {
-        self.away_until.filter(|_| !self.failed)
+    /// When a ring that is away is looked for again. Nobody looks for one that was to be looked for when its worker
+    /// looked for work last, at `polled_ns`: it is disabled, or no packets come.
+    pub(super) fn next_look(&self, polled_ns: u64) -> Option<u64> {
+        self.away_until.filter(|&until| !self.failed && until > polled_ns)
     }
 
     /// Takes chains until `many` are held, or there are no more. False if an indirect table's
@@ -212,8 +213,8 @@ impl NetRing {
         };
         match self.queue.pop_more(bus, most, &mut self.taken) {
             Ok(count) => {
-                if count > 0 {
-                    self.kick.iter().for_each(Kick::found);
+                if let Some(kick) = &self.kick {
+                    kick.found(count);
                 }
                 Ok(true)
             }
@@ -326,8 +327,8 @@ impl NetRing {
     }
 
     /// Puts back what is held, so that it is taken again when the ring goes on; returns where that
-    /// is.
-    pub(super) fn stop(mut self, bus: &impl Translate) -> u32 {
+    /// is, and what it was kicked with, to let go of it elsewhere.
+    pub(super) fn stop(mut self, bus: &impl Translate) -> (u32, Option<Kick>) {
         // The newest first. One that cannot go back, as a later one was given up, is lost.
         while let Some(last) = self.held().checked_sub(1) {
             if !self.queue.untake(self.chain(last).head()) {
@@ -341,7 +342,7 @@ impl NetRing {
             }
             self.publish(bus);
         }
-        self.queue.next_avail()
+        (self.queue.next_avail(), self.kick)
     }
 }
 
@@ -363,6 +364,31 @@ mod tests {
 
     use super::*;
     use crate::net::pieces::Plain;
+
+    #[test]
+    fn a_ring_that_is_away_is_due_only_while_somebody_looks_for_it() {
+        let physical = Physical::new(Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap());
+        let bus = Plain::new(&physical);
+        let nowhere = 1 << 40;
+        let queue = device::Queue::postponed(device::Config {
+            size: 8,
+            desc: nowhere,
+            avail: nowhere,
+            used: nowhere,
+            event_idx: false,
+            indirect: false,
+            packed: false,
+            base: 0,
+        });
+        let events = Events { kick: None, call: None, err: None };
+        let (name, log) = ("away".into(), RingLog::default());
+        let mut ring = NetRing::new(0, queue.unwrap(), events, Arc::default(), name, log);
+        assert_eq!(ring.ready(&bus, 0), Ready::No);
+        assert_eq!(ring.next_look(0), Some(AWAY_NS));
+        assert_eq!(ring.next_look(AWAY_NS), None, "its worker would never sleep");
+        assert_eq!(ring.ready(&bus, AWAY_NS), Ready::No);
+        assert_eq!(ring.next_look(AWAY_NS), Some(2 * AWAY_NS));
+    }
 
     // rule D22
     #[test]

@@ -538,7 +538,10 @@ pub(super) fn discard<S: Lasting>(
 ) -> bool {
     match ring.ready(bus, now_ns) {
         Ready::Yes => {}
-        Ready::No => return false,
+        Ready::No => {
+            lane.go_on();
+            return false;
+        }
         Ready::Soon => {
             lane.wait(Side::Source, answers, now_ns);
             return false;

@@ -105,6 +105,7 @@ pub struct NetUnit {
     /// By pair, if they lead nowhere.
     probes: Vec<Probe>,
     wake: Arc<Wake>,
+    polled_ns: u64,
 }
 
 /// Wakes the worker when what it asked for was answered.
@@ -148,7 +149,7 @@ impl NetUnit {
             _ => Vec::new(),
         };
         let ends = (0..way.ends()).map(|_| end()).collect();
-        Ok(NetUnit { ends, way, grace, outlets: outlets?, probes, wake })
+        Ok(NetUnit { ends, way, grace, outlets: outlets?, probes, wake, polled_ns: 0 })
     }
 
     /// Starts a ring; the first of a driver says how its memory is reached, and gives the counters of
@@ -245,7 +246,7 @@ impl NetUnit {
     }
 
     /// Stops a ring, for good; returns the next available index.
-    pub(super) fn stop(&mut self, at: usize, ring: u16) -> Option<u32> {
+    pub(super) fn stop(&mut self, at: usize, ring: u16) -> Option<(u32, Option<Kick>)> {
         let stopped = self.slot(at, ring).take()?;
         self.open_outlet(ring, false);
         let end = &mut self.ends[at];
@@ -300,6 +301,7 @@ impl NetUnit {
 
 impl Unit for NetUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
+        self.polled_ns = now_ns;
         match (&self.way, &mut self.ends[..]) {
             (Way::Peer, [a, b]) => across(a, b, now_ns) | across(b, a, now_ns),
             (Way::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
@@ -316,7 +318,7 @@ impl Unit for NetUnit {
         let lane = |end: &End| end.lanes.iter().filter_map(Lane::next_due).min();
         let ring = |end: &End| {
             let rings = end.receive.iter().chain(&end.transmit).flatten();
-            rings.filter_map(|ring| ring.next_look()).min()
+            rings.filter_map(|ring| ring.next_look(self.polled_ns)).min()
         };
         let inward = self.outlets.iter().map(|outlet| &outlet.inward);
         let inward = inward.chain(self.probes.iter().map(|probe| &probe.inward));

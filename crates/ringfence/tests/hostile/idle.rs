@@ -15,18 +15,28 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::{
     common::Place,
     guest::{Desc, OTHER, PLATFORM, RING, Ring, Session, WRITE},
-    honest::Device,
+    honest::{Device, DiskDriver},
     service::{Service, Target},
     wire::{iotlb, request::*, state, words},
 };
 
-/// What has to be kept for the state to last.
-type Kept = Box<dyn Any>;
+/// What has to be kept for the state to last; its connection is there as long, and answers.
+type Kept = (Option<Session>, Box<dyn Any>);
 type State = fn(&Target) -> Kept;
+
+fn kept(session: Session, more: impl Any) -> Kept {
+    (Some(session), Box::new(more))
+}
+
+fn started(session: &Session, index: u32) -> Ring {
+    let ring = Ring::new(index);
+    assert!(session.start(&ring, 0));
+    ring
+}
 
 /// A ring with a chain that the device has not seen.
 fn offered(session: &Session, index: u32) -> Ring {
-    let mut ring = session.ring(index);
+    let mut ring = started(session, index);
     place_buffer(session, &mut ring);
     ring
 }
@@ -42,44 +52,42 @@ fn kicked_by(target: &Target, kick: OwnedFd) -> Kept {
     let mut ring = Ring::new(0);
     ring.kick = kick;
     assert!(session.start(&ring, 0));
-    Box::new((session, ring))
+    kept(session, ring)
 }
 
 const ANY: &[(&str, State)] = &[
-    ("a connection that says nothing", |target| Box::new(target.open(0))),
+    ("a connection that says nothing", |target| kept(target.open(0), ())),
     ("half a message", |target| {
         let session = target.open(0);
         session.client.raw(&[1, 0, 0, 0, 1], &[]);
-        Box::new(session)
+        (None, Box::new(session))
     }),
     ("a ring that is asked nothing", |target| {
         let session = target.open(0);
-        Box::new((session.ring(0), session))
+        let ring = started(&session, 0);
+        kept(session, ring)
     }),
     ("chains in a ring that is disabled", |target| {
         let session = target.open(0);
-        let mut ring = session.ring(0);
+        let mut ring = started(&session, 0);
         assert!(session.client.set(SET_VRING_ENABLE, &state(0, 0), &[]));
         place_buffer(&session, &mut ring);
-        Box::new((session, ring))
+        kept(session, ring)
     }),
     ("chains behind one that leaves the table", |target| {
         let session = target.open(0);
         let rings = [0, 1].map(|index| {
-            let mut ring = session.ring(index);
+            let mut ring = started(&session, index);
             ring.offer(&session.ram, RING);
             (0..4).for_each(|_| place_buffer(&session, &mut ring));
             ring
         });
-        Box::new((session, rings))
+        kept(session, rings)
     }),
     ("an eventfd that stays readable", |target| {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
         let kick = eventfd(u32::MAX, flags).unwrap();
         kicked_by(target, kick)
-    }),
-    ("an eventfd that blocks who reads it", |target| {
-        kicked_by(target, eventfd(0, EventfdFlags::CLOEXEC).unwrap())
     }),
     ("a call that is full", |target| {
         let session = target.open(0);
@@ -90,9 +98,9 @@ const ANY: &[(&str, State)] = &[
             &words(&[target.index().into()]),
             &[call.as_fd()]
         ));
-        let mut ring = session.ring(target.index());
+        let mut ring = started(&session, target.index());
         target.works(&session, &mut ring);
-        Box::new((session, ring, call))
+        kept(session, (ring, call))
     }),
     ("a channel that has been shut down", |target| {
         let session = target.open(PLATFORM);
@@ -100,12 +108,12 @@ const ANY: &[(&str, State)] = &[
         assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
         ours.shutdown(std::net::Shutdown::Both).unwrap();
         let rings = [0, 1].map(|index| offered(&session, index));
-        Box::new((session, rings, ours))
+        kept(session, (rings, ours))
     }),
     ("rings of which no translation comes", |target| {
         let (session, channel) = asks_in_vain(target);
         let rings = [0, 1].map(|index| offered(&session, index));
-        Box::new((session, rings, channel))
+        kept(session, (rings, channel))
     }),
     ("rings of whose tables no translation comes", |target| {
         let (session, channel) = asks_in_vain(target);
@@ -115,7 +123,7 @@ const ANY: &[(&str, State)] = &[
             assert!(session.client.set(IOTLB_MSG, &update, &[]));
             offered(&session, index)
         });
-        Box::new((session, rings, channel))
+        kept(session, (rings, channel))
     }),
 ];
 
@@ -129,48 +137,49 @@ fn asks_in_vain(target: &Target) -> (Session, UnixStream) {
 
 /// How a receiver is there, to whom the other end sends.
 const RECEIVERS: &[(&str, State)] = &[
-    ("packets for nobody", |_| Box::new(())),
-    ("packets for one whose rings do not run", |target| Box::new(target.open(0))),
+    ("packets for nobody", |_| (None, Box::new(()))),
+    ("packets for one whose rings do not run", |target| kept(target.open(0), ())),
     ("packets for one without buffers", |target| {
         let session = target.open(0);
-        Box::new((session.ring(0), session))
+        let ring = started(&session, 0);
+        kept(session, ring)
     }),
     ("packets for one with a buffer that is too small", |target| {
         let session = target.open(0);
-        let mut ring = session.ring(0);
+        let mut ring = started(&session, 0);
         ring.place(&session.ram, 0, &[Desc(session.ram.data(), 16, WRITE, 0)]);
         ring.offer(&session.ram, 0);
-        Box::new((session, ring))
+        kept(session, ring)
     }),
     ("packets for a ring that has failed", |target| {
         let session = target.open(0);
-        let mut ring = session.ring(0);
+        let mut ring = started(&session, 0);
         ring.offer(&session.ram, RING);
-        Box::new((session, ring))
+        kept(session, ring)
     }),
     ("packets for a ring that is disabled", |target| {
         let session = target.open(0);
         let ring = offered(&session, 0);
         assert!(session.client.set(SET_VRING_ENABLE, &state(0, 0), &[]));
-        Box::new((session, ring))
+        kept(session, ring)
     }),
     ("packets for a ring of which no translation comes", |target| {
         let (session, channel) = asks_in_vain(target);
         let ring = offered(&session, 0);
-        Box::new((session, ring, channel))
+        kept(session, (ring, channel))
     }),
     ("packets for a ring that was stopped while they waited", |target| {
         let session = target.open(0);
-        let ring = session.ring(0);
+        let ring = started(&session, 0);
         thread::sleep(Duration::from_millis(2));
         session.stop(0);
-        Box::new((session, ring))
+        kept(session, ring)
     }),
 ];
 
 /// The service does next to nothing for a while: a thread that spins would be seen, however little it gets of a
 /// busy machine.
-fn takes_no_time(service: &Service, name: &str) {
+pub(crate) fn takes_no_time(service: &Service, name: &str) {
     eprintln!("{name}");
     const WHILE: Duration = Duration::from_millis(500);
     let (begun, before) = (Instant::now(), service.cpu_time());
@@ -179,15 +188,42 @@ fn takes_no_time(service: &Service, name: &str) {
     assert!(took < waited / 10, "{name}: {took:?} of {waited:?}");
 }
 
+/// A connection that has ended takes no time either.
+fn is_there(session: Option<&Session>, name: &str) {
+    let answers = |session: &Session| session.client.number(GET_FEATURES).is_some();
+    assert!(session.is_none_or(answers), "{name}: the connection has ended");
+}
+
+#[test]
+fn a_kick_that_was_in_vain_is_late_and_not_lost() {
+    for device in [Device::Disk, Device::Guarded] {
+        let mut service = Service::start(device);
+        service.drop_neighbour();
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
+        let (target, kick) = (service.target(), eventfd(u32::MAX, flags).unwrap());
+        let session = target.open(0);
+        let mut ring = Ring::new(0);
+        ring.kick = kick;
+        assert!(session.start(&ring, 0));
+        let mut driver = DiskDriver { session, ring };
+        for byte in 0..20 {
+            // Long enough for it to be at rest.
+            thread::sleep(Duration::from_millis(20));
+            driver.writes_and_reads(0, byte);
+        }
+        service.end();
+    }
+}
+
 #[test]
 fn a_front_end_that_stays_and_does_nothing() {
     for device in [Device::Disk, Device::Guarded, Device::Net] {
         let mut service = Service::start(device);
         service.drop_neighbour();
         for (name, state) in ANY {
-            let kept = state(&service.target());
+            let (session, _more) = state(&service.target());
             takes_no_time(&service, &format!("{device:?}: {name}"));
-            drop(kept);
+            is_there(session.as_ref(), name);
         }
         service.end();
     }
@@ -210,10 +246,12 @@ fn packets_that_do_not_arrive() {
                 }
             };
             send();
-            let kept = state(&service.target());
+            let (session, _more) = state(&service.target());
             send();
             takes_no_time(&service, &format!("{more:?}: {name}"));
-            drop(kept);
+            rings.iter().flatten().for_each(|ring| assert!(sender.stop(ring.index).is_some()));
+            takes_no_time(&service, &format!("{more:?}: {name}, no more of them"));
+            is_there(session.as_ref(), name);
         }
         service.end();
     }

@@ -109,7 +109,7 @@ impl Service {
     }
 
     fn run(place: Rc<Place>, device: Device, image: &str, more: &[&str]) -> Service {
-        let disk = format!("hostile={image}");
+        let disk = format!("hostile={image},queues=2");
         let arguments: &[&str] = match device {
             Device::Disk => &["blk", "--socket", "hostile", "--image", image, "--queues", "2"],
             Device::Guarded => {
