@@ -3,6 +3,7 @@
 use std::{
     sync::{
         Arc,
+        atomic::Ordering,
         mpsc::{self, RecvTimeoutError},
     },
     time::{Duration, Instant},
@@ -205,8 +206,8 @@ impl BlkBackend {
     /// No ring runs. What the disk still has of those before holds the lock, and nobody up.
     fn release_image(&mut self) {
         let Disk::File(image) = &self.options.disk else { return };
-        let (image, figures) = (Arc::clone(image), Arc::downgrade(&self.options.figures));
-        let is_busy = move || figures.upgrade().is_some_and(|figures| figures.stuck() > 0);
+        let (image, left) = (Arc::clone(image), self.options.figures.left());
+        let is_busy = move || left.load(Ordering::Acquire) > 0;
         let (begun, is_stuck) = (Instant::now(), is_busy());
         // It holds no memory of the guest's, so that nothing depends on it but the lock.
         let given_up = || is_stuck || begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun);

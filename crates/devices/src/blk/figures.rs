@@ -1,6 +1,9 @@
 //! What a block device has done, for whoever watches.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+};
 
 use parking_lot::Mutex;
 
@@ -22,7 +25,7 @@ pub struct BlkFigures {
     /// may still write to is kept here.
     stuck: Mutex<Vec<Remains>>,
     /// How many they are, and whether they hold up other rings.
-    left: AtomicUsize,
+    left: Arc<AtomicUsize>,
     holds: AtomicBool,
 }
 
@@ -60,7 +63,7 @@ impl BlkFigures {
             iotlb: IotlbTally::default(),
             failures: AtomicU64::new(0),
             stuck: Mutex::default(),
-            left: AtomicUsize::new(0),
+            left: Arc::default(),
             holds: AtomicBool::new(false),
         }
     }
@@ -87,6 +90,11 @@ impl BlkFigures {
     /// How many rings are gone whose I/O has not ended.
     pub fn stuck(&self) -> usize {
         self.left.load(Ordering::Acquire)
+    }
+
+    /// The same for those who outlive these figures: what was left when they went stays left.
+    pub(super) fn left(&self) -> Arc<AtomicUsize> {
+        Arc::clone(&self.left)
     }
 
     /// Whether no ring of the device is served, as what is left of earlier ones could come after what the

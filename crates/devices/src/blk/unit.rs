@@ -411,7 +411,7 @@ impl Unit for BlkUnit {
     }
 
     fn next_due(&self) -> Option<u64> {
-        let working = self.queues.iter().filter(|served| served.works());
+        let working = self.queues.iter().filter(|served| served.works() && !self.held);
         let due = working.filter_map(|served| served.queue.next_due());
         // What held them may be over by now, by another worker, and they were not asked what they wait for.
         due.chain(self.reaper.next_due()).chain(self.held.then(|| self.reaper.due())).min()
