@@ -342,7 +342,7 @@ impl BlkUnit {
         self.queues.iter().find(|served| served.index == index)?.failed.as_ref()
     }
 
-    /// Whether a queue is being [stopped](Self::begin_stop).
+    /// Whether a queue is being stopped.
     pub fn is_stopping(&self, index: u16) -> bool {
         self.queues.iter().any(|served| served.index == index && served.stopping.is_some())
     }
