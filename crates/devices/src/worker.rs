@@ -314,13 +314,14 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
             });
             // An interruption is a wake-up like any other: everything is looked at anyway.
             let _ = poll(&mut fds, timeout.as_ref());
-            let mut woken = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN));
-            wakers.iter().zip(&mut woken).filter(|(_, woken)| *woken).for_each(|(waker, _)| {
+            let is_readable = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
+            let (own, theirs) = fds.split_at(wakers.len());
+            for (_, waker) in own.iter().zip(&wakers).filter(|(fd, _)| is_readable(fd)) {
                 event::drain(waker);
-            });
-            kicks.iter().zip(woken).filter(|(_, woken)| *woken).for_each(|(kick, _)| {
+            }
+            for (_, kick) in theirs.iter().zip(&kicks).filter(|(fd, _)| is_readable(fd)) {
                 rest.ends(kick, now_ns);
-            });
+            }
         }
         work.units.values_mut().for_each(|unit| unit.online());
     }

@@ -20,9 +20,7 @@ impl Reaper {
     pub(super) fn new(figures: &Arc<BlkFigures>) -> Reaper {
         Reaper { figures: Arc::clone(figures), due_ns: 0 }
     }
-}
 
-impl Reaper {
     /// When it looks again, if it has to.
     pub(super) fn due(&self) -> u64 {
         self.due_ns

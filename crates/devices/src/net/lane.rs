@@ -28,7 +28,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
     if lane.sleeps(answers, now_ns) {
         return lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience);
     }
-    if !lane.finds(src, answers, now_ns) {
+    if !lane.finds((src.ring, src.bus), answers, now_ns) {
         return false;
     }
     let over = lane.is_over(now_ns, patience.whole_ns);
@@ -71,7 +71,7 @@ fn drop_late<S: Lasting>(
     now_ns: u64,
     patience: Patience,
 ) -> bool {
-    if !lane.finds(src, answers, now_ns) {
+    if !lane.finds((src.ring, src.bus), answers, now_ns) {
         return false;
     }
     if !lane.takes(src.ring, src.bus, (1, answers, now_ns)) {

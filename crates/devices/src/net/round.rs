@@ -374,11 +374,11 @@ impl Lane {
     #[inline]
     pub(super) fn finds<B: Lasting>(
         &mut self,
-        place: &mut Place<'_, B>,
+        (ring, bus): (&mut NetRing, &B),
         answers: (u64, u64),
         now_ns: u64,
     ) -> bool {
-        match place.ring.ready(place.bus, now_ns) {
+        match ring.ready(bus, now_ns) {
             Ready::Yes => true,
             Ready::No => {
                 self.go_on();
@@ -422,7 +422,7 @@ impl Round {
         patience_ns: u64,
     ) -> Option<Round> {
         let answers = (place.bus.answers(), place.bus.answers());
-        if lane.sleeps(answers, now_ns) || !lane.finds(place, answers, now_ns) {
+        if lane.sleeps(answers, now_ns) || !lane.finds((place.ring, place.bus), answers, now_ns) {
             return None;
         }
         let mut round = Round::new(answers, now_ns);
@@ -536,18 +536,8 @@ pub(super) fn discard<S: Lasting>(
     answers: (u64, u64),
     now_ns: u64,
 ) -> bool {
-    match ring.ready(bus, now_ns) {
-        Ready::Yes => {}
-        Ready::No => {
-            lane.go_on();
-            return false;
-        }
-        Ready::Soon => {
-            lane.wait(Side::Source, answers, now_ns);
-            return false;
-        }
-    }
-    if !lane.takes(ring, bus, (BURST, answers, now_ns)) {
+    if !lane.finds((ring, bus), answers, now_ns) || !lane.takes(ring, bus, (BURST, answers, now_ns))
+    {
         return false;
     }
     while ring.held() > 0 {

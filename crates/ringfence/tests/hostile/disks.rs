@@ -7,6 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
+
 use crate::{
     common::{LIMIT, Place},
     fuse::Fuse,
@@ -32,6 +37,17 @@ fn hanging_with(device: Device, options: &str) -> (Service, Fuse) {
     let place = Place::new();
     let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
     (Service::with(place, device, &format!("fuse/image{options}")), fuse)
+}
+
+/// Of which the image is locked while a driver uses it.
+fn handing_over() -> (Service, Fuse) {
+    let place = Place::new();
+    let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
+    (Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]), fuse)
+}
+
+fn lock(image: &File) -> Result<(), Errno> {
+    flock(image, FlockOperation::NonBlockingLockExclusive)
 }
 
 /// A driver of which the disk has a request.
@@ -99,9 +115,7 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
     for ends in [false, true] {
-        let place = Place::new();
-        let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
-        let mut service = Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]);
+        let (mut service, fuse) = handing_over();
         let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
         driver.writes_and_reads(FAR, 1);
         fuse.hold(true);
@@ -128,18 +142,15 @@ fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_is_handed_over_once_its_disk_answers() {
-    let place = Place::new();
-    let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
-    let service = Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]);
+    let (service, fuse) = handing_over();
     let other = fuse.open();
     drop(stuck(&service, &fuse, Device::Disk, 1, 0));
-    let lock = || rustix::fs::flock(&other, rustix::fs::FlockOperation::NonBlockingLockExclusive);
     // For as long as the last driver's write could still change it.
     std::thread::sleep(Duration::from_millis(200));
-    assert_eq!(lock(), Err(rustix::io::Errno::AGAIN), "the disk has a write still");
+    assert_eq!(lock(&other), Err(Errno::AGAIN), "the disk has a write still");
     fuse.hold(false);
     let begun = Instant::now();
-    while lock().is_err() {
+    while lock(&other).is_err() {
         assert!(begun.elapsed() < LIMIT, "nobody lets go of the image");
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -150,9 +161,7 @@ fn an_image_is_handed_over_once_its_disk_answers() {
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_that_has_lost_writes_is_handed_over_to_nobody() {
-    let place = Place::new();
-    let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
-    let service = Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]);
+    let (service, fuse) = handing_over();
     let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
     driver.writes_and_reads(FAR, 1);
     fuse.refuse_a_flush();
@@ -161,8 +170,7 @@ fn an_image_that_has_lost_writes_is_handed_over_to_nobody() {
     // The kernel tells of it once. Who is served next comes after all that the last one left.
     drop(service.target().open(0));
     let other = fuse.open();
-    let lock = rustix::fs::flock(&other, rustix::fs::FlockOperation::NonBlockingLockExclusive);
-    assert_eq!(lock, Err(rustix::io::Errno::AGAIN), "the image was let go of");
+    assert_eq!(lock(&other), Err(Errno::AGAIN), "the image was let go of");
     drop(other);
     service.end();
 }

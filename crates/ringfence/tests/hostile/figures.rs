@@ -165,11 +165,10 @@ fn a_neighbour_of_one_that_is_attacked() {
         // Those that talk to front ends, and what they start.
         let talks = |(_, name): &(Pid, String)| name == "ringfence";
         service.threads().filter(talks).for_each(|(id, _)| place(Some(id), 0));
-        let neighbours = threads("self".into()).filter(|(_, name)| name == NEIGHBOUR);
-        neighbours.for_each(|(id, _)| {
+        for (id, _) in threads("self".into()).filter(|(_, name)| name == NEIGHBOUR) {
             place(Some(id), 0);
             goes_first(id);
-        });
+        }
         for (name, attack) in lists.concat() {
             let rounds = [(); ROUNDS].map(|()| beside(&service, device, attack));
             let p99s = [0, 1, 2].map(|at| median(rounds.iter().map(|round| round[at]))[1]);

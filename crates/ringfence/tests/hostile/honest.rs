@@ -199,14 +199,15 @@ impl Neighbour {
     pub(crate) fn start(path: PathBuf, device: Device) -> Neighbour {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
-        // Known by their name, as where they run matters for figures.
-        let spawn = |job: Box<dyn FnOnce() + Send>| {
-            std::thread::Builder::new().name(NEIGHBOUR.into()).spawn(job).unwrap()
-        };
-        let working = spawn(Box::new(move || Neighbour::work(&own, &path, device)));
+        let working = Neighbour::spawn(move || Neighbour::work(&own, &path, device));
         let own = Arc::clone(&shared);
-        let beating = spawn(Box::new(move || Neighbour::beat(&own)));
+        let beating = Neighbour::spawn(move || Neighbour::beat(&own));
         Neighbour { shared, working: Some(working), beating: Some(beating) }
+    }
+
+    /// Known by its name, as where it runs matters for figures.
+    fn spawn(job: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
+        std::thread::Builder::new().name(NEIGHBOUR.into()).spawn(job).unwrap()
     }
 
     fn beat(shared: &Shared) {

@@ -2,10 +2,8 @@
 
 use std::{
     any::Any,
-    os::{
-        fd::{AsFd as _, OwnedFd},
-        unix::net::UnixStream,
-    },
+    net::Shutdown,
+    os::fd::AsFd as _,
     thread,
     time::{Duration, Instant},
 };
@@ -14,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
     common::Place,
-    guest::{Desc, OTHER, PLATFORM, RING, Ring, Session, WRITE},
+    guest::{Desc, OTHER, RING, Ring, Session, WRITE},
     honest::{Device, DiskDriver},
     service::{Service, Target},
     wire::{iotlb, request::*, state, words},
@@ -46,12 +44,19 @@ fn place_buffer(session: &Session, ring: &mut Ring) {
     ring.offer(&session.ram, 0);
 }
 
-/// A ring whose kick is this eventfd.
-fn kicked_by(target: &Target, kick: OwnedFd) -> Kept {
+/// A ring with a kick that stays readable.
+fn kicked_for_ever(target: &Target) -> DiskDriver {
     let session = target.open(0);
     let mut ring = Ring::new(0);
-    ring.kick = kick;
+    ring.kick = eventfd(u32::MAX, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE).unwrap();
     assert!(session.start(&ring, 0));
+    DiskDriver { session, ring }
+}
+
+/// A ring that nothing was put into.
+fn asked_nothing(target: &Target) -> Kept {
+    let session = target.open(0);
+    let ring = started(&session, 0);
     kept(session, ring)
 }
 
@@ -62,11 +67,7 @@ const ANY: &[(&str, State)] = &[
         session.client.raw(&[1, 0, 0, 0, 1], &[]);
         (None, Box::new(session))
     }),
-    ("a ring that is asked nothing", |target| {
-        let session = target.open(0);
-        let ring = started(&session, 0);
-        kept(session, ring)
-    }),
+    ("a ring that is asked nothing", asked_nothing),
     ("chains in a ring that is disabled", |target| {
         let session = target.open(0);
         let mut ring = started(&session, 0);
@@ -85,9 +86,8 @@ const ANY: &[(&str, State)] = &[
         kept(session, rings)
     }),
     ("an eventfd that stays readable", |target| {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
-        let kick = eventfd(u32::MAX, flags).unwrap();
-        kicked_by(target, kick)
+        let DiskDriver { session, ring } = kicked_for_ever(target);
+        kept(session, ring)
     }),
     ("a call that is full", |target| {
         let session = target.open(0);
@@ -103,20 +103,18 @@ const ANY: &[(&str, State)] = &[
         kept(session, (ring, call))
     }),
     ("a channel that has been shut down", |target| {
-        let session = target.open(PLATFORM);
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
-        ours.shutdown(std::net::Shutdown::Both).unwrap();
+        let (session, channel) = target.open_with_channel();
+        channel.shutdown(Shutdown::Both).unwrap();
         let rings = [0, 1].map(|index| offered(&session, index));
-        kept(session, (rings, ours))
+        kept(session, (rings, channel))
     }),
     ("rings of which no translation comes", |target| {
-        let (session, channel) = asks_in_vain(target);
+        let (session, channel) = target.open_with_channel();
         let rings = [0, 1].map(|index| offered(&session, index));
         kept(session, (rings, channel))
     }),
     ("rings of whose tables no translation comes", |target| {
-        let (session, channel) = asks_in_vain(target);
+        let (session, channel) = target.open_with_channel();
         let rings = [0, 1].map(|index| {
             let ring = Ring::new(index);
             let update = iotlb(ring.avail(), 0x2000, ring.avail(), 3, 2);
@@ -127,23 +125,11 @@ const ANY: &[(&str, State)] = &[
     }),
 ];
 
-/// A front end that answers no miss.
-fn asks_in_vain(target: &Target) -> (Session, UnixStream) {
-    let session = target.open(PLATFORM);
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
-    (session, ours)
-}
-
 /// How a receiver is there, to whom the other end sends.
 const RECEIVERS: &[(&str, State)] = &[
     ("packets for nobody", |_| (None, Box::new(()))),
     ("packets for one whose rings do not run", |target| kept(target.open(0), ())),
-    ("packets for one without buffers", |target| {
-        let session = target.open(0);
-        let ring = started(&session, 0);
-        kept(session, ring)
-    }),
+    ("packets for one without buffers", asked_nothing),
     ("packets for one with a buffer that is too small", |target| {
         let session = target.open(0);
         let mut ring = started(&session, 0);
@@ -164,7 +150,7 @@ const RECEIVERS: &[(&str, State)] = &[
         kept(session, ring)
     }),
     ("packets for a ring of which no translation comes", |target| {
-        let (session, channel) = asks_in_vain(target);
+        let (session, channel) = target.open_with_channel();
         let ring = offered(&session, 0);
         kept(session, (ring, channel))
     }),
@@ -181,7 +167,7 @@ const RECEIVERS: &[(&str, State)] = &[
 /// busy machine.
 pub(crate) fn takes_no_time(service: &Service, name: &str) {
     eprintln!("{name}");
-    const WHILE: Duration = Duration::from_millis(500);
+    const WHILE: Duration = Duration::from_secs(1);
     let (begun, before) = (Instant::now(), service.cpu_time());
     thread::sleep(WHILE);
     let (waited, took) = (begun.elapsed(), service.cpu_time().saturating_sub(before));
@@ -199,13 +185,7 @@ fn a_kick_that_was_in_vain_is_late_and_not_lost() {
     for device in [Device::Disk, Device::Guarded] {
         let mut service = Service::start(device);
         service.drop_neighbour();
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
-        let (target, kick) = (service.target(), eventfd(u32::MAX, flags).unwrap());
-        let session = target.open(0);
-        let mut ring = Ring::new(0);
-        ring.kick = kick;
-        assert!(session.start(&ring, 0));
-        let mut driver = DiskDriver { session, ring };
+        let mut driver = kicked_for_ever(&service.target());
         for byte in 0..20 {
             // Long enough for it to be at rest.
             thread::sleep(Duration::from_millis(20));

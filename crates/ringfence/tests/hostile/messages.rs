@@ -409,9 +409,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
         pour(&client, &header(GET_FEATURES, 1, 0));
     }),
     ("a channel that is never read", |target| {
-        let session = target.open(PLATFORM);
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]);
+        let (session, ours) = target.open_with_channel();
         for _ in 0..200 {
             let mut ring = session.ring(0);
             ring.offer(&session.ram, 0);
@@ -430,9 +428,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
         }
     }),
     ("rings of which no translation comes", |target| {
-        let session = target.open(PLATFORM);
-        let (_ours, theirs) = UnixStream::pair().unwrap();
-        assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
+        let (session, _channel) = target.open_with_channel();
         let _rings = [session.ring(0), session.ring(1)];
         // For longer than a neighbour may wait.
         std::thread::sleep(std::time::Duration::from_millis(1500));
