@@ -1,5 +1,6 @@
 //! `ringfence net` as front ends and operators meet it.
 
+mod common;
 #[allow(dead_code)]
 #[path = "../../devices/tests/net/rig.rs"]
 mod rig;
@@ -12,7 +13,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rig::{Driver, LONG, Setup, packet, until};
+use common::Process;
+use rig::{Driver, LONG, SIZE, Setup, packet, until};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -37,6 +39,23 @@ impl Service {
             .collect();
         let child = Command::new(&words[0]).args(&words[1..]).stdin(Stdio::null()).spawn().unwrap();
         Service { child, folder }
+    }
+
+    /// With a tap device in a network namespace of its own, of which the kernel's end is 10.9.0.1.
+    fn with_tap(arguments: &[&str]) -> Service {
+        assert!(
+            rustix::process::geteuid().is_root(),
+            "NOT RUN: a tap device in a network namespace takes root"
+        );
+        let script = "ip tuntap add dev rf0 mode tap multi_queue vnet_hdr && \
+            ip addr add 10.9.0.1/24 dev rf0 && ip link set rf0 up && exec \"$@\"";
+        let before = ["unshare", "-n", "sh", "-c", script, "sh"];
+        Service::start(&before, &[&["--tap", "rf0"], arguments].concat())
+    }
+
+    /// The processor time that it had so far.
+    fn cpu_time(&self) -> Duration {
+        Process { id: self.child.id(), line: String::new() }.cpu_time()
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -186,46 +205,76 @@ fn ping(data: &[u8]) -> Vec<u8> {
     [ip, icmp].concat()
 }
 
+/// Who has 10.9.0.1? The kernel says.
+fn question() -> Vec<u8> {
+    let arp = [0, 1, 8, 0, 6, 4, 0, 1];
+    let arp = [&arp[..], &OURS, &[10, 9, 0, 2], &[0; 6], &[10, 9, 0, 1]].concat();
+    ethernet([0xff; 6], 0x806, &arp)
+}
+
+/// Who answers to it, if this is an answer.
+fn answered(bytes: &[u8]) -> Option<[u8; 6]> {
+    let answer = bytes[12..14] == [8, 6] && bytes[20..22] == [0, 2];
+    answer.then(|| bytes[6..12].try_into().unwrap())
+}
+
+/// Asks the kernel until it answers: an answer from before it has set the device going, which it does after
+/// its carrier is there, on a thread of its own, is lost.
+fn find_kernel(driver: &mut Driver, pairs: u16) -> [u8; 6] {
+    let mut asked: Option<Instant> = None;
+    let mut kernel = None;
+    until("an answer", &mut [driver], |drivers| {
+        if asked.is_none_or(|asked| asked.elapsed() > Duration::from_millis(100)) {
+            drivers[0].send(0, &question());
+            asked = Some(Instant::now());
+        }
+        let came = (0..pairs).find_map(|pair| drivers[0].receive(pair));
+        kernel = came.and_then(|(_, bytes)| answered(&bytes));
+        kernel.is_some()
+    });
+    kernel.unwrap()
+}
+
+/// Needs to be root, for a network namespace with a tap device in it.
+#[test]
+fn what_a_tap_has_for_a_ring_that_has_failed_wakes_nobody() {
+    let mut service = Service::with_tap(&[]);
+    let mut driver = service.driver("0", Setup::new(false));
+    driver.offer_all(0, 1024);
+    find_kernel(&mut driver, 1);
+    // More buffers than the ring has descriptors, which is found once those before are used.
+    driver.put(u64::from(SIZE) * 16 + 2, &[0, 0x40]);
+    let stopped = "ringfence_net_queue_stops_total{queue=\"0.0\"} 1";
+    until("a ring that stops", &mut [&mut driver], |drivers| {
+        drivers[0].reclaim(0);
+        drivers[0].send(0, &question());
+        std::thread::sleep(Duration::from_millis(1));
+        service.figures().contains(stopped)
+    });
+    driver.send(0, &question());
+    let (begun, before) = (Instant::now(), service.cpu_time());
+    std::thread::sleep(Duration::from_secs(1));
+    let (waited, took) = (begun.elapsed(), service.cpu_time() - before);
+    assert!(took < waited / 10, "{took:?} of {waited:?}");
+    drop(driver);
+    service.end();
+}
+
 /// Needs to be root, for a network namespace with a tap device in it.
 #[test]
 fn a_tap_leads_to_the_kernel_s_own_network() {
-    assert!(
-        rustix::process::geteuid().is_root(),
-        "NOT RUN: a tap device in a network namespace takes root"
-    );
     for (queues, notify) in [("1", "adaptive"), ("2", "sleep")] {
-        let script = "ip tuntap add dev rf0 mode tap multi_queue vnet_hdr && \
-            ip addr add 10.9.0.1/24 dev rf0 && ip link set rf0 up && exec \"$@\"";
-        let before = ["unshare", "-n", "sh", "-c", script, "sh"];
-        let arguments = ["--tap", "rf0", "--queues", queues, "--notify", notify];
-        let mut service = Service::start(&before, &arguments);
+        let mut service = Service::with_tap(&["--queues", queues, "--notify", notify]);
         let pairs = queues.parse().unwrap();
         let mq = if pairs > 1 { 1 << 22 } else { 0 };
         let setup = Setup::new(true);
         let setup = Setup { pairs, event_idx: true, features: setup.features | mq, ..setup };
         let mut driver = service.driver("0", setup);
         (0..pairs).for_each(|pair| driver.offer_all(pair, 1024));
-        // Who has 10.9.0.1? The kernel says.
-        let mut arp = vec![0, 1, 8, 0, 6, 4, 0, 1];
-        arp.extend([&OURS[..], &[10, 9, 0, 2], &[0; 6], &[10, 9, 0, 1]].concat());
-        // Asked again until it does: an answer from before the kernel has set the device going, which it
-        // does after its carrier is there, on a thread of its own, is lost.
-        let mut asked: Option<Instant> = None;
-        let mut kernel = [0; 6];
+        let kernel = find_kernel(&mut driver, pairs);
         let next = |drivers: &mut [&mut Driver]| {
             (0..pairs).find_map(|pair| drivers[0].receive(pair)).map(|(_, bytes)| bytes)
         };
-        until("an answer", &mut [&mut driver], |drivers| {
-            if asked.is_none_or(|asked| asked.elapsed() > Duration::from_millis(100)) {
-                drivers[0].send(0, &ethernet([0xff; 6], 0x806, &arp));
-                asked = Some(Instant::now());
-            }
-            next(drivers).is_some_and(|bytes| {
-                let answer = bytes[12..14] == [8, 6] && bytes[20..22] == [0, 2];
-                kernel.copy_from_slice(&bytes[6..12]);
-                answer
-            })
-        });
         // Every byte of what is echoed, in buffers that hold a part of it each.
         for n in 0..30 {
             let data = packet(n, 40 * n);

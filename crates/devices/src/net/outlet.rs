@@ -31,7 +31,9 @@ pub(super) struct Outlet {
     /// What the way in remembers. The way out has the pair's own.
     pub(super) inward: Lane,
     /// Whether a driver takes packets at all.
-    pub(super) open: bool,
+    open: bool,
+    /// Whether all that had come was taken in, and more could be.
+    emptied: bool,
 }
 
 impl Outlet {
@@ -50,13 +52,13 @@ impl Outlet {
             vectors: Vec::new(),
             inward: Lane::default(),
             open: false,
+            emptied: false,
         })
     }
 
     /// What becomes readable when there is something to receive, if that can be received.
     pub(super) fn waker(&self) -> Option<BorrowedFd<'_>> {
-        let idle = self.open && !self.inward.is_starved() && !self.inward.is_stalled();
-        idle.then(|| self.readable.as_fd())
+        self.emptied.then(|| self.readable.as_fd())
     }
 
     /// Whether there is something to receive that can be received.
@@ -74,7 +76,14 @@ impl Outlet {
             self.tap.attach(self.queue, open);
             self.open = open;
             (self.waiting, self.inward) = (None, Lane::default());
+            self.emptied = false;
         }
+    }
+
+    /// There is no ring for what comes in.
+    pub(super) fn take_in_nothing(&mut self, now_ns: u64) {
+        self.emptied = false;
+        self.inward.end(now_ns);
     }
 
     /// Packets of a driver go out. True if there were any.
@@ -158,11 +167,13 @@ impl Outlet {
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {
+        self.emptied = false;
         let begun = Round::begin(&mut self.inward, dst, now_ns, patience_ns);
         let Some(mut round) = begun else { return false };
         while round.has_room() {
             let Some(len) = self.waiting.or_else(|| self.tap.read(self.queue, &mut self.packet))
             else {
+                self.emptied = true;
                 break;
             };
             self.waiting = Some(len);

@@ -218,10 +218,13 @@ impl Lane {
 
     /// When there is something to do though nobody says so.
     pub(super) fn next_due(&self) -> Option<u64> {
-        let starved = self.buffers.since_ns.filter(|_| self.buffers.holds());
+        // Who waits for a translation does not look for buffers.
+        if self.stall.is_some() {
+            return self.next_retry();
+        }
+        let since_ns = self.buffers.since_ns.filter(|_| self.buffers.holds())?;
         let left = self.grace_ns().saturating_sub(self.buffers.spent_ns);
-        let starved = starved.map(|since| since.saturating_add(left));
-        self.stall.map(|stall| stall.retry_at).into_iter().chain(starved).min()
+        Some(since_ns.saturating_add(left))
     }
 
     /// When it looks again for the translation that it waits for.
@@ -243,9 +246,9 @@ impl Lane {
         self.buffers.since_ns.is_some()
     }
 
-    /// Whether packets wait for its buffers.
+    /// Whether packets wait for its buffers, and for nothing else.
     pub(super) fn waits_for_buffers(&self) -> bool {
-        self.buffers.holds()
+        self.stall.is_none() && self.buffers.holds()
     }
 
     /// Whether it waits for a translation.
@@ -294,7 +297,7 @@ impl Lane {
         self.translations.pause(now_ns);
     }
 
-    /// The ring of the packets has failed.
+    /// The ring of the packets is not there.
     pub(super) fn end(&mut self, now_ns: u64) {
         self.go_on();
         self.pause(now_ns);
@@ -381,7 +384,7 @@ impl Lane {
         match ring.ready(bus, now_ns) {
             Ready::Yes => true,
             Ready::No => {
-                self.go_on();
+                self.end(now_ns);
                 false
             }
             Ready::Soon => {
@@ -587,5 +590,20 @@ mod tests {
         assert!(lane.holds_packets() && !lane.is_starved() && lane.next_due().is_some());
         lane.end(108);
         assert!(!lane.holds_packets() && lane.next_due().is_none());
+    }
+
+    #[test]
+    fn who_waits_for_a_translation_looks_for_no_buffers_meanwhile() {
+        let mut lane = Lane::default();
+        assert!(!lane.lacks_buffers(0) && lane.waits_for_buffers());
+        assert_eq!(lane.next_due(), Some(lane.grace_ns()));
+        for side in [Side::Source, Side::Target] {
+            lane.wait(side, (0, 0), lane.grace_ns());
+            assert!(!lane.waits_for_buffers());
+            assert_eq!(lane.next_due(), Some(lane.grace_ns() + RETRY_NS));
+        }
+        // They are late all the same.
+        lane.go_on();
+        assert!(lane.lacks_buffers(lane.grace_ns()));
     }
 }

@@ -144,7 +144,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
                     outlet.take_in(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
                 });
             }
-            None => outlet.inward.end(now_ns),
+            None => outlet.take_in_nothing(now_ns),
         }
     }
     busy

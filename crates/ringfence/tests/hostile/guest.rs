@@ -4,7 +4,7 @@ use std::{
     fs::File,
     os::{
         fd::{AsFd as _, OwnedFd},
-        unix::fs::FileExt as _,
+        unix::{fs::FileExt as _, net::UnixStream},
     },
     path::Path,
     time::{Duration, Instant},
@@ -211,6 +211,13 @@ impl Session {
         let ram = Ram::at(base);
         assert!(client.set(request::SET_MEM_TABLE, &ram.table(), &[ram.file.as_fd()]));
         Some(Session { client, ram, features })
+    }
+
+    /// The front end's end of a channel of the back end's own.
+    pub(crate) fn give_channel(&self) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        assert!(self.client.set(request::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
+        ours
     }
 
     /// A ring that runs, unless the device has ended the connection.

@@ -12,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
     common::Place,
-    guest::{Desc, OTHER, RING, Ring, Session, WRITE},
+    guest::{Desc, OTHER, PLATFORM, RING, Ring, SIZE, Session, WRITE},
     honest::{Device, DiskDriver},
     service::{Service, Target},
     wire::{iotlb, request::*, state, words},
@@ -235,4 +235,25 @@ fn packets_that_do_not_arrive() {
         }
         service.end();
     }
+}
+
+#[test]
+fn packets_of_a_ring_that_goes_away_while_they_wait() {
+    let mut service = Service::start(Device::Net);
+    service.drop_neighbour();
+    let (_receiver, _buffers) = asked_nothing(&service.target());
+    let sender = Session::open_at(OTHER, &service.path("other"), PLATFORM);
+    let _channel = sender.give_channel();
+    let mut ring = sender.ring(1);
+    ring.place(&sender.ram, 0, &[Desc(sender.ram.data(), 76, 0, 0)]);
+    // It goes before the receiver is given up, unless the machine is very busy.
+    for _ in 0..3 {
+        assert!(sender.client.set(IOTLB_MSG, &iotlb(OTHER, SIZE, OTHER, 3, 2), &[]));
+        ring.offer(&sender.ram, 0);
+        thread::sleep(Duration::from_millis(1));
+        assert!(sender.client.set(IOTLB_MSG, &iotlb(OTHER, SIZE, 0, 0, 3), &[]));
+        takes_no_time(&service, "packets of a ring that goes away while they wait");
+    }
+    is_there(Some(&sender), "packets of a ring that goes away");
+    service.end();
 }

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::{fd::AsFd as _, unix::net::UnixStream},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     rc::Rc,
     time::{Duration, Instant},
@@ -15,7 +15,6 @@ use crate::{
     guest::{Desc, IOMMU, NEXT, PLATFORM, Ring, Session, WRITE},
     honest::{Device, Neighbour, next_front_end},
     iommu::FEATURES,
-    wire::request::SET_BACKEND_REQ_FD,
 };
 
 /// What a request of a neighbour may take, whatever happens beside it, beyond what the machine takes. On a
@@ -68,9 +67,8 @@ impl Target {
     /// Such a connection behind an IOMMU, and the front end's end of the channel of the back end's own.
     pub(crate) fn open_with_channel(&self) -> (Session, UnixStream) {
         let session = self.open(PLATFORM);
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        assert!(session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
-        (session, ours)
+        let channel = session.give_channel();
+        (session, channel)
     }
 }
 
