@@ -14,7 +14,7 @@ use std::{
 };
 
 use common::Process;
-use rig::{Driver, LONG, SIZE, Setup, packet, until};
+use rig::{BUFFERS_AT, Driver, LONG, SIZE, Setup, packet, until};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -53,9 +53,13 @@ impl Service {
         Service::start(&before, &[&["--tap", "rf0"], arguments].concat())
     }
 
-    /// The processor time that it had so far.
-    fn cpu_time(&self) -> Duration {
-        Process { id: self.child.id(), line: String::new() }.cpu_time()
+    /// It does next to nothing for a while.
+    fn takes_no_time(&self) {
+        let process = Process { id: self.child.id(), line: String::new() };
+        let (begun, before) = (Instant::now(), process.cpu_time());
+        std::thread::sleep(Duration::from_secs(1));
+        let (waited, took) = (begun.elapsed(), process.cpu_time() - before);
+        assert!(took < waited / 10, "{took:?} of {waited:?}");
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -252,10 +256,48 @@ fn what_a_tap_has_for_a_ring_that_has_failed_wakes_nobody() {
         service.figures().contains(stopped)
     });
     driver.send(0, &question());
-    let (begun, before) = (Instant::now(), service.cpu_time());
-    std::thread::sleep(Duration::from_secs(1));
-    let (waited, took) = (begun.elapsed(), service.cpu_time() - before);
-    assert!(took < waited / 10, "{took:?} of {waited:?}");
+    service.takes_no_time();
+    drop(driver);
+    service.end();
+}
+
+/// Needs to be root, for a network namespace with a tap device in it.
+#[test]
+fn what_a_tap_has_for_buffers_that_are_too_small_wakes_nobody() {
+    let mut service = Service::with_tap(&[]);
+    let setup = Setup::new(false);
+    let mut driver = service.driver("0", Setup { features: 0, ..setup });
+    driver.offer(0, BUFFERS_AT, 1024);
+    find_kernel(&mut driver, 1);
+    // The first answer has a buffer. The second waits for one, and those that come are too small.
+    (0..2).for_each(|_| driver.send(0, &question()));
+    std::thread::sleep(Duration::from_millis(100));
+    for at in 0..60 {
+        driver.offer(0, BUFFERS_AT + at * 64, 16);
+    }
+    service.takes_no_time();
+    drop(driver);
+    service.end();
+}
+
+/// Needs to be root, for a network namespace with a tap device in it.
+#[test]
+fn a_tap_that_is_gone_wakes_nobody() {
+    let mut service = Service::with_tap(&[]);
+    let mut driver = service.driver("0", Setup::new(false));
+    driver.offer_all(0, 1024);
+    find_kernel(&mut driver, 1);
+    let process = service.child.id().to_string();
+    let gone = ["-t", &process, "-n", "ip", "link", "del", "rf0"];
+    assert!(Command::new("nsenter").args(gone).status().unwrap().success());
+    service.takes_no_time();
+    // What goes out is given back all the same.
+    driver.send(0, &question());
+    let mut back = 0;
+    until("what was sent", &mut [&mut driver], |drivers| {
+        back += drivers[0].reclaim(0);
+        back > 0
+    });
     drop(driver);
     service.end();
 }

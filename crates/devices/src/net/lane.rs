@@ -8,7 +8,7 @@ use super::{
     pieces::{Lasting, copy, mark, recycle, soon, soon_written},
     receive::{read, receive},
     ring::Ready,
-    round::{AHEAD, BURST, Lane, Patience, Place, Round, Side, Step, discard, give_up},
+    round::{AHEAD, BURST, Lane, Patience, Place, Round, Side, Step, Want, discard, give_up},
     stats::Lost,
     wire::{HEADER, Header, MAX_PACKET},
 };
@@ -48,17 +48,27 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         round.lost += give_up(src) + give_up(dst);
         lane.go_on();
     }
+    let mut again = false;
     match run(lane, src, dst, &mut round) {
-        Ok(waits) => round.waits = waits,
-        Err((Side::Source, error)) => src.ring.fail(error),
-        Err((Side::Target, error)) => dst.ring.fail(error),
+        Ok(wants) => round.wants = wants,
+        Err((side, error)) => {
+            match side {
+                Side::Source => src.ring.fail(error),
+                Side::Target => dst.ring.fail(error),
+            }
+            // What is held goes elsewhere.
+            again = true;
+        }
     }
+    let held = src.ring.held() + dst.ring.held();
     let did = round.settle(lane, |again| ask_ahead(src, dst, again));
+    // What asking ahead has found came after a ring was found to be empty, and wakes nobody.
+    again |= src.ring.held() + dst.ring.held() > held;
     if did {
         round.publish(dst);
         round.publish(src);
     }
-    did || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience)
+    did || again || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience)
 }
 
 /// A translation of the receiver's is missing: packets wait for it, if there are any, or are dropped. True if any
@@ -84,17 +94,17 @@ fn drop_late<S: Lasting>(
     late && discard(lane, (src.ring, src.bus), Lost::Unanswered, answers, now_ns)
 }
 
-/// Moves a burst; whose translation is missing, if it ended for want of one.
+/// Moves a burst; what it ended for want of.
 #[inline]
 fn run<S: Lasting, D: Lasting>(
     lane: &mut Lane,
     src: &mut Place<'_, S>,
     dst: &mut Place<'_, D>,
     round: &mut Round,
-) -> Result<Option<Side>, (Side, RingError)> {
+) -> Result<Option<Want>, (Side, RingError)> {
     let whole = src.ring.take(src.bus, BURST).map_err(|error| (Side::Source, error))?;
     if src.ring.held() == 0 {
-        return Ok((!whole).then_some(Side::Source));
+        return Ok((!whole).then_some(Want::Translation(Side::Source)));
     }
     let whole = dst.ring.take(dst.bus, BURST).map_err(|error| (Side::Target, error))?;
     while src.ring.held() > 0 && round.has_room() {
@@ -107,10 +117,10 @@ fn run<S: Lasting, D: Lasting>(
                 lane.fed();
                 round.moved(bytes);
             }
-            Step::Missing(side) => return Ok(Some(side)),
-            Step::Full if !whole => return Ok(Some(Side::Target)),
+            Step::Missing(side) => return Ok(Some(Want::Translation(side))),
+            Step::Full if !whole => return Ok(Some(Want::Translation(Side::Target))),
             Step::Full if lane.lacks_buffers(round.now_ns) => round.lose(src.ring, Lost::NoRoom),
-            Step::Full => return Ok(None),
+            Step::Full => return Ok(Some(Want::Buffers)),
             Step::Lost(why) => round.lose(src.ring, why),
         }
     }

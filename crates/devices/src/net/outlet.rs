@@ -6,12 +6,13 @@ use std::{
 };
 
 use rustix::event::epoll;
+use tracing::error;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
     pieces::{Lasting, Writer, recycle},
     receive::{read, receive},
-    round::{Lane, Place, Round, Side, Step},
+    round::{Lane, Place, Round, Side, Step, Want},
     stats::Lost,
     tap::{MAX_PIECES, Tap},
     wire::{Header, MAX_PACKET},
@@ -32,8 +33,21 @@ pub(super) struct Outlet {
     pub(super) inward: Lane,
     /// Whether a driver takes packets at all.
     open: bool,
-    /// Whether all that had come was taken in, and more could be.
-    emptied: bool,
+    /// What has to come before more can be taken in.
+    lacks: Lacks,
+    /// The tap is gone, which it stays.
+    gone: bool,
+}
+
+/// What is lacking for a packet to come in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lacks {
+    /// A packet.
+    Packet,
+    /// Buffers.
+    Buffers,
+    /// The ring, its translation, or that of a buffer: what looks for these is due by the clock.
+    Ring,
 }
 
 impl Outlet {
@@ -52,13 +66,15 @@ impl Outlet {
             vectors: Vec::new(),
             inward: Lane::default(),
             open: false,
-            emptied: false,
+            lacks: Lacks::Ring,
+            gone: false,
         })
     }
 
     /// What becomes readable when there is something to receive, if that can be received.
     pub(super) fn waker(&self) -> Option<BorrowedFd<'_>> {
-        self.emptied.then(|| self.readable.as_fd())
+        // One that is gone is readable for ever.
+        (self.lacks == Lacks::Packet && !self.gone).then(|| self.readable.as_fd())
     }
 
     /// Whether there is something to receive that can be received.
@@ -76,14 +92,19 @@ impl Outlet {
             self.tap.attach(self.queue, open);
             self.open = open;
             (self.waiting, self.inward) = (None, Lane::default());
-            self.emptied = false;
+            self.lacks = Lacks::Ring;
         }
     }
 
     /// There is no ring for what comes in.
-    pub(super) fn take_in_nothing(&mut self, now_ns: u64) {
-        self.emptied = false;
+    pub(super) fn has_no_ring(&mut self, now_ns: u64) {
+        self.lacks = Lacks::Ring;
         self.inward.end(now_ns);
+    }
+
+    /// Whether a packet waits for buffers.
+    pub(super) fn waits_for_buffers(&self) -> bool {
+        self.lacks == Lacks::Buffers
     }
 
     /// Packets of a driver go out. True if there were any.
@@ -108,7 +129,7 @@ impl Outlet {
                     continue;
                 }
                 Err(_) => {
-                    round.waits = Some(Side::Source);
+                    round.wants = Some(Want::Translation(Side::Source));
                     break;
                 }
             };
@@ -160,6 +181,22 @@ impl Outlet {
         Ok(())
     }
 
+    /// The length of the packet that comes in next, if there is one.
+    fn next_packet(&mut self) -> Option<usize> {
+        if self.waiting.is_none() {
+            self.waiting = self.tap.read(self.queue, &mut self.packet).unwrap_or_else(|error| {
+                error!(
+                    "{}: queue {} receives nothing any more: {error}",
+                    self.tap.name(),
+                    self.queue
+                );
+                self.gone = true;
+                None
+            });
+        }
+        self.waiting
+    }
+
     /// Packets come in to a driver. True if there were any.
     pub(super) fn take_in<D: Lasting>(
         &mut self,
@@ -167,16 +204,14 @@ impl Outlet {
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {
-        self.emptied = false;
+        self.lacks = Lacks::Ring;
         let begun = Round::begin(&mut self.inward, dst, now_ns, patience_ns);
         let Some(mut round) = begun else { return false };
-        while round.has_room() {
-            let Some(len) = self.waiting.or_else(|| self.tap.read(self.queue, &mut self.packet))
-            else {
-                self.emptied = true;
+        while round.has_room() && !self.gone {
+            let Some(len) = self.next_packet() else {
+                self.lacks = Lacks::Packet;
                 break;
             };
-            self.waiting = Some(len);
             let (head, bytes) = self.packet[..len].split_at(dst.terms.header().min(len));
             let mut header = Header::new_zeroed();
             if let Some(part) = header.as_mut_bytes().get_mut(..head.len()) {
@@ -186,7 +221,6 @@ impl Outlet {
             let store = &mut self.inward.target;
             match receive(store, dst, header, bytes.len(), &mut round, fill) {
                 Ok(Step::Moved { bytes }) => {
-                    self.inward.fed();
                     self.waiting = None;
                     round.moved(bytes);
                 }
@@ -196,12 +230,12 @@ impl Outlet {
                     round.lost += 1;
                 }
                 Ok(Step::Missing(side)) => {
-                    round.waits = Some(side);
+                    round.wants = Some(Want::Translation(side));
                     break;
                 }
                 // The kernel drops what comes meanwhile.
                 Ok(Step::Full) => {
-                    self.inward.starve(now_ns);
+                    self.lacks = Lacks::Buffers;
                     break;
                 }
                 Err(error) => {

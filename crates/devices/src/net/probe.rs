@@ -9,7 +9,7 @@ use super::{
     driver::{HEADER as HEAD, PACKET, packet},
     pieces::{Lasting, Writer, mark, recycle, soon, soon_written},
     receive::{read, receive},
-    round::{Lane, Place, Round, Side, Step},
+    round::{Lane, Place, Round, Side, Step, Want},
     wire::{HEADER, Header, MAX_PACKET},
 };
 
@@ -59,7 +59,7 @@ impl Probe {
                 }
                 Err(Step::Lost(why)) => round.lose(src.ring, why),
                 Err(_) => {
-                    round.waits = Some(Side::Source);
+                    round.wants = Some(Want::Translation(Side::Source));
                     break;
                 }
             }
@@ -107,7 +107,7 @@ impl Probe {
             match receive(store, dst, header, frame.len(), &mut round, fill) {
                 Ok(Step::Moved { bytes }) => round.moved(bytes),
                 Ok(Step::Missing(side)) => {
-                    round.waits = Some(side);
+                    round.wants = Some(Want::Translation(side));
                     break;
                 }
                 // Buffers that hold no frame: this one goes back unused.

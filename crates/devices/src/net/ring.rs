@@ -13,6 +13,7 @@ use tracing::error;
 
 use super::{
     pieces::Lasting,
+    round::next_tick,
     stats::{Lost, QueueCounters},
     wire::MAX_PACKET,
 };
@@ -21,7 +22,7 @@ use crate::{backend::Events, dirty::RingLog, notifier::Notifier, worker::Kick};
 /// How many chains are held at most: what may be asked for at once.
 pub(super) const DEPTH: usize = 256;
 
-/// How long it takes, in ns, until a ring whose address leads nowhere is looked for again.
+/// How often, in ns, a ring whose address leads nowhere is looked for again.
 const AWAY_NS: u64 = 1_000_000;
 
 /// Whether a ring can be worked on.
@@ -185,7 +186,7 @@ impl NetRing {
             }
             Err(RingError::Unreachable { .. }) => {
                 self.told = true;
-                self.away_until = Some(now_ns.saturating_add(AWAY_NS));
+                self.away_until = Some(next_tick(now_ns, AWAY_NS));
                 Ready::No
             }
             Err(error) => {
@@ -195,10 +196,9 @@ impl NetRing {
         }
     }
 
-    /// When a ring that is away is looked for again. Nobody looks for one that was to be looked for when its worker
-    /// looked for work last, at `polled_ns`: it is disabled, or no packets come.
-    pub(super) fn next_look(&self, polled_ns: u64) -> Option<u64> {
-        self.away_until.filter(|&until| !self.failed && until > polled_ns)
+    /// When a ring that is away is looked for again, if somebody does.
+    pub(super) fn next_look(&self) -> Option<u64> {
+        self.away_until.filter(|_| !self.failed)
     }
 
     /// Takes chains until `many` are held, or there are no more. False if an indirect table's
@@ -363,31 +363,62 @@ mod tests {
     use ringfence_virtq::driver::{Config, Queue, Rings};
 
     use super::*;
-    use crate::net::pieces::Plain;
+    use crate::net::{
+        pieces::Plain,
+        round::{Lane, Place, Round, Side, Terms, Want},
+    };
+
+    /// One of 8 descriptors that nobody has looked for yet.
+    fn postponed(packed: bool, [desc, avail, used]: [u64; 3]) -> NetRing {
+        let base = device::Config::start(packed);
+        let (event_idx, indirect) = (false, false);
+        let config =
+            device::Config { size: 8, desc, avail, used, event_idx, indirect, packed, base };
+        let queue = device::Queue::postponed(config).unwrap();
+        let events = Events { kick: None, call: None, err: None };
+        NetRing::new(0, queue, events, Arc::default(), "test".into(), RingLog::default())
+    }
+
+    /// The driver's end of a ring at the beginning of its memory, and the device's.
+    fn both_ends(ram: &Arc<GuestRam>, packed: bool) -> (Queue, NetRing, [u64; 3]) {
+        let config = Config { size: 8, event_idx: false, packed };
+        let offsets = config.offsets();
+        let window = ram.window(0, offsets.len).unwrap();
+        let rings = Rings::placed(&window, &config).unwrap();
+        let at = [offsets.desc, offsets.avail, offsets.used].map(|offset| offset as u64);
+        (Queue::with_config(config, rings).unwrap(), postponed(packed, at), at)
+    }
 
     #[test]
-    fn a_ring_that_is_away_is_due_only_while_somebody_looks_for_it() {
+    fn a_ring_that_is_away_is_looked_for_together_with_others() {
         let physical = Physical::new(Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap());
         let bus = Plain::new(&physical);
-        let nowhere = 1 << 40;
-        let queue = device::Queue::postponed(device::Config {
-            size: 8,
-            desc: nowhere,
-            avail: nowhere,
-            used: nowhere,
-            event_idx: false,
-            indirect: false,
-            packed: false,
-            base: 0,
-        });
-        let events = Events { kick: None, call: None, err: None };
-        let (name, log) = ("away".into(), RingLog::default());
-        let mut ring = NetRing::new(0, queue.unwrap(), events, Arc::default(), name, log);
+        let mut ring = postponed(false, [1 << 40; 3]);
         assert_eq!(ring.ready(&bus, 0), Ready::No);
-        assert_eq!(ring.next_look(0), Some(AWAY_NS));
-        assert_eq!(ring.next_look(AWAY_NS), None, "its worker would never sleep");
-        assert_eq!(ring.ready(&bus, AWAY_NS), Ready::No);
-        assert_eq!(ring.next_look(AWAY_NS), Some(2 * AWAY_NS));
+        assert_eq!(ring.next_look(), Some(AWAY_NS));
+        assert_eq!(ring.ready(&bus, AWAY_NS + 7), Ready::No);
+        assert_eq!(ring.next_look(), Some(2 * AWAY_NS), "together with others");
+    }
+
+    #[test]
+    fn what_comes_while_it_is_asked_ahead_is_not_slept_over() {
+        let ram = GuestRam::new(16 * 4096, 0).unwrap();
+        let physical = Physical::new(Memory::of_ram(&ram).unwrap());
+        let bus = Plain::new(&physical);
+        let (mut driver, mut ring, _) = both_ends(&ram, false);
+        assert_eq!(ring.ready(&bus, 0), Ready::Yes);
+        let (mut lane, mut place) =
+            (Lane::default(), Place::source(&mut ring, &bus, Terms::default()));
+        let mut round = Round::new((0, 0), 0);
+        // A translation was missing not long ago.
+        round.wants = Some(Want::Translation(Side::Source));
+        assert!(!round.end(&mut lane, &mut place));
+        // The ring was found to be empty, and then this came: without a kick, as the worker is awake.
+        driver.add(&[ringfence_virtq::Desc::readable(0, 1)], 0).unwrap();
+        driver.publish();
+        assert!(!driver.needs_kick());
+        assert!(Round::new((0, 0), 1).end(&mut lane, &mut place), "it looks again");
+        assert!(!ring.arm() && ring.held() == 1, "nobody else would say so");
     }
 
     // rule D22
@@ -397,26 +428,7 @@ mod tests {
             let ram = GuestRam::new(16 * 4096, 0).unwrap();
             let physical = Physical::new(Memory::of_ram(&ram).unwrap());
             let bus = Plain::new(&physical);
-            let config = Config { size: 8, event_idx: false, packed };
-            let offsets = config.offsets();
-            let window = ram.window(0, offsets.len).unwrap();
-            let rings = Rings::placed(&window, &config).unwrap();
-            let mut driver = Queue::with_config(config, rings).unwrap();
-            let [desc, avail, used] =
-                [offsets.desc, offsets.avail, offsets.used].map(|offset| offset as u64);
-            let queue = device::Queue::postponed(device::Config {
-                size: 8,
-                desc,
-                avail,
-                used,
-                event_idx: false,
-                indirect: false,
-                packed,
-                base: device::Config::start(packed),
-            });
-            let events = Events { kick: None, call: None, err: None };
-            let (name, log) = ("late".into(), RingLog::default());
-            let mut ring = NetRing::new(0, queue.unwrap(), events, Arc::default(), name, log);
+            let (mut driver, mut ring, [desc, avail, used]) = both_ends(&ram, packed);
             let mut kicked = || {
                 driver.add(&[ringfence_virtq::Desc::readable(0, 1)], 0).unwrap();
                 driver.publish();

@@ -25,8 +25,8 @@ const WARY: u64 = 1024;
 /// it had asked for, as when a driver's IOMMU is flushed: all are asked for anew.
 const FEW: u64 = 8;
 /// How long the receiver may be without buffers before packets are dropped, unless
-/// [`NetOptions`](super::NetOptions) says otherwise. They are until it has some, and not waited for again in the
-/// second after that.
+/// [`NetOptions`](super::NetOptions) says otherwise. They are until it has some, or none have come for a second, and
+/// it is not waited for again in the second after that.
 pub const GRACE: Duration = Duration::from_millis(10);
 /// The part of the patience for another driver: its front end's silence is not the sender's fault.
 const ANOTHERS_PART: u64 = 50;
@@ -35,8 +35,14 @@ const ANOTHERS_LEAST: u64 = 10_000_000;
 /// For how long, in ns, a receiver that was waited for in vain is not waited for again: one that is late again and
 /// again holds up the others for a small part of the time only.
 const DISTRUST_NS: u64 = 1_000_000_000;
-/// After how long, in ns, what is missing is looked for again without an answer.
+/// How often, in ns, what is missing is looked for again without an answer.
 const RETRY_NS: u64 = 5_000_000;
+
+/// The next of the times that come every `period_ns`: what is looked for then is so together, however many lack
+/// something, and a worker wakes once for all.
+pub(super) fn next_tick(now_ns: u64, period_ns: u64) -> u64 {
+    (now_ns - now_ns % period_ns).saturating_add(period_ns)
+}
 
 /// What a driver settled on, as far as its packets look different.
 #[derive(Clone, Copy, Debug, Default)]
@@ -107,7 +113,16 @@ pub(super) enum Side {
     Target,
 }
 
-/// Something that is waited for.
+/// What a round ended for want of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Want {
+    /// A translation of this side's.
+    Translation(Side),
+    /// Buffers of the receiver's: it has none that were not looked at.
+    Buffers,
+}
+
+/// A translation that is waited for.
 #[derive(Clone, Copy)]
 struct Stall {
     side: Side,
@@ -157,9 +172,7 @@ impl Late {
     /// It has come.
     #[inline]
     fn come(&mut self) {
-        if self.since_ns.take().is_some() {
-            self.spent_ns = 0;
-        }
+        (self.since_ns, self.spent_ns) = (None, 0);
     }
 
     /// It is not waited for any more, though it has not come.
@@ -218,18 +231,10 @@ impl Lane {
 
     /// When there is something to do though nobody says so.
     pub(super) fn next_due(&self) -> Option<u64> {
-        // Who waits for a translation does not look for buffers.
-        if self.stall.is_some() {
-            return self.next_retry();
-        }
-        let since_ns = self.buffers.since_ns.filter(|_| self.buffers.holds())?;
+        let starved = self.buffers.since_ns.filter(|_| self.buffers.holds());
         let left = self.grace_ns().saturating_sub(self.buffers.spent_ns);
-        Some(since_ns.saturating_add(left))
-    }
-
-    /// When it looks again for the translation that it waits for.
-    pub(super) fn next_retry(&self) -> Option<u64> {
-        self.stall.map(|stall| stall.retry_at)
+        let starved = starved.map(|since| since.saturating_add(left));
+        self.stall.map(|stall| stall.retry_at).or(starved)
     }
 
     /// Whether packets that come have to wait.
@@ -241,14 +246,9 @@ impl Lane {
         stalled || self.buffers.holds()
     }
 
-    /// Whether the receiver is without buffers.
-    pub(super) fn is_starved(&self) -> bool {
-        self.buffers.since_ns.is_some()
-    }
-
-    /// Whether packets wait for its buffers, and for nothing else.
+    /// Whether packets wait for its buffers.
     pub(super) fn waits_for_buffers(&self) -> bool {
-        self.stall.is_none() && self.buffers.holds()
+        self.buffers.holds()
     }
 
     /// Whether it waits for a translation.
@@ -267,11 +267,15 @@ impl Lane {
         self.stall.is_some_and(|stall| stall.answers == answers && now_ns < stall.retry_at)
     }
 
-    /// It waits for a translation of this side's.
+    /// It waits for a translation of this side's, and for nothing else.
     pub(super) fn wait(&mut self, side: Side, answers: (u64, u64), now_ns: u64) {
+        self.buffers.pause(now_ns);
+        if side == Side::Source {
+            self.translations.pause(now_ns);
+        }
         let before = self.stall.filter(|stall| stall.side == side);
         let since_ns = before.map_or(now_ns, |stall| stall.since_ns);
-        let retry_at = now_ns.saturating_add(RETRY_NS);
+        let retry_at = next_tick(now_ns, RETRY_NS);
         self.stall = Some(Stall { side, since_ns, retry_at, answers });
     }
 
@@ -356,11 +360,6 @@ impl Lane {
         self.stall = None;
     }
 
-    /// The receiver has no buffers.
-    pub(super) fn starve(&mut self, now_ns: u64) {
-        self.buffers.since_ns.get_or_insert(now_ns);
-    }
-
     /// The receiver has taken a packet.
     #[inline]
     pub(super) fn fed(&mut self) {
@@ -401,8 +400,8 @@ pub(super) struct Round {
     pub(super) bytes: u64,
     /// Also buffers.
     pub(super) lost: u64,
-    /// It ended because a translation of this side's is missing.
-    pub(super) waits: Option<Side>,
+    /// Why it ended, if not for want of packets, or of time.
+    pub(super) wants: Option<Want>,
     answers: (u64, u64),
     pub(super) now_ns: u64,
 }
@@ -412,7 +411,7 @@ impl Round {
     /// comes meanwhile makes us look again.
     #[inline]
     pub(super) fn new(answers: (u64, u64), now_ns: u64) -> Round {
-        Round { packets: 0, bytes: 0, lost: 0, waits: None, answers, now_ns }
+        Round { packets: 0, bytes: 0, lost: 0, wants: None, answers, now_ns }
     }
 
     /// Begins one of a single ring; `None` if that is not there, or waits for what is still missing.
@@ -442,7 +441,7 @@ impl Round {
         match place.ring.take(place.bus, BURST) {
             Ok(whole) => {
                 let lacks = !whole && place.ring.held() == 0;
-                self.waits = lacks.then_some(Side::Source);
+                self.wants = lacks.then_some(Want::Translation(Side::Source));
             }
             Err(error) => {
                 place.ring.fail(error);
@@ -476,14 +475,19 @@ impl Round {
     /// asked for before, if it is given true. It returns whether nothing is missing.
     #[inline]
     pub(super) fn settle(&self, lane: &mut Lane, ask: impl FnOnce(bool) -> bool) -> bool {
-        if self.packets > 0 || self.waits.is_none() {
-            lane.go_on();
-        }
         lane.pass(self.packets + self.lost);
-        if let Some(side) = self.waits {
+        if let Some(Want::Translation(side)) = self.wants {
+            if self.packets > 0 {
+                lane.go_on();
+            }
             ask(lane.lacks());
             lane.wait(side, self.answers, self.now_ns);
         } else {
+            lane.go_on();
+            match self.wants {
+                Some(_) => lane.rests(self.now_ns),
+                None => lane.pause(self.now_ns),
+            }
             lane.look_ahead(|| ask(false));
         }
         self.packets + self.lost > 0
@@ -499,11 +503,14 @@ impl Round {
     /// Ends one of a single ring; true if anything was done.
     #[inline]
     pub(super) fn end<B: Lasting>(self, lane: &mut Lane, place: &mut Place<'_, B>) -> bool {
+        let held = place.ring.held();
         let did = self.settle(lane, |again| ask_ahead(place, again));
+        // What asking ahead has found came after the ring was found to be empty, and wakes nobody.
+        let found = place.ring.held() > held;
         if did {
             self.publish(place);
         }
-        did
+        did || found
     }
 }
 
@@ -587,23 +594,47 @@ mod tests {
         lane.wait(Side::Source, answers, 106);
         assert!(lane.holds_packets());
         lane.pause(107);
-        assert!(lane.holds_packets() && !lane.is_starved() && lane.next_due().is_some());
+        assert!(lane.holds_packets() && !lane.waits_for_buffers() && lane.next_due().is_some());
         lane.end(108);
         assert!(!lane.holds_packets() && lane.next_due().is_none());
     }
 
     #[test]
     fn who_waits_for_a_translation_looks_for_no_buffers_meanwhile() {
-        let mut lane = Lane::default();
-        assert!(!lane.lacks_buffers(0) && lane.waits_for_buffers());
-        assert_eq!(lane.next_due(), Some(lane.grace_ns()));
         for side in [Side::Source, Side::Target] {
+            let mut lane = Lane::default();
+            assert!(!lane.lacks_buffers(7) && lane.waits_for_buffers());
+            assert_eq!(lane.next_due(), Some(7 + lane.grace_ns()));
             lane.wait(side, (0, 0), lane.grace_ns());
             assert!(!lane.waits_for_buffers());
             assert_eq!(lane.next_due(), Some(lane.grace_ns() + RETRY_NS));
+            // The time before counts, unless a packet passes.
+            lane.go_on();
+            assert!(!lane.lacks_buffers(RETRY_NS + lane.grace_ns()));
+            assert!(lane.lacks_buffers(RETRY_NS + lane.grace_ns() + 7));
         }
-        // They are late all the same.
-        lane.go_on();
-        assert!(lane.lacks_buffers(lane.grace_ns()));
+        let mut lane = Lane::default();
+        assert!(!lane.lacks_buffers(7));
+        lane.wait(Side::Target, (0, 0), lane.grace_ns());
+        lane.fed();
+        assert!(
+            !lane.lacks_buffers(lane.grace_ns()) && !lane.lacks_buffers(2 * lane.grace_ns() - 1)
+        );
+    }
+
+    #[test]
+    fn a_round_that_ends_for_want_of_nothing_leaves_nothing_to_wait_for() {
+        let mut lane = Lane::default();
+        assert!(!lane.lacks_buffers(7) && !lane.lacks_receivers(7, 100));
+        // The packet that waited was dropped.
+        let mut round = Round::new((0, 0), 9);
+        round.lost = 1;
+        assert!(round.settle(&mut lane, |_| true));
+        assert!(lane.next_due().is_none() && !lane.holds_packets());
+        // Another finds none.
+        assert!(!lane.lacks_buffers(20));
+        round.wants = Some(Want::Buffers);
+        round.settle(&mut lane, |_| true);
+        assert!(lane.waits_for_buffers() && lane.next_due().is_some());
     }
 }

@@ -11,6 +11,7 @@ use std::{
 
 use super::{round::Terms, wire::feature};
 use ringfence_mem::HostSlice;
+use rustix::io::Errno;
 
 /// What TUNSETOFFLOAD takes.
 mod offload {
@@ -176,8 +177,15 @@ impl Tap {
     }
 
     /// Takes the next packet, with its header; `None` if there is none.
-    pub(super) fn read(&self, queue: usize, into: &mut [u8]) -> Option<usize> {
-        rustix::io::read(&self.queues[queue], into).ok().filter(|&len| len > 0)
+    ///
+    /// # Errors
+    /// There is no such device any more.
+    pub(super) fn read(&self, queue: usize, into: &mut [u8]) -> io::Result<Option<usize>> {
+        match rustix::io::read(&self.queues[queue], into) {
+            Ok(len) => Ok(Some(len).filter(|&len| len > 0)),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Tells the network that the station with this address is here now.

@@ -94,6 +94,17 @@ pub(super) struct End {
     pub(super) lanes: Vec<Lane>,
 }
 
+impl End {
+    fn rings(&self) -> impl Iterator<Item = &NetRing> {
+        self.receive.iter().chain(&self.transmit).flatten().map(|ring| &**ring)
+    }
+
+    fn rings_mut(&mut self) -> impl Iterator<Item = &mut NetRing> {
+        let End { receive, transmit, .. } = self;
+        receive.iter_mut().chain(transmit).flatten().map(|ring| &mut **ring)
+    }
+}
+
 /// A worker's share of a network device, or of two that are back to back.
 pub struct NetUnit {
     ends: Vec<End>,
@@ -260,12 +271,11 @@ impl NetUnit {
         let end = &mut self.ends[at];
         let Some(bus) = &mut end.bus else { return };
         bus.set_memory(Arc::clone(memory));
-        let rings = end.receive.iter_mut().chain(&mut end.transmit);
-        rings.flatten().for_each(|ring| ring.log().0.set_memory(memory));
-        if let Bus::Physical(_) = bus {
+        let plain = matches!(bus, Bus::Physical(_));
+        end.rings_mut().for_each(|ring| ring.log().0.set_memory(memory));
+        if plain {
             let addresses = UserAddresses::new(Arc::clone(memory));
-            let rings = end.receive.iter_mut().chain(&mut end.transmit);
-            rings.flatten().for_each(|ring| ring.move_to(&addresses));
+            end.rings_mut().for_each(|ring| ring.move_to(&addresses));
         }
     }
 
@@ -287,6 +297,21 @@ impl NetUnit {
             let (ring_log, queue) = ring.log();
             ring_log.set_at(queue, log);
         }
+    }
+
+    /// The ring that takes what comes from a pair of this end.
+    fn receiver(&mut self, at: usize, pair: usize) -> Option<&mut NetRing> {
+        match &mut self.ends[..] {
+            [end] => end.receive[pair].as_deref_mut(),
+            ends => ends[1 - at].receiver(pair),
+        }
+    }
+
+    /// All lanes, out and in.
+    fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        let out = self.ends.iter().flat_map(|end| &end.lanes);
+        let taken_in = self.outlets.iter().map(|outlet| &outlet.inward);
+        out.chain(taken_in).chain(self.probes.iter().map(|probe| &probe.inward))
     }
 
     /// The driver is gone.
@@ -315,22 +340,15 @@ impl Unit for NetUnit {
     }
 
     fn next_due(&self) -> Option<u64> {
-        let lane = |end: &End| end.lanes.iter().filter_map(Lane::next_due).min();
-        let ring = |end: &End| {
-            let rings = end.receive.iter().chain(&end.transmit).flatten();
-            rings.filter_map(|ring| ring.next_look(self.polled_ns)).min()
-        };
-        let inward = self.outlets.iter().map(|outlet| &outlet.inward);
-        let inward = inward.chain(self.probes.iter().map(|probe| &probe.inward));
-        let inward = inward.filter_map(Lane::next_retry);
-        self.ends.iter().flat_map(|end| [lane(end), ring(end)]).flatten().chain(inward).min()
+        let rings = self.ends.iter().flat_map(End::rings).filter_map(NetRing::next_look);
+        let due = self.lanes().filter_map(Lane::next_due).chain(rings);
+        // What was due when work was looked for last was looked at, or nobody looks for it: its ring is disabled,
+        // or no packets come.
+        due.filter(|&due| due > self.polled_ns).min()
     }
 
     fn waits(&self) -> bool {
-        let lanes = self.ends.iter().flat_map(|end| &end.lanes);
-        let inward = self.outlets.iter().map(|outlet| &outlet.inward);
-        let inward = inward.chain(self.probes.iter().map(|probe| &probe.inward));
-        lanes.chain(inward).any(Lane::is_stalled)
+        self.lanes().any(Lane::is_stalled)
     }
 
     fn arm(&mut self) -> bool {
@@ -338,27 +356,26 @@ impl Unit for NetUnit {
         // See `Wake::wake`.
         fence(Ordering::SeqCst);
         let mut more = false;
-        // Whose rings are to tell of new buffers.
-        let mut wanted = [false; 2];
         let answers = self.ends.iter().map(|end| end.bus.as_ref().map_or(0, Bus::answers));
         let answers: [u64; 2] = {
             let mut each = answers.cycle();
             std::array::from_fn(|_| each.next().unwrap_or(0))
         };
-        let ends = self.ends.len();
-        for (at, end) in self.ends.iter_mut().enumerate() {
+        for at in 0..self.ends.len() {
             let answers = (answers[at], answers[1 - at]);
-            for (transmit, lane) in end.transmit.iter_mut().zip(&end.lanes) {
+            for pair in 0..self.ends[at].lanes.len() {
+                let End { transmit, lanes, .. } = &mut self.ends[at];
+                let (Some(ring), lane) = (&mut transmit[pair], &lanes[pair]) else { continue };
+                // Packets that would only wait are no reason to stay awake.
+                more |= lane.may_go_on(answers) || !lane.holds_packets() && ring.arm();
                 // Once packets are dropped there is nothing to do before there are others.
-                wanted[ends - 1 - at] |= lane.waits_for_buffers();
-                if let Some(ring) = transmit {
-                    // Packets that would only wait are no reason to stay awake.
-                    more |= lane.may_go_on(answers) || !lane.holds_packets() && ring.arm();
+                if lane.waits_for_buffers() {
+                    more |= self.receiver(at, pair).is_some_and(NetRing::arm);
                 }
             }
         }
         for (pair, outlet) in self.outlets.iter().enumerate() {
-            if outlet.inward.is_starved() {
+            if outlet.waits_for_buffers() {
                 let ring = self.ends[0].receive[pair].as_mut();
                 more |= ring.is_some_and(|ring| ring.arm());
             }
@@ -369,18 +386,13 @@ impl Unit for NetUnit {
             let ring = self.ends[0].receive[pair].as_mut();
             more |= ring.is_some_and(|ring| !probe.inward.is_stalled() && ring.arm());
         }
-        for (end, _) in self.ends.iter_mut().zip(wanted).filter(|(_, wanted)| *wanted) {
-            let rings = end.receive.iter_mut().flatten();
-            more |= rings.fold(false, |more, ring| ring.arm() | more);
-        }
         more
     }
 
     fn disarm(&mut self) {
         self.wake.asleep.store(false, Ordering::Relaxed);
         for end in &mut self.ends {
-            let rings = end.receive.iter_mut().chain(&mut end.transmit);
-            rings.flatten().for_each(|ring| ring.disarm());
+            end.rings_mut().for_each(NetRing::disarm);
         }
     }
 
@@ -390,8 +402,7 @@ impl Unit for NetUnit {
     }
 
     fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
-        let rings = |end: &'a End| end.receive.iter().chain(&end.transmit).flatten();
-        into.extend(self.ends.iter().flat_map(rings).filter_map(|ring| ring.kick()));
+        into.extend(self.ends.iter().flat_map(End::rings).filter_map(NetRing::kick));
     }
 
     fn offline(&mut self) {

@@ -32,7 +32,7 @@ macro_rules! on {
 impl End {
     /// The receive ring for what comes on another's pair of that number.
     #[inline]
-    fn receiver(&mut self, pair: usize) -> Option<&mut NetRing> {
+    pub(super) fn receiver(&mut self, pair: usize) -> Option<&mut NetRing> {
         let takes = |ring: &Option<Box<NetRing>>| {
             ring.as_ref().is_some_and(|ring| ring.enabled && !ring.has_failed())
         };
@@ -144,7 +144,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
                     outlet.take_in(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
                 });
             }
-            None => outlet.take_in_nothing(now_ns),
+            None => outlet.has_no_ring(now_ns),
         }
     }
     busy

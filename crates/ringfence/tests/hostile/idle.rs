@@ -166,11 +166,18 @@ const RECEIVERS: &[(&str, State)] = &[
 /// The service does next to nothing for a while: a thread that spins would be seen, however little it gets of a
 /// busy machine.
 pub(crate) fn takes_no_time(service: &Service, name: &str) {
-    eprintln!("{name}");
+    takes_no_time_beside(service, name, || thread::sleep(Duration::from_millis(100)));
+}
+
+/// The same, while this is done again and again.
+fn takes_no_time_beside(service: &Service, name: &str, mut act: impl FnMut()) {
     const WHILE: Duration = Duration::from_secs(1);
     let (begun, before) = (Instant::now(), service.cpu_time());
-    thread::sleep(WHILE);
+    while begun.elapsed() < WHILE {
+        act();
+    }
     let (waited, took) = (begun.elapsed(), service.cpu_time().saturating_sub(before));
+    eprintln!("{name}: {took:?} of {waited:?}");
     assert!(took < waited / 10, "{name}: {took:?} of {waited:?}");
 }
 
@@ -255,5 +262,58 @@ fn packets_of_a_ring_that_goes_away_while_they_wait() {
         takes_no_time(&service, "packets of a ring that goes away while they wait");
     }
     is_there(Some(&sender), "packets of a ring that goes away");
+    service.end();
+}
+
+#[test]
+fn packets_whose_receiver_gives_too_little() {
+    for more in [&[][..], &["--queues", "2"]] {
+        let mut service = Service::with_more(Place::new(), Device::Net, "", more);
+        service.drop_neighbour();
+        let sender = Session::open_at(OTHER, &service.path("other"), 0);
+        let mut packets = sender.ring(1);
+        let at = sender.ram.data();
+        packets.place(&sender.ram, 0, &[(); RING as usize].map(|()| Desc(at, 76, 0, 0)));
+        let mut heads = (0..RING).cycle();
+        let mut send = || packets.offer(&sender.ram, heads.next().unwrap());
+        let receiver = service.target().open(0);
+        let rings = (0..=more.len() as u32).step_by(2).map(|index| {
+            let ring = started(&receiver, index);
+            let at = receiver.ram.data();
+            ring.place(&receiver.ram, 0, &[Desc(at, 16, WRITE, 0), Desc(at, 2048, WRITE, 0)]);
+            ring
+        });
+        let mut rings: Vec<Ring> = rings.collect();
+        for _ in 0..3 {
+            send();
+            thread::sleep(Duration::from_millis(1));
+            rings[0].offer(&receiver.ram, 0);
+            takes_no_time(&service, "a buffer that comes late is too small");
+        }
+        if let [_, other] = &mut rings[..] {
+            (0..16).for_each(|_| other.offer(&receiver.ram, 1));
+            takes_no_time_beside(&service, "a buffer at a time", || {
+                send();
+                thread::sleep(Duration::from_millis(6));
+                rings[0].offer(&receiver.ram, 1);
+            });
+        }
+        service.end();
+    }
+}
+
+#[test]
+fn packets_that_a_ring_had_which_fails_are_given_back() {
+    let more = ["--notify", "sleep"];
+    let mut service = Service::with_more(Place::new(), Device::Net, "", &more);
+    service.drop_neighbour();
+    let sender = Session::open_at(OTHER, &service.path("other"), 0);
+    let mut packets = sender.ring(1);
+    packets.place(&sender.ram, 0, &[Desc(sender.ram.data(), 76, 0, 0)]);
+    let receiver = service.target().open(0);
+    let mut ring = started(&receiver, 0);
+    ring.offer(&receiver.ram, RING);
+    packets.offer(&sender.ram, 0);
+    assert_eq!(packets.wait(&sender.ram).0, 0);
     service.end();
 }
