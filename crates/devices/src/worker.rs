@@ -259,8 +259,11 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
             // A sleep that something due ends costs a wake-up too: what is due sooner than that is
             // waited for awake.
             Some(spin) if now.saturating_sub(since) >= spin && !work.is_due_by(now + spin) => {
-                // Who is woken and finds nothing sleeps again at once.
                 sleep(&mut work, bell, now);
+                // Who is woken and finds nothing sleeps again at once, unless more answers are on their way.
+                if work.units.values().any(|unit| unit.waits()) {
+                    idle_since = None;
+                }
             }
             _ if work.units.values().any(|unit| unit.waits()) => std::thread::yield_now(),
             _ => idle_step(Duration::from_nanos(now.saturating_sub(since))),

@@ -60,10 +60,11 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
             again = true;
         }
     }
-    let held = src.ring.held() + dst.ring.held();
+    let held = src.ring.held();
+    lane.too_few = dst.ring.held();
     let did = round.settle(lane, |again| ask_ahead(src, dst, again));
-    // What asking ahead has found came after a ring was found to be empty, and wakes nobody.
-    again |= src.ring.held() + dst.ring.held() > held;
+    // What asking ahead has found came after the ring was found to be empty, and wakes nobody.
+    again |= src.ring.held() > held;
     if did {
         round.publish(dst);
         round.publish(src);

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use rustix::event::epoll;
+use rustix::{event::epoll, io::Errno};
 use tracing::error;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -35,7 +35,7 @@ pub(super) struct Outlet {
     open: bool,
     /// What has to come before more can be taken in.
     lacks: Lacks,
-    /// The tap is gone, which it stays.
+    /// The tap is gone, as far as this driver has found.
     gone: bool,
 }
 
@@ -73,8 +73,7 @@ impl Outlet {
 
     /// What becomes readable when there is something to receive, if that can be received.
     pub(super) fn waker(&self) -> Option<BorrowedFd<'_>> {
-        // One that is gone is readable for ever.
-        (self.lacks == Lacks::Packet && !self.gone).then(|| self.readable.as_fd())
+        (self.lacks == Lacks::Packet).then(|| self.readable.as_fd())
     }
 
     /// Whether there is something to receive that can be received.
@@ -92,7 +91,7 @@ impl Outlet {
             self.tap.attach(self.queue, open);
             self.open = open;
             (self.waiting, self.inward) = (None, Lane::default());
-            self.lacks = Lacks::Ring;
+            (self.lacks, self.gone) = (Lacks::Ring, false);
         }
     }
 
@@ -181,22 +180,6 @@ impl Outlet {
         Ok(())
     }
 
-    /// The length of the packet that comes in next, if there is one.
-    fn next_packet(&mut self) -> Option<usize> {
-        if self.waiting.is_none() {
-            self.waiting = self.tap.read(self.queue, &mut self.packet).unwrap_or_else(|error| {
-                error!(
-                    "{}: queue {} receives nothing any more: {error}",
-                    self.tap.name(),
-                    self.queue
-                );
-                self.gone = true;
-                None
-            });
-        }
-        self.waiting
-    }
-
     /// Packets come in to a driver. True if there were any.
     pub(super) fn take_in<D: Lasting>(
         &mut self,
@@ -208,10 +191,30 @@ impl Outlet {
         let begun = Round::begin(&mut self.inward, dst, now_ns, patience_ns);
         let Some(mut round) = begun else { return false };
         while round.has_room() && !self.gone {
-            let Some(len) = self.next_packet() else {
-                self.lacks = Lacks::Packet;
-                break;
+            let next = match self.waiting {
+                Some(len) => Ok(Some(len)),
+                None => self.tap.read(self.queue, &mut self.packet),
             };
+            let len = match next {
+                Ok(Some(len)) => len,
+                Ok(None) => {
+                    self.lacks = Lacks::Packet;
+                    break;
+                }
+                // The kernel cannot say what kind of packet it is, and has dropped it.
+                Err(Errno::INVAL) => {
+                    dst.ring.counters.lose(Lost::Malformed, 1);
+                    round.lost += 1;
+                    continue;
+                }
+                Err(error) => {
+                    let name = self.tap.name();
+                    error!("{name}: nothing comes from queue {} any more: {error}", self.queue);
+                    self.gone = true;
+                    break;
+                }
+            };
+            self.waiting = Some(len);
             let (head, bytes) = self.packet[..len].split_at(dst.terms.header().min(len));
             let mut header = Header::new_zeroed();
             if let Some(part) = header.as_mut_bytes().get_mut(..head.len()) {

@@ -197,6 +197,8 @@ pub(super) struct Lane {
     passed: u64,
     /// How long the receiver may be without buffers.
     grace: Duration,
+    /// How many buffers of the receiver's were held and too few.
+    pub(super) too_few: usize,
     /// Its buffers, and its translations.
     buffers: Late,
     translations: Late,
@@ -218,6 +220,7 @@ impl Lane {
             wary: 0,
             passed: 0,
             grace,
+            too_few: 0,
             buffers: Late::default(),
             translations: Late::default(),
             source: Vec::new(),

@@ -179,12 +179,12 @@ impl Tap {
     /// Takes the next packet, with its header; `None` if there is none.
     ///
     /// # Errors
-    /// There is no such device any more.
-    pub(super) fn read(&self, queue: usize, into: &mut [u8]) -> io::Result<Option<usize>> {
+    /// `INVAL`: the kernel has dropped it, as it cannot describe it. Others: there is no such device any more.
+    pub(super) fn read(&self, queue: usize, into: &mut [u8]) -> Result<Option<usize>, Errno> {
         match rustix::io::read(&self.queues[queue], into) {
             Ok(len) => Ok(Some(len).filter(|&len| len > 0)),
             Err(Errno::AGAIN | Errno::INTR) => Ok(None),
-            Err(error) => Err(error.into()),
+            Err(error) => Err(error),
         }
     }
 

@@ -317,6 +317,7 @@ impl NetUnit {
     /// The driver is gone.
     pub(super) fn forget(&mut self, at: usize) {
         self.outlets.iter_mut().for_each(|outlet| outlet.set_open(false));
+        self.probes.iter_mut().for_each(|probe| probe.inward = Lane::default());
         let end = &mut self.ends[at];
         end.receive.iter_mut().chain(&mut end.transmit).for_each(|ring| *ring = None);
         end.lanes.iter_mut().for_each(|lane| *lane = Lane::new(self.grace));
@@ -370,7 +371,10 @@ impl Unit for NetUnit {
                 more |= lane.may_go_on(answers) || !lane.holds_packets() && ring.arm();
                 // Once packets are dropped there is nothing to do before there are others.
                 if lane.waits_for_buffers() {
-                    more |= self.receiver(at, pair).is_some_and(NetRing::arm);
+                    // Another lane may have taken some since.
+                    let too_few = lane.too_few;
+                    let comes = |ring: &mut NetRing| ring.held() > too_few || ring.arm();
+                    more |= self.receiver(at, pair).is_some_and(comes);
                 }
             }
         }

@@ -18,6 +18,18 @@ const START: Duration = Duration::from_secs(60);
 /// How long one that was stopped may take to stand still.
 const STANDS_STILL: Duration = Duration::from_secs(60);
 
+/// Whether somebody listens at a socket, without a connection that he would serve. Its file is there a moment before.
+fn is_listened_at(socket: &Path) -> Result<bool> {
+    const LISTENS: u32 = 1 << 16;
+    let sockets = fs::read("/proc/net/unix").context("/proc/net/unix")?;
+    let listens = |flags| u32::from_str_radix(flags, 16).is_ok_and(|flags| flags & LISTENS != 0);
+    Ok(String::from_utf8_lossy(&sockets).lines().any(|line| {
+        let before = line.strip_suffix(&*socket.to_string_lossy());
+        let before = before.filter(|before| before.ends_with(' '));
+        before.and_then(|before| before.split(' ').nth(3)).is_some_and(listens)
+    }))
+}
+
 /// A process that is killed when this is dropped.
 pub(in crate::bench) struct Process {
     name: &'static str,
@@ -27,8 +39,7 @@ pub(in crate::bench) struct Process {
 }
 
 impl Process {
-    /// Starts a program on `cpu` (`None`: it knows where) and waits until there is something at
-    /// `socket`. `talks`: its standard input and output are pipes.
+    /// Starts a program on `cpu` (`None`: it knows where) and waits until it listens at `socket`. `talks`: its standard input and output are pipes.
     pub(in crate::bench) fn start(
         name: &'static str,
         program: &Path,
@@ -63,12 +74,12 @@ impl Process {
         let child = child.with_context(|| format!("starting {}", program.display()))?;
         let mut process = Process { name, child, log };
         let begun = Instant::now();
-        while !socket.exists() {
+        while !is_listened_at(socket)? {
             if let Some(status) = process.child.try_wait()? {
                 bail!("{name} ended at once, with {status}: {}", process.last_words());
             }
             if begun.elapsed() > START {
-                bail!("{name} made no socket within {START:?}");
+                bail!("{name} does not listen at {} within {START:?}", socket.display());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -138,5 +149,27 @@ impl Drop for Process {
         // A stopped process can be killed, too. If it has ended already, there is nothing to do.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+
+    use super::*;
+
+    #[test]
+    fn a_socket_is_listened_at_only_once_somebody_does() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, other] = ["socket", "other socket"].map(|name| folder.path().join(name));
+        assert!(!is_listened_at(&path).unwrap());
+        for at in [&other, &path] {
+            let bound = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+            bind(&bound, &SocketAddrUnix::new(at).unwrap()).unwrap();
+            assert!(at.exists() && !is_listened_at(at).unwrap());
+            listen(&bound, 1).unwrap();
+            assert!(is_listened_at(at).unwrap());
+            assert!(at == &path || !is_listened_at(&path).unwrap());
+        }
     }
 }
