@@ -48,7 +48,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         round.lost += give_up(src) + give_up(dst);
         lane.go_on();
     }
-    let mut again = false;
+    let mut more = false;
     match run(lane, src, dst, &mut round) {
         Ok(wants) => round.wants = wants,
         Err((side, error)) => {
@@ -57,19 +57,19 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
                 Side::Target => dst.ring.fail(error),
             }
             // What is held goes elsewhere.
-            again = true;
+            more = true;
         }
     }
     let held = src.ring.held();
     lane.too_few = dst.ring.held();
     let did = round.settle(lane, |again| ask_ahead(src, dst, again));
     // What asking ahead has found came after the ring was found to be empty, and wakes nobody.
-    again |= src.ring.held() > held;
+    more |= src.ring.held() > held;
     if did {
         round.publish(dst);
         round.publish(src);
     }
-    did || again || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience)
+    did || more || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience)
 }
 
 /// A translation of the receiver's is missing: packets wait for it, if there are any, or are dropped. True if any

@@ -39,7 +39,8 @@ pub(in crate::bench) struct Process {
 }
 
 impl Process {
-    /// Starts a program on `cpu` (`None`: it knows where) and waits until it listens at `socket`. `talks`: its standard input and output are pipes.
+    /// Starts a program on `cpu` (`None`: it knows where) and waits until it listens at `socket`.
+    /// `talks`: its standard input and output are pipes.
     pub(in crate::bench) fn start(
         name: &'static str,
         program: &Path,

@@ -216,6 +216,18 @@ impl Process {
         Duration::from_nanos(tasks.into_iter().flatten().flatten().filter_map(spent).sum())
     }
 
+    /// It does next to nothing for a second in which `act` is done again and again: a thread that spins would be
+    /// seen, however little it gets of a busy machine.
+    pub(crate) fn takes_no_time(&self, name: &str, mut act: impl FnMut()) {
+        let (begun, before) = (Instant::now(), self.cpu_time());
+        while begun.elapsed() < Duration::from_secs(1) {
+            act();
+        }
+        let (waited, took) = (begun.elapsed(), self.cpu_time().saturating_sub(before));
+        eprintln!("{name}: {took:?} of {waited:?}");
+        assert!(took < waited / 10, "{name}: {took:?} of {waited:?}");
+    }
+
     /// Whether it has this file open.
     pub(crate) fn has_open(&self, path: &Path) -> bool {
         let path = fs::canonicalize(path).unwrap();

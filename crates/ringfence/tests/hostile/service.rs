@@ -11,7 +11,7 @@ use std::{
 use rustix::process::{Pid, Signal};
 
 use crate::{
-    common::{LIMIT, Place, Running},
+    common::{LIMIT, Place, Process, Running},
     guest::{Desc, IOMMU, NEXT, PLATFORM, Ring, Session, WRITE},
     honest::{Device, Neighbour, next_front_end},
     iommu::FEATURES,
@@ -230,9 +230,8 @@ impl Service {
         self.neighbour = None;
     }
 
-    /// The processor time that it had so far.
-    pub(crate) fn cpu_time(&self) -> Duration {
-        self.running.process().cpu_time()
+    pub(crate) fn process(&self) -> Process {
+        self.running.process()
     }
 
     /// How long the neighbour's requests take, µs, while something is done again and again, for so long.
