@@ -14,8 +14,13 @@ const LOOK: Duration = Duration::from_millis(10);
 /// asked of the disk by a thread of its own, while there is something to do: one that does not answer keeps
 /// the lock as it is, and holds up nobody else.
 pub(super) struct HandOver {
-    /// The same open file description as the image's, to which the locks belong.
-    file: File,
+    /// The same open file description as the image's, to which the locks belong: who waits for the thread finds
+    /// it no longer in the thread's hands.
+    file: Arc<File>,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
     options: ImageOptions,
     state: Mutex<State>,
     changed: Condvar,
@@ -23,7 +28,7 @@ pub(super) struct HandOver {
 
 impl fmt::Debug for HandOver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HandOver").field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("HandOver").field("options", &self.shared.options).finish_non_exhaustive()
     }
 }
 
@@ -52,9 +57,10 @@ struct State {
 }
 
 impl HandOver {
-    pub(super) fn new(file: &File, options: ImageOptions) -> io::Result<Arc<HandOver>> {
+    pub(super) fn new(file: &File, options: ImageOptions) -> io::Result<HandOver> {
         let (state, changed) = (Mutex::default(), Condvar::new());
-        Ok(Arc::new(HandOver { file: file.try_clone()?, options, state, changed }))
+        let shared = Arc::new(Shared { options, state, changed });
+        Ok(HandOver { file: Arc::new(file.try_clone()?), shared })
     }
 
     /// Has the image locked or, once it is no longer `busy`, let go of: for one caller at a time. Waits until
@@ -64,12 +70,12 @@ impl HandOver {
     /// # Errors
     /// [`ImageError::NoAnswer`] if it was given up. Why it failed: the lock is as it was.
     pub(super) fn set(
-        self: &Arc<Self>,
+        &self,
         busy: Option<Busy>,
         mut given_up: impl FnMut() -> bool,
     ) -> Result<(), ImageError> {
         let used = busy.is_none();
-        let mut state = self.state.lock();
+        let mut state = self.shared.state.lock();
         if !state.works && state.used == used && state.locked == used {
             return Ok(());
         }
@@ -87,8 +93,8 @@ impl HandOver {
             state.outcome = None;
         }
         if !state.works {
-            let own = Arc::clone(self);
-            thread::Builder::new().name("hand-over".into()).spawn(move || own.work())?;
+            let (file, shared) = (Arc::clone(&self.file), Arc::clone(&self.shared));
+            thread::Builder::new().name("hand-over".into()).spawn(move || shared.work(file))?;
             state.works = true;
         }
         state.waits = true;
@@ -100,25 +106,27 @@ impl HandOver {
                 state.waits = false;
                 return Err(ImageError::NoAnswer);
             }
-            self.changed.wait_for(&mut state, LOOK);
+            self.shared.changed.wait_for(&mut state, LOOK);
         }
     }
 
     /// Whether it is still being let go of.
     pub(super) fn is_ending(&self) -> bool {
-        let state = self.state.lock();
+        let state = self.shared.state.lock();
         state.works && !state.used
     }
+}
 
-    fn work(&self) {
+impl Shared {
+    fn work(&self, file: Arc<File>) {
         let mut state = self.state.lock();
         loop {
             let State { used, locked, wish, .. } = *state;
             let busy = state.busy.take();
             drop(state);
             let done = match (used, locked) {
-                (true, false) => wait_for_lock(&self.file, self.options).map(|()| true),
-                (false, true) => self.let_go(wish, busy),
+                (true, false) => wait_for_lock(&file, self.options).map(|()| true),
+                (false, true) => self.let_go(&file, wish, busy),
                 _ => Ok(locked),
             };
             state = self.state.lock();
@@ -133,6 +141,8 @@ impl HandOver {
                 tracing::error!("an image that is handed over: {error}: its lock stays as it is");
             }
             if ended {
+                // An image that is dropped once this is known takes its locks with it.
+                drop(file);
                 state.outcome = Some(outcome);
                 state.works = false;
                 self.changed.notify_all();
@@ -142,7 +152,7 @@ impl HandOver {
     }
 
     /// Whether it is still locked, because another wish has come meanwhile.
-    fn let_go(&self, wish: u64, busy: Option<Busy>) -> Result<bool, ImageError> {
+    fn let_go(&self, file: &File, wish: u64, busy: Option<Busy>) -> Result<bool, ImageError> {
         while busy.as_ref().is_some_and(|busy| busy()) {
             let mut state = self.state.lock();
             if state.wish != wish {
@@ -154,7 +164,7 @@ impl HandOver {
             return Err(ImageError::Lost);
         }
         if !self.options.read_only
-            && let Err(error) = fdatasync(&self.file)
+            && let Err(error) = fdatasync(file)
         {
             self.state.lock().lost = true;
             return Err(io::Error::from(error).into());
@@ -166,7 +176,7 @@ impl HandOver {
             }
             state.releases = true;
         }
-        lock::release(&self.file)?;
+        lock::release(file)?;
         Ok(false)
     }
 }
@@ -204,6 +214,18 @@ mod tests {
             }
             other.take(|| false).unwrap();
             other.release(|| false, || false).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_image_that_is_dropped_takes_its_locks_with_it() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        for _ in 0..1000 {
+            let [one, other] = [image(&file), image(&file)];
+            one.take(|| false).unwrap();
+            drop(one);
+            other.take(|| false).unwrap();
         }
     }
 

@@ -8,7 +8,6 @@ use std::{
         unix::fs::{FileTypeExt, OpenOptionsExt},
     },
     path::Path,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -74,7 +73,7 @@ pub struct Image {
     shrinks: bool,
     holes: Holes,
     /// Of an image that is handed over.
-    hand_over: Option<Arc<HandOver>>,
+    hand_over: Option<HandOver>,
     /// Of an image that may not answer: its data goes by way of [`Buffers`](super::Buffers), too.
     submitter: Option<Submitter>,
 }
