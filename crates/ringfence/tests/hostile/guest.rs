@@ -134,6 +134,26 @@ impl Ring {
         ram.put(self.descs() + 16 * u64::from(at), &bytes);
     }
 
+    /// Has it go on where others are said to have stopped.
+    pub(crate) fn goes_on_at(&mut self, ram: &Ram, base: u16) {
+        ram.put(self.avail() + 2, &base.to_le_bytes());
+        ram.put(self.used() + 2, &base.to_le_bytes());
+        (self.available, self.taken) = (base, base);
+    }
+
+    /// Makes a chain available in a packed ring, at a place with its lap in the highest bit.
+    pub(crate) fn offer_packed(&self, ram: &Ram, place: u16, chain: &[Desc]) {
+        let (first, lap) = (place & 0x7fff, place >> 15);
+        // The head last: the device looks at it first.
+        for (from_head, &Desc(addr, len, flags, _)) in chain.iter().enumerate().rev() {
+            let at = first.wrapping_add(from_head as u16);
+            let lap = lap ^ u16::from(at >= RING);
+            let available = if lap == 1 { 1 << 7 } else { 1 << 15 };
+            self.place(ram, at % RING, &[Desc(addr, len, 0, flags | available)]);
+        }
+        self.kick();
+    }
+
     /// Makes a chain available.
     pub(crate) fn offer(&mut self, ram: &Ram, head: u16) {
         let slot = u64::from(self.available % RING);

@@ -1,6 +1,13 @@
 //! States in which a front end leaves a device while it stays: none of them takes processor time.
 
-use std::{any::Any, net::Shutdown, os::fd::AsFd as _, thread, time::Duration};
+use std::{
+    any::Any,
+    io::Write as _,
+    net::{Shutdown, TcpListener, TcpStream},
+    os::fd::AsFd as _,
+    thread,
+    time::Duration,
+};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -82,6 +89,26 @@ const ANY: &[(&str, State)] = &[
     ("an eventfd that stays readable", |target| {
         let DiskDriver { session, ring } = kicked_for_ever(target);
         kept(session, ring)
+    }),
+    ("a pipe that has hung up for a kick", |target| {
+        // Finding B10.
+        let session = target.open(0);
+        let mut ring = Ring::new(0);
+        ring.kick = rustix::pipe::pipe().unwrap().0;
+        assert!(!session.start(&ring, 0), "it was taken");
+        kept(session, ring)
+    }),
+    ("a connection that was reset for a channel", |target| {
+        let session = target.open(PLATFORM);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let channel = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (other, _) = listener.accept().unwrap();
+        // What was not read is lost: it is no orderly end.
+        (&channel).write_all(b"x").unwrap();
+        assert_eq!(other.peek(&mut [0]).unwrap(), 1);
+        drop(other);
+        assert!(!session.client.set(SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]), "it was taken");
+        kept(session, channel)
     }),
     ("a call that is full", |target| {
         let session = target.open(0);

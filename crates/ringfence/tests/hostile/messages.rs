@@ -132,20 +132,35 @@ fn messages_that_are_none() {
     all(MESSAGES);
 }
 
-fn base_of(target: &Target, features: u64) {
-    let bits = (0..32).map(|bit| 1 << bit);
-    for value in bits.chain(edges32()).chain([0x8010_0000, 0x8040_8040, 0x0040_0040, 0x803f_803f]) {
-        let session = target.open(features);
-        let ring = Ring::new(0);
-        session.start(&ring, value);
-        ring.kick();
-        session.stop(0);
-    }
+/// Places to start at, also those at the ring's end, of the same lap and of the other (finding B1).
+fn bases() -> impl Iterator<Item = u32> {
+    let end = u32::from(RING);
+    let ends = [0, 1, end - 1, end, end | 1 << 15, 1 << 15];
+    let ends = ends.into_iter().flat_map(move |used| ends.map(|next| used << 16 | next));
+    (0..32).map(|bit| 1 << bit).chain(edges32()).chain(ends)
 }
 
 pub(crate) const PLACES: &[(&str, Attack)] = &[
-    ("places in a split ring", |target| base_of(target, 0)),
-    ("places in a packed ring", |target| base_of(target, PACKED)),
+    ("places in a split ring", |target| {
+        for base in bases() {
+            let session = target.open(0);
+            let mut ring = Ring::new(target.index());
+            ring.goes_on_at(&session.ram, base as u16);
+            session.start(&ring, base);
+            target.works(&session, &mut ring);
+            session.stop(ring.index);
+        }
+    }),
+    ("places in a packed ring", |target| {
+        for base in bases() {
+            let session = target.open(PACKED);
+            let mut ring = Ring::new(target.index());
+            session.start(&ring, base);
+            ring.offer_packed(&session.ram, base as u16, &target.chain(&session));
+            ring.settle(&session.ram);
+            session.stop(ring.index);
+        }
+    }),
     ("sizes of a ring", |target| {
         for value in (0..20).chain(edges32()) {
             let session = target.open(0);

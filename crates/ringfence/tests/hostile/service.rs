@@ -39,20 +39,22 @@ impl Target {
         u32::from(self.device == Device::Net)
     }
 
-    /// Has the device do something with a ring of that index, so that it notifies.
-    pub(crate) fn works(&self, session: &Session, ring: &mut Ring) {
+    /// What such a ring is asked.
+    pub(crate) fn chain(&self, session: &Session) -> Vec<Desc> {
         let at = session.ram.data();
         session.ram.put(at, &[0; 32]);
-        let chain = match self.device {
-            Device::Net => vec![Desc(at, 76, 0, 0)],
-            // The disk's name.
-            _ => {
-                session.ram.put(at, &8u32.to_le_bytes());
-                let data = Desc(at + 64, 20, NEXT | WRITE, 2);
-                vec![Desc(at, 16, NEXT, 1), data, Desc(at + 128, 1, WRITE, 0)]
-            }
-        };
-        ring.place(&session.ram, 0, &chain);
+        if self.device == Device::Net {
+            return vec![Desc(at, 76, 0, 0)];
+        }
+        // The disk's name.
+        session.ram.put(at, &8u32.to_le_bytes());
+        let data = Desc(at + 64, 20, NEXT | WRITE, 2);
+        vec![Desc(at, 16, NEXT, 1), data, Desc(at + 128, 1, WRITE, 0)]
+    }
+
+    /// Has the device do something with a ring of that index, so that it notifies.
+    pub(crate) fn works(&self, session: &Session, ring: &mut Ring) {
+        ring.place(&session.ram, 0, &self.chain(session));
         for _ in 0..4 {
             ring.offer(&session.ram, 0);
         }
