@@ -158,15 +158,17 @@ impl Warned {
         if !memory.is_sealed() {
             say(
                 &mut self.unsealed,
-                format_args!("{name}: the memory's file can be truncated under us"),
+                name,
+                format_args!("the memory's file can be truncated under us"),
             );
         }
         if let Some(region) = memory.unmapped().next() {
             let (count, gpa) = (memory.unmapped().count(), region.gpa);
             say(
                 &mut self.unmapped,
+                name,
                 format_args!(
-                    "{name}: {count} regions of memory, the first at {gpa:#x}, are in files of a disk or \
+                    "{count} regions of memory, the first at {gpa:#x}, are in files of a disk or \
                      a network, whose pages may take long to come: they are not mapped, and accesses to \
                      them fail; use memory-backend-memfd, or a file of tmpfs or hugetlbfs"
                 ),
@@ -176,10 +178,10 @@ impl Warned {
 }
 
 /// Warns, unless that was `said`.
-fn say(said: &mut bool, what: fmt::Arguments<'_>) {
+fn say(said: &mut bool, source: &str, what: fmt::Arguments<'_>) {
     match std::mem::replace(said, true) {
-        false => tracing::warn!("{what}"),
-        true => tracing::debug!("{what}"),
+        false => tracing::warn!(source = %source, "{what}"),
+        true => tracing::debug!(source = %source, "{what}"),
     }
 }
 

@@ -121,7 +121,7 @@ impl Translation {
             Ok(token) => {
                 pause_until(|| self.iotlb.shootdown().is_quiet(token), || false);
             }
-            Err(error) => tracing::error!("the IOTLB cannot be emptied: {error}"),
+            Err(error) => tracing::error!(source = %"iotlb", "it cannot be emptied: {error}"),
         }
     }
 

@@ -214,12 +214,9 @@ impl BlkBackend {
         match image.release(is_busy, given_up) {
             Ok(()) => {}
             Err(ImageError::NoAnswer) => {
-                tracing::warn!(
-                    "{}: the image stays locked until its disk answers",
-                    self.options.id
-                );
+                tracing::warn!(source = %self.options.id, "the image stays locked until its disk answers");
             }
-            Err(error) => tracing::error!("{}: {error}: it stays locked", self.options.id),
+            Err(error) => tracing::error!(source = %self.options.id, "{error}: it stays locked"),
         }
     }
 
@@ -494,7 +491,7 @@ impl Handler for BlkBackend {
     }
 
     fn channel_lost(&mut self, why: &WireError) {
-        tracing::warn!("{}: the front end takes no more misses: {why}", self.options.id);
+        tracing::warn!(source = %self.options.id, "the front end takes no more misses: {why}");
         if let Some(translation) = &self.translation {
             translation.set_channel(None);
         }
@@ -514,6 +511,6 @@ impl Handler for BlkBackend {
     }
 
     fn refused(&mut self, request: u32, why: &HandlerError) {
-        tracing::debug!("{}: request {request} was refused: {why}", self.options.id);
+        tracing::debug!(source = %self.options.id, "request {request} was refused: {why}");
     }
 }

@@ -57,7 +57,7 @@ impl Served {
 
     /// This queue stops; all else goes on.
     fn fail(&mut self, unit: &Shared, error: QueueError) {
-        tracing::warn!("{}: queue {} stopped: {error}", unit.name, self.index);
+        tracing::warn!(source = %unit.name, "queue {} stopped: {error}", self.index);
         unit.figures.failures.fetch_add(1, Ordering::Relaxed);
         if let Some(err) = &self.err {
             err.notify();
@@ -233,8 +233,10 @@ impl BlkUnit {
         let served = self.remove(at);
         let left = served.queue.in_kernel();
         if left > 0 {
-            let name = &self.shared.name;
-            tracing::error!("{name}: queue {index}: the disk has not answered {left} requests");
+            tracing::error!(
+                source = %self.shared.name,
+                "queue {index}: the disk has not answered {left} requests"
+            );
             self.shared.figures.keep(served.queue.into_remains(&memory));
         }
         left

@@ -138,7 +138,7 @@ impl Shared {
             if let Err(error) = &outcome
                 && !(ended && state.waits)
             {
-                tracing::error!("an image that is handed over: {error}: its lock stays as it is");
+                tracing::error!(source = %"hand-over", "{error}: the image's lock stays as it is");
             }
             if ended {
                 // An image that is dropped once this is known takes its locks with it.

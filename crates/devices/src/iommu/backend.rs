@@ -164,6 +164,6 @@ impl Handler for IommuBackend {
     }
 
     fn refused(&mut self, request: u32, why: &HandlerError) {
-        tracing::warn!("iommu: request {request} was refused: {why}");
+        tracing::warn!(source = %"iommu", "request {request} was refused: {why}");
     }
 }

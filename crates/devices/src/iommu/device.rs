@@ -117,7 +117,7 @@ impl Iommu {
     /// A back end for a front end; the one before it must be gone.
     pub fn connect(self: &Arc<Self>) -> IommuBackend {
         if let Err(error) = self.device.backing().open() {
-            tracing::error!("iommu: an endpoint stays blocked: {error}");
+            tracing::error!(source = %"iommu", "an endpoint stays blocked: {error}");
         }
         IommuBackend::at(self.seat())
     }
@@ -164,7 +164,7 @@ impl Iommu {
         let others = state.memories.iter().filter(|&(&of, _)| of != seat);
         if others.map(|(_, other)| other).any(|other| !other.agrees_with(memory)) {
             let why = "this is not the memory of the guest whose IOMMU it is: one guest at a time";
-            tracing::warn!("iommu: {why}");
+            tracing::warn!(source = %"iommu", "{why}");
             return Err(HandlerError::new(why));
         }
         state.memories.insert(seat, Arc::clone(memory));
@@ -187,7 +187,7 @@ impl Iommu {
         let mut state = self.state.lock();
         match state.requests {
             Requests::Stopped(_) => {
-                tracing::info!("iommu: the guest was reset");
+                tracing::info!(source = %"iommu", "the guest was reset");
                 self.reset_system()?;
                 state.requests = Requests::Reset;
                 Ok(())
@@ -233,10 +233,10 @@ impl Iommu {
     /// there is another.
     pub(super) fn front_end_gone(&self, seat: u64) {
         if let Err(error) = self.device.backing().shut() {
-            tracing::error!("iommu: an endpoint could not be blocked: {error}");
+            tracing::error!(source = %"iommu", "an endpoint could not be blocked: {error}");
         }
         if self.state.lock().memories.keys().any(|&other| other != seat) {
-            tracing::warn!("iommu: its front end is gone: the devices behind it reach nothing now");
+            tracing::warn!(source = %"iommu", "its front end is gone: the devices behind it reach nothing now");
         }
         let unit = self.unit;
         let counted = self.workers[0].call(move |work| {
@@ -248,7 +248,7 @@ impl Iommu {
         state.past = sum(state.past, counted.flatten().unwrap_or_default());
         state.requests = Requests::Reset;
         if let Err(error) = self.reset_system() {
-            tracing::error!("iommu: {error}");
+            tracing::error!(source = %"iommu", "{error}");
         }
     }
 

@@ -78,7 +78,8 @@ impl Account {
             _ => "it is not mapped for that",
         };
         tracing::info!(
-            "iommu: endpoint {endpoint:#x} was refused {what} {iova:#x}: {why}; {more} more since \
+            source = %"iommu",
+            "endpoint {endpoint:#x} was refused {what} {iova:#x}: {why}; {more} more since \
              the last told"
         );
     }

@@ -42,7 +42,7 @@ impl Seat {
     pub fn set_features(&self, features: u64) -> Result<(), HandlerError> {
         if features & (1 << F_ACCESS_PLATFORM) == 0 {
             let why = "VIRTIO_F_ACCESS_PLATFORM is needed: this device is behind an IOMMU";
-            tracing::warn!("iommu: {why}");
+            tracing::warn!(source = %"iommu", "{why}");
             return Err(HandlerError::new(why));
         }
         Ok(())

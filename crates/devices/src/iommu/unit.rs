@@ -201,14 +201,14 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         if let Some(ring) = self.requests.as_mut().filter(|ring| !ring.failed)
             && let Err(error) = ring.queue.queue().revalidate(rings)
         {
-            tracing::warn!("iommu: request queue stopped: {error}");
+            tracing::warn!(source = %"iommu", "request queue stopped: {error}");
             ring.failed = true;
             self.pending = false;
         }
         if let Some(ring) = self.events.as_mut().filter(|ring| !ring.failed)
             && let Err(error) = ring.queue.queue().revalidate(rings)
         {
-            tracing::warn!("iommu: event queue stopped: {error}");
+            tracing::warn!(source = %"iommu", "event queue stopped: {error}");
             ring.failed = true;
         }
     }
@@ -260,7 +260,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!("iommu: request queue stopped: {error}");
+                    tracing::warn!(source = %"iommu", "request queue stopped: {error}");
                     ring.failed = true;
                     self.pending = false;
                 }
@@ -282,7 +282,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!("iommu: event queue stopped: {error}");
+                    tracing::warn!(source = %"iommu", "event queue stopped: {error}");
                     ring.failed = true;
                 }
             }

@@ -353,7 +353,7 @@ where
         match GuestBus::new(now) {
             Ok(bus) => self.bus = bus,
             Err(error) => {
-                tracing::error!("iommu: the guest's new memory cannot be used: {error}");
+                tracing::error!(source = %"iommu", "the guest's new memory cannot be used: {error}");
                 return false;
             }
         }

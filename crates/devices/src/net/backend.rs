@@ -281,7 +281,7 @@ impl Handler for NetBackend {
         if self.front.set_features(features) {
             self.forget();
         }
-        debug!("{}: features {features:#x}", self.name());
+        debug!(source = %self.name(), "features {features:#x}");
         Ok(())
     }
 
@@ -401,7 +401,7 @@ impl Handler for NetBackend {
     }
 
     fn channel_lost(&mut self, why: &WireError) {
-        warn!("{}: the front end takes no more misses: {why}", self.name());
+        warn!(source = %self.name(), "the front end takes no more misses: {why}");
         self.translation.set_channel(None);
     }
 
@@ -422,7 +422,7 @@ impl Handler for NetBackend {
     }
 
     fn refused(&mut self, request: u32, why: &HandlerError) {
-        warn!("{}: request {request} was refused: {why}", self.name());
+        warn!(source = %self.name(), "request {request} was refused: {why}");
     }
 }
 

@@ -208,8 +208,8 @@ impl Outlet {
                     continue;
                 }
                 Err(error) => {
-                    let name = self.tap.name();
-                    error!("{name}: nothing comes from queue {} any more: {error}", self.queue);
+                    let queue = self.queue;
+                    error!(source = %self.tap.name(), "nothing comes from queue {queue} any more: {error}");
                     self.gone = true;
                     break;
                 }

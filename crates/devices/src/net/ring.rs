@@ -139,7 +139,7 @@ impl NetRing {
     #[cold]
     pub(super) fn fail(&mut self, why: impl std::fmt::Display) {
         if !std::mem::replace(&mut self.failed, true) {
-            error!("{}: queue {} stopped: {why}", self.name, self.index);
+            error!(source = %self.name, "queue {} stopped: {why}", self.index);
             self.counters.stopped();
             if let Some(err) = &self.err {
                 err.notify();

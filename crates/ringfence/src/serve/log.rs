@@ -1,5 +1,8 @@
 //! What a service says, on standard error: a line an event. A thread of its own writes the lines: whatever
-//! standard error is may block, and holds up nothing else.
+//! standard error is may block, and holds up nothing else. What is more than a few lines for each source is left
+//! out ([`limit`]), but for `debug` and `trace`: whoever asks for those wants all of them.
+
+mod limit;
 
 use std::{
     fmt::{self, Write as _},
@@ -10,9 +13,10 @@ use std::{
         mpsc::{self, Receiver, SyncSender},
     },
     thread,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
+use parking_lot::Mutex;
 use tracing::{
     Event, Level, Metadata, Subscriber,
     field::{Field, Visit},
@@ -20,14 +24,22 @@ use tracing::{
     span::{Attributes, Id, Record},
 };
 
+use self::limit::Limits;
+
 /// How many lines wait to be written: more than a burst has, some 100 KiB. Those that come when there is no
 /// room are dropped, and counted in the next line that is written.
 const ROOM: usize = 1024;
 /// How long the lines that wait are waited for when the process ends.
 const LAST_LINES: Duration = Duration::from_millis(500);
 
+/// The field of an event that names what it is about, which comes before the message.
+const SOURCE: &str = "source";
+
 /// Lines that were dropped and not counted in the log yet.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
+/// Lines that were dropped or left out so far.
+static NOT_SAID: AtomicU64 = AtomicU64::new(0);
+static LIMITS: Mutex<Limits> = Mutex::new(Limits::new());
 static WRITER: OnceLock<SyncSender<Entry>> = OnceLock::new();
 
 enum Entry {
@@ -43,12 +55,21 @@ pub(crate) fn begin(level: LevelFilter) {
         let named = thread::Builder::new().name("log".into());
         // Without a thread nothing is said: there will hardly be one to serve with either.
         let _ = named.spawn(move || write(&entries, &mut std::io::stderr()));
-        let _ = tracing::subscriber::set_global_default(Lines(level));
+        let _ = tracing::subscriber::set_global_default(Lines { level, begun: Instant::now() });
     }
+}
+
+/// How many lines were not said so far: more than their source may have, or than standard error takes.
+pub(crate) fn not_said() -> u64 {
+    NOT_SAID.load(Ordering::Relaxed)
 }
 
 /// Waits until what was said is written, for a while.
 pub(crate) fn end() {
+    // A thread that panics may hold it.
+    if let Some(mut limits) = LIMITS.try_lock() {
+        limits.rest().into_iter().for_each(|(source, count)| say(left_out(&source, count)));
+    }
     let (sender, written) = mpsc::sync_channel(1);
     if let Some(writer) = WRITER.get()
         && writer.try_send(Entry::Written(sender)).is_ok()
@@ -73,16 +94,51 @@ fn write(entries: &Receiver<Entry>, to: &mut impl Write) {
     }
 }
 
+/// Has a line written.
+fn say(line: String) {
+    let sent = WRITER.get().map(|writer| writer.try_send(Entry::Line(line)));
+    if let Some(Err(_)) = sent {
+        DROPPED.fetch_add(1, Ordering::Relaxed);
+        NOT_SAID.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// How a line begins that is said now.
+fn beginning(level: Level, source: &str) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let mut text = timestamp(now.as_millis());
+    text.push_str(match level {
+        Level::ERROR => " error: ",
+        Level::WARN => " warning: ",
+        Level::INFO => " ",
+        Level::DEBUG => " debug: ",
+        Level::TRACE => " trace: ",
+    });
+    if !source.is_empty() {
+        text.push_str(source);
+        text.push_str(": ");
+    }
+    text
+}
+
+fn left_out(source: &str, count: u64) -> String {
+    let text = beginning(Level::WARN, source);
+    format!("{text}{count} lines before this were left out: they came too fast\n")
+}
+
 /// Has each event written as one line. Spans are not used here, and not told.
-struct Lines(LevelFilter);
+struct Lines {
+    level: LevelFilter,
+    begun: Instant,
+}
 
 impl Subscriber for Lines {
     fn enabled(&self, about: &Metadata<'_>) -> bool {
-        about.is_event() && *about.level() <= self.0
+        about.is_event() && *about.level() <= self.level
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        Some(self.0)
+        Some(self.level)
     }
 
     fn new_span(&self, _: &Attributes<'_>) -> Id {
@@ -94,21 +150,26 @@ impl Subscriber for Lines {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let mut line = Line { text: timestamp(now.as_millis()) };
-        line.text.push_str(match *event.metadata().level() {
-            Level::ERROR => " error: ",
-            Level::WARN => " warning: ",
-            Level::INFO => " ",
-            Level::DEBUG => " debug: ",
-            Level::TRACE => " trace: ",
-        });
+        let level = *event.metadata().level();
+        let mut source = Source(Line::default());
+        event.record(&mut source);
+        let Source(Line { text: source }) = source;
+        if level <= Level::INFO {
+            let now_ns = u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            let admitted = LIMITS.lock().admit(&source, now_ns);
+            match admitted {
+                None => {
+                    NOT_SAID.fetch_add(1, Ordering::Relaxed);
+                    return;
+                }
+                Some(0) => {}
+                Some(count) => say(left_out(&source, count)),
+            }
+        }
+        let mut line = Line { text: beginning(level, &source) };
         event.record(&mut line);
         line.text.push('\n');
-        let sent = WRITER.get().map(|writer| writer.try_send(Entry::Line(line.text)));
-        if let Some(Err(_)) = sent {
-            DROPPED.fetch_add(1, Ordering::Relaxed);
-        }
+        say(line.text);
     }
 
     fn enter(&self, _: &Id) {}
@@ -116,6 +177,7 @@ impl Subscriber for Lines {
     fn exit(&self, _: &Id) {}
 }
 
+#[derive(Default)]
 struct Line {
     text: String,
 }
@@ -136,10 +198,22 @@ impl Visit for Line {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         let mut text = String::new();
         let _ = match field.name() {
+            SOURCE => return,
             "message" => write!(text, "{value:?}"),
             name => write!(text, " {name}={value:?}"),
         };
         self.push(&text);
+    }
+}
+
+/// What an event is about, if it says so.
+struct Source(Line);
+
+impl Visit for Source {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        if field.name() == SOURCE {
+            self.0.push(&format!("{value:?}"));
+        }
     }
 }
 

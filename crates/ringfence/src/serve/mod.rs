@@ -187,7 +187,8 @@ impl Front {
         let name = name.to_owned();
         let closer = Closer::new(move |count| {
             warn!(
-                "{name}: {count} descriptors of front ends wait to be closed, which their files' servers do not \
+                source = %name,
+                "{count} descriptors of front ends wait to be closed, which their files' servers do not \
                  allow: no more is taken from this socket until they do"
             );
         });
@@ -349,7 +350,7 @@ impl<S: Service> Frame<S> {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
                     // No descriptor is left, say: not at full speed.
-                    warn!("{name}: {error}");
+                    warn!(source = %name, "{error}");
                     thread::sleep(Duration::from_millis(100));
                 }
             }
@@ -359,15 +360,15 @@ impl<S: Service> Frame<S> {
     fn serve(&self, at: usize, stream: PeerFd) {
         let (front, name) = (&self.fronts[at], &self.listeners[at].name);
         front.connections.fetch_add(1, Ordering::Relaxed);
-        info!("{name}: a front end has connected");
+        info!(source = %name, "a front end has connected");
         tell(&[NotifyState::Status("serving a front end")]);
         let ended = self.converse(front, at, stream);
         *front.now.lock() = None;
         match ended {
-            Ok(()) => info!("{name}: the front end is gone"),
+            Ok(()) => info!(source = %name, "the front end is gone"),
             Err(why) => {
                 front.broken.fetch_add(1, Ordering::Relaxed);
-                warn!("{name}: connection ended: {}", crate::explain(&why));
+                warn!(source = %name, "connection ended: {}", crate::explain(&why));
             }
         }
         tell(&[NotifyState::Status("waiting for a front end")]);
@@ -435,6 +436,8 @@ impl<S: Service> Frame<S> {
         let help = "Connections that ended for another reason than the front end's leave.";
         page.many(Kind::Counter, "broken_connections_total", help, "socket", broken);
         page.many(Kind::Gauge, "connected", "Whether there is a front end.", "socket", now);
+        let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
+        page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_said());
         self.service.figures(&mut page);
         page.into_text()
     }

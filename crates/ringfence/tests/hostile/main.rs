@@ -14,6 +14,7 @@ mod guest;
 mod honest;
 mod idle;
 mod iommu;
+mod log;
 mod messages;
 mod rings;
 mod sequences;

@@ -174,7 +174,7 @@ impl BlkQueue {
         }
         if self.now_ns >= self.say_at {
             self.say_at = self.now_ns.saturating_add(SAY_NS);
-            tracing::warn!("{}: nobody translates {addr:#x} ({access:?}): request failed", self.id);
+            tracing::warn!(source = %self.id, "nobody translates {addr:#x} ({access:?}): request failed");
         }
     }
 
