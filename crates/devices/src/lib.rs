@@ -13,6 +13,7 @@ mod kick;
 pub mod net;
 pub mod notifier;
 pub mod nvme;
+pub mod path;
 pub mod ram;
 pub mod tally;
 pub mod translation;

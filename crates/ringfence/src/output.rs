@@ -11,7 +11,12 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use ringfence_devices::path::Place;
 use ringfence_lab::run::Usage;
+use rustix::{
+    fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat},
+    io::Errno,
+};
 
 /// A file that is written at the end, opened at the beginning. What was in it stays until then, and
 /// if it was made and nothing came of it, it goes.
@@ -62,20 +67,24 @@ impl Drop for Output {
 }
 
 /// Puts a file with these contents at `path`. What was there is replaced, not written to: where it is a
-/// link, the file that this names stays as it is.
+/// link, the file that this names stays as it is; a folder on the way may be one of root's or of this user's.
 pub(crate) fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
-    let mut name = path.as_os_str().to_owned();
-    name.push(format!(".{}", std::process::id()));
-    let new = PathBuf::from(name);
+    let place = Place::of(path)?;
+    let folder = place.folder();
+    let mut new = place.name().to_owned();
+    new.push(format!(".{}", std::process::id()));
+    let remove = || unlinkat(folder, &new, AtFlags::empty());
     // Of an earlier process with this number, say; a link goes itself.
-    match fs::remove_file(&new) {
-        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-        _ => {}
+    match remove() {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(error) => return Err(error.into()),
     }
     // Made here or not at all: this follows no link.
-    let mut file = File::create_new(&new)?;
-    let placed = file.write_all(contents).and_then(|()| fs::rename(&new, path));
-    placed.inspect_err(|_| drop(fs::remove_file(&new)))
+    let how = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let mut file = File::from(openat(folder, &new, how, Mode::from_raw_mode(0o666))?);
+    let placed =
+        file.write_all(contents).and_then(|()| Ok(renameat(folder, &new, folder, place.name())?));
+    placed.inspect_err(|_| _ = remove())
 }
 
 /// To standard output; a reader that has left (`| head`) is no failure of ours.

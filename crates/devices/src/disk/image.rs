@@ -1,11 +1,11 @@
 //! A file or block device that holds a disk.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::File,
     io::{self, Seek, SeekFrom},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-        unix::fs::{FileTypeExt, OpenOptionsExt},
+        unix::fs::FileTypeExt,
     },
     path::Path,
     time::{Duration, Instant},
@@ -17,6 +17,7 @@ use rustix::fs::{
 };
 
 use super::{DiskBuffers, hand_over::HandOver, lock, origin, submitter::Submitter};
+use crate::path;
 
 /// The unit in which a disk is addressed.
 const SECTOR: u64 = 512;
@@ -125,10 +126,9 @@ impl Image {
     /// [`ImageError`].
     pub fn open(path: &Path, options: ImageOptions) -> Result<Image, ImageError> {
         // Its name is looked up once. A pipe that no process has open is not waited for.
-        let flags = OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let mut how = OpenOptions::new();
-        how.read(true).write(!options.read_only).custom_flags(flags.bits() as i32);
-        let mut file = how.open(path).map_err(|error| match error.raw_os_error() {
+        let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+        let how = access | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let mut file = path::open(path, how).map_err(|error| match error.raw_os_error() {
             // A folder, and a socket.
             Some(libc::EISDIR | libc::ENXIO) => ImageError::Kind,
             _ => ImageError::Io(error),

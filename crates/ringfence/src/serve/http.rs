@@ -19,7 +19,7 @@ use rustix::{
     system::uname,
 };
 
-use super::socket;
+use super::socket::{self, Access};
 
 /// How long a scraper may take from its connection until it has all of the response.
 const TIME_OUT: Duration = Duration::from_secs(2);
@@ -89,7 +89,7 @@ impl Endpoint {
                 Ok(Endpoint { listener: Listener::Tcp(listener), name, time_out: TIME_OUT })
             }
             Address::Unix(path) => {
-                let (listener, placed) = socket::bind(path, 0o600)?;
+                let (listener, placed) = socket::bind(path, Access::OWN)?;
                 let listener = Listener::Unix(listener, placed);
                 Ok(Endpoint { listener, name: None, time_out: TIME_OUT })
             }

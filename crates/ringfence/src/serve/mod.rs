@@ -31,13 +31,17 @@ use ringfence_devices::{
     worker::{Notify, Worker},
 };
 use ringfence_vhost_user::{Closer, Handler, PeerFd, ServeError, Server, Shutdown};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{Gid, Uid},
+    net::sockopt::socket_peercred,
+};
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::{error, info, level_filters::LevelFilter, warn};
 
 pub(crate) use page::{Kind, Page};
-use socket::Listener;
+use socket::{Access, Listener};
 
 /// How long the service may take to end: longer than each of its parts waits for anything.
 const LAST: Duration = Duration::from_secs(5);
@@ -62,9 +66,17 @@ pub(crate) struct Options {
 /// What every service can be told.
 #[derive(Args)]
 pub(crate) struct Common {
-    /// Who may connect: the socket's permission bits
-    #[arg(long, value_name = "OCTAL", default_value = "600", value_parser = octal)]
-    pub(crate) socket_mode: u32,
+    /// Who may connect: the socket's permission bits [default: 600, with --socket-group 660]
+    #[arg(long, value_name = "OCTAL", value_parser = octal)]
+    socket_mode: Option<u32>,
+
+    /// The sockets' group, by name or number
+    #[arg(long, value_name = "GROUP", value_parser = group)]
+    socket_group: Option<Gid>,
+
+    /// Serve only processes of this user, by name or number; of these, if it is there more than once
+    #[arg(long, value_name = "USER", value_parser = user)]
+    allow_uid: Vec<Uid>,
 
     /// Serve figures for Prometheus: HOST:PORT (port 0: any) or unix:PATH
     #[arg(long, value_name = "ADDR")]
@@ -90,7 +102,28 @@ fn octal(text: &str) -> Result<u32, String> {
     }
 }
 
+fn group(text: &str) -> Result<Gid, String> {
+    let number = text.parse().ok().filter(|&number| number != u32::MAX);
+    let named =
+        || nix::unistd::Group::from_name(text).ok().flatten().map(|group| group.gid.as_raw());
+    let number = number.or_else(named).ok_or_else(|| format!("there is no group {text:?}"))?;
+    Ok(Gid::from_raw(number))
+}
+
+fn user(text: &str) -> Result<Uid, String> {
+    let number = text.parse().ok().filter(|&number| number != u32::MAX);
+    let named = || nix::unistd::User::from_name(text).ok().flatten().map(|user| user.uid.as_raw());
+    let number = number.or_else(named).ok_or_else(|| format!("there is no user {text:?}"))?;
+    Ok(Uid::from_raw(number))
+}
+
 impl Common {
+    fn access(&self) -> Access {
+        let group = self.socket_group;
+        let mode = self.socket_mode.unwrap_or(if group.is_some() { 0o660 } else { 0o600 });
+        Access { mode, group }
+    }
+
     /// Threads for a device of that many queues: no more than have something to do.
     ///
     /// # Errors
@@ -203,6 +236,8 @@ impl Front {
 
 struct Frame<S> {
     service: S,
+    /// The users that may connect; none: whom the sockets let.
+    users: Vec<Uid>,
     begun: Instant,
     listeners: Vec<Listener>,
     fronts: Vec<Front>,
@@ -234,7 +269,7 @@ pub(crate) fn run_on<S: Service>(
     fault::end_process_on_panic();
     more_descriptors();
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
-    let listeners = socket::open(paths, count, common.socket_mode)?;
+    let listeners = socket::open(paths, count, common.access())?;
     let endpoint = match &common.metrics {
         Some(address) => Some(
             http::Endpoint::open(address)
@@ -247,7 +282,8 @@ pub(crate) fn run_on<S: Service>(
     let (stop, running) = UnixStream::pair().context("preparing for the end")?;
     let fronts = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
     let stopping = AtomicBool::new(false);
-    let frame = Frame { service, begun: Instant::now(), listeners, fronts, stopping };
+    let users = common.allow_uid.clone();
+    let frame = Frame { service, users, begun: Instant::now(), listeners, fronts, stopping };
     let name = frame.service.name();
     for listener in &frame.listeners {
         info!("{name}: listening on {}", listener.name);
@@ -346,7 +382,13 @@ impl<S: Service> Frame<S> {
                 continue;
             }
             match socket.accept() {
-                Ok((stream, _)) => self.serve(at, PeerFd::new(stream, &self.fronts[at].closer)),
+                Ok((stream, _)) => {
+                    let allowed = self.allows(&stream, name);
+                    let stream = PeerFd::new(stream, &self.fronts[at].closer);
+                    if allowed {
+                        self.serve(at, stream);
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
                     // No descriptor is left, say: not at full speed.
@@ -355,6 +397,23 @@ impl<S: Service> Frame<S> {
                 }
             }
         }
+    }
+
+    /// Whether it is of a user that may connect.
+    fn allows(&self, stream: &UnixStream, name: &str) -> bool {
+        if self.users.is_empty() {
+            return true;
+        }
+        let peer = socket_peercred(stream);
+        match &peer {
+            Ok(peer) if self.users.contains(&peer.uid) => return true,
+            Ok(peer) => {
+                let (user, process) = (peer.uid.as_raw(), peer.pid.as_raw_nonzero());
+                warn!(source = %name, "user {user}, process {process}, is not among those of --allow-uid");
+            }
+            Err(error) => warn!(source = %name, "{error}: the peer's user is not known"),
+        }
+        false
     }
 
     fn serve(&self, at: usize, stream: PeerFd) {

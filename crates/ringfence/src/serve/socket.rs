@@ -1,13 +1,10 @@
 //! The sockets that a service listens on.
 
 use std::{
-    fs, io,
+    io,
     os::{
         fd::OwnedFd,
-        unix::{
-            fs::{FileTypeExt, MetadataExt},
-            net::{UnixListener, UnixStream},
-        },
+        unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
 };
@@ -15,17 +12,19 @@ use std::{
 use anyhow::{Context, Result};
 use listenfd::ListenFd;
 use parking_lot::Mutex;
+use ringfence_devices::path::Place;
 use ringfence_lab::run::Usage;
 use rustix::{
-    fs::Mode,
+    fs::{AtFlags, FileType, Gid, Mode, Stat, chownat, unlinkat},
     net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
-    process::umask,
+    process::{geteuid, umask},
 };
 
 /// A socket in the file system; removed in the end, if it is still ours.
 pub(crate) struct Placed {
     path: PathBuf,
-    file: Option<(u64, u64)>,
+    place: Place,
+    file: (u64, u64),
 }
 
 impl Placed {
@@ -33,13 +32,11 @@ impl Placed {
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
-}
 
-impl Placed {
     /// Takes it out of the file system, if it is still ours.
     fn remove(&self) {
-        if self.file.is_some() && identity(&self.path) == self.file {
-            let _ = fs::remove_file(&self.path);
+        if self.place.look().is_ok_and(|(_, about)| identity(&about) == self.file) {
+            let _ = unlinkat(self.place.folder(), self.place.name(), AtFlags::empty());
         }
     }
 }
@@ -50,23 +47,41 @@ impl Drop for Placed {
     }
 }
 
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    fs::symlink_metadata(path).ok().map(|about| (about.dev(), about.ino()))
+fn identity(about: &Stat) -> (u64, u64) {
+    (about.st_dev, about.st_ino)
 }
 
-/// Listens at `path`, with the permission bits `mode`. A socket that nobody listens on any more is
-/// replaced.
+fn is_socket(about: &Stat) -> bool {
+    FileType::from_raw_mode(about.st_mode) == FileType::Socket
+}
+
+/// Who may connect to a socket.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Access {
+    /// Its permission bits.
+    pub(crate) mode: u32,
+    /// Its group, unless that is the process's.
+    pub(crate) group: Option<Gid>,
+}
+
+impl Access {
+    /// This user alone.
+    pub(crate) const OWN: Access = Access { mode: 0o600, group: None };
+}
+
+/// Listens at `path`. A socket that nobody listens on any more is replaced.
 ///
 /// # Errors
-/// Somebody listens there; there is a file that is no socket; it cannot be made.
-pub(crate) fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, Placed)> {
-    if let Ok(about) = fs::symlink_metadata(path) {
-        if !about.file_type().is_socket() {
+/// Somebody listens there; there is a file that is no socket; it cannot be made; another user's link leads there.
+pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
+    let place = Place::of(path)?;
+    if let Ok((_, about)) = place.look() {
+        if !is_socket(&about) {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file, no socket"));
         }
         match UnixStream::connect(path) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                fs::remove_file(path)?;
+                unlinkat(place.folder(), place.name(), AtFlags::empty())?;
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
@@ -80,8 +95,20 @@ pub(crate) fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, Placed)>
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    bind_with(&socket, &SocketAddrUnix::new(path)?, Mode::from_raw_mode(mode))?;
-    let placed = Placed { path: path.to_owned(), file: identity(path) };
+    bind_with(&socket, &SocketAddrUnix::new(path)?, Mode::from_raw_mode(access.mode))?;
+    // It is where it was to be, unless a folder on the way is another by now.
+    let (file, about) = place.look()?;
+    if !is_socket(&about) || about.st_uid != geteuid().as_raw() {
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "another process has put a file there",
+        ));
+    }
+    // Nobody can connect before it listens.
+    if access.group.is_some() {
+        chownat(&file, "", None, access.group, AtFlags::EMPTY_PATH)?;
+    }
+    let placed = Placed { path: path.to_owned(), place, file: identity(&about) };
     net::listen(&socket, 16)?;
     Ok((UnixListener::from(socket), placed))
 }
@@ -123,7 +150,7 @@ impl Listener {
 ///
 /// # Errors
 /// [`Usage`] if there are not so many; a socket cannot be had.
-pub(crate) fn open(paths: &[&Path], count: usize, mode: u32) -> Result<Vec<Listener>> {
+pub(crate) fn open(paths: &[&Path], count: usize, access: Access) -> Result<Vec<Listener>> {
     let mut passed = ListenFd::from_env();
     let mut listeners = Vec::new();
     for at in 0..passed.len() {
@@ -136,8 +163,8 @@ pub(crate) fn open(paths: &[&Path], count: usize, mode: u32) -> Result<Vec<Liste
     }
     if listeners.is_empty() {
         for path in paths {
-            let (socket, placed) =
-                bind(path, mode).with_context(|| format!("cannot listen on {}", path.display()))?;
+            let (socket, placed) = bind(path, access)
+                .with_context(|| format!("cannot listen on {}", path.display()))?;
             let name = path.display().to_string();
             listeners.push(Listener { socket, name, placed: Some(placed) });
         }
@@ -153,6 +180,8 @@ pub(crate) fn open(paths: &[&Path], count: usize, mode: u32) -> Result<Vec<Liste
 
 #[cfg(test)]
 mod tests {
+    use std::{fs, os::unix::fs::MetadataExt as _};
+
     use super::*;
 
     #[test]
@@ -160,17 +189,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         drop(UnixListener::bind(&path).unwrap());
-        let (listener, placed) = bind(&path, 0o640).unwrap();
+        let (listener, placed) = bind(&path, Access { mode: 0o640, group: None }).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
         // More than the umask would leave.
         let all = folder.path().join("all");
-        let _kept = bind(&all, 0o777).unwrap();
+        let _kept = bind(&all, Access { mode: 0o777, group: None }).unwrap();
         assert_eq!(fs::metadata(&all).unwrap().mode() & 0o777, 0o777);
-        assert_eq!(bind(&path, 0o600).err().unwrap().kind(), io::ErrorKind::AddrInUse);
+        assert_eq!(bind(&path, Access::OWN).err().unwrap().kind(), io::ErrorKind::AddrInUse);
         drop((listener, placed));
         assert!(!path.exists());
         fs::write(&path, "kept").unwrap();
-        assert_eq!(bind(&path, 0o600).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(bind(&path, Access::OWN).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read_to_string(&path).unwrap(), "kept");
     }
 
@@ -178,7 +207,7 @@ mod tests {
     fn what_took_its_place_is_left_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let (_listener, placed) = bind(&path, 0o600).unwrap();
+        let (_listener, placed) = bind(&path, Access::OWN).unwrap();
         fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         drop(placed);

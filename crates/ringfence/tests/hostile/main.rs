@@ -3,6 +3,7 @@
 //! one, and the next front end are served as if nothing had been, and the process has the threads and
 //! descriptors that it had before.
 
+mod access;
 mod closing;
 #[path = "../common/mod.rs"]
 mod common;
