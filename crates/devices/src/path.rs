@@ -76,10 +76,12 @@ impl Place {
 /// A link is another user's; the system says why not.
 pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     let mut walk = Walk::new(path)?;
+    if path.as_os_str().is_empty() {
+        return Err(Errno::NOENT.into());
+    }
     loop {
-        let Some(step) = walk.left.pop_front() else {
-            return Err(Errno::NOENT.into());
-        };
+        // What is left of `.` is where it is.
+        let step = walk.left.pop_front().unwrap_or_else(|| ".".into());
         if !walk.left.is_empty() {
             walk.enter(&step)?;
             continue;
@@ -197,6 +199,8 @@ mod tests {
         for name in ["a/b/file", "a/./b/../b//file", "relative/file", "absolute/b/file", "a/last"] {
             assert_eq!(read(&at(name)).unwrap(), "here", "{name}");
         }
+        assert!(open(Path::new("."), OFlags::RDONLY).unwrap().metadata().unwrap().is_dir());
+        assert_eq!(read(Path::new("")).unwrap_err().kind(), io::ErrorKind::NotFound);
         for name in ["circle", "circle/x", "a/b/file/x", "a/none", "none/x", "a/b/file/.."] {
             let theirs = fs::File::open(at(name)).unwrap_err();
             assert_eq!(

@@ -104,15 +104,14 @@ fn octal(text: &str) -> Result<u32, String> {
 
 fn group(text: &str) -> Result<Gid, String> {
     let number = text.parse().ok().filter(|&number| number != u32::MAX);
-    let named =
-        || nix::unistd::Group::from_name(text).ok().flatten().map(|group| group.gid.as_raw());
+    let named = || uzers::get_group_by_name(text).map(|group| group.gid());
     let number = number.or_else(named).ok_or_else(|| format!("there is no group {text:?}"))?;
     Ok(Gid::from_raw(number))
 }
 
 fn user(text: &str) -> Result<Uid, String> {
     let number = text.parse().ok().filter(|&number| number != u32::MAX);
-    let named = || nix::unistd::User::from_name(text).ok().flatten().map(|user| user.uid.as_raw());
+    let named = || uzers::get_user_by_name(text).map(|user| user.uid());
     let number = number.or_else(named).ok_or_else(|| format!("there is no user {text:?}"))?;
     Ok(Uid::from_raw(number))
 }
