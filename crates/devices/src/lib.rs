@@ -14,6 +14,7 @@ pub mod net;
 pub mod notifier;
 pub mod nvme;
 pub mod path;
+pub mod peer;
 pub mod ram;
 pub mod tally;
 pub mod translation;

@@ -109,7 +109,9 @@ struct Walk {
 
 impl Walk {
     fn new(path: &Path) -> io::Result<Walk> {
-        let at = openat(CWD, ".", OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        // The working directory need not be one that this user may search.
+        let begin = if path.is_absolute() { "/" } else { "." };
+        let at = openat(CWD, begin, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         let mut walk = Walk { at, left: VecDeque::new(), links: 0 };
         walk.add(path);
         Ok(walk)
@@ -126,16 +128,16 @@ impl Walk {
 
     /// One step, to a folder or by a link.
     fn enter(&mut self, step: &OsStr) -> io::Result<()> {
-        let next = openat(&self.at, step, STEP, Mode::empty())?;
-        match FileType::from_raw_mode(fstat(&next)?.st_mode) {
-            FileType::Symlink => {
-                let how = OFlags::PATH | OFlags::DIRECTORY;
-                if let Some(next) = self.follow(step, how)? {
+        // That it must be a folder has it mounted, where it is mounted on use.
+        let folder = OFlags::PATH | OFlags::DIRECTORY;
+        match openat(&self.at, step, STEP | folder, Mode::empty()) {
+            Ok(next) => self.at = next,
+            Err(Errno::NOTDIR) => {
+                if let Some(next) = self.follow(step, folder)? {
                     self.at = next;
                 }
             }
-            FileType::Directory => self.at = next,
-            _ => return Err(Errno::NOTDIR.into()),
+            Err(error) => return Err(error.into()),
         }
         Ok(())
     }
@@ -149,26 +151,30 @@ impl Walk {
         let link = openat(&self.at, step, STEP, Mode::empty())?;
         let about = fstat(&link)?;
         if FileType::from_raw_mode(about.st_mode) != FileType::Symlink {
-            // It has changed meanwhile.
-            return Err(Errno::LOOP.into());
+            return Err(Errno::NOTDIR.into());
         }
         if fstatfs(&self.at)?.f_type == PROC_SUPER_MAGIC {
             // A process's files, which may have no name.
             let file = openat(&self.at, step, flags | OFlags::CLOEXEC, Mode::empty())?;
             return Ok(Some(file));
         }
-        let owner = about.st_uid;
-        if owner != 0 && owner != geteuid().as_raw() {
-            let why = format!(
-                "{} is a link that user {owner} has made, which could lead anywhere: name what it leads to",
-                Path::new(step).display()
-            );
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
-        }
+        may_lead(step, about.st_uid, geteuid().as_raw())?;
         let target = readlinkat(&link, "", Vec::new())?;
         self.add(&PathBuf::from(OsString::from_vec(target.into_bytes())));
         Ok(None)
     }
+}
+
+/// Whether a link of that owner is followed for that user.
+fn may_lead(link: &OsStr, owner: u32, user: u32) -> io::Result<()> {
+    if owner == 0 || owner == user {
+        return Ok(());
+    }
+    let why = format!(
+        "{} is a link that user {owner} has made, which could lead anywhere: name what it leads to",
+        Path::new(link).display()
+    );
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
 #[cfg(test)]
@@ -214,6 +220,13 @@ mod tests {
         fs::remove_file(at("a/b/file")).unwrap();
         let name = format!("/proc/self/fd/{}", file.as_raw_fd());
         assert_eq!(read(Path::new(&name)).unwrap(), "here");
+    }
+
+    #[test]
+    fn links_of_root_and_of_the_same_user_lead_on() {
+        let leads = |owner, user| may_lead(OsStr::new("link"), owner, user).is_ok();
+        assert!(leads(0, 1000) && leads(1000, 1000) && leads(0, 0));
+        assert!(!leads(1001, 1000) && !leads(1000, 0) && !leads(65534, 0));
     }
 
     #[test]

@@ -14,8 +14,8 @@ const LOOK: Duration = Duration::from_millis(10);
 /// asked of the disk by a thread of its own, while there is something to do: one that does not answer keeps
 /// the lock as it is, and holds up nobody else.
 pub(super) struct HandOver {
-    /// The same open file description as the image's, to which the locks belong: who waits for the thread finds
-    /// it no longer in the thread's hands.
+    /// The same open file description as the image's, to which the locks belong. Once [`set`](Self::set) has returned
+    /// what came of it, the thread no longer holds it.
     file: Arc<File>,
     shared: Arc<Shared>,
 }
@@ -83,6 +83,7 @@ impl HandOver {
             // Whatever the disk still has of it, the lock is not let go of any more.
             state.used = true;
             state.wish += 1;
+            self.shared.changed.notify_all();
             return Ok(());
         }
         // A wish that is being fulfilled is not made again.

@@ -427,7 +427,7 @@ fn what_was_exposed_for_too_long_is_told_whatever_the_machine_does() {
             }
         });
         device.set_policy(Policy::StrictMap).unwrap();
-        // The timer's thread may be in a flush that has begun, and is counted, before that.
+        // A flush is counted when it begins, and its wait when it ends: the timer's thread may be in one.
         let (stats, waits) = loop {
             let (stats, waits) = (device.stats(), device.waits());
             let waited = waits.timer.count() + waits.full.count() + waits.asked.count();

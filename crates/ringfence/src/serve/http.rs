@@ -64,8 +64,8 @@ impl fmt::Display for Address {
 /// Serves the figures.
 pub(crate) struct Endpoint {
     listener: Listener,
-    /// The host that it was given, where a scraper must name one that is meant.
-    name: Option<String>,
+    /// The names that a scraper may ask for it by; any, where none can lead here by itself.
+    names: Option<Vec<String>>,
     time_out: Duration,
 }
 
@@ -75,23 +75,26 @@ enum Listener {
 }
 
 impl Endpoint {
-    /// Listens at `address`.
+    /// Listens at `address`, for scrapers that ask for it by one of its names or of `more`.
     ///
     /// # Errors
     /// It is taken, or makes no sense.
-    pub(crate) fn open(address: &Address) -> io::Result<Endpoint> {
+    pub(crate) fn open(address: &Address, more: &[String]) -> io::Result<Endpoint> {
         match address {
             Address::Tcp(address) => {
                 let places: Vec<_> = address.to_socket_addrs()?.collect();
                 let listener = TcpListener::bind(&*places)?;
                 listener.set_nonblocking(true)?;
-                let name = Some(without_port(address).to_owned());
-                Ok(Endpoint { listener: Listener::Tcp(listener), name, time_out: TIME_OUT })
+                let names = ["localhost", without_port(address)].map(str::to_owned);
+                let node = uname().nodename().to_string_lossy().into_owned();
+                let names = names.into_iter().chain([node]).chain(more.iter().cloned());
+                let names = Some(names.collect());
+                Ok(Endpoint { listener: Listener::Tcp(listener), names, time_out: TIME_OUT })
             }
             Address::Unix(path) => {
                 let (listener, placed) = socket::bind(path, Access::OWN)?;
                 let listener = Listener::Unix(listener, placed);
-                Ok(Endpoint { listener, name: None, time_out: TIME_OUT })
+                Ok(Endpoint { listener, names: None, time_out: TIME_OUT })
             }
         }
     }
@@ -130,7 +133,7 @@ impl Endpoint {
             let now = Instant::now();
             scrapers.retain_mut(|scraper| {
                 let ready = theirs.next() == Some(&true);
-                now < scraper.until && (!ready || scraper.goes_on(self.name.as_deref(), &page))
+                now < scraper.until && (!ready || scraper.goes_on(self.names.as_deref(), &page))
             });
             if !ready[0] {
                 continue;
@@ -190,8 +193,8 @@ impl Scraper {
     }
 
     /// Reads or writes what can be without waiting. False once it is over.
-    fn goes_on(&mut self, name: Option<&str>, page: impl Fn() -> String) -> bool {
-        match self.step(name, page) {
+    fn goes_on(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> bool {
+        match self.step(names, page) {
             Ok(over) => !over,
             Err(error) => {
                 matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
@@ -199,14 +202,14 @@ impl Scraper {
         }
     }
 
-    fn step(&mut self, name: Option<&str>, page: impl Fn() -> String) -> io::Result<bool> {
+    fn step(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> io::Result<bool> {
         if self.response.is_none() {
             let mut part = [0; 1024];
             match self.stream.read(&mut part)? {
                 0 => return Ok(true),
                 n => self.request.extend_from_slice(&part[..n]),
             }
-            self.response = respond(&self.request, name, page).map(String::into_bytes);
+            self.response = respond(&self.request, names, page).map(String::into_bytes);
         }
         let Some(rest) = &mut self.response else { return Ok(false) };
         let written = self.stream.write(rest)?;
@@ -237,7 +240,7 @@ impl Stream {
 }
 
 /// The response to a request, once all of it is there.
-fn respond(request: &[u8], name: Option<&str>, page: impl Fn() -> String) -> Option<String> {
+fn respond(request: &[u8], names: Option<&[String]>, page: impl Fn() -> String) -> Option<String> {
     let mut headers = [EMPTY_HEADER; HEADERS];
     let mut parsed = Request::new(&mut headers);
     let too_large = || response("431 Request Header Fields Too Large", "");
@@ -248,9 +251,8 @@ fn respond(request: &[u8], name: Option<&str>, page: impl Fn() -> String) -> Opt
         Err(_) => return Some(response("400 Bad Request", "")),
     }
     let mut hosts = parsed.headers.iter().filter(|header| header.name.eq_ignore_ascii_case("host"));
-    if name.is_some_and(|name| hosts.any(|host| !is_meant(host.value, name))) {
-        let why = "the figures are for who asks an address, localhost, this host's own name, or the one in \
-                   --metrics\n";
+    if names.is_some_and(|names| hosts.any(|host| !is_meant(host.value, names))) {
+        let why = "ask by address, by localhost, or by a name that is given to --metrics-host\n";
         return Some(response("421 Misdirected Request", why));
     }
     let path = parsed.path.unwrap_or_default();
@@ -262,16 +264,13 @@ fn respond(request: &[u8], name: Option<&str>, page: impl Fn() -> String) -> Opt
     })
 }
 
-/// Whether a request for that host is meant for this endpoint, which was given `name`. A page in somebody's browser
+/// Whether a request for that host is meant for the endpoint of these names. A page in somebody's browser
 /// can ask whatever its own name is made to lead to (DNS rebinding); it cannot ask by address, nor by our names.
-fn is_meant(host: &[u8], name: &str) -> bool {
+fn is_meant(host: &[u8], names: &[String]) -> bool {
     let Ok(host) = std::str::from_utf8(host) else { return false };
     let host = without_port(host);
     let literal = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-    let known = [name, "localhost"].into_iter().any(|known| host.eq_ignore_ascii_case(known));
-    let node = uname();
-    let is_node = || node.nodename().to_str().is_ok_and(|node| host.eq_ignore_ascii_case(node));
-    literal.parse::<IpAddr>().is_ok() || known || is_node()
+    literal.parse::<IpAddr>().is_ok() || names.iter().any(|name| host.eq_ignore_ascii_case(name))
 }
 
 /// The host of `HOST:PORT`, or of a host alone.
@@ -324,8 +323,9 @@ mod tests {
     fn a_request_names_the_host_that_it_means() {
         let asked = |host: &str| {
             let request = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n");
-            let page = || "x 1\n".to_owned();
-            respond(request.as_bytes(), Some("vm.example"), page).unwrap().contains(" 200 OK")
+            let endpoint = Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &["vm.example".into()]);
+            let names = endpoint.unwrap().names;
+            respond(request.as_bytes(), names.as_deref(), String::new).unwrap().contains(" 200 OK")
         };
         let node = uname().nodename().to_str().unwrap().to_owned();
         for own in
@@ -339,10 +339,10 @@ mod tests {
             assert!(!asked(other), "{other}");
         }
         let two = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nhost: evil\r\n\r\n";
-        assert!(respond(two, Some("x"), String::new).unwrap().contains(" 421 "));
+        assert!(respond(two, Some(&["localhost".into()]), String::new).unwrap().contains(" 421 "));
         // A browser always says.
         let none = b"GET /metrics HTTP/1.0\r\n\r\n";
-        assert!(respond(none, Some("x"), String::new).unwrap().contains(" 200 "));
+        assert!(respond(none, Some(&[]), String::new).unwrap().contains(" 200 "));
     }
 
     #[test]
@@ -350,7 +350,7 @@ mod tests {
         let address: Address = "127.0.0.1:0".parse().unwrap();
         // Not by the time that they have.
         let time_out = Duration::from_secs(3600);
-        let endpoint = Endpoint { time_out, ..Endpoint::open(&address).unwrap() };
+        let endpoint = Endpoint { time_out, ..Endpoint::open(&address, &[]).unwrap() };
         let Address::Tcp(at) = endpoint.address() else { unreachable!() };
         let (stop, held) = UnixStream::pair().unwrap();
         // More than the sockets hold.
@@ -376,7 +376,7 @@ mod tests {
     fn a_scraper_has_so_long_and_no_longer() {
         let time_out = Duration::from_millis(10);
         let endpoint =
-            Endpoint { time_out, ..Endpoint::open(&"127.0.0.1:0".parse().unwrap()).unwrap() };
+            Endpoint { time_out, ..Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &[]).unwrap() };
         let Address::Tcp(at) = endpoint.address() else { unreachable!() };
         let (stop, held) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {

@@ -1,6 +1,6 @@
 //! What a service says, on standard error: a line an event. A thread of its own writes the lines: whatever
-//! standard error is may block, and holds up nothing else. What is more than a few lines for each source is left
-//! out ([`limit`]), but for `debug` and `trace`: whoever asks for those wants all of them.
+//! standard error is may block, and holds up nothing else. Of each kind of line there may be only so many; others are
+//! left out and counted ([`limit`]), but for `debug` and `trace`: whoever asks for those wants all of them.
 
 mod limit;
 
@@ -9,7 +9,7 @@ use std::{
     io::Write,
     sync::{
         OnceLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc::{self, Receiver, SyncSender},
     },
     thread,
@@ -24,7 +24,7 @@ use tracing::{
     span::{Attributes, Id, Record},
 };
 
-use self::limit::Limits;
+use self::limit::{Kind, Limits};
 
 /// How many lines wait to be written: more than a burst has, some 100 KiB. Those that come when there is no
 /// room are dropped, and counted in the next line that is written.
@@ -40,6 +40,8 @@ static DROPPED: AtomicU64 = AtomicU64::new(0);
 /// Lines that were dropped or left out so far.
 static NOT_SAID: AtomicU64 = AtomicU64::new(0);
 static LIMITS: Mutex<Limits> = Mutex::new(Limits::new());
+/// Peers have a part in what is said.
+static LIMITED: AtomicBool = AtomicBool::new(false);
 static WRITER: OnceLock<SyncSender<Entry>> = OnceLock::new();
 
 enum Entry {
@@ -59,6 +61,11 @@ pub(crate) fn begin(level: LevelFilter) {
     }
 }
 
+/// From now on there may be only so many lines of each kind: peers can connect.
+pub(crate) fn limit() {
+    LIMITED.store(true, Ordering::Relaxed);
+}
+
 /// How many lines were not said so far: more than their source may have, or than standard error takes.
 pub(crate) fn not_said() -> u64 {
     NOT_SAID.load(Ordering::Relaxed)
@@ -68,7 +75,10 @@ pub(crate) fn not_said() -> u64 {
 pub(crate) fn end() {
     // A thread that panics may hold it.
     if let Some(mut limits) = LIMITS.try_lock() {
-        limits.rest().into_iter().for_each(|(source, count)| say(left_out(&source, count)));
+        for (source, count) in limits.rest() {
+            let text = beginning(Level::WARN, &source);
+            say(format!("{text}{count} lines were left out: there were too many\n"));
+        }
     }
     let (sender, written) = mpsc::sync_channel(1);
     if let Some(writer) = WRITER.get()
@@ -121,11 +131,6 @@ fn beginning(level: Level, source: &str) -> String {
     text
 }
 
-fn left_out(source: &str, count: u64) -> String {
-    let text = beginning(Level::WARN, source);
-    format!("{text}{count} lines before this were left out: they came too fast\n")
-}
-
 /// Has each event written as one line. Spans are not used here, and not told.
 struct Lines {
     level: LevelFilter,
@@ -154,20 +159,21 @@ impl Subscriber for Lines {
         let mut source = Source(Line::default());
         event.record(&mut source);
         let Source(Line { text: source }) = source;
-        if level <= Level::INFO {
+        let mut left_out = 0;
+        if level <= Level::INFO && LIMITED.load(Ordering::Relaxed) {
             let now_ns = u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            let admitted = LIMITS.lock().admit(&source, now_ns);
-            match admitted {
-                None => {
-                    NOT_SAID.fetch_add(1, Ordering::Relaxed);
-                    return;
-                }
-                Some(0) => {}
-                Some(count) => say(left_out(&source, count)),
-            }
+            let admitted = LIMITS.lock().admit(Kind::of(&source, event.metadata()), now_ns);
+            let Some(count) = admitted else {
+                NOT_SAID.fetch_add(1, Ordering::Relaxed);
+                return;
+            };
+            left_out = count;
         }
         let mut line = Line { text: beginning(level, &source) };
         event.record(&mut line);
+        if left_out > 0 {
+            let _ = write!(line.text, " ({left_out} such lines before it were left out)");
+        }
         line.text.push('\n');
         say(line.text);
     }

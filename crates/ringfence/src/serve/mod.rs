@@ -27,14 +27,14 @@ use anyhow::{Context, Result};
 use clap::Args;
 use parking_lot::Mutex;
 use ringfence_devices::{
+    peer::Peer,
     tally::IotlbTotals,
     worker::{Notify, Worker},
 };
 use ringfence_vhost_user::{Closer, Handler, PeerFd, ServeError, Server, Shutdown};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{Gid, Uid},
-    net::sockopt::socket_peercred,
+    fs::Gid,
 };
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -76,11 +76,16 @@ pub(crate) struct Common {
 
     /// Serve only processes of this user, by name or number; of these, if it is there more than once
     #[arg(long, value_name = "USER", value_parser = user)]
-    allow_uid: Vec<Uid>,
+    allow_uid: Vec<u32>,
 
     /// Serve figures for Prometheus: HOST:PORT (port 0: any) or unix:PATH
     #[arg(long, value_name = "ADDR")]
     pub(crate) metrics: Option<http::Address>,
+
+    /// A host name by which scrapers ask for the figures, beside addresses, localhost, what `uname -n` prints and the
+    /// host of --metrics; of these, if it is there more than once
+    #[arg(long, value_name = "NAME", requires = "metrics")]
+    metrics_host: Vec<String>,
 
     /// How many threads move data, at most [default: one a queue, no more than CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -109,11 +114,10 @@ fn group(text: &str) -> Result<Gid, String> {
     Ok(Gid::from_raw(number))
 }
 
-fn user(text: &str) -> Result<Uid, String> {
+fn user(text: &str) -> Result<u32, String> {
     let number = text.parse().ok().filter(|&number| number != u32::MAX);
     let named = || uzers::get_user_by_name(text).map(|user| user.uid());
-    let number = number.or_else(named).ok_or_else(|| format!("there is no user {text:?}"))?;
-    Ok(Uid::from_raw(number))
+    number.or_else(named).ok_or_else(|| format!("there is no user {text:?}"))
 }
 
 impl Common {
@@ -236,7 +240,7 @@ impl Front {
 struct Frame<S> {
     service: S,
     /// The users that may connect; none: whom the sockets let.
-    users: Vec<Uid>,
+    users: Vec<u32>,
     begun: Instant,
     listeners: Vec<Listener>,
     fronts: Vec<Front>,
@@ -271,7 +275,7 @@ pub(crate) fn run_on<S: Service>(
     let listeners = socket::open(paths, count, common.access())?;
     let endpoint = match &common.metrics {
         Some(address) => Some(
-            http::Endpoint::open(address)
+            http::Endpoint::open(address, &common.metrics_host)
                 .with_context(|| format!("cannot serve figures at {address}"))?,
         ),
         None => None,
@@ -291,6 +295,7 @@ pub(crate) fn run_on<S: Service>(
         info!("{name}: figures at {}", endpoint.address());
     }
     frame.service.listening()?;
+    log::limit();
     tell(&[NotifyState::Ready, NotifyState::Status("waiting for a front end")]);
 
     thread::scope(|scope| {
@@ -322,10 +327,12 @@ pub(crate) fn run_on<S: Service>(
     for (image, rings) in &left {
         match rings {
             0 => error!(
-                "{image}: the disk has not answered a flush; the image stays locked until then"
+                source = %image,
+                "the disk has not answered a flush; the image stays locked until then"
             ),
             _ => error!(
-                "{image}: the disk has not answered requests of {rings} rings; the kernel has them still"
+                source = %image,
+                "the disk has not answered requests of {rings} rings; the kernel has them still"
             ),
         }
     }
@@ -403,12 +410,10 @@ impl<S: Service> Frame<S> {
         if self.users.is_empty() {
             return true;
         }
-        let peer = socket_peercred(stream);
-        match &peer {
-            Ok(peer) if self.users.contains(&peer.uid) => return true,
-            Ok(peer) => {
-                let (user, process) = (peer.uid.as_raw(), peer.pid.as_raw_nonzero());
-                warn!(source = %name, "user {user}, process {process}, is not among those of --allow-uid");
+        match Peer::of(stream) {
+            Ok(Peer { uid, .. }) if self.users.contains(&uid) => return true,
+            Ok(Peer { uid, pid }) => {
+                warn!(source = %name, "user {uid}, process {pid}, is not among those of --allow-uid");
             }
             Err(error) => warn!(source = %name, "{error}: the peer's user is not known"),
         }
@@ -471,9 +476,9 @@ impl<S: Service> Frame<S> {
             }
             if !front.closer.is_idle() {
                 warn!(
-                    "{}: descriptors of a front end cannot be closed: the process stays, doing nothing, until \
-                     the server of their files lets go of them",
-                    name
+                    source = %name,
+                    "descriptors of a front end cannot be closed: the process stays, doing nothing, until \
+                     the server of their files lets go of them"
                 );
             }
         }

@@ -104,11 +104,11 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
             "another process has put a file there",
         ));
     }
+    let placed = Placed { path: path.to_owned(), place, file: identity(&about) };
     // Nobody can connect before it listens.
     if access.group.is_some() {
         chownat(&file, "", None, access.group, AtFlags::EMPTY_PATH)?;
     }
-    let placed = Placed { path: path.to_owned(), place, file: identity(&about) };
     net::listen(&socket, 16)?;
     Ok((UnixListener::from(socket), placed))
 }

@@ -320,11 +320,13 @@ impl Service {
         self.ended_with(0);
     }
 
-    pub(crate) fn ended_with(self, code: i32) {
+    /// It ends by itself. What it has said.
+    pub(crate) fn ended_with(self, code: i32) -> String {
         let ended = self.running.wait();
         assert_eq!(ended.code(), code, "{ended}");
         assert!(!ended.err.contains("panicked"), "{ended}");
         sockets_are_gone(&self.place);
+        ended.err
     }
 }
 

@@ -1,85 +1,99 @@
-//! How many lines each source of the log may have. A peer decides how much there is to say of it: it must neither
-//! fill a disk nor leave no room for what there is to say of others.
+//! How many lines a service may write of each thing. A peer decides how often most of them happen: it must neither fill
+//! a disk nor leave no room for other lines.
 //!
-//! A source is what the field `source` of an event names: a socket, a device, a tap. Its name comes from the
-//! command line, so that a front end that connects anew is the same source, and there are no more of them than the
-//! service has sockets and devices. Events without that field are the process's own, and no peer causes them.
+//! A kind of line is a place in the code and a source: what the field `source` of the event names, a socket, a device or
+//! a tap. Sources have their names from the command line, so that a front end that connects anew is the same source,
+//! and the number of kinds is bounded.
 
 use std::collections::BTreeMap;
 
-/// Lines of a source that may come at once, which is more than is said of a machine that starts, is reset and ends;
-/// and how often there is one more, in ns: 21,600 lines a day, some 3 MB.
-const ONE: (u64, u64) = (32, 4_000_000_000);
-/// The same for all sources together, and once more for the process's own lines: 86,400 a day, some 13 MB.
-const ALL: (u64, u64) = (512, 1_000_000_000);
+use tracing::Metadata;
 
-/// When there is room for how many lines (the generic cell rate algorithm).
-#[derive(Debug, Default)]
+/// Lines of a kind that may come at once, and how often there is one more, in ns: 8,640 a day, some 1.3 MB.
+const ONE: Rate = Rate { burst: 16, each_ns: 10_000_000_000 };
+/// The same for all kinds together: 86,400 a day, some 13 MB. A line of a kind that was silent for long is not held
+/// back by it.
+const ALL: Rate = Rate { burst: 512, each_ns: 1_000_000_000 };
+
+#[derive(Clone, Copy, Debug)]
 struct Rate {
-    /// When all that was said would have been said at the steady rate.
-    paid_ns: u64,
+    burst: u64,
+    each_ns: u64,
 }
 
-impl Rate {
-    fn has_room(&self, (burst, each_ns): (u64, u64), now_ns: u64) -> bool {
-        self.paid_ns.saturating_sub(now_ns) <= (burst - 1) * each_ns
+/// When there is room for how many lines (the generic cell rate algorithm): until then all that was written would have
+/// been at the steady rate.
+#[derive(Clone, Copy, Debug, Default)]
+struct Paid {
+    until_ns: u64,
+}
+
+impl Paid {
+    fn has_room(self, rate: Rate, now_ns: u64) -> bool {
+        self.until_ns.saturating_sub(now_ns) <= (rate.burst - 1) * rate.each_ns
     }
 
-    fn take(&mut self, (_, each_ns): (u64, u64), now_ns: u64) {
-        self.paid_ns = self.paid_ns.max(now_ns).saturating_add(each_ns);
+    fn is_rested(self, now_ns: u64) -> bool {
+        self.until_ns <= now_ns
+    }
+
+    fn take(&mut self, rate: Rate, now_ns: u64) {
+        self.until_ns = self.until_ns.max(now_ns).saturating_add(rate.each_ns);
+    }
+}
+
+/// A source, and where in the code the line comes from.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Kind(String, &'static str, u32);
+
+impl Kind {
+    pub(super) fn of(source: &str, about: &Metadata<'static>) -> Kind {
+        Kind(source.to_owned(), about.file().unwrap_or_default(), about.line().unwrap_or_default())
     }
 }
 
 #[derive(Debug, Default)]
-struct Source {
-    rate: Rate,
+struct Written {
+    paid: Paid,
     /// Lines that were left out since the last that was not.
     left_out: u64,
 }
 
-/// What was said of each source.
+/// What was written of each kind.
 #[derive(Debug)]
 pub(super) struct Limits {
-    sources: BTreeMap<String, Source>,
-    all: Rate,
+    kinds: BTreeMap<Kind, Written>,
+    all: Paid,
 }
 
 impl Limits {
     pub(super) const fn new() -> Limits {
-        Limits { sources: BTreeMap::new(), all: Rate { paid_ns: 0 } }
+        Limits { kinds: BTreeMap::new(), all: Paid { until_ns: 0 } }
     }
 
-    /// Whether a line of `source` may be said: how many before it may not have been.
-    pub(super) fn admit(&mut self, source: &str, now_ns: u64) -> Option<u64> {
-        if !self.sources.contains_key(source) {
-            self.sources.insert(source.to_owned(), Source::default());
-        }
-        let own = self.sources.get_mut(source)?;
-        // What peers cause leaves room for what the process says of itself.
-        let (rate, all) = match source {
-            "" => (ALL, None),
-            _ => (ONE, Some(&mut self.all)),
-        };
-        if !own.rate.has_room(rate, now_ns)
-            || all.as_ref().is_some_and(|all| !all.has_room(ALL, now_ns))
-        {
+    /// Whether a line may be written: how many of its kind before it were not.
+    pub(super) fn admit(&mut self, kind: Kind, now_ns: u64) -> Option<u64> {
+        let own = self.kinds.entry(kind).or_default();
+        let room = own.paid.is_rested(now_ns) || self.all.has_room(ALL, now_ns);
+        if !room || !own.paid.has_room(ONE, now_ns) {
             own.left_out += 1;
             return None;
         }
-        own.rate.take(rate, now_ns);
-        if let Some(all) = all {
-            all.take(ALL, now_ns);
-        }
+        own.paid.take(ONE, now_ns);
+        self.all.take(ALL, now_ns);
         Some(std::mem::take(&mut own.left_out))
     }
 
-    /// What nobody has been told of yet, as the process ends.
-    pub(super) fn rest(&mut self) -> Vec<(String, u64)> {
-        let left_out = |(name, source): (&String, &mut Source)| {
-            let count = std::mem::take(&mut source.left_out);
-            (count > 0).then(|| (name.clone(), count))
-        };
-        self.sources.iter_mut().filter_map(left_out).collect()
+    /// Each source with the lines left out of it that no later line has counted, as the process ends.
+    pub(super) fn rest(&mut self) -> BTreeMap<String, u64> {
+        let mut rest = BTreeMap::new();
+        for (Kind(source, ..), written) in &mut self.kinds {
+            match std::mem::take(&mut written.left_out) {
+                0 => {}
+                count => *rest.entry(source.clone()).or_default() += count,
+            }
+        }
+        rest
     }
 }
 
@@ -87,35 +101,38 @@ impl Limits {
 mod tests {
     use super::*;
 
-    /// How many of `count` lines at that time are said.
-    fn said(limits: &mut Limits, source: &str, count: u64, now_ns: u64) -> u64 {
-        (0..count).map(|_| u64::from(limits.admit(source, now_ns).is_some())).sum()
+    fn kind(source: &str, line: u32) -> Kind {
+        Kind(source.to_owned(), "file", line)
+    }
+
+    /// How many of `count` lines at that time are written.
+    fn written(limits: &mut Limits, kind: &Kind, count: u64, now_ns: u64) -> u64 {
+        (0..count).map(|_| u64::from(limits.admit(kind.clone(), now_ns).is_some())).sum()
     }
 
     #[test]
-    fn a_source_has_a_burst_and_then_a_line_each_so_often() {
-        let (burst, each_ns) = ONE;
-        let mut limits = Limits::new();
-        assert_eq!(said(&mut limits, "a", 1000, 0), burst);
-        assert_eq!(said(&mut limits, "a", 1000, each_ns - 1), 0);
-        assert_eq!(limits.admit("a", each_ns), Some(1000 - burst + 1000));
-        assert_eq!(limits.admit("a", each_ns), None);
-        assert_eq!(said(&mut limits, "b", 10, each_ns), 10);
-        assert_eq!(limits.rest(), [("a".to_owned(), 1)]);
-        assert_eq!(limits.rest(), []);
-        // What was not said is not saved up beyond the burst.
-        assert_eq!(said(&mut limits, "a", 1000, u64::MAX / 2), burst);
+    fn a_kind_has_a_burst_and_then_a_line_each_so_often() {
+        let Rate { burst, each_ns } = ONE;
+        let (mut limits, flood) = (Limits::new(), kind("a", 1));
+        assert_eq!(written(&mut limits, &flood, 1000, 0), burst);
+        assert_eq!(written(&mut limits, &flood, 1000, each_ns - 1), 0);
+        assert_eq!(limits.admit(flood.clone(), each_ns), Some(1000 - burst + 1000));
+        assert_eq!(limits.admit(flood.clone(), each_ns), None);
+        for other in [kind("a", 2), kind("b", 1)] {
+            assert_eq!(written(&mut limits, &other, 10, each_ns), 10);
+        }
+        assert_eq!(limits.rest(), BTreeMap::from([("a".to_owned(), 1)]));
+        assert_eq!(limits.rest(), BTreeMap::new());
+        // What was not written is not saved up beyond the burst.
+        assert_eq!(written(&mut limits, &flood, 1000, u64::MAX / 2), burst);
     }
 
     #[test]
-    fn all_sources_together_leave_room_for_the_process_itself() {
-        let (burst, each_ns) = ALL;
+    fn all_kinds_together_hold_back_no_line_of_a_kind_that_was_silent() {
         let mut limits = Limits::new();
-        let sources = (0..100).map(|source| source.to_string());
-        let all: u64 = sources.map(|source| said(&mut limits, &source, 100, 0)).sum();
-        assert_eq!(all, burst);
-        assert_eq!(said(&mut limits, "new", 1, 0), 0);
-        assert_eq!(said(&mut limits, "", 1000, 0), burst);
-        assert_eq!(said(&mut limits, "new", 2, each_ns), 1);
+        let all: u64 = (0..1000).map(|line| written(&mut limits, &kind("a", line), 100, 0)).sum();
+        // Each kind's first is written in any case.
+        assert_eq!(all, ALL.burst + 1000 - ALL.burst / ONE.burst);
+        assert_eq!(written(&mut limits, &kind("b", 0), 10, 0), 1);
     }
 }
