@@ -1,7 +1,7 @@
 //! The metrics endpoint: as much HTTP as it takes to be scraped.
 
 use std::{
-    fmt,
+    fmt, fs,
     io::{self, Read, Write},
     net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
     os::{
@@ -14,10 +14,7 @@ use std::{
 };
 
 use httparse::{EMPTY_HEADER, Request, Status};
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    system::uname,
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::socket::{self, Access};
 
@@ -86,8 +83,7 @@ impl Endpoint {
                 let listener = TcpListener::bind(&*places)?;
                 listener.set_nonblocking(true)?;
                 let names = ["localhost", without_port(address)].map(str::to_owned);
-                let node = uname().nodename().to_string_lossy().into_owned();
-                let names = names.into_iter().chain([node]).chain(more.iter().cloned());
+                let names = names.into_iter().chain(node()).chain(more.iter().cloned());
                 let names = Some(names.collect());
                 Ok(Endpoint { listener: Listener::Tcp(listener), names, time_out: TIME_OUT })
             }
@@ -273,6 +269,12 @@ fn is_meant(host: &[u8], names: &[String]) -> bool {
     literal.parse::<IpAddr>().is_ok() || names.iter().any(|name| host.eq_ignore_ascii_case(name))
 }
 
+/// This machine's own name, as `uname -n` says it; `None` where the kernel has no file that says it.
+fn node() -> Option<String> {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
+    Some(name.trim_end().to_owned())
+}
+
 /// The host of `HOST:PORT`, or of a host alone.
 fn without_port(host: &str) -> &str {
     match host.rsplit_once(':') {
@@ -327,7 +329,7 @@ mod tests {
             let names = endpoint.unwrap().names;
             respond(request.as_bytes(), names.as_deref(), String::new).unwrap().contains(" 200 OK")
         };
-        let node = uname().nodename().to_str().unwrap().to_owned();
+        let node = node().unwrap();
         for own in
             ["127.0.0.1", "10.0.0.1:9100", "[::1]:80", "localhost:9100", "VM.example:1", &node]
         {

@@ -1,6 +1,6 @@
 //! What a service says, on standard error: a line an event. A thread of its own writes the lines: whatever
 //! standard error is may block, and holds up nothing else. Of each kind of line there may be only so many; others are
-//! left out and counted ([`limit`]), but for `debug` and `trace`: whoever asks for those wants all of them.
+//! left out and counted ([`mod@limit`]), but for `debug` and `trace`: whoever asks for those wants all of them.
 
 mod limit;
 
