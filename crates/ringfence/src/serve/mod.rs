@@ -108,22 +108,25 @@ fn octal(text: &str) -> Result<u32, String> {
 }
 
 fn group(text: &str) -> Result<Gid, String> {
-    let number = text.parse().ok().filter(|&number| number != u32::MAX);
     let named = || uzers::get_group_by_name(text).map(|group| group.gid());
-    let number = number.or_else(named).ok_or_else(|| format!("there is no group {text:?}"))?;
-    Ok(Gid::from_raw(number))
+    number_or(text, named).map(Gid::from_raw).ok_or_else(|| format!("there is no group {text:?}"))
 }
 
 fn user(text: &str) -> Result<u32, String> {
-    let number = text.parse().ok().filter(|&number| number != u32::MAX);
     let named = || uzers::get_user_by_name(text).map(|user| user.uid());
-    number.or_else(named).ok_or_else(|| format!("there is no user {text:?}"))
+    number_or(text, named).ok_or_else(|| format!("there is no user {text:?}"))
+}
+
+/// A user's or group's number, as it is or by its name. The last number means none to the kernel.
+fn number_or(text: &str, named: impl FnOnce() -> Option<u32>) -> Option<u32> {
+    text.parse().ok().filter(|&number| number != u32::MAX).or_else(named)
 }
 
 impl Common {
     fn access(&self) -> Access {
         let group = self.socket_group;
-        let mode = self.socket_mode.unwrap_or(if group.is_some() { 0o660 } else { 0o600 });
+        let mode =
+            self.socket_mode.unwrap_or(if group.is_some() { 0o660 } else { Access::OWN.mode });
         Access { mode, group }
     }
 
