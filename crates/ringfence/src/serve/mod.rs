@@ -49,6 +49,10 @@ const LAST: Duration = Duration::from_secs(5);
 /// How often to look whether enough was closed to accept a connection again.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
+/// How many connections of a socket that have not sent anything are kept at a time. Another one takes the place of
+/// the first of them.
+const SILENT: usize = 16;
+
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
 
@@ -217,6 +221,8 @@ struct Front {
     closer: Closer,
     connections: AtomicU64,
     broken: AtomicU64,
+    /// Those that sent nothing and gave way.
+    silent: AtomicU64,
     /// The connection that is served now.
     now: Mutex<Option<Shutdown>>,
 }
@@ -235,6 +241,7 @@ impl Front {
             closer,
             connections: AtomicU64::new(0),
             broken: AtomicU64::new(0),
+            silent: AtomicU64::new(0),
             now: Mutex::new(None),
         }
     }
@@ -374,29 +381,47 @@ fn tell(states: &[NotifyState<'_>]) {
 }
 
 impl<S: Service> Frame<S> {
-    /// Serves the front ends of a socket, one after the other, until `stop` is hung up.
+    /// Serves the front ends of a socket, one after the other, until `stop` is hung up. A connection is served once it
+    /// has sent something: one that is silent holds up no other.
     fn accept(&self, at: usize, stop: BorrowedFd<'_>) {
         let Listener { socket, name, .. } = &self.listeners[at];
+        let front = &self.fronts[at];
+        // The one that has been silent for longest is the first.
+        let mut silent: Vec<PeerFd> = Vec::new();
         while !self.stopping.load(Ordering::Acquire) {
             // One more connection is one more thing to close.
-            let full = self.fronts[at].closer.is_full();
+            let full = front.closer.is_full();
+            let watched = if full { &[] } else { &silent[..] };
             let wanted = if full { PollFlags::empty() } else { PollFlags::IN };
-            let mut fds =
-                [PollFd::new(socket, wanted), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
+            let own = [PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(socket, wanted)];
+            let theirs = watched.iter().map(|stream| PollFd::new(stream, PollFlags::IN));
+            let mut fds: Vec<PollFd<'_>> = own.into_iter().chain(theirs).collect();
             let _ = poll(&mut fds, full.then_some(&LOOK));
-            if !fds[1].revents().is_empty() {
+            let ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+            if ready(&fds[0]) {
                 return;
             }
             if full {
                 continue;
             }
+            if let Some(speaks) = fds[2..].iter().position(ready) {
+                drop(fds);
+                self.serve(at, silent.remove(speaks));
+                continue;
+            }
             match socket.accept() {
                 Ok((stream, _)) => {
                     let allowed = self.allows(&stream, name);
-                    let stream = PeerFd::new(stream, &self.fronts[at].closer);
-                    if allowed {
-                        self.serve(at, stream);
+                    let stream = PeerFd::new(stream, &front.closer);
+                    if !allowed {
+                        continue;
                     }
+                    if silent.len() == SILENT {
+                        front.silent.fetch_add(1, Ordering::Relaxed);
+                        warn!(source = %name, "a connection that has sent nothing gives way to a new one");
+                        silent.remove(0);
+                    }
+                    silent.push(stream);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
@@ -497,10 +522,13 @@ impl<S: Service> Frame<S> {
         };
         let made = of(|front| front.connections.load(Ordering::Relaxed));
         let broken = of(|front| front.broken.load(Ordering::Relaxed));
+        let silent = of(|front| front.silent.load(Ordering::Relaxed));
         let now = of(|front| front.now.lock().is_some().into());
         page.many(Kind::Counter, "connections_total", "Front ends so far.", "socket", made);
         let help = "Connections that ended for another reason than the front end's leave.";
         page.many(Kind::Counter, "broken_connections_total", help, "socket", broken);
+        let help = "Connections that had sent nothing and gave way to others.";
+        page.many(Kind::Counter, "silent_connections_total", help, "socket", silent);
         page.many(Kind::Gauge, "connected", "Whether there is a front end.", "socket", now);
         let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
         page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_said());

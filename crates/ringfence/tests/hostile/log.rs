@@ -1,8 +1,6 @@
 //! What front ends have the log say.
 
 use std::{
-    io::{Read as _, Write as _},
-    os::unix::net::UnixStream,
     path::Path,
     thread,
     time::{Duration, Instant},
@@ -24,16 +22,6 @@ fn refused(base: u64, socket: &Path, times: usize) {
     for _ in 0..times {
         assert!(!session.client.set(IOTLB_MSG, &nowhere, &[]));
     }
-}
-
-fn left_out(service: &Service) -> usize {
-    let mut stream = UnixStream::connect(service.path("figures")).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-    let mut page = String::new();
-    stream.read_to_string(&mut page).unwrap();
-    let line =
-        page.lines().find_map(|line| line.strip_prefix("ringfence_log_lines_left_out_total "));
-    line.unwrap_or_else(|| panic!("{page}")).parse().unwrap()
 }
 
 #[test]
@@ -60,7 +48,7 @@ fn a_flood_of_warnings_leaves_room_for_others() {
     // And one each ten seconds.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     assert!((16..=most).contains(&lines), "{lines} lines in {:?}", begun.elapsed());
-    let count = left_out(&service);
+    let count = service.figure("log_lines_left_out_total");
     assert!((2000 - most..=2000 - 16).contains(&count), "{count} were left out");
     service.terminate();
     let said = service.ended_with(0);

@@ -4,6 +4,7 @@
 //! descriptors that it had before.
 
 mod access;
+mod bounds;
 mod closing;
 #[path = "../common/mod.rs"]
 mod common;

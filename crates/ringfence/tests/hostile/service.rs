@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    io::{Read as _, Write as _},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     rc::Rc,
@@ -286,6 +287,23 @@ impl Service {
         // The kernel's own for I/O come and go.
         let threads = self.threads().filter(|(_, name)| !name.starts_with("iou-")).count();
         Holds { threads, descriptors }
+    }
+
+    /// A figure of its `--metrics unix:figures`: the sum, if it is there more than once.
+    pub(crate) fn figure(&self, name: &str) -> usize {
+        let mut stream = UnixStream::connect(self.path("figures")).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        let mut page = String::new();
+        stream.read_to_string(&mut page).unwrap();
+        let lines =
+            page.lines().filter_map(|line| line.strip_prefix("ringfence_")?.split_once(' '));
+        let of_name = |label: &str| {
+            label.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('{'))
+        };
+        let values = lines
+            .filter(|(label, _)| of_name(label))
+            .map(|(_, value)| value.parse::<usize>().unwrap());
+        values.reduce(|sum, value| sum + value).unwrap_or_else(|| panic!("no {name}: {page}"))
     }
 
     /// What it has said so far.
