@@ -183,6 +183,7 @@ pub(crate) fn figures(page: &mut Page, devices: &[(String, &BlkFigures)]) {
         ("interrupts_total", "Notifications of the driver.", |q| q.interrupts),
         ("waits_total", "Times that a request waited for a translation.", |q| q.parked),
         ("ring_away_total", "Times that a ring was not mapped.", |q| q.away),
+        ("ring_full_total", "Times that a ring was not read further for a while.", |q| q.full),
     ] {
         let queues = devices.iter().flat_map(|(device, figures)| {
             let queues = (0..).zip(figures.queues());

@@ -40,6 +40,10 @@ use crate::{
 
 /// The most buffers of data in a request: what fits a queue's chain beside header and status.
 const SEG_MAX: u32 = 254;
+/// The most bytes of each. With [`SEG_MAX`] of them a request is shorter than [`request::MOST_MOVED`]. Not less: a FreeBSD
+/// does without a device whose buffers are shorter than its longest request, 1 MiB.
+const SIZE_MAX: u32 = 1 << 20;
+const _: () = assert!(SEG_MAX as u64 * SIZE_MAX as u64 <= request::MOST_MOVED);
 
 /// How often a ring that stops, but for what the disk has, is looked after.
 const LOOK: Duration = Duration::from_millis(10);
@@ -275,7 +279,8 @@ impl Handler for BlkBackend {
     }
 
     fn features(&self) -> u64 {
-        let mut features = feature::SEG_MAX
+        let mut features = feature::SIZE_MAX
+            | feature::SEG_MAX
             | feature::BLK_SIZE
             | feature::FLUSH
             | feature::CONFIG_WCE
@@ -417,6 +422,7 @@ impl Handler for BlkBackend {
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
         let mut config = Config::new_zeroed();
         config.capacity.set(self.options.disk.len() / SECTOR);
+        config.size_max.set(SIZE_MAX);
         config.seg_max.set(SEG_MAX);
         config.blk_size.set(SECTOR as u32);
         config.writeback = self.cache.read(offset, out.len());

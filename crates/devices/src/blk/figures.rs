@@ -39,11 +39,12 @@ struct QueueFigures {
     interrupts: AtomicU64,
     parked: AtomicU64,
     away: AtomicU64,
+    full: AtomicU64,
 }
 
 impl QueueFigures {
-    fn pairs<'f>(&'f self, stats: &'f mut QueueStats) -> [(&'f AtomicU64, &'f mut u64); 6] {
-        let QueueStats { requests, failed, bytes, interrupts, parked, away } = stats;
+    fn pairs<'f>(&'f self, stats: &'f mut QueueStats) -> [(&'f AtomicU64, &'f mut u64); 7] {
+        let QueueStats { requests, failed, bytes, interrupts, parked, away, full } = stats;
         [
             (&self.requests, requests),
             (&self.failed, failed),
@@ -51,6 +52,7 @@ impl QueueFigures {
             (&self.interrupts, interrupts),
             (&self.parked, parked),
             (&self.away, away),
+            (&self.full, full),
         ]
     }
 }

@@ -9,10 +9,13 @@ mod inflight;
 mod order;
 mod parked;
 mod ring;
+mod room;
 mod sleep;
 mod stats;
 mod stop;
 mod store;
+#[cfg(test)]
+mod tests;
 mod wait;
 
 pub use error::QueueError;
@@ -145,6 +148,8 @@ pub struct BlkQueue {
     /// Set while the next chain cannot be taken, for want of a translation of its table.
     head: Option<Head>,
     free: Vec<u16>,
+    /// How many descriptors requests under way have, all that have more than [`KEPT`].
+    held: usize,
     /// How many requests were taken, less those that were put back.
     taken: u64,
     limits: Limits,
@@ -185,6 +190,7 @@ impl BlkQueue {
             parked: Parked::default(),
             head: None,
             free: (0..size).rev().collect(),
+            held: 0,
             taken: 0,
             limits: Limits::of(disk, read_only),
             id,
@@ -256,6 +262,7 @@ impl BlkQueue {
 
     fn work(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
         self.now_ns = now_ns;
+        self.store.begin_round();
         // Before anything is looked up: an answer that comes meanwhile is one to look again for.
         self.answers = bus.answers();
         let reaped = self.reap();
@@ -273,7 +280,7 @@ impl BlkQueue {
             file.io.kick()?;
         }
         let answered = self.publish_if_any(bus)?;
-        Ok(taken || answered || reaped || resumed)
+        Ok(taken || answered || reaped || resumed || self.is_spent())
     }
 
     /// Whether something waits for a translation.
@@ -372,8 +379,9 @@ impl BlkQueue {
             self.look_behind(bus);
             return Ok(false);
         }
+        let mut most = if self.is_full() { 0 } else { ROUND_REQUESTS };
         let mut taken = 0;
-        while taken < ROUND_REQUESTS && self.stats.bytes < stop_at && !self.is_stalled() {
+        while taken < most && self.stats.bytes < stop_at && !self.is_occupied() {
             let Some(&at) = self.free.last() else { break };
             let slot = &mut self.slots[usize::from(at)];
             let (ring, recorded) = (&mut self.ring, self.recorded.as_mut());
@@ -403,30 +411,12 @@ impl BlkQueue {
             self.taken += 1;
             self.enqueue(at);
             taken += 1;
+            if !self.hold(at) {
+                most = 0;
+            }
             self.advance(at, bus);
         }
         Ok(taken > 0)
-    }
-
-    fn is_stalled(&self) -> bool {
-        matches!(&self.store, Store::File(file) if !file.stalled.is_empty())
-    }
-
-    /// Goes on with requests that found no room, as far as there is some now.
-    fn advance_stalled(&mut self, bus: &Bus) {
-        while let Store::File(file) = &mut self.store
-            && let Some(at) = file.stalled.pop_front()
-        {
-            let others = file.stalled.len();
-            self.advance(at, bus);
-            if let Store::File(file) = &mut self.store
-                && file.stalled.len() > others
-            {
-                // It comes first still.
-                file.stalled.rotate_right(1);
-                return;
-            }
-        }
     }
 
     /// Goes on with a request, as far as it goes.
@@ -516,30 +506,44 @@ impl BlkQueue {
                 }
             }
             Store::File(file) => {
-                let (mut done, own) = (std::mem::take(&mut file.done), file.buffers.is_some());
-                for (at, ok) in done.drain(..) {
-                    let slot = &mut self.slots[usize::from(at)];
-                    let mut written = 0;
-                    if let (true, Step::Busy(action @ Action::Transfer { write, len, .. })) =
-                        (ok, slot.step)
-                    {
-                        if own {
-                            slot.step = Step::Deliver(action);
-                            self.advance(at, bus);
-                            continue;
-                        }
-                        self.stats.bytes += len;
-                        written = if write { 0 } else { len as u32 };
-                    }
-                    let status = if ok { Status::Ok } else { Status::IoErr };
-                    slot.step = Step::Answer(status, written);
+                let mut done = std::mem::take(&mut file.done);
+                let mut taken = 0;
+                while let Some(&(at, ok)) = done.get(taken)
+                    && !self.is_spent()
+                {
+                    taken += 1;
+                    self.complete_one(at, ok);
                     self.advance(at, bus);
                 }
+                done.drain(..taken);
                 if let Store::File(file) = &mut self.store {
                     file.done = done;
                 }
             }
         }
+    }
+
+    /// The kernel is done with a request, or a part of it: what comes next.
+    fn complete_one(&mut self, at: u16, ok: bool) {
+        let Store::File(file) = &mut self.store else {
+            unreachable!("only files are the kernel's")
+        };
+        let slot = &mut self.slots[usize::from(at)];
+        slot.step = match slot.step {
+            Step::Busy(action @ Action::Transfer { write, offset, len }) if ok => {
+                if file.buffers.is_some() {
+                    Step::Deliver(action)
+                } else if file.part_is_done(&mut slot.transfer, offset, len) {
+                    self.stats.bytes += len;
+                    Step::Answer(Status::Ok, if write { 0 } else { len as u32 })
+                } else {
+                    // What it waits for from now on is something else.
+                    slot.wait = None;
+                    Step::Start(action)
+                }
+            }
+            _ => Step::Answer(if ok { Status::Ok } else { Status::IoErr }, 0),
+        };
     }
 
     /// Moves the data of a transfer now. The addresses are translated here, at the moment of the
@@ -567,6 +571,7 @@ impl BlkQueue {
         let Store::File(file) = &mut self.store else { unreachable!("only files have buffers") };
         let slot = &mut self.slots[usize::from(at)];
         if !file.deliver((&slot.chain, &mut slot.transfer), len, bus)? {
+            slot.wait = None;
             return Ok(Step::Start(action));
         }
         self.stats.bytes += len;
@@ -591,7 +596,7 @@ impl BlkQueue {
             recorded.complete(slot.chain.head(), slot.entry);
         }
         self.ring.push_used(slot.chain.head(), used);
-        (slot.step, slot.wait) = (Step::Free, None);
+        slot.end(&mut self.held);
         self.free.push(at);
         self.stats.requests += 1;
         self.stats.failed += u64::from(status != Status::Ok);

@@ -12,6 +12,10 @@ use crate::disk::{Disk, Holes, Ram};
 /// The most sectors that a discard, or a request to write zeroes, may have: 1 GiB.
 pub const MOST_ZEROED: u32 = 1 << 21;
 
+/// The most bytes that a transfer may have: 1 GiB. Firmware that knows none of the limits in the configuration space asks
+/// for no more (OVMF; it reads a whole file at once), and drivers that do know them for less than that.
+pub const MOST_MOVED: u64 = 1 << 30;
+
 /// What a disk can do, as far as requests are concerned.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -123,7 +127,7 @@ pub fn parse(chain: &Chain, mem: &impl Translate, limits: &Limits) -> Result<Act
         Kind::Out => (true, chain.readable_len() - HEADER_BYTES as u64),
     };
     let offset = place(header.sector.get(), len, limits)?;
-    if !len.is_multiple_of(SECTOR) {
+    if !len.is_multiple_of(SECTOR) || len > MOST_MOVED {
         return Err(Status::IoErr.into());
     }
     Ok(Action::Transfer { write, offset, len })
@@ -170,9 +174,14 @@ fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Res
 
 /// The buffers of a transfer's data, without header and status.
 pub fn data(chain: &Chain, write: bool, len: u64) -> impl Iterator<Item = Desc> + '_ {
+    part(chain, write, 0, len)
+}
+
+/// Those of `len` bytes of it, from `at` on: both lie within the chain.
+pub fn part(chain: &Chain, write: bool, at: u64, len: u64) -> impl Iterator<Item = Desc> + '_ {
     match write {
-        true => cut(chain.readable(), HEADER_BYTES as u64, len),
-        false => cut(chain.writable(), 0, len),
+        true => cut(chain.readable(), HEADER_BYTES as u64 + at, len),
+        false => cut(chain.writable(), at, len),
     }
 }
 
@@ -354,6 +363,24 @@ mod tests {
         }
         // Nothing at the very end is still on the disk.
         assert!(parsed(0, 64, 0).is_ok() && parsed(0, 65, 0).is_err());
+    }
+
+    #[test]
+    fn a_transfer_moves_no_more_bytes_than_it_may() {
+        let (mem, limits) = (memory(), Limits { capacity: 1 << 40, ..LIMITS });
+        for kind in [Kind::In, Kind::Out] {
+            for (more, fits) in [(0, true), (512, false), ((2 << 30) + 512, false)] {
+                let header = header(&mem, kind.code(), 8);
+                let len = (MOST_MOVED + more) as u32;
+                let data = Desc { addr: BUFFERS, len, write: kind == Kind::In };
+                let chain = chain(&mem, &[header, data, Desc::writable(BUFFERS, 1)]);
+                let parsed = parse(&chain, &mem, &limits);
+                match fits {
+                    true => assert!(matches!(parsed, Ok(Action::Transfer { .. }))),
+                    false => assert_eq!(parsed, Err(Stop::Status(Status::IoErr))),
+                }
+            }
+        }
     }
 
     #[test]

@@ -383,7 +383,11 @@ impl Unit for BlkUnit {
         while at < self.queues.len() {
             match self.queues[at].stopping.is_some() && self.wind_down(at) {
                 true => busy = true,
-                false => at += 1,
+                false => {
+                    let served = &self.queues[at];
+                    busy |= served.stopping.is_some() && served.queue.is_spent();
+                    at += 1;
+                }
             }
         }
         // I/O of an earlier ring might come after what the driver asks for now.

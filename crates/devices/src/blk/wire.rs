@@ -14,6 +14,8 @@ pub const ID_BYTES: usize = 20;
 
 /// Feature bits.
 pub mod feature {
+    /// `size_max` in the configuration is valid.
+    pub const SIZE_MAX: u64 = 1 << 1;
     /// `seg_max` in the configuration is valid.
     pub const SEG_MAX: u64 = 1 << 2;
     /// The disk is read-only.

@@ -24,7 +24,8 @@ impl BlkQueue {
             Some(away) => bus.answers() != away.answers,
             None if self.ring.is_valid() && self.ring.broken().is_none() => {
                 // What cannot be taken yet is no news. What it needs is asked for.
-                let more = self.ring.enable_kicks() && self.head.is_none() && !self.is_stalled();
+                let takes = self.head.is_none() && !self.is_stalled() && !self.is_full();
+                let more = self.ring.enable_kicks() && takes;
                 self.look_behind(bus);
                 self.log.mark(&mut self.ring);
                 more || self.waits() && self.parked.has_answers(bus.answers())

@@ -17,6 +17,8 @@ pub struct QueueStats {
     pub parked: u64,
     /// How often the ring was not mapped.
     pub away: u64,
+    /// How often the ring was not read further, since what was under way had as many descriptors as it may.
+    pub full: u64,
 }
 
 impl AddAssign for QueueStats {
@@ -27,6 +29,7 @@ impl AddAssign for QueueStats {
         self.interrupts += more.interrupts;
         self.parked += more.parked;
         self.away += more.away;
+        self.full += more.full;
     }
 }
 
@@ -38,5 +41,6 @@ impl SubAssign for QueueStats {
         self.interrupts -= less.interrupts;
         self.parked -= less.parked;
         self.away -= less.away;
+        self.full -= less.full;
     }
 }

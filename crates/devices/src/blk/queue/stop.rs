@@ -23,13 +23,15 @@ impl BlkQueue {
     /// # Errors
     /// As [`poll`](Self::poll). The queue may still be in the [kernel](Self::in_kernel).
     pub fn wind_down(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+        self.store.begin_round();
         self.reap();
         if !self.answers_to_the_end {
             return Ok(self.in_kernel() == 0);
         }
-        self.advance_stalled(bus);
         // Whatever the time is: a real disk may be faster, too.
         self.complete(bus, u64::MAX, u64::MAX);
+        // Behind it, since it makes room for them: nothing else may come that would wake the worker.
+        self.advance_stalled(bus);
         self.reap();
         if self.free.len() + self.parked.len() + self.done() < self.slots.len() {
             self.publish_if_any(bus)?;
@@ -71,10 +73,10 @@ impl BlkQueue {
             if let Some(recorded) = &mut self.recorded {
                 recorded.forget(head);
             }
-            (slot.step, slot.wait) = (Step::Free, None);
             if let Store::File(file) = &mut self.store {
                 file.end(&mut slot.transfer);
             }
+            slot.end(&mut self.held);
             self.free.push(at);
             if let Some(order) = &mut self.order {
                 order.taken.retain(|&other| other != at);

@@ -15,7 +15,10 @@ use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
 use ringfence_virtq::Chain;
 
-use super::{Slot, Step};
+use super::{
+    Slot, Step,
+    room::{KEPT, MOST_HELD},
+};
 use crate::{
     blk::{
         request::{self, Action, Missing},
@@ -28,6 +31,14 @@ use crate::{
 
 /// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
+
+/// The most bytes of a request that the kernel is handed at a time: of what lies in its page cache it copies all before
+/// it returns to the worker. As many as Linux asks for at once unless told otherwise, so that few requests have
+/// more parts than one.
+const PART: u64 = 4 << 20;
+/// How many bytes a round hands to the kernel, or copies, before others have their turn; with the last request it may be
+/// [`PART`] more. A round costs a system call, so that it is not less.
+const ROUND: u64 = 1 << 20;
 
 /// Where the data comes from and goes to.
 // One a queue, of which there are few: the size of the largest costs nothing.
@@ -57,6 +68,10 @@ pub(super) struct FileStore {
     pub(super) through: Arc<AtomicBool>,
     /// Where data is while the kernel has it, if not where the driver has it.
     pub(super) buffers: Option<Buffers>,
+    /// How many bytes this round has handed to the kernel, or copied.
+    pub(super) round: u64,
+    /// How many pieces the requests have whose memory is bounded, all together.
+    held: usize,
 }
 
 impl Store {
@@ -76,6 +91,8 @@ impl Store {
                 done: Vec::with_capacity(size.into()),
                 old: Vec::new(),
                 through: Arc::default(),
+                round: 0,
+                held: 0,
             }),
         })
     }
@@ -87,6 +104,26 @@ impl Store {
             _ => 0,
         }
     }
+
+    #[cfg(test)]
+    pub(super) fn held(&self) -> usize {
+        match self {
+            Store::File(file) => file.held,
+            _ => 0,
+        }
+    }
+
+    /// A round begins.
+    pub(super) fn begin_round(&mut self) {
+        if let Store::File(file) = self {
+            file.round = 0;
+        }
+    }
+
+    /// Whether the round has moved enough: others have their turn, and then this goes on.
+    pub(super) fn is_spent(&self) -> bool {
+        matches!(self, Store::File(file) if file.round >= ROUND)
+    }
 }
 
 /// What the kernel was told of a request.
@@ -94,13 +131,15 @@ impl Store {
 pub(super) struct Transfer {
     /// The memory; kept until the completion.
     pieces: Vec<libc::iovec>,
+    /// How many of them count among those that all requests have together.
+    held: usize,
     /// Keep the translations of `pieces` alive.
     leases: Leases,
-    /// The buffers that `pieces` are of, if they are the service's own, and how much of them the kernel has
-    /// moved.
+    /// The buffers that `pieces` are of, if they are the service's own.
     own: Vec<u32>,
+    /// Of these, how much the kernel has moved; without them, how much of the request it had moved before `pieces`.
     moved: u64,
-    /// What is still to be moved, from where on in the file.
+    /// What is still to be moved, from where on in the file: of the request, or without own buffers of this part.
     left: u64,
     offset: u64,
     write: bool,
@@ -191,7 +230,7 @@ impl Transfer {
         }
     }
 
-    /// Translates the data of `chain`, all of it or nothing. The leases are taken first: what is
+    /// Translates the next part of the data of `chain`, all of it or nothing. The leases are taken first: what is
     /// translated after them is not invalidated unseen.
     fn translate(
         &mut self,
@@ -201,9 +240,11 @@ impl Transfer {
     ) -> Result<(), request::Stop> {
         self.pieces.clear();
         self.leases.end();
-        (self.left, self.offset, self.write) = (len, offset, write);
+        // Neither wraps: what was moved is of these bytes.
+        (self.left, self.offset, self.write) =
+            (PART.min(len - self.moved), offset + self.moved, write);
         let access = if write { Access::Read } else { Access::Write };
-        for desc in request::data(chain, write, len) {
+        for desc in request::part(chain, write, self.moved, self.left) {
             self.leases.take(bus, desc.addr, desc.len.into());
             let pieces = &mut self.pieces;
             let visited = bus.slices(desc.addr, desc.len.into(), access, |piece| {
@@ -267,7 +308,11 @@ impl FileStore {
                     }
                 } else {
                     match transfer.translate(chain, bus, (write, offset, len)) {
-                        Ok(()) => {}
+                        Ok(()) if self.admits(transfer) => {}
+                        Ok(()) => {
+                            transfer.leases.end();
+                            return Handed::Later;
+                        }
                         Err(request::Stop::Missing(missing)) => return Handed::Missing(missing),
                         Err(request::Stop::Status(_)) => return Handed::Failed,
                     }
@@ -277,7 +322,11 @@ impl FileStore {
             Action::Identify | Action::Nothing => unreachable!("answered without the file"),
         };
         let pieces = match action {
-            Action::Transfer { .. } => &transfer.pieces[..],
+            Action::Transfer { .. } => {
+                // By way of own buffers what was copied counts.
+                self.round += if self.buffers.is_none() { transfer.left } else { 0 };
+                &transfer.pieces[..]
+            }
             _ => &[],
         };
         // SAFETY: `pieces` lives in its slot, which is not touched before the completion. The memory
@@ -288,6 +337,7 @@ impl FileStore {
             true => Handed::Over,
             false => {
                 transfer.leases.end();
+                self.let_go(transfer);
                 Handed::Later
             }
         }
@@ -305,7 +355,7 @@ impl FileStore {
             (transfer.left, transfer.offset, transfer.write) = (len, offset, write);
             if !write {
                 // So that it is there when the data is. What is refused then fails then.
-                for desc in request::data(chain, write, len) {
+                for desc in request::part(chain, write, 0, len.min(PART)) {
                     bus.prefetch(desc.addr, desc.len.into(), Access::Write);
                 }
             }
@@ -334,6 +384,7 @@ impl FileStore {
                 }
                 return Err(error);
             }
+            self.round += transfer.left - left;
         }
         Ok(true)
     }
@@ -360,14 +411,48 @@ impl FileStore {
             });
             request::copy(chain, bus, (false, len, len - transfer.left), pieces)?;
         }
+        self.round += if transfer.write { 0 } else { transfer.moved };
         transfer.left -= transfer.moved;
         transfer.offset += transfer.moved;
         transfer.moved = 0;
         Ok(transfer.left == 0)
     }
 
+    /// The kernel has moved a part of a transfer of `len` bytes at `offset`. True if that was the last of it.
+    pub(super) fn part_is_done(&mut self, transfer: &mut Transfer, offset: u64, len: u64) -> bool {
+        self.let_go(transfer);
+        // Neither wraps: a part lies within its request.
+        transfer.moved = transfer.offset + transfer.left - offset;
+        transfer.moved == len
+    }
+
+    /// Whether there is room for the pieces of a transfer, which it then takes.
+    fn admits(&mut self, transfer: &mut Transfer) -> bool {
+        let count = transfer.pieces.len();
+        if count <= KEPT {
+            return true;
+        }
+        let fits = self.held == 0 || self.held + count <= MOST_HELD;
+        if fits {
+            (self.held, transfer.held) = (self.held + count, count);
+        } else {
+            transfer.pieces = Vec::new();
+        }
+        fits
+    }
+
+    /// The pieces of a transfer are used no more.
+    fn let_go(&mut self, transfer: &mut Transfer) {
+        if transfer.held > 0 {
+            self.held -= std::mem::take(&mut transfer.held);
+            transfer.pieces = Vec::new();
+        }
+    }
+
     /// A request has ended.
     pub(super) fn end(&mut self, transfer: &mut Transfer) {
+        self.let_go(transfer);
+        transfer.moved = 0;
         if let Some(buffers) = &mut self.buffers {
             buffers.give_back(&mut transfer.own);
         }

@@ -102,6 +102,7 @@ impl BlkQueue {
             slot.entry = entry;
             self.free.pop();
             self.enqueue(at);
+            self.hold(at);
             self.finish(at, Status::IoErr, 0);
         }
         Ok(())

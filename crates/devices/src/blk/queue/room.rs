@@ -1,0 +1,83 @@
+//! What requests under way hold, and whether there is room for more.
+//!
+//! At a bound nothing fails: the ring is not read further, and what is not taken from it costs nothing. It is read on when
+//! requests have ended, and each of them does without anything behind it: the disk answers it, or a translation comes,
+//! or is waited for no longer.
+
+use ringfence_virtq::Chain;
+
+use super::{
+    BlkQueue, Slot, Step,
+    store::{Store, Transfer},
+};
+use crate::bus::Bus;
+
+/// For how many descriptors of a request, and as many pieces of memory, a place keeps its memory when the request
+/// is over: what reads and writes of 128 KiB mostly have, and some.
+pub(super) const KEPT: usize = 64;
+/// The most descriptors that the requests under way which have more than that have together, and the most pieces of memory.
+/// A ring that has as many is not read further; a request takes no more than 2048 beyond it.
+pub(super) const MOST_HELD: usize = 1 << 15;
+
+impl Slot {
+    /// It is over. Of `held` descriptors, its own are not held any more if they counted.
+    pub(super) fn end(&mut self, held: &mut usize) {
+        (self.step, self.wait) = (Step::Free, None);
+        let descs = self.chain.descs().len();
+        if descs > KEPT {
+            *held -= descs;
+            (self.chain, self.transfer) = (Chain::default(), Transfer::default());
+        }
+    }
+}
+
+impl BlkQueue {
+    /// Whether requests wait for room in the store.
+    pub(super) fn is_stalled(&self) -> bool {
+        matches!(&self.store, Store::File(file) if !file.stalled.is_empty())
+    }
+
+    /// A request was taken: its descriptors count, if they are many. False if no more are to be taken now.
+    pub(super) fn hold(&mut self, at: u16) -> bool {
+        let descs = self.slots[usize::from(at)].chain.descs().len();
+        if descs <= KEPT {
+            return true;
+        }
+        self.held += descs;
+        self.stats.full += u64::from(self.is_full());
+        !self.is_full()
+    }
+
+    /// Whether what is under way takes as much memory as it may: the ring is read further when some of it has ended.
+    pub(super) fn is_full(&self) -> bool {
+        self.held >= MOST_HELD
+    }
+
+    /// Whether the store has something to do before it takes another request.
+    pub(super) fn is_occupied(&self) -> bool {
+        self.is_stalled() || self.is_spent()
+    }
+
+    /// Goes on with requests that found no room, as far as there is some now.
+    pub(super) fn advance_stalled(&mut self, bus: &Bus) {
+        while !self.is_spent()
+            && let Store::File(file) = &mut self.store
+            && let Some(at) = file.stalled.pop_front()
+        {
+            let others = file.stalled.len();
+            self.advance(at, bus);
+            if let Store::File(file) = &mut self.store
+                && file.stalled.len() > others
+            {
+                // It comes first still.
+                file.stalled.rotate_right(1);
+                return;
+            }
+        }
+    }
+
+    /// Whether the last round has ended since it had moved enough, so that there may be more to do.
+    pub(in crate::blk) fn is_spent(&self) -> bool {
+        self.store.is_spent()
+    }
+}

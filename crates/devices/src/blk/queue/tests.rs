@@ -1,0 +1,305 @@
+//! How much a round moves, and how much requests under way hold.
+
+use std::{fs::File, os::fd::AsFd as _, time::Duration};
+
+use ringfence_iommu::{Iova, Prot, Range, shootdown::Shootdown};
+use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink, View};
+use ringfence_mem::{GuestRam, Physical};
+use ringfence_virtq::{Desc, driver, testing};
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use super::{room::KEPT, *};
+use crate::{
+    blk::wire::{HEADER_BYTES, Kind, SECTOR},
+    disk::Image,
+};
+
+const GPA: u64 = 1 << 32;
+const MIB: u64 = 1 << 20;
+const PAGE: u64 = 4096;
+/// Where a header lies, and a status.
+const HEADER: u64 = GPA;
+const STATUS: u64 = GPA + PAGE - 1;
+/// Where data and tables lie.
+const DATA: u64 = GPA + MIB;
+
+/// A front end that takes all misses and sends nothing.
+struct Silent;
+
+impl MissSink for Silent {
+    fn ask(&self, misses: &[Miss]) -> usize {
+        misses.len()
+    }
+}
+
+/// A queue that is polled round by round, and its driver.
+struct Rig {
+    driver: driver::Queue,
+    queue: BlkQueue,
+    bus: Bus,
+    ram: Arc<GuestRam>,
+    now_ns: u64,
+}
+
+impl Rig {
+    /// With a disk of so many bytes, none of which is zero.
+    fn new(image: Image, ring: u16, memory: u64) -> Rig {
+        let areas = testing::Ram::new(0, 1 << 16);
+        let (driver, device) = testing::pair(&areas, 0, ring, false);
+        let ram = GuestRam::new(memory as usize, GPA).unwrap();
+        let bus = Bus::Physical(Physical::new(Memory::of_ram(&ram).unwrap()));
+        let disk = (&Disk::File(Arc::new(image)), false);
+        let queue = BlkQueue::new(device, disk, Arc::from("test"), None).unwrap();
+        Rig { driver, queue, bus, ram, now_ns: 1 }
+    }
+
+    /// Its data is translated, as far as `pages` of it: the nth of them from the end lies at the nth place.
+    fn translated(&mut self, pages: u64) -> Arc<Iotlb> {
+        let shootdown = Shootdown::new(1);
+        let patience = Duration::from_nanos(1000);
+        let config = IotlbConfig { patience, ..IotlbConfig::default() };
+        let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
+        iotlb.ask_through(Some(Arc::new(Silent)));
+        let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
+        let maps = |iova: u64, target: u64, len: u64| {
+            let range = Range::from_len(Iova(iova), len).unwrap();
+            iotlb.update(range, ringfence_iommu::GuestPhys(target), Prot::RW).unwrap();
+        };
+        maps(GPA, GPA, MIB);
+        (0..pages)
+            .for_each(|page| maps(DATA + page * PAGE, DATA + (pages - 1 - page) * PAGE, PAGE));
+        let memory = Arc::clone(self.bus.memory());
+        self.bus = Bus::Iommu(Box::new(View::new(endpoint, memory).unwrap()));
+        iotlb
+    }
+
+    fn put(&self, at: u64, bytes: &[u8]) {
+        self.ram.window((at - GPA) as usize, bytes.len()).unwrap().write(0, bytes);
+    }
+
+    fn byte(&self, at: u64) -> u8 {
+        let mut byte = [0];
+        self.ram.window((at - GPA) as usize, 1).unwrap().read(0, &mut byte);
+        byte[0]
+    }
+
+    fn header(&self, kind: Kind, sector: u64) {
+        self.put(HEADER, &[u64::from(kind.code()), sector].map(u64::to_le_bytes).concat());
+        self.put(STATUS, &[0xff]);
+    }
+
+    /// A read of `data` from the disk's beginning.
+    fn reads(&mut self, data: &[Desc], token: u64) {
+        self.header(Kind::In, 0);
+        let header = Desc::readable(HEADER, HEADER_BYTES as u32);
+        let chain = [&[header], data, &[Desc::writable(STATUS, 1)]].concat();
+        self.driver.add(&chain, token).unwrap();
+    }
+
+    /// Reads of 1022 buffers each.
+    fn reads_by_tables(&mut self, count: u64) {
+        self.header(Kind::In, 0);
+        let at = GPA + PAGE;
+        let table = self.ram.window((at - GPA) as usize, 1024 * 16).unwrap();
+        let header = [Desc::readable(HEADER, HEADER_BYTES as u32)];
+        // Not side by side.
+        let data = (0..1022).map(|n| Desc::writable(DATA + n * 1024, SECTOR as u32));
+        let status = [Desc::writable(STATUS, 1)];
+        let chain: Vec<Desc> = header.into_iter().chain(data).chain(status).collect();
+        for token in 0..count {
+            self.driver.add_indirect(at, &table, &chain, token).unwrap();
+        }
+    }
+
+    fn round(&mut self) -> bool {
+        self.now_ns += 1;
+        let busy = self.queue.poll(&self.bus, self.now_ns).unwrap();
+        self.bus.quiet();
+        busy
+    }
+
+    /// Until so many are answered, all of them with this status.
+    fn finish(&mut self, mut count: usize, status: Status) {
+        while count > 0 {
+            self.round();
+            while self.driver.pop().unwrap().is_some() {
+                assert_eq!(self.byte(STATUS), status.code());
+                count -= 1;
+            }
+        }
+        assert!(!self.queue.is_busy());
+        assert_eq!((self.queue.held, self.queue.store.held()), (0, 0));
+    }
+}
+
+fn image(len: u64) -> Image {
+    let file = File::from(memfd_create("disk", MemfdFlags::CLOEXEC).unwrap());
+    std::io::Write::write_all(&mut &file, &vec![7; len as usize]).unwrap();
+    Image::new(file.into(), len)
+}
+
+/// What never answers until it is written to.
+fn silent() -> (Image, File) {
+    let (read, write) = rustix::pipe::pipe().unwrap();
+    (Image::new(read, MIB), write.into())
+}
+
+#[test]
+fn a_long_request_goes_in_parts_one_a_round() {
+    for own in [false, true] {
+        let len = 9 * MIB + SECTOR;
+        let image = if own { image(len).with_own_buffers().unwrap() } else { image(len) };
+        let mut rig = Rig::new(image, 16, 16 * MIB);
+        rig.reads(
+            &[
+                Desc::writable(DATA, 3 * MIB as u32),
+                Desc::writable(DATA + 3 * MIB, (len - 3 * MIB) as u32),
+            ],
+            0,
+        );
+        rig.driver.publish();
+        let most = if own { MIB } else { 4 * MIB };
+        let mut moved = 0;
+        let mut rounds = 0;
+        while rig.driver.pop().unwrap().is_none() {
+            rig.round();
+            // How far it has come.
+            let before = moved;
+            while moved < len && rig.byte(DATA + moved) == 7 {
+                moved += SECTOR;
+            }
+            assert!(moved - before <= most, "{} bytes in a round", moved - before);
+            rounds += 1;
+        }
+        assert!(rounds as u64 >= len / most);
+        assert_eq!((moved, rig.byte(STATUS)), (len, Status::Ok.code()));
+        assert_eq!(rig.queue.stats().bytes, len);
+        assert!(!rig.queue.is_busy());
+    }
+}
+
+#[test]
+fn a_long_write_goes_in_parts_too() {
+    let file = memfd_create("disk", MemfdFlags::CLOEXEC).unwrap();
+    let len = 9 * MIB;
+    rustix::fs::ftruncate(&file, len).unwrap();
+    let kept = File::from(file.try_clone().unwrap());
+    let mut rig = Rig::new(Image::new(file, len), 16, 16 * MIB);
+    rig.header(Kind::Out, 0);
+    let bytes: Vec<u8> = (0..len).map(|at| (at / 4093) as u8).collect();
+    rig.put(DATA, &bytes);
+    let header = Desc::readable(HEADER, HEADER_BYTES as u32);
+    let data =
+        [(0, 5), (5, 4)].map(|(at, len)| Desc::readable(DATA + at * MIB, (len * MIB) as u32));
+    rig.driver.add(&[header, data[0], data[1], Desc::writable(STATUS, 1)], 0).unwrap();
+    rig.driver.publish();
+    rig.finish(1, Status::Ok);
+    let mut written = vec![0; len as usize];
+    std::os::unix::fs::FileExt::read_exact_at(&kept, &mut written, 0).unwrap();
+    assert!(written == bytes);
+}
+
+#[test]
+fn a_round_hands_over_no_more_than_a_mebibyte_and_a_request() {
+    let (image, _pipe) = silent();
+    let mut rig = Rig::new(image, 64, 8 * MIB);
+    for token in 0..16 {
+        rig.reads(&[Desc::writable(DATA, 384 << 10)], token);
+    }
+    rig.driver.publish();
+    for handed in [3, 6, 9, 12, 15, 16] {
+        rig.round();
+        assert_eq!(rig.queue.in_kernel(), handed);
+    }
+    // What waits for the disk is let go of.
+    drop(_pipe);
+    rig.finish(16, Status::IoErr);
+}
+
+#[test]
+fn a_ring_is_not_read_further_while_too_many_descriptors_are_held() {
+    let mut rig = Rig::new(image(MIB), 1024, 8 * MIB);
+    let iotlb = rig.translated(0);
+    rig.reads_by_tables(64);
+    rig.driver.publish();
+    for _ in 0..16 {
+        rig.round();
+    }
+    assert_eq!(
+        (rig.queue.ring().in_flight(), rig.queue.parked.len(), rig.queue.held),
+        (32, 32, 1 << 15)
+    );
+    assert_eq!(rig.queue.stats().full, 1);
+    // Nobody is to look again and again: a worker may sleep.
+    assert!(!rig.round() && !rig.queue.arm(&rig.bus));
+    // There is a translation, so that they go on, and then the others.
+    let range = Range::from_len(Iova(DATA), MIB).unwrap();
+    iotlb.update(range, ringfence_iommu::GuestPhys(DATA), Prot::RW).unwrap();
+    rig.finish(64, Status::Ok);
+    // Nothing of it is kept.
+    assert!(rig.queue.slots.iter().all(|slot| slot.chain.descs().len() <= KEPT));
+}
+
+#[test]
+fn what_is_given_up_makes_room_for_the_rest_of_the_ring() {
+    let mut rig = Rig::new(image(MIB), 1024, 8 * MIB);
+    let _iotlb = rig.translated(0);
+    rig.reads_by_tables(64);
+    rig.driver.publish();
+    // Each round is later than what is waited for.
+    let mut answered = 0;
+    while answered < 64 {
+        rig.now_ns += 10_000_000;
+        rig.round();
+        while rig.driver.pop().unwrap().is_some() {
+            assert_eq!(rig.byte(STATUS), Status::IoErr.code());
+            answered += 1;
+        }
+        assert!(rig.queue.held <= 1 << 15);
+    }
+    assert_eq!(rig.queue.stats().full, 1 + 1);
+}
+
+#[test]
+fn requests_in_many_pieces_wait_for_their_turn() {
+    let (image, pipe) = silent();
+    let mut rig = Rig::new(image, 1024, 8 * MIB);
+    // A mebibyte in 256 pieces.
+    let _iotlb = rig.translated(256);
+    for token in 0..200 {
+        rig.reads(&[Desc::writable(DATA, MIB as u32)], token);
+    }
+    rig.driver.publish();
+    for _ in 0..300 {
+        rig.round();
+    }
+    assert_eq!((rig.queue.in_kernel(), rig.queue.store.held()), (128, 1 << 15));
+    drop(pipe);
+    rig.finish(200, Status::IoErr);
+}
+
+#[test]
+fn a_ring_stops_whose_requests_wait_for_their_turn() {
+    let (image, pipe) = silent();
+    let mut rig = Rig::new(image, 1024, 8 * MIB);
+    let _iotlb = rig.translated(256);
+    for token in 0..200 {
+        rig.reads(&[Desc::writable(DATA, MIB as u32)], token);
+    }
+    rig.driver.publish();
+    for _ in 0..300 {
+        rig.round();
+    }
+    rig.queue.begin_stop(&rig.bus);
+    assert!(!rig.queue.wind_down(&rig.bus).unwrap());
+    drop(pipe);
+    // As a worker does it that sleeps while nothing of the kernel's comes.
+    while !rig.queue.wind_down(&rig.bus).unwrap() {
+        assert!(rig.queue.in_kernel() > 0 || rig.queue.is_spent(), "nothing would wake it");
+    }
+    let mut answered = 0;
+    while rig.driver.pop().unwrap().is_some() {
+        answered += 1;
+    }
+    assert_eq!(answered, rig.queue.stats().requests);
+}
