@@ -35,6 +35,12 @@ impl DirtyLog {
         DirtyLog { file, index, outside: AtomicU64::new(0) }
     }
 
+    /// How many bytes it has; never zero.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> u64 {
+        self.file.len() as u64
+    }
+
     /// What the log is indexed by.
     pub fn index(&self) -> LogIndex {
         self.index

@@ -20,6 +20,17 @@ pub enum MemError {
         /// How many are allowed.
         max: usize,
     },
+    /// More bytes than may be mapped for one peer.
+    #[error(
+        "{size:#x} bytes of memory to be mapped for one connection, which may have {most:#x} of this process's address \
+         space: share less, or serve the device by a process of its own"
+    )]
+    TooManyBytes {
+        /// How many there would be.
+        size: u64,
+        /// How many there may be.
+        most: u64,
+    },
     /// An address or an offset plus the size passes 2^64 (or, for the offset, 2^63).
     #[error("a region of {size:#x} bytes at {what} {addr:#x} passes the end")]
     Wraps {

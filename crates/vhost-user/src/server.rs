@@ -21,7 +21,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -120,6 +120,9 @@ pub struct Server<H> {
     /// Settled on; `None` until SET_PROTOCOL_FEATURES.
     protocol: Option<ProtocolFeatures>,
     memory: Option<Arc<Memory>>,
+    /// How many bytes of its files may be mapped, and are.
+    most_mapped: u64,
+    mapped: Arc<AtomicU64>,
     rings: Vec<Ring>,
     /// SET_LOG_BASE's; used while F_LOG_ALL is settled on.
     log: Option<Arc<DirtyLog>>,
@@ -144,6 +147,7 @@ pub struct Server<H> {
 pub struct Shutdown {
     stopping: Arc<AtomicBool>,
     stream: Arc<PeerFd>,
+    mapped: Arc<AtomicU64>,
 }
 
 impl Shutdown {
@@ -157,6 +161,11 @@ impl Shutdown {
     /// Whether [`shutdown`](Self::shutdown) was called.
     pub fn is_shut_down(&self) -> bool {
         self.stopping.load(Ordering::Acquire)
+    }
+
+    /// How many bytes of the front end's memory and log are mapped.
+    pub fn mapped(&self) -> u64 {
+        self.mapped.load(Ordering::Relaxed)
     }
 
     /// Whether no answer reaches the front end any more: it has hung up, or the connection was ended at
@@ -184,6 +193,8 @@ impl<H: Handler> Server<H> {
             features: 0,
             protocol: None,
             memory: None,
+            most_mapped: u64::MAX,
+            mapped: Arc::default(),
             rings: vec![Ring::default(); handler.queues().into()],
             log: None,
             status: 0,
@@ -205,6 +216,13 @@ impl<H: Handler> Server<H> {
         self.channel.set_patience(patience);
     }
 
+    /// How many bytes of the front end's files are mapped at most, its memory and its log (2^64 - 1 unless set): what
+    /// exceeds that is refused. They are address space, which is scarce before memory is: a sparse file has any size.
+    /// While a table takes the place of another, and as long as a ring still uses that one, both are mapped.
+    pub fn set_most_mapped(&mut self, bytes: u64) {
+        self.most_mapped = bytes;
+    }
+
     /// How long after an IOTLB message to look for the next one without sleeping, while misses are
     /// open (50 µs unless told; 0: not at all). Who answers several misses sends the answers one by
     /// one, waiting for each to be acknowledged: a wake-up for each would cost more than the
@@ -218,7 +236,8 @@ impl<H: Handler> Server<H> {
     /// A handle that ends [`serve`](Self::serve).
     pub fn shutdown_handle(&self) -> Shutdown {
         let stream = Arc::clone(self.channel.stream());
-        Shutdown { stopping: Arc::clone(&self.stopping), stream }
+        let (stopping, mapped) = (Arc::clone(&self.stopping), Arc::clone(&self.mapped));
+        Shutdown { stopping, stream, mapped }
     }
 
     /// The device.

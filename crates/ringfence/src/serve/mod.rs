@@ -53,6 +53,11 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 /// the first of them.
 const SILENT: usize = 16;
 
+/// How many bytes of front ends' files are mapped at most, those of all sockets together: half of a process's address
+/// space, which has 47 bits or more where guests are that large. A socket has its part, and no more than half of it,
+/// since a table takes the place of another while both are mapped.
+const MAPPED: u64 = 1 << 46;
+
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
 
@@ -153,6 +158,9 @@ pub(crate) trait Connection {
     /// What ends it from another thread.
     fn shutdown_handle(&self) -> Shutdown;
 
+    /// How many bytes of its files are mapped at most. To be called before it is served.
+    fn set_most_mapped(&mut self, bytes: u64);
+
     /// Serves it until its end.
     ///
     /// # Errors
@@ -163,6 +171,10 @@ pub(crate) trait Connection {
 impl<H: Handler> Connection for Server<H> {
     fn shutdown_handle(&self) -> Shutdown {
         Server::shutdown_handle(self)
+    }
+
+    fn set_most_mapped(&mut self, bytes: u64) {
+        Server::set_most_mapped(self, bytes);
     }
 
     fn serve(&mut self) -> Result<(), ServeError> {
@@ -467,6 +479,7 @@ impl<S: Service> Frame<S> {
 
     fn converse(&self, front: &Front, at: usize, stream: PeerFd) -> Result<()> {
         let mut connection = self.service.connect(at, stream)?;
+        connection.set_most_mapped(MAPPED / self.listeners.len().max(2) as u64);
         let shutdown = connection.shutdown_handle();
         {
             // Whoever ends the service sets the flag first and then looks here.
@@ -530,6 +543,8 @@ impl<S: Service> Frame<S> {
         let help = "Connections that had sent nothing and gave way to others.";
         page.many(Kind::Counter, "silent_connections_total", help, "socket", silent);
         page.many(Kind::Gauge, "connected", "Whether there is a front end.", "socket", now);
+        let mapped = of(|front| front.now.lock().as_ref().map_or(0, Shutdown::mapped));
+        page.many(Kind::Gauge, "mapped_bytes", "Of the front end's files.", "socket", mapped);
         let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
         page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_said());
         self.service.figures(&mut page);

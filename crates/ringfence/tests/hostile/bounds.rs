@@ -1,10 +1,15 @@
 //! What a peer can take of a service: at each bound something of its own ends or waits, and nobody else's.
 
+use std::{fs::File, os::fd::AsFd as _};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+
 use crate::{
     common::Place,
+    guest::{LOG_ALL, SIZE},
     honest::Device,
     service::Service,
-    wire::{Client, request::GET_FEATURES},
+    wire::{Client, request::*, words},
 };
 
 const FIGURES: [&str; 2] = ["--metrics", "unix:figures"];
@@ -34,6 +39,41 @@ fn connections_that_send_nothing_hold_up_nobody() {
         assert_eq!(service.figure("silent_connections_total"), 25);
         drop((silent, later));
         service.still_serves("a connection that spoke late");
+        service.end();
+    }
+}
+
+#[test]
+fn memory_beyond_the_part_of_a_connection_is_refused() {
+    // Finding B9. The parts of one socket, of three and of two.
+    let half = 1 << 46;
+    for (device, part) in
+        [(Device::Disk, half / 2), (Device::Guarded, half / 3), (Device::Net, half / 2)]
+    {
+        let mut service = service(device);
+        let file = File::from(memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(1 << 47).unwrap();
+        let fd = [file.as_fd()];
+        let session = service.target().open(LOG_ALL);
+        let region = |at: u64, size: u64| words(&[0, at, size, at, 0]);
+        let add = |at, size| session.client.set(ADD_MEM_REG, &region(at, size), &fd);
+        // What the session has already counts.
+        let (at, rest) = (1 << 50, (part - SIZE) & !0xfff);
+        assert!(add(at, rest));
+        assert!(!add(1 << 51, 4096));
+        assert_eq!(service.figure("mapped_bytes") as u64 % SIZE, rest % SIZE);
+        let table = |size| [words(&[1]), words(&[at, size, at, 0])].concat();
+        assert!(!session.client.set(SET_MEM_TABLE, &table(part + 4096), &fd));
+        // It has what it had, and goes on.
+        let mut ring = session.ring(service.target().index());
+        service.target().works(&session, &mut ring);
+        assert!(session.client.set(REM_MEM_REG, &region(at, rest), &[]));
+        assert!(add(at, rest - 4096) && add(1 << 51, 4096));
+        assert!(session.stop(ring.index).is_some());
+        // A log has no answer that says it is refused.
+        session.client.send(SET_LOG_BASE, &words(&[4096, 0]), &fd);
+        session.client.drain();
+        service.still_serves("too much memory");
         service.end();
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{os::fd::AsFd, sync::Arc};
 
-use ringfence_mem::{MemError, Memory, SharedFile};
+use ringfence_mem::{MemError, Memory, Region, SharedFile};
 
 use super::{Failure, Outcome, Server, answers::Answers};
 use crate::{
@@ -72,6 +72,7 @@ impl<H: Handler> Server<H> {
             Request::SetOwner => {}
             Request::ResetOwner | Request::ResetDevice => self.reset()?,
             Request::SetMemTable(regions) => {
+                self.admit(regions.iter(), self.log_bytes())?;
                 let memory = Memory::map(regions.into_iter().zip(fds).collect());
                 self.set_memory(memory.map_err(HandlerError::from)?)?;
             }
@@ -82,6 +83,7 @@ impl<H: Handler> Server<H> {
                 if self.memory.as_ref().is_some_and(|memory| memory.has(&region, fd.as_fd())) {
                     return Ok(Outcome::Done);
                 }
+                self.admit(self.regions().chain([&region]), self.log_bytes())?;
                 let memory = match &self.memory {
                     Some(memory) => memory.with(region, fd.as_fd()),
                     None => Memory::map(vec![(region, fd)]),
@@ -170,6 +172,7 @@ impl<H: Handler> Server<H> {
             Request::Iotlb(_) => return Err(state("an IOTLB message out of its place").into()),
             Request::SetLogBase { len, offset } => {
                 let fd = fds.pop().ok_or(state("a log without a descriptor"))?;
+                self.admit(self.regions(), len)?;
                 self.set_log(
                     SharedFile::map(fd.as_fd(), offset, len).map_err(HandlerError::from)?,
                 )?;
@@ -227,6 +230,36 @@ impl<H: Handler> Server<H> {
         }
         Ok(Outcome::Done)
     }
+}
+
+impl<H: Handler> Server<H> {
+    /// The regions of memory that there are.
+    pub(super) fn regions(&self) -> impl Iterator<Item = &Region> {
+        self.memory.iter().flat_map(|memory| memory.regions())
+    }
+
+    /// How many bytes the log has.
+    pub(super) fn log_bytes(&self) -> u64 {
+        self.log.as_ref().map_or(0, |log| log.len())
+    }
+
+    /// Refuses to map more than may be. What a region in a file that is none of memory would take counts as well.
+    fn admit<'r>(
+        &self,
+        regions: impl Iterator<Item = &'r Region>,
+        log: u64,
+    ) -> Result<(), HandlerError> {
+        let size = bytes(regions, log);
+        match size <= self.most_mapped {
+            true => Ok(()),
+            false => Err(MemError::TooManyBytes { size, most: self.most_mapped }.into()),
+        }
+    }
+}
+
+/// How many bytes regions and a log have together.
+pub(super) fn bytes<'r>(regions: impl Iterator<Item = &'r Region>, log: u64) -> u64 {
+    regions.fold(log, |sum, region| sum.saturating_add(region.size))
 }
 
 fn word(word: u64) -> Result<Outcome, Failure> {

@@ -1,6 +1,6 @@
 //! The state of the rings, the memory, the log and the IOTLB.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use ringfence_mem::{DirtyLog, Memory, SharedFile};
 
@@ -23,6 +23,7 @@ impl<H: Handler> Server<H> {
     pub(super) fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
         self.handler.set_memory(Arc::clone(&memory))?;
         self.memory = Some(memory);
+        self.note_mapped();
         Ok(())
     }
 
@@ -176,7 +177,13 @@ impl<H: Handler> Server<H> {
             self.handler.set_log(Some(Arc::clone(&log)))?;
         }
         self.log = Some(log);
+        self.note_mapped();
         Ok(())
+    }
+
+    fn note_mapped(&self) {
+        let mapped = super::requests::bytes(self.regions(), self.log_bytes());
+        self.mapped.store(mapped, Ordering::Relaxed);
     }
 
     /// Checks how many queues of which size an in-flight region is for.
