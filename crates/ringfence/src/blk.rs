@@ -89,8 +89,9 @@ pub(crate) struct Arguments {
     no_iommu: bool,
 
     /// How many translations are asked for at a time
-    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses)]
-    iotlb_misses: usize,
+    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses as u16,
+          value_parser = clap::value_parser!(u16).range(1..=1 << 14))]
+    iotlb_misses: u16,
 }
 
 fn id(text: &str) -> Result<String, String> {
@@ -129,7 +130,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let workers = service.common.workers("blk", *queues)?;
     let iotlb = IotlbConfig {
         entries: arguments.iotlb_entries,
-        misses: arguments.iotlb_misses.max(1),
+        misses: arguments.iotlb_misses.into(),
         patience: Duration::from_millis(arguments.iotlb_patience_ms),
         ..IotlbConfig::default()
     };
@@ -152,6 +153,10 @@ struct Blk {
 impl Service for Blk {
     fn name(&self) -> &'static str {
         "blk"
+    }
+
+    fn rings(&self) -> usize {
+        self.options.queues.into()
     }
 
     fn connect(&self, _: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {

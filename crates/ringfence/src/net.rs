@@ -129,6 +129,12 @@ impl Service for Serving {
         "net"
     }
 
+    fn rings(&self) -> usize {
+        let options = self.0.options();
+        // A pair has two, and all of them a third for control.
+        options.way.ends() * (2 * usize::from(options.pairs) + 1)
+    }
+
     fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
         Ok(Box::new(Server::new(stream, self.0.connect(socket))))
     }

@@ -194,7 +194,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let text = announcement(&arguments, &plan, &viot_file)?;
     let sockets = plan.sockets();
     let paths: Vec<&Path> = [&*arguments.iommu].into_iter().chain(sockets).collect();
-    serve::run_on(&arguments.common, &paths, paths.len(), Guard { iommu, devices, text })
+    // Of a network device each queue is a pair; the IOMMU has two.
+    let rings = 2 * usize::from(plan.queues());
+    let guard = Guard { iommu, devices, rings, text };
+    serve::run_on(&arguments.common, &paths, paths.len(), guard)
 }
 
 /// What is told of the machine on standard output.
@@ -234,12 +237,17 @@ struct Guard {
     iommu: Arc<Iommu>,
     /// By the number of their sockets, less one for the IOMMU's.
     devices: Vec<Device>,
+    rings: usize,
     text: String,
 }
 
 impl Service for Guard {
     fn name(&self) -> &'static str {
         "guard"
+    }
+
+    fn rings(&self) -> usize {
+        self.rings
     }
 
     fn listening(&self) -> Result<()> {

@@ -58,6 +58,15 @@ const SILENT: usize = 16;
 /// since a table takes the place of another while both are mapped.
 const MAPPED: u64 = 1 << 46;
 
+/// How many descriptors a ring takes: its kick, its call, its error event, its io_uring, and two of a worker's.
+const OF_A_RING: usize = 6;
+/// How many a socket takes beside its rings: itself, its connection, channels, logs, and those that are silent.
+const OF_A_SOCKET: usize = 8 + SILENT;
+/// How many more while its front end sends such as take long to close: those that wait, and those of one message.
+const OF_A_HOSTILE: usize = 64 + 253;
+/// How many there are beside: streams, images, signals, scrapers.
+const OF_ITS_OWN: usize = 48;
+
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
 
@@ -187,6 +196,9 @@ pub(crate) trait Service: Send + Sync {
     /// The service's name in messages.
     fn name(&self) -> &'static str;
 
+    /// How many rings its devices have, all together.
+    fn rings(&self) -> usize;
+
     /// All sockets are listened on.
     ///
     /// # Errors
@@ -292,7 +304,7 @@ pub(crate) fn run_on<S: Service>(
     service: S,
 ) -> Result<ExitCode> {
     fault::end_process_on_panic();
-    more_descriptors();
+    more_descriptors(service.rings(), count)?;
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     let listeners = socket::open(paths, count, common.access())?;
     let endpoint = match &common.metrics {
@@ -364,11 +376,32 @@ pub(crate) fn run_on<S: Service>(
 }
 
 /// Has as many descriptors as the system allows: each ring and each file that a front end sends takes some.
-fn more_descriptors() {
+///
+/// # Errors
+/// There are too few for all rings: it is better said now than by the last of them.
+fn more_descriptors(rings: usize, sockets: usize) -> Result<()> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
-    // Fewer will do until they are used up.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    let least = OF_ITS_OWN + sockets * OF_A_SOCKET + rings * OF_A_RING;
+    let most = least + sockets * OF_A_HOSTILE;
+    let there = match getrlimit(Resource::Nofile).current {
+        Some(there) => usize::try_from(there).unwrap_or(usize::MAX),
+        None => usize::MAX,
+    };
+    let remedy = "raise the hard limit of descriptors (LimitNOFILE= of the unit, ulimit -Hn)";
+    anyhow::ensure!(
+        least <= there,
+        "cannot serve {rings} rings: they may take {least} descriptors, and the process may have {there}: {remedy}, \
+         or serve fewer queues"
+    );
+    if most > there {
+        warn!(
+            "front ends that do harm may take {most} descriptors, and the process may have {there}: {remedy}, or \
+             they can keep others from connecting"
+        );
+    }
+    Ok(())
 }
 
 /// What becomes readable with the first SIGTERM or SIGINT. The second ends the process.

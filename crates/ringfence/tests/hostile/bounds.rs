@@ -2,7 +2,10 @@
 
 use std::{fs::File, os::fd::AsFd as _};
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::{
+    fs::{MemfdFlags, memfd_create},
+    process::Signal,
+};
 
 use crate::{
     common::Place,
@@ -76,4 +79,31 @@ fn memory_beyond_the_part_of_a_connection_is_refused() {
         service.still_serves("too much memory");
         service.end();
     }
+}
+
+#[test]
+fn a_service_that_may_not_have_the_descriptors_for_its_rings_does_not_begin() {
+    let place = Place::of("/bin/sh");
+    place.write("disk.img", vec![0; 1 << 20]);
+    let run = |limit: &str, queues: &str| {
+        let script = format!("ulimit -n {limit} && exec \"$0\" \"$@\"");
+        let service =
+            ["blk", "--socket", "s", "--image", "disk.img", "--log", "warn", "--queues", queues];
+        place.start(&[&["-c", &script, env!("CARGO_BIN_EXE_ringfence")], &service[..]].concat())
+    };
+    let ended = run("1024", "256").wait();
+    assert_eq!(ended.code(), 1, "{ended}");
+    for said in
+        ["cannot serve 256 rings", "1608 descriptors", "1024", "LimitNOFILE=", "fewer queues"]
+    {
+        assert!(ended.err.contains(said), "{ended}");
+    }
+    assert!(!place.path("s").exists());
+    // So many are enough for it, and not for one whose front end does harm.
+    let running = run("1700", "256");
+    drop(Client::connect(&place.path("s")));
+    running.signal(Signal::TERM);
+    let ended = running.wait();
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(ended.err.contains("front ends that do harm may take 1925 descriptors"), "{ended}");
 }
