@@ -447,6 +447,8 @@ fn wrong_usage_is_told() {
         place.run(&[&["blk", "--socket", "s", "--image", "disk.img"], more].concat())
     };
     with(&["--queues", "0"]).refused(&["--queues"]);
+    with(&["--iotlb-misses", "16385"]).refused(&["--iotlb-misses", "1..=16384"]);
+    with(&["--iotlb-misses", "0"]).refused(&["--iotlb-misses"]);
     with(&["--id", "a name of more than twenty"]).refused(&["--id", "26 bytes"]);
     with(&["--metrics", "here"]).refused(&["--metrics", "HOST:PORT"]);
     with(&["--notify", "loudly"]).refused(&["--notify"]);

@@ -385,7 +385,8 @@ impl Unit for BlkUnit {
                 true => busy = true,
                 false => {
                     let served = &self.queues[at];
-                    busy |= served.stopping.is_some() && served.queue.is_spent();
+                    let winds_down = served.stopping.is_some() && served.failed.is_none();
+                    busy |= winds_down && served.queue.is_spent();
                     at += 1;
                 }
             }

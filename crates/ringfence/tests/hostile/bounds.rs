@@ -9,7 +9,7 @@ use rustix::{
 
 use crate::{
     common::Place,
-    guest::{LOG_ALL, SIZE},
+    guest::{BASE, Desc, INDIRECT, INDIRECT_DESC, LOG_ALL, NEXT, SIZE, WRITE},
     honest::Device,
     service::Service,
     wire::{Client, request::*, words},
@@ -77,6 +77,40 @@ fn memory_beyond_the_part_of_a_connection_is_refused() {
         session.client.send(SET_LOG_BASE, &words(&[4096, 0]), &fd);
         session.client.drain();
         service.still_serves("too much memory");
+        service.end();
+    }
+}
+
+#[test]
+fn long_requests_are_answered_and_hold_up_nobody() {
+    // Finding B11. Of 127 MiB each, all of them to the same memory.
+    for device in [Device::Disk, Device::Guarded] {
+        let place = Place::new();
+        File::create(place.path("long.img")).unwrap().set_len(128 << 20).unwrap();
+        place.write("other.img", vec![0; 4 << 20]);
+        let mut service = Service::with_more(place, device, "long.img", &FIGURES);
+        service.attack("long requests", |target| {
+            let session = target.open(INDIRECT_DESC);
+            let (ram, mut ring) = (&session.ram, session.ring(0));
+            let (header, status, table) = (ram.data(), ram.data() + 64, ram.data() + 4096);
+            ram.put(header, &[0; 16]);
+            ram.put(status, &[0xff]);
+            let half = SIZE / 2;
+            let data = (1..255).map(|at| Desc(BASE + half, half as u32, NEXT | WRITE, at + 1));
+            let chain = [Desc(header, 16, NEXT, 1)].into_iter().chain(data);
+            let chain: Vec<u8> =
+                chain.chain([Desc(status, 1, WRITE, 0)]).flat_map(Desc::bytes).collect();
+            ram.put(table, &chain);
+            for slot in 0..8 {
+                ring.place(ram, slot, &[Desc(table, chain.len() as u32, INDIRECT, 0)]);
+                ring.offer(ram, slot);
+            }
+            for _ in 0..8 {
+                assert_eq!(ring.wait(ram).1, 254 * half as u32 + 1);
+            }
+            assert_eq!(ram.get::<1>(status), [0]);
+            assert!(session.stop(0).is_some());
+        });
         service.end();
     }
 }
