@@ -84,11 +84,15 @@ fn memory_beyond_the_part_of_a_connection_is_refused() {
 #[test]
 fn long_requests_are_answered_and_hold_up_nobody() {
     // Finding B11. Of 127 MiB each, all of them to the same memory.
-    for device in [Device::Disk, Device::Guarded] {
+    let own = ["--disk-buffers", "own"];
+    for (device, image, more) in [
+        (Device::Disk, "long.img", &own),
+        (Device::Guarded, "long.img,disk-buffers=guest", &FIGURES),
+    ] {
         let place = Place::new();
         File::create(place.path("long.img")).unwrap().set_len(128 << 20).unwrap();
         place.write("other.img", vec![0; 4 << 20]);
-        let mut service = Service::with_more(place, device, "long.img", &FIGURES);
+        let mut service = Service::with_more(place, device, image, more);
         service.attack("long requests", |target| {
             let session = target.open(INDIRECT_DESC);
             let (ram, mut ring) = (&session.ram, session.ring(0));

@@ -34,6 +34,8 @@ impl MissSink for Silent {
 
 /// A queue that is polled round by round, and its driver.
 struct Rig {
+    /// What a silent disk waits for; dropped first, so that a test that fails ends.
+    pipe: Option<File>,
     driver: driver::Queue,
     queue: BlkQueue,
     bus: Bus,
@@ -50,7 +52,14 @@ impl Rig {
         let bus = Bus::Physical(Physical::new(Memory::of_ram(&ram).unwrap()));
         let disk = (&Disk::File(Arc::new(image)), false);
         let queue = BlkQueue::new(device, disk, Arc::from("test"), None).unwrap();
-        Rig { driver, queue, bus, ram, now_ns: 1 }
+        Rig { pipe: None, driver, queue, bus, ram, now_ns: 1 }
+    }
+
+    /// With a disk that answers nothing before its pipe is dropped.
+    fn silent(ring: u16) -> Rig {
+        let (read, write) = rustix::pipe::pipe().unwrap();
+        let rig = Rig::new(Image::new(read, MIB), ring, 8 * MIB);
+        Rig { pipe: Some(write.into()), ..rig }
     }
 
     /// Its data is translated, as far as `pages` of it: the nth of them from the end lies at the nth place.
@@ -138,12 +147,6 @@ fn image(len: u64) -> Image {
     Image::new(file.into(), len)
 }
 
-/// What never answers until it is written to.
-fn silent() -> (Image, File) {
-    let (read, write) = rustix::pipe::pipe().unwrap();
-    (Image::new(read, MIB), write.into())
-}
-
 #[test]
 fn a_long_request_goes_in_parts_one_a_round() {
     for own in [false, true] {
@@ -201,8 +204,7 @@ fn a_long_write_goes_in_parts_too() {
 
 #[test]
 fn a_round_hands_over_no_more_than_a_mebibyte_and_a_request() {
-    let (image, _pipe) = silent();
-    let mut rig = Rig::new(image, 64, 8 * MIB);
+    let mut rig = Rig::silent(64);
     for token in 0..16 {
         rig.reads(&[Desc::writable(DATA, 384 << 10)], token);
     }
@@ -212,7 +214,7 @@ fn a_round_hands_over_no_more_than_a_mebibyte_and_a_request() {
         assert_eq!(rig.queue.in_kernel(), handed);
     }
     // What waits for the disk is let go of.
-    drop(_pipe);
+    rig.pipe = None;
     rig.finish(16, Status::IoErr);
 }
 
@@ -262,8 +264,7 @@ fn what_is_given_up_makes_room_for_the_rest_of_the_ring() {
 
 #[test]
 fn requests_in_many_pieces_wait_for_their_turn() {
-    let (image, pipe) = silent();
-    let mut rig = Rig::new(image, 1024, 8 * MIB);
+    let mut rig = Rig::silent(1024);
     // A mebibyte in 256 pieces.
     let _iotlb = rig.translated(256);
     for token in 0..200 {
@@ -274,14 +275,13 @@ fn requests_in_many_pieces_wait_for_their_turn() {
         rig.round();
     }
     assert_eq!((rig.queue.in_kernel(), rig.queue.store.held()), (128, 1 << 15));
-    drop(pipe);
+    rig.pipe = None;
     rig.finish(200, Status::IoErr);
 }
 
 #[test]
 fn a_ring_stops_whose_requests_wait_for_their_turn() {
-    let (image, pipe) = silent();
-    let mut rig = Rig::new(image, 1024, 8 * MIB);
+    let mut rig = Rig::silent(1024);
     let _iotlb = rig.translated(256);
     for token in 0..200 {
         rig.reads(&[Desc::writable(DATA, MIB as u32)], token);
@@ -292,7 +292,7 @@ fn a_ring_stops_whose_requests_wait_for_their_turn() {
     }
     rig.queue.begin_stop(&rig.bus);
     assert!(!rig.queue.wind_down(&rig.bus).unwrap());
-    drop(pipe);
+    rig.pipe = None;
     // As a worker does it that sleeps while nothing of the kernel's comes.
     while !rig.queue.wind_down(&rig.bus).unwrap() {
         assert!(rig.queue.in_kernel() > 0 || rig.queue.is_spent(), "nothing would wake it");
