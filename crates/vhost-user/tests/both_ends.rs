@@ -276,6 +276,40 @@ fn regions_come_and_go_one_by_one() {
 }
 
 #[test]
+fn no_more_is_mapped_than_may_be() {
+    const LEN: u64 = 1 << 16;
+    let (stream, theirs) = UnixStream::pair().unwrap();
+    let mut server = Server::new(common::end(theirs), Device::default());
+    server.set_most_mapped(3 * LEN);
+    let handle = server.shutdown_handle();
+    let served = thread::spawn(move || (server.serve(), server.into_handler()));
+    let mut front = Frontend::new(common::end(stream), LONG);
+    front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
+    let rams = [1, 2, 3].map(|n| GuestRam::new(LEN as usize, n << 20).unwrap());
+    let add = |front: &mut Frontend, n: usize| front.add_mem_region(rams[n].region(), rams[n].fd());
+    add(&mut front, 0).unwrap();
+    add(&mut front, 1).unwrap();
+    let log = GuestRam::new(2 * LEN as usize, 0).unwrap();
+    front.set_log_base(log.fd(), 0, LEN).unwrap();
+    assert_eq!(handle.mapped(), 3 * LEN);
+    add(&mut front, 2).unwrap_err();
+    let table = [0, 1, 2].map(|n| (rams[n].region(), rams[n].fd()));
+    front.set_mem_table(&table).unwrap_err();
+    assert_eq!(handle.mapped(), 3 * LEN);
+    front.remove_mem_region(rams[0].region()).unwrap();
+    assert_eq!(handle.mapped(), 2 * LEN);
+    add(&mut front, 2).unwrap();
+    // That a log is refused no answer says.
+    front.set_log_base(log.fd(), 0, LEN + 1).unwrap_err();
+    let (ended, device) = served.join().unwrap();
+    let Err(ServeError::Refused { request: code::SET_LOG_BASE, why }) = ended else {
+        panic!("{ended:?}")
+    };
+    assert!(why.to_string().contains("0x30001") && why.to_string().contains("0x30000"), "{why}");
+    assert_eq!(device.memory.unwrap().regions().len(), 2);
+}
+
+#[test]
 fn the_configuration_space_is_read_and_written() {
     let (mut front, served) = negotiated(Device::default());
     let mut bytes = [0; 8];

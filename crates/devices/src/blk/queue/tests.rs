@@ -1,6 +1,6 @@
 //! How much a round moves, and how much requests under way hold.
 
-use std::{fs::File, os::fd::AsFd as _, time::Duration};
+use std::{fs::File, time::Duration};
 
 use ringfence_iommu::{Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink, View};
