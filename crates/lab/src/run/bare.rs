@@ -55,6 +55,8 @@ impl Bare {
             tuning: Tuning::default(),
             trust: Trust::described(false),
             batching: Batching::default(),
+            // Slots that come and go between measurements would be counted as theirs.
+            idle_ms: 1 << 30,
         };
         let (link, paths, buffers) = Link::open(&plan).context("starting a device process")?;
         Ok((Bare { link, paths }, buffers))

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
-use ringfence_dma::{Policy, Trust};
+use ringfence_dma::{BounceLimits, Policy, Trust};
 
 use super::{
     Row, Usage,
@@ -392,6 +392,7 @@ impl Stage<'_> {
                         Row::Policy(Policy::Off) => Trust::Trusted,
                         _ => self.trust,
                     },
+                    idle_ms: BounceLimits::default().idle_ms,
                     batching: Batching {
                         requests: self.options.tuning.batch,
                         chunk: self.options.tuning.chunk.min(self.options.tuning.batch),

@@ -303,7 +303,8 @@ fn make_dma(
         None => Device::new(Arc::clone(domain), allocator, config),
         Some(memory) => {
             let max_bytes = plan.pool_bytes() as u64;
-            let limits = BounceLimits { max_bytes, ..BounceLimits::default() };
+            let limits =
+                BounceLimits { max_bytes, idle_ms: plan.idle_ms, ..BounceLimits::default() };
             let (for_domain, for_allocator) = (Arc::clone(domain), Arc::clone(&allocator));
             let pools = BouncePools::new(for_domain, for_allocator, memory, limits)
                 .context("setting up the bounce pools")?;

@@ -54,6 +54,8 @@ pub(crate) struct Plan {
     pub(crate) trust: Trust,
     /// How requests share mappings and syncs.
     pub(crate) batching: Batching,
+    /// How long bounce slots are kept that nobody uses, milliseconds.
+    pub(crate) idle_ms: u64,
 }
 
 impl Plan {

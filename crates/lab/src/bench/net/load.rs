@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use ringfence_devices::net::driver::{Expect, NetDriver};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -82,6 +82,11 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
 
     let before = load.mark(backend);
     load.run(length)?;
+    // A window in which nothing was carried has no rate: on a host whose CPUs others have it lasts until something is.
+    while load.packets() == before.packets {
+        ensure!(before.at.elapsed() < length + STUCK, "the back end carries nothing");
+        load.run(LOOK)?;
+    }
     let after = load.mark(backend);
 
     load.drain()?;
@@ -151,15 +156,19 @@ impl Load {
         Load { driver, direction, fresh, last: now, looked: now }
     }
 
+    /// How many were carried so far.
+    fn packets(&self) -> u64 {
+        match self.direction {
+            Direction::Tx => self.driver.taken(),
+            Direction::Rx | Direction::Loop => self.driver.arrivals().good(),
+        }
+    }
+
     fn mark(&self, backend: &mut dyn Backend) -> Mark {
         let messages = self.driver.messages();
         let cpu = clock_gettime(ClockId::ThreadCPUTime);
-        let packets = match self.direction {
-            Direction::Tx => self.driver.taken(),
-            Direction::Rx | Direction::Loop => self.driver.arrivals().good(),
-        };
         Mark {
-            packets,
+            packets: self.packets(),
             cpu_ns: cpu.tv_sec as u64 * 1_000_000_000 + cpu.tv_nsec as u64,
             backend_ns: backend.process().cpu_ns(),
             misses: messages.misses,
