@@ -236,6 +236,8 @@ transfers() {{
     done
 }}
 sum=$(md5sum < /tmp/www/file)
+# It may be asked for before the first is done.
+: > /tmp/transfers
 transfers &
 transfers=$!
 say ready
