@@ -1,8 +1,8 @@
 //! What requests under way hold, and whether there is room for more.
 //!
-//! At a bound nothing fails: the ring is not read further, and what is not taken from it costs nothing. It is read on when
-//! requests have ended, and each of them does without anything behind it: the disk answers it, or a translation comes,
-//! or is waited for no longer.
+//! At a bound nothing fails: the ring is not read further, and what is not taken from it costs nothing. The ring is read
+//! on when requests have ended. No request needs one behind it to end: it ends when the disk answers, or when a
+//! translation comes or is waited for no longer.
 
 use ringfence_virtq::Chain;
 
@@ -56,6 +56,13 @@ impl BlkQueue {
     /// Whether the store has something to do before it takes another request.
     pub(super) fn is_occupied(&self) -> bool {
         self.is_stalled() || self.is_spent()
+    }
+
+    /// A request goes on when there is room in the store.
+    pub(super) fn stall(&mut self, at: u16) {
+        if let Store::File(file) = &mut self.store {
+            file.stalled.push_back(at);
+        }
     }
 
     /// Goes on with requests that found no room, as far as there is some now.

@@ -151,7 +151,7 @@ fn image(len: u64) -> Image {
 fn a_long_request_goes_in_parts_one_a_round() {
     for own in [false, true] {
         let len = 9 * MIB + SECTOR;
-        let image = if own { image(len).with_own_buffers().unwrap() } else { image(len) };
+        let image = if own { image(len).with_own_buffers() } else { image(len) };
         let mut rig = Rig::new(image, 16, 16 * MIB);
         rig.reads(
             &[
@@ -214,6 +214,28 @@ fn a_round_hands_over_no_more_than_a_mebibyte_and_a_request() {
         assert_eq!(rig.queue.in_kernel(), handed);
     }
     // What waits for the disk is let go of.
+    rig.pipe = None;
+    rig.finish(16, Status::IoErr);
+}
+
+#[test]
+fn what_one_translation_frees_is_handed_over_in_as_many_rounds_as_what_is_taken() {
+    let mut rig = Rig::silent(64);
+    let iotlb = rig.translated(0);
+    for token in 0..16 {
+        rig.reads(&[Desc::writable(DATA, 384 << 10)], token);
+    }
+    rig.driver.publish();
+    for _ in 0..4 {
+        rig.round();
+    }
+    assert_eq!((rig.queue.in_kernel(), rig.queue.parked.len()), (0, 16));
+    let range = Range::from_len(Iova(DATA), MIB).unwrap();
+    iotlb.update(range, ringfence_iommu::GuestPhys(DATA), Prot::RW).unwrap();
+    for handed in [3, 6, 9, 12, 15, 16] {
+        let goes_on = rig.round();
+        assert_eq!((rig.queue.in_kernel(), goes_on), (handed, handed < 16));
+    }
     rig.pipe = None;
     rig.finish(16, Status::IoErr);
 }

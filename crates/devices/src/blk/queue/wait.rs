@@ -154,6 +154,8 @@ impl BlkQueue {
             let since_ns = slot.wait.map_or(now_ns, |wait| wait.since_ns);
             match now_ns.saturating_sub(since_ns) >= patience_ns {
                 true => self.give_up(at, bus),
+                // What one answer has freed is as bounded a round as what is taken from the ring.
+                false if self.is_spent() => self.stall(at),
                 false => self.advance(at, bus),
             }
         }
