@@ -11,6 +11,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("ringfence-iommu", 1),
     ("ringfence-iova", 1),
     ("ringfence-mem", 1),
+    ("ringfence-sandbox", 1),
     ("ringfence-iotlb", 2),
     ("ringfence-dma", 2),
     ("ringfence-virtq", 2),

@@ -16,6 +16,7 @@ pub mod nvme;
 pub mod path;
 pub mod peer;
 pub mod ram;
+mod restricted;
 pub mod tally;
 pub mod translation;
 pub mod worker;

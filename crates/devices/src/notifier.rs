@@ -4,17 +4,19 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
     sync::{
         OnceLock,
         atomic::{AtomicU32, Ordering},
     },
 };
 
-use io_uring::{IoUring, opcode};
+use io_uring::{IoUring, opcode, register::Restriction};
 use parking_lot::Mutex;
 use ringfence_vhost_user::{HandlerError, PeerFd};
 use rustix::net::SendFlags;
+
+use crate::restricted;
 
 /// A descriptor of a peer is refused.
 #[derive(Debug, thiserror::Error)]
@@ -31,11 +33,73 @@ pub enum NotifierError {
 #[derive(Debug)]
 pub struct Notifier(Way);
 
+/// Rings for notifiers to come.
+static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), are_all: false });
+
+struct Spare {
+    rings: Vec<IoUring>,
+    /// Whether no more are made than these.
+    are_all: bool,
+}
+
+impl Spare {
+    /// Keeps one that signals nothing any more, for the next notifier.
+    fn keep(&mut self, ring: IoUring) {
+        if self.are_all {
+            self.rings.push(ring);
+        }
+    }
+}
+
+/// Makes all that `count` notifiers at a time take: for a process that gives the right to make io_urings up. Those that
+/// come on top signal by AIO, at three times the cost.
+///
+/// # Errors
+/// The kernel has neither io_uring nor AIO for this process.
+pub fn make_ahead(count: usize) -> Result<(), NotifierError> {
+    let aio = Aio::get();
+    let mut spare = SPARE.lock();
+    spare.are_all = true;
+    for _ in 0..count {
+        match make() {
+            Ok(ring) => spare.rings.push(ring),
+            Err(refused) => {
+                return aio.map(|_| ()).map_err(|_| NotifierError::Kernel(refused));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A ring that can do nothing but complete.
+fn make() -> io::Result<IoUring> {
+    let operations = [Restriction::sqe_op(opcode::Nop::CODE)];
+    restricted::ring(&mut IoUring::builder(), 2, operations)
+}
+
+/// A ring whose completions signal `event`.
+fn ring_for(event: RawFd) -> io::Result<IoUring> {
+    let (spare, are_all) = {
+        let mut spare = SPARE.lock();
+        (spare.rings.pop(), spare.are_all)
+    };
+    let ring = match spare {
+        Some(ring) => ring,
+        None if are_all => return Err(io::ErrorKind::QuotaExceeded.into()),
+        None => make()?,
+    };
+    if let Err(error) = ring.submitter().register_eventfd(event) {
+        SPARE.lock().keep(ring);
+        return Err(error);
+    }
+    Ok(ring)
+}
+
 // One a ring, and nearly all of them are of the first kind.
 #[allow(clippy::large_enum_variant)]
 enum Way {
     /// A ring whose completions signal the eventfd.
-    Uring(Mutex<IoUring>),
+    Uring(Mutex<Option<IoUring>>),
     /// Where the process may have no io_uring: three times the cost.
     Aio(PeerFd),
     /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the peer's changes.
@@ -65,10 +129,8 @@ impl Notifier {
             return Err(NotifierError::NoEventfd);
         }
         let raw = event.as_fd().as_raw_fd();
-        let ring =
-            IoUring::new(2).and_then(|ring| ring.submitter().register_eventfd(raw).map(|()| ring));
-        Ok(Notifier(match ring {
-            Ok(ring) => Way::Uring(Mutex::new(ring)),
+        Ok(Notifier(match ring_for(raw) {
+            Ok(ring) => Way::Uring(Mutex::new(Some(ring))),
             Err(refused) => {
                 Aio::get().map_err(|_| NotifierError::Kernel(refused))?;
                 Way::Aio(event)
@@ -79,7 +141,7 @@ impl Notifier {
     /// Wakes the peer. A full counter means that it was woken already.
     pub fn notify(&self) {
         match &self.0 {
-            Way::Uring(ring) => complete_nothing(&mut ring.lock()),
+            Way::Uring(ring) => ring.lock().as_mut().into_iter().for_each(complete_nothing),
             Way::Aio(event) => {
                 if let Ok(aio) = Aio::get() {
                     aio.signal(event.as_fd());
@@ -91,6 +153,17 @@ impl Notifier {
                 let _ = rustix::net::send(stream, &1u64.to_ne_bytes(), flags);
             }
         }
+    }
+}
+
+impl Drop for Notifier {
+    /// The next notifier has its ring.
+    fn drop(&mut self) {
+        let Way::Uring(ring) = &mut self.0 else { return };
+        let Some(ring) = ring.get_mut().take() else { return };
+        // It fails where there is none.
+        let _ = ring.submitter().unregister_eventfd();
+        SPARE.lock().keep(ring);
     }
 }
 

@@ -219,6 +219,8 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
     // Who serves several front ends may be the last to let go of the memory of one: a ring that has failed
     // or waits for a translation, and I/O that the kernel still has, keep it as long as they need it.
     ringfence_mem::unmap_elsewhere();
+    #[cfg(feature = "sandbox")]
+    ringfence_sandbox::confine(ringfence_sandbox::Role::Worker);
     let spin_ns = notify.spin().map(|spin| spin.as_nanos() as u64);
     let mut work = Work::default();
     let mut idle_since = None;

@@ -24,6 +24,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     BlkFigures, BlkQueue, BlkUnit, QueueStats,
     cache::Cache,
+    figures::MOST_LEFT,
     reaper::Reaper,
     request,
     unit::Start,
@@ -31,7 +32,7 @@ use super::{
 };
 use crate::{
     backend::{Events, FrontEnd, RingStart, read_config},
-    disk::{Disk, ImageError},
+    disk::{Disk, Image, ImageError},
     event::Bells,
     iommu::{Iommu, Seat},
     translation::Translation,
@@ -100,6 +101,19 @@ impl BlkOptions {
             figures: Arc::new(BlkFigures::new(queues)),
         }
     }
+}
+
+/// The most requests that a ring has.
+const RING_SIZE: u16 = 1024;
+
+/// Makes all io_urings that a device of so many queues takes, for a process that gives the right to make them up. There
+/// is one for each ring, for each that is [left behind](BlkFigures::stuck) before that holds up the others, and for the
+/// rings whose requests the disk has when it does.
+///
+/// # Errors
+/// The kernel has no io_uring, or forbids it here.
+pub fn make_rings(image: &Image, queues: u16) -> std::io::Result<()> {
+    image.make_rings(MOST_LEFT + 2 * usize::from(queues), RING_SIZE)
 }
 
 /// A block device as a vhost-user back end, for one connection.
@@ -321,7 +335,7 @@ impl Handler for BlkBackend {
     }
 
     fn max_ring_size(&self) -> u16 {
-        1024
+        RING_SIZE
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {

@@ -12,7 +12,7 @@ use crate::tally::IotlbTally;
 
 /// How many rings may be left behind, each with its buffers, before the next ones wait for the disk: a
 /// front end that comes and goes while a read does not end would fill the memory otherwise.
-const MOST_LEFT: usize = 16;
+pub(super) const MOST_LEFT: usize = 16;
 
 /// What a block device has done over all its connections. Workers write it, anybody reads it.
 pub struct BlkFigures {

@@ -12,7 +12,7 @@ pub mod request;
 mod unit;
 pub mod wire;
 
-pub use backend::{BlkBackend, BlkOptions};
+pub use backend::{BlkBackend, BlkOptions, make_rings};
 pub use driver::{Done, DriverQueue, QueueLayout};
 pub use figures::BlkFigures;
 pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotAsked, Unmapped};

@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    mem::ManuallyDrop,
     os::fd::{AsRawFd, BorrowedFd, RawFd},
     sync::Arc,
     time::Duration,
@@ -39,7 +40,8 @@ pub enum FileOp {
 /// Requests are queued with [`submit`](Self::submit), handed to the kernel together by
 /// [`kick`](Self::kick) and collected by [`reap`](Self::reap).
 pub struct FileIo {
-    ring: IoUring,
+    /// There until this is dropped.
+    ring: ManuallyDrop<IoUring>,
     image: Arc<Image>,
     /// Handed over or waiting to be; never more than the completion ring holds.
     in_flight: u32,
@@ -54,12 +56,15 @@ impl FileIo {
     /// An io_uring for up to `depth` requests at a time.
     ///
     /// # Errors
-    /// The kernel has no io_uring, or forbids it here.
+    /// The kernel has no io_uring, or forbids it here; those that were [made ahead](Image::make_rings) are in use.
     pub fn new(image: Arc<Image>, depth: u32) -> io::Result<FileIo> {
         let depth = depth.clamp(1, 4096).next_power_of_two();
-        let ring = IoUring::builder().setup_cqsize(depth * 2).build(depth)?;
-        let pending = image.submitter().map(|by| by.add(ring.as_raw_fd())).transpose()?;
-        Ok(FileIo { ring, image, in_flight: 0, depth, bytes: None, pending })
+        let ring = image.rings().take(depth)?;
+        let depth = depth.min(ring.params().sq_entries());
+        let ring = ManuallyDrop::new(ring);
+        let mut io = FileIo { ring, image, in_flight: 0, depth, bytes: None, pending: None };
+        io.pending = io.image.submitter()?.map(|by| by.add(io.ring.as_raw_fd())).transpose()?;
+        Ok(io)
     }
 
     /// Has the kernel write to `event` whenever something completes.
@@ -214,6 +219,10 @@ impl Drop for FileIo {
             }
             self.reap(|_, _| {});
         }
+        // No longer handed over by another thread.
+        self.pending = None;
+        // SAFETY: it is taken once, here, and not used afterwards.
+        self.image.rings().give_back(unsafe { ManuallyDrop::take(&mut self.ring) });
     }
 }
 

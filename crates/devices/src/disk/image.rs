@@ -8,15 +8,17 @@ use std::{
         unix::fs::FileTypeExt,
     },
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use rustix::fs::{
     AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl, open,
     statx,
 };
 
-use super::{DiskBuffers, hand_over::HandOver, lock, origin, submitter::Submitter};
+use super::{DiskBuffers, hand_over::HandOver, lock, origin, rings::Rings, submitter::Submitter};
 use crate::path;
 
 /// The unit in which a disk is addressed.
@@ -75,8 +77,11 @@ pub struct Image {
     holes: Holes,
     /// Of an image that is handed over.
     hand_over: Option<HandOver>,
-    /// Of an image that may not answer: its data goes by way of [`Buffers`](super::Buffers), too.
-    submitter: Option<Submitter>,
+    /// Whether it may not answer: its data goes by way of [`Buffers`](super::Buffers) then, and its requests by a
+    /// thread that begins with the first who needs it.
+    own_buffers: bool,
+    submitter: Mutex<Option<Arc<Submitter>>>,
+    rings: Rings,
 }
 
 /// The same file, open past the page cache.
@@ -107,16 +112,24 @@ impl Image {
     /// known of it.
     pub fn new(file: OwnedFd, len: u64) -> Image {
         let (file, holes) = (file.into(), Holes::default());
-        let (direct, hand_over, submitter) = (None, None, None);
-        Image { file, direct, len, shrinks: false, holes, hand_over, submitter }
+        let (direct, hand_over, submitter, rings) =
+            (None, None, Mutex::default(), Rings::default());
+        let (shrinks, own_buffers) = (false, false);
+        Image { file, direct, len, shrinks, holes, hand_over, own_buffers, submitter, rings }
     }
 
     /// The same, of a file that may not answer.
+    pub fn with_own_buffers(self) -> Image {
+        Image { own_buffers: true, ..self }
+    }
+
+    /// Makes all io_urings that there will be, `count`, each for up to `depth` requests: for a process that gives the
+    /// right to make them up.
     ///
     /// # Errors
-    /// No thread is left.
-    pub fn with_own_buffers(self) -> io::Result<Image> {
-        Ok(Image { submitter: Some(Submitter::spawn()?), ..self })
+    /// The kernel has no io_uring, or forbids it here.
+    pub fn make_rings(&self, count: usize, depth: u16) -> io::Result<()> {
+        self.rings.make_ahead(count, depth.into())
     }
 
     /// Opens the image at `path`, and locks it, unless it is to be handed over: one process may
@@ -157,13 +170,13 @@ impl Image {
             false => None,
         };
         let holes = if options.read_only { Holes::default() } else { Holes::of(&file, bytes) };
-        let own = match options.buffers {
+        let own_buffers = match options.buffers {
             DiskBuffers::Own => true,
             DiskBuffers::Guest => false,
             DiskBuffers::Auto => !origin::always_answers(&file),
         };
-        let submitter = if own { Some(Submitter::spawn()?) } else { None };
-        Ok(Image { file, direct, len, shrinks: kind.is_file(), holes, hand_over, submitter })
+        let (shrinks, plain) = (kind.is_file(), Image::new(file.into(), len));
+        Ok(Image { direct, shrinks, holes, hand_over, own_buffers, ..plain })
     }
 
     /// A driver is about to use an image that is handed over: it is locked until
@@ -200,12 +213,27 @@ impl Image {
 
     /// Whether it may not answer, so that data is in buffers of the service's own while it has them.
     pub fn has_own_buffers(&self) -> bool {
-        self.submitter.is_some()
+        self.own_buffers
     }
 
     /// What hands its requests over, if it may not answer.
-    pub(super) fn submitter(&self) -> Option<&Submitter> {
-        self.submitter.as_ref()
+    ///
+    /// # Errors
+    /// No thread is left.
+    pub(super) fn submitter(&self) -> io::Result<Option<Arc<Submitter>>> {
+        if !self.own_buffers {
+            return Ok(None);
+        }
+        let mut submitter = self.submitter.lock();
+        if submitter.is_none() {
+            *submitter = Some(Arc::new(Submitter::spawn()?));
+        }
+        Ok(submitter.clone())
+    }
+
+    /// What its requests go by.
+    pub(super) fn rings(&self) -> &Rings {
+        &self.rings
     }
 
     /// Bytes in all.

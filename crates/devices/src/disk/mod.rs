@@ -8,6 +8,7 @@ mod lock;
 mod origin;
 mod pacer;
 mod ram;
+mod rings;
 mod spec;
 mod submitter;
 

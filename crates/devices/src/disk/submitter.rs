@@ -93,6 +93,8 @@ impl Pending {
 
 impl Shared {
     fn run(&self) {
+        #[cfg(feature = "sandbox")]
+        ringfence_sandbox::confine(ringfence_sandbox::Role::Disk);
         while !self.over.load(Ordering::Acquire) {
             let _ = rustix::io::read(&self.bell, &mut [0; 8]);
             let rings: Vec<Arc<Pending>> =

@@ -214,7 +214,7 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
 /// A disk of which a read answers when something is written to the other end, and not before.
 fn own_pipe() -> (Disk, File) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
-    let image = Image::new(reader, 1 << 20).with_own_buffers().unwrap();
+    let image = Image::new(reader, 1 << 20).with_own_buffers();
     (Disk::File(Arc::new(image)), writer.into())
 }
 
@@ -286,7 +286,7 @@ fn what_goes_by_way_of_own_buffers_arrives() {
     // Requests in several pieces, buffers that end anywhere, and more than there are buffers for at once.
     let file = tempfile::tempfile().unwrap();
     file.set_len(8 << 20).unwrap();
-    let image = Image::new(file.into(), 8 << 20).with_own_buffers().unwrap();
+    let image = Image::new(file.into(), 8 << 20).with_own_buffers();
     let mut behind = Behind::new(1, config(), Disk::File(Arc::new(image)));
     let mut queue = behind.queue(0);
     let (base, at, len) = (iova(1 << 16), 256 * PAGE, 700 * PAGE);

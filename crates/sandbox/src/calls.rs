@@ -1,0 +1,251 @@
+//! Which system calls a service makes, by what a thread does.
+//!
+//! A filter sees the number of a call and its arguments as numbers, not what they point to. So a call is listed with
+//! conditions where its arguments decide what it is good for, and left out where what it is given by a pointer would
+//! (`openat2`, `clone3`).
+
+use std::collections::BTreeMap;
+
+use libc::{c_int, c_long};
+use seccompiler::{
+    BackendError, SeccompCmpArgLen::Dword, SeccompCmpArgLen::Qword, SeccompCmpOp, SeccompCondition,
+    SeccompRule,
+};
+
+/// What a thread of a service does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Role {
+    /// The process's first thread, which starts and ends the others: all that any thread calls.
+    Main,
+    /// Accepts the front ends of a socket and answers their messages.
+    Front,
+    /// Serves figures.
+    Figures,
+    /// Moves data.
+    Worker,
+    /// Hands requests to the kernel for a disk that may not answer.
+    Disk,
+    /// Writes the log.
+    Log,
+}
+
+impl Role {
+    /// Each of them.
+    pub(super) const ALL: [Role; 6] =
+        [Role::Main, Role::Front, Role::Figures, Role::Worker, Role::Disk, Role::Log];
+}
+
+/// How a call may be made: by any arguments if its list of rules is empty, else by those that one of the rules admits.
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+/// Calls that a filter of their own has fail with ENOSYS: the C library then uses `clone`, whose flags a filter can see,
+/// where those of `clone3` lie in memory. The lists of roles admit them, since the kernel would prefer a trap to ENOSYS.
+pub(super) const NOT_THERE: [c_long; 1] = [libc::SYS_clone3];
+
+/// What every thread needs: memory, time, locks, its own beginning and end, and to say something on a descriptor, where
+/// that takes it: a thread that panics does.
+const BASE: &[c_long] = &[
+    libc::SYS_brk,
+    libc::SYS_clock_getres,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_close,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_futex,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_madvise,
+    // musl registers for it with the first thread.
+    #[cfg(target_env = "musl")]
+    libc::SYS_membarrier,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_restart_syscall,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
+    libc::SYS_write,
+];
+
+/// To move bytes.
+const DESCRIPTORS: &[c_long] = &[libc::SYS_read, libc::SYS_readv, libc::SYS_writev];
+
+/// Rings in memory, disks, taps, and what a guest's memory that was cut short takes.
+const WORKER: &[c_long] = &[
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_eventfd2,
+    libc::SYS_fallocate,
+    libc::SYS_getcpu,
+    libc::SYS_io_submit,
+    libc::SYS_io_uring_enter,
+    libc::SYS_preadv2,
+    // Of a channel that takes no more misses.
+    libc::SYS_shutdown,
+    libc::SYS_statx,
+];
+
+/// Connections, the memory that comes by them, and images that are handed over.
+const FRONT: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_fdatasync,
+    libc::SYS_flock,
+    libc::SYS_fstat,
+    libc::SYS_fstatfs,
+    libc::SYS_ftruncate,
+    libc::SYS_getsockopt,
+    libc::SYS_memfd_create,
+    // What kind a descriptor is of.
+    libc::SYS_readlinkat,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    // To whom a socket is connected, with descriptors.
+    libc::SYS_sendmsg,
+];
+
+/// Connections of scrapers.
+const FIGURES: &[c_long] =
+    &[libc::SYS_accept4, libc::SYS_getsockopt, libc::SYS_recvfrom, libc::SYS_shutdown];
+
+/// A ring of io_uring and a bell.
+const DISK: &[c_long] = &[libc::SYS_io_uring_enter, libc::SYS_read];
+
+/// The names of the sockets, and their end.
+const MAIN: &[c_long] = &[libc::SYS_getsockname, libc::SYS_newfstatat, libc::SYS_unlinkat];
+
+/// What threads of a role may call.
+pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
+    let plain: &[&[c_long]] = match role {
+        Role::Main => &[DESCRIPTORS, WORKER, FRONT, FIGURES, DISK, MAIN],
+        // Threads that a front end's starts are those of disks, too.
+        Role::Front => &[DESCRIPTORS, FRONT, WORKER],
+        Role::Figures => &[DESCRIPTORS, FIGURES],
+        Role::Worker => &[DESCRIPTORS, WORKER],
+        Role::Disk => &[DISK],
+        Role::Log => &[],
+    };
+    let plain = [BASE, &NOT_THERE].iter().chain(plain).copied().flatten();
+    let mut rules: Rules = plain.map(|&call| (call, Vec::new())).collect();
+
+    // Memory is never executed that was not from the beginning.
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![masked(2, libc::PROT_EXEC, 0)?]);
+    }
+    // Threads of this process, in the namespaces that there are.
+    const NAMESPACES: c_int = libc::CLONE_NEWNS
+        | libc::CLONE_NEWCGROUP
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWUSER
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNET;
+    const THREAD: c_int = libc::CLONE_VM | libc::CLONE_THREAD;
+    rules.insert(libc::SYS_clone, vec![masked(0, THREAD | NAMESPACES, THREAD)?]);
+    // To itself, by which a process ends.
+    let own = std::process::id() as c_int;
+    rules.insert(libc::SYS_tgkill, one_of(0, &[own])?);
+    // Names of threads and of memory.
+    let options = [libc::PR_SET_NAME, libc::PR_SET_TIMERSLACK, libc::PR_SET_VMA];
+    rules.insert(libc::SYS_prctl, one_of(0, &options)?);
+
+    // To whom a socket is connected. On every list: a signal that is to end the service is passed on by it, in
+    // whichever thread it comes.
+    let none = SeccompCondition::new(4, Qword, SeccompCmpOp::Eq, 0)?;
+    rules.insert(libc::SYS_sendto, vec![SeccompRule::new(vec![none])?]);
+    // Whether standard error is a terminal, a socket that is not to block, and taps.
+    let (terminal, nonblocking) = (libc::TCGETS as c_int, libc::FIONBIO as c_int);
+    let taps = [libc::TUNSETVNETHDRSZ, libc::TUNSETOFFLOAD, libc::TUNSETQUEUE];
+    let [header, offload, queue] = taps.map(|request| request as c_int);
+    let requests = match role {
+        Role::Disk | Role::Log => &[terminal][..],
+        Role::Figures => &[terminal, nonblocking],
+        Role::Main => &[terminal, nonblocking, header, offload, queue],
+        Role::Front | Role::Worker => &[terminal, header, offload, queue],
+    };
+    rules.insert(libc::SYS_ioctl, one_of(1, requests)?);
+    let commands = match role {
+        // By which a build with debug assertions sees that what it closes is open.
+        Role::Disk | Role::Log => &[libc::F_GETFD][..],
+        _ => &COMMANDS,
+    };
+    rules.insert(libc::SYS_fcntl, one_of(1, commands)?);
+    if matches!(role, Role::Main | Role::Front) {
+        // What comes out of band of a connection.
+        let equals = |argument, value: c_int| {
+            SeccompCondition::new(argument, Dword, SeccompCmpOp::Eq, value as u32 as u64)
+        };
+        let inline = vec![equals(1, libc::SOL_SOCKET)?, equals(2, libc::SO_OOBINLINE)?];
+        rules.insert(libc::SYS_setsockopt, vec![SeccompRule::new(inline)?]);
+        // Threads that it starts confine themselves to less.
+        rules.insert(libc::SYS_seccomp, one_of(0, &[libc::SECCOMP_SET_MODE_FILTER as c_int])?);
+    }
+    if matches!(role, Role::Main | Role::Front | Role::Worker) {
+        // What notifies a driver, and says that a disk has answered.
+        let operations = [REGISTER_EVENTFD, UNREGISTER_EVENTFD];
+        rules.insert(libc::SYS_io_uring_register, one_of(1, &operations)?);
+    }
+    Ok(rules)
+}
+
+/// `IORING_REGISTER_EVENTFD`, `IORING_UNREGISTER_EVENTFD`.
+const REGISTER_EVENTFD: c_int = 4;
+const UNREGISTER_EVENTFD: c_int = 5;
+
+/// Of `fcntl`: duplicates, seals, and the locks of images.
+const COMMANDS: [c_int; 6] = [
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_OFD_GETLK,
+    libc::F_OFD_SETLK,
+    libc::F_ADD_SEALS,
+    libc::F_GET_SEALS,
+];
+
+/// An argument's bits of `mask` are `value`.
+fn masked(argument: u8, mask: c_int, value: c_int) -> Result<SeccompRule, BackendError> {
+    let how = SeccompCmpOp::MaskedEq(mask as u32 as u64);
+    SeccompRule::new(vec![SeccompCondition::new(argument, Dword, how, value as u32 as u64)?])
+}
+
+/// An argument is one of `values`.
+fn one_of(argument: u8, values: &[c_int]) -> Result<Vec<SeccompRule>, BackendError> {
+    let rule = |&value: &c_int| {
+        let value = value as u32 as u64;
+        SeccompRule::new(vec![SeccompCondition::new(argument, Dword, SeccompCmpOp::Eq, value)?])
+    };
+    values.iter().map(rule).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_thread_may_all_that_others_may() {
+        let main = allowed(Role::Main).unwrap();
+        for role in Role::ALL {
+            let rules = allowed(role).unwrap();
+            assert!(rules.len() > BASE.len());
+            for (call, conditions) in rules {
+                let of_main =
+                    main.get(&call).expect("a call of another role is none of the process");
+                assert!(
+                    of_main.is_empty() || conditions.iter().all(|rule| of_main.contains(rule)),
+                    "call {call} of {role:?}"
+                );
+            }
+        }
+    }
+}

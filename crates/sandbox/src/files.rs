@@ -1,0 +1,51 @@
+//! Landlock: no file, TCP port, abstract socket or process of others is reached any more.
+
+use std::{io, os::fd::BorrowedFd};
+
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, PathBeneath, Ruleset,
+    RulesetAttr as _, RulesetCreatedAttr as _, RulesetError, RulesetStatus, Scope,
+};
+
+use crate::{Lack, SandboxError};
+
+/// The newest rights that are asked for.
+const NEWEST: ABI = ABI::V6;
+
+/// Refuses all that Landlock knows, but for removing files in the folders `removes`. What the kernel lacks.
+pub(super) fn refuse(removes: &[BorrowedFd<'_>]) -> Result<Option<Lack>, SandboxError> {
+    let status = restrict(removes)
+        .map_err(|error| SandboxError::of("restricting by Landlock")(io::Error::other(error)))?;
+    Ok(match status {
+        RulesetStatus::FullyEnforced => None,
+        RulesetStatus::PartiallyEnforced => Some(Lack::LandlockPartly),
+        RulesetStatus::NotEnforced => Some(Lack::Landlock),
+    })
+}
+
+/// What the kernel lacks.
+pub(super) fn lack() -> Option<Lack> {
+    let (size, version) = (0usize, 1u32);
+    // SAFETY: with this flag (`LANDLOCK_CREATE_RULESET_VERSION`) the kernel returns a number and reads nothing.
+    let abi = unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), size, version)
+    };
+    match abi {
+        ..=0 => Some(Lack::Landlock),
+        abi if abi < NEWEST as i64 => Some(Lack::LandlockPartly),
+        _ => None,
+    }
+}
+
+fn restrict(removes: &[BorrowedFd<'_>]) -> Result<RulesetStatus, RulesetError> {
+    let mut ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(NEWEST))?
+        .handle_access(AccessNet::from_all(NEWEST))?
+        .scope(Scope::from_all(NEWEST))?
+        .create()?;
+    for folder in removes {
+        ruleset = ruleset.add_rule(PathBeneath::new(folder, AccessFs::RemoveFile))?;
+    }
+    Ok(ruleset.restrict_self()?.ruleset)
+}

@@ -1,0 +1,168 @@
+//! System calls that were on no list: SIGSYS has them fail, and counts them.
+
+use std::{
+    cell::Cell,
+    io, mem,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    ptr,
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering},
+    },
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::calls::Role;
+
+/// How many were refused.
+static COUNT: AtomicU64 = AtomicU64::new(0);
+/// The last one's number, and its thread's role.
+static LAST: AtomicI64 = AtomicI64::new(-1);
+/// Written to by the handler.
+static EVENT: OnceLock<OwnedFd> = OnceLock::new();
+
+/// `SYS_SECCOMP`: the signal is a filter's.
+const BY_FILTER: libc::c_int = 1;
+
+thread_local! {
+    static ROLE: Cell<Role> = const { Cell::new(Role::Main) };
+}
+
+/// Whether a refusal ends the process.
+static ENDS: AtomicBool = AtomicBool::new(cfg!(debug_assertions));
+
+/// Has the process go on when a system call is refused, in a build with debug assertions too: for tests of that.
+pub fn go_on_when_refused() {
+    ENDS.store(false, Ordering::Relaxed);
+}
+
+/// How many system calls of this process were refused by its sandbox.
+pub fn refusals() -> u64 {
+    COUNT.load(Ordering::Relaxed)
+}
+
+/// The last system call that was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Refusal {
+    /// Its number on this architecture.
+    pub call: i64,
+    /// What its thread does, or the one that has started it, if that is all that is known.
+    pub role: Role,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Refusal { call, role } = self;
+        write!(f, "system call {call} of {} in a thread of role {role:?}", std::env::consts::ARCH)
+    }
+}
+
+/// What becomes readable with a refusal.
+#[derive(Debug, Default)]
+pub struct Refusals;
+
+impl Refusals {
+    /// To be polled for reading; `None` if the process has no filter.
+    pub fn fd(&self) -> Option<BorrowedFd<'static>> {
+        EVENT.get().map(OwnedFd::as_fd)
+    }
+
+    /// Takes what there is: how many refusals since the last call, and the last of them.
+    pub fn take(&self) -> Option<(u64, Refusal)> {
+        let mut count = [0; 8];
+        rustix::io::read(EVENT.get()?, &mut count).ok()?;
+        let last = LAST.load(Ordering::Acquire);
+        let role = Role::ALL.get((last & 0xff) as usize).copied().unwrap_or(Role::Main);
+        Some((u64::from_ne_bytes(count), Refusal { call: last >> 8, role }))
+    }
+}
+
+/// The calling thread is confined to this from now on.
+pub(super) fn acts_as(role: Role) {
+    ROLE.set(role);
+}
+
+/// Installs the handler, for the process.
+pub(super) fn install() -> io::Result<()> {
+    let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let _ = EVENT.set(event);
+    // SAFETY: plain calls with valid pointers; the handler has the type that SA_SIGINFO says, and does only what a
+    // handler may. SIGSYS is blocked meanwhile: were a call of the handler's own refused, the kernel would end the process.
+    unsafe {
+        let mut action: libc::sigaction = mem::zeroed();
+        action.sa_sigaction = on_sigsys as *const () as libc::sighandler_t;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        libc::sigemptyset(&mut action.sa_mask);
+        if libc::sigaction(libc::SIGSYS, &action, ptr::null_mut()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel hands a valid `siginfo_t` and `ucontext_t` to a handler with SA_SIGINFO; nothing else uses them
+    // while it runs. Before the signal the kernel has restored the registers of the moment before the call, so that the
+    // call returns what the handler puts into the register of the result.
+    let call = unsafe {
+        // Sent by a process: nobody's call.
+        if (*info).si_code != BY_FILTER {
+            return;
+        }
+        refuse(&mut *context.cast::<libc::ucontext_t>())
+    };
+    let role = ROLE.get();
+    let number = Role::ALL.iter().position(|&of| of == role).unwrap_or(0);
+    LAST.store(call << 8 | number as i64, Ordering::Release);
+    COUNT.fetch_add(1, Ordering::Relaxed);
+    if let Some(event) = EVENT.get() {
+        let one = 1u64.to_ne_bytes();
+        // SAFETY: `write` is async-signal-safe, and reads eight bytes. The result of the call that was refused is set in
+        // the context, so that `errno` is not what its caller reads.
+        unsafe {
+            let errno = libc::__errno_location();
+            let saved = *errno;
+            libc::write(std::os::fd::AsRawFd::as_raw_fd(event), one.as_ptr().cast(), one.len());
+            *errno = saved;
+        }
+    }
+    if ENDS.load(Ordering::Relaxed) {
+        end(call, role);
+    }
+}
+
+/// Has the call fail with EPERM; its number.
+#[cfg(target_arch = "x86_64")]
+fn refuse(context: &mut libc::ucontext_t) -> i64 {
+    let register = &mut context.uc_mcontext.gregs[libc::REG_RAX as usize];
+    mem::replace(register, -i64::from(libc::EPERM))
+}
+
+/// Has the call fail with EPERM; its number.
+#[cfg(target_arch = "aarch64")]
+fn refuse(context: &mut libc::ucontext_t) -> i64 {
+    context.uc_mcontext.regs[0] = (-i64::from(libc::EPERM)) as u64;
+    context.uc_mcontext.regs[8] as i64
+}
+
+/// There are no filters on others.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn refuse(_: &mut libc::ucontext_t) -> i64 {
+    -1
+}
+
+/// Ends the process with a line on standard error. Async-signal-safe: nothing is allocated.
+fn end(call: i64, role: Role) -> ! {
+    use std::io::Write as _;
+    let mut line = [0; 160];
+    let mut left = &mut line[..];
+    let _ = writeln!(left, "error: the sandbox refused {}", Refusal { call, role });
+    let unused = left.len();
+    // SAFETY: `write` and `abort` are async-signal-safe; the bytes are of `line`.
+    unsafe {
+        libc::write(2, line.as_ptr().cast(), line.len() - unused);
+        libc::abort();
+    }
+}

@@ -1,0 +1,66 @@
+//! Whom a process runs as, and what that lets it do.
+
+use rustix::{
+    fs::{Gid, Uid},
+    io::Errno,
+    thread::{
+        CapabilitySet, CapabilitySets, clear_ambient_capability_set,
+        remove_capability_from_bounding_set, set_capabilities, set_no_new_privs, set_thread_groups,
+        set_thread_res_gid, set_thread_res_uid,
+    },
+};
+
+use crate::SandboxError;
+
+/// The only thread runs as `user` and `group` from now on, with no other groups.
+pub(super) fn change_user(user: Option<Uid>, group: Option<Gid>) -> Result<(), SandboxError> {
+    if user.is_some() || group.is_some() {
+        set_thread_groups(&[]).map_err(|error| {
+            SandboxError::of("giving up the other groups (it takes CAP_SETGID)")(error.into())
+        })?;
+    }
+    if let Some(group) = group {
+        set_thread_res_gid(group, group, group).map_err(|error| {
+            SandboxError::of("changing the group (it takes CAP_SETGID)")(error.into())
+        })?;
+    }
+    if let Some(user) = user {
+        set_thread_res_uid(user, user, user).map_err(|error| {
+            SandboxError::of("changing the user (it takes CAP_SETUID)")(error.into())
+        })?;
+    }
+    Ok(())
+}
+
+/// Gives up all capabilities that a program could be executed with.
+pub(super) fn bound_capabilities() -> Result<(), SandboxError> {
+    let step = SandboxError::of("dropping capabilities");
+    match clear_ambient_capability_set() {
+        // The kernel is older than such sets.
+        Ok(()) | Err(Errno::INVAL) => {}
+        Err(error) => return Err(step(error.into())),
+    }
+    for number in 0..u64::BITS {
+        let capability = CapabilitySet::from_bits_retain(1 << number);
+        match remove_capability_from_bounding_set(capability) {
+            Ok(()) => {}
+            // It was the last. Who may not do this has none, and no_new_privs keeps it from getting any.
+            Err(Errno::INVAL | Errno::PERM) => break,
+            Err(error) => return Err(step(error.into())),
+        }
+    }
+    Ok(())
+}
+
+/// Gives up all capabilities that it has.
+pub(super) fn drop_capabilities() -> Result<(), SandboxError> {
+    let step = SandboxError::of("dropping capabilities");
+    let none = CapabilitySet::empty();
+    let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
+    set_capabilities(None, sets).map_err(|error| step(error.into()))
+}
+
+/// Executing a program gives no rights.
+pub(super) fn no_new_privileges() -> Result<(), SandboxError> {
+    set_no_new_privs(true).map_err(|error| SandboxError::of("setting no_new_privs")(error.into()))
+}
