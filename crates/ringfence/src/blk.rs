@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
-    blk::{BlkBackend, BlkFigures, BlkOptions, QueueStats, wire::ID_BYTES},
+    blk::{BlkBackend, BlkFigures, BlkOptions, QueueStats, make_rings, wire::ID_BYTES},
     disk::{Disk, DiskBuffers, Image, ImageError, ImageOptions},
     worker::Worker,
 };
@@ -118,7 +118,7 @@ pub(crate) fn open(path: &Path, how: ImageOptions) -> Result<Image> {
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments { service, image: path, read_only, direct, hand_over, queues, .. } = &arguments;
-    serve::begin_log(&service.common);
+    serve::begin(&service.common)?;
     let how = ImageOptions {
         read_only: *read_only,
         direct: *direct,
@@ -127,7 +127,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         buffers: arguments.disk_buffers,
     };
     let image = open(path, how)?;
-    let workers = service.common.workers("blk", *queues)?;
+    let ready = serve::open(service, &[], usize::from(*queues), || {
+        make_rings(&image, *queues).context("io_uring")
+    })?;
+    let workers = ready.workers("blk", *queues)?;
     let iotlb = IotlbConfig {
         entries: arguments.iotlb_entries,
         misses: arguments.iotlb_misses.into(),
@@ -141,7 +144,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..BlkOptions::new(disk, &arguments.id, *queues)
     };
     let image = path.display().to_string();
-    serve::run(service, &[], Blk { image, options, workers })
+    serve::run(ready, Blk { image, options, workers })
 }
 
 struct Blk {
@@ -153,10 +156,6 @@ struct Blk {
 impl Service for Blk {
     fn name(&self) -> &'static str {
         "blk"
-    }
-
-    fn rings(&self) -> usize {
-        self.options.queues.into()
     }
 
     fn connect(&self, _: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {

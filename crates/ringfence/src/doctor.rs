@@ -146,6 +146,7 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
     checks.push(vfio::iommufd(&vfio, &kernel, &tried));
     checks.push(calls::io_uring(&calls, &tried));
     checks.push(calls::memfd(&calls, &tried));
+    checks.push(calls::sandbox(&tried));
     checks.push(calls::qemu(&calls, &tried));
     checks.push(calls::vhost_net(&calls));
     checks.retain(|check| check.needed_for.iter().any(|purpose| purposes.contains(purpose)));

@@ -91,18 +91,22 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         iotlb_entries,
         iotlb_patience_ms,
     } = arguments;
-    serve::begin_log(&service.common);
+    serve::begin(&service.common)?;
     let way = match (&tap, &peer) {
         (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
         (None, Some(_)) => Way::Peer,
         (None, None) if probe => Way::Probe,
         (None, None) => Way::Loopback,
     };
+    let more: Vec<&Path> = peer.as_deref().into_iter().collect();
+    // A pair has two, and all of them a third for control.
+    let rings = (1 + more.len()) * (2 * usize::from(queues) + 1);
+    let ready = serve::open(&service, &more, rings, || Ok(()))?;
     // What one device sends on a pair the other receives on any: with one worker none is out of
     // reach.
     let workers = match (&way, service.common.workers) {
-        (Way::Peer, None) => service.common.workers("net", 1)?,
-        _ => service.common.workers("net", queues)?,
+        (Way::Peer, None) => ready.workers("net", 1)?,
+        _ => ready.workers("net", queues)?,
     };
     let iotlb = IotlbConfig {
         entries: iotlb_entries,
@@ -120,19 +124,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         iotlb,
     };
     let net = Net::new(options, workers).context("preparing the device")?;
-    let more: Vec<&Path> = peer.as_deref().into_iter().collect();
-    serve::run(&service, &more, Serving(net))
+    serve::run(ready, Serving(net))
 }
 
 impl Service for Serving {
     fn name(&self) -> &'static str {
         "net"
-    }
-
-    fn rings(&self) -> usize {
-        let options = self.0.options();
-        // A pair has two, and all of them a third for control.
-        options.way.ends() * (2 * usize::from(options.pairs) + 1)
     }
 
     fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {

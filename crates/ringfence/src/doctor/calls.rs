@@ -1,5 +1,6 @@
 //! What system calls are needed: io_uring, memfd; and who is in front of a back end.
 
+use ringfence_sandbox::Lack;
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -110,6 +111,24 @@ pub(super) fn memfd(calls: &Calls, tried: &Tried) -> Check {
                 ),
                 false => check.advice("Linux has it since 3.17; vm.memfd_noexec=2 may forbid it."),
             }
+        }
+    }
+}
+
+/// What services confine themselves by. They serve without it, less confined.
+pub(super) fn sandbox(tried: &Tried) -> Check {
+    let check = |state, found: &str| Check::new("sandbox", &[Purpose::VhostUser], state, found);
+    match tried.sandbox.as_deref() {
+        None => check(State::Note, "not tried"),
+        Some([]) => check(State::Ok, "Landlock and filters of system calls confine services"),
+        Some(lacks) => {
+            let lacks: Vec<String> = lacks.iter().map(Lack::to_string).collect();
+            check(State::Warning, &lacks.join("; "))
+                .remedy("A newer kernel:", ["apt-get install linux-image-amd64 && reboot"])
+                .remedy(
+                    "Landlock, where a kernel has it and was not told to use it:",
+                    ["cat /sys/kernel/security/lsm   # what there is; then boot with lsm=landlock,..."],
+                )
         }
     }
 }

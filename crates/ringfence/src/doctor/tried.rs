@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringfence_sandbox::Lack;
 use rustix::{
     fs::{Access, AtFlags, CWD, MemfdFlags, Mode, OFlags, SealFlags},
     io::Errno,
@@ -25,6 +26,8 @@ pub(super) struct Tried {
     pub(super) io_uring: Option<Result<bool, Errno>>,
     /// Memory that can be shared and sealed.
     pub(super) memfd: Option<Result<(), Errno>>,
+    /// What a service's sandbox lacks.
+    pub(super) sandbox: Option<Vec<Lack>>,
     /// What the QEMU that is found first calls itself.
     pub(super) qemu: Option<Option<String>>,
     /// Nodes in /dev, and whether this user may read and write them.
@@ -37,6 +40,7 @@ impl Tried {
         Tried {
             io_uring: Some(io_uring()),
             memfd: Some(memfd()),
+            sandbox: Some(ringfence_sandbox::lacks()),
             qemu: Some(qemu(&format!("qemu-system-{}", std::env::consts::ARCH))),
             nodes: nodes.into_iter().map(|name| (name.clone(), node(&name))).collect(),
         }

@@ -8,8 +8,8 @@ use std::{
 
 use anyhow::{Context, Result};
 use ringfence_devices::{
-    blk::{BlkBackend, BlkFigures, BlkOptions},
-    disk::{Disk, ImageOptions},
+    blk::{BlkBackend, BlkFigures, BlkOptions, make_rings},
+    disk::{Disk, Image, ImageOptions},
     iommu::Iommu,
     net::{GRACE, Net, NetOptions, Tap, Way},
     worker::Worker,
@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     blk, net,
-    serve::{Common, Connection, Page},
+    serve::{Connection, Page, Ready},
 };
 
 /// The units of devices among a worker's: the IOMMU's is the one before.
@@ -140,32 +140,65 @@ impl<'a> Plan<'a> {
         self.devices.iter().map(each).collect()
     }
 
-    /// Makes those that have a socket, in the order of the sockets. `endpoints` are all.
+    /// Opens what the devices need, in their order.
     ///
     /// # Errors
     /// An image or a tap device cannot be had.
+    pub(super) fn open(&self) -> Result<Vec<Opened>> {
+        let opened = self.devices.iter().map(|(_, wanted)| match wanted {
+            Wanted::Blk(spec) => {
+                let how = ImageOptions {
+                    read_only: spec.read_only,
+                    direct: spec.direct,
+                    wait: blk::LOCK_WAIT,
+                    hand_over: false,
+                    buffers: spec.buffers,
+                };
+                Ok(Opened::Image(Arc::new(blk::open(&spec.image, how)?)))
+            }
+            Wanted::Net(NetSpec { way: NetWay::Tap(name), place }, _) => {
+                let tap = Tap::open(name, place.queues);
+                Ok(Opened::Tap(Arc::new(tap.with_context(|| format!("the tap device {name}"))?)))
+            }
+            Wanted::Net(..) | Wanted::Idle => Ok(Opened::Nothing),
+        });
+        opened.collect()
+    }
+
+    /// Makes the io_urings of the images.
+    ///
+    /// # Errors
+    /// The kernel has no io_uring, or forbids it here.
+    pub(super) fn make_rings(&self, opened: &[Opened]) -> Result<()> {
+        for ((_, wanted), opened) in self.devices.iter().zip(opened) {
+            if let (Wanted::Blk(spec), Opened::Image(image)) = (wanted, opened) {
+                make_rings(image, spec.place.queues).context("io_uring")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes those that have a socket, in the order of the sockets, with what they have `opened`. `endpoints` are all.
+    ///
+    /// # Errors
+    /// No thread or descriptor is left.
     pub(super) fn make(
         &self,
+        opened: Vec<Opened>,
         endpoints: &[Arc<Endpoint>],
         iommu: &Arc<Iommu>,
-        common: &Common,
+        ready: &Ready,
         workers: &Arc<[Worker]>,
     ) -> Result<Vec<Device>> {
         let mut made: Vec<Device> = Vec::new();
-        for (&(address, ref wanted), endpoint) in self.devices.iter().zip(endpoints) {
+        for ((&(address, ref wanted), endpoint), opened) in
+            self.devices.iter().zip(endpoints).zip(opened)
+        {
             let unit = FIRST_UNIT + made.len() as u32;
             let endpoint = Arc::clone(endpoint);
-            let does = match (wanted, made.last()) {
-                (Wanted::Idle, _) => continue,
-                (Wanted::Blk(spec), _) => {
-                    let how = ImageOptions {
-                        read_only: spec.read_only,
-                        direct: spec.direct,
-                        wait: blk::LOCK_WAIT,
-                        hand_over: false,
-                        buffers: spec.buffers,
-                    };
-                    let disk = Disk::File(Arc::new(blk::open(&spec.image, how)?));
+            let does = match (wanted, opened, made.last()) {
+                (Wanted::Blk(spec), Opened::Image(image), _) => {
+                    let disk = Disk::File(image);
                     let id = format!("ringfence-{address}");
                     let options = BlkOptions {
                         read_only: spec.read_only,
@@ -176,20 +209,17 @@ impl<'a> Plan<'a> {
                     };
                     Does::Blk(options, spec.image.display().to_string())
                 }
-                (Wanted::Net(_, 1), Some(Device { does: Does::Net { net, .. }, .. })) => {
+                (Wanted::Idle | Wanted::Blk(_), ..) => continue,
+                (Wanted::Net(_, 1), _, Some(Device { does: Does::Net { net, .. }, .. })) => {
                     Does::Net { net: Arc::clone(net), end: 1, endpoint }
                 }
-                (Wanted::Net(spec, _), _) => {
-                    let (way, workers) = match &spec.way {
-                        NetWay::Loopback => (Way::Loopback, Arc::clone(workers)),
-                        NetWay::Tap(name) => {
-                            let tap = Tap::open(name, spec.place.queues);
-                            let tap = tap.with_context(|| format!("the tap device {name}"))?;
-                            (Way::Tap(Arc::new(tap)), Arc::clone(workers))
-                        }
+                (Wanted::Net(spec, _), opened, _) => {
+                    let (way, workers) = match (opened, &spec.way) {
+                        (Opened::Tap(tap), _) => (Way::Tap(tap), Arc::clone(workers)),
                         // What one device sends on a pair the other receives on any: with one
                         // worker none is out of reach.
-                        NetWay::Peer(_) => (Way::Peer, common.workers("peer", 1)?),
+                        (_, NetWay::Peer(_)) => (Way::Peer, ready.workers("peer", 1)?),
+                        _ => (Way::Loopback, Arc::clone(workers)),
                     };
                     let options = NetOptions {
                         name: format!("net {address}").into(),
@@ -227,6 +257,13 @@ impl<'a> Wanted<'a> {
             _ => self.place().map(|place| &*place.socket),
         }
     }
+}
+
+/// What a device has that is outside of the process.
+pub(super) enum Opened {
+    Image(Arc<Image>),
+    Tap(Arc<Tap>),
+    Nothing,
 }
 
 /// A device behind the IOMMU, as it is served.

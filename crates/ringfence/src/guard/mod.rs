@@ -159,14 +159,27 @@ fn memory(text: &str) -> Result<u64, String> {
 
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    serve::begin_log(&arguments.common);
+    serve::begin(&arguments.common)?;
     let viot_file = arguments.viot.clone().unwrap_or_else(|| {
         let mut name = arguments.iommu.clone().into_os_string();
         name.push(".viot");
         name.into()
     });
     let plan = Plan::new(&arguments)?;
-    let workers = arguments.common.workers("guard", plan.queues())?;
+    let opened = plan.open()?;
+
+    let table = viot::table(arguments.slot, &plan.addresses());
+    output::replace(&viot_file, &table)
+        .with_context(|| format!("cannot write {}", viot_file.display()))?;
+    let text = announcement(&arguments, &plan, &viot_file)?;
+    let sockets = plan.sockets();
+    let paths: Vec<&Path> = [&*arguments.iommu].into_iter().chain(sockets).collect();
+    // Of a network device each queue is a pair; the IOMMU has two.
+    let rings = 2 * usize::from(plan.queues());
+    let ready =
+        serve::open_on(&arguments.common, &paths, paths.len(), rings, || plan.make_rings(&opened))?;
+
+    let workers = ready.workers("guard", plan.queues())?;
     let shootdown = Shootdown::new(plan.views(workers.len()));
     let endpoints = plan.endpoints(&shootdown);
     let untrusted: BTreeSet<u32> = plan.untrusted().collect();
@@ -186,18 +199,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let behind = Arc::new(Endpoints::new(behind, shootdown, geometry, limits));
     let iommu =
         Iommu::new(behind, untrusted, IommuOptions { device, unit: 0 }, Arc::clone(&workers));
-    let devices = plan.make(&endpoints, &iommu, &arguments.common, &workers)?;
-
-    let table = viot::table(arguments.slot, &plan.addresses());
-    output::replace(&viot_file, &table)
-        .with_context(|| format!("cannot write {}", viot_file.display()))?;
-    let text = announcement(&arguments, &plan, &viot_file)?;
-    let sockets = plan.sockets();
-    let paths: Vec<&Path> = [&*arguments.iommu].into_iter().chain(sockets).collect();
-    // Of a network device each queue is a pair; the IOMMU has two.
-    let rings = 2 * usize::from(plan.queues());
-    let guard = Guard { iommu, devices, rings, text };
-    serve::run_on(&arguments.common, &paths, paths.len(), guard)
+    let devices = plan.make(opened, &endpoints, &iommu, &ready, &workers)?;
+    serve::run(ready, Guard { iommu, devices, text })
 }
 
 /// What is told of the machine on standard output.
@@ -237,17 +240,12 @@ struct Guard {
     iommu: Arc<Iommu>,
     /// By the number of their sockets, less one for the IOMMU's.
     devices: Vec<Device>,
-    rings: usize,
     text: String,
 }
 
 impl Service for Guard {
     fn name(&self) -> &'static str {
         "guard"
-    }
-
-    fn rings(&self) -> usize {
-        self.rings
     }
 
     fn listening(&self) -> Result<()> {

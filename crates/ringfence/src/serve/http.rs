@@ -14,7 +14,10 @@ use std::{
 };
 
 use httparse::{EMPTY_HEADER, Request, Status};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::Uid,
+};
 
 use super::socket::{self, Access};
 
@@ -76,7 +79,11 @@ impl Endpoint {
     ///
     /// # Errors
     /// It is taken, or makes no sense.
-    pub(crate) fn open(address: &Address, more: &[String]) -> io::Result<Endpoint> {
+    pub(crate) fn open(
+        address: &Address,
+        more: &[String],
+        owner: Option<Uid>,
+    ) -> io::Result<Endpoint> {
         match address {
             Address::Tcp(address) => {
                 let places: Vec<_> = address.to_socket_addrs()?.collect();
@@ -88,7 +95,7 @@ impl Endpoint {
                 Ok(Endpoint { listener: Listener::Tcp(listener), names, time_out: TIME_OUT })
             }
             Address::Unix(path) => {
-                let (listener, placed) = socket::bind(path, Access::OWN)?;
+                let (listener, placed) = socket::bind(path, Access { owner, ..Access::OWN })?;
                 let listener = Listener::Unix(listener, placed);
                 Ok(Endpoint { listener, names: None, time_out: TIME_OUT })
             }
@@ -102,6 +109,14 @@ impl Endpoint {
                 listener.local_addr().map_or_else(|_| String::new(), |at| at.to_string()),
             ),
             Listener::Unix(_, placed) => Address::Unix(placed.path().to_owned()),
+        }
+    }
+
+    /// The folder of its socket, if that is in the file system.
+    pub(crate) fn folder(&self) -> Option<BorrowedFd<'_>> {
+        match &self.listener {
+            Listener::Tcp(_) => None,
+            Listener::Unix(_, placed) => Some(placed.folder()),
         }
     }
 
@@ -325,7 +340,8 @@ mod tests {
     fn a_request_names_the_host_that_it_means() {
         let asked = |host: &str| {
             let request = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n");
-            let endpoint = Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &["vm.example".into()]);
+            let endpoint =
+                Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &["vm.example".into()], None);
             let names = endpoint.unwrap().names;
             respond(request.as_bytes(), names.as_deref(), String::new).unwrap().contains(" 200 OK")
         };
@@ -352,7 +368,7 @@ mod tests {
         let address: Address = "127.0.0.1:0".parse().unwrap();
         // Not by the time that they have.
         let time_out = Duration::from_secs(3600);
-        let endpoint = Endpoint { time_out, ..Endpoint::open(&address, &[]).unwrap() };
+        let endpoint = Endpoint { time_out, ..Endpoint::open(&address, &[], None).unwrap() };
         let Address::Tcp(at) = endpoint.address() else { unreachable!() };
         let (stop, held) = UnixStream::pair().unwrap();
         // More than the sockets hold.
@@ -377,8 +393,10 @@ mod tests {
     #[test]
     fn a_scraper_has_so_long_and_no_longer() {
         let time_out = Duration::from_millis(10);
-        let endpoint =
-            Endpoint { time_out, ..Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &[]).unwrap() };
+        let endpoint = Endpoint {
+            time_out,
+            ..Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &[], None).unwrap()
+        };
         let Address::Tcp(at) = endpoint.address() else { unreachable!() };
         let (stop, held) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {

@@ -17,6 +17,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use ringfence_sandbox as sandbox;
 use tracing::{
     Event, Level, Metadata, Subscriber,
     field::{Field, Visit},
@@ -43,6 +44,8 @@ static LIMITS: Mutex<Limits> = Mutex::new(Limits::new());
 /// Peers have a part in what is said.
 static LIMITED: AtomicBool = AtomicBool::new(false);
 static WRITER: OnceLock<SyncSender<Entry>> = OnceLock::new();
+/// What there is to write, until a thread does.
+static UNWRITTEN: Mutex<Option<Receiver<Entry>>> = Mutex::new(None);
 
 enum Entry {
     Line(String),
@@ -50,15 +53,25 @@ enum Entry {
     Written(SyncSender<()>),
 }
 
-/// Has everything down to `level` said from now on; the first call decides.
+/// Has everything down to `level` said from now on, and written once there is [a thread](start) for that; the first call
+/// decides.
 pub(crate) fn begin(level: LevelFilter) {
     let (sender, entries) = mpsc::sync_channel(ROOM);
     if WRITER.set(sender).is_ok() {
-        let named = thread::Builder::new().name("log".into());
-        // Without a thread nothing is said: there will hardly be one to serve with either.
-        let _ = named.spawn(move || write(&entries, &mut std::io::stderr()));
+        *UNWRITTEN.lock() = Some(entries);
         let _ = tracing::subscriber::set_global_default(Lines { level, begun: Instant::now() });
     }
+}
+
+/// Starts the thread that writes.
+pub(crate) fn start() {
+    let Some(entries) = UNWRITTEN.lock().take() else { return };
+    let named = thread::Builder::new().name("log".into());
+    // Without a thread nothing is said: there will hardly be one to serve with either.
+    let _ = named.spawn(move || {
+        sandbox::confine(sandbox::Role::Log);
+        write(&entries, &mut std::io::stderr());
+    });
 }
 
 /// From now on there may be only so many lines of each kind: peers can connect.
@@ -80,6 +93,10 @@ pub(crate) fn end() {
             say(format!("{text}{count} lines were left out: there were too many\n"));
         }
     }
+    // A service that has not begun, or only its first thread, has none to write.
+    if let Some(entries) = UNWRITTEN.try_lock().and_then(|mut unwritten| unwritten.take()) {
+        return write(entries.try_iter(), &mut std::io::stderr());
+    }
     let (sender, written) = mpsc::sync_channel(1);
     if let Some(writer) = WRITER.get()
         && writer.try_send(Entry::Written(sender)).is_ok()
@@ -89,7 +106,7 @@ pub(crate) fn end() {
 }
 
 /// Writes what comes, until nothing can come any more.
-fn write(entries: &Receiver<Entry>, to: &mut impl Write) {
+fn write(entries: impl IntoIterator<Item = Entry>, to: &mut impl Write) {
     for entry in entries {
         match entry {
             // In one call, so that lines of several processes stay whole. That nobody reads them cannot

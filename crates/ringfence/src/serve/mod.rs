@@ -1,9 +1,11 @@
 //! The frame of a vhost-user service: its sockets, one front end after the other, figures, logs,
 //! and an orderly end.
 
+mod confine;
 mod fault;
 mod http;
 mod log;
+mod manager;
 mod page;
 mod socket;
 
@@ -27,21 +29,25 @@ use anyhow::{Context, Result};
 use clap::Args;
 use parking_lot::Mutex;
 use ringfence_devices::{
+    notifier,
     peer::Peer,
     tally::IotlbTotals,
     worker::{Notify, Worker},
 };
+use ringfence_sandbox::{Refusals, Role};
 use ringfence_vhost_user::{Closer, Handler, PeerFd, ServeError, Server, Shutdown};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::Gid,
 };
-use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::{error, info, level_filters::LevelFilter, warn};
 
+use self::{
+    manager::Manager,
+    socket::{Access, Listener},
+};
 pub(crate) use page::{Kind, Page};
-use socket::{Access, Listener};
 
 /// How long the service may take to end: longer than each of its parts waits for anything.
 const LAST: Duration = Duration::from_secs(5);
@@ -58,10 +64,12 @@ const SILENT: usize = 16;
 /// since a table takes the place of another while both are mapped.
 const MAPPED: u64 = 1 << 46;
 
-/// How many descriptors a ring takes: its kick, its call, its error event, its io_uring, and two of a worker's.
-const OF_A_RING: usize = 6;
-/// How many a socket takes beside its rings: itself, its connection, channels, logs, and those that are silent.
-const OF_A_SOCKET: usize = 8 + SILENT;
+/// How many descriptors a ring takes: its kick, io_urings for its call and its error event, two of its image with a
+/// duplicate, and two of a worker's.
+const OF_A_RING: usize = 8;
+/// How many a socket takes beside its rings: itself, its connection, channels, logs, those that are silent, and
+/// io_urings of rings that its front ends have left behind.
+const OF_A_SOCKET: usize = 8 + SILENT + 17;
 /// How many more while its front end sends such as take long to close: those that wait, and those of one message.
 const OF_A_HOSTILE: usize = 64 + 253;
 /// How many there are beside: streams, images, signals, scrapers.
@@ -105,6 +113,9 @@ pub(crate) struct Common {
     #[arg(long, value_name = "NAME", requires = "metrics")]
     metrics_host: Vec<String>,
 
+    #[command(flatten)]
+    confine: confine::Confinement,
+
     /// How many threads move data, at most [default: one a queue, no more than CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) workers: Option<u16>,
@@ -145,20 +156,7 @@ impl Common {
         let group = self.socket_group;
         let mode =
             self.socket_mode.unwrap_or(if group.is_some() { 0o660 } else { Access::OWN.mode });
-        Access { mode, group }
-    }
-
-    /// Threads for a device of that many queues: no more than have something to do.
-    ///
-    /// # Errors
-    /// No thread is left.
-    pub(crate) fn workers(&self, name: &str, queues: u16) -> Result<Arc<[Worker]>> {
-        let cpus = thread::available_parallelism().map_or(1, |cpus| cpus.get());
-        let most = self.workers.map_or(cpus, usize::from);
-        (0..most.min(queues.into()).max(1))
-            .map(|at| Worker::spawn(&format!("{name}-{at}"), self.notify))
-            .collect::<io::Result<_>>()
-            .context("starting a worker")
+        Access { mode, owner: self.confine.user(), group }
     }
 }
 
@@ -196,9 +194,6 @@ pub(crate) trait Service: Send + Sync {
     /// The service's name in messages.
     fn name(&self) -> &'static str;
 
-    /// How many rings its devices have, all together.
-    fn rings(&self) -> usize;
-
     /// All sockets are listened on.
     ///
     /// # Errors
@@ -224,9 +219,17 @@ pub(crate) trait Service: Send + Sync {
     fn figures(&self, page: &mut Page);
 }
 
-/// Says from now on what `--log` asks for. To be called before anything is made that may speak.
-pub(crate) fn begin_log(common: &Common) {
+/// Says from now on what `--log` asks for, and has as many descriptors as the system allows. To be called before
+/// anything is made.
+///
+/// # Errors
+/// Wrong usage.
+pub(crate) fn begin(common: &Common) -> Result<()> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     log::begin(common.log);
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    common.confine.check()
 }
 
 /// Has what was said written, before the process ends.
@@ -237,6 +240,7 @@ pub(crate) fn end_log() {
 /// The log of a process that serves another of this command.
 pub(crate) fn begin_quiet_log() {
     log::begin(LevelFilter::WARN);
+    log::start();
 }
 
 /// What the frame has for each socket.
@@ -273,6 +277,7 @@ impl Front {
 
 struct Frame<S> {
     service: S,
+    manager: Manager,
     /// The users that may connect; none: whom the sockets let.
     users: Vec<u32>,
     begun: Instant,
@@ -281,46 +286,98 @@ struct Frame<S> {
     stopping: AtomicBool,
 }
 
-/// Serves on `--socket`, which has the number 0, and `more`, as [`run_on`] does.
-///
-/// # Errors
-/// As [`run_on`].
-pub(crate) fn run<S: Service>(options: &Options, more: &[&Path], service: S) -> Result<ExitCode> {
-    let own = options.socket.as_deref();
-    let paths: Vec<&Path> = own.into_iter().chain(more.iter().copied()).collect();
-    run_on(&options.common, &paths, 1 + more.len(), service)
+/// What the frame needs is open, and the sandbox is entered, unless there is none: threads can be started.
+pub(crate) struct Ready {
+    listeners: Vec<Listener>,
+    endpoint: Option<http::Endpoint>,
+    signals: UnixStream,
+    /// Hung up in the end, so that all who wait see it.
+    stop: (UnixStream, UnixStream),
+    manager: Manager,
+    users: Vec<u32>,
+    /// How many workers there may be, and how they wait.
+    workers: usize,
+    notify: Notify,
 }
 
-/// Listens on the sockets at `paths`, or on `count` that the service manager has opened, and serves
-/// until SIGTERM or SIGINT. What is under way then is finished and answered; a second signal ends the
-/// process at once.
+impl Ready {
+    /// Threads for a device of that many queues: no more than have something to do.
+    ///
+    /// # Errors
+    /// No thread is left.
+    pub(crate) fn workers(&self, name: &str, queues: u16) -> Result<Arc<[Worker]>> {
+        (0..self.workers.min(queues.into()).max(1))
+            .map(|at| Worker::spawn(&format!("{name}-{at}"), self.notify))
+            .collect::<io::Result<_>>()
+            .context("starting a worker")
+    }
+}
+
+/// Makes ready to serve on `--socket`, which has the number 0, and `more`, as [`open_on`] does.
 ///
 /// # Errors
-/// Wrong usage; a socket or the endpoint of the figures cannot be had; I/O does not end.
-pub(crate) fn run_on<S: Service>(
+/// As [`open_on`].
+pub(crate) fn open(
+    options: &Options,
+    more: &[&Path],
+    rings: usize,
+    make: impl FnOnce() -> Result<()>,
+) -> Result<Ready> {
+    let own = options.socket.as_deref();
+    let paths: Vec<&Path> = own.into_iter().chain(more.iter().copied()).collect();
+    open_on(&options.common, &paths, 1 + more.len(), rings, make)
+}
+
+/// Listens on the sockets at `paths`, or on `count` that the service manager has opened, and gives up to open anything
+/// more. What the service itself needs is open already, and no thread runs. Its devices have so many `rings`, all
+/// together; `make` makes the io_urings that they take.
+///
+/// # Errors
+/// Wrong usage; a socket or the endpoint of the figures cannot be had; the sandbox cannot be entered.
+pub(crate) fn open_on(
     common: &Common,
     paths: &[&Path],
     count: usize,
-    service: S,
-) -> Result<ExitCode> {
+    rings: usize,
+    make: impl FnOnce() -> Result<()>,
+) -> Result<Ready> {
     fault::end_process_on_panic();
-    more_descriptors(service.rings(), count)?;
+    enough_descriptors(rings, count)?;
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     let listeners = socket::open(paths, count, common.access())?;
     let endpoint = match &common.metrics {
         Some(address) => Some(
-            http::Endpoint::open(address, &common.metrics_host)
+            http::Endpoint::open(address, &common.metrics_host, common.confine.user())
                 .with_context(|| format!("cannot serve figures at {address}"))?,
         ),
         None => None,
     };
     let signals = signals().context("preparing for signals")?;
-    // Hung up in the end, so that all who wait see it.
-    let (stop, running) = UnixStream::pair().context("preparing for the end")?;
+    let stop = UnixStream::pair().context("preparing for the end")?;
+    let manager = Manager::of_this_process();
+    let cpus = || thread::available_parallelism().map_or(1, |cpus| cpus.get());
+    let workers = common.workers.map_or_else(cpus, usize::from);
+    // Two a ring, and one of each socket that takes the place of another.
+    notifier::make_ahead(2 * rings + count)?;
+    make()?;
+    let removes = listeners.iter().filter_map(Listener::folder);
+    let removes = removes.chain(endpoint.iter().filter_map(http::Endpoint::folder)).collect();
+    common.confine.enter(removes)?;
+    log::start();
+    let (users, notify) = (common.allow_uid.clone(), common.notify);
+    Ok(Ready { listeners, endpoint, signals, stop, manager, users, workers, notify })
+}
+
+/// Serves until SIGTERM or SIGINT. What is under way then is finished and answered; a second signal ends the process at
+/// once.
+///
+/// # Errors
+/// I/O does not end.
+pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
+    let Ready { listeners, endpoint, signals, stop: (stop, running), manager, users, .. } = ready;
     let fronts = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
-    let stopping = AtomicBool::new(false);
-    let users = common.allow_uid.clone();
-    let frame = Frame { service, users, begun: Instant::now(), listeners, fronts, stopping };
+    let (begun, stopping) = (Instant::now(), AtomicBool::new(false));
+    let frame = Frame { service, manager, users, begun, listeners, fronts, stopping };
     let name = frame.service.name();
     for listener in &frame.listeners {
         info!("{name}: listening on {}", listener.name);
@@ -330,23 +387,29 @@ pub(crate) fn run_on<S: Service>(
     }
     frame.service.listening()?;
     log::limit();
-    tell(&[NotifyState::Ready, NotifyState::Status("waiting for a front end")]);
+    frame.manager.is_ready("READY=1\nSTATUS=waiting for a front end");
 
+    let named = |name: &str| thread::Builder::new().name(name.to_owned());
     thread::scope(|scope| {
         for at in 0..frame.listeners.len() {
             let (frame, stop) = (&frame, stop.as_fd());
-            scope.spawn(move || frame.accept(at, stop));
+            let accept = move || {
+                ringfence_sandbox::confine(Role::Front);
+                frame.accept(at, stop);
+            };
+            named("front").spawn_scoped(scope, accept).expect("a thread for a socket");
         }
         if let Some(endpoint) = &endpoint {
             let (frame, stop) = (&frame, stop.as_fd());
-            scope.spawn(move || endpoint.serve(stop, || frame.page()));
+            let serve = move || {
+                ringfence_sandbox::confine(Role::Figures);
+                endpoint.serve(stop, || frame.page());
+            };
+            named("figures").spawn_scoped(scope, serve).expect("a thread for figures");
         }
-        let mut fds = [PollFd::new(&signals, PollFlags::IN)];
-        while fds[0].revents().is_empty() {
-            let _ = poll(&mut fds, None);
-        }
+        wait_for(&signals);
         info!("{name}: ending");
-        tell(&[NotifyState::Stopping]);
+        frame.manager.say("STOPPING=1");
         // Not of the scope, which would wait for it.
         thread::spawn(move || {
             thread::sleep(LAST);
@@ -375,14 +438,12 @@ pub(crate) fn run_on<S: Service>(
     Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Has as many descriptors as the system allows: each ring and each file that a front end sends takes some.
+/// Looks whether the process may have the descriptors that it takes: some for each ring, and for what front ends send.
 ///
 /// # Errors
 /// There are too few for all rings: it is better said now than by the last of them.
-fn more_descriptors(rings: usize, sockets: usize) -> Result<()> {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+fn enough_descriptors(rings: usize, sockets: usize) -> Result<()> {
+    use rustix::process::{Resource, getrlimit};
     let least = OF_ITS_OWN + sockets * OF_A_SOCKET + rings * OF_A_RING;
     let most = least + sockets * OF_A_HOSTILE;
     let there = match getrlimit(Resource::Nofile).current {
@@ -418,10 +479,23 @@ fn signals() -> io::Result<UnixStream> {
     Ok(read)
 }
 
-/// Tells the service manager, if there is one.
-fn tell(states: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(states) {
-        warn!("the service manager cannot be told: {error}");
+/// Waits for a signal. What the sandbox refuses meanwhile is said.
+fn wait_for(signals: &UnixStream) {
+    loop {
+        let refused = Refusals.fd();
+        let all = [Some(signals.as_fd()), refused];
+        let all = all.iter().flatten();
+        let mut fds: Vec<_> = all.map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        let _ = poll(&mut fds, None);
+        if !fds[0].revents().is_empty() {
+            return;
+        }
+        if let Some((count, last)) = Refusals.take() {
+            error!(
+                "the sandbox has refused {count} times, at last {last}: this program has a fault, or what a peer \
+                 sends has taken it over"
+            );
+        }
     }
 }
 
@@ -497,7 +571,7 @@ impl<S: Service> Frame<S> {
         let (front, name) = (&self.fronts[at], &self.listeners[at].name);
         front.connections.fetch_add(1, Ordering::Relaxed);
         info!(source = %name, "a front end has connected");
-        tell(&[NotifyState::Status("serving a front end")]);
+        self.manager.say("STATUS=serving a front end");
         let ended = self.converse(front, at, stream);
         *front.now.lock() = None;
         match ended {
@@ -507,7 +581,7 @@ impl<S: Service> Frame<S> {
                 warn!(source = %name, "connection ended: {}", crate::explain(&why));
             }
         }
-        tell(&[NotifyState::Status("waiting for a front end")]);
+        self.manager.say("STATUS=waiting for a front end");
     }
 
     fn converse(&self, front: &Front, at: usize, stream: PeerFd) -> Result<()> {
@@ -580,6 +654,9 @@ impl<S: Service> Frame<S> {
         page.many(Kind::Gauge, "mapped_bytes", "Of the front end's files.", "socket", mapped);
         let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
         page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_said());
+        let help = "System calls that the sandbox has refused.";
+        let refused = ringfence_sandbox::refusals();
+        page.one(Kind::Counter, "sandbox_refusals_total", help, refused);
         self.service.figures(&mut page);
         page.into_text()
     }

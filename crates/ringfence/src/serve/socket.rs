@@ -3,7 +3,7 @@
 use std::{
     io,
     os::{
-        fd::OwnedFd,
+        fd::{BorrowedFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use ringfence_devices::path::Place;
 use ringfence_lab::run::Usage;
 use rustix::{
-    fs::{AtFlags, FileType, Gid, Mode, Stat, chownat, unlinkat},
+    fs::{AtFlags, FileType, Gid, Mode, Stat, Uid, chownat, statat, unlinkat},
     net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
     process::{geteuid, umask},
 };
@@ -33,10 +33,17 @@ impl Placed {
         &self.path
     }
 
+    /// The folder that it is in.
+    pub(super) fn folder(&self) -> BorrowedFd<'_> {
+        self.place.folder()
+    }
+
     /// Takes it out of the file system, if it is still ours.
     fn remove(&self) {
-        if self.place.look().is_ok_and(|(_, about)| identity(&about) == self.file) {
-            let _ = unlinkat(self.place.folder(), self.place.name(), AtFlags::empty());
+        let (folder, name) = (self.place.folder(), self.place.name());
+        let about = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
+        if about.is_ok_and(|about| identity(&about) == self.file) {
+            let _ = unlinkat(folder, name, AtFlags::empty());
         }
     }
 }
@@ -60,13 +67,15 @@ fn is_socket(about: &Stat) -> bool {
 pub(crate) struct Access {
     /// Its permission bits.
     pub(crate) mode: u32,
+    /// Its owner, unless that is the process's user.
+    pub(crate) owner: Option<Uid>,
     /// Its group, unless that is the process's.
     pub(crate) group: Option<Gid>,
 }
 
 impl Access {
     /// This user alone.
-    pub(crate) const OWN: Access = Access { mode: 0o600, group: None };
+    pub(crate) const OWN: Access = Access { mode: 0o600, owner: None, group: None };
 }
 
 /// Listens at `path`. A socket that nobody listens on any more is replaced.
@@ -106,8 +115,8 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
     }
     let placed = Placed { path: path.to_owned(), place, file: identity(&about) };
     // Nobody can connect before it listens.
-    if access.group.is_some() {
-        chownat(&file, "", None, access.group, AtFlags::EMPTY_PATH)?;
+    if access.owner.is_some() || access.group.is_some() {
+        chownat(&file, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
     }
     net::listen(&socket, 16)?;
     Ok((UnixListener::from(socket), placed))
@@ -137,6 +146,11 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
+    /// The folder that it is in, if the service has put it there.
+    pub(super) fn folder(&self) -> Option<BorrowedFd<'_>> {
+        self.placed.as_ref().map(Placed::folder)
+    }
+
     /// The service ends: nobody finds the socket any more.
     pub(super) fn remove(&self) {
         if let Some(placed) = &self.placed {
@@ -189,11 +203,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         drop(UnixListener::bind(&path).unwrap());
-        let (listener, placed) = bind(&path, Access { mode: 0o640, group: None }).unwrap();
+        let (listener, placed) = bind(&path, Access { mode: 0o640, ..Access::OWN }).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
         // More than the umask would leave.
         let all = folder.path().join("all");
-        let _kept = bind(&all, Access { mode: 0o777, group: None }).unwrap();
+        let _kept = bind(&all, Access { mode: 0o777, ..Access::OWN }).unwrap();
         assert_eq!(fs::metadata(&all).unwrap().mode() & 0o777, 0o777);
         assert_eq!(bind(&path, Access::OWN).err().unwrap().kind(), io::ErrorKind::AddrInUse);
         drop((listener, placed));

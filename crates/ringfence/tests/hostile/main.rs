@@ -21,4 +21,5 @@ mod messages;
 mod rings;
 mod sequences;
 mod service;
+mod taken;
 mod wire;
