@@ -5,6 +5,7 @@ mod common;
 
 use std::{
     array,
+    panic::{self, AssertUnwindSafe},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
@@ -47,6 +48,8 @@ struct World {
     /// How often the guest was attached, counted before; and which attachment has ended.
     tenure: AtomicU64,
     ended: AtomicU64,
+    /// How often each device's thread has looked at all.
+    turns: [AtomicU64; 2],
     over: AtomicBool,
 }
 
@@ -78,9 +81,23 @@ impl World {
         }
     }
 
+    /// Waits until each device's thread has looked at all again: on a busy machine it might not run at all while
+    /// something is mapped.
+    fn await_devices(&self) {
+        let before = [0, 1].map(|at| self.turns[at].load(SeqCst));
+        let looks = |at: usize| self.turns[at].load(SeqCst) > before[at] + 1;
+        while !(looks(0) && looks(1)) && !self.over.load(SeqCst) {
+            thread::yield_now();
+        }
+    }
+
     /// A request queue: batches of MAPs, then of UNMAPs, in its own domain and in the shared one.
     fn queue(&self, number: usize) {
         let mut session = Session::new();
+        // The third queue has begun.
+        while self.ended.load(SeqCst) < 8 && !self.over.load(SeqCst) {
+            thread::yield_now();
+        }
         for batch in 0..BATCHES {
             let mut held = vec![];
             for n in 0..BATCH {
@@ -91,6 +108,9 @@ impl World {
                 let map = Request::Map { domain, range: at, phys: id << 12, flags };
                 assert_eq!(self.send(&mut session, map), 0, "{map:x?}");
                 held.push((domain, at, id));
+            }
+            if batch % 8 == 0 {
+                self.await_devices();
             }
             thread::yield_now();
             for &(domain, range, _) in &held {
@@ -111,6 +131,9 @@ impl World {
             let domain = [OWN[0].0, SHARED.0, OWN[1].0, 4][rounds as usize % 4];
             self.attach(&mut session, (domain, GUEST));
             self.answered(&mut session);
+            if rounds <= 8 {
+                self.await_devices();
+            }
             thread::yield_now();
             let detach = Request::Detach { domain, endpoint: GUEST };
             assert_eq!(self.send(&mut session, detach), 0);
@@ -126,7 +149,7 @@ impl World {
     }
 
     /// A device's thread: it keeps what it found until it is told, and believes it until then.
-    fn accesses(&self) -> [u64; 2] {
+    fn accesses(&self, number: usize) -> [u64; 2] {
         let mut reader = self.endpoints.shootdown.reader().expect("a free reader");
         let domains = [OWN[0], OWN[1], SHARED].map(|(_, endpoint)| self.domain_of(endpoint));
         let domains = domains.map(|domain| domain.expect("attached throughout"));
@@ -163,6 +186,7 @@ impl World {
                     hits[0] += 1;
                 }
             }
+            self.turns[number].fetch_add(1, SeqCst);
             // A quiet point. One that lasts: nobody waits for a thread that does not run.
             reader.offline();
             thread::yield_now();
@@ -206,20 +230,28 @@ fn nothing_is_reached_after_its_unmap_or_its_detach_was_answered() {
         next: AtomicU64::new(1),
         tenure: AtomicU64::new(0),
         ended: AtomicU64::new(0),
+        turns: [0, 0].map(AtomicU64::new),
         over: AtomicBool::new(false),
     };
     OWN.into_iter().chain([SHARED]).for_each(|to| world.attach(&mut session, to));
     world.answered(&mut session);
     let (rounds, hits) = thread::scope(|scope| {
         let world = &world;
-        let devices = [(); 2].map(|()| scope.spawn(|| world.accesses()));
-        let churn = scope.spawn(|| world.churn());
+        let devices = [0, 1].map(|number| scope.spawn(move || world.accesses(number)));
+        let churn = scope.spawn(|| {
+            let rounds = panic::catch_unwind(AssertUnwindSafe(|| world.churn()));
+            // Nobody is to wait for it in vain.
+            rounds.inspect_err(|_| world.over.store(true, SeqCst))
+        });
         let queues = [0, 1].map(|number| scope.spawn(move || world.queue(number)));
         let queues = queues.map(|queue| queue.join());
         // However they ended: the others wait for it.
         world.over.store(true, SeqCst);
         queues.into_iter().for_each(|queue| queue.expect("a queue"));
-        (churn.join().expect("a queue"), devices.map(|device| device.join().expect("a device")))
+        (
+            churn.join().expect("it was caught").expect("a queue"),
+            devices.map(|device| device.join().expect("a device")),
+        )
     });
     assert_eq!(world.next.load(SeqCst), ids);
     assert_eq!(world.device.domains(), 3);
