@@ -4,6 +4,8 @@
 
 #![no_main]
 
+mod threads;
+
 use std::{
     io::Write,
     os::{fd::AsFd, unix::net::UnixStream},
@@ -71,7 +73,9 @@ impl Handler for Device {
     }
 }
 
-fuzz_target!(|data: &[u8]| {
+fuzz_target!(|data: &[u8]| threads::await_end(|| run(data)));
+
+fn run(data: &[u8]) {
     let Some((&questions, answers)) = data.split_first() else { return };
     let (front, back) = UnixStream::pair().expect("a socket pair");
     let (mut ours, theirs) = UnixStream::pair().expect("a socket pair");
@@ -98,4 +102,4 @@ fuzz_target!(|data: &[u8]| {
     }
     drop(front);
     served.join().expect("the back end lives");
-});
+}

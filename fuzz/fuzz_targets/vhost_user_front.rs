@@ -4,13 +4,17 @@
 
 #![no_main]
 
+mod threads;
+
 use std::{io::Write, os::unix::net::UnixStream, time::Duration};
 
 use libfuzzer_sys::fuzz_target;
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{Frontend, FrontendChannel, FrontendError, Iotlb, ProtocolFeatures};
 
-fuzz_target!(|data: &[u8]| {
+fuzz_target!(|data: &[u8]| threads::await_end(|| run(data)));
+
+fn run(data: &[u8]) {
     let Some((&cut, rest)) = data.split_first() else { return };
     let rest = &rest[..rest.len().min(8192)];
     let (channel, answers) = rest.split_at(usize::from(cut).min(rest.len()));
@@ -46,4 +50,4 @@ fuzz_target!(|data: &[u8]| {
     if let Err(FrontendError::Wire(_)) = result {
         assert!(matches!(front.features(), Err(FrontendError::Closed)));
     }
-});
+}
