@@ -52,6 +52,10 @@ pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder.join("fuzz_targets"))? {
         let path = entry?.path();
+        // A folder is what targets share.
+        if path.is_dir() {
+            continue;
+        }
         let name = path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
         if only.is_none_or(|only| name.contains(only)) {
             names.push(name.to_owned());
