@@ -252,7 +252,8 @@ impl<H: Handler> Server<H> {
 
     /// Serves until the front end hangs up or [`Shutdown`] is used (`Ok`), or the connection must
     /// end for another reason. All rings are stopped, and the connection is closed, when it
-    /// returns.
+    /// returns. A request that has no answer may not be carried out if the front end hangs up behind it
+    /// while its [`Closer`](crate::Closer) is full.
     ///
     /// # Errors
     /// See [`ServeError`].

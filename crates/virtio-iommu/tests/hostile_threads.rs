@@ -86,7 +86,7 @@ impl World {
     fn await_devices(&self) {
         let before = [0, 1].map(|at| self.turns[at].load(SeqCst));
         let looks = |at: usize| self.turns[at].load(SeqCst) > before[at] + 1;
-        while !(looks(0) && looks(1)) && !self.over.load(SeqCst) {
+        while !(self.over.load(SeqCst) || looks(0) && looks(1)) {
             thread::yield_now();
         }
     }
