@@ -46,6 +46,8 @@ pub(crate) struct RingStart {
     /// Whether it may work at once.
     pub(crate) enabled: bool,
     pub(crate) log: RingLog,
+    /// It goes on at the used index, where a process has left it that is dead; the configuration's base says nothing.
+    pub(crate) at_used: bool,
 }
 
 impl FrontEnd {
@@ -100,13 +102,18 @@ impl FrontEnd {
             event_idx: self.has(F_EVENT_IDX),
             indirect: self.has(F_INDIRECT_DESC),
             packed: self.has(F_RING_PACKED),
-            base,
+            base: base.unwrap_or(device::Config::start(self.has(F_RING_PACKED))),
         };
         let kick = kick.map(Kick::from);
         let (call, err) = (self.calls.get(&ring).cloned(), self.errs.get(&ring).cloned());
         let translated = self.has(F_ACCESS_PLATFORM);
         let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);
-        RingStart { config, events: Events { kick, call, err }, enabled, log }
+        let at_used = base.is_none();
+        if let Some(call) = call.as_ref().filter(|_| at_used) {
+            // Of what was given back last the driver may not have been told.
+            call.notify();
+        }
+        RingStart { config, events: Events { kick, call, err }, enabled, log, at_used }
     }
 
     /// Keeps where writes are marked, for rings that start later.

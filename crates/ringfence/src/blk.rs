@@ -52,7 +52,7 @@ pub(crate) struct Arguments {
     /// The image is locked only while a guest uses it, so that the guest can move to another
     /// process that serves it
     #[arg(long)]
-    hand_over: bool,
+    share_image: bool,
 
     /// Past the page cache, where a request is aligned for that
     #[arg(long)]
@@ -117,17 +117,17 @@ pub(crate) fn open(path: &Path, how: ImageOptions) -> Result<Image> {
 
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let Arguments { service, image: path, read_only, direct, hand_over, queues, .. } = &arguments;
-    serve::begin(&service.common)?;
+    let Arguments { service, image: path, read_only, direct, share_image, queues, .. } = &arguments;
+    let begun = serve::begin(&service.common, "blk", 1)?;
     let how = ImageOptions {
         read_only: *read_only,
         direct: *direct,
         wait: LOCK_WAIT,
-        hand_over: *hand_over,
+        hand_over: *share_image,
         buffers: arguments.disk_buffers,
     };
     let image = open(path, how)?;
-    let ready = serve::open(service, &[], usize::from(*queues), || {
+    let ready = serve::open(begun, service, &[], usize::from(*queues), || {
         make_rings(&image, *queues).context("io_uring")
     })?;
     let workers = ready.workers("blk", *queues)?;

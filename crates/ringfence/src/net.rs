@@ -91,7 +91,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         iotlb_entries,
         iotlb_patience_ms,
     } = arguments;
-    serve::begin(&service.common)?;
+    let begun = serve::begin(&service.common, "net", 1 + usize::from(peer.is_some()))?;
     let way = match (&tap, &peer) {
         (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
         (None, Some(_)) => Way::Peer,
@@ -101,7 +101,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let more: Vec<&Path> = peer.as_deref().into_iter().collect();
     // A pair has two, and all of them a third for control.
     let rings = (1 + more.len()) * (2 * usize::from(queues) + 1);
-    let ready = serve::open(&service, &more, rings, || Ok(()))?;
+    let ready = serve::open(begun, &service, &more, rings, || Ok(()))?;
     // What one device sends on a pair the other receives on any: with one worker none is out of
     // reach.
     let workers = match (&way, service.common.workers) {

@@ -16,8 +16,11 @@ pub struct RingSetup {
     /// ACCESS_PLATFORM was negotiated.
     pub addresses: RingAddresses,
     /// The index of the first entry of the available ring to look at (split rings), or the packed
-    /// ring's two positions with their wrap bits, each below its size.
-    pub base: u32,
+    /// ring's two positions with their wrap bits, each below its size. `None`: a device that has ended without
+    /// saying where it stood ran the ring ([`Server::resume`](crate::Server::resume)). What it took and did not
+    /// give back is to be taken again, and the driver is to be told once: what was given back last it may not have
+    /// been told of.
+    pub base: Option<u32>,
     /// The eventfd that the driver notifies the device with; `None`: the device must poll. Reading it may
     /// block: the front end has its flags too (RWF_NOWAIT does not look at them).
     pub kick: Option<PeerFd>,
@@ -53,6 +56,12 @@ pub trait Handler {
 
     /// How many rings the device has.
     fn queues(&self) -> u16;
+
+    /// Whether another process can [go on](crate::Keeper) with what was settled on: not if answers of the front
+    /// end's may be under way to the device.
+    fn can_be_resumed(&self) -> bool {
+        true
+    }
 
     /// The largest ring that the device takes.
     fn max_ring_size(&self) -> u16 {

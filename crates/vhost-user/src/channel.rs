@@ -39,13 +39,15 @@ pub(crate) struct Channel {
     stream: Arc<PeerFd>,
     /// How long a peer may take to finish a message that it began, to take one, or to answer.
     patience: Duration,
+    /// Another process goes on with it.
+    left: bool,
 }
 
 impl Channel {
     pub(crate) fn new(stream: PeerFd, patience: Duration) -> Channel {
         // An urgent byte is one as any other: out of the line it would be there to be read and be none.
         let _ = sockopt::set_socket_oobinline(&stream, true);
-        Channel { stream: Arc::new(stream), patience }
+        Channel { stream: Arc::new(stream), patience, left: false }
     }
 
     pub(crate) fn set_patience(&mut self, patience: Duration) {
@@ -249,6 +251,11 @@ impl Channel {
         }
     }
 
+    /// Leaves the connection to another process: it does not end when this is dropped.
+    pub(crate) fn leave(&mut self) {
+        self.left = true;
+    }
+
     /// Ends the connection, for both ends.
     pub(crate) fn close(&self) {
         // It fails only if it is closed already.
@@ -259,7 +266,9 @@ impl Channel {
 /// The peer sees the end at once, however long it takes to close the socket.
 impl Drop for Channel {
     fn drop(&mut self) {
-        self.close();
+        if !self.left {
+            self.close();
+        }
     }
 }
 

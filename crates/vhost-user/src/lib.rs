@@ -12,6 +12,7 @@
 //!   asks: for translations that it lacks, above all.
 //! - [`PeerFd`] and [`Closer`]: what a peer has sent, closed where that holds up nobody.
 //! - [`InflightRegion`]: what a back end has taken and not completed, so that another can go on.
+//! - [`Keeper`]: is told what another process needs to go on with a connection.
 //!
 //! Rings are stopped and disabled at first, start with SET_VRING_KICK and stop with GET_VRING_BASE
 //! (rule D28); the [`Server`] keeps that state, so that a [`Handler`] is never asked to start what
@@ -34,6 +35,7 @@ mod frontend_channel;
 mod inbox;
 mod inflight;
 mod iotlb;
+mod keeper;
 pub mod msg;
 mod peer_fd;
 mod server;
@@ -48,6 +50,7 @@ pub use inflight::{
     InflightError, InflightRegion, PackedBuffer, PackedDescriptor, PackedInflight, SplitInflight,
 };
 pub use iotlb::{BadIotlb, Iotlb, IotlbWire};
+pub use keeper::{ConnectionState, Keeper, ResumeError, SavedConnection};
 pub use msg::{ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES};
 pub use msg::{ProtocolFeatures, RingAddresses};
 pub use peer_fd::PeerFd;

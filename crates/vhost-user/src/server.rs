@@ -1,16 +1,19 @@
 //! The back end: serves one connection, and keeps the state of the rings straight.
 
 mod answers;
+mod kept;
 mod requests;
 mod rings;
 
 use crate::{
-    Handler, HandlerError, Iotlb, IotlbWire, PeerFd, ProtocolFeatures, RingAddresses, WireError,
+    Handler, HandlerError, Iotlb, IotlbWire, PeerFd, ProtocolFeatures, RingAddresses,
+    SavedConnection, WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{self, Header, Request},
 };
 use answers::Answers;
+use kept::Kept;
 use ringfence_mem::{DirtyLog, Memory};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -61,6 +64,12 @@ pub enum ServeError {
         /// Why.
         why: HandlerError,
     },
+    /// What another process has kept of the connection cannot be had here.
+    #[error("the connection cannot go on here: {why}")]
+    NotResumed {
+        /// Why.
+        why: HandlerError,
+    },
 }
 
 /// What came of a request.
@@ -103,6 +112,8 @@ struct Ring {
     base: u32,
     running: bool,
     enabled: bool,
+    /// It is to go on where a process has left it that is dead: the base says nothing.
+    lost: bool,
 }
 
 /// Serves one connection: checks every message against the protocol and the state of the
@@ -139,6 +150,12 @@ pub struct Server<H> {
     /// Those that came together, and what came of them: empty, but for their memory.
     together: Vec<Iotlb>,
     outcomes: Vec<Result<(), HandlerError>>,
+    /// For another process, if it is to be able to go on.
+    kept: Option<Kept>,
+    /// What is to be done again first.
+    saved: Option<SavedConnection>,
+    /// It is left to another process.
+    left: bool,
 }
 
 /// A handle on a connection: ends its [`Server::serve`] from another thread, and says whether the front
@@ -148,6 +165,8 @@ pub struct Shutdown {
     stopping: Arc<AtomicBool>,
     stream: Arc<PeerFd>,
     mapped: Arc<AtomicU64>,
+    /// What is written to for [`leave`](Self::leave).
+    leave: Option<Arc<OwnedFd>>,
 }
 
 impl Shutdown {
@@ -156,6 +175,17 @@ impl Shutdown {
         self.stopping.store(true, Ordering::Release);
         // It fails only if the connection has ended already.
         let _ = net::shutdown(&*self.stream, net::Shutdown::Both);
+    }
+
+    /// Leaves the connection to another process: once no request is under way, `serve` stops all rings, has it
+    /// [kept](crate::Keeper) where they stand and returns `Ok`, and the front end notices nothing. Without a keeper,
+    /// or if the device [cannot be resumed](Handler::can_be_resumed), the connection ends.
+    pub fn leave(&self) {
+        match &self.leave {
+            // It is never full.
+            Some(leave) => drop(rustix::io::write(leave, &1u64.to_ne_bytes())),
+            None => self.shutdown(),
+        }
     }
 
     /// Whether [`shutdown`](Self::shutdown) was called.
@@ -206,6 +236,9 @@ impl<H: Handler> Server<H> {
             train: false,
             together: Vec::new(),
             outcomes: Vec::new(),
+            kept: None,
+            saved: None,
+            left: false,
             handler,
         }
     }
@@ -237,7 +270,8 @@ impl<H: Handler> Server<H> {
     pub fn shutdown_handle(&self) -> Shutdown {
         let stream = Arc::clone(self.channel.stream());
         let (stopping, mapped) = (Arc::clone(&self.stopping), Arc::clone(&self.mapped));
-        Shutdown { stopping, stream, mapped }
+        let leave = self.kept.as_ref().map(|kept| Arc::clone(&kept.leave));
+        Shutdown { stopping, stream, mapped, leave }
     }
 
     /// The device.
@@ -259,8 +293,12 @@ impl<H: Handler> Server<H> {
     /// See [`ServeError`].
     pub fn serve(&mut self) -> Result<(), ServeError> {
         self.handler.connected(self.shutdown_handle());
+        let mut resumed = self.do_again().map_err(|failure| match failure {
+            Failure::Wire(error) => error.into(),
+            Failure::Refused(why) | Failure::Broken(why) => ServeError::NotResumed { why },
+        });
         let result = loop {
-            match self.step() {
+            match std::mem::replace(&mut resumed, Ok(())).and_then(|()| self.step()) {
                 Ok(true) => {}
                 Ok(false) => break Ok(()),
                 // Cut off in the middle, but by ourselves.
@@ -270,10 +308,28 @@ impl<H: Handler> Server<H> {
         };
         // What was carried out is said, if somebody still listens.
         let _ = self.flush();
-        self.channel.close();
+        self.left &= self.handler.can_be_resumed();
+        if !self.left {
+            self.channel.close();
+        }
+        let ran: Vec<bool> = self.rings.iter().map(|ring| ring.running).collect();
         for ring in 0..self.rings.len() {
-            // Nobody is left to be told that a ring cannot be stopped.
-            let _ = self.stop(ring);
+            // Where it is left unknown nobody can go on. Else nobody is left to be told.
+            self.left &= self.stop(ring).is_ok();
+        }
+        match self.left {
+            true => {
+                self.keep_stopped(&ran);
+                self.channel.leave();
+                // Its reader waits, reads nothing, and ends with the process: to end it would be to hang up.
+                if let Some(backend) = self.backend.take() {
+                    std::mem::forget(backend);
+                }
+            }
+            false => {
+                self.channel.close();
+                self.kept.iter_mut().for_each(|kept| kept.keeper.keep(None));
+            }
         }
         if self.log.take().is_some() {
             let _ = self.handler.set_log(None);
@@ -286,7 +342,12 @@ impl<H: Handler> Server<H> {
     /// Serves one request; `false` if the front end hung up instead.
     fn step(&mut self) -> Result<bool, ServeError> {
         if self.inbox.is_empty() {
-            self.wait()?;
+            self.settle();
+            if !self.wait()? {
+                self.left = true;
+                return Ok(false);
+            }
+            self.kept.iter_mut().for_each(|kept| kept.keeper.unsettled());
         }
         if !self.await_closer() {
             return Ok(false);
@@ -309,7 +370,7 @@ impl<H: Handler> Server<H> {
         self.permit(&request)?;
         let asked = header.needs_reply() && !request.has_reply();
         let acks = self.has(ProtocolFeatures::REPLY_ACK);
-        let outcome = self.carry_out(request, fds);
+        let outcome = self.carry_out_kept(request, fds);
         // As it was negotiated when the request was sent, or by the request itself: User-Mode Linux
         // wants the very request that negotiates it acknowledged.
         let ack = asked && (acks || self.has(ProtocolFeatures::REPLY_ACK));
@@ -401,8 +462,8 @@ impl<H: Handler> Server<H> {
     }
 
     /// Waits until the front end says something on its own channel; what it answers on the back end's
-    /// is taken meanwhile.
-    fn wait(&mut self) -> Result<(), ServeError> {
+    /// is taken meanwhile. False if the connection is to be left instead.
+    fn wait(&mut self) -> Result<bool, ServeError> {
         loop {
             let open = self.backend.as_ref().is_some_and(|backend| backend.channel().is_open());
             let spin = match (self.train, open) {
@@ -414,28 +475,38 @@ impl<H: Handler> Server<H> {
             if !(spins && open) {
                 self.handler.settled();
             }
-            // Without one, receiving waits.
-            let Some(backend) = &self.backend else { return Ok(()) };
-            let channel = backend.channel();
-            let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-            let mut fds = [
-                PollFd::new(&self.channel, PollFlags::IN),
-                PollFd::new(backend, PollFlags::IN),
-                PollFd::new(&**channel, PollFlags::OUT),
-            ];
+            let backend = self.backend.as_ref();
+            let leave = self.kept.as_ref().map(|kept| &*kept.leave);
+            // Without either, receiving waits.
+            if backend.is_none() && leave.is_none() {
+                return Ok(true);
+            }
             // Without a message to finish the channel is its reader's.
-            let count = if channel.is_cut() { 3 } else { 2 };
+            let cut = backend.map(|backend| backend.channel()).filter(|channel| channel.is_cut());
+            let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+            let main = || PollFd::new(&self.channel, PollFlags::IN);
+            let nothing = || PollFd::new(&self.channel, PollFlags::empty());
+            let mut fds = [
+                main(),
+                backend.map_or_else(nothing, |backend| PollFd::new(backend, PollFlags::IN)),
+                leave.map_or_else(nothing, |leave| PollFd::new(leave, PollFlags::IN)),
+                cut.map_or_else(nothing, |channel| PollFd::new(&**channel, PollFlags::OUT)),
+            ];
+            let count = if cut.is_some() { 4 } else { 2 + usize::from(leave.is_some()) };
             match poll(&mut fds[..count], spins.then_some(&zero)) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => {
                     return Err(WireError::Os { what: "poll", source: errno.into() }.into());
                 }
             }
-            let [main, own, room] = fds.map(|fd| !fd.revents().is_empty());
-            if room {
+            let [main, own, leave, room] = fds.map(|fd| !fd.revents().is_empty());
+            if leave && self.kept.is_some() {
+                return Ok(false);
+            }
+            if let Some(channel) = cut.filter(|_| room) {
                 channel.finish();
             }
-            if own {
+            if let Some(backend) = backend.filter(|_| own) {
                 let handler = &mut self.handler;
                 match backend
                     .take(|asked, number, done| handler.channel_answer(asked, number, done))
@@ -449,7 +520,7 @@ impl<H: Handler> Server<H> {
                 }
             }
             if main {
-                return Ok(());
+                return Ok(true);
             }
             if spins {
                 if self.last_iotlb.elapsed() >= spin

@@ -53,6 +53,7 @@ fn finish(front: Frontend, served: common::Served) -> Vec<Event> {
 }
 
 fn started(enabled: bool, base: u32) -> Event {
+    let base = Some(base);
     Event::Start { ring: 0, size: 256, base, kick: true, enabled, desc: 0x1000 }
 }
 
@@ -140,7 +141,7 @@ fn a_new_kick_for_a_running_ring_lets_it_go_on_where_it_is() {
     front.set_vring_kick(0, None).unwrap();
     let events = finish(front, served);
     let polled =
-        Event::Start { ring: 0, size: 256, base: 9, kick: false, enabled: false, desc: 0x1000 };
+        Event::Start { ring: 0, size: 256, base: Some(9), kick: false, enabled: false, desc: 0x1000 };
     assert_eq!(events[2..], [started(false, 5), Event::Stop(0), polled, Event::Stop(0)]);
 }
 

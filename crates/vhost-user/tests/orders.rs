@@ -123,7 +123,7 @@ fn check(ram: &Arc<GuestRam>, said: &[Say]) {
         _ => None,
     });
     let size = model.size.unwrap_or_default();
-    assert_eq!(started, model.running.then_some((size, model.base)), "{said:x?}");
+    assert_eq!(started, model.running.then_some((size, Some(model.base))), "{said:x?}");
 }
 
 /// Calls `each` with all orders of `items`.

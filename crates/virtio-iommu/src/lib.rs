@@ -31,6 +31,10 @@
 //! rules; V rules stem from section 5.13 of the specification.
 #![forbid(unsafe_code)]
 
+// The kit of the tests at the feet of modules is that of the tests beside them.
+#[cfg(test)]
+extern crate self as ringfence_virtio_iommu;
+
 pub mod device;
 pub mod driver;
 pub mod kit;

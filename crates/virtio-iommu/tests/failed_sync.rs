@@ -4,14 +4,19 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Error, Geometry, GuestPhys, Iova, PageSizes, Range, Result, SoftDomain, SyncToken,
+    Domain, Error, Geometry, GuestPhys, Iova, PageSizes, Range, Result, SoftDomain, SyncToken,
     shootdown::{Invalidation, Reader, Shootdown},
     table::Limits,
     wrap::{Faulty, Kind, Stage, When},
 };
+use ringfence_mem::{SharedFile, Translate};
 use ringfence_virtio_iommu::{
-    device::{Backing, Binding, Device, EndpointInfo, Options, Session},
+    device::{Backing, Binding, Device, EndpointInfo, Journal, Options, RequestQueue, Session},
     wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, parse_tail},
+};
+use ringfence_virtq::{
+    Desc,
+    testing::{Ram, pair},
 };
 
 type Failing = Faulty<Arc<SoftDomain<GuestPhys>>>;
@@ -131,4 +136,59 @@ fn an_attach_that_is_sent_again_waits_for_the_binding_that_could_not_be_invalida
     assert_eq!((rig.begin(attach()), rig.poll()), (Status::Ok, Ok(true)));
     assert_eq!(rig.backing.rebound.lock().0, 3);
     assert!(!rig.session.needs_sync());
+}
+
+#[test]
+fn a_process_after_the_one_whose_invalidation_failed_answers_that_it_did() {
+    // rule V20
+    const LEN: usize = 1 << 16;
+    let (file, fd) = SharedFile::create(LEN).unwrap();
+    let rig = Rig::new();
+    rig.device.set_journal(Journal::new(file).unwrap(), |error| panic!("{error}")).unwrap();
+    let flags = MapFlags::READ;
+    let requests = [
+        attach(),
+        Request::Map { domain: 1, range: page(), phys: 0, flags },
+        Request::Unmap { domain: 1, range: page() },
+    ];
+    // The same ring twice: as the first process leaves it, and as if it had died before it published.
+    let [left, seen] = [(), ()].map(|()| {
+        let ram = Ram::new(0, 0x4000);
+        let (mut driver, queue) = pair(&ram, 0, 8, false);
+        for (at, request) in (0x2000..).step_by(64).zip(&requests) {
+            let mut bytes = [0; MAX_REQUEST_LEN];
+            let len = request.emit(&mut bytes);
+            ram.write(at, &bytes[..len]).unwrap();
+            let descs = [Desc::readable(at, len as u32), Desc::writable(at + 60, 4)];
+            driver.add(&descs, at).unwrap();
+        }
+        driver.publish();
+        (ram, queue)
+    });
+    let statuses = |ram: &Ram| {
+        [0x203c, 0x207c, 0x20bc].map(|at| {
+            let mut tail = [0xee; TAIL_LEN];
+            ram.read(at, &mut tail).unwrap();
+            parse_tail(tail).unwrap()
+        })
+    };
+    rig.backing.domain.inject(Kind::SyncBegin, When::Nth(1), Stage::Before);
+    let device = Arc::new(rig.device);
+    let (ram, queue) = left;
+    RequestQueue::new(device, queue).poll(&ram).unwrap();
+    assert_eq!(statuses(&ram), [Status::DevErr, Status::Ok, Status::DevErr]);
+
+    let (_, recovered) = Journal::open(SharedFile::map(fd, 0, LEN as u64).unwrap()).unwrap();
+    assert_eq!(recovered.requests(), 3);
+    let Rig { backing, device, reader, .. } = Rig::new();
+    // Nobody has anything cached.
+    drop(reader);
+    device.recover(&recovered).unwrap();
+    let device = Arc::new(device);
+    let (ram, queue) = seen;
+    let answers = recovered.into_answers();
+    let mut queue = RequestQueue::resume(Arc::clone(&device), queue, answers);
+    assert_eq!(queue.poll(&ram).unwrap().published, 3);
+    assert_eq!(statuses(&ram), [Status::DevErr, Status::Ok, Status::DevErr]);
+    assert_eq!((device.domains(), backing.domain.iova_to_phys(Iova(0x1000))), (1, None));
 }

@@ -302,6 +302,28 @@ impl Queue {
         })
     }
 
+    /// As [`postponed`](Self::postponed), a split queue that an earlier device has left without saying where it
+    /// stood: it goes on at the used index, whatever [`Config::base`] says. What that device took and did not give
+    /// back is taken again.
+    ///
+    /// # Errors
+    /// As there; [`RingError::Format`] if the ring is packed, which does not tell where it stands.
+    pub fn postponed_at_used(config: Config) -> Result<Queue, RingError> {
+        match config.packed {
+            false => Ok(Queue::Split(Split::postponed_at_used(config)?)),
+            true => Err(RingError::Format),
+        }
+    }
+
+    /// Whether nobody knows where the queue stands: it is [to go on at the used
+    /// index](Self::postponed_at_used) and was not found yet.
+    pub fn is_lost(&self) -> bool {
+        match self {
+            Queue::Split(ring) => ring.is_lost(),
+            Queue::Packed(_) => false,
+        }
+    }
+
     /// Takes into `chain` the chain at `head` of a split ring, which an earlier device took and did
     /// not give back: its descriptors, which are the device's still, are read again. It counts as
     /// in flight. To be called for all of them, on a queue that is valid, before others are taken;

@@ -338,6 +338,11 @@ impl Handler for BlkBackend {
         RING_SIZE
     }
 
+    fn can_be_resumed(&self) -> bool {
+        // Translations that the front end gives are asked for.
+        self.translation.is_none() || !self.front.has(F_ACCESS_PLATFORM)
+    }
+
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         if features & (1 << F_VERSION_1) == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
@@ -360,7 +365,10 @@ impl Handler for BlkBackend {
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         self.seat.iter().try_for_each(Seat::ring_starts)?;
         let memory = self.front.memory()?;
-        let RingStart { config, events, enabled, log } = self.front.start(ring, setup);
+        let RingStart { config, events, enabled, log, at_used } = self.front.start(ring, setup);
+        if at_used && self.inflight.is_none() {
+            return Err(HandlerError::new("nobody knows which requests the ring had under way"));
+        }
         let Events { kick, call, err } = events;
         let own = Queue::postponed(config).map_err(|error| HandlerError::new(error.to_string()))?;
         let disk = (&self.options.disk, self.options.read_only);

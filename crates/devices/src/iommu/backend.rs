@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringfence_mem::Memory;
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, PeerFd, RingSetup};
-use ringfence_virtio_iommu::device::Counters;
+use ringfence_virtio_iommu::device::{Answers, Counters};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 
 use super::{
@@ -83,6 +83,10 @@ impl Handler for IommuBackend {
         1024
     }
 
+    fn can_be_resumed(&self) -> bool {
+        self.iommu().device.has_journal()
+    }
+
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         if features & (1 << F_VERSION_1) == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
@@ -113,12 +117,15 @@ impl Handler for IommuBackend {
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        let RingStart { config, events: Events { kick, .. }, enabled, .. } =
+        let RingStart { config, events: Events { kick, .. }, enabled, at_used, .. } =
             self.front.start(ring, setup);
-        if ring == REQUESTS {
-            self.iommu().requests_start(config.base, self.front.features())?;
-        }
-        let started = self.iommu().on_unit(move |unit| unit.start(ring, config, kick, enabled))?;
+        let answered = match ring {
+            REQUESTS => self.iommu().requests_start(config.base, at_used, self.front.features())?,
+            _ => Answers::default(),
+        };
+        let started = self
+            .iommu()
+            .on_unit(move |unit| unit.start(ring, config, at_used, answered, kick, enabled))?;
         Self::must(started)?.map_err(|error| HandlerError::new(error.to_string()))
     }
 

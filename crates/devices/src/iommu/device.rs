@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use ringfence_iommu::FaultSink;
 use ringfence_mem::Memory;
 use ringfence_vhost_user::HandlerError;
-use ringfence_virtio_iommu::device::{Counters, Device, FaultQueue, Options};
+use ringfence_virtio_iommu::device::{Answers, Counters, Device, FaultQueue, Options};
 
 use super::{
     Endpoints, IommuBackend, Seat, faults::Reported, gate::Gate, reach::Shared, unit::IommuUnit,
@@ -42,7 +42,7 @@ pub struct Iommu {
     reported: Arc<Reported>,
     pub(super) workers: Arc<[Worker]>,
     pub(super) unit: u32,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
 }
 
 /// The rings of a front end.
@@ -50,9 +50,13 @@ pub(super) type FrontUnit = IommuUnit<Arc<Gate>, Shared>;
 
 /// What the front ends of the IOMMU and of the devices behind it have to agree on.
 #[derive(Default)]
-struct State {
+pub(super) struct State {
     /// What has become of the request queue.
-    requests: Requests,
+    pub(super) requests: Requests,
+    /// What a process before this one has answered, until the request queue goes on.
+    pub(super) answered: Answers,
+    /// Whether a process after this one takes over what there is.
+    pub(super) handed_over: bool,
     /// The memory that each connection brought, by its seat.
     memories: BTreeMap<u64, Arc<Memory>>,
     next_seat: u64,
@@ -62,13 +66,15 @@ struct State {
 
 /// What has become of the request queue of the front end that is there.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Requests {
+pub(super) enum Requests {
     /// It has not run since the device was reset.
     #[default]
     Reset,
     Running,
     /// It was stopped here, and may go on.
     Stopped(u32),
+    /// It ran in a process before this one, and may go on.
+    Left,
 }
 
 /// What an IOMMU has done and holds.
@@ -189,33 +195,46 @@ impl Iommu {
             Requests::Stopped(_) => {
                 tracing::info!(source = %"iommu", "the guest was reset");
                 self.reset_system()?;
-                state.requests = Requests::Reset;
+                self.note(&mut state, Requests::Reset);
                 Ok(())
             }
-            Requests::Reset | Requests::Running => Ok(()),
+            // What a process has left goes on, in whichever order.
+            Requests::Reset | Requests::Running | Requests::Left => Ok(()),
         }
     }
 
-    /// The request queue is about to start, at this place of its ring. Unless it goes on where it
-    /// was stopped, the driver is a new one, for which no endpoint is attached (rule V4): front ends
-    /// that reset a device say no more than that its rings stop.
+    /// The request queue is about to start, at this place of its ring, or `at_used`, where a process before this one
+    /// has left it; what it was answered by that one. Unless it goes on where it was stopped or left, the driver is a
+    /// new one, for which no endpoint is attached (rule V4): front ends that reset a device say no more than that its
+    /// rings stop.
     ///
     /// # Errors
     /// I/O under way does not end.
-    pub(super) fn requests_start(&self, base: u32, features: u64) -> Result<(), HandlerError> {
+    pub(super) fn requests_start(
+        &self,
+        base: u32,
+        at_used: bool,
+        features: u64,
+    ) -> Result<Answers, HandlerError> {
         let mut state = self.state.lock();
-        let goes_on = base != 0 && state.requests == Requests::Stopped(base);
+        let answered = std::mem::take(&mut state.answered);
+        let goes_on = match state.requests {
+            Requests::Stopped(at) => at_used || base != 0 && base == at,
+            // Its connection goes on, wherever the ring stood: also at 0, after 2^16 requests.
+            Requests::Left => true,
+            Requests::Reset | Requests::Running => false,
+        };
         if !goes_on {
             self.reset()?;
             self.device.set_features(features);
         }
-        state.requests = Requests::Running;
-        Ok(())
+        self.note(&mut state, Requests::Running);
+        Ok(if goes_on { answered } else { Answers::default() })
     }
 
     /// The request queue was stopped.
     pub(super) fn requests_stopped(&self, next: u32) {
-        self.state.lock().requests = Requests::Stopped(next);
+        self.note(&mut self.state.lock(), Requests::Stopped(next));
     }
 
     /// The front end resets the device.
@@ -225,18 +244,24 @@ impl Iommu {
     pub(super) fn front_end_resets(&self) -> Result<(), HandlerError> {
         let mut state = self.state.lock();
         self.reset()?;
-        state.requests = Requests::Reset;
+        self.note(&mut state, Requests::Reset);
         Ok(())
     }
 
     /// The front end is gone: what its driver said holds no longer, and nothing is reachable until
     /// there is another.
     pub(super) fn front_end_gone(&self, seat: u64) {
-        if let Err(error) = self.device.backing().shut() {
-            tracing::error!(source = %"iommu", "an endpoint could not be blocked: {error}");
-        }
-        if self.state.lock().memories.keys().any(|&other| other != seat) {
-            tracing::warn!(source = %"iommu", "its front end is gone: the devices behind it reach nothing now");
+        let handed_over = self.state.lock().handed_over;
+        if handed_over {
+            // Nothing is unmapped any more in this process, and the devices finish what they have under way.
+            self.device.leave_journal();
+        } else {
+            if let Err(error) = self.device.backing().shut() {
+                tracing::error!(source = %"iommu", "an endpoint could not be blocked: {error}");
+            }
+            if self.state.lock().memories.keys().any(|&other| other != seat) {
+                tracing::warn!(source = %"iommu", "its front end is gone: the devices behind it reach nothing now");
+            }
         }
         let unit = self.unit;
         let counted = self.workers[0].call(move |work| {
@@ -246,9 +271,11 @@ impl Iommu {
         });
         let mut state = self.state.lock();
         state.past = sum(state.past, counted.flatten().unwrap_or_default());
-        state.requests = Requests::Reset;
-        if let Err(error) = self.reset_system() {
-            tracing::error!(source = %"iommu", "{error}");
+        if !handed_over {
+            if let Err(error) = self.reset_system() {
+                tracing::error!(source = %"iommu", "{error}");
+            }
+            self.note(&mut state, Requests::Reset);
         }
     }
 
@@ -326,7 +353,7 @@ mod tests {
         let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
         let iommu = Iommu::new(Arc::new(endpoints), BTreeSet::new(), options, workers);
         let _front_end = iommu.connect();
-        iommu.requests_start(0, iommu.device.features().bits()).unwrap();
+        iommu.requests_start(0, false, iommu.device.features().bits()).unwrap();
         let range = Range::new(Iova(0x1000), Iova(0x1fff)).unwrap();
         for request in [
             Request::Attach { domain: 1, endpoint: 1, flags: AttachFlags::empty() },

@@ -14,6 +14,7 @@ mod backing;
 mod device;
 mod faults;
 mod gate;
+mod journal;
 mod reach;
 mod seat;
 mod unit;

@@ -7,7 +7,7 @@ use std::{
 };
 
 use ringfence_virtio_iommu::device::{
-    Backing, Counters, Device, EventQueue, FaultQueue, Progress, RequestQueue,
+    Answers, Backing, Counters, Device, EventQueue, FaultQueue, Progress, RequestQueue,
 };
 use ringfence_virtq::{RingError, device};
 
@@ -91,7 +91,8 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         }
     }
 
-    /// Starts ring 0 (requests) or 1 (events).
+    /// Starts ring 0 (requests) or 1 (events); `at_used`: at its used index. What lies in the ring of requests and was
+    /// carried out by another process is answered as `answered` says.
     ///
     /// # Errors
     /// The ring cannot be reached or makes no sense.
@@ -99,12 +100,18 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         &mut self,
         ring: u16,
         config: device::Config,
+        at_used: bool,
+        answered: Answers,
         kick: Option<Kick>,
         enabled: bool,
     ) -> Result<(), RingError> {
-        let queue = device::Queue::new(config, self.reach.rings())?;
+        let mut queue = match at_used {
+            false => device::Queue::postponed(config)?,
+            true => device::Queue::postponed_at_used(config)?,
+        };
+        queue.revalidate(self.reach.rings())?;
         if ring == REQUESTS {
-            let mut queue = RequestQueue::new(Arc::clone(&self.device), queue);
+            let mut queue = RequestQueue::resume(Arc::clone(&self.device), queue, answered);
             queue.queue().suppress_kicks();
             self.requests = Some(Ring { queue, kick, enabled, failed: false });
             self.pending = false;

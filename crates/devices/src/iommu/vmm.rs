@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use ringfence_iommu::{FaultSink, GuestPhys, HostAddr};
 use ringfence_mem::GuestBus;
 use ringfence_virtio_iommu::{
-    device::{Counters, Device, FaultQueue, HostRegion, Options},
+    device::{Answers, Counters, Device, FaultQueue, HostRegion, Options},
     wire::DEVICE_ID,
 };
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, RingError, device};
@@ -225,7 +225,7 @@ where
                 fcntl_setfl(&kick, flags)
             });
             flags.map_err(io::Error::from)?;
-            unit.start(ring, config, Some(kick.into()), true)
+            unit.start(ring, config, false, Answers::default(), Some(kick.into()), true)
                 .map_err(|error| VmmIommuError::Ring { index, error })?;
             started.push((index, queue));
         }

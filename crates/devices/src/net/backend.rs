@@ -270,6 +270,11 @@ impl Handler for NetBackend {
         2 * self.net.options.pairs
     }
 
+    fn can_be_resumed(&self) -> bool {
+        // Translations that the front end gives are asked for.
+        self.behind.is_some() || !self.front.has(F_ACCESS_PLATFORM)
+    }
+
     fn max_ring_size(&self) -> u16 {
         // As large as DPDK's drivers like them.
         4096
@@ -321,7 +326,8 @@ impl Handler for NetBackend {
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
         let end = self.end;
         let stopped = self.net.on_unit(ring, move |unit| unit.stop(end, ring))?;
-        stopped.map(|(next, _)| next).ok_or_else(|| HandlerError::new("the ring is not running"))
+        let (next, _) = stopped.ok_or_else(|| HandlerError::new("the ring is not running"))?;
+        next.ok_or_else(|| HandlerError::new("the ring was not found: nobody knows where it stands"))
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {

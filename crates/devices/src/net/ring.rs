@@ -327,8 +327,8 @@ impl NetRing {
     }
 
     /// Puts back what is held, so that it is taken again when the ring goes on; returns where that
-    /// is, and what it was kicked with, to let go of it elsewhere.
-    pub(super) fn stop(mut self, bus: &impl Translate) -> (u32, Option<Kick>) {
+    /// is, unless nobody knows, and what it was kicked with, to let go of it elsewhere.
+    pub(super) fn stop(mut self, bus: &impl Translate) -> (Option<u32>, Option<Kick>) {
         // The newest first. One that cannot go back, as a later one was given up, is lost.
         while let Some(last) = self.held().checked_sub(1) {
             if !self.queue.untake(self.chain(last).head()) {
@@ -342,7 +342,7 @@ impl NetRing {
             }
             self.publish(bus);
         }
-        (self.queue.next_avail(), self.kick)
+        ((!self.queue.is_lost()).then(|| self.queue.next_avail()), self.kick)
     }
 }
 

@@ -197,14 +197,21 @@ impl NetUnit {
         if let Way::Tap(tap) = &self.way {
             tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
         }
-        let Start { ring: RingStart { config, events, enabled, log }, counters, name } = start;
+        let Start { ring: RingStart { config, events, enabled, log, at_used }, counters, name } =
+            start;
         bus.set_log(log.log());
         // Behind an IOMMU a ring may be where nobody has said yet (rule D22).
-        let queue = match bus {
-            Bus::Iommu(_) => device::Queue::postponed(config),
-            Bus::Physical(_) => device::Queue::new(config, &UserAddresses::new(memory)),
+        let queue = match at_used {
+            false => device::Queue::postponed(config),
+            true => device::Queue::postponed_at_used(config),
         };
-        let queue = queue.map_err(|error: RingError| error.to_string())?;
+        let found = queue.and_then(|mut queue| {
+            if matches!(bus, Bus::Physical(_)) {
+                queue.revalidate(&UserAddresses::new(memory))?;
+            }
+            Ok(queue)
+        });
+        let queue = found.map_err(|error: RingError| error.to_string())?;
         let mut net = NetRing::new(ring, queue, events, counters, name, log);
         net.enabled = enabled;
         *self.slot(at, ring) = Some(Box::new(net));
@@ -257,7 +264,7 @@ impl NetUnit {
     }
 
     /// Stops a ring, for good; returns the next available index.
-    pub(super) fn stop(&mut self, at: usize, ring: u16) -> Option<(u32, Option<Kick>)> {
+    pub(super) fn stop(&mut self, at: usize, ring: u16) -> Option<(Option<u32>, Option<Kick>)> {
         let stopped = self.slot(at, ring).take()?;
         self.open_outlet(ring, false);
         let end = &mut self.ends[at];

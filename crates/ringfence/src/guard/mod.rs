@@ -159,13 +159,13 @@ fn memory(text: &str) -> Result<u64, String> {
 
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    serve::begin(&arguments.common)?;
+    let plan = Plan::new(&arguments)?;
+    let begun = serve::begin(&arguments.common, "guard", 1 + plan.sockets().count())?;
     let viot_file = arguments.viot.clone().unwrap_or_else(|| {
         let mut name = arguments.iommu.clone().into_os_string();
         name.push(".viot");
         name.into()
     });
-    let plan = Plan::new(&arguments)?;
     let opened = plan.open()?;
 
     let table = viot::table(arguments.slot, &plan.addresses());
@@ -176,8 +176,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let paths: Vec<&Path> = [&*arguments.iommu].into_iter().chain(sockets).collect();
     // Of a network device each queue is a pair; the IOMMU has two.
     let rings = 2 * usize::from(plan.queues());
-    let ready =
-        serve::open_on(&arguments.common, &paths, paths.len(), rings, || plan.make_rings(&opened))?;
+    let mut ready =
+        serve::open_on(begun, &arguments.common, &paths, rings, || plan.make_rings(&opened))?;
 
     let workers = ready.workers("guard", plan.queues())?;
     let shootdown = Shootdown::new(plan.views(workers.len()));
@@ -199,6 +199,13 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let behind = Arc::new(Endpoints::new(behind, shootdown, geometry, limits));
     let iommu =
         Iommu::new(behind, untrusted, IommuOptions { device, unit: 0 }, Arc::clone(&workers));
+    match ready.memory(iommu.journal_bytes(arguments.max_mappings))? {
+        Some((journal, true)) if ready.goes_on(0) => {
+            iommu.recover(journal).context("what the IOMMU of the process before had mapped")?;
+        }
+        Some((journal, _)) => iommu.keep_in(journal)?,
+        None => {}
+    }
     let devices = plan.make(opened, &endpoints, &iommu, &ready, &workers)?;
     serve::run(ready, Guard { iommu, devices, text })
 }
@@ -259,6 +266,10 @@ impl Service for Guard {
             None => Ok(Box::new(Server::new(stream, self.iommu.connect()))),
             Some(device) => Ok(self.devices[device].connect(&self.iommu, stream)),
         }
+    }
+
+    fn hands_over(&self) {
+        self.iommu.hand_over();
     }
 
     fn left(&self) -> Vec<(String, usize)> {

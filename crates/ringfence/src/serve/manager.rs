@@ -3,6 +3,7 @@
 use std::{
     env, io,
     os::{
+        fd::{AsFd, BorrowedFd},
         linux::net::SocketAddrExt as _,
         unix::{
             ffi::OsStrExt as _,
@@ -15,18 +16,48 @@ use std::{
 use rustix::net::{self, SendFlags};
 use tracing::warn;
 
+use super::memo;
+
+/// The names of what it keeps.
+pub(super) const ENDS: [&str; 2] = ["ringfence-write", "ringfence-read"];
+
 /// A socket to it, if there is one. Opened before the process gives up to open any.
-pub(super) struct Manager(Option<UnixDatagram>);
+pub(super) struct Manager {
+    socket: Option<UnixDatagram>,
+    stores: bool,
+}
 
 impl Manager {
     /// The one that has started this process and named its socket.
     pub(super) fn of_this_process() -> Manager {
-        let Some(path) = env::var_os("NOTIFY_SOCKET") else { return Manager(None) };
+        let none = Manager { socket: None, stores: false };
+        let Some(path) = env::var_os("NOTIFY_SOCKET") else { return none };
+        let most = env::var("FDSTORE").ok().and_then(|most| most.parse().ok());
+        let stores = most.is_some_and(|most: u32| most >= 2);
         match connect(path.as_bytes()) {
-            Ok(socket) => Manager(Some(socket)),
+            Ok(socket) => Manager { socket: Some(socket), stores },
             Err(error) => {
                 warn!("the service manager at {} cannot be reached: {error}", path.display());
-                Manager(None)
+                none
+            }
+        }
+    }
+
+    /// Whether it keeps descriptors for the next process: it has said so in `FDSTORE`, as systemd does since version
+    /// 254, and for [both](Self::store).
+    pub(super) fn stores(&self) -> bool {
+        self.stores
+    }
+
+    /// Has it keep the ends of an estate, each by the name that [`socket::passed`](super::socket::passed) looks for. A
+    /// manager that does not read is waited for, for a while: without this a successor has nothing to go on with.
+    pub(super) fn store(&self, ends: [BorrowedFd<'_>; 2]) {
+        let Some(socket) = self.socket.as_ref().filter(|_| self.stores) else { return };
+        for (name, end) in ENDS.into_iter().zip(ends) {
+            // Nothing is to be learnt from its being hung up.
+            let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
+            if let Err(error) = memo::send(socket.as_fd(), state.as_bytes(), &[], &[end]) {
+                warn!("the service manager takes no descriptor: {error}");
             }
         }
     }
@@ -43,7 +74,7 @@ impl Manager {
     }
 
     fn send(&self, state: &str, how: SendFlags) {
-        if let Some(socket) = &self.0
+        if let Some(socket) = &self.socket
             && let Err(error) = net::send(socket, state.as_bytes(), how | SendFlags::NOSIGNAL)
         {
             warn!("the service manager takes no message: {error}");

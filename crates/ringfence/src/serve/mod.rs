@@ -2,11 +2,15 @@
 //! and an orderly end.
 
 mod confine;
+mod estate;
 mod fault;
+mod hand_over;
 mod http;
 mod log;
 mod manager;
+mod memo;
 mod page;
+mod ready;
 mod socket;
 
 use std::{
@@ -15,7 +19,7 @@ use std::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     sync::{
         Arc,
@@ -25,29 +29,29 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use parking_lot::Mutex;
-use ringfence_devices::{
-    notifier,
-    peer::Peer,
-    tally::IotlbTotals,
-    worker::{Notify, Worker},
-};
+use ringfence_devices::{peer::Peer, tally::IotlbTotals, worker::Notify};
 use ringfence_sandbox::{Refusals, Role};
-use ringfence_vhost_user::{Closer, Handler, PeerFd, ServeError, Server, Shutdown};
+use ringfence_vhost_user::{
+    Closer, Handler, Keeper, PeerFd, SavedConnection, ServeError, Server, Shutdown,
+};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::Gid,
 };
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::SIGTERM;
 use tracing::{error, info, level_filters::LevelFilter, warn};
 
 use self::{
+    estate::{Estate, Resumed, Turn},
+    hand_over::Door,
     manager::Manager,
     socket::{Access, Listener},
 };
 pub(crate) use page::{Kind, Page};
+pub(crate) use ready::{Ready, begin, open, open_on};
 
 /// How long the service may take to end: longer than each of its parts waits for anything.
 const LAST: Duration = Duration::from_secs(5);
@@ -63,17 +67,6 @@ const SILENT: usize = 16;
 /// space, which has 47 bits or more where guests are that large. A socket has its part, and no more than half of it,
 /// since a table takes the place of another while both are mapped.
 const MAPPED: u64 = 1 << 46;
-
-/// How many descriptors a ring takes: its kick, io_urings for its call and its error event, two of its image with a
-/// duplicate, and two of a worker's.
-const OF_A_RING: usize = 8;
-/// How many a socket takes beside its rings: itself, its connection, channels, logs, those that are silent, and
-/// io_urings of rings that its front ends have left behind.
-const OF_A_SOCKET: usize = 8 + SILENT + 17;
-/// How many more while its front end sends such as take long to close: those that wait, and those of one message.
-const OF_A_HOSTILE: usize = 64 + 253;
-/// How many there are beside: streams, images, signals, scrapers.
-const OF_ITS_OWN: usize = 48;
 
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
@@ -115,6 +108,11 @@ pub(crate) struct Common {
 
     #[command(flatten)]
     confine: confine::Confinement,
+
+    /// Where the next process of this service, told the same, takes over connections and all: the socket by which the
+    /// two find each other
+    #[arg(long, value_name = "PATH")]
+    hand_over: Option<PathBuf>,
 
     /// How many threads move data, at most [default: one a queue, no more than CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -168,6 +166,15 @@ pub(crate) trait Connection {
     /// How many bytes of its files are mapped at most. To be called before it is served.
     fn set_most_mapped(&mut self, bytes: u64);
 
+    /// Has another process told what it needs to go on with it. To be called before it is served.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()>;
+
+    /// Goes on with what was kept of it.
+    fn resume(&mut self, saved: SavedConnection);
+
     /// Serves it until its end.
     ///
     /// # Errors
@@ -182,6 +189,14 @@ impl<H: Handler> Connection for Server<H> {
 
     fn set_most_mapped(&mut self, bytes: u64) {
         Server::set_most_mapped(self, bytes);
+    }
+
+    fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()> {
+        Server::set_keeper(self, keeper)
+    }
+
+    fn resume(&mut self, saved: SavedConnection) {
+        Server::resume(self, saved);
     }
 
     fn serve(&mut self) -> Result<(), ServeError> {
@@ -209,6 +224,9 @@ pub(crate) trait Service: Send + Sync {
     /// It cannot be served: the connection is closed.
     fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>>;
 
+    /// The process ends, and its connections are left to a successor.
+    fn hands_over(&self) {}
+
     /// All connections have ended: images that have not answered, and how many rings wait for each; none if only
     /// its lock does. The process may not end before they have, if the kernel does not let go of it.
     fn left(&self) -> Vec<(String, usize)> {
@@ -217,19 +235,6 @@ pub(crate) trait Service: Send + Sync {
 
     /// The service's own figures.
     fn figures(&self, page: &mut Page);
-}
-
-/// Says from now on what `--log` asks for, and has as many descriptors as the system allows. To be called before
-/// anything is made.
-///
-/// # Errors
-/// Wrong usage.
-pub(crate) fn begin(common: &Common) -> Result<()> {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    log::begin(common.log);
-    let limit = getrlimit(Resource::Nofile);
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
-    common.confine.check()
 }
 
 /// Has what was said written, before the process ends.
@@ -248,6 +253,8 @@ struct Front {
     /// Closes what its front ends have sent.
     closer: Closer,
     connections: AtomicU64,
+    /// Those that the process before had served.
+    resumed: AtomicU64,
     broken: AtomicU64,
     /// Those that sent nothing and gave way.
     silent: AtomicU64,
@@ -268,6 +275,7 @@ impl Front {
         Front {
             closer,
             connections: AtomicU64::new(0),
+            resumed: AtomicU64::new(0),
             broken: AtomicU64::new(0),
             silent: AtomicU64::new(0),
             now: Mutex::new(None),
@@ -283,89 +291,12 @@ struct Frame<S> {
     begun: Instant,
     listeners: Vec<Listener>,
     fronts: Vec<Front>,
+    estate: Option<Estate>,
+    /// Whose turn it is to go on with a connection.
+    turn: Arc<Turn>,
+    /// Connections are left to a successor.
+    leaves: AtomicBool,
     stopping: AtomicBool,
-}
-
-/// What the frame needs is open, and the sandbox is entered, unless there is none: threads can be started.
-pub(crate) struct Ready {
-    listeners: Vec<Listener>,
-    endpoint: Option<http::Endpoint>,
-    signals: UnixStream,
-    /// Hung up in the end, so that all who wait see it.
-    stop: (UnixStream, UnixStream),
-    manager: Manager,
-    users: Vec<u32>,
-    /// How many workers there may be, and how they wait.
-    workers: usize,
-    notify: Notify,
-}
-
-impl Ready {
-    /// Threads for a device of that many queues: no more than have something to do.
-    ///
-    /// # Errors
-    /// No thread is left.
-    pub(crate) fn workers(&self, name: &str, queues: u16) -> Result<Arc<[Worker]>> {
-        (0..self.workers.min(queues.into()).max(1))
-            .map(|at| Worker::spawn(&format!("{name}-{at}"), self.notify))
-            .collect::<io::Result<_>>()
-            .context("starting a worker")
-    }
-}
-
-/// Makes ready to serve on `--socket`, which has the number 0, and `more`, as [`open_on`] does.
-///
-/// # Errors
-/// As [`open_on`].
-pub(crate) fn open(
-    options: &Options,
-    more: &[&Path],
-    rings: usize,
-    make: impl FnOnce() -> Result<()>,
-) -> Result<Ready> {
-    let own = options.socket.as_deref();
-    let paths: Vec<&Path> = own.into_iter().chain(more.iter().copied()).collect();
-    open_on(&options.common, &paths, 1 + more.len(), rings, make)
-}
-
-/// Listens on the sockets at `paths`, or on `count` that the service manager has opened, and gives up to open anything
-/// more. What the service itself needs is open already, and no thread runs. Its devices have so many `rings`, all
-/// together; `make` makes the io_urings that they take.
-///
-/// # Errors
-/// Wrong usage; a socket or the endpoint of the figures cannot be had; the sandbox cannot be entered.
-pub(crate) fn open_on(
-    common: &Common,
-    paths: &[&Path],
-    count: usize,
-    rings: usize,
-    make: impl FnOnce() -> Result<()>,
-) -> Result<Ready> {
-    fault::end_process_on_panic();
-    enough_descriptors(rings, count)?;
-    ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
-    let listeners = socket::open(paths, count, common.access())?;
-    let endpoint = match &common.metrics {
-        Some(address) => Some(
-            http::Endpoint::open(address, &common.metrics_host, common.confine.user())
-                .with_context(|| format!("cannot serve figures at {address}"))?,
-        ),
-        None => None,
-    };
-    let signals = signals().context("preparing for signals")?;
-    let stop = UnixStream::pair().context("preparing for the end")?;
-    let manager = Manager::of_this_process();
-    let cpus = || thread::available_parallelism().map_or(1, |cpus| cpus.get());
-    let workers = common.workers.map_or_else(cpus, usize::from);
-    // Two a ring, and one of each socket that takes the place of another.
-    notifier::make_ahead(2 * rings + count)?;
-    make()?;
-    let removes = listeners.iter().filter_map(Listener::folder);
-    let removes = removes.chain(endpoint.iter().filter_map(http::Endpoint::folder)).collect();
-    common.confine.enter(removes)?;
-    log::start();
-    let (users, notify) = (common.allow_uid.clone(), common.notify);
-    Ok(Ready { listeners, endpoint, signals, stop, manager, users, workers, notify })
 }
 
 /// Serves until SIGTERM or SIGINT. What is under way then is finished and answered; a second signal ends the process at
@@ -374,10 +305,21 @@ pub(crate) fn open_on(
 /// # Errors
 /// I/O does not end.
 pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
-    let Ready { listeners, endpoint, signals, stop: (stop, running), manager, users, .. } = ready;
-    let fronts = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
-    let (begun, stopping) = (Instant::now(), AtomicBool::new(false));
-    let frame = Frame { service, manager, users, begun, listeners, fronts, stopping };
+    let Ready { listeners, fronts, endpoint, signals, manager, users, estate, door, .. } = ready;
+    let ((stop, running), resumed) = (ready.stop, ready.resumed);
+    let frame = Frame {
+        service,
+        // Who stores what is left starts the next process.
+        leaves: AtomicBool::new(manager.stores()),
+        manager,
+        users,
+        begun: Instant::now(),
+        listeners,
+        fronts,
+        estate,
+        turn: Arc::default(),
+        stopping: AtomicBool::new(false),
+    };
     let name = frame.service.name();
     for listener in &frame.listeners {
         info!("{name}: listening on {}", listener.name);
@@ -391,10 +333,15 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
 
     let named = |name: &str| thread::Builder::new().name(name.to_owned());
     thread::scope(|scope| {
-        for at in 0..frame.listeners.len() {
+        for (at, resumed) in resumed.into_iter().enumerate() {
             let (frame, stop) = (&frame, stop.as_fd());
             let accept = move || {
                 ringfence_sandbox::confine(Role::Front);
+                frame.turn.wait(at);
+                if let Some(Resumed { stream, saved }) = resumed {
+                    frame.serve(at, stream, Some(saved));
+                }
+                frame.turn.over(at);
                 frame.accept(at, stop);
             };
             named("front").spawn_scoped(scope, accept).expect("a thread for a socket");
@@ -407,6 +354,19 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             };
             named("figures").spawn_scoped(scope, serve).expect("a thread for figures");
         }
+        if let (Some(door), Some(estate)) = (&door, &frame.estate) {
+            let (frame, stop) = (&frame, stop.as_fd());
+            let wait = move || {
+                ringfence_sandbox::confine(Role::Front);
+                let successor = door.await_successor(stop, estate)?;
+                info!("{name}: a successor takes over");
+                frame.leaves.store(true, Ordering::Release);
+                let _ = signal_hook::low_level::raise(SIGTERM);
+                // Its other end waits for the end of this process.
+                Some(std::mem::ManuallyDrop::new(successor))
+            };
+            named("hand-over").spawn_scoped(scope, wait).expect("a thread for a successor");
+        }
         wait_for(&signals);
         info!("{name}: ending");
         frame.manager.say("STOPPING=1");
@@ -417,6 +377,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             log::end();
             std::process::exit(1);
         });
+        door.iter().for_each(Door::remove);
         frame.end();
         drop(running);
     });
@@ -436,47 +397,6 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
     frame.close();
     info!("{name}: ended");
     Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// Looks whether the process may have the descriptors that it takes: some for each ring, and for what front ends send.
-///
-/// # Errors
-/// There are too few for all rings: it is better said now than by the last of them.
-fn enough_descriptors(rings: usize, sockets: usize) -> Result<()> {
-    use rustix::process::{Resource, getrlimit};
-    let least = OF_ITS_OWN + sockets * OF_A_SOCKET + rings * OF_A_RING;
-    let most = least + sockets * OF_A_HOSTILE;
-    let there = match getrlimit(Resource::Nofile).current {
-        Some(there) => usize::try_from(there).unwrap_or(usize::MAX),
-        None => usize::MAX,
-    };
-    let remedy = "raise the hard limit of descriptors (LimitNOFILE= of the unit, ulimit -Hn)";
-    anyhow::ensure!(
-        least <= there,
-        "cannot serve {rings} rings: they may take {least} descriptors, and the process may have {there}: {remedy}, \
-         or serve fewer queues"
-    );
-    if most > there {
-        warn!(
-            "front ends that do harm may take {most} descriptors, and the process may have {there}: {remedy}, or \
-             they can keep others from connecting"
-        );
-    }
-    Ok(())
-}
-
-/// What becomes readable with the first SIGTERM or SIGINT. The second ends the process.
-fn signals() -> io::Result<UnixStream> {
-    use signal_hook::{flag, low_level::pipe};
-    let (read, write) = UnixStream::pair()?;
-    let seen = Arc::new(AtomicBool::new(false));
-    for signal in [SIGTERM, SIGINT] {
-        // In this order: when the flag is set already, the first acts.
-        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&seen))?;
-        flag::register(signal, Arc::clone(&seen))?;
-        pipe::register(signal, write.try_clone()?)?;
-    }
-    Ok(read)
 }
 
 /// Waits for a signal. What the sandbox refuses meanwhile is said.
@@ -525,7 +445,7 @@ impl<S: Service> Frame<S> {
             }
             if let Some(speaks) = fds[2..].iter().position(ready) {
                 drop(fds);
-                self.serve(at, silent.remove(speaks));
+                self.serve(at, silent.remove(speaks), None);
                 continue;
             }
             match socket.accept() {
@@ -567,14 +487,23 @@ impl<S: Service> Frame<S> {
         false
     }
 
-    fn serve(&self, at: usize, stream: PeerFd) {
+    fn serve(&self, at: usize, stream: PeerFd, saved: Option<SavedConnection>) {
         let (front, name) = (&self.fronts[at], &self.listeners[at].name);
-        front.connections.fetch_add(1, Ordering::Relaxed);
-        info!(source = %name, "a front end has connected");
+        match saved {
+            Some(_) => {
+                front.resumed.fetch_add(1, Ordering::Relaxed);
+                info!(source = %name, "going on with its front end");
+            }
+            None => {
+                front.connections.fetch_add(1, Ordering::Relaxed);
+                info!(source = %name, "a front end has connected");
+            }
+        }
         self.manager.say("STATUS=serving a front end");
-        let ended = self.converse(front, at, stream);
+        let ended = self.converse(front, at, stream, saved);
         *front.now.lock() = None;
         match ended {
+            Ok(()) if self.is_leaving() => info!(source = %name, "left to a successor"),
             Ok(()) => info!(source = %name, "the front end is gone"),
             Err(why) => {
                 front.broken.fetch_add(1, Ordering::Relaxed);
@@ -584,8 +513,22 @@ impl<S: Service> Frame<S> {
         self.manager.say("STATUS=waiting for a front end");
     }
 
-    fn converse(&self, front: &Front, at: usize, stream: PeerFd) -> Result<()> {
+    fn converse(
+        &self,
+        front: &Front,
+        at: usize,
+        stream: PeerFd,
+        saved: Option<SavedConnection>,
+    ) -> Result<()> {
+        let keeper = self.estate.as_ref().map(|estate| {
+            let turn = saved.as_ref().map(|_| Arc::clone(&self.turn));
+            estate.keeper(at, &self.listeners[at].name, &stream, turn)
+        });
         let mut connection = self.service.connect(at, stream)?;
+        if let Some(keeper) = keeper {
+            connection.set_keeper(Box::new(keeper?))?;
+        }
+        saved.into_iter().for_each(|saved| connection.resume(saved));
         connection.set_most_mapped(MAPPED / self.listeners.len().max(2) as u64);
         let shutdown = connection.shutdown_handle();
         {
@@ -601,22 +544,38 @@ impl<S: Service> Frame<S> {
 
     fn end(&self) {
         self.stopping.store(true, Ordering::Release);
-        self.listeners.iter().for_each(Listener::remove);
+        let leaves = self.leaves.load(Ordering::Acquire);
+        match leaves {
+            true => self.service.hands_over(),
+            false => self.listeners.iter().for_each(Listener::remove),
+        }
         for front in &self.fronts {
-            if let Some(shutdown) = &*front.now.lock() {
-                shutdown.shutdown();
+            match &*front.now.lock() {
+                Some(connection) if leaves => connection.leave(),
+                Some(connection) => connection.shutdown(),
+                None => {}
             }
         }
+    }
+
+    /// Whether the process ends and connections are left to its successor.
+    fn is_leaving(&self) -> bool {
+        self.stopping.load(Ordering::Acquire) && self.leaves.load(Ordering::Acquire)
     }
 
     /// Closes sockets and images before the process ends, and waits for what is being closed as long as that
     /// takes when nobody holds it up. What is held up is left to the kernel.
     fn close(self) {
+        let leaves = self.is_leaving();
         let Frame { service, listeners, fronts, .. } = self;
         drop(service);
         let begun = Instant::now();
         for (front, Listener { socket, name, placed }) in fronts.iter().zip(listeners) {
-            drop(placed);
+            match leaves {
+                // Its file is the successor's.
+                true => std::mem::forget(placed),
+                false => drop(placed),
+            }
             // Connections that nobody has accepted lie in it.
             drop(PeerFd::new(socket, &front.closer));
             while !front.closer.is_idle() && begun.elapsed() < CLOSED {
@@ -645,6 +604,9 @@ impl<S: Service> Frame<S> {
         let silent = of(|front| front.silent.load(Ordering::Relaxed));
         let now = of(|front| front.now.lock().is_some().into());
         page.many(Kind::Counter, "connections_total", "Front ends so far.", "socket", made);
+        let resumed = of(|front| front.resumed.load(Ordering::Relaxed));
+        let help = "Connections that went on from the process before.";
+        page.many(Kind::Counter, "resumed_connections_total", help, "socket", resumed);
         let help = "Connections that ended for another reason than the front end's leave.";
         page.many(Kind::Counter, "broken_connections_total", help, "socket", broken);
         let help = "Connections that had sent nothing and gave way to others.";

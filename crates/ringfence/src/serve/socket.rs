@@ -9,6 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use super::manager::ENDS;
 use anyhow::{Context, Result};
 use listenfd::ListenFd;
 use parking_lot::Mutex;
@@ -38,8 +39,15 @@ impl Placed {
         self.place.folder()
     }
 
+    /// The one that the process before has put there.
+    fn there(path: &Path) -> io::Result<Placed> {
+        let place = Place::of(path)?;
+        let (_, about) = place.look()?;
+        Ok(Placed { path: path.to_owned(), place, file: identity(&about) })
+    }
+
     /// Takes it out of the file system, if it is still ours.
-    fn remove(&self) {
+    pub(super) fn remove(&self) {
         let (folder, name) = (self.place.folder(), self.place.name());
         let about = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
         if about.is_ok_and(|about| identity(&about) == self.file) {
@@ -159,21 +167,61 @@ impl Listener {
     }
 }
 
-/// The sockets at `paths`, or those that the service manager has opened (`LISTEN_FDS`), which go
-/// first; there must be `count`.
+/// What the service manager has passed.
+pub(super) struct Passed {
+    listeners: Vec<UnixListener>,
+    /// What the process before has left.
+    pub(super) ends: Option<[OwnedFd; 2]>,
+}
+
+/// What the service manager has passed (`LISTEN_FDS`): sockets to listen on, and what it has kept.
+///
+/// # Errors
+/// A descriptor is something else.
+pub(super) fn passed() -> Result<Passed> {
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let mut names = names.split(':');
+    let mut fds = ListenFd::from_env();
+    let (mut listeners, mut ends) = (Vec::new(), [None, None]);
+    for at in 0..fds.len() {
+        let name = names.next().unwrap_or_default();
+        let taken = "a descriptor of the service manager was taken twice";
+        if let Some(end) = ENDS.iter().position(|end| *end == name) {
+            let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+            let (family, kind) = (family.as_raw().into(), kind.as_raw() as i32);
+            let kept = fds.take_custom(at, family, kind, "what the process before has left");
+            ends[end] = Some(kept?.context(taken)?);
+            continue;
+        }
+        let socket = fds.take_unix_listener(at).context("a socket of the service manager")?;
+        listeners.push(socket.context(taken)?);
+    }
+    let [write, read] = ends;
+    Ok(Passed { listeners, ends: write.zip(read).map(|(write, read)| [write, read]) })
+}
+
+/// The sockets that were passed, or those that the process before has left, or those at `paths`; there must be `count`.
 ///
 /// # Errors
 /// [`Usage`] if there are not so many; a socket cannot be had.
-pub(crate) fn open(paths: &[&Path], count: usize, access: Access) -> Result<Vec<Listener>> {
-    let mut passed = ListenFd::from_env();
+pub(super) fn open(
+    paths: &[&Path],
+    count: usize,
+    access: Access,
+    passed: Passed,
+    left: Option<Vec<UnixListener>>,
+) -> Result<Vec<Listener>> {
     let mut listeners = Vec::new();
-    for at in 0..passed.len() {
-        let socket = passed.take_unix_listener(at).context("a socket of the service manager")?;
-        let socket = socket.context("a socket of the service manager was taken twice")?;
+    let activated = !passed.listeners.is_empty();
+    let sockets = if activated { passed.listeners } else { left.unwrap_or_default() };
+    for (at, socket) in sockets.into_iter().enumerate() {
         socket.set_nonblocking(true)?;
-        let name = socket.local_addr().ok().and_then(|at| Some(at.as_pathname()?.to_owned()));
-        let name = name.map_or(format!("LISTEN_FDS[{at}]"), |path| path.display().to_string());
-        listeners.push(Listener { socket, name, placed: None });
+        let path = socket.local_addr().ok().and_then(|at| Some(at.as_pathname()?.to_owned()));
+        let name = path.as_ref().map(|path| path.display().to_string());
+        let name = name.unwrap_or(format!("LISTEN_FDS[{at}]"));
+        let placed = path.filter(|path| !activated && paths.get(at) == Some(&&**path));
+        let placed = placed.and_then(|path| Placed::there(&path).ok());
+        listeners.push(Listener { socket, name, placed });
     }
     if listeners.is_empty() {
         for path in paths {

@@ -1,6 +1,7 @@
 //! Front ends and drivers that do no harm: what they are owed is judged by bytes.
 
 use std::{
+    os::fd::AsFd as _,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -11,10 +12,12 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::{
     common::LIMIT,
-    guest::{BASE, Desc, NEXT, OTHER, PLATFORM, Ring, Session, WRITE},
+    guest::{BASE, Desc, NEXT, OTHER, PLATFORM, RING, Ring, Session, WRITE},
+    wire::{in_flight, request::SET_INFLIGHT_FD},
 };
 
 /// What a device is.
@@ -48,6 +51,18 @@ pub(crate) struct DiskDriver {
 impl DiskDriver {
     pub(crate) fn start(base: u64, path: &Path, device: Device) -> DiskDriver {
         let session = Session::open_at(base, path, device.features());
+        let ring = session.ring(0);
+        DiskDriver { session, ring }
+    }
+
+    /// One whose front end keeps a record of what is in flight, by which another process goes on.
+    fn start_recorded(base: u64, path: &Path, device: Device) -> DiskDriver {
+        const BYTES: u64 = 8192;
+        let session = Session::open_at(base, path, device.features());
+        let record = memfd_create("in flight", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&record, BYTES).unwrap();
+        let place = in_flight(BYTES, 0, 1, RING);
+        assert!(session.client.set(SET_INFLIGHT_FD, &place, &[record.as_fd()]));
         let ring = session.ring(0);
         DiskDriver { session, ring }
     }
@@ -230,7 +245,7 @@ impl Neighbour {
                 driver.receives(1);
             })
         } else {
-            let mut driver = DiskDriver::start(OTHER, path, device);
+            let mut driver = DiskDriver::start_recorded(OTHER, path, device);
             Box::new(move |count| driver.writes_and_reads(count % 64, count as u8))
         };
         while !shared.over.load(Ordering::Relaxed) {

@@ -17,9 +17,12 @@ mod honest;
 mod idle;
 mod iommu;
 mod log;
+#[path = "../common/manager.rs"]
+mod manager;
 mod messages;
 mod rings;
 mod sequences;
 mod service;
+mod successor;
 mod taken;
 mod wire;

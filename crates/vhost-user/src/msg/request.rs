@@ -136,21 +136,25 @@ impl Request {
         )
     }
 
-    /// Whether `count` descriptors may come with it.
-    pub fn takes_fds(&self, count: usize) -> bool {
+    /// How many descriptors go with it.
+    pub fn fds(&self) -> usize {
         match self {
-            Request::SetMemTable(regions) => count == regions.len(),
+            Request::SetMemTable(regions) => regions.len(),
             Request::SetVringKick { fd, .. }
             | Request::SetVringCall { fd, .. }
-            | Request::SetVringErr { fd, .. } => count == usize::from(*fd),
+            | Request::SetVringErr { fd, .. } => usize::from(*fd),
             Request::SetBackendReqFd
             | Request::AddMemReg(_)
             | Request::SetLogBase { .. }
             | Request::SetLogFd
-            | Request::SetInflight(_) => count == 1,
-            Request::RemMemReg(_) => count <= 1,
-            _ => count == 0,
+            | Request::SetInflight(_) => 1,
+            _ => 0,
         }
+    }
+
+    /// Whether `count` descriptors may come with it.
+    pub fn takes_fds(&self, count: usize) -> bool {
+        count == self.fds() || count == 1 && matches!(self, Request::RemMemReg(_))
     }
 
     /// The payload as it goes over the wire.

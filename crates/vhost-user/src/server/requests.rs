@@ -129,6 +129,7 @@ impl<H: Handler> Server<H> {
                     return Err(state("the ring runs").into());
                 }
                 self.rings[ring].base = base;
+                self.rings[ring].lost = false;
             }
             Request::GetVringBase { ring: number } => {
                 let ring = self.ring(code, number)?;

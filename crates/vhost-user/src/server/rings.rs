@@ -43,7 +43,8 @@ impl<H: Handler> Server<H> {
         self.suits(request, size, self.rings[ring].base)?;
         // A new kick for a running ring: it goes on where it is.
         self.stop(ring)?;
-        let base = self.rings[ring].base;
+        let Ring { base, lost, .. } = self.rings[ring];
+        let base = (!lost).then_some(base);
         let setup = RingSetup { size, addresses, base, kick, enabled };
         // The device may ask for the ring's translations at once.
         self.speak(true);
@@ -82,6 +83,7 @@ impl<H: Handler> Server<H> {
                 self.handler.suspended();
             }
             self.rings[ring].base = base.map_err(Failure::Broken)?;
+            self.rings[ring].lost = false;
         }
         Ok(())
     }

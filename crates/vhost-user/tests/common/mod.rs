@@ -29,7 +29,7 @@ pub(crate) const VERSION_1: u64 = 1 << 32;
 pub(crate) enum Event {
     Features(u64),
     Memory(usize),
-    Start { ring: u16, size: u16, base: u32, kick: bool, enabled: bool, desc: u64 },
+    Start { ring: u16, size: u16, base: Option<u32>, kick: bool, enabled: bool, desc: u64 },
     Stop(u16),
     Enable(u16, bool),
     Move(u16, u64),

@@ -4,15 +4,15 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use ringfence_iommu::{PageSizes, Range, ReservedRegion, Result, SyncToken};
 
-use super::{Backing, Binding, lazy::Lazy};
+use super::{Backing, Binding, kept::Kept, lazy::Lazy};
 use crate::wire::{CONFIG_LEN, Config, Features};
 
 /// What a device offers.
@@ -64,6 +64,8 @@ pub struct Device<B: Backing> {
     pub(super) state: RwLock<State<B::Domain>>,
     /// Counts changes of `state`: what a [`Session`] remembers of it is good for one number.
     pub(super) generation: AtomicU64,
+    /// The journal, if there ever was one. Locked before `state`.
+    pub(super) kept: OnceLock<Mutex<Kept>>,
 }
 
 /// Which domains exist and who is attached to them.
@@ -124,6 +126,7 @@ impl<B: Backing> Device<B> {
             negotiated: AtomicU64::new(0),
             state: RwLock::new(State { domains: HashMap::new(), attached: HashMap::new() }),
             generation: AtomicU64::new(0),
+            kept: OnceLock::new(),
         };
         for endpoint in device.backing.endpoints() {
             // Where that cannot be done it reaches what it did before there was a device.
@@ -146,6 +149,16 @@ impl<B: Backing> Device<B> {
     /// above the device type's (VIRTIO_F_VERSION_1 and so on).
     pub fn set_features(&self, features: u64) {
         let features = Features::from_bits_truncate(features) & self.options.features;
+        if features != self.negotiated() {
+            self.beyond_record(false, || self.negotiate(features));
+        }
+    }
+
+    pub(super) fn negotiated(&self) -> Features {
+        Features::from_bits_truncate(self.negotiated.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn negotiate(&self, features: Features) {
         self.negotiated.store(features.bits(), Ordering::Relaxed);
     }
 
@@ -183,7 +196,10 @@ impl<B: Backing> Device<B> {
     /// reset (rule V30).
     pub fn write_config(&self, offset: usize, data: &[u8]) -> Result<()> {
         match Config::bypass_written(offset, data) {
-            Some(bypass) if self.has(Features::BYPASS_CONFIG) => self.set_bypass(bypass),
+            Some(bypass) if self.has(Features::BYPASS_CONFIG) => match bypass == self.bypasses() {
+                true => self.put_bypass(bypass),
+                false => self.beyond_record(false, || self.put_bypass(bypass)),
+            },
             _ => Ok(()),
         }
     }
@@ -192,7 +208,7 @@ impl<B: Backing> Device<B> {
         self.bypass.load(Ordering::Relaxed)
     }
 
-    pub(super) fn set_bypass(&self, bypass: bool) -> Result<()> {
+    pub(super) fn put_bypass(&self, bypass: bool) -> Result<()> {
         let state = self.state.write();
         self.bypass.store(bypass, Ordering::Relaxed);
         // Also if it is what it was: a change before may have failed.
@@ -241,6 +257,10 @@ impl<B: Backing> Device<B> {
     /// # Errors
     /// Old translations may stay in use.
     pub fn endpoint_removed(&self, endpoint: u32) -> Result<SyncToken> {
+        self.beyond_record(false, || self.remove(endpoint))
+    }
+
+    fn remove(&self, endpoint: u32) -> Result<SyncToken> {
         let mut state = self.state.write();
         // Who still looks things up in the domain has a reference of its own.
         let mut orphans = Vec::new();
@@ -267,6 +287,11 @@ impl<B: Backing> Device<B> {
     /// # Errors
     /// An invalidation could not be begun: old translations may stay in use.
     pub fn reset(&self) -> Result<()> {
+        self.beyond_record(true, || self.clear())
+    }
+
+    /// As [`reset`](Self::reset), which the journal is not told of.
+    pub(super) fn clear(&self) -> Result<()> {
         let mut state = self.state.write();
         self.negotiated.store(0, Ordering::Relaxed);
         state.attached.clear();
@@ -282,8 +307,10 @@ impl<B: Backing> Device<B> {
     /// # Errors
     /// As [`reset`](Self::reset).
     pub fn system_reset(&self) -> Result<()> {
-        let bypass = self.set_bypass(self.options.bypass);
-        self.reset().and(bypass)
+        self.beyond_record(true, || {
+            let bypass = self.put_bypass(self.options.bypass);
+            self.clear().and(bypass)
+        })
     }
 
     /// How many domains exist.

@@ -4,12 +4,15 @@
 //! and maps into whatever [`Backing`] makes. It is shared: the control thread reads the
 //! configuration while one or more threads serve request queues, and MAP and UNMAP of different
 //! request queues run in parallel. [`RequestQueue`] serves one virtqueue without blocking;
-//! [`EventQueue`] delivers what [`FaultQueue`] collects.
+//! [`EventQueue`] delivers what [`FaultQueue`] collects. A device whose process dies goes on in the next one if it
+//! has a [`Journal`].
 
 mod backing;
 mod core;
 mod events;
 mod joint;
+mod journal;
+mod kept;
 mod lazy;
 mod mirror;
 mod queue;
@@ -21,6 +24,7 @@ pub use self::core::{Device, Options};
 pub use backing::{Backing, Binding, EndpointInfo};
 pub use events::{EventQueue, FaultQueue};
 pub use joint::{Joint, Outside};
+pub use journal::{Answers, Journal, JournalError, Recovered};
 pub use mirror::{HostRegion, Mirror};
 pub use queue::{Counters, Progress, RequestQueue};
 pub use saved::RestoreError;

@@ -5,7 +5,11 @@ use std::{fmt, sync::Arc};
 use ringfence_mem::{AccessError, Translate};
 use ringfence_virtq::{Chain, Desc, RingError, cut, device::Queue};
 
-use super::{Backing, Device, Session, requests::Reply};
+use super::{
+    Answers, Backing, Device, Session,
+    journal::{Answer, changes},
+    requests::Reply,
+};
 use crate::wire::{Kind, MAX_REQUEST_LEN, Status, TAIL_LEN, emit_tail};
 
 /// A batch ends once it has touched so many domains: so many invalidations wait at most.
@@ -131,6 +135,8 @@ pub struct RequestQueue<B: Backing> {
     /// Whether `pending` waits for an invalidation.
     waiting: bool,
     properties: Vec<u8>,
+    /// What a process before this one has answered, perhaps unseen.
+    answers: Answers,
 }
 
 impl<B: Backing> fmt::Debug for RequestQueue<B> {
@@ -157,7 +163,22 @@ impl<B: Backing> RequestQueue<B> {
                 .collect(),
             waiting: false,
             properties: Vec::new(),
+            answers: Answers::default(),
         }
+    }
+
+    /// Goes on with `queue`, whose areas were found, for a device that was [recovered](Device::recover): what was
+    /// carried out and lies in the ring still is answered as it was.
+    pub fn resume(device: Arc<Device<B>>, queue: Queue, answers: Answers) -> RequestQueue<B> {
+        let mut requests = RequestQueue::new(device, queue);
+        let (next, size) = (requests.position(), requests.queue.config().size);
+        requests.answers = answers.at(next, size);
+        requests
+    }
+
+    /// Where the next request lies, in a split ring.
+    fn position(&self) -> u16 {
+        self.queue.next_avail() as u16
     }
 
     /// Does what can be done now: carries out all requests in the ring, in order, starts the
@@ -174,11 +195,15 @@ impl<B: Backing> RequestQueue<B> {
         if !self.waiting {
             let mut taken = core::mem::take(&mut self.taken);
             let mut result = Ok(AHEAD);
-            while result == Ok(AHEAD) {
-                let count;
-                (count, result) = self.take(mem, &mut taken);
-                taken[..count].iter_mut().for_each(|taken| self.carry_out(mem, taken));
-                progress.handled += count;
+            if self.device.kept.get().is_some() || !self.answers.0.is_empty() {
+                (progress.handled, result) = self.carry_out_recorded(mem, &mut taken);
+            } else {
+                while result == Ok(AHEAD) {
+                    let count;
+                    (count, result) = self.take(mem, &mut taken);
+                    taken[..count].iter_mut().for_each(|taken| self.carry_out(mem, taken));
+                    progress.handled += count;
+                }
             }
             self.taken = taken;
             result?;
@@ -196,7 +221,10 @@ impl<B: Backing> RequestQueue<B> {
                     progress.pending = true;
                     return Ok(progress);
                 }
-                Err(_) => failed = true,
+                Err(_) => {
+                    failed = true;
+                    self.amend();
+                }
             }
             self.waiting = false;
         }
@@ -231,7 +259,7 @@ impl<B: Backing> RequestQueue<B> {
     }
 
     /// Carries out a request; its reply becomes pending.
-    #[inline]
+    #[inline(always)]
     fn carry_out(&mut self, mem: &impl Translate, taken: &mut Taken) {
         let Taken { chain, bytes, len: Ok(len) } = taken else {
             return self.carry_out_any(mem, taken);
@@ -278,12 +306,7 @@ impl<B: Backing> RequestQueue<B> {
         };
         let end = room.saturating_sub(TAIL_LEN as u64);
         let (status, waits, tail_at) = match reply {
-            Reply::Unwritten => {
-                let (head, used, tail) = (chain.head(), 0, Tail::None);
-                self.counters.refused += 1;
-                let status = Status::Unsupp;
-                return self.pending.push(Pending { head, used, status, waits: false, tail });
-            }
+            Reply::Unwritten => return self.leave_unwritten(chain),
             Reply::Status { status, waits } => (status, waits, 0),
             Reply::ProbeRefused(status) => (status, false, end),
             Reply::Properties(info) => {
@@ -299,6 +322,18 @@ impl<B: Backing> RequestQueue<B> {
                 (status, false, end)
             }
         };
+        self.reply(chain, tail_at, status, waits);
+    }
+
+    /// A request is given back without an answer.
+    fn leave_unwritten(&mut self, chain: &Chain) {
+        let (head, used, tail) = (chain.head(), 0, Tail::None);
+        self.counters.refused += 1;
+        self.pending.push(Pending { head, used, status: Status::Unsupp, waits: false, tail });
+    }
+
+    /// A request is answered with a tail at `tail_at`, for which there is room.
+    fn reply(&mut self, chain: &Chain, tail_at: u64, status: Status, waits: bool) {
         if status != Status::Ok {
             self.counters.refused += 1;
         }
@@ -308,6 +343,98 @@ impl<B: Backing> RequestQueue<B> {
             all => Tail::Split(cut(all, tail_at, TAIL_LEN as u64).collect()),
         };
         self.pending.push(Pending { head: chain.head(), used, status, waits, tail });
+    }
+
+    /// Carries out all requests in the ring, as [`poll`](Self::poll) does, and records each; or answers it as it is
+    /// on record. How many there were.
+    #[inline(never)]
+    fn carry_out_recorded(
+        &mut self,
+        mem: &impl Translate,
+        taken: &mut [Taken],
+    ) -> (usize, Result<usize, RingError>) {
+        let device = Arc::clone(&self.device);
+        let (mut handled, mut kept) = (0, None);
+        loop {
+            let mut position = self.position();
+            let (count, result) = self.take(mem, taken);
+            if kept.is_none() && count > 0 {
+                // For all of them: what is recorded is in the order in which it was done.
+                kept = device.kept.get().map(|kept| kept.lock());
+                if let Some(kept) = &mut kept
+                    && self.pending.is_empty()
+                    && self.answers.0.is_empty()
+                {
+                    kept.settle();
+                }
+            }
+            for taken in &mut taken[..count] {
+                match self.answers.take(position) {
+                    Some(answer) => self.answer(mem, taken, answer),
+                    None => {
+                        self.carry_out(mem, taken);
+                        if let Some(kept) = &mut kept {
+                            let (answer, changed) = self.record_of(taken);
+                            kept.record(&device, position, answer, changed);
+                        }
+                    }
+                }
+                position = position.wrapping_add(1);
+            }
+            handled += count;
+            if result != Ok(AHEAD) {
+                return (handled, result);
+            }
+        }
+    }
+
+    /// How the request that was carried out last is answered, and its bytes if it changed something.
+    fn record_of<'t>(&self, taken: &'t Taken) -> (Answer, &'t [u8]) {
+        let request = taken.len.map_or(&[][..], |len| &taken.bytes[..len]);
+        let kind = request.first().copied().and_then(Kind::from_u8);
+        match (self.pending.last(), kind) {
+            (None | Some(Pending { tail: Tail::None, .. }), _) => (Answer::Unwritten, &[]),
+            (_, Some(Kind::Probe)) => (Answer::Again, &[]),
+            (Some(&Pending { status: Status::Ok, .. }), Some(kind)) if changes(kind) => {
+                let len = kind.request_len().min(request.len());
+                (Answer::Status(Status::Ok), &request[..len])
+            }
+            (Some(&Pending { status, .. }), _) => (Answer::Status(status), &[]),
+        }
+    }
+
+    /// Answers a request as another process did, without carrying it out.
+    #[cold]
+    fn answer(&mut self, mem: &impl Translate, taken: &mut Taken, answer: Answer) {
+        let has_room = taken.chain.writable_len() >= TAIL_LEN as u64;
+        let is_probe = taken.len.is_ok() && taken.bytes[0] == Kind::Probe as u8;
+        match answer {
+            Answer::Again if is_probe => self.carry_out_any(mem, taken),
+            Answer::Status(status) if has_room => {
+                self.counters.others += 1;
+                self.reply(&taken.chain, 0, status, false);
+            }
+            // Or the driver has changed the request.
+            Answer::Status(_) | Answer::Unwritten | Answer::Again => {
+                self.counters.others += 1;
+                self.leave_unwritten(&taken.chain);
+            }
+        }
+    }
+
+    /// Records that requests failed because of their invalidation.
+    #[cold]
+    fn amend(&mut self) {
+        let Some(kept) = self.device.kept.get() else { return };
+        let mut kept = kept.lock();
+        // A ring has no more places than positions have values.
+        let mut position = self.position().wrapping_sub(self.pending.len() as u16);
+        for Pending { waits, .. } in &self.pending {
+            if *waits {
+                kept.amend(&self.device, position, Status::DevErr);
+            }
+            position = position.wrapping_add(1);
+        }
     }
 
     /// Writes and publishes all pending replies. Whether the driver wants an interrupt.

@@ -131,6 +131,21 @@ impl<B: Backing> Device<B> {
         }
     }
 
+    /// Carries out a request that changes something; the status if it is refused.
+    pub(super) fn change(&self, session: &mut Session<B>, request: &Request) -> Answer<()> {
+        match *request {
+            Request::Map { domain, range, phys, flags } => {
+                self.map(session, domain, range, phys, flags)
+            }
+            Request::Unmap { domain, range } => self.unmap(session, domain, range).map(|_| ()),
+            Request::Attach { domain, endpoint, flags } => {
+                self.attach(session, domain, endpoint, flags)
+            }
+            Request::Detach { domain, endpoint } => self.detach(session, domain, endpoint),
+            Request::Probe { .. } | Request::IotlbFlush { .. } => Ok(()),
+        }
+    }
+
     fn granule(&self) -> u64 {
         self.options.page_sizes.granule()
     }

@@ -1,8 +1,6 @@
 //! A device's state as bytes, for a guest that moves.
 
-use std::sync::atomic::Ordering;
-
-use ringfence_iommu::{Domain, Iova, Prot, Range, Result, table::Mapping};
+use ringfence_iommu::{Domain, Error, Iova, Prot, Range, Result, table::Mapping};
 
 use super::{Backing, Device, Session};
 use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags, Status};
@@ -38,6 +36,20 @@ pub enum RestoreError {
         /// The answer.
         status: Status,
     },
+    /// A request that was answered with OK is answered with something else.
+    #[error("request {at} after the state cannot be carried out here: {status:?}")]
+    Request {
+        /// Which of them.
+        at: usize,
+        /// The answer.
+        status: Status,
+    },
+    /// An invalidation failed.
+    #[error("an invalidation: {0}")]
+    Invalidation(Error),
+    /// An invalidation does not end.
+    #[error("an invalidation does not end")]
+    Stuck,
 }
 
 impl<B: Backing> Device<B> {
@@ -87,6 +99,10 @@ impl<B: Backing> Device<B> {
     /// # Errors
     /// See [`RestoreError`]. The device is as after a [reset](Self::reset).
     pub fn restore(&self, bytes: &[u8]) -> core::result::Result<(), RestoreError> {
+        self.beyond_record(true, || self.take_over(bytes))
+    }
+
+    pub(super) fn take_over(&self, bytes: &[u8]) -> core::result::Result<(), RestoreError> {
         if self.domains() != 0 {
             return Err(RestoreError::InUse);
         }
@@ -94,8 +110,8 @@ impl<B: Backing> Device<B> {
         let restored = self.read_state(bytes);
         if restored.is_err() {
             // Endpoints that cannot be put back are told of by the request that wants them elsewhere.
-            let _ = self.set_bypass(bypass);
-            let _ = self.reset();
+            let _ = self.put_bypass(bypass);
+            let _ = self.clear();
         }
         restored
     }
@@ -123,12 +139,10 @@ impl<B: Backing> Device<B> {
             return Err(RestoreError::Differs("its configuration"));
         }
         let negotiated = rest.u64()?;
-        if Features::from_bits(negotiated).is_none_or(|it| !self.features().contains(it)) {
-            return Err(RestoreError::Differs("its features"));
-        }
-        self.set_features(negotiated);
+        let negotiated = Features::from_bits(negotiated).filter(|&it| self.features().contains(it));
+        self.negotiate(negotiated.ok_or(RestoreError::Differs("its features"))?);
         // What cannot bypass is blocked.
-        let _ = self.set_bypass(config[BYPASS_AT] == 1);
+        let _ = self.put_bypass(config[BYPASS_AT] == 1);
         let mut session = Session::new();
         for _ in 0..rest.u32()? {
             let id = rest.u32()?;
@@ -152,10 +166,6 @@ impl<B: Backing> Device<B> {
             [] => Ok(()),
             _ => Err(RestoreError::Format("something follows")),
         }
-    }
-
-    fn negotiated(&self) -> Features {
-        Features::from_bits_truncate(self.negotiated.load(Ordering::Relaxed))
     }
 }
 

@@ -141,7 +141,7 @@ pub struct End<F: Format> {
     config: Config,
     flight: Flight,
     table: Table,
-    at: F,
+    pub(super) at: F,
     /// How many places belong to chains that were taken before the queue was made and whose names
     /// were not given since.
     nameless: u16,
@@ -181,6 +181,11 @@ impl<F: Format> End<F> {
         let mut queue = End::postponed(config)?;
         queue.revalidate(mem)?;
         Ok(queue)
+    }
+
+    /// Whether the areas were ever found.
+    pub(super) fn was_found(&self) -> bool {
+        self.areas.is_some()
     }
 
     #[cold]

@@ -37,12 +37,29 @@ pub struct Indices {
     published: u16,
     /// Up to which [`written`](Format::written) has told.
     told: u16,
+    /// Whether it goes on at the used index, which is not known before the ring is found.
+    at_used: bool,
 }
 
 /// The device's end of a split queue.
 pub type Split = End<Indices>;
 
 impl Split {
+    /// As [`Queue::postponed_at_used`](super::Queue::postponed_at_used).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn postponed_at_used(config: Config) -> Result<Split, RingError> {
+        let mut queue = Split::postponed(Config { base: 0, ..config })?;
+        queue.at.at_used = true;
+        Ok(queue)
+    }
+
+    /// Whether it goes on at the used index, and that was not read yet.
+    pub fn is_lost(&self) -> bool {
+        self.at.at_used && !self.was_found()
+    }
+
     /// As [`Queue::take_head`](super::Queue::take_head).
     ///
     /// # Errors
@@ -76,7 +93,15 @@ impl Format for Indices {
         let Ok(next) = u16::try_from(base) else {
             return Err(RingError::Base { base, used: 0, size });
         };
-        Ok(Indices { next_avail: next, seen: next, next_used: next, published: next, told: next })
+        let (published, told) = (next, next);
+        Ok(Indices {
+            next_avail: next,
+            seen: next,
+            next_used: next,
+            published,
+            told,
+            at_used: false,
+        })
     }
 
     fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
@@ -101,6 +126,9 @@ impl Format for Indices {
         // Read once, now: from here on only we write it.
         let used = areas.used.idx().load(Ordering::Relaxed);
         let Config { size, base, .. } = *config;
+        if self.at_used {
+            (self.next_avail, self.seen) = (used, used);
+        }
         if self.next_avail.wrapping_sub(used) > size {
             return Err(RingError::Base { base, used, size });
         }

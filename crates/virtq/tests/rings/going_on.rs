@@ -80,6 +80,43 @@ fn the_base_of_a_split_ring_is_checked_when_its_used_index_is_there() {
 }
 
 #[test]
+fn a_split_ring_that_was_left_without_a_word_goes_on_at_its_used_index() {
+    let ram = ram();
+    let (rings, at) = testing::areas_of(&ram, BASE, config(8, false));
+    let mut driver = driver::Queue::with_config(config(8, false), rings).unwrap();
+    let (mut chain, mut next) = (Chain::new(), 0);
+    // Its index wraps; each device takes three chains more than it gives back.
+    for round in 0..30_000_u64 {
+        let mut device = match round {
+            0 => device::Queue::postponed(at).unwrap(),
+            _ => device::Queue::postponed_at_used(device::Config { base: 77, ..at }).unwrap(),
+        };
+        assert_eq!((device.is_lost(), device.pop(&ram, &mut chain)), (round > 0, Ok(false)));
+        device.revalidate(&ram).unwrap();
+        assert!(!device.is_lost());
+        assert_eq!((device.next_avail() as u16, device.in_flight()), ((3 * round) as u16, 0));
+        for token in next..3 * round + 6 {
+            driver.add(&[Desc::writable(DATA + token, 8)], token).unwrap();
+        }
+        next = 3 * round + 6;
+        driver.publish();
+        for _ in 0..3 {
+            assert_eq!(device.pop(&ram, &mut chain), Ok(true));
+            device.push_used(chain.head(), 8);
+        }
+        for _ in 0..3 {
+            assert_eq!(device.pop(&ram, &mut chain), Ok(true));
+        }
+        let _ = device.publish_used();
+        for token in 3 * round..3 * round + 3 {
+            assert_eq!(driver.pop(), Ok(Some(driver::Used { token, len: 8 })));
+        }
+    }
+    let packed = device::Config { packed: true, ..at };
+    assert_eq!(device::Queue::postponed_at_used(packed).unwrap_err(), RingError::Format);
+}
+
+#[test]
 fn the_base_of_a_packed_ring_is_two_places() {
     let ram = ram();
     let (_, at) = testing::areas_of(&ram, BASE, config(6, true));

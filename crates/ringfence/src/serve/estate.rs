@@ -1,0 +1,312 @@
+//! What of a service outlives its process: the sockets that it listens on, the connections of its front ends, and the
+//! memory in which its devices keep what a successor needs. All of it lies in queues of sockets ([`Memo`]), of which
+//! only two ends have to be held by somebody else: by the service manager, or by a successor that they are handed to.
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixListener,
+    },
+    sync::{Arc, atomic::Ordering},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use parking_lot::{Condvar, Mutex};
+use ringfence_mem::SharedFile;
+use ringfence_vhost_user::{Closer, ConnectionState, Keeper, PeerFd, SavedConnection};
+use tracing::warn;
+
+use super::memo::{Memo, Message};
+
+/// What the service's own message begins with, and its version.
+const MAGIC: [u8; 4] = *b"RFsv";
+const VERSION: u32 = 1;
+
+/// A connection's page: whether requests are under way on it.
+const SETTLED: u64 = 0;
+const UNSETTLED: u64 = 1;
+/// What holds could not be written down.
+const UNKNOWN: u64 = 2;
+
+/// What there is for who comes after this process.
+pub(super) struct Estate {
+    service: Memo,
+    name: &'static str,
+    fronts: Vec<Arc<Mutex<Memo>>>,
+    listeners: Vec<OwnedFd>,
+    memory: Option<OwnedFd>,
+}
+
+/// What the process before has left.
+pub(super) struct Inherited {
+    service: Memo,
+    fronts: Vec<Memo>,
+    pub(super) listeners: Vec<UnixListener>,
+    memory: Option<OwnedFd>,
+}
+
+/// A connection to go on with.
+pub(super) struct Resumed {
+    pub(super) stream: PeerFd,
+    pub(super) saved: SavedConnection,
+}
+
+impl Inherited {
+    /// Looks at what is left for a service of that name with so many sockets, without changing it; `None` if nothing
+    /// is. Whether its versions are known: it may be another program that has left it.
+    ///
+    /// # Errors
+    /// It cannot be read, or is another service's.
+    pub(super) fn check(ends: &[OwnedFd; 2], name: &str, sockets: usize) -> Result<()> {
+        let [write, read] = ends;
+        let memo = Memo::of([write.try_clone()?, read.try_clone()?], None);
+        let Some(message) = memo.peek(true)? else { return Ok(()) };
+        let (_, fronts, _) = parse(message, name, sockets)?;
+        for front in fronts {
+            let begin = front.peek(false)?;
+            if let Some((bytes, _)) = begin.filter(|(bytes, _)| !bytes.is_empty()) {
+                SavedConnection::check(&bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what is left; `None` if nothing is.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub(super) fn read(
+        ends: [OwnedFd; 2],
+        name: &str,
+        sockets: usize,
+    ) -> Result<Option<Inherited>> {
+        let mut service = Memo::of(ends, None);
+        let Some(message) = service.read()? else { return Ok(None) };
+        let (listeners, fronts, memory) = parse(message, name, sockets)?;
+        Ok(Some(Inherited { service, fronts, listeners, memory }))
+    }
+
+    /// The connections that can go on, by socket.
+    ///
+    /// # Errors
+    /// One was left by another version.
+    pub(super) fn connections(
+        &mut self,
+        names: &[&str],
+        closers: &[Closer],
+    ) -> Result<Vec<Option<Resumed>>> {
+        let all = self.fronts.iter_mut().zip(names.iter().zip(closers));
+        all.map(|(memo, (name, closer))| {
+            memo.set_closer(closer);
+            let message = memo.read().with_context(|| format!("a connection of {name}"))?;
+            let Some((bytes, fds)) = message.filter(|(bytes, _)| !bytes.is_empty()) else {
+                return Ok(None);
+            };
+            let mut fds = fds.into_iter();
+            let (Some(stream), Some(page)) = (fds.next(), fds.next()) else {
+                bail!("a connection of {name} without its descriptors");
+            };
+            let page = SharedFile::map(&page, 0, 8).context("a connection's page")?;
+            if page.u64_at(0).load(Ordering::Acquire) != SETTLED {
+                warn!(
+                    source = %name,
+                    "the process before has ended in the middle of requests: the front end is hung up on"
+                );
+                let _ = rustix::net::shutdown(&stream, rustix::net::Shutdown::Both);
+                memo.spend_all(fds.chain([stream]));
+                return Ok(None);
+            }
+            let fds = fds.map(|fd| PeerFd::new(fd, closer)).collect();
+            let saved = SavedConnection::parse(&bytes, fds);
+            let saved = saved.with_context(|| format!("a connection of {name}"))?;
+            let stream = PeerFd::new(stream, closer);
+            Ok(Some(Resumed { stream, saved }))
+        })
+        .collect()
+    }
+}
+
+type Parsed = (Vec<UnixListener>, Vec<Memo>, Option<OwnedFd>);
+
+/// Reads the service's own message.
+fn parse(message: Message, name: &str, sockets: usize) -> Result<Parsed> {
+    let (bytes, fds) = message;
+    let number = |at: usize| {
+        let word = bytes.get(at..)?.first_chunk()?;
+        Some(u32::from_ne_bytes(*word))
+    };
+    let (begin, version, count) = (bytes.first_chunk(), number(4), number(8));
+    let (Some(begin), Some(version), Some(count)) = (begin, version, count) else {
+        bail!("what the process before has left is cut off");
+    };
+    ensure!(*begin == MAGIC, "what is left here is no service's of this program");
+    ensure!(
+        version == VERSION,
+        "what the process before has left has version {version}; this program knows {VERSION}"
+    );
+    let (count, of) = (count as usize, String::from_utf8_lossy(&bytes[12..]));
+    ensure!(of == name, "the process before was `ringfence {of}`, and this is `ringfence {name}`");
+    ensure!(
+        count == sockets,
+        "the process before had {count} sockets, and this one has {sockets}: it must have the same devices"
+    );
+    ensure!(
+        fds.len() == 3 * count || fds.len() == 3 * count + 1,
+        "the process before has left {} descriptors for {count} sockets",
+        fds.len()
+    );
+    let again = |fd: &OwnedFd| fd.try_clone();
+    let (of_sockets, rest) = fds.split_at(3 * count);
+    let (mut listeners, mut fronts) = (Vec::new(), Vec::new());
+    for of_socket in of_sockets.chunks_exact(3) {
+        listeners.push(UnixListener::from(again(&of_socket[0])?));
+        fronts.push(Memo::of([again(&of_socket[1])?, again(&of_socket[2])?], None));
+    }
+    let memory = rest.first().map(again).transpose()?;
+    Ok((listeners, fronts, memory))
+}
+
+impl Estate {
+    /// For these listeners, each with its closer: what was inherited, or anew.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub(super) fn new<'l>(
+        name: &'static str,
+        listeners: impl Iterator<Item = BorrowedFd<'l>>,
+        closers: &[Closer],
+        inherited: Option<Inherited>,
+    ) -> io::Result<Estate> {
+        let listeners = listeners.map(|fd| fd.try_clone_to_owned()).collect::<io::Result<_>>()?;
+        let (service, fronts, memory) = match inherited {
+            Some(Inherited { service, fronts, memory, .. }) => (service, fronts, memory),
+            None => {
+                let fronts = closers.iter().map(|closer| Memo::new(Some(closer)));
+                (Memo::new(None)?, fronts.collect::<io::Result<_>>()?, None)
+            }
+        };
+        let fronts = fronts.into_iter().map(|memo| Arc::new(Mutex::new(memo))).collect();
+        let mut estate = Estate { service, name, fronts, listeners, memory };
+        estate.write()?;
+        Ok(estate)
+    }
+
+    /// The ends of the queue in which all lies.
+    pub(super) fn ends(&self) -> [BorrowedFd<'_>; 2] {
+        self.service.ends()
+    }
+
+    /// Memory for what a successor needs of the devices, and whether the process before has left it.
+    ///
+    /// # Errors
+    /// The system refuses; what is left has another size.
+    pub(super) fn memory(&mut self, bytes: usize) -> Result<(SharedFile, bool)> {
+        if let Some(memory) = &self.memory {
+            let file = SharedFile::map(memory, 0, bytes as u64).context("the devices' memory")?;
+            return Ok((file, true));
+        }
+        let (file, fd) = SharedFile::create(bytes).context("the devices' memory")?;
+        self.memory = Some(fd);
+        self.write()?;
+        Ok((file, false))
+    }
+
+    /// Keeps what holds of a connection of socket `at`.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub(super) fn keeper(
+        &self,
+        at: usize,
+        name: &str,
+        stream: &PeerFd,
+        turn: Option<Arc<Turn>>,
+    ) -> io::Result<FrontKeeper> {
+        let (page, page_fd) = SharedFile::create(8).map_err(io::Error::other)?;
+        let stream = stream.as_fd().try_clone_to_owned()?;
+        let (memo, name) = (Arc::clone(&self.fronts[at]), name.to_owned());
+        Ok(FrontKeeper { memo, name, stream, page, page_fd, settles: SETTLED, turn, at })
+    }
+
+    fn write(&mut self) -> io::Result<()> {
+        let count = (self.listeners.len() as u32).to_ne_bytes();
+        let bytes = [&MAGIC, &VERSION.to_ne_bytes(), &count, self.name.as_bytes()].concat();
+        let fronts: Vec<_> = self.fronts.iter().map(|front| front.lock()).collect();
+        let mut fds = Vec::new();
+        for (listener, front) in self.listeners.iter().zip(&fronts) {
+            fds.push(listener.as_fd());
+            fds.extend(front.ends());
+        }
+        fds.extend(self.memory.as_ref().map(|memory| memory.as_fd()));
+        self.service.write(&bytes, &fds)
+    }
+}
+
+/// Whose turn it is to go on: one socket's connection after the other, since an IOMMU's has to be there before those of
+/// the devices behind it.
+#[derive(Default)]
+pub(super) struct Turn {
+    at: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Turn {
+    /// Waits until it is the turn of socket `at`.
+    pub(super) fn wait(&self, at: usize) {
+        let mut now = self.at.lock();
+        while *now < at {
+            self.changed.wait(&mut now);
+        }
+    }
+
+    /// Socket `at` has gone on, or has nothing to go on with.
+    pub(super) fn over(&self, at: usize) {
+        let mut now = self.at.lock();
+        *now = (*now).max(at + 1);
+        self.changed.notify_all();
+    }
+}
+
+/// Keeps what holds of a connection.
+pub(super) struct FrontKeeper {
+    memo: Arc<Mutex<Memo>>,
+    name: String,
+    stream: OwnedFd,
+    page: SharedFile,
+    page_fd: OwnedFd,
+    /// What the page says between requests.
+    settles: u64,
+    /// Whose turn ends once the connection goes on.
+    turn: Option<Arc<Turn>>,
+    at: usize,
+}
+
+impl Keeper for FrontKeeper {
+    fn unsettled(&mut self) {
+        self.page.u64_at(0).store(UNSETTLED, Ordering::Release);
+    }
+
+    fn settled(&mut self) {
+        self.page.u64_at(0).store(self.settles, Ordering::Release);
+        self.turn.take().into_iter().for_each(|turn| turn.over(self.at));
+    }
+
+    fn keep(&mut self, state: Option<&ConnectionState<'_>>) {
+        let mut memo = self.memo.lock();
+        let kept = match state.map(ConnectionState::emit) {
+            Some((bytes, fds)) => {
+                let own = [self.stream.as_fd(), self.page_fd.as_fd()];
+                memo.write(&bytes, &[&own[..], &fds].concat())
+            }
+            None => memo.write(&[], &[]),
+        };
+        let before =
+            std::mem::replace(&mut self.settles, if kept.is_ok() { SETTLED } else { UNKNOWN });
+        if let Err(error) = kept
+            && before == SETTLED
+        {
+            warn!(source = %self.name, "{error}: this connection cannot outlive the process");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! `--hand-over`: a successor takes a service over from the process that runs.
+//!
+//! Both are told the same path. Who begins looks whether somebody listens there: that one shows what there is to take
+//! over, and goes on serving. The successor looks whether it can read it, and only then has the other end; it goes on
+//! once that process is gone, which lets go of the images too.
+
+use std::{
+    io::{self, Read as _, Write as _},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::{UnixListener, UnixStream},
+    },
+    path::Path,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::RecvFlags,
+};
+use tracing::{info, warn};
+
+use super::{
+    estate::{Estate, Inherited},
+    memo,
+    socket::{self, Access, Placed},
+};
+
+/// What the process that runs says first, with the ends of its [`Estate`]'s queue, and what the successor says when it
+/// can take it over.
+const HELLO: &[u8] = b"RFho\x01";
+const GO: &[u8] = b"go";
+
+/// How long a successor may take to look at what there is: until then no other one is heard.
+const LOOKS: Duration = Duration::from_secs(10);
+
+/// How often it is said that the process before has not ended.
+const SAID_EVERY: Duration = Duration::from_secs(5);
+
+/// Where a successor asks.
+pub(super) struct Door {
+    listener: UnixListener,
+    placed: Placed,
+}
+
+/// Takes a service over from the process that listens at `path`; `None` if none does. When it returns, that process is
+/// gone.
+///
+/// # Errors
+/// What it would leave cannot be read here, or is another service's: it goes on.
+pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[OwnedFd; 2]>> {
+    let mut stream = match UnixStream::connect(path) {
+        Ok(stream) => stream,
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+            ) =>
+        {
+            return Ok(None);
+        }
+        Err(error) => {
+            return Err(error).with_context(|| format!("cannot reach {}", path.display()));
+        }
+    };
+    stream.set_read_timeout(Some(LOOKS))?;
+    let (hello, fds) = memo::receive(stream.as_fd(), HELLO.len(), RecvFlags::empty(), true)
+        .context("the process that runs says nothing")?;
+    let ends: Option<[_; 2]> = fds.try_into().ok();
+    let ends = ends.filter(|_| hello == HELLO);
+    let ends = ends.context("who listens there is no service that hands over to this version")?;
+    let cannot = "this process cannot take over, and the one that runs goes on";
+    Inherited::check(&ends, name, sockets).context(cannot)?;
+    stream.write_all(GO).context(cannot)?;
+    info!("{name}: taking over; the process before is ending");
+    stream.set_read_timeout(Some(SAID_EVERY))?;
+    loop {
+        match stream.read(&mut [0]) {
+            Ok(0) => return Ok(Some(ends)),
+            Ok(_) => {}
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
+            {
+                warn!("{name}: the process before has not ended yet");
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // It was killed with something unread.
+            Err(_) => return Ok(Some(ends)),
+        }
+    }
+}
+
+impl Door {
+    /// Listens at `path`, for this user alone.
+    ///
+    /// # Errors
+    /// As [`socket::bind`].
+    pub(super) fn open(path: &Path, access: Access) -> Result<Door> {
+        let bound = socket::bind(path, access);
+        let (listener, placed) =
+            bound.with_context(|| format!("cannot listen on {}", path.display()))?;
+        Ok(Door { listener, placed })
+    }
+
+    /// The folder that it is in.
+    pub(super) fn folder(&self) -> BorrowedFd<'_> {
+        self.placed.folder()
+    }
+
+    /// Nobody finds it any more.
+    pub(super) fn remove(&self) {
+        self.placed.remove();
+    }
+
+    /// Shows successors what there is, until one goes or `stop` is hung up. Returns that one: it waits for the end of
+    /// its connection.
+    pub(super) fn await_successor(
+        &self,
+        stop: BorrowedFd<'_>,
+        estate: &Estate,
+    ) -> Option<UnixStream> {
+        loop {
+            let mut fds = [
+                PollFd::from_borrowed_fd(stop, PollFlags::IN),
+                PollFd::new(&self.listener, PollFlags::IN),
+            ];
+            let _ = poll(&mut fds, None);
+            if !fds[0].revents().is_empty() {
+                return None;
+            }
+            let Ok((stream, _)) = self.listener.accept() else { continue };
+            match show(&stream, estate) {
+                Ok(()) => return Some(stream),
+                Err(error) => warn!("a successor has not taken over: {error:#}"),
+            }
+        }
+    }
+}
+
+/// Shows one successor what there is, and waits for its word.
+fn show(mut stream: &UnixStream, estate: &Estate) -> Result<()> {
+    memo::send(stream.as_fd(), HELLO, &[], &estate.ends())?;
+    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    let limit = Timespec { tv_sec: LOOKS.as_secs() as i64, tv_nsec: 0 };
+    ensure!(poll(&mut fds, Some(&limit))? > 0, "it has not answered for {LOOKS:?}");
+    // It is sent at once.
+    let mut word = [0; GO.len()];
+    let there = stream.read(&mut word).context("it has left")?;
+    ensure!(there > 0, "it cannot, and has left");
+    ensure!(word == GO, "it says something else");
+    Ok(())
+}

@@ -1,0 +1,247 @@
+//! A service makes ready: it takes over what the process before has left, opens what it needs, and gives up the rest.
+
+use std::{
+    io,
+    os::{fd::AsFd, unix::net::UnixStream},
+    path::Path,
+    sync::{Arc, atomic::AtomicBool},
+    thread,
+};
+
+use anyhow::{Context, Result};
+use ringfence_devices::{
+    notifier,
+    worker::{Notify, Worker},
+};
+use ringfence_mem::SharedFile;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use tracing::warn;
+
+use super::{
+    Common, Front, Options, SILENT,
+    estate::{Estate, Inherited, Resumed},
+    fault,
+    hand_over::{self, Door},
+    http, log,
+    manager::Manager,
+    socket::{self, Listener, Passed},
+};
+
+/// How many descriptors a ring takes: its kick, io_urings for its call and its error event, two of its image with a
+/// duplicate, and two of a worker's.
+const OF_A_RING: usize = 8;
+/// How many a socket takes beside its rings: itself, its connection, channels, logs, those that are silent,
+/// io_urings of rings that its front ends have left behind, and what a successor needs.
+const OF_A_SOCKET: usize = 8 + SILENT + 17 + 10;
+/// How many more while its front end sends such as take long to close: those that wait, and those of one message.
+const OF_A_HOSTILE: usize = 64 + 253;
+/// How many there are beside: streams, images, signals, scrapers.
+const OF_ITS_OWN: usize = 48;
+
+/// What was there before this process.
+pub(crate) struct Begun {
+    name: &'static str,
+    sockets: usize,
+    passed: Passed,
+    inherited: Option<Inherited>,
+}
+
+/// Says from now on what `--log` asks for, has as many descriptors as the system allows, and takes over what the process
+/// before has left of the service `name` with so many `sockets`. To be called before anything is made.
+///
+/// # Errors
+/// Wrong usage; what is left cannot be read.
+pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Result<Begun> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    log::begin(common.log);
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    common.confine.check()?;
+    let mut passed = socket::passed()?;
+    let mut ends = passed.ends.take();
+    if let Some(path) = common.hand_over.as_deref().filter(|_| ends.is_none()) {
+        ends = hand_over::take(path, name, sockets)?;
+    }
+    let inherited = ends.map(|ends| Inherited::read(ends, name, sockets)).transpose()?.flatten();
+    Ok(Begun { name, sockets, passed, inherited })
+}
+
+/// What the frame needs is open, and the sandbox is entered, unless there is none: threads can be started.
+pub(crate) struct Ready {
+    pub(super) listeners: Vec<Listener>,
+    pub(super) fronts: Vec<Front>,
+    pub(super) endpoint: Option<http::Endpoint>,
+    pub(super) signals: UnixStream,
+    /// Hung up in the end, so that all who wait see it.
+    pub(super) stop: (UnixStream, UnixStream),
+    pub(super) manager: Manager,
+    pub(super) users: Vec<u32>,
+    /// What outlives the process, if somebody holds it.
+    pub(super) estate: Option<Estate>,
+    pub(super) door: Option<Door>,
+    /// Connections to go on with, by socket.
+    pub(super) resumed: Vec<Option<Resumed>>,
+    /// How many workers there may be, and how they wait.
+    workers: usize,
+    notify: Notify,
+}
+
+impl Ready {
+    /// Threads for a device of that many queues: no more than have something to do.
+    ///
+    /// # Errors
+    /// No thread is left.
+    pub(crate) fn workers(&self, name: &str, queues: u16) -> Result<Arc<[Worker]>> {
+        (0..self.workers.min(queues.into()).max(1))
+            .map(|at| Worker::spawn(&format!("{name}-{at}"), self.notify))
+            .collect::<io::Result<_>>()
+            .context("starting a worker")
+    }
+
+    /// Whether the connection of socket `at` goes on from the process before.
+    pub(crate) fn goes_on(&self, at: usize) -> bool {
+        self.resumed[at].is_some()
+    }
+
+    /// Memory for what a successor needs of the devices, if there may be one, and whether the process before has left
+    /// it with something in it.
+    ///
+    /// # Errors
+    /// The system refuses; what is left has another size.
+    pub(crate) fn memory(&mut self, bytes: usize) -> Result<Option<(SharedFile, bool)>> {
+        self.estate.as_mut().map(|estate| estate.memory(bytes)).transpose()
+    }
+}
+
+/// Makes ready to serve on `--socket`, which has the number 0, and `more`, as [`open_on`] does.
+///
+/// # Errors
+/// As [`open_on`].
+pub(crate) fn open(
+    begun: Begun,
+    options: &Options,
+    more: &[&Path],
+    rings: usize,
+    make: impl FnOnce() -> Result<()>,
+) -> Result<Ready> {
+    let own = options.socket.as_deref();
+    let paths: Vec<&Path> = own.into_iter().chain(more.iter().copied()).collect();
+    open_on(begun, &options.common, &paths, rings, make)
+}
+
+/// Listens on the sockets at `paths`, or on those that the service manager has opened, and gives up to open anything
+/// more. What the service itself needs is open already, and no thread runs. Its devices have so many `rings`, all
+/// together; `make` makes the io_urings that they take.
+///
+/// # Errors
+/// Wrong usage; a socket or the endpoint of the figures cannot be had; the sandbox cannot be entered.
+pub(crate) fn open_on(
+    begun: Begun,
+    common: &Common,
+    paths: &[&Path],
+    rings: usize,
+    make: impl FnOnce() -> Result<()>,
+) -> Result<Ready> {
+    fault::end_process_on_panic();
+    let Begun { name, sockets, passed, mut inherited } = begun;
+    enough_descriptors(rings, sockets)?;
+    ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
+    let left = inherited.as_mut().map(|left| std::mem::take(&mut left.listeners));
+    let listeners = socket::open(paths, sockets, common.access(), passed, left)?;
+    let fronts: Vec<_> = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
+    let endpoint = match &common.metrics {
+        Some(address) => Some(
+            http::Endpoint::open(address, &common.metrics_host, common.confine.user())
+                .with_context(|| format!("cannot serve figures at {address}"))?,
+        ),
+        None => None,
+    };
+    let signals = signals().context("preparing for signals")?;
+    let stop = UnixStream::pair().context("preparing for the end")?;
+    let manager = Manager::of_this_process();
+    let door = common.hand_over.as_deref().map(|path| Door::open(path, common.access()));
+    let door = door.transpose()?;
+    let mut resumed: Vec<_> = (0..sockets).map(|_| None).collect();
+    let mut estate = None;
+    if inherited.is_some() || door.is_some() || manager.stores() {
+        let names: Vec<_> = listeners.iter().map(|listener| &*listener.name).collect();
+        let closers: Vec<_> = fronts.iter().map(|front| front.closer.clone()).collect();
+        if let Some(inherited) = &mut inherited {
+            resumed = inherited.connections(&names, &closers)?;
+        }
+        let is_new = inherited.is_none();
+        let sockets = listeners.iter().map(|listener| listener.socket.as_fd());
+        let made = Estate::new(name, sockets, &closers, inherited);
+        let made = made.context("preparing for a successor")?;
+        if is_new {
+            manager.store(made.ends());
+        }
+        estate = Some(made);
+    }
+    let cpus = || thread::available_parallelism().map_or(1, |cpus| cpus.get());
+    let workers = common.workers.map_or_else(cpus, usize::from);
+    // Two a ring, and one of each socket that takes the place of another.
+    notifier::make_ahead(2 * rings + sockets)?;
+    make()?;
+    let removes = listeners.iter().filter_map(Listener::folder);
+    let removes = removes.chain(endpoint.iter().filter_map(http::Endpoint::folder));
+    let removes = removes.chain(door.iter().map(Door::folder)).collect();
+    common.confine.enter(removes)?;
+    log::start();
+    let (users, notify) = (common.allow_uid.clone(), common.notify);
+    Ok(Ready {
+        listeners,
+        fronts,
+        endpoint,
+        signals,
+        stop,
+        manager,
+        users,
+        estate,
+        door,
+        resumed,
+        workers,
+        notify,
+    })
+}
+
+/// Looks whether the process may have the descriptors that it takes: some for each ring, and for what front ends send.
+///
+/// # Errors
+/// There are too few for all rings: it is better said now than by the last of them.
+fn enough_descriptors(rings: usize, sockets: usize) -> Result<()> {
+    use rustix::process::{Resource, getrlimit};
+    let least = OF_ITS_OWN + sockets * OF_A_SOCKET + rings * OF_A_RING;
+    let most = least + sockets * OF_A_HOSTILE;
+    let there = match getrlimit(Resource::Nofile).current {
+        Some(there) => usize::try_from(there).unwrap_or(usize::MAX),
+        None => usize::MAX,
+    };
+    let remedy = "raise the hard limit of descriptors (LimitNOFILE= of the unit, ulimit -Hn)";
+    anyhow::ensure!(
+        least <= there,
+        "cannot serve {rings} rings: they may take {least} descriptors, and the process may have {there}: {remedy}, \
+         or serve fewer queues"
+    );
+    if most > there {
+        warn!(
+            "front ends that do harm may take {most} descriptors, and the process may have {there}: {remedy}, or \
+             they can keep others from connecting"
+        );
+    }
+    Ok(())
+}
+
+/// What becomes readable with the first SIGTERM or SIGINT. The second ends the process.
+fn signals() -> io::Result<UnixStream> {
+    use signal_hook::{flag, low_level::pipe};
+    let (read, write) = UnixStream::pair()?;
+    let seen = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT] {
+        // In this order: when the flag is set already, the first acts.
+        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&seen))?;
+        flag::register(signal, Arc::clone(&seen))?;
+        pipe::register(signal, write.try_clone()?)?;
+    }
+    Ok(read)
+}

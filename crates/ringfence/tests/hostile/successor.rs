@@ -1,0 +1,172 @@
+//! Services that survive their own end: front ends that do not know of it are served by the next process.
+
+use std::{
+    fs::File,
+    os::unix::process::CommandExt as _,
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::{
+    common::Place,
+    guest::{IOMMU, PLATFORM, Session},
+    honest::{Device, Neighbour},
+    manager::Manager,
+};
+
+/// How a process makes way for the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// It is killed, and the service manager starts another.
+    Killed,
+    /// It is asked to end by the service manager, which starts another.
+    Restarted,
+    /// The next one takes over.
+    HandedOver,
+}
+
+/// How often.
+const TIMES: usize = 10;
+
+/// A service, one process after the other.
+struct Line {
+    place: Place,
+    manager: Manager,
+    arguments: Vec<String>,
+    end: End,
+    now: Child,
+}
+
+impl Line {
+    fn start(arguments: &[&str], end: End) -> Line {
+        let place = Place::new();
+        for name in ["disk.img", "other.img"] {
+            place.write(name, vec![0; 4 << 20]);
+        }
+        let manager = Manager::new(&place.path("."));
+        let arguments = [arguments, &["--workers", "1"]].concat();
+        let mut arguments: Vec<String> = arguments.iter().map(|word| (*word).to_owned()).collect();
+        if end == End::HandedOver {
+            arguments.extend(["--hand-over", "door"].map(str::to_owned));
+        }
+        let now = Line::process(&place, &manager, &arguments, end);
+        Line { place, manager, arguments, end, now }
+    }
+
+    fn process(place: &Place, manager: &Manager, arguments: &[String], end: End) -> Child {
+        let program = env!("CARGO_BIN_EXE_ringfence");
+        let mut command = match end {
+            End::HandedOver => Command::new(program),
+            End::Killed | End::Restarted => manager.command(program),
+        };
+        let log = File::options().create(true).append(true).open(place.path("log")).unwrap();
+        command.args(arguments).current_dir(place.path(".")).stderr(Stdio::from(log));
+        command.process_group(0).spawn().unwrap()
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.place.path(name)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.path("log")).unwrap_or_default()
+    }
+
+    /// The next process.
+    fn goes_on(&mut self) {
+        let Line { place, manager, arguments, end, now } = self;
+        let before = Pid::from_child(now);
+        match end {
+            End::Killed => now.kill().unwrap(),
+            End::Restarted => kill_process(before, Signal::TERM).unwrap(),
+            End::HandedOver => {
+                let next = Line::process(place, manager, arguments, *end);
+                let mut before = std::mem::replace(now, next);
+                self.ended(&before.wait().unwrap().success());
+                return;
+            }
+        }
+        let status = now.wait().unwrap();
+        let next = Line::process(place, manager, arguments, *end);
+        *now = next;
+        self.ended(&(self.end == End::Killed || status.success()));
+    }
+
+    fn ended(&self, well: &bool) {
+        assert!(well, "{}", self.log());
+    }
+
+    /// Every connection went on from each process to the next: nobody had to connect again.
+    fn nobody_connected_again(&self, sockets: usize) {
+        let log = self.log();
+        let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
+        assert_eq!(count("a front end has connected"), sockets, "{log}");
+        assert_eq!(count("going on with its front end"), TIMES * sockets, "{log}");
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        let _ = self.now.kill();
+        let _ = self.now.wait();
+        if std::thread::panicking() {
+            eprintln!("{:?}:\n{}", self.end, self.log());
+        }
+    }
+}
+
+/// Has the service go on ten times beside what the neighbours do, and waits each time until all of them are served.
+fn ten_times(line: &mut Line, neighbours: &[Neighbour]) {
+    for _ in 0..TIMES {
+        neighbours.iter().for_each(|one| drop(one.two_more()));
+        line.goes_on();
+    }
+    let longest = neighbours.iter().flat_map(Neighbour::two_more).max().unwrap();
+    eprintln!("{:?}: the longest request took {:?}", line.end, Duration::from_micros(longest));
+}
+
+fn each(check: impl Fn(End)) {
+    [End::HandedOver, End::Restarted, End::Killed].into_iter().for_each(check);
+}
+
+#[test]
+fn a_disk_goes_on_in_the_next_process() {
+    each(|end| {
+        let blk = ["blk", "--socket", "disk", "--image", "disk.img"];
+        let mut line = Line::start(&blk, end);
+        let neighbours = [Neighbour::start(line.path("disk"), Device::Disk)];
+        ten_times(&mut line, &neighbours);
+        drop(neighbours);
+        line.nobody_connected_again(1);
+    });
+}
+
+#[test]
+fn packets_are_passed_by_the_next_process() {
+    each(|end| {
+        let net = ["net", "--socket", "one", "--peer", "two"];
+        let mut line = Line::start(&net, end);
+        let neighbours = ["one", "two"].map(|name| Neighbour::start(line.path(name), Device::Net));
+        ten_times(&mut line, &neighbours);
+        drop(neighbours);
+        line.nobody_connected_again(2);
+    });
+}
+
+#[test]
+fn an_iommu_and_its_devices_go_on_in_the_next_process() {
+    each(|end| {
+        let guard =
+            ["guard", "--iommu", "iommu", "--blk", "disk=disk.img", "--blk", "other=other.img"];
+        // The other disk has no front end.
+        let mut line = Line::start(&guard, end);
+        let _iommu = Session::open_at(IOMMU, &line.path("iommu"), PLATFORM);
+        let neighbours = [Neighbour::start(line.path("disk"), Device::Guarded)];
+        ten_times(&mut line, &neighbours);
+        drop(neighbours);
+        line.nobody_connected_again(2);
+    });
+}

@@ -1,0 +1,183 @@
+//! What another process needs to go on with a connection, when the one that serves it ends or dies.
+//!
+//! It is kept as the requests by which a front end would say all that holds to a new back end: who goes on carries them
+//! out, and checks them, as if they had just come. Requests that say the same again change nothing, so that no order
+//! of events has to be remembered but this: whether requests were under way. Of those nobody knows which were carried
+//! out and answered, and the connection cannot go on.
+
+use std::os::fd::BorrowedFd;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::{
+    PeerFd, WireError,
+    msg::{Header, Request},
+};
+
+/// What the bytes begin with, and the version of the format.
+const MAGIC: [u8; 4] = *b"RFvu";
+const VERSION: u32 = 1;
+
+/// Keeps what another process needs to go on with a connection. The [`Server`](crate::Server) calls it on its own
+/// thread; what takes long here holds up the front end.
+pub trait Keeper: Send {
+    /// From now on requests may be under way, until [`settled`](Self::settled). To be on record at once: a process may
+    /// die at any moment. It is called for each batch of requests.
+    fn unsettled(&mut self);
+
+    /// All requests were carried out and answered, and what holds is kept.
+    fn settled(&mut self);
+
+    /// This holds from now on; `None`: the connection cannot go on elsewhere, or is over.
+    fn keep(&mut self, state: Option<&ConnectionState<'_>>);
+}
+
+/// What holds of a connection, and the descriptors that go with it.
+#[derive(Debug, Default)]
+pub struct ConnectionState<'a> {
+    pub(crate) requests: Vec<(Request, Vec<BorrowedFd<'a>>)>,
+}
+
+impl<'a> ConnectionState<'a> {
+    /// As bytes and descriptors, for [`SavedConnection::parse`].
+    pub fn emit(&self) -> (Vec<u8>, Vec<BorrowedFd<'a>>) {
+        let mut bytes = [&MAGIC[..], &VERSION.to_ne_bytes()].concat();
+        for (request, _) in &self.requests {
+            let payload = request.payload();
+            bytes.extend_from_slice(
+                Header::request(request.code(), false, payload.len()).as_bytes(),
+            );
+            bytes.extend_from_slice(&payload);
+        }
+        (bytes, self.requests.iter().flat_map(|(_, fds)| fds).copied().collect())
+    }
+}
+
+/// What held of a connection, for [`Server::resume`](crate::Server::resume).
+#[derive(Debug)]
+pub struct SavedConnection {
+    pub(crate) requests: Vec<(Request, Vec<PeerFd>)>,
+}
+
+/// Bytes that are no [`SavedConnection`] of this version.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResumeError {
+    /// They begin with something else.
+    #[error("no saved connection")]
+    Magic,
+    /// Another version made them.
+    #[error("a saved connection of version {0}; this program knows {VERSION}")]
+    Version(u32),
+    /// They end within a request.
+    #[error("a saved connection that is cut off after {0} bytes")]
+    Short(usize),
+    /// They hold something else than requests.
+    #[error("a saved connection: {0}")]
+    Wire(#[from] WireError),
+    /// Its requests need more descriptors than came, or fewer.
+    #[error("a saved connection with {there} descriptors where its requests have {needed}")]
+    Fds {
+        /// How many its requests have.
+        needed: usize,
+        /// How many came.
+        there: usize,
+    },
+}
+
+/// What stands behind the beginning, which is of this version.
+fn begin(bytes: &[u8]) -> Result<&[u8], ResumeError> {
+    let rest = bytes.strip_prefix(&MAGIC[..]).ok_or(ResumeError::Magic)?;
+    let version = u32::read_from_prefix(rest);
+    let (version, rest) = version.map_err(|_| ResumeError::Short(bytes.len()))?;
+    match version {
+        VERSION => Ok(rest),
+        other => Err(ResumeError::Version(other)),
+    }
+}
+
+impl SavedConnection {
+    /// Whether bytes begin as those of a version do that [`parse`](Self::parse) knows.
+    ///
+    /// # Errors
+    /// [`ResumeError::Magic`], [`ResumeError::Version`], [`ResumeError::Short`].
+    pub fn check(bytes: &[u8]) -> Result<(), ResumeError> {
+        begin(bytes).map(|_| ())
+    }
+
+    /// What [`ConnectionState::emit`] gave.
+    ///
+    /// # Errors
+    /// See [`ResumeError`].
+    pub fn parse(bytes: &[u8], fds: Vec<PeerFd>) -> Result<SavedConnection, ResumeError> {
+        let short = |rest: &[u8]| ResumeError::Short(bytes.len() - rest.len());
+        let mut rest = begin(bytes)?;
+        let mut requests = Vec::new();
+        while !rest.is_empty() {
+            let (header, behind) = Header::read_from_prefix(rest).map_err(|_| short(rest))?;
+            header.check(false)?;
+            let payload = behind.split_at_checked(header.size as usize);
+            let (payload, behind) = payload.ok_or_else(|| short(rest))?;
+            requests.push(Request::parse(header.request, payload)?);
+            rest = behind;
+        }
+        let (needed, there) = (requests.iter().map(Request::fds).sum(), fds.len());
+        if needed != there {
+            return Err(ResumeError::Fds { needed, there });
+        }
+        let mut fds = fds.into_iter();
+        let with_fds = |request: Request| {
+            let fds = fds.by_ref().take(request.fds()).collect();
+            (request, fds)
+        };
+        Ok(SavedConnection { requests: requests.into_iter().map(with_fds).collect() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use ringfence_mem::Region;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    #[test]
+    fn what_was_written_is_read_and_nothing_else() {
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let region = Region { gpa: 0, size: 4096, user_addr: 4096, mmap_offset: 0 };
+        let requests = [
+            (Request::SetFeatures(1 << 32), vec![]),
+            (Request::AddMemReg(region), vec![event.as_fd()]),
+            (Request::SetVringKick { ring: 0, fd: true }, vec![event.as_fd()]),
+            (Request::SetVringKick { ring: 1, fd: false }, vec![]),
+        ];
+        let state = ConnectionState { requests: requests.to_vec() };
+        let (bytes, fds) = state.emit();
+        let count = fds.len();
+        let fds = || -> Vec<PeerFd> {
+            let each = (0..count).map(|_| event.try_clone().unwrap());
+            each.map(PeerFd::from).collect()
+        };
+        let read = SavedConnection::parse(&bytes, fds()).unwrap();
+        assert!(
+            read.requests.iter().map(|(request, _)| request).eq(requests.iter().map(|(r, _)| r))
+        );
+        assert!(read.requests.iter().all(|(request, fds)| request.takes_fds(fds.len())));
+
+        let parse = |bytes: &[u8], fds| SavedConnection::parse(bytes, fds).unwrap_err();
+        assert!(matches!(parse(&bytes, vec![]), ResumeError::Fds { needed: 2, there: 0 }));
+        let whole: Vec<usize> = [0, 20, 64, 84].map(|len| 8 + len).to_vec();
+        for len in (0..bytes.len()).filter(|len| !whole.contains(len)) {
+            let error = parse(&bytes[..len], fds());
+            assert!(matches!(error, ResumeError::Magic | ResumeError::Short(_)), "{len}: {error}");
+        }
+        for (at, error) in [(0, "no saved"), (4, "of version"), (9, "request 258"), (12, "flags")] {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 1;
+            let told = parse(&bytes, fds()).to_string();
+            assert!(told.contains(error), "{at}: {told}");
+        }
+    }
+}

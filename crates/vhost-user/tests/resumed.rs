@@ -1,0 +1,191 @@
+//! A connection that another server goes on with.
+
+mod common;
+
+use common::{Device, Event, LONG, Served, VERSION_1, end};
+use ringfence_mem::{GuestRam, Region};
+use ringfence_vhost_user::{
+    ConnectionState, Frontend, Keeper, PeerFd, ProtocolFeatures, RingAddresses, SavedConnection,
+    ServeError, Server, Shutdown,
+};
+use rustix::event::{EventfdFlags, eventfd};
+use std::{
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::{Arc, Mutex},
+    thread,
+    time::Instant,
+};
+
+/// What was kept last, and whether requests are under way.
+#[derive(Clone, Default)]
+struct Notes(Arc<Mutex<(Option<(Vec<u8>, Vec<OwnedFd>)>, bool, usize)>>);
+
+impl Keeper for Notes {
+    fn unsettled(&mut self) {
+        self.0.lock().unwrap().1 = true;
+    }
+    fn settled(&mut self) {
+        self.0.lock().unwrap().1 = false;
+    }
+    fn keep(&mut self, state: Option<&ConnectionState<'_>>) {
+        let mut notes = self.0.lock().unwrap();
+        notes.0 = state.map(|state| {
+            let (bytes, fds) = state.emit();
+            let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+            (bytes, fds)
+        });
+        notes.2 += 1;
+    }
+}
+
+impl Notes {
+    fn saved(&self) -> SavedConnection {
+        let notes = self.0.lock().unwrap();
+        let (bytes, fds) = notes.0.as_ref().unwrap();
+        let fds = fds.iter().map(|fd| PeerFd::from(fd.try_clone().unwrap())).collect();
+        SavedConnection::parse(bytes, fds).unwrap()
+    }
+
+    /// Waits until all that was sent is carried out and answered.
+    fn await_settled(&self) {
+        let begun = Instant::now();
+        while self.0.lock().unwrap().1 {
+            assert!(begun.elapsed() < LONG);
+            thread::yield_now();
+        }
+    }
+}
+
+/// A server of a connection, from its beginning or from what was kept of it.
+fn served(
+    stream: UnixStream,
+    device: Device,
+    saved: Option<SavedConnection>,
+) -> (Notes, Shutdown, Served) {
+    let mut server = Server::new(end(stream), device);
+    let notes = Notes::default();
+    server.set_keeper(Box::new(notes.clone())).unwrap();
+    saved.into_iter().for_each(|saved| server.resume(saved));
+    let handle = server.shutdown_handle();
+    let served = thread::spawn(move || {
+        let result = server.serve();
+        (result, server.into_handler())
+    });
+    (notes, handle, served)
+}
+
+fn event() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC).unwrap()
+}
+
+const ADDRESSES: RingAddresses =
+    RingAddresses { desc: 0x1000, avail: 0x2000, used: 0x3000, log: None };
+
+/// A front end that has started ring 0 of a device, and set up ring 1.
+fn begun(stream: UnixStream) -> Frontend {
+    let mut front = Frontend::new(end(stream), LONG);
+    front.negotiate(VERSION_1, ProtocolFeatures::KNOWN).unwrap();
+    for at in 0..2 {
+        let ram = GuestRam::new(1 << 20, at << 20).unwrap();
+        let region = Region { user_addr: at << 20, ..ram.region() };
+        front.add_mem_region(region, ram.fd()).unwrap();
+    }
+    for ring in 0..2 {
+        front.set_vring_num(ring, 256).unwrap();
+        front.set_vring_addr(ring, &ADDRESSES).unwrap();
+        front.set_vring_base(ring, 7 + u32::from(ring)).unwrap();
+        front.set_vring_call(ring, Some(event().as_fd())).unwrap();
+    }
+    front.set_vring_enable(0, true).unwrap();
+    front.set_vring_kick(0, Some(event().as_fd())).unwrap();
+    front
+}
+
+/// What a device is told that goes on where ring 0 stood at `base`.
+fn told_again(base: Option<u32>) -> Vec<Event> {
+    let start = Event::Start { ring: 0, size: 256, base, kick: true, enabled: true, desc: 0x1000 };
+    let memories = [Event::Memory(1), Event::Memory(2)];
+    [Event::Features(VERSION_1)]
+        .into_iter()
+        .chain(memories)
+        .chain([Event::Call(0, true), start, Event::Call(1, true)])
+        .collect()
+}
+
+#[test]
+fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), Device::default(), None);
+    let mut front = begun(ours);
+    handle.leave();
+    let (result, device) = first.join().unwrap();
+    result.unwrap();
+    assert_eq!(device.events.last(), Some(&Event::Stop(0)));
+    assert!(!notes.0.lock().unwrap().1);
+    // Where ring 0 was stopped is known.
+    let stream = theirs.try_clone().unwrap();
+    let (kept, handle, second) = served(stream, Device::default(), Some(notes.saved()));
+    let mut config = [0; 4];
+    front.config(8, &mut config).unwrap();
+    assert_eq!(config, [8, 9, 10, 11]);
+    assert_eq!(front.get_vring_base(1).unwrap(), 8);
+    kept.await_settled();
+    // That process dies: where ring 0 was is not known.
+    let saved = kept.saved();
+    handle.leave();
+    let (result, device) = second.join().unwrap();
+    result.unwrap();
+    let told = device.events.len() - 1;
+    assert_eq!(device.events[..told], told_again(Some(77)));
+    let (_, _, third) = served(theirs, Device::default(), Some(saved));
+    assert_eq!(front.get_vring_base(0).unwrap(), 77);
+    drop(front);
+    let (result, device) = third.join().unwrap();
+    result.unwrap();
+    let told = device.events.len() - 1;
+    assert_eq!(device.events[..told], told_again(None));
+}
+
+#[test]
+fn what_cannot_go_on_says_so_and_ends() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), Device::default(), None);
+    let mut front = begun(ours);
+    handle.leave();
+    first.join().unwrap().0.unwrap();
+    // It offers less than was settled on; it has no rings.
+    let less = Device { features: 0, ..Device::default() };
+    let none = Device { refuses_rings: true, ..Device::default() };
+    for device in [less, none] {
+        let (kept, _, served) = served(theirs.try_clone().unwrap(), device, Some(notes.saved()));
+        let error = served.join().unwrap().0.unwrap_err();
+        assert!(matches!(error, ServeError::Wire(_) | ServeError::NotResumed { .. }), "{error}");
+        assert!(kept.0.lock().unwrap().0.is_none(), "nobody else goes on");
+    }
+    assert!(front.features().is_err(), "it is hung up");
+}
+
+#[test]
+fn what_ends_or_cannot_be_stopped_is_not_kept() {
+    for stopped_at in [Some(1), None] {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let device = Device { stopped_at, ..Device::default() };
+        let (notes, handle, served) = served(theirs, device, None);
+        let mut front = begun(ours);
+        match stopped_at {
+            Some(_) => drop(front),
+            None => {
+                handle.leave();
+                served.join().unwrap().0.unwrap();
+                assert!(notes.0.lock().unwrap().0.is_none());
+                assert!(front.features().is_err());
+                continue;
+            }
+        }
+        served.join().unwrap().0.unwrap();
+        assert!(notes.0.lock().unwrap().0.is_none());
+    }
+}

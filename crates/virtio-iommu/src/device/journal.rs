@@ -1,0 +1,420 @@
+//! What a device holds, in a file that outlives its process.
+//!
+//! ```text
+//! header   what it is, its version, its length, which half holds, a note of whoever keeps the device
+//! half     the length of a snapshot, the length of a log, the snapshot, the log   (two of them)
+//! record   where a request lies in its ring and how it is answered; its bytes, if it changed something
+//! ```
+//!
+//! A snapshot is what [`Device::save`](super::Device::save) says. Requests that are carried out after it are in the
+//! log, each before the driver can see its answer. When there is no more room for one, a new snapshot is made in the
+//! other half, and one word says that this half holds.
+//!
+//! Whoever reads it is another process, after this one has died: of a process that dies, all stores are done that
+//! come before some point of its program, and none that come after it. So it takes no more than the order of the
+//! stores in the program, in which the compiler must leave them: the bytes of a record first, then the length that
+//! counts them.
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::atomic::{
+        Ordering::{Relaxed, Release, SeqCst},
+        compiler_fence,
+    },
+};
+
+use ringfence_mem::SharedFile;
+
+use self::record::{AMENDED, FIRST, head, read_log};
+pub(super) use self::record::{Answer, changes};
+use super::RestoreError;
+use crate::wire::Request;
+
+mod record;
+
+/// What it begins with; of another order of bytes it is another number.
+const MAGIC: u64 = 0x5246_7669_6a72_6e6c;
+/// The version of the format.
+const VERSION: u64 = 1;
+
+/// The words of the header.
+const MAGIC_AT: usize = 0;
+const VERSION_AT: usize = 8;
+const LEN_AT: usize = 16;
+const HOLDS_AT: usize = 24;
+const NOTE_AT: usize = 32;
+const HEADER: usize = 64;
+
+/// The words at the beginning of a half: the lengths of the snapshot and of the log.
+const HALF_HEAD: usize = 16;
+/// A half has room for more than this.
+const LEAST: usize = 512;
+/// A log of this size is begun before the snapshot is made anew; or of the snapshot's, so that the one costs no more
+/// than the other.
+const LOG: usize = 8 << 20;
+/// No ring has more places.
+const PLACES: usize = 1 << 15;
+
+/// Why a device's journal is not to be had, or no more.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JournalError {
+    /// The file is too short for any.
+    #[error("a journal of {len} bytes; it needs {least}")]
+    Short {
+        /// Its length.
+        len: usize,
+        /// The least that there must be.
+        least: usize,
+    },
+    /// The bytes are not those of a journal.
+    #[error("not a journal: {0}")]
+    Format(&'static str),
+    /// Another version has written it.
+    #[error("the journal has version {0}")]
+    Version(u64),
+    /// Nothing was ever written to it, or whoever wrote it could not go on.
+    #[error("the journal holds nothing")]
+    Nothing,
+    /// A record of the log is wrong.
+    #[error("the record at {at} of the journal's log: {what}")]
+    Record {
+        /// Where it begins in the log.
+        at: usize,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// What the device holds does not fit.
+    #[error("the device holds {needed} bytes of state; the journal has room for {room}")]
+    Full {
+        /// How many bytes there are.
+        needed: usize,
+        /// How many there may be.
+        room: usize,
+    },
+    /// What the device holds cannot be told.
+    #[error("the device's state cannot be told: {0}")]
+    Untold(ringfence_iommu::Error),
+    /// Somebody has truncated the file.
+    #[error("the journal was truncated")]
+    Lost,
+    /// What it tells cannot be had here.
+    #[error(transparent)]
+    Refused(#[from] RestoreError),
+}
+
+/// How requests were answered of which nobody knows whether the driver has seen it, by their places in the ring.
+#[derive(Clone, Debug, Default)]
+pub struct Answers(pub(super) VecDeque<(u16, Answer)>);
+
+impl Answers {
+    /// What lies at these places of a ring of `size` that goes on at `next`.
+    pub(super) fn at(mut self, next: u16, size: u16) -> Answers {
+        self.0.retain(|&(position, _)| position.wrapping_sub(next) < size);
+        self
+    }
+
+    /// Takes the answer to the request at `position`, if it is the next.
+    pub(super) fn take(&mut self, position: u16) -> Option<Answer> {
+        match self.0.front() {
+            Some(&(at, answer)) if at == position => {
+                self.0.pop_front();
+                Some(answer)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// What a journal tells.
+#[derive(Debug)]
+pub struct Recovered {
+    pub(super) snapshot: Vec<u8>,
+    /// What was carried out since, and has changed something.
+    pub(super) requests: Vec<Request>,
+    answers: Answers,
+    note: u64,
+}
+
+impl Recovered {
+    /// How many requests it tells of that were carried out after its snapshot.
+    pub fn requests(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// What was [noted](super::Device::note_in_journal) last, or 0.
+    pub fn note(&self) -> u64 {
+        self.note
+    }
+
+    /// What the request queue [goes on](super::RequestQueue::resume) with.
+    pub fn into_answers(self) -> Answers {
+        self.answers
+    }
+}
+
+/// The journal of a device with one request queue, whose ring is a split one.
+pub struct Journal {
+    file: SharedFile,
+    /// The half that holds, 0 or 1; if none does, 1.
+    half: usize,
+    /// Where the log of that half begins, its length, and how long it may become.
+    log: usize,
+    len: usize,
+    room: usize,
+    /// What the driver may not have seen of the answers.
+    open: Vec<(u16, Answer)>,
+    /// Whether it has seen all of them.
+    settled: bool,
+    /// Whether nothing is written any more.
+    over: bool,
+}
+
+impl fmt::Debug for Journal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Journal")
+            .field("bytes", &self.file.len())
+            .field("log", &self.len)
+            .field("over", &self.over)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Journal {
+    /// How long the file must be for a device with so many mappings, in all domains together, and so many endpoints.
+    /// Memory is taken up by what there is of them only.
+    pub fn bytes_for(mappings: u64, endpoints: usize) -> usize {
+        let mappings = usize::try_from(mappings).unwrap_or(usize::MAX).saturating_mul(28);
+        // A domain has a member.
+        let members = endpoints.saturating_mul(24);
+        let snapshot = mappings.saturating_add(members).saturating_add(LEAST);
+        let log = snapshot.max(LOG).saturating_add(PLACES * 8);
+        snapshot.saturating_add(log).saturating_mul(2).saturating_add(HEADER)
+    }
+
+    /// A journal in `file`, whatever that holds: it tells nothing until a device [has](super::Device::set_journal)
+    /// it.
+    ///
+    /// # Errors
+    /// [`JournalError::Short`].
+    pub fn new(file: SharedFile) -> Result<Journal, JournalError> {
+        half_len(&file)?;
+        let journal = Journal {
+            file,
+            half: 1,
+            log: 0,
+            len: 0,
+            room: 0,
+            open: Vec::new(),
+            settled: true,
+            over: false,
+        };
+        journal.put_last(HOLDS_AT, 0);
+        journal.put(MAGIC_AT, MAGIC);
+        journal.put(VERSION_AT, VERSION);
+        journal.put(LEN_AT, journal.file.len() as u64);
+        journal.put(NOTE_AT, 0);
+        Ok(journal)
+    }
+
+    /// What the journal in `file` tells, and the journal, to be [written](super::Device::set_journal) further. It is
+    /// read as bytes that anybody may have written.
+    ///
+    /// # Errors
+    /// See [`JournalError`].
+    pub fn open(file: SharedFile) -> Result<(Journal, Recovered), JournalError> {
+        let half_len = half_len(&file)?;
+        let word = |at| file.u64_at(at).load(Relaxed);
+        if word(MAGIC_AT) != MAGIC {
+            return Err(JournalError::Format("it begins with something else"));
+        }
+        if word(VERSION_AT) != VERSION {
+            return Err(JournalError::Version(word(VERSION_AT)));
+        }
+        if word(LEN_AT) != file.len() as u64 {
+            return Err(JournalError::Format("it has another length"));
+        }
+        let half = match word(HOLDS_AT) {
+            0 => return Err(JournalError::Nothing),
+            1 => 0,
+            2 => 1,
+            _ => return Err(JournalError::Format("it has two halves")),
+        };
+        let base = HEADER + half * half_len;
+        let most = half_len - HALF_HEAD;
+        let length = |at| usize::try_from(word(at)).ok().filter(|&len| len <= most);
+        let snapshot = length(base).ok_or(JournalError::Format("the snapshot's length"))?;
+        let len = length(base + 8).filter(|len| len.is_multiple_of(8));
+        let len = len.ok_or(JournalError::Format("the log's length"))?;
+        // Halves are whole words.
+        let padded = snapshot.next_multiple_of(8);
+        if len > most - padded {
+            return Err(JournalError::Format("the log passes the end"));
+        }
+        let (from, log) = (base + HALF_HEAD, base + HALF_HEAD + padded);
+        let mut bytes = Vec::with_capacity(padded);
+        (from..log).step_by(8).for_each(|at| bytes.extend(word(at).to_ne_bytes()));
+        bytes.truncate(snapshot);
+        let words = (log..log + len).step_by(8).map(word);
+        let (requests, answers) = read_log(words, len)?;
+        let note = word(NOTE_AT);
+        if file.is_lost() {
+            return Err(JournalError::Lost);
+        }
+        let open = answers.0.iter().copied().collect();
+        let recovered = Recovered { snapshot: bytes, requests, answers, note };
+        let (settled, over) = (false, false);
+        Ok((Journal { file, half, log, len, room: len, open, settled, over }, recovered))
+    }
+
+    /// All that was carried out is answered: the next request is the first of others.
+    pub(super) fn settle(&mut self) {
+        self.settled = true;
+    }
+
+    /// The ring is over, and no answer in it is of interest.
+    pub(super) fn forget_answers(&mut self) {
+        self.open.clear();
+    }
+
+    /// Writes how the request at `position` is answered, and its bytes if it `changed` something. False if there is
+    /// no room: the device is to be written anew.
+    #[must_use]
+    pub(super) fn record(&mut self, position: u16, answer: Answer, changed: &[u8]) -> bool {
+        let flags = match std::mem::take(&mut self.settled) {
+            true => {
+                self.open.clear();
+                FIRST
+            }
+            false => 0,
+        };
+        self.open.push((position, answer));
+        self.append(position, answer, flags, changed)
+    }
+
+    /// Writes that the request at `position` is answered in another way. False as [`record`](Self::record) says it.
+    #[must_use]
+    pub(super) fn amend(&mut self, position: u16, answer: Answer) -> bool {
+        let open = self.open.iter_mut().rev();
+        match open.into_iter().find(|(at, _)| *at == position) {
+            Some((_, held)) => *held = answer,
+            None => return true,
+        }
+        self.append(position, answer, AMENDED, &[])
+    }
+
+    fn append(&mut self, position: u16, answer: Answer, flags: u64, bytes: &[u8]) -> bool {
+        if self.over {
+            return true;
+        }
+        let size = 8 + bytes.len().next_multiple_of(8);
+        if self.room - self.len < size {
+            return false;
+        }
+        let at = self.log + self.len;
+        self.put(at, head(position, answer, flags, bytes.len()));
+        self.put_bytes(at + 8, bytes);
+        self.len += size;
+        self.put_last(self.base() + 8, self.len as u64);
+        true
+    }
+
+    /// Begins anew with this snapshot; what was recorded before is part of it.
+    ///
+    /// # Errors
+    /// There is no room for it, or no file any more.
+    pub(super) fn renew(&mut self, snapshot: &[u8]) -> Result<(), JournalError> {
+        let half_len = half_len(&self.file)?;
+        let padded = snapshot.len().next_multiple_of(8);
+        let needed = padded + self.open.len() * 8;
+        let room = half_len - HALF_HEAD;
+        if needed > room {
+            return Err(JournalError::Full { needed, room });
+        }
+        self.half = 1 - self.half;
+        let base = HEADER + self.half * half_len;
+        let log = base + HALF_HEAD + padded;
+        self.put(base, snapshot.len() as u64);
+        self.put_bytes(base + HALF_HEAD, snapshot);
+        for (n, &(position, answer)) in self.open.iter().enumerate() {
+            self.put(log + n * 8, head(position, answer, 0, 0));
+        }
+        (self.log, self.len) = (log, self.open.len() * 8);
+        self.room = (room - padded).min(self.len + LOG.max(padded));
+        self.put(base + 8, self.len as u64);
+        if self.file.is_lost() {
+            return Err(JournalError::Lost);
+        }
+        self.put_last(HOLDS_AT, self.half as u64 + 1);
+        Ok(())
+    }
+
+    /// Has nobody believe it any more.
+    pub(super) fn give_up(&mut self) {
+        self.put_last(HOLDS_AT, 0);
+        self.over = true;
+    }
+
+    /// Leaves it as it is, to a successor.
+    pub(super) fn let_go(&mut self) {
+        self.over = true;
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.over
+    }
+
+    pub(super) fn note(&mut self, note: u64) {
+        if !self.over {
+            self.put_last(NOTE_AT, note);
+        }
+    }
+
+    fn base(&self) -> usize {
+        // The file's length does not change.
+        HEADER + self.half * half_len(&self.file).unwrap_or(0)
+    }
+
+    fn put(&self, at: usize, word: u64) {
+        #[cfg(test)]
+        crash::point();
+        self.file.u64_at(at).store(word, Relaxed);
+    }
+
+    /// After all stores before it in the program, and before all that come later.
+    fn put_last(&self, at: usize, word: u64) {
+        #[cfg(test)]
+        crash::point();
+        compiler_fence(SeqCst);
+        self.file.u64_at(at).store(word, Release);
+        compiler_fence(SeqCst);
+    }
+
+    fn put_bytes(&self, at: usize, bytes: &[u8]) {
+        let (words, rest) = bytes.as_chunks::<8>();
+        for (n, word) in words.iter().enumerate() {
+            self.put(at + n * 8, u64::from_ne_bytes(*word));
+        }
+        if !rest.is_empty() {
+            let mut last = [0; 8];
+            last[..rest.len()].copy_from_slice(rest);
+            self.put(at + words.len() * 8, u64::from_ne_bytes(last));
+        }
+    }
+}
+
+/// The bytes of a half of `file`, whole words.
+fn half_len(file: &SharedFile) -> Result<usize, JournalError> {
+    let len = file.len();
+    let half = len.saturating_sub(HEADER) / 16 * 8;
+    match half >= LEAST {
+        true => Ok(half),
+        false => Err(JournalError::Short { len, least: HEADER + 2 * LEAST }),
+    }
+}
+
+#[cfg(test)]
+mod crash;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,175 @@
+//! A device whose state is kept in a journal.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+
+use super::{
+    Backing, Device, Journal, JournalError, Recovered, RestoreError, Session, journal::Answer,
+};
+use crate::wire::{Request, Status};
+
+/// So many requests are carried out again before what they have unmapped is invalidated. Nothing has it cached; it
+/// makes room.
+const BURST: usize = 64;
+
+/// How long that may take in a process that has only begun.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A journal, and whom to tell when there is none any more.
+pub(super) struct Kept {
+    journal: Journal,
+    lost: Box<dyn Fn(&JournalError) + Send>,
+}
+
+impl Kept {
+    /// All that was carried out is answered.
+    pub(super) fn settle(&mut self) {
+        self.journal.settle();
+    }
+
+    /// Records the answer to the request at `position`, and its bytes if it `changed` something.
+    pub(super) fn record<B: Backing>(
+        &mut self,
+        device: &Device<B>,
+        position: u16,
+        answer: Answer,
+        changed: &[u8],
+    ) {
+        let recorded = self.journal.record(position, answer, changed);
+        // What was changed by a request that failed, nobody knows.
+        if !recorded || answer == Answer::Status(Status::DevErr) {
+            self.renew(device);
+        }
+    }
+
+    /// Records that the request at `position` is answered in another way.
+    pub(super) fn amend<B: Backing>(&mut self, device: &Device<B>, position: u16, status: Status) {
+        if !self.journal.amend(position, Answer::Status(status)) {
+            self.renew(device);
+        }
+    }
+
+    fn renew<B: Backing>(&mut self, device: &Device<B>) {
+        if !self.journal.is_over()
+            && let Err(error) = self.try_renew(device)
+        {
+            (self.lost)(&error);
+        }
+    }
+
+    fn try_renew<B: Backing>(&mut self, device: &Device<B>) -> Result<(), JournalError> {
+        let snapshot = device.save().map_err(JournalError::Untold);
+        let renewed = snapshot.and_then(|snapshot| self.journal.renew(&snapshot));
+        renewed.inspect_err(|_| self.journal.give_up())
+    }
+}
+
+impl<B: Backing> Device<B> {
+    /// Keeps in `journal` what the device holds, from now on, in place of any journal before. Where that cannot go on,
+    /// as when the journal is full, nobody will believe the journal, and `lost` is called, once.
+    ///
+    /// A device with a journal has one request queue, in a split ring.
+    ///
+    /// # Errors
+    /// It cannot even begin.
+    pub fn set_journal(
+        &self,
+        journal: Journal,
+        lost: impl Fn(&JournalError) + Send + 'static,
+    ) -> Result<(), JournalError> {
+        let mut kept = Kept { journal, lost: Box::new(lost) };
+        kept.try_renew(self)?;
+        if let Err(kept) = self.kept.set(Mutex::new(kept))
+            && let Some(held) = self.kept.get()
+        {
+            *held.lock() = kept.into_inner();
+        }
+        Ok(())
+    }
+
+    /// Whether what the device holds outlives this process.
+    pub fn has_journal(&self) -> bool {
+        self.kept.get().is_some_and(|kept| !kept.lock().journal.is_over())
+    }
+
+    /// Writes something of the caller's own into the journal, if there is one.
+    pub fn note_in_journal(&self, note: u64) {
+        if let Some(kept) = self.kept.get() {
+            kept.lock().journal.note(note);
+        }
+    }
+
+    /// Leaves the journal as it is to whoever [opens](Journal::open) it next: what the device does from now on is
+    /// not written.
+    pub fn leave_journal(&self) {
+        if let Some(kept) = self.kept.get() {
+            kept.lock().journal.let_go();
+        }
+    }
+
+    /// Does what a journal cannot have a record of; it is written anew afterwards. `over`: the ring is over, too.
+    pub(super) fn beyond_record<R>(&self, over: bool, change: impl FnOnce() -> R) -> R {
+        let Some(kept) = self.kept.get() else { return change() };
+        // Before any lock of the device's, as a request queue takes it.
+        let mut kept = kept.lock();
+        let changed = change();
+        if over {
+            kept.journal.forget_answers();
+        }
+        kept.renew(self);
+        changed
+    }
+
+    /// Takes over what a journal tells, before endpoints or request queues work: its snapshot, as
+    /// [`restore`](Self::restore) does, and then the requests after it, all of which must be answered with OK again.
+    /// All or nothing.
+    ///
+    /// # Errors
+    /// See [`RestoreError`]. The device is as after a [reset](Self::reset).
+    pub fn recover(&self, recovered: &Recovered) -> Result<(), RestoreError> {
+        self.beyond_record(true, || {
+            let bypass = self.bypasses();
+            self.take_over(&recovered.snapshot)?;
+            self.carry_out_again(&recovered.requests).inspect_err(|_| {
+                // As where a restore fails.
+                let _ = self.put_bypass(bypass);
+                let _ = self.clear();
+            })
+        })
+    }
+
+    fn carry_out_again(&self, requests: &[Request]) -> Result<(), RestoreError> {
+        let mut session = Session::new();
+        for (at, request) in requests.iter().enumerate() {
+            let mut done = self.change(&mut session, request);
+            if done == Err(Status::NoMem) {
+                self.sync_now(&mut session)?;
+                done = self.change(&mut session, request);
+            }
+            done.map_err(|status| RestoreError::Request { at, status })?;
+            if at % BURST == BURST - 1 {
+                self.sync_now(&mut session)?;
+            }
+        }
+        self.sync_now(&mut session)
+    }
+
+    fn sync_now(&self, session: &mut Session<B>) -> Result<(), RestoreError> {
+        if !session.needs_sync() {
+            return Ok(());
+        }
+        self.begin_sync(session);
+        let begun = Instant::now();
+        while !self.poll_sync(session).map_err(RestoreError::Invalidation)? {
+            if begun.elapsed() > PATIENCE {
+                return Err(RestoreError::Stuck);
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+}
