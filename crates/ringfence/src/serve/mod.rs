@@ -365,7 +365,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
                 // Its other end waits for the end of this process.
                 Some(std::mem::ManuallyDrop::new(successor))
             };
-            named("hand-over").spawn_scoped(scope, wait).expect("a thread for a successor");
+            named("successor").spawn_scoped(scope, wait).expect("a thread for a successor");
         }
         wait_for(&signals);
         info!("{name}: ending");

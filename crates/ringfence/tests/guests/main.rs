@@ -6,6 +6,8 @@
 //! run at a time as there are, and what a test says of one does not depend on the others.
 
 mod machine;
+#[path = "../common/manager.rs"]
+mod manager;
 mod place;
 mod proxy;
 mod qemu;
@@ -20,6 +22,7 @@ mod migrate;
 mod net;
 mod nvme;
 mod speed;
+mod successor;
 mod uml;
 mod vfio;
 mod wire;

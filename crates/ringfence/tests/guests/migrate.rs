@@ -152,7 +152,7 @@ fn disk(iommu: Iommu, more: &str) {
         .collect();
     std::fs::write(&image, content).unwrap();
     std::fs::File::options().write(true).open(&image).unwrap().set_len(32 * MIB).unwrap();
-    let arguments = ["blk", "--image", image.to_str().unwrap(), "--hand-over", "--log", "debug"];
+    let arguments = ["blk", "--image", image.to_str().unwrap(), "--share-image", "--log", "debug"];
     let arguments = [&arguments[..], &PATIENT].concat();
     let backs = ["before.sock", "after.sock"].map(|socket| place.service(socket, &arguments));
     let script = r#"

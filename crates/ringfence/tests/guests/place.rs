@@ -12,6 +12,8 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
+
+use crate::manager::Manager;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -52,6 +54,8 @@ impl Drop for Turn {
 /// A folder of a test's own, and its turn.
 pub(crate) struct Place {
     folder: TempDir,
+    /// Who starts back ends, and keeps for the next what one leaves.
+    manager: Option<Manager>,
     _turn: Turn,
 }
 
@@ -59,7 +63,14 @@ impl Place {
     pub(crate) fn new() -> Place {
         let turn = GATE.enter();
         // A socket's path may have 107 bytes: not below a target folder that lies anywhere.
-        Place { folder: tempfile::tempdir().unwrap(), _turn: turn }
+        Place { folder: tempfile::tempdir().unwrap(), manager: None, _turn: turn }
+    }
+
+    /// One in which back ends go on where the one before them has ended.
+    pub(crate) fn managed() -> Place {
+        let mut place = Place::new();
+        place.manager = Some(Manager::new(place.folder.path()));
+        place
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -83,7 +94,8 @@ impl Place {
     pub(crate) fn guard(&self, arguments: &[&str]) -> Guard {
         let printed = self.path("guard.json");
         let arguments = [&["guard", "--json", "--log", "debug"], arguments].concat();
-        let out = File::create(&printed).unwrap();
+        // A later process prints the same, elsewhere.
+        let out = File::options().create(true).append(true).open(&printed).unwrap();
         let service = self.start("iommu.sock", "--iommu", &arguments, Some(out));
         let begun = Instant::now();
         let printed: Value = loop {
@@ -102,21 +114,25 @@ impl Place {
     fn start(&self, socket: &str, option: &str, arguments: &[&str], out: Option<File>) -> Service {
         let path = self.path(socket);
         let log = self.path(&format!("{socket}.log"));
-        // One that was killed has left its socket behind: what is waited for is the new one.
-        let _ = std::fs::remove_file(&path);
         let figures = self.path(&format!("{socket}.figures"));
+        let program = env!("CARGO_BIN_EXE_ringfence");
+        let mut command = match &self.manager {
+            None => {
+                // One that was killed has left its socket behind: what is waited for is the new one.
+                let _ = std::fs::remove_file(&path);
+                Command::new(program)
+            }
+            Some(manager) => manager.command(program),
+        };
         let written = File::options().create(true).append(true).open(&log).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_ringfence"))
-            .args(arguments)
-            .arg(option)
-            .arg(&path)
-            .arg("--metrics")
-            .arg(format!("unix:{}", figures.display()))
-            .stdin(Stdio::null())
-            .stdout(out.unwrap_or_else(|| written.try_clone().unwrap()))
-            .stderr(written)
-            .spawn()
-            .unwrap();
+        command.args(arguments).arg(option).arg(&path);
+        command.arg("--metrics").arg(format!("unix:{}", figures.display())).stderr(written);
+        // What is passed on takes the places of these.
+        if !command.get_envs().any(|(name, _)| name == "LISTEN_FDS") {
+            command.stdin(Stdio::null());
+            command.stdout(out.map_or_else(Stdio::null, Stdio::from));
+        }
+        let child = command.spawn().unwrap();
         let mut service = Service { child, socket: path, log, figures };
         let begun = Instant::now();
         while !service.socket.exists() {
@@ -209,6 +225,11 @@ impl Service {
 
     /// As an operator does: it must end by itself, without an error.
     pub(crate) fn terminate(mut self) {
+        self.ends();
+    }
+
+    /// The same, of one that another goes on from.
+    pub(crate) fn ends(&mut self) {
         assert!(self.is_running(), "it has ended already:\n{}", self.log());
         let id = Pid::from_raw(self.child.id().try_into().unwrap()).unwrap();
         kill_process(id, Signal::TERM).unwrap();

@@ -43,7 +43,7 @@ fn hanging_with(device: Device, options: &str) -> (Service, Fuse) {
 fn handing_over() -> (Service, Fuse) {
     let place = Place::new();
     let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
-    (Service::with_more(place, Device::Disk, "fuse/image", &["--hand-over"]), fuse)
+    (Service::with_more(place, Device::Disk, "fuse/image", &["--share-image"]), fuse)
 }
 
 fn lock(image: &File) -> Result<(), Errno> {

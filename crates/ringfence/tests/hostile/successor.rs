@@ -2,7 +2,8 @@
 
 use std::{
     fs::File,
-    os::unix::process::CommandExt as _,
+    io::Write as _,
+    os::unix::{net::UnixStream, process::CommandExt as _},
     path::PathBuf,
     process::{Child, Command, Stdio},
     time::Duration,
@@ -12,8 +13,9 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{
     common::Place,
-    guest::{IOMMU, PLATFORM, Session},
+    guest::{IOMMU, PLATFORM, Ring, Session},
     honest::{Device, Neighbour},
+    iommu::{self, FEATURES},
     manager::Manager,
 };
 
@@ -128,6 +130,16 @@ fn ten_times(line: &mut Line, neighbours: &[Neighbour]) {
     eprintln!("{:?}: the longest request took {:?}", line.end, Duration::from_micros(longest));
 }
 
+/// A process of the same folder that is to take over, with other arguments: what it says.
+fn cannot_take_over(line: &Line, arguments: &[&str]) -> String {
+    let program = env!("CARGO_BIN_EXE_ringfence");
+    let arguments = [arguments, &["--hand-over", "door"]].concat();
+    let ended = Command::new(program).args(arguments).current_dir(line.path(".")).output();
+    let ended = ended.unwrap();
+    assert_eq!(ended.status.code(), Some(1), "{}", line.log());
+    String::from_utf8(ended.stderr).unwrap()
+}
+
 fn each(check: impl Fn(End)) {
     [End::HandedOver, End::Restarted, End::Killed].into_iter().for_each(check);
 }
@@ -168,5 +180,70 @@ fn an_iommu_and_its_devices_go_on_in_the_next_process() {
         ten_times(&mut line, &neighbours);
         drop(neighbours);
         line.nobody_connected_again(2);
+    });
+}
+
+#[test]
+fn who_cannot_take_over_says_so_and_the_process_before_goes_on() {
+    let mut line = Line::start(&["net", "--socket", "one", "--peer", "two"], End::HandedOver);
+    let neighbours = ["one", "two"].map(|name| Neighbour::start(line.path(name), Device::Net));
+    neighbours.iter().for_each(|one| drop(one.two_more()));
+    for (arguments, says) in [
+        (&["blk", "--socket", "one", "--image", "disk.img"][..], "was `ringfence net`"),
+        (&["net", "--socket", "one", "--loopback"], "had 2 sockets, and this one has 1"),
+    ] {
+        let said = cannot_take_over(&line, arguments);
+        assert!(said.contains(says) && said.contains("goes on"), "{said}");
+        neighbours.iter().for_each(|one| drop(one.two_more()));
+    }
+    // One that says nothing, and one that says something else.
+    for words in ["", "no"] {
+        let mut stream = UnixStream::connect(line.path("door")).unwrap();
+        stream.write_all(words.as_bytes()).unwrap();
+    }
+    line.goes_on();
+    neighbours.iter().for_each(|one| drop(one.two_more()));
+}
+
+/// How many mappings the IOMMU holds.
+const MAPPINGS: u64 = 100_000;
+
+/// An IOMMU's front end that has mapped so much.
+fn mapped(line: &Line) -> (Session, Ring) {
+    let session = Session::open_at(IOMMU, &line.path("iommu"), FEATURES);
+    let mut ring = session.ring(0);
+    // The disk that has no front end.
+    let mut ask = |bytes: &[u8]| iommu::request(&session, &mut ring, bytes, 4);
+    assert_eq!(ask(&iommu::attach(1, 1, 0x38, 0)), 0);
+    for page in 0..MAPPINGS {
+        // Not side by side, so that none is merged with the next.
+        let at = (1 << 20) + (page << 13);
+        assert_eq!(ask(&iommu::map(1, at, at + 0xfff, IOMMU, 3)), 0, "{page}");
+    }
+    (session, ring)
+}
+
+#[test]
+#[ignore = "figures"]
+fn a_pause_with_100000_mappings() {
+    each(|end| {
+        let guard = [
+            "guard",
+            "--iommu",
+            "iommu",
+            "--blk",
+            "disk=disk.img",
+            "--blk",
+            "other=other.img",
+            "--memory",
+            "2G",
+        ];
+        let mut line = Line::start(&guard, end);
+        let (session, mut ring) = mapped(&line);
+        let neighbours = [Neighbour::start(line.path("disk"), Device::Guarded)];
+        ten_times(&mut line, &neighbours);
+        let there = iommu::map(1, 1 << 20, (1 << 20) + 0xfff, IOMMU, 3);
+        assert_ne!(iommu::request(&session, &mut ring, &there, 4), 0, "it is mapped still");
+        assert!(line.log().contains(&format!("goes on with {MAPPINGS} mappings")));
     });
 }
