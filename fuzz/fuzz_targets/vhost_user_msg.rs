@@ -1,7 +1,8 @@
 //! Arbitrary messages, with arbitrary descriptors, to a vhost-user back end.
 //!
 //! The input is a row of records: how many descriptors of which kind, how many bytes, the bytes. A
-//! record need not be a message: several may make one, and one may hold several.
+//! record need not be a message: several may make one, and one may hold several. The same bytes are what another process
+//! has kept of a connection, which the back end goes on with.
 
 #![no_main]
 
@@ -20,7 +21,7 @@ use libfuzzer_sys::fuzz_target;
 use ringfence_mem::{DirtyLog, GuestRam, Memory};
 use ringfence_vhost_user::{
     F_ACCESS_PLATFORM, Handler, HandlerError, InflightRegion, Iotlb, PeerFd, ProtocolFeatures,
-    RingAddresses, RingSetup, Server,
+    RingAddresses, RingSetup, SavedConnection, Server,
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -60,7 +61,7 @@ impl Handler for Device {
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         assert!(!self.running[ring as usize] && self.memory.is_some());
         assert!(setup.size.is_power_of_two() || self.features & 1 << 34 != 0);
-        if setup.base == 99 {
+        if setup.base == Some(99) {
             return Err(HandlerError::new("not there"));
         }
         self.running[ring as usize] = true;
@@ -141,7 +142,24 @@ fuzz_target!(|data: &[u8]| {
     server.set_patience(Duration::ZERO);
     let _ = server.serve();
     assert_eq!(server.into_handler().running, [false; QUEUES]);
+    goes_on(data, &kinds);
 });
+
+/// The same bytes as what another process has kept of a connection.
+fn goes_on(data: &[u8], kinds: &[BorrowedFd<'_>]) {
+    let kept = [b"RFvu", &1u32.to_ne_bytes()[..], data].concat();
+    for count in 0..4 {
+        let fds = kinds.iter().cycle().take(count);
+        let fds = fds.map(|fd| fd.try_clone_to_owned().expect("a descriptor").into());
+        let Ok(saved) = SavedConnection::parse(&kept, fds.collect()) else { continue };
+        let (front, back) = UnixStream::pair().expect("a socket pair");
+        drop(front);
+        let mut server = Server::new(back, Device::default());
+        server.resume(saved);
+        let _ = server.serve();
+        assert_eq!(server.into_handler().running, [false; QUEUES]);
+    }
+}
 
 fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(15))];

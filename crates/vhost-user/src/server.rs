@@ -4,6 +4,7 @@ mod answers;
 mod kept;
 mod requests;
 mod rings;
+mod shutdown;
 
 use crate::{
     Handler, HandlerError, Iotlb, IotlbWire, PeerFd, ProtocolFeatures, RingAddresses,
@@ -18,8 +19,8 @@ use ringfence_mem::{DirtyLog, Memory};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
-    net,
 };
+pub use shutdown::Shutdown;
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::{
@@ -156,56 +157,6 @@ pub struct Server<H> {
     saved: Option<SavedConnection>,
     /// It is left to another process.
     left: bool,
-}
-
-/// A handle on a connection: ends its [`Server::serve`] from another thread, and says whether the front
-/// end is there.
-#[derive(Clone, Debug)]
-pub struct Shutdown {
-    stopping: Arc<AtomicBool>,
-    stream: Arc<PeerFd>,
-    mapped: Arc<AtomicU64>,
-    /// What is written to for [`leave`](Self::leave).
-    leave: Option<Arc<OwnedFd>>,
-}
-
-impl Shutdown {
-    /// Ends the connection: `serve` stops all rings and returns `Ok` soon.
-    pub fn shutdown(&self) {
-        self.stopping.store(true, Ordering::Release);
-        // It fails only if the connection has ended already.
-        let _ = net::shutdown(&*self.stream, net::Shutdown::Both);
-    }
-
-    /// Leaves the connection to another process: once no request is under way, `serve` stops all rings, has it
-    /// [kept](crate::Keeper) where they stand and returns `Ok`, and the front end notices nothing. Without a keeper,
-    /// or if the device [cannot be resumed](Handler::can_be_resumed), the connection ends.
-    pub fn leave(&self) {
-        match &self.leave {
-            // It is never full.
-            Some(leave) => drop(rustix::io::write(leave, &1u64.to_ne_bytes())),
-            None => self.shutdown(),
-        }
-    }
-
-    /// Whether [`shutdown`](Self::shutdown) was called.
-    pub fn is_shut_down(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
-    }
-
-    /// How many bytes of the front end's memory and log are mapped.
-    pub fn mapped(&self) -> u64 {
-        self.mapped.load(Ordering::Relaxed)
-    }
-
-    /// Whether no answer reaches the front end any more: it has hung up, or the connection was ended at
-    /// this end. What a device waits for without a limit ([`Handler::iotlb`], [`Handler::stop_ring`]) it
-    /// waits for until then.
-    pub fn is_over(&self) -> bool {
-        let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        self.is_shut_down() || matches!(poll(&mut fds, Some(&now)), Ok(1..))
-    }
 }
 
 impl<H: Handler> Server<H> {

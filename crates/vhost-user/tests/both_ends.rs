@@ -140,8 +140,14 @@ fn a_new_kick_for_a_running_ring_lets_it_go_on_where_it_is() {
     front.set_vring_kick(0, Some(event().as_fd())).unwrap();
     front.set_vring_kick(0, None).unwrap();
     let events = finish(front, served);
-    let polled =
-        Event::Start { ring: 0, size: 256, base: Some(9), kick: false, enabled: false, desc: 0x1000 };
+    let polled = Event::Start {
+        ring: 0,
+        size: 256,
+        base: Some(9),
+        kick: false,
+        enabled: false,
+        desc: 0x1000,
+    };
     assert_eq!(events[2..], [started(false, 5), Event::Stop(0), polled, Event::Stop(0)]);
 }
 

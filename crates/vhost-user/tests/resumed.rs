@@ -19,32 +19,38 @@ use std::{
     time::Instant,
 };
 
-/// What was kept last, and whether requests are under way.
+/// What was kept last.
+#[derive(Default)]
+struct Last {
+    kept: Option<(Vec<u8>, Vec<OwnedFd>)>,
+    /// Whether requests are under way.
+    unsettled: bool,
+}
+
 #[derive(Clone, Default)]
-struct Notes(Arc<Mutex<(Option<(Vec<u8>, Vec<OwnedFd>)>, bool, usize)>>);
+struct Notes(Arc<Mutex<Last>>);
 
 impl Keeper for Notes {
     fn unsettled(&mut self) {
-        self.0.lock().unwrap().1 = true;
+        self.0.lock().unwrap().unsettled = true;
     }
     fn settled(&mut self) {
-        self.0.lock().unwrap().1 = false;
+        self.0.lock().unwrap().unsettled = false;
     }
     fn keep(&mut self, state: Option<&ConnectionState<'_>>) {
         let mut notes = self.0.lock().unwrap();
-        notes.0 = state.map(|state| {
+        notes.kept = state.map(|state| {
             let (bytes, fds) = state.emit();
             let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
             (bytes, fds)
         });
-        notes.2 += 1;
     }
 }
 
 impl Notes {
     fn saved(&self) -> SavedConnection {
         let notes = self.0.lock().unwrap();
-        let (bytes, fds) = notes.0.as_ref().unwrap();
+        let (bytes, fds) = notes.kept.as_ref().unwrap();
         let fds = fds.iter().map(|fd| PeerFd::from(fd.try_clone().unwrap())).collect();
         SavedConnection::parse(bytes, fds).unwrap()
     }
@@ -52,7 +58,7 @@ impl Notes {
     /// Waits until all that was sent is carried out and answered.
     fn await_settled(&self) {
         let begun = Instant::now();
-        while self.0.lock().unwrap().1 {
+        while self.0.lock().unwrap().unsettled {
             assert!(begun.elapsed() < LONG);
             thread::yield_now();
         }
@@ -124,7 +130,7 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
     let (result, device) = first.join().unwrap();
     result.unwrap();
     assert_eq!(device.events.last(), Some(&Event::Stop(0)));
-    assert!(!notes.0.lock().unwrap().1);
+    assert!(!notes.0.lock().unwrap().unsettled);
     // Where ring 0 was stopped is known.
     let stream = theirs.try_clone().unwrap();
     let (kept, handle, second) = served(stream, Device::default(), Some(notes.saved()));
@@ -163,7 +169,7 @@ fn what_cannot_go_on_says_so_and_ends() {
         let (kept, _, served) = served(theirs.try_clone().unwrap(), device, Some(notes.saved()));
         let error = served.join().unwrap().0.unwrap_err();
         assert!(matches!(error, ServeError::Wire(_) | ServeError::NotResumed { .. }), "{error}");
-        assert!(kept.0.lock().unwrap().0.is_none(), "nobody else goes on");
+        assert!(kept.0.lock().unwrap().kept.is_none(), "nobody else goes on");
     }
     assert!(front.features().is_err(), "it is hung up");
 }
@@ -180,12 +186,12 @@ fn what_ends_or_cannot_be_stopped_is_not_kept() {
             None => {
                 handle.leave();
                 served.join().unwrap().0.unwrap();
-                assert!(notes.0.lock().unwrap().0.is_none());
+                assert!(notes.0.lock().unwrap().kept.is_none());
                 assert!(front.features().is_err());
                 continue;
             }
         }
         served.join().unwrap().0.unwrap();
-        assert!(notes.0.lock().unwrap().0.is_none());
+        assert!(notes.0.lock().unwrap().kept.is_none());
     }
 }

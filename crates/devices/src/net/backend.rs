@@ -327,7 +327,9 @@ impl Handler for NetBackend {
         let end = self.end;
         let stopped = self.net.on_unit(ring, move |unit| unit.stop(end, ring))?;
         let (next, _) = stopped.ok_or_else(|| HandlerError::new("the ring is not running"))?;
-        next.ok_or_else(|| HandlerError::new("the ring was not found: nobody knows where it stands"))
+        next.ok_or_else(|| {
+            HandlerError::new("the ring was not found: nobody knows where it stands")
+        })
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {

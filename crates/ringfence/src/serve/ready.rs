@@ -18,9 +18,10 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::warn;
 
 use super::{
-    Common, Front, Options, SILENT,
+    Common, Options, SILENT,
     estate::{Estate, Inherited, Resumed},
     fault,
+    frame::Front,
     hand_over::{self, Door},
     http, log,
     manager::Manager,
@@ -28,8 +29,8 @@ use super::{
 };
 
 /// How many descriptors a ring takes: its kick, io_urings for its call and its error event, two of its image with a
-/// duplicate, and two of a worker's.
-const OF_A_RING: usize = 8;
+/// duplicate, two of a worker's, and a duplicate of each that its front end sends, for a successor.
+const OF_A_RING: usize = 11;
 /// How many a socket takes beside its rings: itself, its connection, channels, logs, those that are silent,
 /// io_urings of rings that its front ends have left behind, and what a successor needs.
 const OF_A_SOCKET: usize = 8 + SILENT + 17 + 10;

@@ -1,0 +1,425 @@
+//! The sockets of a service, each with its front ends, from the first to the last; and an orderly end.
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    process::ExitCode,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::Result;
+use parking_lot::Mutex;
+use ringfence_devices::peer::Peer;
+use ringfence_sandbox::{Refusals, Role};
+use ringfence_vhost_user::{Closer, PeerFd, SavedConnection, Shutdown};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use signal_hook::consts::SIGTERM;
+use tracing::{error, info, warn};
+
+use super::{
+    Kind, Page, Ready, SILENT, Service,
+    estate::{Estate, Resumed, Turn},
+    hand_over::Door,
+    log,
+    manager::Manager,
+    socket::Listener,
+};
+
+/// How long the service may take to end: longer than each of its parts waits for anything.
+const LAST: Duration = Duration::from_secs(5);
+
+/// How often to look whether enough was closed to accept a connection again.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+
+/// How many bytes of front ends' files are mapped at most, those of all sockets together: half of a process's address
+/// space, which has 47 bits or more where guests are that large. A socket has its part, and no more than half of it,
+/// since a table takes the place of another while both are mapped.
+const MAPPED: u64 = 1 << 46;
+
+/// How long the closing of descriptors is waited for in the end.
+const CLOSED: Duration = Duration::from_secs(1);
+
+/// What the frame has for each socket.
+pub(super) struct Front {
+    /// Closes what its front ends have sent.
+    pub(super) closer: Closer,
+    connections: AtomicU64,
+    /// Those that the process before had served.
+    resumed: AtomicU64,
+    broken: AtomicU64,
+    /// Those that sent nothing and gave way.
+    silent: AtomicU64,
+    /// The connection that is served now.
+    now: Mutex<Option<Shutdown>>,
+}
+
+impl Front {
+    /// For the socket of that name.
+    pub(super) fn new(name: &str) -> Front {
+        let name = name.to_owned();
+        let closer = Closer::new(move |count| {
+            warn!(
+                source = %name,
+                "{count} descriptors of front ends wait to be closed, which their files' servers do not \
+                 allow: no more is taken from this socket until they do"
+            );
+        });
+        Front {
+            closer,
+            connections: AtomicU64::new(0),
+            resumed: AtomicU64::new(0),
+            broken: AtomicU64::new(0),
+            silent: AtomicU64::new(0),
+            now: Mutex::new(None),
+        }
+    }
+}
+
+struct Frame<S> {
+    service: S,
+    manager: Manager,
+    /// The users that may connect; none: whom the sockets let.
+    users: Vec<u32>,
+    begun: Instant,
+    listeners: Vec<Listener>,
+    fronts: Vec<Front>,
+    estate: Option<Estate>,
+    /// Whose turn it is to go on with a connection.
+    turn: Arc<Turn>,
+    /// Connections are left to a successor.
+    leaves: AtomicBool,
+    stopping: AtomicBool,
+}
+
+/// Serves until SIGTERM or SIGINT. What is under way then is finished and answered; a second signal ends the process at
+/// once.
+///
+/// # Errors
+/// I/O does not end.
+pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
+    let Ready { listeners, fronts, endpoint, signals, manager, users, estate, door, .. } = ready;
+    let ((stop, running), resumed) = (ready.stop, ready.resumed);
+    let frame = Frame {
+        service,
+        // Who stores what is left starts the next process.
+        leaves: AtomicBool::new(manager.stores()),
+        manager,
+        users,
+        begun: Instant::now(),
+        listeners,
+        fronts,
+        estate,
+        turn: Arc::default(),
+        stopping: AtomicBool::new(false),
+    };
+    let name = frame.service.name();
+    for listener in &frame.listeners {
+        info!("{name}: listening on {}", listener.name);
+    }
+    if let Some(endpoint) = &endpoint {
+        info!("{name}: figures at {}", endpoint.address());
+    }
+    frame.service.listening()?;
+    log::limit();
+    frame.manager.is_ready("READY=1\nSTATUS=waiting for a front end");
+
+    let named = |name: &str| thread::Builder::new().name(name.to_owned());
+    thread::scope(|scope| {
+        for (at, resumed) in resumed.into_iter().enumerate() {
+            let (frame, stop) = (&frame, stop.as_fd());
+            let accept = move || {
+                ringfence_sandbox::confine(Role::Front);
+                frame.turn.wait(at);
+                if let Some(Resumed { stream, saved }) = resumed {
+                    frame.serve(at, stream, Some(saved));
+                }
+                frame.turn.over(at);
+                frame.accept(at, stop);
+            };
+            named("front").spawn_scoped(scope, accept).expect("a thread for a socket");
+        }
+        if let Some(endpoint) = &endpoint {
+            let (frame, stop) = (&frame, stop.as_fd());
+            let serve = move || {
+                ringfence_sandbox::confine(Role::Figures);
+                endpoint.serve(stop, || frame.page());
+            };
+            named("figures").spawn_scoped(scope, serve).expect("a thread for figures");
+        }
+        if let (Some(door), Some(estate)) = (&door, &frame.estate) {
+            let (frame, stop) = (&frame, stop.as_fd());
+            let wait = move || {
+                ringfence_sandbox::confine(Role::Front);
+                let successor = door.await_successor(stop, estate)?;
+                info!("{name}: a successor takes over");
+                frame.leaves.store(true, Ordering::Release);
+                let _ = signal_hook::low_level::raise(SIGTERM);
+                // Its other end waits for the end of this process.
+                Some(std::mem::ManuallyDrop::new(successor))
+            };
+            named("successor").spawn_scoped(scope, wait).expect("a thread for a successor");
+        }
+        wait_for(&signals);
+        info!("{name}: ending");
+        frame.manager.say("STOPPING=1");
+        // Not of the scope, which would wait for it.
+        thread::spawn(move || {
+            thread::sleep(LAST);
+            error!("{name}: it has not ended for {LAST:?}: giving up");
+            log::end();
+            std::process::exit(1);
+        });
+        door.iter().for_each(Door::remove);
+        frame.end();
+        drop(running);
+    });
+    let left = frame.service.left();
+    for (image, rings) in &left {
+        match rings {
+            0 => error!(
+                source = %image,
+                "the disk has not answered a flush; the image stays locked until then"
+            ),
+            _ => error!(
+                source = %image,
+                "the disk has not answered requests of {rings} rings; the kernel has them still"
+            ),
+        }
+    }
+    frame.close();
+    info!("{name}: ended");
+    Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Waits for a signal. What the sandbox refuses meanwhile is said.
+fn wait_for(signals: &UnixStream) {
+    loop {
+        let refused = Refusals.fd();
+        let all = [Some(signals.as_fd()), refused];
+        let all = all.iter().flatten();
+        let mut fds: Vec<_> = all.map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        let _ = poll(&mut fds, None);
+        if !fds[0].revents().is_empty() {
+            return;
+        }
+        if let Some((count, last)) = Refusals.take() {
+            error!(
+                "the sandbox has refused {count} times, at last {last}: this program has a fault, or what a peer \
+                 sends has taken it over"
+            );
+        }
+    }
+}
+
+impl<S: Service> Frame<S> {
+    /// Serves the front ends of a socket, one after the other, until `stop` is hung up. A connection is served once it
+    /// has sent something: one that is silent holds up no other.
+    fn accept(&self, at: usize, stop: BorrowedFd<'_>) {
+        let Listener { socket, name, .. } = &self.listeners[at];
+        let front = &self.fronts[at];
+        // The one that has been silent for longest is the first.
+        let mut silent: Vec<PeerFd> = Vec::new();
+        while !self.stopping.load(Ordering::Acquire) {
+            // One more connection is one more thing to close.
+            let full = front.closer.is_full();
+            let watched = if full { &[] } else { &silent[..] };
+            let wanted = if full { PollFlags::empty() } else { PollFlags::IN };
+            let own = [PollFd::from_borrowed_fd(stop, PollFlags::IN), PollFd::new(socket, wanted)];
+            let theirs = watched.iter().map(|stream| PollFd::new(stream, PollFlags::IN));
+            let mut fds: Vec<PollFd<'_>> = own.into_iter().chain(theirs).collect();
+            let _ = poll(&mut fds, full.then_some(&LOOK));
+            let ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+            if ready(&fds[0]) {
+                return;
+            }
+            if full {
+                continue;
+            }
+            if let Some(speaks) = fds[2..].iter().position(ready) {
+                drop(fds);
+                self.serve(at, silent.remove(speaks), None);
+                continue;
+            }
+            match socket.accept() {
+                Ok((stream, _)) => {
+                    let allowed = self.allows(&stream, name);
+                    let stream = PeerFd::new(stream, &front.closer);
+                    if !allowed {
+                        continue;
+                    }
+                    if silent.len() == SILENT {
+                        front.silent.fetch_add(1, Ordering::Relaxed);
+                        warn!(source = %name, "a connection that has sent nothing gives way to a new one");
+                        silent.remove(0);
+                    }
+                    silent.push(stream);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    // No descriptor is left, say: not at full speed.
+                    warn!(source = %name, "{error}");
+                    thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+    }
+
+    /// Whether it is of a user that may connect.
+    fn allows(&self, stream: &UnixStream, name: &str) -> bool {
+        if self.users.is_empty() {
+            return true;
+        }
+        match Peer::of(stream) {
+            Ok(Peer { uid, .. }) if self.users.contains(&uid) => return true,
+            Ok(Peer { uid, pid }) => {
+                warn!(source = %name, "user {uid}, process {pid}, is not among those of --allow-uid");
+            }
+            Err(error) => warn!(source = %name, "{error}: the peer's user is not known"),
+        }
+        false
+    }
+
+    fn serve(&self, at: usize, stream: PeerFd, saved: Option<SavedConnection>) {
+        let (front, name) = (&self.fronts[at], &self.listeners[at].name);
+        match saved {
+            Some(_) => {
+                front.resumed.fetch_add(1, Ordering::Relaxed);
+                info!(source = %name, "going on with its front end");
+            }
+            None => {
+                front.connections.fetch_add(1, Ordering::Relaxed);
+                info!(source = %name, "a front end has connected");
+            }
+        }
+        self.manager.say("STATUS=serving a front end");
+        let ended = self.converse(front, at, stream, saved);
+        *front.now.lock() = None;
+        match ended {
+            Ok(()) if self.is_leaving() => info!(source = %name, "left to a successor"),
+            Ok(()) => info!(source = %name, "the front end is gone"),
+            Err(why) => {
+                front.broken.fetch_add(1, Ordering::Relaxed);
+                warn!(source = %name, "connection ended: {}", crate::explain(&why));
+            }
+        }
+        self.manager.say("STATUS=waiting for a front end");
+    }
+
+    fn converse(
+        &self,
+        front: &Front,
+        at: usize,
+        stream: PeerFd,
+        saved: Option<SavedConnection>,
+    ) -> Result<()> {
+        let keeper = self.estate.as_ref().map(|estate| {
+            let turn = saved.as_ref().map(|_| Arc::clone(&self.turn));
+            estate.keeper(at, &self.listeners[at].name, &stream, turn)
+        });
+        let mut connection = self.service.connect(at, stream)?;
+        if let Some(keeper) = keeper {
+            connection.set_keeper(Box::new(keeper?))?;
+        }
+        saved.into_iter().for_each(|saved| connection.resume(saved));
+        connection.set_most_mapped(MAPPED / self.listeners.len().max(2) as u64);
+        let shutdown = connection.shutdown_handle();
+        {
+            // Whoever ends the service sets the flag first and then looks here.
+            let mut now = front.now.lock();
+            if self.stopping.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            *now = Some(shutdown);
+        }
+        Ok(connection.serve()?)
+    }
+
+    fn end(&self) {
+        self.stopping.store(true, Ordering::Release);
+        let leaves = self.leaves.load(Ordering::Acquire);
+        match leaves {
+            true => self.service.hands_over(),
+            false => self.listeners.iter().for_each(Listener::remove),
+        }
+        for front in &self.fronts {
+            match &*front.now.lock() {
+                Some(connection) if leaves => connection.leave(),
+                Some(connection) => connection.shutdown(),
+                None => {}
+            }
+        }
+    }
+
+    /// Whether the process ends and connections are left to its successor.
+    fn is_leaving(&self) -> bool {
+        self.stopping.load(Ordering::Acquire) && self.leaves.load(Ordering::Acquire)
+    }
+
+    /// Closes sockets and images before the process ends, and waits for what is being closed as long as that
+    /// takes when nobody holds it up. What is held up is left to the kernel.
+    fn close(self) {
+        let leaves = self.is_leaving();
+        let Frame { service, listeners, fronts, .. } = self;
+        drop(service);
+        let begun = Instant::now();
+        for (front, Listener { socket, name, placed }) in fronts.iter().zip(listeners) {
+            match leaves {
+                // Its file is the successor's.
+                true => std::mem::forget(placed),
+                false => drop(placed),
+            }
+            // Connections that nobody has accepted lie in it.
+            drop(PeerFd::new(socket, &front.closer));
+            while !front.closer.is_idle() && begun.elapsed() < CLOSED {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if !front.closer.is_idle() {
+                warn!(
+                    source = %name,
+                    "descriptors of a front end cannot be closed: the process stays, doing nothing, until \
+                     the server of their files lets go of them"
+                );
+            }
+        }
+    }
+
+    fn page(&self) -> String {
+        let mut page = Page::default();
+        let uptime = self.begun.elapsed().as_secs_f64();
+        page.one(Kind::Gauge, "uptime_seconds", "Since the service began.", uptime);
+        let of = |read: fn(&Front) -> u64| {
+            let fronts = self.listeners.iter().zip(&self.fronts);
+            fronts.map(move |(listener, front)| (&listener.name, read(front))).collect::<Vec<_>>()
+        };
+        let made = of(|front| front.connections.load(Ordering::Relaxed));
+        let broken = of(|front| front.broken.load(Ordering::Relaxed));
+        let silent = of(|front| front.silent.load(Ordering::Relaxed));
+        let now = of(|front| front.now.lock().is_some().into());
+        page.many(Kind::Counter, "connections_total", "Front ends so far.", "socket", made);
+        let resumed = of(|front| front.resumed.load(Ordering::Relaxed));
+        let help = "Connections that went on from the process before.";
+        page.many(Kind::Counter, "resumed_connections_total", help, "socket", resumed);
+        let help = "Connections that ended for another reason than the front end's leave.";
+        page.many(Kind::Counter, "broken_connections_total", help, "socket", broken);
+        let help = "Connections that had sent nothing and gave way to others.";
+        page.many(Kind::Counter, "silent_connections_total", help, "socket", silent);
+        page.many(Kind::Gauge, "connected", "Whether there is a front end.", "socket", now);
+        let mapped = of(|front| front.now.lock().as_ref().map_or(0, Shutdown::mapped));
+        page.many(Kind::Gauge, "mapped_bytes", "Of the front end's files.", "socket", mapped);
+        let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
+        page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_said());
+        let help = "System calls that the sandbox has refused.";
+        let refused = ringfence_sandbox::refusals();
+        page.one(Kind::Counter, "sandbox_refusals_total", help, refused);
+        self.service.figures(&mut page);
+        page.into_text()
+    }
+}
