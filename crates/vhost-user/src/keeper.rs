@@ -168,12 +168,16 @@ mod tests {
 
         let parse = |bytes: &[u8], fds| SavedConnection::parse(bytes, fds).unwrap_err();
         assert!(matches!(parse(&bytes, vec![]), ResumeError::Fds { needed: 2, there: 0 }));
-        let whole: Vec<usize> = [0, 20, 64, 84].map(|len| 8 + len).to_vec();
+        let whole: Vec<usize> = (0..requests.len())
+            .map(|count| ConnectionState { requests: requests[..count].to_vec() }.emit().0.len())
+            .collect();
         for len in (0..bytes.len()).filter(|len| !whole.contains(len)) {
             let error = parse(&bytes[..len], fds());
             assert!(matches!(error, ResumeError::Magic | ResumeError::Short(_)), "{len}: {error}");
         }
-        for (at, error) in [(0, "no saved"), (4, "of version"), (9, "request 258"), (12, "flags")] {
+        for (at, error) in
+            [(0, "no saved"), (4, "of version"), (9, "request 258"), (12, "protocol version")]
+        {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1;
             let told = parse(&bytes, fds()).to_string();
