@@ -132,16 +132,16 @@ fn a_service_that_may_not_have_the_descriptors_for_its_rings_does_not_begin() {
     let ended = run("1024", "256").wait();
     assert_eq!(ended.code(), 1, "{ended}");
     for said in
-        ["cannot serve 256 rings", "2137 descriptors", "1024", "LimitNOFILE=", "fewer queues"]
+        ["cannot serve 256 rings", "2915 descriptors", "1024", "LimitNOFILE=", "fewer queues"]
     {
         assert!(ended.err.contains(said), "{ended}");
     }
     assert!(!place.path("s").exists());
     // So many are enough for it, and not for one whose front end does harm.
-    let running = run("2200", "256");
+    let running = run("3000", "256");
     drop(Client::connect(&place.path("s")));
     running.signal(Signal::TERM);
     let ended = running.wait();
     assert_eq!(ended.code(), 0, "{ended}");
-    assert!(ended.err.contains("front ends that do harm may take 2454 descriptors"), "{ended}");
+    assert!(ended.err.contains("front ends that do harm may take 3232 descriptors"), "{ended}");
 }

@@ -177,7 +177,7 @@ impl<B: Backing> Device<B> {
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn map(
         &self,
         session: &mut Session<B>,

@@ -38,11 +38,16 @@ pub trait Format: Copy + fmt::Debug {
     /// Whether the translations of all areas still stand.
     fn is_valid(areas: &Self::Areas) -> bool;
 
-    /// The areas are there for the first time.
+    /// The areas are there for the first time; `at_used`: it goes on where these say, not at the base.
     ///
     /// # Errors
     /// The base does not go with what lies there.
-    fn begin(&mut self, areas: &Self::Areas, config: &Config) -> Result<(), RingError>;
+    fn begin(
+        &mut self,
+        areas: &Self::Areas,
+        config: &Config,
+        at_used: bool,
+    ) -> Result<(), RingError>;
 
     /// Looks for new chains, if fewer than `most` are known.
     ///
@@ -141,7 +146,7 @@ pub struct End<F: Format> {
     config: Config,
     flight: Flight,
     table: Table,
-    pub(super) at: F,
+    at: F,
     /// How many places belong to chains that were taken before the queue was made and whose names
     /// were not given since.
     nameless: u16,
@@ -150,6 +155,8 @@ pub struct End<F: Format> {
     /// Whether that was written since [`written`](Ring::written) told.
     asked: bool,
     broken: Option<RingError>,
+    /// It goes on at the used index, once that can be read.
+    at_used: bool,
 }
 
 impl<F: Format> End<F> {
@@ -170,6 +177,7 @@ impl<F: Format> End<F> {
             kicks: true,
             asked: false,
             broken: None,
+            at_used: false,
         })
     }
 
@@ -183,9 +191,14 @@ impl<F: Format> End<F> {
         Ok(queue)
     }
 
-    /// Whether the areas were ever found.
-    pub(super) fn was_found(&self) -> bool {
-        self.areas.is_some()
+    /// Has it go on at the used index, when that is found.
+    pub(super) fn goes_on_at_used(&mut self) {
+        self.at_used = true;
+    }
+
+    /// As [`Queue::is_lost`](super::Queue::is_lost).
+    pub fn is_lost(&self) -> bool {
+        self.at_used && self.areas.is_none()
     }
 
     #[cold]
@@ -261,7 +274,7 @@ impl<F: Format> Ring for End<F> {
         let areas = F::translate(&self.config, mem)?;
         if self.areas.is_none() {
             let before = self.at.held();
-            if let Err(error) = self.at.begin(&areas, &self.config) {
+            if let Err(error) = self.at.begin(&areas, &self.config, self.at_used) {
                 self.broken = Some(error);
                 return Err(error);
             }

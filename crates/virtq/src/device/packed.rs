@@ -125,7 +125,7 @@ impl Format for Places {
         areas.ring.is_valid() && areas.driver.is_valid() && areas.device.is_valid()
     }
 
-    fn begin(&mut self, areas: &Areas, _: &Config) -> Result<(), RingError> {
+    fn begin(&mut self, areas: &Areas, _: &Config, _: bool) -> Result<(), RingError> {
         // Front ends that know nothing of packed rings and pass on what drivers negotiate (User-Mode
         // Linux) begin them as they begin split ones, at 0. Of a ring that was used before, that is
         // the beginning of every second lap.

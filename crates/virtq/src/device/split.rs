@@ -37,8 +37,6 @@ pub struct Indices {
     published: u16,
     /// Up to which [`written`](Format::written) has told.
     told: u16,
-    /// Whether it goes on at the used index, which is not known before the ring is found.
-    at_used: bool,
 }
 
 /// The device's end of a split queue.
@@ -51,13 +49,8 @@ impl Split {
     /// As there.
     pub fn postponed_at_used(config: Config) -> Result<Split, RingError> {
         let mut queue = Split::postponed(Config { base: 0, ..config })?;
-        queue.at.at_used = true;
+        queue.goes_on_at_used();
         Ok(queue)
-    }
-
-    /// Whether it goes on at the used index, and that was not read yet.
-    pub fn is_lost(&self) -> bool {
-        self.at.at_used && !self.was_found()
     }
 
     /// As [`Queue::take_head`](super::Queue::take_head).
@@ -93,15 +86,7 @@ impl Format for Indices {
         let Ok(next) = u16::try_from(base) else {
             return Err(RingError::Base { base, used: 0, size });
         };
-        let (published, told) = (next, next);
-        Ok(Indices {
-            next_avail: next,
-            seen: next,
-            next_used: next,
-            published,
-            told,
-            at_used: false,
-        })
+        Ok(Indices { next_avail: next, seen: next, next_used: next, published: next, told: next })
     }
 
     fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
@@ -122,11 +107,11 @@ impl Format for Indices {
         areas.desc.is_valid() && areas.avail.is_valid() && areas.used.is_valid()
     }
 
-    fn begin(&mut self, areas: &Areas, config: &Config) -> Result<(), RingError> {
+    fn begin(&mut self, areas: &Areas, config: &Config, at_used: bool) -> Result<(), RingError> {
         // Read once, now: from here on only we write it.
         let used = areas.used.idx().load(Ordering::Relaxed);
         let Config { size, base, .. } = *config;
-        if self.at_used {
+        if at_used {
             (self.next_avail, self.seen) = (used, used);
         }
         if self.next_avail.wrapping_sub(used) > size {
