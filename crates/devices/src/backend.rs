@@ -93,7 +93,7 @@ impl FrontEnd {
 
     /// What `ring` starts with.
     pub(crate) fn start(&self, ring: u16, setup: RingSetup) -> RingStart {
-        let RingSetup { size, addresses, base, kick, enabled } = setup;
+        let RingSetup { size, addresses, base, kick, enabled, resumed: _ } = setup;
         let config = device::Config {
             size,
             desc: addresses.desc,

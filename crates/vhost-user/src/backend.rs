@@ -26,6 +26,8 @@ pub struct RingSetup {
     pub kick: Option<PeerFd>,
     /// Whether the ring may have side effects yet.
     pub enabled: bool,
+    /// Whether it goes on from [another process](crate::Server::resume), and no driver has started it now.
+    pub resumed: bool,
 }
 
 /// The device behind a [`Server`](crate::Server). All values were checked against the protocol and the state of
@@ -62,6 +64,10 @@ pub trait Handler {
     fn can_be_resumed(&self) -> bool {
         true
     }
+
+    /// Another process goes on with the connection: its rings are about to be stopped for that, and for no other
+    /// reason.
+    fn leaves(&mut self) {}
 
     /// The largest ring that the device takes.
     fn max_ring_size(&self) -> u16 {

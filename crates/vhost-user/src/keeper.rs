@@ -5,7 +5,7 @@
 //! of events has to be remembered but this: whether requests were under way. Of those nobody knows which were carried
 //! out and answered, and the connection cannot go on.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -97,6 +97,21 @@ fn begin(bytes: &[u8]) -> Result<&[u8], ResumeError> {
 }
 
 impl SavedConnection {
+    /// The same, but where rings stand that are to run.
+    pub(crate) fn astray(&self) -> ConnectionState<'_> {
+        let runs = |number: u32| {
+            self.requests.iter().any(|(request, _)| {
+                matches!(request, Request::SetVringKick { ring, .. } if u32::from(*ring) == number)
+            })
+        };
+        let says = |request: &Request| !matches!(request, Request::SetVringBase { ring, .. } if runs(*ring));
+        let mut state = ConnectionState::default();
+        for (request, fds) in self.requests.iter().filter(|(request, _)| says(request)) {
+            state.requests.push((request.clone(), fds.iter().map(AsFd::as_fd).collect()));
+        }
+        state
+    }
+
     /// Whether bytes begin as those of a version do that [`parse`](Self::parse) knows.
     ///
     /// # Errors
@@ -136,8 +151,6 @@ impl SavedConnection {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use ringfence_mem::Region;
     use rustix::event::{EventfdFlags, eventfd};
 

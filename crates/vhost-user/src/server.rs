@@ -157,6 +157,8 @@ pub struct Server<H> {
     saved: Option<SavedConnection>,
     /// It is left to another process.
     left: bool,
+    /// What the front end had said is done again.
+    resuming: bool,
 }
 
 impl<H: Handler> Server<H> {
@@ -190,6 +192,7 @@ impl<H: Handler> Server<H> {
             kept: None,
             saved: None,
             left: false,
+            resuming: false,
             handler,
         }
     }
@@ -260,8 +263,9 @@ impl<H: Handler> Server<H> {
         // What was carried out is said, if somebody still listens.
         let _ = self.flush();
         self.left &= self.handler.can_be_resumed();
-        if !self.left {
-            self.channel.close();
+        match self.left {
+            true => self.handler.leaves(),
+            false => self.channel.close(),
         }
         let ran: Vec<bool> = self.rings.iter().map(|ring| ring.running).collect();
         for ring in 0..self.rings.len() {

@@ -156,6 +156,23 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
 }
 
 #[test]
+fn a_connection_goes_on_before_its_driver_has_settled() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), Device::default(), None);
+    let mut front = Frontend::new(end(ours), LONG);
+    let offered = front.features().unwrap();
+    notes.await_settled();
+    handle.leave();
+    first.join().unwrap().0.unwrap();
+    let (_, _, second) = served(theirs, Device::default(), Some(notes.saved()));
+    assert_eq!(front.features().unwrap(), offered);
+    drop(front);
+    let (result, device) = second.join().unwrap();
+    result.unwrap();
+    assert_eq!(device.events, []);
+}
+
+#[test]
 fn what_cannot_go_on_says_so_and_ends() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let (notes, handle, first) = served(theirs.try_clone().unwrap(), Device::default(), None);

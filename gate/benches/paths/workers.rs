@@ -251,8 +251,14 @@ impl Loop {
         let mut start = |ring: u16| {
             let (mut queue, addresses) = guest.ring(u64::from(ring) * RINGS / 2);
             queue.suppress_notifications();
-            let setup =
-                RingSetup { size: SIZE, addresses, base: Some(0), kick: None, enabled: true };
+            let setup = RingSetup {
+                size: SIZE,
+                addresses,
+                base: Some(0),
+                kick: None,
+                enabled: true,
+                resumed: false,
+            };
             backend.start_ring(ring, setup).expect("a legal ring");
             queue
         };

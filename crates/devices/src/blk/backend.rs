@@ -363,7 +363,9 @@ impl Handler for BlkBackend {
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        self.seat.iter().try_for_each(Seat::ring_starts)?;
+        if !setup.resumed {
+            self.seat.iter().try_for_each(Seat::ring_starts)?;
+        }
         let memory = self.front.memory()?;
         let RingStart { config, events, enabled, log, at_used } = self.front.start(ring, setup);
         if at_used && self.inflight.is_none() {

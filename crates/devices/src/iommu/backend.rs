@@ -119,6 +119,10 @@ impl Handler for IommuBackend {
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         let RingStart { config, events: Events { kick, .. }, enabled, at_used, .. } =
             self.front.start(ring, setup);
+        if at_used && let Some(Some(call)) = self.calls.get(usize::from(ring)) {
+            // Of what was given back last the driver may not have been told.
+            call();
+        }
         let answered = match ring {
             REQUESTS => self.iommu().requests_start(config.base, at_used, self.front.features())?,
             _ => Answers::default(),
@@ -163,6 +167,10 @@ impl Handler for IommuBackend {
             .device
             .write_config(offset as usize, data)
             .map_err(|error| HandlerError::new(error.to_string()))
+    }
+
+    fn leaves(&mut self) {
+        self.iommu().hand_over();
     }
 
     fn reset(&mut self) -> Result<(), HandlerError> {

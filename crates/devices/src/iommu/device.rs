@@ -192,6 +192,8 @@ impl Iommu {
     pub(super) fn device_starts(&self) -> Result<(), HandlerError> {
         let mut state = self.state.lock();
         match state.requests {
+            // For a successor: no guest was reset.
+            _ if state.handed_over => Ok(()),
             Requests::Stopped(_) => {
                 tracing::info!(source = %"iommu", "the guest was reset");
                 self.reset_system()?;

@@ -175,7 +175,14 @@ mod tests {
                 [at.desc, at.avail, at.used].map(|at| self.ram.user_addr() + at as u64);
             let addresses = RingAddresses { desc, avail, used, log: None };
             let kick = Some(PeerFd::from(self.kick.try_clone().unwrap()));
-            let setup = RingSetup { size: SIZE, addresses, base, kick, enabled: true };
+            let setup = RingSetup {
+                size: SIZE,
+                addresses,
+                base,
+                kick,
+                enabled: true,
+                resumed: base.is_none(),
+            };
             backend.start_ring(0, setup).unwrap();
             process.backend = Some(backend);
         }

@@ -299,7 +299,9 @@ impl Handler for NetBackend {
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        self.seat.iter().try_for_each(Seat::ring_starts)?;
+        if !setup.resumed {
+            self.seat.iter().try_for_each(Seat::ring_starts)?;
+        }
         let translated = self.front.has(F_ACCESS_PLATFORM);
         let start = Start {
             ring: self.front.start(ring, setup),

@@ -302,8 +302,14 @@ fn start_ring(
         log: None,
     };
     let kick = Some(kick.try_clone().unwrap());
-    let setup =
-        RingSetup { size, addresses, base: Some(0), kick: kick.map(PeerFd::from), enabled: true };
+    let setup = RingSetup {
+        size,
+        addresses,
+        base: Some(0),
+        kick: kick.map(PeerFd::from),
+        enabled: true,
+        resumed: false,
+    };
     backend.start_ring(index, setup).unwrap();
     backend.set_call(index, call.map(|call| call.try_clone().unwrap().into())).unwrap();
     queue

@@ -199,12 +199,23 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let behind = Arc::new(Endpoints::new(behind, shootdown, geometry, limits));
     let iommu =
         Iommu::new(behind, untrusted, IommuOptions { device, unit: 0 }, Arc::clone(&workers));
-    match ready.memory(iommu.journal_bytes(arguments.max_mappings))? {
-        Some((journal, true)) if ready.goes_on(0) => {
-            iommu.recover(journal).context("what the IOMMU of the process before had mapped")?;
+    let bytes = iommu.journal_bytes(arguments.max_mappings);
+    let mut journal = ready.memory(bytes)?;
+    if ready.goes_on(0) {
+        let recovered = match journal.take() {
+            Some((journal, true)) => iommu.recover(journal).map_err(|error| error.to_string()),
+            _ => Err("it is gone".into()),
+        };
+        if let Err(why) = recovered {
+            tracing::error!(
+                "the guest has to be reset: what the IOMMU of the process before had mapped cannot be had: {why}"
+            );
+            ready.does_not_go_on(0);
+            journal = ready.new_memory(bytes)?;
         }
-        Some((journal, _)) => iommu.keep_in(journal)?,
-        None => {}
+    }
+    if let Some((journal, _)) = journal {
+        iommu.keep_in(journal)?;
     }
     let devices = plan.make(opened, &endpoints, &iommu, &ready, &workers)?;
     serve::run(ready, Guard { iommu, devices, text })
@@ -266,10 +277,6 @@ impl Service for Guard {
             None => Ok(Box::new(Server::new(stream, self.iommu.connect()))),
             Some(device) => Ok(self.devices[device].connect(&self.iommu, stream)),
         }
-    }
-
-    fn hands_over(&self) {
-        self.iommu.hand_over();
     }
 
     fn left(&self) -> Vec<(String, usize)> {

@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 use parking_lot::{Condvar, Mutex};
 use ringfence_mem::SharedFile;
 use ringfence_vhost_user::{Closer, ConnectionState, Keeper, PeerFd, SavedConnection};
+use ringfence_virtio_iommu::device::Journal;
 use tracing::warn;
 
 use super::memo::{Memo, Message};
@@ -62,7 +63,11 @@ impl Inherited {
         let [write, read] = ends;
         let memo = Memo::of([write.try_clone()?, read.try_clone()?], None);
         let Some(message) = memo.peek(true)? else { return Ok(()) };
-        let (_, fronts, _) = parse(message, name, sockets)?;
+        let (_, fronts, memory) = parse(message, name, sockets)?;
+        if let Some(memory) = memory {
+            // Only `guard` has any.
+            Journal::check(&SharedFile::map(&memory, 0, Journal::HEADER as u64)?)?;
+        }
         for front in fronts {
             let begin = front.peek(false)?;
             if let Some((bytes, _)) = begin.filter(|(bytes, _)| !bytes.is_empty()) {
@@ -200,12 +205,22 @@ impl Estate {
     /// Memory for what a successor needs of the devices, and whether the process before has left it.
     ///
     /// # Errors
-    /// The system refuses; what is left has another size.
+    /// The system refuses.
     pub(super) fn memory(&mut self, bytes: usize) -> Result<(SharedFile, bool)> {
         if let Some(memory) = &self.memory {
-            let file = SharedFile::map(memory, 0, bytes as u64).context("the devices' memory")?;
-            return Ok((file, true));
+            match SharedFile::map(memory, 0, bytes as u64) {
+                Ok(file) => return Ok((file, true)),
+                Err(error) => warn!("what the process before has kept of its devices: {error}"),
+            }
         }
+        self.new_memory(bytes)
+    }
+
+    /// The same, whatever the process before has left.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub(super) fn new_memory(&mut self, bytes: usize) -> Result<(SharedFile, bool)> {
         let (file, fd) = SharedFile::create(bytes).context("the devices' memory")?;
         self.memory = Some(fd);
         self.write()?;

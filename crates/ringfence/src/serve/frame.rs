@@ -44,6 +44,9 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 /// since a table takes the place of another while both are mapped.
 const MAPPED: u64 = 1 << 46;
 
+/// How long connections may take to be left to a successor.
+const LEAVES: Duration = Duration::from_secs(1);
+
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
 
@@ -121,6 +124,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         stopping: AtomicBool::new(false),
     };
     let name = frame.service.name();
+    let successor = Mutex::new(None);
     for listener in &frame.listeners {
         info!("{name}: listening on {}", listener.name);
     }
@@ -155,15 +159,15 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             named("figures").spawn_scoped(scope, serve).expect("a thread for figures");
         }
         if let (Some(door), Some(estate)) = (&door, &frame.estate) {
-            let (frame, stop) = (&frame, stop.as_fd());
+            let (frame, stop, known) = (&frame, stop.as_fd(), &successor);
             let wait = move || {
                 ringfence_sandbox::confine(Role::Front);
                 let successor = door.await_successor(stop, estate)?;
                 info!("{name}: a successor takes over");
                 frame.leaves.store(true, Ordering::Release);
                 let _ = signal_hook::low_level::raise(SIGTERM);
-                // Its other end waits for the end of this process.
-                Some(std::mem::ManuallyDrop::new(successor))
+                *known.lock() = Some(successor);
+                Some(())
             };
             named("successor").spawn_scoped(scope, wait).expect("a thread for a successor");
         }
@@ -179,6 +183,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         });
         door.iter().for_each(Door::remove);
         frame.end();
+        frame.hurry();
         drop(running);
     });
     let left = frame.service.left();
@@ -195,6 +200,8 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         }
     }
     frame.close();
+    // Images and taps are closed, and nothing is served: the successor need not wait for what is still being closed.
+    drop(successor.into_inner().map(|stream| stream.shutdown(std::net::Shutdown::Both)));
     info!("{name}: ended");
     Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -335,6 +342,10 @@ impl<S: Service> Frame<S> {
             // Whoever ends the service sets the flag first and then looks here.
             let mut now = front.now.lock();
             if self.stopping.load(Ordering::Acquire) {
+                if self.is_leaving() {
+                    // What is kept of it is what the process before has left: to drop it would be to hang up.
+                    std::mem::forget(connection);
+                }
                 return Ok(());
             }
             *now = Some(shutdown);
@@ -345,9 +356,8 @@ impl<S: Service> Frame<S> {
     fn end(&self) {
         self.stopping.store(true, Ordering::Release);
         let leaves = self.leaves.load(Ordering::Acquire);
-        match leaves {
-            true => self.service.hands_over(),
-            false => self.listeners.iter().for_each(Listener::remove),
+        if !leaves {
+            self.listeners.iter().for_each(Listener::remove);
         }
         for front in &self.fronts {
             match &*front.now.lock() {
@@ -355,6 +365,20 @@ impl<S: Service> Frame<S> {
                 Some(connection) => connection.shutdown(),
                 None => {}
             }
+        }
+    }
+
+    /// Hangs up on front ends that cannot be left in time, as they have sent half a message, take no answer, or wait for a
+    /// disk: until then the others stand still.
+    fn hurry(&self) {
+        let begun = Instant::now();
+        let are_left = || self.fronts.iter().all(|front| front.now.lock().is_none());
+        while self.is_leaving() && !are_left() {
+            if begun.elapsed() >= LEAVES {
+                let fronts = self.fronts.iter().filter_map(|front| front.now.lock().clone());
+                return fronts.for_each(|connection| connection.shutdown());
+            }
+            thread::sleep(Duration::from_millis(1));
         }
     }
 

@@ -53,6 +53,10 @@ impl Manager {
     /// manager that does not read is waited for, for a while: without this a successor has nothing to go on with.
     pub(super) fn store(&self, ends: [BorrowedFd<'_>; 2]) {
         let Some(socket) = self.socket.as_ref().filter(|_| self.stores) else { return };
+        // Of processes before, which have left nothing or only half of it: there is room for two.
+        for name in ENDS {
+            self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), SendFlags::empty());
+        }
         for (name, end) in ENDS.into_iter().zip(ends) {
             // Nothing is to be learnt from its being hung up.
             let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");

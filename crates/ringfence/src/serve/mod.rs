@@ -187,9 +187,6 @@ pub(crate) trait Service: Send + Sync {
     /// It cannot be served: the connection is closed.
     fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>>;
 
-    /// The process ends, and its connections are left to a successor.
-    fn hands_over(&self) {}
-
     /// All connections have ended: images that have not answered, and how many rings wait for each; none if only
     /// its lock does. The process may not end before they have, if the kernel does not let go of it.
     fn left(&self) -> Vec<(String, usize)> {

@@ -25,7 +25,7 @@ use super::{
     hand_over::{self, Door},
     http, log,
     manager::Manager,
-    socket::{self, Listener, Passed},
+    socket::{self, Access, Listener, Passed},
 };
 
 /// How many descriptors a ring takes: its kick, io_urings for its call and its error event, two of its image with a
@@ -44,6 +44,8 @@ pub(crate) struct Begun {
     name: &'static str,
     sockets: usize,
     passed: Passed,
+    /// Whether the service manager has what is inherited.
+    is_stored: bool,
     inherited: Option<Inherited>,
 }
 
@@ -60,11 +62,12 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
     common.confine.check()?;
     let mut passed = socket::passed()?;
     let mut ends = passed.ends.take();
+    let is_stored = ends.is_some();
     if let Some(path) = common.hand_over.as_deref().filter(|_| ends.is_none()) {
         ends = hand_over::take(path, name, sockets)?;
     }
     let inherited = ends.map(|ends| Inherited::read(ends, name, sockets)).transpose()?.flatten();
-    Ok(Begun { name, sockets, passed, inherited })
+    Ok(Begun { name, sockets, passed, is_stored: is_stored && inherited.is_some(), inherited })
 }
 
 /// What the frame needs is open, and the sandbox is entered, unless there is none: threads can be started.
@@ -104,13 +107,30 @@ impl Ready {
         self.resumed[at].is_some()
     }
 
+    /// The connection of socket `at` does not go on: its front end is hung up on.
+    pub(crate) fn does_not_go_on(&mut self, at: usize) {
+        if let Some(Resumed { stream, saved }) = self.resumed[at].take() {
+            let _ = rustix::net::shutdown(&stream, rustix::net::Shutdown::Both);
+            // What it had is closed with the process: to close it may take long.
+            std::mem::forget((stream, saved));
+        }
+    }
+
     /// Memory for what a successor needs of the devices, if there may be one, and whether the process before has left
     /// it with something in it.
     ///
     /// # Errors
-    /// The system refuses; what is left has another size.
+    /// The system refuses.
     pub(crate) fn memory(&mut self, bytes: usize) -> Result<Option<(SharedFile, bool)>> {
         self.estate.as_mut().map(|estate| estate.memory(bytes)).transpose()
+    }
+
+    /// The same, with nothing in it.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub(crate) fn new_memory(&mut self, bytes: usize) -> Result<Option<(SharedFile, bool)>> {
+        self.estate.as_mut().map(|estate| estate.new_memory(bytes)).transpose()
     }
 }
 
@@ -144,7 +164,7 @@ pub(crate) fn open_on(
     make: impl FnOnce() -> Result<()>,
 ) -> Result<Ready> {
     fault::end_process_on_panic();
-    let Begun { name, sockets, passed, mut inherited } = begun;
+    let Begun { name, sockets, passed, is_stored, mut inherited } = begun;
     enough_descriptors(rings, sockets)?;
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     let left = inherited.as_mut().map(|left| std::mem::take(&mut left.listeners));
@@ -160,7 +180,10 @@ pub(crate) fn open_on(
     let signals = signals().context("preparing for signals")?;
     let stop = UnixStream::pair().context("preparing for the end")?;
     let manager = Manager::of_this_process();
-    let door = common.hand_over.as_deref().map(|path| Door::open(path, common.access()));
+    let door = common.hand_over.as_deref().map(|path| {
+        // Who gets in has all that the service has: nobody but its own user, whoever may connect to its sockets.
+        Door::open(path, Access { owner: common.confine.user(), ..Access::OWN })
+    });
     let door = door.transpose()?;
     let mut resumed: Vec<_> = (0..sockets).map(|_| None).collect();
     let mut estate = None;
@@ -170,11 +193,10 @@ pub(crate) fn open_on(
         if let Some(inherited) = &mut inherited {
             resumed = inherited.connections(&names, &closers)?;
         }
-        let is_new = inherited.is_none();
         let sockets = listeners.iter().map(|listener| listener.socket.as_fd());
         let made = Estate::new(name, sockets, &closers, inherited);
         let made = made.context("preparing for a successor")?;
-        if is_new {
+        if !is_stored {
             manager.store(made.ends());
         }
         estate = Some(made);

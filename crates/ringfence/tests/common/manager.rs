@@ -30,6 +30,9 @@ impl Manager {
             loop {
                 let (text, fds) = receive(&socket);
                 let name = text.lines().find_map(|line| line.strip_prefix("FDNAME="));
+                if text.lines().any(|line| line == "FDSTOREREMOVE=1") {
+                    keep.lock().unwrap().retain(|(kept, _)| Some(&**kept) != name);
+                }
                 if text.lines().any(|line| line == "FDSTORE=1") {
                     let name = name.expect("a name");
                     let mut kept = keep.lock().unwrap();

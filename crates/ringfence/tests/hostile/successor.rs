@@ -17,6 +17,7 @@ use crate::{
     honest::{Device, Neighbour},
     iommu::{self, FEATURES},
     manager::Manager,
+    wire::{Client, request::GET_FEATURES},
 };
 
 /// How a process makes way for the next.
@@ -173,13 +174,16 @@ fn an_iommu_and_its_devices_go_on_in_the_next_process() {
     each(|end| {
         let guard =
             ["guard", "--iommu", "iommu", "--blk", "disk=disk.img", "--blk", "other=other.img"];
-        // The other disk has no front end.
         let mut line = Line::start(&guard, end);
         let _iommu = Session::open_at(IOMMU, &line.path("iommu"), PLATFORM);
         let neighbours = [Neighbour::start(line.path("disk"), Device::Guarded)];
+        // Its driver has not come yet, as while firmware waits.
+        let early = Client::connect(&line.path("other"));
+        let offered = early.number(GET_FEATURES).unwrap();
         ten_times(&mut line, &neighbours);
+        assert_eq!(early.number(GET_FEATURES), Some(offered));
         drop(neighbours);
-        line.nobody_connected_again(2);
+        line.nobody_connected_again(3);
     });
 }
 

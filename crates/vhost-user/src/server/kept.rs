@@ -110,6 +110,10 @@ impl Held {
             | Request::GetStatus
             | Request::SendRarp(_)
             | Request::Iotlb(_) => return false,
+            // Nor after these.
+            Request::ResetOwner | Request::ResetDevice | Request::SetStatus(0) => {
+                (self.inflight, self.mtu) = (None, None);
+            }
             // The server has them.
             _ => {}
         }
@@ -138,7 +142,12 @@ impl<H: Handler> Server<H> {
     /// Does again what the front end had said.
     pub(super) fn do_again(&mut self) -> Result<(), Failure> {
         let Some(saved) = self.saved.take() else { return Ok(()) };
+        if let Some(kept) = &mut self.kept {
+            // Rings that run move on: where they stood is not said any more.
+            kept.keeper.keep(Some(&saved.astray()));
+        }
         self.rings.iter_mut().for_each(|ring| ring.lost = true);
+        self.resuming = true;
         for (request, fds) in saved.requests {
             if let Request::SetVringBase { ring, .. } = request {
                 let ring = self.ring(request.code(), ring)?;
@@ -146,6 +155,7 @@ impl<H: Handler> Server<H> {
             }
             self.carry_out_kept(request, fds)?;
         }
+        self.resuming = false;
         self.rings.iter_mut().for_each(|ring| ring.lost &= ring.running);
         Ok(())
     }
@@ -164,11 +174,15 @@ impl<H: Handler> Server<H> {
             again.map(|again| PeerFd::new(again, fd.closer())).map_err(HandlerError::from)
         };
         let duplicates = fds.iter().map(again).collect::<Result<_, _>>()?;
-        let outcome = self.carry_out(request.clone(), fds)?;
+        let outcome = self.carry_out(request.clone(), fds);
         if let Some(kept) = &mut self.kept {
-            kept.note(request, duplicates);
+            match outcome {
+                Ok(_) => kept.note(request, duplicates),
+                // It may have stopped a ring.
+                Err(_) => kept.changed = true,
+            }
         }
-        Ok(outcome)
+        outcome
     }
 
     /// Nothing is under way: what holds is kept, if that is something else than before.
@@ -204,7 +218,10 @@ impl<H: Handler> Server<H> {
         if let Some(protocol) = self.protocol {
             say(Request::SetProtocolFeatures(protocol), None);
         }
-        say(Request::SetFeatures(self.features & !msg::F_LOG_ALL), None);
+        // Before the driver has settled there is nothing to say, and devices refuse to settle on nothing.
+        if self.features != 0 {
+            say(Request::SetFeatures(self.features & !msg::F_LOG_ALL), None);
+        }
         for (region, fd) in &kept.regions {
             say(Request::AddMemReg(*region), Some(fd));
         }

@@ -45,7 +45,8 @@ impl<H: Handler> Server<H> {
         self.stop(ring)?;
         let Ring { base, lost, .. } = self.rings[ring];
         let base = (!lost).then_some(base);
-        let setup = RingSetup { size, addresses, base, kick, enabled };
+        let resumed = self.resuming;
+        let setup = RingSetup { size, addresses, base, kick, enabled, resumed };
         // The device may ask for the ring's translations at once.
         self.speak(true);
         let started = self.handler.start_ring(ring as u16, setup);

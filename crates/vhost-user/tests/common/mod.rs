@@ -135,7 +135,7 @@ impl Handler for Device {
         if self.refuses_rings {
             return Err(HandlerError::new("no rings today"));
         }
-        let RingSetup { size, addresses, base, kick, enabled } = setup;
+        let RingSetup { size, addresses, base, kick, enabled, resumed: _ } = setup;
         let (kick, desc) = (kick.is_some(), addresses.desc);
         self.note(Event::Start { ring, size, base, kick, enabled, desc })
     }

@@ -218,6 +218,24 @@ impl Journal {
         Ok(journal)
     }
 
+    /// How long what [`check`](Self::check) looks at is.
+    pub const HEADER: usize = HEADER;
+
+    /// Whether a file of at least [that length](Self::HEADER) begins as the journals do that are known here.
+    ///
+    /// # Errors
+    /// [`JournalError::Format`], [`JournalError::Version`].
+    pub fn check(file: &SharedFile) -> Result<(), JournalError> {
+        let word = |at| file.u64_at(at).load(Relaxed);
+        if word(MAGIC_AT) != MAGIC {
+            return Err(JournalError::Format("it begins with something else"));
+        }
+        match word(VERSION_AT) {
+            VERSION => Ok(()),
+            other => Err(JournalError::Version(other)),
+        }
+    }
+
     /// What the journal in `file` tells, and the journal, to be [written](super::Device::set_journal) further. It is
     /// read as bytes that anybody may have written.
     ///
@@ -226,12 +244,7 @@ impl Journal {
     pub fn open(file: SharedFile) -> Result<(Journal, Recovered), JournalError> {
         let half_len = half_len(&file)?;
         let word = |at| file.u64_at(at).load(Relaxed);
-        if word(MAGIC_AT) != MAGIC {
-            return Err(JournalError::Format("it begins with something else"));
-        }
-        if word(VERSION_AT) != VERSION {
-            return Err(JournalError::Version(word(VERSION_AT)));
-        }
+        Journal::check(&file)?;
         if word(LEN_AT) != file.len() as u64 {
             return Err(JournalError::Format("it has another length"));
         }
