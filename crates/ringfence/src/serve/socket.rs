@@ -7,6 +7,7 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use super::manager::ENDS;
@@ -26,6 +27,8 @@ pub(crate) struct Placed {
     path: PathBuf,
     place: Place,
     file: (u64, u64),
+    /// It was removed: the next file of that name may have the same number.
+    gone: AtomicBool,
 }
 
 impl Placed {
@@ -43,11 +46,19 @@ impl Placed {
     fn there(path: &Path) -> io::Result<Placed> {
         let place = Place::of(path)?;
         let (_, about) = place.look()?;
-        Ok(Placed { path: path.to_owned(), place, file: identity(&about) })
+        Ok(Placed {
+            path: path.to_owned(),
+            place,
+            file: identity(&about),
+            gone: AtomicBool::new(false),
+        })
     }
 
     /// Takes it out of the file system, if it is still ours.
     pub(super) fn remove(&self) {
+        if self.gone.swap(true, Ordering::Relaxed) {
+            return;
+        }
         let (folder, name) = (self.place.folder(), self.place.name());
         let about = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
         if about.is_ok_and(|about| identity(&about) == self.file) {
@@ -121,7 +132,12 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
             "another process has put a file there",
         ));
     }
-    let placed = Placed { path: path.to_owned(), place, file: identity(&about) };
+    let placed = Placed {
+        path: path.to_owned(),
+        place,
+        file: identity(&about),
+        gone: AtomicBool::new(false),
+    };
     // Nobody can connect before it listens.
     if access.owner.is_some() || access.group.is_some() {
         chownat(&file, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
