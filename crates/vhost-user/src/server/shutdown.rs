@@ -56,7 +56,8 @@ impl Shutdown {
     }
 
     /// Whether no answer reaches the front end any more: it has hung up, or the connection was ended at
-    /// this end. What a device waits for without a limit ([`Handler::iotlb`], [`Handler::stop_ring`]) it
+    /// this end. What a device waits for without a limit ([`Handler::iotlb`](crate::Handler::iotlb),
+    /// [`Handler::stop_ring`](crate::Handler::stop_ring)) it
     /// waits for until then.
     pub fn is_over(&self) -> bool {
         let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
