@@ -54,8 +54,8 @@ pub(super) struct Resumed {
 }
 
 impl Inherited {
-    /// Looks at what is left for a service of that name with so many sockets, without changing it; `None` if nothing
-    /// is. Whether its versions are known: it may be another program that has left it.
+    /// Looks at what is left for a service of that name with so many sockets, without changing it. Its
+    /// versions have to be known: it may be another program that has left it.
     ///
     /// # Errors
     /// It cannot be read, or is another service's.
@@ -161,15 +161,17 @@ fn parse(message: Message, name: &str, sockets: usize) -> Result<Parsed> {
         "the process before has left {} descriptors for {count} sockets",
         fds.len()
     );
-    let again = |fd: &OwnedFd| fd.try_clone();
-    let (of_sockets, rest) = fds.split_at(3 * count);
+    let mut fds = fds.into_iter();
     let (mut listeners, mut fronts) = (Vec::new(), Vec::new());
-    for of_socket in of_sockets.chunks_exact(3) {
-        listeners.push(UnixListener::from(again(&of_socket[0])?));
-        fronts.push(Memo::of([again(&of_socket[1])?, again(&of_socket[2])?], None));
+    for [listener, write, read] in (0..count).map_while(|_| next_three(&mut fds)) {
+        listeners.push(UnixListener::from(listener));
+        fronts.push(Memo::of([write, read], None));
     }
-    let memory = rest.first().map(again).transpose()?;
-    Ok((listeners, fronts, memory))
+    Ok((listeners, fronts, fds.next()))
+}
+
+fn next_three(fds: &mut impl Iterator<Item = OwnedFd>) -> Option<[OwnedFd; 3]> {
+    Some([fds.next()?, fds.next()?, fds.next()?])
 }
 
 impl Estate {

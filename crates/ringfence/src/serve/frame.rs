@@ -44,9 +44,6 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 /// since a table takes the place of another while both are mapped.
 const MAPPED: u64 = 1 << 46;
 
-/// How long connections may take to be left to a successor.
-const LEAVES: Duration = Duration::from_secs(1);
-
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
 
@@ -183,7 +180,6 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         });
         door.iter().for_each(Door::remove);
         frame.end();
-        frame.hurry();
         drop(running);
     });
     let left = frame.service.left();
@@ -365,20 +361,6 @@ impl<S: Service> Frame<S> {
                 Some(connection) => connection.shutdown(),
                 None => {}
             }
-        }
-    }
-
-    /// Hangs up on front ends that cannot be left in time, as they have sent half a message, take no answer, or wait for a
-    /// disk: until then the others stand still.
-    fn hurry(&self) {
-        let begun = Instant::now();
-        let are_left = || self.fronts.iter().all(|front| front.now.lock().is_none());
-        while self.is_leaving() && !are_left() {
-            if begun.elapsed() >= LEAVES {
-                let fronts = self.fronts.iter().filter_map(|front| front.now.lock().clone());
-                return fronts.for_each(|connection| connection.shutdown());
-            }
-            thread::sleep(Duration::from_millis(1));
         }
     }
 

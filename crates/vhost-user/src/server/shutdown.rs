@@ -57,8 +57,7 @@ impl Shutdown {
 
     /// Whether no answer reaches the front end any more: it has hung up, or the connection was ended at
     /// this end. What a device waits for without a limit ([`Handler::iotlb`](crate::Handler::iotlb),
-    /// [`Handler::stop_ring`](crate::Handler::stop_ring)) it
-    /// waits for until then.
+    /// [`Handler::stop_ring`](crate::Handler::stop_ring)) it waits for until then.
     pub fn is_over(&self) -> bool {
         let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
