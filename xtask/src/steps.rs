@@ -90,10 +90,10 @@ const fn long(name: &'static str, budget: u32, run: fn(&Run) -> Result<()>) -> S
 /// day, where processors are shared, and the verdict must not depend on that.
 const STEPS: &[Step] = &[
     step("format", 10, |_| cargo(&["fmt", "--all", "--check"], &[])),
-    step("lints", 110, |_| {
+    step("lints", 180, |_| {
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
     }),
-    step("lints of the fuzz targets", 60, fuzz_lints),
+    step("lints of the fuzz targets", 90, fuzz_lints),
     step("floors", 5, |_| floors::check()),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
@@ -109,7 +109,7 @@ const STEPS: &[Step] = &[
     step("disks that hang", 60, hanging_disks),
     step("guests", 1200, real_guests),
     step("job files under the real fio", 5, real_fio),
-    step("fuzz smoke", 270, fuzz_smoke),
+    step("fuzz smoke", 400, fuzz_smoke),
     long("property tests with ten more seeds", 2400, |run| {
         // The same ones each time.
         soak::random(run.suite()?, 1..=10)

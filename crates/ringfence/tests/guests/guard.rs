@@ -61,12 +61,14 @@ impl Guard {
         }
     }
 
-    /// Nothing was refused, neither a request of the driver's nor an access of a device's.
+    /// What was refused: requests of the driver's, accesses of a device's, and disk requests that failed.
+    fn refused(&self) -> [f64; 3] {
+        ["iommu_refused_total", "iommu_faults_total", "failed_requests_total"]
+            .map(|name| self.service.figure(&format!("ringfence_{name}")))
+    }
+
     fn had_nothing_to_refuse(&self) {
-        for name in ["iommu_refused_total", "iommu_faults_total", "failed_requests_total"] {
-            let figure = self.service.figure(&format!("ringfence_{name}"));
-            assert_eq!(figure, 0.0, "{name}\n{}", self.service.figures());
-        }
+        assert_eq!(self.refused(), [0.0; 3], "{}", self.service.figures());
     }
 }
 
@@ -76,34 +78,6 @@ fn meanwhile<R>(guest: &mut Guest, word: &str, look: impl FnOnce() -> R) -> R {
     let seen = look();
     guest.say("go on");
     seen
-}
-
-fn verify(iommu: Iommu, queues: u32) {
-    let place = Place::new();
-    let image = place.image("image", 32);
-    let guard = one_disk(&place, &image, &format!(",queues={queues}"));
-    let said = Qemu::guarded(iommu, &guard).cpus(queues).start(&place, VERIFY).end();
-    assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
-    assert_eq!(said.word("queues"), queues.to_string());
-    verified(&said, &image);
-    let (maps, unmaps) = (guard.maps(), guard.unmaps());
-    assert!(maps > 1000.0 && unmaps > 1000.0, "{maps} MAPs, {unmaps} UNMAPs");
-    guard.had_nothing_to_refuse();
-    guard.service.terminate();
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn a_strict_guest() {
-    // rule V20, rule V14
-    verify(Iommu::GuardStrict, 1);
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn a_lazy_guest_with_two_queues() {
-    // rule V20
-    verify(Iommu::GuardLazy, 2);
 }
 
 /// fio with verification on two disks at once.
@@ -138,7 +112,7 @@ fn both_verified(said: &Said, images: &[PathBuf; 2]) {
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn devices_in_domains_of_their_own() {
-    let place = Place::new();
+    let place = Place::alone();
     let images = [place.image("image0", 16), place.image("image1", 16)];
     let disks = [0, 1].map(|n| disk(&place, &format!("disk{n}.sock"), &images[n], ""));
     let net = |name: &str| place.path(name).display().to_string();
@@ -161,7 +135,7 @@ fn devices_in_domains_of_their_own() {
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn devices_that_share_a_domain() {
-    let place = Place::new();
+    let place = Place::alone();
     let images = [place.image("image0", 16), place.image("image1", 16)];
     let at = |n: usize| format!(",addr=06.{n}");
     let disks = [0, 1].map(|n| disk(&place, &format!("disk{n}.sock"), &images[n], &at(n)));
@@ -185,25 +159,13 @@ hear
     guard.service.terminate();
 }
 
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn a_driver_that_comes_and_goes() {
-    let place = Place::new();
-    let image = place.image("image", 32);
-    let guard = one_disk(&place, &image, "");
-    let said = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, COMES_AND_GOES).end();
-    came_back(&said, &image);
-    guard.had_nothing_to_refuse();
-    guard.service.terminate();
-}
-
 /// The guest reboots, in an orderly way and as a crash does: the IOMMU is reset with it, its domains
 /// end, and firmware and a fresh driver meet the rings that the one before left.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_guest_that_reboots() {
     // rule V4
-    let place = Place::new();
+    let place = Place::alone();
     let image = place.image("image", 32);
     let guard = one_disk(&place, &image, "");
     let script = r#"
@@ -247,13 +209,14 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
     guard.service.terminate();
 }
 
-/// One guest after the other, the first of them killed with I/O under way.
+/// One guest after the other: the first is killed with I/O under way, the driver of the second comes and goes.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn guest_after_guest() {
-    let place = Place::new();
+    // rule V14, rule V20
+    let place = Place::alone();
     let image = place.image("image", 32);
-    let mut guard = one_disk(&place, &image, "");
+    let mut guard = one_disk(&place, &image, ",queues=2");
     let load = r#"
 load virtio_blk
 fio --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --rw=randread --bs=4k \
@@ -265,11 +228,24 @@ sleep 1000
     let mut killed = Qemu::guarded(Iommu::GuardLazy, &guard).start(&place, load);
     killed.hear("busy");
     drop(killed);
-    for iommu in [Iommu::GuardStrict, Iommu::GuardLazy] {
+    for (iommu, queues) in [(Iommu::GuardStrict, 1), (Iommu::GuardLazy, 2)] {
         assert!(guard.service.is_running(), "{iommu}");
-        let said = Qemu::guarded(iommu, &guard).start(&place, VERIFY).end();
+        let comes_and_goes = if iommu == Iommu::GuardStrict { COMES_AND_GOES } else { "" };
+        let script = ["load virtio_blk\nsay loaded\nhear\n", comes_and_goes, VERIFY].concat();
+        let mut guest = Qemu::guarded(iommu, &guard).cpus(queues).start(&place, &script);
+        // The guest that was killed is gone by now, with all that its devices were at.
+        let (maps, unmaps, refused) =
+            meanwhile(&mut guest, "loaded", || (guard.maps(), guard.unmaps(), guard.refused()));
+        let said = guest.end();
         assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
+        assert_eq!(said.word("queues"), queues.to_string(), "{iommu}");
         verified(&said, &image);
+        if !comes_and_goes.is_empty() {
+            came_back(&said, &image);
+        }
+        let (maps, unmaps) = (guard.maps() - maps, guard.unmaps() - unmaps);
+        assert!(maps > 1000.0 && unmaps > 1000.0, "{iommu}: {maps} MAPs, {unmaps} UNMAPs");
+        assert_eq!(guard.refused(), refused, "{iommu}\n{}", guard.service.figures());
     }
     guard.service.terminate();
 }

@@ -18,6 +18,7 @@ mod crash;
 mod doctor;
 mod firmware;
 mod guard;
+mod machines;
 mod migrate;
 mod net;
 mod nvme;

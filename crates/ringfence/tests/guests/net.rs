@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use crate::{
     blk::PATIENT,
     machine::Said,
-    place::{Place, Service, part},
-    qemu::{Iommu, Qemu},
+    place::{Place, Service},
 };
 
 /// Two devices of one guest, the second in a network of its own, where `$there` runs a command; a
@@ -50,6 +49,67 @@ for name in tx_packets rx_packets rx_errors rx_dropped tx_errors; do
 done
 "#;
 
+/// What is sent to that comes back, all of it: counted by the guest, in packets and in bytes, on a third device.
+pub(crate) const LOOPBACK: &str = r#"
+ip addr add 10.0.1.1/24 dev eth2
+ip link set eth2 up
+# Nobody answers to that address: what comes back is counted and not for this guest.
+arp -i eth2 -s 10.0.1.2 52:54:00:99:99:99
+ping -c 50 -i 0.02 -s 1400 -W 1 -q 10.0.1.2 || true
+# The last of it may still be under way, and Linux may have something of its own to send.
+count() {
+    for name in rx_packets tx_packets rx_bytes tx_bytes; do
+        echo $name $(cat /sys/class/net/eth2/statistics/$name)
+    done > /tmp/counted
+}
+all_back() {
+    count
+    eval $(sed 's/ /=/' /tmp/counted)
+    [ $tx_packets -ge 50 ] && [ "$rx_packets $rx_bytes" = "$tx_packets $tx_bytes" ]
+}
+# What is lost never comes: then the figures tell.
+tries=0
+until all_back || [ $tries -ge 1000 ]; do
+    tries=$((tries + 1))
+    usleep 10000
+done
+sed 's/^/looped_/' /tmp/counted >&3
+"#;
+
+/// Two processors to send on two pairs of queues; then one device uses one of its pairs only, and both again.
+pub(crate) const TWO_PAIRS: &str = r#"
+say both $(channels eth0 2) $($there channels eth1 2)
+for step in both-2 one-1 again-2; do
+    channels eth0 ${step#*-}
+    # A packet goes out on the queue of the processor that sends it.
+    for cpu in 0 1; do
+        say $step-there$cpu $(taskset -c $cpu wget -q -O - http://10.0.0.2/file | md5sum)
+        say $step-back$cpu $($there taskset -c $cpu wget -q -O - http://10.0.0.1/file | md5sum)
+        $there taskset -c $cpu ping -c 20 -i 0.01 -W 20 -q 10.0.0.1
+    done
+done
+"#;
+
+/// The driver is taken off the first device and put on again, under traffic.
+pub(crate) const COMES_AND_GOES: &str = r#"
+load virtio_net
+pci=$(virtio_pci 1 0)
+ip link set eth1 up
+more_sent() { [ $(cat /sys/class/net/eth0/statistics/tx_packets) -ge $((sent + 50)) ]; }
+for round in 1 2 3; do
+    ip addr add 10.0.0.1/24 dev eth0
+    ip link set eth0 up
+    arp -i eth0 -s 10.0.0.2 52:54:00:99:99:99
+    sent=$(cat /sys/class/net/eth0/statistics/tx_packets)
+    ping -c 1000000 -i 0.002 -s 1400 -q 10.0.0.2 > /dev/null &
+    await more_sent
+    echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
+    kill $! || true
+    echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
+    await ready virtio_net
+done
+"#;
+
 /// Both, whatever the machine.
 pub(crate) fn between_two() -> String {
     format!("{PAIR}{TRAFFIC}")
@@ -73,74 +133,9 @@ pub(crate) fn arrived(said: &Said) {
     assert!(said.word("rx_packets").parse::<u64>().unwrap() > 100);
 }
 
-fn between(iommu: Iommu, more: &str) {
-    let place = Place::new();
-    let (service, peer) = back_to_back(&place, &[]);
-    let machine = Qemu::new(iommu).net(&service.socket, 1, more).net(&peer, 1, more);
-    let script = between_two() + "say domain $(domain $(virtio_pci 1 0))\n";
-    let said = machine.start(&place, &script).end();
-    assert_eq!(said.word("domain"), iommu.domain());
-    arrived(&said);
-    service.terminate();
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn back_to_back_without_an_iommu() {
-    between(Iommu::None, "");
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn back_to_back_behind_intels_iommu_strict() {
-    between(Iommu::IntelStrict, "");
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn back_to_back_behind_intels_iommu_lazy() {
-    between(Iommu::IntelLazy, "");
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn back_to_back_behind_a_virtio_iommu_strict() {
-    between(Iommu::VirtioStrict, "");
-}
-
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn back_to_back_behind_a_virtio_iommu_lazy_with_packed_rings() {
-    between(Iommu::VirtioLazy, ",packed=on");
-}
-
-/// Two pairs of queues, and two processors to send on them; then one device uses one of its pairs
-/// only, and both again.
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn two_pairs_of_queues_behind_intels_iommu_lazy() {
-    let place = Place::new();
-    let (service, peer) = back_to_back(&place, &["--queues", "2"]);
-    let more = r#"
-say domain $(domain $(virtio_pci 1 0))
-say both $(channels eth0 2) $($there channels eth1 2)
-for step in both-2 one-1 again-2; do
-    channels eth0 ${step#*-}
-    # A packet goes out on the queue of the processor that sends it.
-    for cpu in 0 1; do
-        say $step-there$cpu $(taskset -c $cpu wget -q -O - http://10.0.0.2/file | md5sum)
-        say $step-back$cpu $($there taskset -c $cpu wget -q -O - http://10.0.0.1/file | md5sum)
-        $there taskset -c $cpu ping -c 20 -i 0.01 -W 20 -q 10.0.0.1
-    done
-done
-"#;
-    let machine = Qemu::new(Iommu::IntelLazy).cpus(2).net(&service.socket, 2, "").net(&peer, 2, "");
-    let program = std::fs::read(part("channels")).unwrap();
-    let machine = machine.file("bin/channels", program);
-    let said = machine.start(&place, &format!("{PAIR}{more}{TRAFFIC}")).end();
-    assert_eq!(said.word("domain"), Iommu::IntelLazy.domain());
+/// All files of [`TWO_PAIRS`] arrived, and went over all queues.
+pub(crate) fn used_both_pairs(said: &Said, service: &Service) {
     assert_eq!(said.word("both"), "2 2");
-    arrived(&said);
     for step in ["both-2", "one-1", "again-2"] {
         for way in ["there0", "there1", "back0", "back1"] {
             assert_eq!(said.word(&format!("{step}-{way}")), said.word("sent"), "{step} {way}");
@@ -152,87 +147,13 @@ done
             assert!(service.figure(&queue) > 20.0, "{queue}\n{}", service.figures());
         }
     }
-    service.terminate();
 }
 
-/// What is sent comes back, all of it: counted by the guest, in packets and in bytes.
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn loopback_gives_everything_back() {
-    let place = Place::new();
-    let service = place.service("net.sock", &["net", "--loopback", "--log", "debug"]);
-    let script = r#"
-load virtio_net
-ip addr add 10.0.0.1/24 dev eth0
-ip link set eth0 up
-# Nobody answers to that address: what comes back is counted and not for this guest.
-arp -i eth0 -s 10.0.0.2 52:54:00:99:99:99
-ping -c 50 -i 0.02 -s 1400 -W 1 -q 10.0.0.2 || true
-# The last of it may still be under way, and Linux may have something of its own to send.
-count() {
-    for name in rx_packets tx_packets rx_bytes tx_bytes; do
-        echo $name $(cat /sys/class/net/eth0/statistics/$name)
-    done > /tmp/counted
-}
-all_back() {
-    count
-    eval $(sed 's/ /=/' /tmp/counted)
-    [ $tx_packets -ge 50 ] && [ "$rx_packets $rx_bytes" = "$tx_packets $tx_bytes" ]
-}
-# What is lost never comes: then the figures tell.
-tries=0
-until all_back || [ $tries -ge 1000 ]; do
-    tries=$((tries + 1))
-    usleep 10000
-done
-cat /tmp/counted >&3
-"#;
-    let machine = Qemu::new(Iommu::IntelStrict).net(&service.socket, 1, "");
-    let said = machine.start(&place, script).end();
-    assert!(said.word("tx_packets").parse::<u64>().unwrap() >= 50);
-    assert_eq!(said.word("rx_packets"), said.word("tx_packets"));
-    assert_eq!(said.word("rx_bytes"), said.word("tx_bytes"));
-    service.terminate();
-}
-
-/// The driver is taken off and put on again, under traffic.
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn a_driver_that_comes_and_goes() {
-    let place = Place::new();
-    let (service, peer) = back_to_back(&place, &[]);
-    let script = between_two().replace(
-        "load virtio_net",
-        r#"
-load virtio_net
-pci=$(virtio_pci 1 0)
-ip link set eth1 up
-more_sent() { [ $(cat /sys/class/net/eth0/statistics/tx_packets) -ge $((sent + 50)) ]; }
-for round in 1 2 3; do
-    ip addr add 10.0.0.1/24 dev eth0
-    ip link set eth0 up
-    arp -i eth0 -s 10.0.0.2 52:54:00:99:99:99
-    sent=$(cat /sys/class/net/eth0/statistics/tx_packets)
-    ping -c 1000000 -i 0.002 -s 1400 -q 10.0.0.2 > /dev/null &
-    await more_sent
-    echo $pci > /sys/bus/pci/drivers/virtio-pci/unbind
-    kill $! || true
-    echo $pci > /sys/bus/pci/drivers/virtio-pci/bind
-    await ready virtio_net
-done
-"#,
-    );
-    let machine = Qemu::new(Iommu::VirtioStrict).net(&service.socket, 1, "").net(&peer, 1, "");
-    arrived(&machine.start(&place, &script).end());
-    service.terminate();
-}
-
-/// What these tests look at can be seen: between two of QEMU's own.
-#[test]
-#[ignore = "guests: cargo xtask test --only guests"]
-fn qemus_own_network_passes() {
-    let place = Place::new();
-    assert!(part("vmlinuz").exists());
-    let machine = Qemu::new(Iommu::IntelStrict).own_net().own_net();
-    arrived(&machine.start(&place, &between_two()).end());
+/// What [`LOOPBACK`] sent came back.
+pub(crate) fn all_came_back(said: &Said) {
+    assert!(said.word("looped_tx_packets").parse::<u64>().unwrap() >= 50);
+    for what in ["packets", "bytes"] {
+        let [back, sent] = ["rx", "tx"].map(|way| said.word(&format!("looped_{way}_{what}")));
+        assert_eq!(back, sent, "{what}");
+    }
 }

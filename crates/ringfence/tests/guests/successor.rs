@@ -76,7 +76,7 @@ fn disk(place: &Place, qemu: Qemu, first: Service, next: impl Fn() -> Service) {
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_disk() {
-    let place = Place::managed();
+    let place = Place::new().managed();
     place.image("image", 32);
     let image = place.path("image");
     let next = || {
@@ -90,7 +90,7 @@ fn a_disk() {
 
 /// QEMU is not told to connect again, and does not for the IOMMU.
 fn guarded(iommu: Iommu) {
-    let place = Place::managed();
+    let place = Place::alone().managed();
     let image = place.image("image", 32);
     let disk_of = format!("{}={}", place.path("disk.sock").display(), image.display());
     let next = || place.guard(&["--blk", &disk_of]);
@@ -132,7 +132,7 @@ wait $passes && say fetched $(wc -l < /tmp/fetched)
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_network() {
-    let place = Place::managed();
+    let place = Place::new().managed();
     let peer = place.path("peer.sock");
     let next = || {
         let peer = peer.to_str().unwrap();

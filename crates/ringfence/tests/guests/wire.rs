@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use crate::{
-    blk::{VERIFY, service, was_served},
+    blk::{Asked, VERIFY, service, was_served},
     place::Place,
     proxy::{
         GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, Recording, SET_VRING_KICK, UPDATE, Way,
@@ -16,10 +16,10 @@ fn record(iommu: Iommu) -> Recording {
     let place = Place::new();
     let image = place.image("image", 32);
     let back = service(&place, &image, 1);
-    let between = place.path("between.sock");
+    let (none, between) = (Asked::of(&back), place.path("between.sock"));
     let wire = Recording::between(between.clone(), &back.socket);
     let said = Qemu::new(iommu).blk(&between, 1, "").start(&place, VERIFY).end();
-    was_served(&said, &image, &back, iommu, 1);
+    was_served(&said, &image, &back, iommu, 1, none);
     back.terminate();
     let count = |kind| wire.iotlb(kind).len();
     println!(

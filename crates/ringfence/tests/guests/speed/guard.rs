@@ -134,7 +134,7 @@ fn interval(values: Option<Estimate>) -> String {
 }
 
 fn table(guarded: Iommu, own: Iommu) {
-    let place = Place::new();
+    let place = Place::alone();
     let images = [0, 1, 2].map(|n| place.image(&format!("image{n}"), 64));
     // More of its options, to be tried by hand.
     let more = std::env::var("RINGFENCE_GUARD").unwrap_or_default();

@@ -1,0 +1,135 @@
+//! Machine after machine, one behind every IOMMU, at one back end for their disks and one for their networks: what a
+//! guest writes is in the image and comes back, and what it sends arrives, byte for byte.
+//!
+//! An emulated machine takes seconds to boot: what needs none of its own is done in one of these.
+
+use std::path::PathBuf;
+
+use crate::{
+    blk::{Asked, COMES_AND_GOES, MIB, VERIFY, came_back, service, verified, was_served},
+    machine::Said,
+    net::{self, LOOPBACK, PAIR, TRAFFIC, TWO_PAIRS, all_came_back, arrived, back_to_back},
+    place::{Place, Service, md5, part},
+    qemu::{Iommu, Qemu},
+};
+
+/// What the machine before has written.
+const BEFORE: &str = r#"
+load virtio_blk
+say before $(dd if=/dev/vda bs=1M count=4 | md5sum)
+"#;
+
+struct Machine {
+    iommu: Iommu,
+    /// Of the disk and of each network device; and processors.
+    queues: u32,
+    /// More of QEMU's options for the disk, and for the network devices.
+    options: [&'static str; 2],
+    /// What is done in it, one after the other.
+    scripts: &'static [&'static str],
+}
+
+const MACHINES: &[Machine] = &[
+    // The first: what went over each of its queues is what was counted.
+    Machine {
+        iommu: Iommu::IntelLazy,
+        queues: 2,
+        options: ["", ""],
+        scripts: &[VERIFY, PAIR, TWO_PAIRS, TRAFFIC],
+    },
+    Machine { iommu: Iommu::None, queues: 1, options: ["", ""], scripts: &[VERIFY, PAIR, TRAFFIC] },
+    Machine {
+        iommu: Iommu::IntelStrict,
+        queues: 2,
+        options: [",packed=on", ""],
+        scripts: &[COMES_AND_GOES, VERIFY, PAIR, TRAFFIC, LOOPBACK],
+    },
+    Machine {
+        iommu: Iommu::VirtioStrict,
+        queues: 2,
+        options: ["", ""],
+        scripts: &[VERIFY, net::COMES_AND_GOES, PAIR, TRAFFIC],
+    },
+    Machine {
+        iommu: Iommu::VirtioLazy,
+        queues: 1,
+        options: [",packed=on", ",packed=on"],
+        scripts: &[VERIFY, PAIR, TRAFFIC],
+    },
+];
+
+struct Ends {
+    place: Place,
+    image: PathBuf,
+    disk: Service,
+    network: Service,
+    peer: PathBuf,
+    /// A network that gives back what it is sent.
+    loopback: Service,
+}
+
+impl Ends {
+    fn serve(&mut self, machine: &Machine) {
+        let Machine { iommu, queues, options, scripts } = *machine;
+        let does = |script: &str| scripts.contains(&script);
+        let before = md5(&self.image, 0, 4 * MIB);
+        let asked = Asked::of(&self.disk);
+        let mut qemu = Qemu::new(iommu)
+            .cpus(queues)
+            .file("bin/channels", std::fs::read(part("channels")).unwrap())
+            .blk(&self.disk.socket, queues, options[0])
+            .net(&self.network.socket, queues, options[1])
+            .net(&self.peer, queues, options[1]);
+        if does(LOOPBACK) {
+            qemu = qemu.net(&self.loopback.socket, 1, options[1]);
+        }
+        let last = "say net-domain $(domain $(virtio_pci 1 0))\n";
+        let said = qemu.start(&self.place, &[BEFORE, &scripts.concat(), last].concat()).end();
+        eprintln!("{iommu}: the machine has ended");
+        assert_eq!(first_word(&said, "before"), before);
+        assert_eq!(said.word("net-domain"), iommu.domain());
+        was_served(&said, &self.image, &self.disk, iommu, queues, asked);
+        arrived(&said);
+        if does(COMES_AND_GOES) {
+            came_back(&said, &self.image);
+        }
+        if does(TWO_PAIRS) {
+            net::used_both_pairs(&said, &self.network);
+        }
+        if does(LOOPBACK) {
+            all_came_back(&said);
+        }
+        assert!(self.disk.is_running() && self.network.is_running());
+    }
+}
+
+fn first_word<'a>(said: &'a Said, word: &str) -> &'a str {
+    said.word(word).split(' ').next().unwrap()
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn machine_after_machine_behind_every_iommu() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let disk = service(&place, &image, 2);
+    let (network, peer) = back_to_back(&place, &["--queues", "2"]);
+    let loopback = place.service("loopback.sock", &["net", "--loopback", "--log", "debug"]);
+    let mut ends = Ends { place, image, disk, network, peer, loopback };
+    MACHINES.iter().for_each(|machine| ends.serve(machine));
+    let Ends { disk, network, loopback, .. } = ends;
+    [disk, network, loopback].into_iter().for_each(Service::terminate);
+}
+
+/// The guests can run at all, and what these tests look at can be seen: on devices of QEMU's own.
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn qemus_own_devices_pass() {
+    let place = Place::new();
+    let image = place.image("image", 32);
+    let machine = Qemu::new(Iommu::VirtioStrict).own_blk(&image, 1, "").own_net().own_net();
+    let said = machine.start(&place, &[VERIFY, PAIR, TRAFFIC].concat()).end();
+    assert_eq!(said.word("domain"), "DMA");
+    verified(&said, &image);
+    arrived(&said);
+}
