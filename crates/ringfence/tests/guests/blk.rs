@@ -21,7 +21,7 @@ say queues $(ls /sys/block/vda/mq | wc -l)
 dd if=/dev/urandom of=/tmp/random bs=64k count=64
 dd if=/tmp/random of=/dev/vda bs=64k oflag=direct conv=fsync
 run_fio mixed --rw=randrw --bs=4k --iodepth=16 --numjobs=$(nproc) --offset=4m --size=4m \
-    --offset_increment=4m --verify=crc32c --group_reporting
+    --offset_increment=4m --verify=crc32c --fsync=64 --group_reporting
 run_fio large --rw=write --bs=128k --iodepth=4 --offset=12m --size=16m --verify=crc32c
 say random $(md5sum < /tmp/random)
 echo 3 > /proc/sys/vm/drop_caches
@@ -50,9 +50,8 @@ pub(crate) fn no_errors(report: &Value) {
 pub(crate) fn verified(said: &Said, image: &Path) {
     no_errors(&said.json("mixed"));
     no_errors(&said.json("large"));
-    let sum = |word: &str| said.word(word).split(' ').next().unwrap().to_owned();
-    assert_eq!(sum("random"), md5(image, 0, 4 * MIB));
-    assert_eq!(sum("whole"), md5(image, 0, 32 * MIB));
+    assert_eq!(said.sum("random"), md5(image, 0, 4 * MIB));
+    assert_eq!(said.sum("whole"), md5(image, 0, 32 * MIB));
 }
 
 /// How often a back end has asked for translations.
@@ -120,7 +119,7 @@ run_fio after --rw=randrw --bs=4k --iodepth=16 --offset=8m --size=4m --verify=cr
 /// What [`COMES_AND_GOES`] wrote at last is on the disk.
 pub(crate) fn came_back(said: &Said, image: &Path) {
     no_errors(&said.json("after"));
-    let sum = said.word("again").split(' ').next().unwrap();
+    let sum = said.sum("again");
     assert_eq!(sum, md5(image, (448 + 5) * 64 * 1024, 2 * MIB));
 }
 
@@ -161,10 +160,10 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
     }
     let said = guest.end();
     for boot in 0..2 {
-        let sum = said.word(&format!("boot{boot}")).split(' ').next().unwrap();
+        let sum = said.sum(&format!("boot{boot}"));
         assert_eq!(sum, md5(&image, boot * 4 * MIB, 4 * MIB), "boot {boot}");
     }
-    assert_eq!(said.word("last").split(' ').next().unwrap(), md5(&image, 0, 8 * MIB));
+    assert_eq!(said.sum("last"), md5(&image, 0, 8 * MIB));
     service.terminate();
 }
 

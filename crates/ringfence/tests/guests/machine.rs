@@ -200,6 +200,11 @@ impl Said {
         first
     }
 
+    /// The first of the words: of what `md5sum` prints, the sum.
+    pub(crate) fn sum(&self, word: &str) -> &str {
+        self.word(word).split(' ').next().unwrap()
+    }
+
     /// What was given under a name.
     pub(crate) fn given(&self, name: &str) -> String {
         let at = |mark: String| self.lines.iter().position(|line| *line == mark);

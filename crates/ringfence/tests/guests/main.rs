@@ -3,7 +3,8 @@
 //!
 //! Guests are made by `cargo xtask guests` and run by `cargo xtask test --only guests`; a test of
 //! these that is run without them fails and says so. A guest is emulated and takes a processor: as many
-//! run at a time as there are, and what a test says of one does not depend on the others.
+//! run at a time as there are, but one of `ringfence guard` alone; what a test says of one does not depend on
+//! the others.
 
 mod machine;
 #[path = "../common/manager.rs"]

@@ -110,11 +110,6 @@ for round in 1 2 3; do
 done
 "#;
 
-/// Both, whatever the machine.
-pub(crate) fn between_two() -> String {
-    format!("{PAIR}{TRAFFIC}")
-}
-
 /// `ringfence net` with two sockets back to back, and the second of them.
 pub(crate) fn back_to_back(place: &Place, more: &[&str]) -> (Service, PathBuf) {
     let peer = place.path("peer.sock");

@@ -7,7 +7,7 @@ use std::{path::Path, process::Command};
 use crate::{
     blk::{MIB, no_errors},
     machine::{Guest, Said, initramfs},
-    net::{arrived, back_to_back, between_two},
+    net::{PAIR, TRAFFIC, arrived, back_to_back},
     place::{Place, md5, part},
     proxy::{Message, Recording, SET_FEATURES, SET_VRING_BASE},
 };
@@ -58,9 +58,8 @@ say whole $(md5sum < /dev/vda)
 "#;
     let said = run(&place, &[(&between, BLK)], script);
     no_errors(&said.json("mixed"));
-    let sum = |word: &str| said.word(word).split(' ').next().unwrap().to_owned();
-    assert_eq!(sum("random"), md5(&image, 0, 4 * MIB));
-    assert_eq!(sum("whole"), md5(&image, 0, 32 * MIB));
+    assert_eq!(said.sum("random"), md5(&image, 0, 4 * MIB));
+    assert_eq!(said.sum("whole"), md5(&image, 0, 32 * MIB));
     let first = |request| wire.requests(request).first().map(Message::number);
     assert!(first(SET_FEATURES).unwrap() & RING_PACKED != 0, "what this test is about");
     // The ring, and in the high half its base.
@@ -74,6 +73,6 @@ say whole $(md5sum < /dev/vda)
 fn two_networks_back_to_back() {
     let place = Place::new();
     let (back, peer) = back_to_back(&place, &["--no-iommu"]);
-    arrived(&run(&place, &[(&back.socket, NET), (&peer, NET)], &between_two()));
+    arrived(&run(&place, &[(&back.socket, NET), (&peer, NET)], &[PAIR, TRAFFIC].concat()));
     back.terminate();
 }

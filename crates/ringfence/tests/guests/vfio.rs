@@ -10,10 +10,8 @@ use crate::{
     qemu::{Iommu, Qemu},
 };
 
-const SCRIPT: &str = r#"
-pci=$(virtio_pci 2 0)
-to_vfio $pci
-# What a run says, by a name.
+/// A shell function that gives what a run of our driver says, by a name.
+pub(crate) const TRY: &str = r#"
 try() {
     name=$1
     shift
@@ -21,6 +19,19 @@ try() {
     give $name < /tmp/vfio
 }
 "#;
+
+const SCRIPT: &str = r#"
+pci=$(virtio_pci 2 0)
+to_vfio $pci
+"#;
+
+/// What our driver says of a disk of 32 MiB.
+pub(crate) fn reached_what_was_mapped(said: &str) {
+    for found in ["capacity 65536", "static 4096 256", "unmapped is out of reach"] {
+        assert!(said.contains(found), "{found}\n{said}");
+    }
+    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+}
 
 /// Static mappings and isolation by the device; then, in the same machine, the figures and the behaviour
 /// that the tests of the domain have from a fake kernel, from a real one.
@@ -32,13 +43,10 @@ fn a_driver_and_a_domain(iommu: Iommu) {
     let wire = Recording::between(between.clone(), &back.socket);
     let program = fs::read(part("vfio-blk")).unwrap();
     let machine = Qemu::new(iommu).blk(&between, 1, "").file("bin/vfio-blk", program);
-    let script = format!("{SCRIPT}\ntry driver $pci $group\ntry domain domain $group\n");
+    let script = format!("{TRY}{SCRIPT}\ntry driver $pci $group\ntry domain domain $group\n");
     let all = machine.start(&place, &script).end();
     let said = all.given("driver");
-    for found in ["capacity 65536", "static 4096 256", "unmapped is out of reach"] {
-        assert!(said.contains(found), "{found}\n{said}");
-    }
-    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+    reached_what_was_mapped(&said);
     // The page that was taken away was asked for, and asked for again in a way that must be
     // answered: the first question never is.
     let asked = wire.iotlb(MISS);
@@ -76,7 +84,7 @@ fn a_driver_over_a_kernel_with_iommufd() {
     let program = fs::read(part("vfio-blk")).unwrap();
     let machine = Qemu::new(Iommu::IntelStrict).iommufd();
     let machine = machine.blk(&back.socket, 1, "").file("bin/vfio-blk", program);
-    let script = format!("{SCRIPT}\nmodprobe iommufd\ntry driver $pci iommufd\n");
+    let script = format!("{TRY}{SCRIPT}\nmodprobe iommufd\ntry driver $pci iommufd\n");
     let said = machine.start(&place, &script).end().given("driver");
     let found =
         ["UNMAP pass: nothing is cut", "Msi", "static 4096 256", "unmapped is out of reach"];
