@@ -59,8 +59,7 @@ pub trait Handler {
     /// How many rings the device has.
     fn queues(&self) -> u16;
 
-    /// Whether another process can [go on](crate::Keeper) with what was settled on: not if answers of the front
-    /// end's may be under way to the device.
+    /// Whether another process can [go on](crate::Keeper) with what was settled on.
     fn can_be_resumed(&self) -> bool {
         true
     }

@@ -39,6 +39,10 @@ pub struct BackendChannel {
     /// Whether the front end answers where it is asked to (REPLY_ACK).
     acks: bool,
     outbox: Mutex<Outbox>,
+    /// What came and is no whole message yet; `None` once the channel is left to another process.
+    inbox: Mutex<Option<Inbox>>,
+    /// How many answers may come, and say nothing here: they are to what another process has asked.
+    foreign: AtomicU32,
     /// How many misses were sent and have probably not been answered by an update yet.
     open: AtomicU32,
     /// Every ring is stopped.
@@ -64,6 +68,19 @@ impl BackendChannel {
     /// It is no Unix stream: other sockets may have something to be read by other ways than this one, so that
     /// waiting for them never sleeps.
     pub fn new(stream: impl Into<PeerFd>, acks: bool) -> io::Result<BackendChannel> {
+        BackendChannel::with(stream, acks, 0)
+    }
+
+    /// A channel that another process has had, which may have asked for answers. Which of those that come are for
+    /// whom could not be told: none are asked for.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub(crate) fn resumed(stream: impl Into<PeerFd>) -> io::Result<BackendChannel> {
+        BackendChannel::with(stream, false, MOST_ANSWERS as u32)
+    }
+
+    fn with(stream: impl Into<PeerFd>, acks: bool, foreign: u32) -> io::Result<BackendChannel> {
         let stream = stream.into();
         if !stream.is_unix_stream() {
             return Err(io::Error::new(
@@ -75,6 +92,8 @@ impl BackendChannel {
             stream,
             acks,
             outbox: Mutex::default(),
+            inbox: Mutex::new(Some(Inbox::new())),
+            foreign: AtomicU32::new(foreign),
             open: AtomicU32::new(0),
             silent: AtomicBool::new(false),
         })
@@ -187,11 +206,12 @@ impl BackendChannel {
         self.flush_rest(&mut self.outbox());
     }
 
-    /// Waits until something can be received, and keeps the answers that are in it.
+    /// Waits until something can be received, and keeps the answers that are in it. False if the channel is another
+    /// process's by then.
     ///
     /// # Errors
     /// The front end hung up, or answered what was not asked.
-    pub(crate) fn read(&self, inbox: &mut Inbox) -> Result<(), WireError> {
+    pub(crate) fn read(&self) -> Result<bool, WireError> {
         let os = |what| move |errno: Errno| WireError::Os { what, source: errno.into() };
         loop {
             match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], None) {
@@ -200,6 +220,8 @@ impl BackendChannel {
                 Err(errno) => return Err(os("poll")(errno)),
             }
         }
+        let mut inbox = self.inbox();
+        let Some(inbox) = &mut *inbox else { return Ok(false) };
         // Descriptors have no business here: a receive that does not ask for them closes them.
         match net::recv(&self.stream, inbox.room(), RecvFlags::DONTWAIT) {
             Ok((0, _)) | Err(Errno::CONNRESET) => {
@@ -222,13 +244,24 @@ impl BackendChannel {
             }
             let word = <[u8; 8]>::try_from(&payload[..])
                 .map_err(|_| WireError::Size { request: got, size: header.size })?;
+            let less = |foreign: u32| foreign.checked_sub(1);
+            if self.foreign.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok() {
+                continue;
+            }
             let mut outbox = self.outbox();
             let why = "an answer to nothing that was asked";
             let asked = outbox.asked.pop_front();
             let (asked, number) = asked.ok_or(WireError::State { request: got, why })?;
             outbox.answered.push((asked, number, u64::from_ne_bytes(word) == 0));
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Leaves the channel to another process: nothing more is received here. To be called when nothing more is sent.
+    /// False if a message was begun, by either end, of which the other part is here.
+    pub(crate) fn leave(&self) -> bool {
+        let inbox = self.inbox().take();
+        inbox.is_some_and(|inbox| inbox.is_empty()) && !self.is_cut()
     }
 
     /// The answers that have come, each with its message's number and with whether the front end could do what
@@ -281,6 +314,11 @@ impl BackendChannel {
 
     fn outbox(&self) -> MutexGuard<'_, Outbox> {
         self.outbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Locked while something is received, which may take as long as the front end likes.
+    fn inbox(&self) -> MutexGuard<'_, Option<Inbox>> {
+        self.inbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 

@@ -272,11 +272,12 @@ impl<H: Handler> Server<H> {
             // Where it is left unknown nobody can go on. Else nobody is left to be told.
             self.left &= self.stop(ring).is_ok();
         }
+        self.left = self.left && self.backend.as_ref().is_none_or(|own| own.channel().leave());
         match self.left {
             true => {
                 self.keep_stopped(&ran);
                 self.channel.leave();
-                // Its reader waits, reads nothing, and ends with the process: to end it would be to hang up.
+                // Its reader waits, receives nothing, and ends with the process: to end it would be to hang up.
                 if let Some(backend) = self.backend.take() {
                     std::mem::forget(backend);
                 }

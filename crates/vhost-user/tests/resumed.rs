@@ -3,10 +3,10 @@
 mod common;
 
 use common::{Device, Event, LONG, Served, VERSION_1, end};
-use ringfence_mem::{GuestRam, Region};
+use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
-    ConnectionState, Frontend, Keeper, PeerFd, ProtocolFeatures, RingAddresses, SavedConnection,
-    ServeError, Server, Shutdown,
+    ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper, PeerFd,
+    ProtocolFeatures, RingAddresses, SavedConnection, ServeError, Server, Shutdown,
 };
 use rustix::event::{EventfdFlags, eventfd};
 use std::{
@@ -153,6 +153,44 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
     result.unwrap();
     let told = device.events.len() - 1;
     assert_eq!(device.events[..told], told_again(None));
+}
+
+#[test]
+fn the_back_ends_channel_goes_on_and_answers_to_another_are_dropped() {
+    // rules D9, D27
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let asks = |page: u64| Device { asks: Some(page << 12), ..Device::default() };
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), asks(1), None);
+    let mut front = Frontend::new(end(ours), LONG);
+    front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
+    let (channel, back) = UnixStream::pair().unwrap();
+    front.set_backend_channel(back.as_fd()).unwrap();
+    let mut channel = FrontendChannel::new(channel, LONG);
+    let ram = GuestRam::new(1 << 20, 0).unwrap();
+    front.add_mem_region(ram.region(), ram.fd()).unwrap();
+    front.set_vring_num(0, 64).unwrap();
+    front.set_vring_addr(0, &ADDRESSES).unwrap();
+    front.set_vring_kick(0, Some(event().as_fd())).unwrap();
+    handle.leave();
+    first.join().unwrap().0.unwrap();
+    let (_, _, second) = served(theirs, asks(2), Some(notes.saved()));
+    let mut asked = Vec::new();
+    while asked.len() < 2 {
+        assert!(channel.recv_all(&mut asked).unwrap());
+    }
+    let wants_answer: Vec<bool> = asked.iter().map(|asked| asked.wants_answer).collect();
+    assert_eq!(wants_answer, [true, false]);
+    // What the first has asked is answered when the second is there.
+    channel.answer(&asked[0], false).unwrap();
+    let (access, user_addr) = (Some(Access::ReadWrite), ram.user_addr());
+    let update = Iotlb::Update { first: 0x2000, last: 0x2fff, user_addr, access };
+    front.iotlb(&update).unwrap();
+    drop(front);
+    let (result, device) = second.join().unwrap();
+    result.unwrap();
+    assert!(device.events.contains(&Event::Iotlb(update)));
+    let no = |event: &Event| !matches!(event, Event::Answer(..) | Event::ChannelLost);
+    assert!(device.events.iter().all(no), "{:?}", device.events);
 }
 
 #[test]

@@ -338,11 +338,6 @@ impl Handler for BlkBackend {
         RING_SIZE
     }
 
-    fn can_be_resumed(&self) -> bool {
-        // Translations that the front end gives are asked for.
-        self.translation.is_none() || !self.front.has(F_ACCESS_PLATFORM)
-    }
-
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         if features & (1 << F_VERSION_1) == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));

@@ -270,11 +270,6 @@ impl Handler for NetBackend {
         2 * self.net.options.pairs
     }
 
-    fn can_be_resumed(&self) -> bool {
-        // Translations that the front end gives are asked for.
-        self.behind.is_some() || !self.front.has(F_ACCESS_PLATFORM)
-    }
-
     fn max_ring_size(&self) -> u16 {
         // As large as DPDK's drivers like them.
         4096

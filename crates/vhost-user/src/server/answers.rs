@@ -9,7 +9,7 @@ use std::{
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::{BackendChannel, Iotlb, WireError, inbox::Inbox};
+use crate::{BackendChannel, Iotlb, WireError};
 
 /// Reads a channel until it is dropped, which hangs up.
 ///
@@ -32,10 +32,9 @@ impl Answers {
         let end = Arc::new(Mutex::new(None));
         let (from, say, over) = (Arc::clone(&channel), Arc::clone(&news), Arc::clone(&end));
         let reader = Builder::new().name("answers".into()).spawn(move || {
-            let mut inbox = Inbox::new();
             loop {
-                let read = from.read(&mut inbox);
-                let ended = read.is_err();
+                let read = from.read();
+                let ended = !matches!(read, Ok(true));
                 *over.lock().unwrap_or_else(PoisonError::into_inner) = read.err();
                 // It is never full.
                 let _ = rustix::io::write(&say, &1u64.to_ne_bytes());

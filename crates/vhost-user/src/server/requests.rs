@@ -161,7 +161,10 @@ impl<H: Handler> Server<H> {
             Request::SetBackendReqFd => {
                 let fd = fds.pop().ok_or(state("a channel without a descriptor"))?;
                 let acks = self.has(ProtocolFeatures::REPLY_ACK);
-                let channel = BackendChannel::new(fd, acks);
+                let channel = match self.resuming {
+                    false => BackendChannel::new(fd, acks),
+                    true => BackendChannel::resumed(fd),
+                };
                 let channel = Arc::new(channel.map_err(HandlerError::from)?);
                 channel.set_silent(!self.rings.iter().any(|ring| ring.running));
                 let answers = Answers::read(Arc::clone(&channel)).map_err(HandlerError::from)?;

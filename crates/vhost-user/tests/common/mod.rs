@@ -1,7 +1,7 @@
 //! A device that writes down what it is asked, and a connection to it.
 #![allow(dead_code, reason = "each test uses its part")]
 
-use ringfence_mem::{DirtyLog, Memory};
+use ringfence_mem::{Access, DirtyLog, Memory};
 use ringfence_vhost_user::msg::{Header, Request};
 use ringfence_vhost_user::{
     BackendChannel, Closer, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
@@ -76,6 +76,8 @@ pub(crate) struct Device {
     pub(crate) on_stop: Option<fn(&mut Device)>,
     /// Whether rings start.
     pub(crate) refuses_rings: bool,
+    /// What is asked of the front end, with an answer, when a ring starts.
+    pub(crate) asks: Option<u64>,
     /// What `stop_ring` says; `None`: that it cannot.
     pub(crate) stopped_at: Option<u32>,
 }
@@ -98,6 +100,7 @@ impl Default for Device {
             features: VERSION_1 | F_ACCESS_PLATFORM,
             protocol: ProtocolFeatures::KNOWN,
             refuses_rings: false,
+            asks: None,
             stopped_at: Some(77),
         }
     }
@@ -134,6 +137,10 @@ impl Handler for Device {
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         if self.refuses_rings {
             return Err(HandlerError::new("no rings today"));
+        }
+        if let (Some(iova), Some(channel)) = (self.asks, &self.channel) {
+            let miss = Iotlb::Miss { iova, access: Access::Read };
+            assert_eq!(channel.try_send([(miss, Some(iova))]), 1);
         }
         let RingSetup { size, addresses, base, kick, enabled, resumed: _ } = setup;
         let (kick, desc) = (kick.is_some(), addresses.desc);
