@@ -26,6 +26,9 @@ use crate::{
 const DEFAULT_REPEAT: u32 = 5;
 const DEFAULT_RUNTIME: Duration = Duration::from_millis(650);
 
+/// More busy threads than this tell nothing more: a row's threads then hardly run.
+const MOST_LOAD: i64 = 1024;
+
 /// Runs a fio job under every DMA policy and prints what each costs.
 ///
 /// A driver process runs the job; a device process serves the disk. Between them are real
@@ -40,6 +43,7 @@ const DEFAULT_RUNTIME: Duration = Duration::from_millis(650);
     ringfence compare my.fio --policy off,strict+map --allocator rbtree,bitmap,ringfence
     ringfence compare my.fio --policy off,strict+map,lazy-mq+map --max-exposure-ms 2
     ringfence compare my.fio --policy off,strict+map,bounce,auto,zero-copy --explain
+    ringfence compare --load 2                                      beside two busy threads
     ringfence compare my.fio --disk /dev/nvme1n1 --destroy-data --report report.html
 
 EXIT STATUS:
@@ -182,6 +186,13 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
     bounce_quota: Option<u64>,
 
+    /// Busy threads that run beside every row, `off` and `host` included: what the ratios tell is then
+    /// the price of protection on a host whose CPUs are shared. How much of their time these threads
+    /// had a CPU stands under the table.
+    #[arg(long, value_name = "N", default_value_t = 0,
+        value_parser = clap::value_parser!(u32).range(..=MOST_LOAD))]
+    load: u32,
+
     /// Tells what `auto` chose for which mappings, and why.
     #[arg(long)]
     explain: bool,
@@ -291,6 +302,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             bounce_quota: arguments.bounce_quota,
             trust: arguments.trust,
         },
+        load: arguments.load,
         explain: arguments.explain,
         progress,
     };

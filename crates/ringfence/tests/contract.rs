@@ -73,6 +73,8 @@ fn the_json_holds_every_field_of_the_contract() {
     assert_eq!(json["allocators"], serde_json::json!(["ringfence"]));
     assert_eq!((&json["placement"], &json["aperture_bits"]), (&"size".into(), &48.into()));
     assert_eq!(json["live_ranges"], 0);
+    assert_eq!(json["load_threads"], 0);
+    assert_eq!(row(&json, 0, "off")["load_fraction"], Value::Null);
     for policy in MAPPING {
         let row = row(&json, 0, policy);
         assert_eq!(row["allocator"], "ringfence");

@@ -104,6 +104,16 @@ fn pages_of_a_buffer_may_lie_side_by_side() {
 }
 
 #[test]
+fn busy_threads_beside_it_get_their_part_under_every_row() {
+    let json = all_rows("bs=4k", &["--policy", "off,strict+map", "--load", "3"]);
+    assert_eq!(json["load_threads"], 3);
+    for row in json["jobs"][0]["results"].as_array().unwrap() {
+        let part = row["load_fraction"].as_f64().unwrap();
+        assert!((0.0..1.1).contains(&part), "{part}");
+    }
+}
+
+#[test]
 fn a_buffer_smaller_than_a_page_is_one_map_and_one_unmap() {
     // Each by itself: neighbours among the addresses would be unmapped as one.
     let rows = ["--policy", "off,strict,strict+map", "--batch", "1"];

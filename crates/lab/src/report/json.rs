@@ -79,6 +79,7 @@ mod tests {
             "/iotlb/hits",
             "/iotlb/misses",
             "/iotlb/invalidations",
+            "/load_fraction",
             "/errors",
         ] {
             assert!(row.pointer(path).is_some_and(Value::is_number), "{path}: {row}");

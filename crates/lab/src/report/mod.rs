@@ -67,6 +67,9 @@ pub struct Comparison {
     /// How policies were carried out, as far as it was asked for.
     #[serde(default)]
     pub tuning: Tuning,
+    /// Busy threads that ran beside every row.
+    #[serde(default)]
+    pub load_threads: u32,
     /// Rounds asked for (an interrupted run has fewer: see each job's `rounds`).
     pub rounds: u32,
     /// Seconds a job ran in each round.
@@ -198,6 +201,9 @@ pub struct PolicyResult {
     pub explain: Option<String>,
     /// Lookups of the device's IOTLB.
     pub iotlb: Option<Iotlb>,
+    /// The part of their time for which the busy threads beside it got a CPU.
+    #[serde(default)]
+    pub load_fraction: Option<f64>,
     /// I/Os that failed or returned wrong bytes.
     pub errors: u64,
     /// What a reader must know of this row.
@@ -278,6 +284,8 @@ pub struct Sample {
     pub bounce: Option<BounceSample>,
     /// Lookups of the device's IOTLB.
     pub iotlb: Option<Iotlb>,
+    /// The part of their time for which busy threads beside it got a CPU.
+    pub load: Option<f64>,
     /// I/Os that failed or returned wrong bytes.
     pub errors: u64,
 }
@@ -370,6 +378,7 @@ impl Comparison {
             placement: String::new(),
             aperture_bits: 0,
             live_ranges: 0,
+            load_threads: 0,
             tuning: Tuning::default(),
             rounds,
             runtime_s,
@@ -528,6 +537,8 @@ impl PolicyResult {
                 misses: a.misses.saturating_add(b.misses),
                 invalidations: a.invalidations.saturating_add(b.invalidations),
             }),
+            load_fraction: Estimate::of(&rounds.iter().filter_map(|s| s.load).collect::<Vec<_>>())
+                .map(|part| part.median),
             errors: rounds.iter().fold(0, |sum, s| sum.saturating_add(s.errors)),
             warnings: row.warnings.clone(),
         }

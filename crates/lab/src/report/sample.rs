@@ -18,6 +18,7 @@ pub(super) fn comparison() -> Comparison {
     comparison.allocators = vec!["ringfence".to_owned()];
     comparison.placement = "size".to_owned();
     comparison.aperture_bits = 48;
+    comparison.load_threads = 2;
     comparison.warnings =
         vec!["seed-000.fio:5: filename=\"/dev/nvme0n1\" is never opened".to_owned()];
     for (stage, job) in JobFile::seed().jobs.iter().enumerate() {
@@ -132,6 +133,7 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
             }
         }),
         iotlb: protected.then_some(Iotlb { hits: 900_000, misses: 1000, invalidations: 50 }),
+        load: Some(0.5),
         errors: 0,
     }
 }

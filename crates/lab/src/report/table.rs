@@ -21,7 +21,7 @@ pub fn render(comparison: &Comparison) -> String {
         out.push_str(&wrap(&title(job)));
         out.push_str(&rows(job));
         let below = fallbacks(job).into_iter().chain(waits::told(job)).chain(waits::queues(job));
-        let below = below.chain(bounce::told(job));
+        let below = below.chain(bounce::told(job)).chain(load(job));
         below.for_each(|text| out.push_str(&wrap(&text)));
     }
     out.push('\n');
@@ -29,10 +29,12 @@ pub fn render(comparison: &Comparison) -> String {
     let exposed = any(|job| !job.compares_allocators());
     let waited = any(|job| !waits::told(job).is_empty());
     let bounced = any(|job| !bounce::told(job).is_empty());
+    let loaded = comparison.load_threads > 0;
     let told = LEGEND.lines().filter(|line| match line.trim_start() {
         line if line.starts_with("lies open") => exposed,
         line if line.starts_with("waits") || line.starts_with("µs") => waited,
         line if line.starts_with("bounce") || line.starts_with("memory") => bounced,
+        line if line.starts_with("load") => loaded,
         _ => true,
     });
     told.for_each(|line| out.extend([line, "\n"]));
@@ -57,6 +59,7 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
              µs that half and 99 of 100 of all its syncs took
   bounce     mappings that were copies, bytes copied an I/O, mappings that found no slot; most memory of the pools;
              memory taken to be filled and read in place: open, as what is persistent
+  load       part of their time that the busy threads beside it had a CPU
 ";
 
 /// What was run, where: one sentence, on which every output agrees.
@@ -67,7 +70,7 @@ pub(super) fn headline(comparison: &Comparison) -> String {
         cpu => format!(" ({})", plain(cpu)),
     };
     format!(
-        "disk {}, notify {}; {}{}{}{}{}; {} CPUs{cpu}, {}, Linux {}",
+        "disk {}, notify {}; {}{}{}{}{}; {}{} CPUs{cpu}, {}, Linux {}",
         plain(&comparison.disk),
         plain(&comparison.notify),
         addresses(comparison),
@@ -79,6 +82,10 @@ pub(super) fn headline(comparison: &Comparison) -> String {
             seconds => format!(" of {} s", (seconds * 1000.0).round() / 1000.0),
         },
         if comparison.interrupted { ", interrupted" } else { "" },
+        match comparison.load_threads {
+            0 => String::new(),
+            n => format!("beside {}; ", count(n, "busy thread")),
+        },
         host.cpus,
         bytes(host.memory_bytes),
         plain(&host.kernel),
@@ -133,6 +140,15 @@ fn tuned(tuning: &Tuning) -> String {
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     if parts.is_empty() { String::new() } else { format!("{}; ", parts.join(", ")) }
+}
+
+/// How far the busy threads beside each row got.
+fn load(job: &JobReport) -> Vec<String> {
+    let told = |row: &PolicyResult| {
+        let part = row.load_fraction?;
+        Some(format!("{} {}", plain(&job.label(row)), super::waits::percent(part)))
+    };
+    clauses("load", job.results.iter().filter_map(told))
 }
 
 /// The rows that ran under another policy than the one asked for, and why.

@@ -19,6 +19,7 @@ use super::{
     engine::{self, Content, Control, JobClone, Phase},
     figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample, waits_sample},
     link::{Link, local_buffers},
+    load::Load,
     path::{FilePath, MemoryPath, Path},
     plan::{Plan, Way},
     probe::Found,
@@ -60,6 +61,8 @@ pub struct Options {
     pub run_pages: usize,
     /// How policies are carried out.
     pub tuning: Tuning,
+    /// Busy threads beside every row, `off` included.
+    pub load: u32,
     /// Whether it is to be told what `auto` chose, and why.
     pub explain: bool,
     /// How to show progress.
@@ -156,6 +159,7 @@ pub(crate) fn compare_rounds(
     comparison.aperture_bits = options.space.aperture_bits;
     comparison.live_ranges = options.space.live;
     comparison.tuning = options.tuning;
+    comparison.load_threads = options.load;
     comparison.warnings = warnings;
     let per_set = (stages.len() * lines.len()) as u32;
     let expected: Duration = stages
@@ -171,13 +175,16 @@ pub(crate) fn compare_rounds(
         target.lay_out(disk_bytes, content, stop)?;
     }
 
+    let load = Load::start(options.load).context("starting the threads of --load")?;
     let mut ended = Ended { comparison, leaks: Vec::new(), failure: None };
     for (number, range) in stages.into_iter().enumerate() {
         if ended.failure.is_some() || stop.load(Ordering::Relaxed) {
             break;
         }
         let jobs = &jobs[range];
-        let stage = Stage { jobs, lines: &lines, options, target: &target, trust, content, stop };
+        let target = &target;
+        let stage =
+            Stage { jobs, lines: &lines, options, target, trust, content, load: &load, stop };
         let rows = stage.run_all(&progress, &mut ended);
         for (index, job) in stage.jobs.iter().enumerate() {
             let rounds: Vec<PolicyRounds> = rows.iter().map(|row| row[index].clone()).collect();
@@ -215,6 +222,7 @@ struct Stage<'a> {
     /// Whether it is trusted.
     trust: Trust,
     content: Content,
+    load: &'a Load,
     stop: &'a AtomicBool,
 }
 
@@ -558,7 +566,10 @@ impl Stage<'_> {
         // A job that ends by itself is measured from its first I/O.
         let run_in =
             if endless { RUN_IN.min(runtime.unwrap_or_default() / 4) } else { Duration::ZERO };
-        let take_stock = || (stock(), own_cpu_ns() + device_cpu());
+        let take_stock = || {
+            let load_ns = self.load.cpu_ns();
+            (stock(), own_cpu_ns().saturating_sub(load_ns) + device_cpu(), load_ns)
+        };
         let mut before = take_stock();
         if run_in.is_zero() {
             control.enter(Phase::Measured);
@@ -636,6 +647,7 @@ impl Stage<'_> {
                 limit: self.runtime(),
                 begun_ns: control.measured_ns().unwrap_or(0),
                 cpu_ns: after.1.saturating_sub(before.1),
+                load: self.load.part(after.2.saturating_sub(before.2), elapsed),
                 stock: (before.0, after.0),
                 ran,
             })

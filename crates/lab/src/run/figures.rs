@@ -28,6 +28,8 @@ pub(super) struct Conducted<S> {
     /// When it began (`MonotonicClock`).
     pub(super) begun_ns: u64,
     pub(super) cpu_ns: u64,
+    /// The part of their time that busy threads beside it got, if there are any.
+    pub(super) load: Option<f64>,
     pub(super) stock: (S, S),
     pub(super) ran: Vec<Ran>,
 }
@@ -85,6 +87,7 @@ impl<S> Conducted<S> {
                     cpu_ns: Some((self.cpu_ns as f64 * share) as u64),
                     thread_cpu_ns: Some((sum(|ran| ran.thread_cpu_ns) * share) as u64),
                     kicks: Some((sum(|ran| ran.kicks) * share) as u64),
+                    load: self.load,
                     errors: total.errors,
                     ..Sample::default()
                 };

@@ -18,6 +18,7 @@
 //! | `bare` | a link without jobs, for benchmarks |
 //! | [`device`] | the device process |
 //! | `target` | the disk |
+//! | `load` | busy threads beside it |
 
 mod bare;
 pub mod compare;
@@ -25,6 +26,7 @@ pub mod device;
 mod engine;
 mod figures;
 pub(crate) mod link;
+pub(crate) mod load;
 mod path;
 mod persistent;
 mod plan;

@@ -119,6 +119,7 @@ pub(super) fn run(
         queues: Some(1),
         run_pages: 1,
         tuning: Tuning::default(),
+        load: 0,
         explain: false,
         progress,
     };
