@@ -17,6 +17,7 @@ pub mod path;
 pub mod peer;
 pub mod ram;
 mod restricted;
+pub mod slice;
 pub mod tally;
 pub mod translation;
 pub mod worker;

@@ -3,72 +3,26 @@
 use std::{
     any::Any,
     collections::BTreeMap,
-    fmt, io,
+    io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    str::FromStr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
     thread::JoinHandle,
-    time::Duration,
 };
 
-use ringfence_sync::clock::{Clock, MonotonicClock};
+pub use ringfence_sync::wait::Notify;
+use ringfence_sync::{
+    clock::{Clock, MonotonicClock},
+    wait::{Next, Wait},
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::event;
+use crate::{event, slice};
 pub use crate::kick::Kick;
 use crate::kick::Rest;
-
-/// How long an adaptive waiter spins before it sleeps. A wake-up between two processes costs about
-/// this much, so that spinning never costs more than twice what the best choice would have.
-pub const ADAPTIVE_SPIN: Duration = Duration::from_micros(50);
-
-/// How someone waits for the other end of a ring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Notify {
-    /// Spins for a bounded time, then sleeps until it is notified.
-    #[default]
-    Adaptive,
-    /// Spins, and is never notified.
-    Poll,
-    /// Sleeps at once, so that every wait costs a wake-up, as every exit of a guest does.
-    Sleep,
-}
-
-impl Notify {
-    /// How long to spin before sleeping; `None`: for ever.
-    pub const fn spin(self) -> Option<Duration> {
-        match self {
-            Notify::Adaptive => Some(ADAPTIVE_SPIN),
-            Notify::Poll => None,
-            Notify::Sleep => Some(Duration::ZERO),
-        }
-    }
-}
-
-impl fmt::Display for Notify {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Notify::Adaptive => "adaptive",
-            Notify::Poll => "poll",
-            Notify::Sleep => "sleep",
-        })
-    }
-}
-
-impl FromStr for Notify {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Notify, String> {
-        [Notify::Adaptive, Notify::Poll, Notify::Sleep]
-            .into_iter()
-            .find(|mode| mode.to_string() == text)
-            .ok_or_else(|| format!("{text:?} is no way to wait: adaptive, poll or sleep"))
-    }
-}
 
 /// Something that a worker polls: the rings of one device, as far as they are this worker's.
 pub trait Unit: Any {
@@ -125,10 +79,6 @@ impl Work {
     /// When something is due next.
     fn next_due(&self) -> Option<u64> {
         self.units.values().filter_map(|unit| unit.next_due()).min()
-    }
-
-    fn is_due_by(&self, ns: u64) -> bool {
-        self.next_due().is_some_and(|due| due <= ns)
     }
 
     /// The unit of that number, if it is there and of that type.
@@ -216,14 +166,14 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
     // The kernel may otherwise delay a sleep's end by 50 µs, more than a paced disk's service.
     // SAFETY: `prctl` with this option reads two numbers and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+    slice::shorten();
     // Who serves several front ends may be the last to let go of the memory of one: a ring that has failed
     // or waits for a translation, and I/O that the kernel still has, keep it as long as they need it.
     ringfence_mem::unmap_elsewhere();
     #[cfg(feature = "sandbox")]
     ringfence_sandbox::confine(ringfence_sandbox::Role::Worker);
-    let spin_ns = notify.spin().map(|spin| spin.as_nanos() as u64);
     let mut work = Work::default();
-    let mut idle_since = None;
+    let mut wait = Wait::new(notify);
     loop {
         // A load first: a swap would hold up all stores of the round before.
         if bell.rung.load(Ordering::Relaxed) && bell.rung.swap(false, Ordering::AcqRel) {
@@ -233,7 +183,7 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
             // What is there now, and no more: who calls again and again does not hold up the rings,
             // and between a call and the next the rings are looked at.
             mail.try_iter().collect::<Vec<_>>().into_iter().for_each(|job| job(&mut work));
-            idle_since = None;
+            wait.restart();
         }
         let now = clock.now_ns();
         let mut busy = false;
@@ -253,39 +203,19 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
             }
         }
         if busy {
-            idle_since = None;
+            wait.found(|| now);
             continue;
         }
-        let since = *idle_since.get_or_insert(now);
-        match spin_ns {
-            // A sleep that something due ends costs a wake-up too: what is due sooner than that is
-            // waited for awake.
-            Some(spin) if now.saturating_sub(since) >= spin && !work.is_due_by(now + spin) => {
-                sleep(&mut work, bell, now);
-                // Who is woken and finds nothing sleeps again at once, unless more answers are on their way.
-                if work.units.values().any(|unit| unit.waits()) {
-                    idle_since = None;
-                }
-            }
-            _ if work.units.values().any(|unit| unit.waits()) => std::thread::yield_now(),
-            _ => idle_step(Duration::from_nanos(now.saturating_sub(since))),
+        if wait.step(now, || work.next_due()) == Next::Look {
+            continue;
+        }
+        sleep(&mut work, bell, now);
+        // Who is woken and finds nothing sleeps again at once, unless more answers are on their way.
+        if work.units.values().any(|unit| unit.waits()) {
+            wait.restart();
         }
     }
 }
-
-/// One step of waiting awake: at first close to the ring, after a while such that another thread
-/// of this CPU, perhaps the one that is waited for, can run.
-pub(crate) fn idle_step(idle: Duration) {
-    if idle < YIELD_AFTER {
-        std::hint::spin_loop();
-    } else {
-        std::thread::yield_now();
-    }
-}
-
-/// How long a waiter looks before it begins to offer its CPU: longer than any answer takes that
-/// comes from another CPU.
-const YIELD_AFTER: Duration = Duration::from_micros(5);
 
 /// Sleeps until a unit is notified or due, or there is mail.
 fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
@@ -337,7 +267,7 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
 mod tests {
     use super::*;
     use ringfence_mem::{GuestRam, Memory};
-    use ringfence_sync::clock::ManualClock;
+    use ringfence_sync::{clock::ManualClock, wait::SPIN};
     use std::sync::atomic::AtomicU64;
 
     /// Counts the notifications that it gets.
@@ -428,7 +358,7 @@ mod tests {
     fn sleeps_before(notify: Notify, left_ns: u64) -> u64 {
         let clock = Arc::new(ManualClock::new(1));
         let worker = Worker::spawn_by("test", notify, Arc::clone(&clock)).unwrap();
-        let spin_ns = notify.spin().unwrap().as_nanos() as u64;
+        let spin_ns = SPIN.as_nanos() as u64;
         let due = Arc::new(Due { at: AtomicU64::new(1 + spin_ns + left_ns), ..Due::default() });
         let unit = Arc::clone(&due);
         worker.call(move |work| work.insert(1, Box::new(unit)));
@@ -440,7 +370,11 @@ mod tests {
         };
         // It has begun to spin.
         looks(2);
-        clock.advance(spin_ns);
+        // In steps that are no time that is missing.
+        for _ in 0..spin_ns / 10_000 {
+            clock.advance(10_000);
+            looks(2);
+        }
         // A worker that sleeps is woken by its time-out, and looks again.
         looks(3);
         let sleeps = due.sleeps.load(Ordering::Acquire);
@@ -453,18 +387,10 @@ mod tests {
 
     #[test]
     fn what_is_due_soon_is_waited_for_awake() {
-        let spin_ns = ADAPTIVE_SPIN.as_nanos() as u64;
+        let spin_ns = SPIN.as_nanos() as u64;
         assert_eq!(sleeps_before(Notify::Adaptive, spin_ns / 2), 0);
         assert_eq!(sleeps_before(Notify::Adaptive, spin_ns), 0);
         assert!(sleeps_before(Notify::Adaptive, spin_ns + 1) > 0);
         assert!(sleeps_before(Notify::Sleep, spin_ns / 2) > 0);
-    }
-
-    #[test]
-    fn ways_to_wait_have_names() {
-        for notify in [Notify::Adaptive, Notify::Poll, Notify::Sleep] {
-            assert_eq!(notify.to_string().parse(), Ok(notify));
-        }
-        assert!("fast".parse::<Notify>().is_err());
     }
 }

@@ -57,6 +57,8 @@ const BASE: &[c_long] = &[
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
+    // Of a waiter whose CPU may have been taken.
+    libc::SYS_getrusage,
     libc::SYS_madvise,
     // musl registers for it with the first thread.
     #[cfg(target_env = "musl")]

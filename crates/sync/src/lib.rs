@@ -6,13 +6,14 @@
 //! * [`lock`]: a spin lock for sections of a few instructions, with a back-off that yields.
 //! * [`clock`] and [`cpu`]: time and the number of the CPU as traits, so that what depends on them
 //!   can be tested without either.
+//! * `wait` (with `std`): waiting for the other end of a ring, awake or asleep.
 //! * [`histogram`]: values that many threads record, each with two additions.
 //! * [`atomic`], [`cell`]: the atomics of `core`, or those of the [loom] model checker when built
 //!   with `--cfg loom`. This crate is the only place that knows of the difference: everything
 //!   lock-free in Ringfence imports its atomics from here and can so be model-checked.
 //!
 //! The crate needs no operating system. The feature `std` (on by default) adds the system's clock
-//! and CPU number, and lets waiting threads yield instead of spinning on.
+//! and CPU number, `wait`, and lets waiting threads yield instead of spinning on.
 //!
 //! [loom]: https://docs.rs/loom
 #![no_std]
@@ -29,6 +30,8 @@ pub mod cpu;
 pub mod histogram;
 pub mod lock;
 pub mod qsbr;
+#[cfg(feature = "std")]
+pub mod wait;
 
 /// The reference-counted pointer to use for what threads share.
 ///

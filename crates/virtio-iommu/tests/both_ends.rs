@@ -53,8 +53,7 @@ fn devices_domain(served: &Served) -> std::sync::Arc<common::Soft> {
 
 #[test]
 fn a_mapping_made_here_is_one_there_in_every_mode() {
-    let spin = Duration::from_micros(20);
-    for notify in [Notify::Sleep, Notify::Poll, Notify::Adaptive { spin }] {
+    for notify in [Notify::Sleep, Notify::Poll, Notify::Adaptive] {
         for polling in [false, true] {
             let served = served(notify, polling);
             let domain = served.driver.domain().unwrap();
@@ -586,8 +585,7 @@ fn a_transport_that_knows_that_the_device_died_ends_the_wait_early() {
 
 #[test]
 fn many_threads_share_the_ring_and_nobody_loses_a_wake_up() {
-    let spin = Duration::from_micros(5);
-    for notify in [Notify::Sleep, Notify::Adaptive { spin }] {
+    for notify in [Notify::Sleep, Notify::Adaptive] {
         for polling in [false, true] {
             let options = Options { notify, ..Options::default() };
             // So small a ring that it is full most of the time.

@@ -4,15 +4,16 @@ use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use ringfence_dma::Segment;
 use ringfence_mem::Window;
+use ringfence_sync::{
+    clock::{Clock, MonotonicClock},
+    wait::{Next, Notify, Wait},
+};
 use ringfence_virtq::{AddError, Desc, RingError, driver, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerocopy::IntoBytes;
 
 use super::wire::{HEADER_BYTES, Header, Kind, Status};
-use crate::{
-    event,
-    worker::{Notify, idle_step},
-};
+use crate::event;
 
 /// Where the status byte stands in a slot, behind the header.
 const STATUS_AT: usize = HEADER_BYTES;
@@ -95,7 +96,7 @@ pub struct DriverQueue {
     scratch: Vec<Desc>,
     kick: Arc<OwnedFd>,
     call: Arc<OwnedFd>,
-    notify: Notify,
+    wait: Wait,
     kicks: u64,
     sleeps: u64,
 }
@@ -140,7 +141,7 @@ impl DriverQueue {
             scratch: Vec::with_capacity(layout.segments + 2),
             kick,
             call,
-            notify,
+            wait: Wait::new(notify),
             kicks: 0,
             sleeps: 0,
         })
@@ -149,11 +150,6 @@ impl DriverQueue {
     /// How many requests can be submitted now.
     pub fn room(&self) -> usize {
         self.free.len()
-    }
-
-    /// How waits go.
-    pub fn notify(&self) -> Notify {
-        self.notify
     }
 
     /// How many kicks were sent.
@@ -221,6 +217,7 @@ impl DriverQueue {
     /// The device broke the rules of the ring.
     pub fn reap(&mut self) -> Result<Option<Done>, RingError> {
         let Some(used) = self.ring.pop()? else { return Ok(None) };
+        self.wait.found(|| MonotonicClock.now_ns());
         let at = used.token as u16;
         let slot = &self.slots[usize::from(at)];
         let mut status = [NO_STATUS];
@@ -234,27 +231,29 @@ impl DriverQueue {
         Ok(Some(done))
     }
 
-    /// Waits until an answer is there (perhaps), or for about `limit`: spins and sleeps as the
-    /// notify mode says.
-    pub fn wait(&mut self, idle: Duration, limit: Duration) {
-        match self.notify.spin() {
-            None => idle_step(idle),
-            Some(spin) if idle < spin => idle_step(idle),
-            Some(_) => {
-                if !self.ring.enable_notifications() {
-                    self.sleeps += 1;
-                    let mut fds = [PollFd::new(&self.call, PollFlags::IN)];
-                    let timeout = Timespec {
-                        tv_sec: limit.as_secs() as i64,
-                        tv_nsec: limit.subsec_nanos().into(),
-                    };
-                    let woken = poll(&mut fds, Some(&timeout));
-                    if woken.is_ok_and(|n| n > 0) {
-                        event::drain(&self.call);
-                    }
-                }
-                self.ring.suppress_notifications();
+    /// Waits a moment for an answer, or asleep until one is there or for about `limit`, as the notify
+    /// mode says.
+    pub fn wait(&mut self, limit: Duration) {
+        if self.look_again() {
+            return;
+        }
+        if !self.ring.enable_notifications() {
+            self.sleeps += 1;
+            let mut fds = [PollFd::new(&self.call, PollFlags::IN)];
+            let timeout = Timespec {
+                tv_sec: limit.as_secs() as i64,
+                tv_nsec: limit.subsec_nanos().into(),
+            };
+            let woken = poll(&mut fds, Some(&timeout));
+            if woken.is_ok_and(|n| n > 0) {
+                event::drain(&self.call);
             }
         }
+        self.ring.suppress_notifications();
+    }
+
+    /// Waits a moment if it is to be awake; false if it is to sleep.
+    pub(super) fn look_again(&mut self) -> bool {
+        self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look
     }
 }

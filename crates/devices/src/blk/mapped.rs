@@ -10,7 +10,6 @@ use ringfence_virtq::{AddError, RingError};
 use std::time::Duration;
 
 use super::{Done, DriverQueue, wire::Kind};
-use crate::worker::idle_step;
 
 /// How requests share mappings and syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -432,14 +431,14 @@ where
         result.map(|()| count)
     }
 
-    /// Waits until there may be something to reap, or for about `limit`, having waited for `idle`
-    /// already: spins and sleeps as the notify mode says.
-    pub fn wait(&mut self, idle: Duration, limit: Duration) {
+    /// Waits until there may be something to reap, or for about `limit`: awake or asleep, as the notify
+    /// mode says.
+    pub fn wait(&mut self, limit: Duration) {
         if self.maps.is_empty() && self.unmaps.is_empty() {
-            return self.queue.wait(idle, limit);
+            return self.queue.wait(limit);
         }
-        if self.queue.notify().spin().is_none_or(|spin| idle < spin) {
-            return idle_step(idle);
+        if self.queue.look_again() {
+            return;
         }
         // The IOMMU answers soon, whatever the disk does. Maps first: the disk has nothing of what
         // they hold back.

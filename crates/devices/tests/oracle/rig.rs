@@ -164,11 +164,7 @@ impl Rig {
         let buffers = RamPart::carve(&ram, Driver::buffer_bytes(size, &config), 4096).unwrap();
         let buffers = Buffers { window: buffers.window().clone(), addr: buffers.gpa() };
         let options = driver::Options {
-            notify: match notify {
-                Notify::Adaptive => driver::Notify::default(),
-                Notify::Poll => driver::Notify::Poll,
-                Notify::Sleep => driver::Notify::Sleep,
-            },
+            notify,
             timeout: Some(LONG),
             ..driver::Options::default()
         };

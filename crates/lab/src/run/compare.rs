@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
+use ringfence_devices::{blk::Batching, ram::PagedBuffer, slice, worker::Notify};
 use ringfence_dma::{BounceLimits, Policy, Trust};
 
 use super::{
@@ -581,7 +581,10 @@ impl Stage<'_> {
                 .zip(clones)
                 .map(|(path, clones)| {
                     let control = &control;
-                    scope.spawn(move || engine::run(path, clones, jobs, content, control))
+                    scope.spawn(move || {
+                        slice::shorten();
+                        engine::run(path, clones, jobs, content, control)
+                    })
                 })
                 .collect();
             let wait = |limit: Option<Duration>| {

@@ -293,7 +293,7 @@ impl<'c> Runner<'c> {
                 if exhausted && self.under_way == 0 && path.is_settled() {
                     std::thread::sleep(Duration::from_micros(200));
                 } else {
-                    path.wait(idle)?;
+                    path.wait()?;
                 }
                 continue;
             }

@@ -10,7 +10,10 @@ use ringfence_devices::{
     worker::Notify,
 };
 use ringfence_mem::HostSlice;
-use ringfence_sync::clock::{Clock, MonotonicClock};
+use ringfence_sync::{
+    clock::{Clock, MonotonicClock},
+    wait::{Next, Wait},
+};
 use ringfence_virtio_iommu::driver::ViommuDomain;
 
 use super::{
@@ -48,8 +51,8 @@ pub(crate) trait Path {
     fn publish(&mut self) -> Result<()>;
     /// Takes back what has completed.
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()>;
-    /// Waits for a completion, having waited for `idle` already.
-    fn wait(&mut self, idle: Duration) -> Result<()>;
+    /// Waits a moment for a completion, or asleep until one is there.
+    fn wait(&mut self) -> Result<()>;
     /// Does what must be done now and then.
     fn tick(&mut self, _now_ns: u64) -> Result<()> {
         Ok(())
@@ -123,8 +126,8 @@ impl Path for LinkPath {
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
         self.path().reap(into)
     }
-    fn wait(&mut self, idle: Duration) -> Result<()> {
-        self.path().wait(idle)
+    fn wait(&mut self) -> Result<()> {
+        self.path().wait()
     }
     fn tick(&mut self, now_ns: u64) -> Result<()> {
         self.path().tick(now_ns)
@@ -221,8 +224,8 @@ impl Path for VirtioPath {
         Ok(())
     }
 
-    fn wait(&mut self, idle: Duration) -> Result<()> {
-        self.queue.wait(idle, Duration::from_millis(100));
+    fn wait(&mut self) -> Result<()> {
+        self.queue.wait(Duration::from_millis(100));
         Ok(())
     }
 
@@ -250,7 +253,7 @@ impl Path for VirtioPath {
 pub(crate) struct MemoryPath {
     disk: Disk,
     depth: usize,
-    notify: Notify,
+    wait: Wait,
     clock: MonotonicClock,
     /// Under way, in order of completion.
     due: VecDeque<(u64, Op, u64, PagedBuffer, u32)>,
@@ -259,7 +262,8 @@ pub(crate) struct MemoryPath {
 impl MemoryPath {
     pub(crate) fn new(disk: Disk, depth: usize, notify: Notify) -> MemoryPath {
         let clock = MonotonicClock;
-        MemoryPath { disk, depth, notify, clock, due: VecDeque::with_capacity(depth) }
+        let due = VecDeque::with_capacity(depth);
+        MemoryPath { disk, depth, wait: Wait::new(notify), clock, due }
     }
 }
 
@@ -294,6 +298,7 @@ impl Path for MemoryPath {
                 self.due.push_front((at, op, offset, buffer, token));
                 break;
             }
+            self.wait.found(|| now);
             match op {
                 Op::Read => ram.read(offset, buffer.piece()),
                 Op::Write => ram.write(offset, buffer.piece()),
@@ -308,14 +313,11 @@ impl Path for MemoryPath {
         Ok(())
     }
 
-    fn wait(&mut self, idle: Duration) -> Result<()> {
-        let sleeps = self.notify.spin().is_some_and(|spin| idle >= spin);
-        match self.due.front() {
-            Some(&(at, ..)) if sleeps => {
-                let left = at.saturating_sub(self.clock.now_ns());
-                std::thread::sleep(Duration::from_nanos(left));
-            }
-            _ => std::hint::spin_loop(),
+    fn wait(&mut self) -> Result<()> {
+        let (now, due) = (self.clock.now_ns(), self.due.front().map(|&(at, ..)| at));
+        if self.wait.step(now, || due) == Next::Sleep {
+            let left = due.map_or(0, |at| at.saturating_sub(now));
+            std::thread::sleep(Duration::from_nanos(left));
         }
         Ok(())
     }
@@ -331,7 +333,7 @@ pub(crate) struct FilePath {
     #[allow(clippy::vec_box)]
     spare: Vec<Box<UnderWay>>,
     depth: usize,
-    notify: Notify,
+    wait: Wait,
 }
 
 struct UnderWay {
@@ -347,7 +349,8 @@ impl FilePath {
         // How long it is does not matter here: offsets are the job's.
         let image = Image::new(file.try_clone().context("the disk's descriptor")?, u64::MAX);
         let io = FileIo::new(Arc::new(image), depth as u32).context("setting up io_uring")?;
-        Ok(FilePath { io, under_way: Vec::new(), spare: Vec::new(), depth, notify })
+        let wait = Wait::new(notify);
+        Ok(FilePath { io, under_way: Vec::new(), spare: Vec::new(), depth, wait })
     }
 }
 
@@ -388,7 +391,9 @@ impl Path for FilePath {
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
         let (under_way, spare) = (&mut self.under_way, &mut self.spare);
+        let wait = &mut self.wait;
         self.io.reap(|token, result| {
+            wait.found(|| MonotonicClock.now_ns());
             let Some(mut held) = under_way[token as usize].take() else { return };
             let wanted = held.piece[0].iov_len;
             let ok = result.is_ok_and(|moved| moved as usize == wanted);
@@ -400,11 +405,9 @@ impl Path for FilePath {
         Ok(())
     }
 
-    fn wait(&mut self, idle: Duration) -> Result<()> {
-        if self.notify.spin().is_some_and(|spin| idle >= spin) {
+    fn wait(&mut self) -> Result<()> {
+        if self.wait.step(MonotonicClock.now_ns(), || None) == Next::Sleep {
             self.io.wait(None).context("io_uring")?;
-        } else {
-            std::hint::spin_loop();
         }
         Ok(())
     }

@@ -67,8 +67,8 @@ impl Path for PersistentPath {
         Ok(())
     }
 
-    fn wait(&mut self, idle: Duration) -> Result<()> {
-        self.queue.wait(idle, Duration::from_millis(100));
+    fn wait(&mut self) -> Result<()> {
+        self.queue.wait(Duration::from_millis(100));
         Ok(())
     }
 

@@ -107,11 +107,6 @@ pub(crate) fn start_iommu(
         log: None,
     };
     start_ring(front, 0, IOMMU_RING, &addresses, events.kick.as_fd(), Some(events.call.as_fd()))?;
-    let notify = match notify {
-        Notify::Adaptive => driver::Notify::Adaptive { spin: notify.spin().unwrap_or_default() },
-        Notify::Poll => driver::Notify::Poll,
-        Notify::Sleep => driver::Notify::Sleep,
-    };
     let driver = Driver::new(
         events,
         queue,

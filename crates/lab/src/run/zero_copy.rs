@@ -142,8 +142,8 @@ impl Path for ZeroCopyPath {
         Ok(())
     }
 
-    fn wait(&mut self, idle: Duration) -> Result<()> {
-        self.queue.wait(idle, Duration::from_millis(100));
+    fn wait(&mut self) -> Result<()> {
+        self.queue.wait(Duration::from_millis(100));
         Ok(())
     }
 

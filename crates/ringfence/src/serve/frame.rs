@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::Result;
 use parking_lot::Mutex;
-use ringfence_devices::peer::Peer;
+use ringfence_devices::{peer::Peer, slice};
 use ringfence_sandbox::{Refusals, Role};
 use ringfence_vhost_user::{Closer, PeerFd, SavedConnection, Shutdown};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -137,6 +137,8 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         for (at, resumed) in resumed.into_iter().enumerate() {
             let (frame, stop) = (&frame, stop.as_fd());
             let accept = move || {
+                // A front end that waits for an answer may hold up all of its machine.
+                slice::shorten();
                 ringfence_sandbox::confine(Role::Front);
                 frame.turn.wait(at);
                 if let Some(Resumed { stream, saved }) = resumed {

@@ -346,7 +346,7 @@ impl Disk {
                 return done.ok;
             }
             assert!(begun.elapsed() < LONG, "no answer");
-            driver.wait(begun.elapsed(), Duration::from_millis(20));
+            driver.wait(Duration::from_millis(20));
         }
     }
 

@@ -27,4 +27,5 @@ pub use domain::ViommuDomain;
 pub use events::EventReceiver;
 pub use faults::{FaultInbox, FaultOwner, FaultRegistration, FaultRouter};
 pub use stats::{Histogram, HistogramSnapshot, Stats};
-pub use transport::{Notify, Transport};
+pub use ringfence_sync::wait::Notify;
+pub use transport::Transport;

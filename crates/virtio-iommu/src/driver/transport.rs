@@ -29,25 +29,3 @@ pub trait Transport: Send + Sync {
         Err(Error::Unsupported("this transport cannot write the configuration"))
     }
 }
-
-/// How a thread waits for an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Notify {
-    /// Look at the ring for a while, then sleep until the device notifies.
-    Adaptive {
-        /// For how long to look.
-        spin: Duration,
-    },
-    /// Look at the ring until the answer is there.
-    Poll,
-    /// Sleep at once.
-    Sleep,
-}
-
-impl Default for Notify {
-    /// 50 µs of looking, then sleep: as long as a wake-up takes, so that at worst twice the time
-    /// is spent.
-    fn default() -> Notify {
-        Notify::Adaptive { spin: Duration::from_micros(50) }
-    }
-}

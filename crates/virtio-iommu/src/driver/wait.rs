@@ -11,25 +11,27 @@
 //! two sees the other.
 
 use std::{
-    fmt, hint,
+    fmt,
+    hint,
     sync::{
         OnceLock,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use ringfence_iommu::{Error, Result};
+use ringfence_sync::{
+    clock::{Clock, MonotonicClock},
+    wait::{Next, Wait},
+};
 
 use super::{Notify, Transport, ring::Ring};
 use crate::wire::REQUEST_QUEUE;
 
-/// Looks at the ring between two looks at the clock.
+/// Looks at the ring before the first at the clock, and between two for signs of life.
 const LOOKS: u32 = 32;
-/// Looks at the ring before the processor is offered to others between looks.
-const BUSY_LOOKS: u32 = 128;
 /// How often a spinning thread looks whether the device still lives.
 const LIFE_LOOK: Duration = Duration::from_millis(1);
 /// How often a sleeping thread looks whether the device still lives.
@@ -211,13 +213,8 @@ impl Waiting {
     /// # Errors
     /// [`Error::Gone`].
     pub(super) fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
-        let start = Instant::now();
         let mut patience = Patience::new(self.retired.load(Ordering::SeqCst));
-        let spin = match self.notify {
-            Notify::Adaptive { spin } => Some(spin),
-            Notify::Poll => None,
-            Notify::Sleep => Some(Duration::ZERO),
-        };
+        let mut wait = Wait::new(self.notify);
         let mut looks = 0u32;
         loop {
             if self.is_retired(target) {
@@ -231,13 +228,14 @@ impl Waiting {
                 }
             }
             if looks.is_multiple_of(LOOKS) {
-                if spin.is_some_and(|spin| start.elapsed() >= spin) {
-                    return self.sleep_for(target, transport, patience);
-                }
                 self.lose_patience(&mut patience, transport)?;
             }
             looks = looks.wrapping_add(1);
-            if looks < BUSY_LOOKS { hint::spin_loop() } else { thread::yield_now() }
+            if looks < LOOKS && self.notify != Notify::Sleep {
+                hint::spin_loop();
+            } else if wait.step(MonotonicClock.now_ns(), || None) == Next::Sleep {
+                return self.sleep_for(target, transport, patience);
+            }
         }
     }
 
