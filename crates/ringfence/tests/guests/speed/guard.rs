@@ -1,5 +1,7 @@
 //! A disk and an IOMMU of `ringfence guard` against a disk in QEMU behind QEMU's own virtio-iommu, and
-//! our disk behind that: three guests of one QEMU that take turns.
+//! our disk behind that: three guests of one QEMU that take turns, each with as many virtual CPUs as the
+//! table is for. As many as this machine has CPUs leave none for whoever serves them: that is how hosts
+//! run.
 
 use std::collections::BTreeMap;
 
@@ -15,17 +17,28 @@ use crate::{
 /// The first round warms up.
 const ROUNDS: usize = 7;
 
+/// What a guest does in a round: a name, and fio's options.
+const JOBS: [(&str, &str); 5] = [
+    ("4 KiB reads, one at a time", "--rw=randread --bs=4k --iodepth=1"),
+    ("4 KiB reads, 16 at a time", "--rw=randread --bs=4k --iodepth=16"),
+    ("128 KiB reads, 4 at a time", "--rw=randread --bs=128k --iodepth=4"),
+    ("4 KiB writes with O_DSYNC", "--rw=randwrite --bs=4k --iodepth=1 --sync=dsync"),
+    ("4 to 64 KiB, both ways, 4 jobs", "--rw=randrw --bsrange=4k-64k --iodepth=4 --numjobs=4"),
+];
+
 const SCRIPT: &str = r#"
 load virtio_blk
 say domain $(domain $(virtio_pci 2 0))
-for round in $(seq 0 $((ROUNDS - 1))); do
+turn() {
     hear
-    say run $round
+    say run $1
     fio --filename=/dev/vda --direct=1 --ioengine=io_uring --output-format=json --eta=never \
-        --output=/tmp/out --name=$round --rw=randread --bs=4k --iodepth=16 --time_based \
-        --runtime=1 --size=64m
-    say ran $round
-    give $round < /tmp/out
+        --output=/tmp/out --name=$1 --group_reporting --time_based --runtime=1 --size=64m $2
+    say ran $1
+    give $1 < /tmp/out
+}
+for round in $(seq 0 $((ROUNDS - 1))); do
+TURNS
 done
 "#;
 
@@ -43,10 +56,8 @@ struct Row {
     guest: Guest,
     guard: Option<Guard>,
     service: Option<Service>,
-    iops: Vec<f64>,
-    /// CPU time in microseconds, and counts, of each round.
-    cpu: Vec<BTreeMap<String, f64>>,
-    figures: Vec<BTreeMap<&'static str, f64>>,
+    /// CPU time in microseconds, and counts, of each turn: a job of a round.
+    spent: BTreeMap<(usize, usize), (BTreeMap<String, f64>, BTreeMap<&'static str, f64>)>,
 }
 
 impl Row {
@@ -57,9 +68,12 @@ impl Row {
         guard: Option<Guard>,
         service: Option<Service>,
     ) -> Row {
-        let script = SCRIPT.replace("ROUNDS", &ROUNDS.to_string());
+        let turn =
+            |(job, (_, options)): (usize, &(_, _))| format!("turn $round.{job} '{options}'\n");
+        let turns: String = JOBS.iter().enumerate().map(turn).collect();
+        let script = SCRIPT.replace("ROUNDS", &ROUNDS.to_string()).replace("TURNS", &turns);
         let guest = machine.called(name).start(place, &script);
-        Row { name, guest, guard, service, iops: vec![], cpu: vec![], figures: vec![] }
+        Row { name, guest, guard, service, spent: BTreeMap::new() }
     }
 
     fn ours(&self) -> Option<&Service> {
@@ -83,45 +97,57 @@ impl Row {
         (cpu, counted)
     }
 
-    /// One round; what it cost is kept, unless it is the first.
-    fn round(&mut self, round: usize) {
+    /// One job of a round, and what it cost.
+    fn turn(&mut self, round: usize, job: usize) {
         self.guest.say("go on");
-        self.guest.hear(&format!("run {round}"));
+        self.guest.hear(&format!("run {round}.{job}"));
         let (cpu, counted) = self.spent();
-        self.guest.hear(&format!("ran {round}"));
+        self.guest.hear(&format!("ran {round}.{job}"));
         let (cpu_after, counted_after) = self.spent();
-        self.guest.hear(&format!("end {round}"));
-        if round > 0 {
-            let more = |(name, after): (String, f64)| {
-                let before = cpu.get(&name).copied().unwrap_or(0.0);
-                (name, 1e6 * (after - before))
-            };
-            self.cpu.push(cpu_after.into_iter().map(more).collect());
-            let more = |(name, after)| (name, after - counted[name]);
-            self.figures.push(counted_after.into_iter().map(more).collect());
-        }
+        self.guest.hear(&format!("end {round}.{job}"));
+        let more = |(name, after): (String, f64)| {
+            let before = cpu.get(&name).copied().unwrap_or(0.0);
+            (name, 1e6 * (after - before))
+        };
+        let cpu = cpu_after.into_iter().map(more).collect();
+        let more = |(name, after)| (name, after - counted[name]);
+        self.spent.insert((round, job), (cpu, counted_after.into_iter().map(more).collect()));
     }
 
-    /// Ends the guest; what it has found becomes a part of the row.
-    fn end(self, iommu: Iommu) -> Ended {
-        let Row { name, guest, guard, service, mut iops, mut cpu, mut figures } = self;
+    /// Ends the guest; what its jobs found.
+    fn end(self, iommu: Iommu) -> (&'static str, Vec<Found>) {
+        let Row { name, guest, guard, service, mut spent } = self;
         let said = guest.end();
         assert_eq!(said.word("domain"), iommu.domain());
-        for round in 1..ROUNDS {
-            let job = &said.json(&round.to_string())["jobs"][0];
-            assert_eq!(job["error"], 0, "{job:#}");
-            let total = job["read"]["total_ios"].as_f64().unwrap();
-            iops.push(job["read"]["iops"].as_f64().unwrap());
-            cpu[round - 1].values_mut().for_each(|spent| *spent /= total);
-            figures[round - 1].values_mut().for_each(|count| *count /= total);
-        }
+        let found = |job: usize| {
+            let mut found = Found::default();
+            for round in 1..ROUNDS {
+                let done = &said.json(&format!("{round}.{job}"))["jobs"][0];
+                assert_eq!(done["error"], 0, "{done:#}");
+                let sum = |key: &str| {
+                    ["read", "write"]
+                        .map(|way| done[way][key].as_f64().unwrap())
+                        .iter()
+                        .sum::<f64>()
+                };
+                let (mut cpu, mut figures) = spent.remove(&(round, job)).unwrap();
+                cpu.values_mut().for_each(|spent| *spent /= sum("total_ios"));
+                figures.values_mut().for_each(|count| *count /= sum("total_ios"));
+                found.iops.push(sum("iops"));
+                found.cpu.push(cpu);
+                found.figures.push(figures);
+            }
+            found
+        };
+        let found = (0..JOBS.len()).map(found).collect();
         guard.map(|guard| guard.service).or(service).into_iter().for_each(Service::terminate);
-        Ended { name, iops, cpu, figures }
+        (name, found)
     }
 }
 
-struct Ended {
-    name: &'static str,
+/// What a job found in all rounds but the first.
+#[derive(Default)]
+struct Found {
     iops: Vec<f64>,
     cpu: Vec<BTreeMap<String, f64>>,
     figures: Vec<BTreeMap<&'static str, f64>>,
@@ -133,7 +159,7 @@ fn interval(values: Option<Estimate>) -> String {
     format!("{:.2} [{lo:.2}, {hi:.2}]", estimate.median)
 }
 
-fn table(guarded: Iommu, own: Iommu) {
+fn table(guarded: Iommu, own: Iommu, cpus: u32) {
     let place = Place::alone();
     let images = [0, 1, 2].map(|n| place.image(&format!("image{n}"), 64));
     // More of its options, to be tried by hand.
@@ -147,40 +173,75 @@ fn table(guarded: Iommu, own: Iommu) {
         Qemu::new(own).newer().own_blk(&images[1], 1, ""),
         Qemu::new(own).newer().blk(&service.socket, 1, ""),
     ];
-    let [guard_machine, qemu_machine, ours_machine] = machines;
+    let [guard_machine, qemu_machine, ours_machine] = machines.map(|machine| machine.cpus(cpus));
     let mut rows = [
         Row::new("guard", guard_machine, &place, Some(guard), None),
         Row::new("qemu", qemu_machine, &place, None, None),
         Row::new("blk", ours_machine, &place, None, Some(service)),
     ];
-    for round in 0..ROUNDS {
-        rows.iter_mut().for_each(|row| row.round(round));
+    for (round, job) in (0..ROUNDS).flat_map(|round| (0..JOBS.len()).map(move |job| (round, job))) {
+        rows.iter_mut().for_each(|row| row.turn(round, job));
     }
     let rows = rows.map(|row| row.end(own));
-    println!("{own}: random reads of 4 KiB, 16 at a time; {} rounds", ROUNDS - 1);
-    for row in &rows {
-        let iops = Estimate::of(&row.iops).expect("rounds").median;
-        let ratio = interval(Estimate::ratio(&row.iops, &rows[1].iops));
-        println!("{:6} {iops:8.0} IOPS  {ratio}x qemu", row.name);
-        let costs = medians(&row.cpu).into_iter().filter(|(_, us)| *us >= 0.5);
-        let costs: Vec<String> = costs.map(|(name, us)| format!("{name} {us:.1}")).collect();
-        println!("    CPU time in us an I/O: {}", costs.join("  "));
-        let counts = medians(&row.figures).into_iter();
-        let counts: Vec<String> = counts.map(|(name, n)| format!("{name} {n:.2}")).collect();
-        if !counts.is_empty() {
-            println!("    an I/O: {}", counts.join("  "));
+    println!("{own}, {cpus} virtual CPUs; {} rounds", ROUNDS - 1);
+    let mut product = [1.0; 3];
+    for (job, (what, _)) in JOBS.iter().enumerate() {
+        println!("{what}");
+        let (_, qemu) = &rows[1];
+        for ((name, found), product) in rows.iter().zip(&mut product) {
+            let found = &found[job];
+            let iops = Estimate::of(&found.iops).expect("rounds").median;
+            let ratio = Estimate::ratio(&found.iops, &qemu[job].iops);
+            *product *= ratio.expect("rounds").median;
+            println!("    {name:6} {iops:8.0} IOPS  {}x qemu", interval(ratio));
+            let costs = medians(&found.cpu);
+            let all: f64 = costs.values().sum();
+            let costs = costs.into_iter().filter(|(_, us)| *us >= 0.5);
+            let costs: Vec<String> = costs.map(|(name, us)| format!("{name} {us:.1}")).collect();
+            println!("        CPU time in us an I/O: {all:.0}: {}", costs.join("  "));
+            let counts = medians(&found.figures).into_iter();
+            let counts: Vec<String> = counts.map(|(name, n)| format!("{name} {n:.2}")).collect();
+            if !counts.is_empty() {
+                println!("        an I/O: {}", counts.join("  "));
+            }
         }
     }
+    let mean = product.map(|product: f64| product.powf(1.0 / JOBS.len() as f64));
+    println!("geometric mean: guard {:.2}x qemu, blk {:.2}x qemu", mean[0], mean[2]);
 }
 
 #[test]
 #[ignore = "measures: see above"]
-fn strict() {
-    table(Iommu::GuardStrict, Iommu::VirtioStrict);
+fn strict_1() {
+    table(Iommu::GuardStrict, Iommu::VirtioStrict, 1);
 }
 
 #[test]
 #[ignore = "measures: see above"]
-fn lazy() {
-    table(Iommu::GuardLazy, Iommu::VirtioLazy);
+fn strict_2() {
+    table(Iommu::GuardStrict, Iommu::VirtioStrict, 2);
+}
+
+#[test]
+#[ignore = "measures: see above"]
+fn strict_4() {
+    table(Iommu::GuardStrict, Iommu::VirtioStrict, 4);
+}
+
+#[test]
+#[ignore = "measures: see above"]
+fn lazy_1() {
+    table(Iommu::GuardLazy, Iommu::VirtioLazy, 1);
+}
+
+#[test]
+#[ignore = "measures: see above"]
+fn lazy_2() {
+    table(Iommu::GuardLazy, Iommu::VirtioLazy, 2);
+}
+
+#[test]
+#[ignore = "measures: see above"]
+fn lazy_4() {
+    table(Iommu::GuardLazy, Iommu::VirtioLazy, 4);
 }
