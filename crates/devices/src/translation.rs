@@ -8,10 +8,13 @@ use std::{
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
 use ringfence_mem::{Access, Memory};
-use ringfence_sync::Backoff;
+use ringfence_sync::{
+    clock::{Clock, MonotonicClock},
+    wait::{Next, Notify, Wait},
+};
 use ringfence_vhost_user::{self as vhost_user, BackendChannel, HandlerError, Shutdown};
 
-/// How long an invalidation is waited for awake: longer than workers take.
+/// How long an invalidation is waited for awake, where the CPU is not shared: longer than workers take.
 const AWAKE: Duration = Duration::from_millis(1);
 /// How long the sleeps are after that. I/O takes longer.
 const NAP: Duration = Duration::from_micros(50);
@@ -230,12 +233,12 @@ impl Translation {
 /// Waits for workers, which take a few microseconds, or for I/O, which takes its time: until `is_over`,
 /// or until `is_given_up` (false).
 fn pause_until(is_over: impl Fn() -> bool, is_given_up: impl Fn() -> bool) -> bool {
-    let (begun, backoff) = (Instant::now(), Backoff::new());
+    let (begun, mut wait) = (Instant::now(), Wait::new(Notify::Adaptive));
     while !is_over() {
-        // A worker may need this very CPU.
-        std::thread::yield_now();
-        if begun.elapsed() < AWAKE {
-            backoff.snooze();
+        let now = MonotonicClock.now_ns();
+        // Soon, unless it takes longer than workers do.
+        let soon = || (begun.elapsed() < AWAKE).then_some(now);
+        if wait.step(now, soon) == Next::Look {
             continue;
         }
         if is_given_up() {

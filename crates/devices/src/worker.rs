@@ -20,9 +20,9 @@ use ringfence_sync::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{event, slice};
 pub use crate::kick::Kick;
 use crate::kick::Rest;
+use crate::{event, slice};
 
 /// Something that a worker polls: the rings of one device, as far as they are this worker's.
 pub trait Unit: Any {

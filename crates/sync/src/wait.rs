@@ -252,7 +252,8 @@ mod tests {
 
     /// Waits from `from` on, looking once a microsecond, without losing the CPU; when it slept.
     fn awake_ns(wait: &mut Wait, sharing: &Sharing, from: u64) -> u64 {
-        let look = |at: &u64| wait.step_on(sharing, *at, || None, || sharing.lost.get()) == Next::Sleep;
+        let look =
+            |at: &u64| wait.step_on(sharing, *at, || None, || sharing.lost.get()) == Next::Sleep;
         let slept = (0..1000).map(|n| from + n * US).find(look);
         slept.expect("nobody looks for a millisecond") - from
     }
@@ -269,7 +270,9 @@ mod tests {
     fn poll_looks_for_ever_and_sleep_not_at_all() {
         let sharing = Sharing::new();
         let mut wait = Wait::new(Notify::Poll);
-        assert!((0..1000).all(|n| wait.step_on(&sharing, n * 50 * US, || None, || n) == Next::Look));
+        assert!(
+            (0..1000).all(|n| wait.step_on(&sharing, n * 50 * US, || None, || n) == Next::Look)
+        );
         let mut wait = Wait::new(Notify::Sleep);
         assert_eq!(awake_ns(&mut wait, &sharing, 0), 0);
     }

@@ -240,10 +240,8 @@ impl DriverQueue {
         if !self.ring.enable_notifications() {
             self.sleeps += 1;
             let mut fds = [PollFd::new(&self.call, PollFlags::IN)];
-            let timeout = Timespec {
-                tv_sec: limit.as_secs() as i64,
-                tv_nsec: limit.subsec_nanos().into(),
-            };
+            let timeout =
+                Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
             let woken = poll(&mut fds, Some(&timeout));
             if woken.is_ok_and(|n| n > 0) {
                 event::drain(&self.call);

@@ -17,6 +17,10 @@ pub(super) trait Reach: Send + 'static {
     /// The memory of buffers.
     fn buffers(&self) -> &Self::Buffers;
 
+    /// Whether the memory may change at any time: what was seen in a ring before a
+    /// [`refresh`](Self::refresh) is then all that may be taken out of it after.
+    const CHANGES: bool = false;
+
     /// Looks whether there is other memory by now. If so, it is this from now on, and what was found
     /// in the old must be found anew.
     #[inline]

@@ -247,6 +247,13 @@ fn mark_used(reach: &impl Reach, progress: &Progress, queue: &device::Queue) {
 
 impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     fn poll(&mut self, now_ns: u64) -> bool {
+        let (mut requests, mut buffers) = (usize::MAX, usize::MAX);
+        if R::CHANGES {
+            // What is there now lies in memory that is there now. What comes later may not.
+            let mem = self.reach.buffers();
+            requests = self.requests.as_mut().map_or(0, |ring| ring.queue.ready(mem));
+            buffers = self.events.as_mut().map_or(0, |ring| ring.queue.ready(mem));
+        }
         if self.reach.refresh() {
             self.revalidate();
         }
@@ -256,7 +263,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
             && (ring.enabled || self.pending)
             && !ring.failed
         {
-            match ring.queue.poll(self.reach.buffers()) {
+            match ring.queue.poll_some(self.reach.buffers(), requests) {
                 Ok(progress) => {
                     busy |= !progress.is_idle();
                     ring.found(&progress);
@@ -279,7 +286,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
             && !ring.failed
             && self.faults.waiting() > 0
         {
-            match ring.queue.poll(self.reach.buffers()) {
+            match ring.queue.poll_some(self.reach.buffers(), buffers) {
                 Ok(progress) => {
                     busy |= !progress.is_idle();
                     ring.found(&progress);

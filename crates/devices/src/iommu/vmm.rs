@@ -334,6 +334,8 @@ where
     type Rings = GuestBus<A::T>;
     type Buffers = GuestBus<A::T>;
 
+    const CHANGES: bool = true;
+
     fn rings(&self) -> &GuestBus<A::T> {
         &self.bus
     }

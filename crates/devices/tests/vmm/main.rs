@@ -3,6 +3,8 @@
 
 mod rig;
 
+use std::sync::mpsc;
+
 use rig::{BASE, BYTES, Guest, Map, REQUESTS, SIZE, Vmm};
 use ringfence_devices::{
     iommu::{VmmIommuError, host_regions},
@@ -11,9 +13,9 @@ use ringfence_devices::{
 use ringfence_iommu::{GuestPhys, HostAddr, Iova, Range};
 use ringfence_virtio_iommu::{
     kit::{Outcome, run},
-    wire::{AttachFlags, MapFlags, Request, Status},
+    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, REQUEST_QUEUE, Request, Status, TAIL_LEN},
 };
-use ringfence_virtq::F_EVENT_IDX;
+use ringfence_virtq::{Desc, F_EVENT_IDX};
 use virtio_queue::QueueT;
 use vm_memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestRegionMmap,
@@ -139,7 +141,7 @@ fn memory_that_comes_while_it_is_active_is_used() {
     let more = GuestAddress(2 * (BASE + BYTES));
     let region = GuestRegionMmap::from_range(more, 0x1_0000, None).unwrap();
     let map_now = vmm.memory.memory().insert_region(region.into()).unwrap();
-    vmm.memory.lock().unwrap().replace(map_now);
+    vmm.memory.replace(map_now);
     vmm.memory.memory().write_obj(9u8, more).unwrap();
     vmm.requests_at = more.0 + 0x2000;
     assert_eq!(vmm.ask(map(IOVA, more.0)), OK);
@@ -148,9 +150,35 @@ fn memory_that_comes_while_it_is_active_is_used() {
     vmm.requests_at = REQUESTS;
     assert_eq!(vmm.ask(unmap(IOVA)), OK);
     let (map_now, _) = vmm.memory.memory().remove_region(more, 0x1_0000).unwrap();
-    vmm.memory.lock().unwrap().replace(map_now);
+    vmm.memory.replace(map_now);
     assert_eq!(vmm.ask(map(IOVA, BASE)), OK);
     assert_eq!(read(&vmm, more.0), None);
+}
+
+#[test]
+fn a_request_in_memory_that_came_just_before_it_is_read() {
+    let mut vmm = active();
+    assert_eq!(vmm.ask(attach(1, 1)), OK);
+    let (guest, more) = (vmm.memory.clone(), GuestAddress(2 * (BASE + BYTES)));
+    let region = GuestRegionMmap::from_range(more, 0x1_0000, None).unwrap();
+    let map_now = guest.memory().insert_region(region.into()).unwrap();
+    let mut line = vmm.lines.remove(REQUEST_QUEUE.into());
+    let kick = line.kick.try_clone().unwrap();
+    let (send, done) = mpsc::channel();
+    vmm.memory.then(move || {
+        guest.replace(map_now);
+        let mut bytes = [0; MAX_REQUEST_LEN];
+        let len = map(IOVA, BASE).emit(&mut bytes);
+        guest.memory().write_slice(&bytes[..len], more).unwrap();
+        let request = Desc::readable(more.0, len as u32);
+        let reply = Desc::writable(more.0 + 0x1000, TAIL_LEN as u32);
+        line.submit(&[request, reply], 1).unwrap();
+        send.send(line).unwrap();
+    });
+    kick.write(1).unwrap();
+    let used = done.recv().unwrap().wait().unwrap();
+    let status: u8 = vmm.memory.memory().read_obj(GuestAddress(more.0 + 0x1000)).unwrap();
+    assert_eq!((used.len, status), (TAIL_LEN as u32, OK));
 }
 
 #[test]

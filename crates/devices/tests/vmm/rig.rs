@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use ringfence_devices::{
     iommu::{Endpoints, VmmIommu, VmmIommuError},
     worker::Notify,
@@ -32,13 +33,53 @@ use ringfence_virtq::{
 };
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{
-    Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap,
-    bitmap::AtomicBitmap,
+    Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryLoadGuard,
+    GuestMemoryMmap, bitmap::AtomicBitmap,
 };
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 pub(crate) type Map = GuestMemoryMmap<AtomicBitmap>;
-pub(crate) type Guest = GuestMemoryAtomic<Map>;
+
+/// What is done when the device has looked which memory there is.
+type Then = Box<dyn FnOnce() + Send>;
+
+/// Guest memory of a VMM, with a way to be faster than the device.
+#[derive(Clone)]
+pub(crate) struct Guest {
+    memory: GuestMemoryAtomic<Map>,
+    then: Arc<Mutex<Option<Then>>>,
+}
+
+impl Guest {
+    fn new(map: Map) -> Guest {
+        Guest { memory: GuestMemoryAtomic::new(map), then: Arc::default() }
+    }
+
+    /// Replaces the map.
+    pub(crate) fn replace(&self, map: Map) {
+        self.memory.lock().unwrap().replace(map);
+    }
+
+    /// Has `then` run on the device's thread, once it has looked which map there is.
+    pub(crate) fn then(&self, then: impl FnOnce() + Send + 'static) {
+        *self.then.lock() = Some(Box::new(then));
+    }
+}
+
+impl GuestAddressSpace for Guest {
+    type M = Map;
+    type T = GuestMemoryLoadGuard<Map>;
+
+    fn memory(&self) -> Self::T {
+        let seen = self.memory.memory();
+        if std::thread::current().name() == Some("iommu") {
+            // It may look for memory itself.
+            let then = self.then.lock().take();
+            then.into_iter().for_each(|then| then());
+        }
+        seen
+    }
+}
 
 /// Where guest memory begins: what is before it no device has.
 pub(crate) const BASE: u64 = 0x10_0000;
@@ -57,13 +98,13 @@ const LONG: Duration = Duration::from_secs(120);
 /// The driver's end of a queue.
 pub(crate) struct Line {
     pub(crate) front: Front,
-    kick: EventFd,
+    pub(crate) kick: EventFd,
     irq: EventFd,
 }
 
 impl Line {
     /// Waits for an interrupt, and takes what has come back.
-    fn wait(&mut self) -> Result<ringfence_virtq::driver::Used, Failed> {
+    pub(crate) fn wait(&mut self) -> Result<ringfence_virtq::driver::Used, Failed> {
         let begun = Instant::now();
         loop {
             if let Some(used) = self.front.pop().map_err(failed)? {
@@ -82,7 +123,7 @@ impl Line {
         }
     }
 
-    fn submit(&mut self, descs: &[Desc], token: u64) -> Result<(), Failed> {
+    pub(crate) fn submit(&mut self, descs: &[Desc], token: u64) -> Result<(), Failed> {
         self.front.add(descs, token).map_err(failed)?;
         self.front.publish();
         if self.front.needs_kick() {

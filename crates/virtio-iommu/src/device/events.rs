@@ -98,10 +98,25 @@ impl EventQueue {
     /// # Errors
     /// The driver broke the ring.
     pub fn poll(&mut self, mem: &impl Translate) -> Result<Progress, RingError> {
+        self.poll_some(mem, usize::MAX)
+    }
+
+    /// How many buffers lie in the ring, as [`RequestQueue::ready`](super::RequestQueue::ready) counts
+    /// requests.
+    pub fn ready(&mut self, mem: &impl Translate) -> usize {
+        self.queue.peek_from(mem, 0, u16::MAX, |_| ()).into()
+    }
+
+    /// As [`poll`](Self::poll), but takes no more than `most` buffers, which `mem` must know: see
+    /// [`RequestQueue::poll_some`](super::RequestQueue::poll_some).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn poll_some(&mut self, mem: &impl Translate, most: usize) -> Result<Progress, RingError> {
         let mut progress = Progress::default();
         // A fault waits until there is a buffer for it: whoever decides by what waits whether to
         // poll again must see it.
-        while self.faults.waiting() > 0 {
+        while progress.published < most && self.faults.waiting() > 0 {
             if !self.queue.is_valid() {
                 self.queue.revalidate(mem)?;
             }

@@ -188,6 +188,23 @@ impl<B: Backing> RequestQueue<B> {
     /// # Errors
     /// The driver broke the ring; the device needs a reset (rule V30).
     pub fn poll(&mut self, mem: &impl Translate) -> Result<Progress, RingError> {
+        self.poll_some(mem, usize::MAX)
+    }
+
+    /// How many requests lie in the ring, as far as can be seen at a glance: all, or enough for one
+    /// [`poll_some`](Self::poll_some).
+    pub fn ready(&mut self, mem: &impl Translate) -> usize {
+        self.queue.peek_from(mem, 0, u16::MAX, |_| ()).into()
+    }
+
+    /// As [`poll`](Self::poll), but takes no more than `most` requests out of the ring.
+    ///
+    /// Where the guest's memory changes at any time, `mem` must be what it was when, or after, the
+    /// requests were seen in the ring: one that comes later may lie in memory that `mem` does not know.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn poll_some(&mut self, mem: &impl Translate, most: usize) -> Result<Progress, RingError> {
         let mut progress = Progress::default();
         if !self.queue.is_valid() {
             self.queue.revalidate(mem)?;
@@ -196,11 +213,12 @@ impl<B: Backing> RequestQueue<B> {
             let mut taken = core::mem::take(&mut self.taken);
             let mut result = Ok(AHEAD);
             if self.device.kept.get().is_some() || !self.answers.0.is_empty() {
-                (progress.handled, result) = self.carry_out_recorded(mem, &mut taken);
+                (progress.handled, result) = self.carry_out_recorded(mem, &mut taken, most);
             } else {
                 while result == Ok(AHEAD) {
                     let count;
-                    (count, result) = self.take(mem, &mut taken);
+                    let left = most - progress.handled;
+                    (count, result) = self.take(mem, &mut taken, left);
                     taken[..count].iter_mut().for_each(|taken| self.carry_out(mem, taken));
                     progress.handled += count;
                 }
@@ -240,8 +258,9 @@ impl<B: Backing> RequestQueue<B> {
         &mut self,
         mem: &impl Translate,
         taken: &mut [Taken],
+        most: usize,
     ) -> (usize, Result<usize, RingError>) {
-        let room = self.pending.capacity() - self.pending.len();
+        let room = most.min(self.pending.capacity() - self.pending.len());
         // Each may touch a domain.
         let room = room.min(TOUCHED.saturating_sub(self.session.touched()));
         let mut count = 0;
@@ -352,12 +371,13 @@ impl<B: Backing> RequestQueue<B> {
         &mut self,
         mem: &impl Translate,
         taken: &mut [Taken],
+        most: usize,
     ) -> (usize, Result<usize, RingError>) {
         let device = Arc::clone(&self.device);
         let (mut handled, mut kept) = (0, None);
         loop {
             let mut position = self.position();
-            let (count, result) = self.take(mem, taken);
+            let (count, result) = self.take(mem, taken, most - handled);
             if kept.is_none() && count > 0 {
                 // For all of them: what is recorded is in the order in which it was done.
                 kept = device.kept.get().map(|kept| kept.lock());

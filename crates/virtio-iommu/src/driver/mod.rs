@@ -26,6 +26,6 @@ pub use self::core::{Buffers, Driver, Options, negotiate, negotiate_proposed};
 pub use domain::ViommuDomain;
 pub use events::EventReceiver;
 pub use faults::{FaultInbox, FaultOwner, FaultRegistration, FaultRouter};
-pub use stats::{Histogram, HistogramSnapshot, Stats};
 pub use ringfence_sync::wait::Notify;
+pub use stats::{Histogram, HistogramSnapshot, Stats};
 pub use transport::Transport;

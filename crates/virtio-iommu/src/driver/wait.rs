@@ -11,8 +11,7 @@
 //! two sees the other.
 
 use std::{
-    fmt,
-    hint,
+    fmt, hint,
     sync::{
         OnceLock,
         atomic::{AtomicU64, AtomicUsize, Ordering},
