@@ -117,7 +117,7 @@ const STEPS: &[Step] = &[
     long("fuzz for a minute each", 700, |_| {
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
     }),
-    long("guests: tables of speed", 900, |run| {
+    long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
         run.ignored(COMMAND, "guests", &["--test-threads=1", "speed::"])
     }),

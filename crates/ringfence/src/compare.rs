@@ -111,8 +111,8 @@ pub(crate) struct Arguments {
     #[arg(long)]
     destroy_data: bool,
 
-    /// How both ends of a ring wait: `adaptive` spins for a while and then sleeps, `poll` only
-    /// spins, `sleep` always sleeps, so that each wait costs a wake-up.
+    /// How both ends of a ring wait: `adaptive` spins for a while and then sleeps, and does not spin
+    /// where others want the CPU; `poll` only spins; `sleep` always sleeps, so that each wait costs a wake-up.
     #[arg(long, value_name = "MODE", default_value_t = Notify::Adaptive)]
     notify: Notify,
 

@@ -92,7 +92,7 @@ pub struct Image {
 /// together may see old data, as on any disk.
 #[derive(Debug)]
 struct Direct {
-    file: OwnedFd,
+    file: File,
     /// What addresses in memory, and what offsets and lengths, must be multiples of.
     memory: u64,
     offset: u64,
@@ -152,10 +152,17 @@ impl Image {
         }
         let flags = fcntl_getfl(&file).map_err(io::Error::from)?;
         fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(io::Error::from)?;
+        let direct = match options.direct {
+            true => Some(Direct::of(&file, options.read_only)?),
+            false => None,
+        };
+        // What the kernel has of a process that died keeps the description that it goes by, and its locks with
+        // it: direct I/O, if there is any. What goes through the page cache ends with the process.
+        let locked = direct.as_ref().map_or(&file, |direct| &direct.file);
         let hand_over = match options.hand_over {
-            true => Some(HandOver::new(&file, options)?),
+            true => Some(HandOver::new(locked, options)?),
             false => {
-                wait_for_lock(&file, options)?;
+                wait_for_lock(locked, options)?;
                 None
             }
         };
@@ -165,10 +172,6 @@ impl Image {
         if len == 0 {
             return Err(ImageError::Empty(bytes));
         }
-        let direct = match options.direct {
-            true => Some(Direct::of(&file, options.read_only)?),
-            false => None,
-        };
         let holes = if options.read_only { Holes::default() } else { Holes::of(&file, bytes) };
         let own_buffers = match options.buffers {
             DiskBuffers::Own => true,
@@ -299,7 +302,7 @@ impl AsFd for Image {
 }
 
 impl Direct {
-    /// Opened by the descriptor: by its name it could be another file by now. The locks stay with `file`.
+    /// Opened by the descriptor: by its name it could be another file by now.
     fn of(file: &File, read_only: bool) -> io::Result<Direct> {
         let name = format!("/proc/self/fd/{}", file.as_raw_fd());
         let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
@@ -309,7 +312,7 @@ impl Direct {
         let (memory, offset) =
             told.map_or((0, 0), |about| (about.stx_dio_mem_align, about.stx_dio_offset_align));
         let or_page = |align: u32| u64::from(if align == 0 { PAGE } else { align });
-        Ok(Direct { file, memory: or_page(memory), offset: or_page(offset) })
+        Ok(Direct { file: file.into(), memory: or_page(memory), offset: or_page(offset) })
     }
 }
 
@@ -371,6 +374,28 @@ mod tests {
         drop(after);
         before.take(|| false).unwrap();
         assert!(matches!(opened(&file, true), Err(ImageError::Locked)));
+    }
+
+    #[test]
+    fn direct_io_that_outlives_its_process_keeps_the_lock() {
+        let file = tempfile::NamedTempFile::new_in(".").unwrap();
+        file.as_file().set_len(1 << 16).unwrap();
+        let direct = ImageOptions { direct: true, wait: Duration::ZERO, ..ImageOptions::default() };
+        let image = match Image::open(file.path(), direct) {
+            // A file system that knows no direct I/O.
+            Err(ImageError::Io(_)) => return,
+            image => image.unwrap(),
+        };
+        // As a request under way does.
+        let kept = image.direct.as_ref().unwrap().file.try_clone().unwrap();
+        drop(image);
+        for direct in [true, false] {
+            let options = ImageOptions { direct, wait: Duration::ZERO, ..ImageOptions::default() };
+            let refused = Image::open(file.path(), options).map(drop);
+            assert!(matches!(refused, Err(ImageError::Locked)), "{refused:?}");
+        }
+        drop(kept);
+        Image::open(file.path(), direct).unwrap();
     }
 
     #[test]
