@@ -16,6 +16,10 @@ use crate::{
 use answers::Answers;
 use kept::Kept;
 use ringfence_mem::{DirtyLog, Memory};
+use ringfence_sync::{
+    clock::{Clock, MonotonicClock},
+    wait::{Next, Notify, Wait},
+};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
@@ -144,6 +148,7 @@ pub struct Server<H> {
     answers: Vec<u8>,
     backend: Option<Answers>,
     spin: Duration,
+    wait: Wait,
     /// When the last IOTLB message came.
     last_iotlb: Instant,
     /// Whether it came soon after the one before it.
@@ -185,6 +190,7 @@ impl<H: Handler> Server<H> {
             answers: Vec::new(),
             backend: None,
             spin: SPIN,
+            wait: Wait::new(Notify::Adaptive),
             last_iotlb: Instant::now(),
             train: false,
             together: Vec::new(),
@@ -211,7 +217,7 @@ impl<H: Handler> Server<H> {
     }
 
     /// How long after an IOTLB message to look for the next one without sleeping, while misses are
-    /// open (50 µs unless told; 0: not at all). Who answers several misses sends the answers one by
+    /// open (50 µs unless told; 0: not at all), unless others want the CPU. Who answers several misses sends the answers one by
     /// one, waiting for each to be acknowledged: a wake-up for each would cost more than the
     /// answer. Invalidations come like that too, and the driver of the device waits meanwhile: what
     /// follows another message within four times as long is followed by the next, and that is looked
@@ -427,7 +433,10 @@ impl<H: Handler> Server<H> {
                 (false, true) => self.spin,
                 (false, false) => Duration::ZERO,
             };
-            let spins = !spin.is_zero() && self.last_iotlb.elapsed() < spin;
+            // It comes soon, if it comes: awake, unless others want the CPU.
+            let now = MonotonicClock.now_ns();
+            let spins =
+                self.last_iotlb.elapsed() < spin && self.wait.step(now, || Some(now)) == Next::Look;
             if !(spins && open) {
                 self.handler.settled();
             }
@@ -476,16 +485,14 @@ impl<H: Handler> Server<H> {
                 }
             }
             if main {
+                self.wait.restart();
                 return Ok(true);
             }
-            if spins {
-                if self.last_iotlb.elapsed() >= spin
-                    && let Some(backend) = &self.backend
-                {
-                    backend.channel().forget();
-                }
-                // This CPU may be the one that the device's workers need.
-                std::thread::yield_now();
+            if spins
+                && self.last_iotlb.elapsed() >= spin
+                && let Some(backend) = &self.backend
+            {
+                backend.channel().forget();
             }
         }
     }
