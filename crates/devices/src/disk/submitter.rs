@@ -93,7 +93,6 @@ impl Pending {
 
 impl Shared {
     fn run(&self) {
-        crate::slice::shorten();
         #[cfg(feature = "sandbox")]
         ringfence_sandbox::confine(ringfence_sandbox::Role::Disk);
         while !self.over.load(Ordering::Acquire) {
