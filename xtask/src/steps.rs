@@ -101,7 +101,7 @@ const STEPS: &[Step] = &[
     step("unit and property tests", 300, |run| run.tests(|program| program.package != COMMAND)),
     step("cases that failed once", 30, |run| soak::cases(run.suite()?)),
     step("end to end", 500, |run| run.tests(|program| program.package == COMMAND)),
-    step("model checks", 150, |_| models()),
+    step("model checks", 220, |_| models()),
     step("documentation", 70, |_| documentation()),
     step("examples", 60, examples),
     step("speed gate", 320, |_| gate::run(None, false)),
