@@ -51,13 +51,15 @@ const FIGURES: [&str; 5] = [
     "interrupts_total",
 ];
 
+type Spent = (BTreeMap<String, f64>, BTreeMap<&'static str, f64>);
+
 struct Row {
     name: &'static str,
     guest: Guest,
     guard: Option<Guard>,
     service: Option<Service>,
     /// CPU time in microseconds, and counts, of each turn: a job of a round.
-    spent: BTreeMap<(usize, usize), (BTreeMap<String, f64>, BTreeMap<&'static str, f64>)>,
+    spent: BTreeMap<(usize, usize), Spent>,
 }
 
 impl Row {
@@ -80,7 +82,7 @@ impl Row {
         self.guard.as_ref().map(|guard| &guard.service).or(self.service.as_ref())
     }
 
-    fn spent(&self) -> (BTreeMap<String, f64>, BTreeMap<&'static str, f64>) {
+    fn spent(&self) -> Spent {
         let mut cpu = BTreeMap::new();
         threads(self.guest.id(), "qemu", &mut cpu);
         let mut counted = BTreeMap::new();
