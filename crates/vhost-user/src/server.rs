@@ -217,8 +217,8 @@ impl<H: Handler> Server<H> {
     }
 
     /// How long after an IOTLB message to look for the next one without sleeping, while misses are
-    /// open (50 µs unless told; 0: not at all), unless others want the CPU. Who answers several misses sends the answers one by
-    /// one, waiting for each to be acknowledged: a wake-up for each would cost more than the
+    /// open (50 µs unless told; 0: not at all), unless others want the CPU. Who answers several
+    /// misses sends the answers one by one, waiting for each to be acknowledged: a wake-up for each would cost more than the
     /// answer. Invalidations come like that too, and the driver of the device waits meanwhile: what
     /// follows another message within four times as long is followed by the next, and that is looked
     /// for as long, whether misses are open or not.

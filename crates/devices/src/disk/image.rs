@@ -383,7 +383,7 @@ mod tests {
         let direct = ImageOptions { direct: true, wait: Duration::ZERO, ..ImageOptions::default() };
         let image = match Image::open(file.path(), direct) {
             // A file system that knows no direct I/O.
-            Err(ImageError::Io(_)) => return,
+            Err(ImageError::Io(error)) if error.raw_os_error() == Some(libc::EINVAL) => return,
             image => image.unwrap(),
         };
         // As a request under way does.

@@ -9,6 +9,8 @@ use std::{
     time::Duration,
 };
 
+use ringfence_dma::{OsThreadClock, ThreadClock};
+
 /// Turns between two looks at the clock, which is a system call: some 20 µs.
 const TURNS: u32 = 10_000;
 
@@ -33,7 +35,7 @@ impl Load {
             let thread = thread.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     (0..TURNS).for_each(|turn| _ = std::hint::black_box(turn));
-                    told.store(thread_cpu_ns(), Ordering::Relaxed);
+                    told.store(OsThreadClock.thread_ns(), Ordering::Relaxed);
                 }
             })?;
             load.threads.push((cpu_ns, thread));
@@ -62,11 +64,6 @@ impl Drop for Load {
             let _ = thread.join();
         }
     }
-}
-
-fn thread_cpu_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 #[cfg(test)]

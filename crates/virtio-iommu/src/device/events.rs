@@ -102,9 +102,10 @@ impl EventQueue {
     }
 
     /// How many buffers lie in the ring, as [`RequestQueue::ready`](super::RequestQueue::ready) counts
-    /// requests.
+    /// requests, as far as there are faults for them.
     pub fn ready(&mut self, mem: &impl Translate) -> usize {
-        self.queue.peek_from(mem, 0, u16::MAX, |_| ()).into()
+        let wanted = self.faults.waiting().try_into().unwrap_or(u16::MAX);
+        self.queue.peek_from(mem, 0, wanted, |_| ()).into()
     }
 
     /// As [`poll`](Self::poll), but takes no more than `most` buffers, which `mem` must know: see
