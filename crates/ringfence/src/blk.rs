@@ -125,6 +125,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         wait: LOCK_WAIT,
         hand_over: *share_image,
         buffers: arguments.disk_buffers,
+        reader: begun.socket(0, service.socket.as_deref()).as_deref().map(serve::reader),
     };
     let image = open(path, how)?;
     let ready = serve::open(begun, service, &[], usize::from(*queues), || {

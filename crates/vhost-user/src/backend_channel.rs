@@ -5,9 +5,11 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
     sync::{
-        Mutex, MutexGuard,
+        Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
+    thread,
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -26,6 +28,10 @@ use crate::{
 /// Most messages that wait for an answer. Beyond it nothing more is asked.
 const MOST_ANSWERS: usize = 256;
 
+/// How long a receive may take that a channel is left behind. It takes what is there, some bytes; only a front end that
+/// receives on our end itself, into memory that never comes, makes it longer, and loses its own connection by it.
+const LEAVE: Duration = Duration::from_secs(2);
+
 /// Most messages that go with one call.
 const BATCH: usize = 64;
 
@@ -39,14 +45,20 @@ pub struct BackendChannel {
     /// Whether the front end answers where it is asked to (REPLY_ACK).
     acks: bool,
     outbox: Mutex<Outbox>,
-    /// What came and is no whole message yet; `None` once the channel is left to another process.
-    inbox: Mutex<Option<Inbox>>,
-    /// How many answers may come, and say nothing here: they are to what another process has asked.
-    foreign: AtomicU32,
+    received: Mutex<Received>,
     /// How many misses were sent and have probably not been answered by an update yet.
     open: AtomicU32,
     /// Every ring is stopped.
     silent: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Received {
+    /// What came and is no whole message yet; `None` once the channel is left to another process.
+    inbox: Option<Inbox>,
+    /// How many answers come first, and say nothing here: they are to what another process has asked. `None`: no answer
+    /// that comes is to us.
+    foreign: Option<u32>,
 }
 
 #[derive(Debug, Default)]
@@ -68,19 +80,23 @@ impl BackendChannel {
     /// It is no Unix stream: other sockets may have something to be read by other ways than this one, so that
     /// waiting for them never sleeps.
     pub fn new(stream: impl Into<PeerFd>, acks: bool) -> io::Result<BackendChannel> {
-        BackendChannel::with(stream, acks, 0)
+        BackendChannel::with(stream, acks, Some(0))
     }
 
-    /// A channel that another process has had, which may have asked for answers. Which of those that come are for
-    /// whom could not be told: none are asked for.
+    /// A channel that another process has had, to which so many answers are still to come. If that is not known
+    /// (`None`), as the process has died, it could not be told which answers are for whom: none are asked for.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub(crate) fn resumed(stream: impl Into<PeerFd>) -> io::Result<BackendChannel> {
-        BackendChannel::with(stream, false, MOST_ANSWERS as u32)
+    pub(crate) fn resumed(
+        stream: impl Into<PeerFd>,
+        acks: bool,
+        to_come: Option<u32>,
+    ) -> io::Result<BackendChannel> {
+        BackendChannel::with(stream, acks && to_come.is_some(), to_come)
     }
 
-    fn with(stream: impl Into<PeerFd>, acks: bool, foreign: u32) -> io::Result<BackendChannel> {
+    fn with(stream: impl Into<PeerFd>, acks: bool, foreign: Option<u32>) -> io::Result<BackendChannel> {
         let stream = stream.into();
         if !stream.is_unix_stream() {
             return Err(io::Error::new(
@@ -92,8 +108,7 @@ impl BackendChannel {
             stream,
             acks,
             outbox: Mutex::default(),
-            inbox: Mutex::new(Some(Inbox::new())),
-            foreign: AtomicU32::new(foreign),
+            received: Mutex::new(Received { inbox: Some(Inbox::new()), foreign }),
             open: AtomicU32::new(0),
             silent: AtomicBool::new(false),
         })
@@ -220,8 +235,9 @@ impl BackendChannel {
                 Err(errno) => return Err(os("poll")(errno)),
             }
         }
-        let mut inbox = self.inbox();
-        let Some(inbox) = &mut *inbox else { return Ok(false) };
+        // Locked while something is received, which may take as long as the front end likes.
+        let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let Received { inbox: Some(inbox), foreign } = &mut *received else { return Ok(false) };
         // Descriptors have no business here: a receive that does not ask for them closes them.
         match net::recv(&self.stream, inbox.room(), RecvFlags::DONTWAIT) {
             Ok((0, _)) | Err(Errno::CONNRESET) => {
@@ -244,9 +260,13 @@ impl BackendChannel {
             }
             let word = <[u8; 8]>::try_from(&payload[..])
                 .map_err(|_| WireError::Size { request: got, size: header.size })?;
-            let less = |foreign: u32| foreign.checked_sub(1);
-            if self.foreign.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok() {
-                continue;
+            match foreign {
+                Some(0) => {}
+                Some(more) => {
+                    *more -= 1;
+                    continue;
+                }
+                None => continue,
             }
             let mut outbox = self.outbox();
             let why = "an answer to nothing that was asked";
@@ -258,10 +278,25 @@ impl BackendChannel {
     }
 
     /// Leaves the channel to another process: nothing more is received here. To be called when nothing more is sent.
-    /// False if a message was begun, by either end, of which the other part is here.
+    ///
+    /// False if a message was begun, by either end, of which the other part is here, or if the front end does not let
+    /// us receive ([`LEAVE`]): the connection ends with the process then.
     pub(crate) fn leave(&self) -> bool {
-        let inbox = self.inbox().take();
-        inbox.is_some_and(|inbox| inbox.is_empty()) && !self.is_cut()
+        let deadline = Instant::now() + LEAVE;
+        let inbox = loop {
+            match self.received.try_lock() {
+                Ok(mut received) => break received.inbox.take(),
+                Err(_) if Instant::now() >= deadline => return false,
+                Err(_) => thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        inbox.is_some_and(|inbox| inbox.is_empty()) && self.flush_rest(&mut self.outbox())
+    }
+
+    /// How many answers are still to come on a channel that was [left](Self::leave); `None`: that is not known.
+    pub(crate) fn to_come(&self) -> Option<u32> {
+        let foreign = self.received.lock().unwrap_or_else(PoisonError::into_inner).foreign?;
+        Some(foreign + self.outbox().asked.len() as u32)
     }
 
     /// The answers that have come, each with its message's number and with whether the front end could do what
@@ -313,12 +348,7 @@ impl BackendChannel {
     }
 
     fn outbox(&self) -> MutexGuard<'_, Outbox> {
-        self.outbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    /// Locked while something is received, which may take as long as the front end likes.
-    fn inbox(&self) -> MutexGuard<'_, Option<Inbox>> {
-        self.inbox.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

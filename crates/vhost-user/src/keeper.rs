@@ -16,7 +16,9 @@ use crate::{
 
 /// What the bytes begin with, and the version of the format.
 const MAGIC: [u8; 4] = *b"RFvu";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// Stands where it is not known how many answers are to come.
+const NOT_KNOWN: u32 = u32::MAX;
 
 /// Keeps what another process needs to go on with a connection. The [`Server`](crate::Server) calls it on its own
 /// thread; what takes long here holds up the front end.
@@ -35,13 +37,16 @@ pub trait Keeper: Send {
 /// What holds of a connection, and the descriptors that go with it.
 #[derive(Debug, Default)]
 pub struct ConnectionState<'a> {
+    /// How many answers the front end owes on the back end's channel; `None`: not known.
+    pub(crate) to_come: Option<u32>,
     pub(crate) requests: Vec<(Request, Vec<BorrowedFd<'a>>)>,
 }
 
 impl<'a> ConnectionState<'a> {
     /// As bytes and descriptors, for [`SavedConnection::parse`].
     pub fn emit(&self) -> (Vec<u8>, Vec<BorrowedFd<'a>>) {
-        let mut bytes = [&MAGIC[..], &VERSION.to_ne_bytes()].concat();
+        let to_come = self.to_come.unwrap_or(NOT_KNOWN);
+        let mut bytes = [MAGIC, VERSION.to_ne_bytes(), to_come.to_ne_bytes()].concat();
         for (request, _) in &self.requests {
             let payload = request.payload();
             bytes.extend_from_slice(
@@ -56,6 +61,7 @@ impl<'a> ConnectionState<'a> {
 /// What held of a connection, for [`Server::resume`](crate::Server::resume).
 #[derive(Debug)]
 pub struct SavedConnection {
+    pub(crate) to_come: Option<u32>,
     pub(crate) requests: Vec<(Request, Vec<PeerFd>)>,
 }
 
@@ -85,15 +91,15 @@ pub enum ResumeError {
     },
 }
 
-/// What stands behind the beginning, which is of this version.
-fn begin(bytes: &[u8]) -> Result<&[u8], ResumeError> {
-    let rest = bytes.strip_prefix(&MAGIC[..]).ok_or(ResumeError::Magic)?;
-    let version = u32::read_from_prefix(rest);
-    let (version, rest) = version.map_err(|_| ResumeError::Short(bytes.len()))?;
-    match version {
-        VERSION => Ok(rest),
-        other => Err(ResumeError::Version(other)),
+/// How many answers are to come, and what stands behind the beginning, which is of this version.
+fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
+    let word = |rest| u32::read_from_prefix(rest).map_err(|_| ResumeError::Short(bytes.len()));
+    let (version, rest) = word(bytes.strip_prefix(&MAGIC[..]).ok_or(ResumeError::Magic)?)?;
+    if version != VERSION {
+        return Err(ResumeError::Version(version));
     }
+    let (to_come, rest) = word(rest)?;
+    Ok(((to_come != NOT_KNOWN).then_some(to_come), rest))
 }
 
 impl SavedConnection {
@@ -126,7 +132,7 @@ impl SavedConnection {
     /// See [`ResumeError`].
     pub fn parse(bytes: &[u8], fds: Vec<PeerFd>) -> Result<SavedConnection, ResumeError> {
         let short = |rest: &[u8]| ResumeError::Short(bytes.len() - rest.len());
-        let mut rest = begin(bytes)?;
+        let (to_come, mut rest) = begin(bytes)?;
         let mut requests = Vec::new();
         while !rest.is_empty() {
             let (header, behind) = Header::read_from_prefix(rest).map_err(|_| short(rest))?;
@@ -145,7 +151,7 @@ impl SavedConnection {
             let fds = fds.by_ref().take(request.fds()).collect();
             (request, fds)
         };
-        Ok(SavedConnection { requests: requests.into_iter().map(with_fds).collect() })
+        Ok(SavedConnection { to_come, requests: requests.into_iter().map(with_fds).collect() })
     }
 }
 
@@ -166,7 +172,11 @@ mod tests {
             (Request::SetVringKick { ring: 0, fd: true }, vec![event.as_fd()]),
             (Request::SetVringKick { ring: 1, fd: false }, vec![]),
         ];
-        let state = ConnectionState { requests: requests.to_vec() };
+        let emit = |count: usize, to_come| {
+            let requests = requests[..count].to_vec();
+            ConnectionState { to_come, requests }.emit().0
+        };
+        let state = ConnectionState { to_come: Some(3), requests: requests.to_vec() };
         let (bytes, fds) = state.emit();
         let count = fds.len();
         let fds = || -> Vec<PeerFd> {
@@ -174,6 +184,8 @@ mod tests {
             each.map(PeerFd::from).collect()
         };
         let read = SavedConnection::parse(&bytes, fds()).unwrap();
+        assert_eq!(read.to_come, Some(3));
+        assert_eq!(SavedConnection::parse(&emit(0, None), vec![]).unwrap().to_come, None);
         assert!(
             read.requests.iter().map(|(request, _)| request).eq(requests.iter().map(|(r, _)| r))
         );
@@ -181,15 +193,13 @@ mod tests {
 
         let parse = |bytes: &[u8], fds| SavedConnection::parse(bytes, fds).unwrap_err();
         assert!(matches!(parse(&bytes, vec![]), ResumeError::Fds { needed: 2, there: 0 }));
-        let whole: Vec<usize> = (0..requests.len())
-            .map(|count| ConnectionState { requests: requests[..count].to_vec() }.emit().0.len())
-            .collect();
+        let whole: Vec<usize> = (0..requests.len()).map(|count| emit(count, None).len()).collect();
         for len in (0..bytes.len()).filter(|len| !whole.contains(len)) {
             let error = parse(&bytes[..len], fds());
             assert!(matches!(error, ResumeError::Magic | ResumeError::Short(_)), "{len}: {error}");
         }
         for (at, error) in
-            [(0, "no saved"), (4, "of version"), (9, "request 258"), (12, "protocol version")]
+            [(0, "no saved"), (4, "of version"), (13, "request 258"), (16, "protocol version")]
         {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1;

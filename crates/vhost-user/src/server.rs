@@ -46,7 +46,7 @@ const SPIN: Duration = Duration::from_micros(50);
 const TRAIN: u32 = 4;
 
 /// Most bytes of answers that wait for company.
-const MOST_ANSWERS: usize = 4096;
+const MOST_UNSENT: usize = 4096;
 
 /// How long a front end may take to finish a message that it began, or to take an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -164,6 +164,8 @@ pub struct Server<H> {
     left: bool,
     /// What the front end had said is done again.
     resuming: bool,
+    /// How many answers the front end owes to the process before, if that is known.
+    to_come: Option<u32>,
 }
 
 impl<H: Handler> Server<H> {
@@ -199,6 +201,7 @@ impl<H: Handler> Server<H> {
             saved: None,
             left: false,
             resuming: false,
+            to_come: None,
             handler,
         }
     }
@@ -281,7 +284,8 @@ impl<H: Handler> Server<H> {
         self.left = self.left && self.backend.as_ref().is_none_or(|own| own.channel().leave());
         match self.left {
             true => {
-                self.keep_stopped(&ran);
+                let to_come = self.backend.as_ref().map_or(Some(0), |own| own.channel().to_come());
+                self.keep_stopped(&ran, to_come);
                 self.channel.leave();
                 // Its reader waits, receives nothing, and ends with the process: to end it would be to hang up.
                 if let Some(backend) = self.backend.take() {
@@ -405,7 +409,7 @@ impl<H: Handler> Server<H> {
     /// may take its time.
     fn flush_unless_more(&mut self) -> Result<(), WireError> {
         let next = self.inbox.next_code();
-        match next == Some(msg::code::IOTLB_MSG) && self.answers.len() <= MOST_ANSWERS {
+        match next == Some(msg::code::IOTLB_MSG) && self.answers.len() <= MOST_UNSENT {
             true => Ok(()),
             false => self.flush(),
         }
@@ -479,6 +483,7 @@ impl<H: Handler> Server<H> {
                     Ok(()) => {}
                     Err(why @ WireError::HungUp { .. }) => {
                         self.backend = None;
+                        self.kept.iter_mut().for_each(Kept::channel_lost);
                         self.handler.channel_lost(&why);
                     }
                     Err(error) => return Err(error.into()),

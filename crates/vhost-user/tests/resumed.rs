@@ -5,16 +5,17 @@ mod common;
 use common::{Device, Event, LONG, Served, VERSION_1, end};
 use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
-    ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper, PeerFd,
+    Asked, ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper, PeerFd,
     ProtocolFeatures, RingAddresses, SavedConnection, ServeError, Server, Shutdown,
 };
 use rustix::event::{EventfdFlags, eventfd};
 use std::{
+    io::Write,
     os::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::Ordering},
     thread,
     time::Instant,
 };
@@ -57,11 +58,7 @@ impl Notes {
 
     /// Waits until all that was sent is carried out and answered.
     fn await_settled(&self) {
-        let begun = Instant::now();
-        while self.0.lock().unwrap().unsettled {
-            assert!(begun.elapsed() < LONG);
-            thread::yield_now();
-        }
+        until(|| !self.0.lock().unwrap().unsettled);
     }
 }
 
@@ -155,42 +152,113 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
     assert_eq!(device.events[..told], told_again(None));
 }
 
-#[test]
-fn the_back_ends_channel_goes_on_and_answers_to_another_are_dropped() {
-    // rules D9, D27
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    let asks = |page: u64| Device { asks: Some(page << 12), ..Device::default() };
-    let (notes, handle, first) = served(theirs.try_clone().unwrap(), asks(1), None);
-    let mut front = Frontend::new(end(ours), LONG);
+/// A front end whose device has started ring 0 and asks on the channel, this end of which is returned with the other.
+fn with_channel(stream: UnixStream) -> (Frontend, FrontendChannel, UnixStream) {
+    let mut front = Frontend::new(end(stream), LONG);
     front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
     let (channel, back) = UnixStream::pair().unwrap();
     front.set_backend_channel(back.as_fd()).unwrap();
-    let mut channel = FrontendChannel::new(channel, LONG);
     let ram = GuestRam::new(1 << 20, 0).unwrap();
     front.add_mem_region(ram.region(), ram.fd()).unwrap();
     front.set_vring_num(0, 64).unwrap();
     front.set_vring_addr(0, &ADDRESSES).unwrap();
     front.set_vring_kick(0, Some(event().as_fd())).unwrap();
+    (front, FrontendChannel::new(channel, LONG), back)
+}
+
+/// Waits until that is so.
+fn until(so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !so() {
+        assert!(begun.elapsed() < LONG);
+        thread::yield_now();
+    }
+}
+
+fn asks(page: u64) -> Device {
+    Device { asks: Some(page << 12), ..Device::default() }
+}
+
+#[test]
+fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_asked() {
+    // rules D9, D27
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), asks(1), None);
+    let (mut front, mut channel, _back) = with_channel(ours);
     handle.leave();
     first.join().unwrap().0.unwrap();
-    let (_, _, second) = served(theirs, asks(2), Some(notes.saved()));
+    let second = asks(2);
+    let answered = Arc::clone(&second.answered);
+    let (kept, handle, second) =
+        served(theirs.try_clone().unwrap(), second, Some(notes.saved()));
     let mut asked = Vec::new();
     while asked.len() < 2 {
         assert!(channel.recv_all(&mut asked).unwrap());
     }
-    let wants_answer: Vec<bool> = asked.iter().map(|asked| asked.wants_answer).collect();
-    assert_eq!(wants_answer, [true, false]);
     // What the first has asked is answered when the second is there.
-    channel.answer(&asked[0], false).unwrap();
-    let (access, user_addr) = (Some(Access::ReadWrite), ram.user_addr());
-    let update = Iotlb::Update { first: 0x2000, last: 0x2fff, user_addr, access };
-    front.iotlb(&update).unwrap();
+    channel.answer(&asked[0], true).unwrap();
+    channel.answer(&asked[1], false).unwrap();
+    until(|| answered.load(Ordering::Relaxed) > 0);
+    let taken_back = Iotlb::Invalidate { first: 0x2000, last: 0x2fff };
+    front.iotlb(&taken_back).unwrap();
+    kept.await_settled();
+    // It dies: nobody knows what is still to be answered, neither the next process nor those after it.
+    let mut saved = kept.saved();
+    handle.leave();
+    let (result, device) = second.join().unwrap();
+    result.unwrap();
+    assert!(device.events.contains(&Event::Iotlb(taken_back)));
+    let on_channel = |event: &&Event| matches!(event, Event::Answer(..) | Event::ChannelLost);
+    let miss = Iotlb::Miss { iova: 0x2000, access: Access::Read };
+    let told: Vec<_> = device.events.iter().filter(on_channel).collect();
+    assert_eq!(told, [&Event::Answer(miss, 0x2000, false)]);
+    for page in [3, 4] {
+        let (kept, handle, served) = served(theirs.try_clone().unwrap(), asks(page), Some(saved));
+        assert!(channel.recv_all(&mut asked).unwrap());
+        channel.answer(&Asked { wants_answer: true, ..asked[0] }, false).unwrap();
+        handle.leave();
+        let (result, device) = served.join().unwrap();
+        result.unwrap();
+        assert_eq!(device.events.iter().find(on_channel), None);
+        saved = kept.saved();
+    }
+    let wants_answer: Vec<bool> = asked.iter().map(|asked| asked.wants_answer).collect();
+    assert_eq!(wants_answer, [true, true, false, false]);
+}
+
+#[test]
+fn a_channel_that_is_lost_is_none_of_the_next_processs() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let first = Device::default();
+    let lost = Arc::clone(&first.lost);
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), first, None);
+    let (mut front, channel, back) = with_channel(ours);
+    drop((channel, back));
+    until(|| lost.load(Ordering::Relaxed) > 0);
+    front.queue_num().unwrap();
+    handle.leave();
+    first.join().unwrap().0.unwrap();
+    let (_, _, second) = served(theirs, Device::default(), Some(notes.saved()));
     drop(front);
     let (result, device) = second.join().unwrap();
     result.unwrap();
-    assert!(device.events.contains(&Event::Iotlb(update)));
-    let no = |event: &Event| !matches!(event, Event::Answer(..) | Event::ChannelLost);
-    assert!(device.events.iter().all(no), "{:?}", device.events);
+    assert!(!device.events.contains(&Event::Channel), "{:?}", device.events);
+}
+
+#[test]
+fn a_channel_in_the_midst_of_a_message_is_not_left() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (notes, handle, served) = served(theirs, Device::default(), None);
+    let mut front = Frontend::new(end(ours), LONG);
+    front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
+    let (mut channel, back) = UnixStream::pair().unwrap();
+    front.set_backend_channel(back.as_fd()).unwrap();
+    channel.write_all(&[1; 3]).unwrap();
+    until(|| rustix::io::ioctl_fionread(&back).unwrap() == 0);
+    handle.leave();
+    served.join().unwrap().0.unwrap();
+    assert!(notes.0.lock().unwrap().kept.is_none());
+    assert!(front.features().is_err());
 }
 
 #[test]

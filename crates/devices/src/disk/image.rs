@@ -59,6 +59,9 @@ pub struct ImageOptions {
     /// How long the lock is waited for. A process that was killed holds it until the kernel has
     /// ended its I/O: who comes after it and goes on with what it had under way is to wait for that.
     pub wait: Duration,
+    /// Who reads an image that others read too: a number that the next process of the same service has as well, such as
+    /// one made of its socket's name. What a killed one still reads is waited for as above.
+    pub reader: Option<u64>,
     /// It is locked from [`take`](Image::take) to [`release`](Image::release) only, so that a guest
     /// can move to another process.
     pub hand_over: bool,
@@ -286,7 +289,7 @@ impl Image {
 /// Locks an image, once those who have it let go of it, if they do in time.
 pub(super) fn wait_for_lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
     let deadline = Instant::now() + options.wait;
-    while !lock::take(file, options.read_only)? {
+    while !lock::take(file, options.read_only, options.reader)? {
         if Instant::now() >= deadline {
             return Err(ImageError::Locked);
         }
@@ -380,7 +383,7 @@ mod tests {
     fn direct_io_that_outlives_its_process_keeps_the_lock() {
         let file = tempfile::NamedTempFile::new_in(".").unwrap();
         file.as_file().set_len(1 << 16).unwrap();
-        let direct = ImageOptions { direct: true, wait: Duration::ZERO, ..ImageOptions::default() };
+        let direct = ImageOptions { direct: true, ..ImageOptions::default() };
         let image = match Image::open(file.path(), direct) {
             // A file system that knows no direct I/O.
             Err(ImageError::Io(error)) if error.raw_os_error() == Some(libc::EINVAL) => return,
@@ -390,11 +393,21 @@ mod tests {
         let kept = image.direct.as_ref().unwrap().file.try_clone().unwrap();
         drop(image);
         for direct in [true, false] {
-            let options = ImageOptions { direct, wait: Duration::ZERO, ..ImageOptions::default() };
+            let options = ImageOptions { direct, ..ImageOptions::default() };
             let refused = Image::open(file.path(), options).map(drop);
             assert!(matches!(refused, Err(ImageError::Locked)), "{refused:?}");
         }
         drop(kept);
+        // One that is only read is shared with others, and not with what is left of oneself.
+        let reads = |reader| ImageOptions { read_only: true, reader: Some(reader), ..direct };
+        let image = Image::open(file.path(), reads(1)).unwrap();
+        let kept = image.direct.as_ref().unwrap().file.try_clone().unwrap();
+        drop(image);
+        let again = Image::open(file.path(), reads(1)).map(drop);
+        assert!(matches!(again, Err(ImageError::Locked)), "{again:?}");
+        Image::open(file.path(), reads(4)).unwrap();
+        drop(kept);
+        Image::open(file.path(), reads(1)).unwrap();
         Image::open(file.path(), direct).unwrap();
     }
 

@@ -13,7 +13,11 @@
 //! has forbidden what it does, or does what it forbids: of two that come at a time, one at least sees the
 //! other. (It is so since QEMU 2.10; seen in what `qemu-img` and `qemu-io` 10.0 ask of the kernel.)
 //!
-//! Both kinds belong to the open file description: they end with it, that is, when its last I/O has ended, and
+//! Who reads an image shares it with others that do, and would not see that a process of its own that was killed still
+//! has reads under way, into memory of the same guest. So it also locks a byte of its own, far behind every image, and
+//! waits until no other description holds that.
+//!
+//! All of them belong to the open file description: they end with it, that is, when its last I/O has ended, and
 //! not when another descriptor of the same file is closed.
 
 use std::{
@@ -32,6 +36,8 @@ const KINDS: i64 = 5;
 const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
+/// Where the bytes are of those who read: the upper half of what a lock can name.
+const READERS: i64 = 1 << 62;
 
 /// What a service does with its image.
 fn done(read_only: bool) -> &'static [i64] {
@@ -41,11 +47,12 @@ fn done(read_only: bool) -> &'static [i64] {
 /// What it lets no other do: a guest takes its disk for its own, and for as long as it was.
 const FORBIDDEN: [i64; 2] = [WRITE, RESIZE];
 
-/// Locks an image, to write it or to read it; false if another process has it.
+/// Locks an image, to write it or to read it; false if another process has it, or if it is only read and an earlier
+/// process of the same `reader` still does.
 ///
 /// # Errors
 /// As the system says.
-pub(super) fn take(file: &File, read_only: bool) -> io::Result<bool> {
+pub(super) fn take(file: &File, read_only: bool, reader: Option<u64>) -> io::Result<bool> {
     let how = match read_only {
         true => FlockOperation::NonBlockingLockShared,
         false => FlockOperation::NonBlockingLockExclusive,
@@ -55,23 +62,24 @@ pub(super) fn take(file: &File, read_only: bool) -> io::Result<bool> {
         Err(rustix::io::Errno::WOULDBLOCK) => return Ok(false),
         Err(error) => return Err(error.into()),
     }
-    let taken = take_bytes(file, read_only);
+    let reader = reader.filter(|_| read_only).map(|reader| READERS | (reader >> 2) as i64);
+    let taken = take_bytes(file, read_only, reader);
     if !matches!(taken, Ok(true)) {
         release(file)?;
     }
     taken
 }
 
-fn take_bytes(file: &File, read_only: bool) -> io::Result<bool> {
+fn take_bytes(file: &File, read_only: bool, reader: Option<i64>) -> io::Result<bool> {
     let does = done(read_only);
     let own = does.iter().map(|n| DOES + n).chain(FORBIDDEN.iter().map(|n| FORBIDS + n));
-    for byte in own {
+    for byte in own.chain(reader) {
         if !set(file, libc::F_RDLCK, byte, 1)? {
             return Ok(false);
         }
     }
     let others = does.iter().map(|n| FORBIDS + n).chain(FORBIDDEN.iter().map(|n| DOES + n));
-    for byte in others {
+    for byte in others.chain(reader) {
         if is_locked(file, byte)? {
             return Ok(false);
         }
@@ -79,18 +87,18 @@ fn take_bytes(file: &File, read_only: bool) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Lets go of both locks.
+/// Lets go of all of them.
 ///
 /// # Errors
 /// As the system says.
 pub(super) fn release(file: &File) -> io::Result<()> {
-    for first in [DOES, FORBIDS] {
-        set(file, libc::F_UNLCK, first, KINDS)?;
+    for (first, len) in [(DOES, KINDS), (FORBIDS, KINDS), (READERS, 0)] {
+        set(file, libc::F_UNLCK, first, len)?;
     }
     Ok(flock(file, FlockOperation::Unlock)?)
 }
 
-/// A lock of `len` bytes from `first` on.
+/// A lock of `len` bytes from `first` on; 0: all that follow.
 fn bytes(kind: libc::c_int, first: i64, len: i64) -> libc::flock {
     libc::flock {
         l_type: kind as libc::c_short,
@@ -147,7 +155,7 @@ mod tests {
 
     fn locked(image: &tempfile::NamedTempFile, read_only: bool) -> File {
         let file = opened(image, !read_only);
-        assert!(take(&file, read_only).unwrap());
+        assert!(take(&file, read_only, None).unwrap());
         file
     }
 
@@ -163,7 +171,7 @@ mod tests {
         let writer = locked(&image, false);
         assert_eq!(held(&image), [100, 101, 201, 203]);
         // Again, as for a second ring.
-        assert!(take(&writer, false).unwrap());
+        assert!(take(&writer, false, None).unwrap());
         release(&writer).unwrap();
         assert_eq!(held(&image), []);
         let reader = locked(&image, true);
@@ -191,7 +199,7 @@ mod tests {
             assert!(set(&other, libc::F_RDLCK, byte, 1).unwrap());
             for (read_only, kept_out) in [(true, keeps_readers), (false, keeps_writers)] {
                 let file = opened(&image, !read_only);
-                assert_eq!(take(&file, read_only).unwrap(), !kept_out, "{byte} {read_only}");
+                assert_eq!(take(&file, read_only, None).unwrap(), !kept_out, "{byte} {read_only}");
                 if kept_out {
                     // Nothing is left of it, though the file is still open.
                     assert_eq!(held(&image), [byte]);
@@ -208,6 +216,22 @@ mod tests {
         let _writer = locked(&image, false);
         drop(opened(&image, true));
         assert_eq!(held(&image), [100, 101, 201, 203]);
-        assert!(!take(&opened(&image, false), true).unwrap());
+        assert!(!take(&opened(&image, false), true, None).unwrap());
+    }
+    #[test]
+    fn readers_share_an_image_but_not_with_what_is_left_of_themselves() {
+        let image = image();
+        let [first, other, next] = [(); 3].map(|()| opened(&image, false));
+        for reader in [7, u64::MAX] {
+            assert!(take(&first, true, Some(reader)).unwrap());
+            assert!(take(&other, true, Some(reader ^ 4)).unwrap());
+            assert!(!take(&next, true, Some(reader)).unwrap());
+            // Nothing of it is left that would keep others out.
+            release(&other).unwrap();
+            release(&first).unwrap();
+            assert!(take(&next, true, Some(reader)).unwrap());
+            release(&next).unwrap();
+            assert!(!is_locked(&other, READERS | (reader >> 2) as i64).unwrap());
+        }
     }
 }

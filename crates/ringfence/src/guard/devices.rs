@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     blk, net,
-    serve::{Connection, Page, Ready},
+    serve::{Connection, Page, Ready, reader},
 };
 
 /// The units of devices among a worker's: the IOMMU's is the one before.
@@ -153,6 +153,7 @@ impl<'a> Plan<'a> {
                     wait: blk::LOCK_WAIT,
                     hand_over: false,
                     buffers: spec.buffers,
+                    reader: Some(reader(&absolute(&spec.place.socket)?)),
                 };
                 Ok(Opened::Image(Arc::new(blk::open(&spec.image, how)?)))
             }

@@ -28,7 +28,7 @@ use tracing::level_filters::LevelFilter;
 use self::socket::Access;
 pub(crate) use frame::run;
 pub(crate) use page::{Kind, Page};
-pub(crate) use ready::{Ready, begin, open, open_on};
+pub(crate) use ready::{Ready, begin, open, open_on, reader};
 
 /// How many connections of a socket that have not sent anything are kept at a time. Another one takes the place of
 /// the first of them.

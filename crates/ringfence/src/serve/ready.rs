@@ -2,8 +2,11 @@
 
 use std::{
     io,
-    os::{fd::AsFd, unix::net::UnixStream},
-    path::Path,
+    os::{
+        fd::AsFd,
+        unix::{ffi::OsStrExt, net::UnixStream},
+    },
+    path::{Path, PathBuf, absolute},
     sync::{Arc, atomic::AtomicBool},
     thread,
 };
@@ -47,6 +50,20 @@ pub(crate) struct Begun {
     /// Whether the service manager has what is inherited.
     is_stored: bool,
     inherited: Option<Inherited>,
+}
+
+impl Begun {
+    /// The name of socket `at`: of the one that the service manager has passed, or `path`.
+    pub(crate) fn socket(&self, at: usize, path: Option<&Path>) -> Option<PathBuf> {
+        self.passed.name(at).or_else(|| absolute(path?).ok())
+    }
+}
+
+/// A number that stands for the socket of that name, in every process.
+pub(crate) fn reader(socket: &Path) -> u64 {
+    // FNV-1a, which does not change with the library.
+    let step = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    socket.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
 /// Says from now on what `--log` asks for, has as many descriptors as the system allows, and takes over what the process

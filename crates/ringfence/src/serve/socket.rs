@@ -190,6 +190,18 @@ pub(super) struct Passed {
     pub(super) ends: Option<[OwnedFd; 2]>,
 }
 
+impl Passed {
+    /// The name of a socket that was passed.
+    pub(super) fn name(&self, at: usize) -> Option<PathBuf> {
+        name(self.listeners.get(at)?)
+    }
+}
+
+/// The file of a socket, if it has one.
+fn name(socket: &UnixListener) -> Option<PathBuf> {
+    Some(socket.local_addr().ok()?.as_pathname()?.to_owned())
+}
+
 /// What the service manager has passed (`LISTEN_FDS`): sockets to listen on, and what it has kept.
 ///
 /// # Errors
@@ -232,7 +244,7 @@ pub(super) fn open(
     let sockets = if activated { passed.listeners } else { left.unwrap_or_default() };
     for (at, socket) in sockets.into_iter().enumerate() {
         socket.set_nonblocking(true)?;
-        let path = socket.local_addr().ok().and_then(|at| Some(at.as_pathname()?.to_owned()));
+        let path = name(&socket);
         let name = path.as_ref().map(|path| path.display().to_string());
         let name = name.unwrap_or(format!("LISTEN_FDS[{at}]"));
         let placed = path.filter(|path| !activated && paths.get(at) == Some(&&**path));

@@ -64,6 +64,12 @@ impl Kept {
         })
     }
 
+    /// The back end's channel is no more.
+    pub(super) fn channel_lost(&mut self) {
+        self.held.channel = None;
+        self.changed = true;
+    }
+
     fn note(&mut self, request: Request, fds: Vec<PeerFd>) {
         self.changed |= self.held.note(request, fds);
     }
@@ -147,7 +153,7 @@ impl<H: Handler> Server<H> {
             kept.keeper.keep(Some(&saved.astray()));
         }
         self.rings.iter_mut().for_each(|ring| ring.lost = true);
-        self.resuming = true;
+        (self.resuming, self.to_come) = (true, saved.to_come);
         for (request, fds) in saved.requests {
             if let Request::SetVringBase { ring, .. } = request {
                 let ring = self.ring(request.code(), ring)?;
@@ -191,26 +197,32 @@ impl<H: Handler> Server<H> {
         if std::mem::take(&mut kept.changed) {
             let held = &kept.held;
             let state =
-                self.handler.can_be_resumed().then(|| self.state(held, |ring| ring.running));
+                self.handler.can_be_resumed().then(|| self.state(held, |ring| ring.running, None));
             kept.keeper.keep(state.as_ref());
         }
         kept.keeper.settled();
         self.kept = Some(kept);
     }
 
-    /// All rings are stopped, of which those in `ran` are to run again elsewhere.
-    pub(super) fn keep_stopped(&mut self, ran: &[bool]) {
+    /// All rings are stopped, of which those in `ran` are to run again elsewhere; so many answers are `to_come` on the
+    /// back end's channel.
+    pub(super) fn keep_stopped(&mut self, ran: &[bool], to_come: Option<u32>) {
         let Some(mut kept) = self.kept.take() else { return };
         for (ring, &ran) in self.rings.iter_mut().zip(ran) {
             ring.running = ran;
         }
-        kept.keeper.keep(Some(&self.state(&kept.held, |_| false)));
+        kept.keeper.keep(Some(&self.state(&kept.held, |_| false, to_come)));
         self.rings.iter_mut().for_each(|ring| ring.running = false);
         self.kept = Some(kept);
     }
 
     /// What holds, as requests. Of rings that are `astray` it is not said where they stand.
-    fn state<'k>(&self, kept: &'k Held, astray: impl Fn(&Ring) -> bool) -> ConnectionState<'k> {
+    fn state<'k>(
+        &self,
+        kept: &'k Held,
+        astray: impl Fn(&Ring) -> bool,
+        to_come: Option<u32>,
+    ) -> ConnectionState<'k> {
         let mut requests: Vec<(Request, Vec<BorrowedFd<'k>>)> = Vec::new();
         let mut say = |request, fd: Option<&'k PeerFd>| {
             requests.push((request, fd.map(|fd| fd.as_fd()).into_iter().collect()));
@@ -269,6 +281,6 @@ impl<H: Handler> Server<H> {
                 say(Request::SetVringKick { ring: short, fd }, fds.kick.as_ref());
             }
         }
-        ConnectionState { requests }
+        ConnectionState { to_come, requests }
     }
 }

@@ -163,7 +163,7 @@ impl<H: Handler> Server<H> {
                 let acks = self.has(ProtocolFeatures::REPLY_ACK);
                 let channel = match self.resuming {
                     false => BackendChannel::new(fd, acks),
-                    true => BackendChannel::resumed(fd),
+                    true => BackendChannel::resumed(fd, acks, self.to_come),
                 };
                 let channel = Arc::new(channel.map_err(HandlerError::from)?);
                 channel.set_silent(!self.rings.iter().any(|ring| ring.running));

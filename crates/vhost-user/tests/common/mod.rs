@@ -68,6 +68,8 @@ pub(crate) struct Device {
     pub(crate) carried_out: Arc<AtomicU64>,
     /// How many of them had when it was last told that no more are there.
     pub(crate) settled: Arc<AtomicU64>,
+    /// How many answers came on the channel.
+    pub(crate) answered: Arc<AtomicU64>,
     /// How many channels the front end has closed.
     pub(crate) lost: Arc<AtomicU64>,
     /// Whether the end of a connection is written down.
@@ -94,6 +96,7 @@ impl Default for Device {
             together: Vec::new(),
             carried_out: Arc::default(),
             settled: Arc::default(),
+            answered: Arc::default(),
             lost: Arc::default(),
             notes_end: false,
             on_stop: None,
@@ -199,6 +202,7 @@ impl Handler for Device {
     }
     fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
         self.events.push(Event::Answer(message, number, done));
+        self.answered.fetch_add(1, Ordering::Relaxed);
     }
     fn channel_lost(&mut self, _why: &WireError) {
         self.events.push(Event::ChannelLost);
