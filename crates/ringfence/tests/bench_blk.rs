@@ -74,6 +74,21 @@ fn buffers_of_the_service_s_own_are_compared_with_the_guest_s() {
 }
 
 #[test]
+fn a_confined_service_is_compared_with_one_that_is_not() {
+    let place = Place::new();
+    let only = ["--only", "sandbox", "--depth", "8", "--queues", "1", "--kind", "read"];
+    let json = place.bench(&SHORT, &only);
+    assert_eq!(
+        names(&json),
+        ["unconfined", "confined"].map(|case| format!("read/split/1x8/{case}"))
+    );
+    for row in json["rows"].as_array().unwrap() {
+        assert!(number(row, "/ratio_to_off/median") > 0.0, "{row}");
+        assert_eq!((&row["wrong"], &row["failed"]), (&0.into(), &0.into()), "{row}");
+    }
+}
+
+#[test]
 fn the_data_path_by_itself_is_measured_with_and_without_an_iotlb() {
     let place = Place::new();
     let json = place.bench(&SHORT, &["--only", "path", "--kind", "write"]);

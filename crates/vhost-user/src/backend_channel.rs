@@ -96,7 +96,11 @@ impl BackendChannel {
         BackendChannel::with(stream, acks && to_come.is_some(), to_come)
     }
 
-    fn with(stream: impl Into<PeerFd>, acks: bool, foreign: Option<u32>) -> io::Result<BackendChannel> {
+    fn with(
+        stream: impl Into<PeerFd>,
+        acks: bool,
+        foreign: Option<u32>,
+    ) -> io::Result<BackendChannel> {
         let stream = stream.into();
         if !stream.is_unix_stream() {
             return Err(io::Error::new(

@@ -189,8 +189,7 @@ fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_ask
     first.join().unwrap().0.unwrap();
     let second = asks(2);
     let answered = Arc::clone(&second.answered);
-    let (kept, handle, second) =
-        served(theirs.try_clone().unwrap(), second, Some(notes.saved()));
+    let (kept, handle, second) = served(theirs.try_clone().unwrap(), second, Some(notes.saved()));
     let mut asked = Vec::new();
     while asked.len() < 2 {
         assert!(channel.recv_all(&mut asked).unwrap());

@@ -39,7 +39,7 @@ EXIT STATUS:
 pub(crate) struct Arguments {
     /// What is measured, separated by commas: off (no IOMMU), static (buffers are mapped once),
     /// dynamic (each request has addresses of its own), buffers (data in buffers of the service's own,
-    /// and in the guest's, of requests of 4 KiB and of 64), path (the data path by itself, compiled
+    /// and in the guest's, of requests of 4 KiB and of 64), sandbox (confined, and not), path (the data path by itself, compiled
     /// with an IOTLB and without) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Part>)]
     only: Option<List<Part>>,

@@ -250,15 +250,19 @@ impl Qemu {
     /// A disk whose back end listens on a socket, with more of QEMU's options for it.
     pub(crate) fn blk(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();
-        // It comes back after a crash of the back end.
-        let again = if self.newer { "reconnect-ms=1000" } else { "reconnect=1" };
-        self.add("-chardev", format!("socket,id=c{n},path={},{again}", socket.display()));
+        self.chardev(n, socket);
         let own = self.own();
         self.add(
             "-device",
             format!("vhost-user-blk-pci,chardev=c{n},num-queues={queues},{own}{more}"),
         );
         self
+    }
+
+    /// What a back end is connected to by, again after a crash of the back end.
+    fn chardev(&mut self, n: u32, socket: &Path) {
+        let again = if self.newer { "reconnect-ms=1000" } else { "reconnect=1" };
+        self.add("-chardev", format!("socket,id=c{n},path={},{again}", socket.display()));
     }
 
     /// A thread of QEMU's, for a disk of its own.
@@ -287,7 +291,7 @@ impl Qemu {
     /// A network device whose back end listens on a socket, with more of QEMU's options for it.
     pub(crate) fn net(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();
-        self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
+        self.chardev(n, socket);
         self.add("-netdev", format!("type=vhost-user,id=n{n},chardev=c{n},queues={queues}"));
         let mq = if queues > 1 { "mq=on," } else { "" };
         let own = self.own();

@@ -22,6 +22,8 @@ named! {
     Dynamic = "dynamic",
     /// Data in buffers of the service's own (`--disk-buffers own`) and in the guest's, of requests of two sizes.
     Buffers = "buffers",
+    /// With the service confined as it is by default, and not (`--sandbox off`).
+    Sandbox = "sandbox",
     /// Driver and device in one thread, over memory: what the data path costs by itself.
     Path = "path",
 }
@@ -75,6 +77,8 @@ pub(super) struct Case {
     pub(super) addressing: Addressing,
     /// Of the part that compares buffers: blocks of a request, and whether they are the service's own.
     pub(super) buffers: Option<(u32, bool)>,
+    /// Of the part that compares them: whether the service is confined.
+    pub(super) sandbox: Option<bool>,
 }
 
 /// Blocks of requests whose buffers are compared: 4 KiB and 64 KiB.
@@ -84,6 +88,7 @@ impl Case {
     fn part(&self) -> Part {
         match self.addressing {
             _ if self.buffers.is_some() => Part::Buffers,
+            _ if self.sandbox.is_some() => Part::Sandbox,
             Addressing::Physical => Part::Off,
             Addressing::Static { .. } => Part::Static,
             Addressing::Fresh { .. } => Part::Dynamic,
@@ -101,6 +106,11 @@ impl Case {
             let size = Entry(u64::from(span) * BLOCK as u64);
             return format!("{size}/{}", self.disk_buffers());
         }
+        match self.sandbox {
+            Some(true) => return "confined".to_owned(),
+            Some(false) => return "unconfined".to_owned(),
+            None => {}
+        }
         match self.addressing {
             Addressing::Physical => "off".to_owned(),
             Addressing::Static { entry, mergeable } => {
@@ -117,10 +127,11 @@ impl Case {
         format!("{kind}/{ring}/{queues}x{depth}/{}", self.addresses())
     }
 
-    /// The one of the same requests without an IOMMU, and with the guest's buffers.
+    /// The one of the same requests without an IOMMU, with the guest's buffers, or unconfined.
     pub(super) fn off(&self) -> Case {
         let buffers = self.buffers.map(|(span, _)| (span, false));
-        Case { addressing: Addressing::Physical, buffers, ..*self }
+        let sandbox = self.sandbox.map(|_| false);
+        Case { addressing: Addressing::Physical, buffers, sandbox, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
@@ -136,6 +147,7 @@ impl Case {
             let bytes = u64::from(span) * BLOCK as u64;
             params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
         }
+        params.extend(self.sandbox.map(|on| ("sandbox".to_owned(), on.into())));
         match self.addressing {
             Addressing::Physical => {}
             Addressing::Static { entry, mergeable } => {
@@ -204,16 +216,19 @@ impl Choice {
                     for &Queues(queues) in &self.queues {
                         // One request in each of two queues tells what one in one does.
                         if self.all || depth > 1 || queues == 1 {
-                            let with = |(addressing, buffers)| Case {
-                                kind,
-                                ring,
-                                depth,
-                                queues,
-                                addressing,
-                                buffers,
-                            };
-                            let plain = self.addressings().map(|addressing| (addressing, None));
-                            cases.extend(plain.chain(self.buffers()).map(with));
+                            let addressing = Addressing::Physical;
+                            let (buffers, sandbox) = (None, None);
+                            let off =
+                                Case { kind, ring, depth, queues, addressing, buffers, sandbox };
+                            cases.extend(
+                                self.addressings().map(|addressing| Case { addressing, ..off }),
+                            );
+                            cases.extend(self.buffers().map(|b| Case { buffers: Some(b), ..off }));
+                            if self.parts.contains(&Part::Sandbox) {
+                                cases.extend(
+                                    [false, true].map(|on| Case { sandbox: Some(on), ..off }),
+                                );
+                            }
                         }
                     }
                 }
@@ -223,9 +238,9 @@ impl Choice {
     }
 
     /// Those of the part that compares them, the guest's before the service's own.
-    fn buffers(&self) -> impl Iterator<Item = (Addressing, Option<(u32, bool)>)> {
+    fn buffers(&self) -> impl Iterator<Item = (u32, bool)> {
         let spans = SPANS.into_iter().filter(|_| self.parts.contains(&Part::Buffers));
-        spans.flat_map(|span| [false, true].map(|own| (Addressing::Physical, Some((span, own)))))
+        spans.flat_map(|span| [(span, false), (span, true)])
     }
 
     fn addressings(&self) -> impl Iterator<Item = Addressing> + '_ {
@@ -248,7 +263,7 @@ impl Choice {
                     .collect()
                 }
                 Part::Dynamic => [false, true].map(|push| Addressing::Fresh { push }).to_vec(),
-                Part::Buffers | Part::Path => Vec::new(),
+                Part::Buffers | Part::Sandbox | Part::Path => Vec::new(),
             }
         };
         self.parts.iter().flat_map(of)
@@ -289,6 +304,7 @@ mod tests {
             "read/split/1x128/4k/unmergeable",
             "write/packed/2x1/dynamic/pushed",
             "read/split/1x1/64k/own",
+            "read/split/1x128/confined",
         ] {
             assert!(cases.iter().any(|case| case.name() == wanted), "{wanted}");
         }

@@ -165,6 +165,9 @@ impl Running {
             arguments.push("--read-only".to_owned());
         }
         arguments.extend(["--disk-buffers", case.disk_buffers()].map(str::to_owned));
+        if case.sandbox == Some(false) {
+            arguments.extend(["--sandbox", "off"].map(str::to_owned));
+        }
         let process =
             Process::start("ringfence blk", &program, &arguments, Some(cpus[0]), &socket, false)?;
         let driver = threads::bound_to(cpus[1], || {

@@ -15,7 +15,7 @@ of each block that is read the first and last words are checked, of some all byt
 itself. Each figure is the median of windows, each ratio that of the rounds' ratios; ± is half of its 95 % interval.
   2x128      queues, and requests in flight in each
   kIOPS      thousands of requests a second
-  x off      against the same requests without an IOMMU, or with the guest's buffers
+  x off      against the same requests without an IOMMU, with the guest's buffers, or unconfined
   cpu        CPU time of the back end for a request, µs, the kernel's work for it included; x off as above
   ping       round trip of a cache line between the CPUs, ns; it says where the host has put them
   short, moved, failed
@@ -26,6 +26,8 @@ itself. Each figure is the median of windows, each ratio that of the rounds' rat
              the back end asks, or the driver pushes
   own, guest where data is while the disk has it: in buffers of the service's own, or in the guest's; 4k, 64k are the
              sizes of requests then
+  confined, unconfined
+             the back end as it is by default, and with --sandbox off
   misses     that the back end asked for, for each request
   data path  a driver and a device in one thread over a disk in memory; what the device takes for a request, and how
              fast that is against the same code compiled without an IOTLB
