@@ -12,6 +12,7 @@ mod rules;
 mod soak;
 mod steps;
 mod suite;
+mod timeline;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -81,6 +82,17 @@ enum Command {
         #[arg(long)]
         only: Option<String>,
     },
+    /// Traces the scheduler (as root), and prints how soon a thread runs that is woken, and who ran meanwhile.
+    Timeline {
+        /// The thread's name, as `top -H` shows it: guard-0, say.
+        thread: String,
+        /// For how long.
+        #[arg(long, default_value_t = 5.0)]
+        seconds: f64,
+        /// How much of the trace is printed around a wake-up.
+        #[arg(long, default_value_t = 40)]
+        lines: usize,
+    },
     /// Runs every fuzz target for a while.
     Fuzz {
         /// How long each runs.
@@ -111,6 +123,7 @@ fn run(command: Command) -> Result<()> {
         Command::Guests { iommufd } => guests::make(&iommufd),
         Command::Readme { only } => readme::regenerate(only.as_deref()),
         Command::Soak { minutes, only } => soak::soak(minutes, only.as_deref()),
+        Command::Timeline { thread, seconds, lines } => timeline::run(&thread, seconds, lines),
         Command::Fuzz { seconds, only } => {
             let seed = std::process::id().into();
             fuzz::build(only.as_deref(), true)?.run(fuzz::Length::Explore { seconds, seed })
