@@ -30,6 +30,8 @@ struct Run {
     suite: OnceCell<Suite>,
     /// Tests that no step has run, with the reason.
     idle: RefCell<BTreeSet<String>>,
+    /// How many tests of each program passed, for a result that is kept.
+    programs: RefCell<Vec<String>>,
 }
 
 impl Run {
@@ -45,6 +47,7 @@ impl Run {
         let programs: Vec<_> = self.suite()?.tests.iter().filter(|p| which(p)).cloned().collect();
         let mut tally = suite::run(&programs, &[], &[])?;
         self.idle.borrow_mut().append(&mut tally.ignored);
+        self.programs.borrow_mut().append(&mut tally.programs);
         tally.verdict()
     }
 
@@ -54,7 +57,9 @@ impl Run {
         let program = programs.find(|p| p.package == package && p.target == target);
         let program = program.with_context(|| format!("no test program {package} {target}"))?;
         let all = [&["--ignored"], arguments].concat();
-        suite::run(std::slice::from_ref(program), &all, &[])?.verdict()?;
+        let mut tally = suite::run(std::slice::from_ref(program), &all, &[])?;
+        self.programs.borrow_mut().append(&mut tally.programs);
+        tally.verdict()?;
         let skipped = arguments.windows(2).filter(|pair| pair[0] == "--skip").map(|pair| pair[1]);
         let skipped: Vec<&str> = skipped.collect();
         let chosen: Vec<&&str> =
@@ -141,7 +146,9 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     if steps.is_empty() {
         bail!("no step has {:?} in its name; --list names them", only.unwrap_or_default());
     }
-    let run = Run { missing: packages::ensure(), suite: OnceCell::new(), idle: RefCell::default() };
+    let missing = packages::ensure();
+    let (idle, programs) = (RefCell::default(), RefCell::default());
+    let run = Run { missing, suite: OnceCell::new(), idle, programs };
     let (mut failed, mut not_run, mut lines) = (Vec::new(), Vec::new(), Vec::new());
     let begun = Instant::now();
     for step in &steps {
@@ -184,7 +191,8 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     let sum = format!("{passed} passed, {} failed, {} skipped", failed.len(), not_run.len());
     println!("in all {:.0} s\nsteps: {sum}", begun.elapsed().as_secs_f32());
     if all && only.is_none() {
-        let text = format!("{}\n\n{}\n\n{sum}\n", commit()?, lines.join("\n"));
+        let (steps, programs) = (lines.join("\n"), run.programs.borrow().join("\n"));
+        let text = format!("{}\n\n{steps}\n\n{sum}\n\n{programs}\n", commit()?);
         std::fs::write(root().join("docs/all.txt"), text)?;
     }
     if !failed.is_empty() {

@@ -78,6 +78,8 @@ pub(crate) struct Tally {
     pub(crate) failed: Vec<Failure>,
     /// Tests that did not run, with the reason that they give.
     pub(crate) ignored: BTreeSet<String>,
+    /// What became of each program's tests, a line each.
+    pub(crate) programs: Vec<String>,
 }
 
 /// A test that failed, or a program that ended without having said which did.
@@ -190,7 +192,9 @@ pub(crate) fn run(
             println!("{said}\n{status}");
         }
         if passed + failed > 0 {
-            println!("{}: {passed} passed, {failed} failed in {seconds:.1} s", program.name());
+            let line = format!("{}: {passed} passed, {failed} failed", program.name());
+            println!("{line} in {seconds:.1} s");
+            tally.programs.push(line);
         }
         Ok(())
     };
