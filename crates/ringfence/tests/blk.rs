@@ -326,6 +326,29 @@ fn a_disk_that_is_only_read_is_not_written() {
     assert_eq!(fs::read(image).unwrap(), vec![7; MIB]);
 }
 
+/// What a killed process of the same socket still reads into a guest's memory cannot be told from what one reads that
+/// runs.
+#[test]
+fn a_reader_shares_its_image_but_not_with_another_of_its_socket() {
+    let place = Place::new();
+    place.write("disk.img", vec![7; MIB]);
+    let direct = ["--read-only", "--direct", "--disk-buffers", "guest"];
+    let running = started(&place, &direct);
+    let blk = |socket| [&["blk", "--socket", socket, "--image", "disk.img"], &direct[..]].concat();
+    let other = place.start(&blk("t"));
+    let _connection = Machine::new(1, false).connect(&place.path("t"), None);
+    for same in ["s", "./s"] {
+        let ended = place.run(&blk(same));
+        assert_eq!(ended.code(), 1, "{ended}");
+        assert!(ended.err.contains("it is locked"), "{ended}");
+    }
+    let ended = place.run(&["blk", "--socket", "s", "--image", "disk.img", "--read-only"]);
+    assert!(ended.err.contains("serves this socket"), "{ended}");
+    other.signal(Signal::INT);
+    assert_eq!(other.wait().code(), 0);
+    ends(running, &place);
+}
+
 /// Writes and reads past the page cache where that is possible, and beside it where not.
 #[test]
 fn direct_requests_need_not_be_aligned() {

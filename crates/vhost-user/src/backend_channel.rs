@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Most messages that wait for an answer. Beyond it nothing more is asked.
-const MOST_ANSWERS: usize = 256;
+pub(crate) const MOST_ANSWERS: u32 = 256;
 
 /// How long a receive may take that a channel is left behind. It takes what is there, some bytes; only a front end that
 /// receives on our end itself, into memory that never comes, makes it longer, and loses its own connection by it.
@@ -135,7 +135,7 @@ impl BackendChannel {
                 let Some(wire) = message.emit() else { break };
                 let ack = ack.filter(|_| self.acks);
                 answers += usize::from(ack.is_some());
-                if answers > MOST_ANSWERS {
+                if answers > MOST_ANSWERS as usize {
                     break;
                 }
                 let header =
@@ -297,10 +297,17 @@ impl BackendChannel {
         inbox.is_some_and(|inbox| inbox.is_empty()) && self.flush_rest(&mut self.outbox())
     }
 
-    /// How many answers are still to come on a channel that was [left](Self::leave); `None`: that is not known.
+    /// How many answers are still to come on a channel that was [left](Self::leave); `None`: that is not known, or
+    /// they are more than one process asks for.
     pub(crate) fn to_come(&self) -> Option<u32> {
         let foreign = self.received.lock().unwrap_or_else(PoisonError::into_inner).foreign?;
-        Some(foreign + self.outbox().asked.len() as u32)
+        let asked = self.outbox().asked.len() as u32;
+        foreign.checked_add(asked).filter(|to_come| *to_come <= MOST_ANSWERS)
+    }
+
+    /// Whether the front end has closed it.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.outbox().broken
     }
 
     /// The answers that have come, each with its message's number and with whether the front end could do what

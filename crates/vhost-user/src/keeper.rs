@@ -11,6 +11,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{
     PeerFd, WireError,
+    backend_channel::MOST_ANSWERS,
     msg::{Header, Request},
 };
 
@@ -151,6 +152,8 @@ impl SavedConnection {
             let fds = fds.by_ref().take(request.fds()).collect();
             (request, fds)
         };
+        // No process owes more.
+        let to_come = to_come.filter(|to_come| *to_come <= MOST_ANSWERS);
         Ok(SavedConnection { to_come, requests: requests.into_iter().map(with_fds).collect() })
     }
 }
@@ -185,7 +188,10 @@ mod tests {
         };
         let read = SavedConnection::parse(&bytes, fds()).unwrap();
         assert_eq!(read.to_come, Some(3));
-        assert_eq!(SavedConnection::parse(&emit(0, None), vec![]).unwrap().to_come, None);
+        for too_many in [None, Some(MOST_ANSWERS + 1), Some(NOT_KNOWN - 1)] {
+            let read = SavedConnection::parse(&emit(0, too_many), vec![]).unwrap();
+            assert_eq!(read.to_come, None);
+        }
         assert!(
             read.requests.iter().map(|(request, _)| request).eq(requests.iter().map(|(r, _)| r))
         );

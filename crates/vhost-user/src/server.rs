@@ -281,6 +281,10 @@ impl<H: Handler> Server<H> {
             // Where it is left unknown nobody can go on. Else nobody is left to be told.
             self.left &= self.stop(ring).is_ok();
         }
+        if self.backend.as_ref().is_some_and(|own| own.channel().is_lost()) {
+            self.backend = None;
+            self.kept.iter_mut().for_each(Kept::channel_lost);
+        }
         self.left = self.left && self.backend.as_ref().is_none_or(|own| own.channel().leave());
         match self.left {
             true => {

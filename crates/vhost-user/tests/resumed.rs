@@ -184,7 +184,7 @@ fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_ask
     // rules D9, D27
     let (ours, theirs) = UnixStream::pair().unwrap();
     let (notes, handle, first) = served(theirs.try_clone().unwrap(), asks(1), None);
-    let (mut front, mut channel, _back) = with_channel(ours);
+    let (mut front, mut channel, back) = with_channel(ours);
     handle.leave();
     first.join().unwrap().0.unwrap();
     let second = asks(2);
@@ -215,6 +215,7 @@ fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_ask
         let (kept, handle, served) = served(theirs.try_clone().unwrap(), asks(page), Some(saved));
         assert!(channel.recv_all(&mut asked).unwrap());
         channel.answer(&Asked { wants_answer: true, ..asked[0] }, false).unwrap();
+        until(|| rustix::io::ioctl_fionread(&back).unwrap() == 0);
         handle.leave();
         let (result, device) = served.join().unwrap();
         result.unwrap();

@@ -60,7 +60,8 @@ pub struct ImageOptions {
     /// ended its I/O: who comes after it and goes on with what it had under way is to wait for that.
     pub wait: Duration,
     /// Who reads an image that others read too: a number that the next process of the same service has as well, such as
-    /// one made of its socket's name. What a killed one still reads is waited for as above.
+    /// one made of its socket's name. What a killed one still reads into a guest's memory is waited for as above: with
+    /// direct I/O, and without buffers of its own.
     pub reader: Option<u64>,
     /// It is locked from [`take`](Image::take) to [`release`](Image::release) only, so that a guest
     /// can move to another process.
@@ -159,6 +160,16 @@ impl Image {
             true => Some(Direct::of(&file, options.read_only)?),
             false => None,
         };
+        let own_buffers = match options.buffers {
+            DiskBuffers::Own => true,
+            DiskBuffers::Guest => false,
+            DiskBuffers::Auto => !origin::always_answers(&file),
+        };
+        // Elsewhere no read reaches a guest's memory that its process does not see the end of.
+        let options = match options.direct && !own_buffers {
+            true => options,
+            false => ImageOptions { reader: None, ..options },
+        };
         // What the kernel has of a process that died keeps the description that it goes by, and its locks with
         // it: direct I/O, if there is any. What goes through the page cache ends with the process.
         let locked = direct.as_ref().map_or(&file, |direct| &direct.file);
@@ -176,11 +187,6 @@ impl Image {
             return Err(ImageError::Empty(bytes));
         }
         let holes = if options.read_only { Holes::default() } else { Holes::of(&file, bytes) };
-        let own_buffers = match options.buffers {
-            DiskBuffers::Own => true,
-            DiskBuffers::Guest => false,
-            DiskBuffers::Auto => !origin::always_answers(&file),
-        };
         let (shrinks, plain) = (kind.is_file(), Image::new(file.into(), len));
         Ok(Image { direct, shrinks, holes, hand_over, own_buffers, ..plain })
     }
@@ -399,13 +405,17 @@ mod tests {
         }
         drop(kept);
         // One that is only read is shared with others, and not with what is left of oneself.
-        let reads = |reader| ImageOptions { read_only: true, reader: Some(reader), ..direct };
+        let buffers = DiskBuffers::Guest;
+        let reads =
+            |reader| ImageOptions { read_only: true, reader: Some(reader), buffers, ..direct };
         let image = Image::open(file.path(), reads(1)).unwrap();
         let kept = image.direct.as_ref().unwrap().file.try_clone().unwrap();
         drop(image);
         let again = Image::open(file.path(), reads(1)).map(drop);
         assert!(matches!(again, Err(ImageError::Locked)), "{again:?}");
         Image::open(file.path(), reads(4)).unwrap();
+        let own = ImageOptions { buffers: DiskBuffers::Own, ..reads(1) };
+        Image::open(file.path(), own).unwrap();
         drop(kept);
         Image::open(file.path(), reads(1)).unwrap();
         Image::open(file.path(), direct).unwrap();

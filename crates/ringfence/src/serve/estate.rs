@@ -95,7 +95,7 @@ impl Inherited {
     /// The connections that can go on, by socket.
     ///
     /// # Errors
-    /// One was left by another version.
+    /// The system refuses.
     pub(super) fn connections(
         &mut self,
         names: &[&str],
@@ -113,20 +113,24 @@ impl Inherited {
                 bail!("a connection of {name} without its descriptors");
             };
             let page = SharedFile::map(&page, 0, 8).context("a connection's page")?;
-            if page.u64_at(0).load(Ordering::Acquire) != SETTLED {
-                warn!(
-                    source = %name,
-                    "the process before has ended in the middle of requests: the front end is hung up on"
-                );
-                let _ = rustix::net::shutdown(&stream, rustix::net::Shutdown::Both);
-                memo.spend_all(fds.chain([stream]));
-                return Ok(None);
-            }
-            let fds = fds.map(|fd| PeerFd::new(fd, closer)).collect();
-            let saved = SavedConnection::parse(&bytes, fds);
-            let saved = saved.with_context(|| format!("a connection of {name}"))?;
-            let stream = PeerFd::new(stream, closer);
-            Ok(Some(Resumed { stream, saved }))
+            let why = if page.u64_at(0).load(Ordering::Acquire) == SETTLED {
+                let fds = fds.map(|fd| PeerFd::new(fd, closer)).collect();
+                match SavedConnection::parse(&bytes, fds) {
+                    Ok(saved) => {
+                        let stream = PeerFd::new(stream, closer);
+                        return Ok(Some(Resumed { stream, saved }));
+                    }
+                    // To end would be to be started again, and to find it again.
+                    Err(error) => format!("the process before has left {error}"),
+                }
+            } else {
+                memo.spend_all(fds);
+                "the process before has ended in the middle of requests".to_owned()
+            };
+            warn!(source = %name, "{why}: the front end is hung up on");
+            let _ = rustix::net::shutdown(&stream, rustix::net::Shutdown::Both);
+            memo.spend_all([stream]);
+            Ok(None)
         })
         .collect()
     }

@@ -47,6 +47,7 @@ fn ends_often(
     figure: &str,
     next: impl Fn() -> Service,
 ) -> Service {
+    let mut cut = Vec::new();
     for killed in [true, false] {
         for _ in 0..TIMES {
             service.reaches(figure, SOME);
@@ -56,16 +57,18 @@ fn ends_often(
             }
             service = next();
         }
+        service.reaches(figure, SOME);
+        let log = service.log();
+        let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
+        cut.push(count("in the middle of requests"));
+        let all = cut.len() * TIMES * sockets;
+        let (new, on) = (count("has connected"), count("going on with its front end"));
+        assert_eq!((new, on), (sockets + cut[0], all - cut[0]), "{log}");
     }
-    service.reaches(figure, SOME);
-    let log = service.log();
-    let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
-    let again = count("in the middle of requests");
-    let (new, on) = (count("has connected"), count("going on with its front end"));
-    assert_eq!((new, on), (sockets + again, 2 * TIMES * sockets - again), "{log}");
-    let most = if iommu == Iommu::VirtioStrict { TIMES * sockets } else { 0 };
-    assert!(again <= most, "{log}");
-    eprintln!("{again} connections were in the middle of requests");
+    eprintln!("{} of {} connections were in the middle of requests", cut[0], TIMES * sockets);
+    // In an orderly end nothing is, and without translations of QEMU's nothing ever.
+    assert_eq!(cut[0], cut[1]);
+    assert!(cut[0] == 0 || iommu == Iommu::VirtioStrict && cut[0] < TIMES * sockets);
     service
 }
 
