@@ -122,6 +122,7 @@ const STEPS: &[Step] = &[
     long("fuzz for a minute each", 700, |_| {
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
     }),
+    long("services of systemd", 60, systemd),
     long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
         run.ignored(COMMAND, "guests", &["--test-threads=1", "speed::"])
@@ -333,7 +334,18 @@ fn hanging_disks(run: &Run) -> Result<()> {
         return Err(NotRun("there is no /dev/fuse: as root, modprobe fuse".to_owned()).into());
     }
     // Figures take a machine to themselves.
-    run.ignored(COMMAND, "hostile", &["--skip", "figures::"])
+    run.ignored(COMMAND, "hostile", &["--skip", "figures::", "--skip", "systemd::"])
+}
+
+/// Services that systemd itself starts anew, in namespaces of its own.
+fn systemd(run: &Run) -> Result<()> {
+    if !packages::is_root() {
+        return Err(NotRun("a systemd of the test's own takes root".to_owned()).into());
+    }
+    if !Path::new("/lib/systemd/systemd").exists() {
+        return Err(NotRun("there is no systemd: apt-get install systemd".to_owned()).into());
+    }
+    run.ignored(COMMAND, "hostile", &["systemd::"])
 }
 
 /// Strangers in front of our back ends.

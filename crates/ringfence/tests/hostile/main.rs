@@ -24,5 +24,6 @@ mod rings;
 mod sequences;
 mod service;
 mod successor;
+mod systemd;
 mod taken;
 mod wire;
