@@ -16,7 +16,7 @@ use ringfence_devices::{
     notifier,
     worker::{Notify, Worker},
 };
-use ringfence_mem::SharedFile;
+use ringfence_mem::{Memory, SharedFile};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::warn;
 
@@ -37,8 +37,9 @@ const OF_A_RING: usize = 11;
 /// How many a socket takes beside its rings: itself, its connection, channels, logs, those that are silent,
 /// io_urings of rings that its front ends have left behind, and what a successor needs.
 const OF_A_SOCKET: usize = 8 + SILENT + 17 + 10;
-/// How many more while its front end sends such as take long to close: those that wait, and those of one message.
-const OF_A_HOSTILE: usize = 64 + 253;
+/// How many more while its front end sends such as take long to close: those that wait, those of one message, and what a
+/// successor needs of each region of its memory.
+const OF_A_HOSTILE: usize = 64 + 253 + Memory::MAX_REGIONS;
 /// How many there are beside: streams, images, signals, scrapers.
 const OF_ITS_OWN: usize = 48;
 

@@ -143,5 +143,5 @@ fn a_service_that_may_not_have_the_descriptors_for_its_rings_does_not_begin() {
     running.signal(Signal::TERM);
     let ended = running.wait();
     assert_eq!(ended.code(), 0, "{ended}");
-    assert!(ended.err.contains("front ends that do harm may take 3232 descriptors"), "{ended}");
+    assert!(ended.err.contains("front ends that do harm may take 3741 descriptors"), "{ended}");
 }
