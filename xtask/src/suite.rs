@@ -156,12 +156,19 @@ fn package(id: &str) -> String {
 
 /// What takes long comes first, so that it is not waited for at the end.
 fn rank(program: &Program) -> usize {
-    const LONG: &[&str] = &["oracle", "api", "blk", "mutant"];
-    LONG.iter().position(|name| *name == program.target).unwrap_or(LONG.len())
+    const LONG: &[&str] = &[
+        "ringfence-lab --lib",
+        "ringfence --test mutant",
+        "ringfence --test hostile",
+        "ringfence-devices --test oracle",
+        "ringfence --test bench_bounce",
+        "ringfence --test jobs",
+        "ringfence --test bench_net",
+    ];
+    LONG.iter().position(|name| *name == program.name()).unwrap_or(LONG.len())
 }
 
-/// Runs `programs` with `arguments`, as many at a time as there are processors. What a program printed is
-/// shown if it failed.
+/// Runs `programs` with `arguments`, some side by side. What a program printed is shown if it failed.
 pub(crate) fn run(
     programs: &[Program],
     arguments: &[&str],
@@ -202,7 +209,8 @@ pub(crate) fn run(
     Ok(tally.into_inner().expect("no thread panics"))
 }
 
-/// Does something with each of `items`, with as many at a time as there are processors.
+/// Does something with each of `items`, with one more at a time than there are processors: tests wait for
+/// each other's processes for a good part of their time.
 ///
 /// # Errors
 /// All that went wrong; each item has had its turn.
@@ -219,7 +227,7 @@ pub(crate) fn side_by_side<T: Sync>(
         }
     };
     thread::scope(|scope| {
-        for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+        for _ in 0..thread::available_parallelism().map_or(1, usize::from) + 1 {
             scope.spawn(worker);
         }
     });
