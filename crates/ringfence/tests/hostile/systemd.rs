@@ -118,7 +118,7 @@ impl Systemd {
                 let folder = fs::read_link(entry.path().join("cwd")).ok()?;
                 let line = fs::read_to_string(entry.path().join("cmdline")).ok()?;
                 let own = folder.display().to_string() == path.trim_end_matches('/');
-                (own && line.split('\0').any(|word| word.contains(socket))).then_some(id)
+                (own && line.split('\0').any(|word| word == socket)).then_some(id)
             })
         })
     }
