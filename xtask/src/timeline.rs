@@ -15,7 +15,9 @@ struct Trace(String);
 
 impl Trace {
     fn begin() -> Result<Trace> {
-        let trace = Trace(format!("{TRACING}/instances/ringfence-{}", std::process::id()));
+        let trace = Trace(format!("{TRACING}/instances/ringfence"));
+        // Of one that was interrupted.
+        let _ = fs::remove_dir(&trace.0);
         fs::create_dir(&trace.0).with_context(|| {
             format!("{}: as root, after `mount -t tracefs nodev {TRACING}`", trace.0)
         })?;

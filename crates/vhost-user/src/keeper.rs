@@ -100,7 +100,8 @@ fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
         return Err(ResumeError::Version(version));
     }
     let (to_come, rest) = word(rest)?;
-    Ok(((to_come != NOT_KNOWN).then_some(to_come), rest))
+    // No front end owes more.
+    Ok((Some(to_come).filter(|to_come| *to_come <= MOST_ANSWERS), rest))
 }
 
 impl SavedConnection {
@@ -152,8 +153,6 @@ impl SavedConnection {
             let fds = fds.by_ref().take(request.fds()).collect();
             (request, fds)
         };
-        // No process owes more.
-        let to_come = to_come.filter(|to_come| *to_come <= MOST_ANSWERS);
         Ok(SavedConnection { to_come, requests: requests.into_iter().map(with_fds).collect() })
     }
 }

@@ -282,8 +282,7 @@ impl<H: Handler> Server<H> {
             self.left &= self.stop(ring).is_ok();
         }
         if self.backend.as_ref().is_some_and(|own| own.channel().is_lost()) {
-            self.backend = None;
-            self.kept.iter_mut().for_each(Kept::channel_lost);
+            self.lose_channel();
         }
         self.left = self.left && self.backend.as_ref().is_none_or(|own| own.channel().leave());
         match self.left {
@@ -486,8 +485,7 @@ impl<H: Handler> Server<H> {
                 {
                     Ok(()) => {}
                     Err(why @ WireError::HungUp { .. }) => {
-                        self.backend = None;
-                        self.kept.iter_mut().for_each(Kept::channel_lost);
+                        self.lose_channel();
                         self.handler.channel_lost(&why);
                     }
                     Err(error) => return Err(error.into()),

@@ -166,10 +166,8 @@ impl Image {
             DiskBuffers::Auto => !origin::always_answers(&file),
         };
         // Elsewhere no read reaches a guest's memory that its process does not see the end of.
-        let options = match options.direct && !own_buffers {
-            true => options,
-            false => ImageOptions { reader: None, ..options },
-        };
+        let reader = options.reader.filter(|_| options.direct && !own_buffers);
+        let options = ImageOptions { reader, ..options };
         // What the kernel has of a process that died keeps the description that it goes by, and its locks with
         // it: direct I/O, if there is any. What goes through the page cache ends with the process.
         let locked = direct.as_ref().map_or(&file, |direct| &direct.file);

@@ -218,6 +218,7 @@ mod tests {
         assert_eq!(held(&image), [100, 101, 201, 203]);
         assert!(!take(&opened(&image, false), true, None).unwrap());
     }
+
     #[test]
     fn readers_share_an_image_but_not_with_what_is_left_of_themselves() {
         let image = image();

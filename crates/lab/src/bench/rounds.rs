@@ -3,6 +3,16 @@
 use super::Interval;
 use crate::stats::Estimate;
 
+/// Those who are measured in a round, in the order of their turns. It is the other one in each next round: who comes second
+/// is a percent or two slower, whatever it is.
+pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
+    let mut turns: Vec<T> = of.into_iter().collect();
+    if round % 2 == 1 {
+        turns.reverse();
+    }
+    turns
+}
+
 /// What one implementation took in each round, in order.
 ///
 /// The value at an index is of the round of that index, for every implementation: that is what

@@ -64,12 +64,6 @@ impl Kept {
         })
     }
 
-    /// The back end's channel is no more.
-    pub(super) fn channel_lost(&mut self) {
-        self.held.channel = None;
-        self.changed = true;
-    }
-
     fn note(&mut self, request: Request, fds: Vec<PeerFd>) {
         self.changed |= self.held.note(request, fds);
     }
@@ -189,6 +183,15 @@ impl<H: Handler> Server<H> {
             }
         }
         outcome
+    }
+
+    /// The back end's channel is no more.
+    pub(super) fn lose_channel(&mut self) {
+        self.backend = None;
+        if let Some(kept) = &mut self.kept {
+            kept.held.channel = None;
+            kept.changed = true;
+        }
     }
 
     /// Nothing is under way: what holds is kept, if that is something else than before.

@@ -41,7 +41,7 @@ use self::{
 use super::{
     Benchmark,
     net::{Folder, object},
-    threads,
+    rounds, threads,
 };
 use crate::{
     progress::{Kind as Show, Progress},
@@ -131,12 +131,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         let mut devices: Vec<Device> =
             contest.iter().map(|case| Device::new(case, &places, cpus)).collect();
         for round in 1..=options.repeat {
-            let mut turns: Vec<&mut Device> = devices.iter_mut().collect();
-            // Who comes second is a percent or two slower, whatever it is.
-            if round % 2 == 0 {
-                turns.reverse();
-            }
-            for device in turns {
+            for device in rounds::turns(devices.iter_mut(), round) {
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }

@@ -34,7 +34,7 @@ use self::{
     measure::{Attach, Domains, How, OneCore, OneOf, Sample, Subject, TwoCores},
     params::{Batch, Implementation, Live, Op, Order, Spread},
 };
-use super::{Benchmark, Interval, Row, clock::Clock, ping, rounds::Rounds, threads};
+use super::{Benchmark, Interval, Row, clock::Clock, ping, rounds, rounds::Rounds, threads};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -266,12 +266,8 @@ impl Contest {
         };
         // In the first round caches grow, and it counts for nothing.
         for round in 0..=options.repeat {
-            let mut turns: Vec<&mut Entrant> = self.entrants.iter_mut().collect();
-            if round % 2 == 1 {
-                turns.reverse();
-            }
             let mut samples = Vec::new();
-            for entrant in turns {
+            for entrant in rounds::turns(self.entrants.iter_mut(), round) {
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }

@@ -31,7 +31,7 @@ use std::{
 use anyhow::{Context, Result};
 use serde_json::{Map, Value};
 
-use super::{Benchmark, ping, threads};
+use super::{Benchmark, ping, rounds, threads};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -144,11 +144,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
     'rounds: for round in 1..=options.repeat {
         for (case, found) in cases.iter().zip(&mut found) {
-            let mut turns: Vec<_> = backends.iter_mut().zip(found).collect();
-            // Who comes second is a percent or two slower, whatever it is.
-            if round % 2 == 0 {
-                turns.reverse();
-            }
+            let turns = rounds::turns(backends.iter_mut().zip(found), round);
             for ((implementation, backend), found) in turns {
                 if !case.is_for(*implementation) {
                     continue;

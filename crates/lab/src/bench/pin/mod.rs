@@ -42,7 +42,7 @@ use self::{
     ring::Name,
     set::Set,
 };
-use super::{Benchmark, Interval, Row, clock::Clock, rounds::Rounds, threads};
+use super::{Benchmark, Interval, Row, clock::Clock, rounds, rounds::Rounds, threads};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -255,12 +255,8 @@ impl<'m> Contest<'m> {
         let mut times = Times::default();
         // In the first round caches grow, and it counts for nothing.
         for round in 0..=options.repeat {
-            let mut turns: Vec<&mut Entrant<'_>> = self.entrants.iter_mut().collect();
-            if round % 2 == 1 {
-                turns.reverse();
-            }
             let mut samples = Vec::new();
-            for entrant in turns {
+            for entrant in rounds::turns(self.entrants.iter_mut(), round) {
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }
