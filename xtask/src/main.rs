@@ -1,6 +1,7 @@
 //! Commands for contributors: `cargo xtask test`, `cargo xtask rules` and what they are made of.
 #![forbid(unsafe_code)]
 
+mod bench_guest;
 mod deny;
 mod floors;
 mod fuzz;
@@ -66,6 +67,19 @@ enum Command {
         #[arg(long, num_args = 1.., value_name = "DEB")]
         iommufd: Vec<PathBuf>,
     },
+    /// Measures disks in real guests: `guard` and `blk` against QEMU's own, with 1, 2 and 4 virtual CPUs (about
+    /// half an hour).
+    BenchGuest {
+        /// Numbers of virtual CPUs.
+        #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+        cpus: Vec<u32>,
+        /// Only guests whose driver is as strict, or as lazy.
+        #[arg(long)]
+        only: Option<bench_guest::Mode>,
+        /// Puts the tables into docs/guests.md.
+        #[arg(long)]
+        update: bool,
+    },
     /// Runs the commands whose tables README.md shows and puts their output in.
     Readme {
         /// Only those that contain this.
@@ -121,6 +135,7 @@ fn run(command: Command) -> Result<()> {
         Command::Deny => deny::check(),
         Command::Gate { update, only } => gate::run(only.as_deref(), update),
         Command::Guests { iommufd } => guests::make(&iommufd),
+        Command::BenchGuest { cpus, only, update } => bench_guest::run(&cpus, only, update),
         Command::Readme { only } => readme::regenerate(only.as_deref()),
         Command::Soak { minutes, only } => soak::soak(minutes, only.as_deref()),
         Command::Timeline { thread, seconds, lines } => timeline::run(&thread, seconds, lines),

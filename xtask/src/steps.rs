@@ -193,7 +193,8 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     println!("in all {:.0} s\nsteps: {sum}", begun.elapsed().as_secs_f32());
     if all && only.is_none() {
         let (steps, programs) = (lines.join("\n"), run.programs.borrow().join("\n"));
-        let text = format!("{}\n\n{steps}\n\n{sum}\n\n{programs}\n", commit()?);
+        let text =
+            format!("{}\n\n{steps}\n\n{sum}\n\n{programs}\n", commit("cargo xtask test --all")?);
         std::fs::write(root().join("docs/all.txt"), text)?;
     }
     if !failed.is_empty() {
@@ -217,8 +218,8 @@ fn work_of_children() -> Option<f32> {
     Some((ticks(13)? + ticks(14)?) / 100.0)
 }
 
-/// The commit and the toolchain, for a result that is kept.
-fn commit() -> Result<String> {
+/// The command, the commit and the toolchain, for a result that is kept.
+pub(crate) fn commit(command: &str) -> Result<String> {
     let said = |program: &str, arguments: &[&str]| -> Result<String> {
         let output = Command::new(program).args(arguments).current_dir(root()).output()?;
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -226,10 +227,7 @@ fn commit() -> Result<String> {
     let changed =
         if said("git", &["status", "--porcelain"])?.is_empty() { "" } else { ", changed" };
     let commit = said("git", &["log", "-1", "--format=%H of %cs"])?;
-    Ok(format!(
-        "cargo xtask test --all\ncommit {commit}{changed}\n{}",
-        said("rustc", &["--version"])?
-    ))
+    Ok(format!("{command}\ncommit {commit}{changed}\n{}", said("rustc", &["--version"])?))
 }
 
 /// Why a step could not run on this machine.

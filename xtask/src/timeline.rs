@@ -14,7 +14,8 @@ const LATE_US: f64 = 100.0;
 struct Trace(String);
 
 impl Trace {
-    fn begin() -> Result<Trace> {
+    /// With the system calls of `threads`.
+    fn begin(threads: &[String]) -> Result<Trace> {
         let trace = Trace(format!("{TRACING}/instances/ringfence"));
         // Of one that was interrupted.
         let _ = fs::remove_dir(&trace.0);
@@ -23,9 +24,13 @@ impl Trace {
         })?;
         trace.set("buffer_size_kb", BUFFER_KIB)?;
         trace.set("trace_clock", "mono")?;
-        // What kicks: writes to eventfds.
-        trace.set("events/syscalls/sys_enter_write/filter", "count == 8")?;
-        for event in ["sched/sched_switch", "sched/sched_waking", "syscalls/sys_enter_write"] {
+        let own = threads.iter().map(|thread| format!("common_pid == {thread}"));
+        let own = own.collect::<Vec<_>>().join(" || ");
+        trace.set("events/syscalls/filter", &own)?;
+        // What kicks: writes to eventfds, by anybody.
+        let kicks = format!("count == 8 || {own}");
+        trace.set("events/syscalls/sys_enter_write/filter", &kicks)?;
+        for event in ["sched/sched_switch", "sched/sched_waking", "syscalls"] {
             trace.set(&format!("events/{event}/enable"), "1")?;
         }
         Ok(trace)
@@ -69,7 +74,10 @@ enum What {
         asleep: bool,
         next: String,
     },
+    /// It writes to an eventfd.
     Kicks(String),
+    /// It makes another system call.
+    Calls(String),
 }
 
 /// The value of `key=` up to the next key, which may have spaces, as names of threads have.
@@ -98,8 +106,12 @@ impl Event {
                 asleep: !field(text, "prev_state=")?.starts_with('R'),
                 next: named(text, "next_comm=", "next_pid=")?,
             },
-            "sys_write" => What::Kicks(text.split(',').next()?.to_owned()),
-            _ => return None,
+            // What a call came to ends in no bracket.
+            _ if !rest.ends_with(')') => return None,
+            "sys_write" if text.ends_with("count: 8)") => {
+                What::Kicks(text.split(',').next()?.to_owned())
+            }
+            _ => What::Calls(name.strip_prefix("sys_")?.to_owned()),
         };
         let thread = thread.trim().to_owned();
         Some(Event { us: seconds * 1e6, cpu: cpu.parse().ok()?, thread, what })
@@ -115,6 +127,7 @@ impl Event {
             What::Kicks(descriptor) => {
                 format!("{} writes to an eventfd ({descriptor})", self.thread)
             }
+            What::Calls(name) => format!("{} calls {name}", self.thread),
         }
     }
 }
@@ -188,6 +201,38 @@ fn table(turns: &[Turn], seconds: f64) -> String {
     out
 }
 
+/// How often the thread made each system call.
+fn calls(events: &[Event], thread: &str) -> String {
+    let mut counts = BTreeMap::new();
+    for event in events.iter().filter(|event| event.thread == thread) {
+        match &event.what {
+            What::Calls(name) => *counts.entry(name.as_str()).or_insert(0u64) += 1,
+            What::Kicks(_) => *counts.entry("write to an eventfd").or_insert(0) += 1,
+            _ => {}
+        }
+    }
+    let lines = counts.into_iter().map(|(name, count)| format!("{name:20} {count:9}\n"));
+    lines.fold(String::from("system calls\n"), |out, line| out + &line)
+}
+
+/// The numbers of all threads of a name.
+fn numbers(name: &str) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for process in fs::read_dir("/proc")?.flatten() {
+        let tasks = fs::read_dir(process.path().join("task")).into_iter().flatten();
+        for task in tasks.flatten() {
+            let comm = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            if comm.trim_end() == name {
+                found.extend(task.file_name().into_string());
+            }
+        }
+    }
+    if found.is_empty() {
+        bail!("no thread is called {name:?} (names as in `top -H`)");
+    }
+    Ok(found)
+}
+
 /// The events behind a wake-up, by their times since then.
 fn excerpt(events: &[Event], at: usize, lines: usize) -> String {
     let mut out = String::from("     µs  CPU\n");
@@ -198,13 +243,13 @@ fn excerpt(events: &[Event], at: usize, lines: usize) -> String {
     out
 }
 
-/// Traces for so many `seconds`, and prints what became of the wake-ups of the thread of that name that has most, with
-/// so many `lines` of what happened around one that was late and around one that was not.
+/// Traces for so many `seconds`, and prints what became of the wake-ups of the thread of that name that has most, the
+/// system calls that it made, and so many `lines` of what happened around one that was late and around one that was not.
 ///
 /// # Errors
 /// No trace can be had; no such thread ran.
 pub(crate) fn run(name: &str, seconds: f64, lines: usize) -> Result<()> {
-    let events = Trace::begin()?.record(Duration::try_from_secs_f64(seconds)?)?;
+    let events = Trace::begin(&numbers(name)?)?.record(Duration::try_from_secs_f64(seconds)?)?;
     let mut found = BTreeMap::new();
     for event in &events {
         if let What::Switch { next, .. } = &event.what
@@ -217,7 +262,7 @@ pub(crate) fn run(name: &str, seconds: f64, lines: usize) -> Result<()> {
         bail!("no thread called {name:?} ran in {seconds} s (names as in `top -H`)");
     };
     let turns = turns(&events, thread);
-    println!("{thread}\n{}", table(&turns, seconds));
+    println!("{thread}\n{}\n{}", table(&turns, seconds), calls(&events, thread));
     let half = &turns[turns.len() / 2..];
     let late = half.iter().find(|turn| turn.waited > LATE_US);
     let soon = half.iter().find(|turn| turn.waited < LATE_US);
@@ -239,6 +284,8 @@ mod tests {
         CPU 0/TCG-17      [001] d..2.   10.000003: sched_switch: prev_comm=CPU 0/TCG prev_pid=17 prev_prio=120 prev_state=R ==> next_comm=guard-0 next_pid=9 next_prio=120
           guard-0-9       [001] d..2.   10.000010: sched_switch: prev_comm=guard-0 prev_pid=9 prev_prio=120 prev_state=S ==> next_comm=CPU 0/TCG next_pid=17 next_prio=120
         CPU 0/TCG-17      [001] .....   10.000014: sys_write(fd: 0x1a, buf: 0x7f7f, count: 8)
+        CPU 0/TCG-17      [001] .....   10.000014: sys_write -> 0x8
+          guard-0-9       [001] .....   10.000009: sys_poll(ufds: 0x7f7f, nfds: 0x3, timeout_msecs: 0xffffffff)
         CPU 0/TCG-17      [001] d..2.   10.000015: sched_waking: comm=guard-0 pid=9 prio=120 target_cpu=001
         CPU 0/TCG-17      [001] d..2.   10.002015: sched_switch: prev_comm=CPU 0/TCG prev_pid=17 prev_prio=120 prev_state=R+ ==> next_comm=guard-0 next_pid=9 next_prio=120
 ";
@@ -246,17 +293,18 @@ mod tests {
     #[test]
     fn a_wake_up_is_late_or_soon() {
         let events: Vec<Event> = LINES.lines().filter_map(Event::parse).collect();
-        assert_eq!(events.len(), 6);
+        assert_eq!(events.len(), 7);
+        assert!(calls(&events, "guard-0-9").ends_with("\npoll                         1\n"));
         assert_eq!(events[3].what, What::Kicks("fd: 0x1a".to_owned()));
         let found = turns(&events, "guard-0-9");
         let rounded = |turn: &Turn| [turn.ran, turn.slept, turn.waited].map(f64::round);
         assert_eq!(found.iter().map(rounded).collect::<Vec<_>>(), [[7.0, 5.0, 2000.0]]);
-        assert_eq!(found[0].at, 4);
+        assert_eq!(found[0].at, 5);
         assert!(
             table(&found, 1.0)
                 .contains("0.5 to 1             1     1       7         5       2000")
         );
-        let shown = excerpt(&events, 4, 2);
+        let shown = excerpt(&events, 5, 2);
         assert!(
             shown.ends_with("2000    1  CPU 0/TCG-17 is interrupted, guard-0-9 runs\n"),
             "{shown}"

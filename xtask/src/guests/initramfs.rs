@@ -26,23 +26,31 @@ const MODULES: &[&str] = &[
 /// The first program of a guest.
 const INIT: &str = include_str!("init.sh");
 
-/// Makes `folder/name` for a kernel with these modules.
-pub(crate) fn make(folder: &Path, modules: &Path, name: &str) -> Result<()> {
+/// Makes `folder/name` for a kernel with these modules, `wanted` of them beside those that all have, and with
+/// more files.
+pub(crate) fn make(
+    folder: &Path,
+    modules: &Path,
+    name: &str,
+    wanted: &[&str],
+    files: &[(String, PathBuf)],
+) -> Result<()> {
     let mut archive = Cpio::new();
-    for folder in ["bin", "dev", "lib", "lib/modules", "proc", "sys", "tmp"] {
+    for folder in ["bin", "dev", "lib", "lib/modules", "lib64", "mnt", "proc", "sys", "tmp"] {
         archive.folder(folder);
     }
     archive.device("dev/console", (5, 1));
     archive.file("init", INIT.as_bytes());
-    let busybox = folder.join("root/bin/busybox");
-    for (name, file) in [("bin/busybox", busybox), ("bin/fio", folder.join("fio"))] {
-        archive.file(name, &fs::read(&file).with_context(|| format!("{}", file.display()))?);
+    let programs = [("bin/busybox", "root/bin/busybox"), ("bin/fio", "fio")];
+    let programs = programs.map(|(name, file)| (name.to_owned(), folder.join(file)));
+    for (name, file) in programs.iter().chain(files) {
+        archive.file(name, &fs::read(file).with_context(|| format!("{}", file.display()))?);
     }
     let version = modules.file_name().and_then(|n| n.to_str()).context("a kernel's version")?;
     let place = format!("lib/modules/{version}");
     archive.folder(&place);
     let mut order = String::new();
-    for (module, needs) in with_needs(&find(modules)?)? {
+    for (module, needs) in with_needs(&find(modules)?, wanted)? {
         archive.file(&format!("{place}/{}.ko", module.name), &module.bytes);
         let needs: Vec<String> = needs.iter().map(|need| format!("{need}.ko")).collect();
         order.push_str(&format!("{}.ko: {}\n", module.name, needs.join(" ")));
@@ -81,9 +89,13 @@ fn find(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
 
 /// The modules that are wanted and those that they need, each with all that go before it, the
 /// nearest first. What the kernel has built in is nowhere and not wanted.
-fn with_needs(all: &BTreeMap<String, PathBuf>) -> Result<Vec<(Module, Vec<String>)>> {
+fn with_needs(
+    all: &BTreeMap<String, PathBuf>,
+    wanted: &[&str],
+) -> Result<Vec<(Module, Vec<String>)>> {
     let mut modules: BTreeMap<String, (Module, Vec<String>)> = BTreeMap::new();
-    let mut open: Vec<String> = MODULES.iter().map(|name| name.replace('-', "_")).collect();
+    let mut open: Vec<String> =
+        MODULES.iter().chain(wanted).map(|name| name.replace('-', "_")).collect();
     while let Some(name) = open.pop() {
         let Some(path) = all.get(&name).filter(|_| !modules.contains_key(&name)) else { continue };
         let bytes = unpack(path)?;

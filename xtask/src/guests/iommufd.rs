@@ -35,7 +35,7 @@ pub(super) fn make(folder: &Path, packages: &[PathBuf]) -> Result<()> {
     let version = modules.file_name().and_then(|name| name.to_str()).context("no version")?;
     let kernel = root.join("boot").join(format!("vmlinuz-{version}"));
     ensure!(kernel.exists(), "no package has boot/vmlinuz-{version}");
-    initramfs::make(folder, &modules, "initramfs-iommufd")?;
+    initramfs::make(folder, &modules, "initramfs-iommufd", &[], &[])?;
     fs::rename(kernel, folder.join("vmlinuz-iommufd"))?;
     fs::remove_dir_all(&root)?;
     Ok(())

@@ -8,6 +8,7 @@
 //! qemu11/qemu-system-x86_64    a newer one: devices of any kind can be outside of it
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
 //! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
+//! vmlinuz-iomix, initramfs-iomix    the first one again, with stress-ng and ext4
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
 //! vfio-blk, vfio-nvme, channels, viommu-kit    our own programs for use inside a guest: drivers, an
 //!     ethtool, and the conformance kit
@@ -17,6 +18,7 @@ mod cpio;
 mod debian;
 mod fio;
 mod initramfs;
+pub(crate) mod iomix;
 pub(crate) mod iommufd;
 mod qemu11;
 
@@ -79,11 +81,11 @@ fn parts() -> Result<()> {
     let version = kernel.strip_prefix("linux-image-").context("a kernel without a version")?;
     fs::rename(root.join("boot").join(format!("vmlinuz-{version}")), folder.join("vmlinuz"))
         .context("the kernel's package has no kernel")?;
-    initramfs::make(&folder, &root.join("lib/modules").join(version), "initramfs")?;
+    initramfs::make(&folder, &root.join("lib/modules").join(version), "initramfs", &[], &[])?;
     fs::rename(root.join("usr/bin/linux.uml"), folder.join("linux.uml"))
         .context("the package user-mode-linux has no linux.uml")?;
     let modules = only_folder(&root.join("usr/lib/uml/modules"))?;
-    initramfs::make(&folder, &modules, "initramfs.uml")?;
+    initramfs::make(&folder, &modules, "initramfs.uml", &[], &[])?;
     qemu(&folder)?;
     println!("guests: a newer QEMU");
     qemu11::make(&debian, &folder)?;

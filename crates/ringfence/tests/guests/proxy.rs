@@ -29,8 +29,8 @@ const SET_BACKEND_REQ_FD: u32 = 21;
 const IOTLB_MSG: u32 = 22;
 const BACKEND_IOTLB_MSG: u32 = 1;
 /// The header's flags.
-const REPLY: u32 = 4;
-const NEED_REPLY: u32 = 8;
+pub(crate) const REPLY: u32 = 4;
+pub(crate) const NEED_REPLY: u32 = 8;
 
 /// A message, and which way it went.
 #[derive(Clone, Debug)]
@@ -176,7 +176,7 @@ fn pump(from: &UnixStream, to: &UnixStream, way: Way, log: &Arc<Mutex<Vec<Messag
     });
 }
 
-fn receive(from: &UnixStream, way: Way) -> io::Result<(Message, Vec<OwnedFd>)> {
+pub(crate) fn receive(from: &UnixStream, way: Way) -> io::Result<(Message, Vec<OwnedFd>)> {
     let mut descriptors = Vec::new();
     let mut header = [0; 12];
     fill(from, &mut header, &mut descriptors)?;
@@ -211,7 +211,7 @@ fn fill(from: &UnixStream, into: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> i
     Ok(())
 }
 
-fn send(to: &UnixStream, message: &Message, descriptors: &[OwnedFd]) -> io::Result<()> {
+pub(crate) fn send(to: &UnixStream, message: &Message, descriptors: &[OwnedFd]) -> io::Result<()> {
     let mut bytes = Vec::new();
     for word in [message.request, message.flags, message.payload.len() as u32] {
         bytes.extend_from_slice(&word.to_ne_bytes());

@@ -216,6 +216,12 @@ impl Qemu {
         self
     }
 
+    /// With ext4 and stress-ng.
+    pub(crate) fn iomix(mut self) -> Qemu {
+        self.kernel = "-iomix";
+        self
+    }
+
     /// What QEMU is told by hangs on a socket.
     pub(crate) fn monitor(mut self, socket: &Path) -> Qemu {
         self.add("-qmp", format!("unix:{},server=on,wait=off", socket.display()));

@@ -6,6 +6,7 @@
 //! while a machine warms up, meets them all.
 
 mod guard;
+mod null;
 mod nvme;
 
 use std::{collections::BTreeMap, fmt::Write as _};

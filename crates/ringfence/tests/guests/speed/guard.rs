@@ -1,13 +1,15 @@
-//! A disk and an IOMMU of `ringfence guard` against a disk in QEMU behind QEMU's own virtio-iommu, and
-//! our disk behind that: three guests of one QEMU that take turns, each with as many virtual CPUs as the
-//! table is for. As many as this machine has CPUs leave none for whoever serves them: that is how hosts
-//! run.
-
-use std::collections::BTreeMap;
+//! Disks that take turns in guests of one QEMU with as many virtual CPUs as the table is for:
+//! `ringfence guard`'s, whose IOMMU is its own as well; and behind QEMU's virtio-iommu QEMU's own, that of
+//! `ringfence blk`, and one that does nothing, [`null`], which shows what is left of QEMU's own when
+//! another process has to be asked at all. As many virtual CPUs as this machine has CPUs leave none for whoever
+//! serves them: that is how hosts run.
+//!
+//! `cargo xtask bench-guest` runs these.
 
 use ringfence_lab::stats::Estimate;
+use std::{collections::BTreeMap, fmt::Write as _};
 
-use super::{medians, threads};
+use super::{medians, null, threads};
 use crate::{
     machine::Guest,
     place::{Guard, Place, Service},
@@ -16,26 +18,46 @@ use crate::{
 
 /// The first round warms up.
 const ROUNDS: usize = 7;
+/// The size of each disk, all of which is read and written.
+const MIB: u64 = 64;
 
-/// What a guest does in a round: a name, and fio's options.
+/// What a guest does in a round: a name, and fio's options or the name of what is no job of fio's.
 const JOBS: [(&str, &str); 5] = [
     ("4 KiB reads, one at a time", "--rw=randread --bs=4k --iodepth=1"),
     ("4 KiB reads, 16 at a time", "--rw=randread --bs=4k --iodepth=16"),
     ("128 KiB reads, 4 at a time", "--rw=randread --bs=128k --iodepth=4"),
     ("4 KiB writes with O_DSYNC", "--rw=randwrite --bs=4k --iodepth=1 --sync=dsync"),
-    ("4 to 64 KiB, both ways, 4 jobs", "--rw=randrw --bsrange=4k-64k --iodepth=4 --numjobs=4"),
+    ("stress-ng's iomix on ext4", "iomix"),
 ];
 
 const SCRIPT: &str = r#"
 load virtio_blk
+modprobe ext4
 say domain $(domain $(virtio_pci 2 0))
 turn() {
+    if [ "$2" = iomix ]; then
+        mke2fs /dev/vda > /dev/null
+        mount -t ext4 /dev/vda /mnt
+    fi
     hear
     say run $1
-    fio --filename=/dev/vda --direct=1 --ioengine=io_uring --output-format=json --eta=never \
-        --output=/tmp/out --name=$1 --group_reporting --time_based --runtime=1 --size=64m $2
+    if [ "$2" = iomix ]; then iomix; else
+        fio --filename=/dev/vda --direct=1 --ioengine=io_uring --output-format=json --eta=never \
+            --output=/tmp/out --name=$1 --time_based --runtime=1 --size=MIBm $2
+    fi
     say ran $1
+    if [ "$2" = iomix ]; then umount /mnt; fi
     give $1 < /tmp/out
+}
+ios() { awk '{ print $1 + $5 }' /sys/block/vda/stat; }
+# Its result in the form of fio's: operations a second, and what came of them at the disk.
+iomix() {
+    ios=$(ios)
+    stress-ng --iomix 1 --iomix-bytes 1m --timeout 4 --metrics --temp-path /mnt > /tmp/iomix 2>&1
+    sync
+    awk -v ios=$(($(ios) - ios)) '$4 == "iomix" { rate = $9 } END {
+        printf "{\"jobs\": [{\"error\": 0, \"write\": {\"iops\": 0, \"total_ios\": 0},"
+        printf "\"read\": {\"iops\": %s, \"total_ios\": %d}}]}\n", rate, ios }' /tmp/iomix > /tmp/out
 }
 for round in $(seq 0 $((ROUNDS - 1))); do
 TURNS
@@ -53,38 +75,59 @@ const FIGURES: [&str; 5] = [
 
 type Spent = (BTreeMap<String, f64>, BTreeMap<&'static str, f64>);
 
+/// Who serves a guest's disk.
+enum Back {
+    Qemu,
+    Guard(Guard),
+    Blk(Service),
+    Null,
+}
+
+impl Back {
+    /// A file system needs what it has written.
+    fn jobs(&self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Back::Null => &JOBS[..JOBS.len() - 1],
+            _ => &JOBS,
+        }
+    }
+}
+
 struct Row {
     name: &'static str,
     guest: Guest,
-    guard: Option<Guard>,
-    service: Option<Service>,
+    back: Back,
     /// CPU time in microseconds, and counts, of each turn: a job of a round.
     spent: BTreeMap<(usize, usize), Spent>,
 }
 
 impl Row {
-    fn new(
-        name: &'static str,
-        machine: Qemu,
-        place: &Place,
-        guard: Option<Guard>,
-        service: Option<Service>,
-    ) -> Row {
+    fn new(name: &'static str, machine: Qemu, place: &Place, back: Back) -> Row {
         let turn =
             |(job, (_, options)): (usize, &(_, _))| format!("turn $round.{job} '{options}'\n");
-        let turns: String = JOBS.iter().enumerate().map(turn).collect();
+        let turns: String = back.jobs().iter().enumerate().map(turn).collect();
         let script = SCRIPT.replace("ROUNDS", &ROUNDS.to_string()).replace("TURNS", &turns);
-        let guest = machine.called(name).start(place, &script);
-        Row { name, guest, guard, service, spent: BTreeMap::new() }
+        let script = script.replace("MIB", &MIB.to_string());
+        let guest = machine.iomix().called(name).start(place, &script);
+        Row { name, guest, back, spent: BTreeMap::new() }
     }
 
     fn ours(&self) -> Option<&Service> {
-        self.guard.as_ref().map(|guard| &guard.service).or(self.service.as_ref())
+        match &self.back {
+            Back::Qemu | Back::Null => None,
+            Back::Guard(guard) => Some(&guard.service),
+            Back::Blk(service) => Some(service),
+        }
     }
 
     fn spent(&self) -> Spent {
         let mut cpu = BTreeMap::new();
         threads(self.guest.id(), "qemu", &mut cpu);
+        if let Back::Null = self.back {
+            let mut own = BTreeMap::new();
+            threads(std::process::id(), "test", &mut own);
+            cpu.extend(own.into_iter().filter(|(name, _)| name.ends_with(null::NAME)));
+        }
         let mut counted = BTreeMap::new();
         if let Some(service) = self.ours() {
             threads(service.id(), "ours", &mut cpu);
@@ -118,7 +161,7 @@ impl Row {
 
     /// Ends the guest; what its jobs found.
     fn end(self, iommu: Iommu) -> (&'static str, Vec<Found>) {
-        let Row { name, guest, guard, service, mut spent } = self;
+        let Row { name, guest, back, mut spent } = self;
         let said = guest.end();
         assert_eq!(said.word("domain"), iommu.domain());
         let found = |job: usize| {
@@ -141,8 +184,11 @@ impl Row {
             }
             found
         };
-        let found = (0..JOBS.len()).map(found).collect();
-        guard.map(|guard| guard.service).or(service).into_iter().for_each(Service::terminate);
+        let found = (0..back.jobs().len()).map(found).collect();
+        match back {
+            Back::Qemu | Back::Null => {}
+            Back::Guard(Guard { service, .. }) | Back::Blk(service) => service.terminate(),
+        }
         (name, found)
     }
 }
@@ -156,94 +202,107 @@ struct Found {
 }
 
 fn interval(values: Option<Estimate>) -> String {
-    let estimate = values.expect("rounds");
+    let Some(estimate) = values else { return String::new() };
     let (lo, hi) = estimate.lo.zip(estimate.hi).expect("several rounds");
     format!("{:.2} [{lo:.2}, {hi:.2}]", estimate.median)
 }
 
 fn table(guarded: Iommu, own: Iommu, cpus: u32) {
     let place = Place::alone();
-    let images = [0, 1, 2].map(|n| place.image(&format!("image{n}"), 64));
+    let images = ["guard.img", "qemu.img", "blk.img"].map(|name| place.image(name, MIB));
     // More of its options, to be tried by hand.
     let more = std::env::var("RINGFENCE_GUARD").unwrap_or_default();
     let disk = format!("{}={}", place.path("disk.sock").display(), images[0].display());
     let options = ["--blk", &disk].into_iter().chain(more.split_whitespace());
     let guard = place.guard(&options.collect::<Vec<_>>());
     let service = place.service("blk.sock", &["blk", "--image", images[2].to_str().unwrap()]);
+    let socket = place.path("null.sock");
+    null::start(&socket, MIB);
+    let behind_qemus = || Qemu::new(own).newer();
     let machines = [
-        Qemu::guarded(guarded, &guard),
-        Qemu::new(own).newer().own_blk(&images[1], 1, ""),
-        Qemu::new(own).newer().blk(&service.socket, 1, ""),
+        ("qemu", behind_qemus().own_blk(&images[1], 1, ""), Back::Qemu),
+        ("guard", Qemu::guarded(guarded, &guard), Back::Guard(guard)),
+        ("blk", behind_qemus().blk(&service.socket, 1, ""), Back::Blk(service)),
+        ("null", behind_qemus().blk(&socket, 1, ""), Back::Null),
     ];
-    let [guard_machine, qemu_machine, ours_machine] = machines.map(|machine| machine.cpus(cpus));
-    let mut rows = [
-        Row::new("guard", guard_machine, &place, Some(guard), None),
-        Row::new("qemu", qemu_machine, &place, None, None),
-        Row::new("blk", ours_machine, &place, None, Some(service)),
-    ];
+    let mut rows =
+        machines.map(|(name, machine, back)| Row::new(name, machine.cpus(cpus), &place, back));
     for (round, job) in (0..ROUNDS).flat_map(|round| (0..JOBS.len()).map(move |job| (round, job))) {
-        rows.iter_mut().for_each(|row| row.turn(round, job));
+        let rows = rows.iter_mut().filter(|row| job < row.back.jobs().len());
+        rows.for_each(|row| row.turn(round, job));
     }
-    let rows = rows.map(|row| row.end(own));
-    println!("{own}, {cpus} virtual CPUs; {} rounds", ROUNDS - 1);
-    let mut product = [1.0; 3];
+    print(own, cpus, &rows.map(|row| row.end(own)));
+}
+
+/// A table in Markdown on standard output; what else was found on standard error.
+fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
+    let [(_, qemu), _, _, (_, null)] = rows;
+    let mode = if own == Iommu::VirtioStrict { "strict" } else { "lazy" };
+    println!("### {mode}, virtual CPUs: {cpus}\n");
+    println!("| job | disk | I/O a second | of qemu | of null | CPU µs an I/O |");
+    println!("|---|---|--:|--:|--:|--:|");
+    let mut details = String::new();
+    let mut ratios = [const { Vec::new() }; 4];
     for (job, (what, _)) in JOBS.iter().enumerate() {
-        println!("{what}");
-        let (_, qemu) = &rows[1];
-        for ((name, found), product) in rows.iter().zip(&mut product) {
-            let found = &found[job];
-            let iops = Estimate::of(&found.iops).expect("rounds").median;
-            let ratio = Estimate::ratio(&found.iops, &qemu[job].iops);
-            *product *= ratio.expect("rounds").median;
-            println!("    {name:6} {iops:8.0} IOPS  {}x qemu", interval(ratio));
+        for ((name, found), ratios) in rows.iter().zip(&mut ratios) {
+            let Some(found) = found.get(job) else { continue };
+            let rate = Estimate::of(&found.iops).expect("rounds").median;
+            let of = |other: &[Found]| Estimate::ratio(&found.iops, &other.get(job)?.iops);
+            let [of_qemu, of_null] = [of(qemu), of(null)];
+            ratios.extend(of_qemu.map(|ratio| ratio.median));
+            let (of_qemu, of_null) = (interval(of_qemu), interval(of_null));
             let costs = medians(&found.cpu);
             let all: f64 = costs.values().sum();
-            let costs = costs.into_iter().filter(|(_, us)| *us >= 0.5);
-            let costs: Vec<String> = costs.map(|(name, us)| format!("{name} {us:.1}")).collect();
-            println!("        CPU time in us an I/O: {all:.0}: {}", costs.join("  "));
-            let counts = medians(&found.figures).into_iter();
-            let counts: Vec<String> = counts.map(|(name, n)| format!("{name} {n:.2}")).collect();
-            if !counts.is_empty() {
-                println!("        an I/O: {}", counts.join("  "));
+            println!("| {what} | {name} | {rate:.0} | {of_qemu} | {of_null} | {all:.0} |");
+            write!(details, "{what}, {name}:").unwrap();
+            for (name, us) in costs.into_iter().filter(|(_, us)| *us >= 0.5) {
+                write!(details, "  {name} {us:.1} µs").unwrap();
             }
+            for (name, count) in medians(&found.figures) {
+                write!(details, "  {name} {count:.2}").unwrap();
+            }
+            details.push('\n');
         }
     }
-    let mean = product.map(|product: f64| product.powf(1.0 / JOBS.len() as f64));
-    println!("geometric mean: guard {:.2}x qemu, blk {:.2}x qemu", mean[0], mean[2]);
+    for ((name, _), ratios) in rows.iter().zip(ratios).skip(1) {
+        let mean = ratios.iter().product::<f64>().powf(1.0 / ratios.len() as f64);
+        println!("| geometric mean of {} | {name} | | {mean:.2} | | |", ratios.len());
+    }
+    eprintln!("an I/O, CPU time of each thread and counts of ours:\n{details}");
 }
 
 #[test]
-#[ignore = "measures: see above"]
+#[ignore = "measures: cargo xtask bench-guest"]
 fn strict_1() {
     table(Iommu::GuardStrict, Iommu::VirtioStrict, 1);
 }
 
 #[test]
-#[ignore = "measures: see above"]
+#[ignore = "measures: cargo xtask bench-guest"]
 fn strict_2() {
     table(Iommu::GuardStrict, Iommu::VirtioStrict, 2);
 }
 
 #[test]
-#[ignore = "measures: see above"]
+#[ignore = "measures: cargo xtask bench-guest"]
 fn strict_4() {
     table(Iommu::GuardStrict, Iommu::VirtioStrict, 4);
 }
 
 #[test]
-#[ignore = "measures: see above"]
+#[ignore = "measures: cargo xtask bench-guest"]
 fn lazy_1() {
     table(Iommu::GuardLazy, Iommu::VirtioLazy, 1);
 }
 
 #[test]
-#[ignore = "measures: see above"]
+#[ignore = "measures: cargo xtask bench-guest"]
 fn lazy_2() {
     table(Iommu::GuardLazy, Iommu::VirtioLazy, 2);
 }
 
 #[test]
-#[ignore = "measures: see above"]
+#[ignore = "measures: cargo xtask bench-guest"]
 fn lazy_4() {
     table(Iommu::GuardLazy, Iommu::VirtioLazy, 4);
 }
