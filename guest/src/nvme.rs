@@ -16,12 +16,12 @@ mod speed;
 use std::{env, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
-use ringfence_devices::nvme::{
-    Buffer, Completion, Config, Controller, Data, IoQueue, Namespace, Op,
-};
 use ringfence_dma::{
     BounceLimits, BouncePools, Config as DmaConfig, Device, Direction, Environment, HostMemory,
     Policy, Segment,
+};
+use ringfence_drivers::nvme::{
+    Buffer, Completion, Config, Controller, Data, IoQueue, Namespace, Op,
 };
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;

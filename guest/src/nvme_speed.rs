@@ -10,10 +10,10 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use ringfence_devices::nvme::{Buffer, Completion, Data, Namespace, Op};
 use ringfence_dma::{
     BounceConfig, Config as DmaConfig, Direction, Persistent, Policy, Sampled, Written,
 };
+use ringfence_drivers::nvme::{Buffer, Completion, Data, Namespace, Op};
 
 use super::{Disk, Machine, PAGE, Queue, buffer, first};
 

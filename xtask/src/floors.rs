@@ -12,15 +12,18 @@ const FLOORS: &[(&str, u32)] = &[
     ("ringfence-iova", 1),
     ("ringfence-mem", 1),
     ("ringfence-sandbox", 1),
+    ("ringfence-run", 2),
     ("ringfence-iotlb", 2),
     ("ringfence-dma", 2),
     ("ringfence-virtq", 2),
     ("ringfence-vfio", 2),
     ("ringfence-virtio-iommu", 3),
     ("ringfence-vhost-user", 3),
-    ("ringfence-devices", 4),
-    ("ringfence-lab", 5),
-    ("ringfence", 6),
+    ("ringfence-drivers", 4),
+    ("ringfence-devices", 5),
+    ("ringfence-conformance", 6),
+    ("ringfence-lab", 7),
+    ("ringfence", 8),
 ];
 
 #[derive(Deserialize)]

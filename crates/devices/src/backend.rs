@@ -3,15 +3,11 @@
 use std::{collections::HashMap, fmt, sync::Arc};
 
 use ringfence_mem::{DirtyLog, Memory};
-use ringfence_vhost_user::{HandlerError, PeerFd, RingSetup};
+use ringfence_run::{PeerFd, notifier::Notifier, worker::Kick};
+use ringfence_vhost_user::{HandlerError, RingSetup};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, device};
 
-use crate::{
-    dirty::RingLog,
-    notifier::{self, Notifier},
-    translation::Translation,
-    worker::Kick,
-};
+use crate::{dirty::RingLog, translation::Translation};
 
 /// What a front end has said that holds for longer than a ring runs.
 #[derive(Default)]
@@ -151,7 +147,7 @@ fn keep(
     ring: u16,
     fd: Option<PeerFd>,
 ) -> Result<Option<Arc<Notifier>>, HandlerError> {
-    let notifier = notifier::of_ring(ring, fd)?.map(Arc::new);
+    let notifier = of_ring(ring, fd)?.map(Arc::new);
     match &notifier {
         Some(notifier) => all.insert(ring, Arc::clone(notifier)),
         None => all.remove(&ring),
@@ -192,6 +188,12 @@ fn say(said: &mut bool, source: &str, what: fmt::Arguments<'_>) {
     }
 }
 
+/// What a front end gives to notify it of a ring with.
+pub(crate) fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, HandlerError> {
+    let notifier = event.map(Notifier::new).transpose();
+    notifier.map_err(|error| HandlerError::new(format!("the event of ring {ring}: {error}")))
+}
+
 /// Copies a part of a configuration space. Front ends ask for the whole of a later, longer layout:
 /// what we do not have reads as 0.
 ///
@@ -214,6 +216,7 @@ mod tests {
     use ringfence_iommu::{Geometry, PageSizes, Range, shootdown::Shootdown, table::Limits};
     use ringfence_iotlb::IotlbConfig;
     use ringfence_mem::{GuestRam, Region};
+    use ringfence_run::worker::{Notify, Worker};
     use ringfence_vhost_user::Handler;
     use ringfence_virtio_iommu::device::Options;
     use tracing::{
@@ -227,7 +230,6 @@ mod tests {
         disk::{Disk, Ram},
         iommu::{Endpoints, IommuBackend, IommuOptions},
         net::{GRACE, Net, NetOptions, Way},
-        worker::{Notify, Worker},
     };
 
     /// Keeps how loudly things were said here.

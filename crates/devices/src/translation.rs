@@ -286,7 +286,7 @@ mod tests {
         fn set_call(
             &mut self,
             _: u16,
-            _: Option<ringfence_vhost_user::PeerFd>,
+            _: Option<ringfence_run::PeerFd>,
         ) -> Result<(), HandlerError> {
             Ok(())
         }

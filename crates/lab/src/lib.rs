@@ -16,6 +16,7 @@ pub mod bench;
 pub mod block;
 pub mod job;
 pub mod list;
+pub mod load;
 pub mod placement;
 pub mod progress;
 pub mod replay;

@@ -10,13 +10,14 @@ use std::{
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
-    blk::{BlkBackend, BlkFigures, BlkOptions, QueueStats, make_rings, wire::ID_BYTES},
+    blk::{BlkBackend, BlkFigures, BlkOptions, QueueStats, make_rings},
     disk::{Disk, DiskBuffers, Image, ImageError, ImageOptions},
-    worker::Worker,
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_lab::run::Usage;
-use ringfence_vhost_user::{PeerFd, Server};
+use ringfence_run::{PeerFd, worker::Worker};
+use ringfence_vhost_user::Server;
+use ringfence_virtq::blk::ID_BYTES;
 
 use crate::serve::{self, Connection, Kind, Options, Page, Service};
 

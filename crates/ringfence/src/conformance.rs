@@ -6,7 +6,7 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_devices::conformance::{Target, VhostSubject};
+use ringfence_conformance::{Target, VhostSubject};
 use ringfence_lab::run::Usage;
 use ringfence_virtio_iommu::kit::{self, Check, Report};
 

@@ -11,7 +11,8 @@ use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, QueueCounters, Tap, Way};
 use ringfence_iotlb::IotlbConfig;
-use ringfence_vhost_user::{PeerFd, Server};
+use ringfence_run::PeerFd;
+use ringfence_vhost_user::Server;
 
 use crate::serve::{self, Connection, Kind, Page, Service};
 

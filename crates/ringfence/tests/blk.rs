@@ -19,19 +19,14 @@ use std::{
 };
 
 use common::{LIMIT, Place, Running};
-use ringfence_devices::{
-    blk::{
-        DriverQueue, QueueLayout,
-        wire::{self, Kind},
-    },
-    event,
-    worker::Notify,
-};
 use ringfence_dma::Segment;
+use ringfence_drivers::blk::{DriverQueue, QueueLayout};
 use ringfence_mem::{Access, GuestRam, Window};
+use ringfence_run::{PeerFd, event, worker::Notify};
 use ringfence_vhost_user::{
-    BackendMessage, Frontend, FrontendChannel, Iotlb, PeerFd, ProtocolFeatures, RingAddresses,
+    BackendMessage, Frontend, FrontendChannel, Iotlb, ProtocolFeatures, RingAddresses,
 };
+use ringfence_virtq::blk::{self, Kind};
 use rustix::process::Signal;
 use zerocopy::IntoBytes;
 
@@ -278,7 +273,7 @@ fn requests_of_all_kinds_reach_the_image_for_one_client_after_the_other() {
             assert_eq!(machine.bytes(0, 20), b"a disk\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
             for (kind, sector) in [(Kind::Discard, 100), (Kind::WriteZeroes, 200)] {
                 let extent =
-                    wire::Extent { sector: sector.into(), sectors: 10.into(), flags: 0.into() };
+                    blk::Extent { sector: sector.into(), sectors: 10.into(), flags: 0.into() };
                 machine.data.write(0, extent.as_bytes());
                 assert!(machine.request(0, kind, 0, 0, 16), "{kind:?}");
                 assert!(machine.request(0, Kind::In, sector - 1, PAGE, 12 * 512));

@@ -14,7 +14,6 @@ use ringfence_devices::{
     blk::{BlkBackend, BlkOptions},
     disk::{Disk, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
-    worker::{Notify, Worker},
 };
 use ringfence_iommu::{
     Geometry, Iova, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown,
@@ -22,7 +21,11 @@ use ringfence_iommu::{
 };
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_mem::Memory;
-use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, PeerFd, RingSetup, Server};
+use ringfence_run::{
+    PeerFd,
+    worker::{Notify, Worker},
+};
+use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup, Server};
 use ringfence_virtio_iommu::device::Options;
 use serde_json::Value;
 

@@ -1,10 +1,11 @@
 //! What a device is to a [`Server`](crate::Server).
 
 use crate::{
-    BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, PeerFd, ProtocolFeatures,
+    BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
     RingAddresses, Shutdown, WireError,
 };
 use ringfence_mem::{DirtyLog, LogIndex, Memory};
+use ringfence_run::PeerFd;
 use std::sync::Arc;
 
 /// What a ring starts with.

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringfence_run::{Closer, PeerFd};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
@@ -20,7 +21,7 @@ use rustix::{
 use zerocopy::IntoBytes;
 
 use crate::{
-    Closer, Iotlb, PeerFd, WireError,
+    Iotlb, WireError,
     inbox::{Inbox, Message},
     msg::{Header, code},
 };

@@ -1,10 +1,11 @@
 //! Messages with descriptors over a Unix socket.
 
 use crate::{
-    PeerFd, WireError,
+    WireError,
     inbox::{Inbox, Message},
     msg::{Header, MAX_FDS},
 };
+use ringfence_run::PeerFd;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,

@@ -6,12 +6,13 @@ mod link;
 mod rings;
 
 use crate::{
-    PeerFd, ProtocolFeatures, WireError,
+    ProtocolFeatures, WireError,
     inbox::Message,
     msg::{self, Request, code},
 };
 use link::Link;
 use ringfence_mem::Region;
+use ringfence_run::PeerFd;
 use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,

@@ -9,10 +9,11 @@ use std::{
     time::Duration,
 };
 
+use ringfence_run::PeerFd;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{
-    Iotlb, IotlbWire, PeerFd, WireError,
+    Iotlb, IotlbWire, WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{Header, code},

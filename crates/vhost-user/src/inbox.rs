@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 
+use ringfence_run::PeerFd;
 use zerocopy::FromBytes;
 
 use crate::{
-    PeerFd, WireError,
+    WireError,
     msg::{Header, MAX_FDS, MAX_PAYLOAD},
 };
 

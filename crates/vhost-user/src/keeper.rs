@@ -7,10 +7,11 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
+use ringfence_run::PeerFd;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{
-    PeerFd, WireError,
+    WireError,
     backend_channel::MOST_ANSWERS,
     msg::{Header, Request},
 };

@@ -10,7 +10,6 @@
 //!   and descriptors arrive, the worst outcome is a closed connection with a reason.
 //! - [`BackendChannel`] and [`FrontendChannel`]: the two ends of the channel on which the back end
 //!   asks: for translations that it lacks, above all.
-//! - [`PeerFd`] and [`Closer`]: what a peer has sent, closed where that holds up nobody.
 //! - [`InflightRegion`]: what a back end has taken and not completed, so that another can go on.
 //! - [`Keeper`]: is told what another process needs to go on with a connection.
 //!
@@ -28,7 +27,6 @@
 mod backend;
 mod backend_channel;
 mod channel;
-mod closer;
 mod error;
 mod frontend;
 mod frontend_channel;
@@ -37,12 +35,10 @@ mod inflight;
 mod iotlb;
 mod keeper;
 pub mod msg;
-mod peer_fd;
 mod server;
 
 pub use backend::{Handler, RingSetup};
 pub use backend_channel::BackendChannel;
-pub use closer::Closer;
 pub use error::{HandlerError, WireError};
 pub use frontend::{Frontend, FrontendError, IotlbHandle};
 pub use frontend_channel::{Asked, BackendMessage, FrontendChannel};
@@ -53,5 +49,4 @@ pub use iotlb::{BadIotlb, Iotlb, IotlbWire};
 pub use keeper::{ConnectionState, Keeper, ResumeError, SavedConnection};
 pub use msg::{ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES};
 pub use msg::{ProtocolFeatures, RingAddresses};
-pub use peer_fd::PeerFd;
 pub use server::{ServeError, Server, Shutdown};

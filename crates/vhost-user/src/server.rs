@@ -7,8 +7,8 @@ mod rings;
 mod shutdown;
 
 use crate::{
-    Handler, HandlerError, Iotlb, IotlbWire, PeerFd, ProtocolFeatures, RingAddresses,
-    SavedConnection, WireError,
+    Handler, HandlerError, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, SavedConnection,
+    WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{self, Header, Request},
@@ -16,6 +16,7 @@ use crate::{
 use answers::Answers;
 use kept::Kept;
 use ringfence_mem::{DirtyLog, Memory};
+use ringfence_run::PeerFd;
 use ringfence_sync::{
     clock::{Clock, MonotonicClock},
     wait::{Next, Notify, Wait},

@@ -4,8 +4,9 @@ mod common;
 
 use common::{Device, Event, LONG, Served, VERSION_1, end};
 use ringfence_mem::{Access, GuestRam, Region};
+use ringfence_run::PeerFd;
 use ringfence_vhost_user::{
-    Asked, ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper, PeerFd,
+    Asked, ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper,
     ProtocolFeatures, RingAddresses, SavedConnection, ServeError, Server, Shutdown,
 };
 use rustix::event::{EventfdFlags, eventfd};

@@ -44,6 +44,7 @@ mod error;
 mod packed;
 mod ring;
 
+pub mod blk;
 pub mod device;
 pub mod driver;
 pub mod layout;

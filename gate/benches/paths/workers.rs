@@ -4,18 +4,18 @@ use std::{fs::File, hint::black_box, os::fd::AsFd, sync::Arc};
 
 use gungraun::{Callgrind, EntryPoint, prelude::*};
 use ringfence_devices::{
-    blk::{BlkQueue, wire as blk_wire},
+    blk::BlkQueue,
     bus::Bus,
     disk::{Disk, Ram},
     net::{GRACE, Net, NetBackend, NetOptions, NetUnit, Way, wire as net_wire},
-    worker::{Notify, Unit, Worker},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
 use ringfence_mem::{GuestRam, Memory};
+use ringfence_run::worker::{Notify, Unit, Worker};
 use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
 use ringfence_virtq::{
-    Desc, F_ACCESS_PLATFORM, F_VERSION_1, device,
+    Desc, F_ACCESS_PLATFORM, F_VERSION_1, blk as blk_wire, device,
     driver::{self, Used},
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};

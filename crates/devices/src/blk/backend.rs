@@ -12,31 +12,31 @@ use std::{
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
+use ringfence_run::{
+    PeerFd,
+    event::Bells,
+    worker::{Work, Worker},
+};
 use ringfence_vhost_user::{
-    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, PeerFd,
-    ProtocolFeatures, RingAddresses, RingSetup, Shutdown, WireError,
+    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, Shutdown, WireError,
 };
 use ringfence_virtq::{
-    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, device::Queue,
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
+    blk::{Config, SECTOR, feature},
+    device::Queue,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    BlkFigures, BlkQueue, BlkUnit, QueueStats,
-    cache::Cache,
-    figures::MOST_LEFT,
-    reaper::Reaper,
-    request,
-    unit::Start,
-    wire::{Config, SECTOR, feature},
+    BlkFigures, BlkQueue, BlkUnit, QueueStats, cache::Cache, figures::MOST_LEFT, reaper::Reaper,
+    request, unit::Start,
 };
 use crate::{
     backend::{Events, FrontEnd, RingStart, read_config},
     disk::{Disk, Image, ImageError},
-    event::Bells,
     iommu::{Iommu, Seat},
     translation::Translation,
-    worker::{Work, Worker},
 };
 
 /// The most buffers of data in a request: what fits a queue's chain beside header and status.

@@ -16,8 +16,7 @@ use std::{
 };
 
 use ringfence_vhost_user::{HandlerError, InflightRegion};
-
-use super::wire::{Config, feature};
+use ringfence_virtq::blk::{Config, feature};
 
 /// Where the byte is.
 const AT: usize = offset_of!(Config, writeback);

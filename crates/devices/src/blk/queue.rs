@@ -27,7 +27,8 @@ use std::{
 };
 
 use ringfence_mem::{Memory, Translate};
-use ringfence_virtq::{Chain, device};
+use ringfence_run::notifier::Notifier;
+use ringfence_virtq::{Chain, blk::Status, device};
 
 use self::{
     inflight::{Recorded, take_next},
@@ -37,11 +38,8 @@ use self::{
     store::{Handed, Store, Transfer},
     wait::{Head, Wait},
 };
-use super::{
-    request::{self, Action, Limits, Stop},
-    wire::Status,
-};
-use crate::{bus::Bus, dirty::RingLog, disk::Disk, notifier::Notifier};
+use super::request::{self, Action, Limits, Stop};
+use crate::{bus::Bus, dirty::RingLog, disk::Disk};
 
 /// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
 /// for whose answer a driver waits.

@@ -1,9 +1,9 @@
 //! Queues that have stopped while the kernel still had requests of theirs are looked after.
 
+use ringfence_run::worker::Unit;
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 use super::BlkFigures;
-use crate::worker::Unit;
 
 /// How often the kernel is asked whether it is done with them: nobody is woken when it is, as the
 /// event that it writes to was the queue's.

@@ -1,12 +1,15 @@
 //! One request of a block device, from the chain to its status.
 
 use ringfence_mem::{Access, AccessError, HostSlice, Translate};
-use ringfence_virtq::{Chain, Desc, cut};
+use ringfence_virtq::{
+    Chain, Desc,
+    blk::{
+        EXTENT_BYTES, EXTENT_UNMAP, Extent, HEADER_BYTES, Header, ID_BYTES, Kind, SECTOR, Status,
+    },
+    cut,
+};
 use zerocopy::FromBytes;
 
-use super::wire::{
-    EXTENT_BYTES, EXTENT_UNMAP, Extent, HEADER_BYTES, Header, ID_BYTES, Kind, SECTOR, Status,
-};
 use crate::disk::{Disk, Holes, Ram};
 
 /// The most sectors that a discard, or a request to write zeroes, may have: 1 GiB.

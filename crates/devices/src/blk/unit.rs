@@ -8,17 +8,16 @@ use std::{
 
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, Translate, UserAddresses};
-use ringfence_vhost_user::InflightRegion;
-use ringfence_virtq::RingError;
-
-use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
-use crate::{
-    bus::Bus,
-    dirty::RingLog,
+use ringfence_run::{
     event::{Bells, Doorbell},
     notifier::Notifier,
     worker::{Kick, Unit},
 };
+use ringfence_vhost_user::InflightRegion;
+use ringfence_virtq::RingError;
+
+use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
+use crate::{bus::Bus, dirty::RingLog};
 
 /// What a queue is started with.
 pub(super) struct Start {

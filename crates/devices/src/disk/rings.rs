@@ -5,8 +5,7 @@ use std::io;
 
 use io_uring::{IoUring, opcode, register::Restriction};
 use parking_lot::Mutex;
-
-use crate::restricted;
+use ringfence_run::restricted;
 
 /// Those that are made ahead, for a process that makes none later.
 #[derive(Debug, Default)]
@@ -121,7 +120,7 @@ mod tests {
         drop(rings.take(4).unwrap());
         rings.make_ahead(2, 4).unwrap();
         let one = rings.take(4).unwrap();
-        let event = crate::event::new().unwrap();
+        let event = ringfence_run::event::new().unwrap();
         let event = std::os::fd::AsRawFd::as_raw_fd(&event);
         one.submitter().register_eventfd(event).unwrap();
         let _other = rings.take(4).unwrap();

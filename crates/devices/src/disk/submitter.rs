@@ -16,9 +16,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use ringfence_run::event;
 use rustix::io_uring::{IoringEnterFlags, io_uring_enter};
-
-use crate::event;
 
 /// How long what the kernel cannot take now is left alone.
 const AGAIN: Duration = Duration::from_millis(1);

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use ringfence_mem::Memory;
-use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, PeerFd, RingSetup};
+use ringfence_run::{PeerFd, worker::Worker};
+use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
 use ringfence_virtio_iommu::device::{Answers, Counters};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 
@@ -13,11 +14,7 @@ use super::{
     reach::Shared,
     unit::{Call, NoWorker, REQUESTS},
 };
-use crate::{
-    backend::{Events, FrontEnd, RingStart},
-    notifier,
-    worker::Worker,
-};
+use crate::backend::{Events, FrontEnd, RingStart, of_ring};
 
 /// A virtio-iommu as a vhost-user back end, for one front end.
 pub struct IommuBackend {
@@ -149,7 +146,7 @@ impl Handler for IommuBackend {
     }
 
     fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
-        let call = notifier::of_ring(ring, call)?;
+        let call = of_ring(ring, call)?;
         let call = call.map(|call| Arc::new(move || call.notify()) as Call);
         if let Some(kept) = self.calls.get_mut(usize::from(ring)) {
             kept.clone_from(&call);

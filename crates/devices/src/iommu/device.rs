@@ -10,13 +10,13 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_iommu::FaultSink;
 use ringfence_mem::Memory;
+use ringfence_run::{event, worker::Worker};
 use ringfence_vhost_user::HandlerError;
 use ringfence_virtio_iommu::device::{Answers, Counters, Device, FaultQueue, Options};
 
 use super::{
     Endpoints, IommuBackend, Seat, faults::Reported, gate::Gate, reach::Shared, unit::IommuUnit,
 };
-use crate::{event, worker::Worker};
 
 /// How many faults wait for the driver before more are dropped and counted.
 pub(super) const WAITING_FAULTS: usize = 256;
@@ -333,13 +333,13 @@ mod tests {
         table::Limits,
         wrap::{Faulty, Kind, Stage, When},
     };
+    use ringfence_run::worker::Notify;
     use ringfence_virtio_iommu::{
         device::{HostRegion, Mirror, Session},
         wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, TAIL_LEN},
     };
 
     use super::*;
-    use crate::worker::Notify;
 
     #[test]
     fn no_ring_starts_before_a_reset_that_failed_was_done_again() {

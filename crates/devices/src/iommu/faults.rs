@@ -10,10 +10,9 @@ use std::{
 };
 
 use ringfence_iommu::{Fault, FaultReason, FaultSink, Prot};
+use ringfence_run::event;
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtio_iommu::device::FaultQueue;
-
-use crate::event;
 
 /// An endpoint's faults are told in the log once in this time: a driver makes as many as it likes.
 const TOLD_EVERY_NS: u64 = 1_000_000_000;

@@ -97,7 +97,11 @@ mod tests {
     use ringfence_iommu::{Geometry, Iova, PageSizes, Range, shootdown::Shootdown, table::Limits};
     use ringfence_iotlb::{Binding, Endpoint};
     use ringfence_mem::{GuestRam, Memory};
-    use ringfence_vhost_user::{Handler, PeerFd, RingAddresses, RingSetup};
+    use ringfence_run::{
+        PeerFd, event,
+        worker::{Notify, Worker},
+    };
+    use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
     use ringfence_virtio_iommu::{
         device::Options,
         wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status},
@@ -105,11 +109,7 @@ mod tests {
     use ringfence_virtq::{Desc, F_VERSION_1, driver, layout};
 
     use super::*;
-    use crate::{
-        event,
-        iommu::{Endpoints, IommuBackend, IommuOptions},
-        worker::{Notify, Worker},
-    };
+    use crate::iommu::{Endpoints, IommuBackend, IommuOptions};
 
     const SIZE: u16 = 4;
 

@@ -6,6 +6,7 @@ use std::{
     time::Instant,
 };
 
+use ringfence_run::worker::{Kick, Unit, Worker};
 use ringfence_virtio_iommu::device::{
     Answers, Backing, Counters, Device, EventQueue, FaultQueue, Progress, RequestQueue,
 };
@@ -15,7 +16,6 @@ use super::{
     device::{PATIENCE, sum},
     reach::Reach,
 };
-use crate::worker::{Kick, Unit, Worker};
 
 /// Interrupts the driver.
 pub(super) type Call = Arc<dyn Fn() + Send + Sync>;

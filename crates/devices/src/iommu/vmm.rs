@@ -11,6 +11,10 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_iommu::{FaultSink, GuestPhys, HostAddr};
 use ringfence_mem::GuestBus;
+use ringfence_run::{
+    event,
+    worker::{Notify, Worker},
+};
 use ringfence_virtio_iommu::{
     device::{Answers, Counters, Device, FaultQueue, HostRegion, Options},
     wire::DEVICE_ID,
@@ -27,10 +31,6 @@ use super::{
     faults::Reported,
     reach::Reach,
     unit::{self, Call, IommuUnit},
-};
-use crate::{
-    event,
-    worker::{Notify, Worker},
 };
 
 /// A virtio-iommu, with a thread that serves its rings.

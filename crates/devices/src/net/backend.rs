@@ -5,9 +5,10 @@ use std::{io, sync::Arc, time::Duration};
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
+use ringfence_run::{PeerFd, worker::Worker};
 use ringfence_vhost_user::{
-    BackendChannel, Handler, HandlerError, Iotlb, PeerFd, ProtocolFeatures, RingAddresses,
-    RingSetup, WireError,
+    BackendChannel, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup,
+    WireError,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
@@ -26,7 +27,6 @@ use crate::{
     iommu::Seat,
     tally::{IotlbTally, IotlbTotals},
     translation::Translation,
-    worker::Worker,
 };
 
 /// A network device as it is set up.

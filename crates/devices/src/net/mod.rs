@@ -3,14 +3,11 @@
 //! A packet is copied once, from the sender's memory into the receiver's buffers. A worker takes a
 //! burst of packets and of buffers, looks all of them up, and copies; it never waits: where a
 //! translation is missing it asks for what the whole burst lacks, and goes on with other queues.
-//!
-//! [`driver`] is the other end: a front end and a driver in one, which loads back ends and checks
-//! what they do.
 
 mod backend;
 #[cfg(test)]
 mod cost;
-pub mod driver;
+pub mod frame;
 mod lane;
 mod outlet;
 mod pieces;

@@ -6,7 +6,7 @@ use ringfence_virtq::device::Taken;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    driver::{HEADER as HEAD, PACKET, packet},
+    frame::{HEADER as HEAD, PACKET, packet},
     pieces::{Lasting, Writer, mark, recycle, soon, soon_written},
     receive::{read, receive},
     round::{Lane, Place, Round, Side, Step, Want},

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_mem::{Access, AccessError, Translate};
+use ringfence_run::{notifier::Notifier, worker::Kick};
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
     ChainFault, RingError, cut,
@@ -17,7 +18,7 @@ use super::{
     stats::{Lost, QueueCounters},
     wire::MAX_PACKET,
 };
-use crate::{backend::Events, dirty::RingLog, notifier::Notifier, worker::Kick};
+use crate::{backend::Events, dirty::RingLog};
 
 /// How many chains are held at most: what may be asked for at once.
 pub(super) const DEPTH: usize = 256;

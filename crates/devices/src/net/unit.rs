@@ -11,6 +11,10 @@ use std::{
 
 use ringfence_iotlb::{Counters, Endpoint, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, UserAddresses};
+use ringfence_run::{
+    event,
+    worker::{Kick, Unit},
+};
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{RingError, device};
 
@@ -24,12 +28,7 @@ use super::{
     ways::{across, loopback, nowhere, outside},
     wire::feature,
 };
-use crate::{
-    backend::RingStart,
-    bus::Bus,
-    event,
-    worker::{Kick, Unit},
-};
+use crate::{backend::RingStart, bus::Bus};
 
 /// Where packets go that a driver sends.
 #[derive(Clone, Debug)]

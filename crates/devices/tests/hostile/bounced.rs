@@ -8,24 +8,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::{
-    blk::{Batching, Completion, DriverQueue, MappedError, MappedQueue, QueueLayout, wire::Kind},
-    event,
-    ram::{PagedBuffer, RamMemory},
-    worker::Notify,
-};
 use ringfence_dma::{
     BounceConfig, BounceLimits, BouncePools, Config, Device, Distrust, Environment, Policy, Trust,
     Written,
+};
+use ringfence_drivers::{
+    blk::{Batching, Completion, DriverQueue, MappedError, MappedQueue, QueueLayout},
+    ram::{PagedBuffer, RamMemory},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot};
 use ringfence_iotlb::View;
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_mem::Memory;
+use ringfence_run::{event, worker::Notify};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtio_iommu::driver::ViommuDomain;
-use ringfence_virtq::{Chain, device};
+use ringfence_virtq::{Chain, blk::Kind, device};
 
 use crate::rig::{ID, LONG, PAGE, Rig, Setup};
 

@@ -1,9 +1,11 @@
 //! Rings whose driver breaks the rules.
 
 use proptest::{prelude::Rng, test_runner::TestRunner};
-use ringfence_devices::blk::wire::{HEADER_BYTES, Header, Kind};
 use ringfence_iommu::{FaultReason, Prot};
-use ringfence_virtq::layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE};
+use ringfence_virtq::{
+    blk::{HEADER_BYTES, Header, Kind},
+    layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE},
+};
 use zerocopy::IntoBytes;
 
 use crate::rig::*;

@@ -2,13 +2,14 @@
 
 use std::{panic::Location, sync::Arc};
 
-use ringfence_devices::{blk::wire::Kind, ram::RamPart};
 use ringfence_dma::{
     CoherentPool, Config, Detector, Device, Direction, Explained, Place, Policy, PoolLimits,
 };
+use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{Iova, Prot};
 use ringfence_iova::{Aperture, RbTree};
 use ringfence_virtio_iommu::driver::ViommuDomain;
+use ringfence_virtq::blk::Kind;
 
 use crate::rig::*;
 

@@ -10,12 +10,12 @@ use std::{
 
 use proptest::prelude::*;
 use ringfence_devices::{
-    blk::{BlkUnit, wire::Kind},
+    blk::BlkUnit,
     disk::{Disk, Image},
 };
 use ringfence_mem::{SharedFile, Window};
 use ringfence_vhost_user::{F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, RingAddresses};
-use ringfence_virtq::{F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_VERSION_1, layout};
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_VERSION_1, blk::Kind, layout};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::{

@@ -2,12 +2,12 @@
 
 use std::{fs::File, os::fd::AsRawFd, sync::Arc};
 
-use ringfence_devices::{
-    blk::wire::{Config, Kind, feature},
-    disk::{Disk, Image, ImageOptions},
-};
+use ringfence_devices::disk::{Disk, Image, ImageOptions};
 use ringfence_vhost_user::ProtocolFeatures;
-use ringfence_virtq::F_VERSION_1;
+use ringfence_virtq::{
+    F_VERSION_1,
+    blk::{Config, Kind, feature},
+};
 
 use crate::rig::*;
 

@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use ringfence_devices::event;
+use ringfence_run::event;
 use rustix::fs::{OFlags, fcntl_setfl};
 
 use crate::rig::*;

@@ -6,14 +6,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::{
-    blk::{Done, DriverQueue, QueueLayout, wire::Kind},
-    event,
-    worker::Notify,
-};
 use ringfence_dma::Segment;
+use ringfence_drivers::blk::{Done, DriverQueue, QueueLayout};
 use ringfence_iommu::Prot;
+use ringfence_run::{event, worker::Notify};
 use ringfence_vhost_user::RingAddresses;
+use ringfence_virtq::blk::Kind;
 
 use crate::rig::*;
 

@@ -10,13 +10,10 @@ use std::{
     },
 };
 
-use ringfence_devices::{
-    blk::wire::Kind,
-    disk::{Disk, Image},
-    ram::RamPart,
-};
+use ringfence_devices::disk::{Disk, Image};
+use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::Prot;
-use ringfence_virtq::layout::DESC_F_WRITE;
+use ringfence_virtq::{blk::Kind, layout::DESC_F_WRITE};
 
 use crate::rig::*;
 

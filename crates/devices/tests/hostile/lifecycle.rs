@@ -3,16 +3,13 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use parking_lot::Mutex;
-use ringfence_devices::{
-    blk::wire::Kind,
-    disk::{Disk, Pace, Pacer, Ram},
-    event,
-    ram::RamPart,
-};
+use ringfence_devices::disk::{Disk, Pace, Pacer, Ram};
+use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::Prot;
 use ringfence_mem::GuestRam;
+use ringfence_run::event;
 use ringfence_vhost_user::{ProtocolFeatures, RingAddresses};
-use ringfence_virtq::{F_RING_PACKED, F_VERSION_1};
+use ringfence_virtq::{F_RING_PACKED, F_VERSION_1, blk::Kind};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::os::fd::AsFd;
 

@@ -2,21 +2,18 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use ringfence_devices::{
-    blk::{
-        Batching, Completion, DriverQueue, MappedQueue, NotAsked, QueueLayout,
-        wire::{Kind, Status},
-    },
-    event,
-    ram::RamPart,
-    worker::Notify,
-};
 use ringfence_dma::{Config, Device, Policy};
+use ringfence_drivers::{
+    blk::{Batching, Completion, DriverQueue, MappedQueue, NotAsked, QueueLayout},
+    ram::RamPart,
+};
 use ringfence_iommu::Iova;
 use ringfence_iova::{Allocator, Aperture, Slabs};
+use ringfence_run::{event, worker::Notify};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtio_iommu::driver::ViommuDomain;
+use ringfence_virtq::blk::{Kind, Status};
 
 use crate::rig::{LONG, PAGE, Rig, Setup, piece};
 

@@ -8,8 +8,9 @@ use std::{
     },
 };
 
-use ringfence_devices::{blk::wire::Kind, ram::RamPart};
+use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{Domain, FaultReason, Gather, GuestPhys, Iova, Prot, Range};
+use ringfence_virtq::blk::Kind;
 
 use crate::rig::*;
 

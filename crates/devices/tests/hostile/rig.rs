@@ -14,27 +14,29 @@ use std::{
 };
 
 use ringfence_devices::{
-    blk::{BlkBackend, BlkOptions, BlkUnit, wire},
+    blk::{BlkBackend, BlkOptions, BlkUnit},
     disk::{Disk, Ram},
-    event,
     iommu::{Endpoints, IommuBackend, IommuOptions},
-    ram::RamPart,
-    worker::{Notify, Worker},
 };
+use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
     Domain, FaultReason, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range,
     shootdown::Shootdown, table::Limits,
 };
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_mem::{GuestRam, Region, Window};
+use ringfence_run::{
+    event,
+    worker::{Notify, Worker},
+};
 use ringfence_vhost_user::{Frontend, Handler, ProtocolFeatures, RingAddresses, Server, Shutdown};
 use ringfence_virtio_iommu::{
+    wire::{CONFIG_LEN, Config, FaultRecord},
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, Config, FaultRecord},
 };
 use ringfence_virtq::{
-    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, driver as ring, layout,
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk, driver as ring, layout,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -566,14 +568,14 @@ impl RawQueue {
     }
 
     /// Lays a request out from descriptor 0 on, without making it available.
-    pub(crate) fn lay(&self, kind: wire::Kind, sector: u64, data: &[Piece]) {
+    pub(crate) fn lay(&self, kind: blk::Kind, sector: u64, data: &[Piece]) {
         let header =
-            wire::Header { kind: kind.code().into(), reserved: 0.into(), sector: sector.into() };
+            blk::Header { kind: kind.code().into(), reserved: 0.into(), sector: sector.into() };
         self.page.write(HEADER_AT, header.as_bytes());
         self.page.write(STATUS_AT, &[NO_STATUS]);
         let next = layout::DESC_F_NEXT;
         let write = match kind {
-            wire::Kind::In | wire::Kind::GetId => layout::DESC_F_WRITE,
+            blk::Kind::In | blk::Kind::GetId => layout::DESC_F_WRITE,
             _ => 0,
         };
         self.desc(0, self.bus + HEADER_AT as u64, 16, next, 1);
@@ -585,7 +587,7 @@ impl RawQueue {
     }
 
     /// Submits a request, without waiting.
-    pub(crate) fn submit(&mut self, kind: wire::Kind, sector: u64, data: &[Piece]) {
+    pub(crate) fn submit(&mut self, kind: blk::Kind, sector: u64, data: &[Piece]) {
         self.lay(kind, sector, data);
         self.push(0);
     }
@@ -606,31 +608,31 @@ impl RawQueue {
     }
 
     /// Does a request and returns its status.
-    pub(crate) fn request(&mut self, kind: wire::Kind, sector: u64, data: &[Piece]) -> Option<u8> {
+    pub(crate) fn request(&mut self, kind: blk::Kind, sector: u64, data: &[Piece]) -> Option<u8> {
         self.submit(kind, sector, data);
         self.finish()
     }
 
     pub(crate) fn read(&mut self, sector: u64, data: Piece) -> Option<u8> {
-        self.request(wire::Kind::In, sector, &[data])
+        self.request(blk::Kind::In, sector, &[data])
     }
 
     pub(crate) fn write(&mut self, sector: u64, data: Piece) -> Option<u8> {
-        self.request(wire::Kind::Out, sector, &[data])
+        self.request(blk::Kind::Out, sector, &[data])
     }
 
     /// Some requests without data. When they are answered, the worker has been through all its
     /// queues, and through a quiet point, since this was called.
     pub(crate) fn go_round(&mut self) {
         for _ in 0..3 {
-            assert_eq!(self.request(wire::Kind::Flush, 0, &[]), OK);
+            assert_eq!(self.request(blk::Kind::Flush, 0, &[]), OK);
         }
     }
 
     /// As [`go_round`](Self::go_round) on a disk that cannot flush.
     pub(crate) fn go_round_with(&mut self, page: Piece) {
         for _ in 0..3 {
-            assert_eq!(self.request(wire::Kind::GetId, 0, &[page]), OK);
+            assert_eq!(self.request(blk::Kind::GetId, 0, &[page]), OK);
         }
     }
 }

@@ -2,10 +2,9 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use ringfence_devices::blk::wire::Kind;
 use ringfence_mem::{Access, Memory, Physical, Region, Translate, Window, sigbus};
 use ringfence_vhost_user::ProtocolFeatures;
-use ringfence_virtq::F_VERSION_1;
+use ringfence_virtq::{F_VERSION_1, blk::Kind};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::rig::*;

@@ -7,8 +7,9 @@ use std::{
 };
 
 use proptest::prelude::*;
-use ringfence_devices::{net::Way, worker::Notify};
+use ringfence_devices::net::Way;
 use ringfence_mem::SharedFile;
+use ringfence_run::worker::Notify;
 use ringfence_vhost_user::{F_LOG_ALL, F_PROTOCOL_FEATURES};
 
 use crate::rig::{

@@ -1,11 +1,9 @@
 //! A driver that writes whatever it likes into its rings.
 
 use proptest::prelude::*;
-use ringfence_devices::{
-    net::{GRACE, NetOptions, Way},
-    worker::Notify,
-};
+use ringfence_devices::net::{GRACE, NetOptions, Way};
 use ringfence_mem::Access;
+use ringfence_run::worker::Notify;
 use ringfence_virtq::Desc;
 
 use crate::rig::{

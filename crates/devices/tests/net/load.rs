@@ -8,13 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::{
-    net::{
-        Net, Way,
-        driver::{Addressing, Expect, NetDriver, Options},
-    },
-    worker::Notify,
-};
+use ringfence_devices::net::{Net, Way};
+use ringfence_lab::load::net::{Addressing, Expect, NetDriver, Options};
+use ringfence_run::worker::Notify;
 use ringfence_vhost_user::Server;
 
 use crate::rig::{Driver, LONG, Setup, device, options};

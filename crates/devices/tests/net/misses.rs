@@ -9,12 +9,10 @@ use std::{
     time::Duration,
 };
 
-use ringfence_devices::{
-    net::{Lost, Net, NetOptions, Way},
-    worker::{Notify, Worker},
-};
+use ringfence_devices::net::{Lost, Net, NetOptions, Way};
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::Access;
+use ringfence_run::worker::{Notify, Worker};
 
 use crate::rig::{
     BUFFERS_AT, Driver, IOVA, PAGE, SENT_AT, SIZE, Setup, device, options, packet, unanswered,

@@ -13,13 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::{
-    event,
-    net::{Net, NetOptions, Way, wire},
-    worker::{Notify, Worker},
-};
+use ringfence_devices::net::{Net, NetOptions, Way, wire};
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, GuestRam};
+use ringfence_run::{
+    event,
+    worker::{Notify, Worker},
+};
 use ringfence_vhost_user::{
     Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, Server, Shutdown,
 };

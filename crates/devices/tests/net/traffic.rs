@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use ringfence_devices::{
-    net::{GRACE, Lost, Net, NetOptions, Way, wire},
-    worker::{Notify, Worker},
-};
+use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, Way, wire};
 use ringfence_mem::GuestRam;
+use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::Handler;
 
 use crate::rig::{Driver, PAGE, Setup, device, options, packet, unanswered, until};

@@ -11,14 +11,14 @@ use std::{
     time::Duration,
 };
 
-use ringfence_devices::{
-    bus::Bus,
-    event,
-    worker::{Unit, Work, Worker},
-};
+use ringfence_devices::bus::Bus;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
+use ringfence_run::{
+    event,
+    worker::{Unit, Work, Worker},
+};
 use ringfence_sync::clock::{Clock, MonotonicClock};
 
 use crate::history::Sequence;

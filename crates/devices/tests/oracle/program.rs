@@ -14,7 +14,6 @@ use std::{
 };
 
 use proptest::{collection::vec, prelude::*};
-use ringfence_devices::worker::Notify;
 use ringfence_dma::{
     BounceConfig, BounceLimits, Coherent, Config, Direction, Environment, FlushTuning, MapError,
     Mapping, Persistent, Policy, PoolBuffer, Segment, StaleIova, TimerKind, Trust,
@@ -23,6 +22,7 @@ use ringfence_iommu::{
     FaultReason,
     wrap::{Kind, Stage, When},
 };
+use ringfence_run::worker::Notify;
 use ringfence_sync::{
     clock::{Clock, ManualClock},
     cpu::FixedCpu,

@@ -7,13 +7,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::{
-    event,
-    iommu::{Endpoints, IommuBackend, IommuOptions},
-    ram::RamPart,
-    worker::{Notify, Worker},
-};
+use ringfence_devices::iommu::{Endpoints, IommuBackend, IommuOptions};
 use ringfence_dma::{BounceLimits, BouncePools, Config, Device, Environment, Trust};
+use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
     shootdown::Shootdown, table::Limits, wrap::Faulty,
@@ -21,8 +17,12 @@ use ringfence_iommu::{
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_iova::{Allocator, Aperture, Magazines, RbTree, Slabs};
 use ringfence_mem::{GuestRam, Memory};
+use ringfence_run::{
+    PeerFd, event,
+    worker::{Notify, Worker},
+};
 use ringfence_sync::cpu::OsCpu;
-use ringfence_vhost_user::{Handler, PeerFd, RingAddresses, RingSetup};
+use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
 use ringfence_virtio_iommu::{
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},

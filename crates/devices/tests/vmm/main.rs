@@ -6,11 +6,9 @@ mod rig;
 use std::sync::mpsc;
 
 use rig::{BASE, BYTES, Guest, Map, REQUESTS, SIZE, Vmm};
-use ringfence_devices::{
-    iommu::{VmmIommuError, host_regions},
-    worker::Notify,
-};
+use ringfence_devices::iommu::{VmmIommuError, host_regions};
 use ringfence_iommu::{GuestPhys, HostAddr, Iova, Range};
+use ringfence_run::worker::Notify;
 use ringfence_virtio_iommu::{
     kit::{Outcome, run},
     wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, REQUEST_QUEUE, Request, Status, TAIL_LEN},

@@ -8,10 +8,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_devices::{
-    iommu::{Endpoints, VmmIommu, VmmIommuError},
-    worker::Notify,
-};
+use ringfence_devices::iommu::{Endpoints, VmmIommu, VmmIommuError};
 use ringfence_iommu::{
     Geometry, Iova, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown,
     table::Limits,
@@ -21,6 +18,7 @@ use ringfence_iotlb::{
     guest_memory::{FailureScope, IotlbAddressSpace},
 };
 use ringfence_mem::{Access, GuestBus, Translate};
+use ringfence_run::worker::Notify;
 use ringfence_virtio_iommu::{
     device::Options,
     kit::{Event, Failed, Refused, Subject},

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use ringfence_devices::{blk::Batching, ram::PagedBuffer, worker::Notify};
 use ringfence_dma::{Policy, Trust};
+use ringfence_drivers::{blk::Batching, ram::PagedBuffer};
+use ringfence_run::worker::Notify;
 
 use super::{
     DiskChoice,

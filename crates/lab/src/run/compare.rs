@@ -10,8 +10,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use ringfence_devices::{blk::Batching, ram::PagedBuffer, slice, worker::Notify};
 use ringfence_dma::{BounceLimits, Policy, Trust};
+use ringfence_drivers::{blk::Batching, ram::PagedBuffer};
+use ringfence_run::{slice, worker::Notify};
 
 use super::{
     Row, Usage,

@@ -17,12 +17,12 @@ use ringfence_devices::{
     disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
     net::{GRACE, Lost, Net, NetOptions, QueueCounters, Way},
-    worker::{Notify, Worker},
 };
 use ringfence_iommu::{
     Geometry, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown, table::Limits,
 };
 use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
+use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::{Handler, Server};
 use ringfence_virtio_iommu::{device::Options, wire::Features};
 use serde::{Deserialize, Serialize};

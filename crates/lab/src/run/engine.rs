@@ -7,8 +7,8 @@ use std::{
 };
 
 use anyhow::{Result, bail};
-use ringfence_devices::ram::PagedBuffer;
 use ringfence_dma::{OsThreadClock, ThreadClock};
+use ringfence_drivers::ram::PagedBuffer;
 use ringfence_mem::HostSlice;
 use ringfence_sync::clock::{Clock, MonotonicClock};
 

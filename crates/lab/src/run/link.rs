@@ -12,19 +12,19 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use ringfence_devices::{
-    blk::{DriverQueue, QueueLayout, wire::feature},
-    event,
-    ram::{PagedBuffer, RamMemory, RamPart},
-};
 use ringfence_dma::{
     BounceLimits, BouncePools, Coherent, Config, Device, Direction, Environment, Policy,
 };
+use ringfence_drivers::{
+    blk::{DriverQueue, QueueLayout},
+    ram::{PagedBuffer, RamMemory, RamPart},
+};
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
+use ringfence_run::event;
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::driver::{Driver, ViommuDomain};
-use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk::feature};
 
 use super::{
     device::{ENDPOINT, Report, Served},

@@ -45,7 +45,7 @@ pub(crate) use compare::compare_rounds;
 pub use compare::{Ended, Options, compare};
 pub use device::device_main;
 pub(crate) use link::Dma;
-pub use ringfence_devices::worker::Notify;
+pub use ringfence_run::worker::Notify;
 pub use row::Row;
 pub use target::DiskChoice;
 

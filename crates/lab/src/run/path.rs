@@ -3,18 +3,19 @@
 use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
-use ringfence_devices::{
-    blk::{Batching, Completion, DriverQueue, MappedQueue, wire},
-    disk::{Disk, FileIo, FileOp, Image},
+use ringfence_devices::disk::{Disk, FileIo, FileOp, Image};
+use ringfence_drivers::{
+    blk::{Batching, Completion, DriverQueue, MappedQueue},
     ram::PagedBuffer,
-    worker::Notify,
 };
 use ringfence_mem::HostSlice;
+use ringfence_run::worker::Notify;
 use ringfence_sync::{
     clock::{Clock, MonotonicClock},
     wait::{Next, Wait},
 };
 use ringfence_virtio_iommu::driver::ViommuDomain;
+use ringfence_virtq::blk;
 
 use super::{
     link::Dma, persistent::PersistentPath, probe::Probe, space::AnyAllocator,
@@ -186,15 +187,15 @@ impl Path for VirtioPath {
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
         // A read that says OK has written all data and the status; a write the status.
         let (kind, written) = match op {
-            Op::Read => (wire::Kind::In, ringfence_dma::DmaBuffer::len(&buffer) + 1),
-            Op::Write => (wire::Kind::Out, 1),
+            Op::Read => (blk::Kind::In, ringfence_dma::DmaBuffer::len(&buffer) + 1),
+            Op::Write => (blk::Kind::Out, 1),
         };
         let at = token as usize;
         if self.asked.len() <= at {
             self.asked.resize(at + 1, 0);
         }
         self.asked[at] = written;
-        Ok(self.queue.submit(kind, offset / wire::SECTOR, buffer, token.into())?)
+        Ok(self.queue.submit(kind, offset / blk::SECTOR, buffer, token.into())?)
     }
 
     fn publish(&mut self) -> Result<()> {

@@ -3,11 +3,12 @@
 use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
-use ringfence_devices::{
-    blk::{Done, DriverQueue, wire},
+use ringfence_dma::{DmaBuffer, Persistent, Segment};
+use ringfence_drivers::{
+    blk::{Done, DriverQueue},
     ram::{Arena, PagedBuffer},
 };
-use ringfence_dma::{DmaBuffer, Persistent, Segment};
+use ringfence_virtq::blk;
 
 use super::path::{Completed, Path};
 use crate::workload::Op;
@@ -40,10 +41,10 @@ impl Path for PersistentPath {
         let parts = self.arena.segments_for(first..first + len);
         self.segments.extend(parts.context("a buffer of another arena")?);
         let (kind, written) = match op {
-            Op::Read => (wire::Kind::In, len + 1),
-            Op::Write => (wire::Kind::Out, 1),
+            Op::Read => (blk::Kind::In, len + 1),
+            Op::Write => (blk::Kind::Out, 1),
         };
-        self.queue.submit(kind, offset / wire::SECTOR, &self.segments, token.into())?;
+        self.queue.submit(kind, offset / blk::SECTOR, &self.segments, token.into())?;
         let at = token as usize;
         if self.under_way.len() <= at {
             self.under_way.resize_with(at + 1, || None);

@@ -2,8 +2,9 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use ringfence_devices::{blk::Batching, worker::Notify};
 use ringfence_dma::{BounceConfig, Policy, Trust, Written};
+use ringfence_drivers::blk::Batching;
+use ringfence_run::worker::Notify;
 
 use super::{device::DiskKind, space::Space, tuning::Tuning};
 use crate::allocators::AllocatorKind;

@@ -1,6 +1,6 @@
 //! The buffers of a job that are not under way.
 
-use ringfence_devices::ram::PagedBuffer;
+use ringfence_drivers::ram::PagedBuffer;
 
 use crate::workload::Op;
 

@@ -15,12 +15,13 @@
 //! the disk reads into it: the next owner would have the data.
 
 use anyhow::{Context, Result};
-use ringfence_devices::{
-    blk::{FOREIGN, Unmapped, wire},
+use ringfence_dma::{Direction, DmaBuffer, Mapping, Segment, StaleIova};
+use ringfence_drivers::{
+    blk::{FOREIGN, Unmapped},
     ram::PagedBuffer,
 };
-use ringfence_dma::{Direction, DmaBuffer, Mapping, Segment, StaleIova};
 use ringfence_sync::clock::{Clock, MonotonicClock};
+use ringfence_virtq::blk;
 
 use super::{device::DISK_ID, link::Dma, path::Queue};
 
@@ -67,7 +68,7 @@ enum State {
 /// What the device is asked for.
 #[derive(Clone, Copy)]
 struct Aim {
-    kind: wire::Kind,
+    kind: blk::Kind,
     segment: Segment,
     /// Whether what it reaches is a slot that stays mapped.
     bounced: bool,
@@ -144,12 +145,12 @@ impl Probe {
         self.begun += 1;
         let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
         self.state = if self.begun.is_multiple_of(BY_DISK) && !bounced {
-            let aim = Aim { kind: wire::Kind::In, segment, bounced };
+            let aim = Aim { kind: blk::Kind::In, segment, bounced };
             ask(queue, aim)?;
             queue.unmap_foreign(mapping);
             State::Unmapping { aim, reads: true }
         } else {
-            ask(queue, Aim { kind: wire::Kind::GetId, segment, bounced })?;
+            ask(queue, Aim { kind: blk::Kind::GetId, segment, bounced })?;
             State::Warm { mapping }
         };
         Ok(())
@@ -161,7 +162,7 @@ impl Probe {
             State::Warm { mapping } => {
                 anyhow::ensure!(ok, "the device refused the probe's page while it was mapped");
                 let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
-                let aim = Aim { kind: wire::Kind::GetId, segment, bounced };
+                let aim = Aim { kind: blk::Kind::GetId, segment, bounced };
                 queue.unmap_foreign(mapping);
                 self.state = State::Unmapping { aim, reads: false };
             }
@@ -207,7 +208,7 @@ impl Probe {
         let unmapped_ns = self.clock.now_ns();
         let mut buffer = returned.buffer.into_iter().next().context("the probe's page")?;
         let iova = returned.stale.context("the probe's IOVA")?;
-        if aim.kind == wire::Kind::GetId {
+        if aim.kind == blk::Kind::GetId {
             let mut id = [0; DISK_ID.len()];
             buffer.read(0, &mut id);
             anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");

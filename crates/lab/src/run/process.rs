@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
-use ringfence_devices::worker::Notify;
+use ringfence_run::worker::Notify;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::device::{Report, Served, Setup};

@@ -7,8 +7,9 @@ use std::{
 };
 
 use anyhow::{Result, bail};
-use ringfence_devices::{event, ram::RamPart, worker::Notify};
+use ringfence_drivers::ram::RamPart;
 use ringfence_mem::GuestRam;
+use ringfence_run::{event, worker::Notify};
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::{
     driver::{self, Buffers, Driver, Transport},

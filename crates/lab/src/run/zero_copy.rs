@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ringfence_devices::{
-    blk::{Done, DriverQueue, wire},
+use ringfence_dma::{Direction, OsThreadClock, PoolBuffer, ThreadClock};
+use ringfence_drivers::{
+    blk::{Done, DriverQueue},
     ram::PagedBuffer,
 };
-use ringfence_dma::{Direction, OsThreadClock, PoolBuffer, ThreadClock};
 use ringfence_mem::HostSlice;
+use ringfence_virtq::blk;
 
 use super::{
     link::Dma,
@@ -112,14 +113,14 @@ impl Path for ZeroCopyPath {
 
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
         let kind = match op {
-            Op::Read => wire::Kind::In,
-            Op::Write => wire::Kind::Out,
+            Op::Read => blk::Kind::In,
+            Op::Write => blk::Kind::Out,
         };
         let Some(Some(taken)) = self.taken.get_mut(token as usize) else {
             bail!("a request without memory");
         };
         let segments = taken.memory.segments();
-        self.queue.submit(kind, offset / wire::SECTOR, segments, token.into())?;
+        self.queue.submit(kind, offset / blk::SECTOR, segments, token.into())?;
         taken.own = Some(buffer);
         Ok(())
     }

@@ -12,11 +12,11 @@ use ringfence_devices::{
     disk::{Disk, Image, ImageOptions},
     iommu::Iommu,
     net::{GRACE, Net, NetOptions, Tap, Way},
-    worker::Worker,
 };
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
-use ringfence_vhost_user::{PeerFd, Server};
+use ringfence_run::{PeerFd, worker::Worker};
+use ringfence_vhost_user::Server;
 
 use super::{
     Arguments,

@@ -20,7 +20,8 @@ use clap::Args;
 use ringfence_devices::iommu::{Endpoints, Iommu, IommuFigures, IommuOptions};
 use ringfence_iommu::{Range, shootdown::Shootdown, table::Limits};
 use ringfence_lab::run::Usage;
-use ringfence_vhost_user::{PeerFd, Server};
+use ringfence_run::PeerFd;
+use ringfence_vhost_user::Server;
 use ringfence_virtio_iommu::device::Options;
 use tracing::info;
 

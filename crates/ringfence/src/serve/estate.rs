@@ -14,7 +14,8 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use parking_lot::{Condvar, Mutex};
 use ringfence_mem::SharedFile;
-use ringfence_vhost_user::{Closer, ConnectionState, Keeper, PeerFd, SavedConnection};
+use ringfence_run::{Closer, PeerFd};
+use ringfence_vhost_user::{ConnectionState, Keeper, SavedConnection};
 use ringfence_virtio_iommu::device::Journal;
 use tracing::warn;
 

@@ -17,9 +17,10 @@ use std::{
 
 use anyhow::Result;
 use parking_lot::Mutex;
-use ringfence_devices::{peer::Peer, slice};
+use ringfence_devices::peer::Peer;
+use ringfence_run::{Closer, PeerFd, slice};
 use ringfence_sandbox::{Refusals, Role};
-use ringfence_vhost_user::{Closer, PeerFd, SavedConnection, Shutdown};
+use ringfence_vhost_user::{SavedConnection, Shutdown};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::SIGTERM;
 use tracing::{error, info, warn};

@@ -7,7 +7,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use ringfence_vhost_user::{Closer, PeerFd};
+use ringfence_run::{Closer, PeerFd};
 use rustix::{
     io::{Errno, ioctl_fionread},
     net::{

@@ -18,10 +18,9 @@ use std::{io, path::PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use ringfence_devices::{tally::IotlbTotals, worker::Notify};
-use ringfence_vhost_user::{
-    Handler, Keeper, PeerFd, SavedConnection, ServeError, Server, Shutdown,
-};
+use ringfence_devices::tally::IotlbTotals;
+use ringfence_run::{PeerFd, worker::Notify};
+use ringfence_vhost_user::{Handler, Keeper, SavedConnection, ServeError, Server, Shutdown};
 use rustix::fs::Gid;
 use tracing::level_filters::LevelFilter;
 

@@ -12,11 +12,11 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use ringfence_devices::{
+use ringfence_mem::{Memory, SharedFile};
+use ringfence_run::{
     notifier,
     worker::{Notify, Worker},
 };
-use ringfence_mem::{Memory, SharedFile};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::warn;
 

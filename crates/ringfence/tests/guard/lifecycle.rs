@@ -35,7 +35,7 @@ fn nothing_is_reached_without_a_front_end_of_the_iommu() {
     running.wait_for(|line| line.contains("the devices behind it reach nothing now"));
     let mut served = false;
     std::thread::scope(|scope| {
-        let asked = scope.spawn(|| a.does(ringfence_devices::blk::wire::Kind::In, 0, a.page));
+        let asked = scope.spawn(|| a.does(ringfence_virtq::blk::Kind::In, 0, a.page));
         wait_until(|| {
             // The ring is away too, so that there is no answer, until the next driver maps it.
             served = asked.is_finished();

@@ -1,8 +1,8 @@
 //! What devices reach behind the IOMMU.
 
-use ringfence_devices::blk::wire::Kind;
 use ringfence_iommu::{FaultReason, Iova, Prot};
 use ringfence_virtio_iommu::wire::{FaultRecord, MapFlags, Request, Status};
+use ringfence_virtq::blk::Kind;
 
 use crate::{
     common::Place,

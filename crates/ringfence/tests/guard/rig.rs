@@ -11,20 +11,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::{
-    blk::{DriverQueue, QueueLayout, wire::Kind},
-    event,
-    worker::Notify,
-};
 use ringfence_dma::Segment;
+use ringfence_drivers::blk::{DriverQueue, QueueLayout};
 use ringfence_iommu::{Iova, Range};
 use ringfence_mem::{GuestRam, Window};
+use ringfence_run::{event, worker::Notify};
 use ringfence_vhost_user::{Frontend, FrontendError, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::wire::{
     AttachFlags, FAULT_LEN, FaultRecord, Features, MAX_REQUEST_LEN, MapFlags, Request, Status,
     TAIL_LEN, parse_tail,
 };
-use ringfence_virtq::{Desc, driver, layout};
+use ringfence_virtq::{Desc, blk::Kind, driver, layout};
 
 use crate::common::{LIMIT, Place, Running};
 

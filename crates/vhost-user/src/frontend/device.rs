@@ -1,10 +1,11 @@
 //! Requests about the whole device.
 
+use ringfence_run::PeerFd;
 use std::os::fd::BorrowedFd;
 
 use super::{Frontend, FrontendError, Result};
 use crate::{
-    PeerFd, ProtocolFeatures, WireError,
+    ProtocolFeatures, WireError,
     msg::{self, ConfigWrite, Inflight, Request, code},
 };
 

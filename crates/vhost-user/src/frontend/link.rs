@@ -14,11 +14,12 @@ use std::{
 };
 
 use ringfence_mem::Region;
+use ringfence_run::PeerFd;
 use zerocopy::IntoBytes;
 
 use super::{FrontendError, Result};
 use crate::{
-    PeerFd, WireError,
+    WireError,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{Header, Request},

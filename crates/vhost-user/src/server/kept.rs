@@ -7,11 +7,12 @@ use std::{
 };
 
 use ringfence_mem::Region;
+use ringfence_run::PeerFd;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{Failure, Ring, Server};
 use crate::{
-    ConnectionState, Handler, HandlerError, Keeper, PeerFd, SavedConnection,
+    ConnectionState, Handler, HandlerError, Keeper, SavedConnection,
     msg::{self, Inflight, Request},
 };
 

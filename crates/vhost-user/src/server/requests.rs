@@ -3,10 +3,11 @@
 use std::{os::fd::AsFd, sync::Arc};
 
 use ringfence_mem::{MemError, Memory, Region, SharedFile};
+use ringfence_run::PeerFd;
 
 use super::{Failure, Outcome, Server, answers::Answers};
 use crate::{
-    BackendChannel, Handler, HandlerError, InflightRegion, PeerFd, ProtocolFeatures, RingAddresses,
+    BackendChannel, Handler, HandlerError, InflightRegion, ProtocolFeatures, RingAddresses,
     WireError,
     msg::{self, Request},
 };

@@ -3,10 +3,11 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use ringfence_mem::{DirtyLog, Memory, SharedFile};
+use ringfence_run::PeerFd;
 
 use super::{Failure, Ring, Server};
 use crate::{
-    Handler, HandlerError, Iotlb, PeerFd, RingAddresses, RingSetup, WireError,
+    Handler, HandlerError, Iotlb, RingAddresses, RingSetup, WireError,
     iotlb::IotlbWire,
     msg::{self, Inflight, code},
 };

@@ -8,12 +8,11 @@ use std::{
     },
 };
 
+use ringfence_run::PeerFd;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net,
 };
-
-use crate::PeerFd;
 
 /// A handle on a connection: ends its [`Server::serve`](crate::Server::serve) from another thread, and says whether the front
 /// end is there.

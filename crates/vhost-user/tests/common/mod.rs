@@ -2,10 +2,11 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 use ringfence_mem::{Access, DirtyLog, Memory};
+use ringfence_run::{Closer, PeerFd};
 use ringfence_vhost_user::msg::{Header, Request};
 use ringfence_vhost_user::{
-    BackendChannel, Closer, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
-    InflightRegion, Iotlb, PeerFd, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
+    BackendChannel, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
+    InflightRegion, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
     WireError,
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};

@@ -13,17 +13,14 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
-use ringfence_virtq::Chain;
+use ringfence_virtq::{Chain, blk::Status};
 
 use super::{
     Slot, Step,
     room::{KEPT, MOST_HELD},
 };
 use crate::{
-    blk::{
-        request::{self, Action, Missing},
-        wire::Status,
-    },
+    blk::request::{self, Action, Missing},
     bus::Bus,
     dirty::RingLog,
     disk::{Buffers, Disk, FileIo, FileOp, Pacer, Ram},

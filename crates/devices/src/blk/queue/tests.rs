@@ -5,14 +5,15 @@ use std::{fs::File, time::Duration};
 use ringfence_iommu::{Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink, View};
 use ringfence_mem::{GuestRam, Physical};
-use ringfence_virtq::{Desc, driver, testing};
+use ringfence_virtq::{
+    Desc,
+    blk::{HEADER_BYTES, Kind, SECTOR},
+    driver, testing,
+};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::{room::KEPT, *};
-use crate::{
-    blk::wire::{HEADER_BYTES, Kind, SECTOR},
-    disk::Image,
-};
+use crate::disk::Image;
 
 const GPA: u64 = 1 << 32;
 const MIB: u64 = 1 << 20;

@@ -3,7 +3,7 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
-use ringfence_virtq::{ChainFault, Desc, RingError, device::Glimpse, layout};
+use ringfence_virtq::{ChainFault, Desc, RingError, blk::Status, device::Glimpse, layout};
 
 use super::{
     BlkQueue, QueueError, Step,
@@ -11,10 +11,7 @@ use super::{
     parked::{Look, Ready},
 };
 use crate::{
-    blk::{
-        request::{self, Missing},
-        wire::Status,
-    },
+    blk::request::{self, Missing},
     bus::Bus,
 };
 

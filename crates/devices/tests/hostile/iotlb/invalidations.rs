@@ -2,8 +2,9 @@
 
 use std::{fs::File, io::Write as _, sync::atomic::AtomicUsize};
 
-use ringfence_devices::{blk::wire::Kind, disk::Image};
+use ringfence_devices::disk::Image;
 use ringfence_mem::Region;
+use ringfence_virtq::blk::Kind;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;

@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use proptest::{prelude::Rng, test_runner::TestRunner};
-use ringfence_devices::blk::wire::Kind;
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, Window};
-use ringfence_virtq::layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE};
+use ringfence_virtq::{
+    blk::Kind,
+    layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE},
+};
 
 use super::*;
 

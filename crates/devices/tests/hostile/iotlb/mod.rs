@@ -21,10 +21,10 @@ use std::{
 use ringfence_devices::{
     blk::{BlkBackend, BlkOptions, BlkUnit},
     disk::Disk,
-    worker::{Notify, Worker},
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, GuestRam};
+use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::{
     Frontend, Iotlb, IotlbWire, ProtocolFeatures, ServeError, Server, Shutdown,
 };

@@ -1,9 +1,9 @@
 //! Packed rings, with and without a record of what is under way.
 
-use ringfence_devices::{blk::wire::Kind, event};
 use ringfence_mem::Window;
+use ringfence_run::event;
 use ringfence_vhost_user::RingAddresses;
-use ringfence_virtq::{Desc, F_RING_PACKED, device, driver};
+use ringfence_virtq::{Desc, F_RING_PACKED, blk::Kind, device, driver};
 
 use super::*;
 

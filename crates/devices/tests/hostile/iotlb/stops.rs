@@ -2,13 +2,11 @@
 
 use std::{fs::File, io::Write as _};
 
-use ringfence_devices::{
-    blk::wire::Kind,
-    disk::{Disk, Image},
-};
+use ringfence_devices::disk::{Disk, Image};
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, Window};
 use ringfence_vhost_user::WireError;
+use ringfence_virtq::blk::Kind;
 
 use super::{invalidations::pipe, *};
 
@@ -101,7 +99,7 @@ fn overtake(queue: &mut RawQueue) {
 }
 
 fn event_and_round(behind: &Behind, queue: &RawQueue) {
-    ringfence_devices::event::signal(&queue.kick);
+    ringfence_run::event::signal(&queue.kick);
     behind.round(0);
 }
 

@@ -1,12 +1,12 @@
 //! What programs are made of.
 
 use proptest::{collection::vec, prelude::*};
-use ringfence_devices::worker::Notify;
 use ringfence_dma::{
     BounceConfig, BounceLimits, Config, Detector, Direction, Distrust, FlushTuning, Policy,
     QueueKind, TimerKind, Trust, Written,
 };
 use ringfence_iommu::wrap::{Kind, Stage};
+use ringfence_run::worker::Notify;
 
 use crate::{
     lying::Lie,

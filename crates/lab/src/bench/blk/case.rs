@@ -2,9 +2,9 @@
 
 use std::{fmt, str::FromStr};
 
-use ringfence_devices::{
-    blk::load::{self, BLOCK, MOST_DEPTH, MOST_QUEUES},
-    net::driver::Addressing,
+use crate::load::{
+    blk::{self, BLOCK, MOST_DEPTH, MOST_QUEUES},
+    net::Addressing,
 };
 use serde_json::{Map, Value};
 
@@ -161,8 +161,8 @@ impl Case {
     }
 
     /// How the driver is to be set up.
-    pub(super) fn load(&self) -> load::Options {
-        load::Options {
+    pub(super) fn load(&self) -> blk::Options {
+        blk::Options {
             addressing: self.addressing,
             queues: self.queues,
             depth: self.depth,

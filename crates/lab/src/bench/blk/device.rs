@@ -7,8 +7,8 @@ use std::{
     time::Duration,
 };
 
+use crate::load::blk::{Content, Tally};
 use anyhow::{Context, Result};
-use ringfence_devices::blk::load::{Content, Tally};
 
 use super::{
     Measured, Outcome,

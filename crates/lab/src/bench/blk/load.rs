@@ -5,8 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::load::blk::{BlkLoad, Content, Tally};
 use anyhow::{Result, bail};
-use ringfence_devices::blk::load::{BlkLoad, Content, Tally};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::case::Case;

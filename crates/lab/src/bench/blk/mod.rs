@@ -30,8 +30,8 @@ use std::{
     time::Duration,
 };
 
+use crate::load::blk::{BLOCK, Tally};
 use anyhow::Result;
-use ringfence_devices::blk::load::{BLOCK, Tally};
 
 use self::{
     case::{Case, Choice, Part},

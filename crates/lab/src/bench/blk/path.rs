@@ -12,20 +12,21 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::load::blk::BLOCK;
 use anyhow::{Context, Result, ensure};
 use ringfence_devices::{
-    blk::{
-        load::BLOCK,
-        request::{self, Action, Limits},
-        wire::{self, HEADER_BYTES, SECTOR, Status},
-    },
+    blk::request::{self, Action, Limits},
     bus::Bus,
     disk::{Disk, Ram},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
 use ringfence_mem::{GuestRam, Memory, Physical, Translate, Window};
-use ringfence_virtq::{Chain, Desc, device, driver};
+use ringfence_virtq::{
+    Chain, Desc,
+    blk::{self, HEADER_BYTES, SECTOR, Status},
+    device, driver,
+};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::case::Kind;
@@ -113,7 +114,7 @@ impl<T: Way> Rig<T> {
         };
         let device = device::Queue::new(config, &way)?;
         let write = kind == Kind::Write;
-        let wanted = if write { wire::Kind::Out } else { wire::Kind::In };
+        let wanted = if write { blk::Kind::Out } else { blk::Kind::In };
         let requests = (0..REQUESTS).map(|n| {
             let page = REQUESTS_AT / PAGE + 2 * n;
             // Not all at the same place of their page.

@@ -105,7 +105,7 @@ fn row(outcome: &Outcome, off: &[Measured]) -> Row {
 mod tests {
     use super::*;
     use crate::bench::blk::case::{Choice, Depth, Kind, Part, Queues};
-    use ringfence_devices::blk::load::Tally;
+    use crate::load::blk::Tally;
 
     fn measured(requests: u64) -> Measured {
         let window = Window {

@@ -7,8 +7,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use ringfence_devices::{ram::PagedBuffer, worker::Notify};
 use ringfence_dma::{Direction, Mapping, Policy};
+use ringfence_drivers::ram::PagedBuffer;
+use ringfence_run::worker::Notify;
 
 use super::{OURS, Part, linear::Linear, object, pool::cpu_time, value};
 use crate::{

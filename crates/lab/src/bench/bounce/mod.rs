@@ -25,7 +25,7 @@ use std::{
 };
 
 use anyhow::Result;
-use ringfence_devices::worker::Notify;
+use ringfence_run::worker::Notify;
 use serde_json::{Map, Value, json};
 
 use super::{Benchmark, Interval};

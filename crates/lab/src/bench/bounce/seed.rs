@@ -3,8 +3,8 @@
 use std::{sync::atomic::AtomicBool, time::Duration};
 
 use anyhow::{Context, Result};
-use ringfence_devices::worker::Notify;
 use ringfence_dma::Policy;
+use ringfence_run::worker::Notify;
 
 use super::{Part, object, value};
 use crate::{

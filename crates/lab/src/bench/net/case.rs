@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-use ringfence_devices::net::driver::{Addressing, Options as DriverOptions};
+use crate::load::net::{Addressing, Options as DriverOptions};
 use serde_json::{Map, Value};
 
 use super::{notified::Mapped, object};

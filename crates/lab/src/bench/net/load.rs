@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::load::net::{Expect, NetDriver};
 use anyhow::{Context, Result, ensure};
-use ringfence_devices::net::driver::{Expect, NetDriver};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{

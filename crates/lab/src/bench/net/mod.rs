@@ -107,7 +107,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     benchmark.settings = object([
         ("window_s", options.window.as_secs_f64().into()),
         ("frame_bytes", 64.into()),
-        ("ring", ringfence_devices::net::driver::Options::default().ring.into()),
+        ("ring", crate::load::net::Options::default().ring.into()),
         ("backend_cpu", cpus[0].into()),
         ("driver_cpu", cpus[1].into()),
         ("most_lost", MOST_LOST.into()),

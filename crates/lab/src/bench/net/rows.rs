@@ -1,6 +1,6 @@
 //! What the rounds tell.
 
-use ringfence_devices::net::driver::FRAME;
+use crate::load::net::FRAME;
 use serde_json::{Value, json};
 
 use super::{

@@ -2,8 +2,8 @@
 
 use std::os::unix::net::UnixStream;
 
+use crate::load::net::{Arrivals, Expect, PACKET, number, packet};
 use anyhow::{Context, Result};
-use ringfence_devices::net::driver::{Arrivals, Expect, PACKET, number, packet};
 
 use super::{
     Mapped,

@@ -7,16 +7,13 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use ringfence_devices::{
-    event,
-    ram::{PagedBuffer, RamMemory, RamPart},
-    worker::Notify,
-};
 use ringfence_dma::{
     BounceConfig, BounceLimits, BouncePools, Config, Device, Environment, Policy, Written,
 };
+use ringfence_drivers::ram::{PagedBuffer, RamMemory, RamPart};
 use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
+use ringfence_run::{event, worker::Notify};
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::driver::{Driver, Stats, ViommuDomain};
 use ringfence_virtq::{

@@ -2,11 +2,12 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
+use crate::load::net::PACKET;
 use anyhow::{Context, Result, ensure};
-use ringfence_devices::{net::driver::PACKET, ram::PagedBuffer};
 use ringfence_dma::{
     Direction, DmaBuffer, MapBatch, Mapping, Returned, Segment, UnmapBatch, UnmapError,
 };
+use ringfence_drivers::ram::PagedBuffer;
 use ringfence_mem::HostSlice;
 use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{

@@ -1,0 +1,88 @@
+//! A ring of ours: its memory, its notifications, and waiting for what comes back.
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use ringfence_mem::GuestRam;
+use ringfence_run::event;
+use ringfence_vhost_user::{Frontend, RingAddresses};
+use ringfence_virtio_iommu::kit::Failed;
+use ringfence_virtq::{
+    Desc,
+    driver::{Queue, Rings, Used},
+    layout,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::broken;
+
+/// A split ring in memory that the back end was handed.
+pub(super) struct Ring {
+    queue: Queue,
+    kick: OwnedFd,
+    call: OwnedFd,
+}
+
+impl Ring {
+    /// Starts ring `index` of a back end with its areas at `offset` in `ram`. The back end knows that
+    /// place as `address`: an address of this process, or an IOVA.
+    pub(super) fn start(
+        front: &mut Frontend,
+        ram: &Arc<GuestRam>,
+        (index, size): (u16, u16),
+        offset: usize,
+        address: u64,
+    ) -> Result<Ring, Failed> {
+        let areas = layout::offsets(size);
+        let window = ram.window(offset, areas.len).map_err(broken)?;
+        let rings = Rings::in_window(&window, size).map_err(broken)?;
+        let queue = Queue::new(size, rings, false).map_err(broken)?;
+        let (kick, call) = (event::new().map_err(broken)?, event::new().map_err(broken)?);
+        let at = |offset: usize| address + offset as u64;
+        let addresses = RingAddresses {
+            desc: at(areas.desc),
+            avail: at(areas.avail),
+            used: at(areas.used),
+            log: None,
+        };
+        front.set_vring_num(index, size).map_err(broken)?;
+        front.set_vring_base(index, 0).map_err(broken)?;
+        front.set_vring_addr(index, &addresses).map_err(broken)?;
+        front.set_vring_call(index, Some(call.as_fd())).map_err(broken)?;
+        front.set_vring_kick(index, Some(kick.as_fd())).map_err(broken)?;
+        front.set_vring_enable(index, true).map_err(broken)?;
+        Ok(Ring { queue, kick, call })
+    }
+
+    /// Makes a chain available.
+    pub(super) fn submit(&mut self, descs: &[Desc], token: u64) -> Result<(), Failed> {
+        self.queue.add(descs, token).map_err(broken)?;
+        self.queue.publish();
+        if self.queue.needs_kick() {
+            event::signal(&self.kick);
+        }
+        Ok(())
+    }
+
+    /// The next chain that comes back, `None` if none does within `patience`.
+    pub(super) fn wait(&mut self, patience: Duration) -> Result<Option<Used>, Failed> {
+        let deadline = Instant::now() + patience;
+        loop {
+            if let Some(used) = self.queue.pop().map_err(broken)? {
+                return Ok(Some(used));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let left =
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            // An interruption is an early return: the ring is looked at again.
+            let _ = poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&left));
+            event::drain(&self.call);
+        }
+    }
+}

@@ -1,0 +1,499 @@
+//! The driver's end of a request queue behind the DMA API.
+
+use ringfence_dma::{
+    Device, Direction, DmaBuffer, Error, MapBatch, MapError, Mapping, Policy, Returned, Segment,
+    UnmapBatch, UnmapError,
+};
+use ringfence_iommu::{Address, Domain};
+use ringfence_iova::Allocator;
+use ringfence_virtq::{AddError, RingError, blk::Kind};
+use std::time::Duration;
+
+use super::queue::{Done, DriverQueue};
+
+/// How requests share mappings and syncs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batching {
+    /// The most requests that are mapped, or unmapped, with one sync. 1: each by itself.
+    pub requests: usize,
+    /// The most buffers that become one mapping, where they follow each other in memory and go the
+    /// same way: one MAP and one UNMAP for all of them. Such a mapping is unmapped whole, so that a
+    /// buffer waits for the last of its neighbours. 1: none.
+    pub chunk: usize,
+}
+
+impl Default for Batching {
+    /// 64 requests a sync, 16 buffers a mapping.
+    fn default() -> Batching {
+        Batching { requests: 64, chunk: 16 }
+    }
+}
+
+/// A request that has been answered, and whose buffer the device can no longer reach (under a lazy
+/// policy: for long).
+#[derive(Debug)]
+pub struct Completion<B> {
+    /// The number that the request was submitted with.
+    pub token: u64,
+    /// Its buffer.
+    pub buffer: B,
+    /// What the device says of it, or why it was not asked.
+    pub outcome: Result<Done, NotAsked>,
+}
+
+/// Why the device was never told of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotAsked {
+    /// Its buffer, or one that was to be mapped with it, could not be mapped.
+    #[error("mapping a buffer: {0}")]
+    Map(Error),
+    /// It does not fit the ring.
+    #[error("submitting a request: {0}")]
+    Add(AddError),
+}
+
+/// Why a queue cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum MappedError {
+    /// A buffer could not be mapped, and what was mapped of it not unmapped again: it is leaked.
+    #[error("mapping a buffer: {0}")]
+    Map(Error),
+    /// A buffer could not be unmapped: the device may still reach it, and it is leaked.
+    #[error("unmapping a buffer: {0}")]
+    Unmap(ringfence_iommu::Error),
+    /// The device broke the ring.
+    #[error("the ring: {0}")]
+    Ring(#[from] RingError),
+    /// The device answered a request that is not under way.
+    #[error("the device answered a request that is not under way ({0:#x})")]
+    Stray(u64),
+}
+
+/// What came of a mapping that was unmapped for the caller.
+pub type Unmapped<B> = Result<Returned<Vec<B>>, UnmapError<Vec<B>>>;
+
+/// Requests whose number has this bit are not the queue's: they were put into
+/// [`raw`](MappedQueue::raw), and their answers are handed to the caller as they are.
+pub const FOREIGN: u64 = 1 << 63;
+
+struct Request {
+    kind: Kind,
+    sector: u64,
+    token: u64,
+    /// Where its buffer begins and ends among the bytes of its group.
+    bytes: core::ops::Range<u64>,
+    outcome: Option<Result<Done, NotAsked>>,
+}
+
+/// Requests whose buffers are one mapping.
+struct Group<B> {
+    requests: Vec<Request>,
+    mapping: Option<Mapping<Vec<B>>>,
+    /// How many of them were not answered.
+    left: usize,
+}
+
+struct Staged<B> {
+    kind: Kind,
+    sector: u64,
+    buffer: B,
+    token: u64,
+    /// Where the buffer begins and ends in memory; ends with a wrong value where it is in pieces.
+    first: u64,
+    next: Option<u64>,
+}
+
+/// Whose mapping comes back from an unmap.
+#[derive(Clone, Copy)]
+enum Whose {
+    Group(usize),
+    Foreign,
+}
+
+/// The driver's end of one request queue, which maps the buffers of requests and unmaps those of
+/// answers.
+///
+/// Requests that are submitted before a [`publish`](Self::publish) share one map sync; answers that
+/// are found by one [`reap`](Self::reap) share one invalidation. Neither is waited for: the device
+/// is told of a request once its mapping is known to the IOMMU, and a buffer comes back once its
+/// invalidation is over, both by a later `reap`. An answer is never held back to let others join it.
+pub struct MappedQueue<D: Domain + 'static, A: Allocator + 'static, B> {
+    queue: DriverQueue,
+    batching: Batching,
+    staged: Vec<Staged<B>>,
+    maps: MapBatch<D, A, Vec<B>, usize>,
+    unmaps: UnmapBatch<D, A, Vec<B>, Whose>,
+    groups: Vec<Group<B>>,
+    free: Vec<usize>,
+    /// Empty lists, to be used again.
+    lists: Vec<Vec<B>>,
+    segments: Vec<Segment>,
+    /// Requests that were mapped, or are being, and that the device does not know of.
+    waiting: usize,
+    /// Requests that were not made, with their buffers.
+    refused: Vec<Completion<B>>,
+    /// What came back of a foreign mapping.
+    foreign: Option<Unmapped<B>>,
+}
+
+impl<D, A, B> MappedQueue<D, A, B>
+where
+    D: Domain + 'static,
+    A: Allocator + 'static,
+    B: DmaBuffer<D::Target>,
+{
+    /// A queue whose buffers `device` maps.
+    pub fn new(queue: DriverQueue, device: &Device<D, A>, batching: Batching) -> Self {
+        let batching = Batching {
+            requests: batching.requests.max(1),
+            // Without a sync to share there is nothing to wait for neighbours for.
+            // And a copy has no neighbours.
+            chunk: match device.effective_policy() {
+                policy if policy.batches_maps() && policy != Policy::Bounce => {
+                    batching.chunk.clamp(1, batching.requests.max(1))
+                }
+                _ => 1,
+            },
+        };
+        MappedQueue {
+            queue,
+            batching,
+            staged: Vec::new(),
+            maps: device.map_batch(),
+            unmaps: device.unmap_batch(),
+            groups: Vec::new(),
+            free: Vec::new(),
+            lists: Vec::new(),
+            segments: Vec::new(),
+            waiting: 0,
+            refused: Vec::new(),
+            foreign: None,
+        }
+    }
+
+    /// How many more requests can be submitted.
+    pub fn room(&self) -> usize {
+        self.queue.room().saturating_sub(self.staged.len() + self.waiting)
+    }
+
+    /// How many kicks were sent.
+    pub fn kicks(&self) -> u64 {
+        self.queue.kicks()
+    }
+
+    /// The queue itself, for requests with numbers that have the bit [`FOREIGN`].
+    pub fn raw(&mut self) -> &mut DriverQueue {
+        &mut self.queue
+    }
+
+    /// Adds a request; [`publish`](Self::publish) starts it. One that cannot be made comes back by
+    /// [`reap`](Self::reap), with the reason.
+    ///
+    /// # Errors
+    /// The queue cannot go on.
+    pub fn submit(
+        &mut self,
+        kind: Kind,
+        sector: u64,
+        buffer: B,
+        token: u64,
+    ) -> Result<(), MappedError> {
+        let (mut first, mut next) = (0, None);
+        if self.batching.chunk > 1 {
+            let mut pieces = 0;
+            buffer.for_each_segment(&mut |target, len| {
+                pieces += 1;
+                if pieces == 1 {
+                    first = target.as_u64();
+                    next = first.checked_add(len);
+                } else if next == Some(target.as_u64()) {
+                    next = target.as_u64().checked_add(len);
+                } else {
+                    next = None;
+                }
+            });
+        }
+        self.staged.push(Staged { kind, sector, buffer, token, first, next });
+        if self.staged.len() >= self.batching.requests {
+            self.publish()?;
+        }
+        Ok(())
+    }
+
+    /// Maps what was submitted, and tells the device of all requests whose mappings it knows.
+    ///
+    /// # Errors
+    /// The queue cannot go on.
+    pub fn publish(&mut self) -> Result<(), MappedError> {
+        if !self.staged.is_empty() {
+            self.map_staged()?;
+        }
+        self.advance()
+    }
+
+    fn map_staged(&mut self) -> Result<(), MappedError> {
+        if self.batching.chunk > 1 {
+            // The order of requests under way together means nothing; that of buffers does.
+            let key = |staged: &Staged<B>| (staged.kind.code(), staged.first);
+            if !self.staged.is_sorted_by_key(key) {
+                self.staged.sort_unstable_by_key(key);
+            }
+        }
+        let mut staged = std::mem::take(&mut self.staged);
+        let mut result = Ok(());
+        let mut open: Option<(usize, Vec<B>, Kind, Option<u64>)> = None;
+        for Staged { kind, sector, buffer, token, first, next } in staged.drain(..) {
+            let len = buffer.len();
+            let joins = open.as_ref().is_some_and(|(_, list, held, end)| {
+                list.len() < self.batching.chunk && *held == kind && *end == Some(first)
+            });
+            if !joins && let Some((group, list, kind, _)) = open.take() {
+                result = result.and(self.push(group, list, kind));
+            }
+            let (group, list, _, end) = open.get_or_insert_with(|| {
+                (
+                    new_group(&mut self.groups, &mut self.free),
+                    self.lists.pop().unwrap_or_default(),
+                    kind,
+                    None,
+                )
+            });
+            *end = next;
+            let requests = &mut self.groups[*group].requests;
+            let from = requests.last().map_or(0, |request| request.bytes.end);
+            let bytes = from..from.saturating_add(len);
+            requests.push(Request { kind, sector, token, bytes, outcome: None });
+            list.push(buffer);
+        }
+        self.staged = staged;
+        if let Some((group, list, kind, _)) = open {
+            result = result.and(self.push(group, list, kind));
+        }
+        self.maps.begin();
+        result
+    }
+
+    fn push(&mut self, group: usize, list: Vec<B>, kind: Kind) -> Result<(), MappedError> {
+        let direction = match kind {
+            Kind::In | Kind::GetId => Direction::FromDevice,
+            _ => Direction::ToDevice,
+        };
+        self.waiting += list.len();
+        let count = list.len();
+        match self.maps.push_sg(list, direction, group) {
+            Ok(()) => Ok(()),
+            Err((at, error)) => {
+                self.waiting -= count;
+                self.free.push(at);
+                refuse(&mut self.groups[at], &mut self.refused, error)
+            }
+        }
+    }
+
+    /// Tells the device of the requests whose mappings it knows by now.
+    fn advance(&mut self) -> Result<(), MappedError> {
+        if self.maps.is_empty() {
+            return Ok(());
+        }
+        let (queue, groups, segments) = (&mut self.queue, &mut self.groups, &mut self.segments);
+        let (waiting, free, refused) = (&mut self.waiting, &mut self.free, &mut self.refused);
+        let unmaps = &mut self.unmaps;
+        let mut result = Ok(());
+        let told = self.maps.poll(|at, mapping| {
+            let group = &mut groups[at];
+            *waiting -= group.requests.len();
+            match mapping {
+                Ok(mut mapping) => {
+                    group.submit(at, queue, segments, &mapping);
+                    match group.left {
+                        // None of them fits the ring: back with all of them.
+                        0 => {
+                            // The device was never asked, and wrote nothing.
+                            let noted = mapping.note_written(0..0);
+                            debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
+                            _ = unmaps.push(mapping, Whose::Group(at));
+                        }
+                        _ => group.mapping = Some(mapping),
+                    }
+                }
+                Err(error) => {
+                    free.push(at);
+                    let refused = refuse(group, refused, error);
+                    result = std::mem::replace(&mut result, Ok(())).and(refused);
+                }
+            }
+        });
+        if told > 0 {
+            self.queue.publish();
+        }
+        result
+    }
+
+    /// Does what can be done without waiting: tells the device of mapped requests, unmaps what was
+    /// answered, and hands out what is unmapped; how many. `foreign` gets the answers to requests of
+    /// others. Looks at no more than `limit` answers.
+    ///
+    /// # Errors
+    /// The queue cannot go on.
+    pub fn reap(
+        &mut self,
+        limit: usize,
+        mut foreign: impl FnMut(&mut Self, Done),
+        mut each: impl FnMut(Completion<B>),
+    ) -> Result<usize, MappedError> {
+        self.advance()?;
+        for _ in 0..limit {
+            let Some(done) = self.queue.reap()? else { break };
+            if done.token & FOREIGN != 0 {
+                foreign(self, done);
+                continue;
+            }
+            let at = (done.token >> 32) as usize;
+            let group = self.groups.get_mut(at).ok_or(MappedError::Stray(done.token))?;
+            let request = group.requests.get_mut(done.token as u32 as usize);
+            let request = request.filter(|request| request.outcome.is_none());
+            let request = request.ok_or(MappedError::Stray(done.token))?;
+            request.outcome = Some(Ok(Done { token: request.token, ..done }));
+            if let Some(mapping) = &mut group.mapping
+                && matches!(request.kind, Kind::In | Kind::GetId)
+            {
+                // What the device says that it wrote, without the status; as much as there was room.
+                let core::ops::Range { start, end } = request.bytes;
+                let written = u64::from(done.written.saturating_sub(1)).min(end - start);
+                let noted = mapping.note_written(start..start + written);
+                debug_assert!(noted.is_ok(), "a request's bytes lie in its mapping");
+            }
+            group.left -= 1;
+            if group.left == 0
+                && let Some(mapping) = group.mapping.take()
+            {
+                self.unmap(mapping, Whose::Group(at));
+            }
+        }
+        self.unmaps.begin();
+        self.hand_out(&mut each)
+    }
+
+    fn unmap(&mut self, mapping: Mapping<Vec<B>>, whose: Whose) {
+        let pushed = match whose {
+            Whose::Group(_) => self.unmaps.push(mapping, whose),
+            Whose::Foreign => self.unmaps.push_watched(mapping, whose),
+        };
+        // Ours all of them. One that was not would be unmapped here, by itself.
+        debug_assert!(pushed.is_ok());
+        if self.unmaps.gathered() >= self.batching.requests {
+            self.unmaps.begin();
+        }
+    }
+
+    /// Has the queue unmap a mapping of the caller's with the next of its own, watched; what comes
+    /// of it is got by [`take_foreign`](Self::take_foreign). One at a time.
+    pub fn unmap_foreign(&mut self, mapping: Mapping<Vec<B>>) {
+        self.unmap(mapping, Whose::Foreign);
+    }
+
+    /// What came of [`unmap_foreign`](Self::unmap_foreign), once it is over.
+    pub fn take_foreign(&mut self) -> Option<Unmapped<B>> {
+        self.foreign.take()
+    }
+
+    fn hand_out(&mut self, each: &mut impl FnMut(Completion<B>)) -> Result<usize, MappedError> {
+        let refused = self.refused.len();
+        self.refused.drain(..).for_each(&mut *each);
+        if self.unmaps.is_empty() {
+            return Ok(refused);
+        }
+        let (groups, free, lists) = (&mut self.groups, &mut self.free, &mut self.lists);
+        let foreign = &mut self.foreign;
+        let (mut count, mut result) = (refused, Ok(()));
+        self.unmaps.poll(|whose, returned| {
+            let at = match whose {
+                Whose::Group(at) => at,
+                Whose::Foreign => return *foreign = Some(returned),
+            };
+            let group = &mut groups[at];
+            match returned {
+                Ok(Returned { buffer: mut list, .. }) => {
+                    for (request, buffer) in group.requests.drain(..).zip(list.drain(..)) {
+                        let Some(outcome) = request.outcome else { continue };
+                        count += 1;
+                        each(Completion { token: request.token, buffer, outcome });
+                    }
+                    lists.push(list);
+                }
+                Err(error) => {
+                    group.requests.clear();
+                    result = Err(MappedError::Unmap(error.error()));
+                }
+            }
+            free.push(at);
+        });
+        result.map(|()| count)
+    }
+
+    /// Waits until there may be something to reap, or for about `limit`: awake or asleep, as the notify
+    /// mode says.
+    pub fn wait(&mut self, limit: Duration) {
+        if self.maps.is_empty() && self.unmaps.is_empty() {
+            return self.queue.wait(limit);
+        }
+        if self.queue.look_again() {
+            return;
+        }
+        // The IOMMU answers soon, whatever the disk does. Maps first: the disk has nothing of what
+        // they hold back.
+        if self.maps.is_empty() { self.unmaps.wait() } else { self.maps.wait() }
+    }
+}
+
+impl<B> Group<B> {
+    /// Puts the requests into the ring. One that does not fit it is answered already.
+    fn submit(
+        &mut self,
+        at: usize,
+        queue: &mut DriverQueue,
+        segments: &mut Vec<Segment>,
+        mapping: &Mapping<Vec<B>>,
+    ) {
+        self.left = self.requests.len();
+        let alone = self.requests.len() == 1;
+        for (index, request) in self.requests.iter_mut().enumerate() {
+            let data = if alone {
+                mapping.segments()
+            } else {
+                segments.clear();
+                segments.extend(mapping.segments_of(request.bytes.clone()));
+                &*segments
+            };
+            let token = (at as u64) << 32 | index as u64;
+            if let Err(error) = queue.submit(request.kind, request.sector, data, token) {
+                request.outcome = Some(Err(NotAsked::Add(error)));
+                self.left -= 1;
+            }
+        }
+    }
+}
+
+/// Gives back the requests of a group whose buffers could not be mapped.
+fn refuse<B>(
+    group: &mut Group<B>,
+    refused: &mut Vec<Completion<B>>,
+    error: MapError<Vec<B>>,
+) -> Result<(), MappedError> {
+    let why = error.error();
+    let requests = group.requests.drain(..);
+    let list = error.into_buffer().ok_or(MappedError::Map(why))?;
+    refused.extend(requests.zip(list).map(|(request, buffer)| Completion {
+        token: request.token,
+        buffer,
+        outcome: Err(NotAsked::Map(why)),
+    }));
+    Ok(())
+}
+
+fn new_group<B>(groups: &mut Vec<Group<B>>, free: &mut Vec<usize>) -> usize {
+    free.pop().unwrap_or_else(|| {
+        groups.push(Group { requests: Vec::new(), mapping: None, left: 0 });
+        groups.len() - 1
+    })
+}

@@ -1,0 +1,9 @@
+//! Drivers in user space, for devices that reach memory through an IOMMU.
+//!
+//! - [`blk`]: a virtio-blk queue, and one that maps what it is given.
+//! - [`nvme`]: an NVMe controller and its queues.
+//! - [`ram`]: memory that a driver shares with a device in another process, as buffers and as bounce slots.
+
+pub mod blk;
+pub mod nvme;
+pub mod ram;

@@ -1,0 +1,182 @@
+//! A vhost-user front end and a virtio-blk driver in one process, to load back ends and to check
+//! what they do: of each block that is read the first and last words, of some all bytes.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `content.rs` | what the disk holds |
+//! | `side.rs` | one queue with its buffers |
+//! | `tally.rs` | what became of requests |
+//!
+//! The memory, its addresses, and the sockets are those of [`load::net`](crate::load::net). One
+//! thread does everything, so that nothing but the back end runs beside it.
+
+mod content;
+mod side;
+mod tally;
+
+use std::{
+    io,
+    os::unix::net::UnixStream,
+    time::{Duration, Instant},
+};
+
+pub use content::{BLOCK, Content};
+pub use tally::Tally;
+
+use crate::load::net::{
+    Addressing, Messages, NetDriverError, link::Link, prefill_all, space::Space,
+};
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, driver};
+use side::Side;
+
+/// Descriptors of each ring.
+const RING: u16 = 256;
+/// Buffers of each queue, which take turns.
+const BUFFERS: u32 = 512;
+/// The most queues.
+pub const MOST_QUEUES: u16 = 2;
+/// The most requests in flight in each queue.
+pub const MOST_DEPTH: usize = RING as usize;
+
+/// How to drive a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// By what addresses the device sees memory.
+    pub addressing: Addressing,
+    /// Queues: at most [`MOST_QUEUES`].
+    pub queues: u16,
+    /// Requests in flight in each queue: at most [`MOST_DEPTH`].
+    pub depth: usize,
+    /// Blocks of a request, side by side: a power of two. Several need addresses that lie side by side, too:
+    /// physical ones.
+    pub span: u32,
+    /// Packed rings.
+    pub packed: bool,
+    /// Whether requests write.
+    pub write: bool,
+}
+
+/// A block device under load.
+#[derive(Debug)]
+pub struct BlkLoad {
+    link: Link,
+    space: Space,
+    sides: Vec<Side>,
+    content: Content,
+    depth: usize,
+    tally: Tally,
+}
+
+impl BlkLoad {
+    /// Brings a device up: features, memory, rings, and all lasting translations.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    ///
+    /// # Panics
+    /// If the options make no sense: more queues or requests than there may be, or an entry's size
+    /// that is no power of two.
+    pub fn open(
+        stream: UnixStream,
+        options: Options,
+        content: Content,
+    ) -> Result<BlkLoad, NetDriverError> {
+        let Options { addressing, queues, depth, span, packed, write } = options;
+        assert!((1..=MOST_QUEUES).contains(&queues) && (1..=MOST_DEPTH).contains(&depth));
+        let alone = span == 1 || addressing == Addressing::Physical;
+        assert!(alone && span.is_power_of_two() && u64::from(span) <= content.blocks());
+        let pages = side::pages(BUFFERS * u32::from(queues), span);
+        let space = Space::of_pages(addressing, pages)?;
+        let mut needed = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC;
+        if addressing.translated() {
+            needed |= 1 << F_ACCESS_PLATFORM;
+        }
+        if packed {
+            needed |= 1 << F_RING_PACKED;
+        }
+        let config = driver::Config { size: RING, event_idx: false, packed };
+        let mut link = Link::open(stream, needed, needed, &space)?;
+        let mut sides = Vec::new();
+        for queue in 0..queues {
+            let first = BUFFERS * u32::from(queue);
+            let mut side = Side::new(&space, queue, config, first..first + BUFFERS, span, write)?;
+            side.start(&mut link, &space)?;
+            sides.push(side);
+        }
+        if !addressing.is_fresh() && addressing.translated() {
+            prefill_all(&mut link, &space, pages)?;
+        }
+        Ok(BlkLoad { link, space, sides, content, depth, tally: Tally::default() })
+    }
+
+    /// Takes back what is done, looks at it, and submits as much again if `more`; returns how many
+    /// requests were answered.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    #[inline]
+    pub fn turn(&mut self, more: bool) -> Result<usize, NetDriverError> {
+        let BlkLoad { link, space, sides, content, depth, tally } = self;
+        let mut answered = 0;
+        for side in sides {
+            answered += side.reclaim(space, link, content, tally)?;
+            let most = if more { depth.saturating_sub(side.in_flight()) } else { 0 };
+            side.submit(space, link, content, most)?;
+        }
+        Ok(answered)
+    }
+
+    /// Sends what has to be told about translations and answers the misses that have come; returns
+    /// how many these were. To be called often where there is an IOMMU: with fresh addresses nothing
+    /// goes on without.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    pub fn answer(&mut self) -> Result<u64, NetDriverError> {
+        self.link.answer(&self.space)
+    }
+
+    /// How many requests are submitted and not answered.
+    pub fn in_flight(&self) -> usize {
+        self.sides.iter().map(Side::in_flight).sum()
+    }
+
+    /// What became of those that were answered.
+    pub fn tally(&self) -> Tally {
+        self.tally
+    }
+
+    /// What happened on the sockets.
+    pub fn messages(&self) -> Messages {
+        let Link { misses, updates, invalidations, .. } = self.link;
+        Messages { misses, updates, invalidations }
+    }
+
+    /// Waits until all requests are answered.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`]; [`NetDriverError::Io`] if nothing comes for so long as `patience`.
+    pub fn drain(&mut self, patience: Duration) -> Result<(), NetDriverError> {
+        let mut since = Instant::now();
+        while self.in_flight() > 0 {
+            self.answer()?;
+            if self.turn(false)? > 0 {
+                since = Instant::now();
+            } else if since.elapsed() > patience {
+                return Err(io::Error::from(io::ErrorKind::TimedOut).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops the rings, of which all requests are answered; returns what the disk holds.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    pub fn stop(mut self) -> Result<Content, NetDriverError> {
+        for ring in (0..self.sides.len() as u16).rev() {
+            self.link.stop_ring(ring)?;
+        }
+        Ok(self.content)
+    }
+}

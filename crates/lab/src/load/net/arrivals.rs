@@ -1,0 +1,176 @@
+//! What came, what was lost, what was wrong.
+
+use ringfence_devices::net::frame::{HEADER, PACKET, number, one_buffer};
+
+/// What the frames that arrive should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expect {
+    /// Those that were sent, in order.
+    Own,
+    /// Somebody else's: of one length, with the same Ethernet, IPv4 and UDP headers. Generators leave
+    /// behind these whatever lay in their buffers.
+    Foreign,
+}
+
+/// The part of a foreign packet that does not change.
+const HEADERS: usize = HEADER + 14 + 20 + 8;
+
+/// The account of frames. Every frame that was sent is counted once: as good, as corrupt, as lost,
+/// or it is outstanding.
+#[derive(Clone, Debug)]
+pub struct Arrivals {
+    expect: Expect,
+    sent: u64,
+    good: u64,
+    corrupt: u64,
+    lost: u64,
+    /// Frames that had been counted as lost, or came twice.
+    late: u64,
+    /// The number that should come next.
+    next: u64,
+    /// The first of somebody else's.
+    first: Option<[u8; PACKET]>,
+}
+
+impl Arrivals {
+    /// An account without frames.
+    pub fn new(expect: Expect) -> Arrivals {
+        let (sent, good, corrupt, lost, late) = (0, 0, 0, 0, 0);
+        Arrivals { expect, sent, good, corrupt, lost, late, next: 0, first: None }
+    }
+
+    /// Counts frames that were sent.
+    #[inline]
+    pub fn note_sent(&mut self, frames: u64) {
+        self.sent += frames;
+    }
+
+    /// Counts a packet of `len` bytes that lies in one buffer, of which the first are `packet`.
+    #[inline]
+    pub fn note(&mut self, packet: &[u8; PACKET], len: u32) {
+        if self.expect == Expect::Foreign {
+            return self.note_foreign(packet, len);
+        }
+        let number = number(packet).filter(|&number| len as usize == PACKET && number < self.sent);
+        match number {
+            Some(number) if number >= self.next => {
+                // Order is kept, so those before it do not come any more.
+                self.lost += number - self.next;
+                self.next = number + 1;
+                self.good += 1;
+            }
+            Some(_) => self.late += 1,
+            None => {
+                self.corrupt += 1;
+                // It stands for one that was sent, if there is one.
+                self.next = (self.next + 1).min(self.sent);
+            }
+        }
+    }
+
+    fn note_foreign(&mut self, packet: &[u8; PACKET], len: u32) {
+        let first = self.first.get_or_insert(*packet);
+        let alike = packet[..HEADERS] == first[..HEADERS];
+        match alike && len as usize == PACKET && one_buffer(packet) {
+            true => self.good += 1,
+            false => self.corrupt += 1,
+        }
+    }
+
+    /// What is outstanding is lost.
+    pub fn give_up(&mut self) {
+        self.lost += self.outstanding();
+        self.next = self.sent;
+    }
+
+    /// Frames that were sent.
+    pub fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    /// Frames that came as they were sent.
+    pub fn good(&self) -> u64 {
+        self.good
+    }
+
+    /// Packets that are none of the frames that could come.
+    pub fn corrupt(&self) -> u64 {
+        self.corrupt
+    }
+
+    /// Frames that did not come although later ones did, or that were given up.
+    pub fn lost(&self) -> u64 {
+        self.lost
+    }
+
+    /// Frames that came after they had been counted as lost, or a second time.
+    pub fn late(&self) -> u64 {
+        self.late
+    }
+
+    /// Frames of which it is not known yet what became of them.
+    #[inline]
+    pub fn outstanding(&self) -> u64 {
+        self.sent - self.next
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::net::packet;
+
+    fn received(number: u64) -> [u8; PACKET] {
+        let mut packet = packet(number);
+        packet[10] = 1;
+        packet
+    }
+
+    fn account(arrivals: &Arrivals) -> [u64; 5] {
+        let Arrivals { good, corrupt, lost, late, .. } = *arrivals;
+        [good, corrupt, lost, late, arrivals.outstanding()]
+    }
+
+    #[test]
+    fn a_gap_is_a_loss() {
+        let mut arrivals = Arrivals::new(Expect::Own);
+        arrivals.note_sent(10);
+        for number in [0, 1, 5] {
+            arrivals.note(&received(number), PACKET as u32);
+        }
+        assert_eq!(account(&arrivals), [3, 0, 3, 0, 4]);
+        arrivals.note(&received(3), PACKET as u32);
+        assert_eq!(account(&arrivals), [3, 0, 3, 1, 4], "out of order is late");
+        arrivals.give_up();
+        assert_eq!(account(&arrivals), [3, 0, 7, 1, 0]);
+    }
+
+    #[test]
+    fn a_wrong_byte_or_length_is_corrupt() {
+        let mut arrivals = Arrivals::new(Expect::Own);
+        arrivals.note_sent(4);
+        let mut wrong = received(0);
+        wrong[PACKET - 1] ^= 1;
+        arrivals.note(&wrong, PACKET as u32);
+        arrivals.note(&received(1), PACKET as u32 + 1);
+        arrivals.note(&received(9), PACKET as u32);
+        assert_eq!(account(&arrivals), [0, 3, 0, 0, 1], "9 was never sent");
+        arrivals.note(&received(3), PACKET as u32);
+        assert_eq!(account(&arrivals), [1, 3, 0, 0, 0]);
+    }
+
+    #[test]
+    fn foreign_frames_have_the_same_headers() {
+        let mut arrivals = Arrivals::new(Expect::Foreign);
+        for number in [7, 7, 8] {
+            arrivals.note(&received(number), PACKET as u32);
+        }
+        assert_eq!(account(&arrivals), [2, 1, 0, 0, 0]);
+        let mut other = received(7);
+        other[HEADERS] ^= 1;
+        arrivals.note(&other, PACKET as u32);
+        assert_eq!(account(&arrivals), [3, 1, 0, 0, 0], "but for what is behind the headers");
+        arrivals.note(&other, PACKET as u32 - 1);
+        assert_eq!(account(&arrivals), [3, 2, 0, 0, 0]);
+    }
+}

@@ -1,0 +1,287 @@
+//! The sockets: what is settled on, which rings there are, and the answers to misses.
+
+use std::{
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    time::Duration,
+};
+
+use ringfence_mem::Access;
+use ringfence_vhost_user::{
+    Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, msg::Header,
+};
+use rustix::net::SendFlags;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{
+    Entry, NetDriverError,
+    pipe::{MESSAGE, Pipe, Records},
+    space::Space,
+};
+
+/// How long a back end may take for any answer.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// BACKEND_IOTLB_MSG.
+const BACKEND_IOTLB_MSG: u32 = 1;
+
+/// The front end of a device, and the channel on which it asks for translations.
+#[derive(Debug)]
+pub(crate) struct Link {
+    front: Frontend,
+    pipe: Pipe,
+    channel: Option<(UnixStream, Records<MESSAGE>)>,
+    pub(crate) misses: u64,
+    pub(crate) updates: u64,
+    pub(crate) invalidations: u64,
+}
+
+/// What a ring of the device is made of.
+pub(crate) struct RingParts<'a> {
+    pub(crate) size: u16,
+    pub(crate) base: u32,
+    pub(crate) addresses: RingAddresses,
+    pub(crate) kick: BorrowedFd<'a>,
+}
+
+impl Link {
+    /// Settles on `features`, of which the back end must have all in `needed`, and hands the memory
+    /// over.
+    pub(crate) fn open(
+        stream: UnixStream,
+        features: u64,
+        needed: u64,
+        space: &Space,
+    ) -> Result<Link, NetDriverError> {
+        let mut front = Frontend::new(stream, PATIENCE);
+        let protocol = ProtocolFeatures::MQ | ProtocolFeatures::BACKEND_REQ;
+        let settled = front.negotiate(features, protocol)?;
+        if settled & needed != needed {
+            return Err(NetDriverError::Lacks { features: needed & !settled });
+        }
+        let mut channel = None;
+        if space.addressing().translated() {
+            let (ours, theirs) = UnixStream::pair()?;
+            ours.set_nonblocking(true)?;
+            front.set_backend_channel(theirs.as_fd())?;
+            channel = Some((ours, Records::new()));
+        }
+        front.set_mem_table(&[(space.ram().region(), space.ram().fd())])?;
+        let (misses, updates, invalidations) = (0, 0, 0);
+        let pipe = Pipe::new(front.iotlb_handle());
+        Ok(Link { front, pipe, channel, misses, updates, invalidations })
+    }
+
+    /// Starts a ring; its areas are mapped first, as QEMU does it.
+    pub(crate) fn start_ring(
+        &mut self,
+        ring: u16,
+        parts: &RingParts<'_>,
+        space: &Space,
+    ) -> Result<(), NetDriverError> {
+        let RingAddresses { desc, avail, used, .. } = parts.addresses;
+        self.front.set_vring_num(ring, parts.size)?;
+        self.front.set_vring_base(ring, parts.base)?;
+        let mut addresses = parts.addresses;
+        if !space.addressing().translated() {
+            // Rule D2: addresses of this process.
+            let user = |addr: u64| space.ram().user_addr() + (addr - space.ram().gpa());
+            addresses.desc = user(desc);
+            addresses.avail = user(avail);
+            addresses.used = user(used);
+        }
+        self.front.set_vring_addr(ring, &addresses)?;
+        self.front.set_vring_call(ring, None)?;
+        self.front.set_vring_kick(ring, Some(parts.kick))?;
+        if space.addressing().translated() {
+            for addr in [desc, avail, used] {
+                self.update(space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?);
+            }
+            self.pipe.settle()?;
+        }
+        self.front.set_vring_enable(ring, true)?;
+        Ok(())
+    }
+
+    /// Stops a ring; returns where the back end would go on.
+    pub(crate) fn stop_ring(&mut self, ring: u16) -> Result<u32, NetDriverError> {
+        self.pipe.settle()?;
+        self.front.set_vring_enable(ring, false)?;
+        Ok(self.front.get_vring_base(ring)?)
+    }
+
+    /// Puts a translation into the pipe; returns its ticket.
+    pub(crate) fn update(&mut self, entry: Entry) -> u64 {
+        self.updates += 1;
+        self.pipe.put(update(entry))
+    }
+
+    /// Takes translations back: nothing uses them any more when the ticket is done.
+    pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
+        self.invalidations += 1;
+        self.pipe.put(Iotlb::Invalidate { first, last })
+    }
+
+    /// Whether the back end has carried out the message of that ticket.
+    #[inline]
+    pub(crate) fn is_done(&self, ticket: u64) -> bool {
+        self.pipe.is_done(ticket)
+    }
+
+    /// Waits until the back end has carried out everything.
+    pub(crate) fn settle(&mut self) -> Result<(), NetDriverError> {
+        self.pipe.settle()
+    }
+
+    /// Sends what was put into the pipe and takes the answers; then answers what the back end has
+    /// asked for meanwhile, and returns how many misses that were. One at an address that leads
+    /// nowhere gets no UPDATE (rule D8).
+    pub(crate) fn answer(&mut self, space: &Space) -> Result<u64, NetDriverError> {
+        let Link { pipe, channel, misses, updates, .. } = self;
+        let Some((channel, records)) = channel else { return Ok(0) };
+        let before = *misses;
+        pipe.flush()?;
+        records.receive(&*channel, |message| {
+            let (head, wire) = message.split_at(Header::LEN);
+            let head = Header::read_from_bytes(head).expect("that long");
+            let wire = IotlbWire::read_from_bytes(wire).expect("that long");
+            let message = wire.parse();
+            let known = head.request == BACKEND_IOTLB_MSG && head.check(false).is_ok();
+            let (true, Ok(message)) = (known && head.size as usize == size_of_val(&wire), message)
+            else {
+                return Err(NetDriverError::Channel { request: head.request });
+            };
+            let mut failed = 0_u64;
+            if let Iotlb::Miss { iova, .. } = message {
+                *misses += 1;
+                match space.entry(iova) {
+                    Some(entry) => {
+                        *updates += 1;
+                        pipe.put(update(entry));
+                    }
+                    None => failed = 1,
+                }
+            }
+            if head.needs_reply() {
+                // Rule D9: the UPDATE first.
+                pipe.flush()?;
+                let header = Header::reply(BACKEND_IOTLB_MSG, size_of_val(&failed));
+                let bytes = [header.as_bytes(), &failed.to_ne_bytes()].concat();
+                let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+                // Whole or not at all: so short a message is not cut. A back end that does not read
+                // its answers is not owed any.
+                let _ = rustix::net::send(&*channel, &bytes, flags);
+            }
+            Ok(())
+        })?;
+        pipe.flush()?;
+        Ok(*misses - before)
+    }
+}
+
+/// The message that says so.
+fn update(Entry { first, last, user_addr }: Entry) -> Iotlb {
+    Iotlb::Update { first, last, user_addr, access: Some(Access::ReadWrite) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::net::Addressing;
+    use std::io::{Read, Write};
+
+    /// A link between the ends of two sockets, over which a memory was announced, and their other
+    /// ends.
+    fn link(space: &Space) -> (Link, UnixStream, UnixStream) {
+        let (ours, mut main) = UnixStream::pair().unwrap();
+        let (channel, theirs) = UnixStream::pair().unwrap();
+        let mut front = Frontend::new(ours, PATIENCE);
+        front.set_features(1 << ringfence_virtq::F_ACCESS_PLATFORM).unwrap();
+        front.set_mem_table(&[(space.ram().region(), space.ram().fd())]).unwrap();
+        while !read(&mut main).is_empty() {}
+        let pipe = Pipe::new(front.iotlb_handle());
+        let channel = Some((channel, Records::new()));
+        let (misses, updates, invalidations) = (0, 0, 0);
+        (Link { front, pipe, channel, misses, updates, invalidations }, main, theirs)
+    }
+
+    fn miss(iova: u64, ack: bool) -> Vec<u8> {
+        let wire = Iotlb::Miss { iova, access: Access::Read }.emit().unwrap();
+        let header = Header::request(BACKEND_IOTLB_MSG, ack, size_of_val(&wire));
+        [header.as_bytes(), wire.as_bytes()].concat()
+    }
+
+    fn space() -> Space {
+        Space::new(Addressing::Static { entry: 4096, mergeable: false }, 64).unwrap()
+    }
+
+    /// All that is there.
+    fn read(stream: &mut UnixStream) -> Vec<u8> {
+        stream.set_nonblocking(true).unwrap();
+        let mut bytes = vec![0; 4096];
+        let len = stream.read(&mut bytes).unwrap_or(0);
+        bytes.truncate(len);
+        bytes
+    }
+
+    #[test]
+    fn a_miss_is_answered_by_its_entry_and_one_that_leads_nowhere_by_none() {
+        // rules D8, D9
+        let space = space();
+        let (mut link, mut main, mut channel) = link(&space);
+        let known = space.device_addr(space.buffer(7)) + 9;
+        let messages = [miss(known, false), miss(5, false), miss(known, true), miss(5, true)];
+        channel.write_all(&messages.concat()).unwrap();
+        assert_eq!(link.answer(&space).unwrap(), 4);
+
+        let updates = read(&mut main);
+        let (updates, rest) = updates.as_chunks::<MESSAGE>();
+        assert_eq!((updates.len(), rest.len()), (2, 0), "for those that lead somewhere");
+        for update in updates {
+            let wire = IotlbWire::read_from_bytes(&update[Header::LEN..]).unwrap();
+            assert_eq!(wire.parse(), Ok(super::update(space.entry(known).unwrap())));
+        }
+        let answers = read(&mut channel);
+        let done = [0_u64, 1].map(|value| {
+            [Header::reply(BACKEND_IOTLB_MSG, 8).as_bytes(), &value.to_ne_bytes()].concat()
+        });
+        assert_eq!(answers, done.concat(), "to those that wanted one, in order");
+        assert_eq!((link.misses, link.updates), (4, 2));
+    }
+
+    #[test]
+    fn nonsense_on_the_channel_is_an_error() {
+        let mut wrong = [miss(5, false), miss(5, false), miss(5, false)];
+        wrong[0][0] = 2;
+        wrong[1][8] = 31;
+        let space = space();
+        // The type: no message has it.
+        wrong[2][Header::LEN + 25] = 9;
+        for bytes in wrong {
+            let (mut link, _main, mut channel) = link(&space);
+            channel.write_all(&bytes).unwrap();
+            assert!(matches!(link.answer(&space), Err(NetDriverError::Channel { .. })));
+        }
+        let (mut link, _main, channel) = link(&space);
+        drop(channel);
+        assert!(link.answer(&space).is_err(), "and so is its end");
+    }
+
+    #[test]
+    fn a_ticket_is_that_of_its_own_message() {
+        let space = space();
+        let (mut link, mut main, _channel) = link(&space);
+        let tickets =
+            [link.invalidate(0, 4095), link.update(space.entry(space.device_addr(0)).unwrap())];
+        link.answer(&space).unwrap();
+        assert_eq!(read(&mut main).len(), 2 * MESSAGE, "in one piece");
+        for ticket in tickets {
+            assert!(!link.is_done(ticket));
+            let header = Header::reply(ringfence_vhost_user::msg::code::IOTLB_MSG, 8);
+            main.write_all(&[header.as_bytes(), &[0; 8]].concat()).unwrap();
+            link.answer(&space).unwrap();
+            assert!(link.is_done(ticket));
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! A vhost-user front end and a virtio-net driver in one process, to load back ends and to check
+//! what they do.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `space.rs` | the memory, and the addresses by which the device sees it |
+//! | `fifo.rs` | free buffers |
+//! | `link.rs` | the sockets; misses and their answers |
+//! | `pipe.rs` | IOTLB messages in flight |
+//! | `side.rs` | one ring with its buffers |
+//! | `arrivals.rs` | what came, what was lost, what was wrong |
+//!
+//! One thread does everything: it sends, receives, and looks between bursts whether the back end
+//! asks for a translation. So nothing but the back end runs beside it.
+
+mod arrivals;
+pub(crate) mod fifo;
+pub(crate) mod link;
+mod pipe;
+pub(crate) mod ring;
+mod side;
+pub(crate) mod space;
+
+use std::{io, os::unix::net::UnixStream};
+
+use ringfence_mem::MemError;
+use ringfence_vhost_user::FrontendError;
+use ringfence_virtq::{AddError, F_ACCESS_PLATFORM, F_VERSION_1, RingError, driver::Config};
+
+pub use arrivals::{Arrivals, Expect};
+pub use ringfence_devices::net::frame::{FRAME, HEADER, PACKET, number, one_buffer, packet};
+pub use space::{Addressing, Entry};
+
+use link::Link;
+use side::Side;
+use space::Space;
+
+/// VIRTIO_NET_F_MRG_RXBUF (bit 15): a packet may take several receive buffers.
+const F_MRG_RXBUF: u64 = 1 << 15;
+/// VIRTIO_F_RING_PACKED (bit 34).
+const F_RING_PACKED: u64 = ringfence_vhost_user::msg::F_RING_PACKED;
+
+/// The numbers of the first queue pair's rings.
+const RX: u16 = 0;
+const TX: u16 = 1;
+
+/// Why the driver cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NetDriverError {
+    /// A request to the back end failed.
+    #[error(transparent)]
+    Frontend(#[from] FrontendError),
+    /// The back end broke a ring.
+    #[error("the back end broke a ring: {0}")]
+    Ring(#[from] RingError),
+    /// A buffer could not be added to a ring.
+    #[error("adding a buffer: {0}")]
+    Add(#[from] AddError),
+    /// No memory.
+    #[error("the driver's memory: {0}")]
+    Memory(#[from] MemError),
+    /// A descriptor or a socket failed, or the back end hung up its channel.
+    #[error("the back end's channel: {0}")]
+    Io(#[from] io::Error),
+    /// The back end lacks virtio features that were asked for.
+    #[error("the back end lacks features {features:#x}")]
+    Lacks {
+        /// Which, as bits.
+        features: u64,
+    },
+    /// Something on the back end's channel that is no IOTLB message.
+    #[error("request {request} on the back end's channel is no IOTLB message")]
+    Channel {
+        /// Its number.
+        request: u32,
+    },
+    /// A ring lies where no entry is.
+    #[error("no entry for a ring at {addr:#x}")]
+    NoEntry {
+        /// Where.
+        addr: u64,
+    },
+}
+
+/// How to drive a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// By what addresses the device sees memory.
+    pub addressing: Addressing,
+    /// Descriptors of each ring.
+    pub ring: u16,
+    /// Receive buffers, which take turns; at least as many as `ring`.
+    pub rx_buffers: u32,
+    /// Transmit buffers, likewise.
+    pub tx_buffers: u32,
+    /// Packed rings.
+    pub packed: bool,
+    /// Whether all lasting translations are sent at the beginning; otherwise the back end asks for
+    /// each when it meets it.
+    pub prefill: bool,
+}
+
+impl Default for Options {
+    /// Rings as QEMU gives a device, each with three times as many pages of buffers.
+    fn default() -> Options {
+        let (addressing, packed) = (Addressing::Physical, false);
+        Options {
+            addressing,
+            ring: 256,
+            rx_buffers: 1536,
+            tx_buffers: 1536,
+            packed,
+            prefill: false,
+        }
+    }
+}
+
+/// What happened on the sockets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Messages {
+    /// The back end asked for so many translations.
+    pub misses: u64,
+    /// UPDATEs that were sent.
+    pub updates: u64,
+    /// INVALIDATEs that were sent.
+    pub invalidations: u64,
+}
+
+/// One queue pair of a network device.
+#[derive(Debug)]
+pub struct NetDriver {
+    link: Link,
+    space: Space,
+    rx: Side,
+    tx: Side,
+    arrivals: Arrivals,
+    /// Packets that the device has taken.
+    taken: u64,
+}
+
+impl NetDriver {
+    /// Brings a device up: features, memory, both rings, and all receive buffers in theirs.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    ///
+    /// # Panics
+    /// If the options make no sense: a ring's size or an entry's is no power of two.
+    pub fn open(
+        stream: UnixStream,
+        options: Options,
+        expect: Expect,
+    ) -> Result<NetDriver, NetDriverError> {
+        let Options { addressing, ring, rx_buffers, tx_buffers, packed, prefill } = options;
+        let mut space = Space::new(addressing, rx_buffers.saturating_add(tx_buffers))?;
+        let mut needed = 1 << F_VERSION_1 | F_MRG_RXBUF;
+        if addressing.translated() {
+            needed |= 1 << F_ACCESS_PLATFORM;
+        }
+        if packed {
+            needed |= F_RING_PACKED;
+        }
+        let config = Config { size: ring, event_idx: false, packed };
+        let mut link = Link::open(stream, needed, needed, &space)?;
+        let mut rx = Side::new(&space, RX, config, 0..rx_buffers)?;
+        let mut tx = Side::new(&space, TX, config, rx_buffers..rx_buffers + tx_buffers)?;
+        rx.start(&mut link, &space)?;
+        tx.start(&mut link, &space)?;
+        if prefill {
+            prefill_all(&mut link, &space, rx_buffers + tx_buffers)?;
+        }
+        rx.post(&mut space, &mut link)?;
+        link.settle()?;
+        rx.post(&mut space, &mut link)?;
+        Ok(NetDriver { link, space, rx, tx, arrivals: Arrivals::new(expect), taken: 0 })
+    }
+
+    /// Sends up to `most` frames, numbered on from those before; returns how many. Fewer if the ring
+    /// is full.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    #[inline]
+    pub fn send(&mut self, most: usize) -> Result<usize, NetDriverError> {
+        self.taken += self.tx.reclaim(&mut self.space, &mut self.link, |_, _| {})?;
+        let sent = self.tx.send(&mut self.space, &mut self.link, self.arrivals.sent(), most)?;
+        self.arrivals.note_sent(sent as u64);
+        Ok(sent)
+    }
+
+    /// Takes what has arrived, looks at every byte of it, and makes its buffers available again;
+    /// returns how many packets that were.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    #[inline]
+    pub fn receive(&mut self) -> Result<usize, NetDriverError> {
+        let arrivals = &mut self.arrivals;
+        let came = self
+            .rx
+            .reclaim(&mut self.space, &mut self.link, |packet, len| arrivals.note(packet, len))?;
+        self.rx.post(&mut self.space, &mut self.link)?;
+        Ok(came as usize)
+    }
+
+    /// Sends what has to be told about translations and answers the misses that have come; returns
+    /// how many these were. To be called often where there is an IOMMU: with fresh addresses nothing
+    /// goes on without.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    pub fn answer(&mut self) -> Result<u64, NetDriverError> {
+        self.link.answer(&self.space)
+    }
+
+    /// How many more frames can be sent so that each finds a receive buffer, were they all to come
+    /// back.
+    #[inline]
+    pub fn window(&self) -> usize {
+        self.rx.in_flight().saturating_sub(self.arrivals.outstanding() as usize)
+    }
+
+    /// Packets that the device has taken from the transmit ring.
+    pub fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// Frames that are in the transmit ring.
+    pub fn queued(&self) -> usize {
+        self.tx.in_flight()
+    }
+
+    /// What arrived.
+    pub fn arrivals(&self) -> &Arrivals {
+        &self.arrivals
+    }
+
+    /// Gives up what is outstanding: it is lost.
+    pub fn give_up(&mut self) {
+        self.arrivals.give_up();
+    }
+
+    /// What happened on the sockets.
+    pub fn messages(&self) -> Messages {
+        let Link { misses, updates, invalidations, .. } = self.link;
+        Messages { misses, updates, invalidations }
+    }
+
+    /// Sends `count` UPDATEs of a page, at most `depth` of them in flight, and waits for the answers:
+    /// what messages cost. Only behind an IOMMU.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    pub fn round_trips(&mut self, count: u64, depth: u64) -> Result<(), NetDriverError> {
+        let addr = self.space.device_addr(0);
+        let entry = self.space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?;
+        for _ in 0..count.div_ceil(depth.max(1)) {
+            (0..depth).for_each(|_| _ = self.link.update(entry));
+            self.link.settle()?;
+        }
+        Ok(())
+    }
+
+    /// Stops both rings. What is in them is forgotten.
+    ///
+    /// # Errors
+    /// See [`NetDriverError`].
+    pub fn stop(mut self) -> Result<(), NetDriverError> {
+        self.link.stop_ring(TX)?;
+        self.link.stop_ring(RX)?;
+        Ok(())
+    }
+}
+
+/// Sends each lasting translation of a buffer once, in the order of addresses.
+pub(crate) fn prefill_all(
+    link: &mut Link,
+    space: &Space,
+    buffers: u32,
+) -> Result<(), NetDriverError> {
+    let entry = |buffer| space.entry(space.device_addr(space.buffer(buffer)));
+    let mut entries: Vec<Entry> = (0..buffers).filter_map(entry).collect();
+    entries.sort_unstable_by_key(|entry| entry.first);
+    entries.dedup();
+    for some in entries.chunks(64) {
+        some.iter().for_each(|entry| _ = link.update(*entry));
+        link.settle()?;
+    }
+    Ok(())
+}

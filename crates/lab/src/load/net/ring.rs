@@ -1,0 +1,115 @@
+//! A ring as the front end has it: where it is placed, which of its buffers are free, and what waits
+//! for the back end's answers.
+
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use ringfence_run::event;
+use ringfence_vhost_user::RingAddresses;
+use ringfence_virtq::{
+    device,
+    driver::{Config, Queue, Rings},
+};
+
+use super::{
+    NetDriverError,
+    fifo::Fifo,
+    link::{Link, RingParts},
+    space::Space,
+};
+
+/// A ring, and the buffers that are its own.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    pub(crate) number: u16,
+    pub(crate) queue: Queue,
+    pub(crate) config: Config,
+    /// Buffers that can be used.
+    pub(crate) free: Fifo,
+    /// What was added is published when this ticket is done.
+    pub(crate) held: u64,
+    /// How much that is.
+    pub(crate) unpublished: usize,
+    kick: OwnedFd,
+    addresses: RingAddresses,
+    /// Buffers that are the device's no more when their ticket is done, and the ticket.
+    parked: VecDeque<(u64, u32)>,
+}
+
+impl Ring {
+    /// Ring number `number`, in its place in `space`.
+    pub(crate) fn new(
+        space: &Space,
+        number: u16,
+        config: Config,
+        own: Range<u32>,
+    ) -> Result<Ring, NetDriverError> {
+        let bytes = space.ring_bytes() / 2;
+        let at = usize::from(number) * bytes;
+        let window = space.ram().window(at, bytes)?;
+        let queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
+        let base = space.device_addr(at as u64);
+        let offsets = config.offsets();
+        let addresses = RingAddresses {
+            desc: base + offsets.desc as u64,
+            avail: base + offsets.avail as u64,
+            used: base + offsets.used as u64,
+            log: None,
+        };
+        Ok(Ring {
+            number,
+            queue,
+            config,
+            free: Fifo::new(own),
+            held: 0,
+            unpublished: 0,
+            kick: event::new()?,
+            addresses,
+            parked: VecDeque::new(),
+        })
+    }
+
+    /// Has the device begin.
+    pub(crate) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
+        // The driver polls.
+        self.queue.suppress_notifications();
+        let Ring { config: Config { size, packed, .. }, addresses, .. } = *self;
+        let base = device::Config::start(packed);
+        let parts = RingParts { size, base, addresses, kick: self.kick.as_fd() };
+        link.start_ring(self.number, &parts, space)
+    }
+
+    /// A buffer can be used again when `ticket` is done.
+    pub(crate) fn park(&mut self, ticket: u64, buffer: u32) {
+        self.parked.push_back((ticket, buffer));
+    }
+
+    /// Frees the buffers whose ticket is done.
+    pub(crate) fn unpark(&mut self, link: &Link) {
+        while let Some(&(ticket, buffer)) = self.parked.front()
+            && link.is_done(ticket)
+        {
+            self.parked.pop_front();
+            self.free.put(buffer);
+        }
+    }
+
+    /// Publishes what was added, unless its translations are still on their way. Returns whether
+    /// nothing is held back any more.
+    #[inline]
+    pub(crate) fn release(&mut self, link: &Link) -> bool {
+        if !link.is_done(self.held) {
+            return false;
+        }
+        if std::mem::take(&mut self.unpublished) > 0 {
+            self.queue.publish();
+            if self.queue.needs_kick() {
+                event::signal(&self.kick);
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,349 @@
+//! Descriptors that a peer is notified with. It can make a write to its eventfd block: by taking O_NONBLOCK back, which the
+//! ends share, and filling the counter. The kernel's own way to signal one never blocks, and a full
+//! counter stays full. A process has it by I/O that the kernel completes at once.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use io_uring::{IoUring, opcode, register::Restriction};
+use parking_lot::Mutex;
+use rustix::net::SendFlags;
+
+use crate::{PeerFd, restricted};
+
+/// A descriptor of a peer is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum NotifierError {
+    /// Writing to anything else may block.
+    #[error("it is neither an eventfd nor a Unix stream")]
+    NoEventfd,
+    /// The kernel has neither io_uring nor AIO for this process.
+    #[error("the kernel lets this process signal no eventfd without blocking: {0}")]
+    Kernel(#[source] io::Error),
+}
+
+/// Signals an eventfd that a peer shares, without ever blocking.
+#[derive(Debug)]
+pub struct Notifier(Way);
+
+/// Rings for notifiers to come.
+static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), are_all: false });
+
+struct Spare {
+    rings: Vec<IoUring>,
+    /// Whether no more are made than these.
+    are_all: bool,
+}
+
+impl Spare {
+    /// Keeps one that signals nothing any more, for the next notifier.
+    fn keep(&mut self, ring: IoUring) {
+        if self.are_all {
+            self.rings.push(ring);
+        }
+    }
+}
+
+/// Makes all that `count` notifiers at a time take: for a process that gives the right to make io_urings up. Those that
+/// come on top signal by AIO, at three times the cost.
+///
+/// # Errors
+/// The kernel has neither io_uring nor AIO for this process.
+pub fn make_ahead(count: usize) -> Result<(), NotifierError> {
+    let aio = Aio::get();
+    let mut spare = SPARE.lock();
+    spare.are_all = true;
+    for _ in 0..count {
+        match make() {
+            Ok(ring) => spare.rings.push(ring),
+            Err(refused) => {
+                return aio.map(|_| ()).map_err(|_| NotifierError::Kernel(refused));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A ring that can do nothing but complete.
+fn make() -> io::Result<IoUring> {
+    let operations = [Restriction::sqe_op(opcode::Nop::CODE)];
+    restricted::ring(&mut IoUring::builder(), 2, operations)
+}
+
+/// A ring whose completions signal `event`.
+fn ring_for(event: RawFd) -> io::Result<IoUring> {
+    let (spare, are_all) = {
+        let mut spare = SPARE.lock();
+        (spare.rings.pop(), spare.are_all)
+    };
+    let ring = match spare {
+        Some(ring) => ring,
+        None if are_all => return Err(io::ErrorKind::QuotaExceeded.into()),
+        None => make()?,
+    };
+    if let Err(error) = ring.submitter().register_eventfd(event) {
+        SPARE.lock().keep(ring);
+        return Err(error);
+    }
+    Ok(ring)
+}
+
+// One a ring, and nearly all of them are of the first kind.
+#[allow(clippy::large_enum_variant)]
+enum Way {
+    /// A ring whose completions signal the eventfd.
+    Uring(Mutex<Option<IoUring>>),
+    /// Where the process may have no io_uring: three times the cost.
+    Aio(PeerFd),
+    /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the peer's changes.
+    Stream(PeerFd),
+}
+
+impl std::fmt::Debug for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Way::Uring(_) => "Uring",
+            Way::Aio(_) => "Aio",
+            Way::Stream(_) => "Stream",
+        })
+    }
+}
+
+impl Notifier {
+    /// For `event`, an eventfd or a Unix stream.
+    ///
+    /// # Errors
+    /// It is neither; the kernel refuses.
+    pub fn new(event: PeerFd) -> Result<Notifier, NotifierError> {
+        if event.is_unix_stream() {
+            return Ok(Notifier(Way::Stream(event)));
+        }
+        if !event.is_eventfd() {
+            return Err(NotifierError::NoEventfd);
+        }
+        let raw = event.as_fd().as_raw_fd();
+        Ok(Notifier(match ring_for(raw) {
+            Ok(ring) => Way::Uring(Mutex::new(Some(ring))),
+            Err(refused) => {
+                Aio::get().map_err(|_| NotifierError::Kernel(refused))?;
+                Way::Aio(event)
+            }
+        }))
+    }
+
+    /// Wakes the peer. A full counter means that it was woken already.
+    pub fn notify(&self) {
+        match &self.0 {
+            Way::Uring(ring) => ring.lock().as_mut().into_iter().for_each(complete_nothing),
+            Way::Aio(event) => {
+                if let Ok(aio) = Aio::get() {
+                    aio.signal(event.as_fd());
+                }
+            }
+            // One that is full is as good as a full counter.
+            Way::Stream(stream) => {
+                let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                let _ = rustix::net::send(stream, &1u64.to_ne_bytes(), flags);
+            }
+        }
+    }
+}
+
+impl Drop for Notifier {
+    /// The next notifier has its ring.
+    fn drop(&mut self) {
+        let Way::Uring(ring) = &mut self.0 else { return };
+        let Some(ring) = ring.get_mut().take() else { return };
+        // It fails where there is none.
+        let _ = ring.submitter().unregister_eventfd();
+        SPARE.lock().keep(ring);
+    }
+}
+
+/// An operation without effect completes at once, and its completion signals.
+fn complete_nothing(ring: &mut IoUring) {
+    // SAFETY: the operation uses no memory.
+    let queued = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
+    debug_assert!(queued.is_ok(), "each is handed over before the next is queued");
+    while let Err(error) = ring.submit() {
+        match error.raw_os_error() {
+            // The kernel is short of memory for a moment. A notification must not be lost.
+            Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => std::thread::yield_now(),
+            _ => break,
+        }
+    }
+    ring.completion().for_each(drop);
+}
+
+/// The process's context of Linux AIO.
+struct Aio {
+    context: Mutex<libc::c_ulong>,
+    /// A file of which nothing is read at once.
+    nothing: OwnedFd,
+}
+
+/// The head of the ring that the kernel maps for a context (`struct aio_ring`).
+#[repr(C)]
+struct AioRing {
+    _id: u32,
+    _size: u32,
+    head: AtomicU32,
+    tail: AtomicU32,
+}
+
+/// `struct iocb`, where the order of bytes is the little one.
+#[repr(C)]
+#[derive(Default)]
+struct Iocb {
+    data: u64,
+    key: u32,
+    rw_flags: u32,
+    opcode: u16,
+    priority: i16,
+    file: u32,
+    buffer: u64,
+    bytes: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    signals: u32,
+}
+
+/// `IOCB_FLAG_RESFD`.
+const SIGNALS: u32 = 1;
+
+impl Aio {
+    fn get() -> io::Result<&'static Aio> {
+        static AIO: OnceLock<Option<Aio>> = OnceLock::new();
+        AIO.get_or_init(|| Aio::new().ok())
+            .as_ref()
+            .ok_or_else(|| io::Error::from(io::ErrorKind::Unsupported))
+    }
+
+    fn new() -> io::Result<Aio> {
+        if cfg!(target_endian = "big") {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let nothing = rustix::fs::memfd_create("nothing", rustix::fs::MemfdFlags::CLOEXEC)?;
+        let mut context: libc::c_ulong = 0;
+        // SAFETY: the kernel writes the context's name into `context`.
+        let made = unsafe { libc::syscall(libc::SYS_io_setup, 16, &raw mut context) };
+        match made {
+            0 => Ok(Aio { context: Mutex::new(context), nothing }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Has a read of nothing complete, which signals `event`.
+    fn signal(&self, event: BorrowedFd<'_>) {
+        let mut read = Iocb {
+            // IOCB_CMD_PREAD is 0.
+            file: self.nothing.as_raw_fd() as u32,
+            flags: SIGNALS,
+            signals: event.as_raw_fd() as u32,
+            ..Iocb::default()
+        };
+        let mut list = [&raw mut read];
+        let context = self.context.lock();
+        loop {
+            // SAFETY: the kernel reads one pointer and the structure behind it during the call, and writes
+            // to its `key`. The read is of no bytes, so that no buffer is used.
+            let done =
+                unsafe { libc::syscall(libc::SYS_io_submit, *context, 1, list.as_mut_ptr()) };
+            match io::Error::last_os_error().raw_os_error() {
+                _ if done == 1 => break,
+                Some(libc::EINTR | libc::EAGAIN) => std::thread::yield_now(),
+                _ => return,
+            }
+        }
+        // SAFETY: the name of a context is the address of its ring, which the kernel has mapped for this
+        // process as long as there is the context, for ever. Both ends use its places atomically.
+        let ring = unsafe { &*std::ptr::with_exposed_provenance::<AioRing>(*context as usize) };
+        // All that has completed is taken; what it says does not matter.
+        ring.head.store(ring.tail.load(Ordering::Acquire), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event;
+    use rustix::{
+        event::{PollFd, PollFlags, Timespec, poll},
+        fs::{OFlags, fcntl_setfl},
+    };
+
+    fn is_readable(event: &OwnedFd) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(event, PollFlags::IN)], Some(&now)) == Ok(1)
+    }
+
+    fn count(event: &OwnedFd) -> u64 {
+        let mut bytes = [0; 8];
+        rustix::io::read(event, &mut bytes).unwrap();
+        u64::from_ne_bytes(bytes)
+    }
+
+    fn both(event: &OwnedFd) -> [Notifier; 2] {
+        let [uring, aio] = [(); 2].map(|()| event.try_clone().unwrap());
+        Aio::get().expect("this kernel has AIO");
+        [Notifier::new(uring.into()).unwrap(), Notifier(Way::Aio(aio.into()))]
+    }
+
+    #[test]
+    fn a_peer_is_notified_as_often_as_it_is_said() {
+        let event = event::new().unwrap();
+        let [uring, aio] = both(&event);
+        assert!(matches!(uring.0, Way::Uring(_)), "this kernel has io_uring");
+        for notifier in [uring, aio] {
+            // More than any ring of completions holds.
+            (0..10_000).for_each(|_| notifier.notify());
+            assert_eq!(count(&event), 10_000);
+            assert!(!is_readable(&event));
+        }
+    }
+
+    #[test]
+    fn a_full_counter_that_blocks_holds_up_nobody() {
+        let event = event::new().unwrap();
+        for notifier in both(&event) {
+            rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            fcntl_setfl(&event, OFlags::empty()).unwrap();
+            (0..3).for_each(|_| notifier.notify());
+            assert_eq!(count(&event), u64::MAX);
+            // Nor does taking what another has taken.
+            event::drain(&event);
+            notifier.notify();
+            assert_eq!(count(&event), 1);
+            fcntl_setfl(&event, OFlags::NONBLOCK).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_full_stream_that_blocks_holds_up_nobody() {
+        let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
+        let notifier = Notifier::new(OwnedFd::from(writer).into()).unwrap();
+        // More than any stream holds.
+        (0..100_000).for_each(|_| notifier.notify());
+        let mut bytes = [0; 8];
+        assert_eq!(rustix::io::read(&reader, &mut bytes), Ok(8));
+        assert_eq!(u64::from_ne_bytes(bytes), 1);
+        drop(reader);
+        notifier.notify();
+    }
+
+    #[test]
+    fn nothing_else_is_written_to() {
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        let file = tempfile::tempfile().unwrap().into();
+        for other in [pipe, file] {
+            assert!(matches!(Notifier::new(other.into()), Err(NotifierError::NoEventfd)));
+        }
+    }
+}
