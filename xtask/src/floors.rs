@@ -19,6 +19,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("ringfence-vfio", 2),
     ("ringfence-virtio-iommu", 3),
     ("ringfence-vhost-user", 3),
+    ("ringfence-vhost-user-backend", 4),
     ("ringfence-drivers", 4),
     ("ringfence-devices", 5),
     ("ringfence-conformance", 6),

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
-    blk::{BlkBackend, BlkFigures, BlkOptions, QueueStats, make_rings},
+    blk::{self, BlkFigures, BlkOptions, QueueStats, make_rings},
     disk::{Disk, DiskBuffers, Image, ImageError, ImageOptions},
 };
 use ringfence_iotlb::IotlbConfig;
@@ -161,7 +161,7 @@ impl Service for Blk {
     }
 
     fn connect(&self, _: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
-        let backend = BlkBackend::new(self.options.clone(), Arc::clone(&self.workers));
+        let backend = blk::Blk::backend(self.options.clone(), Arc::clone(&self.workers));
         Ok(Box::new(Server::new(stream, backend)))
     }
 

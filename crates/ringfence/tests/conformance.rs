@@ -11,7 +11,7 @@ use std::{
 
 use common::{Ended, Place};
 use ringfence_devices::{
-    blk::{BlkBackend, BlkOptions},
+    blk::{Blk, BlkOptions},
     disk::{Disk, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
 };
@@ -62,7 +62,7 @@ fn serve<H: Handler + Send + 'static>(place: &Place, made: impl FnOnce(IommuBack
         let unit = n as u32 + 1;
         let options =
             BlkOptions { endpoint: Some(endpoint), unit, ..BlkOptions::new(disk, "disk", 1) };
-        let backend = BlkBackend::new(options, Arc::clone(&workers));
+        let backend = Blk::backend(options, Arc::clone(&workers));
         listen(place.path(&format!("disk-{n}.sock")), backend);
     }
 }

@@ -5,15 +5,15 @@ use std::{fs::File, hint::black_box, os::fd::AsFd, sync::Arc};
 use gungraun::{Callgrind, EntryPoint, prelude::*};
 use ringfence_devices::{
     blk::BlkQueue,
-    bus::Bus,
     disk::{Disk, Ram},
-    net::{GRACE, Net, NetBackend, NetOptions, NetUnit, Way, wire as net_wire},
+    net::{GRACE, Net, NetEnd, NetOptions, NetUnit, Way, wire as net_wire},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
 use ringfence_mem::{GuestRam, Memory};
 use ringfence_run::worker::{Notify, Unit, Worker};
 use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
+use ringfence_vhost_user_backend::{Backend, Bus};
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM, F_VERSION_1, blk as blk_wire, device,
     driver::{self, Used},
@@ -218,7 +218,7 @@ const BUFFERS: u64 = 128;
 /// in one call: nothing else looks at the rings in between.
 pub(crate) struct Loop {
     workers: Arc<[Worker]>,
-    backend: NetBackend,
+    backend: Backend<NetEnd>,
     driver: Option<NetDriver>,
 }
 
@@ -244,7 +244,7 @@ impl Loop {
             iotlb: IotlbConfig::default(),
         };
         let net = Net::new(options, Arc::clone(&workers)).expect("descriptors");
-        let mut backend = net.connect_behind(0, Arc::clone(&guest.endpoint));
+        let mut backend = net.connect_behind(0, Arc::clone(&guest.endpoint), None);
         let features = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM | net_wire::feature::MRG_RXBUF;
         backend.set_features(features).expect("they are offered");
         backend.set_memory(Arc::clone(&guest.memory)).expect("it can be had");

@@ -6,9 +6,9 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
+use ringfence_vhost_user_backend::IotlbTally;
 
 use super::{QueueStats, queue::Remains};
-use crate::tally::IotlbTally;
 
 /// How many rings may be left behind, each with its buffers, before the next ones wait for the disk: a
 /// front end that comes and goes while a read does not end would fill the memory otherwise.

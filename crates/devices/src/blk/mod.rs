@@ -1,14 +1,14 @@
 //! virtio-blk.
 
-mod backend;
 mod cache;
+mod device;
 mod figures;
 mod queue;
 mod reaper;
 pub mod request;
 mod unit;
 
-pub use backend::{BlkBackend, BlkOptions, make_rings};
+pub use device::{Blk, BlkOptions, make_rings};
 pub use figures::BlkFigures;
 pub use queue::{BlkQueue, QueueError, QueueStats};
 pub use unit::BlkUnit;

@@ -28,6 +28,7 @@ use std::{
 
 use ringfence_mem::{Memory, Translate};
 use ringfence_run::notifier::Notifier;
+use ringfence_vhost_user_backend::{Bus, RingLog};
 use ringfence_virtq::{Chain, blk::Status, device};
 
 use self::{
@@ -39,7 +40,7 @@ use self::{
     wait::{Head, Wait},
 };
 use super::request::{self, Action, Limits, Stop};
-use crate::{bus::Bus, dirty::RingLog, disk::Disk};
+use crate::disk::Disk;
 
 /// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
 /// for whose answer a driver waits.

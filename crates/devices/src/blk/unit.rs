@@ -13,11 +13,11 @@ use ringfence_run::{
     notifier::Notifier,
     worker::{Kick, Unit},
 };
-use ringfence_vhost_user::InflightRegion;
+use ringfence_vhost_user::{HandlerError, InflightRegion, RingAddresses};
+use ringfence_vhost_user_backend::{Bus, RingLog, Rings};
 use ringfence_virtq::RingError;
 
 use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
-use crate::{bus::Bus, dirty::RingLog};
 
 /// What a queue is started with.
 pub(super) struct Start {
@@ -254,90 +254,6 @@ impl BlkUnit {
         served
     }
 
-    /// Lets a queue work, or not.
-    pub fn enable(&mut self, index: u16, enabled: bool) {
-        if let Some(served) = self.find(index) {
-            served.enabled = enabled;
-        }
-    }
-
-    /// Replaces the descriptor that a queue's interrupts go to.
-    pub fn set_call(&mut self, index: u16, call: Option<Arc<Notifier>>) {
-        if let Some(served) = self.find(index) {
-            served.queue.set_call(call);
-        }
-    }
-
-    /// Replaces the descriptor by which the front end learns that a queue has failed.
-    pub fn set_err(&mut self, index: u16, err: Option<Arc<Notifier>>) {
-        if let Some(served) = self.find(index) {
-            served.err = err;
-        }
-    }
-
-    /// Replaces the memory under running queues. A queue whose ring is not in the new memory stops,
-    /// as one does whose driver breaks the rules.
-    pub fn set_memory(&mut self, memory: &Arc<Memory>) {
-        for served in &mut self.queues {
-            served.queue.keep(self.bus.memory());
-            served.queue.log().0.set_memory(memory);
-        }
-        self.bus.set_memory(Arc::clone(memory));
-        if let Bus::Physical(_) = self.bus {
-            let addresses = UserAddresses::new(Arc::clone(memory));
-            for served in self.queues.iter_mut().filter(|served| served.failed.is_none()) {
-                if let Err(error) = served.queue.move_to(&addresses) {
-                    served.fail(&self.shared, error);
-                }
-            }
-        }
-    }
-
-    /// Where the pages that are written are marked from now on; `None`: nowhere (rule D26).
-    pub(super) fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
-        self.bus.set_log(log.cloned());
-        for served in &mut self.queues {
-            let (ring_log, ring) = served.queue.log();
-            ring_log.set_log(ring, log.cloned(), self.bus.memory());
-            served.queue.set_ordered(self.bus.iotlb().is_some() && log.is_some());
-        }
-    }
-
-    /// Where a running queue's writes to its used ring are marked from now on, if they are.
-    pub(super) fn log_ring(&mut self, index: u16, at: Option<u64>) {
-        if let Some(served) = self.find(index) {
-            let (ring_log, ring) = served.queue.log();
-            ring_log.set_at(ring, at);
-        }
-    }
-
-    /// A running queue's ring lies elsewhere from now on (rule D21). `memory` is asked for the
-    /// ring if its addresses are the front end's own.
-    ///
-    /// # Errors
-    /// The ring cannot be reached: it stops.
-    pub fn relocate(
-        &mut self,
-        index: u16,
-        (desc, avail, used): (u64, u64, u64),
-        memory: &Arc<Memory>,
-    ) -> Result<(), QueueError> {
-        let through_iommu = matches!(self.bus, Bus::Iommu(_));
-        let Some(served) = self.queues.iter_mut().find(|served| served.index == index) else {
-            return Ok(());
-        };
-        served.queue.relocate(desc, avail, used);
-        // Behind an IOMMU it is found when it is mapped.
-        if !through_iommu
-            && let Err(error) = served.queue.move_to(&UserAddresses::new(Arc::clone(memory)))
-        {
-            let told = QueueError::Moved;
-            served.fail(&self.shared, error);
-            return Err(told);
-        }
-        Ok(())
-    }
-
     /// Why a queue has stopped, if it has.
     pub fn failure(&self, index: u16) -> Option<&QueueError> {
         self.queues.iter().find(|served| served.index == index)?.failed.as_ref()
@@ -372,6 +288,82 @@ impl BlkUnit {
 
     fn find(&mut self, index: u16) -> Option<&mut Served> {
         self.queues.iter_mut().find(|served| served.index == index)
+    }
+}
+
+impl Rings for BlkUnit {
+    type Part = ();
+
+    fn enable(&mut self, _: (), index: u16, enabled: bool) {
+        if let Some(served) = self.find(index) {
+            served.enabled = enabled;
+        }
+    }
+
+    fn set_call(&mut self, _: (), index: u16, call: Option<Arc<Notifier>>) {
+        if let Some(served) = self.find(index) {
+            served.queue.set_call(call);
+        }
+    }
+
+    fn set_err(&mut self, _: (), index: u16, err: Option<Arc<Notifier>>) {
+        if let Some(served) = self.find(index) {
+            served.err = err;
+        }
+    }
+
+    fn set_memory(&mut self, _: (), memory: &Arc<Memory>) {
+        for served in &mut self.queues {
+            served.queue.keep(self.bus.memory());
+            served.queue.log().0.set_memory(memory);
+        }
+        self.bus.set_memory(Arc::clone(memory));
+        if let Bus::Physical(_) = self.bus {
+            let addresses = UserAddresses::new(Arc::clone(memory));
+            for served in self.queues.iter_mut().filter(|served| served.failed.is_none()) {
+                if let Err(error) = served.queue.move_to(&addresses) {
+                    served.fail(&self.shared, error);
+                }
+            }
+        }
+    }
+
+    fn set_log(&mut self, _: (), log: Option<&Arc<DirtyLog>>) {
+        self.bus.set_log(log.cloned());
+        for served in &mut self.queues {
+            let (ring_log, ring) = served.queue.log();
+            ring_log.set_log(ring, log.cloned(), self.bus.memory());
+            served.queue.set_ordered(self.bus.iotlb().is_some() && log.is_some());
+        }
+    }
+
+    fn log_ring(&mut self, _: (), index: u16, at: Option<u64>) {
+        if let Some(served) = self.find(index) {
+            let (ring_log, ring) = served.queue.log();
+            ring_log.set_at(ring, at);
+        }
+    }
+
+    fn relocate(
+        &mut self,
+        _: (),
+        index: u16,
+        to: RingAddresses,
+        memory: &Arc<Memory>,
+    ) -> Result<(), HandlerError> {
+        let through_iommu = matches!(self.bus, Bus::Iommu(_));
+        let Some(served) = self.queues.iter_mut().find(|served| served.index == index) else {
+            return Ok(());
+        };
+        served.queue.relocate(to.desc, to.avail, to.used);
+        // Behind an IOMMU it is found when it is mapped.
+        if !through_iommu
+            && let Err(error) = served.queue.move_to(&UserAddresses::new(Arc::clone(memory)))
+        {
+            served.fail(&self.shared, error);
+            return Err(HandlerError::new(QueueError::Moved.to_string()));
+        }
+        Ok(())
     }
 }
 

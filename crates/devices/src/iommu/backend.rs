@@ -5,6 +5,7 @@ use std::sync::Arc;
 use ringfence_mem::Memory;
 use ringfence_run::{PeerFd, worker::Worker};
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
+use ringfence_vhost_user_backend::{Events, FrontEnd, RingStart, of_ring};
 use ringfence_virtio_iommu::device::{Answers, Counters};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 
@@ -14,7 +15,6 @@ use super::{
     reach::Shared,
     unit::{Call, NoWorker, REQUESTS},
 };
-use crate::backend::{Events, FrontEnd, RingStart, of_ring};
 
 /// A virtio-iommu as a vhost-user back end, for one front end.
 pub struct IommuBackend {

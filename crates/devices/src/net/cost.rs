@@ -7,6 +7,7 @@ use std::{sync::Arc, time::Instant};
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
 use ringfence_mem::{GuestRam, Memory, PAGE_SIZE, Physical};
+use ringfence_vhost_user_backend::{Events, RingLog};
 use ringfence_virtq::{
     Desc, device,
     driver::{Config, Queue, Rings, Used},
@@ -19,7 +20,6 @@ use super::{
     round::{Lane, Patience, Place, Terms},
     wire::feature,
 };
-use crate::{backend::Events, dirty::RingLog};
 
 const SIZE: u16 = 256;
 const BURST: usize = 64;

@@ -4,9 +4,9 @@
 //! burst of packets and of buffers, looks all of them up, and copies; it never waits: where a
 //! translation is missing it asks for what the whole burst lacks, and goes on with other queues.
 
-mod backend;
 #[cfg(test)]
 mod cost;
+mod device;
 pub mod frame;
 mod lane;
 mod outlet;
@@ -21,7 +21,7 @@ mod unit;
 mod ways;
 pub mod wire;
 
-pub use backend::{Net, NetBackend, NetOptions};
+pub use device::{Net, NetEnd, NetOptions};
 pub use round::GRACE;
 pub use stats::{Lost, QueueCounters};
 pub use tap::{Tap, TapError};

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use ringfence_mem::{Access, AccessError, Translate};
 use ringfence_run::{notifier::Notifier, worker::Kick};
 use ringfence_vhost_user::RingAddresses;
+use ringfence_vhost_user_backend::{Events, RingLog};
 use ringfence_virtq::{
     ChainFault, RingError, cut,
     device::{self, Burst, Taken},
@@ -18,7 +19,6 @@ use super::{
     stats::{Lost, QueueCounters},
     wire::MAX_PACKET,
 };
-use crate::{backend::Events, dirty::RingLog};
 
 /// How many chains are held at most: what may be asked for at once.
 pub(super) const DEPTH: usize = 256;

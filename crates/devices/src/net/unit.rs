@@ -13,9 +13,11 @@ use ringfence_iotlb::{Counters, Endpoint, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, UserAddresses};
 use ringfence_run::{
     event,
+    notifier::Notifier,
     worker::{Kick, Unit},
 };
-use ringfence_vhost_user::RingAddresses;
+use ringfence_vhost_user::{HandlerError, RingAddresses};
+use ringfence_vhost_user_backend::{Bus, RingStart, Rings};
 use ringfence_virtq::{RingError, device};
 
 use super::{
@@ -28,7 +30,6 @@ use super::{
     ways::{across, loopback, nowhere, outside},
     wire::feature,
 };
-use crate::{backend::RingStart, bus::Bus};
 
 /// Where packets go that a driver sends.
 #[derive(Clone, Debug)]
@@ -227,31 +228,6 @@ impl NetUnit {
         }
     }
 
-    /// Lets a ring work, or not.
-    pub(super) fn enable(&mut self, at: usize, ring: u16, enabled: bool) {
-        if let Some(found) = self.ring(at, ring) {
-            found.enabled = enabled;
-            self.open_outlet(ring, enabled);
-        }
-    }
-
-    /// A running ring lies elsewhere from now on.
-    pub(super) fn relocate(
-        &mut self,
-        at: usize,
-        ring: u16,
-        addresses: RingAddresses,
-        memory: &Arc<Memory>,
-    ) {
-        let plain = matches!(self.ends[at].bus, Some(Bus::Physical(_)));
-        if let Some(ring) = self.ring(at, ring) {
-            ring.relocate(addresses);
-            if plain {
-                ring.move_to(&UserAddresses::new(Arc::clone(memory)));
-            }
-        }
-    }
-
     fn slot(&mut self, at: usize, ring: u16) -> &mut Option<Box<NetRing>> {
         let (end, pair) = (&mut self.ends[at], usize::from(ring / 2));
         if ring.is_multiple_of(2) { &mut end.receive[pair] } else { &mut end.transmit[pair] }
@@ -269,40 +245,6 @@ impl NetUnit {
         let end = &mut self.ends[at];
         end.lanes[usize::from(ring / 2)] = Lane::new(self.grace);
         Some(stopped.stop(end.bus.as_ref()?))
-    }
-
-    /// Replaces the memory under running rings. One whose ring is not in the new memory stops, as
-    /// one does whose driver breaks the rules.
-    pub(super) fn set_memory(&mut self, at: usize, memory: &Arc<Memory>) {
-        let end = &mut self.ends[at];
-        let Some(bus) = &mut end.bus else { return };
-        bus.set_memory(Arc::clone(memory));
-        let plain = matches!(bus, Bus::Physical(_));
-        end.rings_mut().for_each(|ring| ring.log().0.set_memory(memory));
-        if plain {
-            let addresses = UserAddresses::new(Arc::clone(memory));
-            end.rings_mut().for_each(|ring| ring.move_to(&addresses));
-        }
-    }
-
-    /// Where the pages of a driver that are written are marked from now on; `None`: nowhere (rule
-    /// D26).
-    pub(super) fn set_log(&mut self, at: usize, log: Option<&Arc<DirtyLog>>) {
-        let end = &mut self.ends[at];
-        let Some(bus) = &mut end.bus else { return };
-        bus.set_log(log.cloned());
-        for ring in end.receive.iter_mut().chain(&mut end.transmit).flatten() {
-            let (ring_log, queue) = ring.log();
-            ring_log.set_log(queue, log.cloned(), bus.memory());
-        }
-    }
-
-    /// Where writes to a used ring are marked from now on, if they are.
-    pub(super) fn log_ring(&mut self, at: usize, ring: u16, log: Option<u64>) {
-        if let Some(ring) = self.ring(at, ring) {
-            let (ring_log, queue) = ring.log();
-            ring_log.set_at(queue, log);
-        }
     }
 
     /// The ring that takes what comes from a pair of this end.
@@ -328,6 +270,76 @@ impl NetUnit {
         end.receive.iter_mut().chain(&mut end.transmit).for_each(|ring| *ring = None);
         end.lanes.iter_mut().for_each(|lane| *lane = Lane::new(self.grace));
         end.bus = None;
+    }
+}
+
+impl Rings for NetUnit {
+    /// Which end.
+    type Part = usize;
+
+    fn enable(&mut self, at: usize, ring: u16, enabled: bool) {
+        if let Some(found) = self.ring(at, ring) {
+            found.enabled = enabled;
+            self.open_outlet(ring, enabled);
+        }
+    }
+
+    fn set_call(&mut self, at: usize, ring: u16, call: Option<Arc<Notifier>>) {
+        if let Some(ring) = self.ring(at, ring) {
+            ring.set_call(call);
+        }
+    }
+
+    fn set_err(&mut self, at: usize, ring: u16, err: Option<Arc<Notifier>>) {
+        if let Some(ring) = self.ring(at, ring) {
+            ring.set_err(err);
+        }
+    }
+
+    fn set_memory(&mut self, at: usize, memory: &Arc<Memory>) {
+        let end = &mut self.ends[at];
+        let Some(bus) = &mut end.bus else { return };
+        bus.set_memory(Arc::clone(memory));
+        let plain = matches!(bus, Bus::Physical(_));
+        end.rings_mut().for_each(|ring| ring.log().0.set_memory(memory));
+        if plain {
+            let addresses = UserAddresses::new(Arc::clone(memory));
+            end.rings_mut().for_each(|ring| ring.move_to(&addresses));
+        }
+    }
+
+    fn set_log(&mut self, at: usize, log: Option<&Arc<DirtyLog>>) {
+        let end = &mut self.ends[at];
+        let Some(bus) = &mut end.bus else { return };
+        bus.set_log(log.cloned());
+        for ring in end.receive.iter_mut().chain(&mut end.transmit).flatten() {
+            let (ring_log, queue) = ring.log();
+            ring_log.set_log(queue, log.cloned(), bus.memory());
+        }
+    }
+
+    fn log_ring(&mut self, at: usize, ring: u16, log: Option<u64>) {
+        if let Some(ring) = self.ring(at, ring) {
+            let (ring_log, queue) = ring.log();
+            ring_log.set_at(queue, log);
+        }
+    }
+
+    fn relocate(
+        &mut self,
+        at: usize,
+        ring: u16,
+        addresses: RingAddresses,
+        memory: &Arc<Memory>,
+    ) -> Result<(), HandlerError> {
+        let plain = matches!(self.ends[at].bus, Some(Bus::Physical(_)));
+        if let Some(ring) = self.ring(at, ring) {
+            ring.relocate(addresses);
+            if plain {
+                ring.move_to(&UserAddresses::new(Arc::clone(memory)));
+            }
+        }
+        Ok(())
     }
 }
 

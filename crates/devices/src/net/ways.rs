@@ -1,5 +1,7 @@
 //! Where the packets of a device go, pair by pair.
 
+use ringfence_vhost_user_backend::Bus;
+
 use super::{
     lane::forward,
     outlet::Outlet,
@@ -10,7 +12,6 @@ use super::{
     stats::Lost,
     unit::End,
 };
-use crate::bus::Bus;
 
 /// The same for each kind of bus, compiled for each: what is not behind an IOMMU pays nothing for
 /// one.

@@ -14,7 +14,7 @@ use std::{
 };
 
 use ringfence_devices::{
-    blk::{BlkBackend, BlkOptions, BlkUnit},
+    blk::{Blk, BlkOptions, BlkUnit},
     disk::{Disk, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
 };
@@ -31,9 +31,9 @@ use ringfence_run::{
 };
 use ringfence_vhost_user::{Frontend, Handler, ProtocolFeatures, RingAddresses, Server, Shutdown};
 use ringfence_virtio_iommu::{
-    wire::{CONFIG_LEN, Config, FaultRecord},
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
+    wire::{CONFIG_LEN, Config, FaultRecord},
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk, driver as ring, layout,
@@ -318,7 +318,7 @@ impl Rig {
 }
 
 fn connect(options: &BlkOptions, workers: &Arc<[Worker]>) -> (Serving, Frontend) {
-    let backend = BlkBackend::new(options.clone(), Arc::clone(workers));
+    let backend = Blk::backend(options.clone(), Arc::clone(workers));
     let (serving, socket) = Serving::start(backend);
     (serving, Frontend::new(socket, LONG))
 }

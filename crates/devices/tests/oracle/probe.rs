@@ -11,7 +11,6 @@ use std::{
     time::Duration,
 };
 
-use ringfence_devices::bus::Bus;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_iotlb::{Endpoint, View};
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
@@ -20,6 +19,7 @@ use ringfence_run::{
     worker::{Unit, Work, Worker},
 };
 use ringfence_sync::clock::{Clock, MonotonicClock};
+use ringfence_vhost_user_backend::Bus;
 
 use crate::history::Sequence;
 

@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use parking_lot::Mutex;
 use ringfence_devices::{
-    blk::{BlkBackend, BlkOptions},
+    blk::{Blk, BlkOptions},
     disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, IommuBackend, IommuOptions},
     net::{GRACE, Lost, Net, NetOptions, QueueCounters, Way},
@@ -222,19 +222,18 @@ pub(crate) fn serve(
     let mut behind = Behind::new(iommu, queues, notify, 0)?;
     let endpoint = Some(Arc::clone(&behind.endpoint));
     let options = BlkOptions { endpoint, unit: 1, ..BlkOptions::new(disk, DISK_ID, queues) };
-    let mut server = Server::new(blk, BlkBackend::new(options, Arc::clone(&behind.workers)));
+    let figures = Arc::clone(&options.figures);
+    let mut server = Server::new(blk, Blk::backend(options, Arc::clone(&behind.workers)));
     behind.serve(&mut server, "block device")?;
-    let backend: &BlkBackend = server.handler();
-    let stats = backend.stats();
-    let (iotlb_hits, iotlb_misses, faults) = backend.iotlb().unwrap_or_default();
+    let (stats, iotlb) = (figures.sum(), figures.iotlb.totals());
     Ok(Report {
         requests: stats.requests,
         failed: stats.failed,
         bytes: stats.bytes,
         interrupts: stats.interrupts,
-        iotlb_hits,
-        iotlb_misses,
-        faults,
+        iotlb_hits: iotlb.hits,
+        iotlb_misses: iotlb.walks,
+        faults: iotlb.faults,
         ..behind.report()
     })
 }
@@ -259,7 +258,7 @@ pub(crate) fn serve_net(
         iotlb: IotlbConfig::default(),
     };
     let device = Net::new(options, Arc::clone(&behind.workers))?;
-    let mut server = Server::new(net, device.connect_behind(0, Arc::clone(&behind.endpoint)));
+    let mut server = Server::new(net, device.connect_behind(0, Arc::clone(&behind.endpoint), None));
     behind.serve(&mut server, "network device")?;
     // So that its views have told all that they counted.
     drop(server);

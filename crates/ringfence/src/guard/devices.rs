@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use ringfence_devices::{
-    blk::{BlkBackend, BlkFigures, BlkOptions, make_rings},
+    blk::{Blk, BlkFigures, BlkOptions, make_rings},
     disk::{Disk, Image, ImageOptions},
     iommu::Iommu,
     net::{GRACE, Net, NetOptions, Tap, Way},
@@ -286,11 +286,11 @@ impl Device {
     pub(super) fn connect(&self, iommu: &Arc<Iommu>, stream: PeerFd) -> Box<dyn Connection> {
         match &self.does {
             Does::Blk(options, _) => {
-                let backend = BlkBackend::new(options.clone(), Arc::clone(&self.workers));
+                let backend = Blk::backend(options.clone(), Arc::clone(&self.workers));
                 Box::new(Server::new(stream, backend))
             }
             Does::Net { net, end, endpoint } => {
-                let backend = net.connect_seated(*end, Arc::clone(endpoint), iommu.seat());
+                let backend = net.connect_behind(*end, Arc::clone(endpoint), Some(iommu.seat()));
                 Box::new(Server::new(stream, backend))
             }
         }

@@ -18,9 +18,9 @@ use std::{io, path::PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use ringfence_devices::tally::IotlbTotals;
 use ringfence_run::{PeerFd, worker::Notify};
 use ringfence_vhost_user::{Handler, Keeper, SavedConnection, ServeError, Server, Shutdown};
+use ringfence_vhost_user_backend::IotlbTotals;
 use rustix::fs::Gid;
 use tracing::level_filters::LevelFilter;
 

@@ -1,9 +1,9 @@
 //! A ring whose addresses lead nowhere now.
 
+use ringfence_vhost_user_backend::Bus;
 use ringfence_virtq::{RingError, device};
 
 use super::{BlkQueue, QueueError};
-use crate::bus::Bus;
 
 /// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
 /// most.

@@ -4,13 +4,13 @@
 //! on when requests have ended. No request needs one behind it to end: it ends when the disk answers, or when a
 //! translation comes or is waited for no longer.
 
+use ringfence_vhost_user_backend::Bus;
 use ringfence_virtq::Chain;
 
 use super::{
     BlkQueue, Slot, Step,
     store::{Store, Transfer},
 };
-use crate::bus::Bus;
 
 /// For how many descriptors of a request, and as many pieces of memory, a place keeps its memory when the request
 /// is over: what reads and writes of 128 KiB mostly have, and some.

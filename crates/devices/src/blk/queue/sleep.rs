@@ -1,7 +1,8 @@
 //! When a queue has something to do, and what wakes its worker before.
 
+use ringfence_vhost_user_backend::Bus;
+
 use super::{BlkQueue, store::Store};
-use crate::bus::Bus;
 
 impl BlkQueue {
     /// When there is something to do by the clock, if there will be.

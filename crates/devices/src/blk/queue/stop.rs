@@ -1,8 +1,9 @@
 //! The end of a queue: what is under way is answered or put back, and nothing is waited for that
 //! may never come.
 
+use ringfence_vhost_user_backend::Bus;
+
 use super::{BlkQueue, QueueError, Step, store::Store};
-use crate::bus::Bus;
 
 impl BlkQueue {
     /// The ring stops: nothing more is taken from it. Requests that wait for translations are put back

@@ -13,6 +13,7 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
+use ringfence_vhost_user_backend::{Bus, RingLog};
 use ringfence_virtq::{Chain, blk::Status};
 
 use super::{
@@ -21,8 +22,6 @@ use super::{
 };
 use crate::{
     blk::request::{self, Action, Missing},
-    bus::Bus,
-    dirty::RingLog,
     disk::{Buffers, Disk, FileIo, FileOp, Pacer, Ram},
 };
 

@@ -3,6 +3,7 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
+use ringfence_vhost_user_backend::Bus;
 use ringfence_virtq::{ChainFault, Desc, RingError, blk::Status, device::Glimpse, layout};
 
 use super::{
@@ -10,10 +11,7 @@ use super::{
     inflight::take_next,
     parked::{Look, Ready},
 };
-use crate::{
-    blk::request::{self, Missing},
-    bus::Bus,
-};
+use crate::blk::request::{self, Missing};
 
 /// Bytes of the smallest page there is.
 const PAGE: u64 = 4096;

@@ -19,7 +19,7 @@ use std::{
 };
 
 use ringfence_devices::{
-    blk::{BlkBackend, BlkOptions, BlkUnit},
+    blk::{Blk, BlkOptions, BlkUnit},
     disk::Disk,
 };
 use ringfence_iotlb::IotlbConfig;
@@ -110,7 +110,7 @@ impl Behind {
     pub(crate) fn connect_with(workers: Arc<[Worker]>, options: BlkOptions, more: u64) -> Behind {
         let ram = GuestRam::new(4 << 20, GPA).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let backend = BlkBackend::new(options.clone(), Arc::clone(&workers));
+        let backend = Blk::backend(options.clone(), Arc::clone(&workers));
         let earlier = options.figures.iotlb.totals().misses;
         let mut server = Server::new(theirs, backend);
         let shutdown = server.shutdown_handle();

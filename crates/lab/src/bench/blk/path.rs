@@ -16,12 +16,12 @@ use crate::load::blk::BLOCK;
 use anyhow::{Context, Result, ensure};
 use ringfence_devices::{
     blk::request::{self, Action, Limits},
-    bus::Bus,
     disk::{Disk, Ram},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
 use ringfence_mem::{GuestRam, Memory, Physical, Translate, Window};
+use ringfence_vhost_user_backend::Bus;
 use ringfence_virtq::{
     Chain, Desc,
     blk::{self, HEADER_BYTES, SECTOR, Status},

@@ -12,7 +12,8 @@ use ringfence_sync::{
     clock::{Clock, MonotonicClock},
     wait::{Next, Notify, Wait},
 };
-use ringfence_vhost_user::{self as vhost_user, BackendChannel, HandlerError, Shutdown};
+use ringfence_vhost_user as vhost_user;
+use ringfence_vhost_user::{BackendChannel, HandlerError, Shutdown};
 
 /// How long an invalidation is waited for awake, where the CPU is not shared: longer than workers take.
 const AWAKE: Duration = Duration::from_millis(1);

@@ -11,7 +11,7 @@ use ringfence_mem::Translate;
 
 /// Where the writes of one ring are marked.
 #[derive(Default)]
-pub(crate) struct RingLog {
+pub struct RingLog {
     /// The log, and the memory that it is of; `None`: nothing is logged.
     to: Option<(Arc<DirtyLog>, Arc<Memory>)>,
     /// Where the front end wants writes to the used ring marked; `None`: nowhere.
@@ -22,7 +22,7 @@ pub(crate) struct RingLog {
 
 impl RingLog {
     /// Of a ring that has written nothing; `at` is [`log`](ringfence_vhost_user::RingAddresses::log).
-    pub(crate) fn new(
+    pub fn new(
         log: Option<Arc<DirtyLog>>,
         memory: Option<&Arc<Memory>>,
         at: Option<u64>,
@@ -32,12 +32,12 @@ impl RingLog {
     }
 
     /// The log, if anything is logged.
-    pub(crate) fn log(&self) -> Option<Arc<DirtyLog>> {
+    pub fn log(&self) -> Option<Arc<DirtyLog>> {
         self.to.as_ref().map(|(log, _)| Arc::clone(log))
     }
 
     /// What `queue` writes from now on is marked there.
-    pub(crate) fn set_log(
+    pub fn set_log(
         &mut self,
         queue: &mut device::Queue,
         log: Option<Arc<DirtyLog>>,
@@ -48,13 +48,13 @@ impl RingLog {
     }
 
     /// Where what `queue` writes into its used ring is marked from now on.
-    pub(crate) fn set_at(&mut self, queue: &mut device::Queue, at: Option<u64>) {
+    pub fn set_at(&mut self, queue: &mut device::Queue, at: Option<u64>) {
         queue.written(|_| ());
         self.at = at;
     }
 
     /// The memory is another from now on.
-    pub(crate) fn set_memory(&mut self, new: &Arc<Memory>) {
+    pub fn set_memory(&mut self, new: &Arc<Memory>) {
         if let Some((_, memory)) = &mut self.to {
             *memory = Arc::clone(new);
         }
@@ -62,7 +62,7 @@ impl RingLog {
 
     /// Marks what `queue` has written into the ring: to be called when it has.
     #[inline]
-    pub(crate) fn mark(&self, queue: &mut device::Queue) {
+    pub fn mark(&self, queue: &mut device::Queue) {
         if let (Some((log, memory)), Some(at)) = (&self.to, self.at) {
             self.mark_ring(queue, log, memory, at);
         }
@@ -81,7 +81,7 @@ impl RingLog {
     }
 
     /// Marks what somebody else wrote: into the memory, or into one that was there before it.
-    pub(crate) fn mark_piece(&self, before: &[Arc<Memory>], piece: HostSlice<'_>) {
+    pub fn mark_piece(&self, before: &[Arc<Memory>], piece: HostSlice<'_>) {
         if let Some((log, memory)) = &self.to {
             log.mark_piece(memory, piece);
             before.iter().for_each(|memory| log.mark_piece(memory, piece));
@@ -89,7 +89,7 @@ impl RingLog {
     }
 
     /// Whether anything is logged.
-    pub(crate) fn is_on(&self) -> bool {
+    pub fn is_on(&self) -> bool {
         self.to.is_some()
     }
 }

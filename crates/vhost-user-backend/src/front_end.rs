@@ -7,11 +7,11 @@ use ringfence_run::{PeerFd, notifier::Notifier, worker::Kick};
 use ringfence_vhost_user::{HandlerError, RingSetup};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, device};
 
-use crate::{dirty::RingLog, translation::Translation};
+use crate::{RingLog, Translation};
 
 /// What a front end has said that holds for longer than a ring runs.
 #[derive(Default)]
-pub(crate) struct FrontEnd {
+pub struct FrontEnd {
     memory: Option<Arc<Memory>>,
     features: u64,
     calls: HashMap<u16, Arc<Notifier>>,
@@ -29,42 +29,51 @@ struct Warned {
 
 /// The descriptors of a ring: what it is kicked with, where interrupts go, and where the front end
 /// is told that it has failed.
-pub(crate) struct Events {
-    pub(crate) kick: Option<Kick>,
-    pub(crate) call: Option<Arc<Notifier>>,
-    pub(crate) err: Option<Arc<Notifier>>,
+pub struct Events {
+    /// What its driver kicks it with; `None`: it is to be polled.
+    pub kick: Option<Kick>,
+    /// Where interrupts go.
+    pub call: Option<Arc<Notifier>>,
+    /// Where the front end learns that it has failed.
+    pub err: Option<Arc<Notifier>>,
 }
 
 /// What a ring of any device starts with.
-pub(crate) struct RingStart {
-    pub(crate) config: device::Config,
-    pub(crate) events: Events,
+pub struct RingStart {
+    /// Where it lies, and where it goes on.
+    pub config: device::Config,
+    /// Its descriptors.
+    pub events: Events,
     /// Whether it may work at once.
-    pub(crate) enabled: bool,
-    pub(crate) log: RingLog,
+    pub enabled: bool,
+    /// Where what it writes is marked.
+    pub log: RingLog,
     /// It goes on at the used index, where a process has left it that is dead; the configuration's base says nothing.
-    pub(crate) at_used: bool,
+    pub at_used: bool,
 }
 
 impl FrontEnd {
     /// The features that were settled on.
-    pub(crate) fn features(&self) -> u64 {
+    pub fn features(&self) -> u64 {
         self.features
     }
 
-    pub(crate) fn has(&self, feature: u32) -> bool {
+    /// Whether this feature is among them.
+    pub fn has(&self, feature: u32) -> bool {
         self.features & (1 << feature) != 0
     }
 
     /// True if addresses mean something else from now on.
-    pub(crate) fn set_features(&mut self, features: u64) -> bool {
+    pub fn set_features(&mut self, features: u64) -> bool {
         let before = std::mem::replace(&mut self.features, features);
         (before ^ features) & (1 << F_ACCESS_PLATFORM) != 0
     }
 
+    /// The memory that was brought last.
+    ///
     /// # Errors
-    /// None was announced.
-    pub(crate) fn memory(&self) -> Result<Arc<Memory>, HandlerError> {
+    /// None was.
+    pub fn memory(&self) -> Result<Arc<Memory>, HandlerError> {
         self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))
     }
 
@@ -73,7 +82,7 @@ impl FrontEnd {
     ///
     /// # Errors
     /// As the translation says.
-    pub(crate) fn set_memory(
+    pub fn set_memory(
         &mut self,
         name: &str,
         memory: &Arc<Memory>,
@@ -88,7 +97,7 @@ impl FrontEnd {
     }
 
     /// What `ring` starts with.
-    pub(crate) fn start(&self, ring: u16, setup: RingSetup) -> RingStart {
+    pub fn start(&self, ring: u16, setup: RingSetup) -> RingStart {
         let RingSetup { size, addresses, base, kick, enabled, resumed: _ } = setup;
         let config = device::Config {
             size,
@@ -113,7 +122,7 @@ impl FrontEnd {
     }
 
     /// Keeps where writes are marked, for rings that start later.
-    pub(crate) fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
+    pub fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
         self.log = log.cloned();
     }
 
@@ -121,7 +130,7 @@ impl FrontEnd {
     ///
     /// # Errors
     /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
-    pub(crate) fn set_call(
+    pub fn set_call(
         &mut self,
         ring: u16,
         call: Option<PeerFd>,
@@ -133,7 +142,7 @@ impl FrontEnd {
     ///
     /// # Errors
     /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
-    pub(crate) fn set_err(
+    pub fn set_err(
         &mut self,
         ring: u16,
         err: Option<PeerFd>,
@@ -188,8 +197,11 @@ fn say(said: &mut bool, source: &str, what: fmt::Arguments<'_>) {
     }
 }
 
-/// What a front end gives to notify it of a ring with.
-pub(crate) fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, HandlerError> {
+/// What a front end brings to be notified of a ring with.
+///
+/// # Errors
+/// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
+pub fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, HandlerError> {
     let notifier = event.map(Notifier::new).transpose();
     notifier.map_err(|error| HandlerError::new(format!("the event of ring {ring}: {error}")))
 }
@@ -199,106 +211,11 @@ pub(crate) fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifie
 ///
 /// # Errors
 /// It lies past the 256 bytes that there can be.
-pub(crate) fn read_config(config: &[u8], offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+pub fn read_config(config: &[u8], offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
     let mut space = [0; 256];
     space[..config.len()].copy_from_slice(config);
     let from = offset as usize;
     let part = from.checked_add(out.len()).and_then(|end| space.get(from..end));
     out.copy_from_slice(part.ok_or_else(|| HandlerError::new("past the configuration space"))?);
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs::File;
-
-    use parking_lot::Mutex;
-    use ringfence_iommu::{Geometry, PageSizes, Range, shootdown::Shootdown, table::Limits};
-    use ringfence_iotlb::IotlbConfig;
-    use ringfence_mem::{GuestRam, Region};
-    use ringfence_run::worker::{Notify, Worker};
-    use ringfence_vhost_user::Handler;
-    use ringfence_virtio_iommu::device::Options;
-    use tracing::{
-        Event, Level, Metadata, Subscriber,
-        span::{Attributes, Id, Record},
-    };
-
-    use super::*;
-    use crate::{
-        blk::{BlkBackend, BlkOptions},
-        disk::{Disk, Ram},
-        iommu::{Endpoints, IommuBackend, IommuOptions},
-        net::{GRACE, Net, NetOptions, Way},
-    };
-
-    /// Keeps how loudly things were said here.
-    #[derive(Default)]
-    struct Said(Arc<Mutex<Vec<Level>>>);
-
-    impl Subscriber for Said {
-        fn enabled(&self, about: &Metadata<'_>) -> bool {
-            module_path!().starts_with(about.target())
-        }
-        fn event(&self, event: &Event<'_>) {
-            self.0.lock().push(*event.metadata().level());
-        }
-        fn new_span(&self, _: &Attributes<'_>) -> Id {
-            Id::from_u64(1)
-        }
-        fn record(&self, _: &Id, _: &Record<'_>) {}
-        fn record_follows_from(&self, _: &Id, _: &Id) {}
-        fn enter(&self, _: &Id) {}
-        fn exit(&self, _: &Id) {}
-    }
-
-    fn workers() -> Arc<[Worker]> {
-        [Worker::spawn("test", Notify::Sleep).unwrap()].into()
-    }
-
-    fn blk() -> Box<dyn Handler> {
-        let ram = GuestRam::new(4096, 0).unwrap();
-        let disk = Disk::Ram(Arc::new(Ram::map(ram.fd(), 4096).unwrap()));
-        Box::new(BlkBackend::new(BlkOptions::new(disk, "disk", 1), workers()))
-    }
-
-    fn net() -> Box<dyn Handler> {
-        let (name, way, iotlb) = ("net".into(), Way::Loopback, IotlbConfig::default());
-        let (mac, mtu, iommu, grace) = (None, None, true, GRACE);
-        let options = NetOptions { name, way, pairs: 1, mac, mtu, iommu, grace, iotlb };
-        Box::new(Net::new(options, workers()).unwrap().connect(0))
-    }
-
-    fn iommu() -> Box<dyn Handler> {
-        let geometry = Geometry::new(PageSizes::X86, Range::ALL);
-        let endpoints = Endpoints::new([], Shootdown::new(1), geometry, Limits::NONE);
-        let options = IommuOptions { device: Options::default(), unit: 0 };
-        Box::new(IommuBackend::new(Arc::new(endpoints), options, workers()))
-    }
-
-    #[test]
-    fn whatever_the_device_a_connection_is_warned_once_of_memory_that_is_not_mapped() {
-        let known = Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap();
-        let region = Region { gpa: 1 << 40, size: 4096, user_addr: 1 << 40, mmap_offset: 0 };
-        let with_foreign = || known.with(region, File::open("/dev/zero").unwrap()).unwrap();
-        for connect in [blk, net, iommu] {
-            let said = Said::default();
-            let levels = Arc::clone(&said.0);
-            tracing::subscriber::with_default(said, || {
-                for _ in 0..2 {
-                    let mut connection = connect();
-                    for (memory, level) in [
-                        (Arc::clone(&known), None),
-                        (with_foreign(), Some(Level::WARN)),
-                        (with_foreign(), Some(Level::DEBUG)),
-                        (Arc::clone(&known), None),
-                        (with_foreign(), Some(Level::DEBUG)),
-                    ] {
-                        connection.set_memory(memory).unwrap();
-                        assert_eq!(std::mem::take(&mut *levels.lock()), Vec::from_iter(level));
-                    }
-                }
-            });
-        }
-    }
 }

@@ -1,0 +1,381 @@
+//! A block device, as a back end knows it.
+
+use std::{
+    cell::Cell,
+    sync::{
+        Arc,
+        atomic::Ordering,
+        mpsc::{self, RecvTimeoutError},
+    },
+    time::{Duration, Instant},
+};
+
+use ringfence_iotlb::{Endpoint, IotlbConfig};
+use ringfence_mem::Memory;
+use ringfence_run::{
+    event::Bells,
+    worker::{Work, Worker},
+};
+use ringfence_vhost_user::{HandlerError, InflightRegion, ProtocolFeatures, Shutdown};
+use ringfence_vhost_user_backend::{
+    Addresses, Backend, Connection, Device, Events, IotlbTally, RingStart, Shares,
+};
+use ringfence_virtq::{
+    F_VERSION_1,
+    blk::{Config, SECTOR, feature},
+    device::Queue,
+};
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::{
+    BlkFigures, BlkQueue, BlkUnit, cache::Cache, figures::MOST_LEFT, reaper::Reaper, request,
+    unit::Start,
+};
+use crate::{
+    disk::{Disk, Image, ImageError},
+    iommu::{Iommu, Seat},
+};
+
+/// The most buffers of data in a request: what fits a queue's chain beside header and status.
+const SEG_MAX: u32 = 254;
+/// The most bytes of each. With [`SEG_MAX`] of them a request is shorter than [`request::MOST_MOVED`]. Not less: a FreeBSD
+/// does without a device whose buffers are shorter than its longest request, 1 MiB.
+const SIZE_MAX: u32 = 1 << 20;
+const _: () = assert!(SEG_MAX as u64 * SIZE_MAX as u64 <= request::MOST_MOVED);
+
+/// How often a ring that stops, but for what the disk has, is looked after.
+const LOOK: Duration = Duration::from_millis(10);
+/// How long the disk is waited for when a front end stops a ring whose data is in buffers of the service's own:
+/// then the connection ends, without an answer. What the kernel has is no longer the front end's affair, but it
+/// must not take the ring for one that has done everything. (Where the data is in the guest's memory, the
+/// stop waits: the memory is not the guest's before.)
+const STOPS_WITHIN: Duration = Duration::from_secs(20);
+/// How long the disk is waited for when a connection was ended at this end, so that what is under way is
+/// answered: all rings together, and less than a service may take to end.
+const ENDS_WITHIN: Duration = Duration::from_secs(3);
+/// How long when the front end is gone, and the next one may be waiting: longer than a disk that works takes
+/// as a rule. What is not answered by then is done, and on record if there is one.
+const GONE_WITHIN: Duration = Duration::from_millis(100);
+
+/// A block device as it is set up.
+#[derive(Clone)]
+pub struct BlkOptions {
+    /// What it serves.
+    pub disk: Disk,
+    /// Whether nothing may be written.
+    pub read_only: bool,
+    /// The name that it gives.
+    pub id: Arc<str>,
+    /// How many queues it offers.
+    pub queues: u16,
+    /// Which endpoint of an IOMMU in this process it is; with one it offers
+    /// `VIRTIO_F_ACCESS_PLATFORM`.
+    pub endpoint: Option<Arc<Endpoint>>,
+    /// The IOMMU that the endpoint is behind, if each connection has to be of its guest and has to
+    /// have its addresses translated.
+    pub iommu: Option<Arc<Iommu>>,
+    /// Without an endpoint: an IOTLB for each connection, which its front end fills; it offers
+    /// `VIRTIO_F_ACCESS_PLATFORM` too.
+    pub iotlb: Option<IotlbConfig>,
+    /// The number of its units among a worker's.
+    pub unit: u32,
+    /// Where it counts.
+    pub figures: Arc<BlkFigures>,
+}
+
+impl BlkOptions {
+    /// A device without IOMMU, unit 0, that may be written.
+    pub fn new(disk: Disk, id: &str, queues: u16) -> BlkOptions {
+        BlkOptions {
+            disk,
+            read_only: false,
+            id: Arc::from(id),
+            queues,
+            endpoint: None,
+            iommu: None,
+            iotlb: None,
+            unit: 0,
+            figures: Arc::new(BlkFigures::new(queues)),
+        }
+    }
+}
+
+/// The most requests that a ring has.
+const RING_SIZE: u16 = 1024;
+
+/// Makes all io_urings that a device of so many queues takes, for a process that gives the right to make them up. There
+/// is one for each ring, for each that is [left behind](BlkFigures::stuck) before that holds up the others, and for the
+/// rings whose requests the disk has when it does.
+///
+/// # Errors
+/// The kernel has no io_uring, or forbids it here.
+pub fn make_rings(image: &Image, queues: u16) -> std::io::Result<()> {
+    image.make_rings(MOST_LEFT + 2 * usize::from(queues), RING_SIZE)
+}
+
+/// A block device, for one connection.
+pub struct Blk {
+    options: BlkOptions,
+    shares: Shares<BlkUnit>,
+    seat: Option<Seat>,
+    inflight: Option<Arc<InflightRegion>>,
+    cache: Cache,
+    /// When the connection was found to be over.
+    over: Cell<Option<Instant>>,
+    /// Through which workers that wait for translations are woken.
+    bells: Arc<Bells>,
+}
+
+impl Blk {
+    /// As a vhost-user back end, whose queues are served by `workers`, in turn.
+    pub fn backend(options: BlkOptions, workers: Arc<[Worker]>) -> Backend<Blk> {
+        let addresses = match (&options.endpoint, options.iotlb) {
+            (Some(endpoint), _) => Addresses::Behind(Arc::clone(endpoint)),
+            (None, Some(config)) => Addresses::Iotlb(config),
+            (None, None) => Addresses::Physical,
+        };
+        let device = Blk {
+            shares: Shares::new(workers, options.unit),
+            seat: options.iommu.as_ref().map(Iommu::seat),
+            options,
+            inflight: None,
+            cache: Cache::default(),
+            over: Cell::default(),
+            bells: Arc::default(),
+        };
+        Backend::new(device, addresses)
+    }
+
+    /// Whether a disk that does not answer is waited for no longer by a ring that began to stop at `begun`.
+    fn is_given_up(&self, begun: Instant, connection: Option<&Shutdown>) -> bool {
+        let Some(connection) = connection.filter(|connection| connection.is_over()) else {
+            self.over.set(None);
+            let own = matches!(&self.options.disk, Disk::File(image) if image.has_own_buffers());
+            return own && begun.elapsed() >= STOPS_WITHIN;
+        };
+        let most = if connection.is_shut_down() { ENDS_WITHIN } else { GONE_WITHIN };
+        let over = self.over.get().unwrap_or_else(Instant::now);
+        self.over.set(Some(over));
+        over.elapsed() >= most
+    }
+
+    fn take_image(&self, connection: Option<&Shutdown>) -> Result<(), HandlerError> {
+        if let Disk::File(image) = &self.options.disk {
+            let gone = || connection.is_some_and(Shutdown::is_over);
+            image.take(gone).map_err(|error| HandlerError::new(error.to_string()))?;
+        }
+        Ok(())
+    }
+}
+
+/// The unit of the device on this worker, made if it is not there yet.
+fn unit_of<'w>(
+    work: &'w mut Work,
+    options: &BlkOptions,
+    endpoint: Option<Arc<Endpoint>>,
+    bells: Arc<Bells>,
+    memory: &Arc<Memory>,
+) -> std::io::Result<&'w mut BlkUnit> {
+    if work.unit::<BlkUnit>(options.unit).is_none() {
+        let figures = Arc::clone(&options.figures);
+        let unit = BlkUnit::new(&options.id, endpoint, bells, memory, figures)?;
+        work.insert(options.unit, Box::new(unit));
+    }
+    Ok(work.unit(options.unit).expect("inserted above"))
+}
+
+impl Device for Blk {
+    type Rings = BlkUnit;
+
+    fn name(&self) -> Arc<str> {
+        Arc::clone(&self.options.id)
+    }
+
+    fn shares(&self) -> &Shares<BlkUnit> {
+        &self.shares
+    }
+
+    fn part(&self) {}
+
+    fn tally(&self) -> &IotlbTally {
+        &self.options.figures.iotlb
+    }
+
+    fn features(&self) -> u64 {
+        let mut features = feature::SIZE_MAX
+            | feature::SEG_MAX
+            | feature::BLK_SIZE
+            | feature::FLUSH
+            | feature::CONFIG_WCE
+            | feature::MQ;
+        let holes = self.options.disk.holes();
+        match self.options.read_only {
+            true => features |= feature::RO,
+            false => {
+                features |= if holes.punch { feature::DISCARD } else { 0 };
+                features |= if holes.punch || holes.zero { feature::WRITE_ZEROES } else { 0 };
+            }
+        }
+        features
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        ProtocolFeatures::CONFIG | ProtocolFeatures::INFLIGHT_SHMFD
+    }
+
+    fn queues(&self) -> u16 {
+        self.options.queues
+    }
+
+    fn max_ring_size(&self) -> u16 {
+        RING_SIZE
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        if features & (1 << F_VERSION_1) == 0 {
+            return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
+        }
+        self.seat.iter().try_for_each(|seat| seat.set_features(features))?;
+        self.cache.set_features(features);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.cache.reset();
+        self.inflight = None;
+    }
+
+    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+        self.seat.iter().try_for_each(|seat| seat.set_memory(memory))
+    }
+
+    fn start(
+        &mut self,
+        ring: u16,
+        start: RingStart,
+        on: Connection<'_>,
+        resumed: bool,
+    ) -> Result<(), HandlerError> {
+        if !resumed {
+            self.seat.iter().try_for_each(Seat::ring_starts)?;
+        }
+        let Connection { memory, endpoint, shutdown, .. } = on;
+        let RingStart { config, events, enabled, log, at_used } = start;
+        if at_used && self.inflight.is_none() {
+            return Err(HandlerError::new("nobody knows which requests the ring had under way"));
+        }
+        let Events { kick, call, err } = events;
+        let own = Queue::postponed(config).map_err(|error| HandlerError::new(error.to_string()))?;
+        let disk = (&self.options.disk, self.options.read_only);
+        // Here: its io_uring and its buffers take the kernel longer than other rings should wait.
+        let queue = BlkQueue::new(own, disk, Arc::clone(&self.options.id), call);
+        let mut queue = queue.map_err(|error| HandlerError::new(error.to_string()))?;
+        queue.set_write_through(self.cache.through());
+        let start = Start { queue, kick, err, enabled, log, inflight: self.inflight.clone() };
+        self.take_image(shutdown)?;
+        let (options, bells) = (self.options.clone(), Arc::clone(&self.bells));
+        let (started, _) = self.shares.on_worker(ring.into(), move |work| {
+            let mut start = Some(start);
+            let unit = unit_of(work, &options, endpoint, bells, &memory);
+            let started = unit.map_err(|error| error.to_string()).and_then(|unit| {
+                unit.start(ring, &mut start, &memory).map_err(|error| error.to_string())
+            });
+            // What is left of it goes elsewhere than on the worker.
+            (started, start)
+        })?;
+        started.map_err(HandlerError::new)
+    }
+
+    fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError> {
+        let (reply, stopped) = mpsc::channel();
+        let begun = Instant::now();
+        self.shares.on(ring.into(), move |unit| unit.begin_stop(ring, reply))?;
+        loop {
+            match stopped.recv_timeout(LOOK) {
+                Ok((queue, _)) => return Ok(queue.ring().next_avail()),
+                Err(RecvTimeoutError::Timeout) if !self.is_given_up(begun, connection) => {}
+                Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(HandlerError::new("the ring is not running"));
+                }
+            }
+        }
+        let left = self.shares.on(ring.into(), move |unit| unit.abandon(ring))?.unwrap_or(0);
+        // It may have ended meanwhile.
+        if let Ok((queue, _)) = stopped.try_recv() {
+            return Ok(queue.ring().next_avail());
+        }
+        Err(HandlerError::new(format!("the disk has not answered {left} requests of ring {ring}")))
+    }
+
+    /// The way to memory is made anew by the next ring. What the kernel still has is looked after.
+    fn forget(&mut self) {
+        let unit = self.options.unit;
+        for share in 0..self.shares.count() {
+            let figures = Arc::clone(&self.options.figures);
+            let _ = self.shares.on_worker(share, move |work| {
+                drop(work.remove(unit));
+                if figures.stuck() > 0 {
+                    work.insert(unit, Box::new(Reaper::new(&figures)));
+                }
+            });
+        }
+    }
+
+    /// What the disk still has of rings that ran holds the image's lock, and nothing else up.
+    fn suspended(&mut self, connection: Option<&Shutdown>) {
+        let Disk::File(image) = &self.options.disk else { return };
+        let left = self.options.figures.left();
+        let is_busy = move || left.load(Ordering::Acquire) > 0;
+        let (begun, is_stuck) = (Instant::now(), is_busy());
+        // It holds no memory of the guest's, so that nothing depends on it but the lock.
+        let given_up =
+            || is_stuck || begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun, connection);
+        match image.release(is_busy, given_up) {
+            Ok(()) => {}
+            Err(ImageError::NoAnswer) => {
+                tracing::warn!(source = %self.options.id, "the image stays locked until its disk answers");
+            }
+            Err(error) => tracing::error!(source = %self.options.id, "{error}: it stays locked"),
+        }
+    }
+
+    fn config(&mut self, offset: u32, len: usize) -> Vec<u8> {
+        let mut config = Config::new_zeroed();
+        config.capacity.set(self.options.disk.len() / SECTOR);
+        config.size_max.set(SIZE_MAX);
+        config.seg_max.set(SEG_MAX);
+        config.blk_size.set(SECTOR as u32);
+        config.writeback = self.cache.read(offset, len);
+        config.num_queues.set(self.options.queues);
+        config.max_discard_sectors.set(request::MOST_ZEROED);
+        config.max_discard_seg.set(1);
+        config.discard_sector_alignment.set(1);
+        config.max_write_zeroes_sectors.set(request::MOST_ZEROED);
+        config.max_write_zeroes_seg.set(1);
+        config.write_zeroes_may_unmap = u8::from(self.options.disk.holes().punch);
+        config.as_bytes().to_vec()
+    }
+
+    fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<(), HandlerError> {
+        self.cache.write(offset, data)
+    }
+
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        self.cache.keep_in(Arc::clone(&inflight));
+        self.inflight = Some(inflight);
+        Ok(())
+    }
+
+    fn hold(&mut self) {
+        self.bells.hold();
+    }
+
+    fn pass(&mut self) {
+        self.bells.pass();
+    }
+
+    fn settled(&mut self) {
+        self.bells.release();
+    }
+}

@@ -1,0 +1,283 @@
+//! A network device, as a back end knows it.
+
+use std::{io, sync::Arc, time::Duration};
+
+use ringfence_iotlb::{Endpoint, IotlbConfig};
+use ringfence_mem::Memory;
+use ringfence_run::worker::Worker;
+use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown};
+use ringfence_vhost_user_backend::{
+    Addresses, Backend, Connection, Device, IotlbTally, IotlbTotals, RingStart, Shares,
+};
+use tracing::debug;
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::{
+    round::Terms,
+    stats::QueueCounters,
+    unit::{Connected, NetUnit, Start, Way},
+    wire::{Config, LINK_UP, feature},
+};
+use crate::iommu::Seat;
+
+/// A network device as it is set up.
+#[derive(Clone)]
+pub struct NetOptions {
+    /// Its name in messages.
+    pub name: Arc<str>,
+    /// Where packets go.
+    pub way: Way,
+    /// How many pairs of queues it offers.
+    pub pairs: u16,
+    /// The address that it tells; `None`: none.
+    pub mac: Option<[u8; 6]>,
+    /// The MTU that it tells; `None`: none.
+    pub mtu: Option<u16>,
+    /// Whether it offers `VIRTIO_F_ACCESS_PLATFORM`.
+    pub iommu: bool,
+    /// How long a receiver may be without buffers before packets are dropped; mostly
+    /// [`GRACE`](super::GRACE).
+    pub grace: Duration,
+    /// What its device IOTLB may hold, and how long a packet waits for a translation.
+    pub iotlb: IotlbConfig,
+}
+
+/// A network device, or two that are back to back. It outlives its drivers.
+pub struct Net {
+    options: NetOptions,
+    shares: Shares<NetUnit>,
+    ends: Vec<End>,
+}
+
+/// What stays of one device when its driver changes.
+#[derive(Default)]
+struct End {
+    /// By ring.
+    counters: Vec<Arc<QueueCounters>>,
+    tally: IotlbTally,
+}
+
+impl Net {
+    /// A device whose pairs of queues are served by `workers`, in turn. They serve nothing else but
+    /// units of other numbers than 0.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new(options: NetOptions, workers: Arc<[Worker]>) -> io::Result<Arc<Net>> {
+        Net::with_unit(options, 0, workers)
+    }
+
+    /// As [`new`](Self::new), with another number for its units among those of a worker.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_unit(
+        options: NetOptions,
+        unit: u32,
+        workers: Arc<[Worker]>,
+    ) -> io::Result<Arc<Net>> {
+        let shares = Shares::new(workers, unit);
+        for share in 0..shares.count() {
+            let (way, pairs, grace) = (options.way.clone(), options.pairs, options.grace);
+            let made = shares.on_worker(share, move |work| {
+                work.insert(unit, Box::new(NetUnit::new(way, pairs, grace)?));
+                Ok(())
+            });
+            made.unwrap_or_else(|error| Err(io::Error::other(error.to_string())))?;
+        }
+        let end = || End {
+            counters: (0..2 * options.pairs).map(|_| Arc::default()).collect(),
+            ..End::default()
+        };
+        let ends = (0..options.way.ends()).map(|_| end()).collect();
+        Ok(Arc::new(Net { options, shares, ends }))
+    }
+
+    /// A back end for a driver of device `end` (0, or of two also 1). The one before it must be
+    /// gone.
+    pub fn connect(self: &Arc<Self>, end: usize) -> Backend<NetEnd> {
+        let addresses = match self.options.iommu {
+            true => Addresses::Iotlb(self.options.iotlb),
+            false => Addresses::Physical,
+        };
+        Backend::new(NetEnd { net: Arc::clone(self), end, seat: None }, addresses)
+    }
+
+    /// As [`connect`](Self::connect), behind an IOMMU of this process: addresses mean what they mean
+    /// to `endpoint`, whose shootdown has a place for each worker. The front end is asked for nothing,
+    /// and what it says of translations changes nothing. With a `seat`, for front ends alone of the guest whose IOMMU it
+    /// is of, and whose addresses are translated.
+    pub fn connect_behind(
+        self: &Arc<Self>,
+        end: usize,
+        endpoint: Arc<Endpoint>,
+        seat: Option<Seat>,
+    ) -> Backend<NetEnd> {
+        let device = NetEnd { net: Arc::clone(self), end, seat };
+        Backend::new(device, Addresses::Behind(endpoint))
+    }
+
+    /// What it was made with.
+    pub fn options(&self) -> &NetOptions {
+        &self.options
+    }
+
+    /// What the rings of device `end` count, by their number: pair n receives in ring 2 n and sends
+    /// in ring 2 n + 1.
+    pub fn counters(&self, end: usize) -> &[Arc<QueueCounters>] {
+        &self.ends[end].counters
+    }
+
+    /// What the IOTLBs of device `end` have counted.
+    pub fn iotlb(&self, end: usize) -> IotlbTotals {
+        self.ends[end].tally.totals()
+    }
+}
+
+/// One of the devices of a [`Net`], for one driver.
+pub struct NetEnd {
+    net: Arc<Net>,
+    end: usize,
+    seat: Option<Seat>,
+}
+
+impl Device for NetEnd {
+    type Rings = NetUnit;
+
+    fn name(&self) -> Arc<str> {
+        match self.net.ends.len() {
+            1 => Arc::clone(&self.net.options.name),
+            _ => format!("{} {}", self.net.options.name, self.end).into(),
+        }
+    }
+
+    fn shares(&self) -> &Shares<NetUnit> {
+        &self.net.shares
+    }
+
+    fn part(&self) -> usize {
+        self.end
+    }
+
+    /// A pair is one worker's.
+    fn share_of(&self, ring: u16) -> usize {
+        usize::from(ring / 2)
+    }
+
+    fn tally(&self) -> &IotlbTally {
+        &self.net.ends[self.end].tally
+    }
+
+    fn features(&self) -> u64 {
+        let NetOptions { pairs, mac, mtu, way, .. } = &self.net.options;
+        let mut features = feature::MRG_RXBUF | feature::STATUS | way.offloads();
+        for (offered, bit) in [
+            (*pairs > 1, feature::MQ),
+            (mac.is_some(), feature::MAC),
+            (mtu.is_some(), feature::MTU),
+        ] {
+            features |= if offered { bit } else { 0 };
+        }
+        features
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        // QEMU reads its driver's configuration space itself and warns of a back end that has one. A front end
+        // that has no IOMMU for its drivers leaves it to the back end, as User-Mode Linux does.
+        let config = match self.net.options.iommu {
+            true => ProtocolFeatures::empty(),
+            false => ProtocolFeatures::CONFIG,
+        };
+        config | ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU
+    }
+
+    fn queues(&self) -> u16 {
+        2 * self.net.options.pairs
+    }
+
+    fn max_ring_size(&self) -> u16 {
+        // As large as DPDK's drivers like them.
+        4096
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        self.seat.iter().try_for_each(|seat| seat.set_features(features))?;
+        debug!(source = %self.name(), "features {features:#x}");
+        Ok(())
+    }
+
+    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+        self.seat.iter().try_for_each(|seat| seat.set_memory(memory))
+    }
+
+    fn start(
+        &mut self,
+        ring: u16,
+        start: RingStart,
+        on: Connection<'_>,
+        resumed: bool,
+    ) -> Result<(), HandlerError> {
+        if !resumed {
+            self.seat.iter().try_for_each(Seat::ring_starts)?;
+        }
+        let start = Start {
+            ring: start,
+            counters: Arc::clone(&self.net.ends[self.end].counters[usize::from(ring)]),
+            name: self.name(),
+        };
+        let connected = Connected {
+            memory: on.memory,
+            endpoint: on.endpoint,
+            terms: Terms { features: on.features },
+            patience_ns: nanos(self.net.options.iotlb.patience),
+        };
+        let end = self.end;
+        let share = self.share_of(ring);
+        let started =
+            self.net.shares.on(share, move |unit| unit.start(end, ring, start, connected))?;
+        let view = started.unwrap_or_else(|| Err("the device has ended".to_owned()));
+        if let Some(view) = view.map_err(HandlerError::new)? {
+            self.tally().view(view);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self, ring: u16, _: Option<&Shutdown>) -> Result<u32, HandlerError> {
+        let (end, share) = (self.end, self.share_of(ring));
+        let stopped = self.net.shares.on(share, move |unit| unit.stop(end, ring))?.flatten();
+        let (next, _) = stopped.ok_or_else(|| HandlerError::new("the ring is not running"))?;
+        next.ok_or_else(|| {
+            HandlerError::new("the ring was not found: nobody knows where it stands")
+        })
+    }
+
+    fn forget(&mut self) {
+        let end = self.end;
+        // A worker that is gone has nothing any more.
+        let _ = self.net.shares.on_all(move |unit| unit.forget(end));
+    }
+
+    fn config(&mut self, _: u32, _: usize) -> Vec<u8> {
+        let NetOptions { pairs, mac, mtu, .. } = &self.net.options;
+        let mut config = Config::new_zeroed();
+        config.mac = mac.unwrap_or_default();
+        config.status.set(LINK_UP);
+        config.max_virtqueue_pairs.set(*pairs);
+        config.mtu.set(mtu.unwrap_or_default());
+        config.speed.set(u32::MAX);
+        config.duplex = u8::MAX;
+        config.as_bytes().to_vec()
+    }
+
+    fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {
+        // Between two drivers there is nobody to learn it.
+        if let Way::Tap(tap) = &self.net.options.way {
+            tap.announce(mac, Terms { features })?;
+        }
+        Ok(())
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,507 @@
+//! The one handler of all devices.
+
+use std::{marker::PhantomData, sync::Arc};
+
+use ringfence_iommu::shootdown::Shootdown;
+use ringfence_iotlb::{Endpoint, IotlbConfig};
+use ringfence_mem::{DirtyLog, Memory};
+use ringfence_run::{
+    PeerFd,
+    notifier::Notifier,
+    worker::{Unit, Work, Worker},
+};
+use ringfence_vhost_user::{
+    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, Shutdown, WireError,
+};
+use ringfence_virtq::{
+    F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
+};
+
+use crate::{FrontEnd, IotlbTally, RingStart, Translation, read_config};
+
+/// The rings of a device that one worker serves.
+pub trait Rings: Unit {
+    /// Which of several devices whose rings one worker serves together; `()` where there is one.
+    type Part: Copy + Send + 'static;
+
+    /// Lets a ring work, or not.
+    fn enable(&mut self, part: Self::Part, ring: u16, enabled: bool);
+    /// Replaces the descriptor that a ring's interrupts go to.
+    fn set_call(&mut self, part: Self::Part, ring: u16, call: Option<Arc<Notifier>>);
+    /// Replaces the descriptor by which the front end learns that a ring has failed.
+    fn set_err(&mut self, part: Self::Part, ring: u16, err: Option<Arc<Notifier>>);
+    /// Replaces the memory under running rings. A ring that is not in the new memory stops, as one does whose
+    /// driver breaks the rules.
+    fn set_memory(&mut self, part: Self::Part, memory: &Arc<Memory>);
+    /// Where the pages that are written are marked from now on; `None`: nowhere (rule D26).
+    fn set_log(&mut self, part: Self::Part, log: Option<&Arc<DirtyLog>>);
+    /// Where a running ring's writes to its used ring are marked from now on; `None`: nowhere.
+    fn log_ring(&mut self, part: Self::Part, ring: u16, at: Option<u64>);
+    /// A running ring lies elsewhere from now on (rule D21). `memory` is asked for the ring if its addresses are the
+    /// front end's own.
+    ///
+    /// # Errors
+    /// The ring cannot be reached: it stops.
+    fn relocate(
+        &mut self,
+        part: Self::Part,
+        ring: u16,
+        to: RingAddresses,
+        memory: &Arc<Memory>,
+    ) -> Result<(), HandlerError>;
+}
+
+/// What a device is to a [`Backend`], for one connection.
+pub trait Device {
+    /// Its rings on a worker.
+    type Rings: Rings;
+
+    /// Its name in messages.
+    fn name(&self) -> Arc<str>;
+    /// Where its rings are served.
+    fn shares(&self) -> &Shares<Self::Rings>;
+    /// Which device it is among those whose rings its workers serve together.
+    fn part(&self) -> <Self::Rings as Rings>::Part;
+    /// Which share a ring is of, modulo their number: rings that one worker has to serve together have the same.
+    fn share_of(&self, ring: u16) -> usize {
+        ring.into()
+    }
+    /// Where what its IOTLB counts is summed.
+    fn tally(&self) -> &IotlbTally;
+    /// The features that it offers beside those of rings.
+    fn features(&self) -> u64;
+    /// The protocol features that it offers beside REPLY_ACK, MQ, CONFIGURE_MEM_SLOTS, RESET_DEVICE, LOG_SHMFD and
+    /// BACKEND_REQ.
+    fn protocol_features(&self) -> ProtocolFeatures {
+        ProtocolFeatures::CONFIG
+    }
+    /// How many rings it has.
+    fn queues(&self) -> u16;
+    /// The largest ring that it takes.
+    fn max_ring_size(&self) -> u16;
+    /// These features are settled on, while no ring runs.
+    ///
+    /// # Errors
+    /// The device cannot work with them.
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        let _ = features;
+        Ok(())
+    }
+    /// The device is reset, as no driver had used it.
+    fn reset(&mut self) {}
+    /// The front end brings this memory.
+    ///
+    /// # Errors
+    /// The device cannot take it.
+    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+        let _ = memory;
+        Ok(())
+    }
+    /// Starts a ring on its share. `resumed`: it goes on from another process.
+    ///
+    /// # Errors
+    /// As [`Handler::start_ring`].
+    fn start(
+        &mut self,
+        ring: u16,
+        start: RingStart,
+        on: Connection<'_>,
+        resumed: bool,
+    ) -> Result<(), HandlerError>;
+    /// Stops a ring; the next available entry.
+    ///
+    /// # Errors
+    /// As [`Handler::stop_ring`].
+    fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError>;
+    /// Nothing that its shares have of this connection is to be used again: the connection is over, the device is reset, or
+    /// addresses mean something else from now on.
+    fn forget(&mut self);
+    /// The last ring has stopped.
+    fn suspended(&mut self, connection: Option<&Shutdown>) {
+        let _ = connection;
+    }
+    /// Its configuration space, of which the front end reads `len` bytes at `offset`.
+    fn config(&mut self, offset: u32, len: usize) -> Vec<u8>;
+    /// The front end writes to the configuration space.
+    ///
+    /// # Errors
+    /// The field is not writable, or does not exist.
+    fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<(), HandlerError> {
+        let _ = (offset, data);
+        Err(HandlerError::new("the configuration space cannot be written"))
+    }
+    /// Where the device notes what it has taken; see [`Handler::set_inflight`].
+    ///
+    /// # Errors
+    /// It keeps no account.
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        let _ = inflight;
+        Err(HandlerError::new("the device keeps no account of requests in flight"))
+    }
+    /// A guest with this address has come here by migration; see [`Handler::send_rarp`].
+    ///
+    /// # Errors
+    /// It cannot be announced.
+    fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {
+        let _ = (mac, features);
+        Ok(())
+    }
+    /// Updates are about to be carried out: a worker that waits for several is woken once, when they have
+    /// [passed](Self::pass) and no more are [about to come](Self::settled).
+    fn hold(&mut self) {}
+    /// Updates were carried out.
+    fn pass(&mut self) {}
+    /// No update is about to come.
+    fn settled(&mut self) {}
+}
+
+/// How a ring that starts reaches memory.
+pub struct Connection<'a> {
+    /// The memory.
+    pub memory: Arc<Memory>,
+    /// What addresses mean something to; `None`: they are guest-physical, and a ring's the front end's own.
+    pub endpoint: Option<Arc<Endpoint>>,
+    /// The features that were settled on.
+    pub features: u64,
+    /// The front end's, once it is served.
+    pub shutdown: Option<&'a Shutdown>,
+}
+
+/// Where the rings of a device are served: a share of each of some workers.
+pub struct Shares<R> {
+    workers: Arc<[Worker]>,
+    unit: u32,
+    rings: PhantomData<fn() -> R>,
+}
+
+impl<R> Clone for Shares<R> {
+    fn clone(&self) -> Self {
+        Shares { workers: Arc::clone(&self.workers), unit: self.unit, rings: PhantomData }
+    }
+}
+
+impl<R: Unit> Shares<R> {
+    /// A share of each of these workers: their unit number `unit`.
+    pub fn new(workers: Arc<[Worker]>, unit: u32) -> Shares<R> {
+        Shares { workers, unit, rings: PhantomData }
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.workers.len()
+    }
+
+    /// The number of the unit.
+    pub fn unit(&self) -> u32 {
+        self.unit
+    }
+
+    /// Runs `job` on the worker of a share, modulo their number, with all that the worker works on.
+    ///
+    /// # Errors
+    /// The worker is gone.
+    pub fn on_worker<T: Send + 'static>(
+        &self,
+        share: usize,
+        job: impl FnOnce(&mut Work) -> T + Send + 'static,
+    ) -> Result<T, HandlerError> {
+        let done = self.workers[share % self.workers.len()].call(job);
+        done.ok_or_else(|| HandlerError::new("the worker is gone"))
+    }
+
+    /// Runs `job` on a share, modulo their number, if there is one.
+    ///
+    /// # Errors
+    /// The worker is gone.
+    pub fn on<T: Send + 'static>(
+        &self,
+        share: usize,
+        job: impl FnOnce(&mut R) -> T + Send + 'static,
+    ) -> Result<Option<T>, HandlerError> {
+        let unit = self.unit;
+        self.on_worker(share, move |work| work.unit::<R>(unit).map(job))
+    }
+
+    /// Runs `job` on each share in turn.
+    ///
+    /// # Errors
+    /// A worker is gone.
+    pub fn on_all(
+        &self,
+        job: impl Fn(&mut R) + Clone + Send + 'static,
+    ) -> Result<(), HandlerError> {
+        (0..self.count()).try_for_each(|share| self.on(share, job.clone()).map(|_| ()))
+    }
+}
+
+/// What a device's addresses mean where ACCESS_PLATFORM was negotiated.
+pub enum Addresses {
+    /// It is not offered.
+    Physical,
+    /// By an IOMMU of this process, as this endpoint of it; what the front end sends changes nothing.
+    Behind(Arc<Endpoint>),
+    /// By a device IOTLB, which the front end fills.
+    Iotlb(IotlbConfig),
+}
+
+/// What translates.
+enum Translated {
+    Plain,
+    Behind(Arc<Endpoint>),
+    Own(Translation),
+}
+
+/// A device as a vhost-user back end, for one connection.
+pub struct Backend<D: Device> {
+    device: D,
+    translated: Translated,
+    front: FrontEnd,
+    /// The front end's, once it is served.
+    connection: Option<Shutdown>,
+}
+
+impl<D: Device> Backend<D> {
+    /// Serves `device`.
+    pub fn new(device: D, addresses: Addresses) -> Backend<D> {
+        let translated = match addresses {
+            Addresses::Physical => Translated::Plain,
+            Addresses::Behind(endpoint) => Translated::Behind(endpoint),
+            Addresses::Iotlb(config) => {
+                // A shootdown of its own: what waits for this front end's invalidations waits for no other's.
+                let translation = Translation::new(config, Shootdown::new(device.shares().count()));
+                device.tally().begin(translation.iotlb());
+                Translated::Own(translation)
+            }
+        };
+        Backend { device, translated, front: FrontEnd::default(), connection: None }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    fn own(&self) -> Option<&Translation> {
+        match &self.translated {
+            Translated::Own(translation) => Some(translation),
+            _ => None,
+        }
+    }
+
+    fn endpoint(&self) -> Option<&Arc<Endpoint>> {
+        match &self.translated {
+            Translated::Plain => None,
+            Translated::Behind(endpoint) => Some(endpoint),
+            Translated::Own(translation) => Some(translation.endpoint()),
+        }
+    }
+
+    /// Runs `job` on the share that `ring` is of, if there is one.
+    fn on(
+        &self,
+        ring: u16,
+        job: impl FnOnce(&mut D::Rings, <D::Rings as Rings>::Part) + Send + 'static,
+    ) -> Result<(), HandlerError> {
+        let part = self.device.part();
+        let share = self.device.share_of(ring);
+        self.device.shares().on(share, move |rings| job(rings, part)).map(|_| ())
+    }
+}
+
+/// The connection is over: nothing is answered any more, and what the workers have of it goes.
+impl<D: Device> Drop for Backend<D> {
+    fn drop(&mut self) {
+        if let Some(translation) = self.own() {
+            translation.set_channel(None);
+        }
+        self.device.forget();
+        self.device.suspended(self.connection.as_ref());
+        if self.own().is_some() {
+            self.device.tally().end();
+        }
+    }
+}
+
+impl<D: Device> Handler for Backend<D> {
+    fn connected(&mut self, connection: Shutdown) {
+        if let Translated::Own(translation) = &mut self.translated {
+            translation.set_connection(connection.clone());
+        }
+        self.connection = Some(connection);
+    }
+
+    fn features(&self) -> u64 {
+        let rings = [F_INDIRECT_DESC, F_EVENT_IDX, F_RING_PACKED, F_VERSION_1];
+        let translated = self.endpoint().map(|_| F_ACCESS_PLATFORM);
+        let bits = rings.into_iter().chain(translated);
+        bits.fold(self.device.features(), |features, bit| features | 1 << bit)
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        self.device.protocol_features()
+            | ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::MQ
+            | ProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | ProtocolFeatures::LOG_SHMFD
+            | ProtocolFeatures::RESET_DEVICE
+            // Whether or not there is something to ask for: User-Mode Linux has no interrupt without it.
+            | ProtocolFeatures::BACKEND_REQ
+    }
+
+    fn queues(&self) -> u16 {
+        self.device.queues()
+    }
+
+    fn max_ring_size(&self) -> u16 {
+        self.device.max_ring_size()
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        self.device.set_features(features)?;
+        // Rings are stopped. What addresses mean may not change under a way to memory that is left.
+        if self.front.set_features(features) {
+            self.device.forget();
+        }
+        Ok(())
+    }
+
+    fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
+        self.device.set_memory(&memory)?;
+        let own = match &mut self.translated {
+            Translated::Own(translation) => Some(translation),
+            _ => None,
+        };
+        self.front.set_memory(&self.device.name(), &memory, own)?;
+        let part = self.device.part();
+        self.device.shares().on_all(move |rings| rings.set_memory(part, &memory))
+    }
+
+    fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
+        let resumed = setup.resumed;
+        let memory = self.front.memory()?;
+        let start = self.front.start(ring, setup);
+        let endpoint = self.endpoint().filter(|_| self.front.has(F_ACCESS_PLATFORM)).cloned();
+        let (features, shutdown) = (self.front.features(), self.connection.as_ref());
+        let on = Connection { memory, endpoint, features, shutdown };
+        self.device.start(ring, start, on, resumed)
+    }
+
+    fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
+        self.device.stop(ring, self.connection.as_ref())
+    }
+
+    fn move_ring(&mut self, ring: u16, to: RingAddresses) -> Result<(), HandlerError> {
+        let memory = self.front.memory()?;
+        let (part, share) = (self.device.part(), self.device.share_of(ring));
+        let moved = self.device.shares().on(share, move |rings| {
+            rings.log_ring(part, ring, to.log);
+            rings.relocate(part, ring, to, &memory)
+        })?;
+        moved.unwrap_or(Ok(()))
+    }
+
+    fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
+        self.on(ring, move |rings, part| rings.enable(part, ring, enabled))
+    }
+
+    fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
+        let call = self.front.set_call(ring, call)?;
+        self.on(ring, move |rings, part| rings.set_call(part, ring, call))
+    }
+
+    fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {
+        let err = self.front.set_err(ring, err)?;
+        self.on(ring, move |rings, part| rings.set_err(part, ring, err))
+    }
+
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+        read_config(&self.device.config(offset, out.len()), offset, out)
+    }
+
+    fn set_config(&mut self, offset: u32, _: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {
+        self.device.set_config(offset, data)
+    }
+
+    fn reset(&mut self) -> Result<(), HandlerError> {
+        self.front.set_features(0);
+        self.device.reset();
+        self.device.forget();
+        Ok(())
+    }
+
+    fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
+        if let Some(translation) = self.own() {
+            translation.set_channel(Some(channel));
+        }
+        Ok(())
+    }
+
+    fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
+        let Translated::Own(translation) = &mut self.translated else {
+            outcomes.extend(messages.iter().map(|_| Ok(())));
+            return;
+        };
+        // A request needs several updates, which come one by one: a worker that sleeps is not woken for
+        // each. The front end has our answer first, too.
+        let updates = messages.iter().all(|message| matches!(message, Iotlb::Update { .. }));
+        if updates {
+            self.device.hold();
+        }
+        translation.messages(messages, outcomes);
+        if updates {
+            self.device.pass();
+        }
+    }
+
+    fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
+        // An IOMMU in this process knows better: QEMU sends one at the start of a ring.
+        self.own().map_or(Ok(()), |translation| translation.message(message))
+    }
+
+    fn settled(&mut self) {
+        self.device.settled();
+    }
+
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        self.device.set_inflight(inflight)
+    }
+
+    fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
+        self.front.set_log(log.as_ref());
+        let part = self.device.part();
+        self.device.shares().on_all(move |rings| rings.set_log(part, log.as_ref()))
+    }
+
+    fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
+        self.on(ring, move |rings, part| rings.log_ring(part, ring, log))
+    }
+
+    fn channel_lost(&mut self, why: &WireError) {
+        tracing::warn!(source = %self.device.name(), "the front end takes no more misses: {why}");
+        if let Some(translation) = self.own() {
+            translation.set_channel(None);
+        }
+    }
+
+    fn send_rarp(&mut self, mac: [u8; 6]) -> Result<(), HandlerError> {
+        self.device.send_rarp(mac, self.front.features())
+    }
+
+    fn suspended(&mut self) {
+        self.device.suspended(self.connection.as_ref());
+        if let Some(translation) = self.own() {
+            translation.suspend();
+        }
+    }
+
+    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
+        if let Some(translation) = self.own() {
+            translation.answer(message, number, done);
+        }
+    }
+
+    fn refused(&mut self, request: u32, why: &HandlerError) {
+        tracing::debug!(source = %self.device.name(), "request {request} was refused: {why}");
+    }
+}
