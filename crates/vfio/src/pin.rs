@@ -5,8 +5,6 @@
 //! asked for are put into runs of contiguous ones in one pass, and the runs are held by as few calls
 //! as the backing can; a single page is a run of one, and nothing is allocated for it. A run ends
 //! where a page is held already, which only counts up, and where one is special.
-//!
-//! [`SharedPinner`] is for several threads, and for pins that last: it holds many GiB in chunks.
 
 mod backing;
 mod error;
@@ -17,7 +15,6 @@ mod pages;
 mod pinner;
 mod process;
 mod release;
-mod shared;
 mod slots;
 mod uring;
 
@@ -26,5 +23,4 @@ pub use error::PinError;
 pub use fake::Fake;
 pub use mlock::Mlock;
 pub use pinner::Pinner;
-pub use shared::{Progress, SharedPinner, Step};
 pub use uring::Uring;

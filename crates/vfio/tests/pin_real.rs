@@ -2,11 +2,10 @@
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 use ringfence_vfio::Account;
-use ringfence_vfio::pin::{Backing, Mlock, PinError, Pinner, SharedPinner, Step, Uring};
+use ringfence_vfio::pin::{Backing, Mlock, PinError, Pinner, Uring};
 use rustix::mm::{
     Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap,
 };
@@ -251,64 +250,4 @@ fn a_forked_child_neither_unpins_its_parents_pages_nor_pins_its_own_in_their_pla
     ours.pin(&[iova(3)], Prot::RW).unwrap();
     drop(ours);
     assert_eq!(kernel_counts("VmPin"), before);
-}
-
-#[test]
-fn others_pin_and_unpin_while_a_long_pin_runs() {
-    let _alone = alone();
-    let memory = Memory::new(4096);
-    let pinner = SharedPinner::new(pinner(Uring::new().unwrap(), &memory)).with_chunk(1 << 20);
-    let (ask, asked) = channel::<()>();
-    let (answer, answered) = channel();
-    std::thread::scope(|scope| {
-        let shared = &pinner;
-        scope.spawn(move || {
-            for () in asked {
-                shared.pin(&[iova(4000), iova(2)], Prot::RW).unwrap();
-                shared.unpin(&[iova(4000), iova(2)]).unwrap();
-                answer.send(()).unwrap();
-            }
-        });
-        let mut steps = Vec::new();
-        let done = shared.pin_range(iova(0), 15 << 20, Prot::RW, |progress| {
-            steps.push((progress.done >> 20, progress.total >> 20));
-            ask.send(()).unwrap();
-            let kept_out = answered.recv_timeout(Duration::from_secs(120)).is_err();
-            if kept_out { Step::Keep } else { Step::Continue }
-        });
-        drop(ask);
-        assert_eq!(done, Ok(15 << 20));
-        assert_eq!(steps, (1..=15).map(|n| (n, 15)).collect::<Vec<_>>());
-    });
-    let pinned = pinner.lock().pinned();
-    assert_eq!(pinned, 15 * 256);
-    pinner.unpin_range(iova(0), 15 << 20).unwrap();
-    assert_eq!(pinner.into_inner().held(), 0);
-}
-
-#[test]
-fn a_long_pin_is_undone_or_kept_as_asked() {
-    let _alone = alone();
-    let memory = Memory::new(4096);
-    let pinner = SharedPinner::new(pinner(Uring::new().unwrap(), &memory)).with_chunk(1 << 20);
-    let held = || pinner.lock().held();
-    let stop_at = |mib: u64, step: Step| {
-        pinner.pin_range(iova(0), 10 << 20, Prot::RW, |progress| {
-            if progress.done >> 20 == mib { step } else { Step::Continue }
-        })
-    };
-    pinner.pin(&[iova(7)], Prot::RW).unwrap();
-    assert_eq!(stop_at(3, Step::Undo), Err(PinError::Cancelled));
-    assert_eq!(held(), 1);
-    assert_eq!(stop_at(3, Step::Keep), Ok(3 << 20));
-    assert_eq!(held(), 3 * 256);
-    pinner.unpin_range(iova(0), 3 << 20).unwrap();
-    memory.take_away(5 * 256 + 9);
-    let error = stop_at(10, Step::Keep).unwrap_err();
-    assert!(matches!(error, PinError::Hold { .. }), "{error}");
-    // The pin of page 7 is there, and no other.
-    pinner.unpin(&[iova(7)]).unwrap();
-    assert_eq!(held(), 0);
-    assert!(pinner.pin_range(iova(0), 0, Prot::RW, |_| Step::Continue).is_err());
-    assert!(pinner.pin_range(Iova(4096), u64::MAX, Prot::RW, |_| Step::Continue).is_err());
 }

@@ -1,21 +1,15 @@
-//! Domains around a domain: tracing, counting, fault injection, and a fixed cost a call.
+//! Domains around a domain: counting, and faults injected.
 //!
-//! Each is a [`Domain`](crate::Domain) itself, so they stack in any order: `Traced` outside of
-//! `Faulty` records the faults, inside of it does not.
+//! Each is a [`Domain`](crate::Domain) itself, so they stack in any order: `Counted` outside of
+//! `Faulty` counts the faults, inside of it does not.
 
 mod counted;
-mod event;
 mod faulty;
-mod slow;
-mod traced;
 
 use core::fmt;
 
 pub use counted::{Count, Counted, Counts};
-pub use event::{Call, Event, Failure, Outcome, ParseError, Ranges};
 pub use faulty::{Faulty, Stage, When};
-pub use slow::Slow;
-pub use traced::{EventSink, Ring, TextSink, Traced};
 
 /// The calls of a [`Domain`](crate::Domain) that do something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -260,9 +254,6 @@ pub(crate) mod fake {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use alloc::sync::Arc;
-    use ringfence_sync::clock::ManualClock;
-
     use super::{
         fake::{Fake, page},
         *,
@@ -279,11 +270,7 @@ mod tests {
 
     #[test]
     fn wrappers_stack_and_pass_everything_through() {
-        let ring = Arc::new(Ring::new(64));
-        let clock = Arc::new(ManualClock::stepping(1));
-        let slow = Slow::new(Fake::default(), Arc::clone(&clock)).with_cost(Kind::Map, 10);
-        let counted = Arc::new(Counted::new(Faulty::new(slow, 1)));
-        let domain = Traced::new(Arc::clone(&counted), Arc::clone(&ring), clock, || 3);
+        let domain = Counted::new(Faulty::new(Fake::default(), 1));
         domain.map_pages(page(1), GuestPhys(0x5000), Prot::RW).unwrap();
         domain.iotlb_sync_map(page(1)).unwrap();
         assert_eq!(domain.iova_to_phys(page(1).first()), Some(GuestPhys(0x5000)));
@@ -303,7 +290,6 @@ mod tests {
         domain.flush_iotlb_all().unwrap();
         assert_eq!(domain.geometry(), Fake::default().geometry());
         assert_eq!(domain.capabilities(), Fake::default().capabilities());
-        assert_eq!(ring.take().len(), 14);
-        assert_eq!(Kind::ALL.iter().map(|&kind| counted.counts()[kind].calls).sum::<u64>(), 14);
+        assert_eq!(Kind::ALL.iter().map(|&kind| domain.counts()[kind].calls).sum::<u64>(), 14);
     }
 }

@@ -62,9 +62,6 @@ pub enum PinError {
     /// There is no memory to keep a window of this size.
     #[error("no memory to keep count of {0:?}")]
     NoMemory(Range),
-    /// A long pin was told to undo what it had done.
-    #[error("cancelled")]
-    Cancelled,
 }
 
 /// What to do about it, where that is known.

@@ -41,8 +41,7 @@ impl EventReceiver {
         let _ = self.queue.add(&[buffer], slot);
     }
 
-    /// Calls `each`, such as [`FaultRouter::route`](super::FaultRouter::route), with every record that came, and gives its buffer back to the device; what is
-    /// no record, or one to be ignored (rule V43), is passed over. True if the device wants a
+    /// Calls `each` with every record that came, and gives its buffer back to the device; what is no record, or one to be ignored (rule V43), is passed over. True if the device wants a
     /// kick.
     ///
     /// # Errors

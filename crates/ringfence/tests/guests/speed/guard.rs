@@ -7,7 +7,7 @@
 //! `cargo xtask bench-guest` runs these.
 
 use ringfence_lab::stats::Estimate;
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::{collections::BTreeMap, fmt::Write as _, fs::File};
 
 use super::{medians, null, threads};
 use crate::{
@@ -209,7 +209,13 @@ fn interval(values: Option<Estimate>) -> String {
 
 fn table(guarded: Iommu, own: Iommu, cpus: u32) {
     let place = Place::alone();
-    let images = ["guard.img", "qemu.img", "blk.img"].map(|name| place.image(name, MIB));
+    // In memory, so that what is measured is not this machine's disk: QEMU and we read and write it alike.
+    let memory = tempfile::tempdir_in("/dev/shm").expect("a file system in memory");
+    let images = ["guard", "qemu", "blk"].map(|name| {
+        let path = memory.path().join(name);
+        File::create(&path).unwrap().set_len(MIB << 20).unwrap();
+        path
+    });
     // More of its options, to be tried by hand.
     let more = std::env::var("RINGFENCE_GUARD").unwrap_or_default();
     let disk = format!("{}={}", place.path("disk.sock").display(), images[0].display());
