@@ -10,13 +10,14 @@ use std::{
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
-    blk::{self, BlkFigures, BlkOptions, QueueStats, make_rings},
+    blk::{self, BlkFigures, BlkOptions, make_rings},
     disk::{Disk, DiskBuffers, Image, ImageError, ImageOptions},
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_lab::run::Usage;
 use ringfence_run::{PeerFd, worker::Worker};
 use ringfence_vhost_user::Server;
+use ringfence_vhost_user_backend::requests::QueueStats;
 use ringfence_virtq::blk::ID_BYTES;
 
 use crate::serve::{self, Connection, Kind, Options, Page, Service};

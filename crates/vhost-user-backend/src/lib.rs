@@ -6,11 +6,13 @@
 //! - [`Bus`] is a worker's way to the front end's memory: through the device IOTLB, through an IOMMU of this process, or
 //!   plainly. It translates, checks, takes leases and marks what it writes.
 //! - [`Translation`] is the device IOTLB of a connection: what its front end has sent, and what is asked of it.
+//! - [`requests`] has rings of requests in hand, for a device that knows what a request is.
 //! - [`RingLog`] marks what a device writes to its rings; [`IotlbTally`] sums figures over connections.
 
 mod bus;
 mod front_end;
 mod handler;
+pub mod requests;
 mod ring_log;
 mod tally;
 mod translation;

@@ -4,7 +4,7 @@ use std::{fs::File, hint::black_box, os::fd::AsFd, sync::Arc};
 
 use gungraun::{Callgrind, EntryPoint, prelude::*};
 use ringfence_devices::{
-    blk::BlkQueue,
+    blk::{BlkQueue, BlkServer},
     disk::{Disk, Ram},
     net::{GRACE, Net, NetEnd, NetOptions, NetUnit, Way, wire as net_wire},
 };
@@ -118,7 +118,7 @@ impl Blk {
         let ring = device::Config { size, desc, avail, used, event_idx, indirect, packed, base };
         let ring = device::Queue::new(ring, &bus).expect("a legal ring");
         let queue =
-            BlkQueue::new(ring, (&Disk::Ram(Arc::clone(&disk)), false), "gate".into(), None);
+            BlkServer::queue(ring, (&Disk::Ram(Arc::clone(&disk)), false), "gate".into(), None);
         let queue = queue.expect("no descriptor is needed");
         let mut blk = Box::new(Blk { guest, bus, disk, driver, queue, write, busy: false });
         // What the view caches and the queue allocates is there from now on.

@@ -19,6 +19,7 @@ use ringfence_run::{
 use ringfence_vhost_user::{HandlerError, InflightRegion, ProtocolFeatures, Shutdown};
 use ringfence_vhost_user_backend::{
     Addresses, Backend, Connection, Device, Events, IotlbTally, RingStart, Shares,
+    requests::{MOST_LEFT, Reaper, Start},
 };
 use ringfence_virtq::{
     F_VERSION_1,
@@ -27,10 +28,7 @@ use ringfence_virtq::{
 };
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::{
-    BlkFigures, BlkQueue, BlkUnit, cache::Cache, figures::MOST_LEFT, reaper::Reaper, request,
-    unit::Start,
-};
+use super::{BlkFigures, BlkServer, BlkUnit, cache::Cache, request};
 use crate::{
     disk::{Disk, Image, ImageError},
     iommu::{Iommu, Seat},
@@ -268,9 +266,9 @@ impl Device for Blk {
         let own = Queue::postponed(config).map_err(|error| HandlerError::new(error.to_string()))?;
         let disk = (&self.options.disk, self.options.read_only);
         // Here: its io_uring and its buffers take the kernel longer than other rings should wait.
-        let queue = BlkQueue::new(own, disk, Arc::clone(&self.options.id), call);
-        let mut queue = queue.map_err(|error| HandlerError::new(error.to_string()))?;
-        queue.set_write_through(self.cache.through());
+        let (id, through) = (Arc::clone(&self.options.id), self.cache.through());
+        let queue = BlkServer::queue_through(own, disk, id, call, through);
+        let queue = queue.map_err(|error| HandlerError::new(error.to_string()))?;
         let start = Start { queue, kick, err, enabled, log, inflight: self.inflight.clone() };
         self.take_image(shutdown)?;
         let (options, bells) = (self.options.clone(), Arc::clone(&self.bells));

@@ -2,13 +2,20 @@
 
 mod cache;
 mod device;
-mod figures;
-mod queue;
-mod reaper;
 pub mod request;
-mod unit;
+mod serve;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use ringfence_vhost_user_backend::requests::{RequestFigures, RequestQueue, RequestUnit};
 
 pub use device::{Blk, BlkOptions, make_rings};
-pub use figures::BlkFigures;
-pub use queue::{BlkQueue, QueueError, QueueStats};
-pub use unit::BlkUnit;
+pub use serve::{BlkRequest, BlkServer};
+
+/// A queue of a block device.
+pub type BlkQueue = RequestQueue<BlkServer>;
+/// A worker's share of a block device.
+pub type BlkUnit = RequestUnit<BlkServer>;
+/// What a block device has done.
+pub type BlkFigures = RequestFigures<BlkServer>;

@@ -1,6 +1,7 @@
 //! One request of a block device, from the chain to its status.
 
 use ringfence_mem::{Access, AccessError, HostSlice, Translate};
+use ringfence_vhost_user_backend::requests::Missing;
 use ringfence_virtq::{
     Chain, Desc,
     blk::{
@@ -73,25 +74,6 @@ pub enum Stop {
     Status(Status),
     /// A translation is missing: the step is to be tried again.
     Missing(Missing),
-}
-
-/// A translation that is missing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Missing {
-    /// Of this address.
-    pub addr: u64,
-    /// For this access.
-    pub access: Access,
-}
-
-impl Missing {
-    /// What is missing, if that is what the error says.
-    pub fn of(error: AccessError) -> Option<Missing> {
-        match error {
-            AccessError::Missing { addr, access } => Some(Missing { addr, access }),
-            _ => None,
-        }
-    }
 }
 
 impl From<Status> for Stop {

@@ -4,37 +4,34 @@
 //! on when requests have ended. No request needs one behind it to end: it ends when the disk answers, or when a
 //! translation comes or is waited for no longer.
 
-use ringfence_vhost_user_backend::Bus;
 use ringfence_virtq::Chain;
 
-use super::{
-    BlkQueue, Slot, Step,
-    store::{Store, Transfer},
-};
+use super::{RequestQueue, Serve, Slot, queue::State};
+use crate::Bus;
 
 /// For how many descriptors of a request, and as many pieces of memory, a place keeps its memory when the request
 /// is over: what reads and writes of 128 KiB mostly have, and some.
-pub(super) const KEPT: usize = 64;
+pub const KEPT: usize = 64;
 /// The most descriptors that the requests under way which have more than that have together, and the most pieces of memory.
 /// A ring that has as many is not read further; a request takes no more than 2048 beyond it.
-pub(super) const MOST_HELD: usize = 1 << 15;
+pub const MOST_HELD: usize = 1 << 15;
 
-impl Slot {
+impl<R: Default> Slot<R> {
     /// It is over. Of `held` descriptors, its own are not held any more if they counted.
     pub(super) fn end(&mut self, held: &mut usize) {
-        (self.step, self.wait) = (Step::Free, None);
+        (self.state, self.wait) = (State::Free, None);
         let descs = self.chain.descs().len();
         if descs > KEPT {
             *held -= descs;
-            (self.chain, self.transfer) = (Chain::default(), Transfer::default());
+            (self.chain, self.request) = (Chain::default(), R::default());
         }
     }
 }
 
-impl BlkQueue {
-    /// Whether requests wait for room in the store.
+impl<S: Serve> RequestQueue<S> {
+    /// Whether requests wait for room.
     pub(super) fn is_stalled(&self) -> bool {
-        matches!(&self.store, Store::File(file) if !file.stalled.is_empty())
+        !self.stalled.is_empty()
     }
 
     /// A request was taken: its descriptors count, if they are many. False if no more are to be taken now.
@@ -53,38 +50,33 @@ impl BlkQueue {
         self.held >= MOST_HELD
     }
 
-    /// Whether the store has something to do before it takes another request.
+    /// Whether there is something to do before another request is taken.
     pub(super) fn is_occupied(&self) -> bool {
         self.is_stalled() || self.is_spent()
     }
 
-    /// A request goes on when there is room in the store.
+    /// A request goes on when what serves it has room.
     pub(super) fn stall(&mut self, at: u16) {
-        if let Store::File(file) = &mut self.store {
-            file.stalled.push_back(at);
-        }
+        self.stalled.push_back(at);
     }
 
     /// Goes on with requests that found no room, as far as there is some now.
     pub(super) fn advance_stalled(&mut self, bus: &Bus) {
         while !self.is_spent()
-            && let Store::File(file) = &mut self.store
-            && let Some(at) = file.stalled.pop_front()
+            && let Some(at) = self.stalled.pop_front()
         {
-            let others = file.stalled.len();
+            let others = self.stalled.len();
             self.advance(at, bus);
-            if let Store::File(file) = &mut self.store
-                && file.stalled.len() > others
-            {
+            if self.stalled.len() > others {
                 // It comes first still.
-                file.stalled.rotate_right(1);
+                self.stalled.rotate_right(1);
                 return;
             }
         }
     }
 
     /// Whether the last round has ended since it had moved enough, so that there may be more to do.
-    pub(in crate::blk) fn is_spent(&self) -> bool {
-        self.store.is_spent()
+    pub fn is_spent(&self) -> bool {
+        self.serve.is_spent()
     }
 }

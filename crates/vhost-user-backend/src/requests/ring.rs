@@ -1,9 +1,9 @@
 //! A ring whose addresses lead nowhere now.
 
-use ringfence_vhost_user_backend::Bus;
+use crate::Bus;
 use ringfence_virtq::{RingError, device};
 
-use super::{BlkQueue, QueueError};
+use super::{QueueError, RequestQueue, Serve};
 
 /// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
 /// most.
@@ -19,7 +19,7 @@ pub(super) struct Away {
     pub(super) answers: u64,
 }
 
-impl BlkQueue {
+impl<S: Serve> RequestQueue<S> {
     /// Looks whether the ring is where it was, and for where it is else; false if it is away.
     #[inline]
     pub(super) fn find_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
@@ -28,7 +28,7 @@ impl BlkQueue {
     }
 
     /// Notes that the ring was found when the endpoint had been bound anew so often.
-    pub(crate) fn note_found(&mut self, bindings: u64) {
+    pub(super) fn note_found(&mut self, bindings: u64) {
         self.found = Some(bindings);
     }
 

@@ -1,19 +1,20 @@
 //! How much a round moves, and how much requests under way hold.
 
-use std::{fs::File, time::Duration};
+use std::{fs::File, sync::Arc, time::Duration};
 
 use ringfence_iommu::{Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink, View};
-use ringfence_mem::{GuestRam, Physical};
+use ringfence_mem::{GuestRam, Memory, Physical};
+use ringfence_vhost_user_backend::{Bus, requests::KEPT};
 use ringfence_virtq::{
     Desc,
-    blk::{HEADER_BYTES, Kind, SECTOR},
+    blk::{HEADER_BYTES, Kind, SECTOR, Status},
     driver, testing,
 };
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::{room::KEPT, *};
-use crate::disk::Image;
+use super::{BlkQueue, BlkServer};
+use crate::disk::{Disk, Image};
 
 const GPA: u64 = 1 << 32;
 const MIB: u64 = 1 << 20;
@@ -52,7 +53,7 @@ impl Rig {
         let ram = GuestRam::new(memory as usize, GPA).unwrap();
         let bus = Bus::Physical(Physical::new(Memory::of_ram(&ram).unwrap()));
         let disk = (&Disk::File(Arc::new(image)), false);
-        let queue = BlkQueue::new(device, disk, Arc::from("test"), None).unwrap();
+        let queue = BlkServer::queue(device, disk, Arc::from("test"), None).unwrap();
         Rig { pipe: None, driver, queue, bus, ram, now_ns: 1 }
     }
 
@@ -138,7 +139,7 @@ impl Rig {
             }
         }
         assert!(!self.queue.is_busy());
-        assert_eq!((self.queue.held, self.queue.store.held()), (0, 0));
+        assert_eq!((self.queue.held(), self.queue.serve().store.held()), (0, 0));
     }
 }
 
@@ -230,7 +231,7 @@ fn what_one_translation_frees_is_handed_over_in_as_many_rounds_as_what_is_taken(
     for _ in 0..4 {
         rig.round();
     }
-    assert_eq!((rig.queue.in_kernel(), rig.queue.parked.len()), (0, 16));
+    assert_eq!((rig.queue.in_kernel(), rig.queue.parked()), (0, 16));
     let range = Range::from_len(Iova(DATA), MIB).unwrap();
     iotlb.update(range, ringfence_iommu::GuestPhys(DATA), Prot::RW).unwrap();
     for handed in [3, 6, 9, 12, 15, 16] {
@@ -251,7 +252,7 @@ fn a_ring_is_not_read_further_while_too_many_descriptors_are_held() {
         rig.round();
     }
     assert_eq!(
-        (rig.queue.ring().in_flight(), rig.queue.parked.len(), rig.queue.held),
+        (rig.queue.ring().in_flight(), rig.queue.parked(), rig.queue.held()),
         (32, 32, 1 << 15)
     );
     assert_eq!(rig.queue.stats().full, 1);
@@ -262,7 +263,7 @@ fn a_ring_is_not_read_further_while_too_many_descriptors_are_held() {
     iotlb.update(range, ringfence_iommu::GuestPhys(DATA), Prot::RW).unwrap();
     rig.finish(64, Status::Ok);
     // Nothing of it is kept.
-    assert!(rig.queue.slots.iter().all(|slot| slot.chain.descs().len() <= KEPT));
+    assert!(rig.queue.longest_kept() <= KEPT);
 }
 
 #[test]
@@ -280,7 +281,7 @@ fn what_is_given_up_makes_room_for_the_rest_of_the_ring() {
             assert_eq!(rig.byte(STATUS), Status::IoErr.code());
             answered += 1;
         }
-        assert!(rig.queue.held <= 1 << 15);
+        assert!(rig.queue.held() <= 1 << 15);
     }
     assert_eq!(rig.queue.stats().full, 1 + 1);
 }
@@ -297,7 +298,7 @@ fn requests_in_many_pieces_wait_for_their_turn() {
     for _ in 0..300 {
         rig.round();
     }
-    assert_eq!((rig.queue.in_kernel(), rig.queue.store.held()), (128, 1 << 15));
+    assert_eq!((rig.queue.in_kernel(), rig.queue.serve().store.held()), (128, 1 << 15));
     rig.pipe = None;
     rig.finish(200, Status::IoErr);
 }

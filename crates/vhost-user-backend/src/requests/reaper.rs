@@ -3,7 +3,7 @@
 use ringfence_run::worker::Unit;
 use std::{os::fd::BorrowedFd, sync::Arc};
 
-use super::BlkFigures;
+use super::{RequestFigures, Serve};
 
 /// How often the kernel is asked whether it is done with them: nobody is woken when it is, as the
 /// event that it writes to was the queue's.
@@ -11,13 +11,14 @@ const EVERY_NS: u64 = 5_000_000;
 
 /// Lets go of what stopped queues kept, once the kernel is done with it: memory, and leases that
 /// unmaps wait for. By itself, the unit that a device leaves on its workers when a connection is over.
-pub(super) struct Reaper {
-    figures: Arc<BlkFigures>,
+pub struct Reaper<S: Serve> {
+    figures: Arc<RequestFigures<S>>,
     due_ns: u64,
 }
 
-impl Reaper {
-    pub(super) fn new(figures: &Arc<BlkFigures>) -> Reaper {
+impl<S: Serve> Reaper<S> {
+    /// For the queues of these figures.
+    pub fn new(figures: &Arc<RequestFigures<S>>) -> Reaper<S> {
         Reaper { figures: Arc::clone(figures), due_ns: 0 }
     }
 
@@ -27,7 +28,7 @@ impl Reaper {
     }
 }
 
-impl Unit for Reaper {
+impl<S: Serve> Unit for Reaper<S> {
     #[inline]
     fn poll(&mut self, now_ns: u64) -> bool {
         if self.figures.stuck() == 0 {

@@ -11,7 +11,7 @@ use ringfence_virtq::{
     layout,
 };
 
-use super::{BlkQueue, QueueError};
+use super::{QueueError, RequestQueue, Serve};
 
 /// A queue's part of the record.
 pub(super) enum Record {
@@ -240,7 +240,7 @@ fn again(slot: u16, descriptors: &[PackedDescriptor]) -> Again {
     Again::Packed { slot, id, descs: descs.collect(), table }
 }
 
-impl BlkQueue {
+impl<S: Serve> RequestQueue<S> {
     /// Whether what is noted is kept. A front end that has truncated the file would find nothing after a
     /// crash: requests that were answered could be done again, and others never. As with a ring whose memory
     /// is gone, the queue stops rather than to go on without.

@@ -3,15 +3,14 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
-use ringfence_vhost_user_backend::Bus;
-use ringfence_virtq::{ChainFault, Desc, RingError, blk::Status, device::Glimpse, layout};
+use ringfence_virtq::{ChainFault, Desc, RingError, device::Glimpse, layout};
 
 use super::{
-    BlkQueue, QueueError, Step,
+    Missing, QueueError, RequestQueue, Serve,
     inflight::take_next,
     parked::{Look, Ready},
 };
-use crate::blk::request::{self, Missing};
+use crate::Bus;
 
 /// Bytes of the smallest page there is.
 const PAGE: u64 = 4096;
@@ -46,7 +45,7 @@ pub(super) struct Head {
     peeked: u16,
 }
 
-impl BlkQueue {
+impl<S: Serve> RequestQueue<S> {
     /// The next chain's table is not there: what it and those behind it need is asked for. False if
     /// it is not to be waited for any longer.
     #[cold]
@@ -98,7 +97,7 @@ impl BlkQueue {
             self.free.pop();
             self.enqueue(at);
             self.hold(at);
-            self.finish(at, Status::IoErr, 0);
+            self.finish(at, false, 0);
         }
         Ok(())
     }
@@ -172,20 +171,16 @@ impl BlkQueue {
         }
         if self.now_ns >= self.say_at {
             self.say_at = self.now_ns.saturating_add(SAY_NS);
-            tracing::warn!(source = %self.id, "nobody translates {addr:#x} ({access:?}): request failed");
+            tracing::warn!(source = %self.name, "nobody translates {addr:#x} ({access:?}): request failed");
         }
     }
 
     /// Answers a request that cannot go on: with an I/O error if it was not done, and if the status
     /// can be written.
     pub(super) fn fail(&mut self, at: u16, bus: &Bus) {
-        let slot = &self.slots[usize::from(at)];
-        let (status, written) = match slot.step {
-            Step::Answer(status, written) => (status, written),
-            _ => (Status::IoErr, 0),
-        };
-        let used = request::answer(&slot.chain, bus, status, written).unwrap_or(0);
-        self.finish(at, status, used);
+        let slot = &mut self.slots[usize::from(at)];
+        let (ok, used) = self.serve.fail(&mut slot.request, &slot.chain, bus);
+        self.finish(at, ok, used);
     }
 }
 

@@ -1,11 +1,11 @@
 //! The end of a queue: what is under way is answered or put back, and nothing is waited for that
 //! may never come.
 
-use ringfence_vhost_user_backend::Bus;
+use crate::Bus;
 
-use super::{BlkQueue, QueueError, Step, store::Store};
+use super::{QueueError, RequestQueue, Serve};
 
-impl BlkQueue {
+impl<S: Serve> RequestQueue<S> {
     /// The ring stops: nothing more is taken from it. Requests that wait for translations are put back
     /// as far as they are the newest and were not begun. From now on [`wind_down`](Self::wind_down)
     /// takes the place of [`poll`](Self::poll).
@@ -24,7 +24,7 @@ impl BlkQueue {
     /// # Errors
     /// As [`poll`](Self::poll). The queue may still be in the [kernel](Self::in_kernel).
     pub fn wind_down(&mut self, bus: &Bus) -> Result<bool, QueueError> {
-        self.store.begin_round();
+        self.serve.begin_round();
         self.reap();
         if !self.answers_to_the_end {
             return Ok(self.in_kernel() == 0);
@@ -65,8 +65,7 @@ impl BlkQueue {
         waiting.sort_unstable_by_key(|&at| self.slots[usize::from(at)].number);
         while let Some(&at) = waiting.last() {
             let slot = &mut self.slots[usize::from(at)];
-            let begun = matches!(slot.step, Step::Busy(_) | Step::Deliver(_) | Step::Answer(..))
-                && !ordered;
+            let begun = S::is_begun(&slot.request) && !slot.is_done() && !ordered;
             let head = slot.chain.head();
             if begun || !self.ring.untake(head) {
                 break;
@@ -74,9 +73,7 @@ impl BlkQueue {
             if let Some(recorded) = &mut self.recorded {
                 recorded.forget(head);
             }
-            if let Store::File(file) = &mut self.store {
-                file.end(&mut slot.transfer);
-            }
+            self.serve.end(&mut slot.request);
             slot.end(&mut self.held);
             self.free.push(at);
             if let Some(order) = &mut self.order {

@@ -1,4 +1,4 @@
-//! A worker's share of a block device.
+//! A worker's share of a device whose rings are of requests.
 
 use std::{
     io,
@@ -14,48 +14,52 @@ use ringfence_run::{
     worker::{Kick, Unit},
 };
 use ringfence_vhost_user::{HandlerError, InflightRegion, RingAddresses};
-use ringfence_vhost_user_backend::{Bus, RingLog, Rings};
 use ringfence_virtq::RingError;
 
-use super::{BlkFigures, BlkQueue, QueueError, QueueStats, reaper::Reaper};
+use super::{QueueError, QueueStats, Reaper, RequestFigures, RequestQueue, Serve};
+use crate::{Bus, RingLog, Rings};
 
 /// What a queue is started with.
-pub(super) struct Start {
+pub struct Start<S: Serve> {
     /// Made by who asks for it, as that takes a while.
-    pub(super) queue: BlkQueue,
-    pub(super) kick: Option<Kick>,
-    pub(super) err: Option<Arc<Notifier>>,
-    pub(super) enabled: bool,
-    pub(super) log: RingLog,
+    pub queue: RequestQueue<S>,
+    /// What its driver kicks it with.
+    pub kick: Option<Kick>,
+    /// Where the front end learns that it has failed.
+    pub err: Option<Arc<Notifier>>,
+    /// Whether it may work at once.
+    pub enabled: bool,
+    /// Where what it writes is marked.
+    pub log: RingLog,
     /// Where it notes what it has under way.
-    pub(super) inflight: Option<Arc<InflightRegion>>,
+    pub inflight: Option<Arc<InflightRegion>>,
 }
 
 /// A queue that has stopped, and what it was kicked with.
-pub(super) type Stopped = (BlkQueue, Option<Kick>);
+pub type Stopped<S> = (RequestQueue<S>, Option<Kick>);
 
-struct Served {
+struct Served<S: Serve> {
     index: u16,
     // Before `kick`, of which it knows nothing; dropped first all the same.
-    queue: BlkQueue,
+    queue: RequestQueue<S>,
     kick: Option<Kick>,
     err: Option<Arc<Notifier>>,
     enabled: bool,
     /// Why it stopped.
     failed: Option<QueueError>,
     /// It stops: who waits for its end.
-    stopping: Option<Sender<Stopped>>,
+    stopping: Option<Sender<Stopped<S>>>,
     /// What of its figures was told.
     told: QueueStats,
 }
 
-impl Served {
+impl<S: Serve> Served<S> {
     fn works(&self) -> bool {
         self.enabled && self.failed.is_none() && self.stopping.is_none()
     }
 
     /// This queue stops; all else goes on.
-    fn fail(&mut self, unit: &Shared, error: QueueError) {
+    fn fail(&mut self, unit: &Shared<S>, error: QueueError) {
         tracing::warn!(source = %unit.name, "queue {} stopped: {error}", self.index);
         unit.figures.failures.fetch_add(1, Ordering::Relaxed);
         if let Some(err) = &self.err {
@@ -64,7 +68,7 @@ impl Served {
         self.failed = Some(error);
     }
 
-    fn tell(&mut self, figures: &BlkFigures) {
+    fn tell(&mut self, figures: &RequestFigures<S>) {
         let now = self.queue.stats();
         let mut more = now;
         more -= self.told;
@@ -77,15 +81,15 @@ impl Served {
 }
 
 /// What all queues of a unit are told.
-struct Shared {
+struct Shared<S: Serve> {
     name: String,
-    figures: Arc<BlkFigures>,
+    figures: Arc<RequestFigures<S>>,
 }
 
-/// A worker's share of a block device: some of its queues, and the worker's way to memory.
-pub struct BlkUnit {
+/// A worker's share of a device: some of its queues, and the worker's way to memory.
+pub struct RequestUnit<S: Serve> {
     // Before the bus: a queue may have I/O under way in the memory that the bus reaches.
-    queues: Vec<Served>,
+    queues: Vec<Served<S>>,
     bus: Bus,
     /// What the bus goes through while there are queues.
     endpoint: Option<Arc<Endpoint>>,
@@ -93,13 +97,13 @@ pub struct BlkUnit {
     bell: Arc<Doorbell>,
     /// Through which it is rung when a translation comes.
     bells: Arc<Bells>,
-    shared: Shared,
-    reaper: Reaper,
+    shared: Shared<S>,
+    reaper: Reaper<S>,
     /// Whether no queue was served in the last round.
     held: bool,
 }
 
-impl BlkUnit {
+impl<S: Serve> RequestUnit<S> {
     /// A share without queues, on `memory` as `endpoint` sees it; when a translation comes its worker
     /// is woken through `bells`. `name` stands in messages.
     ///
@@ -110,9 +114,9 @@ impl BlkUnit {
         endpoint: Option<Arc<Endpoint>>,
         bells: Arc<Bells>,
         memory: &Arc<Memory>,
-        figures: Arc<BlkFigures>,
-    ) -> io::Result<BlkUnit> {
-        Ok(BlkUnit {
+        figures: Arc<RequestFigures<S>>,
+    ) -> io::Result<RequestUnit<S>> {
+        Ok(RequestUnit {
             queues: Vec::new(),
             bus: Bus::Physical(Physical::new(Arc::clone(memory))),
             endpoint,
@@ -129,10 +133,10 @@ impl BlkUnit {
     ///
     /// # Errors
     /// The ring cannot be reached; no descriptor can be registered; too many workers go through the IOMMU.
-    pub(super) fn start(
+    pub fn start(
         &mut self,
         index: u16,
-        start: &mut Option<Start>,
+        start: &mut Option<Start<S>>,
         memory: &Arc<Memory>,
     ) -> Result<(), QueueError> {
         if let Some(start) = start {
@@ -147,7 +151,7 @@ impl BlkUnit {
     fn prepare(
         &mut self,
         index: u16,
-        Start { queue, log, inflight, .. }: &mut Start,
+        Start { queue, log, inflight, .. }: &mut Start<S>,
         memory: &Arc<Memory>,
     ) -> Result<(), QueueError> {
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
@@ -186,7 +190,7 @@ impl BlkUnit {
     /// Stops a queue, for good, once all that it has under way is answered or put back: then `stopped` has
     /// it, to let go of it elsewhere. The disk is waited for as long as it takes, by nobody: other queues
     /// go on. False if there is no such queue.
-    pub(super) fn begin_stop(&mut self, index: u16, stopped: Sender<Stopped>) -> bool {
+    pub fn begin_stop(&mut self, index: u16, stopped: Sender<Stopped<S>>) -> bool {
         let Some(at) = self.position(index) else { return false };
         let served = &mut self.queues[at];
         if served.failed.is_none() {
@@ -245,7 +249,7 @@ impl BlkUnit {
         self.queues.iter().position(|served| served.index == index)
     }
 
-    fn remove(&mut self, at: usize) -> Served {
+    fn remove(&mut self, at: usize) -> Served<S> {
         let served = self.queues.swap_remove(at);
         if self.queues.is_empty() {
             // Without rings nothing is translated, and nothing asked for (rule D27).
@@ -286,12 +290,12 @@ impl BlkUnit {
         &self.bus
     }
 
-    fn find(&mut self, index: u16) -> Option<&mut Served> {
+    fn find(&mut self, index: u16) -> Option<&mut Served<S>> {
         self.queues.iter_mut().find(|served| served.index == index)
     }
 }
 
-impl Rings for BlkUnit {
+impl<S: Serve> Rings for RequestUnit<S> {
     type Part = ();
 
     fn enable(&mut self, _: (), index: u16, enabled: bool) {
@@ -367,7 +371,7 @@ impl Rings for BlkUnit {
     }
 }
 
-impl Unit for BlkUnit {
+impl<S: Serve> Unit for RequestUnit<S> {
     fn poll(&mut self, now_ns: u64) -> bool {
         let mut busy = self.reaper.poll(now_ns);
         let mut at = 0;

@@ -1,4 +1,4 @@
-//! What a block device has done, for whoever watches.
+//! What a device has done, for whoever watches.
 
 use std::sync::{
     Arc,
@@ -6,16 +6,16 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use ringfence_vhost_user_backend::IotlbTally;
 
-use super::{QueueStats, queue::Remains};
+use super::{QueueStats, Serve, queue::Remains};
+use crate::IotlbTally;
 
 /// How many rings may be left behind, each with its buffers, before the next ones wait for the disk: a
 /// front end that comes and goes while a read does not end would fill the memory otherwise.
-pub(super) const MOST_LEFT: usize = 16;
+pub const MOST_LEFT: usize = 16;
 
-/// What a block device has done over all its connections. Workers write it, anybody reads it.
-pub struct BlkFigures {
+/// What a device has done over all its connections. Workers write it, anybody reads it.
+pub struct RequestFigures<S: Serve> {
     queues: Box<[QueueFigures]>,
     /// What its IOTLBs have counted.
     pub iotlb: IotlbTally,
@@ -23,7 +23,7 @@ pub struct BlkFigures {
     pub failures: AtomicU64,
     /// Of rings whose connection has ended before their I/O: the disk does not answer. What the kernel
     /// may still write to is kept here.
-    stuck: Mutex<Vec<Remains>>,
+    stuck: Mutex<Vec<Remains<S>>>,
     /// How many they are, and whether they hold up other rings.
     left: Arc<AtomicUsize>,
     holds: AtomicBool,
@@ -57,10 +57,10 @@ impl QueueFigures {
     }
 }
 
-impl BlkFigures {
+impl<S: Serve> RequestFigures<S> {
     /// For a device of so many queues that has done nothing.
-    pub fn new(queues: u16) -> BlkFigures {
-        BlkFigures {
+    pub fn new(queues: u16) -> RequestFigures<S> {
+        RequestFigures {
             queues: (0..queues).map(|_| QueueFigures::default()).collect(),
             iotlb: IotlbTally::default(),
             failures: AtomicU64::new(0),
@@ -95,7 +95,7 @@ impl BlkFigures {
     }
 
     /// The same for those who outlive these figures: what was left when they went stays left.
-    pub(super) fn left(&self) -> Arc<AtomicUsize> {
+    pub fn left(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.left)
     }
 
@@ -108,7 +108,7 @@ impl BlkFigures {
     }
 
     /// Keeps what is left of a queue until the kernel is done with it.
-    pub(super) fn keep(&self, remains: Remains) {
+    pub(super) fn keep(&self, remains: Remains<S>) {
         let mut stuck = self.stuck.lock();
         stuck.push(remains);
         self.count(&stuck);
@@ -129,7 +129,7 @@ impl BlkFigures {
         stuck.len() != before
     }
 
-    fn count(&self, stuck: &[Remains]) {
+    fn count(&self, stuck: &[Remains<S>]) {
         let holds = stuck.len() > MOST_LEFT || stuck.iter().any(Remains::holds);
         self.holds.store(holds, Ordering::Release);
         self.left.store(stuck.len(), Ordering::Release);
@@ -145,7 +145,7 @@ impl BlkFigures {
     }
 }
 
-impl Drop for BlkFigures {
+impl<S: Serve> Drop for RequestFigures<S> {
     /// A kernel that is not done is not waited for: it may never be. What it writes to stays where it is
     /// until the process ends.
     fn drop(&mut self) {

@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 
-use super::{BlkQueue, Step};
+use super::{RequestQueue, Serve, queue::State};
 
 /// The order in which requests are answered.
 pub(super) struct Order {
@@ -18,13 +18,13 @@ pub(super) struct Order {
     ends: bool,
 }
 
-impl BlkQueue {
+impl<S: Serve> RequestQueue<S> {
     /// Answers in order from now on, or as they come.
-    pub(crate) fn set_ordered(&mut self, ordered: bool) {
+    pub(super) fn set_ordered(&mut self, ordered: bool) {
         match &mut self.order {
             Some(order) => order.ends = !ordered,
             None if ordered => {
-                let busy = |&at: &u16| !matches!(self.slots[usize::from(at)].step, Step::Free);
+                let busy = |&at: &u16| !matches!(self.slots[usize::from(at)].state, State::Free);
                 let mut taken: Vec<u16> = (0..self.slots.len() as u16).filter(busy).collect();
                 taken.sort_unstable_by_key(|&at| self.slots[usize::from(at)].number);
                 self.order = Some(Order { taken: taken.into(), ends: false });
@@ -59,8 +59,8 @@ impl BlkQueue {
     }
 
     fn give_back_done(&mut self, at: u16) {
-        if let Step::Done(status, used) = self.slots[usize::from(at)].step {
-            self.give_back(at, status, used);
+        if let State::Done { ok, used } = self.slots[usize::from(at)].state {
+            self.give_back(at, ok, used);
         }
     }
 

@@ -1,10 +1,10 @@
 //! When a queue has something to do, and what wakes its worker before.
 
-use ringfence_vhost_user_backend::Bus;
+use crate::Bus;
 
-use super::{BlkQueue, store::Store};
+use super::{RequestQueue, Serve};
 
-impl BlkQueue {
+impl<S: Serve> RequestQueue<S> {
     /// When there is something to do by the clock, if there will be.
     pub fn next_due(&self) -> Option<u64> {
         if let Some(away) = self.away {
@@ -12,11 +12,7 @@ impl BlkQueue {
             return Some(away.retry_at);
         }
         let parked = self.waits().then(|| self.parked.due());
-        let paced = match &self.store {
-            Store::Paced { due, .. } => due.front().map(|&(at, _)| at),
-            _ => None,
-        };
-        parked.into_iter().chain(paced).min()
+        parked.into_iter().chain(self.serve.next_due()).min()
     }
 
     /// Asks for kicks before a sleep; true if there is something to do already.

@@ -13,17 +13,17 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
-use ringfence_vhost_user_backend::{Bus, RingLog};
+use ringfence_vhost_user_backend::{
+    Bus, RingLog,
+    requests::{KEPT, MOST_HELD, Missing, Slot},
+};
 use ringfence_virtq::{Chain, blk::Status};
 
 use super::{
-    Slot, Step,
-    room::{KEPT, MOST_HELD},
+    request::{self, Action},
+    serve::{BlkRequest, Step},
 };
-use crate::{
-    blk::request::{self, Action, Missing},
-    disk::{Buffers, Disk, FileIo, FileOp, Pacer, Ram},
-};
+use crate::disk::{Buffers, Disk, FileIo, FileOp, Pacer, Ram};
 
 /// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
@@ -54,10 +54,8 @@ pub(super) enum Store {
 /// A file, and what the kernel is doing with it.
 pub(super) struct FileStore {
     pub(super) io: FileIo,
-    /// Requests that found no buffer, or no room in the io_uring, in their order.
-    pub(super) stalled: VecDeque<u16>,
-    /// Completed, and not answered yet.
-    pub(super) done: Vec<(u16, bool)>,
+    /// Completed, and not answered yet, the oldest first.
+    pub(super) done: VecDeque<(u16, bool)>,
     /// What the bus no longer reaches, and the kernel perhaps still does.
     pub(super) old: Vec<Arc<Memory>>,
     /// Whether what is written is durable when it is answered.
@@ -83,8 +81,7 @@ impl Store {
             Disk::File(image) => Store::File(FileStore {
                 buffers: if image.has_own_buffers() { Some(Buffers::new()?) } else { None },
                 io: FileIo::new(Arc::clone(image), size.into())?,
-                stalled: VecDeque::new(),
-                done: Vec::with_capacity(size.into()),
+                done: VecDeque::with_capacity(size.into()),
                 old: Vec::new(),
                 through: Arc::default(),
                 round: 0,
@@ -101,6 +98,7 @@ impl Store {
         }
     }
 
+    /// How many pieces the requests have whose memory is bounded, all together.
     #[cfg(test)]
     pub(super) fn held(&self) -> usize {
         match self {
@@ -456,7 +454,7 @@ impl FileStore {
 
     /// Takes what the kernel has done into `done`; what was moved in part is handed over again.
     /// True if there was anything.
-    pub(super) fn reap(&mut self, slots: &mut [Slot], log: &RingLog) -> bool {
+    pub(super) fn reap(&mut self, slots: &mut [Slot<BlkRequest>], log: &RingLog) -> bool {
         let before = self.done.len();
         let (done, old, mut again) = (&mut self.done, &self.old, Vec::new());
         let own = self.buffers.is_some();
@@ -464,13 +462,13 @@ impl FileStore {
         let (through, mut flushed) = (self.through.load(Ordering::Acquire), Vec::new());
         self.io.reap(|token, result| {
             let at = token as u16;
-            let slot = &mut slots[usize::from(at)];
-            let (moves, transfer) = (slot.moves_data(), &mut slot.transfer);
+            let request = &mut slots[usize::from(at)].request;
+            let (moves, transfer) = (request.moves_data(), &mut request.transfer);
             let moved = result.as_ref().map_or(0, |&moved| u64::from(moved));
             if moves && own {
                 transfer.moved = moved.min(transfer.left);
                 // What was moved in part goes on when that is delivered.
-                done.push((at, result.is_ok() && (moved > 0 || transfer.left == 0)));
+                done.push_back((at, result.is_ok() && (moved > 0 || transfer.left == 0)));
                 return;
             }
             if moves {
@@ -483,26 +481,27 @@ impl FileStore {
                 return;
             }
             transfer.leases.end();
-            if result.is_ok() && through && matches!(slot.step, Step::Busy(Action::Zero { .. })) {
-                slot.step = Step::Busy(Action::Flush);
+            if result.is_ok() && through && matches!(request.step, Step::Busy(Action::Zero { .. }))
+            {
+                request.step = Step::Busy(Action::Flush);
                 flushed.push(at);
                 return;
             }
-            done.push((at, result.is_ok() && (!moves || moved == transfer.left)));
+            done.push_back((at, result.is_ok() && (!moves || moved == transfer.left)));
         });
         for at in again {
-            let transfer = &mut slots[usize::from(at)].transfer;
+            let transfer = &mut slots[usize::from(at)].request.transfer;
             // SAFETY: as in `hand_over`; the leases were kept.
             if !unsafe { self.io.submit(transfer.op(), &transfer.pieces, at.into()) } {
                 // It had a place, which nobody else can have taken.
                 transfer.leases.end();
-                self.done.push((at, false));
+                self.done.push_back((at, false));
             }
         }
         for at in flushed {
             // SAFETY: it has no memory.
             if !unsafe { self.io.submit(FileOp::Flush, &[], at.into()) } {
-                self.done.push((at, false));
+                self.done.push_back((at, false));
             }
         }
         if self.io.in_flight() == 0 {

@@ -1,0 +1,333 @@
+//! Requests of a block device, step by step.
+
+use std::{
+    io,
+    os::fd::BorrowedFd,
+    sync::{Arc, atomic::AtomicBool},
+};
+
+use ringfence_mem::Memory;
+use ringfence_run::notifier::Notifier;
+use ringfence_vhost_user_backend::{
+    Bus, RingLog,
+    requests::{Next, RequestQueue, Serve, Slot},
+};
+use ringfence_virtq::{Chain, blk::Status, device};
+
+use super::{
+    BlkQueue,
+    request::{self, Action, Limits, Stop},
+    store::{Handed, Store, Transfer},
+};
+use crate::disk::Disk;
+
+/// What is to be done next with a request.
+#[derive(Clone, Copy, Default)]
+pub(super) enum Step {
+    /// Read its header.
+    #[default]
+    Parse,
+    /// Begin it.
+    Start(Action),
+    /// Wait: the kernel has it, or its time has not come.
+    Busy(Action),
+    /// Move the data now.
+    Move(Action),
+    /// Bring what the disk has read to where the driver wants it, and go on.
+    Deliver(Action),
+    /// Write this status, after so many bytes of data.
+    Answer(Status, u32),
+}
+
+/// A request of a block device that is under way.
+#[derive(Default)]
+pub struct BlkRequest {
+    pub(super) step: Step,
+    pub(super) transfer: Transfer,
+}
+
+impl BlkRequest {
+    /// Whether what the kernel has of it moves data.
+    pub(super) fn moves_data(&self) -> bool {
+        matches!(self.step, Step::Busy(Action::Transfer { .. }))
+    }
+}
+
+/// What serves the requests of one ring of a block device.
+pub struct BlkServer {
+    pub(super) store: Store,
+    limits: Limits,
+    id: Arc<str>,
+    /// Moved in all.
+    bytes: u64,
+}
+
+impl BlkServer {
+    /// A queue of `disk` on `ring`. Interrupts go to `call`.
+    ///
+    /// # Errors
+    /// The kernel gives no io_uring.
+    pub fn queue(
+        ring: device::Queue,
+        (disk, read_only): (&Disk, bool),
+        id: Arc<str>,
+        call: Option<Arc<Notifier>>,
+    ) -> io::Result<BlkQueue> {
+        BlkServer::queue_through(ring, (disk, read_only), id, call, Arc::default())
+    }
+
+    /// As [`queue`](Self::queue); writes are durable when they are answered, while `through` is set.
+    pub(super) fn queue_through(
+        ring: device::Queue,
+        (disk, read_only): (&Disk, bool),
+        id: Arc<str>,
+        call: Option<Arc<Notifier>>,
+        through: Arc<AtomicBool>,
+    ) -> io::Result<BlkQueue> {
+        let mut store = Store::new(disk, ring.config().size)?;
+        if let Store::File(file) = &mut store {
+            file.through = through;
+        }
+        let limits = Limits::of(disk, read_only);
+        let serve = BlkServer { store, limits, id: Arc::clone(&id), bytes: 0 };
+        Ok(RequestQueue::new(ring, serve, id, call))
+    }
+
+    /// The next step of a request; `None`: it is [busy](Step::Busy), or there is no room for it now.
+    fn step(
+        &mut self,
+        at: u16,
+        request: &mut BlkRequest,
+        chain: &Chain,
+        bus: &Bus,
+        now_ns: u64,
+    ) -> Result<Option<Step>, Stop> {
+        match request.step {
+            Step::Parse => {
+                request::parse(chain, bus, &self.limits).map(|action| Some(Step::Start(action)))
+            }
+            Step::Start(action) => self.start(at, action, request, chain, bus, now_ns),
+            Step::Move(action) => self.move_now(action, chain, bus).map(Some),
+            Step::Deliver(action) => self.deliver(action, request, chain, bus).map(Some),
+            Step::Busy(_) | Step::Answer(..) => unreachable!("it goes on elsewhere"),
+        }
+    }
+
+    /// Begins what a request asks for: what comes next, or nothing for now.
+    fn start(
+        &mut self,
+        at: u16,
+        action: Action,
+        request: &mut BlkRequest,
+        chain: &Chain,
+        bus: &Bus,
+        now_ns: u64,
+    ) -> Result<Option<Step>, Stop> {
+        let done = Step::Answer(Status::Ok, 0);
+        match (action, &mut self.store) {
+            (Action::Identify, _) => {
+                let written = request::identify(chain, bus, &self.id)?;
+                return Ok(Some(Step::Answer(Status::Ok, written)));
+            }
+            (Action::Nothing, _) => return Ok(Some(done)),
+            (Action::Transfer { .. }, Store::Ram(_)) => return Ok(Some(Step::Move(action))),
+            (Action::Transfer { len, .. }, Store::Paced { pacer, due, .. }) => {
+                // Times never run backwards, whoever else schedules: the queue stays in order.
+                due.push_back((pacer.lock().schedule(now_ns, len), at));
+            }
+            (Action::Zero { offset, len, .. }, Store::Ram(ram) | Store::Paced { ram, .. }) => {
+                ram.zero(offset, len);
+                return Ok(Some(done));
+            }
+            (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => return Ok(Some(done)),
+            (action, Store::File(file)) => {
+                match file.hand_over((at, chain, &mut request.transfer), action, bus) {
+                    Handed::Over => {}
+                    Handed::Later => return Ok(None),
+                    Handed::Failed => return Err(Status::IoErr.into()),
+                    Handed::Missing(missing) => return Err(Stop::Missing(missing)),
+                }
+            }
+        }
+        request.step = Step::Busy(action);
+        Ok(None)
+    }
+
+    /// Moves the data of a transfer now. The addresses are translated here, at the moment of the
+    /// access, so that a mapping that is gone by then is refused however old the request is. What
+    /// meets a missing translation in the middle is done again from its beginning.
+    fn move_now(&mut self, action: Action, chain: &Chain, bus: &Bus) -> Result<Step, Stop> {
+        let (Store::Ram(ram) | Store::Paced { ram, .. }) = &self.store else {
+            unreachable!("only memory is moved by us")
+        };
+        let Action::Transfer { write, offset, len } = action else {
+            unreachable!("only transfers are moved")
+        };
+        request::transfer(chain, bus, ram, write, offset, len)?;
+        self.bytes += len;
+        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
+    }
+
+    /// A disk has read or written data in buffers of the service's own: it is brought to the driver, and what
+    /// is left goes on.
+    fn deliver(
+        &mut self,
+        action: Action,
+        request: &mut BlkRequest,
+        chain: &Chain,
+        bus: &Bus,
+    ) -> Result<Step, Stop> {
+        let Action::Transfer { write, len, .. } = action else {
+            unreachable!("only transfers have data")
+        };
+        let Store::File(file) = &mut self.store else { unreachable!("only files have buffers") };
+        if !file.deliver((chain, &mut request.transfer), len, bus)? {
+            return Ok(Step::Start(action));
+        }
+        self.bytes += len;
+        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
+    }
+}
+
+impl Serve for BlkServer {
+    type Request = BlkRequest;
+
+    fn begin_round(&mut self) {
+        self.store.begin_round();
+    }
+
+    fn is_spent(&self) -> bool {
+        self.store.is_spent()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn advance(
+        &mut self,
+        at: u16,
+        request: &mut BlkRequest,
+        chain: &Chain,
+        bus: &Bus,
+        now_ns: u64,
+    ) -> Next {
+        loop {
+            if let Step::Answer(status, written) = request.step {
+                return match request::answer(chain, bus, status, written) {
+                    Ok(used) => Next::Done { ok: status == Status::Ok, used },
+                    Err(missing) => Next::Missing(missing),
+                };
+            }
+            request.step = match self.step(at, request, chain, bus, now_ns) {
+                Ok(Some(step)) => step,
+                Ok(None) if matches!(request.step, Step::Busy(_)) => return Next::Busy,
+                Ok(None) => return Next::Later,
+                Err(Stop::Status(status)) => Step::Answer(status, 0),
+                Err(Stop::Missing(missing)) => return Next::Missing(missing),
+            };
+        }
+    }
+
+    fn completed(&mut self, now_ns: u64, enough: bool) -> Option<(u16, bool)> {
+        if self.store.is_spent() {
+            return None;
+        }
+        match &mut self.store {
+            Store::Ram(_) => None,
+            Store::Paced { due, .. } => {
+                due.front().filter(|(when, _)| !enough && *when <= now_ns)?;
+                due.pop_front().map(|(_, at)| (at, true))
+            }
+            Store::File(file) => file.done.pop_front(),
+        }
+    }
+
+    /// What a disk or its clock is done with, all of it or a part: what comes next.
+    fn complete(&mut self, request: &mut BlkRequest, ok: bool) {
+        request.step = match (&mut self.store, request.step) {
+            (Store::Paced { .. }, Step::Busy(action)) => Step::Move(action),
+            (Store::File(file), Step::Busy(action @ Action::Transfer { write, offset, len }))
+                if ok =>
+            {
+                if file.buffers.is_some() {
+                    Step::Deliver(action)
+                } else if file.part_is_done(&mut request.transfer, offset, len) {
+                    self.bytes += len;
+                    Step::Answer(Status::Ok, if write { 0 } else { len as u32 })
+                } else {
+                    Step::Start(action)
+                }
+            }
+            _ => Step::Answer(if ok { Status::Ok } else { Status::IoErr }, 0),
+        };
+    }
+
+    fn fail(&mut self, request: &mut BlkRequest, chain: &Chain, bus: &Bus) -> (bool, u32) {
+        let (status, written) = match request.step {
+            Step::Answer(status, written) => (status, written),
+            _ => (Status::IoErr, 0),
+        };
+        let used = request::answer(chain, bus, status, written).unwrap_or(0);
+        (status == Status::Ok, used)
+    }
+
+    fn end(&mut self, request: &mut BlkRequest) {
+        if let Store::File(file) = &mut self.store {
+            file.end(&mut request.transfer);
+        }
+        request.step = Step::Parse;
+    }
+
+    fn is_begun(request: &BlkRequest) -> bool {
+        matches!(request.step, Step::Busy(_) | Step::Deliver(_) | Step::Answer(..))
+    }
+
+    fn reap(&mut self, slots: &mut [Slot<BlkRequest>], log: &RingLog) -> bool {
+        match &mut self.store {
+            Store::File(file) => file.reap(slots, log),
+            _ => false,
+        }
+    }
+
+    fn kick(&mut self) -> io::Result<()> {
+        match &mut self.store {
+            Store::File(file) => file.io.kick(),
+            _ => Ok(()),
+        }
+    }
+
+    fn notify(&self, event: BorrowedFd<'_>) -> io::Result<()> {
+        match &self.store {
+            Store::File(file) => file.io.notify(event),
+            _ => Ok(()),
+        }
+    }
+
+    fn in_kernel(&self) -> u32 {
+        self.store.in_kernel()
+    }
+
+    /// Reads into buffers of the service's own hold nothing up.
+    fn holds(&self, request: &BlkRequest) -> bool {
+        let own = matches!(&self.store, Store::File(file) if file.buffers.is_some());
+        let reads = matches!(request.step, Step::Busy(Action::Transfer { write: false, .. }));
+        matches!(request.step, Step::Busy(_)) && !(own && reads)
+    }
+
+    fn keep(&mut self, memory: &Arc<Memory>) {
+        if let Store::File(file) = &mut self.store
+            && file.buffers.is_none()
+            && file.io.in_flight() > 0
+        {
+            file.old.push(Arc::clone(memory));
+        }
+    }
+
+    fn next_due(&self) -> Option<u64> {
+        match &self.store {
+            Store::Paced { due, .. } => due.front().map(|&(at, _)| at),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,432 @@
+//! The device's end of one request queue.
+//!
+//! A queue never waits: a step of a request that meets a translation that is missing parks the
+//! request, and all that the request will need is asked for at once. It goes on when there was an
+//! answer, and fails when its time-out is over.
+
+use std::{collections::VecDeque, os::fd::BorrowedFd, sync::Arc};
+
+use ringfence_mem::{Memory, Translate};
+use ringfence_run::notifier::Notifier;
+use ringfence_virtq::{Chain, device};
+
+use super::{
+    Next, QueueError, QueueStats, Serve,
+    inflight::{Recorded, take_next},
+    order::Order,
+    parked::{Look, Parked},
+    ring::Away,
+    wait::{self, Head, Wait},
+};
+use crate::{Bus, RingLog};
+
+/// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
+/// for whose answer a driver waits.
+const ROUND_BYTES: u64 = 64 << 10;
+/// How many new requests one round takes at most.
+const ROUND_REQUESTS: usize = 32;
+
+/// A request that was taken from the ring, or room for one.
+#[derive(Default)]
+pub struct Slot<R> {
+    pub(super) chain: Chain,
+    pub(super) state: State,
+    /// What serves it keeps this of it.
+    pub request: R,
+    /// Its number among all that were taken.
+    pub(super) number: u64,
+    /// Its entry in the record of what is in flight.
+    pub(super) entry: u16,
+    pub(super) wait: Option<Wait>,
+}
+
+impl<R> Slot<R> {
+    /// Whether it waits for its turn to be answered.
+    pub(super) fn is_done(&self) -> bool {
+        matches!(self.state, State::Done { .. })
+    }
+}
+
+#[derive(Clone, Copy, Default)]
+pub(super) enum State {
+    /// There is no request.
+    #[default]
+    Free,
+    /// It is under way.
+    Taken,
+    /// It is answered, with so many bytes, when those before it are.
+    Done { ok: bool, used: u32 },
+}
+
+/// What the kernel still uses of a queue that is gone: the memory, and the leases on its translations.
+pub(super) struct Remains<S: Serve> {
+    // Dropped in this order, as in `RequestQueue`.
+    serve: S,
+    slots: Vec<Slot<S::Request>>,
+}
+
+impl<S: Serve> Remains<S> {
+    /// Whether no other ring may be served before it is over: what the kernel has may still change the
+    /// disk, or the memory of a guest.
+    pub(super) fn holds(&self) -> bool {
+        let mut taken = self.slots.iter().filter(|slot| matches!(slot.state, State::Taken));
+        taken.any(|slot| self.serve.holds(&slot.request))
+    }
+
+    /// Takes what the kernel has done; how many requests it still has.
+    pub(super) fn reap(&mut self) -> u32 {
+        self.serve.begin_round();
+        self.serve.reap(&mut self.slots, &RingLog::default());
+        while let Some((at, _)) = self.serve.completed(u64::MAX, false) {
+            // Nothing is answered. What has ended holds nothing up.
+            self.slots[usize::from(at)].state = State::Free;
+        }
+        // What was moved in part goes on.
+        let _ = self.serve.kick();
+        self.serve.in_kernel()
+    }
+}
+
+/// The device's end of one request queue.
+pub struct RequestQueue<S: Serve> {
+    // Dropped in this order: what serves requests waits for what the kernel still has under way, and only
+    // then go the slots, whose memory and leases it uses, and the ring, which keeps the memory.
+    pub(super) serve: S,
+    pub(super) slots: Vec<Slot<S::Request>>,
+    pub(super) ring: device::Queue,
+    pub(super) log: RingLog,
+    pub(super) order: Option<Order>,
+    pub(super) recorded: Option<Recorded>,
+    /// Set while the ring is not mapped.
+    pub(super) away: Option<Away>,
+    /// Whether the ring was mapped when it [began to stop](Self::begin_stop).
+    pub(super) answers_to_the_end: bool,
+    /// How often the endpoint had been bound anew when the ring was found last.
+    pub(super) found: Option<u64>,
+    pub(super) parked: Parked,
+    /// Requests for which there was no room, in their order.
+    pub(super) stalled: VecDeque<u16>,
+    /// Set while the next chain cannot be taken, for want of a translation of its table.
+    pub(super) head: Option<Head>,
+    pub(super) free: Vec<u16>,
+    /// How many descriptors requests under way have, all that have more than [`KEPT`](super::KEPT).
+    pub(super) held: usize,
+    /// How many requests were taken, less those that were put back.
+    taken: u64,
+    pub(super) name: Arc<str>,
+    call: Option<Arc<Notifier>>,
+    pub(super) stats: QueueStats,
+    /// How many requests were answered when that was published last.
+    published: u64,
+    pub(super) now_ns: u64,
+    /// The count of answers when this round began.
+    pub(super) answers: u64,
+    pub(super) say_at: u64,
+    pub(super) ready: Vec<u16>,
+}
+
+impl<S: Serve> RequestQueue<S> {
+    /// Has `serve` serve what comes on `ring`. Interrupts go to `call`; `name` stands in messages.
+    pub fn new(
+        ring: device::Queue,
+        serve: S,
+        name: Arc<str>,
+        call: Option<Arc<Notifier>>,
+    ) -> RequestQueue<S> {
+        let size = ring.config().size;
+        RequestQueue {
+            serve,
+            slots: (0..size).map(|_| Slot::default()).collect(),
+            ring,
+            log: RingLog::default(),
+            order: None,
+            recorded: None,
+            away: None,
+            answers_to_the_end: false,
+            found: None,
+            parked: Parked::default(),
+            stalled: VecDeque::new(),
+            head: None,
+            free: (0..size).rev().collect(),
+            held: 0,
+            taken: 0,
+            name,
+            call,
+            stats: QueueStats::default(),
+            published: 0,
+            now_ns: 0,
+            answers: 0,
+            say_at: 0,
+            ready: Vec::new(),
+        }
+    }
+
+    /// What it has done.
+    pub fn stats(&self) -> QueueStats {
+        QueueStats { bytes: self.serve.bytes(), ..self.stats }
+    }
+
+    /// What serves its requests.
+    pub fn serve(&self) -> &S {
+        &self.serve
+    }
+
+    /// The ring, to be asked where it stands.
+    pub fn ring(&self) -> &device::Queue {
+        &self.ring
+    }
+
+    /// How many requests wait for translations.
+    pub fn parked(&self) -> usize {
+        self.parked.len()
+    }
+
+    /// How many descriptors the requests have together whose descriptors are bounded.
+    pub fn held(&self) -> usize {
+        self.held
+    }
+
+    /// How many descriptors the longest request has that is under way, or that memory is kept for.
+    pub fn longest_kept(&self) -> usize {
+        self.slots.iter().map(|slot| slot.chain.descs().len()).max().unwrap_or(0)
+    }
+
+    /// Replaces the descriptor that interrupts are sent through.
+    pub fn set_call(&mut self, call: Option<Arc<Notifier>>) {
+        self.call = call;
+    }
+
+    /// Has what is written marked, where `log` says.
+    pub(super) fn set_log(&mut self, log: RingLog) {
+        self.log = log;
+    }
+
+    /// Where what is written is marked, and the ring.
+    pub(super) fn log(&mut self) -> (&mut RingLog, &mut device::Queue) {
+        (&mut self.log, &mut self.ring)
+    }
+
+    /// Has completions of io_uring write to `event`, for a worker that sleeps.
+    ///
+    /// # Errors
+    /// As the kernel says.
+    pub fn notify(&self, event: BorrowedFd<'_>) -> std::io::Result<()> {
+        self.serve.notify(event)
+    }
+
+    /// Does what there is to do; true if there was anything. A ring behind an IOMMU that is not
+    /// mapped now is left alone until it is again (rule D22).
+    ///
+    /// # Errors
+    /// The queue must be stopped; nothing else is harmed. It is to be [reaped](Self::reap) still.
+    pub fn poll(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
+        self.work(bus, now_ns).map_err(|error| match error {
+            // A ring in a file that was truncated reads as zeroes and looks broken in some way.
+            QueueError::Ring(_) => bus.check().map_or_else(QueueError::Memory, |()| error),
+            other => other,
+        })
+    }
+
+    fn work(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
+        self.now_ns = now_ns;
+        self.serve.begin_round();
+        // Before anything is looked up: an answer that comes meanwhile is one to look again for.
+        self.answers = bus.answers();
+        let reaped = self.reap();
+        if !self.find_ring(bus)? {
+            return Ok(reaped);
+        }
+        self.check_record()?;
+        self.end_order(false);
+        let stop_at = self.serve.bytes() + ROUND_BYTES;
+        let look = if self.waits() { self.parked.look(self.answers, now_ns) } else { Look::None };
+        let resumed = look != Look::None && self.resume(bus, look);
+        self.complete(bus, now_ns, stop_at);
+        let taken = self.take(bus, look, stop_at)?;
+        self.serve.kick()?;
+        let answered = self.publish_if_any(bus)?;
+        Ok(taken || answered || reaped || resumed || self.is_spent())
+    }
+
+    /// Whether something waits for a translation.
+    pub(super) fn waits(&self) -> bool {
+        self.head.is_some() || !self.parked.is_empty()
+    }
+
+    /// Takes what the kernel has done, so that unmaps no longer wait for it; answers nothing and
+    /// does not touch the ring. True if there was anything. All that is to be done for a queue that
+    /// is disabled or has failed.
+    pub fn reap(&mut self) -> bool {
+        let reaped = self.serve.reap(&mut self.slots, &self.log);
+        // What was moved in part goes on, whatever becomes of the queue. A ring that cannot
+        // be used is found out by the next round.
+        let _ = self.serve.kick();
+        reaped
+    }
+
+    /// Publishes what was answered; true if anything was.
+    pub(super) fn publish_if_any(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+        let answered = self.stats.requests != self.published;
+        if answered {
+            self.publish(bus)?;
+        }
+        Ok(answered)
+    }
+
+    pub(super) fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
+        // Nothing is published that may have been read from memory that is gone, or that is not on record.
+        bus.check()?;
+        self.check_record()?;
+        self.published = self.stats.requests;
+        let wanted = match &mut self.recorded {
+            Some(recorded) => recorded.publish(&mut self.ring),
+            None => self.ring.publish_used(),
+        };
+        self.log.mark(&mut self.ring);
+        if wanted {
+            self.interrupt();
+        }
+        Ok(())
+    }
+
+    /// Whether the ring is not mapped now.
+    pub fn is_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// Keeps `memory`, which the bus is about to lose, for as long as the kernel moves data there.
+    pub fn keep(&mut self, memory: &Arc<Memory>) {
+        self.serve.keep(memory);
+    }
+
+    /// Translates the ring's addresses anew, after the memory has changed.
+    ///
+    /// # Errors
+    /// The ring is not there.
+    pub fn move_to(&mut self, mem: &impl Translate) -> Result<(), QueueError> {
+        self.find(mem)
+    }
+
+    /// The ring lies elsewhere from now on; it is to be [found](Self::move_to) there.
+    pub fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
+        self.ring.relocate(desc, avail, used);
+    }
+
+    /// Whether requests are under way.
+    pub fn is_busy(&self) -> bool {
+        self.free.len() != self.slots.len()
+    }
+
+    /// How many requests the kernel has.
+    pub fn in_kernel(&self) -> u32 {
+        self.serve.in_kernel()
+    }
+
+    /// What the kernel still uses of a queue that goes, whose bus reaches `memory`.
+    pub(super) fn into_remains(mut self, memory: &Arc<Memory>) -> Remains<S> {
+        self.keep(memory);
+        Remains { serve: self.serve, slots: self.slots }
+    }
+
+    fn take(&mut self, bus: &Bus, look: Look, stop_at: u64) -> Result<bool, QueueError> {
+        self.advance_stalled(bus);
+        if self.head.is_some() && look == Look::None {
+            self.look_behind(bus);
+            return Ok(false);
+        }
+        let mut most = if self.is_full() { 0 } else { ROUND_REQUESTS };
+        let mut taken = 0;
+        while taken < most && self.serve.bytes() < stop_at && !self.is_occupied() {
+            let Some(&at) = self.free.last() else { break };
+            let slot = &mut self.slots[usize::from(at)];
+            let (ring, recorded) = (&mut self.ring, self.recorded.as_mut());
+            let since = self.head.map_or(u64::MAX, |head| head.questions);
+            match bus.since(since, || take_next(ring, recorded, bus, &mut slot.chain)) {
+                Ok(Some(entry)) => {
+                    self.head = None;
+                    slot.entry = entry;
+                }
+                Ok(None) => break,
+                // Behind an IOTLB it may yet come, and if not, the next chain is none the worse.
+                Err(error) => match wait::unreachable_table(&error) {
+                    Some(why) if bus.iotlb().is_some() => {
+                        if self.wait_for_head(bus, why) {
+                            break;
+                        }
+                        self.give_head_up(at)?;
+                        taken += 1;
+                        continue;
+                    }
+                    _ => return Err(error.into()),
+                },
+            }
+            self.free.pop();
+            slot.state = State::Taken;
+            slot.number = self.taken;
+            self.taken += 1;
+            self.enqueue(at);
+            taken += 1;
+            if !self.hold(at) {
+                most = 0;
+            }
+            self.advance(at, bus);
+        }
+        Ok(taken > 0)
+    }
+
+    /// Goes on with a request, as far as it goes.
+    pub(super) fn advance(&mut self, at: u16, bus: &Bus) {
+        let slot = &mut self.slots[usize::from(at)];
+        let since = slot.wait.map_or(u64::MAX, |wait| wait.questions);
+        let (serve, now_ns) = (&mut self.serve, self.now_ns);
+        let go_on = || serve.advance(at, &mut slot.request, &slot.chain, bus, now_ns);
+        match bus.since(since, go_on) {
+            Next::Done { ok, used } => self.finish(at, ok, used),
+            Next::Busy => {}
+            Next::Later => self.stall(at),
+            Next::Missing(missing) => self.park(at, missing, bus),
+        }
+    }
+
+    /// Goes on with what has been waited for.
+    pub(super) fn complete(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) {
+        while let enough = self.serve.bytes() >= stop_at
+            && let Some((at, ok)) = self.serve.completed(now_ns, enough)
+        {
+            let slot = &mut self.slots[usize::from(at)];
+            // What it waits for from now on is something else.
+            slot.wait = None;
+            self.serve.complete(&mut slot.request, ok);
+            self.advance(at, bus);
+        }
+    }
+
+    pub(super) fn finish(&mut self, at: u16, ok: bool, used: u32) {
+        let slot = &mut self.slots[usize::from(at)];
+        self.serve.end(&mut slot.request);
+        if self.order.is_none() {
+            return self.give_back(at, ok, used);
+        }
+        (slot.state, slot.wait) = (State::Done { ok, used }, None);
+        self.give_back_in_order();
+    }
+
+    pub(super) fn give_back(&mut self, at: u16, ok: bool, used: u32) {
+        let slot = &mut self.slots[usize::from(at)];
+        if let Some(recorded) = &mut self.recorded {
+            recorded.complete(slot.chain.head(), slot.entry);
+        }
+        self.ring.push_used(slot.chain.head(), used);
+        slot.end(&mut self.held);
+        self.free.push(at);
+        self.stats.requests += 1;
+        self.stats.failed += u64::from(!ok);
+    }
+
+    fn interrupt(&mut self) {
+        if let Some(call) = &self.call {
+            call.notify();
+            self.stats.interrupts += 1;
+        }
+    }
+}
