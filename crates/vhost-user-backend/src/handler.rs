@@ -53,7 +53,7 @@ pub trait Rings: Unit {
 }
 
 /// What a device is to a [`Backend`], for one connection.
-pub trait Device {
+pub trait RawDevice {
     /// Its rings on a worker.
     type Rings: Rings;
 
@@ -253,7 +253,7 @@ enum Translated {
 }
 
 /// A device as a vhost-user back end, for one connection.
-pub struct Backend<D: Device> {
+pub struct Backend<D: RawDevice> {
     device: D,
     translated: Translated,
     front: FrontEnd,
@@ -261,7 +261,7 @@ pub struct Backend<D: Device> {
     connection: Option<Shutdown>,
 }
 
-impl<D: Device> Backend<D> {
+impl<D: RawDevice> Backend<D> {
     /// Serves `device`.
     pub fn new(device: D, addresses: Addresses) -> Backend<D> {
         let translated = match addresses {
@@ -310,7 +310,7 @@ impl<D: Device> Backend<D> {
 }
 
 /// The connection is over: nothing is answered any more, and what the workers have of it goes.
-impl<D: Device> Drop for Backend<D> {
+impl<D: RawDevice> Drop for Backend<D> {
     fn drop(&mut self) {
         if let Some(translation) = self.own() {
             translation.set_channel(None);
@@ -323,7 +323,7 @@ impl<D: Device> Drop for Backend<D> {
     }
 }
 
-impl<D: Device> Handler for Backend<D> {
+impl<D: RawDevice> Handler for Backend<D> {
     fn connected(&mut self, connection: Shutdown) {
         if let Translated::Own(translation) = &mut self.translated {
             translation.set_connection(connection.clone());

@@ -17,6 +17,7 @@ const MODULES: &[&str] = &[
     "virtio_blk",
     "virtio_net",
     "virtio-iommu",
+    "virtio-rng",
     "nvme",
     "vfio-pci",
     "vfio_iommu_type1",

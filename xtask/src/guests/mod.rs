@@ -39,7 +39,7 @@ pub(crate) fn folder() -> PathBuf {
 }
 
 /// Changes whenever what is made changes: what an older checkout made is then made again.
-const RECIPE: &str = "3";
+const RECIPE: &str = "4";
 
 /// Makes what is not there yet, and our own programs as their sources are now. `iommufd`: the packages
 /// of a kernel that has it.

@@ -2,29 +2,21 @@
 
 use std::{
     cell::Cell,
-    sync::{
-        Arc,
-        atomic::Ordering,
-        mpsc::{self, RecvTimeoutError},
-    },
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::Memory;
-use ringfence_run::{
-    event::Bells,
-    worker::{Work, Worker},
-};
+use ringfence_run::worker::Worker;
 use ringfence_vhost_user::{HandlerError, InflightRegion, ProtocolFeatures, Shutdown};
 use ringfence_vhost_user_backend::{
-    Addresses, Backend, Connection, Device, Events, IotlbTally, RingStart, Shares,
-    requests::{MOST_LEFT, Reaper, Start},
+    Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares,
+    requests::{MOST_LEFT, RequestRings},
 };
 use ringfence_virtq::{
     F_VERSION_1,
     blk::{Config, SECTOR, feature},
-    device::Queue,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -41,8 +33,6 @@ const SEG_MAX: u32 = 254;
 const SIZE_MAX: u32 = 1 << 20;
 const _: () = assert!(SEG_MAX as u64 * SIZE_MAX as u64 <= request::MOST_MOVED);
 
-/// How often a ring that stops, but for what the disk has, is looked after.
-const LOOK: Duration = Duration::from_millis(10);
 /// How long the disk is waited for when a front end stops a ring whose data is in buffers of the service's own:
 /// then the connection ends, without an answer. What the kernel has is no longer the front end's affair, but it
 /// must not take the ring for one that has done everything. (Where the data is in the guest's memory, the
@@ -114,14 +104,11 @@ pub fn make_rings(image: &Image, queues: u16) -> std::io::Result<()> {
 /// A block device, for one connection.
 pub struct Blk {
     options: BlkOptions,
-    shares: Shares<BlkUnit>,
+    rings: RequestRings<BlkServer>,
     seat: Option<Seat>,
-    inflight: Option<Arc<InflightRegion>>,
     cache: Cache,
     /// When the connection was found to be over.
     over: Cell<Option<Instant>>,
-    /// Through which workers that wait for translations are woken.
-    bells: Arc<Bells>,
 }
 
 impl Blk {
@@ -132,14 +119,13 @@ impl Blk {
             (None, Some(config)) => Addresses::Iotlb(config),
             (None, None) => Addresses::Physical,
         };
+        let (id, figures) = (Arc::clone(&options.id), Arc::clone(&options.figures));
         let device = Blk {
-            shares: Shares::new(workers, options.unit),
+            rings: RequestRings::new(id, workers, options.unit, figures),
             seat: options.iommu.as_ref().map(Iommu::seat),
             options,
-            inflight: None,
             cache: Cache::default(),
             over: Cell::default(),
-            bells: Arc::default(),
         };
         Backend::new(device, addresses)
     }
@@ -166,23 +152,7 @@ impl Blk {
     }
 }
 
-/// The unit of the device on this worker, made if it is not there yet.
-fn unit_of<'w>(
-    work: &'w mut Work,
-    options: &BlkOptions,
-    endpoint: Option<Arc<Endpoint>>,
-    bells: Arc<Bells>,
-    memory: &Arc<Memory>,
-) -> std::io::Result<&'w mut BlkUnit> {
-    if work.unit::<BlkUnit>(options.unit).is_none() {
-        let figures = Arc::clone(&options.figures);
-        let unit = BlkUnit::new(&options.id, endpoint, bells, memory, figures)?;
-        work.insert(options.unit, Box::new(unit));
-    }
-    Ok(work.unit(options.unit).expect("inserted above"))
-}
-
-impl Device for Blk {
+impl RawDevice for Blk {
     type Rings = BlkUnit;
 
     fn name(&self) -> Arc<str> {
@@ -190,7 +160,7 @@ impl Device for Blk {
     }
 
     fn shares(&self) -> &Shares<BlkUnit> {
-        &self.shares
+        self.rings.shares()
     }
 
     fn part(&self) {}
@@ -240,7 +210,7 @@ impl Device for Blk {
 
     fn reset(&mut self) {
         self.cache.reset();
-        self.inflight = None;
+        self.rings.set_inflight(None);
     }
 
     fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
@@ -257,67 +227,23 @@ impl Device for Blk {
         if !resumed {
             self.seat.iter().try_for_each(Seat::ring_starts)?;
         }
-        let Connection { memory, endpoint, shutdown, .. } = on;
-        let RingStart { config, events, enabled, log, at_used } = start;
-        if at_used && self.inflight.is_none() {
-            return Err(HandlerError::new("nobody knows which requests the ring had under way"));
-        }
-        let Events { kick, call, err } = events;
-        let own = Queue::postponed(config).map_err(|error| HandlerError::new(error.to_string()))?;
-        let disk = (&self.options.disk, self.options.read_only);
-        // Here: its io_uring and its buffers take the kernel longer than other rings should wait.
-        let (id, through) = (Arc::clone(&self.options.id), self.cache.through());
-        let queue = BlkServer::queue_through(own, disk, id, call, through);
-        let queue = queue.map_err(|error| HandlerError::new(error.to_string()))?;
-        let start = Start { queue, kick, err, enabled, log, inflight: self.inflight.clone() };
-        self.take_image(shutdown)?;
-        let (options, bells) = (self.options.clone(), Arc::clone(&self.bells));
-        let (started, _) = self.shares.on_worker(ring.into(), move |work| {
-            let mut start = Some(start);
-            let unit = unit_of(work, &options, endpoint, bells, &memory);
-            let started = unit.map_err(|error| error.to_string()).and_then(|unit| {
-                unit.start(ring, &mut start, &memory).map_err(|error| error.to_string())
-            });
-            // What is left of it goes elsewhere than on the worker.
-            (started, start)
-        })?;
-        started.map_err(HandlerError::new)
+        let (through, shutdown) = (self.cache.through(), on.shutdown);
+        self.rings.start(ring, start, on, |size| {
+            let BlkOptions { disk, read_only, id, .. } = &self.options;
+            let serve = BlkServer::new((disk, *read_only), id, size, through);
+            let serve = serve.map_err(|error| HandlerError::new(error.to_string()))?;
+            self.take_image(shutdown)?;
+            Ok(serve)
+        })
     }
 
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError> {
-        let (reply, stopped) = mpsc::channel();
         let begun = Instant::now();
-        self.shares.on(ring.into(), move |unit| unit.begin_stop(ring, reply))?;
-        loop {
-            match stopped.recv_timeout(LOOK) {
-                Ok((queue, _)) => return Ok(queue.ring().next_avail()),
-                Err(RecvTimeoutError::Timeout) if !self.is_given_up(begun, connection) => {}
-                Err(RecvTimeoutError::Timeout) => break,
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(HandlerError::new("the ring is not running"));
-                }
-            }
-        }
-        let left = self.shares.on(ring.into(), move |unit| unit.abandon(ring))?.unwrap_or(0);
-        // It may have ended meanwhile.
-        if let Ok((queue, _)) = stopped.try_recv() {
-            return Ok(queue.ring().next_avail());
-        }
-        Err(HandlerError::new(format!("the disk has not answered {left} requests of ring {ring}")))
+        self.rings.stop(ring, || self.is_given_up(begun, connection))
     }
 
-    /// The way to memory is made anew by the next ring. What the kernel still has is looked after.
     fn forget(&mut self) {
-        let unit = self.options.unit;
-        for share in 0..self.shares.count() {
-            let figures = Arc::clone(&self.options.figures);
-            let _ = self.shares.on_worker(share, move |work| {
-                drop(work.remove(unit));
-                if figures.stuck() > 0 {
-                    work.insert(unit, Box::new(Reaper::new(&figures)));
-                }
-            });
-        }
+        self.rings.forget();
     }
 
     /// What the disk still has of rings that ran holds the image's lock, and nothing else up.
@@ -361,19 +287,19 @@ impl Device for Blk {
 
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
         self.cache.keep_in(Arc::clone(&inflight));
-        self.inflight = Some(inflight);
+        self.rings.set_inflight(Some(inflight));
         Ok(())
     }
 
     fn hold(&mut self) {
-        self.bells.hold();
+        self.rings.bells().hold();
     }
 
     fn pass(&mut self) {
-        self.bells.pass();
+        self.rings.bells().pass();
     }
 
     fn settled(&mut self) {
-        self.bells.release();
+        self.rings.bells().release();
     }
 }

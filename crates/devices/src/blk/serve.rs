@@ -2,12 +2,12 @@
 
 use std::{
     io,
-    os::fd::BorrowedFd,
+    os::fd::AsFd,
     sync::{Arc, atomic::AtomicBool},
 };
 
 use ringfence_mem::Memory;
-use ringfence_run::notifier::Notifier;
+use ringfence_run::{event::Doorbell, notifier::Notifier};
 use ringfence_vhost_user_backend::{
     Bus, RingLog,
     requests::{Next, RequestQueue, Serve, Slot},
@@ -73,24 +73,27 @@ impl BlkServer {
         id: Arc<str>,
         call: Option<Arc<Notifier>>,
     ) -> io::Result<BlkQueue> {
-        BlkServer::queue_through(ring, (disk, read_only), id, call, Arc::default())
+        let size = ring.config().size;
+        let serve = BlkServer::new((disk, read_only), &id, size, Arc::default())?;
+        Ok(RequestQueue::new(ring, serve, id, call))
     }
 
-    /// As [`queue`](Self::queue); writes are durable when they are answered, while `through` is set.
-    pub(super) fn queue_through(
-        ring: device::Queue,
+    /// For a ring of so many requests. Writes are durable when they are answered, while `through` is set.
+    ///
+    /// # Errors
+    /// The kernel gives no io_uring.
+    pub(super) fn new(
         (disk, read_only): (&Disk, bool),
-        id: Arc<str>,
-        call: Option<Arc<Notifier>>,
+        id: &Arc<str>,
+        size: u16,
         through: Arc<AtomicBool>,
-    ) -> io::Result<BlkQueue> {
-        let mut store = Store::new(disk, ring.config().size)?;
+    ) -> io::Result<BlkServer> {
+        let mut store = Store::new(disk, size)?;
         if let Store::File(file) = &mut store {
             file.through = through;
         }
         let limits = Limits::of(disk, read_only);
-        let serve = BlkServer { store, limits, id: Arc::clone(&id), bytes: 0 };
-        Ok(RequestQueue::new(ring, serve, id, call))
+        Ok(BlkServer { store, limits, id: Arc::clone(id), bytes: 0 })
     }
 
     /// The next step of a request; `None`: it is [busy](Step::Busy), or there is no room for it now.
@@ -297,9 +300,9 @@ impl Serve for BlkServer {
         }
     }
 
-    fn notify(&self, event: BorrowedFd<'_>) -> io::Result<()> {
+    fn notify(&self, bell: &Arc<Doorbell>) -> io::Result<()> {
         match &self.store {
-            Store::File(file) => file.io.notify(event),
+            Store::File(file) => file.io.notify((**bell).as_fd()),
             _ => Ok(()),
         }
     }

@@ -7,7 +7,7 @@ use ringfence_mem::Memory;
 use ringfence_run::worker::Worker;
 use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown};
 use ringfence_vhost_user_backend::{
-    Addresses, Backend, Connection, Device, IotlbTally, IotlbTotals, RingStart, Shares,
+    Addresses, Backend, Connection, IotlbTally, IotlbTotals, RawDevice, RingStart, Shares,
 };
 use tracing::debug;
 use zerocopy::{FromZeros, IntoBytes};
@@ -141,7 +141,7 @@ pub struct NetEnd {
     seat: Option<Seat>,
 }
 
-impl Device for NetEnd {
+impl RawDevice for NetEnd {
     type Rings = NetUnit;
 
     fn name(&self) -> Arc<str> {

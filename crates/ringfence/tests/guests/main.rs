@@ -23,6 +23,7 @@ mod machines;
 mod migrate;
 mod net;
 mod nvme;
+mod rng;
 mod speed;
 mod successor;
 mod uml;

@@ -271,6 +271,17 @@ impl Qemu {
         self.add("-chardev", format!("socket,id=c{n},path={},{again}", socket.display()));
     }
 
+    /// A source of random bytes whose back end listens on a socket.
+    pub(crate) fn rng(mut self, socket: &Path) -> Qemu {
+        let n = self.port();
+        // Its device wants a connection at once, and does not connect again.
+        self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
+        // It has never been a device of virtio 0.9.
+        let own = self.own().replace(",disable-legacy=on", "");
+        self.add("-device", format!("vhost-user-rng-pci,chardev=c{n},{own}"));
+        self
+    }
+
     /// A thread of QEMU's, for a disk of its own.
     pub(crate) fn thread(mut self, name: &str) -> Qemu {
         self.add("-object", format!("iothread,id={name}"));

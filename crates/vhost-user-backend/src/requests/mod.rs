@@ -12,6 +12,7 @@ mod parked;
 mod queue;
 mod reaper;
 mod ring;
+mod rings;
 mod room;
 mod sleep;
 mod stats;
@@ -19,15 +20,17 @@ mod stop;
 mod unit;
 mod wait;
 
-use std::{io, os::fd::BorrowedFd, sync::Arc};
+use std::{io, sync::Arc};
 
 use ringfence_mem::{Access, AccessError, Memory};
+use ringfence_run::event::Doorbell;
 use ringfence_virtq::Chain;
 
 pub use error::QueueError;
 pub use figures::{MOST_LEFT, RequestFigures};
 pub use queue::{RequestQueue, Slot};
 pub use reaper::Reaper;
+pub use rings::RequestRings;
 pub use room::{KEPT, MOST_HELD};
 pub use stats::QueueStats;
 pub use unit::{RequestUnit, Start, Stopped};
@@ -81,6 +84,11 @@ pub trait Serve: Send + Sized + 'static {
         let _ = (slots, log);
         false
     }
+    /// Whether something has come back since it was [reaped](Self::reap) that nothing but a bell tells of: looked at before
+    /// a sleep.
+    fn has_returned(&self) -> bool {
+        false
+    }
     /// Hands what was queued to the kernel.
     ///
     /// # Errors
@@ -88,12 +96,12 @@ pub trait Serve: Send + Sized + 'static {
     fn kick(&mut self) -> io::Result<()> {
         Ok(())
     }
-    /// Has what completes later write to `event`, for a worker that sleeps.
+    /// Has what completes later ring `bell`, for a worker that sleeps.
     ///
     /// # Errors
     /// As the kernel says.
-    fn notify(&self, event: BorrowedFd<'_>) -> io::Result<()> {
-        let _ = event;
+    fn notify(&self, bell: &Arc<Doorbell>) -> io::Result<()> {
+        let _ = bell;
         Ok(())
     }
     /// How many requests the kernel has.

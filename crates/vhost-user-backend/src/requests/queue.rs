@@ -4,10 +4,10 @@
 //! request, and all that the request will need is asked for at once. It goes on when there was an
 //! answer, and fails when its time-out is over.
 
-use std::{collections::VecDeque, os::fd::BorrowedFd, sync::Arc};
+use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_mem::{Memory, Translate};
-use ringfence_run::notifier::Notifier;
+use ringfence_run::{event::Doorbell, notifier::Notifier};
 use ringfence_virtq::{Chain, device};
 
 use super::{
@@ -206,12 +206,12 @@ impl<S: Serve> RequestQueue<S> {
         (&mut self.log, &mut self.ring)
     }
 
-    /// Has completions of io_uring write to `event`, for a worker that sleeps.
+    /// Has what completes later ring `bell`, for a worker that sleeps.
     ///
     /// # Errors
     /// As the kernel says.
-    pub fn notify(&self, event: BorrowedFd<'_>) -> std::io::Result<()> {
-        self.serve.notify(event)
+    pub fn notify(&self, bell: &Arc<Doorbell>) -> std::io::Result<()> {
+        self.serve.notify(bell)
     }
 
     /// Does what there is to do; true if there was anything. A ring behind an IOMMU that is not

@@ -173,7 +173,7 @@ impl<S: Serve> RequestUnit<S> {
             Bus::Physical(_) => queue.find(&UserAddresses::new(Arc::clone(memory)))?,
         }
         queue.set_ordered(self.bus.iotlb().is_some() && self.bus.is_logged());
-        queue.notify((*self.bell).as_fd())?;
+        queue.notify(&self.bell)?;
         queue.disarm();
         Ok(())
     }
@@ -425,7 +425,8 @@ impl<S: Serve> Unit for RequestUnit<S> {
 
     fn arm(&mut self) -> bool {
         self.bell.arm();
-        let mut more = false;
+        // Also of those that stop, or have failed.
+        let mut more = self.queues.iter().any(|served| served.queue.serve().has_returned());
         // What is in a ring that is held is not looked at before its time.
         for served in self.queues.iter_mut().filter(|served| served.works() && !self.held) {
             more |= served.queue.arm(&self.bus);

@@ -393,7 +393,9 @@ impl<F: Format> Ring for End<F> {
 
     #[inline]
     fn push_used(&mut self, head: u16, len: u32) {
-        self.push_used_burst([(head, len)]);
+        let places = self.flight.give_back(head);
+        let Some(areas) = &self.areas else { unreachable!("a chain was taken from it") };
+        self.at.put(areas, (head, len), places, self.config.size);
     }
 
     #[inline]

@@ -1,0 +1,157 @@
+//! The rings of a device for one connection, where they are of requests.
+
+use std::{
+    sync::{
+        Arc,
+        mpsc::{self, RecvTimeoutError},
+    },
+    time::Duration,
+};
+
+use ringfence_iotlb::Endpoint;
+use ringfence_mem::Memory;
+use ringfence_run::{
+    event::Bells,
+    worker::{Work, Worker},
+};
+use ringfence_vhost_user::{HandlerError, InflightRegion};
+use ringfence_virtq::device;
+
+use super::{Reaper, RequestFigures, RequestQueue, RequestUnit, Serve, Start};
+use crate::{Connection, Events, RingStart, Shares};
+
+/// How often a ring that stops, but for what is under way, is looked after.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// What a [`RawDevice`](crate::RawDevice) whose rings are of requests keeps of a connection: where they are served and
+/// recorded.
+pub struct RequestRings<S: Serve> {
+    name: Arc<str>,
+    shares: Shares<RequestUnit<S>>,
+    figures: Arc<RequestFigures<S>>,
+    inflight: Option<Arc<InflightRegion>>,
+    /// Through which workers that wait for translations are woken.
+    bells: Arc<Bells>,
+}
+
+impl<S: Serve> RequestRings<S> {
+    /// Rings that are served by `workers` in turn, as their unit number `unit`, and counted in `figures`.
+    pub fn new(
+        name: Arc<str>,
+        workers: Arc<[Worker]>,
+        unit: u32,
+        figures: Arc<RequestFigures<S>>,
+    ) -> RequestRings<S> {
+        let shares = Shares::new(workers, unit);
+        RequestRings { name, shares, figures, inflight: None, bells: Arc::default() }
+    }
+
+    /// Where they are served.
+    pub fn shares(&self) -> &Shares<RequestUnit<S>> {
+        &self.shares
+    }
+
+    /// Through which workers that wait for translations are woken.
+    pub fn bells(&self) -> &Bells {
+        &self.bells
+    }
+
+    /// Notes requests under way there, from the next start of a ring on; `None`: nowhere.
+    pub fn set_inflight(&mut self, inflight: Option<Arc<InflightRegion>>) {
+        self.inflight = inflight;
+    }
+
+    /// Starts a ring, for so many requests at a time as `serve` is told.
+    ///
+    /// # Errors
+    /// What is wrong with the ring; as `serve` says.
+    pub fn start(
+        &self,
+        ring: u16,
+        start: RingStart,
+        on: Connection<'_>,
+        serve: impl FnOnce(u16) -> Result<S, HandlerError>,
+    ) -> Result<(), HandlerError> {
+        let RingStart { config, events, enabled, log, at_used } = start;
+        if at_used && self.inflight.is_none() {
+            return Err(HandlerError::new("nobody knows which requests the ring had under way"));
+        }
+        let Events { kick, call, err } = events;
+        let own = device::Queue::postponed(config);
+        let own = own.map_err(|error| HandlerError::new(error.to_string()))?;
+        // Here: what serves it may take the kernel longer to make than other rings should wait.
+        let queue = RequestQueue::new(own, serve(config.size)?, Arc::clone(&self.name), call);
+        let start = Start { queue, kick, err, enabled, log, inflight: self.inflight.clone() };
+        let (name, unit, endpoint) = (Arc::clone(&self.name), self.shares.unit(), on.endpoint);
+        let (figures, bells, memory) =
+            (Arc::clone(&self.figures), Arc::clone(&self.bells), on.memory);
+        let (started, _) = self.shares.on_worker(ring.into(), move |work| {
+            let mut start = Some(start);
+            let unit = unit_of(work, unit, (&name, endpoint, bells, &memory, figures));
+            let started = unit.map_err(|error| error.to_string()).and_then(|unit| {
+                unit.start(ring, &mut start, &memory).map_err(|error| error.to_string())
+            });
+            // What is left of it goes elsewhere than on the worker.
+            (started, start)
+        })?;
+        started.map_err(HandlerError::new)
+    }
+
+    /// Stops a ring: waits until all that is under way has ended, unless that is `given_up`. The next entry.
+    ///
+    /// # Errors
+    /// The ring does not run; it was given up.
+    pub fn stop(&self, ring: u16, mut given_up: impl FnMut() -> bool) -> Result<u32, HandlerError> {
+        let (reply, stopped) = mpsc::channel();
+        self.shares.on(ring.into(), move |unit| unit.begin_stop(ring, reply))?;
+        loop {
+            match stopped.recv_timeout(LOOK) {
+                Ok((queue, _)) => return Ok(queue.ring().next_avail()),
+                Err(RecvTimeoutError::Timeout) if !given_up() => {}
+                Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(HandlerError::new("the ring is not running"));
+                }
+            }
+        }
+        let left = self.shares.on(ring.into(), move |unit| unit.abandon(ring))?.unwrap_or(0);
+        // It may have ended meanwhile.
+        if let Ok((queue, _)) = stopped.try_recv() {
+            return Ok(queue.ring().next_avail());
+        }
+        let name = &self.name;
+        Err(HandlerError::new(format!("{name} has not answered {left} requests of ring {ring}")))
+    }
+
+    /// Takes the shares from their workers: the way to memory is made anew by the next ring. What is still under way is
+    /// looked after.
+    pub fn forget(&self) {
+        let unit = self.shares.unit();
+        for share in 0..self.shares.count() {
+            let figures = Arc::clone(&self.figures);
+            // A worker that is gone has nothing any more.
+            let _ = self.shares.on_worker(share, move |work| {
+                drop(work.remove(unit));
+                if figures.stuck() > 0 {
+                    work.insert(unit, Box::new(Reaper::new(&figures)));
+                }
+            });
+        }
+    }
+}
+
+type Parts<'a, S> =
+    (&'a str, Option<Arc<Endpoint>>, Arc<Bells>, &'a Arc<Memory>, Arc<RequestFigures<S>>);
+
+/// The share of this worker, made if it is not there yet.
+fn unit_of<'w, S: Serve>(
+    work: &'w mut Work,
+    number: u32,
+    (name, endpoint, bells, memory, figures): Parts<'_, S>,
+) -> std::io::Result<&'w mut RequestUnit<S>> {
+    if work.unit::<RequestUnit<S>>(number).is_none() {
+        let unit = RequestUnit::new(name, endpoint, bells, memory, figures)?;
+        work.insert(number, Box::new(unit));
+    }
+    Ok(work.unit(number).expect("inserted above"))
+}

@@ -1,0 +1,328 @@
+//! A device that is given requests, behind a device IOTLB, and its front end.
+
+use std::{
+    collections::BTreeMap,
+    io::Read,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc::{Receiver, Sender, channel},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use ringfence_iotlb::IotlbConfig;
+use ringfence_mem::{Access, GuestRam, Window};
+use ringfence_run::{
+    event,
+    worker::{Notify, Worker},
+};
+use ringfence_vhost_user::{
+    Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, Server, Shutdown,
+};
+use ringfence_vhost_user_backend::{Addresses, Device, Request, Requests};
+use ringfence_virtq::{
+    Desc, F_ACCESS_PLATFORM, F_VERSION_1,
+    driver::{Config, Queue, Rings},
+};
+use zerocopy::FromBytes;
+
+const PAGE: usize = 4096;
+/// Where the memory is for the device: page n at this address and n times two pages.
+const IOVA: u64 = 1 << 40;
+/// A guard against hanging, and no measure.
+const LONG: Duration = Duration::from_secs(60);
+
+fn iova(page: usize) -> u64 {
+    IOVA + (2 * PAGE * page) as u64
+}
+
+/// Sends its requests to the test.
+struct Given(Mutex<Sender<Request>>, Arc<AtomicUsize>);
+
+impl Device for Given {
+    fn request(&mut self, queue: u16, request: Request) {
+        assert_eq!(queue, 0);
+        self.1.fetch_add(1, Ordering::Relaxed);
+        let _ = self.0.lock().unwrap().send(request);
+    }
+}
+
+/// The front end and the driver. What it is asked for it answers from `mapped`.
+struct Rig {
+    main: Arc<Mutex<Frontend>>,
+    mapped: Arc<Mutex<BTreeMap<u64, u64>>>,
+    ram: Arc<GuestRam>,
+    queue: Queue,
+    kick: OwnedFd,
+    call: OwnedFd,
+    shutdown: Shutdown,
+    serving: Option<JoinHandle<()>>,
+    answering: Option<JoinHandle<()>>,
+    requests: Receiver<Request>,
+    given: Arc<AtomicUsize>,
+}
+
+impl Rig {
+    fn new() -> Rig {
+        let (send, requests) = channel();
+        let given = Arc::new(AtomicUsize::new(0));
+        let device = Given(Mutex::new(send), Arc::clone(&given));
+        let workers: Arc<[Worker]> = [Worker::spawn("test", Notify::Sleep).unwrap()].into();
+        let addresses = Addresses::Iotlb(IotlbConfig { patience: LONG, ..IotlbConfig::default() });
+        let backend = Requests::backend(device, "test", addresses, workers);
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut server = Server::new(theirs, backend);
+        let shutdown = server.shutdown_handle();
+        let serving = Some(thread::spawn(move || _ = server.serve()));
+        let mut main = Frontend::new(ours, LONG);
+        let protocol = ProtocolFeatures::REPLY_ACK | ProtocolFeatures::BACKEND_REQ;
+        main.negotiate(1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM, protocol).unwrap();
+        let (asks, other) = UnixStream::pair().unwrap();
+        main.set_backend_channel(other.as_fd()).unwrap();
+        let ram = GuestRam::new(64 * PAGE, 1 << 32).unwrap();
+        main.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+        let main = Arc::new(Mutex::new(main));
+        let mapped: Arc<Mutex<BTreeMap<u64, u64>>> = Arc::default();
+        let answering = {
+            let (main, mapped) = (Arc::clone(&main), Arc::clone(&mapped));
+            Some(thread::spawn(move || answer(asks, &main, &mapped)))
+        };
+        // The ring has the first page.
+        let config = Config { size: 16, event_idx: false, packed: false };
+        let rings = Rings::placed(&ram.window(0, PAGE).unwrap(), &config).unwrap();
+        let queue = Queue::with_config(config, rings).unwrap();
+        let (kick, call) = (event::new().unwrap(), event::new().unwrap());
+        let rig = Rig {
+            main,
+            mapped,
+            ram,
+            queue,
+            kick,
+            call,
+            shutdown,
+            serving,
+            answering,
+            requests,
+            given,
+        };
+        rig.map(0);
+        let offsets = config.offsets();
+        let [desc, avail, used] =
+            [offsets.desc, offsets.avail, offsets.used].map(|offset| iova(0) + offset as u64);
+        let mut main = rig.main.lock().unwrap();
+        main.set_vring_num(0, config.size).unwrap();
+        main.set_vring_addr(0, &RingAddresses { desc, avail, used, log: None }).unwrap();
+        main.set_vring_base(0, 0).unwrap();
+        main.set_vring_call(0, Some(rig.call.as_fd())).unwrap();
+        main.set_vring_kick(0, Some(rig.kick.as_fd())).unwrap();
+        main.set_vring_enable(0, true).unwrap();
+        drop(main);
+        rig
+    }
+
+    fn user(&self, page: usize) -> u64 {
+        self.ram.user_addr() + (page * PAGE) as u64
+    }
+
+    /// From now on misses of this page are answered.
+    fn map(&self, page: usize) {
+        self.mapped.lock().unwrap().insert(iova(page), self.user(page));
+    }
+
+    fn page(&self, page: usize) -> Window {
+        self.ram.window(page * PAGE, PAGE).unwrap()
+    }
+
+    fn send(&mut self, chain: &[Desc], token: u64) {
+        self.queue.add(chain, token).unwrap();
+        self.queue.publish();
+        event::signal(&self.kick);
+    }
+
+    fn next(&self) -> Request {
+        self.requests.recv_timeout(LONG).expect("a request")
+    }
+
+    /// The next that is answered, and how many bytes were written.
+    fn answered(&mut self) -> (u64, u32) {
+        let begun = Instant::now();
+        loop {
+            if let Some(used) = self.queue.pop().unwrap() {
+                return (used.token, used.len);
+            }
+            assert!(begun.elapsed() < LONG, "no answer");
+            thread::sleep(Duration::from_micros(100));
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.shutdown.shutdown();
+        for thread in [&mut self.serving, &mut self.answering] {
+            assert!(thread.take().unwrap().join().is_ok() || thread::panicking());
+        }
+    }
+}
+
+/// Answers misses until the back end hangs up.
+fn answer(mut asks: UnixStream, main: &Mutex<Frontend>, mapped: &Mutex<BTreeMap<u64, u64>>) {
+    let mut bytes = [0; 12 + size_of::<IotlbWire>()];
+    while asks.read_exact(&mut bytes).is_ok() {
+        let wire = IotlbWire::read_from_bytes(&bytes[12..]).unwrap();
+        let Ok(Iotlb::Miss { iova, .. }) = wire.parse() else { continue };
+        let first = iova & !0xfff;
+        let begun = Instant::now();
+        // What is not mapped yet is answered when it is.
+        let user_addr = loop {
+            match mapped.lock().unwrap().get(&first) {
+                Some(user_addr) => break *user_addr,
+                None if begun.elapsed() > LONG => return,
+                None => thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        let (last, access) = (first | 0xfff, Some(Access::ReadWrite));
+        let update = Iotlb::Update { first, last, user_addr, access };
+        if main.lock().unwrap().iotlb(&update).is_err() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn buffers_are_there_whatever_pieces_they_lie_in() {
+    let mut rig = Rig::new();
+    (1..5).for_each(|page| rig.map(page));
+    rig.page(1).write(PAGE - 3, b"one");
+    rig.page(2).write(0, b"and two");
+    let chain = [
+        Desc::readable(iova(1) + PAGE as u64 - 3, 3),
+        Desc::readable(iova(2), 7),
+        Desc::writable(iova(3) + 100, 5),
+        Desc::writable(iova(4), 10),
+    ];
+    rig.send(&chain, 7);
+    let mut request = rig.next();
+    assert_eq!((request.readable_len(), request.writable_len()), (10, 15));
+    let mut bytes = [0; 6];
+    assert_eq!(request.read(&mut bytes), 6);
+    assert_eq!(&bytes, b"oneand");
+    assert_eq!((request.read(&mut bytes), &bytes[..4]), (4, &b" two"[..]));
+    assert_eq!(request.read(&mut bytes), 0);
+    assert_eq!(request.write(b"123"), 3);
+    assert_eq!(request.write(b"45678"), 5);
+    request.complete();
+    assert_eq!(rig.answered(), (7, 8));
+    let mut written = [0; 5];
+    rig.page(3).read(100, &mut written);
+    assert_eq!(&written, b"12345");
+    rig.page(4).read(0, &mut written);
+    assert_eq!(&written, b"678\0\0");
+}
+
+#[test]
+fn requests_are_completed_by_any_thread_in_any_order() {
+    let mut rig = Rig::new();
+    rig.map(1);
+    for token in 0..8 {
+        rig.send(&[Desc::writable(iova(1) + 8 * token, 8)], token);
+    }
+    let mut requests: Vec<Request> = (0..8).map(|_| rig.next()).collect();
+    // Nothing else wakes the worker, which sleeps by then.
+    for token in (0..8).rev() {
+        let request = requests.pop().unwrap();
+        let completes = thread::spawn(move || match token % 3 {
+            0 => drop(request),
+            1 => request.complete(),
+            _ => request.fail(std::io::Error::other("no reason")),
+        });
+        assert_eq!(rig.answered(), (token, 0));
+        completes.join().unwrap();
+    }
+}
+
+#[test]
+fn a_request_whose_translation_is_missing_holds_up_no_other() {
+    let mut rig = Rig::new();
+    rig.map(1);
+    // Nothing answers for page 9 yet, and whoever answers does so in order: page 1 is asked for first.
+    rig.send(&[Desc::writable(iova(1), 8)], 0);
+    rig.next().complete();
+    assert_eq!(rig.answered(), (0, 0));
+    rig.send(&[Desc::writable(iova(9), 8)], 1);
+    rig.send(&[Desc::writable(iova(1), 8)], 2);
+    rig.next().complete();
+    assert_eq!(rig.answered(), (2, 0));
+    rig.map(9);
+    rig.next().complete();
+    assert_eq!(rig.answered(), (1, 0));
+}
+
+// rule D15
+#[test]
+fn an_invalidation_waits_until_the_device_has_completed_what_uses_the_range() {
+    let mut rig = Rig::new();
+    (1..3).for_each(|page| rig.map(page));
+    rig.send(&[Desc::writable(iova(1), 8)], 0);
+    let mut request = rig.next();
+    let done = Arc::new(AtomicBool::new(false));
+    let invalidates = {
+        let (main, done) = (Arc::clone(&rig.main), Arc::clone(&done));
+        thread::spawn(move || {
+            let (first, last) = (iova(1), iova(1) + 0xfff);
+            main.lock().unwrap().iotlb(&Iotlb::Invalidate { first, last }).unwrap();
+            done.store(true, Ordering::Release);
+        })
+    };
+    thread::sleep(Duration::from_millis(50));
+    assert!(!done.load(Ordering::Acquire), "it was answered while the device could still write");
+    assert_eq!(request.write(b"late"), 4);
+    request.complete();
+    invalidates.join().unwrap();
+    assert_eq!(rig.answered(), (0, 4));
+}
+
+#[test]
+fn a_ring_that_stops_waits_for_what_the_device_has() {
+    let mut rig = Rig::new();
+    rig.map(1);
+    rig.send(&[Desc::writable(iova(1), 8)], 0);
+    let request = rig.next();
+    let main = Arc::clone(&rig.main);
+    let stops = thread::spawn(move || main.lock().unwrap().get_vring_base(0).unwrap());
+    thread::sleep(Duration::from_millis(50));
+    assert!(!stops.is_finished());
+    request.complete();
+    assert_eq!(stops.join().unwrap(), 1);
+    assert_eq!(rig.answered(), (0, 0));
+}
+
+#[test]
+fn what_is_longer_than_the_device_takes_never_comes_to_it() {
+    let mut rig = Rig::new();
+    rig.map(1);
+    rig.send(&[Desc::writable(iova(1), (1 << 20) + 1)], 0);
+    assert_eq!(rig.answered(), (0, 0));
+    rig.send(&[Desc::writable(iova(1), 8)], 1);
+    rig.next().complete();
+    assert_eq!(rig.answered(), (1, 0));
+    assert_eq!(rig.given.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_front_end_that_goes_leaves_what_the_device_has_to_the_device() {
+    let mut rig = Rig::new();
+    rig.map(1);
+    rig.send(&[Desc::writable(iova(1), 8)], 0);
+    let mut request = rig.next();
+    drop(rig);
+    // The memory is there until it is completed.
+    assert_eq!(request.write(b"nowhere?"), 8);
+    request.complete();
+}
