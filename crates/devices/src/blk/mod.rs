@@ -11,7 +11,8 @@ mod tests;
 use ringfence_vhost_user_backend::requests::{RequestFigures, RequestQueue, RequestUnit};
 
 pub use device::{Blk, BlkOptions, make_rings};
-pub use serve::{BlkRequest, BlkServer};
+pub use serve::BlkServer;
+pub use store::BlkRequest;
 
 /// A queue of a block device.
 pub type BlkQueue = RequestQueue<BlkServer>;

@@ -17,41 +17,9 @@ use ringfence_virtq::{Chain, blk::Status, device};
 use super::{
     BlkQueue,
     request::{self, Action, Limits, Stop},
-    store::{Handed, Store, Transfer},
+    store::{BlkRequest, Handed, Step, Store},
 };
 use crate::disk::Disk;
-
-/// What is to be done next with a request.
-#[derive(Clone, Copy, Default)]
-pub(super) enum Step {
-    /// Read its header.
-    #[default]
-    Parse,
-    /// Begin it.
-    Start(Action),
-    /// Wait: the kernel has it, or its time has not come.
-    Busy(Action),
-    /// Move the data now.
-    Move(Action),
-    /// Bring what the disk has read to where the driver wants it, and go on.
-    Deliver(Action),
-    /// Write this status, after so many bytes of data.
-    Answer(Status, u32),
-}
-
-/// A request of a block device that is under way.
-#[derive(Default)]
-pub struct BlkRequest {
-    pub(super) step: Step,
-    pub(super) transfer: Transfer,
-}
-
-impl BlkRequest {
-    /// Whether what the kernel has of it moves data.
-    pub(super) fn moves_data(&self) -> bool {
-        matches!(self.step, Step::Busy(Action::Transfer { .. }))
-    }
-}
 
 /// What serves the requests of one ring of a block device.
 pub struct BlkServer {

@@ -19,10 +19,7 @@ use ringfence_vhost_user_backend::{
 };
 use ringfence_virtq::{Chain, blk::Status};
 
-use super::{
-    request::{self, Action},
-    serve::{BlkRequest, Step},
-};
+use super::request::{self, Action};
 use crate::disk::{Buffers, Disk, FileIo, FileOp, Pacer, Ram};
 
 /// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
@@ -139,6 +136,38 @@ pub(super) struct Transfer {
     write: bool,
     /// Whether it is to be durable when it is answered.
     through: bool,
+}
+
+/// What is to be done next with a request.
+#[derive(Clone, Copy, Default)]
+pub(super) enum Step {
+    /// Read its header.
+    #[default]
+    Parse,
+    /// Begin it.
+    Start(Action),
+    /// Wait: the kernel has it, or its time has not come.
+    Busy(Action),
+    /// Move the data now.
+    Move(Action),
+    /// Bring what the disk has read to where the driver wants it, and go on.
+    Deliver(Action),
+    /// Write this status, after so many bytes of data.
+    Answer(Status, u32),
+}
+
+/// A request of a block device that is under way.
+#[derive(Default)]
+pub struct BlkRequest {
+    pub(super) step: Step,
+    pub(super) transfer: Transfer,
+}
+
+impl BlkRequest {
+    /// Whether what the kernel has of it moves data.
+    pub(super) fn moves_data(&self) -> bool {
+        matches!(self.step, Step::Busy(Action::Transfer { .. }))
+    }
 }
 
 /// The leases of a request: of one that is over the first is kept, to be renewed.

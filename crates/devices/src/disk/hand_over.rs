@@ -5,7 +5,10 @@ use std::{fmt, fs::File, io, sync::Arc, thread, time::Duration};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::fdatasync;
 
-use super::{ImageError, ImageOptions, image::wait_for_lock, lock};
+use super::{
+    lock::{self, wait_for_lock},
+    options::{ImageError, ImageOptions},
+};
 
 /// How often to look whether nobody waits any more, or whether the disk has answered.
 const LOOK: Duration = Duration::from_millis(10);

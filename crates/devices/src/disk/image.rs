@@ -9,7 +9,6 @@ use std::{
     },
     path::Path,
     sync::Arc,
-    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
@@ -18,57 +17,21 @@ use rustix::fs::{
     statx,
 };
 
-use super::{DiskBuffers, hand_over::HandOver, lock, origin, rings::Rings, submitter::Submitter};
+use super::{
+    DiskBuffers,
+    hand_over::HandOver,
+    lock::wait_for_lock,
+    options::{ImageError, ImageOptions},
+    origin,
+    rings::Rings,
+    submitter::Submitter,
+};
 use crate::path;
 
 /// The unit in which a disk is addressed.
 const SECTOR: u64 = 512;
 /// What direct I/O is aligned to where the kernel does not say.
 const PAGE: u32 = 4096;
-
-/// Why an image cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ImageError {
-    /// The system refused.
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    /// It is no file and no block device.
-    #[error("it is neither a file nor a block device")]
-    Kind,
-    /// Another process uses it: for writing, or for reading what we would write.
-    #[error("another process uses it (it is locked)")]
-    Locked,
-    /// The disk did not answer as long as somebody waited.
-    #[error("the disk does not answer")]
-    NoAnswer,
-    /// It was to be on the disk before another process has the image, and the disk has refused.
-    #[error("what was written has not reached the disk")]
-    Lost,
-    /// It does not hold a sector.
-    #[error("it has {0} bytes, less than a sector")]
-    Empty(u64),
-}
-
-/// How an image is opened.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ImageOptions {
-    /// Nothing will be written.
-    pub read_only: bool,
-    /// Past the page cache (`O_DIRECT`) where a request is aligned for that; others go through it.
-    pub direct: bool,
-    /// How long the lock is waited for. A process that was killed holds it until the kernel has
-    /// ended its I/O: who comes after it and goes on with what it had under way is to wait for that.
-    pub wait: Duration,
-    /// Who reads an image that others read too: a number that the next process of the same service has as well, such as
-    /// one made of its socket's name. What a killed one still reads into a guest's memory is waited for as above: with
-    /// direct I/O, and without buffers of its own.
-    pub reader: Option<u64>,
-    /// It is locked from [`take`](Image::take) to [`release`](Image::release) only, so that a guest
-    /// can move to another process.
-    pub hand_over: bool,
-    /// Where the data of requests is meanwhile.
-    pub buffers: DiskBuffers,
-}
 
 /// A file or block device that holds a disk.
 #[derive(Debug)]
@@ -290,18 +253,6 @@ impl Image {
     }
 }
 
-/// Locks an image, once those who have it let go of it, if they do in time.
-pub(super) fn wait_for_lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
-    let deadline = Instant::now() + options.wait;
-    while !lock::take(file, options.read_only, options.reader)? {
-        if Instant::now() >= deadline {
-            return Err(ImageError::Locked);
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    Ok(())
-}
-
 impl AsFd for Image {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
@@ -343,7 +294,7 @@ impl Holes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
+    use std::{io::Write, time::Duration};
 
     fn image(bytes: usize) -> tempfile::NamedTempFile {
         let mut file = tempfile::NamedTempFile::new().unwrap();

@@ -24,9 +24,12 @@ use std::{
     fs::File,
     io,
     os::fd::{AsFd, AsRawFd},
+    time::{Duration, Instant},
 };
 
 use rustix::fs::{FlockOperation, flock};
+
+use super::options::{ImageError, ImageOptions};
 
 /// Where the bytes are.
 const DOES: i64 = 100;
@@ -136,6 +139,18 @@ fn is_locked(file: &File, byte: i64) -> io::Result<bool> {
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
+/// Locks an image, once those who have it let go of it, if they do in time.
+pub(super) fn wait_for_lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
+    let deadline = Instant::now() + options.wait;
+    while !take(file, options.read_only, options.reader)? {
+        if Instant::now() >= deadline {
+            return Err(ImageError::Locked);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::OpenOptions;
@@ -173,11 +188,11 @@ mod tests {
         // Again, as for a second ring.
         assert!(take(&writer, false, None).unwrap());
         release(&writer).unwrap();
-        assert_eq!(held(&image), []);
+        assert_eq!(held(&image), [0i64; 0]);
         let reader = locked(&image, true);
         assert_eq!(held(&image), [100, 201, 203]);
         drop(reader);
-        assert_eq!(held(&image), []);
+        assert_eq!(held(&image), [0i64; 0]);
     }
 
     #[test]

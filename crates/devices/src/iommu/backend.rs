@@ -24,6 +24,16 @@ pub struct IommuBackend {
     calls: [Option<Call>; 2],
 }
 
+impl Iommu {
+    /// A back end for a front end; the one before it must be gone.
+    pub fn connect(self: &Arc<Self>) -> IommuBackend {
+        if let Err(error) = self.device.backing().open() {
+            tracing::error!(source = %"iommu", "an endpoint stays blocked: {error}");
+        }
+        IommuBackend::at(self.seat())
+    }
+}
+
 impl IommuBackend {
     pub(super) fn at(seat: Seat) -> IommuBackend {
         IommuBackend { seat, front: FrontEnd::default(), calls: [None, None] }

@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     os::fd::OwnedFd,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use parking_lot::Mutex;
@@ -15,14 +15,15 @@ use ringfence_vhost_user::HandlerError;
 use ringfence_virtio_iommu::device::{Answers, Counters, Device, FaultQueue, Options};
 
 use super::{
-    Endpoints, IommuBackend, Seat, faults::Reported, gate::Gate, reach::Shared, unit::IommuUnit,
+    Endpoints,
+    faults::Reported,
+    gate::Gate,
+    reach::Shared,
+    unit::{IommuUnit, PATIENCE, sum},
 };
 
 /// How many faults wait for the driver before more are dropped and counted.
 pub(super) const WAITING_FAULTS: usize = 256;
-/// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
-/// and some disks never answer.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A virtio-iommu as it is set up.
 pub struct IommuOptions {
@@ -59,7 +60,7 @@ pub(super) struct State {
     pub(super) handed_over: bool,
     /// The memory that each connection brought, by its seat.
     memories: BTreeMap<u64, Arc<Memory>>,
-    next_seat: u64,
+    pub(super) next_seat: u64,
     /// What the units of earlier front ends have counted.
     past: Counters,
 }
@@ -118,21 +119,6 @@ impl Iommu {
         gate.report_to(&sink);
         let state = Mutex::default();
         Arc::new(Iommu { device, faults, wake, reported, workers, unit, state })
-    }
-
-    /// A back end for a front end; the one before it must be gone.
-    pub fn connect(self: &Arc<Self>) -> IommuBackend {
-        if let Err(error) = self.device.backing().open() {
-            tracing::error!(source = %"iommu", "an endpoint stays blocked: {error}");
-        }
-        IommuBackend::at(self.seat())
-    }
-
-    /// A place for a device behind this IOMMU, for one connection.
-    pub fn seat(self: &Arc<Self>) -> Seat {
-        let mut state = self.state.lock();
-        state.next_seat += 1;
-        Seat::new(Arc::clone(self), state.next_seat)
     }
 
     /// What it has done and holds.
@@ -312,17 +298,6 @@ pub(super) fn in_time(come: impl Fn() -> bool) -> bool {
         std::thread::yield_now();
     }
     true
-}
-
-/// What two units have counted together.
-pub(super) fn sum(a: Counters, b: Counters) -> Counters {
-    Counters {
-        maps: a.maps + b.maps,
-        unmaps: a.unmaps + b.unmaps,
-        others: a.others + b.others,
-        refused: a.refused + b.refused,
-        syncs: a.syncs + b.syncs,
-    }
 }
 
 #[cfg(test)]

@@ -14,6 +14,15 @@ pub struct Seat {
     number: u64,
 }
 
+impl Iommu {
+    /// A place for a device behind this IOMMU, for one connection.
+    pub fn seat(self: &Arc<Self>) -> Seat {
+        let mut state = self.state.lock();
+        state.next_seat += 1;
+        Seat::new(Arc::clone(self), state.next_seat)
+    }
+}
+
 impl Seat {
     pub(super) fn new(iommu: Arc<Iommu>, number: u64) -> Seat {
         Seat { iommu, number }

@@ -3,7 +3,7 @@
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use ringfence_run::worker::{Kick, Unit, Worker};
@@ -12,10 +12,11 @@ use ringfence_virtio_iommu::device::{
 };
 use ringfence_virtq::{RingError, device};
 
-use super::{
-    device::{PATIENCE, sum},
-    reach::Reach,
-};
+use super::reach::Reach;
+
+/// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
+/// and some disks never answer.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Interrupts the driver.
 pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
@@ -350,5 +351,16 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
         let requests = self.requests.as_ref().and_then(|ring| ring.kick.as_ref());
         let events = self.events.as_ref().and_then(|ring| ring.kick.as_ref());
         into.extend(requests.into_iter().chain(events));
+    }
+}
+
+/// What two units have counted together.
+pub(super) fn sum(a: Counters, b: Counters) -> Counters {
+    Counters {
+        maps: a.maps + b.maps,
+        unmaps: a.unmaps + b.unmaps,
+        others: a.others + b.others,
+        refused: a.refused + b.refused,
+        syncs: a.syncs + b.syncs,
     }
 }

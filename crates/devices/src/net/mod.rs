@@ -18,7 +18,6 @@ mod round;
 mod stats;
 mod tap;
 mod unit;
-mod ways;
 pub mod wire;
 
 pub use device::{Net, NetEnd, NetOptions};

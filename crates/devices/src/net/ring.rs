@@ -15,7 +15,6 @@ use tracing::error;
 
 use super::{
     pieces::Lasting,
-    round::next_tick,
     stats::{Lost, QueueCounters},
     wire::MAX_PACKET,
 };
@@ -35,6 +34,12 @@ pub(super) enum Ready {
     Soon,
     /// It cannot.
     No,
+}
+
+/// The next of the times that come every `period_ns`: what is looked for then is so together, however many lack
+/// something, and a worker wakes once for all.
+pub(super) fn next_tick(now_ns: u64, period_ns: u64) -> u64 {
+    (now_ns - now_ns % period_ns).saturating_add(period_ns)
 }
 
 /// One ring that was started.

@@ -10,7 +10,7 @@ use ringfence_mem::{Access, HostSlice};
 
 use super::{
     pieces::{Lasting, Runs},
-    ring::{NetRing, Ready},
+    ring::{NetRing, Ready, next_tick},
     stats::Lost,
     wire::{HEADER, LEGACY_HEADER, feature},
 };
@@ -37,12 +37,6 @@ const ANOTHERS_LEAST: u64 = 10_000_000;
 const DISTRUST_NS: u64 = 1_000_000_000;
 /// How often, in ns, what is missing is looked for again without an answer.
 const RETRY_NS: u64 = 5_000_000;
-
-/// The next of the times that come every `period_ns`: what is looked for then is so together, however many lack
-/// something, and a worker wakes once for all.
-pub(super) fn next_tick(now_ns: u64, period_ns: u64) -> u64 {
-    (now_ns - now_ns % period_ns).saturating_add(period_ns)
-}
 
 /// What a driver settled on, as far as its packets look different.
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,5 +1,7 @@
 //! A worker's share of a network device: some of its pairs of queues, and what lies between them.
 
+mod ways;
+
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
@@ -20,6 +22,7 @@ use ringfence_vhost_user::{HandlerError, RingAddresses};
 use ringfence_vhost_user_backend::{Bus, RingStart, Rings};
 use ringfence_virtq::{RingError, device};
 
+use self::ways::{across, loopback, nowhere, outside};
 use super::{
     outlet::Outlet,
     probe::Probe,
@@ -27,7 +30,6 @@ use super::{
     round::{Lane, Terms},
     stats::QueueCounters,
     tap::Tap,
-    ways::{across, loopback, nowhere, outside},
     wire::feature,
 };
 

@@ -3,12 +3,12 @@
 use std::{fmt, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
-use ringfence_dma::{Device, DmaBuffer, Policy};
+use ringfence_dma::{Device, Policy};
 use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
 
 use super::{
-    Error, Identity, IoQueue, Namespace, Registers,
+    Error, Identity, Namespace, Registers,
     admin::Admin,
     registers::{Capabilities, disable, enable, shut_down},
 };
@@ -139,14 +139,6 @@ where
     /// The most commands that may be under way in one queue.
     pub fn depth(&self) -> u32 {
         self.inner.core.capabilities.entries - 1
-    }
-
-    /// A new I/O queue with room for `depth` commands whose buffers are of type `B`.
-    ///
-    /// # Errors
-    /// There is none left, the depth cannot be, there is no memory for it, or the controller fails.
-    pub fn queue<B: DmaBuffer<HostAddr>>(&self, depth: u32) -> Result<IoQueue<D, A, R, B>, Error> {
-        IoQueue::new(&self.inner, depth)
     }
 
     /// Shuts the controller down in order: its caches are written, and it has stopped. Commands that

@@ -13,7 +13,7 @@ use ringfence_iova::Allocator;
 use self::rings::Rings;
 use super::{
     Completion, Data, Error, Failure, Namespace, NotAsked, Op, Refused, Registers,
-    controller::Inner,
+    controller::{Controller, Inner},
     pages::{PAGE, Pages},
     registers::check,
     ring::Pair,
@@ -62,6 +62,16 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     failed: Option<Error>,
     // The last to be dropped: with the last of them the controller stops.
     inner: Arc<Inner<D, A, R>>,
+}
+
+impl<D: Domain<Target = HostAddr>, A: Allocator, R: Registers> Controller<D, A, R> {
+    /// A new I/O queue with room for `depth` commands whose buffers are of type `B`.
+    ///
+    /// # Errors
+    /// There is none left, the depth cannot be, there is no memory for it, or the controller fails.
+    pub fn queue<B: DmaBuffer<HostAddr>>(&self, depth: u32) -> Result<IoQueue<D, A, R, B>, Error> {
+        IoQueue::new(&self.inner, depth)
+    }
 }
 
 impl<D, A, R, B> IoQueue<D, A, R, B>

@@ -6,19 +6,11 @@
 
 mod error;
 mod figures;
-mod inflight;
-mod order;
-mod parked;
 mod queue;
 mod reaper;
-mod ring;
 mod rings;
-mod room;
-mod sleep;
 mod stats;
-mod stop;
 mod unit;
-mod wait;
 
 use std::{io, sync::Arc};
 
@@ -28,10 +20,9 @@ use ringfence_virtq::Chain;
 
 pub use error::QueueError;
 pub use figures::{MOST_LEFT, RequestFigures};
-pub use queue::{RequestQueue, Slot};
+pub use queue::{KEPT, MOST_HELD, RequestQueue, Slot};
 pub use reaper::Reaper;
 pub use rings::RequestRings;
-pub use room::{KEPT, MOST_HELD};
 pub use stats::QueueStats;
 pub use unit::{RequestUnit, Start, Stopped};
 

@@ -4,20 +4,31 @@
 //! request, and all that the request will need is asked for at once. It goes on when there was an
 //! answer, and fails when its time-out is over.
 
+mod inflight;
+mod order;
+mod parked;
+mod ring;
+mod room;
+mod sleep;
+mod stop;
+mod wait;
+
+pub use room::{KEPT, MOST_HELD};
+
 use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_mem::{Memory, Translate};
 use ringfence_run::{event::Doorbell, notifier::Notifier};
 use ringfence_virtq::{Chain, device};
 
-use super::{
-    Next, QueueError, QueueStats, Serve,
+use self::{
     inflight::{Recorded, take_next},
     order::Order,
     parked::{Look, Parked},
     ring::Away,
-    wait::{self, Head, Wait},
+    wait::{Head, Wait},
 };
+use super::{Next, QueueError, QueueStats, Serve};
 use crate::{Bus, RingLog};
 
 /// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
@@ -29,26 +40,26 @@ const ROUND_REQUESTS: usize = 32;
 /// A request that was taken from the ring, or room for one.
 #[derive(Default)]
 pub struct Slot<R> {
-    pub(super) chain: Chain,
-    pub(super) state: State,
+    chain: Chain,
+    state: State,
     /// What serves it keeps this of it.
     pub request: R,
     /// Its number among all that were taken.
-    pub(super) number: u64,
+    number: u64,
     /// Its entry in the record of what is in flight.
-    pub(super) entry: u16,
-    pub(super) wait: Option<Wait>,
+    entry: u16,
+    wait: Option<Wait>,
 }
 
 impl<R> Slot<R> {
     /// Whether it waits for its turn to be answered.
-    pub(super) fn is_done(&self) -> bool {
+    fn is_done(&self) -> bool {
         matches!(self.state, State::Done { .. })
     }
 }
 
 #[derive(Clone, Copy, Default)]
-pub(super) enum State {
+enum State {
     /// There is no request.
     #[default]
     Free,
@@ -91,38 +102,38 @@ impl<S: Serve> Remains<S> {
 pub struct RequestQueue<S: Serve> {
     // Dropped in this order: what serves requests waits for what the kernel still has under way, and only
     // then go the slots, whose memory and leases it uses, and the ring, which keeps the memory.
-    pub(super) serve: S,
-    pub(super) slots: Vec<Slot<S::Request>>,
-    pub(super) ring: device::Queue,
-    pub(super) log: RingLog,
-    pub(super) order: Option<Order>,
-    pub(super) recorded: Option<Recorded>,
+    serve: S,
+    slots: Vec<Slot<S::Request>>,
+    ring: device::Queue,
+    log: RingLog,
+    order: Option<Order>,
+    recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
-    pub(super) away: Option<Away>,
+    away: Option<Away>,
     /// Whether the ring was mapped when it [began to stop](Self::begin_stop).
-    pub(super) answers_to_the_end: bool,
+    answers_to_the_end: bool,
     /// How often the endpoint had been bound anew when the ring was found last.
-    pub(super) found: Option<u64>,
-    pub(super) parked: Parked,
+    found: Option<u64>,
+    parked: Parked,
     /// Requests for which there was no room, in their order.
-    pub(super) stalled: VecDeque<u16>,
+    stalled: VecDeque<u16>,
     /// Set while the next chain cannot be taken, for want of a translation of its table.
-    pub(super) head: Option<Head>,
-    pub(super) free: Vec<u16>,
+    head: Option<Head>,
+    free: Vec<u16>,
     /// How many descriptors requests under way have, all that have more than [`KEPT`](super::KEPT).
-    pub(super) held: usize,
+    held: usize,
     /// How many requests were taken, less those that were put back.
     taken: u64,
-    pub(super) name: Arc<str>,
+    name: Arc<str>,
     call: Option<Arc<Notifier>>,
-    pub(super) stats: QueueStats,
+    stats: QueueStats,
     /// How many requests were answered when that was published last.
     published: u64,
-    pub(super) now_ns: u64,
+    now_ns: u64,
     /// The count of answers when this round began.
-    pub(super) answers: u64,
-    pub(super) say_at: u64,
-    pub(super) ready: Vec<u16>,
+    answers: u64,
+    say_at: u64,
+    ready: Vec<u16>,
 }
 
 impl<S: Serve> RequestQueue<S> {
@@ -265,7 +276,7 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     /// Publishes what was answered; true if anything was.
-    pub(super) fn publish_if_any(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+    fn publish_if_any(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         let answered = self.stats.requests != self.published;
         if answered {
             self.publish(bus)?;
@@ -273,7 +284,7 @@ impl<S: Serve> RequestQueue<S> {
         Ok(answered)
     }
 
-    pub(super) fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
+    fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
         // Nothing is published that may have been read from memory that is gone, or that is not on record.
         bus.check()?;
         self.check_record()?;
@@ -375,7 +386,7 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     /// Goes on with a request, as far as it goes.
-    pub(super) fn advance(&mut self, at: u16, bus: &Bus) {
+    fn advance(&mut self, at: u16, bus: &Bus) {
         let slot = &mut self.slots[usize::from(at)];
         let since = slot.wait.map_or(u64::MAX, |wait| wait.questions);
         let (serve, now_ns) = (&mut self.serve, self.now_ns);
@@ -389,7 +400,7 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     /// Goes on with what has been waited for.
-    pub(super) fn complete(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) {
+    fn complete(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) {
         while let enough = self.serve.bytes() >= stop_at
             && let Some((at, ok)) = self.serve.completed(now_ns, enough)
         {
@@ -401,7 +412,7 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    pub(super) fn finish(&mut self, at: u16, ok: bool, used: u32) {
+    fn finish(&mut self, at: u16, ok: bool, used: u32) {
         let slot = &mut self.slots[usize::from(at)];
         self.serve.end(&mut slot.request);
         if self.order.is_none() {
@@ -411,7 +422,7 @@ impl<S: Serve> RequestQueue<S> {
         self.give_back_in_order();
     }
 
-    pub(super) fn give_back(&mut self, at: u16, ok: bool, used: u32) {
+    fn give_back(&mut self, at: u16, ok: bool, used: u32) {
         let slot = &mut self.slots[usize::from(at)];
         if let Some(recorded) = &mut self.recorded {
             recorded.complete(slot.chain.head(), slot.entry);

@@ -11,7 +11,8 @@ use ringfence_virtq::{
     layout,
 };
 
-use super::{QueueError, RequestQueue, Serve};
+use super::RequestQueue;
+use crate::requests::{QueueError, Serve};
 
 /// A queue's part of the record.
 pub(super) enum Record {

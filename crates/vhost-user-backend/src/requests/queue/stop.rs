@@ -1,9 +1,11 @@
 //! The end of a queue: what is under way is answered or put back, and nothing is waited for that
 //! may never come.
 
-use crate::Bus;
-
-use super::{QueueError, RequestQueue, Serve};
+use super::RequestQueue;
+use crate::{
+    Bus,
+    requests::{QueueError, Serve},
+};
 
 impl<S: Serve> RequestQueue<S> {
     /// The ring stops: nothing more is taken from it. Requests that wait for translations are put back

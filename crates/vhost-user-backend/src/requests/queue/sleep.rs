@@ -1,8 +1,7 @@
 //! When a queue has something to do, and what wakes its worker before.
 
-use crate::Bus;
-
-use super::{RequestQueue, Serve};
+use super::RequestQueue;
+use crate::{Bus, requests::Serve};
 
 impl<S: Serve> RequestQueue<S> {
     /// When there is something to do by the clock, if there will be.

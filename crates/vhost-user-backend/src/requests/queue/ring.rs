@@ -1,9 +1,11 @@
 //! A ring whose addresses lead nowhere now.
 
-use crate::Bus;
+use super::RequestQueue;
+use crate::{
+    Bus,
+    requests::{QueueError, Serve},
+};
 use ringfence_virtq::{RingError, device};
-
-use super::{QueueError, RequestQueue, Serve};
 
 /// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
 /// most.
@@ -28,7 +30,7 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     /// Notes that the ring was found when the endpoint had been bound anew so often.
-    pub(super) fn note_found(&mut self, bindings: u64) {
+    pub(in crate::requests) fn note_found(&mut self, bindings: u64) {
         self.found = Some(bindings);
     }
 

@@ -3,14 +3,16 @@
 use ringfence_vhost_user_backend::Bus;
 
 use super::{
-    lane::forward,
-    outlet::Outlet,
-    pieces::Plain,
-    probe::Probe,
-    ring::NetRing,
-    round::{Lane, Patience, Place, Terms, discard},
-    stats::Lost,
-    unit::End,
+    super::{
+        lane::forward,
+        outlet::Outlet,
+        pieces::Plain,
+        probe::Probe,
+        ring::NetRing,
+        round::{Lane, Patience, Place, Terms, discard},
+        stats::Lost,
+    },
+    End,
 };
 
 /// The same for each kind of bus, compiled for each: what is not behind an IOMMU pays nothing for

@@ -6,11 +6,14 @@ use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use ringfence_virtq::{ChainFault, Desc, RingError, device::Glimpse, layout};
 
 use super::{
-    Missing, QueueError, RequestQueue, Serve,
+    RequestQueue,
     inflight::take_next,
     parked::{Look, Ready},
 };
-use crate::Bus;
+use crate::{
+    Bus,
+    requests::{Missing, QueueError, Serve},
+};
 
 /// Bytes of the smallest page there is.
 const PAGE: u64 = 4096;

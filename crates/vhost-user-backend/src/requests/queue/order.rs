@@ -8,7 +8,8 @@
 
 use std::collections::VecDeque;
 
-use super::{RequestQueue, Serve, queue::State};
+use super::{RequestQueue, State};
+use crate::requests::Serve;
 
 /// The order in which requests are answered.
 pub(super) struct Order {
@@ -20,7 +21,7 @@ pub(super) struct Order {
 
 impl<S: Serve> RequestQueue<S> {
     /// Answers in order from now on, or as they come.
-    pub(super) fn set_ordered(&mut self, ordered: bool) {
+    pub(in crate::requests) fn set_ordered(&mut self, ordered: bool) {
         match &mut self.order {
             Some(order) => order.ends = !ordered,
             None if ordered => {

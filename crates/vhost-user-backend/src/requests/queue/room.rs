@@ -6,8 +6,8 @@
 
 use ringfence_virtq::Chain;
 
-use super::{RequestQueue, Serve, Slot, queue::State};
-use crate::Bus;
+use super::{RequestQueue, Slot, State};
+use crate::{Bus, requests::Serve};
 
 /// For how many descriptors of a request, and as many pieces of memory, a place keeps its memory when the request
 /// is over: what reads and writes of 128 KiB mostly have, and some.
