@@ -133,8 +133,10 @@ impl Place {
         let program = env!("CARGO_BIN_EXE_ringfence");
         let mut command = match &self.manager {
             None => {
-                // One that was killed has left its socket behind: what is waited for is the new one.
-                let _ = std::fs::remove_file(&path);
+                // One that was killed has left its sockets behind: what is waited for are the new ones.
+                for old in [&path, &figures] {
+                    let _ = std::fs::remove_file(old);
+                }
                 Command::new(program)
             }
             Some(manager) => manager.command(program),
@@ -150,7 +152,7 @@ impl Place {
         let child = command.spawn().unwrap();
         let mut service = Service { child, socket: path, log, figures };
         let begun = Instant::now();
-        while !service.socket.exists() {
+        while !(service.socket.exists() && service.figures.exists()) {
             assert!(service.child.try_wait().unwrap().is_none(), "{}", service.log());
             assert!(begun.elapsed() < LIMIT, "{}", service.log());
             thread::sleep(Duration::from_millis(5));
