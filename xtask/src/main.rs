@@ -7,6 +7,7 @@ mod floors;
 mod fuzz;
 mod gate;
 mod guests;
+mod house;
 mod packages;
 mod readme;
 mod rules;
@@ -48,6 +49,13 @@ enum Command {
         /// Also prints the rules that are in order.
         #[arg(long)]
         all: bool,
+    },
+    /// Counts lines of the product and `unsafe` by crate, and names long files; fails if there is more than
+    /// xtask/house.toml says.
+    House {
+        /// Puts the new counts into xtask/house.toml.
+        #[arg(long)]
+        update: bool,
     },
     /// Checks licences, sources and bans of all dependencies against deny.toml.
     Deny,
@@ -132,6 +140,7 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Test { only, all, list } => steps::test(only.as_deref(), all, list),
         Command::Rules { all } => rules::account(all),
+        Command::House { update } => house::check(update),
         Command::Deny => deny::check(),
         Command::Gate { update, only } => gate::run(only.as_deref(), update),
         Command::Guests { iommufd } => guests::make(&iommufd),

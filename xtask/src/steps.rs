@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use crate::{
     deny, floors,
     fuzz::{self, Length},
-    gate, guests, packages, rules, soak,
+    gate, guests, house, packages, rules, soak,
     suite::{self, Program, Suite},
 };
 
@@ -100,6 +100,7 @@ const STEPS: &[Step] = &[
     }),
     step("lints of the fuzz targets", 90, fuzz_lints),
     step("floors", 5, |_| floors::check()),
+    step("house", 5, |_| house::check(false)),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
     step("build", 450, |run| run.suite().map(|_| ())),
