@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for front_end in listener.incoming() {
         let device = Rng(File::open("/dev/urandom")?);
         let addresses = Addresses::Iotlb(IotlbConfig::default());
-        let backend = Requests::backend(device, "rng", addresses, Arc::clone(&workers));
+        let backend = Requests::backend(device, "rng", addresses, Arc::clone(&workers), 0);
         if let Err(error) = Server::new(front_end?, backend).serve() {
             eprintln!("the connection has ended: {error}");
         }

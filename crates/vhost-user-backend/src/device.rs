@@ -23,8 +23,11 @@ use crate::{
 /// A device that is given requests, one after the other, and completes them when it likes.
 ///
 /// It never sees an address: all buffers of a request are translated and checked before, and stay what they are until it
-/// is completed, however long that takes: an unmap waits for it. A missing translation parks the request, not the
-/// worker.
+/// is completed, however long that takes: an unmap waits for it. When its connection has ended, a request that is still
+/// there has no buffers any more. A missing translation parks the request, not the worker.
+///
+/// A request may be given to the device again: by another process that goes on after a crash of this one or, where a
+/// guest moves, at the other end.
 ///
 /// [`Requests::backend`] makes it a vhost-user back end.
 pub trait Device: Send + 'static {
@@ -45,9 +48,13 @@ pub trait Device: Send + 'static {
         1 << 20
     }
     /// Serves a request of a queue, or begins to. Called by a worker, which does nothing else meanwhile: what takes long
-    /// goes elsewhere, with the request. After a crash of this process, requests that were under way are given to the next
-    /// one again.
+    /// goes elsewhere, with the request.
     fn request(&mut self, queue: u16, request: Request);
+    /// The driver takes a queue back, and waits until all requests of it are completed: those that wait for something that
+    /// may never come are completed now.
+    fn stop(&mut self, queue: u16) {
+        let _ = queue;
+    }
 }
 
 /// The largest ring of a [`Device`].
@@ -112,7 +119,8 @@ fn len(pieces: &[Piece]) -> usize {
 
 /// A request of a driver's. It is completed by any thread, in any order; dropped, it is completed with what was written.
 pub struct Request {
-    buffers: Buffers,
+    /// Empty once the ring was given up.
+    buffers: Arc<Mutex<Buffers>>,
     at: u16,
     read: usize,
     written: usize,
@@ -123,19 +131,19 @@ pub struct Request {
 impl Request {
     /// How many bytes the driver has sent.
     pub fn readable_len(&self) -> usize {
-        len(&self.buffers.readable)
+        len(&self.buffers.lock().readable)
     }
 
     /// How many bytes the driver takes.
     pub fn writable_len(&self) -> usize {
-        len(&self.buffers.writable)
+        len(&self.buffers.lock().writable)
     }
 
     /// Reads what comes next of the bytes that the driver has sent; how many there were. The driver may change them
     /// at any time: what is to be checked is what was read.
     pub fn read(&mut self, into: &mut [u8]) -> usize {
-        let mut done = 0;
-        for part in parts(&self.buffers.readable, self.read, into.len()) {
+        let (buffers, mut done) = (self.buffers.lock(), 0);
+        for part in parts(&buffers.readable, self.read, into.len()) {
             done += part.copy_to(&mut into[done..]);
         }
         self.read += done;
@@ -144,8 +152,8 @@ impl Request {
 
     /// Writes what comes next of the bytes that the driver takes; for how many there was room.
     pub fn write(&mut self, bytes: &[u8]) -> usize {
-        let mut done = 0;
-        for part in parts(&self.buffers.writable, self.written, bytes.len()) {
+        let (buffers, mut done) = (self.buffers.lock(), 0);
+        for part in parts(&buffers.writable, self.written, bytes.len()) {
             done += part.copy_from(&bytes[done..]);
         }
         self.written += done;
@@ -165,7 +173,7 @@ impl Request {
 
 impl Drop for Request {
     fn drop(&mut self) {
-        let buffers = std::mem::take(&mut self.buffers);
+        let buffers = std::mem::take(&mut *self.buffers.lock());
         let returned = Returned { at: self.at, ok: self.ok, written: self.written, buffers };
         self.returns.done.lock().push_back(returned);
         if let Some(bell) = self.returns.bell.get() {
@@ -205,6 +213,18 @@ pub struct Given<D> {
     bytes: u64,
 }
 
+/// The buffers of a request that the device has. Dropped, there are none any more: neither does the device reach memory
+/// by them, nor does an unmap wait.
+pub struct Away(Arc<Mutex<Buffers>>);
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        // Not under the lock: the last to let go of memory unmaps it.
+        let buffers = std::mem::take(&mut *self.0.lock());
+        drop(buffers);
+    }
+}
+
 /// What is kept of a request that the device has, or has had.
 #[derive(Default)]
 pub enum Kept {
@@ -212,7 +232,7 @@ pub enum Kept {
     #[default]
     New,
     /// The device has it.
-    Away,
+    Away(Away),
     /// It was completed, with so many bytes.
     Done {
         /// Whether it succeeded.
@@ -224,6 +244,8 @@ pub enum Kept {
 
 impl<D: Device> Serve for Given<D> {
     type Request = Kept;
+    const NAME: &'static str = "the device";
+    const KEEPS: bool = false;
 
     fn bytes(&self) -> u64 {
         self.bytes
@@ -243,9 +265,9 @@ impl<D: Device> Serve for Given<D> {
                 return Missing::of(error).map_or(failed, Next::Missing);
             }
         };
-        *request = Kept::Away;
+        let (buffers, returns) = (Arc::new(Mutex::new(buffers)), Arc::clone(&self.returns));
+        *request = Kept::Away(Away(Arc::clone(&buffers)));
         self.away += 1;
-        let returns = Arc::clone(&self.returns);
         let given = Request { buffers, at, read: 0, written: 0, ok: true, returns };
         self.device.lock().request(self.ring, given);
         Next::Busy
@@ -304,6 +326,11 @@ impl<D: Device> Serve for Given<D> {
     fn in_kernel(&self) -> u32 {
         self.away
     }
+
+    /// What a round has left, which nothing would wake the worker for.
+    fn next_due(&self) -> Option<u64> {
+        (!self.done.is_empty()).then_some(0)
+    }
 }
 
 /// A [`Device`] as a [`RawDevice`], for one connection.
@@ -315,15 +342,17 @@ pub struct Requests<D: Device> {
 }
 
 impl<D: Device> Requests<D> {
-    /// A device as a vhost-user back end, whose queues are served by `workers` in turn; `name` stands in messages.
+    /// A device as a vhost-user back end, whose queues are served by `workers` in turn, as their unit number `unit`, which
+    /// no other back end has on these workers at the same time; `name` stands in messages.
     pub fn backend(
         device: D,
         name: &str,
         addresses: Addresses,
         workers: Arc<[Worker]>,
+        unit: u32,
     ) -> Backend<Requests<D>> {
         let (name, figures) = (Arc::from(name), Arc::new(RequestFigures::new(device.queues())));
-        let rings = RequestRings::new(Arc::clone(&name), workers, 0, Arc::clone(&figures));
+        let rings = RequestRings::new(Arc::clone(&name), workers, unit, Arc::clone(&figures));
         let device = Arc::new(Mutex::new(device));
         Backend::new(Requests { device, name, rings, figures }, addresses)
     }
@@ -396,7 +425,8 @@ impl<D: Device> RawDevice for Requests<D> {
 
     /// What the device has is waited for as long as the front end is there: its memory is the device's until then.
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError> {
-        self.rings.stop(ring, || connection.is_some_and(Shutdown::is_over))
+        self.device.lock().stop(ring);
+        self.rings.stop(ring, || self.rings.is_given_up(connection).unwrap_or(false))
     }
 
     fn forget(&mut self) {

@@ -207,13 +207,14 @@ pub fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, Han
 }
 
 /// Copies a part of a configuration space. Front ends ask for the whole of a later, longer layout:
-/// what we do not have reads as 0.
+/// what we do not have reads as 0, and of `config` there are 256 bytes at most.
 ///
 /// # Errors
 /// It lies past the 256 bytes that there can be.
 pub fn read_config(config: &[u8], offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
     let mut space = [0; 256];
-    space[..config.len()].copy_from_slice(config);
+    let len = config.len().min(space.len());
+    space[..len].copy_from_slice(&config[..len]);
     let from = offset as usize;
     let part = from.checked_add(out.len()).and_then(|end| space.get(from..end));
     out.copy_from_slice(part.ok_or_else(|| HandlerError::new("past the configuration space"))?);

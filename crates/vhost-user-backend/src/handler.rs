@@ -147,6 +147,10 @@ pub trait RawDevice {
         let _ = (mac, features);
         Ok(())
     }
+    /// A request of the front end's was refused, which it learns of; for logs.
+    fn refused(&self, request: u32, why: &HandlerError) {
+        tracing::debug!(source = %self.name(), "request {request} was refused: {why}");
+    }
     /// Updates are about to be carried out: a worker that waits for several is woken once, when they have
     /// [passed](Self::pass) and no more are [about to come](Self::settled).
     fn hold(&mut self) {}
@@ -223,7 +227,7 @@ impl<R: Unit> Shares<R> {
         self.on_worker(share, move |work| work.unit::<R>(unit).map(job))
     }
 
-    /// Runs `job` on each share in turn.
+    /// Runs `job` on each share in turn, whatever becomes of the others.
     ///
     /// # Errors
     /// A worker is gone.
@@ -231,7 +235,11 @@ impl<R: Unit> Shares<R> {
         &self,
         job: impl Fn(&mut R) + Clone + Send + 'static,
     ) -> Result<(), HandlerError> {
-        (0..self.count()).try_for_each(|share| self.on(share, job.clone()).map(|_| ()))
+        let mut done = Ok(());
+        for share in 0..self.count() {
+            done = done.and(self.on(share, job.clone()).map(|_| ()));
+        }
+        done
     }
 }
 
@@ -502,6 +510,6 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn refused(&mut self, request: u32, why: &HandlerError) {
-        tracing::debug!(source = %self.device.name(), "request {request} was refused: {why}");
+        self.device.refused(request, why);
     }
 }

@@ -17,13 +17,14 @@ use std::{
 };
 
 use ringfence_iotlb::IotlbConfig;
-use ringfence_mem::{Access, GuestRam, Window};
+use ringfence_mem::{Access, GuestRam, SharedFile, Window};
 use ringfence_run::{
     event,
     worker::{Notify, Worker},
 };
 use ringfence_vhost_user::{
-    Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, Server, Shutdown,
+    F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses,
+    Server, Shutdown,
 };
 use ringfence_vhost_user_backend::{Addresses, Device, Request, Requests};
 use ringfence_virtq::{
@@ -33,6 +34,7 @@ use ringfence_virtq::{
 use zerocopy::FromBytes;
 
 const PAGE: usize = 4096;
+const FEATURES: u64 = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM;
 /// Where the memory is for the device: page n at this address and n times two pages.
 const IOVA: u64 = 1 << 40;
 /// A guard against hanging, and no measure.
@@ -42,14 +44,18 @@ fn iova(page: usize) -> u64 {
     IOVA + (2 * PAGE * page) as u64
 }
 
-/// Sends its requests to the test.
-struct Given(Mutex<Sender<Request>>, Arc<AtomicUsize>);
+/// Sends its requests to the test, and the queues that stop.
+struct Given(Mutex<Sender<Request>>, Arc<AtomicUsize>, Mutex<Sender<u16>>);
 
 impl Device for Given {
     fn request(&mut self, queue: u16, request: Request) {
         assert_eq!(queue, 0);
         self.1.fetch_add(1, Ordering::Relaxed);
         let _ = self.0.lock().unwrap().send(request);
+    }
+
+    fn stop(&mut self, queue: u16) {
+        let _ = self.2.lock().unwrap().send(queue);
     }
 }
 
@@ -65,24 +71,28 @@ struct Rig {
     serving: Option<JoinHandle<()>>,
     answering: Option<JoinHandle<()>>,
     requests: Receiver<Request>,
+    stops: Receiver<u16>,
     given: Arc<AtomicUsize>,
+    workers: Arc<[Worker]>,
 }
 
 impl Rig {
     fn new() -> Rig {
-        let (send, requests) = channel();
+        let ((send, requests), (stop, stops)) = (channel(), channel());
         let given = Arc::new(AtomicUsize::new(0));
-        let device = Given(Mutex::new(send), Arc::clone(&given));
+        let device = Given(Mutex::new(send), Arc::clone(&given), Mutex::new(stop));
         let workers: Arc<[Worker]> = [Worker::spawn("test", Notify::Sleep).unwrap()].into();
         let addresses = Addresses::Iotlb(IotlbConfig { patience: LONG, ..IotlbConfig::default() });
-        let backend = Requests::backend(device, "test", addresses, workers);
+        let backend = Requests::backend(device, "test", addresses, Arc::clone(&workers), 0);
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Server::new(theirs, backend);
         let shutdown = server.shutdown_handle();
         let serving = Some(thread::spawn(move || _ = server.serve()));
         let mut main = Frontend::new(ours, LONG);
-        let protocol = ProtocolFeatures::REPLY_ACK | ProtocolFeatures::BACKEND_REQ;
-        main.negotiate(1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM, protocol).unwrap();
+        let protocol = ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::BACKEND_REQ
+            | ProtocolFeatures::LOG_SHMFD;
+        assert_eq!(main.negotiate(FEATURES, protocol).unwrap(), FEATURES);
         let (asks, other) = UnixStream::pair().unwrap();
         main.set_backend_channel(other.as_fd()).unwrap();
         let ram = GuestRam::new(64 * PAGE, 1 << 32).unwrap();
@@ -94,7 +104,7 @@ impl Rig {
             Some(thread::spawn(move || answer(asks, &main, &mapped)))
         };
         // The ring has the first page.
-        let config = Config { size: 16, event_idx: false, packed: false };
+        let config = Config { size: 128, event_idx: false, packed: false };
         let rings = Rings::placed(&ram.window(0, PAGE).unwrap(), &config).unwrap();
         let queue = Queue::with_config(config, rings).unwrap();
         let (kick, call) = (event::new().unwrap(), event::new().unwrap());
@@ -109,7 +119,9 @@ impl Rig {
             serving,
             answering,
             requests,
+            stops,
             given,
+            workers,
         };
         rig.map(0);
         let offsets = config.offsets();
@@ -296,11 +308,41 @@ fn a_ring_that_stops_waits_for_what_the_device_has() {
     let request = rig.next();
     let main = Arc::clone(&rig.main);
     let stops = thread::spawn(move || main.lock().unwrap().get_vring_base(0).unwrap());
+    assert_eq!(rig.stops.recv_timeout(LONG), Ok(0));
     thread::sleep(Duration::from_millis(50));
     assert!(!stops.is_finished());
     request.complete();
     assert_eq!(stops.join().unwrap(), 1);
     assert_eq!(rig.answered(), (0, 0));
+}
+
+#[test]
+fn answers_that_wait_for_their_turn_come_when_it_has_come() {
+    let mut rig = Rig::new();
+    (1..17).for_each(|page| rig.map(page));
+    let (_log, fd) = SharedFile::create(1 << 20).unwrap();
+    {
+        let mut main = rig.main.lock().unwrap();
+        main.set_log_base(fd.as_fd(), 0, 1 << 20).unwrap();
+        main.set_features(FEATURES | F_PROTOCOL_FEATURES | F_LOG_ALL).unwrap();
+    }
+    rig.send(&[Desc::writable(iova(1), 8)], 0);
+    let first = rig.next();
+    // More bytes than a round moves, each.
+    let pages: Vec<Desc> = (1..17).map(|page| Desc::writable(iova(page), PAGE as u32)).collect();
+    let mut others = Vec::new();
+    for token in 1..5 {
+        rig.send(&pages, token);
+        let mut request = rig.next();
+        assert_eq!(request.write(&[token as u8; 16 * PAGE]), 16 * PAGE);
+        others.push(request);
+    }
+    // All at once, as far as the worker can see.
+    rig.workers[0].call(move |_| others.into_iter().for_each(Request::complete)).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    assert!(rig.queue.pop().unwrap().is_none(), "writes are logged: answers are in order");
+    first.complete();
+    assert_eq!((0..5).map(|_| rig.answered().0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
 }
 
 #[test]
@@ -316,13 +358,17 @@ fn what_is_longer_than_the_device_takes_never_comes_to_it() {
 }
 
 #[test]
-fn a_front_end_that_goes_leaves_what_the_device_has_to_the_device() {
+fn what_the_device_still_has_of_a_front_end_that_has_gone_reaches_nothing() {
     let mut rig = Rig::new();
     rig.map(1);
     rig.send(&[Desc::writable(iova(1), 8)], 0);
     let mut request = rig.next();
+    let page = rig.page(1);
     drop(rig);
-    // The memory is there until it is completed.
-    assert_eq!(request.write(b"nowhere?"), 8);
+    // The guest lives on, and has given the page to somebody else.
+    assert_eq!((request.writable_len(), request.write(b"nowhere?")), (0, 0));
+    let mut bytes = [0; 8];
+    page.read(0, &mut bytes);
+    assert_eq!(bytes, [0; 8]);
     request.complete();
 }

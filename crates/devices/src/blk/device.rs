@@ -1,7 +1,6 @@
 //! A block device, as a back end knows it.
 
 use std::{
-    cell::Cell,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -38,13 +37,6 @@ const _: () = assert!(SEG_MAX as u64 * SIZE_MAX as u64 <= request::MOST_MOVED);
 /// must not take the ring for one that has done everything. (Where the data is in the guest's memory, the
 /// stop waits: the memory is not the guest's before.)
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
-/// How long the disk is waited for when a connection was ended at this end, so that what is under way is
-/// answered: all rings together, and less than a service may take to end.
-const ENDS_WITHIN: Duration = Duration::from_secs(3);
-/// How long when the front end is gone, and the next one may be waiting: longer than a disk that works takes
-/// as a rule. What is not answered by then is done, and on record if there is one.
-const GONE_WITHIN: Duration = Duration::from_millis(100);
-
 /// A block device as it is set up.
 #[derive(Clone)]
 pub struct BlkOptions {
@@ -107,8 +99,6 @@ pub struct Blk {
     rings: RequestRings<BlkServer>,
     seat: Option<Seat>,
     cache: Cache,
-    /// When the connection was found to be over.
-    over: Cell<Option<Instant>>,
 }
 
 impl Blk {
@@ -125,22 +115,16 @@ impl Blk {
             seat: options.iommu.as_ref().map(Iommu::seat),
             options,
             cache: Cache::default(),
-            over: Cell::default(),
         };
         Backend::new(device, addresses)
     }
 
     /// Whether a disk that does not answer is waited for no longer by a ring that began to stop at `begun`.
     fn is_given_up(&self, begun: Instant, connection: Option<&Shutdown>) -> bool {
-        let Some(connection) = connection.filter(|connection| connection.is_over()) else {
-            self.over.set(None);
+        self.rings.is_given_up(connection).unwrap_or_else(|| {
             let own = matches!(&self.options.disk, Disk::File(image) if image.has_own_buffers());
-            return own && begun.elapsed() >= STOPS_WITHIN;
-        };
-        let most = if connection.is_shut_down() { ENDS_WITHIN } else { GONE_WITHIN };
-        let over = self.over.get().unwrap_or_else(Instant::now);
-        self.over.set(Some(over));
-        over.elapsed() >= most
+            own && begun.elapsed() >= STOPS_WITHIN
+        })
     }
 
     fn take_image(&self, connection: Option<&Shutdown>) -> Result<(), HandlerError> {

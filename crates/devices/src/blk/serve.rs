@@ -162,6 +162,8 @@ impl BlkServer {
 
 impl Serve for BlkServer {
     type Request = BlkRequest;
+    const NAME: &'static str = "the disk";
+    const KEEPS: bool = true;
 
     fn begin_round(&mut self) {
         self.store.begin_round();

@@ -269,6 +269,10 @@ impl RawDevice for NetEnd {
         config.as_bytes().to_vec()
     }
 
+    fn refused(&self, request: u32, why: &HandlerError) {
+        tracing::warn!(source = %self.name(), "request {request} was refused: {why}");
+    }
+
     fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {
         // Between two drivers there is nobody to learn it.
         if let Way::Tap(tap) = &self.net.options.way {

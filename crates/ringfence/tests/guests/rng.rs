@@ -41,7 +41,7 @@ fn served(iommu: Iommu) {
         let workers: Arc<[Worker]> = [Worker::spawn("rng", Notify::Adaptive).unwrap()].into();
         let device = Rng(File::open("/dev/urandom").unwrap());
         let addresses = Addresses::Iotlb(IotlbConfig::default());
-        let backend = Requests::backend(device, "rng", addresses, workers);
+        let backend = Requests::backend(device, "rng", addresses, workers, 0);
         let figures = Arc::clone(backend.device().figures());
         let (stream, _) = listener.accept().unwrap();
         Server::new(stream, backend).serve().unwrap();

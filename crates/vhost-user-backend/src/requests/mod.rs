@@ -32,6 +32,11 @@ use crate::{Bus, RingLog};
 pub trait Serve: Send + Sized + 'static {
     /// What it keeps of a request that is under way.
     type Request: Default + Send;
+    /// What it is in messages.
+    const NAME: &'static str;
+    /// Whether what the kernel still has of a ring that is given up is kept until that has ended. Else it is dropped
+    /// with its requests, which ends all that they may do.
+    const KEEPS: bool;
 
     /// A round begins.
     fn begin_round(&mut self) {}

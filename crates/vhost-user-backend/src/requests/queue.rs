@@ -395,7 +395,7 @@ impl<S: Serve> RequestQueue<S> {
             Next::Done { ok, used } => self.finish(at, ok, used),
             Next::Busy => {}
             Next::Later => self.stall(at),
-            Next::Missing(missing) => self.park(at, missing, bus),
+            Next::Missing(missing) => bus.since(since, || self.park(at, missing, bus)),
         }
     }
 

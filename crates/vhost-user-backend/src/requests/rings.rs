@@ -1,11 +1,12 @@
 //! The rings of a device for one connection, where they are of requests.
 
 use std::{
+    cell::Cell,
     sync::{
         Arc,
         mpsc::{self, RecvTimeoutError},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use ringfence_iotlb::Endpoint;
@@ -14,7 +15,7 @@ use ringfence_run::{
     event::Bells,
     worker::{Work, Worker},
 };
-use ringfence_vhost_user::{HandlerError, InflightRegion};
+use ringfence_vhost_user::{HandlerError, InflightRegion, Shutdown};
 use ringfence_virtq::device;
 
 use super::{Reaper, RequestFigures, RequestQueue, RequestUnit, Serve, Start};
@@ -22,6 +23,12 @@ use crate::{Connection, Events, RingStart, Shares};
 
 /// How often a ring that stops, but for what is under way, is looked after.
 const LOOK: Duration = Duration::from_millis(10);
+/// How long is waited when a connection was ended at this end, so that what is under way is
+/// answered: all rings together, and less than a service may take to end.
+const ENDS_WITHIN: Duration = Duration::from_secs(3);
+/// How long when the front end is gone, and the next one may be waiting: longer than a disk that works takes
+/// as a rule. What is not answered by then is done, and on record if there is one.
+const GONE_WITHIN: Duration = Duration::from_millis(100);
 
 /// What a [`RawDevice`](crate::RawDevice) whose rings are of requests keeps of a connection: where they are served and
 /// recorded.
@@ -32,6 +39,8 @@ pub struct RequestRings<S: Serve> {
     inflight: Option<Arc<InflightRegion>>,
     /// Through which workers that wait for translations are woken.
     bells: Arc<Bells>,
+    /// When the connection was found to be over.
+    over: Cell<Option<Instant>>,
 }
 
 impl<S: Serve> RequestRings<S> {
@@ -43,7 +52,8 @@ impl<S: Serve> RequestRings<S> {
         figures: Arc<RequestFigures<S>>,
     ) -> RequestRings<S> {
         let shares = Shares::new(workers, unit);
-        RequestRings { name, shares, figures, inflight: None, bells: Arc::default() }
+        let (bells, over) = (Arc::default(), Cell::default());
+        RequestRings { name, shares, figures, inflight: None, bells, over }
     }
 
     /// Where they are served.
@@ -119,8 +129,20 @@ impl<S: Serve> RequestRings<S> {
         if let Ok((queue, _)) = stopped.try_recv() {
             return Ok(queue.ring().next_avail());
         }
-        let name = &self.name;
+        let name = S::NAME;
         Err(HandlerError::new(format!("{name} has not answered {left} requests of ring {ring}")))
+    }
+
+    /// Whether what is under way is waited for no longer, since the connection is over; `None` while it is not.
+    pub fn is_given_up(&self, connection: Option<&Shutdown>) -> Option<bool> {
+        let Some(connection) = connection.filter(|connection| connection.is_over()) else {
+            self.over.set(None);
+            return None;
+        };
+        let most = if connection.is_shut_down() { ENDS_WITHIN } else { GONE_WITHIN };
+        let over = self.over.get().unwrap_or_else(Instant::now);
+        self.over.set(Some(over));
+        Some(over.elapsed() >= most)
     }
 
     /// Takes the shares from their workers: the way to memory is made anew by the next ring. What is still under way is

@@ -238,8 +238,10 @@ impl<S: Serve> RequestUnit<S> {
         if left > 0 {
             tracing::error!(
                 source = %self.shared.name,
-                "queue {index}: the disk has not answered {left} requests"
+                "queue {index}: {} has not answered {left} requests", S::NAME
             );
+        }
+        if left > 0 && S::KEEPS {
             self.shared.figures.keep(served.queue.into_remains(&memory));
         }
         left
