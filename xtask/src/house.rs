@@ -1,4 +1,4 @@
-//! `cargo xtask house`: how large the house is, and where it is `unsafe`.
+//! `cargo xtask house`: how large the house is, where it is `unsafe`, and which files import each other.
 //!
 //! What counts as a line of the product: one below `crates/*/src` that is neither blank nor a comment, and is not
 //! compiled for tests alone. Sources are as rustfmt leaves them, by which the end of an item is found.
@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::steps::root;
+use crate::{circles, steps::root};
 
 const COUNTS: &str = "xtask/house.toml";
 /// A file with more lines is to have a reason.
@@ -27,6 +27,8 @@ struct House {
     most_lines: usize,
     /// How often `unsafe` stands in the product of each crate that has it.
     r#unsafe: BTreeMap<String, usize>,
+    /// How many files of each crate import each other, by whatever way.
+    circles: BTreeMap<String, usize>,
     /// Why a file is longer than others.
     long: BTreeMap<String, String>,
 }
@@ -39,6 +41,8 @@ impl fmt::Display for House {
         )?;
         writeln!(f, "most_lines = {}\n\n[unsafe]", self.most_lines)?;
         self.r#unsafe.iter().try_for_each(|(name, count)| writeln!(f, "{name} = {count}"))?;
+        writeln!(f, "\n[circles]")?;
+        self.circles.iter().try_for_each(|(name, count)| writeln!(f, "{name} = {count}"))?;
         writeln!(f, "\n[long]")?;
         self.long.iter().try_for_each(|(path, why)| writeln!(f, "{path:?} = {why:?}"))
     }
@@ -53,13 +57,13 @@ struct Found {
     tests: BTreeSet<String>,
 }
 
-/// Prints what there is; fails if it is not as the tree says, or with `update` puts that in.
-pub(crate) fn check(update: bool) -> Result<()> {
+/// Prints what there is, and which files are in circles if that is to be shown; fails if it is not as the tree says, or with `update` puts that in.
+pub(crate) fn check(update: bool, show: bool) -> Result<()> {
     let text = fs::read_to_string(root().join(COUNTS)).unwrap_or_default();
     let mut house: House = toml::from_str(&text).context(COUNTS)?;
     let mut wrong = Vec::new();
     let (mut all, mut found, mut table) = (0, BTreeMap::new(), String::new());
-    let mut long = BTreeSet::new();
+    let (mut long, mut circles) = (BTreeSet::new(), BTreeMap::new());
     for folder in folders(&root().join("crates"))? {
         let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
         let mut sum = Found::default();
@@ -71,16 +75,24 @@ pub(crate) fn check(update: bool) -> Result<()> {
                 long.insert(path);
             }
         }
+        let own = circles::of(&folder.join("src"))?;
+        let in_circles: usize = own.iter().map(Vec::len).sum();
+        if show {
+            own.iter().for_each(|circle| println!("{name}: {}", circle.join(" ")));
+        }
         all += sum.lines;
-        let _ = writeln!(table, "{name:20} {:6} {:6}", sum.lines, sum.r#unsafe);
+        let _ = writeln!(table, "{name:20} {:6} {:6} {in_circles:7}", sum.lines, sum.r#unsafe);
         if sum.r#unsafe > 0 {
-            found.insert(name, sum.r#unsafe);
+            found.insert(name.clone(), sum.r#unsafe);
+        }
+        if in_circles > 0 {
+            circles.insert(name, in_circles);
         }
     }
-    println!("{:20} {:>6} {:>6}\n{table}{:20} {all:6}", "crate", "lines", "unsafe", "all");
+    println!("{:20} {:>6} {:>6} circles\n{table}{:20} {all:6}", "crate", "lines", "unsafe", "all");
     if update {
         house.most_lines = all;
-        house.r#unsafe = found;
+        (house.r#unsafe, house.circles) = (found, circles);
         house.long.retain(|path, _| long.contains(path));
         fs::write(root().join(COUNTS), house.to_string())?;
     } else {
@@ -89,6 +101,12 @@ pub(crate) fn check(update: bool) -> Result<()> {
         }
         if found != house.r#unsafe {
             wrong.push(format!("`unsafe` stands {found:?} times, and not {:?}", house.r#unsafe));
+        }
+        if circles != house.circles {
+            wrong.push(format!(
+                "files that import each other: {circles:?}, and not {:?} (`cargo xtask house --circles` names them)",
+                house.circles
+            ));
         }
     }
     let known: BTreeSet<String> = house.long.keys().cloned().collect();

@@ -100,7 +100,7 @@ const STEPS: &[Step] = &[
     }),
     step("lints of the fuzz targets", 90, fuzz_lints),
     step("floors", 5, |_| floors::check()),
-    step("house", 5, |_| house::check(false)),
+    step("house", 5, |_| house::check(false, false)),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
     step("build", 450, |run| run.suite().map(|_| ())),

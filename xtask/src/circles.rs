@@ -1,0 +1,279 @@
+//! Modules that import each other.
+//!
+//! An import is resolved through what modules re-export to the file that defines what is imported. A file may use
+//! what the `mod.rs` of a folder that it lies in defines: that is the folder's own vocabulary.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
+
+use anyhow::{Context, Result};
+use syn::{Item, UseTree, visit::Visit};
+
+/// A module by its names from the crate's root on.
+type Name = Vec<String>;
+
+/// What a file defines, and what it names of other files.
+#[derive(Default)]
+struct Module {
+    defines: BTreeSet<String>,
+    /// What its imports are called here, and where they come from.
+    imports: BTreeMap<String, Name>,
+    /// All that it names of its crate, but for what it only re-exports.
+    uses: Vec<Name>,
+}
+
+/// The files of a crate's product that import each other, by circle.
+pub(crate) fn of(source: &Path) -> Result<Vec<Vec<String>>> {
+    let mut modules = BTreeMap::new();
+    read(source, &Name::new(), &mut modules)?;
+    let modules: BTreeMap<Name, Module> =
+        modules.into_iter().map(|(name, file)| (name.clone(), Module::of(&name, &file))).collect();
+    let mut edges: BTreeMap<&Name, BTreeSet<&Name>> = BTreeMap::new();
+    for (name, module) in &modules {
+        let targets = module.uses.iter().filter_map(|path| resolve(&modules, path, 0));
+        // What it lies in is what it is a part of.
+        edges.insert(name, targets.filter(|target| !name.starts_with(target)).collect());
+    }
+    let reach: BTreeMap<&Name, BTreeSet<&Name>> =
+        edges.keys().map(|name| (*name, reached(&edges, name))).collect();
+    let mut circles: Vec<BTreeSet<&Name>> = Vec::new();
+    for (name, reached) in &reach {
+        let circle: BTreeSet<&Name> =
+            reached.iter().copied().filter(|other| reach[*other].contains(name)).collect();
+        if circle.len() > 1 && !circles.contains(&circle) {
+            circles.push(circle);
+        }
+    }
+    let shown = |name: &&Name| if name.is_empty() { "lib".to_owned() } else { name.join("::") };
+    Ok(circles.iter().map(|circle| circle.iter().map(shown).collect()).collect())
+}
+
+/// All that can be reached from a module.
+fn reached<'m>(edges: &BTreeMap<&'m Name, BTreeSet<&'m Name>>, from: &Name) -> BTreeSet<&'m Name> {
+    let (mut reached, mut open) = (BTreeSet::new(), vec![from]);
+    while let Some(name) = open.pop() {
+        for next in &edges[name] {
+            if reached.insert(*next) {
+                open.push(next);
+            }
+        }
+    }
+    reached
+}
+
+/// Reads a module's file and those of its children.
+fn read(folder: &Path, name: &Name, into: &mut BTreeMap<Name, syn::File>) -> Result<()> {
+    let inside = folder.join(name.join("/"));
+    let files = match name.is_empty() {
+        true => vec![folder.join("lib.rs"), folder.join("main.rs")],
+        false => vec![inside.with_extension("rs"), inside.join("mod.rs")],
+    };
+    let Some(file) = files.into_iter().find(|file| file.exists()) else { return Ok(()) };
+    let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+    let parsed = syn::parse_file(&text).with_context(|| file.display().to_string())?;
+    for item in parsed.items.iter().filter(|item| !is_for_tests(item)) {
+        if let Item::Mod(module) = item
+            && module.content.is_none()
+        {
+            let child = [name.as_slice(), &[module.ident.to_string()]].concat();
+            read(folder, &child, into)?;
+        }
+    }
+    into.insert(name.clone(), parsed);
+    Ok(())
+}
+
+/// The module that defines what a path leads to.
+fn resolve<'m>(
+    modules: &'m BTreeMap<Name, Module>,
+    path: &[String],
+    depth: usize,
+) -> Option<&'m Name> {
+    let known = (0..=path.len()).rev().find_map(|len| modules.get_key_value(&path[..len].to_vec()));
+    let (name, module) = known?;
+    let Some(first) = path.get(name.len()) else { return Some(name) };
+    match module.imports.get(first) {
+        // A circle of re-exports leads nowhere.
+        Some(from) if !module.defines.contains(first) && depth < 8 && from[..] != *path => {
+            let rest = &path[name.len() + 1..];
+            resolve(modules, &[from.as_slice(), rest].concat(), depth + 1)
+        }
+        _ => Some(name),
+    }
+}
+
+impl Module {
+    fn of(name: &Name, file: &syn::File) -> Module {
+        let mut module = Module::default();
+        let children: BTreeSet<String> = file
+            .items
+            .iter()
+            .filter_map(|item| match item {
+                Item::Mod(module) if !is_for_tests(item) => Some(module.ident.to_string()),
+                _ => None,
+            })
+            .collect();
+        for item in file.items.iter().filter(|item| !is_for_tests(item)) {
+            if let Item::Use(import) = item {
+                let mut paths = Vec::new();
+                flatten(&import.tree, &mut Vec::new(), &mut paths);
+                let is_public = !matches!(import.vis, syn::Visibility::Inherited);
+                for (path, called) in paths {
+                    let from_child = path.first().is_some_and(|first| children.contains(first));
+                    let path = match from_child {
+                        true => Some([name.as_slice(), &path].concat()),
+                        false => absolute(name, &path),
+                    };
+                    let Some(path) = path else { continue };
+                    module.imports.insert(called, path.clone());
+                    if !is_public {
+                        module.uses.push(path);
+                    }
+                }
+                continue;
+            }
+            module.defines.extend(defined(item));
+            let mut paths = Paths { of: name, found: Vec::new() };
+            paths.visit_item(item);
+            module.uses.append(&mut paths.found);
+        }
+        module
+    }
+}
+
+/// Paths in code that begin at the crate, or at a module above.
+struct Paths<'m> {
+    of: &'m Name,
+    found: Vec<Name>,
+}
+
+impl<'ast> Visit<'ast> for Paths<'_> {
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let names: Name = path.segments.iter().map(|part| part.ident.to_string()).collect();
+        if matches!(names[0].as_str(), "crate" | "super") {
+            self.found.extend(absolute(self.of, &names));
+        }
+        syn::visit::visit_path(self, path);
+    }
+}
+
+/// A path from the crate's root on; `None` if it leads out of the crate.
+fn absolute(of: &Name, path: &[String]) -> Option<Name> {
+    let mut base = match path.first()?.as_str() {
+        "crate" => Name::new(),
+        "super" | "self" => of.clone(),
+        _ => return None,
+    };
+    for part in path {
+        match part.as_str() {
+            "crate" | "self" => {}
+            "super" => _ = base.pop()?,
+            part => base.push(part.to_owned()),
+        }
+    }
+    Some(base)
+}
+
+/// The paths of an import, and what each is called from then on.
+fn flatten(tree: &UseTree, before: &mut Name, into: &mut Vec<(Name, String)>) {
+    match tree {
+        UseTree::Path(path) => {
+            before.push(path.ident.to_string());
+            flatten(&path.tree, before, into);
+            before.pop();
+        }
+        UseTree::Name(name) if name.ident == "self" => {
+            into.push((before.clone(), before.last().cloned().unwrap_or_default()));
+        }
+        UseTree::Name(name) => {
+            let name = name.ident.to_string();
+            into.push(([before.as_slice(), std::slice::from_ref(&name)].concat(), name));
+        }
+        UseTree::Rename(name) => {
+            let path = [before.as_slice(), &[name.ident.to_string()]].concat();
+            into.push((path, name.rename.to_string()));
+        }
+        UseTree::Glob(_) => into.push((before.clone(), "*".to_owned())),
+        UseTree::Group(group) => group.items.iter().for_each(|tree| flatten(tree, before, into)),
+    }
+}
+
+/// What an item defines.
+fn defined(item: &Item) -> Option<String> {
+    let ident = match item {
+        Item::Const(item) => &item.ident,
+        Item::Enum(item) => &item.ident,
+        Item::Fn(item) => &item.sig.ident,
+        Item::Macro(item) => item.ident.as_ref()?,
+        Item::Static(item) => &item.ident,
+        Item::Struct(item) => &item.ident,
+        Item::Trait(item) => &item.ident,
+        Item::Type(item) => &item.ident,
+        Item::Union(item) => &item.ident,
+        _ => return None,
+    };
+    Some(ident.to_string())
+}
+
+/// Whether an item is there for tests, or for what rustdoc links to, alone.
+fn is_for_tests(item: &Item) -> bool {
+    let attributes = match item {
+        Item::Const(item) => &item.attrs,
+        Item::Enum(item) => &item.attrs,
+        Item::Fn(item) => &item.attrs,
+        Item::Impl(item) => &item.attrs,
+        Item::Mod(item) => &item.attrs,
+        Item::Static(item) => &item.attrs,
+        Item::Struct(item) => &item.attrs,
+        Item::Trait(item) => &item.attrs,
+        Item::Type(item) => &item.attrs,
+        Item::Use(item) => &item.attrs,
+        _ => return false,
+    };
+    attributes.iter().any(|attribute| {
+        let syn::Meta::List(list) = &attribute.meta else { return false };
+        let what = list.tokens.to_string();
+        attribute.path().is_ident("cfg")
+            && ["test", "all (test", "all(test", "any (test", "any(test", "doc", "loom"]
+                .iter()
+                .any(|begins| what.starts_with(begins))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn circles(files: &[(&str, &str)]) -> Vec<Vec<String>> {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        of(folder.path()).unwrap()
+    }
+
+    #[test]
+    fn two_files_that_import_each_other_are_a_circle_by_whatever_way() {
+        let lib = ("lib.rs", "mod a; mod b; pub use a::A; pub use b::B;");
+        let a = ("a.rs", "use crate::B; pub struct A(B);");
+        let by_use = ("b.rs", "use super::a::A; pub struct B(Box<A>);");
+        let by_path = ("b.rs", "pub struct B; fn f() -> Option<crate::a::A> { None }");
+        let in_tests = ("b.rs", "pub struct B; #[cfg(test)] mod tests { use crate::A; }");
+        assert_eq!(circles(&[lib, a, by_use]), [["a", "b"]]);
+        assert_eq!(circles(&[lib, a, by_path]), [["a", "b"]]);
+        assert_eq!(circles(&[lib, a, in_tests]), Vec::<Vec<String>>::new());
+    }
+
+    #[test]
+    fn what_a_folder_has_is_its_parts_own() {
+        let lib = ("lib.rs", "mod a;");
+        let a = ("a.rs", "mod b; use b::B; pub struct A(B);");
+        let b = ("a/b.rs", "use super::A; pub struct B; impl B { fn f(a: A) {} }");
+        assert_eq!(circles(&[lib, a, b]), Vec::<Vec<String>>::new());
+    }
+}
