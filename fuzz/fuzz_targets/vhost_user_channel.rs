@@ -15,9 +15,12 @@ use std::{
 };
 
 use libfuzzer_sys::fuzz_target;
-use ringfence_run::PeerFd;
 use ringfence_mem::{Access, GuestRam, Memory};
-use ringfence_vhost_user::{BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, Server};
+use ringfence_run::PeerFd;
+use ringfence_vhost_user::{
+    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, Server,
+};
 
 /// A device that asks when its ring starts.
 struct Device {

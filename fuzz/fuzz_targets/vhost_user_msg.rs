@@ -18,9 +18,12 @@ use std::{
 };
 
 use libfuzzer_sys::fuzz_target;
-use ringfence_run::PeerFd;
 use ringfence_mem::{DirtyLog, GuestRam, Memory};
-use ringfence_vhost_user::{F_ACCESS_PLATFORM, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, SavedConnection, Server};
+use ringfence_run::PeerFd;
+use ringfence_vhost_user::{
+    F_ACCESS_PLATFORM, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
+    RingAddresses, RingSetup, SavedConnection, Server,
+};
 use rustix::{
     event::{EventfdFlags, eventfd},
     net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},

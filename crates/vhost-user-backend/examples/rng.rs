@@ -23,7 +23,10 @@ impl Device for Rng {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let socket = std::env::args().nth(1).ok_or("usage: rng SOCKET")?;
+    let Some(socket) = std::env::args().nth(1) else {
+        println!("usage: rng SOCKET");
+        return Ok(());
+    };
     let workers: Arc<[Worker]> = [Worker::spawn("rng", Notify::Adaptive)?].into();
     let listener = UnixListener::bind(&socket)?;
     println!("listening on {socket}");

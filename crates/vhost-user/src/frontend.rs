@@ -74,7 +74,7 @@ pub struct Frontend {
 }
 
 impl Frontend {
-    /// A front end on a connected socket, which the [`Closer`](crate::Closer) of `stream` closes; every answer must come within `timeout`.
+    /// A front end on a connected socket, which the [`Closer`](ringfence_run::Closer) of `stream` closes; every answer must come within `timeout`.
     pub fn new(stream: impl Into<PeerFd>, timeout: Duration) -> Frontend {
         let link = Arc::new(Link::new(stream.into(), timeout));
         Frontend { link, features: 0, protocol: ProtocolFeatures::empty() }

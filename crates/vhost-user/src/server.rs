@@ -171,7 +171,7 @@ pub struct Server<H> {
 
 impl<H: Handler> Server<H> {
     /// A server for one connection. Its socket, and what the front end sends that takes long to close, is
-    /// closed by the [`Closer`](crate::Closer) that `stream` has.
+    /// closed by the [`Closer`](ringfence_run::Closer) that `stream` has.
     pub fn new(stream: impl Into<PeerFd>, handler: H) -> Server<H> {
         let offered_protocol = handler.protocol_features() & ProtocolFeatures::KNOWN;
         let log = offered_protocol.contains(ProtocolFeatures::LOG_SHMFD);
@@ -251,7 +251,7 @@ impl<H: Handler> Server<H> {
     /// Serves until the front end hangs up or [`Shutdown`] is used (`Ok`), or the connection must
     /// end for another reason. All rings are stopped, and the connection is closed, when it
     /// returns. A request that has no answer may not be carried out if the front end hangs up behind it
-    /// while its [`Closer`](crate::Closer) is full.
+    /// while its [`Closer`](ringfence_run::Closer) is full.
     ///
     /// # Errors
     /// See [`ServeError`].

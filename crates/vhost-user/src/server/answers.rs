@@ -16,7 +16,7 @@ use crate::{BackendChannel, Iotlb, WireError};
 /// The front end may have our end of the channel too, and the kernel lets one receive at a time: one that
 /// never gets its memory holds up the others for as long as the front end likes, and no signal ends that. So
 /// the thread that serves does not receive; the thread that does is waited for by the connection's
-/// [`Closer`](crate::Closer).
+/// [`Closer`](ringfence_run::Closer).
 #[derive(Debug)]
 pub(super) struct Answers {
     channel: Arc<BackendChannel>,
