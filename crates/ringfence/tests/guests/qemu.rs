@@ -77,6 +77,9 @@ impl fmt::Display for Iommu {
 /// What every script begins with: the IOMMU is there before the drivers, and which domain devices
 /// are in is said.
 const BEGIN: &str = r#"
+for cpu in /sys/devices/system/cpu/cpu[1-9]*; do
+    [ ! -e $cpu/online ] || echo 1 > $cpu/online
+done
 if grep -q viommu=1 /proc/cmdline; then modprobe virtio-iommu; fi
 # The PCI address of the nth virtio device of that kind (block 2, net 1), from 0.
 virtio_pci() {
@@ -389,9 +392,11 @@ impl Qemu {
             Iommu::VirtioStrict | Iommu::VirtioLazy => true,
             iommu => iommu.is_guards() && iommu != Iommu::GuardUnknown,
         };
-        // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up.
+        // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up. As long as it
+        // patches itself it has one processor: an emulated one may still run what another has just taken back
+        // (`Oops: int3` before the first process, in one of some hundred boots). The script has all.
         let line = format!(
-            "console=ttyS0 loglevel=5 panic=-1 no_timer_check viommu={} {} {}",
+            "console=ttyS0 loglevel=5 panic=-1 no_timer_check maxcpus=1 viommu={} {} {}",
             u8::from(viommu),
             self.iommu.kernel_line(),
             self.line
