@@ -11,7 +11,10 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, HostSlice, Memory, Translate};
-use ringfence_run::{event::Doorbell, worker::Worker};
+use ringfence_run::{
+    event::{Bells, Doorbell},
+    worker::Worker,
+};
 use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown};
 use ringfence_virtq::{Chain, Desc};
 
@@ -449,15 +452,7 @@ impl<D: Device> RawDevice for Requests<D> {
         Ok(())
     }
 
-    fn hold(&mut self) {
-        self.rings.bells().hold();
-    }
-
-    fn pass(&mut self) {
-        self.rings.bells().pass();
-    }
-
-    fn settled(&mut self) {
-        self.rings.bells().release();
+    fn bells(&self) -> Option<&Bells> {
+        Some(self.rings.bells())
     }
 }

@@ -7,6 +7,7 @@ use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_run::{
     PeerFd,
+    event::Bells,
     notifier::Notifier,
     worker::{Unit, Work, Worker},
 };
@@ -151,13 +152,10 @@ pub trait RawDevice {
     fn refused(&self, request: u32, why: &HandlerError) {
         tracing::debug!(source = %self.name(), "request {request} was refused: {why}");
     }
-    /// Updates are about to be carried out: a worker that waits for several is woken once, when they have
-    /// [passed](Self::pass) and no more are [about to come](Self::settled).
-    fn hold(&mut self) {}
-    /// Updates were carried out.
-    fn pass(&mut self) {}
-    /// No update is about to come.
-    fn settled(&mut self) {}
+    /// Through which its workers are woken when a translation comes, if several updates are to wake one once.
+    fn bells(&self) -> Option<&Bells> {
+        None
+    }
 }
 
 /// How a ring that starts reaches memory.
@@ -453,12 +451,13 @@ impl<D: RawDevice> Handler for Backend<D> {
         // A request needs several updates, which come one by one: a worker that sleeps is not woken for
         // each. The front end has our answer first, too.
         let updates = messages.iter().all(|message| matches!(message, Iotlb::Update { .. }));
-        if updates {
-            self.device.hold();
+        let bells = self.device.bells().filter(|_| updates);
+        if let Some(bells) = bells {
+            bells.hold();
         }
         translation.messages(messages, outcomes);
-        if updates {
-            self.device.pass();
+        if let Some(bells) = bells {
+            bells.pass();
         }
     }
 
@@ -468,7 +467,9 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn settled(&mut self) {
-        self.device.settled();
+        if let Some(bells) = self.device.bells() {
+            bells.release();
+        }
     }
 
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {

@@ -7,7 +7,7 @@ use std::{
 
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::Memory;
-use ringfence_run::worker::Worker;
+use ringfence_run::{event::Bells, worker::Worker};
 use ringfence_vhost_user::{HandlerError, InflightRegion, ProtocolFeatures, Shutdown};
 use ringfence_vhost_user_backend::{
     Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares,
@@ -37,6 +37,7 @@ const _: () = assert!(SEG_MAX as u64 * SIZE_MAX as u64 <= request::MOST_MOVED);
 /// must not take the ring for one that has done everything. (Where the data is in the guest's memory, the
 /// stop waits: the memory is not the guest's before.)
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
+
 /// A block device as it is set up.
 #[derive(Clone)]
 pub struct BlkOptions {
@@ -275,15 +276,7 @@ impl RawDevice for Blk {
         Ok(())
     }
 
-    fn hold(&mut self) {
-        self.rings.bells().hold();
-    }
-
-    fn pass(&mut self) {
-        self.rings.bells().pass();
-    }
-
-    fn settled(&mut self) {
-        self.rings.bells().release();
+    fn bells(&self) -> Option<&Bells> {
+        Some(self.rings.bells())
     }
 }
