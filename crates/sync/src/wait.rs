@@ -25,9 +25,10 @@ const FIRST_SPIN_NS: u64 = 10_000;
 /// How long a waiter looks before it offers its CPU between looks: longer than any answer takes that
 /// comes from another CPU.
 const YIELD_AFTER_NS: u64 = 5_000;
-/// Time that is missing between two looks: more than they take, or an interrupt does, and less than
-/// any other thread's turn.
-const GAP_NS: u64 = 20_000;
+/// Time that is missing between two looks, as it is where another thread has a turn of its own: more
+/// than looks or an interrupt take, and more than a thread that this one has woken has to do (io_uring's,
+/// the front end's), which leaves the CPU again at once.
+const GAP_NS: u64 = 200_000;
 /// How long a thread sleeps in all its waits after its CPU was taken: at first, so that a chance
 /// neighbour costs next to nothing, and at most, so that a CPU that others want all the time costs a
 /// turn of theirs (3 or 4 ms) in half a second, and one that they left is noticed before anybody does.
