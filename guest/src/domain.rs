@@ -3,7 +3,7 @@
 use std::{fs::File, os::fd::AsRawFd, ptr::null_mut};
 
 use anyhow::{Result, ensure};
-use ringfence_iommu::{Domain, Error, Gather, HostAddr, Iova, Prot, Range};
+use ringfence_iommu::{Domain, Error, Gather, HostAddr, Iova, Map, Prot, Range};
 use ringfence_vfio::{
     DirtyMap, Type1, Usage,
     kernel::{Attached, Id, IommuFile},
@@ -45,8 +45,8 @@ fn range(at: u64, len: u64) -> Result<Range> {
 
 fn unmap(domain: &Type1<Attached>, range: Range) -> Result<u128, Error> {
     let mut gather = Gather::new();
-    let bytes = domain.unmap_pages(range, &mut gather)?;
-    domain.iotlb_sync(&mut gather).map(|()| bytes)
+    let bytes = domain.unmap(range, &mut gather)?;
+    domain.iotlb_sync(&mut gather).map(|_synced| bytes)
 }
 
 /// The rules of type 1, asked of a container in which nothing is mapped.
@@ -84,11 +84,16 @@ pub(crate) fn check(domain: &Type1<Attached>) -> Result<()> {
     Ok(())
 }
 
+fn map_of(range: Range, target: HostAddr, prot: Prot) -> Map<HostAddr> {
+    // SAFETY: memory of these checks' own, which lives as long as the process, or none.
+    unsafe { Map::of(range, target, prot) }
+}
+
 /// Page by page is a handful of entries.
 fn budget(domain: &Type1<Attached>) -> Result<()> {
     let len = 256 * MIB;
     let memory = memory(len)?;
-    let page = |at| Ok((range(at, PAGE)?, HostAddr(memory + at), Prot::RW));
+    let page = |at| Ok(map_of(range(at, PAGE)?, HostAddr(memory + at), Prot::RW));
     let batch = (0..len / PAGE).map(|n| page(n * PAGE)).collect::<Result<Vec<_>>>()?;
     let free = domain.available();
     domain.map_batch(&batch)?;
@@ -105,18 +110,18 @@ fn budget(domain: &Type1<Attached>) -> Result<()> {
 /// What is refused, and that what is not mapped stays so.
 fn whole(domain: &Type1<Attached>) -> Result<()> {
     let memory = HostAddr(memory(2 * MIB)?);
-    domain.map_pages(range(0, 4 * PAGE)?, memory, Prot::READ)?;
-    domain.map_pages(range(4 * PAGE, PAGE)?, memory, Prot::RW)?;
-    let again = domain.map_pages(range(3 * PAGE, PAGE)?, memory, Prot::RW);
+    domain.map(map_of(range(0, 4 * PAGE)?, memory, Prot::READ))?;
+    domain.map(map_of(range(4 * PAGE, PAGE)?, memory, Prot::RW))?;
+    let again = domain.map(map_of(range(3 * PAGE, PAGE)?, memory, Prot::RW));
     ensure!(matches!(again, Err(Error::Exists { .. })), "{again:?}");
     // Nobody has this address: the kernel is who says so.
-    let absent = domain.map_pages(range(8 * PAGE, PAGE)?, HostAddr(PAGE), Prot::RW);
+    let absent = domain.map(map_of(range(8 * PAGE, PAGE)?, HostAddr(PAGE), Prot::RW));
     ensure!(matches!(absent, Err(Error::Device { status: 14, .. })), "{absent:?}");
     ensure!(domain.iova_to_phys(Iova(PLACE + 8 * PAGE)).is_none());
     for region in domain.geometry().reserved.iter() {
         let first = Iova(region.range.first().0 & !(PAGE - 1));
         let inside = Range::from_len(first, PAGE).unwrap_or(region.range);
-        ensure!(domain.map_pages(inside, memory, Prot::RW).is_err(), "{inside} was mapped");
+        ensure!(domain.map(map_of(inside, memory, Prot::RW)).is_err(), "{inside} was mapped");
     }
     ensure!(unmap(domain, range(0, 16 * PAGE)?)? == 5 * u128::from(PAGE));
     ensure!(unmap(domain, range(0, 16 * PAGE)?)? == 0);
@@ -126,7 +131,7 @@ fn whole(domain: &Type1<Attached>) -> Result<()> {
 /// Hardware that cannot tell has written anywhere.
 fn dirty(domain: &Type1<Attached>) -> Result<()> {
     let (len, place) = (2 * MIB, range(0, 2 * MIB)?);
-    domain.map_pages(place, HostAddr(memory(len)?), Prot::RW)?;
+    domain.map(map_of(place, HostAddr(memory(len)?), Prot::RW))?;
     domain.start_dirty()?;
     let map = DirtyMap::new(place, PAGE);
     let mut map = map.ok_or_else(|| anyhow::anyhow!("no map of {place}"))?;
@@ -143,7 +148,7 @@ fn dirty(domain: &Type1<Attached>) -> Result<()> {
 /// The memory has moved, and DMA goes on.
 fn vaddr(domain: &Type1<Attached>) -> Result<()> {
     let (place, memory) = (range(0, 2 * MIB)?, memory(4 * MIB)?);
-    domain.map_pages(place, HostAddr(memory), Prot::RW)?;
+    domain.map(map_of(place, HostAddr(memory), Prot::RW))?;
     match domain.begin_vaddr_update() {
         Ok(mut update) => {
             // SAFETY: what is asked about lies twice in this process, one time after the other;

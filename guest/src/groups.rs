@@ -4,7 +4,7 @@
 use std::{sync::Arc, time::Instant};
 
 use anyhow::{Context, Result, ensure};
-use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, Range};
+use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Prot, Range};
 use ringfence_mem::GuestRam;
 use ringfence_vfio::{
     Tuning, Type1,
@@ -29,9 +29,7 @@ fn container(group: u32) -> Result<Attached> {
 }
 
 fn domain(container: Attached) -> Result<Type1<Attached>> {
-    // SAFETY: what is mapped is shared memory that the process has until it is unmapped, and it is
-    // accessed as what others change meanwhile.
-    Ok(unsafe { Type1::new(container, Tuning::default()) }?)
+    Ok(Type1::new(container, Tuning::default())?)
 }
 
 fn start(device: &Device, domain: &Type1<Attached>, at: u64) -> Result<Disk> {
@@ -135,11 +133,12 @@ pub(crate) fn requests(group: u32, count: usize) -> Result<()> {
         // Every other page, so that each is a mapping of its own.
         for at in 0..PAGES {
             let (range, from) = (range(2 * at, 1)?, ram.user_addr() + (at * PAGE) as u64);
-            domain.map_pages(range, HostAddr(from), Prot::RW)?;
+            // SAFETY: memory that lives as long as the process.
+            domain.map(unsafe { Map::of(range, HostAddr(from), Prot::RW) })?;
             domain.iotlb_sync_map(range)?;
         }
         let mut gather = Gather::new();
-        let removed = domain.unmap_pages(range(0, 2 * PAGES)?, &mut gather)?;
+        let removed = domain.unmap(range(0, 2 * PAGES)?, &mut gather)?;
         domain.iotlb_sync(&mut gather)?;
         ensure!(removed == (PAGES * PAGE) as u128, "an unmap removed {removed:#x} bytes");
         mapped += PAGES;

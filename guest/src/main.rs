@@ -17,7 +17,7 @@ use std::{env, sync::Arc, thread::sleep, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use blk::{Disk, Io};
-use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, Range};
+use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Prot, Range};
 use ringfence_mem::GuestRam;
 use ringfence_vfio::{
     Iommufd, Tuning, Type1,
@@ -49,13 +49,10 @@ fn main() -> Result<()> {
     let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
     if address == "domain" {
         domain::rules(&container)?;
-        // SAFETY: what is mapped is memory that stays until the process ends.
-        return domain::check(&unsafe { Type1::new(container, Tuning::default()) }?);
+        return domain::check(&Type1::new(container, Tuning::default())?);
     }
     let device = container.device(&address)?;
-    // SAFETY: what is mapped is shared memory that the process has until it is unmapped, and it is
-    // accessed as what others change meanwhile.
-    let domain = unsafe { Type1::new(container, Tuning::default()) }?;
+    let domain = Type1::new(container, Tuning::default())?;
     drive(&domain, &device)
 }
 
@@ -64,8 +61,7 @@ fn iommufd(address: &str) -> Result<()> {
     let file = IommuFile::open()?;
     let bound = file.bind(address)?;
     domain::iommufd_rules(&file, bound.id())?;
-    // SAFETY: as for a container.
-    let domain = unsafe { Iommufd::new(file, Tuning::default()) }?;
+    let domain = Iommufd::new(file, Tuning::default())?;
     bound.attach(domain.ioas())?;
     domain.refresh()?;
     println!("geometry {:?}", domain.geometry());
@@ -89,16 +85,19 @@ fn drive(domain: &impl Domain<Target = HostAddr>, device: &Device) -> Result<()>
 /// Lets devices reach memory at its guest-physical address, which is an IOVA here.
 fn map(domain: &impl Domain<Target = HostAddr>, ram: &GuestRam) -> Result<()> {
     let range = place(ram)?;
-    domain.map_pages(range, HostAddr(ram.user_addr()), Prot::RW)?;
-    Ok(domain.iotlb_sync_map(range)?)
+    // SAFETY: the memory lives as long as the domain.
+    domain.map(unsafe { Map::of(range, HostAddr(ram.user_addr()), Prot::RW) })?;
+    domain.iotlb_sync_map(range)?;
+    Ok(())
 }
 
 /// Takes it away again: over when this returns.
 fn unmap(domain: &impl Domain<Target = HostAddr>, ram: &GuestRam) -> Result<()> {
     let mut gather = Gather::new();
-    let removed = domain.unmap_pages(place(ram)?, &mut gather)?;
+    let removed = domain.unmap(place(ram)?, &mut gather)?;
     ensure!(removed == ram.len() as u128, "an unmap removed {removed:#x} bytes");
-    Ok(domain.iotlb_sync(&mut gather)?)
+    domain.iotlb_sync(&mut gather)?;
+    Ok(())
 }
 
 fn place(ram: &GuestRam) -> Result<Range> {

@@ -52,8 +52,7 @@ fn main() -> Result<()> {
     // One that cannot be reset this way is reset by its driver.
     let _ = device.reset();
     device.set_bus_master(true)?;
-    // SAFETY: nothing is mapped through it but by the DMA API, which owns what it maps.
-    let domain = Arc::new(unsafe { Type1::new(container, Tuning::default()) }?);
+    let domain = Arc::new(Type1::new(container, Tuning::default())?);
     let machine = Machine { device, domain };
     for mode in arguments {
         match mode.as_str() {

@@ -1,6 +1,6 @@
 //! virtio-iommu in a VMM of rust-vmm: `cargo run --package ringfence-devices --example vmm`
 use ringfence_devices::iommu::{Endpoints, VmmIommu};
-use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
+use ringfence_iommu::{Map, shootdown::Shootdown, table::Limits, *};
 use ringfence_iotlb::{Binding, Endpoint, guest_memory::IotlbAddressSpace};
 use ringfence_mem::{Access::ReadWrite, GuestBus, Translate};
 use ringfence_virtio_iommu::{driver::*, wire::Config};
@@ -50,7 +50,7 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     let range = Range::from_len(Iova(0x10_0000), 0x1000).ok_or("no range")?;
     let domain = driver.domain()?;
     domain.attach(8)?;
-    domain.map_pages(range, GuestPhys(0x7000), Prot::RW)?;
+    domain.map(Map::new(range, GuestPhys(0x7000), Prot::RW))?;
     domain.iotlb_sync_map(range)?;
     device.memory().write_obj(*b"dma", GuestAddress(0x10_0040))?;
     let found: [u8; 3] = memory.memory().read_obj(GuestAddress(0x7040))?;

@@ -85,12 +85,10 @@ impl Rig {
             Config { owner: owners[0].clone(), memory: Memory::process(), ..Config::default() };
         let container = Arc::new(fake::Type1::new(config));
         container.attach(&Group::default()).unwrap();
-        // SAFETY: all that is mapped lies in `halves`, which are there for ever and nobody's.
-        let type1 = unsafe { Type1::new(Arc::clone(&container), tuning) }.unwrap();
+        let type1 = Type1::new(Arc::clone(&container), tuning).unwrap();
         let iommufd = Arc::new(fake::Iommufd::new(owners[1].clone(), Memory::process()));
         let bound = iommufd.bind(&Group::default(), true);
-        // SAFETY: as above.
-        let space = unsafe { Iommufd::new(Arc::clone(&iommufd), tuning) }.unwrap();
+        let space = Iommufd::new(Arc::clone(&iommufd), tuning).unwrap();
         iommufd.attach(bound, space.ioas()).unwrap();
         space.refresh().unwrap();
 
@@ -103,8 +101,10 @@ impl Rig {
         let endpoints =
             Endpoints::new(near.iter().cloned(), Arc::clone(&shootdown), geometry, limits);
         let mirrors = [
-            Mirror::new(Arc::new(type1), memory(), true),
-            Mirror::new(Arc::new(space), memory(), true),
+            // SAFETY: `halves` are there for ever, and nobody's.
+            unsafe { Mirror::new(Arc::new(type1), memory(), true) },
+            // SAFETY: as above.
+            unsafe { Mirror::new(Arc::new(space), memory(), true) },
         ];
         for (id, mirror) in [TYPE1, IOMMUFD].into_iter().zip(&mirrors) {
             endpoints.add_outside(id, Arc::clone(mirror), &[]).unwrap();

@@ -58,7 +58,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             return self.unmap_strictly(span, watched, counters);
         }
         let mut gather = Gather::queued();
-        if let Err(error) = self.domain.unmap_pages(span.range, &mut gather) {
+        if let Err(error) = self.domain.unmap(span.range, &mut gather) {
             self.give_up(span, reserved);
             return Err(error);
         }
@@ -213,10 +213,10 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         waits.record(took_ns);
         self.lazy.pace.flushed(took_ns);
         match result {
-            Ok(()) => self.lazy.queues.finish_flush(ticket, ended_ns),
+            Ok(_) => self.lazy.queues.finish_flush(ticket, ended_ns),
             Err(_) => self.flush_failures.add(1),
         }
-        result
+        result.map(|_synced| ())
     }
 
     /// Rule L24: whoever flushed, every queue can be reaped, whether it is in use or was once.

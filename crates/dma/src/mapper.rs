@@ -1,6 +1,7 @@
 //! From the pieces of a buffer to the calls of a domain.
 
-use ringfence_iommu::{Address, Domain, Range};
+use arrayvec::ArrayVec;
+use ringfence_iommu::{Address, Domain, Map, Partial, Range};
 use ringfence_iova::Allocator;
 use ringfence_sync::clock::Clock;
 
@@ -15,6 +16,9 @@ use crate::{
 
 /// The pieces of a buffer, or of a list of buffers, one after the other.
 pub(crate) type Pieces<'a, T> = &'a dyn Fn(&mut dyn FnMut(T, u64));
+
+/// So many runs are mapped by one call of the domain.
+const TOGETHER: usize = 32;
 
 /// When what a map call has queued is synced, if the policy leaves that open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +69,7 @@ pub(crate) fn measure<T: Address>(
 }
 
 /// Maps the pieces of one buffer into the range that was allocated for them.
-pub(crate) struct Mapper<'a, D> {
+pub(crate) struct Mapper<'a, D: Domain> {
     domain: &'a D,
     clock: &'a dyn Clock,
     counters: &'a Counters,
@@ -75,8 +79,8 @@ pub(crate) struct Mapper<'a, D> {
     /// Sync each map call by itself, rather than all at the end.
     sync_each: bool,
     sync: Sync,
-    /// Runs that follow each other in IOVA and in memory, not mapped yet.
-    pending: Option<(Range, u64)>,
+    /// Not mapped yet. Runs that follow each other in IOVA and in memory are one.
+    list: ArrayVec<Map<D::Target>, TOGETHER>,
     /// Whether anything was mapped.
     pub(crate) any: bool,
     pub(crate) mapped: u64,
@@ -101,7 +105,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
             direction,
             sync_each: !shared.mode.get().batches_maps(),
             sync,
-            pending: None,
+            list: ArrayVec::new(),
             any: false,
             mapped: 0,
             segments,
@@ -119,7 +123,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
         });
         result?;
         layout.finish(&mut |run| self.run(run))?;
-        self.map_pending()?;
+        self.map_list()?;
         if !self.sync_each && self.sync == Sync::Now {
             // Rule L34: once, after all of them, over the whole range.
             self.sync(self.range)?;
@@ -136,29 +140,49 @@ impl<'a, D: Domain> Mapper<'a, D> {
         // Rule L43: the address keeps the buffer's offset in its granule.
         self.limits.add(self.segments, range.first().0 + in_granule, run.len);
         let target = run.target - in_granule;
-        if let Some((held, held_target)) = &mut self.pending
+        // SAFETY: a piece of a buffer (`DmaBuffer`), which its mapping owns until an unmap has succeeded.
+        let map = |range, target| unsafe {
+            Map::of(range, D::Target::from_u64(target), self.direction.prot())
+        };
+        if let Some(last) = self.list.last_mut()
+            && let (held, held_target) = (last.range(), last.target().as_u64())
             && held.last().0.checked_add(1) == Some(range.first().0)
             && held_target.checked_add(held.extent()).and_then(|last| last.checked_add(1))
                 == Some(target)
         {
-            *held = held.hull(range);
+            *last = map(held.hull(range), held_target);
             return Ok(());
         }
-        self.map_pending()?;
-        self.pending = Some((range, target));
+        let map = map(range, target);
+        if self.list.is_full() || self.sync_each {
+            self.map_list()?;
+        }
+        self.list.push(map);
         Ok(())
     }
 
-    fn map_pending(&mut self) -> Result<(), Error> {
-        let Some((range, target)) = self.pending.take() else { return Ok(()) };
-        self.counters.map_calls.add(1);
-        self.domain.map_pages(range, D::Target::from_u64(target), self.direction.prot())?;
-        self.any = true;
-        self.mapped = self.mapped.saturating_add(range.extent()).saturating_add(1);
-        if self.sync_each {
-            self.sync(range)?;
+    fn map_list(&mut self) -> Result<(), Error> {
+        if self.list.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let made = match self.list[..] {
+            [map] => self.domain.map(map).map_err(|error| Partial { done: 0, error }),
+            _ => self.domain.map_pages(&self.list),
+        };
+        let (done, tried) = match made {
+            Ok(()) => (self.list.len(), self.list.len()),
+            Err(partial) => (partial.done, partial.done + 1),
+        };
+        self.counters.map_calls.add(tried as u64);
+        self.any |= done > 0;
+        for map in &self.list[..done] {
+            self.mapped = self.mapped.saturating_add(map.range().extent()).saturating_add(1);
+        }
+        made.map_err(|partial| partial.error)?;
+        // The only one, then.
+        let first = self.list[0].range();
+        self.list.clear();
+        if self.sync_each { self.sync(first) } else { Ok(()) }
     }
 
     /// Whether the device knows of what was mapped; else it is for the caller to sync.
@@ -169,6 +193,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
     fn sync(&self, range: Range) -> Result<(), Error> {
         self.counters.map_syncs.add(1);
         let wait = || self.domain.iotlb_sync_map(range);
-        Ok(timed(self.clock, &self.counters.waits.map, wait)?)
+        timed(self.clock, &self.counters.waits.map, wait)?;
+        Ok(())
     }
 }

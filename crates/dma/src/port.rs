@@ -3,7 +3,7 @@
 use core::{ops::Range as Span, panic::Location};
 use std::sync::Arc;
 
-use ringfence_iommu::{Domain, Range};
+use ringfence_iommu::{Domain, Range, Synced};
 use ringfence_iova::Allocator;
 
 use crate::{
@@ -32,7 +32,7 @@ impl<D: Domain, A: Allocator> Port<D, A> {
         &self,
         span: Option<shared::Span>,
         unmapped: Option<Unmapped>,
-        result: ringfence_iommu::Result<()>,
+        result: ringfence_iommu::Result<Synced>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
         let counters = &*self.counters;
         let settled = match span {

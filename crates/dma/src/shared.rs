@@ -3,7 +3,7 @@
 use std::sync::{Arc, atomic::AtomicU64};
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Domain, Gather, Range, Result};
+use ringfence_iommu::{Domain, Gather, Range, Result, Synced};
 use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
@@ -189,7 +189,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     ) -> Result<Option<Unmapped>> {
         let mut gather = Gather::new();
         let mut unmapped = None;
-        let result = self.domain.unmap_pages(span.range, &mut gather).and_then(|_| {
+        let result = self.domain.unmap(span.range, &mut gather).and_then(|_| {
             if watched {
                 let since_ns = self.clock.now_ns();
                 unmapped = Some(Unmapped { since_ns, watch: Arc::default() });
@@ -207,7 +207,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         &self,
         range: Range,
         unmapped: Option<Unmapped>,
-        result: Result<()>,
+        result: Result<Synced>,
         counters: &Counters,
     ) -> Result<Option<Unmapped>> {
         if let Err(error) = result {

@@ -52,7 +52,7 @@ pub struct Stats {
     pub unmap_failures: u64,
     /// Bytes of the buffers that were mapped.
     pub bytes: u64,
-    /// [`map_pages`](ringfence_iommu::Domain::map_pages) calls.
+    /// Ranges given to [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub map_calls: u64,
     /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map) calls.
     pub map_syncs: u64,

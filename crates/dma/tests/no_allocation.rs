@@ -15,8 +15,8 @@ use ringfence_dma::{
     Environment, FlushTuning, HostMemory, Policy, TimerKind,
 };
 use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Prot, Range,
-    Result,
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, Map, PageSizes,
+    Partial, Range, Result, SyncToken, Work,
 };
 use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
 use ringfence_mem::{HostSlice, ReadSlice};
@@ -48,7 +48,8 @@ static COUNTING: Counting = Counting;
 /// A domain that does nothing.
 struct Nothing;
 
-impl Domain for Nothing {
+// SAFETY: there is no device.
+unsafe impl Domain for Nothing {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
@@ -57,22 +58,20 @@ impl Domain for Nothing {
     fn capabilities(&self) -> Capabilities {
         Capabilities::FULL
     }
-    fn map_pages(&self, _: Range, _: GuestPhys, _: Prot) -> Result<()> {
+    fn map_pages(&self, _: &[Map<GuestPhys>]) -> Result<(), Partial> {
         Ok(())
     }
-    fn iotlb_sync_map(&self, _: Range) -> Result<()> {
-        Ok(())
+    fn unmap_pages(&self, ranges: &[Range], _: &mut Gather) -> Result<u128, Partial> {
+        Ok(ranges.iter().map(|range| range.len()).sum())
     }
-    fn unmap_pages(&self, range: Range, _: &mut Gather) -> Result<u128> {
-        Ok(range.len())
+    /// Never over at once: syncs that are waited for are to allocate nothing either.
+    fn sync_begin(&self, _: Work<'_>) -> Result<SyncToken> {
+        Ok(SyncToken(1))
     }
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        gather.clear_ranges();
-        Ok(())
+    fn sync_poll(&self, _: SyncToken, _: Work<'_>, _: &mut dyn FnMut(Range, Error)) -> bool {
+        true
     }
-    fn flush_iotlb_all(&self) -> Result<()> {
-        Ok(())
-    }
+    fn sync_wait(&self, _: SyncToken) {}
     fn iova_to_phys(&self, _: Iova) -> Option<GuestPhys> {
         None
     }

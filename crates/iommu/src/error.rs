@@ -3,7 +3,7 @@
 use crate::{Iova, Range};
 
 /// The result of an operation on a domain.
-pub type Result<T> = core::result::Result<T, Error>;
+pub type Result<T, E = Error> = core::result::Result<T, E>;
 
 /// Why a domain refused or failed an operation. Each says what was wrong and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

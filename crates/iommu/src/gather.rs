@@ -2,7 +2,7 @@
 
 use arrayvec::ArrayVec;
 
-use crate::{Range, table::PageList};
+use crate::{Range, Work, table::PageList};
 
 /// How many separate ranges a [`Gather`] keeps before it widens one: as many as a driver unmaps
 /// together if its buffers lie scattered.
@@ -105,6 +105,12 @@ impl Gather {
         }
     }
 
+    /// As [`add`](Self::add), of ranges which, unless they are `exact`, may be others' in part.
+    pub(crate) fn add_all(&mut self, ranges: &[Range], exact: bool) {
+        ranges.iter().for_each(|&range| self.add(range));
+        self.ranges.widened |= !exact;
+    }
+
     /// Whether the ranges are those that were added and nothing else: none had to be widened.
     /// What lies in a range that was widened may be somebody else's.
     pub fn is_exact(&self) -> bool {
@@ -127,6 +133,15 @@ impl Gather {
         self.ranges.as_slice()
     }
 
+    /// What a sync of it is to do.
+    #[inline]
+    pub fn work(&self) -> Work<'_> {
+        match self.queued {
+            true => Work::All,
+            false => Work::Unmap { ranges: self.ranges(), exact: self.is_exact() },
+        }
+    }
+
     /// Whether there is nothing to invalidate and nothing to release.
     #[inline]
     pub fn is_empty(&self) -> bool {
@@ -137,6 +152,15 @@ impl Gather {
     #[inline]
     pub fn take_pages(&mut self) -> PageList {
         core::mem::take(&mut self.pages)
+    }
+
+    /// Gives the table pages back to the table that they are of, whose domain frees them after a sync that
+    /// begins now, or later.
+    #[inline]
+    pub fn release_pages(&mut self) {
+        if !self.pages.is_empty() {
+            drop(self.take_pages());
+        }
     }
 
     /// Forgets the ranges: they have been invalidated.

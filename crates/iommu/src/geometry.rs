@@ -3,7 +3,7 @@
 use alloc::sync::Arc;
 use core::fmt;
 
-use crate::{Iova, Range};
+use crate::{Address, Error, Iova, Map, Prot, Range, Result};
 
 /// The page sizes that a domain supports: a bitmap in which bit n stands for 2^n bytes.
 ///
@@ -97,6 +97,48 @@ impl Geometry {
     /// The first reserved region that `range` overlaps.
     pub fn reserved_in(&self, range: Range) -> Option<ReservedRegion> {
         self.reserved.iter().copied().find(|region| region.range.overlaps(range))
+    }
+
+    /// What can be said of a mapping without a look at what is mapped.
+    ///
+    /// # Errors
+    /// In this order: [`Unaligned`](Error::Unaligned), [`NoPermission`](Error::NoPermission) (rule
+    /// L31), [`TargetOverflow`](Error::TargetOverflow), [`OutsideAperture`](Error::OutsideAperture),
+    /// [`Reserved`](Error::Reserved).
+    #[inline]
+    pub fn check_map<T: Address>(&self, map: &Map<T>) -> Result<()> {
+        let (range, target) = (map.range(), map.target().as_u64());
+        let granule = self.page_sizes.granule();
+        if !range.is_aligned(granule) || target & (granule - 1) != 0 {
+            return Err(Error::Unaligned { range, granule });
+        }
+        if !map.prot().intersects(Prot::RW) {
+            return Err(Error::NoPermission(range));
+        }
+        if target.checked_add(range.extent()).is_none() {
+            return Err(Error::TargetOverflow(range));
+        }
+        let aperture = self.aperture;
+        if !aperture.covers(range) {
+            return Err(Error::OutsideAperture { range, aperture });
+        }
+        match self.reserved_in(range) {
+            Some(region) => Err(Error::Reserved { range, reserved: region.range }),
+            None => Ok(()),
+        }
+    }
+
+    /// What can be said of an unmap without a look at what is mapped.
+    ///
+    /// # Errors
+    /// [`Unaligned`](Error::Unaligned).
+    #[inline]
+    pub fn check_unmap(&self, range: Range) -> Result<()> {
+        let granule = self.page_sizes.granule();
+        match range.is_aligned(granule) {
+            true => Ok(()),
+            false => Err(Error::Unaligned { range, granule }),
+        }
     }
 
     /// Whether `iova` is one that this domain could ever map.

@@ -7,7 +7,8 @@ use arrayvec::ArrayVec;
 use ringfence_sync::{Backoff, lock::SpinLock};
 
 use crate::{
-    Address, Capabilities, Domain, Error, Gather, Geometry, Iova, Prot, Range, Result, SyncToken,
+    Address, Capabilities, Domain, Error, Gather, Geometry, Iova, Map, Partial, Range, Result,
+    SyncToken, Synced, Work,
     shootdown::{Reader, Scope, Shootdown},
     table::{Budget, Limits, Mapping, PageList, Sharer, Table, Translation},
 };
@@ -15,6 +16,9 @@ use crate::{
 /// How many batches of table pages can wait for their own grace period; later ones join the
 /// youngest.
 const LIMBO: usize = 8;
+
+/// So many elements of a list are mapped or unmapped before other threads have a chance.
+const AT_ONCE: usize = 64;
 
 /// A [`Domain`] in software: what stands behind a virtio-iommu, or is one by itself in tests.
 ///
@@ -24,8 +28,8 @@ const LIMBO: usize = 8;
 ///
 /// The waiting calls, [`iotlb_sync`](Domain::iotlb_sync) and
 /// [`flush_iotlb_all`](Domain::flush_iotlb_all), are not for a thread that has a reader online: it
-/// would wait for itself. Such a thread uses [`iotlb_sync_begin`](Domain::iotlb_sync_begin) and polls
-/// its reader between two calls of [`iotlb_sync_poll`](Domain::iotlb_sync_poll).
+/// would wait for itself. Such a thread begins a [`Pending`](crate::Pending) sync, and polls its
+/// reader between two polls of that.
 ///
 /// # Table pages
 /// What an unmap unlinks travels in the caller's [`Gather`], which the caller may drop, keep for
@@ -159,28 +163,6 @@ impl<T: Address> SoftDomain<T> {
         token
     }
 
-    /// As [`begin`](Self::begin) for a gather, which is emptied; 0 if there is nothing to wait for.
-    fn begin_gather(&self, gather: &mut Gather) -> u64 {
-        // Perhaps not ours: see the comment on table pages above.
-        let unlinked = !gather.pages_mut().is_empty();
-        if unlinked {
-            drop(gather.take_pages());
-        }
-        // A queued gather has not noted its ranges (rule L26).
-        let all = gather.is_queued();
-        if !all && gather.ranges().is_empty() {
-            if unlinked {
-                // Tables that were empty already: freed when the time has come, and nobody cares
-                // when.
-                self.begin(&[], false);
-            }
-            return 0;
-        }
-        let token = self.begin(gather.ranges(), all);
-        gather.clear_ranges();
-        token
-    }
-
     /// Whether there are no table pages to free, now or later: mostly so, as a table keeps what a
     /// small unmap empties. What other threads retire at this moment is for their own syncs.
     fn nothing_retired(&self) -> bool {
@@ -234,26 +216,75 @@ impl<T: Address> SoftDomain<T> {
         self.collect(None);
     }
 
-    /// The checks that need no look at the table.
-    fn check_map(&self, range: Range, target: u64, prot: Prot) -> Result<()> {
-        let granule = self.geometry.page_sizes.granule();
-        if !range.is_aligned(granule) || target & (granule - 1) != 0 {
-            return Err(Error::Unaligned { range, granule });
+    /// As [`map_pages`](Domain::map_pages), for many.
+    fn map_list(&self, maps: &[Map<T>]) -> Result<(), Partial> {
+        let (mut done, mut made_room) = (0, false);
+        while done < maps.len() {
+            let chunk = &maps[done..maps.len().min(done + AT_ONCE)];
+            let refused = |map: &Map<T>| self.geometry.check_map(map).err();
+            let fit = chunk.iter().take_while(|map| refused(map).is_none()).count();
+            let mut table = self.table.locked();
+            let mapped = chunk[..fit].iter().try_for_each(|map| {
+                table.map(map.mapping())?;
+                (done, made_room) = (done + 1, false);
+                Ok(())
+            });
+            drop(table);
+            match mapped {
+                Ok(()) => {
+                    if let Some(error) = chunk.get(fit).and_then(refused) {
+                        return Err(Partial { done, error });
+                    }
+                }
+                Err(error) if made_room || !self.make_room(&error) => {
+                    return Err(Partial { done, error });
+                }
+                Err(_) => made_room = true,
+            }
         }
-        if !prot.intersects(Prot::RW) {
-            return Err(Error::NoPermission(range));
+        Ok(())
+    }
+
+    /// As [`unmap_pages`](Domain::unmap_pages), for many.
+    fn unmap_list(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        let (mut done, mut bytes) = (0, 0);
+        for chunk in ranges.chunks(AT_ONCE) {
+            let mut table = self.table.locked();
+            for &range in chunk {
+                let checked = self.geometry.check_unmap(range);
+                match checked.and_then(|()| table.unmap(range, gather.pages_mut())) {
+                    Ok(0) => {}
+                    Ok(removed) => {
+                        bytes += removed;
+                        gather.add(range);
+                    }
+                    Err(error) => return Err(Partial { done, error }),
+                }
+                done += 1;
+            }
         }
-        if target.checked_add(range.extent()).is_none() {
-            return Err(Error::TargetOverflow(range));
+        Ok(bytes)
+    }
+
+    /// Tries once more what was refused, if room can be made for it.
+    #[cold]
+    fn map_in_made_room(&self, map: &Map<T>, error: Error) -> Result<()> {
+        match self.make_room(&error) {
+            true => self.table.locked().map(map.mapping()),
+            false => Err(error),
         }
-        let aperture = self.geometry.aperture;
-        if !aperture.covers(range) {
-            return Err(Error::OutsideAperture { range, aperture });
+    }
+
+    /// Makes room after a map was refused for want of it; whether there may be some.
+    #[cold]
+    fn make_room(&self, error: &Error) -> bool {
+        let full = matches!(error, Error::Full { .. });
+        match self.table.budget() {
+            Some(budget) if full => budget.relieve(),
+            None if full && !self.nothing_retired() => self.free_retired(),
+            _ => return false,
         }
-        match self.geometry.reserved_in(range) {
-            Some(region) => Err(Error::Reserved { range, reserved: region.range }),
-            None => Ok(()),
-        }
+        true
     }
 }
 
@@ -265,7 +296,9 @@ impl<T: Address> Sharer for SoftDomain<T> {
     }
 }
 
-impl<T: Address> Domain for SoftDomain<T> {
+// SAFETY: a sync is over once the shootdown's readers, which alone look translations up, have passed a
+// quiet point or were elsewhere all the time; look-ups after it find what the table holds.
+unsafe impl<T: Address> Domain for SoftDomain<T> {
     type Target = T;
 
     fn geometry(&self) -> Geometry {
@@ -276,34 +309,34 @@ impl<T: Address> Domain for SoftDomain<T> {
         Capabilities::FULL
     }
 
-    fn map_pages(&self, range: Range, target: T, prot: Prot) -> Result<()> {
-        let target = target.as_u64();
-        self.check_map(range, target, prot)?;
-        match self.table.map(range, target, prot) {
-            Err(Error::Full { .. })
-                if self.table.retired_bytes() != 0 || self.table.budget().is_some() =>
-            {
-                match self.table.budget() {
-                    Some(budget) => budget.relieve(),
-                    None => self.free_retired(),
-                }
-                self.table.map(range, target, prot)
-            }
-            done => done,
+    #[inline]
+    fn map_pages(&self, maps: &[Map<T>]) -> Result<(), Partial> {
+        match maps {
+            [map] => self.map(*map).map_err(|error| Partial { done: 0, error }),
+            _ => self.map_list(maps),
         }
     }
 
-    /// Nothing to do: a mapping can be used when [`map_pages`](Domain::map_pages) returns, as
-    /// readers do not cache that something is not there.
-    fn iotlb_sync_map(&self, _range: Range) -> Result<()> {
-        Ok(())
+    #[inline]
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        match ranges {
+            &[range] => self.unmap(range, gather).map_err(|error| Partial { done: 0, error }),
+            _ => self.unmap_list(ranges, gather),
+        }
     }
 
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        let granule = self.geometry.page_sizes.granule();
-        if !range.is_aligned(granule) {
-            return Err(Error::Unaligned { range, granule });
+    #[inline]
+    fn map(&self, map: Map<T>) -> Result<()> {
+        self.geometry.check_map(&map)?;
+        match self.table.map_checked(map.mapping()) {
+            Ok(()) => Ok(()),
+            Err(error) => self.map_in_made_room(&map, error),
         }
+    }
+
+    #[inline]
+    fn unmap(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        self.geometry.check_unmap(range)?;
         let bytes = self.table.unmap(range, gather.pages_mut())?;
         if bytes != 0 {
             gather.add(range);
@@ -311,18 +344,52 @@ impl<T: Address> Domain for SoftDomain<T> {
         Ok(bytes)
     }
 
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        let token = self.begin_gather(gather);
-        self.shootdown.wait(token);
-        self.collect(None);
-        Ok(())
+    /// One look whether it is over, where the provided one has two.
+    #[inline]
+    fn sync(&self, work: Work<'_>) -> Result<Synced> {
+        let token = self.sync_begin(work)?;
+        if token != SyncToken::DONE {
+            self.shootdown.wait(token.0);
+            self.collect(None);
+        }
+        Ok(Synced::PROOF)
     }
 
-    fn flush_iotlb_all(&self) -> Result<()> {
-        let token = self.begin(&[], true);
-        self.shootdown.wait(token);
-        self.collect(None);
-        Ok(())
+    /// There is nothing to do for maps: a mapping can be used when [`map_pages`](Domain::map_pages)
+    /// returns, as readers do not cache that something is not there.
+    #[inline]
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        let (ranges, all) = match work {
+            Work::Map(_) => return Ok(SyncToken::DONE),
+            Work::Unmap { ranges, .. } => (ranges, false),
+            Work::All => (&[][..], true),
+        };
+        if !all && ranges.is_empty() {
+            // Tables that were empty already are freed when the time has come; nothing waits for it.
+            if !self.nothing_retired() {
+                self.begin(&[], false);
+                self.collect(None);
+            }
+            return Ok(SyncToken::DONE);
+        }
+        Ok(SyncToken(self.begin(ranges, all)))
+    }
+
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        _work: Work<'_>,
+        _failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        let over = self.shootdown.is_over(token.0);
+        if over {
+            self.collect(None);
+        }
+        over
+    }
+
+    fn sync_wait(&self, token: SyncToken) {
+        self.shootdown.wait(token.0);
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<T> {
@@ -331,23 +398,6 @@ impl<T: Address> Domain for SoftDomain<T> {
 
     fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
         self.table.mappings_from(iova, into);
-        Ok(())
-    }
-
-    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        Ok(SyncToken(self.begin_gather(gather)))
-    }
-
-    fn iotlb_sync_poll(&self, token: SyncToken, _ranges: &[Range]) -> Result<bool> {
-        let over = self.shootdown.is_over(token.0);
-        if over {
-            self.collect(None);
-        }
-        Ok(over)
-    }
-
-    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
-        self.shootdown.wait(token.0);
         Ok(())
     }
 }

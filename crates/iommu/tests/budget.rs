@@ -4,7 +4,7 @@ use std::{sync::Arc, thread};
 
 use proptest::{prelude::*, test_runner::TestRunner};
 use ringfence_iommu::{
-    Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, SoftDomain,
+    Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range, SoftDomain,
     shootdown::Shootdown,
     table::{Budget, Limits},
 };
@@ -26,12 +26,12 @@ fn page(n: u64) -> Range {
 }
 
 fn map(domain: &Soft, n: u64) -> Result<(), Error> {
-    domain.map_pages(page(n), GuestPhys(0), Prot::RW)
+    domain.map(Map::new(page(n), GuestPhys(0), Prot::RW))
 }
 
 fn unmap(domain: &Soft, range: Range) {
     let mut gather = Gather::new();
-    domain.unmap_pages(range, &mut gather).unwrap();
+    domain.unmap(range, &mut gather).unwrap();
     domain.iotlb_sync(&mut gather).unwrap();
 }
 

@@ -13,8 +13,8 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
-    SoftDomain, SyncToken,
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial,
+    Pending, Prot, Range, Result, SoftDomain, SyncToken, Work,
     shootdown::{Reader, Scope, Shootdown},
     table::{Limits, Mapping, Translation},
 };
@@ -206,7 +206,7 @@ impl Iotlb {
             loop {
                 // Whether something is in the way is for the map to find out: mostly there is not.
                 let mapped = match self.domain.mappings() < self.config.entries {
-                    true => self.domain.map_pages(range, target, prot),
+                    true => self.domain.map(Map::new(range, target, prot)),
                     false if self.overlaps(range) => {
                         Err(Error::Exists { range, at: range.first() })
                     }
@@ -270,10 +270,16 @@ impl Iotlb {
         });
         // One token for all of them, which waits for the leases on each.
         let mut gather = Gather::new();
-        for range in gone {
-            self.domain.unmap_pages(range, &mut gather)?;
-        }
-        Ok(self.domain.iotlb_sync_begin(&mut gather)?.0)
+        let unmapped = self.domain.unmap_pages(&gone, &mut gather);
+        drop(gather.take_pages());
+        let token = self.begin(gather.ranges());
+        unmapped.map_err(|partial| partial.error)?;
+        token
+    }
+
+    /// Begins to invalidate what views may hold of `ranges`.
+    fn begin(&self, ranges: &[Range]) -> Result<u64> {
+        Ok(self.domain.sync_begin(Work::Unmap { ranges, exact: true })?.0)
     }
 
     /// The one who knows says that there is no translation of `range` for `access`: who waits for
@@ -325,10 +331,9 @@ impl Iotlb {
         let first = self.domain.mapping(range.first()).map_or(range.first(), |m| m.range.first());
         let last = self.domain.mapping(range.last()).map_or(range.last(), |m| m.range.last());
         let whole = Range::new(first, last).expect("they enclose a range");
-        let mut gather = Gather::new();
-        self.domain.unmap_pages(whole, &mut gather)?;
-        gather.add(whole);
-        Ok(self.domain.iotlb_sync_begin(&mut gather)?.0)
+        // Whatever was there, and its pages: the whole range is what views may hold.
+        self.domain.unmap(whole, &mut Gather::queued())?;
+        self.begin(&[whole])
     }
 
     fn evict(&self, writer: &mut Writer) -> Result<()> {
@@ -363,9 +368,9 @@ impl Iotlb {
         // What was emptied is free once every view has passed a quiet point.
         let mut gather = Gather::new();
         gather.add(range);
-        let token = self.domain.iotlb_sync_begin(&mut gather)?;
+        let mut sync = Pending::unmap(&*self.domain, vec![range], &mut gather);
         let (begun, backoff) = (Instant::now(), Backoff::new());
-        while !self.domain.iotlb_sync_poll(token, &[])? {
+        while !sync.poll(&*self.domain) {
             if begun.elapsed() > QUIET_WITHIN {
                 return Err(error);
             }
@@ -458,7 +463,9 @@ fn nanos(duration: Duration) -> u64 {
 }
 
 /// Fed by an IOMMU in this process.
-impl Domain for Iotlb {
+// SAFETY: the table's promise; what is mapped besides, by the updates of a peer, is a matter between these
+// two.
+unsafe impl Domain for Iotlb {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
@@ -469,44 +476,39 @@ impl Domain for Iotlb {
         self.domain.capabilities()
     }
 
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let _writer = self.writer.lock();
-        self.domain.map_pages(range, target, prot)?;
-        self.misses.answer(range, prot);
-        Ok(())
+        let mapped = self.domain.map_pages(maps);
+        let done = mapped.map_or_else(|partial| partial.done, |()| maps.len());
+        maps[..done].iter().for_each(|map| self.misses.answer(map.range(), map.prot()));
+        mapped
     }
 
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.domain.iotlb_sync_map(range)
-    }
-
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         let _writer = self.writer.lock();
-        self.domain.unmap_pages(range, gather)
+        self.domain.unmap_pages(ranges, gather)
     }
 
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        self.domain.iotlb_sync(gather)
+    #[inline]
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        self.domain.sync_begin(work)
     }
 
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.domain.flush_iotlb_all()
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        self.domain.sync_poll(token, work, failed)
+    }
+
+    fn sync_wait(&self, token: SyncToken) {
+        self.domain.sync_wait(token);
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
         self.domain.iova_to_phys(iova)
-    }
-
-    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        self.domain.iotlb_sync_begin(gather)
-    }
-
-    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        self.domain.iotlb_sync_poll(token, ranges)
-    }
-
-    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
-        self.domain.iotlb_sync_wait(token)
     }
 }
 

@@ -65,7 +65,7 @@ impl Victims {
 mod tests {
     use super::*;
     use ringfence_iommu::{
-        Domain, Gather, Geometry, PageSizes, Prot, shootdown::Shootdown, table::Limits,
+        Domain, Gather, Geometry, Map, PageSizes, Prot, shootdown::Shootdown, table::Limits,
     };
     use std::{collections::BTreeSet, sync::Arc};
 
@@ -79,7 +79,7 @@ mod tests {
     }
 
     fn add(victims: &mut Victims, domain: &SoftDomain<GuestPhys>, number: u64) {
-        domain.map_pages(page(number), GuestPhys(0), Prot::RW).unwrap();
+        domain.map(Map::new(page(number), GuestPhys(0), Prot::RW)).unwrap();
         victims.add(page(number).first(), domain);
     }
 
@@ -89,7 +89,7 @@ mod tests {
         for number in 0..10_000 {
             add(&mut victims, &domain, number);
             if number >= 100 {
-                domain.unmap_pages(page(number - 100), &mut Gather::new()).unwrap();
+                domain.unmap(page(number - 100), &mut Gather::new()).unwrap();
             }
             assert!(victims.firsts.len() < 1000, "{}", victims.firsts.len());
         }
@@ -106,7 +106,7 @@ mod tests {
         for _ in 0..10_000 {
             add(&mut victims, &domain, 7);
             assert!(victims.firsts.len() < 1000, "{}", victims.firsts.len());
-            domain.unmap_pages(page(7), &mut Gather::new()).unwrap();
+            domain.unmap(page(7), &mut Gather::new()).unwrap();
         }
         assert_eq!(victims.pick(&domain), None);
     }

@@ -429,4 +429,6 @@ fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
 #[cfg(all(test, not(loom)))]
 mod oracle;
 #[cfg(all(test, not(loom)))]
+mod suite;
+#[cfg(all(test, not(loom)))]
 pub(crate) mod tests;

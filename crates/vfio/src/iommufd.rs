@@ -3,7 +3,9 @@
 use std::ops::ControlFlow;
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Error, Geometry, HostAddr, PageSizes, Prot, Range, Result};
+use ringfence_iommu::{
+    Error, Geometry, HostAddr, Map, PageSizes, Partial, Range, Result, SyncToken, Work,
+};
 use rustix::io::Errno;
 
 use crate::{
@@ -58,13 +60,9 @@ impl<K: IommufdKernel> Backend for Ioas<K> {
 impl<K: IommufdKernel> Iommufd<K> {
     /// A domain over a new address space.
     ///
-    /// # Safety
-    /// As [`Type1::new`](crate::Type1::new): whoever maps through the domain must map nothing but
-    /// memory that a device may read, and where the permission says so write, until it is unmapped.
-    ///
     /// # Errors
     /// [`Error::Gone`]: the kernel knows no such thing. [`Error::NoMemory`].
-    pub unsafe fn new(kernel: K, tuning: Tuning) -> Result<Iommufd<K>> {
+    pub fn new(kernel: K, tuning: Tuning) -> Result<Iommufd<K>> {
         let id = kernel.new_ioas().map_err(|errno| lost(errno, Range::ALL))?;
         let geometry = match geometry_of(&kernel, id) {
             Ok(geometry) => geometry,
@@ -106,7 +104,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     ///
     /// # Errors
     /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
-    pub fn map_batch(&self, batch: &[(Range, HostAddr, Prot)]) -> Result<()> {
+    pub fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
         self.space.map_batch(batch)
     }
 
@@ -116,12 +114,10 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub fn map_in_steps(
         &self,
-        range: Range,
-        target: HostAddr,
-        prot: Prot,
+        map: Map<HostAddr>,
         mut progress: impl FnMut(u64) -> ControlFlow<()>,
     ) -> Result<bool> {
-        self.space.map_in_steps(range, target, prot, &mut progress)
+        self.space.map_in_steps(&map, &mut progress)
     }
 
     /// Unmaps everything at one go; how many bytes were mapped. Whoever maps or unmaps meanwhile gets

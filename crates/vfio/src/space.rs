@@ -13,10 +13,10 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
-use ringfence_iommu::{Address, Error, Geometry, HostAddr, Iova, Prot, Range, Result};
+use ringfence_iommu::{Error, Geometry, HostAddr, Iova, Map, Prot, Range, Result};
 use rustix::io::Errno;
 
-pub(crate) use answer::{CAPABILITIES, collect, finish, lost, refused};
+pub(crate) use answer::{CAPABILITIES, collect, lost, refused};
 pub(crate) use domain::is_a_domain;
 pub(crate) use geometry::geometry;
 pub(crate) use shadow::Unit;
@@ -45,7 +45,7 @@ pub(crate) type Progress<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
 
 /// An address space of a kernel's, and what is mapped there.
 ///
-/// Every target is memory that whoever made the domain has promised to be mappable.
+/// Every target is one that a [`Map`] was made of, with its promise.
 #[derive(Debug)]
 pub(crate) struct Space<B> {
     pub(crate) backend: B,
@@ -111,21 +111,21 @@ impl<B: Backend> Space<B> {
     }
 
     /// `Domain::map_pages`.
-    pub(crate) fn map(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
+    pub(crate) fn map(&self, map: &Map<HostAddr>) -> Result<()> {
         if !self.tuning.merge {
-            let made = self.map_now(range, target, prot, &mut |_| ControlFlow::Continue(()));
+            let made = self.map_now(map, &mut |_| ControlFlow::Continue(()));
             return made.or_else(|Failed { error, left }| match left {
                 // A map that fails leaves nothing; a sync that fails has the caller unmap.
                 true => {
-                    self.state.lock().left.push((range, error));
+                    self.state.lock().left.push((map.range(), error));
                     Ok(())
                 }
                 false => Err(error),
             });
         }
-        let unit = Unit { range, target, prot, stage: Stage::Noted };
+        let unit = Unit::new(map, Stage::Noted);
         let mut state = self.state.lock();
-        state.check(&unit)?;
+        state.check(map)?;
         state.shadow.insert(unit);
         Ok(())
     }
@@ -133,15 +133,13 @@ impl<B: Backend> Space<B> {
     /// Maps, and has the kernel know it at once.
     fn map_now(
         &self,
-        range: Range,
-        target: HostAddr,
-        prot: Prot,
+        map: &Map<HostAddr>,
         progress: Progress<'_>,
     ) -> std::result::Result<(), Failed> {
-        let unit = Unit { range, target, prot, stage: Stage::Busy };
+        let unit = Unit::new(map, Stage::Busy);
         {
             let mut state = self.state.lock();
-            state.check(&unit)?;
+            state.check(map)?;
             state.shadow.insert(unit);
         }
         let made = self.make(&unit, progress);
@@ -150,15 +148,9 @@ impl<B: Backend> Space<B> {
     }
 
     /// Maps, as long as `progress` has it go on; whether it did.
-    pub(crate) fn map_in_steps(
-        &self,
-        range: Range,
-        target: HostAddr,
-        prot: Prot,
-        progress: Progress<'_>,
-    ) -> Result<bool> {
+    pub(crate) fn map_in_steps(&self, map: &Map<HostAddr>, progress: Progress<'_>) -> Result<bool> {
         let mut ended = false;
-        let made = self.map_now(range, target, prot, &mut |bytes| {
+        let made = self.map_now(map, &mut |bytes| {
             let go_on = progress(bytes);
             ended = go_on.is_break();
             go_on
@@ -171,21 +163,15 @@ impl<B: Backend> Space<B> {
 
     /// Maps many, those as one that follow each other in the order in which they are given. All or
     /// nothing.
-    pub(crate) fn map_batch(&self, batch: &[(Range, HostAddr, Prot)]) -> Result<()> {
-        let mut runs: Vec<Unit> = Vec::new();
-        for &(range, target, prot) in batch {
-            let unit = Unit { range, target, prot, stage: Stage::Busy };
-            match runs.last_mut() {
-                Some(run) if run.leads_to(&unit) => run.range = run.range.hull(range),
-                _ => runs.push(unit),
-            }
-        }
+    pub(crate) fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
+        let units: Vec<Unit> = batch.iter().map(|map| Unit::new(map, Stage::Busy)).collect();
+        let runs: Vec<Map<HostAddr>> = units.chunk_by(Unit::leads_to).map(Unit::joined).collect();
         for (done, run) in runs.iter().enumerate() {
             let go_on = &mut |_| ControlFlow::Continue(());
-            if let Err(failed) = self.map_now(run.range, run.target, run.prot, go_on) {
+            if let Err(failed) = self.map_now(run, go_on) {
                 // What is left mapped is in the shadow: it can be unmapped again.
                 for run in &runs[..done] {
-                    let _ = self.unmap(run.range);
+                    let _ = self.unmap(run.range());
                 }
                 return Err(failed.error);
             }
@@ -259,8 +245,8 @@ impl<B: Backend> Space<B> {
             let error = if progress(offset).is_break() {
                 Error::Unsupported("the caller ended it")
             } else {
-                // SAFETY: the promise of whoever made the domain, about every target. That it does not
-                // pass the end of the address space has been checked.
+                // SAFETY: the promise that the `Map` was made with. That the target does not pass the end of
+                // the address space has been checked.
                 let made = unsafe { self.backend.map(flags, iova, vaddr, size(piece)) };
                 let Err(errno) = made else { continue };
                 let entries = self.state.lock().entries + done as u64;
@@ -318,10 +304,7 @@ impl<B: Backend> Space<B> {
     /// What the kernel does not know yet goes at once; how many bytes that was.
     fn take(&self, range: Range) -> Result<(Vec<Unit>, u128)> {
         let mut state = self.state.lock();
-        let granule = state.geometry.page_sizes.granule();
-        if !range.is_aligned(granule) {
-            return Err(Error::Unaligned { range, granule });
-        }
+        state.geometry.check_unmap(range)?;
         while state.shadow.in_range(range).any(|unit| unit.stage == Stage::Busy) {
             self.settled.wait(&mut state);
         }
@@ -486,28 +469,12 @@ impl From<Error> for Failed {
 
 impl State {
     /// Whether a unit could be mapped, as far as can be told without the kernel.
-    fn check(&self, unit: &Unit) -> Result<()> {
-        let Unit { range, target, prot, .. } = *unit;
+    fn check(&self, map: &Map<HostAddr>) -> Result<()> {
+        let range = map.range();
         if let Some(why) = self.frozen {
             return Err(Error::Unsupported(why));
         }
-        let granule = self.geometry.page_sizes.granule();
-        if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
-            return Err(Error::Unaligned { range, granule });
-        }
-        if !prot.intersects(Prot::RW) {
-            return Err(Error::NoPermission(range));
-        }
-        if target.checked_add(range.extent()).is_none() {
-            return Err(Error::TargetOverflow(range));
-        }
-        let aperture = self.geometry.aperture;
-        if !aperture.covers(range) {
-            return Err(Error::OutsideAperture { range, aperture });
-        }
-        if let Some(region) = self.geometry.reserved_in(range) {
-            return Err(Error::Reserved { range, reserved: region.range });
-        }
+        self.geometry.check_map(map)?;
         match self.shadow.overlapping(range) {
             Some(held) => Err(Error::Exists { range, at: held.range.first() }),
             None => Ok(()),

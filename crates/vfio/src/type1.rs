@@ -2,7 +2,9 @@
 
 use std::ops::ControlFlow;
 
-use ringfence_iommu::{Error, Geometry, HostAddr, Iova, PageSizes, Prot, Range, Result};
+use ringfence_iommu::{
+    Error, Geometry, HostAddr, Iova, Map, PageSizes, Partial, Range, Result, SyncToken, Work,
+};
 use rustix::io::Errno;
 
 use crate::{
@@ -50,16 +52,10 @@ impl<K: Type1Kernel> Backend for Container<K> {
 impl<K: Type1Kernel> Type1<K> {
     /// A domain over a container in which nothing is mapped.
     ///
-    /// # Safety
-    /// [`map_pages`](ringfence_iommu::Domain::map_pages) is no unsafe method, and what it maps devices
-    /// write behind the compiler's back. So whoever maps through the domain must map nothing but memory that a device
-    /// may read, and where the permission says so write, until it is unmapped. `ringfence-dma` does
-    /// that by owning what it maps.
-    ///
     /// # Errors
     /// [`Error::Unsupported`]: the kernel names no page size, or no address that could be mapped.
     /// [`Error::Gone`]: it does not answer.
-    pub unsafe fn new(kernel: K, tuning: Tuning) -> Result<Type1<K>> {
+    pub fn new(kernel: K, tuning: Tuning) -> Result<Type1<K>> {
         let info = kernel.info().map_err(|errno| lost(errno, Range::ALL))?;
         let geometry = geometry_of(&kernel, &info)?;
         let granule = geometry.page_sizes.granule();
@@ -100,24 +96,22 @@ impl<K: Type1Kernel> Type1<K> {
     ///
     /// # Errors
     /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
-    pub fn map_batch(&self, batch: &[(Range, HostAddr, Prot)]) -> Result<()> {
+    pub fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
         self.space.map_batch(batch)
     }
 
     /// Maps a large range, step by step ([`Tuning::chunk`]); other threads map and unmap in between.
     /// Before each step `progress` is told how many bytes are mapped, and once more at the end; where
-    /// it breaks off, nothing stays mapped, and the result is false. It must not unmap in `range`.
+    /// it breaks off, nothing stays mapped, and the result is false. It must not unmap there.
     ///
     /// # Errors
     /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub fn map_in_steps(
         &self,
-        range: Range,
-        target: HostAddr,
-        prot: Prot,
+        map: Map<HostAddr>,
         mut progress: impl FnMut(u64) -> ControlFlow<()>,
     ) -> Result<bool> {
-        self.space.map_in_steps(range, target, prot, &mut progress)
+        self.space.map_in_steps(&map, &mut progress)
     }
 
     /// Unmaps everything, at one go if the kernel can (rule L56); how many bytes were mapped. Whoever

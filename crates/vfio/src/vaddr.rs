@@ -49,7 +49,7 @@ impl<'d, K: Type1Kernel> VaddrUpdate<'d, K> {
     ///
     /// # Safety
     /// At the new address lies the very memory that was mapped, and the promise of
-    /// [`Type1::new`] holds for it there.
+    /// [`Map::of`](ringfence_iommu::Map::of) holds for it there.
     ///
     /// # Errors
     /// The kernel's; [`Error::Unaligned`], [`Error::TargetOverflow`]: there cannot be such an address.

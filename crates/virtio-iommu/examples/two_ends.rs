@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
-use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
+use ringfence_iommu::{Map, shootdown::Shootdown, table::Limits, *};
 use ringfence_mem::{Access, Translate};
 use ringfence_virtio_iommu::{device::*, driver, driver::*, wire::Config};
 use ringfence_virtq::testing::{Ram, pair};
@@ -51,10 +51,10 @@ fn main() -> Result<()> {
     let domain = driver.domain()?;
     domain.attach(1)?;
     let range = Range::from_len(Iova(0x10_0000), 0x4000).expect("a range");
-    domain.map_pages(range, GuestPhys(0x7000), Prot::RW)?;
+    domain.map(Map::new(range, GuestPhys(0x7000), Prot::RW))?;
     domain.iotlb_sync_map(range)?;
     println!("{range} is mapped; 0x101234 leads to {:?}", domain.iova_to_phys(Iova(0x10_1234)));
     let mut gather = Gather::new();
-    println!("{:#x} bytes unmapped", domain.unmap_pages(range, &mut gather)?);
-    domain.iotlb_sync(&mut gather)
+    println!("{:#x} bytes unmapped", domain.unmap(range, &mut gather)?);
+    domain.iotlb_sync(&mut gather).map(drop)
 }

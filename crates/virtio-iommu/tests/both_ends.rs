@@ -12,7 +12,7 @@ use common::{
     ring::{Served, link},
 };
 use ringfence_iommu::{
-    Domain, Error, Gather, GuestPhys, Iova, Prot, Range, ReservedKind, SyncToken, table::Limits,
+    Domain, Error, Gather, GuestPhys, Iova, Map, Pending, Prot, Range, ReservedKind, table::Limits,
 };
 use ringfence_virtio_iommu::{
     device::{Binding, Options as DeviceOptions, RequestQueue},
@@ -34,8 +34,8 @@ fn sleeping() -> Served {
 
 fn unmap_now(domain: &ViommuDomain, range: Range) -> ringfence_iommu::Result<u128> {
     let mut gather = Gather::new();
-    let bytes = domain.unmap_pages(range, &mut gather)?;
-    domain.iotlb_sync(&mut gather).map(|()| bytes)
+    let bytes = domain.unmap(range, &mut gather)?;
+    domain.iotlb_sync(&mut gather).map(|_synced| bytes)
 }
 
 /// Mappings as the device has them.
@@ -96,7 +96,7 @@ fn requests_are_queued_without_a_kick_and_one_sync_waits_for_all() {
     }
     let mut gather = Gather::queued();
     for n in 0..20 {
-        assert_eq!(domain.unmap_pages(page(n), &mut gather), Ok(4096));
+        assert_eq!(domain.unmap(page(n), &mut gather), Ok(4096));
     }
     domain.flush_iotlb_all().unwrap();
     assert!((0..20).all(|n| reads(&served, 1, n << 12).is_none()));
@@ -172,30 +172,33 @@ fn a_sync_that_was_begun_is_over_once_the_device_has_answered_and_not_before() {
     let kicks = || link.driver.stats().kicks;
     let before = kicks();
     (0..4).for_each(|n| map(&domain, page(n), n << 12).unwrap());
-    let maps = domain.iotlb_sync_map_begin(&[range(0, 0x3fff)]).unwrap();
+    let mut maps = Pending::map(&*domain, vec![range(0, 0x3fff)]);
     assert_eq!(kicks(), before + 1, "begun is asked for");
     for _ in 0..3 {
-        assert_eq!(domain.iotlb_sync_map_poll(maps, &[range(0, 0x3fff)]), Ok(false));
+        assert!(!maps.poll(&*domain));
+        assert_eq!(maps.outcome(Range::ALL), None);
     }
     // What comes later is not waited for.
     map(&domain, page(9), 0).unwrap();
     assert!(!there(0));
     serve();
-    assert_eq!(domain.iotlb_sync_map_poll(maps, &[range(0, 0x3fff)]), Ok(true));
+    assert!(maps.poll(&*domain));
+    assert!(matches!(maps.outcome(Range::ALL), Some(Ok(_))));
     assert!((0..4).all(there));
 
     let mut gather = Gather::new();
-    domain.unmap_pages(range(0, 0x3fff), &mut gather).unwrap();
-    let unmaps = domain.iotlb_sync_begin(&mut gather).unwrap();
+    domain.unmap(range(0, 0x3fff), &mut gather).unwrap();
+    let mut unmaps = Pending::unmap(&*domain, vec![range(0, 0x3fff)], &mut gather);
     assert!(gather.is_empty());
-    assert_eq!(domain.iotlb_sync_poll(unmaps, &[range(0, 0x3fff)]), Ok(false));
+    assert!(!unmaps.poll(&*domain));
     assert!((0..4).all(there), "the device has not looked yet");
     serve();
-    assert_eq!(domain.iotlb_sync_poll(unmaps, &[range(0, 0x3fff)]), Ok(true));
+    assert!(unmaps.poll(&*domain));
+    assert!(matches!(unmaps.outcome(Range::ALL), Some(Ok(_))));
     assert!(!(0..4).any(there));
     // Nothing is in the ring: there is nothing to wait for.
-    let nothing = domain.iotlb_sync_begin(&mut Gather::new()).unwrap();
-    assert_eq!(nothing, SyncToken::DONE);
+    let mut nothing = Pending::unmap(&*domain, vec![page(0)], &mut Gather::new());
+    assert!(nothing.poll(&*domain));
     link.bells.alive.store(false, std::sync::atomic::Ordering::Relaxed);
 }
 
@@ -208,26 +211,30 @@ fn what_a_begun_sync_finds_refused_is_told_to_its_ranges_and_to_no_other() {
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     (0..4).for_each(|n| map(&domain, page(n), n << 12).unwrap());
-    let token = domain.iotlb_sync_map_begin(&[page(0), page(1)]).unwrap();
-    let other = domain.iotlb_sync_map_begin(&[page(2), page(3)]).unwrap();
-    domain.iotlb_sync_wait(other).unwrap();
-    assert_eq!(domain.iotlb_sync_map_poll(token, &[page(0), page(1)]), Ok(true));
-    let refusal = domain.iotlb_sync_map_poll(other, &[page(2), page(3)]);
-    assert_eq!(refused(refusal.map(|_| ())), Some(Status::NoMem as u8));
-    assert_eq!(domain.iotlb_sync_map_poll(other, &[page(2), page(3)]), Ok(true), "told once");
+    let mut sync = Pending::map(&*domain, vec![page(0), page(1)]);
+    let mut other = Pending::map(&*domain, vec![page(2), page(3)]);
+    other.wait(&*domain);
+    assert!(sync.poll(&*domain));
+    assert!(matches!(sync.outcome(Range::ALL), Some(Ok(_))));
+    for _ in 0..2 {
+        assert!(other.poll(&*domain));
+        assert!(matches!(other.outcome(page(2)), Some(Ok(_))));
+        assert_eq!(refused(other.outcome(page(3)).unwrap()), Some(Status::NoMem as u8));
+    }
     assert_eq!(domain.mappings(), 3);
 
     // Behind the driver's back a mapping grows: its UNMAP would split it.
     let theirs = devices_domain(&served);
-    theirs.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
-    theirs.map_pages(range(0x2000, 0x4fff), GuestPhys(0), Prot::READ).unwrap();
+    theirs.unmap(Range::ALL, &mut Gather::new()).unwrap();
+    theirs.map(Map::new(range(0x2000, 0x4fff), GuestPhys(0), Prot::READ)).unwrap();
     let mut gather = Gather::new();
-    domain.unmap_pages(page(2), &mut gather).unwrap();
-    let token = domain.iotlb_sync_begin(&mut gather).unwrap();
-    domain.iotlb_sync_wait(token).unwrap();
-    assert_eq!(domain.iotlb_sync_poll(token, &[page(0)]), Ok(true), "another thread's");
-    let refusal = domain.iotlb_sync_poll(token, &[page(2)]);
-    assert_eq!(refused(refusal.map(|_| ())), Some(Status::Range as u8));
+    domain.unmap(page(2), &mut gather).unwrap();
+    let mut another = Pending::unmap(&*domain, vec![page(0)], &mut Gather::new());
+    another.wait(&*domain);
+    assert!(matches!(another.outcome(Range::ALL), Some(Ok(_))), "another thread's");
+    let mut sync = Pending::unmap(&*domain, vec![page(2)], &mut gather);
+    sync.wait(&*domain);
+    assert_eq!(refused(sync.outcome(page(2)).unwrap()), Some(Status::Range as u8));
 }
 
 #[test]
@@ -285,10 +292,10 @@ fn an_unmap_that_would_split_is_refused_before_anything_is_sent() {
     domain.iotlb_sync_map(Range::ALL).unwrap();
     let before = served.driver.stats();
     for wanted in [page(1), page(4), range(0x2000, 0x9fff), range(0, 0x1fff)] {
-        let refused = domain.unmap_pages(wanted, &mut Gather::new());
+        let refused = domain.unmap(wanted, &mut Gather::new());
         assert!(matches!(refused, Err(Error::WouldSplit { .. })), "{refused:?}");
     }
-    assert_eq!(domain.unmap_pages(page(100), &mut Gather::new()), Ok(0));
+    assert_eq!(domain.unmap(page(100), &mut Gather::new()), Ok(0));
     assert_eq!(served.driver.stats().since(&before).requests(), 0);
     assert_eq!(reads(&served, 1, 0x1000), Some(0));
 }
@@ -328,11 +335,11 @@ fn a_refused_map_is_reported_by_the_sync_that_covers_it_and_rolled_back() {
         map(&domain, page(n), n << 12).unwrap();
     }
     // Another thread's sync elsewhere does not take the report away.
-    assert_eq!(domain.iotlb_sync_map(page(0)), Ok(()));
+    assert_eq!(domain.iotlb_sync_map(page(0)).map(drop), Ok(()));
     assert_eq!(refused(domain.iotlb_sync_map(page(3))), Some(Status::NoMem as u8));
     assert_eq!(domain.iova_to_phys(Iova(0x3000)), None);
     assert_eq!(domain.mappings(), 3);
-    assert_eq!(domain.iotlb_sync_map(Range::ALL), Ok(()), "reported once");
+    assert_eq!(domain.iotlb_sync_map(Range::ALL).map(drop), Ok(()), "reported once");
     assert_eq!(served.driver.stats().errors, 1);
     // The caller unmaps the whole, and what is freed can be mapped again.
     assert_eq!(unmap_now(&domain, range(0, 0x3fff)), Ok(3 * 4096));
@@ -351,7 +358,7 @@ fn what_the_device_finds_mapped_or_out_of_range_is_reported() {
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     // Behind the driver's back.
-    devices_domain(&served).map_pages(page(5), GuestPhys(0), Prot::READ).unwrap();
+    devices_domain(&served).map(Map::new(page(5), GuestPhys(0), Prot::READ)).unwrap();
     map(&domain, range(0x4000, 0x6fff), 0).unwrap();
     map(&domain, page(1 << 30), 0).unwrap();
     map(&domain, page(8), 0x8000).unwrap();
@@ -371,21 +378,21 @@ fn a_refused_unmap_is_reported_by_its_sync_or_by_a_flush() {
         domain.iotlb_sync_map(page(5)).unwrap();
         // Behind the driver's back the mapping grows: the UNMAP would split it.
         let theirs = devices_domain(&served);
-        theirs.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
-        theirs.map_pages(range(0x4000, 0x6fff), GuestPhys(0), Prot::READ).unwrap();
+        theirs.unmap(Range::ALL, &mut Gather::new()).unwrap();
+        theirs.map(Map::new(range(0x4000, 0x6fff), GuestPhys(0), Prot::READ)).unwrap();
     };
     let cleanup = || {
-        devices_domain(&served).unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+        devices_domain(&served).unmap(Range::ALL, &mut Gather::new()).unwrap();
     };
     refuse(&domain);
     let mut gather = Gather::new();
-    assert_eq!(domain.unmap_pages(page(5), &mut gather), Ok(4096));
-    assert_eq!(domain.iotlb_sync(&mut Gather::new()), Ok(()), "another thread's");
+    assert_eq!(domain.unmap(page(5), &mut gather), Ok(4096));
+    assert_eq!(domain.iotlb_sync(&mut Gather::new()).map(drop), Ok(()), "another thread's");
     assert_eq!(refused(domain.iotlb_sync(&mut gather)), Some(Status::Range as u8));
-    assert_eq!(domain.flush_iotlb_all(), Ok(()), "reported once");
+    assert_eq!(domain.flush_iotlb_all().map(drop), Ok(()), "reported once");
     cleanup();
     refuse(&domain);
-    assert_eq!(domain.unmap_pages(page(5), &mut Gather::queued()), Ok(4096));
+    assert_eq!(domain.unmap(page(5), &mut Gather::queued()), Ok(4096));
     assert_eq!(refused(domain.flush_iotlb_all()), Some(Status::Range as u8));
 }
 
@@ -399,7 +406,7 @@ fn a_refused_unmap_is_told_to_its_thread_whatever_others_were_told_meanwhile() {
     let mut theirs = Gather::new();
     for n in 0..100 {
         map(&domain, page(4 * n), 0).unwrap();
-        domain.unmap_pages(page(4 * n), &mut theirs).unwrap();
+        domain.unmap(page(4 * n), &mut theirs).unwrap();
     }
     let between = theirs.ranges().iter().find(|range| range.len() > 4096).unwrap();
     let mine = page((between.first().0 >> 12) + 1);
@@ -408,18 +415,18 @@ fn a_refused_unmap_is_told_to_its_thread_whatever_others_were_told_meanwhile() {
         domain.iotlb_sync_map(mine).unwrap();
         // Behind the driver's back the mapping grows: the UNMAP would split it.
         let devices = devices_domain(&served);
-        devices.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+        devices.unmap(Range::ALL, &mut Gather::new()).unwrap();
         let grown = range(mine.first().0 - 0x1000, mine.last().0);
-        devices.map_pages(grown, GuestPhys(0), Prot::READ).unwrap();
+        devices.map(Map::new(grown, GuestPhys(0), Prot::READ)).unwrap();
         let mut gather = Gather::new();
-        assert_eq!(domain.unmap_pages(mine, &mut gather), Ok(4096));
+        assert_eq!(domain.unmap(mine, &mut gather), Ok(4096));
         gather
     };
     // Thread B's UNMAP is refused, and A comes by first.
     let mut gather = refuse();
     assert_eq!(refused(domain.iotlb_sync(&mut theirs)), Some(Status::Range as u8));
     assert_eq!(refused(domain.iotlb_sync(&mut gather)), Some(Status::Range as u8));
-    devices_domain(&served).unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+    devices_domain(&served).unmap(Range::ALL, &mut Gather::new()).unwrap();
     // And so if A flushes.
     let mut gather = refuse();
     assert_eq!(refused(domain.flush_iotlb_all()), Some(Status::Range as u8));
@@ -433,12 +440,12 @@ fn a_late_refusal_does_not_take_back_a_later_mapping() {
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     let theirs = devices_domain(&served);
-    theirs.map_pages(page(5), GuestPhys(0), Prot::READ).unwrap();
+    theirs.map(Map::new(page(5), GuestPhys(0), Prot::READ)).unwrap();
     // MAP is refused, UNMAP removes what is in its way, the second MAP succeeds: all in one batch.
     map(&domain, page(5), 0x1000).unwrap();
-    assert_eq!(domain.unmap_pages(page(5), &mut Gather::new()), Ok(4096));
+    assert_eq!(domain.unmap(page(5), &mut Gather::new()), Ok(4096));
     map(&domain, page(5), 0x2000).unwrap();
-    assert_eq!(domain.iotlb_sync_map(page(5)), Ok(()));
+    assert_eq!(domain.iotlb_sync_map(page(5)).map(drop), Ok(()));
     assert_eq!(domain.iova_to_phys(Iova(0x5000)), Some(GuestPhys(0x2000)));
     assert_eq!(reads(&served, 1, 0x5000), Some(0x2000));
 }
@@ -514,7 +521,7 @@ fn an_identity_domain_bypasses_or_maps_around_reserved_regions() {
     assert_eq!(reads(&served, 1, 0x1234), Some(0x1234));
     assert_eq!(served.driver.stats().maps, 0);
     assert!(matches!(map(&domain, page(1), 0), Err(Error::Unsupported(_))));
-    assert!(domain.unmap_pages(page(1), &mut Gather::new()).is_err());
+    assert!(domain.unmap(page(1), &mut Gather::new()).is_err());
     assert_eq!(domain.iova_to_phys(Iova(7)), Some(GuestPhys(7)));
 
     let features = Features::all().difference(Features::BYPASS_CONFIG);
@@ -553,7 +560,7 @@ fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
                     scope.spawn(move || {
                         (0..20).try_for_each(|n| {
                             map(domain, page(thread * 100 + n), 0)?;
-                            domain.iotlb_sync_map(page(thread * 100 + n))
+                            domain.iotlb_sync_map(page(thread * 100 + n)).map(drop)
                         })
                     })
                 })
@@ -636,7 +643,7 @@ fn an_unmap_is_answered_only_once_no_reader_can_use_what_it_removed() {
         }
         attached.join().unwrap().unwrap();
         let mut gather = Gather::new();
-        domain.unmap_pages(page(1), &mut gather).unwrap();
+        domain.unmap(page(1), &mut gather).unwrap();
         map(&domain, page(2), 0).unwrap();
         let progress = requests.poll(&link.ram).unwrap();
         assert_eq!((progress.handled, progress.published), (2, 0));
@@ -686,14 +693,14 @@ fn flags_and_memory_types_are_kept_to() {
     let served = Served::start(Bench::with(options, Limits::NONE), 16, Options::default(), false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
-    let mmio = domain.map_pages(page(1), GuestPhys(0), Prot::RW | Prot::MMIO);
+    let mmio = domain.map(Map::new(page(1), GuestPhys(0), Prot::RW | Prot::MMIO));
     assert!(matches!(mmio, Err(Error::Unsupported(_))));
     assert!(matches!(
-        domain.map_pages(page(1), GuestPhys(0), Prot::empty()),
+        domain.map(Map::new(page(1), GuestPhys(0), Prot::empty())),
         Err(Error::NoPermission(_))
     ));
-    domain.map_pages(page(1), GuestPhys(0), Prot::READ).unwrap();
-    domain.map_pages(page(2), GuestPhys(0), Prot::WRITE).unwrap();
+    domain.map(Map::new(page(1), GuestPhys(0), Prot::READ)).unwrap();
+    domain.map(Map::new(page(2), GuestPhys(0), Prot::WRITE)).unwrap();
     domain.iotlb_sync_map(Range::ALL).unwrap();
     assert_eq!(served.endpoints.access(1, 0x1000, Prot::READ), Some(0));
     assert_eq!(served.endpoints.access(1, 0x1000, Prot::WRITE), None);

@@ -10,7 +10,7 @@ use common::{
 };
 use proptest::{collection::vec, prelude::*};
 use ringfence_iommu::{
-    Domain, Gather, Iova, Prot, Range, SyncToken,
+    Domain, Gather, Iova, Pending, Prot, Range,
     shootdown::{Lease, Reader},
     table::Limits,
 };
@@ -580,25 +580,27 @@ fn the_driver_waits_for_an_invalidation_only_when_it_flushes() {
     };
     assert_eq!(cache.look(&bench.endpoints, 1, 1), Some(5));
     let mut gather = Gather::queued();
-    domain.unmap_pages(page(1), &mut gather).unwrap();
+    domain.unmap(page(1), &mut gather).unwrap();
     map(&domain, page(2), 0x6000).unwrap();
-    let mapped = domain.iotlb_sync_map_begin(&[page(2)]).unwrap();
+    let mut mapped = Pending::map(&*domain, vec![page(2)]);
     let progress = requests.poll(&link.ram).unwrap();
     assert_eq!((progress.handled, progress.published, progress.pending), (2, 2, false));
-    assert_eq!(domain.iotlb_sync_map_poll(mapped, &[page(2)]), Ok(true), "a MAP waits for nothing");
+    assert!(mapped.poll(&*domain), "a MAP waits for nothing");
+    assert!(matches!(mapped.outcome(page(2)), Some(Ok(_))));
     assert_eq!(cache.look(&bench.endpoints, 1, 1), Some(5), "until the flush");
     assert_eq!(cache.look(&bench.endpoints, 1, 2), Some(6));
     assert_eq!(synced(&requests), 0);
 
-    let flush = domain.iotlb_sync_begin(&mut gather).unwrap();
-    assert_ne!(flush, SyncToken::DONE);
+    let mut flush = Pending::unmap(&*domain, vec![page(1)], &mut gather);
+    assert!(!flush.is_over());
     for _ in 0..3 {
         assert!(requests.poll(&link.ram).unwrap().pending);
-        assert_eq!(domain.iotlb_sync_poll(flush, &[page(1)]), Ok(false));
+        assert!(!flush.poll(&*domain));
     }
     cache.quiet();
     assert_eq!(requests.poll(&link.ram).unwrap().published, 1);
-    assert_eq!(domain.iotlb_sync_poll(flush, &[page(1)]), Ok(true));
+    assert!(flush.poll(&*domain));
+    assert!(matches!(flush.outcome(page(1)), Some(Ok(_))));
     assert_eq!(cache.look(&bench.endpoints, 1, 1), None);
     assert_eq!(synced(&requests), 1);
     link.bells.alive.store(false, std::sync::atomic::Ordering::Relaxed);
@@ -623,7 +625,7 @@ fn a_lazy_domain_is_a_domain_for_whoever_syncs_too() {
                     domain.iotlb_sync_map(page(n)).unwrap();
                     assert_eq!(served.endpoints.access(1, n << 12, Prot::READ), Some(n << 12));
                     let mut gather = Gather::new();
-                    assert_eq!(domain.unmap_pages(page(n), &mut gather), Ok(4096));
+                    assert_eq!(domain.unmap(page(n), &mut gather), Ok(4096));
                     domain.iotlb_sync(&mut gather).unwrap();
                     assert!(gather.is_empty());
                     assert_eq!(served.endpoints.access(1, n << 12, Prot::READ), None);
@@ -661,7 +663,7 @@ fn a_device_that_knows_no_lazy_domains_gets_an_ordinary_one() {
                 domain.attach(1)?;
                 map(&domain, page(1), 0)?;
                 let mut gather = Gather::new();
-                domain.unmap_pages(page(1), &mut gather)?;
+                domain.unmap(page(1), &mut gather)?;
                 domain.iotlb_sync(&mut gather)?;
                 domain.flush_iotlb_all()?;
                 domain.detach(1)
@@ -692,8 +694,10 @@ fn a_flush_that_the_device_refuses_is_an_error_of_every_kind_of_sync() {
     let gone = Some(Status::NoEnt as u8);
     assert_eq!(refused(domain.flush_iotlb_all()), gone);
     assert_eq!(refused(domain.iotlb_sync(&mut Gather::new())), gone);
-    let token = domain.iotlb_sync_begin(&mut Gather::new()).unwrap();
-    domain.iotlb_sync_wait(token).unwrap();
-    assert_eq!(refused(domain.iotlb_sync_poll(token, &[page(1)]).map(drop)), gone);
-    assert_eq!(domain.iotlb_sync_poll(token, &[page(1)]), Ok(true), "told once");
+    let mut sync = Pending::unmap(&*domain, vec![page(1)], &mut Gather::new());
+    sync.wait(&*domain);
+    for _ in 0..2 {
+        assert!(sync.poll(&*domain));
+        assert_eq!(refused(sync.outcome(page(1)).unwrap()), gone);
+    }
 }

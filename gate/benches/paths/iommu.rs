@@ -4,7 +4,7 @@ use std::{hint::black_box, sync::Arc};
 
 use gungraun::prelude::*;
 use ringfence_iommu::{
-    Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, SoftDomain,
+    Domain, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range, SoftDomain,
     shootdown::{Reader, Shootdown},
     table::Limits,
 };
@@ -39,7 +39,7 @@ fn rig() -> Box<Rig> {
     let reader = shootdown.reader().expect("the first");
     let domain = SoftDomain::new(Geometry::new(sizes, Range::ALL), Limits::NONE, shootdown);
     for n in 0..PAGES {
-        domain.map_pages(page(n), target(n), Prot::RW).expect("nothing is there");
+        domain.map(Map::new(page(n), target(n), Prot::RW)).expect("nothing is there");
     }
     let pages = (0..STEPS as u64).map(|n| mix(n) % PAGES).collect();
     let found = Vec::with_capacity(STEPS);
@@ -52,12 +52,14 @@ fn rig() -> Box<Rig> {
 impl Rig {
     fn renew(&mut self) {
         for &n in &self.pages {
-            self.domain.unmap_pages(page(n), &mut self.gather).expect("whole pages");
-            let token = self.domain.iotlb_sync_begin(&mut self.gather).expect("it never fails");
+            self.domain.unmap(page(n), &mut self.gather).expect("whole pages");
+            let token = self.domain.sync_begin(self.gather.work()).expect("it never fails");
             self.reader.poll(|invalidation| _ = black_box(invalidation));
-            let over = self.domain.iotlb_sync_poll(token, &[page(n)]);
-            assert_eq!(over, Ok(true), "the only reader has passed a quiet point");
-            self.domain.map_pages(page(n), target(n), Prot::RW).expect("nothing is there");
+            let failed = &mut |range, error| panic!("{range}: {error}");
+            let over = self.domain.sync_poll(token, self.gather.work(), failed);
+            assert!(over, "the only reader has passed a quiet point");
+            self.gather.clear_ranges();
+            self.domain.map(Map::new(page(n), target(n), Prot::RW)).expect("nothing is there");
         }
     }
 }

@@ -12,7 +12,7 @@ use std::{
 use gungraun::prelude::*;
 use ringfence_devices::iommu::Endpoints;
 use ringfence_iommu::{
-    Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, SyncToken,
+    Domain, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range, SyncToken, Work,
     shootdown::Shootdown, table::Limits,
 };
 use ringfence_iotlb::{Binding, Endpoint, View};
@@ -78,7 +78,7 @@ pub(crate) struct Rig {
     /// What the device translates by for its endpoint.
     view: View,
     endpoint: Arc<Endpoint>,
-    pages: Vec<(Range, GuestPhys)>,
+    maps: Vec<Map<GuestPhys>>,
     ranges: Vec<Range>,
     gather: Gather,
     token: SyncToken,
@@ -131,8 +131,8 @@ impl Rig {
         // From now on nothing waits, and the device's end works when it is told to.
         let server = transport.server.lock().expect("nothing panics").take().expect("it is there");
         let view = View::new(Arc::clone(&endpoint), memory).expect("the first view");
-        let pages: Vec<_> = (0..PAGES).map(|n| (page(n), target(n))).collect();
-        let ranges = pages.iter().map(|&(range, _)| range).collect();
+        let maps: Vec<_> = (0..PAGES).map(|n| Map::new(page(n), target(n), Prot::RW)).collect();
+        let ranges = maps.iter().map(Map::range).collect();
         let (gather, token, step) = (Gather::new(), SyncToken::DONE, Step::Empty);
         Box::new(Rig {
             domain,
@@ -141,7 +141,7 @@ impl Rig {
             server,
             view,
             endpoint,
-            pages,
+            maps,
             ranges,
             gather,
             token,
@@ -150,27 +150,28 @@ impl Rig {
     }
 
     fn send_maps(&mut self) {
-        for &(range, target) in &self.pages {
-            self.domain.map_pages(black_box(range), target, Prot::RW).expect("nothing is there");
-        }
-        self.token = self.domain.iotlb_sync_map_begin(&self.ranges).expect("the device is there");
+        self.domain.map_pages(black_box(&self.maps)).expect("nothing is there");
+        self.token = self.domain.sync_begin(Work::Map(&self.ranges)).expect("the device is there");
     }
 
     fn settle_maps(&mut self) {
-        let over = self.domain.iotlb_sync_map_poll(self.token, &self.ranges);
-        assert_eq!(over, Ok(true), "the device has answered");
+        self.settle(Work::Map(&self.ranges));
     }
 
     fn send_unmaps(&mut self) {
-        for &range in &self.ranges {
-            self.domain.unmap_pages(black_box(range), &mut self.gather).expect("it is mapped");
-        }
-        self.token = self.domain.iotlb_sync_begin(&mut self.gather).expect("the device is there");
+        let unmapped = self.domain.unmap_pages(black_box(&self.ranges), &mut self.gather);
+        unmapped.expect("they are mapped");
+        self.token = self.domain.sync_begin(self.gather.work()).expect("the device is there");
+        self.gather.clear_ranges();
     }
 
     fn settle_unmaps(&mut self) {
-        let over = self.domain.iotlb_sync_poll(self.token, &self.ranges);
-        assert_eq!(over, Ok(true), "the device has answered");
+        self.settle(Work::Unmap { ranges: &self.ranges, exact: true });
+    }
+
+    fn settle(&self, work: Work<'_>) {
+        let failed = &mut |range, error| panic!("{range}: {error}");
+        assert!(self.domain.sync_poll(self.token, work, failed), "the device has answered");
     }
 
     /// A round of the worker that serves the ring and translates for the endpoint.

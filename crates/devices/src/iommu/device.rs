@@ -325,7 +325,9 @@ mod tests {
         let guest = (GuestPhys(0), GuestPhys(0xffff));
         let memory = [HostRegion { guest, host: HostAddr(0x10_0000) }];
         let endpoints = Endpoints::new([], Shootdown::new(1), geometry, Limits::NONE);
-        endpoints.add_outside(1, Mirror::new(far.clone(), memory, false), &[]).unwrap();
+        // SAFETY: no device reaches it: it is pretended.
+        let mirror = unsafe { Mirror::new(far.clone(), memory, false) };
+        endpoints.add_outside(1, mirror, &[]).unwrap();
         let options = IommuOptions { device: Options::default(), unit: 0 };
         let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
         let iommu = Iommu::new(Arc::new(endpoints), BTreeSet::new(), options, workers);

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ringfence_drivers::ram::RamPart;
-use ringfence_iommu::{Domain, FaultReason, Gather, GuestPhys, Iova, Prot, Range};
+use ringfence_iommu::{Domain, FaultReason, Gather, GuestPhys, Iova, Map, Prot, Range};
 use ringfence_virtq::blk::Kind;
 
 use crate::rig::*;
@@ -45,7 +45,7 @@ fn after_a_strict_unmap_the_old_address_is_refused_however_warm_the_caches_are()
         for (n, &iova) in (0..).zip(&iovas) {
             let gpa = GuestPhys(pages.gpa() + n * PAGE as u64);
             let range = Range::from_len(Iova(iova), PAGE as u64).unwrap();
-            rig.domain.map_pages(range, gpa, Prot::WRITE).unwrap();
+            rig.domain.map(Map::new(range, gpa, Prot::WRITE)).unwrap();
         }
         let all = Range::from_len(Iova(base), count * PAGE as u64).unwrap();
         rig.domain.iotlb_sync_map(all).unwrap();
@@ -182,7 +182,7 @@ fn a_lazy_unmap_is_in_force_once_the_flush_is_over() {
         }
         for n in 0..16 {
             let range = Range::from_len(Iova(DATA + n * 4096), 4096).unwrap();
-            assert_eq!(rig.domain.unmap_pages(range, &mut Gather::queued()).unwrap(), 4096);
+            assert_eq!(rig.domain.unmap(range, &mut Gather::queued()).unwrap(), 4096);
         }
         rig.domain.flush_iotlb_all().unwrap();
         for n in 0..16 {

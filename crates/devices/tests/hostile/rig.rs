@@ -20,7 +20,7 @@ use ringfence_devices::{
 };
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
-    Domain, FaultReason, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range,
+    Domain, FaultReason, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range,
     shootdown::Shootdown, table::Limits,
 };
 use ringfence_iotlb::{Binding, Endpoint};
@@ -325,14 +325,14 @@ fn connect(options: &BlkOptions, workers: &Arc<[Worker]>) -> (Serving, Frontend)
 
 pub(crate) fn map(domain: &ViommuDomain, iova: u64, gpa: u64, len: u64, prot: Prot) {
     let range = Range::from_len(Iova(iova), len).unwrap();
-    domain.map_pages(range, GuestPhys(gpa), prot).unwrap();
+    domain.map(Map::new(range, GuestPhys(gpa), prot)).unwrap();
     domain.iotlb_sync_map(range).unwrap();
 }
 
 pub(crate) fn unmap(domain: &ViommuDomain, iova: u64, len: u64) {
     let mut gather = Gather::new();
     let range = Range::from_len(Iova(iova), len).unwrap();
-    assert_eq!(domain.unmap_pages(range, &mut gather).unwrap(), u128::from(len));
+    assert_eq!(domain.unmap(range, &mut gather).unwrap(), u128::from(len));
     domain.iotlb_sync(&mut gather).unwrap();
 }
 

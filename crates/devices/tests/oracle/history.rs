@@ -10,7 +10,8 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result, SyncToken,
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Prot, Range,
+    Result, SyncToken, Work,
 };
 
 /// A counter that all threads share: what has the lower number came first.
@@ -207,15 +208,31 @@ impl History {
 pub(crate) struct Recorded<D> {
     inner: D,
     history: History,
+    /// Flushes under way, and when they began.
+    flushes: Mutex<Vec<(SyncToken, u64)>>,
 }
 
 impl<D> Recorded<D> {
     pub(crate) fn new(inner: D, history: History) -> Recorded<D> {
-        Recorded { inner, history }
+        Recorded { inner, history, flushes: Mutex::default() }
     }
 }
 
-impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
+impl<D> Recorded<D> {
+    /// Closes what a flush covers that began then (rule L19): what was unmapped before, and nothing else.
+    fn flushed(&self, began: u64) {
+        self.history.close(|piece| piece.unmapped.is_some_and(|unmapped| unmapped < began));
+    }
+
+    /// Closes what was begun of `ranges`. Addresses are a batch's own until it has handed them out.
+    fn synced(&self, ranges: &[Range]) {
+        self.history
+            .close(|piece| piece.begun && ranges.iter().any(|range| range.covers(piece.range)));
+    }
+}
+
+// SAFETY: the inner domain's promise.
+unsafe impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
@@ -226,104 +243,101 @@ impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
         self.inner.capabilities()
     }
 
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        let number = self.history.map(range, target.0, prot);
-        let result = self.inner.map_pages(range, target, prot);
-        if result.is_err() {
-            // Nothing was changed.
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
+        let number =
+            |map: &Map<GuestPhys>| self.history.map(map.range(), map.target().0, map.prot());
+        let numbers: Vec<usize> = maps.iter().map(number).collect();
+        let result = self.inner.map_pages(maps);
+        if let Err(Partial { done, .. }) = result {
+            // Nothing was changed by these.
             let mut told = self.history.told.lock();
-            told.open.retain(|&at| at != number);
-            let piece = &mut told.pieces[number];
-            piece.closed = Some(piece.mapped);
+            for &number in &numbers[done..] {
+                told.open.retain(|&at| at != number);
+                let piece = &mut told.pieces[number];
+                piece.closed = Some(piece.mapped);
+            }
         }
         result
     }
 
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        let result = self.inner.iotlb_sync_map(range);
-        if result.is_ok() {
-            self.history.make_ready(&[range]);
-        }
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        let result = self.inner.unmap_pages(ranges, gather);
+        let done = result.map_or_else(|partial| partial.done, |_| ranges.len());
+        let now = self.history.sequence.next();
+        self.history.close(|piece| {
+            let gone = ranges[..done].iter().any(|range| range.covers(piece.range));
+            if piece.unmapped.is_some() || !gone {
+                return false;
+            }
+            piece.unmapped = Some(now);
+            // What the device had refused to map needs no invalidation, and gets none.
+            !gather.is_queued() && !gather.ranges().iter().any(|r| r.overlaps(piece.range))
+        });
         result
     }
 
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        let result = self.inner.unmap_pages(range, gather);
-        if result.is_ok() {
-            let now = self.history.sequence.next();
-            self.history.close(|piece| {
-                if piece.unmapped.is_some() || !range.covers(piece.range) {
-                    return false;
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        let began = self.history.sequence.next();
+        let token = self.inner.sync_begin(work)?;
+        let done = token == SyncToken::DONE;
+        match work {
+            Work::Map(ranges) if done => self.history.make_ready(ranges),
+            Work::Map(_) => {}
+            Work::Unmap { ranges, .. } => {
+                self.history.close(|piece| {
+                    piece.begun |= piece.unmapped.is_some_and(|unmapped| unmapped < began)
+                        && ranges.iter().any(|range| range.covers(piece.range));
+                    false
+                });
+                if done {
+                    self.synced(ranges);
                 }
-                piece.unmapped = Some(now);
-                // What the device had refused to map needs no invalidation, and gets none.
-                !gather.is_queued() && !gather.ranges().iter().any(|r| r.overlaps(piece.range))
-            });
+            }
+            Work::All if done => self.flushed(began),
+            Work::All => self.flushes.lock().push((token, began)),
         }
-        result
+        Ok(token)
     }
 
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        let began = self.history.sequence.next();
-        let ranges = gather.ranges().to_vec();
-        let result = self.inner.iotlb_sync(gather);
-        if result.is_ok() {
-            self.history.close(|piece| {
-                piece.unmapped.is_some_and(|unmapped| unmapped < began)
-                    && ranges.iter().any(|range| range.covers(piece.range))
-            });
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        let mut failures = Vec::new();
+        let over = self.inner.sync_poll(token, work, &mut |range, error| {
+            failures.push(range);
+            failed(range, error);
+        });
+        if !over {
+            return false;
         }
-        result
-    }
-
-    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        let began = self.history.sequence.next();
-        let ranges = gather.ranges().to_vec();
-        let result = self.inner.iotlb_sync_begin(gather);
-        if result.is_ok() {
-            self.history.close(|piece| {
-                piece.begun |= piece.unmapped.is_some_and(|unmapped| unmapped < began)
-                    && ranges.iter().any(|range| range.covers(piece.range));
-                false
-            });
+        let well = |ranges: &[Range]| -> Vec<Range> {
+            let well = |range: &&Range| !failures.iter().any(|failed| failed.overlaps(**range));
+            ranges.iter().filter(well).copied().collect()
+        };
+        match work {
+            Work::Map(ranges) => self.history.make_ready(&well(ranges)),
+            Work::Unmap { ranges, .. } => self.synced(&well(ranges)),
+            Work::All => {
+                // Flushes that began at different times may share a token: it is over for all of them.
+                let mut flushes = self.flushes.lock();
+                let of_token = |flush: &&(SyncToken, u64)| flush.0 == token;
+                let began = flushes.iter().filter(of_token).map(|(_, began)| *began).max();
+                let began = began.expect("it was begun");
+                let first = flushes.iter().position(|(held, _)| *held == token);
+                first.map(|first| flushes.remove(first));
+                if failures.is_empty() {
+                    self.flushed(began);
+                }
+            }
         }
-        result
+        true
     }
 
-    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        let result = self.inner.iotlb_sync_poll(token, ranges);
-        if result == Ok(true) {
-            // Addresses are a batch's own until it has handed them out: what has begun is its own.
-            self.history
-                .close(|piece| piece.begun && ranges.iter().any(|range| range.covers(piece.range)));
-        }
-        result
-    }
-
-    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
-        self.inner.iotlb_sync_map_begin(ranges)
-    }
-
-    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        let result = self.inner.iotlb_sync_map_poll(token, ranges);
-        if result == Ok(true) {
-            self.history.make_ready(ranges);
-        }
-        result
-    }
-
-    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
-        self.inner.iotlb_sync_wait(token)
-    }
-
-    fn flush_iotlb_all(&self) -> Result<()> {
-        // Rule L19: it covers what was unmapped before it began, and nothing else.
-        let began = self.history.sequence.next();
-        let result = self.inner.flush_iotlb_all();
-        if result.is_ok() {
-            self.history.close(|piece| piece.unmapped.is_some_and(|unmapped| unmapped < began));
-        }
-        result
+    fn sync_wait(&self, token: SyncToken) {
+        self.inner.sync_wait(token);
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {

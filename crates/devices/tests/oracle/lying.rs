@@ -1,7 +1,8 @@
 //! A domain that is wrong in one thing, for tests of the tests.
 
 use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result, SyncToken,
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Prot, Range,
+    Result, SyncToken, Work,
 };
 
 /// What a domain is wrong in, or what is made of it.
@@ -40,7 +41,9 @@ impl<D> Lying<D> {
     }
 }
 
-impl<D: Domain<Target = GuestPhys>> Domain for Lying<D> {
+// SAFETY: none of its own: it lies, so that the oracle is seen to find it. Nothing but pretended memory of a
+// guest is behind it.
+unsafe impl<D: Domain<Target = GuestPhys>> Domain for Lying<D> {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
@@ -51,89 +54,54 @@ impl<D: Domain<Target = GuestPhys>> Domain for Lying<D> {
         self.inner.capabilities()
     }
 
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let granule = self.inner.geometry().page_sizes.granule();
-        match self.lie {
-            Lie::AllPermitted => self.inner.map_pages(range, target, Prot::RW),
-            Lie::OneMore => {
-                let len = (range.len() as u64).saturating_add(granule);
-                match Range::from_len(range.first(), len) {
-                    Some(more) => self.inner.map_pages(more, target, prot),
-                    None => self.inner.map_pages(range, target, prot),
+        let lie = |map: &Map<GuestPhys>| {
+            let (range, target, prot) = (map.range(), map.target(), map.prot());
+            match self.lie {
+                Lie::AllPermitted => Map::new(range, target, Prot::RW),
+                Lie::OneMore => {
+                    let len = (range.len() as u64).saturating_add(granule);
+                    let more = Range::from_len(range.first(), len);
+                    Map::new(more.unwrap_or(range), target, prot)
                 }
+                Lie::Elsewhere => Map::new(range, GuestPhys(target.0 + granule), prot),
+                _ => *map,
             }
-            Lie::Elsewhere => self.inner.map_pages(range, GuestPhys(target.0 + granule), prot),
-            _ => self.inner.map_pages(range, target, prot),
-        }
+        };
+        self.inner.map_pages(&maps.iter().map(lie).collect::<Vec<_>>())
     }
 
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        match self.lie {
-            Lie::NoSyncMap => Ok(()),
-            _ => self.inner.iotlb_sync_map(range),
-        }
-    }
-
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         match self.lie {
             Lie::NoUnmap => {
-                gather.add(range);
-                Ok(range.len())
+                ranges.iter().for_each(|&range| gather.add(range));
+                Ok(ranges.iter().map(|range| range.len()).sum())
             }
-            _ => self.inner.unmap_pages(range, gather),
+            _ => self.inner.unmap_pages(ranges, gather),
         }
     }
 
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        match self.lie {
-            Lie::NoSync => {
-                gather.clear_ranges();
-                Ok(())
-            }
-            _ => self.inner.iotlb_sync(gather),
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        match (self.lie, work) {
+            (Lie::NoSyncMap, Work::Map(_))
+            | (Lie::NoSync, Work::Unmap { .. })
+            | (Lie::NoFlush, Work::All) => Ok(SyncToken::DONE),
+            _ => self.inner.sync_begin(work),
         }
     }
 
-    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        match self.lie {
-            Lie::NoSync => {
-                gather.clear_ranges();
-                Ok(SyncToken::DONE)
-            }
-            _ => self.inner.iotlb_sync_begin(gather),
-        }
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        self.inner.sync_poll(token, work, failed)
     }
 
-    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        match self.lie {
-            Lie::NoSync => Ok(true),
-            _ => self.inner.iotlb_sync_poll(token, ranges),
-        }
-    }
-
-    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
-        match self.lie {
-            Lie::NoSyncMap => Ok(SyncToken::DONE),
-            _ => self.inner.iotlb_sync_map_begin(ranges),
-        }
-    }
-
-    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        match self.lie {
-            Lie::NoSyncMap => Ok(true),
-            _ => self.inner.iotlb_sync_map_poll(token, ranges),
-        }
-    }
-
-    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
-        self.inner.iotlb_sync_wait(token)
-    }
-
-    fn flush_iotlb_all(&self) -> Result<()> {
-        match self.lie {
-            Lie::NoFlush => Ok(()),
-            _ => self.inner.flush_iotlb_all(),
-        }
+    fn sync_wait(&self, token: SyncToken) {
+        self.inner.sync_wait(token);
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {

@@ -452,16 +452,7 @@ pub(crate) fn run(
         let word = if gpa % PAGE < HALF { NAME | gpa } else { 0 };
         pages.window().write((gpa - pages.gpa()) as usize, &word.to_le_bytes());
     }
-    let kinds = [
-        Kind::SyncMap,
-        Kind::SyncMapBegin,
-        Kind::SyncMapPoll,
-        Kind::Unmap,
-        Kind::Sync,
-        Kind::SyncBegin,
-        Kind::SyncPoll,
-        Kind::FlushAll,
-    ];
+    let kinds = [Kind::SyncMap, Kind::Unmap, Kind::Sync, Kind::FlushAll, Kind::SyncEnd];
     for kind in kinds {
         dma.domain().inject(kind, When::PerMillion(failures), Stage::Before);
     }

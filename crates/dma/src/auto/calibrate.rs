@@ -2,7 +2,7 @@
 
 use core::panic::Location;
 
-use ringfence_iommu::{Address, Domain, Gather, Iova, Range};
+use ringfence_iommu::{Address, Domain, Gather, Iova, Map, Range};
 use ringfence_iova::{Allocator, Request};
 use ringfence_sync::clock::Clock;
 
@@ -223,7 +223,7 @@ fn pair<D: Domain, A: Allocator>(
     let mapped = mapped.and_then(|()| Ok(shared.domain.iotlb_sync_map(range)?));
     let mut gather = Gather::new();
     let synced_ns = clock.now_ns();
-    let unmapped = shared.domain.unmap_pages(range, &mut gather);
+    let unmapped = shared.domain.unmap(range, &mut gather);
     let unmapped_ns = clock.now_ns();
     let unmapped = unmapped.and_then(|_| shared.domain.iotlb_sync(&mut gather));
     drop(gather);
@@ -247,7 +247,8 @@ fn map<D: Domain, A: Allocator>(
     let target = at(slot.range).and_then(|iova| shared.domain.iova_to_phys(iova));
     let granule = at(range).and_then(|iova| Range::from_len(iova, granule));
     let (Some(target), Some(granule)) = (target, granule) else { return Err(Error::Unstable) };
-    Ok(shared.domain.map_pages(granule, target, slot.prot)?)
+    // SAFETY: memory of the slot's, which its owner keeps; where the unmap fails (`safe`), for ever.
+    Ok(shared.domain.map(unsafe { Map::of(granule, target, slot.prot) })?)
 }
 
 #[cfg(all(test, not(loom)))]

@@ -309,10 +309,12 @@ fn threads_choose_together_and_none_waits_for_another() {
         // Who asks takes the judge away, who else would need him goes on without.
         (0..100).for_each(|_| _ = auto.choices(&tallies[0]));
     });
+    // All of them may have gone on without, where the one that had the judge had no CPU.
+    choose(&tallies[0]);
     let sum = Tally::default();
     tallies.iter().for_each(|tally| tally.add_to(&sum));
     let cells = auto.choices(&sum).cells;
-    assert_eq!(cells.iter().map(|cell| cell.copied + cell.mapped).sum::<u64>(), 80_000);
+    assert_eq!(cells.iter().map(|cell| cell.copied + cell.mapped).sum::<u64>(), 100_000);
     assert!(cells.len() == 3 && cells.iter().all(|cell| cell.copied > 0), "{cells:?}");
 }
 

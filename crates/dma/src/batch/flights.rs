@@ -2,36 +2,17 @@
 
 use std::collections::VecDeque;
 
-use ringfence_iommu::{Range, Result, SyncToken};
+use ringfence_iommu::{Pending, Range};
 
 /// A sync that was begun for so many members of a batch.
 pub(super) struct Flight {
-    pub(super) token: SyncToken,
+    pub(super) sync: Pending,
     /// How many members it covers that were not handed out yet.
     pub(super) members: usize,
-    /// What the sync is for, joined.
-    pub(super) ranges: Vec<Range>,
-    /// How it ended, once that is known.
-    pub(super) over: Option<Result<()>>,
+    /// Whether it is known what became of each of them.
+    pub(super) settled: bool,
     /// Whether its time counts for those that are not measured.
     pub(super) timed: bool,
-}
-
-impl Flight {
-    /// How it ended; `ask` looks whether it has, unless that is known. `None` if it is under way.
-    pub(super) fn ended(
-        &mut self,
-        ask: impl FnOnce(SyncToken, &[Range]) -> Result<bool>,
-    ) -> Option<Result<()>> {
-        if self.over.is_none() {
-            self.over = match ask(self.token, &self.ranges) {
-                Ok(false) => None,
-                Ok(true) => Some(Ok(())),
-                Err(error) => Some(Err(error)),
-            };
-        }
-        self.over
-    }
 }
 
 /// Syncs under way, oldest first, and lists of ranges to use again.
@@ -47,6 +28,12 @@ impl Flights {
         self.spare.pop().unwrap_or_default()
     }
 
+    /// Takes a list back.
+    pub(super) fn reuse(&mut self, mut ranges: Vec<Range>) {
+        ranges.clear();
+        self.spare.push(ranges);
+    }
+
     pub(super) fn push(&mut self, flight: Flight) {
         self.queue.push_back(flight);
     }
@@ -57,19 +44,17 @@ impl Flights {
 
     /// Takes out the oldest, all of which was handed out.
     pub(super) fn land(&mut self) {
-        if let Some(mut flight) = self.queue.pop_front() {
-            flight.ranges.clear();
-            self.spare.push(flight.ranges);
+        if let Some(flight) = self.queue.pop_front() {
+            self.reuse(flight.sync.into_ranges());
         }
     }
 
-    /// Has `wait` wait for the oldest, unless it is known how that ended.
-    pub(super) fn wait(&mut self, wait: impl FnOnce(SyncToken) -> Result<()>) {
+    /// Has `wait` wait for the oldest, unless it is over.
+    pub(super) fn wait(&mut self, wait: impl FnOnce(&mut Pending)) {
         if let Some(flight) = self.queue.front_mut()
-            && flight.over.is_none()
-            && let Err(error) = wait(flight.token)
+            && !flight.sync.is_over()
         {
-            flight.over = Some(Err(error));
+            wait(&mut flight.sync);
         }
     }
 

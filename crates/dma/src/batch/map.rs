@@ -3,7 +3,7 @@
 use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::collections::VecDeque;
 
-use ringfence_iommu::{Domain, SyncToken};
+use ringfence_iommu::{Domain, Pending, Range};
 use ringfence_iova::Allocator;
 
 use super::flights::{Flight, Flights, join};
@@ -121,19 +121,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let unsynced = self.gathered.iter().filter(|member| !member.placed.synced);
         ranges.extend(unsynced.filter_map(|member| Some(member.placed.span?.range)));
         join(&mut ranges);
-        let (token, over) = if ranges.is_empty() {
-            (SyncToken::DONE, Some(Ok(())))
-        } else {
-            counters.map_syncs.add(1);
-            match shared.domain.iotlb_sync_map_begin(&ranges) {
-                Ok(token) => (token, None),
-                Err(error) => (SyncToken::DONE, Some(Err(error))),
-            }
-        };
+        counters.map_syncs.add(u64::from(!ranges.is_empty()));
+        let sync = Pending::map(&shared.domain, ranges);
         // The calls were counted, and some of them timed, as they were pushed.
         shared.sampler.stop_many(start, 0, &counters.map_time);
         self.begun.extend(self.gathered.drain(..));
-        self.flights.push(Flight { token, members, ranges, over, timed: false });
+        self.flights.push(Flight { sync, members, settled: false, timed: false });
     }
 
     /// Hands out, in the order in which they were pushed, the mappings that the device knows of; how
@@ -147,8 +140,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let (shared, counters) = (device.shared(), &*device.port().counters);
         let mut handed_out = 0;
         while let Some(flight) = self.flights.front() {
-            let ask = |token, ranges: &_| shared.domain.iotlb_sync_map_poll(token, ranges);
-            let Some(over) = flight.ended(ask) else { break };
+            if !flight.sync.poll(&shared.domain) {
+                break;
+            }
+            let Some(over) = flight.sync.outcome(Range::ALL) else { break };
             while flight.members > 0 {
                 // Counted first: should the caller's code panic, the rest is still in step.
                 flight.members -= 1;
@@ -157,7 +152,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                 };
                 handed_out += 1;
                 let outcome = match over {
-                    Ok(()) => Ok(placed),
+                    Ok(_synced) => Ok(placed),
                     // A copy had no part in that sync: its slot is mapped, and stays so.
                     Err(_) if placed.bounced.is_some() => Ok(placed),
                     Err(error) => {
@@ -179,8 +174,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     /// Waits until the oldest sync that was begun is over, if there is one.
     pub fn wait(&mut self) {
         let (shared, waits) = (self.device.shared(), &self.device.port().counters.waits.map);
-        self.flights
-            .wait(|token| timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(token)));
+        self.flights.wait(|sync| timed(&*shared.clock, waits, || sync.wait(&shared.domain)));
     }
 
     /// Makes all that is left known to the device, waits for it, and hands it out.

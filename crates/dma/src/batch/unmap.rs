@@ -2,10 +2,10 @@
 
 #![allow(clippy::result_large_err, reason = "a mapping that is given back is moved as it came")]
 
-use core::{fmt, panic::Location};
+use core::{fmt, mem, panic::Location};
 use std::{collections::VecDeque, sync::Arc};
 
-use ringfence_iommu::{Domain, Gather, Range, Result, SyncToken};
+use ringfence_iommu::{Domain, Gather, Partial, Pending, Range, Result};
 use ringfence_iova::Allocator;
 
 use super::flights::{Flight, Flights, join};
@@ -171,8 +171,14 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             }
             self.begun.push_back(member);
         }
-        let (token, ranges, over) = (SyncToken::DONE, self.flights.ranges(), Some(Ok(())));
-        self.flights.push(Flight { token, members, ranges, over, timed: false });
+        self.push_settled(members);
+    }
+
+    /// Notes a flight of members whose ends are known.
+    fn push_settled(&mut self, members: usize) {
+        let ranges = self.flights.ranges();
+        let sync = Pending::map(&self.port.shared.domain, ranges);
+        self.flights.push(Flight { sync, members, settled: true, timed: false });
     }
 
     /// Removes the translations of all that was pushed, touching ranges as one.
@@ -181,10 +187,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         ranges.extend(self.gathered.iter().filter_map(|member| Some(member.parts.span()?.range)));
         join(&mut ranges);
         let mut failed = Failed::default();
-        for &range in &ranges {
-            if let Err(error) = self.port.shared.domain.unmap_pages(range, gather) {
-                failed.0.push((range, error));
-            }
+        let mut rest = &ranges[..];
+        while let Err(Partial { done, error }) = self.port.shared.domain.unmap_pages(rest, gather) {
+            failed.0.push((rest[done], error));
+            rest = &rest[done + 1..];
         }
         (ranges, failed)
     }
@@ -196,21 +202,14 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let open = self.gathered.iter().filter(|member| member.is_open()).count();
         if open == 0 {
             self.begun.extend(self.gathered.drain(..));
-            let (ranges, over) = (self.flights.ranges(), Some(Ok(())));
-            let token = SyncToken::DONE;
-            return self.flights.push(Flight { token, members, ranges, over, timed: false });
+            return self.push_settled(members);
         }
         let start = shared.sampler.start(counters.unmap_batches.get());
         counters.unmap_batches.add(1);
         let mut gather = Gather::new();
         let (ranges, failed) = self.remove(&mut gather);
-        let begun = match ranges.is_empty() {
-            true => Ok(SyncToken::DONE),
-            false => {
-                counters.unmap_syncs.add(1);
-                shared.domain.iotlb_sync_begin(&mut gather)
-            }
-        };
+        counters.unmap_syncs.add(u64::from(!ranges.is_empty()));
+        let sync = Pending::unmap(&shared.domain, ranges, &mut gather);
         for mut member in self.gathered.drain(..) {
             let failed = failed.of(&member.parts).filter(|_| member.is_open());
             if let Some((range, error)) = failed {
@@ -223,12 +222,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             }
             self.begun.push_back(member);
         }
-        let (token, over) = match begun {
-            Ok(token) => (token, None),
-            Err(error) => (SyncToken::DONE, Some(Err(error))),
-        };
         shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
-        self.flights.push(Flight { token, members, ranges, over, timed: start.is_some() });
+        self.flights.push(Flight { sync, members, settled: false, timed: start.is_some() });
     }
 
     /// Rule L18, for many: all translations go, and then each range waits in the flush queue.
@@ -263,9 +258,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             self.begun.push_back(member);
         }
         shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
-        let over = Some(Ok(()));
-        let token = SyncToken::DONE;
-        self.flights.push(Flight { token, members, ranges, over, timed: false });
+        self.flights.reuse(ranges);
+        self.push_settled(members);
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
@@ -281,31 +275,37 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let (shared, counters) = (&*port.shared, &*port.counters);
         let mut handed_out = 0;
         while let Some(flight) = self.flights.front() {
-            let known = flight.over.is_some();
-            let ask = |token, ranges: &_| shared.domain.iotlb_sync_poll(token, ranges);
-            let Some(over) = flight.ended(ask) else { break };
-            if !known {
+            if !flight.sync.poll(&shared.domain) {
+                break;
+            }
+            let Flight { sync, members, settled, timed } = flight;
+            let settle = |parts: &Parts<B>, watcher| {
+                let range = parts.span().map_or(Range::ALL, |span| span.range);
+                Some(port.settle(parts.span(), watcher, sync.outcome(range)?))
+            };
+            if !mem::replace(settled, true) {
                 // All of them before the first is handed out: what the caller does is not timed.
-                let start = if flight.timed { shared.sampler.start_always() } else { None };
-                for member in self.begun.iter_mut().take(flight.members) {
-                    if let State::Open(watcher) = &mut member.state {
-                        let unmapped = port.settle(member.parts.span(), watcher.take(), over);
-                        member.state = State::Known(unmapped);
+                let start = if *timed { shared.sampler.start_always() } else { None };
+                for Member { parts, state, .. } in self.begun.iter_mut().take(*members) {
+                    if let State::Open(watcher) = state
+                        && let Some(unmapped) = settle(parts, watcher.take())
+                    {
+                        *state = State::Known(unmapped);
                     }
                 }
                 shared.sampler.stop_many(start, 0, &counters.unmap_time);
             }
-            while flight.members > 0 {
+            while *members > 0 {
                 // Counted first: should the caller's code panic, the rest is still in step.
-                flight.members -= 1;
+                *members -= 1;
                 let Some(Member { tag, parts, state, .. }) = self.begun.pop_front() else { break };
                 handed_out += 1;
                 let unmapped = match state {
-                    State::Known(unmapped) => unmapped,
-                    // Its sync never began, or a wait for it failed.
-                    State::Open(watcher) => port.settle(parts.span(), watcher, over),
+                    State::Known(unmapped) => Some(unmapped),
+                    // Something panicked when all were to be settled.
+                    State::Open(watcher) => settle(&parts, watcher),
                 };
-                each(tag, parts.give_back(unmapped));
+                each(tag, parts.give_back(unmapped.expect("the sync is over")));
             }
             self.flights.land();
         }
@@ -315,8 +315,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     /// Waits until the oldest invalidation that was begun is over, if there is one.
     pub fn wait(&mut self) {
         let (shared, waits) = (&self.port.shared, &self.port.counters.waits.unmap);
-        self.flights
-            .wait(|token| timed(&*shared.clock, waits, || shared.domain.iotlb_sync_wait(token)));
+        self.flights.wait(|sync| timed(&*shared.clock, waits, || sync.wait(&shared.domain)));
     }
 
     /// Unmaps all that is left, waits for it, and hands it out.

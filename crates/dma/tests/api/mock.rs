@@ -14,8 +14,8 @@ use ringfence_dma::{
     Config, Device, DmaBuffer, Environment, Policy, SharedMemory, ThreadClock, TimerKind,
 };
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range,
-    ReservedKind, ReservedRegion, Result, SyncToken,
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Prot,
+    Range, ReservedKind, ReservedRegion, Result, SyncToken, Work,
     table::{Limits, Table},
 };
 use ringfence_iova::{
@@ -176,24 +176,11 @@ impl MockDomain {
     }
 }
 
-impl Domain for MockDomain {
-    type Target = GuestPhys;
-
-    fn geometry(&self) -> Geometry {
-        self.geometry.clone()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.capabilities
-    }
-
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+impl MockDomain {
+    fn map_one(&self, map: &Map<GuestPhys>) -> Result<()> {
+        let (range, target, prot) = (map.range(), map.target(), map.prot());
         self.step(Event::Map(range, target.0, prot), |_| false)?;
-        let granule = self.geometry.page_sizes.granule();
-        if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
-            return Err(Error::Unaligned { range, granule });
-        }
-        assert!(target.0.checked_add(range.extent()).is_some(), "the target wraps");
+        self.geometry.check_map(map)?;
         // Locked first: a flush on another CPU must not find the one without the other.
         let mut cached = self.cached.lock().unwrap();
         self.table.map(range, target.0, prot)?;
@@ -205,7 +192,17 @@ impl Domain for MockDomain {
         Ok(())
     }
 
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
+    fn unmap_one(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+        let queued = gather.is_queued();
+        self.step(Event::Unmap { range, queued }, |broken| broken.unmap)?;
+        let mut pages = Default::default();
+        let bytes = self.table.unmap(range, &mut pages)?;
+        gather.add(range);
+        gather.add_pages(pages);
+        Ok(bytes)
+    }
+
+    fn sync_map(&self, range: Range) -> Result<()> {
         let result = self.step(Event::SyncMap(range), |_| false);
         if result.is_err() {
             // The device refuses the last of them: that one is not mapped.
@@ -218,71 +215,7 @@ impl Domain for MockDomain {
         result
     }
 
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        let queued = gather.is_queued();
-        self.step(Event::Unmap { range, queued }, |broken| broken.unmap)?;
-        let mut pages = Default::default();
-        let bytes = self.table.unmap(range, &mut pages)?;
-        gather.add(range);
-        gather.add_pages(pages);
-        Ok(bytes)
-    }
-
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        self.step(Event::Sync, |broken| broken.sync)?;
-        self.invalidate(gather.ranges());
-        gather.clear_ranges();
-        drop(gather.take_pages());
-        Ok(())
-    }
-
-    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        let Some(token) = self.begin(gather.ranges(), false) else {
-            return self.iotlb_sync(gather).map(|()| SyncToken::DONE);
-        };
-        gather.clear_ranges();
-        drop(gather.take_pages());
-        Ok(token)
-    }
-
-    fn iotlb_sync_poll(&self, token: SyncToken, _ranges: &[Range]) -> Result<bool> {
-        if token == SyncToken::DONE {
-            return Ok(true);
-        }
-        // A failure is told by the call that finds the sync over.
-        let over = self.is_over(token);
-        if over { self.step(Event::Sync, |broken| broken.sync).map(|()| true) } else { Ok(false) }
-    }
-
-    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
-        match self.begin(ranges, true) {
-            Some(token) => Ok(token),
-            None => {
-                ranges.iter().try_for_each(|&range| self.iotlb_sync_map(range))?;
-                Ok(SyncToken::DONE)
-            }
-        }
-    }
-
-    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        if token == SyncToken::DONE {
-            return Ok(true);
-        }
-        let over = self.is_over(token);
-        if over {
-            ranges.iter().try_for_each(|&range| self.iotlb_sync_map(range))?;
-        }
-        Ok(over)
-    }
-
-    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
-        while token != SyncToken::DONE && !self.is_over(token) {
-            self.let_go();
-        }
-        Ok(())
-    }
-
-    fn flush_iotlb_all(&self) -> Result<()> {
+    fn flush(&self) -> Result<()> {
         self.step(Event::FlushAll, |broken| broken.flush)?;
         let _one_at_a_time = self.invalidating.lock().unwrap();
         // The device walks the table while it flushes, before what the hook changes ...
@@ -293,6 +226,79 @@ impl Domain for MockDomain {
         // ... and has it cached after.
         *self.cached.lock().unwrap() = walked;
         Ok(())
+    }
+}
+
+// SAFETY: there is no memory behind its targets.
+unsafe impl Domain for MockDomain {
+    type Target = GuestPhys;
+
+    fn geometry(&self) -> Geometry {
+        self.geometry.clone()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
+        maps.iter()
+            .enumerate()
+            .try_for_each(|(done, map)| self.map_one(map).map_err(|error| Partial { done, error }))
+    }
+
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        ranges.iter().enumerate().try_fold(0, |bytes, (done, &range)| {
+            let more = self.unmap_one(range, gather);
+            more.map(|more| bytes + more).map_err(|error| Partial { done, error })
+        })
+    }
+
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        match work {
+            Work::Map(ranges) => {
+                if let Some(token) = self.begin(ranges, true) {
+                    return Ok(token);
+                }
+                ranges.iter().try_for_each(|&range| self.sync_map(range))?;
+            }
+            Work::Unmap { ranges, .. } => {
+                if let Some(token) = self.begin(ranges, false) {
+                    return Ok(token);
+                }
+                self.step(Event::Sync, |broken| broken.sync)?;
+                self.invalidate(ranges);
+            }
+            Work::All => self.flush()?,
+        }
+        Ok(SyncToken::DONE)
+    }
+
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        if !self.is_over(token) {
+            return false;
+        }
+        match work {
+            Work::Map(ranges) => ranges.iter().for_each(|&range| {
+                _ = self.sync_map(range).inspect_err(|&error| failed(range, error));
+            }),
+            _ => {
+                let synced = self.step(Event::Sync, |broken| broken.sync);
+                _ = synced.inspect_err(|&error| failed(Range::ALL, error));
+            }
+        }
+        true
+    }
+
+    fn sync_wait(&self, token: SyncToken) {
+        while !self.is_over(token) {
+            self.let_go();
+        }
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {

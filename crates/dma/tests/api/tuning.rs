@@ -14,8 +14,8 @@ use ringfence_dma::{
     TimerKind, TuningError,
 };
 use ringfence_iommu::{
-    Capabilities, Domain, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, Result,
-    table::Limits,
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Range,
+    Result, SyncToken, Work, table::Limits,
 };
 use ringfence_sync::{
     clock::{Clock, ManualClock},
@@ -180,7 +180,8 @@ struct Gauge {
     flushes: AtomicU64,
 }
 
-impl Domain for Gauge {
+// SAFETY: there is no device.
+unsafe impl Domain for Gauge {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
@@ -189,14 +190,11 @@ impl Domain for Gauge {
     fn capabilities(&self) -> Capabilities {
         Capabilities::FULL
     }
-    fn map_pages(&self, _: Range, _: GuestPhys, _: Prot) -> Result<()> {
+    fn map_pages(&self, _: &[Map<GuestPhys>]) -> Result<(), Partial> {
         Ok(())
     }
-    fn iotlb_sync_map(&self, _: Range) -> Result<()> {
-        Ok(())
-    }
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        if gather.is_queued() {
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        for range in ranges.iter().filter(|_| gather.is_queued()) {
             let (number, exposed) = &mut *self.exposed.lock().unwrap();
             *number += 1;
             exposed.push((*number, range.extent() + 1));
@@ -205,19 +203,21 @@ impl Domain for Gauge {
         }
         // So that others are in the middle of an unmap, too.
         thread::yield_now();
-        Ok(range.len())
+        Ok(ranges.iter().map(|range| range.len()).sum())
     }
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        gather.clear_ranges();
-        Ok(())
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        if work == Work::All {
+            self.flushes.fetch_add(1, Ordering::Relaxed);
+            let begun = self.exposed.lock().unwrap().0;
+            thread::yield_now();
+            self.exposed.lock().unwrap().1.retain(|(number, _)| *number > begun);
+        }
+        Ok(SyncToken::DONE)
     }
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.flushes.fetch_add(1, Ordering::Relaxed);
-        let begun = self.exposed.lock().unwrap().0;
-        thread::yield_now();
-        self.exposed.lock().unwrap().1.retain(|(number, _)| *number > begun);
-        Ok(())
+    fn sync_poll(&self, _: SyncToken, _: Work<'_>, _: &mut dyn FnMut(Range, Error)) -> bool {
+        true
     }
+    fn sync_wait(&self, _: SyncToken) {}
     fn iova_to_phys(&self, _: Iova) -> Option<GuestPhys> {
         None
     }

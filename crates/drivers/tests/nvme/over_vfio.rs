@@ -40,8 +40,7 @@ impl Bus for Bridge {
 
 /// The driver, the software that it drives, and the domain.
 fn start(policy: Policy) -> (Disk, Soft, Domain) {
-    // SAFETY: nothing is mapped through it but by the DMA API, which owns what it maps.
-    let domain = unsafe { Type1::new(fake::Type1::default(), Tuning::default()) };
+    let domain = Type1::new(fake::Type1::default(), Tuning::default());
     let domain = Arc::new(domain.unwrap());
     let aperture = Aperture::new(0, (1 << 39) - 1, 4096).unwrap();
     let space = Arc::new(Slabs::new(aperture, OsCpu::new()));

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    GuestPhys, PageSizes, ReservedKind, ReservedRegion,
+    GuestPhys, PageSizes, Prot, ReservedKind, ReservedRegion,
     shootdown::{Invalidation, Lease},
 };
 
@@ -26,7 +26,20 @@ fn domain(readers: usize) -> (Arc<Soft>, Arc<Shootdown>) {
 }
 
 fn map(domain: &Soft, n: u64) {
-    domain.map_pages(page(n), GuestPhys(0x10_0000 + (n << 12)), Prot::RW).unwrap();
+    domain.map(Map::new(page(n), GuestPhys(0x10_0000 + (n << 12)), Prot::RW)).unwrap();
+}
+
+/// The raw beginning of a sync of what was gathered.
+fn begin(domain: &Soft, gather: &mut Gather) -> SyncToken {
+    drop(gather.take_pages());
+    let token = domain.sync_begin(gather.work()).unwrap();
+    gather.clear_ranges();
+    token
+}
+
+fn is_over(domain: &Soft, token: SyncToken) -> bool {
+    token == SyncToken::DONE
+        || domain.sync_poll(token, Work::All, &mut |range, _| panic!("{range} has failed"))
 }
 
 #[test]
@@ -34,7 +47,7 @@ fn what_is_mapped_is_found_by_readers_and_by_the_owner() {
     let (domain, shootdown) = domain(1);
     let reader = shootdown.reader().unwrap();
     let run = range(0x4000, 0x6fff);
-    domain.map_pages(run, GuestPhys(0x1000), Prot::READ).unwrap();
+    domain.map(Map::new(run, GuestPhys(0x1000), Prot::READ)).unwrap();
     domain.iotlb_sync_map(run).unwrap();
     for offset in [0, 1, 0xfff, 0x1234, 0x2fff] {
         let found = domain.translate(&reader, Iova(0x4000 + offset)).unwrap();
@@ -61,13 +74,13 @@ fn unaligned_and_unpermitted_mappings_are_refused_and_change_nothing() {
     let (domain, _) = domain(0);
     let unaligned = |range| Err(Error::Unaligned { range, granule: 4096 });
     for wrong in [range(0x1000, 0x1ffe), range(0x1001, 0x2000), range(0x800, 0x1fff)] {
-        assert_eq!(domain.map_pages(wrong, GuestPhys(0), Prot::RW), unaligned(wrong));
-        let unmapped = domain.unmap_pages(wrong, &mut Gather::new());
+        assert_eq!(domain.map(Map::new(wrong, GuestPhys(0), Prot::RW)), unaligned(wrong));
+        let unmapped = domain.unmap(wrong, &mut Gather::new());
         assert_eq!(unmapped.map(drop), unaligned(wrong));
     }
-    assert_eq!(domain.map_pages(page(1), GuestPhys(0x800), Prot::RW), unaligned(page(1)));
+    assert_eq!(domain.map(Map::new(page(1), GuestPhys(0x800), Prot::RW)), unaligned(page(1)));
     for none in [Prot::empty(), Prot::MMIO] {
-        let refused = domain.map_pages(page(1), GuestPhys(0), none);
+        let refused = domain.map(Map::new(page(1), GuestPhys(0), none));
         assert_eq!(refused, Err(Error::NoPermission(page(1))));
     }
     assert_eq!(domain.mappings(), 0);
@@ -78,13 +91,13 @@ fn targets_that_would_wrap_are_refused_up_to_the_very_end() {
     let (domain, _) = domain(0);
     let two = range(0, 0x1fff);
     let top = GuestPhys(u64::MAX - 0xfff);
-    assert_eq!(domain.map_pages(two, top, Prot::RW), Err(Error::TargetOverflow(two)));
-    domain.map_pages(page(0), top, Prot::RW).unwrap();
+    assert_eq!(domain.map(Map::new(two, top, Prot::RW)), Err(Error::TargetOverflow(two)));
+    domain.map(Map::new(page(0), top, Prot::RW)).unwrap();
     assert_eq!(domain.iova_to_phys(Iova(0xfff)), Some(GuestPhys(u64::MAX)));
-    assert_eq!(domain.unmap_pages(Range::ALL, &mut Gather::new()), Ok(4096));
-    domain.map_pages(Range::ALL, GuestPhys(0), Prot::RW).unwrap();
+    assert_eq!(domain.unmap(Range::ALL, &mut Gather::new()), Ok(4096));
+    domain.map(Map::new(Range::ALL, GuestPhys(0), Prot::RW)).unwrap();
     assert_eq!(domain.iova_to_phys(Iova(u64::MAX)), Some(GuestPhys(u64::MAX)));
-    assert_eq!(domain.unmap_pages(Range::ALL, &mut Gather::new()), Ok(1 << 64));
+    assert_eq!(domain.unmap(Range::ALL, &mut Gather::new()), Ok(1 << 64));
 }
 
 #[test]
@@ -98,7 +111,7 @@ fn nothing_is_mapped_outside_the_aperture_or_in_a_reserved_region() {
     let domain = Soft::new(geometry.clone(), Limits::NONE, Shootdown::new(0));
     assert_eq!(domain.geometry(), geometry);
     assert_eq!(domain.capabilities(), Capabilities::FULL);
-    let try_map = |range| domain.map_pages(range, GuestPhys(0), Prot::RW);
+    let try_map = |range| domain.map(Map::new(range, GuestPhys(0), Prot::RW));
     for outside in [page(0xf), range(0xf000, 0x1_0fff), page(0x10_0000), Range::ALL] {
         let refused = Err(Error::OutsideAperture { range: outside, aperture });
         assert_eq!(try_map(outside), refused);
@@ -112,7 +125,7 @@ fn nothing_is_mapped_outside_the_aperture_or_in_a_reserved_region() {
         try_map(free).unwrap();
     }
     // An unmap may well reach beyond.
-    assert_eq!(domain.unmap_pages(Range::ALL, &mut Gather::new()), Ok(4 * 4096));
+    assert_eq!(domain.unmap(Range::ALL, &mut Gather::new()), Ok(4 * 4096));
 }
 
 #[test]
@@ -121,7 +134,7 @@ fn mapping_over_a_mapping_fails_and_changes_nothing() {
     let (domain, _) = domain(0);
     map(&domain, 5);
     let over = range(0x3000, 0x6fff);
-    let refused = domain.map_pages(over, GuestPhys(0), Prot::READ);
+    let refused = domain.map(Map::new(over, GuestPhys(0), Prot::READ));
     assert_eq!(refused, Err(Error::Exists { range: over, at: Iova(0x5000) }));
     assert_eq!(domain.mappings(), 1);
     assert_eq!(domain.iova_to_phys(Iova(0x3000)), None);
@@ -138,7 +151,7 @@ fn a_map_that_fails_for_want_of_memory_leaves_nothing_behind() {
     let reader = shootdown.reader().unwrap();
     // An awkward range needs a node on each level at both of its ends.
     let wide = range(0x1000, u64::MAX - 0x1000);
-    let refused = domain.map_pages(wide, GuestPhys(0), Prot::RW);
+    let refused = domain.map(Map::new(wide, GuestPhys(0), Prot::RW));
     assert!(matches!(refused, Err(Error::Full { what: "table bytes", .. })), "{refused:?}");
     assert_eq!(domain.mappings(), 0);
     for at in [0x1000, 0x20_0000, 1 << 40, 1 << 63, u64::MAX - 0x1000] {
@@ -155,7 +168,7 @@ fn a_walk_fails_at_once_after_an_unmap_even_a_queued_one() {
     for mut gather in [Gather::new(), Gather::queued()] {
         map(&domain, 7);
         assert!(domain.translate(&reader, Iova(0x7000)).is_some());
-        assert_eq!(domain.unmap_pages(page(7), &mut gather), Ok(4096));
+        assert_eq!(domain.unmap(page(7), &mut gather), Ok(4096));
         assert_eq!(domain.translate(&reader, Iova(0x7000)), None);
         assert_eq!(domain.iova_to_phys(Iova(0x7000)), None);
     }
@@ -174,24 +187,23 @@ fn a_strict_sync_tells_the_ranges_and_a_flush_tells_everything() {
     map(&domain, 1);
     map(&domain, 9);
     let mut gather = Gather::new();
-    domain.unmap_pages(page(1), &mut gather).unwrap();
-    domain.unmap_pages(page(2), &mut gather).unwrap();
-    let token = domain.iotlb_sync_begin(&mut gather).unwrap();
+    domain.unmap(page(1), &mut gather).unwrap();
+    domain.unmap(page(2), &mut gather).unwrap();
+    let token = begin(&domain, &mut gather);
     assert!(gather.is_empty());
-    assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(false));
+    assert!(!is_over(&domain, token));
     assert_eq!(heard(&mut reader), [Invalidation::Range(page(1))]);
-    assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
+    assert!(is_over(&domain, token));
     // Nothing gathered, nothing to wait for.
-    assert_eq!(domain.iotlb_sync_begin(&mut gather), Ok(SyncToken::DONE));
-    assert_eq!(domain.iotlb_sync_poll(SyncToken::DONE, &[]), Ok(true));
+    assert_eq!(begin(&domain, &mut gather), SyncToken::DONE);
     domain.iotlb_sync(&mut gather).unwrap();
     // A queued gather knows no ranges: a flush is for everything, and so is a sync of it.
     let mut gather = Gather::queued();
-    domain.unmap_pages(page(9), &mut gather).unwrap();
+    domain.unmap(page(9), &mut gather).unwrap();
     assert!(heard(&mut reader).is_empty());
-    let token = domain.iotlb_sync_begin(&mut gather).unwrap();
+    let token = begin(&domain, &mut gather);
     assert_eq!(heard(&mut reader), [Invalidation::All]);
-    assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
+    assert!(is_over(&domain, token));
     reader.offline();
     domain.flush_iotlb_all().unwrap();
     let mut all = vec![];
@@ -209,14 +221,14 @@ fn a_table_page_is_not_freed_before_its_invalidation_is_over() {
         let mapped = domain.table_bytes();
         assert!(mapped > 0);
         let mut gather = if queued { Gather::queued() } else { Gather::new() };
-        domain.unmap_pages(Range::ALL, &mut gather).unwrap();
+        domain.unmap(Range::ALL, &mut gather).unwrap();
         assert_eq!(domain.table_bytes(), mapped);
-        let token = domain.iotlb_sync_begin(&mut gather).unwrap();
-        assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(false));
+        let token = begin(&domain, &mut gather);
+        assert!(!is_over(&domain, token));
         assert_eq!(domain.table_bytes(), mapped);
         reader.poll(|_| ());
         assert_eq!(domain.table_bytes(), mapped);
-        assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
+        assert!(is_over(&domain, token));
         assert_eq!(domain.table_bytes(), 0);
     }
 }
@@ -230,7 +242,7 @@ fn whatever_becomes_of_a_gather_its_table_pages_wait_for_their_own_readers() {
     let retire = || {
         map(&ours, 3);
         let mut gather = Gather::new();
-        ours.unmap_pages(Range::ALL, &mut gather).unwrap();
+        ours.unmap(Range::ALL, &mut gather).unwrap();
         gather
     };
     drop(retire());
@@ -239,16 +251,16 @@ fn whatever_becomes_of_a_gather_its_table_pages_wait_for_their_own_readers() {
     // The sync of a domain whose readers are others (here, none) is over at once.
     let mut astray = retire();
     map(&other, 3);
-    other.unmap_pages(Range::ALL, &mut astray).unwrap();
+    other.unmap(Range::ALL, &mut astray).unwrap();
     other.iotlb_sync(&mut astray).unwrap();
     assert!(astray.is_empty());
     assert_eq!(other.table_bytes(), 0);
     let waiting = ours.table_bytes();
     assert!(waiting > 0);
-    let token = ours.iotlb_sync_begin(&mut retire()).unwrap();
+    let token = begin(&ours, &mut retire());
     assert!(ours.table_bytes() > waiting);
     reader.poll(|_| ());
-    assert_eq!(ours.iotlb_sync_poll(token, &[]), Ok(true));
+    assert!(is_over(&ours, token));
     assert_eq!(ours.table_bytes(), 0);
 }
 
@@ -261,17 +273,17 @@ fn table_pages_that_only_wait_do_not_fill_the_domain_for_long() {
     let mut reader = shootdown.reader().unwrap();
     let mut turns = 0;
     // Never synced, so that pages pile up until the limit is met.
-    while domain.map_pages(page(1), GuestPhys(0), Prot::RW).is_ok() {
-        domain.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+    while domain.map(Map::new(page(1), GuestPhys(0), Prot::RW)).is_ok() {
+        domain.unmap(Range::ALL, &mut Gather::new()).unwrap();
         turns += 1;
         assert!(turns < 1000, "the limit is never met");
     }
     reader.poll(|_| ());
-    domain.map_pages(page(1), GuestPhys(0), Prot::RW).unwrap();
+    domain.map(Map::new(page(1), GuestPhys(0), Prot::RW)).unwrap();
     reader.offline();
     for _ in 0..turns * 3 {
-        domain.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
-        domain.map_pages(page(1), GuestPhys(0), Prot::RW).unwrap();
+        domain.unmap(Range::ALL, &mut Gather::new()).unwrap();
+        domain.map(Map::new(page(1), GuestPhys(0), Prot::RW)).unwrap();
     }
 }
 
@@ -283,13 +295,13 @@ fn more_batches_of_table_pages_than_there_are_places_wait_together() {
         .map(|_| {
             map(&domain, 1);
             let mut gather = Gather::new();
-            domain.unmap_pages(Range::ALL, &mut gather).unwrap();
-            domain.iotlb_sync_begin(&mut gather).unwrap()
+            domain.unmap(Range::ALL, &mut gather).unwrap();
+            begin(&domain, &mut gather)
         })
         .collect();
     assert!(domain.table_bytes() > 0);
     reader.poll(|_| ());
-    assert!(tokens.iter().all(|&token| domain.iotlb_sync_poll(token, &[]) == Ok(true)));
+    assert!(tokens.iter().all(|&token| is_over(&domain, token)));
     assert_eq!(domain.table_bytes(), 0);
 }
 
@@ -356,9 +368,9 @@ fn when_a_sync_returns_no_reader_reaches_what_was_unmapped() {
         let n = turn * 13 % PAGES as usize;
         if let Some(old) = mapped[n].take() {
             let mut gather = Gather::new();
-            domain.unmap_pages(page(n as u64), &mut gather).unwrap();
+            domain.unmap(page(n as u64), &mut gather).unwrap();
             if turn % 16 == 0 {
-                domain.unmap_pages(Range::ALL, &mut gather).unwrap();
+                domain.unmap(Range::ALL, &mut gather).unwrap();
             }
             domain.iotlb_sync(&mut gather).unwrap();
             returned[old].store(true, Ordering::Relaxed);
@@ -369,7 +381,7 @@ fn when_a_sync_returns_no_reader_reaches_what_was_unmapped() {
             }
         }
         let target = GuestPhys((turn as u64) << 12);
-        domain.map_pages(page(n as u64), target, Prot::RW).unwrap();
+        domain.map(Map::new(page(n as u64), target, Prot::RW)).unwrap();
         mapped[n] = Some(turn);
     }
     stop.store(true, Ordering::Relaxed);
@@ -447,7 +459,7 @@ proptest! {
         for step in steps {
             match step {
                 Step::Map(n) => {
-                    let result = domain.map_pages(page(n), GuestPhys(next << 12), Prot::RW);
+                    let result = domain.map(Map::new(page(n), GuestPhys(next << 12), Prot::RW));
                     prop_assert_eq!(result.is_ok(), mapped[n as usize].is_none());
                     if result.is_ok() {
                         mapped[n as usize] = Some(next);
@@ -456,12 +468,12 @@ proptest! {
                 }
                 Step::Unmap(first, last) => {
                     let all = page(first).hull(page(last));
-                    domain.unmap_pages(all, &mut gather).unwrap();
+                    domain.unmap(all, &mut gather).unwrap();
                     let gone = &mut mapped[first as usize..=last as usize];
                     gathered.extend(gone.iter_mut().filter_map(Option::take));
                 }
                 Step::Begin => {
-                    let token = domain.iotlb_sync_begin(&mut gather).unwrap();
+                    let token = begin(&domain, &mut gather);
                     syncs.push((token, core::mem::take(&mut gathered)));
                 }
                 Step::Flush => {
@@ -470,7 +482,7 @@ proptest! {
                     syncs.push((token, gathered.clone()));
                 }
                 Step::Ask => syncs.retain(|(token, gone)| {
-                    let over = domain.iotlb_sync_poll(*token, &[]).unwrap();
+                    let over = is_over(&domain, *token);
                     if over {
                         returned.extend(gone.iter().copied());
                     }
@@ -518,9 +530,9 @@ proptest! {
         leases.clear();
         devices.iter_mut().for_each(|device| device.reader.poll(|_| ()));
         for (token, _) in syncs {
-            prop_assert_eq!(domain.iotlb_sync_poll(token, &[]), Ok(true));
+            prop_assert!(is_over(&domain, token));
         }
-        domain.unmap_pages(Range::ALL, &mut gather).unwrap();
+        domain.unmap(Range::ALL, &mut gather).unwrap();
         drop(devices);
         domain.flush_iotlb_all().unwrap();
         domain.iotlb_sync(&mut gather).unwrap();

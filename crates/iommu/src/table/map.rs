@@ -175,6 +175,7 @@ fn living(word: Slot) -> usize {
 
 /// The short way for what is by far the commonest: the range is one or more slots of a node that is
 /// there, all of them empty, and leaves can hold the difference. False: nothing was done.
+#[inline(always)]
 pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, mapping: &Mapping) -> bool {
     let span = Span::from(mapping.range);
     // SAFETY: the lock is held.

@@ -64,7 +64,7 @@ use core::fmt;
 
 use ringfence_sync::{
     atomic::{AtomicU64, Ordering},
-    lock::SpinLock,
+    lock::{SpinGuard, SpinLock},
 };
 
 use self::{
@@ -184,22 +184,19 @@ impl Table {
     ///   grace period, [reclaims](PageList::reclaim) it and tries once more.
     /// * [`NoMemory`](crate::Error::NoMemory): the allocator failed.
     pub fn map(&self, range: Range, target: u64, prot: Prot) -> Result<()> {
-        let prot = prot & Prot::all();
         if !prot.intersects(Prot::RW) {
             return Err(Error::NoPermission(range));
         }
         if target.checked_add(range.extent()).is_none() {
             return Err(Error::TargetOverflow(range));
         }
-        let mapping = Mapping { range, target, prot };
-        let mut writer = self.writer.lock();
-        let mappings = self.mappings();
-        if mappings >= writer.granted || !map::quick(&mut writer, &self.root, &mapping) {
-            self.map_slowly(&mut writer, mapping)?;
-        }
-        // The lock is held: nobody else changes it.
-        self.mappings.store(mappings + 1, Ordering::Relaxed);
-        Ok(())
+        self.map_checked(Mapping { range, target, prot })
+    }
+
+    /// As [`map`](Self::map), of what [`Geometry::check_map`](crate::Geometry::check_map) has let pass.
+    #[inline]
+    pub(crate) fn map_checked(&self, mapping: Mapping) -> Result<()> {
+        self.locked().map(mapping)
     }
 
     /// Removes every mapping in `range`, which may hold holes, and returns how many bytes were
@@ -211,30 +208,14 @@ impl Table {
     /// reaches into the range from below, else the last if one reaches out of it above. Nothing was
     /// removed (rules V22, L65). Never fails for want of memory.
     pub fn unmap(&self, range: Range, pages: &mut PageList) -> Result<u128> {
-        let mut writer = self.writer.lock();
-        let span = Span::from(range);
-        let removed = match unmap::quick(&mut writer, &self.root, span) {
-            Some(removed) => removed,
-            None => {
-                if let Some(at) = unmap::splits(&self.root, span) {
-                    return Err(Error::WouldSplit { range, at: Iova(at) });
-                }
-                let mut removed = Removed::default();
-                unmap::sweep(&mut writer, Place::root(&self.root), span, &mut removed);
-                removed
-            }
-        };
-        let left = self.mappings() - removed.mappings;
-        self.mappings.store(left, Ordering::Relaxed);
-        if writer.granted - left > self.spare {
-            self.give_back_mappings(&mut writer, CHUNK);
-        }
-        drop(writer);
-        if !removed.pages.is_empty() {
-            self.ledger.retire(&removed.pages);
-            pages.append(PageList::of(removed.pages, &self.ledger));
-        }
-        Ok(removed.bytes)
+        let removed = self.remove_in(&mut self.writer.lock(), range)?;
+        Ok(self.retire(removed, pages))
+    }
+
+    /// The table with its lock held: for lists.
+    #[inline]
+    pub(crate) fn locked(&self) -> Locked<'_> {
+        Locked { table: self, writer: self.writer.lock() }
     }
 
     /// Where `iova` leads: lock-free. The calling thread must be one that the grace periods of
@@ -344,6 +325,49 @@ impl Table {
         PageList::of(self.ledger.take_deferred(), &self.ledger)
     }
 
+    #[inline(always)]
+    fn map_in(&self, writer: &mut Writer, mapping: Mapping) -> Result<()> {
+        let mappings = self.mappings();
+        if mappings >= writer.granted || !map::quick(writer, &self.root, &mapping) {
+            self.map_slowly(writer, mapping)?;
+        }
+        // The lock is held: nobody else changes it.
+        self.mappings.store(mappings + 1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    #[inline]
+    fn remove_in(&self, writer: &mut Writer, range: Range) -> Result<Removed> {
+        let span = Span::from(range);
+        let removed = match unmap::quick(writer, &self.root, span) {
+            Some(removed) => removed,
+            None => {
+                if let Some(at) = unmap::splits(&self.root, span) {
+                    return Err(Error::WouldSplit { range, at: Iova(at) });
+                }
+                let mut removed = Removed::default();
+                unmap::sweep(writer, Place::root(&self.root), span, &mut removed);
+                removed
+            }
+        };
+        let left = self.mappings() - removed.mappings;
+        self.mappings.store(left, Ordering::Relaxed);
+        if writer.granted - left > self.spare {
+            self.give_back_mappings(writer, CHUNK);
+        }
+        Ok(removed)
+    }
+
+    /// Adds to `pages` what was unlinked; how many bytes were mapped.
+    #[inline]
+    fn retire(&self, removed: Removed, pages: &mut PageList) -> u128 {
+        if !removed.pages.is_empty() {
+            self.ledger.retire(&removed.pages);
+            pages.append(PageList::of(removed.pages, &self.ledger));
+        }
+        removed.bytes
+    }
+
     /// Maps what may need memory, or may not be possible.
     fn map_slowly(&self, writer: &mut Writer, mapping: Mapping) -> Result<()> {
         let span = Span::from(mapping.range);
@@ -412,6 +436,28 @@ impl Table {
         let range = Range::new(Iova(low.span.first), Iova(high.span.last))?;
         let target = low.span.first.wrapping_add(leaf.delta);
         Some(Mapping { range, target, prot: leaf.prot })
+    }
+}
+
+/// A table whose lock is held.
+pub(crate) struct Locked<'t> {
+    table: &'t Table,
+    writer: SpinGuard<'t, Writer>,
+}
+
+impl Locked<'_> {
+    /// As [`Table::map_checked`].
+    #[inline]
+    pub(crate) fn map(&mut self, mapping: Mapping) -> Result<()> {
+        let prot = mapping.prot & Prot::all();
+        self.table.map_in(&mut self.writer, Mapping { prot, ..mapping })
+    }
+
+    /// As [`Table::unmap`].
+    #[inline]
+    pub(crate) fn unmap(&mut self, range: Range, pages: &mut PageList) -> Result<u128> {
+        let removed = self.table.remove_in(&mut self.writer, range)?;
+        Ok(self.table.retire(removed, pages))
     }
 }
 

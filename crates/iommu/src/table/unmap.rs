@@ -51,6 +51,7 @@ pub(super) fn splits(root: &AtomicU64, span: Span) -> Option<u64> {
 
 /// The short way for what is by far the commonest: the range is one or more slots of a node, not all
 /// of them, that hold leaves or nothing. `None`: nothing was done (a split is refused elsewhere).
+#[inline(always)]
 pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option<Removed> {
     // SAFETY: the lock is held.
     let part = unsafe { slots_of(root, span) }?;

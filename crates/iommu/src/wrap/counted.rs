@@ -1,5 +1,6 @@
 //! How often, how much, how many failed.
 
+use alloc::vec::Vec;
 use core::{
     fmt,
     ops,
@@ -9,8 +10,11 @@ use core::{
 
 use ringfence_sync::CachePadded;
 
-use super::{Kind, domain_around};
-use crate::{Domain, Result};
+use super::Kind;
+use crate::{
+    Capabilities, Domain, Error, Gather, Geometry, Iova, Map, Partial, Range, Result, SyncToken,
+    Work, table::Mapping,
+};
 
 /// A domain that counts the calls that go through it.
 ///
@@ -35,7 +39,7 @@ pub struct Count {
     pub calls: u64,
     /// How many of them returned an error.
     pub errors: u64,
-    /// How many bytes were mapped, or unmapped, by those that did not; 0 for other kinds. Stops at
+    /// How many bytes were mapped, or unmapped by lists without an error; 0 for other kinds. Stops at
     /// 2^64-1.
     pub bytes: u64,
 }
@@ -93,35 +97,83 @@ impl<D> Counted<D> {
     }
 }
 
-impl<D: Domain> Counted<D> {
-    fn around<R>(
-        &self,
-        kind: Kind,
-        call: impl FnOnce(&D) -> Result<R>,
-        bytes: impl FnOnce(&R) -> u128,
-    ) -> Result<R> {
-        let result = call(&self.inner);
+impl<D> Counted<D> {
+    /// Counts calls of a kind, some of which may have failed, and the bytes of the others.
+    fn count(&self, kind: Kind, calls: usize, errors: usize, bytes: u128) {
         let counters = &self.counters[kind.index()];
-        counters.calls.fetch_add(1, Ordering::Relaxed);
-        match &result {
-            Ok(done) => {
-                let bytes = u64::try_from(bytes(done)).unwrap_or(u64::MAX);
-                if bytes != 0 {
-                    // A mapping of all addresses is 2^64 bytes: a sum can pass 64 bits.
-                    let add = |sum: u64| Some(sum.saturating_add(bytes));
-                    let (set, fetch) = (Ordering::Relaxed, Ordering::Relaxed);
-                    let _ = counters.bytes.fetch_update(set, fetch, add);
-                }
-            }
-            Err(_) => {
-                counters.errors.fetch_add(1, Ordering::Relaxed);
-            }
+        counters.calls.fetch_add(calls as u64, Ordering::Relaxed);
+        counters.errors.fetch_add(errors as u64, Ordering::Relaxed);
+        if bytes != 0 {
+            // A mapping of all addresses is 2^64 bytes: a sum can pass 64 bits.
+            let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
+            let add = |sum: u64| Some(sum.saturating_add(bytes));
+            let _ = counters.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         }
-        result
+    }
+
+    /// Counts the elements of a list of `all`: those that were done, and the one that was refused.
+    fn count_list<R>(&self, kind: Kind, all: usize, done: &Result<R, Partial>, bytes: u128) {
+        match done {
+            Ok(_) => self.count(kind, all, 0, bytes),
+            Err(partial) => self.count(kind, partial.done + 1, 1, bytes),
+        }
     }
 }
 
-domain_around!(Counted<D>);
+// SAFETY: the inner domain's promise.
+unsafe impl<D: Domain> Domain for Counted<D> {
+    type Target = D::Target;
+
+    fn geometry(&self) -> Geometry {
+        self.inner.geometry()
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+    fn map_pages(&self, maps: &[Map<D::Target>]) -> Result<(), Partial> {
+        let result = self.inner.map_pages(maps);
+        let done = result.map_or_else(|partial| partial.done, |()| maps.len());
+        let bytes = maps[..done].iter().map(|map| map.range().len()).sum();
+        self.count_list(Kind::Map, maps.len(), &result, bytes);
+        result
+    }
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        let result = self.inner.unmap_pages(ranges, gather);
+        self.count_list(Kind::Unmap, ranges.len(), &result, result.unwrap_or(0));
+        result
+    }
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        let result = self.inner.sync_begin(work);
+        self.count(Kind::of(work), 1, usize::from(result.is_err()), 0);
+        result
+    }
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        let mut failures = 0;
+        let over = self.inner.sync_poll(token, work, &mut |range, error| {
+            failures += 1;
+            failed(range, error);
+        });
+        if over {
+            self.count(Kind::SyncEnd, 1, failures.min(1), 0);
+        }
+        over
+    }
+    fn sync_wait(&self, token: SyncToken) {
+        self.inner.sync_wait(token);
+    }
+    fn iova_to_phys(&self, iova: Iova) -> Option<D::Target> {
+        self.count(Kind::Lookup, 1, 0, 0);
+        self.inner.iova_to_phys(iova)
+    }
+    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
+        self.inner.mappings_from(iova, into)
+    }
+}
 
 impl<D: fmt::Debug> fmt::Debug for Counted<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -135,20 +187,17 @@ impl<D: fmt::Debug> fmt::Debug for Counted<D> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::{
-        Gather, GuestPhys, Prot, Range,
-        wrap::fake::{Fake, page},
-    };
+    use crate::wrap::fake::{Fake, map, page};
 
     #[test]
     fn calls_bytes_and_errors_are_counted_by_kind() {
         let domain = Counted::new(Fake::default());
-        domain.map_pages(page(1), GuestPhys(0), Prot::RW).unwrap();
-        assert!(domain.map_pages(page(1), GuestPhys(0), Prot::RW).is_err());
+        domain.map(map(page(1), 0)).unwrap();
+        assert!(domain.map(map(page(1), 0)).is_err());
         let before = domain.counts();
         assert_eq!(before[Kind::Map], Count { calls: 2, errors: 1, bytes: 4096 });
-        domain.unmap_pages(page(1), &mut Gather::new()).unwrap();
-        domain.unmap_pages(page(1), &mut Gather::new()).unwrap();
+        domain.unmap(page(1), &mut Gather::new()).unwrap();
+        domain.unmap(page(1), &mut Gather::new()).unwrap();
         domain.flush_iotlb_all().unwrap();
         let delta = domain.counts().since(&before);
         assert_eq!(delta[Kind::Map], Count::default());
@@ -160,8 +209,8 @@ mod tests {
     fn the_sum_of_bytes_stops_instead_of_wrapping() {
         let domain = Counted::new(Fake::default());
         for _ in 0..2 {
-            domain.map_pages(Range::ALL, GuestPhys(0), Prot::RW).unwrap();
-            domain.unmap_pages(Range::ALL, &mut Gather::new()).unwrap();
+            domain.map(map(Range::ALL, 0)).unwrap();
+            domain.unmap(Range::ALL, &mut Gather::new()).unwrap();
         }
         assert_eq!(domain.counts()[Kind::Map].bytes, u64::MAX);
         assert_eq!(domain.counts()[Kind::Unmap].bytes, u64::MAX);

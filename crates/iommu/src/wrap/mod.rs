@@ -8,6 +8,8 @@ mod faulty;
 
 use core::fmt;
 
+use crate::Work;
+
 pub use counted::{Count, Counted, Counts};
 pub use faulty::{Faulty, Stage, When};
 
@@ -15,43 +17,31 @@ pub use faulty::{Faulty, Stage, When};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// [`map_pages`](crate::Domain::map_pages)
+    /// An element of [`map_pages`](crate::Domain::map_pages)
     Map,
-    /// [`iotlb_sync_map`](crate::Domain::iotlb_sync_map)
-    SyncMap,
-    /// [`unmap_pages`](crate::Domain::unmap_pages)
+    /// An element of [`unmap_pages`](crate::Domain::unmap_pages)
     Unmap,
-    /// [`iotlb_sync`](crate::Domain::iotlb_sync)
+    /// [`sync_begin`](crate::Domain::sync_begin) of [`Work::Map`]
+    SyncMap,
+    /// [`sync_begin`](crate::Domain::sync_begin) of [`Work::Unmap`]
     Sync,
-    /// [`iotlb_sync_begin`](crate::Domain::iotlb_sync_begin)
-    SyncBegin,
-    /// [`iotlb_sync_poll`](crate::Domain::iotlb_sync_poll)
-    SyncPoll,
-    /// [`iotlb_sync_map_begin`](crate::Domain::iotlb_sync_map_begin)
-    SyncMapBegin,
-    /// [`iotlb_sync_map_poll`](crate::Domain::iotlb_sync_map_poll)
-    SyncMapPoll,
-    /// [`iotlb_sync_wait`](crate::Domain::iotlb_sync_wait)
-    SyncWait,
-    /// [`flush_iotlb_all`](crate::Domain::flush_iotlb_all)
+    /// [`sync_begin`](crate::Domain::sync_begin) of [`Work::All`]
     FlushAll,
+    /// A [`sync_poll`](crate::Domain::sync_poll) that finds the sync over.
+    SyncEnd,
     /// [`iova_to_phys`](crate::Domain::iova_to_phys)
     Lookup,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Kind; 11] = [
+    pub const ALL: [Kind; 7] = [
         Kind::Map,
-        Kind::SyncMap,
         Kind::Unmap,
+        Kind::SyncMap,
         Kind::Sync,
-        Kind::SyncBegin,
-        Kind::SyncPoll,
-        Kind::SyncMapBegin,
-        Kind::SyncMapPoll,
-        Kind::SyncWait,
         Kind::FlushAll,
+        Kind::SyncEnd,
         Kind::Lookup,
     ];
 
@@ -59,16 +49,21 @@ impl Kind {
     pub const fn name(self) -> &'static str {
         match self {
             Kind::Map => "map",
-            Kind::SyncMap => "sync-map",
             Kind::Unmap => "unmap",
+            Kind::SyncMap => "sync-map",
             Kind::Sync => "sync",
-            Kind::SyncBegin => "sync-begin",
-            Kind::SyncPoll => "sync-poll",
-            Kind::SyncMapBegin => "sync-map-begin",
-            Kind::SyncMapPoll => "sync-map-poll",
-            Kind::SyncWait => "sync-wait",
             Kind::FlushAll => "flush-all",
+            Kind::SyncEnd => "sync-end",
             Kind::Lookup => "lookup",
+        }
+    }
+
+    /// That of the beginning of a sync.
+    const fn of(work: Work<'_>) -> Kind {
+        match work {
+            Work::Map(_) => Kind::SyncMap,
+            Work::Unmap { .. } => Kind::Sync,
+            Work::All => Kind::FlushAll,
         }
     }
 
@@ -83,97 +78,6 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Makes a wrapper with an `inner` domain and a method
-/// `around(kind, call: FnOnce(&D) -> Result<R>, bytes: FnOnce(&R) -> u128) -> Result<R>` a domain.
-macro_rules! domain_around {
-    ($wrapper:ident<D $(, $param:ident: $bound:path)*>) => {
-        impl<D: $crate::Domain $(, $param: $bound)*> $crate::Domain for $wrapper<D $(, $param)*> {
-            type Target = D::Target;
-
-            fn geometry(&self) -> $crate::Geometry {
-                self.inner.geometry()
-            }
-            fn capabilities(&self) -> $crate::Capabilities {
-                self.inner.capabilities()
-            }
-            fn map_pages(
-                &self,
-                range: $crate::Range,
-                target: Self::Target,
-                prot: $crate::Prot,
-            ) -> $crate::Result<()> {
-                let call = |inner: &D| inner.map_pages(range, target, prot);
-                self.around($crate::wrap::Kind::Map, call, |_| range.len())
-            }
-            fn iotlb_sync_map(&self, range: $crate::Range) -> $crate::Result<()> {
-                let call = |inner: &D| inner.iotlb_sync_map(range);
-                self.around($crate::wrap::Kind::SyncMap, call, |_| 0)
-            }
-            fn unmap_pages(
-                &self,
-                range: $crate::Range,
-                gather: &mut $crate::Gather,
-            ) -> $crate::Result<u128> {
-                let call = |inner: &D| inner.unmap_pages(range, gather);
-                self.around($crate::wrap::Kind::Unmap, call, |&bytes| bytes)
-            }
-            fn iotlb_sync(&self, gather: &mut $crate::Gather) -> $crate::Result<()> {
-                let call = |inner: &D| inner.iotlb_sync(gather);
-                self.around($crate::wrap::Kind::Sync, call, |_| 0)
-            }
-            fn flush_iotlb_all(&self) -> $crate::Result<()> {
-                self.around($crate::wrap::Kind::FlushAll, |inner: &D| inner.flush_iotlb_all(), |_| 0)
-            }
-            fn iova_to_phys(&self, iova: $crate::Iova) -> Option<Self::Target> {
-                let call = |inner: &D| Ok(inner.iova_to_phys(iova));
-                self.around($crate::wrap::Kind::Lookup, call, |_| 0).ok().flatten()
-            }
-            fn mappings_from(
-                &self,
-                iova: $crate::Iova,
-                into: &mut alloc::vec::Vec<$crate::table::Mapping>,
-            ) -> $crate::Result<()> {
-                self.inner.mappings_from(iova, into)
-            }
-            fn iotlb_sync_begin(
-                &self,
-                gather: &mut $crate::Gather,
-            ) -> $crate::Result<$crate::SyncToken> {
-                let call = |inner: &D| inner.iotlb_sync_begin(gather);
-                self.around($crate::wrap::Kind::SyncBegin, call, |_| 0)
-            }
-            fn iotlb_sync_poll(
-                &self,
-                token: $crate::SyncToken,
-                ranges: &[$crate::Range],
-            ) -> $crate::Result<bool> {
-                let call = |inner: &D| inner.iotlb_sync_poll(token, ranges);
-                self.around($crate::wrap::Kind::SyncPoll, call, |_| 0)
-            }
-            fn iotlb_sync_map_begin(
-                &self,
-                ranges: &[$crate::Range],
-            ) -> $crate::Result<$crate::SyncToken> {
-                let call = |inner: &D| inner.iotlb_sync_map_begin(ranges);
-                self.around($crate::wrap::Kind::SyncMapBegin, call, |_| 0)
-            }
-            fn iotlb_sync_map_poll(
-                &self,
-                token: $crate::SyncToken,
-                ranges: &[$crate::Range],
-            ) -> $crate::Result<bool> {
-                let call = |inner: &D| inner.iotlb_sync_map_poll(token, ranges);
-                self.around($crate::wrap::Kind::SyncMapPoll, call, |_| 0)
-            }
-            fn iotlb_sync_wait(&self, token: $crate::SyncToken) -> $crate::Result<()> {
-                let call = |inner: &D| inner.iotlb_sync_wait(token);
-                self.around($crate::wrap::Kind::SyncWait, call, |_| 0)
-            }
-        }
-    };
-}
-use domain_around;
-
 #[cfg(all(test, not(loom)))]
 pub(crate) mod fake {
     //! A domain of the simplest kind, to wrap in tests.
@@ -183,8 +87,8 @@ pub(crate) mod fake {
     use ringfence_sync::lock::SpinLock;
 
     use crate::{
-        Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Prot, Range,
-        Result, SyncToken,
+        Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial,
+        Range, Result, SyncToken, Work,
     };
 
     /// Mappings by their first address.
@@ -193,7 +97,11 @@ pub(crate) mod fake {
         pub(crate) mappings: SpinLock<BTreeMap<u64, (Range, GuestPhys)>>,
     }
 
-    impl Domain for Fake {
+    /// What a sync of everything is named.
+    pub(crate) const ALL: SyncToken = SyncToken(7);
+
+    // SAFETY: there is no device that could reach anything.
+    unsafe impl Domain for Fake {
         type Target = GuestPhys;
 
         fn geometry(&self) -> Geometry {
@@ -202,63 +110,67 @@ pub(crate) mod fake {
         fn capabilities(&self) -> Capabilities {
             Capabilities::FULL
         }
-        fn map_pages(&self, range: Range, target: GuestPhys, _prot: Prot) -> Result<()> {
+        fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
             let mut mappings = self.mappings.lock();
-            if mappings.values().any(|(held, _)| held.overlaps(range)) {
-                return Err(Error::Exists { range, at: range.first() });
+            for (done, map) in maps.iter().enumerate() {
+                let range = map.range();
+                if mappings.values().any(|(held, _)| held.overlaps(range)) {
+                    let error = Error::Exists { range, at: range.first() };
+                    return Err(Partial { done, error });
+                }
+                mappings.insert(range.first().0, (range, map.target()));
             }
-            mappings.insert(range.first().0, (range, target));
             Ok(())
         }
-        fn iotlb_sync_map(&self, _range: Range) -> Result<()> {
-            Ok(())
+        fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+            let mut mappings = self.mappings.lock();
+            ranges.iter().for_each(|&range| gather.add(range));
+            let removed = ranges.iter().filter_map(|range| mappings.remove(&range.first().0));
+            Ok(removed.map(|(held, _)| held.len()).sum())
         }
-        fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-            gather.add(range);
-            Ok(self.mappings.lock().remove(&range.first().0).map_or(0, |(held, _)| held.len()))
+        fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+            Ok(match work {
+                Work::Map(_) => SyncToken::DONE,
+                Work::Unmap { ranges, .. } => SyncToken(ranges.len() as u64),
+                Work::All => ALL,
+            })
         }
-        fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-            gather.clear_ranges();
-            Ok(())
+        fn sync_poll(
+            &self,
+            token: SyncToken,
+            work: Work<'_>,
+            failed: &mut dyn FnMut(Range, Error),
+        ) -> bool {
+            assert_eq!(self.sync_begin(work), Ok(token), "another's token");
+            if let Work::Unmap { ranges: [only], .. } = work {
+                failed(*only, Error::Gone("alone"));
+            }
+            true
         }
-        fn flush_iotlb_all(&self) -> Result<()> {
-            Ok(())
-        }
+        fn sync_wait(&self, _token: SyncToken) {}
         fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
             let mappings = self.mappings.lock();
             let (range, target) = *mappings.range(..=iova.0).next_back()?.1;
             range.contains(iova).then(|| GuestPhys(iova.0 - range.first().0 + target.0))
-        }
-        fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-            gather.clear_ranges();
-            Ok(SyncToken(7))
-        }
-        fn iotlb_sync_poll(&self, token: SyncToken, _ranges: &[Range]) -> Result<bool> {
-            Ok(token == SyncToken(7))
-        }
-        fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
-            Ok(SyncToken(ranges.len() as u64))
-        }
-        fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-            Ok(token == SyncToken(ranges.len() as u64))
-        }
-        fn iotlb_sync_wait(&self, _token: SyncToken) -> Result<()> {
-            Err(Error::Gone("never to be over"))
         }
     }
 
     pub(crate) fn page(n: u64) -> Range {
         Range::from_len(Iova(n << 12), 4096).unwrap()
     }
+
+    pub(crate) fn map(range: Range, target: u64) -> Map<GuestPhys> {
+        Map::new(range, GuestPhys(target), crate::Prot::RW)
+    }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::{
-        fake::{Fake, page},
+        fake::{Fake, map, page},
         *,
     };
-    use crate::{Domain, Gather, GuestPhys, Prot, SyncToken};
+    use crate::{Domain, Error, Gather, GuestPhys, Partial};
 
     #[test]
     fn names_and_indices_are_distinct() {
@@ -271,25 +183,24 @@ mod tests {
     #[test]
     fn wrappers_stack_and_pass_everything_through() {
         let domain = Counted::new(Faulty::new(Fake::default(), 1));
-        domain.map_pages(page(1), GuestPhys(0x5000), Prot::RW).unwrap();
+        domain.map_pages(&[map(page(1), 0x5000), map(page(2), 0x7000)]).unwrap();
+        let again = [map(page(3), 0), map(page(2), 0), map(page(4), 0)];
+        let error = Error::Exists { range: page(2), at: page(2).first() };
+        assert_eq!(domain.map_pages(&again), Err(Partial { done: 1, error }));
         domain.iotlb_sync_map(page(1)).unwrap();
         assert_eq!(domain.iova_to_phys(page(1).first()), Some(GuestPhys(0x5000)));
-        assert_eq!(domain.iova_to_phys(page(2).first()), None);
+        assert_eq!(domain.iova_to_phys(page(4).first()), None);
         let mut gather = Gather::new();
-        assert_eq!(domain.unmap_pages(page(1), &mut gather), Ok(4096));
-        // The inner domain's own way to begin a sync, not the default one of the trait.
-        assert_eq!(domain.iotlb_sync_begin(&mut gather), Ok(SyncToken(7)));
-        assert_eq!(domain.iotlb_sync_poll(SyncToken(7), &[page(1)]), Ok(true));
-        assert_eq!(domain.iotlb_sync_poll(SyncToken(8), &[page(1)]), Ok(false));
-        let pages = [page(1), page(2)];
-        assert_eq!(domain.iotlb_sync_map_begin(&pages), Ok(SyncToken(2)));
-        assert_eq!(domain.iotlb_sync_map_poll(SyncToken(2), &pages), Ok(true));
-        assert_eq!(domain.iotlb_sync_map_poll(SyncToken(2), &pages[1..]), Ok(false));
-        assert!(domain.iotlb_sync_wait(SyncToken(2)).is_err());
+        let ranges = [page(1), page(3)];
+        assert_eq!(domain.unmap_pages(&ranges, &mut gather), Ok(8192));
         domain.iotlb_sync(&mut gather).unwrap();
+        domain.unmap(page(2), &mut gather).unwrap();
+        assert_eq!(domain.iotlb_sync(&mut gather), Err(Error::Gone("alone")));
         domain.flush_iotlb_all().unwrap();
         assert_eq!(domain.geometry(), Fake::default().geometry());
         assert_eq!(domain.capabilities(), Fake::default().capabilities());
-        assert_eq!(Kind::ALL.iter().map(|&kind| domain.counts()[kind].calls).sum::<u64>(), 14);
+        let counts =
+            Kind::ALL.map(|kind| (domain.counts()[kind].calls, domain.counts()[kind].errors));
+        assert_eq!(counts, [(4, 1), (3, 0), (1, 0), (2, 0), (1, 0), (4, 1), (2, 0)]);
     }
 }

@@ -272,12 +272,23 @@ fn a_full_table_evicts_and_never_fails() {
 }
 
 #[test]
+fn a_full_table_whose_memory_a_view_holds_on_to_refuses_instead_of_waiting_for_it() {
+    // rule D24
+    let bench = bench_with(IotlbConfig { table_bytes: 64 << 10, ..IotlbConfig::default() });
+    // The view is awake, and passes no quiet point.
+    let refused = (0..10_000u64).find_map(|n| {
+        let range = Range::from_len(Iova((n * 7919 % 4096) << 22 | 16), PAGE - 16).unwrap();
+        bench.iotlb.update(range, GuestPhys(GPA), Prot::RW).err()
+    });
+    assert!(matches!(refused, Some(Error::Full { .. })), "{refused:?}");
+}
+
+#[test]
 fn a_table_that_an_iommu_fills_refuses_what_does_not_fit() {
     // rule D30
     let bench = bench_with(IotlbConfig { entries: 2, ..IotlbConfig::default() });
     let iotlb = &bench.iotlb;
-    let map =
-        |page: u64| Domain::map_pages(&**iotlb, pages(page * PAGE, 1), GuestPhys(GPA), Prot::RW);
+    let map = |page: u64| iotlb.map(Map::new(pages(page * PAGE, 1), GuestPhys(GPA), Prot::RW));
     assert_eq!((map(0), map(1)), (Ok(()), Ok(())));
     assert!(matches!(map(2), Err(Error::Full { .. })));
     assert!(bench.reads(0) && bench.reads(PAGE));

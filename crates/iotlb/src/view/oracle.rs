@@ -3,10 +3,12 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use proptest::prelude::*;
-use ringfence_iommu::{Domain, GuestPhys, Prot};
+use ringfence_iommu::{Domain, GuestPhys, Map, Prot};
 use ringfence_mem::{Access, AccessError, PAGE_SIZE, Translate, Window};
 
-use super::tests::{Bench, PAGE, REGIONS, bench, domain, host, joined, memory, pages, unmap};
+use super::tests::{
+    Bench, PAGE, REGIONS, bench, domain, host, is_over, joined, memory, pages, unmap,
+};
 use super::wanted;
 use crate::Binding;
 
@@ -120,9 +122,7 @@ proptest! {
                     let count = count.min(SPOT - page % SPOT).min(32 - target);
                     let count = if target < 24 { count.min(24 - target) } else { count };
                     let (iova, gpa) = (iova_page(page), gpa_page(target));
-                    let mapped = domains[domain].map_pages(
-                        pages(iova << 12, count), GuestPhys(gpa << 12), prot,
-                    );
+                    let mapped = domains[domain].map(Map::new(pages(iova << 12, count), GuestPhys(gpa << 12), prot));
                     let table = &mut oracle.domains[domain];
                     prop_assert_eq!(mapped.is_ok(), table.range(iova..=iova + (count - 1)).next().is_none());
                     if mapped.is_ok() {
@@ -140,7 +140,7 @@ proptest! {
                     table.retain(|page, _| page.wrapping_sub(iova) >= count);
                     let token = unmap(&domains[domain], iova << 12, count);
                     view.quiet();
-                    prop_assert!(domains[domain].iotlb_sync_poll(token, &[]).unwrap());
+                    prop_assert!(is_over(&domains[domain], token));
                 }
                 Op::Bind(to) => {
                     oracle.bound = to;

@@ -6,8 +6,8 @@ use std::{
 };
 
 use ringfence_iommu::{
-    Domain, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, SoftDomain, shootdown::Shootdown,
-    table::Limits,
+    Domain, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range, SoftDomain,
+    shootdown::Shootdown, table::Limits,
 };
 use ringfence_iotlb::{
     Binding, Endpoint,
@@ -206,7 +206,7 @@ fn an_endpoint_may_have_any_binding() {
     let shootdown = Shootdown::new(2);
     let geometry = Geometry::new(PageSizes::X86, Range::ALL);
     let domain = SoftDomain::new(geometry, Limits::NONE, Arc::clone(&shootdown));
-    domain.map_pages(range(0, PAGE), GuestPhys(0x20_3000), Prot::READ).unwrap();
+    domain.map(Map::new(range(0, PAGE), GuestPhys(0x20_3000), Prot::READ)).unwrap();
     let endpoint = Endpoint::new(1, Arc::clone(&shootdown), Binding::Blocked);
     let plain = memory();
     let space = IotlbAddressSpace::new(Arc::clone(&endpoint), Arc::clone(&plain)).unwrap();

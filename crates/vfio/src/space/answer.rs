@@ -1,6 +1,6 @@
 //! What a kernel's answers mean to a domain, and what all domains over a kernel have in common.
 
-use ringfence_iommu::{Capabilities, Error, Gather, Range, Result};
+use ringfence_iommu::{Capabilities, Error, Range, Result};
 use rustix::io::Errno;
 
 use crate::{
@@ -30,12 +30,6 @@ pub(crate) fn collect(
     told.trim();
     map.merge(&told);
     result
-}
-
-/// Everything of a gather is over: an unmap is when it returns.
-pub(crate) fn finish(gather: &mut Gather) {
-    gather.clear_ranges();
-    drop(gather.take_pages());
 }
 
 /// What an answer means that concerns neither limits nor what is mapped.

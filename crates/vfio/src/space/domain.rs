@@ -3,7 +3,8 @@
 /// Makes a type with a [`Space`](super::Space) a domain: `is_a_domain!(TYPE, TRAIT OF ITS KERNEL)`.
 macro_rules! is_a_domain {
     ($domain:ident, $kernel:ident) => {
-        impl<K: $kernel> ringfence_iommu::Domain for $domain<K> {
+        // SAFETY: the kernel has translations and their caches gone when an unmap of its returns.
+        unsafe impl<K: $kernel> ringfence_iommu::Domain for $domain<K> {
             type Target = HostAddr;
 
             fn geometry(&self) -> Geometry {
@@ -14,30 +15,43 @@ macro_rules! is_a_domain {
                 $crate::space::CAPABILITIES
             }
 
-            fn map_pages(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
-                self.space.map(range, target, prot)
-            }
-
-            fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-                self.space.sync_map(range)
+            fn map_pages(&self, maps: &[Map<HostAddr>]) -> Result<(), Partial> {
+                maps.iter().enumerate().try_for_each(|(done, map)| {
+                    self.space.map(map).map_err(|error| Partial { done, error })
+                })
             }
 
             fn unmap_pages(
                 &self,
-                range: Range,
-                _gather: &mut ringfence_iommu::Gather,
-            ) -> Result<u128> {
-                self.space.unmap(range)
+                ranges: &[Range],
+                gather: &mut ringfence_iommu::Gather,
+            ) -> Result<u128, Partial> {
+                ranges.iter().enumerate().try_fold(0, |bytes, (done, &range)| {
+                    let more = self.space.unmap(range);
+                    let more = more.map_err(|error| Partial { done, error })?;
+                    gather.add(range);
+                    Ok(bytes + more)
+                })
             }
 
-            fn iotlb_sync(&self, gather: &mut ringfence_iommu::Gather) -> Result<()> {
-                $crate::space::finish(gather);
-                Ok(())
+            /// What was unmapped is gone already; what was mapped may have been noted only.
+            fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+                if let Work::Map(ranges) = work {
+                    ranges.iter().try_for_each(|&range| self.space.sync_map(range))?;
+                }
+                Ok(SyncToken::DONE)
             }
 
-            fn flush_iotlb_all(&self) -> Result<()> {
-                Ok(())
+            fn sync_poll(
+                &self,
+                _token: SyncToken,
+                _work: Work<'_>,
+                _failed: &mut dyn FnMut(Range, Error),
+            ) -> bool {
+                true
             }
+
+            fn sync_wait(&self, _token: SyncToken) {}
 
             fn iova_to_phys(&self, iova: ringfence_iommu::Iova) -> Option<HostAddr> {
                 self.space.find(iova)

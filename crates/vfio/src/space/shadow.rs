@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ringfence_iommu::{Address, Error, HostAddr, Iova, Prot, Range, Result};
+use ringfence_iommu::{Address, Error, HostAddr, Iova, Map, Prot, Range, Result};
 
 /// How far a mapping is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +25,17 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
+    pub(crate) fn new(map: &Map<HostAddr>, stage: Stage) -> Unit {
+        Unit { range: map.range(), target: map.target(), prot: map.prot(), stage }
+    }
+
+    /// Units that lead to each other, as one.
+    pub(super) fn joined(run: &[Unit]) -> Map<HostAddr> {
+        let range = run.iter().map(|unit| unit.range).reduce(Range::hull).unwrap_or(run[0].range);
+        // SAFETY: each was made of such a `Map`.
+        unsafe { Map::of(range, run[0].target, run[0].prot) }
+    }
+
     /// Whether `next` goes on where this ends: address, target and permission.
     pub(crate) fn leads_to(&self, next: &Unit) -> bool {
         let after = |at: u64| at.checked_add(self.range.extent())?.checked_add(1);

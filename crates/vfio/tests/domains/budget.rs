@@ -6,7 +6,7 @@ use ringfence_vfio::{
     fake::{self, Config, Event, Group, Memory},
 };
 
-use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, type1, unmap};
+use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, to, type1, unmap};
 
 const TARGET: u64 = 0x7f00_0000_0000;
 
@@ -19,7 +19,7 @@ fn a_quarter_of_a_gigabyte_page_by_page_is_one_entry() {
     let domain = type1(&fake, MERGE);
     for page in 0..pages {
         let target = HostAddr(TARGET + page * PAGE);
-        domain.map_pages(range(page, 1), target, Prot::RW).unwrap();
+        domain.map(to(range(page, 1), target, Prot::RW)).unwrap();
     }
     assert_eq!(fake.mappings(), 0, "nobody has synced");
     domain.iotlb_sync_map(whole).unwrap();
@@ -29,7 +29,7 @@ fn a_quarter_of_a_gigabyte_page_by_page_is_one_entry() {
     assert_eq!((fake.mappings(), owner.used(), domain.available()), (0, 0, Some(65_535)));
 
     let batch: Vec<_> =
-        (0..pages).map(|n| (range(n, 1), HostAddr(TARGET + n * PAGE), Prot::RW)).collect();
+        (0..pages).map(|n| to(range(n, 1), HostAddr(TARGET + n * PAGE), Prot::RW)).collect();
     let plain = type1(&fake, Tuning::default());
     plain.map_batch(&batch).unwrap();
     assert_eq!(fake.mappings(), 1, "a batch needs no promise");
@@ -53,7 +53,7 @@ fn sixty_four_gigabytes_are_an_entry_a_gigabyte() {
     let step = 256 << 10;
     for at in (0..64 * GIB).step_by(step as usize) {
         let part = bytes(whole.first().0 + at, step);
-        domain.map_pages(part, HostAddr(TARGET + at), Prot::READ).unwrap();
+        domain.map(to(part, HostAddr(TARGET + at), Prot::READ)).unwrap();
     }
     domain.iotlb_sync_map(whole).unwrap();
     assert_eq!((domain.usage().entries, ioas.owner.used()), (64, pages));
@@ -75,7 +75,7 @@ fn only_what_goes_on_in_every_way_becomes_one() {
     ];
     // In no order: that of the addresses counts.
     for (page, target, prot) in parts.into_iter().rev() {
-        domain.map_pages(range(page, 1), HostAddr(target * PAGE), prot).unwrap();
+        domain.map(to(range(page, 1), HostAddr(target * PAGE), prot)).unwrap();
     }
     domain.iotlb_sync_map(range(0, 7)).unwrap();
     assert_eq!(fake.mappings(), 4);
@@ -98,7 +98,7 @@ fn without_a_promise_everything_can_be_unmapped_as_it_was_mapped() {
     let (fake, _) = kernel(1000);
     let domain = type1(&fake, Tuning::default());
     for page in 0..8 {
-        domain.map_pages(range(page, 1), HostAddr(TARGET + page * PAGE), Prot::RW).unwrap();
+        domain.map(to(range(page, 1), HostAddr(TARGET + page * PAGE), Prot::RW)).unwrap();
     }
     domain.iotlb_sync_map(range(0, 8)).unwrap();
     assert_eq!(fake.mappings(), 8);
@@ -124,13 +124,13 @@ fn without_a_promise_everything_can_be_unmapped_as_it_was_mapped() {
 fn what_is_synced_by_one_is_not_what_another_has_noted() {
     let (fake, _) = kernel(1000);
     let domain = type1(&fake, MERGE);
-    domain.map_pages(range(0, 1), HostAddr(0), Prot::RW).unwrap();
-    domain.map_pages(range(1, 1), HostAddr(PAGE), Prot::RW).unwrap();
+    domain.map(to(range(0, 1), HostAddr(0), Prot::RW)).unwrap();
+    domain.map(to(range(1, 1), HostAddr(PAGE), Prot::RW)).unwrap();
     domain.iotlb_sync_map(range(0, 1)).unwrap();
     domain.iotlb_sync_map(range(1, 1)).unwrap();
     assert_eq!(fake.mappings(), 2, "each has been synced by itself");
     // What nobody has synced goes without the kernel.
-    domain.map_pages(range(2, 1), HostAddr(2 * PAGE), Prot::RW).unwrap();
+    domain.map(to(range(2, 1), HostAddr(2 * PAGE), Prot::RW)).unwrap();
     assert_eq!(unmap(&domain, range(1, 2)), Ok(2 * u128::from(PAGE)));
     domain.iotlb_sync_map(range(0, 3)).unwrap();
     assert_eq!(fake.mappings(), 1);
@@ -146,8 +146,7 @@ fn a_budget_that_is_spent_says_so_and_leaves_nothing() {
     });
     kernel.attach(&Group::default()).unwrap();
     let tuning = Tuning { merge: false, chunk: PAGE };
-    // SAFETY: the memory is pretended.
-    let domain = unsafe { Type1::new(kernel, tuning) }.unwrap();
+    let domain = Type1::new(kernel, tuning).unwrap();
     map(&domain, range(0, 2), 0).unwrap();
     for _ in 0..2 {
         let full = map(&domain, range(8, 2), 0);

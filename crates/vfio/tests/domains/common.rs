@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, Range, Result};
+use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Prot, Range, Result};
 use ringfence_vfio::{
     Iommufd, Tuning, Type1,
     fake::{self, Config, Group, Memory, Owner},
@@ -35,8 +35,7 @@ fn container(pages: u64, memory: Memory) -> (Kernel, Owner) {
 
 /// A domain over it.
 pub(crate) fn type1(kernel: &Kernel, tuning: Tuning) -> Type1<Kernel> {
-    // SAFETY: the memory is pretended, or the test's own and mapped while it has it.
-    unsafe { Type1::new(Arc::clone(kernel), tuning) }.unwrap()
+    Type1::new(Arc::clone(kernel), tuning).unwrap()
 }
 
 /// An iommufd with one device; its owner may lock `pages`.
@@ -56,8 +55,7 @@ impl Ioas {
 
     /// A domain over it, to which the device is attached.
     pub(crate) fn domain(&self, tuning: Tuning) -> Iommufd<Arc<fake::Iommufd>> {
-        // SAFETY: as above.
-        let domain = unsafe { Iommufd::new(Arc::clone(&self.kernel), tuning) }.unwrap();
+        let domain = Iommufd::new(Arc::clone(&self.kernel), tuning).unwrap();
         self.kernel.attach(self.device, domain.ioas()).unwrap();
         domain.refresh().unwrap();
         domain
@@ -80,16 +78,22 @@ pub(crate) fn bytes(first: u64, len: u64) -> Range {
     Range::from_len(Iova(first), len).unwrap()
 }
 
+/// A mapping to be made.
+pub(crate) fn to(range: Range, target: HostAddr, prot: Prot) -> Map<HostAddr> {
+    // SAFETY: the memory is pretended, or the test's own and mapped while the domain has it.
+    unsafe { Map::of(range, target, prot) }
+}
+
 /// Maps and syncs.
-pub(crate) fn map(domain: &impl Domain<Target = HostAddr>, range: Range, to: u64) -> Result<()> {
-    domain.map_pages(range, HostAddr(to), Prot::RW)?;
-    domain.iotlb_sync_map(range)
+pub(crate) fn map(domain: &impl Domain<Target = HostAddr>, range: Range, at: u64) -> Result<()> {
+    domain.map(to(range, HostAddr(at), Prot::RW))?;
+    domain.iotlb_sync_map(range).map(drop)
 }
 
 /// Unmaps and syncs.
 pub(crate) fn unmap(domain: &impl Domain, range: Range) -> Result<u128> {
     let mut gather = Gather::new();
-    let bytes = domain.unmap_pages(range, &mut gather)?;
+    let bytes = domain.unmap(range, &mut gather)?;
     domain.iotlb_sync(&mut gather)?;
     Ok(bytes)
 }

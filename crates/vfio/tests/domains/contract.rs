@@ -14,7 +14,7 @@ use ringfence_vfio::{
 use rustix::io::Errno;
 
 use crate::common::{
-    GIB, Ioas, Kernel, MERGE, PAGE, kernel, map, memory, process, range, type1, unmap,
+    GIB, Ioas, Kernel, MERGE, PAGE, kernel, map, memory, process, range, to, type1, unmap,
 };
 
 /// Pages around the hole for interrupts: the last before it, and the first behind it.
@@ -61,8 +61,8 @@ fn program<D: Domain<Target = HostAddr>>(
                 let held =
                     pages[first as usize..(first + count) as usize].iter().any(Option::is_some);
                 let made = domain
-                    .map_pages(wanted, HostAddr(memory + target * PAGE), prot)
-                    .and_then(|()| domain.iotlb_sync_map(wanted));
+                    .map(to(wanted, HostAddr(memory + target * PAGE), prot))
+                    .and_then(|()| domain.iotlb_sync_map(wanted).map(drop));
                 match made {
                     Ok(()) => {
                         assert!(!in_hole && !held && prot != Prot::empty(), "{step:?}");
@@ -263,8 +263,7 @@ fn the_last_page_there_is_belongs_to_nobody() {
     assert_eq!(unmap(&domain, Range::ALL), Ok(u128::from(PAGE)));
     // An iommufd finds it.
     let ioas = Ioas::new(8, Memory::process());
-    // SAFETY: the memory is the test's own.
-    let domain = unsafe { Iommufd::new(ioas.kernel, Tuning::default()) }.unwrap();
+    let domain = Iommufd::new(ioas.kernel, Tuning::default()).unwrap();
     assert_eq!(domain.geometry().aperture, Range::ALL);
     map(&domain, range(top - 1, 2), vaddr).unwrap();
     assert_eq!(unmap(&domain, Range::ALL), Ok(2 * u128::from(PAGE)));

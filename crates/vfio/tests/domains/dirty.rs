@@ -11,7 +11,7 @@ use ringfence_vfio::{
 };
 use rustix::io::Errno;
 
-use crate::common::{Ioas, Kernel, PAGE, memory, process, range, type1, unmap};
+use crate::common::{Ioas, Kernel, PAGE, memory, process, range, to, type1, unmap};
 
 /// A container with a group of emulated devices only, which tells what it writes to.
 fn telling() -> Kernel {
@@ -45,7 +45,7 @@ proptest! {
         for (gap, pages) in units {
             at += gap;
             let target = HostAddr(vaddr + at * PAGE);
-            domain.map_pages(range(at, pages), target, Prot::RW).unwrap();
+            domain.map(to(range(at, pages), target, Prot::RW)).unwrap();
             mapped.extend(at..at + pages);
             at += pages;
         }
@@ -76,7 +76,7 @@ proptest! {
 fn a_range_that_cuts_a_mapping_is_not_asked_about() {
     let (fake, (_kept, vaddr)) = (process(1 << 20).0, memory(8));
     let domain = type1(&fake, Tuning::default());
-    domain.map_pages(range(0, 8), HostAddr(vaddr), Prot::RW).unwrap();
+    domain.map(to(range(0, 8), HostAddr(vaddr), Prot::RW)).unwrap();
     let mut map = DirtyMap::new(range(0, 8), PAGE).unwrap();
     assert!(domain.read_dirty(range(0, 8), &mut map).is_err(), "it was not started");
     domain.start_dirty().unwrap();
@@ -92,8 +92,8 @@ fn an_unmap_tells_what_was_written_before() {
     // rule L63
     let (fake, (_kept, vaddr)) = (process(1 << 20).0, memory(300));
     let domain = type1(&fake, Tuning { merge: false, chunk: 64 * PAGE });
-    domain.map_pages(range(5, 200), HostAddr(vaddr), Prot::RW).unwrap();
-    domain.map_pages(range(205, 3), HostAddr(vaddr + 200 * PAGE), Prot::RW).unwrap();
+    domain.map(to(range(5, 200), HostAddr(vaddr), Prot::RW)).unwrap();
+    domain.map(to(range(205, 3), HostAddr(vaddr + 200 * PAGE), Prot::RW)).unwrap();
     domain.start_dirty().unwrap();
     let whole = range(0, 256);
     let mut map = DirtyMap::new(whole, PAGE).unwrap();
@@ -117,7 +117,7 @@ fn an_iommufd_tells_by_its_tables() {
     let (fake, device) = (&ioas.kernel, ioas.device);
     let domain = ioas.domain(Tuning { merge: false, chunk: 64 * PAGE });
     let whole = range(0, 256);
-    domain.map_pages(range(5, 200), HostAddr(vaddr), Prot::RW).unwrap();
+    domain.map(to(range(5, 200), HostAddr(vaddr), Prot::RW)).unwrap();
     let mut map = DirtyMap::new(whole, PAGE).unwrap();
     assert!(matches!(domain.start_dirty(), Err(Error::Unsupported(_))));
     assert!(matches!(domain.read_dirty(whole, &mut map), Err(Error::Unsupported(_))));

@@ -19,7 +19,7 @@ use ringfence_vfio::{
 };
 use rustix::io::Errno;
 
-use crate::common::{GIB, Kernel, MERGE, PAGE, kernel, map, range, type1, unmap};
+use crate::common::{GIB, Kernel, MERGE, PAGE, kernel, map, range, to, type1, unmap};
 
 const CHUNKED: Tuning = Tuning { merge: false, chunk: 4 * PAGE };
 
@@ -52,7 +52,7 @@ fn whatever_fails_nothing_is_left_of_a_map() {
 fn a_batch_is_all_or_nothing() {
     let (fake, owner) = kernel(6);
     let domain = type1(&fake, Tuning::default());
-    let part = |page, target| (range(page, 2), HostAddr(target * PAGE), Prot::RW);
+    let part = |page, target| to(range(page, 2), HostAddr(target * PAGE), Prot::RW);
     let batch = [part(0, 0), part(2, 2), part(8, 20), part(16, 40)];
     assert!(domain.map_batch(&batch).is_err());
     assert_eq!((fake.mappings(), owner.used()), (0, 0));
@@ -68,7 +68,7 @@ fn what_fails_at_the_sync_is_told_there_and_is_not_mapped() {
     let (fake, _) = kernel(3);
     let domain = type1(&fake, MERGE);
     for (page, target) in [(0, 0), (1, 1), (4, 10), (5, 11)] {
-        domain.map_pages(range(page, 1), HostAddr(target * PAGE), Prot::RW).unwrap();
+        domain.map(to(range(page, 1), HostAddr(target * PAGE), Prot::RW)).unwrap();
     }
     let told = domain.iotlb_sync_map(range(0, 8));
     let limit = 3 * PAGE;
@@ -78,7 +78,7 @@ fn what_fails_at_the_sync_is_told_there_and_is_not_mapped() {
     assert_eq!([0, 1, 4, 5].map(there), [true, true, false, false]);
     // The caller is rid of all by unmapping all.
     assert_eq!(unmap(&domain, range(0, 8)), Ok(2 * u128::from(PAGE)));
-    assert_eq!(domain.iotlb_sync_map(range(0, 8)), Ok(()), "told once");
+    assert_eq!(domain.iotlb_sync_map(range(0, 8)).map(drop), Ok(()), "told once");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn a_large_map_goes_in_steps_and_can_be_ended() {
     let domain = type1(&fake, CHUNKED);
     let whole = range(0, 16);
     let mut seen = Vec::new();
-    let made = domain.map_in_steps(whole, HostAddr(0), Prot::RW, |bytes| {
+    let made = domain.map_in_steps(to(whole, HostAddr(0), Prot::RW), |bytes| {
         seen.push(bytes / PAGE);
         // In between others have their turn.
         let other = range(1000 + bytes / PAGE, 1);
@@ -99,7 +99,7 @@ fn a_large_map_goes_in_steps_and_can_be_ended() {
     unmap(&domain, range(0, 2000)).unwrap();
 
     let mut left = 3;
-    let made = domain.map_in_steps(whole, HostAddr(0), Prot::RW, |_| {
+    let made = domain.map_in_steps(to(whole, HostAddr(0), Prot::RW), |_| {
         left -= 1;
         if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
@@ -189,8 +189,7 @@ impl Type1Kernel for Odd {
 }
 
 fn over(odd: &Arc<Odd>, tuning: Tuning) -> Type1<Arc<Odd>> {
-    // SAFETY: the memory is pretended.
-    unsafe { Type1::new(Arc::clone(odd), tuning) }.unwrap()
+    Type1::new(Arc::clone(odd), tuning).unwrap()
 }
 
 #[test]
@@ -239,13 +238,13 @@ fn a_map_that_cannot_be_undone_fails_at_its_sync_so_that_its_caller_unmaps_it() 
     let odd = Odd::new(None, 6);
     let domain = over(&odd, CHUNKED);
     odd.fails.store(1, Ordering::Relaxed);
-    domain.map_pages(range(0, 8), HostAddr(0), Prot::RW).unwrap();
+    domain.map(to(range(0, 8), HostAddr(0), Prot::RW)).unwrap();
     for _ in 0..2 {
         assert_eq!(domain.iotlb_sync_map(range(0, 8)), Err(Error::NoMemory), "some of it is there");
     }
     domain.iotlb_sync_map(range(8, 1)).unwrap();
     unmap(&domain, range(0, 8)).unwrap();
-    assert_eq!((odd.kernel.mappings(), domain.iotlb_sync_map(range(0, 8))), (0, Ok(())));
+    assert_eq!((odd.kernel.mappings(), domain.iotlb_sync_map(range(0, 8)).map(drop)), (0, Ok(())));
     map(&domain, range(0, 6), 0).unwrap();
 }
 

@@ -6,4 +6,5 @@ mod contract;
 mod dirty;
 mod dma;
 mod failures;
+mod suite;
 mod vaddr;

@@ -3,7 +3,7 @@
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{Tuning, fake::Notify};
 
-use crate::common::{MERGE, PAGE, kernel, map, memory, process, range, type1, unmap};
+use crate::common::{MERGE, PAGE, kernel, map, memory, process, range, to, type1, unmap};
 
 const CHUNKED: Tuning = Tuning { merge: false, chunk: 4 * PAGE };
 
@@ -62,7 +62,7 @@ fn an_update_that_is_dropped_gives_the_old_addresses_back() {
 fn what_was_noted_and_not_synced_moves_too() {
     let ((_kept, vaddr), (fake, _)) = (memory(8), process(100));
     let domain = type1(&fake, MERGE);
-    domain.map_pages(range(0, 1), HostAddr(vaddr), Prot::RW).unwrap();
+    domain.map(to(range(0, 1), HostAddr(vaddr), Prot::RW)).unwrap();
     let mut update = domain.begin_vaddr_update().unwrap();
     assert!(matches!(domain.iotlb_sync_map(range(0, 1)), Err(Error::Unsupported(_))));
     // SAFETY: the memory is pretended.

@@ -10,8 +10,8 @@ use std::{
 
 use parking_lot::{Mutex, MutexGuard};
 use ringfence_iommu::{
-    Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Prot, Range, Result,
-    SyncToken, table::Mapping,
+    Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Pending,
+    Range, Result, SyncToken, Synced, Work, table::Mapping,
 };
 
 use super::{Binding, Mirror};
@@ -108,23 +108,21 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
 
     /// As [`map_pages`](Domain::map_pages), where there are mirrors.
     #[cold]
-    fn map_all(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+    fn map_all(&self, map: &Map<GuestPhys>) -> Result<()> {
+        let (range, mapping) = (map.range(), map.mapping());
         let mirrors = self.mirrors.lock();
         // What the primary would refuse it refuses before a mirror is touched, as far as can be known.
         if !mirrors.is_empty() {
             self.each_in(range, |mapping| Err(Error::Exists { range, at: mapping.range.first() }))?;
-            if target.0.checked_add(range.extent()).is_none() {
-                return Err(Error::TargetOverflow(range));
-            }
+            self.primary.geometry().check_map(map)?;
         }
-        let mapping = Mapping { range, target: target.0, prot };
         let mut done = 0;
         let mapped = mirrors.iter().try_for_each(|mirror| {
             mirror.map(&mapping)?;
             done += 1;
             Ok(())
         });
-        let mapped = mapped.and_then(|()| self.primary.map_pages(range, target, prot));
+        let mapped = mapped.and_then(|()| self.primary.map(*map));
         mapped.inspect_err(|_| {
             // Counted if it fails.
             mirrors[..done].iter().for_each(|mirror| _ = mirror.unmap(range));
@@ -147,26 +145,31 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
             }
         }
         let unmapped = mirrors.iter().try_for_each(|mirror| mirror.unmap(range));
-        let unmapped = unmapped.and_then(|()| self.primary.unmap_pages(range, gather));
+        let unmapped = unmapped.and_then(|()| self.primary.unmap(range, gather));
         unmapped.inspect_err(|_| self.restore(&mirrors, range))
     }
 
-    /// Ends a map that has begun without mirrors and ended with some, which may have been found by
-    /// what reads the primary for them or not.
+    /// Ends maps that have begun without mirrors and ended with some, which may have been found by what
+    /// reads the primary for them or not.
     #[cold]
-    fn map_late(&self, range: Range) -> Result<()> {
+    fn map_late(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let mirrors = self.mirrors.lock();
-        for mirror in mirrors.iter() {
-            if let Err(error) = self.each_in(range, |mapping| mirror.fill(mapping)) {
+        let filled = each(maps, |map| {
+            let range = map.range();
+            mirrors
+                .iter()
+                .try_for_each(|mirror| self.each_in(range, |mapping| mirror.fill(mapping)))
+        });
+        filled.inspect_err(|partial| {
+            for range in maps[partial.done..].iter().map(Map::range) {
+                // Counted if it fails.
                 mirrors.iter().for_each(|mirror| _ = mirror.unmap(range));
                 // Nobody was told that it is there: whoever guessed it may see it a little longer.
                 let mut gather = Gather::new();
-                self.primary.unmap_pages(range, &mut gather)?;
-                self.primary.iotlb_sync_begin(&mut gather)?;
-                return Err(error);
+                let _ = self.primary.unmap(range, &mut gather);
+                drop(Pending::gathered(&*self.primary, Vec::new(), &mut gather));
             }
-        }
-        Ok(())
+        })
     }
 
     /// Ends an unmap that has begun without mirrors and ended with some, to which what it removed may
@@ -200,7 +203,9 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
     }
 }
 
-impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
+// SAFETY: the primary's promise for endpoints of this process; mirrors are synced before their part of an
+// unmap returns, and what of it fails is reported.
+unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
@@ -211,41 +216,63 @@ impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
         self.primary.capabilities()
     }
 
+    /// Mirrors have synced theirs when this returns.
     #[inline]
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         if self.is_mirrored() {
-            return self.map_all(range, target, prot);
+            return each(maps, |map| self.map_all(map));
         }
-        self.primary.map_pages(range, target, prot)?;
-        if self.is_mirrored() { self.map_late(range) } else { Ok(()) }
-    }
-
-    /// The primary's: mirrors have synced theirs.
-    #[inline]
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.primary.iotlb_sync_map(range)
+        let mapped = self.primary.map_pages(maps);
+        let done = mapped.map_or_else(|partial| partial.done, |()| maps.len());
+        match self.is_mirrored() {
+            true => self.map_late(&maps[..done]).and(mapped),
+            false => mapped,
+        }
     }
 
     /// # Errors
-    /// As the primary's. A mirror's: nothing was removed, unless the mirror has counted it.
+    /// As the primary's. A mirror's: nothing of that range was removed, unless the mirror has counted it.
     #[inline]
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        let mut bytes = 0;
         if self.is_mirrored() {
-            return self.unmap_all(range, gather);
+            each(ranges, |&range| self.unmap_all(range, gather).map(|more| bytes += more))?;
+            return Ok(bytes);
         }
-        let bytes = self.primary.unmap_pages(range, gather)?;
+        let unmapped = self.primary.unmap_pages(ranges, gather);
         if self.is_mirrored() {
-            self.unmap_late(range)?;
+            // All that the primary has removed, whatever fails of it.
+            let done = unmapped.map_or_else(|partial| partial.done, |_| ranges.len());
+            let late = ranges[..done].iter().enumerate().map(|(done, &range)| {
+                self.unmap_late(range).map_err(|error| Partial { done, error })
+            });
+            late.fold(Ok(()), Result::and)?;
         }
-        Ok(bytes)
+        unmapped
     }
 
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        self.primary.iotlb_sync(gather)
+    #[inline]
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        self.primary.sync_begin(work)
     }
 
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.primary.flush_iotlb_all()
+    #[inline]
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        self.primary.sync_poll(token, work, failed)
+    }
+
+    fn sync_wait(&self, token: SyncToken) {
+        self.primary.sync_wait(token);
+    }
+
+    #[inline]
+    fn sync(&self, work: Work<'_>) -> Result<Synced> {
+        self.primary.sync(work)
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
@@ -255,28 +282,13 @@ impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
         self.primary.mappings_from(iova, into)
     }
+}
 
-    #[inline]
-    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        self.primary.iotlb_sync_begin(gather)
-    }
-
-    #[inline]
-    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        self.primary.iotlb_sync_poll(token, ranges)
-    }
-
-    fn iotlb_sync_map_begin(&self, ranges: &[Range]) -> Result<SyncToken> {
-        self.primary.iotlb_sync_map_begin(ranges)
-    }
-
-    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        self.primary.iotlb_sync_map_poll(token, ranges)
-    }
-
-    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
-        self.primary.iotlb_sync_wait(token)
-    }
+/// Carries out `what` for each of a list, until one fails.
+fn each<T>(list: &[T], mut what: impl FnMut(&T) -> Result<()>) -> Result<(), Partial> {
+    list.iter()
+        .enumerate()
+        .try_for_each(|(done, item)| what(item).map_err(|error| Partial { done, error }))
 }
 
 impl<D: fmt::Debug> fmt::Debug for Joint<D> {

@@ -45,7 +45,7 @@ impl Lazy {
     /// The domain's; nothing was removed.
     pub(super) fn unmap<D: Domain>(&self, domain: &D, range: Range) -> Result<()> {
         let mut state = self.state.lock();
-        domain.unmap_pages(range, &mut state.fresh)?;
+        domain.unmap(range, &mut state.fresh)?;
         // Not to be kept for a flush that may never come: the domain frees them when their time has
         // come, at the latest when it has no room for others.
         drop(state.fresh.take_pages());

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ringfence_iommu::{
-    Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, Prot, Range, ReservedKind,
+    Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, Map, Prot, Range, ReservedKind,
     ReservedRegion, Result, table::Mapping,
 };
 
@@ -43,9 +43,13 @@ impl Mirror {
     /// A mirror in `domain`, in which nothing is mapped, of what leads to `memory`. Whether an endpoint
     /// that bypasses may have all of `memory` mapped, says `can_bypass`; otherwise it is refused.
     ///
+    /// # Safety
+    /// `memory` stays mapped in this process, and nothing else is made of it, as long as the mirror or its
+    /// domain exists.
+    ///
     /// # Panics
     /// If regions of the memory overlap, or pass the end of the address space.
-    pub fn new(
+    pub unsafe fn new(
         domain: Arc<dyn Domain<Target = HostAddr>>,
         memory: impl IntoIterator<Item = HostRegion>,
         can_bypass: bool,
@@ -90,8 +94,9 @@ impl Mirror {
     pub(super) fn map(&self, mapping: &Mapping) -> Result<()> {
         match self.pieces(mapping).next() {
             Some(Ok((range, host))) if range == mapping.range => {
-                self.domain.map_pages(range, host, mapping.prot)?;
-                self.domain.iotlb_sync_map(range).inspect_err(|_| _ = self.unmap(range))
+                self.make(range, host, mapping.prot)?;
+                let synced = self.domain.iotlb_sync_map(range).map(drop);
+                synced.inspect_err(|_| _ = self.unmap(range))
             }
             _ => self.map_in_pieces(mapping),
         }
@@ -104,15 +109,20 @@ impl Mirror {
         let mut made = 0;
         let mapped = self.pieces(mapping).try_for_each(|piece| {
             let (range, host) = piece?;
-            self.domain.map_pages(range, host, mapping.prot)?;
+            self.make(range, host, mapping.prot)?;
             made += 1;
-            self.domain.iotlb_sync_map(range)
+            self.domain.iotlb_sync_map(range).map(drop)
         });
         mapped.inspect_err(|_| {
             // Counted where it fails.
             let made = self.pieces(mapping).take(made).flatten();
             made.for_each(|(range, _)| _ = self.unmap(range));
         })
+    }
+
+    fn make(&self, range: Range, host: HostAddr, prot: Prot) -> Result<()> {
+        // SAFETY: a piece of the memory, by the promise that the mirror was made with.
+        self.domain.map(unsafe { Map::of(range, host, prot) })
     }
 
     /// Makes what there is not of a mapping, as after a failure. What was made stays.
@@ -123,7 +133,7 @@ impl Mirror {
         self.pieces(mapping).try_for_each(|piece| {
             let (range, host) = piece?;
             if !self.has((range, host)) {
-                self.domain.map_pages(range, host, mapping.prot)?;
+                self.make(range, host, mapping.prot)?;
                 self.domain.iotlb_sync_map(range)?;
             }
             Ok(())
@@ -138,8 +148,9 @@ impl Mirror {
         // The domain's granule may be larger: what is mapped in it has whole ones.
         let Some(range) = self.inward(range) else { return Ok(()) };
         let mut gather = Gather::new();
-        let unmapped = self.domain.unmap_pages(range, &mut gather).map(drop);
-        unmapped.and_then(|()| self.domain.iotlb_sync(&mut gather)).inspect_err(|_| self.count())
+        let unmapped = self.domain.unmap(range, &mut gather);
+        let synced = unmapped.and_then(|_| self.domain.iotlb_sync(&mut gather)).map(drop);
+        synced.inspect_err(|_| self.count())
     }
 
     /// # Errors

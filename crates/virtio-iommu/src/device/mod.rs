@@ -10,10 +10,12 @@
 mod backing;
 mod core;
 mod events;
+#[allow(unsafe_code)]
 mod joint;
 mod journal;
 mod kept;
 mod lazy;
+#[allow(unsafe_code)]
 mod mirror;
 mod queue;
 mod requests;

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use ringfence_iommu::{Domain, Error, GuestPhys, Iova, Range};
+use ringfence_iommu::{self as iommu, Domain, Error, GuestPhys, Iova, Range};
 
 use super::{
     Backing, Binding, Device, EndpointInfo, Session,
@@ -207,12 +207,13 @@ impl<B: Backing> Device<B> {
         if reserved.iter().any(|reserved| reserved.overlaps(range)) {
             return Err(Status::Inval);
         }
-        domain.map_pages(range, GuestPhys(phys), flags.prot()).map_err(status_of)?;
+        let map = iommu::Map::new(range, GuestPhys(phys), flags.prot());
+        domain.map(map).map_err(status_of)?;
         if let Err(error) = domain.iotlb_sync_map(range) {
             let domain = Arc::clone(domain);
             // Whatever could be mapped of it goes again; the driver is told that nothing is.
             let Session { touched, used, .. } = session;
-            let _ = domain.unmap_pages(range, gather(touched, used, &domain));
+            let _ = domain.unmap(range, gather(touched, used, &domain));
             return Err(status_of(error));
         }
         Ok(())
@@ -243,7 +244,7 @@ impl<B: Backing> Device<B> {
         if let Some(lazy) = lazy {
             return lazy.unmap(&**domain, range).map(|()| false).map_err(status_of);
         }
-        domain.unmap_pages(range, gather(touched, used, domain)).map_err(status_of)?;
+        domain.unmap(range, gather(touched, used, domain)).map_err(status_of)?;
         Ok(true)
     }
 

@@ -1,8 +1,8 @@
 //! What a request queue keeps between requests, and the invalidations at the end of a batch.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, mem, sync::Arc};
 
-use ringfence_iommu::{Domain, Error, Gather, Range, Result, SyncToken};
+use ringfence_iommu::{Error, Gather, Pending, Range, Result, SyncToken};
 
 use super::{Backing, Device, core::View, lazy::Flight};
 
@@ -17,7 +17,8 @@ pub struct Session<B: Backing> {
     pub(super) orphans: Vec<Arc<B::Domain>>,
     /// Flushes of lazy domains that this session's sync carries out.
     pub(super) flights: Vec<Flight>,
-    pub(super) waits: Vec<(Whose, SyncToken)>,
+    /// Syncs of endpoints' bindings.
+    pub(super) waits: Vec<SyncToken>,
     pub(super) failed: Option<Error>,
     pub(super) syncs: u64,
 }
@@ -26,17 +27,10 @@ pub struct Session<B: Backing> {
 pub(super) struct Touched<D> {
     domain: Option<Arc<D>>,
     gather: Gather,
-    /// What the gather held before its sync was begun.
-    ranges: Vec<Range>,
-}
-
-/// Whose invalidation is waited for.
-#[derive(Clone, Copy)]
-pub(super) enum Whose {
-    /// That of the domain at this place of [`Session::touched`].
-    Domain(usize),
-    /// That of an endpoint's binding.
-    Binding,
+    /// The sync of what the gather held.
+    sync: Option<Pending>,
+    /// Memory for the next.
+    spare: Vec<Range>,
 }
 
 impl<B: Backing> Default for Session<B> {
@@ -111,8 +105,8 @@ fn touch<D>(touched: &mut Vec<Touched<D>>, used: &mut usize, domain: &Arc<D>) ->
         return at;
     }
     if *used == touched.len() {
-        let (gather, ranges) = (Gather::new(), Vec::new());
-        touched.push(Touched { domain: None, gather, ranges });
+        let (gather, spare) = (Gather::new(), Vec::new());
+        touched.push(Touched { domain: None, gather, sync: None, spare });
     }
     touched[*used].domain = Some(Arc::clone(domain));
     *used += 1;
@@ -122,26 +116,18 @@ fn touch<D>(touched: &mut Vec<Touched<D>>, used: &mut usize, domain: &Arc<D>) ->
 impl<B: Backing> Device<B> {
     /// Starts the invalidations that `session` has gathered.
     pub fn begin_sync(&self, session: &mut Session<B>) {
-        for (at, touched) in session.touched[..session.used].iter_mut().enumerate() {
-            let Touched { domain, gather, ranges } = touched;
-            ranges.clear();
-            if gather.is_empty() {
-                continue;
+        for Touched { domain, gather, sync, spare } in &mut session.touched[..session.used] {
+            if !gather.is_empty()
+                && let Some(domain) = domain
+            {
+                *sync = Some(Pending::gathered(&**domain, mem::take(spare), gather));
+                session.syncs += 1;
             }
-            ranges.extend_from_slice(gather.ranges());
-            match domain.as_ref().map(|domain| domain.iotlb_sync_begin(gather)) {
-                Some(Ok(token)) if token != SyncToken::DONE => {
-                    session.waits.push((Whose::Domain(at), token));
-                }
-                Some(Err(error)) => session.failed = Some(error),
-                _ => {}
-            }
-            session.syncs += 1;
         }
         for &endpoint in &session.rebound {
             match self.backing.sync_binding_begin(endpoint) {
                 Ok(SyncToken::DONE) => {}
-                Ok(token) => session.waits.push((Whose::Binding, token)),
+                Ok(token) => session.waits.push(token),
                 Err(error) => session.failed = Some(error),
             }
         }
@@ -153,30 +139,30 @@ impl<B: Backing> Device<B> {
     /// One of them failed: what was unmapped may still be reachable. The session's next sync does all of
     /// them again, so that a request that is sent again waits for what it is to say.
     pub fn poll_sync(&self, session: &mut Session<B>) -> Result<bool> {
-        let (waits, failed) = (&mut session.waits, &mut session.failed);
-        let touched = &session.touched;
-        waits.retain(|&(whose, token)| {
-            let over = match whose {
-                Whose::Domain(at) => match &touched[at].domain {
-                    Some(domain) => domain.iotlb_sync_poll(token, &touched[at].ranges),
-                    None => Ok(true),
-                },
-                Whose::Binding => self.backing.sync_binding_poll(token),
-            };
-            match over {
-                Ok(over) => !over,
-                Err(error) => {
-                    *failed = Some(error);
-                    false
-                }
+        let Session { waits, failed, touched, used, .. } = session;
+        let touched = &mut touched[..*used];
+        waits.retain(|&token| match self.backing.sync_binding_poll(token) {
+            Ok(over) => !over,
+            Err(error) => {
+                *failed = Some(error);
+                false
             }
         });
-        if !session.waits.is_empty() {
+        let mut over = waits.is_empty();
+        for Touched { domain, sync, .. } in &mut *touched {
+            if let (Some(domain), Some(sync)) = (domain, sync) {
+                over &= sync.poll(&**domain);
+            }
+        }
+        if !over {
             return Ok(false);
         }
-        if let Some(error) = session.failed.take() {
-            for Touched { gather, ranges, .. } in &mut session.touched[..session.used] {
-                ranges.iter().for_each(|&range| gather.add(range));
+        let failure = |sync: &Pending| sync.outcome(Range::ALL).and_then(Result::err);
+        let mut failures =
+            touched.iter().filter_map(|touched| touched.sync.as_ref().and_then(failure));
+        if let Some(error) = failed.take().or_else(|| failures.next()) {
+            for Touched { gather, sync, .. } in &mut *touched {
+                sync.take().iter().for_each(|sync| sync.gather_again(gather));
             }
             session.rebound.sort_unstable();
             session.rebound.dedup();
@@ -185,6 +171,7 @@ impl<B: Backing> Device<B> {
         }
         for touched in &mut session.touched[..session.used] {
             touched.domain = None;
+            touched.spare = touched.sync.take().map_or_else(Vec::new, Pending::into_ranges);
             touched.gather.clear_ranges();
             drop(touched.gather.take_pages());
         }

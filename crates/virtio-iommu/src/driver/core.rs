@@ -317,20 +317,16 @@ impl Driver {
         refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)
     }
 
-    /// Kicks, and waits for everything that is in the ring now.
-    pub(super) fn sync(&self) -> Result<()> {
-        self.syncs.fetch_add(1, Ordering::Relaxed);
-        let start = Instant::now();
-        let result = self.waiting.drain(&*self.transport);
-        let waited = start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX);
-        self.sync_wait_ns.record(waited);
-        result.map(|_| ())
-    }
-
-    /// Kicks, and names what is in the ring now; 0 if there is nothing to wait for.
+    /// Kicks, and names what is in the ring now: the last request, answered or not; 0 if there never was
+    /// one.
     pub(super) fn begin_sync(&self) -> Result<u64> {
         self.syncs.fetch_add(1, Ordering::Relaxed);
         self.waiting.begin(&*self.transport)
+    }
+
+    /// The number of a request that is answered, as are all before it; 0 if none is.
+    pub(super) fn answered(&self) -> u64 {
+        self.waiting.answered()
     }
 
     /// Whether everything that [`begin_sync`](Self::begin_sync) named is answered.
@@ -347,20 +343,13 @@ impl Driver {
         result
     }
 
-    /// As [`sync`](Self::sync), but for the IOTLB_FLUSH `seq`, and nothing behind it.
-    pub(super) fn flush(&self, seq: u64) -> Result<()> {
-        self.begin_sync()?;
-        self.wait_for(seq)?;
-        self.flushed(seq)
-    }
-
     /// What the IOTLB_FLUSH `seq`, which is answered, was answered with; told once.
     pub(super) fn flushed(&self, seq: u64) -> Result<()> {
         let status = self.waiting.ring()?.result(seq);
         status.map_or(Ok(()), |status| refused(status, Range::ALL))
     }
 
-    /// As [`sync`](Self::sync), for the driver's own purposes.
+    /// Kicks, and waits for everything that is in the ring now.
     pub(super) fn drain(&self) -> Result<()> {
         self.waiting.drain(&*self.transport).map(|_| ())
     }

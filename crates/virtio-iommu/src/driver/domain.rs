@@ -10,8 +10,8 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Prot, Range,
-    ReservedRegion, Result, SyncToken,
+    Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Prot,
+    Range, ReservedRegion, Result, SyncToken, Work,
 };
 
 use super::{
@@ -21,6 +21,14 @@ use super::{
     shadow::Shadow,
 };
 use crate::wire::{AttachFlags, Features, MapFlags, Request};
+
+/// In a token: the number is that of an IOTLB_FLUSH. There are never so many requests.
+pub(super) const FLUSH: u64 = 1 << 63;
+
+/// The number of the request that a sync waits for.
+pub(super) const fn seq_of(token: SyncToken) -> u64 {
+    token.0 & !FLUSH
+}
 
 /// What the addresses of a domain mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -247,27 +255,13 @@ impl ViommuDomain {
         }
     }
 
-    /// Requests are answered in order: the number of the newest one names the sync.
+    /// Requests are answered in order: the number of the newest one names the sync. Without an endpoint
+    /// nothing is reachable, and nothing waited for; but what the device refused before is reported.
     pub(super) fn begin_sync(&self) -> Result<SyncToken> {
         match self.is_attached() {
             true => self.driver.begin_sync().map(SyncToken),
-            false => Ok(SyncToken::DONE),
+            false => Ok(SyncToken(self.driver.answered())),
         }
-    }
-
-    fn poll_sync(
-        &self,
-        token: SyncToken,
-        ranges: &[Range],
-        failures: impl FnOnce(&mut State) -> &mut Failures,
-    ) -> Result<bool> {
-        if token != SyncToken::DONE && !self.driver.is_answered(token.0)? {
-            return Ok(false);
-        }
-        let mut state = self.settled();
-        let failures = failures(&mut state);
-        let told = ranges.iter().map(|&range| failures.take(range));
-        told.fold(Ok(()), Result::and).map(|()| true)
     }
 
     /// Asks the device once more to unmap what it refused to, unless something else is mapped there by
@@ -302,9 +296,6 @@ impl ViommuDomain {
         if self.meaning != Meaning::Mapped {
             return Err(Error::Unsupported("an identity domain maps nothing else"));
         }
-        if !prot.intersects(Prot::RW) {
-            return Err(Error::NoPermission(range));
-        }
         if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
             return Err(Error::Unsupported("the device knows no MMIO mappings"));
         }
@@ -333,31 +324,20 @@ impl State {
         self.geometry.reserved = reserved.into();
     }
 
-    /// Whether `range` could be mapped as far as can be told without the device.
+    /// Whether a mapping could be made as far as is known without the device.
     #[inline]
-    pub(super) fn check(&self, range: Range, target: GuestPhys) -> Result<()> {
-        let granule = self.geometry.page_sizes.granule();
-        if !range.is_aligned(granule) || target.0 & (granule - 1) != 0 {
-            return Err(Error::Unaligned { range, granule });
-        }
-        if target.checked_add(range.extent()).is_none() {
-            return Err(Error::TargetOverflow(range));
-        }
-        let aperture = self.geometry.aperture;
-        if !aperture.covers(range) {
-            return Err(Error::OutsideAperture { range, aperture });
-        }
-        if let Some(region) = self.geometry.reserved_in(range) {
-            return Err(Error::Reserved { range, reserved: region.range });
-        }
-        match self.shadow.overlapping(range) {
-            Some(held) => Err(Error::Exists { range, at: held.first() }),
+    pub(super) fn check(&self, map: &Map<GuestPhys>) -> Result<()> {
+        self.geometry.check_map(map)?;
+        match self.shadow.overlapping(map.range()) {
+            Some(held) => Err(Error::Exists { range: map.range(), at: held.first() }),
             None => Ok(()),
         }
     }
 }
 
-impl Domain for ViommuDomain {
+// SAFETY: a sync of unmaps is over once the device, which is what the driver was made to trust, has
+// answered every UNMAP before it, or no endpoint is attached; what it refused is reported as failed.
+unsafe impl Domain for ViommuDomain {
     type Target = GuestPhys;
 
     fn geometry(&self) -> Geometry {
@@ -368,117 +348,51 @@ impl Domain for ViommuDomain {
         Capabilities::FULL
     }
 
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        self.check_kind(range, prot)?;
-        let flags = MapFlags::from_prot(prot);
-        let map = Request::Map { domain: self.id, range, phys: target.0, flags };
-        loop {
-            let mut state = self.settled();
-            state.check(range, target)?;
-            let seq = match self.is_attached() {
-                true => self.driver.try_send(&map, Sent::Map)?,
-                false => Some(0),
-            };
-            if let Some(seq) = seq {
-                state.shadow.insert(range, target, prot, seq);
-                return Ok(());
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
+        self.send_maps(maps)
+    }
+
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        self.send_unmaps(ranges, gather)
+    }
+
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        match work {
+            Work::Map(_) => self.begin_sync(),
+            Work::Unmap { .. } => self.begin_unmaps(),
+            Work::All => {
+                self.unmap_again()?;
+                self.begin_unmaps()
             }
-            drop(state);
-            self.driver.make_room()?;
         }
     }
 
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        if self.is_attached() {
-            self.driver.sync()?;
-        }
-        self.settled().failed_maps.take(range)
-    }
-
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        if self.meaning != Meaning::Mapped {
-            return Err(Error::Unsupported("an identity domain unmaps nothing"));
-        }
-        loop {
-            let mut state = self.settled();
-            let granule = state.geometry.page_sizes.granule();
-            if !range.is_aligned(granule) {
-                return Err(Error::Unaligned { range, granule });
-            }
-            let Some(covered) = state.shadow.covered(range)? else {
-                state.failed_maps.forget(range);
-                return Ok(0);
-            };
-            let sent = match self.is_attached() {
-                true => {
-                    let unmap = Request::Unmap { domain: self.id, range: covered.hull };
-                    self.driver.try_send(&unmap, Sent::Unmap)?.is_some()
-                }
-                false => true,
-            };
-            if sent {
-                state.shadow.remove(covered);
-                state.failed_maps.forget(range);
-                gather.add(covered.hull);
-                return Ok(covered.bytes);
-            }
-            drop(state);
-            self.driver.make_room()?;
-        }
-    }
-
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        let result = self.sync_unmaps().and_then(|()| {
-            let mut state = self.settled();
-            let mut told = Ok(());
-            for &range in gather.ranges() {
-                // A range that was widened may hold what others unmapped.
-                told = told.and(match gather.is_exact() {
-                    true => state.failed_unmaps.take(range),
-                    false => state.failed_unmaps.tell(range),
-                });
-            }
-            told
-        });
-        gather.clear_ranges();
-        drop(gather.take_pages());
-        result
-    }
-
-    fn iotlb_sync_begin(&self, gather: &mut Gather) -> Result<SyncToken> {
-        let begun = match self.lazy {
-            true => self.begin_flush(),
-            false => self.begin_sync(),
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        let flushed = match self.driver.is_answered(seq_of(token)) {
+            Ok(false) => return false,
+            Ok(true) => self.flushed(token),
+            Err(gone) => Err(gone),
         };
-        gather.clear_ranges();
-        drop(gather.take_pages());
-        begun
-    }
-
-    fn iotlb_sync_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        let over = self.poll_sync(token, ranges, |state| &mut state.failed_unmaps);
-        match self.lazy && token != SyncToken::DONE && over != Ok(false) {
-            true => self.driver.flushed(token.0).and(over),
-            false => over,
+        if let Err(error) = flushed {
+            failed(Range::ALL, error);
         }
+        let mut state = self.settled();
+        match work {
+            Work::Map(ranges) => state.failed_maps.report(ranges, true, failed),
+            Work::Unmap { ranges, exact } => state.failed_unmaps.report(ranges, exact, failed),
+            Work::All => state.failed_unmaps.report(&[Range::ALL], false, failed),
+        }
+        true
     }
 
-    fn iotlb_sync_map_begin(&self, _ranges: &[Range]) -> Result<SyncToken> {
-        self.begin_sync()
-    }
-
-    fn iotlb_sync_map_poll(&self, token: SyncToken, ranges: &[Range]) -> Result<bool> {
-        self.poll_sync(token, ranges, |state| &mut state.failed_maps)
-    }
-
-    fn iotlb_sync_wait(&self, token: SyncToken) -> Result<()> {
-        if token == SyncToken::DONE { Ok(()) } else { self.driver.wait_for(token.0) }
-    }
-
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.unmap_again()?;
-        self.sync_unmaps()?;
-        self.settled().failed_unmaps.tell(Range::ALL)
+    fn sync_wait(&self, token: SyncToken) {
+        // That the device is gone is what the poll reports.
+        let _ = self.driver.wait_for(seq_of(token));
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {

@@ -3,7 +3,11 @@
 
 use ringfence_iommu::{Result, SyncToken};
 
-use super::{ViommuDomain, report::Sent};
+use super::{
+    ViommuDomain,
+    domain::{FLUSH, seq_of},
+    report::Sent,
+};
 use crate::wire::Request;
 
 impl ViommuDomain {
@@ -13,26 +17,24 @@ impl ViommuDomain {
         self.lazy
     }
 
-    /// Waits until nothing is reachable that was unmapped before the call.
-    pub(super) fn sync_unmaps(&self) -> Result<()> {
-        if !self.is_attached() {
-            // The last DETACH left nothing reachable.
-            return Ok(());
+    /// Begins a sync of unmaps. Where the domain is lazy, that is an IOTLB_FLUSH, whose reply is kept for
+    /// the poll that finds the sync over.
+    pub(super) fn begin_unmaps(&self) -> Result<SyncToken> {
+        if self.lazy
+            && let Some(seq) = self.send_flush()?
+        {
+            self.driver.begin_sync()?;
+            return Ok(SyncToken(seq | FLUSH));
         }
-        if !self.lazy {
-            return self.driver.sync();
-        }
-        match self.send_flush()? {
-            Some(seq) => self.driver.flush(seq),
-            None => Ok(()),
-        }
+        self.begin_sync()
     }
 
-    /// Starts what [`sync_unmaps`](Self::sync_unmaps) does. The token is the number of the
-    /// IOTLB_FLUSH, whose reply is kept for whoever finds the sync over.
-    pub(super) fn begin_flush(&self) -> Result<SyncToken> {
-        let Some(seq) = self.send_flush()? else { return Ok(SyncToken::DONE) };
-        self.begin_sync().map(|_| SyncToken(seq))
+    /// What the reply was to the IOTLB_FLUSH of a sync that is over, if it had one.
+    pub(super) fn flushed(&self, token: SyncToken) -> Result<()> {
+        match token.0 & FLUSH {
+            0 => Ok(()),
+            _ => self.driver.flushed(seq_of(token)),
+        }
     }
 
     /// Puts an IOTLB_FLUSH behind all UNMAPs in the ring; its number, or `None` if no endpoint is

@@ -7,6 +7,7 @@
 
 mod batch;
 mod core;
+#[allow(unsafe_code)]
 mod domain;
 mod doorbell;
 mod events;

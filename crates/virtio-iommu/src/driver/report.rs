@@ -82,21 +82,26 @@ impl Failures {
         }
     }
 
-    /// The first failure in `range`, which is what the caller unmapped or mapped and nothing else;
-    /// those that lie in it are forgotten.
-    pub(super) fn take(&mut self, range: Range) -> Result<(), Error> {
-        let told = self.tell(range);
-        if told.is_err() {
-            self.forget(range);
+    /// Reports the failures in `ranges`. Where these are `exact`, what the caller unmapped or mapped and
+    /// nothing else, those that lie in them are forgotten; others may have failures in a range that is not.
+    pub(super) fn report(
+        &mut self,
+        ranges: &[Range],
+        exact: bool,
+        failed: &mut dyn FnMut(Range, Error),
+    ) {
+        if self.list.is_empty() {
+            return;
         }
-        told
-    }
-
-    /// The first failure in `range`, in which others may have failures too: none is forgotten.
-    pub(super) fn tell(&self, range: Range) -> Result<(), Error> {
-        match self.list.iter().find(|held| held.range.overlaps(range)) {
-            Some(&Kept { range, status }) => Err(Error::Device { range, status }),
-            None => Ok(()),
+        for &range in ranges {
+            for &Kept { range: held, status } in &self.list {
+                if held.overlaps(range) {
+                    failed(held, Error::Device { range: held, status });
+                }
+            }
+            if exact {
+                self.forget(range);
+            }
         }
     }
 
@@ -120,6 +125,22 @@ mod tests {
 
     fn range(n: u64) -> Range {
         Range::from_len(Iova(n << 12), 4096).unwrap()
+    }
+
+    impl Failures {
+        fn first(&mut self, range: Range, exact: bool) -> Result<(), Error> {
+            let mut first = Ok(());
+            self.report(&[range], exact, &mut |_, error| first = first.and(Err(error)));
+            first
+        }
+
+        fn take(&mut self, range: Range) -> Result<(), Error> {
+            self.first(range, true)
+        }
+
+        fn tell(&mut self, range: Range) -> Result<(), Error> {
+            self.first(range, false)
+        }
     }
 
     #[test]

@@ -152,6 +152,11 @@ impl Waiting {
         }
     }
 
+    /// All requests up to this one are answered.
+    pub(super) fn answered(&self) -> u64 {
+        self.retired.load(Ordering::SeqCst)
+    }
+
     fn is_retired(&self, seq: u64) -> bool {
         self.retired.load(Ordering::SeqCst) >= seq
     }
@@ -163,15 +168,14 @@ impl Waiting {
     /// [`Error::Gone`].
     pub(super) fn drain(&self, transport: &dyn Transport) -> Result<bool> {
         let target = self.begin(transport)?;
-        if target == 0 {
+        if self.is_retired(target) {
             return Ok(false);
         }
         self.wait_for(target, transport)?;
         Ok(true)
     }
 
-    /// Kicks the device if it wants that. The number of the last request in the ring, or 0 if all
-    /// are answered.
+    /// Kicks the device if it wants that and has something to do. The number of the last request.
     ///
     /// # Errors
     /// [`Error::Gone`].
@@ -180,7 +184,7 @@ impl Waiting {
         self.reap(&mut ring)?;
         let target = ring.issued();
         if ring.retired() >= target {
-            return Ok(0);
+            return Ok(target);
         }
         let kick = ring.queue().needs_kick();
         drop(ring);

@@ -11,8 +11,8 @@ use std::{collections::HashMap, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Domain, Error, Geometry, GuestPhys, Iova, PageSizes, Prot, Range, ReservedKind, ReservedRegion,
-    Result, SoftDomain, SyncToken, shootdown::Shootdown, table::Limits,
+    Domain, Error, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range, ReservedKind,
+    ReservedRegion, Result, SoftDomain, SyncToken, shootdown::Shootdown, table::Limits,
 };
 use ringfence_virtio_iommu::{
     device::{Backing, Binding, Device, EndpointInfo, Options, Session},
@@ -189,7 +189,7 @@ impl Bench {
 }
 
 /// How a domain of a test refuses.
-pub(crate) fn refused(result: Result<()>) -> Option<u8> {
+pub(crate) fn refused<T>(result: Result<T>) -> Option<u8> {
     match result {
         Err(Error::Device { status, .. }) => Some(status),
         _ => None,
@@ -202,5 +202,5 @@ pub(crate) fn all_features() -> Features {
 
 /// Maps without the sync, for what is expected to be in order.
 pub(crate) fn map(domain: &impl Domain<Target = GuestPhys>, range: Range, phys: u64) -> Result<()> {
-    domain.map_pages(range, GuestPhys(phys), Prot::RW)
+    domain.map(Map::new(range, GuestPhys(phys), Prot::RW))
 }

@@ -45,6 +45,12 @@ fn memory() -> impl Iterator<Item = HostRegion> {
     })
 }
 
+/// A mirror of that memory.
+fn mirror(domain: Arc<dyn Domain<Target = HostAddr>>, can_bypass: bool) -> Arc<Mirror> {
+    // SAFETY: no device reaches it: it is pretended.
+    unsafe { Mirror::new(domain, memory(), can_bypass) }
+}
+
 /// Where an address of the guest lies.
 fn host(phys: u64) -> Option<u64> {
     let of = |&(first, last, host)| (first..=last).contains(&phys).then(|| phys - first + host);
@@ -61,7 +67,7 @@ impl Far {
     fn new(geometry: Geometry, limits: Limits, can_bypass: bool) -> Far {
         let soft = SoftDomain::new(geometry, limits, Shootdown::new(0));
         let domain = Arc::new(Faulty::new(soft, 0));
-        let mirror = Mirror::new(domain.clone(), memory(), can_bypass);
+        let mirror = mirror(domain.clone(), can_bypass);
         Far { outside: Outside::new(mirror), domain }
     }
 

@@ -11,14 +11,14 @@ use std::{
 use parking_lot::Mutex;
 use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Prot,
-    Range, Result, SoftDomain,
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, Map, PageSizes,
+    Partial, Prot, Range, Result, SoftDomain, SyncToken, Work,
     shootdown::Shootdown,
     table::{Limits, Mapping},
 };
-use ringfence_virtio_iommu::device::{Binding, Joint, Mirror, Outside};
+use ringfence_virtio_iommu::device::{Binding, Joint, Outside};
 
-use super::{Far, Soft, mappings, memory, page, range};
+use super::{Far, Soft, mappings, mirror, page, range};
 
 /// Calls something, once, after a map or an unmap of the domain within.
 struct Hooked {
@@ -45,7 +45,8 @@ impl Hooked {
     }
 }
 
-impl Domain for Hooked {
+// SAFETY: the inner domain's promise.
+unsafe impl Domain for Hooked {
     type Target = GuestPhys;
     fn geometry(&self) -> Geometry {
         self.inner.geometry()
@@ -53,20 +54,25 @@ impl Domain for Hooked {
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
     }
-    fn map_pages(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<()> {
-        self.around(|| self.inner.map_pages(range, target, prot))
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
+        self.around(|| self.inner.map_pages(maps))
     }
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.inner.iotlb_sync_map(range)
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        self.around(|| self.inner.unmap_pages(ranges, gather))
     }
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        self.around(|| self.inner.unmap_pages(range, gather))
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        self.inner.sync_begin(work)
     }
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        self.inner.iotlb_sync(gather)
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        self.inner.sync_poll(token, work, failed)
     }
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.inner.flush_iotlb_all()
+    fn sync_wait(&self, token: SyncToken) {
+        self.inner.sync_wait(token);
     }
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
         self.inner.iova_to_phys(iova)
@@ -82,7 +88,8 @@ struct Slowly {
     hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
-impl Domain for Slowly {
+// SAFETY: the inner domain's promise.
+unsafe impl Domain for Slowly {
     type Target = HostAddr;
     fn geometry(&self) -> Geometry {
         self.inner.geometry()
@@ -90,23 +97,28 @@ impl Domain for Slowly {
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
     }
-    fn map_pages(&self, range: Range, target: HostAddr, prot: Prot) -> Result<()> {
+    fn map_pages(&self, maps: &[Map<HostAddr>]) -> Result<(), Partial> {
         if let Some(hook) = self.hook.lock().take() {
             hook();
         }
-        self.inner.map_pages(range, target, prot)
+        self.inner.map_pages(maps)
     }
-    fn iotlb_sync_map(&self, range: Range) -> Result<()> {
-        self.inner.iotlb_sync_map(range)
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        self.inner.unmap_pages(ranges, gather)
     }
-    fn unmap_pages(&self, range: Range, gather: &mut Gather) -> Result<u128> {
-        self.inner.unmap_pages(range, gather)
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        self.inner.sync_begin(work)
     }
-    fn iotlb_sync(&self, gather: &mut Gather) -> Result<()> {
-        self.inner.iotlb_sync(gather)
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        self.inner.sync_poll(token, work, failed)
     }
-    fn flush_iotlb_all(&self) -> Result<()> {
-        self.inner.flush_iotlb_all()
+    fn sync_wait(&self, token: SyncToken) {
+        self.inner.sync_wait(token);
     }
     fn iova_to_phys(&self, iova: Iova) -> Option<HostAddr> {
         self.inner.iova_to_phys(iova)
@@ -118,16 +130,17 @@ fn what_is_mapped_behind_the_back_of_a_replay_waits_for_it() {
     // rule V20
     let geometry = Geometry::new(PageSizes::X86, Range::ALL);
     let soft = SoftDomain::new(geometry.clone(), Limits::NONE, Shootdown::new(0));
-    soft.map_pages(page(5), GuestPhys(0x5000), Prot::RW).unwrap();
+    soft.map(Map::new(page(5), GuestPhys(0x5000), Prot::RW)).unwrap();
     let joint = Joint::new(soft);
     let inner = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(0));
     let slowly = Arc::new(Slowly { inner: Arc::clone(&inner), hook: Mutex::default() });
-    let outside = Outside::new(Mirror::new(slowly.clone(), memory(), true));
+    let outside = Outside::new(mirror(slowly.clone(), true));
     let (other, mapper) = (Arc::clone(&joint), Arc::new(Mutex::new(None)));
     let started = Arc::clone(&mapper);
     *slowly.hook.lock() = Some(Box::new(move || {
         // The replay is at page 5 by now.
-        let mapping = thread::spawn(move || other.map_pages(page(1), GuestPhys(0x1000), Prot::RW));
+        let mapping =
+            thread::spawn(move || other.map(Map::new(page(1), GuestPhys(0x1000), Prot::RW)));
         // It waits; one that did not would be over soon.
         (0..10_000).take_while(|_| !mapping.is_finished()).for_each(|_| thread::yield_now());
         *started.lock() = Some(mapping);
@@ -143,8 +156,8 @@ fn what_is_mapped_behind_the_back_of_a_replay_waits_for_it() {
 fn joined_during(before: bool, call: impl FnOnce(&Joint<Hooked>)) -> Vec<u64> {
     let soft =
         SoftDomain::new(Geometry::new(PageSizes::X86, Range::ALL), Limits::NONE, Shootdown::new(0));
-    soft.map_pages(page(1), GuestPhys(0x1000), Prot::RW).unwrap();
-    soft.map_pages(page(3), GuestPhys(0x3000), Prot::RW).unwrap();
+    soft.map(Map::new(page(1), GuestPhys(0x1000), Prot::RW)).unwrap();
+    soft.map(Map::new(page(3), GuestPhys(0x3000), Prot::RW)).unwrap();
     let hooked = Arc::new(Hooked { inner: soft, before, hook: Mutex::default() });
     let joint = Joint::new(Arc::clone(&hooked));
     let domain = SoftDomain::<HostAddr>::new(
@@ -152,7 +165,7 @@ fn joined_during(before: bool, call: impl FnOnce(&Joint<Hooked>)) -> Vec<u64> {
         Limits::NONE,
         Shootdown::new(0),
     );
-    let outside = Arc::new(Outside::new(Mirror::new(domain.clone(), memory(), true)));
+    let outside = Arc::new(Outside::new(mirror(domain.clone(), true)));
     let (who, to) = (Arc::clone(&outside), Arc::clone(&joint));
     *hooked.hook.lock() = Some(Box::new(move || who.bind(Binding::Domain(to)).unwrap()));
     call(&joint);
@@ -166,19 +179,19 @@ fn a_mirror_that_joins_while_something_is_mapped_or_unmapped_has_it_right() {
     // rule V20
     for before in [true, false] {
         let map = |joint: &Joint<Hooked>| {
-            joint.map_pages(page(2), GuestPhys(0x2000), Prot::RW).unwrap();
+            joint.map(Map::new(page(2), GuestPhys(0x2000), Prot::RW)).unwrap();
         };
         assert_eq!(joined_during(before, map), [1, 2, 3], "before: {before}");
         let unmap = |joint: &Joint<Hooked>| {
             let mut gather = Gather::new();
-            joint.unmap_pages(range(0, 0x2fff), &mut gather).unwrap();
+            joint.unmap(range(0, 0x2fff), &mut gather).unwrap();
             joint.iotlb_sync(&mut gather).unwrap();
         };
         assert_eq!(joined_during(before, unmap), [3], "before: {before}");
         // What leads to no memory is refused when it is found that there is a mirror, and goes again.
         if before {
             let nowhere = |joint: &Joint<Hooked>| {
-                let mapped = joint.map_pages(page(2), GuestPhys(1 << 40), Prot::RW);
+                let mapped = joint.map(Map::new(page(2), GuestPhys(1 << 40), Prot::RW));
                 assert!(matches!(mapped, Err(Error::Unsupported(_))));
                 assert_eq!(joint.iova_to_phys(page(2).first()), None);
             };
@@ -209,10 +222,10 @@ fn mirrors_come_and_go_while_others_map() {
                         let at = page(half * 64 + n);
                         if held[n as usize] {
                             let mut gather = Gather::new();
-                            assert_eq!(joint.unmap_pages(at, &mut gather), Ok(4096));
+                            assert_eq!(joint.unmap(at, &mut gather), Ok(4096));
                             joint.iotlb_sync(&mut gather).unwrap();
                         } else {
-                            joint.map_pages(at, GuestPhys(n << 12), Prot::RW).unwrap();
+                            joint.map(Map::new(at, GuestPhys(n << 12), Prot::RW)).unwrap();
                         }
                         held[n as usize] ^= true;
                     }

@@ -3,7 +3,9 @@
 use core::{ops::Range as Numbers, sync::atomic::Ordering};
 use std::sync::Arc;
 
-use ringfence_iommu::{Address, Error as DomainError, Gather, Prot, Range, Result as DomainResult};
+use ringfence_iommu::{
+    Address, Error as DomainError, Gather, Map, Prot, Range, Result as DomainResult, Synced,
+};
 
 use super::{Inner, shelf::Kind, zone::Zone};
 use crate::{
@@ -107,7 +109,7 @@ impl<T: Address> Inner<T> {
         }
         let range = zone.range_of(&(start..start + chunks.len() as u32));
         // Rule L34: once for them all; if it fails, all of them go.
-        self.domain.iotlb_sync_map(range).map_err(|error| {
+        self.domain.iotlb_sync_map(range).map(drop).map_err(|error| {
             if self.unmap_now(range).is_ok() {
                 chunks.drain(..).for_each(|chunk| self.give_back_memory(chunk));
             }
@@ -117,16 +119,23 @@ impl<T: Address> Inner<T> {
 
     fn map_slot(&self, range: Range, prot: Prot) -> Result<Chunk<T>, Error> {
         let chunk = self.take_memory(range.extent() + 1)?;
-        self.domain.map_pages(range, chunk.target, prot).map(|()| chunk).map_err(|error| {
+        self.map_chunk(range, &chunk, prot).map(|()| chunk).map_err(|error| {
             self.give_back_memory(chunk);
             error.into()
         })
     }
 
+    /// Maps memory of the pools.
+    pub(super) fn map_chunk(&self, range: Range, chunk: &Chunk<T>, prot: Prot) -> DomainResult<()> {
+        // SAFETY: the pools own the memory, and give it back or use it otherwise only after an unmap of
+        // theirs has succeeded (`unmap_now`, `release`).
+        self.domain.map(unsafe { Map::of(range, chunk.target, prot) })
+    }
+
     /// Unmaps strictly.
-    pub(super) fn unmap_now(&self, range: Range) -> DomainResult<()> {
+    pub(super) fn unmap_now(&self, range: Range) -> DomainResult<Synced> {
         let mut gather = Gather::new();
-        self.domain.unmap_pages(range, &mut gather)?;
+        self.domain.unmap(range, &mut gather)?;
         self.domain.iotlb_sync(&mut gather)
     }
 
@@ -145,7 +154,7 @@ impl<T: Address> Inner<T> {
         slot.zero(0..slot.dirty);
         (slot.dirty, slot.prot) = (0, prot);
         let Some(chunk) = zone.chunk(number) else { return Ok(None) };
-        let mapped = self.domain.map_pages(slot.range, chunk.target, prot);
+        let mapped = self.map_chunk(slot.range, &chunk, prot);
         if let Err(error) = mapped.and_then(|()| self.domain.iotlb_sync_map(slot.range)) {
             // Unmapping what is not mapped is no error.
             if self.unmap_now(slot.range).is_err() {
@@ -193,7 +202,7 @@ impl<T: Address> Inner<T> {
             numbers.sort_unstable();
             for run in numbers.chunk_by(|one, next| one + 1 == *next) {
                 let run = run[0]..run[0] + run.len() as u32;
-                match self.domain.unmap_pages(zone.range_of(&run), &mut gather) {
+                match self.domain.unmap(zone.range_of(&run), &mut gather) {
                     Ok(_) => removed.push((Arc::clone(&zone), run)),
                     Err(_) => self.quarantine(&zone, run.len(), 0),
                 }

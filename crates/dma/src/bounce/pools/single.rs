@@ -71,7 +71,7 @@ impl<T: Address> Inner<T> {
             false => Err(error),
         });
         let chunk = memory.map_err(free)?;
-        let mapped = self.domain.map_pages(range, chunk.target, prot);
+        let mapped = self.map_chunk(range, &chunk, prot);
         let synced = match mapped {
             Ok(()) => self.domain.iotlb_sync_map(range),
             Err(error) => {

@@ -1,7 +1,9 @@
 //! A driver that maps and unmaps in batches.
 
-use anyhow::Result;
-use ringfence_iommu::{Domain, Gather, GuestPhys, Iova, Prot, Range, SyncToken};
+use std::mem;
+
+use anyhow::{Context, Result};
+use ringfence_iommu::{Domain, Gather, GuestPhys, Iova, Map, Pending, Prot, Range};
 use ringfence_virtio_iommu::driver::ViommuDomain;
 
 use super::params::Order;
@@ -24,14 +26,35 @@ pub(super) fn target(n: u64) -> GuestPhys {
     GuestPhys((mix(n) % MEMORY) << 12)
 }
 
+/// Whether a sync that is over has succeeded.
+pub(super) fn succeeded(sync: &Pending) -> Result<()> {
+    let outcome = sync.outcome(Range::ALL).context("a sync under way")?;
+    outcome.map(|_synced| ()).context("a sync")
+}
+
 /// A batch of pages that come and go together.
 struct Set {
-    pages: Vec<(Range, GuestPhys, Prot)>,
+    maps: Vec<Map<GuestPhys>>,
     places: Vec<Range>,
-    /// The same pages, those that touch as one.
+    /// The same pages, those that touch as one, unless a sync has them.
     ranges: Vec<Range>,
-    map: SyncToken,
-    unmap: SyncToken,
+    sync: Option<Pending>,
+}
+
+impl Set {
+    /// Waits until the sync under way is over, if there is one; the ranges it was for.
+    fn end(
+        &mut self,
+        domain: &ViommuDomain,
+        wait: &mut impl FnMut() -> Result<()>,
+    ) -> Result<Vec<Range>> {
+        let Some(mut sync) = self.sync.take() else { return Ok(mem::take(&mut self.ranges)) };
+        while !sync.poll(domain) {
+            wait()?;
+        }
+        succeeded(&sync)?;
+        Ok(sync.into_ranges())
+    }
 }
 
 /// Maps a batch, has the one before it unmapped, and waits for the one before that: requests of two
@@ -51,14 +74,14 @@ impl Load {
                 // Places of which each batch has every third, all of them apart.
                 Order::Scattered => 2 * ((shuffled(n, batch) * SETS + set) as u64),
             };
-            let pages: Vec<_> =
-                (0..batch).map(|n| (page(at(n)), target(at(n)), Prot::RW)).collect();
-            let places: Vec<_> = pages.iter().map(|(range, ..)| *range).collect();
+            let maps: Vec<_> =
+                (0..batch).map(|n| Map::new(page(at(n)), target(at(n)), Prot::RW)).collect();
+            let places: Vec<_> = maps.iter().map(Map::range).collect();
             let ranges = match order {
-                Order::Contiguous => vec![pages[0].0.hull(pages[batch - 1].0)],
+                Order::Contiguous => vec![places[0].hull(places[batch - 1])],
                 Order::Scattered => places.clone(),
             };
-            Set { pages, places, ranges, map: SyncToken::DONE, unmap: SyncToken::DONE }
+            Set { maps, places, ranges, sync: None }
         });
         Load { sets, gather: Gather::new(), begun: 0 }
     }
@@ -72,11 +95,8 @@ impl Load {
     ) -> Result<()> {
         let [new, used] = [self.begun % SETS, (self.begun + SETS - 1) % SETS];
         let set = &mut self.sets[new];
-        let taken = domain.map_batch(&set.pages);
-        if let Some(&(range, target, prot)) = set.pages.get(taken) {
-            domain.map_pages(range, target, prot)?;
-        }
-        set.map = domain.iotlb_sync_map_begin(&set.ranges)?;
+        domain.map_pages(&set.maps)?;
+        set.sync = Some(Pending::map(domain, mem::take(&mut set.ranges)));
         self.begun += 1;
         if self.begun > 1 {
             self.unmap(used, domain, &mut wait)?;
@@ -113,14 +133,9 @@ impl Load {
         wait: &mut impl FnMut() -> Result<()>,
     ) -> Result<()> {
         let set = &mut self.sets[set];
-        while !domain.iotlb_sync_map_poll(set.map, &set.ranges)? {
-            wait()?;
-        }
-        let taken = domain.unmap_batch(&set.places, &mut self.gather);
-        if let Some(&range) = set.places.get(taken) {
-            domain.unmap_pages(range, &mut self.gather)?;
-        }
-        set.unmap = domain.iotlb_sync_begin(&mut self.gather)?;
+        let ranges = set.end(domain, wait)?;
+        domain.unmap_pages(&set.places, &mut self.gather)?;
+        set.sync = Some(Pending::unmap(domain, ranges, &mut self.gather));
         Ok(())
     }
 
@@ -133,10 +148,7 @@ impl Load {
         wait: &mut impl FnMut() -> Result<()>,
     ) -> Result<()> {
         let set = &mut self.sets[set];
-        while !domain.iotlb_sync_poll(set.unmap, &set.ranges)? {
-            wait()?;
-        }
-        set.unmap = SyncToken::DONE;
+        set.ranges = set.end(domain, wait)?;
         Ok(())
     }
 }

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use ringfence_devices::iommu::Endpoints;
-use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Prot, SoftDomain};
+use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Pending, Prot, SoftDomain};
 use ringfence_virtio_iommu::{
     device::{Device, Session},
     driver::ViommuDomain,
@@ -20,7 +20,7 @@ use ringfence_virtio_iommu::{
 };
 
 use super::{
-    load::{Load, MEMORY, page, target},
+    load::{Load, MEMORY, page, succeeded, target},
     ours::{MIRRORED, Machine, Ours},
     params::{Batch, Order},
     rig::{Rig, Server, Serving},
@@ -67,23 +67,25 @@ fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
     }
     let mut ranges = Vec::new();
     for (range, target) in pages() {
-        rig.domain.map_pages(range, target, Prot::RW)?;
+        rig.domain.map(Map::new(range, target, Prot::RW))?;
         ranges.push(range);
     }
-    let begun = rig.domain.iotlb_sync_map_begin(&ranges)?;
+    let mut sync = Pending::map(&*rig.domain, ranges);
     rig.serve()?;
-    ensure!(rig.domain.iotlb_sync_map_poll(begun, &ranges)?, "MAPs are not answered");
+    ensure!(sync.poll(&*rig.domain), "MAPs are not answered");
+    succeeded(&sync)?;
     for (range, target) in pages() {
         let at = Iova(range.first().0 + 0x123);
         ensure!(rig.access(at)? == Some(target.0 + 0x123), "{range} leads elsewhere");
     }
     rig.check(live + 8)?;
     for (range, _) in pages() {
-        rig.domain.unmap_pages(range, &mut gather)?;
+        rig.domain.unmap(range, &mut gather)?;
     }
-    let begun = rig.domain.iotlb_sync_begin(&mut gather)?;
+    let mut sync = Pending::gathered(&*rig.domain, Vec::new(), &mut gather);
     rig.serve()?;
-    ensure!(rig.domain.iotlb_sync_poll(begun, &ranges)?, "UNMAPs are not answered");
+    ensure!(sync.poll(&*rig.domain), "UNMAPs are not answered");
+    succeeded(&sync)?;
     for (range, _) in pages() {
         ensure!(rig.access(range.first())?.is_none(), "{range} is mapped still");
     }
@@ -249,16 +251,14 @@ fn fill<S: Server>(rig: &mut Rig<S>, live: usize) -> Result<()> {
     let Rig { domain, server, .. } = rig;
     let mut serving = server.begin()?;
     for first in (0..live).step_by(AT_ONCE) {
-        let mut all = page(first as u64);
-        for n in first..live.min(first + AT_ONCE) {
-            let range = page(n as u64);
-            domain.map_pages(range, target(n as u64), Prot::RW)?;
-            all = all.hull(range);
-        }
-        let begun = domain.iotlb_sync_map_begin(&[all])?;
-        while !domain.iotlb_sync_map_poll(begun, &[all])? {
+        let pages = first as u64..live.min(first + AT_ONCE) as u64;
+        let maps: Vec<_> = pages.map(|n| Map::new(page(n), target(n), Prot::RW)).collect();
+        domain.map_pages(&maps)?;
+        let mut sync = Pending::map(&**domain, maps.iter().map(Map::range).collect());
+        while !sync.poll(&**domain) {
             serving.serve()?;
         }
+        succeeded(&sync)?;
     }
     Ok(())
 }
@@ -283,7 +283,7 @@ impl<S: Server> Subject for OneOf<S> {
     fn sample(&mut self, How { clock, budget, .. }: How<'_>) -> Result<Sample> {
         let Rig { domain, server, .. } = &mut self.rig;
         let mut serving = server.begin()?;
-        let mut gather = Gather::new();
+        let (mut gather, mut list) = (Gather::new(), Vec::new());
         self.map.clear();
         self.unmap.clear();
         let (start, budget) = (clock.now(), budget.as_nanos() as f64);
@@ -292,17 +292,18 @@ impl<S: Server> Subject for OneOf<S> {
             let n = mix(self.next) % self.live as u64;
             let (range, target) = (page(n), target(n));
             let begun = clock.now();
-            domain.unmap_pages(range, &mut gather)?;
-            let token = domain.iotlb_sync_begin(&mut gather)?;
-            while !domain.iotlb_sync_poll(token, &[range])? {
+            domain.unmap(range, &mut gather)?;
+            let mut sync = Pending::gathered(&**domain, list, &mut gather);
+            while !sync.poll(&**domain) {
                 serving.serve()?;
             }
             let unmapped = clock.now();
-            domain.map_pages(range, target, Prot::RW)?;
-            let token = domain.iotlb_sync_map_begin(&[range])?;
-            while !domain.iotlb_sync_map_poll(token, &[range])? {
+            domain.map(Map::new(range, target, Prot::RW))?;
+            let mut sync = Pending::map(&**domain, sync.into_ranges());
+            while !sync.poll(&**domain) {
                 serving.serve()?;
             }
+            list = sync.into_ranges();
             let mapped = clock.now();
             self.unmap.push(unmapped.wrapping_sub(begun));
             self.map.push(mapped.wrapping_sub(unmapped));

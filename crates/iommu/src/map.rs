@@ -1,0 +1,67 @@
+//! Mappings to be made.
+
+use crate::{Address, Error, GuestPhys, Prot, Range, table::Mapping};
+
+/// A mapping to be made: a range, where its first address leads, and what is allowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Map<T> {
+    range: Range,
+    target: T,
+    prot: Prot,
+}
+
+impl Map<GuestPhys> {
+    /// Maps `range` to the guest-physical addresses from `target` on. Safe: what a guest does to its
+    /// own memory is the guest's affair.
+    #[inline]
+    pub const fn new(range: Range, target: GuestPhys, prot: Prot) -> Map<GuestPhys> {
+        Map { range, target, prot }
+    }
+}
+
+impl<T: Address> Map<T> {
+    /// Maps `range` to `target` and what follows it, whatever kind of address that is.
+    ///
+    /// # Safety
+    /// If the target is memory of this process, it stays mapped, and nothing else is made of it, until
+    /// a sync of the mapping's unmap is over ([`Synced`]), or for ever if none succeeds.
+    #[inline]
+    pub const unsafe fn of(range: Range, target: T, prot: Prot) -> Map<T> {
+        Map { range, target, prot }
+    }
+
+    /// What is mapped.
+    #[inline]
+    pub const fn range(&self) -> Range {
+        self.range
+    }
+
+    /// Where its first address leads.
+    #[inline]
+    pub const fn target(&self) -> T {
+        self.target
+    }
+
+    /// What is allowed.
+    #[inline]
+    pub const fn prot(&self) -> Prot {
+        self.prot
+    }
+
+    /// The same, as a table has it.
+    #[inline]
+    pub fn mapping(&self) -> Mapping {
+        Mapping { range: self.range, target: self.target.as_u64(), prot: self.prot }
+    }
+}
+
+/// A list that was carried out in part: the first `done` elements have taken effect, the next was
+/// refused, and it and those after it have changed nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("after {done} of a list: {error}")]
+pub struct Partial {
+    /// How many elements have taken effect.
+    pub done: usize,
+    /// Why the next has not.
+    pub error: Error,
+}

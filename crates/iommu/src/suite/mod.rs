@@ -1,0 +1,58 @@
+//! What any [`Domain`] owes, as checks that see it as a device does: by accesses.
+//!
+//! A [`Subject`] is a domain and a device behind it. [`run`] does all [`checks`], each in granules where
+//! nothing is mapped, and returns what came of them. It is for the tests of a domain.
+
+mod bench;
+mod cache;
+mod list;
+mod subject;
+
+use alloc::{string::String, vec::Vec};
+
+use crate::Domain;
+pub use cache::Cache;
+pub use list::{Check, checks};
+pub use subject::{MEMORY, Subject};
+
+use bench::{Area, Bench, Stop};
+
+/// What came of a check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The domain does what it owes.
+    Pass,
+    /// It does not.
+    Fail(String),
+    /// It cannot be asked that, and why.
+    NotApplicable(&'static str),
+}
+
+/// A check and how it ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The name of the check.
+    pub check: &'static str,
+    /// How it ended.
+    pub verdict: Verdict,
+}
+
+/// Does all checks.
+///
+/// # Errors
+/// The domain has no [`MEMORY`] granules in a row that could be mapped, or cannot be emptied.
+pub fn run<S: Subject>(subject: &mut S) -> Result<Vec<Outcome>, String> {
+    let area = Area::of(&subject.domain().geometry()).ok_or("no room for the checks")?;
+    let mut outcomes = Vec::new();
+    for check in checks::<S>() {
+        let mut bench = Bench { subject, area };
+        bench.empty()?;
+        let verdict = match (check.run)(&mut bench) {
+            Ok(()) => Verdict::Pass,
+            Err(Stop::Fail(why)) => Verdict::Fail(why),
+            Err(Stop::NotApplicable(why)) => Verdict::NotApplicable(why),
+        };
+        outcomes.push(Outcome { check: check.name, verdict });
+    }
+    Ok(outcomes)
+}

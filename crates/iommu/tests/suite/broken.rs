@@ -1,0 +1,208 @@
+//! Domains that are wrong in one thing.
+
+use std::sync::Arc;
+
+use ringfence_iommu::{
+    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Prot, Range,
+    Result, SyncToken, Work, table::Mapping, wrap::Faulty,
+};
+
+use crate::Soft;
+
+/// What a domain is wrong in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wrong {
+    /// A sync of unmaps does nothing.
+    NoSync,
+    /// A flush does nothing.
+    NoFlush,
+    /// A sync is of the first range of its list.
+    FirstOnly,
+    /// A mapping goes on for a granule.
+    OneMore,
+    /// A mapping leads to the next granule.
+    Elsewhere,
+    /// Whatever is mapped may be written.
+    AllPermitted,
+    /// An unaligned range is rounded.
+    Rounds,
+    /// What is there already is replaced.
+    Replaces,
+    /// A list goes on after what was refused.
+    MapsOn,
+    /// The same, of unmaps.
+    UnmapsOn,
+    /// An unmap removes all of what it splits.
+    Splits,
+    /// An unmap takes the next granule with it.
+    TakesMore,
+    /// An unmap returns the size of its range.
+    Miscounts,
+    /// A sync that fails has succeeded.
+    Swallows,
+    /// The first target of an address is its target for ever.
+    KeepsOld,
+    /// A look-up finds the granule instead of the address.
+    Truncates,
+    /// The list of mappings is empty.
+    ListsNothing,
+}
+
+impl Wrong {
+    /// Each with the check that is about it.
+    pub(crate) const ALL: [(Wrong, &str); 17] = [
+        (Wrong::NoSync, "unmaps_for_good"),
+        (Wrong::NoFlush, "flushes_what_was_queued"),
+        (Wrong::FirstOnly, "syncs_a_list"),
+        (Wrong::OneMore, "maps_nothing_besides"),
+        (Wrong::Elsewhere, "leads_where_it_was_mapped_to"),
+        (Wrong::AllPermitted, "enforces_permissions"),
+        (Wrong::Rounds, "refuses_what_its_geometry_refuses"),
+        (Wrong::Replaces, "refuses_to_map_twice"),
+        (Wrong::MapsOn, "maps_a_list_up_to_the_first_refused"),
+        (Wrong::UnmapsOn, "unmaps_a_list_up_to_the_first_refused"),
+        (Wrong::Splits, "splits_nothing"),
+        (Wrong::TakesMore, "keeps_the_neighbours"),
+        (Wrong::Miscounts, "unmaps_over_holes"),
+        (Wrong::Swallows, "reports_a_sync_that_failed"),
+        (Wrong::KeepsOld, "leads_anew_after_a_sync"),
+        (Wrong::Truncates, "finds_what_is_mapped"),
+        (Wrong::ListsNothing, "lists_what_is_mapped"),
+    ];
+}
+
+pub(crate) struct Broken {
+    inner: Arc<Faulty<Arc<Soft>>>,
+    wrong: Wrong,
+}
+
+impl Broken {
+    pub(crate) fn new(inner: Arc<Faulty<Arc<Soft>>>, wrong: Wrong) -> Broken {
+        Broken { inner, wrong }
+    }
+
+    fn soft(&self) -> &Soft {
+        self.inner.inner()
+    }
+
+    fn map_one(&self, map: &Map<GuestPhys>) -> Result<()> {
+        let (mut range, mut target, mut prot) = (map.range(), map.target(), map.prot());
+        match self.wrong {
+            Wrong::OneMore => range = next_to(range).map_or(range, |next| range.hull(next)),
+            Wrong::Elsewhere => target = GuestPhys(target.0 + 4096),
+            Wrong::AllPermitted if !prot.is_empty() => prot = Prot::RW,
+            Wrong::Rounds => range = rounded(range),
+            Wrong::Replaces => {
+                while let Some(there) = self.soft().mapping_from(range.first())
+                    && there.range.overlaps(range)
+                {
+                    self.inner.unmap(there.range, &mut Gather::new())?;
+                }
+            }
+            Wrong::KeepsOld if range.len() == 4096 => target = GuestPhys(0x40_0000),
+            _ => {}
+        }
+        self.inner.map(Map::new(range, target, prot))
+    }
+
+    fn unmap_one(&self, mut range: Range, gather: &mut Gather) -> Result<u128> {
+        match self.wrong {
+            Wrong::Rounds => range = rounded(range),
+            // What it has mapped too much goes, too.
+            Wrong::Splits | Wrong::OneMore => {
+                for end in [range.first(), range.last()] {
+                    let there = self.soft().mapping(end);
+                    range = there.map_or(range, |there| range.hull(there.range));
+                }
+            }
+            Wrong::TakesMore => {
+                if let Some(next) = next_to(range) {
+                    // What it cannot take it leaves.
+                    let _ = self.inner.unmap(next, gather);
+                }
+            }
+            _ => {}
+        }
+        let bytes = self.inner.unmap(range, gather)?;
+        Ok(if self.wrong == Wrong::Miscounts { range.len() } else { bytes })
+    }
+}
+
+fn next_to(range: Range) -> Option<Range> {
+    Range::from_len(Iova(range.last().0.checked_add(1)?), 4096)
+}
+
+fn rounded(range: Range) -> Range {
+    Range::new(Iova(range.first().0 & !4095), Iova(range.last().0 | 4095)).unwrap()
+}
+
+// SAFETY: none: they are wrong. No memory is behind their targets.
+unsafe impl Domain for Broken {
+    type Target = GuestPhys;
+
+    fn geometry(&self) -> Geometry {
+        self.inner.geometry()
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
+        let mut first = Ok(());
+        for (done, map) in maps.iter().enumerate() {
+            let mapped = self.map_one(map).map_err(|error| Partial { done, error });
+            first = first.and(mapped);
+            if first.is_err() && self.wrong != Wrong::MapsOn {
+                break;
+            }
+        }
+        first
+    }
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        let mut sum = Ok(0);
+        for (done, &range) in ranges.iter().enumerate() {
+            match self.unmap_one(range, gather) {
+                Ok(bytes) => sum = sum.map(|sum| sum + bytes),
+                Err(error) => sum = sum.and(Err(Partial { done, error })),
+            }
+            if sum.is_err() && self.wrong != Wrong::UnmapsOn {
+                break;
+            }
+        }
+        sum
+    }
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
+        match (self.wrong, work) {
+            (Wrong::NoSync, Work::Unmap { .. }) | (Wrong::NoFlush, Work::All) => {
+                Ok(SyncToken::DONE)
+            }
+            (Wrong::FirstOnly, Work::Unmap { ranges: [first, ..], exact }) => {
+                self.inner.sync_begin(Work::Unmap { ranges: &[*first], exact })
+            }
+            (Wrong::Swallows, _) => self.inner.sync_begin(work).or(Ok(SyncToken::DONE)),
+            _ => self.inner.sync_begin(work),
+        }
+    }
+    fn sync_poll(
+        &self,
+        token: SyncToken,
+        work: Work<'_>,
+        failed: &mut dyn FnMut(Range, Error),
+    ) -> bool {
+        self.inner.sync_poll(token, work, failed)
+    }
+    fn sync_wait(&self, token: SyncToken) {
+        self.inner.sync_wait(token);
+    }
+    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
+        match self.wrong {
+            Wrong::Truncates => self.inner.iova_to_phys(Iova(iova.0 & !4095)),
+            _ => self.inner.iova_to_phys(iova),
+        }
+    }
+    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
+        match self.wrong {
+            Wrong::ListsNothing => Ok(()),
+            _ => self.inner.mappings_from(iova, into),
+        }
+    }
+}

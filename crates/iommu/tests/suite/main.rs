@@ -1,0 +1,140 @@
+//! The suite of what a domain owes: ours keep it, and each domain that is wrong in one thing fails the check
+//! that is about it.
+#![cfg(not(loom))]
+
+mod broken;
+
+use std::{
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, Sender, TryRecvError},
+    },
+    thread,
+};
+
+use broken::{Broken, Wrong};
+use ringfence_iommu::{
+    Domain, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range, ReservedKind, ReservedRegion,
+    SoftDomain,
+    shootdown::Shootdown,
+    suite::{Cache, MEMORY, Outcome, Subject, Verdict, checks, run},
+    table::Limits,
+    wrap::{Counted, Faulty, Kind, Stage, When},
+};
+
+pub(crate) type Soft = SoftDomain<GuestPhys>;
+
+/// Guest-physical memory begins here.
+const BASE: u64 = 0x40_0000;
+
+/// A device in a thread of its own, behind a domain that is, or consists of, `soft`.
+struct Rig<D> {
+    domain: D,
+    granule: u64,
+    ask: Sender<(Iova, Prot)>,
+    answers: Receiver<Option<u64>>,
+    fail_next: Option<Arc<Faulty<Arc<Soft>>>>,
+}
+
+fn soft(granule: u64) -> Arc<Soft> {
+    let reserved = Range::from_len(Iova(0), granule).unwrap();
+    let geometry = Geometry {
+        reserved: [ReservedRegion { range: reserved, kind: ReservedKind::Msi }].into(),
+        ..Geometry::new(PageSizes::from_granule(granule).unwrap(), Range::ALL)
+    };
+    Soft::new(geometry, Limits::NONE, Shootdown::new(1))
+}
+
+impl<D: Domain<Target = GuestPhys>> Rig<D> {
+    fn new(soft: &Arc<Soft>, domain: D) -> Rig<D> {
+        let (ask, asked) = mpsc::channel();
+        let (answer, answers) = mpsc::channel();
+        let behind = Arc::clone(soft);
+        thread::spawn(move || {
+            let mut cache = Cache::new(behind.shootdown().reader().unwrap());
+            loop {
+                match asked.try_recv() {
+                    Ok((iova, prot)) => answer.send(cache.access(&behind, iova, prot)).unwrap(),
+                    Err(TryRecvError::Empty) => {
+                        cache.quiet();
+                        thread::yield_now();
+                    }
+                    Err(TryRecvError::Disconnected) => break,
+                }
+            }
+        });
+        let granule = soft.geometry().page_sizes.granule();
+        Rig { domain, granule, ask, answers, fail_next: None }
+    }
+}
+
+impl<D: Domain<Target = GuestPhys>> Subject for Rig<D> {
+    type Domain = D;
+    fn domain(&self) -> &D {
+        &self.domain
+    }
+    fn map(&self, range: Range, to: u64, prot: Prot) -> Map<GuestPhys> {
+        assert!(to < MEMORY);
+        Map::new(range, GuestPhys(BASE + to * self.granule), prot)
+    }
+    fn access(&mut self, iova: Iova, prot: Prot) -> Option<u64> {
+        self.ask.send((iova, prot)).unwrap();
+        self.answers.recv().unwrap()
+    }
+    fn fail_next(&mut self) -> bool {
+        let faulty = self.fail_next.as_ref();
+        faulty.inspect(|it| it.inject(Kind::Sync, When::Nth(1), Stage::Before)).is_some()
+    }
+}
+
+fn failures(outcomes: &[Outcome]) -> Vec<&Outcome> {
+    outcomes.iter().filter(|it| matches!(it.verdict, Verdict::Fail(_))).collect()
+}
+
+fn passed(outcomes: &[Outcome], not_applicable: &[&str]) {
+    assert!(failures(outcomes).is_empty(), "{:#?}", failures(outcomes));
+    let left = outcomes.iter().filter(|it| matches!(it.verdict, Verdict::NotApplicable(_)));
+    assert_eq!(left.map(|it| it.check).collect::<Vec<_>>(), not_applicable);
+}
+
+#[test]
+fn a_domain_in_software_keeps_it_whatever_the_granule() {
+    for granule in [1 << 12, 1 << 16, 1] {
+        let soft = soft(granule);
+        let mut rig = Rig::new(&soft, Arc::clone(&soft));
+        passed(&run(&mut rig).unwrap(), &["reports_a_sync_that_failed"]);
+    }
+}
+
+#[test]
+fn wrappers_keep_it_and_what_is_made_to_fail_says_so() {
+    let soft = soft(4096);
+    let faulty = Arc::new(Faulty::new(Arc::clone(&soft), 0));
+    let mut rig = Rig::new(&soft, Counted::new(Arc::clone(&faulty)));
+    rig.fail_next = Some(faulty);
+    passed(&run(&mut rig).unwrap(), &[]);
+}
+
+#[test]
+fn each_domain_that_is_wrong_in_one_thing_fails_the_check_of_it() {
+    let mut met = Vec::new();
+    for (wrong, check) in Wrong::ALL {
+        let soft = soft(4096);
+        let faulty = Arc::new(Faulty::new(Arc::clone(&soft), 0));
+        let mut rig = Rig::new(&soft, Broken::new(Arc::clone(&faulty), wrong));
+        rig.fail_next = Some(faulty);
+        let outcomes = run(&mut rig);
+        // One may be so wrong that nothing can be cleaned up after it: that is a failure of the suite.
+        let outcomes = outcomes.unwrap_or_else(|why| panic!("{wrong:?}: {why}"));
+        let failed = failures(&outcomes);
+        assert!(failed.iter().any(|it| it.check == check), "{wrong:?} passes {check}: {failed:?}");
+        assert!(!met.contains(&check), "{check} is the check of another");
+        met.push(check);
+    }
+    assert!(met.len() >= 10);
+    // The others are for domains whose device may refuse, and for addresses that need no help to be wrong.
+    let every: Vec<_> = checks::<Rig<Arc<Soft>>>().iter().map(|check| check.name).collect();
+    assert!(met.iter().all(|check| every.contains(check)));
+    let missed: Vec<_> = every.into_iter().filter(|check| !met.contains(check)).collect();
+    assert_eq!(missed, ["ends_a_sync_that_was_begun", "maps_its_last_granule"]);
+}

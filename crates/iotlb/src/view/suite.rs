@@ -1,0 +1,91 @@
+//! The suite of what any domain owes, of an IOTLB that is fed as one; its device is a view in a thread.
+
+use std::{
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, Sender, TryRecvError},
+    },
+    thread,
+};
+
+use ringfence_iommu::{
+    GuestPhys, Iova, Map, Prot, Range,
+    shootdown::Shootdown,
+    suite::{Subject, Verdict, run},
+};
+use ringfence_mem::{Access, Translate};
+
+use super::{
+    View,
+    tests::{PAGE, REGIONS, host, memory},
+};
+use crate::{Binding, Endpoint, Iotlb, IotlbConfig};
+
+/// The first of the guest's memory.
+const BASE: u64 = REGIONS[0].0 * PAGE;
+
+struct Rig {
+    iotlb: Arc<Iotlb>,
+    ask: Sender<(Iova, Prot)>,
+    answers: Receiver<Option<u64>>,
+}
+
+impl Rig {
+    fn new() -> Rig {
+        let shootdown = Shootdown::new(1);
+        let iotlb = Iotlb::new(IotlbConfig::default(), Arc::clone(&shootdown));
+        let endpoint = Endpoint::new(1, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
+        let (ask, asked) = mpsc::channel::<(Iova, Prot)>();
+        let (answer, answers) = mpsc::channel();
+        thread::spawn(move || {
+            let memory = memory();
+            let mut view = View::new(endpoint, Arc::clone(&memory)).unwrap();
+            loop {
+                match asked.try_recv() {
+                    Ok((Iova(addr), prot)) => {
+                        let access = match prot.contains(Prot::WRITE) {
+                            true => Access::ReadWrite,
+                            false => Access::Read,
+                        };
+                        let window = view.silently(|| view.window(addr, 1, access)).ok();
+                        let at = window.map(|window| window.slice().as_ptr() as usize);
+                        let offset = at.map(|at| (at - host(&memory, BASE)) as u64);
+                        answer.send(offset.map(|offset| BASE + offset)).unwrap();
+                    }
+                    Err(TryRecvError::Empty) => {
+                        view.quiet();
+                        thread::yield_now();
+                    }
+                    Err(TryRecvError::Disconnected) => break,
+                }
+            }
+        });
+        Rig { iotlb, ask, answers }
+    }
+}
+
+impl Subject for Rig {
+    type Domain = Iotlb;
+    fn domain(&self) -> &Iotlb {
+        &self.iotlb
+    }
+    /// The granule is a byte.
+    fn map(&self, range: Range, to: u64, prot: Prot) -> Map<GuestPhys> {
+        Map::new(range, GuestPhys(BASE + to), prot)
+    }
+    fn access(&mut self, iova: Iova, prot: Prot) -> Option<u64> {
+        self.ask.send((iova, prot)).unwrap();
+        self.answers.recv().unwrap()
+    }
+}
+
+#[test]
+fn an_iotlb_that_is_fed_by_an_iommu_keeps_it() {
+    let outcomes = run(&mut Rig::new()).unwrap();
+    let failed: Vec<_> =
+        outcomes.iter().filter(|it| matches!(it.verdict, Verdict::Fail(_))).collect();
+    assert!(failed.is_empty(), "{failed:#?}");
+    let left = outcomes.iter().filter(|it| matches!(it.verdict, Verdict::NotApplicable(_)));
+    let left: Vec<_> = left.map(|it| it.check).collect();
+    assert_eq!(left, ["reports_a_sync_that_failed", "lists_what_is_mapped"]);
+}
