@@ -6,23 +6,14 @@ use crate::{
     BounceConfig,
     auto::{Auto, Cell, Choice, Kind, Slice},
     bounce::Client,
-    mapper::Measured,
     mode::Mode,
-    place::Wanted,
+    pieces::Measured,
+    wanted::Wanted,
 };
 
 /// The longest mapping that is copied where the policy leaves it open, in bytes: where so much moves,
 /// a sync is nothing.
 const LONGEST: u64 = 4 << 20;
-
-/// For how long something is mapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lasting {
-    /// For one I/O.
-    Streaming,
-    /// For many: it is never a copy, since device and CPU use it with no call in between.
-    Long,
-}
 
 /// A device's part in its domain's pools.
 pub(crate) struct Bouncer<T: Address> {

@@ -8,25 +8,25 @@ use ringfence_iova::Allocator;
 
 use crate::{
     BouncePools, Choices, Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained,
-    Fallback, FlushTuning, MapBatch, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused,
-    SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, UnmapBatch, Waits,
+    Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused, SetupError,
+    SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
     bounce::{Bytes, Client, ClientParts},
-    bouncer::{Bouncer, Lasting},
+    bouncer::Bouncer,
+    control::Control,
+    counter::Count,
     detect::Watchman,
+    flush::Lazy,
     layout::Limits,
-    lazy::Lazy,
-    mapper::Sync,
     mapping::Owner,
     mode::{Mode, ModeCell},
-    place::{Failed, Made, Wanted},
+    pieces::Sync,
     placed::Placed,
     port::Port,
     segment::Segments,
     shared::{Parts, Shared},
-    stats::Count,
-    switch::Control,
     thread_time::{BriefSampler, Sampler},
     trust::{self, Means},
+    wanted::{Failed, Lasting, Made, Wanted},
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -284,17 +284,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// [`DeviceShare`](crate::DeviceShare) and [`SlotHolder`](crate::SlotHolder) call it.
     pub fn number_in_pools(&self) -> Option<u32> {
         self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.number())
-    }
-
-    /// A queue in which mappings of this device, once they were pushed, are made known to it
-    /// together.
-    pub fn map_batch<B, T>(&self) -> MapBatch<D, A, B, T> {
-        MapBatch::new(self.clone())
-    }
-
-    /// A queue in which mappings of this device are unmapped together.
-    pub fn unmap_batch<B, T>(&self) -> UnmapBatch<D, A, B, T> {
-        UnmapBatch::new(Arc::clone(&self.port))
     }
 
     /// The policy in force.

@@ -2,46 +2,18 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-use ringfence_iommu::{Domain, Gather, Result, table::PageList};
+use ringfence_iommu::{Domain, Gather, Result};
 use ringfence_iova::Allocator;
 use ringfence_sync::histogram::Histogram;
 
 use crate::{
-    flush::{Batch, Enqueued, Entry, FlushQueues, Pace, Timer, Watch},
+    counter::Count,
+    flush::{Batch, Enqueued, Entry, Lazy, Removed, Watch},
     mode::Mode,
-    shared::{Shared, Span, Unmapped},
-    stats::{Count, Counters, FreeCounters},
+    shared::Shared,
+    span::{Span, Unmapped},
+    stats::{Counters, FreeCounters},
 };
-
-/// What a lazy policy needs. A device that is strict has it too, closed and without memory, so that
-/// it can become lazy.
-pub(crate) struct Lazy {
-    pub(crate) queues: FlushQueues<Entry>,
-    pub(crate) pace: Pace,
-    pub(crate) timer: Timer,
-    /// Held by who flushes because the bound of bytes is reached, so that one does it for all.
-    at_bound: Mutex<()>,
-}
-
-/// Translations that were removed, before their invalidation waits in a queue.
-pub(crate) struct Removed {
-    /// When.
-    pub(crate) since_ns: u64,
-    /// Table pages that were unlinked with them.
-    pub(crate) pages: PageList,
-}
-
-impl Lazy {
-    pub(crate) fn new(rings: usize) -> Lazy {
-        Lazy {
-            queues: FlushQueues::new(rings),
-            pace: Pace::new(),
-            timer: Timer::new(),
-            at_bound: Mutex::new(()),
-        }
-    }
-}
 
 impl<D: Domain, A: Allocator> Shared<D, A> {
     /// Rule L18: translations go now; only the invalidation, the IOVA and the table pages wait.

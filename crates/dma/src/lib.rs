@@ -64,6 +64,8 @@ mod bounce;
 mod bouncer;
 mod buffer;
 mod config;
+mod control;
+mod counter;
 mod detect;
 mod device;
 mod error;
@@ -74,6 +76,7 @@ mod mapper;
 mod mapping;
 mod mode;
 mod persistent;
+mod pieces;
 mod place;
 mod placed;
 mod policy;
@@ -81,12 +84,14 @@ mod pool;
 mod port;
 mod segment;
 mod shared;
+mod span;
 mod stats;
 mod switch;
 mod thread_time;
 mod trust;
 mod tuning;
 mod waits;
+mod wanted;
 
 pub use auto::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 pub use batch::{MapBatch, UnmapBatch};
@@ -96,18 +101,20 @@ pub use bounce::{
 };
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{Config, Environment, TimerKind};
+pub use counter::Sampled;
 pub use detect::{Detector, Explained, Misuse, Place, UseAfterUnmap};
 pub use device::Device;
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};
 pub use persistent::Persistent;
-pub use policy::{Fallback, ParsePolicyError, Policy};
+pub use policy::{ParsePolicyError, Policy, QueueKind};
 pub use pool::{Block, CoherentPool, PoolError, PoolLimits, PoolMemory, PoolStats};
 pub use segment::Segment;
-pub use stats::{Exposure, Sampled, Stats};
+pub use stats::{Exposure, Stats};
 pub use thread_time::{OsThreadClock, ThreadClock};
 pub use trust::{
-    Decision, Distrust, Finding, Guest, Platform, Reason, Refused, Trust, TrustError, decide,
+    Decision, Distrust, Fallback, Finding, Guest, Platform, Reason, Refused, Trust, TrustError,
+    decide,
 };
-pub use tuning::{FlushTuning, QueueKind, TuningError};
+pub use tuning::{FlushTuning, TuningError};
 pub use waits::Waits;

@@ -7,66 +7,17 @@ use ringfence_sync::clock::Clock;
 
 use crate::{
     Direction, Error,
+    counter::Count,
     layout::{Layout, Limits, Run},
+    pieces::{Pieces, Sync},
     segment::Segments,
     shared::Shared,
-    stats::{Count, Counters},
+    stats::Counters,
     waits::timed,
 };
 
-/// The pieces of a buffer, or of a list of buffers, one after the other.
-pub(crate) type Pieces<'a, T> = &'a dyn Fn(&mut dyn FnMut(T, u64));
-
 /// So many runs are mapped by one call of the domain.
 const TOGETHER: usize = 32;
-
-/// When what a map call has queued is synced, if the policy leaves that open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sync {
-    /// At the end of the call.
-    Now,
-    /// By the caller, with others.
-    Later,
-}
-
-/// What the pieces of a buffer are together.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Measured {
-    /// Bytes of address space that they need.
-    pub(crate) size: u64,
-    /// Bytes of them.
-    pub(crate) len: u64,
-    /// How many there are, those as one that follow each other in memory.
-    pub(crate) runs: u64,
-    /// Whether they fill their granules, so that nothing else lies there.
-    pub(crate) fills: bool,
-}
-
-/// Measures the pieces.
-pub(crate) fn measure<T: Address>(
-    limits: Limits,
-    pieces: Pieces<'_, T>,
-) -> Result<Measured, Error> {
-    let mut layout = Layout::new(limits);
-    let mut len = 0u64;
-    let (mut runs, mut fills) = (0, true);
-    let mut count = |run: Run| {
-        runs += 1;
-        fills &= limits.fills_granules(run.target, run.len);
-        Ok(())
-    };
-    let mut result = Ok(());
-    pieces(&mut |target, piece| {
-        if result.is_ok() {
-            len = len.saturating_add(piece);
-            result = layout.piece(target.as_u64(), piece, &mut count);
-        }
-    });
-    result?;
-    let size = layout.finish(&mut count)?;
-    // Address space is needed for every byte, so the sum of the bytes cannot pass 2^64 here.
-    if size == 0 { Err(Error::Empty) } else { Ok(Measured { size, len, runs, fills }) }
-}
 
 /// Maps the pieces of one buffer into the range that was allocated for them.
 pub(crate) struct Mapper<'a, D: Domain> {

@@ -11,7 +11,7 @@ use crate::{
     auto::Slice,
     bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
     placed::Placed,
-    shared::{Span, Unmapped},
+    span::{Span, Unmapped},
 };
 
 /// What a mapping needs of its device. A trait object, so that a mapping's type tells only what it

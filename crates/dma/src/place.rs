@@ -1,59 +1,19 @@
 //! From the pieces of a buffer to where they are mapped, or copied to.
 
-use core::panic::Location;
-
 use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    Device, Direction, Error, Trust,
-    bounce::{Bounced, Bytes, Slices},
-    bouncer::{Decided, Lasting},
-    mapper::{Mapper, Measured, Pieces, Sync, measure},
+    Device, Error, Trust,
+    bounce::Bounced,
+    bouncer::Decided,
+    counter::Count,
+    mapper::Mapper,
+    pieces::{Measured, Pieces, measure},
     placed::Placed,
-    shared,
-    stats::Count,
+    span::Span,
+    wanted::{Failed, Lasting, Wanted},
 };
-
-/// What a map call was asked for, and where in the program.
-pub(crate) struct Made<B> {
-    pub(crate) direction: Direction,
-    pub(crate) at: &'static Location<'static>,
-    /// How to reach the bytes of what it was asked for.
-    pub(crate) bytes: Bytes<B>,
-}
-
-impl<B> Clone for Made<B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B> Copy for Made<B> {}
-
-/// What a map call is to map.
-#[derive(Clone, Copy)]
-pub(crate) struct Wanted<'a, T> {
-    pub(crate) pieces: Pieces<'a, T>,
-    pub(crate) slices: Slices<'a>,
-    pub(crate) direction: Direction,
-    pub(crate) at: &'static Location<'static>,
-    pub(crate) lasting: Lasting,
-    pub(crate) sync: Sync,
-}
-
-/// A map call that failed.
-pub(crate) struct Failed {
-    pub(crate) error: Error,
-    /// Whether nothing of it is left.
-    pub(crate) undone: bool,
-}
-
-impl From<Error> for Failed {
-    fn from(error: Error) -> Failed {
-        Failed { error, undone: true }
-    }
-}
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub(crate) fn place(&self, wanted: &Wanted<'_, D::Target>) -> Result<Placed, Failed> {
@@ -178,7 +138,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 let (mapped, synced) = (mapper.mapped, mapper.is_synced());
                 let first = placed.segments.as_slice().first();
                 placed.iova = Iova(first.map_or(base, |first| first.addr));
-                placed.span = Some(shared::Span { range, mapped });
+                placed.span = Some(Span { range, mapped });
                 (placed.len, placed.synced) = (len, synced);
                 Ok(placed)
             }

@@ -12,7 +12,7 @@ use crate::{
     auto::Slice,
     bounce::{Bounced, Slot},
     segment::Segments,
-    shared::Span,
+    span::Span,
 };
 
 /// Where a buffer was mapped.

@@ -2,8 +2,6 @@
 
 use core::{fmt, str::FromStr};
 
-use crate::{Distrust, QueueKind};
-
 /// How mappings are made and unmade: what they cost, and what they promise.
 ///
 /// The names are those of the measurements on the kernel's mailing list that this crate is
@@ -169,27 +167,30 @@ impl FromStr for Policy {
     }
 }
 
-/// Why a device works under another policy than the one asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
-#[non_exhaustive]
-pub enum Fallback {
-    /// Lazy was asked for, but the domain has done its work when an unmap returns: there is nothing
-    /// to defer.
-    #[error("the domain cannot defer its flushes, so lazy falls back to strict")]
-    NoDeferredFlush,
-    /// The device is untrusted: it gets strict protection, whatever was asked for (rule L28).
-    #[error("the device is untrusted ({why}), so it gets strict protection")]
-    Untrusted {
-        /// What speaks against it.
-        why: Distrust,
-    },
-    /// What is unmapped can be told from what was never mapped only if the device no longer
-    /// reaches it.
-    #[error("the use-after-unmap detector is on, which needs strict protection")]
-    Detector,
-    /// The device was made without bounce pools.
-    #[error("the device has no bounce pools, so it maps strictly")]
-    NoPools,
+/// One flush queue for all, or one for each CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum QueueKind {
+    /// One for all: the lazy policies with `sq` in their names.
+    #[default]
+    Single,
+    /// One for each CPU: the lazy policies with `mq` in their names.
+    PerCpu,
+}
+
+impl QueueKind {
+    /// In words.
+    pub const fn name(self) -> &'static str {
+        match self {
+            QueueKind::Single => "a single flush queue",
+            QueueKind::PerCpu => "a flush queue per CPU",
+        }
+    }
+}
+
+impl core::fmt::Display for QueueKind {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.pad(self.name())
+    }
 }
 
 #[cfg(all(test, not(loom)))]

@@ -9,9 +9,11 @@ use ringfence_iova::Allocator;
 use crate::{
     auto::{self, Slice},
     bounce::{Bounced, SlicesMut, Slot},
+    counter::Count,
     mapping::{DeviceId, Owner},
-    shared::{self, Shared, Unmapped},
-    stats::{Count, Counters},
+    shared::Shared,
+    span::{self, Unmapped},
+    stats::Counters,
 };
 
 /// A clone of a device: what its mappings hold on to.
@@ -30,7 +32,7 @@ impl<D: Domain, A: Allocator> Port<D, A> {
     /// What follows the invalidation of something that was unmapped strictly, in a batch.
     pub(crate) fn settle(
         &self,
-        span: Option<shared::Span>,
+        span: Option<span::Span>,
         unmapped: Option<Unmapped>,
         result: ringfence_iommu::Result<Synced>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
@@ -53,7 +55,7 @@ impl<D: Domain, A: Allocator> Drop for Port<D, A> {
 impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     fn unmap(
         &self,
-        span: Option<shared::Span>,
+        span: Option<span::Span>,
         strictly: bool,
         watched: bool,
         at: Option<&'static Location<'static>>,

@@ -9,15 +9,16 @@ use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
     Choices, Fallback, Policy, Stats, TimerKind, Trust, Waits,
-    auto::{Tally, calibrate},
+    auto::Tally,
     bouncer::Bouncer,
+    control::Control,
+    counter::{Count, TimeCounter},
     detect::Watchman,
-    flush::{Entry, Watch},
+    flush::{Entry, Lazy},
     layout::Limits,
-    lazy::Lazy,
     mode::ModeCell,
-    stats::{Count, Counters, FreeCounters, TimeCounter},
-    switch::Control,
+    span::{Span, Unmapped},
+    stats::{Counters, FreeCounters},
     thread_time::{BriefSampler, Sampler},
     trust::{self, Means},
     waits::{OtherWaits, timed},
@@ -68,21 +69,6 @@ struct Clones {
     gone: Stats,
     gone_waits: Waits,
     gone_tally: Tally,
-}
-
-/// The IOVA range of a mapping.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Span {
-    /// All of it, in whole granules, pads included.
-    pub(crate) range: Range,
-    /// How many bytes of it are mapped.
-    pub(crate) mapped: u64,
-}
-
-/// An IOVA after its unmap, for who wants to watch it.
-pub(crate) struct Unmapped {
-    pub(crate) since_ns: u64,
-    pub(crate) watch: Arc<Watch>,
 }
 
 /// The parts a [`Shared`] is made of.
@@ -273,16 +259,6 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn quarantine(&self, range: Range) {
         self.quarantine.ranges.add(1);
         self.quarantine.bytes.add(range.extent().saturating_add(1));
-    }
-
-    /// Measures what copies and maps cost, if the policy needs to know that: to be called without
-    /// a lock that anybody waits for who maps.
-    pub(crate) fn prepare(&self, policy: Policy) {
-        if policy == Policy::Auto
-            && let Some(bouncer) = &self.bouncer
-        {
-            bouncer.auto.restart(calibrate(self, &bouncer.client));
-        }
     }
 
     /// What was chosen, and why, if the policy chooses.

@@ -1,28 +1,14 @@
 //! What a device did, and what it cost.
 
 // The atomics of `std` under loom too: counts are not a way for threads to agree.
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
-use crate::{auto::Tally, waits::CallerWaits};
-
-/// Time measured on a sample of the calls.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sampled {
-    /// How many calls were timed.
-    pub count: u64,
-    /// Their time together, in nanoseconds, the cost of reading the clock subtracted: thread CPU
-    /// time, where nothing else is said.
-    pub ns: u64,
-    /// Their time together by the wall's clock: more, if the thread slept or lost its CPU.
-    pub wall_ns: u64,
-}
-
-impl Sampled {
-    /// The mean per call in nanoseconds; 0 if nothing was timed.
-    pub fn mean_ns(&self) -> f64 {
-        if self.count == 0 { 0.0 } else { self.ns as f64 / self.count as f64 }
-    }
-}
+use crate::{
+    Sampled,
+    auto::Tally,
+    counter::{BriefCounter, Count, TimeCounter},
+    waits::CallerWaits,
+};
 
 /// How much memory was reachable for how long after it was unmapped (lazy policies only).
 ///
@@ -232,78 +218,5 @@ impl Counters {
         let (taken, bytes) = (self.given_back.get(), self.given_back_bytes.get());
         stats.taken += now(&self.taken, taken);
         stats.taken_bytes += now(&self.taken_bytes, bytes);
-    }
-}
-
-/// A sum of sampled times.
-#[derive(Debug, Default)]
-pub(crate) struct TimeCounter {
-    count: AtomicU64,
-    ns: AtomicU64,
-    wall_ns: AtomicU64,
-}
-
-impl TimeCounter {
-    /// Notes the time of `calls` calls together; 0 for what belongs to calls counted already.
-    pub(crate) fn note(&self, calls: u64, ns: u64, wall_ns: u64) {
-        self.count.add(calls);
-        self.ns.add(ns);
-        self.wall_ns.add(wall_ns);
-    }
-
-    pub(crate) fn add_to(&self, sum: &mut Sampled) {
-        sum.count += self.count.get();
-        sum.ns += self.ns.get();
-        sum.wall_ns += self.wall_ns.get();
-    }
-}
-
-/// A sum of sampled times of calls that may be shorter than a reading of the clock.
-#[derive(Debug, Default)]
-pub(crate) struct BriefCounter {
-    count: AtomicU64,
-    /// The calls, and as much of the clock's own time as lies between two readings.
-    ns: AtomicU64,
-    /// What lay between two readings with nothing between them, once a sample.
-    clock_ns: AtomicU64,
-}
-
-impl BriefCounter {
-    pub(crate) fn note(&self, calls: u64, ns: u64, clock_ns: u64) {
-        self.count.add(calls);
-        self.ns.add(ns);
-        self.clock_ns.add(clock_ns);
-    }
-
-    pub(crate) fn add_to(&self, sum: &mut Sampled) {
-        sum.count += self.count.get();
-        // The sums, not each sample: a clock's jitter may make a single difference negative, and
-        // to call that 0 would make the mean too large.
-        let ns = self.ns.get().saturating_sub(self.clock_ns.get());
-        sum.ns += ns;
-        sum.wall_ns += ns;
-    }
-}
-
-/// Counting needs no order among threads.
-pub(crate) trait Count {
-    fn add(&self, n: u64);
-    /// Undoes an [`add`](Self::add).
-    fn take_back(&self, n: u64);
-    fn get(&self) -> u64;
-}
-
-impl Count for AtomicU64 {
-    #[inline]
-    fn add(&self, n: u64) {
-        self.fetch_add(n, Ordering::Relaxed);
-    }
-    #[inline]
-    fn take_back(&self, n: u64) {
-        self.fetch_sub(n, Ordering::Relaxed);
-    }
-    #[inline]
-    fn get(&self) -> u64 {
-        self.load(Ordering::Relaxed)
     }
 }

@@ -11,54 +11,11 @@ use ringfence_iommu::Domain;
 use ringfence_iova::Allocator;
 
 use crate::{
-    Fallback, FlushTuning, Policy, QueueKind, SetupError, SwitchError, TimerKind, TuningError,
+    Fallback, FlushTuning, Policy, SetupError, SwitchError, TimerKind, TuningError,
     flush::{Shape, bound_ns},
     mode::Mode,
     shared::Shared,
 };
-
-/// What changes take turns at.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Control {
-    /// Why the policy in force is not the one asked for.
-    fallback: Option<Fallback>,
-    /// The kind of queue that is in use, or was last, or will be.
-    kind: QueueKind,
-    single: FlushTuning,
-    per_cpu: FlushTuning,
-    /// What was queued under other bounds could not be flushed: the next change does it.
-    unflushed: bool,
-}
-
-impl Control {
-    /// For a device that begins under `policy`.
-    ///
-    /// # Errors
-    /// The tuning makes no sense, or not with this policy.
-    pub(crate) fn new(
-        policy: Policy,
-        fallback: Option<Fallback>,
-        tuning: Option<FlushTuning>,
-    ) -> Result<Control, SetupError> {
-        let tuning = tuning.unwrap_or(FlushTuning::of(policy));
-        tuning.check()?;
-        if policy.queue_kind().is_some_and(|kind| kind != tuning.kind) {
-            return Err(TuningError::Kind { kind: tuning.kind, policy }.into());
-        }
-        let (single, per_cpu) = (FlushTuning::single(), FlushTuning::per_cpu());
-        let mut control =
-            Control { fallback, kind: tuning.kind, single, per_cpu, unflushed: false };
-        *control.of_kind(tuning.kind) = tuning;
-        Ok(control)
-    }
-
-    fn of_kind(&mut self, kind: QueueKind) -> &mut FlushTuning {
-        match kind {
-            QueueKind::Single => &mut self.single,
-            QueueKind::PerCpu => &mut self.per_cpu,
-        }
-    }
-}
 
 impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     /// Brings a device that was made strict, or `off`, under the policy it is to begin with.

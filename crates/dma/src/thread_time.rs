@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringfence_sync::clock::Clock;
 
-use crate::stats::{BriefCounter, TimeCounter};
+use crate::counter::{BriefCounter, TimeCounter};
 
 /// A clock that runs only while the calling thread does.
 pub trait ThreadClock: Send + Sync {

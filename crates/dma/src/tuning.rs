@@ -2,7 +2,7 @@
 
 use std::collections::TryReserveError;
 
-use crate::Policy;
+use crate::{Policy, QueueKind};
 
 /// Slots of a single queue, as Linux has it.
 const SINGLE_SLOTS: usize = 32_768;
@@ -12,32 +12,6 @@ const SINGLE_MS: u64 = 1000;
 const PER_CPU_SLOTS: usize = 256;
 /// How long queues per CPU wait in Linux, in milliseconds.
 const PER_CPU_MS: u64 = 10;
-
-/// One flush queue for all, or one for each CPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum QueueKind {
-    /// One for all: the lazy policies with `sq` in their names.
-    #[default]
-    Single,
-    /// One for each CPU: the lazy policies with `mq` in their names.
-    PerCpu,
-}
-
-impl QueueKind {
-    /// In words.
-    pub const fn name(self) -> &'static str {
-        match self {
-            QueueKind::Single => "a single flush queue",
-            QueueKind::PerCpu => "a flush queue per CPU",
-        }
-    }
-}
-
-impl core::fmt::Display for QueueKind {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.pad(self.name())
-    }
-}
 
 /// How large flush queues are, when they are flushed, and how much may stay exposed in them.
 ///

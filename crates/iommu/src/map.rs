@@ -24,7 +24,7 @@ impl<T: Address> Map<T> {
     ///
     /// # Safety
     /// If the target is memory of this process, it stays mapped, and nothing else is made of it, until
-    /// a sync of the mapping's unmap is over ([`Synced`]), or for ever if none succeeds.
+    /// a sync of the mapping's unmap is over ([`Synced`](crate::Synced)), or for ever if none succeeds.
     #[inline]
     pub const unsafe fn of(range: Range, target: T, prot: Prot) -> Map<T> {
         Map { range, target, prot }

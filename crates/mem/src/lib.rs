@@ -37,6 +37,7 @@ mod guest_memory;
 mod mapping;
 mod memory;
 mod ram;
+mod region;
 mod shared;
 pub mod sigbus;
 mod slice;
@@ -48,8 +49,9 @@ pub use error::MemError;
 #[cfg(feature = "vm-memory")]
 pub use guest_memory::GuestBus;
 pub use mapping::{unmap_elsewhere, unmapped_here};
-pub use memory::{Found, Memory, Region};
+pub use memory::{Found, Memory};
 pub use ram::{GuestRam, ScatteredView};
+pub use region::Region;
 pub use shared::SharedFile;
 pub use slice::{HostSlice, ReadSlice};
 pub use translate::{Physical, UserAddresses};

@@ -11,7 +11,6 @@ use crate::{
     DirtyMap,
     kernel::{Answer, Bitmap, DirtyInfo, Extension, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
     space::{self, Backend, Space, Tuning, Usage, lost, size},
-    vaddr::VaddrUpdate,
 };
 
 /// A domain over a VFIO type1 container, real ([`Attached`](crate::kernel::Attached)) or
@@ -191,17 +190,6 @@ impl<K: Type1Kernel> Type1<K> {
         let sizes = self.dirty.and_then(|dirty| PageSizes::new(dirty.page_sizes));
         let sizes = sizes.ok_or(Error::Unsupported("the kernel notes no dirty pages"))?;
         Ok(sizes.granule())
-    }
-
-    /// Begins to give all mappings other addresses of this process, as when the memory behind them has
-    /// moved (rules L59, L60). DMA goes on; until it is [finished](VaddrUpdate::finish), nothing can be
-    /// mapped or unmapped, and no group be attached.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY with
-    /// groups of emulated devices). Nothing was changed.
-    pub fn begin_vaddr_update(&self) -> Result<VaddrUpdate<'_, K>> {
-        VaddrUpdate::begin(self)
     }
 }
 

@@ -28,8 +28,21 @@ struct Moved {
 
 const WHY: &str = "process addresses are being updated";
 
+impl<K: Type1Kernel> Type1<K> {
+    /// Begins to give all mappings other addresses of this process, as when the memory behind them has
+    /// moved (rules L59, L60). DMA goes on; until it is [finished](VaddrUpdate::finish), nothing can be
+    /// mapped or unmapped, and no group be attached.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY with
+    /// groups of emulated devices). Nothing was changed.
+    pub fn begin_vaddr_update(&self) -> Result<VaddrUpdate<'_, K>> {
+        VaddrUpdate::begin(self)
+    }
+}
+
 impl<'d, K: Type1Kernel> VaddrUpdate<'d, K> {
-    pub(crate) fn begin(domain: &'d Type1<K>) -> Result<Self> {
+    fn begin(domain: &'d Type1<K>) -> Result<Self> {
         let kernel = domain.kernel();
         if !kernel.has(Extension::UpdateVaddr) || !kernel.has(Extension::UnmapAll) {
             return Err(Error::Unsupported("the kernel cannot update process addresses"));

@@ -11,7 +11,7 @@ use super::{
     choices::{Calibration, CopyCost},
 };
 use crate::{
-    Direction, Error,
+    Direction, Error, Policy,
     bounce::{Bounced, Client, Slot, Written},
     shared::Shared,
     stats::Counters,
@@ -33,9 +33,21 @@ const FAR: u64 = (SOURCE / 2) as u64;
 /// From so many bytes on a copy goes to and from far memory.
 const LARGE: u64 = 32 << 10;
 
+impl<D: Domain, A: Allocator> Shared<D, A> {
+    /// Measures what copies and maps cost, if the policy needs to know that: to be called without
+    /// a lock that anybody waits for who maps.
+    pub(crate) fn prepare(&self, policy: Policy) {
+        if policy == Policy::Auto
+            && let Some(bouncer) = &self.bouncer
+        {
+            bouncer.auto.restart(calibrate(self, &bouncer.client));
+        }
+    }
+}
+
 /// Measures what copies and maps cost on this machine and in this domain, in slots of `client`'s.
 /// Whatever cannot be measured lacks in the result.
-pub(crate) fn calibrate<D: Domain, A: Allocator>(
+fn calibrate<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
     client: &Client<D::Target>,
 ) -> Calibration {

@@ -1,7 +1,7 @@
 //! What copying and mapping cost the driver, as calibrated.
 
 use super::choices::{Calibration, ChoiceReason};
-use crate::{Direction, bounce::Written, mapper::Sync};
+use crate::{Direction, bounce::Written, pieces::Sync};
 
 /// What a mapping is expected to cost the driver in either way, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -30,12 +30,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
-pub(crate) use self::{calibrate::calibrate, cell::Cell, costs::Kind};
 use self::{
     cell::CELLS,
     judge::Judge,
     trial::{Mark, Seen},
 };
+pub(crate) use self::{cell::Cell, costs::Kind};
 pub use choices::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 
 /// How many mappings of a cell a clone of a device makes from one look at the clock to the next; a

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Direction, bounce::Written, mapper::Sync};
+use crate::{Direction, bounce::Written, pieces::Sync};
 
 const MS: u64 = 1_000_000;
 

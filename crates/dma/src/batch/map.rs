@@ -10,12 +10,11 @@ use super::flights::{Flight, Flights, join};
 use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
     bounce::Bytes,
-    bouncer::Lasting,
-    mapper::Sync,
-    place::{Failed, Made, Wanted},
+    counter::Count,
+    pieces::Sync,
     placed::Placed,
-    stats::Count,
     waits::timed,
+    wanted::{Failed, Lasting, Made, Wanted},
 };
 
 /// Maps buffers for one device together: one map sync for all of them, and only then are their
@@ -34,6 +33,14 @@ pub struct MapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
     flights: Flights,
 }
 
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
+    /// A queue in which mappings of this device, once they were pushed, are made known to it
+    /// together.
+    pub fn map_batch<B, T>(&self) -> MapBatch<D, A, B, T> {
+        MapBatch::new(self.clone())
+    }
+}
+
 struct Member<B, T> {
     tag: T,
     /// Leaked rather than dropped while it is mapped, should something panic.
@@ -43,7 +50,7 @@ struct Member<B, T> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
-    pub(crate) fn new(device: Device<D, A>) -> Self {
+    fn new(device: Device<D, A>) -> Self {
         MapBatch {
             device,
             gathered: Vec::new(),

@@ -10,12 +10,12 @@ use ringfence_iova::Allocator;
 
 use super::flights::{Flight, Flights, join};
 use crate::{
-    Mapping, Returned, UnmapError,
-    lazy::Removed,
+    Device, Mapping, Returned, UnmapError,
+    counter::Count,
+    flush::Removed,
     mapping::{Owner, Parts},
     port::Port,
-    shared::Unmapped,
-    stats::Count,
+    span::Unmapped,
     waits::timed,
 };
 
@@ -33,6 +33,13 @@ pub struct UnmapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
     gathered: Vec<Member<B, T>>,
     begun: VecDeque<Member<B, T>>,
     flights: Flights,
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
+    /// A queue in which mappings of this device are unmapped together.
+    pub fn unmap_batch<B, T>(&self) -> UnmapBatch<D, A, B, T> {
+        UnmapBatch::new(Arc::clone(self.port()))
+    }
 }
 
 struct Member<B, T> {
@@ -71,7 +78,7 @@ enum State {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
-    pub(crate) fn new(port: Arc<Port<D, A>>) -> Self {
+    fn new(port: Arc<Port<D, A>>) -> Self {
         UnmapBatch {
             port,
             gathered: Vec::new(),

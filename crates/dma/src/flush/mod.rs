@@ -8,6 +8,7 @@
 
 mod budget;
 mod counters;
+mod lazy;
 #[cfg(all(test, loom))]
 mod model;
 mod pace;
@@ -21,6 +22,7 @@ use std::sync::Arc;
 use ringfence_iommu::{Range, table::PageList};
 
 pub(crate) use self::{
+    lazy::{Lazy, Removed},
     pace::{Pace, bound_ns},
     queues::{Enqueued, FlushQueues},
     ring::{Batch, Queued, Shape},

@@ -21,10 +21,33 @@ mod tree;
 use core::fmt;
 use std::{io, path::PathBuf, sync::Arc};
 
-use crate::{Fallback, Policy};
+use crate::Policy;
 
 pub use platform::{Guest, Platform};
 pub use sysfs::Finding;
+
+/// Why a device works under another policy than the one asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum Fallback {
+    /// Lazy was asked for, but the domain has done its work when an unmap returns: there is nothing
+    /// to defer.
+    #[error("the domain cannot defer its flushes, so lazy falls back to strict")]
+    NoDeferredFlush,
+    /// The device is untrusted: it gets strict protection, whatever was asked for (rule L28).
+    #[error("the device is untrusted ({why}), so it gets strict protection")]
+    Untrusted {
+        /// What speaks against it.
+        why: Distrust,
+    },
+    /// What is unmapped can be told from what was never mapped only if the device no longer
+    /// reaches it.
+    #[error("the use-after-unmap detector is on, which needs strict protection")]
+    Detector,
+    /// The device was made without bounce pools.
+    #[error("the device has no bounce pools, so it maps strictly")]
+    NoPools,
+}
 
 /// Whether a device is expected to keep to what it is told.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

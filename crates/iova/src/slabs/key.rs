@@ -1,6 +1,13 @@
 //! What a slab is and where it is listed, each in one word.
 
-use super::slab::{SLOT_BITS, SLOTS};
+/// Ranges of a slab: a power of two, so that they are one aligned block; and half a word, so that
+/// the other half holds flags and the version.
+#[cfg(not(loom))]
+pub(super) const SLOTS: u32 = 32;
+/// A model is to have several slabs and yet few ranges.
+#[cfg(loom)]
+pub(super) const SLOTS: u32 = 4;
+pub(super) const SLOT_BITS: u32 = SLOTS.trailing_zeros();
 
 /// What a slab is: the number of its first granule, and the class in the bits that this leaves, as
 /// it is a multiple of 32 at least. In one word, so that they are loaded and compared at once.

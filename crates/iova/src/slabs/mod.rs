@@ -25,8 +25,8 @@ use crate::{
 };
 use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
 use index::Hints;
-use key::{Key, slot_of};
-use slab::{Freed, Handle, SLOT_BITS, SLOTS};
+use key::{Key, SLOT_BITS, SLOTS, slot_of};
+use slab::{Freed, Handle};
 use tree::{Tree, order_of};
 
 /// The largest size class: 1 GiB, what the largest page of an IOMMU maps. Larger ranges are few and

@@ -29,18 +29,9 @@ use core::{
 use once_cell::race::OnceBox;
 use ringfence_sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-use super::key::{Key, Place};
+use super::key::{Key, Place, SLOTS};
 
 use alloc::boxed::Box;
-
-/// Ranges of a slab: a power of two, so that they are one aligned block; and half a word, so that
-/// the other half holds flags and the version.
-#[cfg(not(loom))]
-pub(super) const SLOTS: u32 = 32;
-/// A model is to have several slabs and yet few ranges.
-#[cfg(loom)]
-pub(super) const SLOTS: u32 = 4;
-pub(super) const SLOT_BITS: u32 = SLOTS.trailing_zeros();
 
 const FREE: u64 = u32::MAX as u64;
 const ATTACHED: u64 = 1 << 32;

@@ -85,12 +85,51 @@ impl fmt::Debug for ViommuDomain {
     }
 }
 
+impl Driver {
+    /// A new, empty domain that maps.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without MAP_UNMAP; [`Error::Full`] if all numbers are taken.
+    pub fn domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
+        if !self.features().contains(Features::MAP_UNMAP) {
+            return Err(Error::Unsupported("the device offers no MAP and UNMAP"));
+        }
+        ViommuDomain::new(self, Meaning::Mapped, false)
+    }
+
+    /// A domain that maps, lazy if the device can have such: it answers an UNMAP at once, and
+    /// invalidates when it is asked for that. For whoever unmaps much and flushes rarely: each
+    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync) takes a request more than in an
+    /// ordinary domain, which this is if the device, or the negotiation, knows no other
+    /// ([`ViommuDomain::is_lazy`] tells).
+    ///
+    /// # Errors
+    /// As [`domain`](Self::domain).
+    pub fn lazy_domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
+        if !self.features().contains(Features::MAP_UNMAP | Features::LAZY_IOTLB_FLUSH) {
+            return self.domain();
+        }
+        ViommuDomain::new(self, Meaning::Mapped, true)
+    }
+
+    /// A domain in which every address leads to itself: a bypass domain where there are any, else
+    /// one with identity mappings that leave out reserved regions (rule L66).
+    ///
+    /// # Errors
+    /// As [`domain`](Self::domain).
+    pub fn identity_domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
+        if self.features().contains(Features::BYPASS_CONFIG) {
+            return ViommuDomain::new(self, Meaning::Bypass, false);
+        }
+        if !self.features().contains(Features::MAP_UNMAP) {
+            return Err(Error::Unsupported("the device offers neither bypass nor mappings"));
+        }
+        ViommuDomain::new(self, Meaning::Identity, false)
+    }
+}
+
 impl ViommuDomain {
-    pub(super) fn new(
-        driver: &Arc<Driver>,
-        meaning: Meaning,
-        lazy: bool,
-    ) -> Result<Arc<ViommuDomain>> {
+    fn new(driver: &Arc<Driver>, meaning: Meaning, lazy: bool) -> Result<Arc<ViommuDomain>> {
         let config = driver.config();
         let aperture = match driver.features().contains(Features::INPUT_RANGE) {
             true => config.input_range,

@@ -5,18 +5,9 @@ use std::{collections::BTreeMap, fmt};
 use ringfence_iommu::{Error, GuestPhys, Iova, Prot, Range, Result};
 
 use super::{
-    stretch::{GRANULE_BITS, Stretch, mask},
+    stretch::{GRANULE_BITS, Mapping, Stretch, mask},
     stretches::Stretches,
 };
-
-/// A mapping.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Mapping {
-    pub(super) target: GuestPhys,
-    pub(super) prot: Prot,
-    /// The number of the MAP that made it; 0 if none was sent.
-    pub(super) seq: u64,
-}
 
 /// The mappings of a domain with their boundaries: to answer look-ups, to count what an unmap
 /// removes, to refuse what would split a mapping before anything is sent, and to send all again

@@ -2,7 +2,14 @@
 
 use ringfence_iommu::{GuestPhys, Prot};
 
-use super::shadow::Mapping;
+/// A mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mapping {
+    pub(super) target: GuestPhys,
+    pub(super) prot: Prot,
+    /// The number of the MAP that made it; 0 if none was sent.
+    pub(super) seq: u64,
+}
 
 /// log2 of the granules of a stretch.
 pub(super) const GRANULE_BITS: u32 = 6;

@@ -11,11 +11,13 @@
 //! access, or where the subject has none, by a MAP over it.
 
 mod bench;
+mod check;
 mod checks;
 mod report;
 mod run;
 mod subject;
 
+pub use check::Check;
 pub use report::{Finding, Level, Mismatch, Outcome, Report};
-pub use run::{Check, checks, run};
+pub use run::{checks, run};
 pub use subject::{ACCESS, Event, Failed, Refused, Subject};

@@ -8,17 +8,19 @@
 mod config;
 mod fault;
 mod frame;
+mod kind;
 mod property;
 mod request;
 
 pub use config::{CONFIG_LEN, Config, ConfigError};
 pub use fault::{FAULT_LEN, FaultRecord};
 pub use frame::{Frame, ParseError};
+pub use kind::Kind;
 pub use property::{
     Properties, Property, RESV_MEM_LEN, ResvKind, property_bytes, write_properties,
 };
 pub use request::{
-    AttachFlags, Kind, MAX_REQUEST_LEN, MapFlags, PROBE_HEAD_LEN, Request, TAIL_LEN, emit_tail,
+    AttachFlags, MAX_REQUEST_LEN, MapFlags, PROBE_HEAD_LEN, Request, TAIL_LEN, emit_tail,
     parse_tail,
 };
 pub(crate) use request::{Map, Unmap};

@@ -6,7 +6,7 @@ use zerocopy::{
     little_endian::{U32, U64},
 };
 
-use super::{Frame, ParseError, Status};
+use super::{Frame, Kind, ParseError, Status};
 
 /// The bytes of the device-readable part of the longest request (PROBE).
 pub const MAX_REQUEST_LEN: usize = PROBE_HEAD_LEN;
@@ -55,38 +55,7 @@ bitflags::bitflags! {
     }
 }
 
-/// What a request asks for: the type byte of its head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Kind {
-    /// Put an endpoint into a domain.
-    Attach = 1,
-    /// Take an endpoint out of a domain.
-    Detach = 2,
-    /// Map a range of a domain.
-    Map = 3,
-    /// Remove mappings of a domain.
-    Unmap = 4,
-    /// Ask for the properties of an endpoint.
-    Probe = 5,
-    /// Invalidate what a lazy domain has unmapped. Needs the proposed feature LAZY_IOTLB_FLUSH.
-    IotlbFlush = 0xf0,
-}
-
 impl Kind {
-    /// The kind that a type byte stands for, if it is one.
-    pub const fn from_u8(raw: u8) -> Option<Kind> {
-        Some(match raw {
-            1 => Kind::Attach,
-            2 => Kind::Detach,
-            3 => Kind::Map,
-            4 => Kind::Unmap,
-            5 => Kind::Probe,
-            0xf0 => Kind::IotlbFlush,
-            _ => return None,
-        })
-    }
-
     /// The bytes of the part that the device reads.
     pub const fn request_len(self) -> usize {
         match self {

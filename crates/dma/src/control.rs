@@ -1,0 +1,46 @@
+//! What of a device can be changed while it is in use.
+
+use crate::{Fallback, FlushTuning, Policy, QueueKind, SetupError, TuningError};
+
+/// What changes take turns at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Control {
+    /// Why the policy in force is not the one asked for.
+    pub(crate) fallback: Option<Fallback>,
+    /// The kind of queue that is in use, or was last, or will be.
+    pub(crate) kind: QueueKind,
+    pub(crate) single: FlushTuning,
+    pub(crate) per_cpu: FlushTuning,
+    /// What was queued under other bounds could not be flushed: the next change does it.
+    pub(crate) unflushed: bool,
+}
+
+impl Control {
+    /// For a device that begins under `policy`.
+    ///
+    /// # Errors
+    /// The tuning makes no sense, or not with this policy.
+    pub(crate) fn new(
+        policy: Policy,
+        fallback: Option<Fallback>,
+        tuning: Option<FlushTuning>,
+    ) -> Result<Control, SetupError> {
+        let tuning = tuning.unwrap_or(FlushTuning::of(policy));
+        tuning.check()?;
+        if policy.queue_kind().is_some_and(|kind| kind != tuning.kind) {
+            return Err(TuningError::Kind { kind: tuning.kind, policy }.into());
+        }
+        let (single, per_cpu) = (FlushTuning::single(), FlushTuning::per_cpu());
+        let mut control =
+            Control { fallback, kind: tuning.kind, single, per_cpu, unflushed: false };
+        *control.of_kind(tuning.kind) = tuning;
+        Ok(control)
+    }
+
+    pub(crate) fn of_kind(&mut self, kind: QueueKind) -> &mut FlushTuning {
+        match kind {
+            QueueKind::Single => &mut self.single,
+            QueueKind::PerCpu => &mut self.per_cpu,
+        }
+    }
+}
