@@ -81,6 +81,19 @@ fn threads(pid: u32, who: &str, into: &mut BTreeMap<String, f64>) {
     }
 }
 
+/// How often threads of a process, those whose name fits, have given their CPU away or lost it.
+fn switches(pid: u32, fits: impl Fn(&str) -> bool) -> f64 {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0.0 };
+    let of = |status: String| -> f64 {
+        let name = status.lines().find_map(|line| line.strip_prefix("Name:")).unwrap_or_default();
+        let counts = status.lines().filter_map(|line| line.split_once("ctxt_switches:"));
+        let sum = counts.filter_map(|(_, count)| count.trim().parse::<f64>().ok()).sum();
+        if fits(name.trim()) { sum } else { 0.0 }
+    };
+    let read = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("status"));
+    tasks.flatten().filter_map(|task| read(task).ok()).map(of).sum()
+}
+
 fn figures(service: Option<&Service>) -> BTreeMap<&'static str, f64> {
     let value = |name: &'static str| Some((name, service?.figure(&format!("ringfence_{name}"))));
     FIGURES.into_iter().filter_map(value).collect()

@@ -9,7 +9,7 @@
 use ringfence_lab::stats::Estimate;
 use std::{collections::BTreeMap, fmt::Write as _, fs::File};
 
-use super::{medians, null, threads};
+use super::{medians, null, switches, threads};
 use crate::{
     machine::Guest,
     place::{Guard, Place, Service},
@@ -73,6 +73,9 @@ const FIGURES: [&str; 5] = [
     "interrupts_total",
 ];
 
+/// Switches of all threads of QEMU and of the back end.
+const SWITCHES: &str = "switches";
+
 type Spent = (BTreeMap<String, f64>, BTreeMap<&'static str, f64>);
 
 /// Who serves a guest's disk.
@@ -128,7 +131,13 @@ impl Row {
             threads(std::process::id(), "test", &mut own);
             cpu.extend(own.into_iter().filter(|(name, _)| name.ends_with(null::NAME)));
         }
-        let mut counted = BTreeMap::new();
+        let own = match (&self.back, self.ours()) {
+            (Back::Null, _) => switches(std::process::id(), |name| name == null::NAME),
+            (_, Some(service)) => switches(service.id(), |_| true),
+            _ => 0.0,
+        };
+        let all = own + switches(self.guest.id(), |_| true);
+        let mut counted = BTreeMap::from([(SWITCHES, all)]);
         if let Some(service) = self.ours() {
             threads(service.id(), "ours", &mut cpu);
             let page = service.figures();
@@ -245,8 +254,8 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
     let [(_, qemu), _, _, (_, null)] = rows;
     let mode = if own == Iommu::VirtioStrict { "strict" } else { "lazy" };
     println!("### {mode}, virtual CPUs: {cpus}\n");
-    println!("| job | disk | I/O a second | of qemu | of null | CPU µs an I/O |");
-    println!("|---|---|--:|--:|--:|--:|");
+    println!("| job | disk | I/O a second | of qemu | of null | CPU µs an I/O | switches an I/O |");
+    println!("|---|---|--:|--:|--:|--:|--:|");
     let mut details = String::new();
     let mut ratios = [const { Vec::new() }; 4];
     for (job, (what, _)) in JOBS.iter().enumerate() {
@@ -259,12 +268,15 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
             let (of_qemu, of_null) = (interval(of_qemu), interval(of_null));
             let costs = medians(&found.cpu);
             let all: f64 = costs.values().sum();
-            println!("| {what} | {name} | {rate:.0} | {of_qemu} | {of_null} | {all:.0} |");
+            let figures = medians(&found.figures);
+            let turns = figures[SWITCHES];
+            print!("| {what} | {name} | {rate:.0} | {of_qemu} | {of_null} | {all:.0} ");
+            println!("| {turns:.1} |");
             write!(details, "{what}, {name}:").unwrap();
             for (name, us) in costs.into_iter().filter(|(_, us)| *us >= 0.5) {
                 write!(details, "  {name} {us:.1} µs").unwrap();
             }
-            for (name, count) in medians(&found.figures) {
+            for (name, count) in figures {
                 write!(details, "  {name} {count:.2}").unwrap();
             }
             details.push('\n');
@@ -272,7 +284,7 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
     }
     for ((name, _), ratios) in rows.iter().zip(ratios).skip(1) {
         let mean = ratios.iter().product::<f64>().powf(1.0 / ratios.len() as f64);
-        println!("| geometric mean of {} | {name} | | {mean:.2} | | |", ratios.len());
+        println!("| geometric mean of {} | {name} | | {mean:.2} | | | |", ratios.len());
     }
     eprintln!("an I/O, CPU time of each thread and counts of ours:\n{details}");
 }
