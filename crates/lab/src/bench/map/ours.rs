@@ -123,3 +123,82 @@ impl Serving for Worker<'_> {
         found
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ringfence_dma::{Config as DmaConfig, Direction, DmaBuffer, Policy, TimerKind};
+    use ringfence_iommu::{Domain, Map, Pending, Prot};
+    use ringfence_iova::{Aperture, Slabs};
+    use ringfence_sync::cpu::FixedCpu;
+
+    use super::{
+        super::{
+            load::{page, target},
+            rig::served,
+        },
+        *,
+    };
+
+    /// A buffer of pages that do not follow each other.
+    struct Scattered(Vec<GuestPhys>);
+
+    // SAFETY: nothing but this test's accesses reaches these addresses of a guest that there is not.
+    unsafe impl DmaBuffer<GuestPhys> for Scattered {
+        fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
+            self.0.iter().for_each(|&page| each(page, 4096));
+        }
+    }
+
+    const PAGES: u64 = 16;
+
+    /// MAPs, syncs and kicks so far.
+    fn counts(rig: &Rig<Ours>) -> (u64, u64, u64) {
+        let stats = rig.driver.stats();
+        (stats.maps, stats.syncs, stats.kicks)
+    }
+
+    #[test]
+    fn the_dma_api_asks_the_device_what_the_benchmark_asks_it() {
+        let targets: Vec<GuestPhys> =
+            (0..PAGES).map(|n| GuestPhys(target(n).0 | n << 32)).collect();
+        // The benchmark: a list, and a sync that is begun for it.
+        let mut rig = Machine::new(1).rig(256, 1).unwrap();
+        let before = counts(&rig);
+        let maps = (0..PAGES).zip(&targets).map(|(n, &at)| Map::new(page(2 * n), at, Prot::RW));
+        let maps: Vec<_> = maps.collect();
+        rig.domain.map_pages(&maps).unwrap();
+        let mut sync = Pending::map(&*rig.domain, maps.iter().map(Map::range).collect());
+        let asked = counts(&rig);
+        served(&mut rig.server, || {
+            sync.wait(&*rig.domain);
+            Ok(())
+        })
+        .unwrap();
+        let bench = (asked.0 - before.0, asked.1 - before.1, asked.2 - before.2);
+        // The DMA API: a buffer of such pages, pushed and begun.
+        let mut rig = Machine::new(1).rig(256, 1).unwrap();
+        let aperture = Aperture::new(1 << 32, (1 << 40) - 1, 4096).unwrap();
+        let allocator = Arc::new(Slabs::new(aperture, FixedCpu::new(1)));
+        let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(Policy::StrictMap) };
+        let domain = Arc::clone(&rig.domain);
+        let device = ringfence_dma::Device::new(domain, allocator, config).unwrap();
+        let before = counts(&rig);
+        let mut batch = device.map_batch();
+        batch.push(Scattered(targets), Direction::Bidirectional, ()).map_err(|_| ()).unwrap();
+        batch.begin();
+        let asked = counts(&rig);
+        served(&mut rig.server, || {
+            batch.wait();
+            let mut mapped = 0;
+            batch.poll(|(), mapping| {
+                mapped += 1;
+                drop(mapping.map_err(|_| ()).unwrap());
+            });
+            assert_eq!(mapped, 1);
+            Ok(())
+        })
+        .unwrap();
+        let api = (asked.0 - before.0, asked.1 - before.1, asked.2 - before.2);
+        assert_eq!((api, api.0), (bench, PAGES));
+    }
+}
