@@ -27,7 +27,7 @@ use crate::{
 /// is provided consists of those. (A domain around another may pass the call on, which is a little
 /// faster; nothing but a sync of this crate has a [`Synced`] to return.)
 ///
-/// `ringfence-conformance` has a suite that any domain can run.
+/// [`suite`](crate::suite) checks any domain.
 ///
 /// # Safety
 /// Safe code frees memory, and gives addresses to other buffers, when a sync has succeeded: when

@@ -1,6 +1,6 @@
 //! Mappings to be made.
 
-use crate::{Address, Error, GuestPhys, Prot, Range, table::Mapping};
+use crate::{Address, Error, GuestPhys, Prot, Range, Result, table::Mapping};
 
 /// A mapping to be made: a range, where its first address leads, and what is allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,4 +64,15 @@ pub struct Partial {
     pub done: usize,
     /// Why the next has not.
     pub error: Error,
+}
+
+impl Partial {
+    /// Carries out `what` for each of a list, until it fails for one.
+    ///
+    /// # Errors
+    /// That failure, and how many have not failed before.
+    pub fn each<T>(list: &[T], mut what: impl FnMut(&T) -> Result<()>) -> Result<(), Partial> {
+        let mut each = list.iter().enumerate();
+        each.try_for_each(|(done, item)| what(item).map_err(|error| Partial { done, error }))
+    }
 }

@@ -218,7 +218,7 @@ impl<T: Address> SoftDomain<T> {
 
     /// As [`map_pages`](Domain::map_pages), for many.
     fn map_list(&self, maps: &[Map<T>]) -> Result<(), Partial> {
-        let (mut done, mut made_room) = (0, false);
+        let mut done = 0;
         while done < maps.len() {
             let chunk = &maps[done..maps.len().min(done + AT_ONCE)];
             let refused = |map: &Map<T>| self.geometry.check_map(map).err();
@@ -226,7 +226,7 @@ impl<T: Address> SoftDomain<T> {
             let mut table = self.table.locked();
             let mapped = chunk[..fit].iter().try_for_each(|map| {
                 table.map(map.mapping())?;
-                (done, made_room) = (done + 1, false);
+                done += 1;
                 Ok(())
             });
             drop(table);
@@ -236,10 +236,11 @@ impl<T: Address> SoftDomain<T> {
                         return Err(Partial { done, error });
                     }
                 }
-                Err(error) if made_room || !self.make_room(&error) => {
-                    return Err(Partial { done, error });
+                Err(error) => {
+                    let again = self.map_in_made_room(&maps[done], error);
+                    again.map_err(|error| Partial { done, error })?;
+                    done += 1;
                 }
-                Err(_) => made_room = true,
             }
         }
         Ok(())

@@ -326,8 +326,9 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
                 let of_token = |flush: &&(SyncToken, u64)| flush.0 == token;
                 let began = flushes.iter().filter(of_token).map(|(_, began)| *began).max();
                 let began = began.expect("it was begun");
-                let first = flushes.iter().position(|(held, _)| *held == token);
-                first.map(|first| flushes.remove(first));
+                if let Some(first) = flushes.iter().position(|(held, _)| *held == token) {
+                    flushes.remove(first);
+                }
                 if failures.is_empty() {
                     self.flushed(began);
                 }

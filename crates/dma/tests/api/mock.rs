@@ -242,16 +242,16 @@ unsafe impl Domain for MockDomain {
     }
 
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
-        maps.iter()
-            .enumerate()
-            .try_for_each(|(done, map)| self.map_one(map).map_err(|error| Partial { done, error }))
+        Partial::each(maps, |map| self.map_one(map))
     }
 
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
-        ranges.iter().enumerate().try_fold(0, |bytes, (done, &range)| {
-            let more = self.unmap_one(range, gather);
-            more.map(|more| bytes + more).map_err(|error| Partial { done, error })
-        })
+        let mut bytes = 0;
+        Partial::each(ranges, |&range| {
+            bytes += self.unmap_one(range, gather)?;
+            Ok(())
+        })?;
+        Ok(bytes)
     }
 
     fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {

@@ -8,7 +8,7 @@ mod cache;
 mod list;
 mod subject;
 
-use alloc::{string::String, vec::Vec};
+use alloc::{format, string::String, vec::Vec};
 
 use crate::Domain;
 pub use cache::Cache;
@@ -35,6 +35,22 @@ pub struct Outcome {
     pub check: &'static str,
     /// How it ended.
     pub verdict: Verdict,
+}
+
+/// Does all checks; the names of those that are not applicable.
+///
+/// # Errors
+/// What the domain fails, each with the reason; or as [`run`].
+pub fn pass<S: Subject>(subject: &mut S) -> Result<Vec<&'static str>, String> {
+    let (mut left, mut failed) = (Vec::new(), String::new());
+    for Outcome { check, verdict } in run(subject)? {
+        match verdict {
+            Verdict::Pass => {}
+            Verdict::Fail(why) => failed.push_str(&format!("{check}: {why}\n")),
+            Verdict::NotApplicable(_) => left.push(check),
+        }
+    }
+    if failed.is_empty() { Ok(left) } else { Err(failed) }
 }
 
 /// Does all checks.

@@ -158,16 +158,15 @@ unsafe impl<D: Domain> Domain for Faulty<D> {
         self.inner.capabilities()
     }
     fn map_pages(&self, maps: &[Map<D::Target>]) -> Result<(), Partial> {
-        maps.iter().enumerate().try_for_each(|(done, &map)| {
-            let mapped = self.around(Kind::Map, |inner| inner.map(map));
-            mapped.map_err(|error| Partial { done, error })
-        })
+        Partial::each(maps, |&map| self.around(Kind::Map, |inner| inner.map(map)))
     }
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
-        ranges.iter().enumerate().try_fold(0, |bytes, (done, &range)| {
-            let removed = self.around(Kind::Unmap, |inner| inner.unmap(range, gather));
-            removed.map(|more| bytes + more).map_err(|error| Partial { done, error })
-        })
+        let mut bytes = 0;
+        Partial::each(ranges, |&range| {
+            bytes += self.around(Kind::Unmap, |inner| inner.unmap(range, gather))?;
+            Ok(())
+        })?;
+        Ok(bytes)
     }
     fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
         let begun = self.around(Kind::of(work), |inner| inner.sync_begin(work));

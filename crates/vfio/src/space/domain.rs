@@ -16,9 +16,7 @@ macro_rules! is_a_domain {
             }
 
             fn map_pages(&self, maps: &[Map<HostAddr>]) -> Result<(), Partial> {
-                maps.iter().enumerate().try_for_each(|(done, map)| {
-                    self.space.map(map).map_err(|error| Partial { done, error })
-                })
+                Partial::each(maps, |map| self.space.map(map))
             }
 
             fn unmap_pages(
@@ -26,12 +24,13 @@ macro_rules! is_a_domain {
                 ranges: &[Range],
                 gather: &mut ringfence_iommu::Gather,
             ) -> Result<u128, Partial> {
-                ranges.iter().enumerate().try_fold(0, |bytes, (done, &range)| {
-                    let more = self.space.unmap(range);
-                    let more = more.map_err(|error| Partial { done, error })?;
+                let mut bytes = 0;
+                Partial::each(ranges, |&range| {
+                    bytes += self.space.unmap(range)?;
                     gather.add(range);
-                    Ok(bytes + more)
-                })
+                    Ok(())
+                })?;
+                Ok(bytes)
             }
 
             /// What was unmapped is gone already; what was mapped may have been noted only.

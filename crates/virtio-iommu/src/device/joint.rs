@@ -154,7 +154,7 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
     #[cold]
     fn map_late(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let mirrors = self.mirrors.lock();
-        let filled = each(maps, |map| {
+        let filled = Partial::each(maps, |map| {
             let range = map.range();
             mirrors
                 .iter()
@@ -220,7 +220,7 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     #[inline]
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         if self.is_mirrored() {
-            return each(maps, |map| self.map_all(map));
+            return Partial::each(maps, |map| self.map_all(map));
         }
         let mapped = self.primary.map_pages(maps);
         let done = mapped.map_or_else(|partial| partial.done, |()| maps.len());
@@ -236,7 +236,9 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         let mut bytes = 0;
         if self.is_mirrored() {
-            each(ranges, |&range| self.unmap_all(range, gather).map(|more| bytes += more))?;
+            Partial::each(ranges, |&range| {
+                self.unmap_all(range, gather).map(|more| bytes += more)
+            })?;
             return Ok(bytes);
         }
         let unmapped = self.primary.unmap_pages(ranges, gather);
@@ -282,13 +284,6 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
         self.primary.mappings_from(iova, into)
     }
-}
-
-/// Carries out `what` for each of a list, until one fails.
-fn each<T>(list: &[T], mut what: impl FnMut(&T) -> Result<()>) -> Result<(), Partial> {
-    list.iter()
-        .enumerate()
-        .try_for_each(|(done, item)| what(item).map_err(|error| Partial { done, error }))
 }
 
 impl<D: fmt::Debug> fmt::Debug for Joint<D> {

@@ -297,12 +297,14 @@ impl<S: Server> Subject for OneOf<S> {
             while !sync.poll(&**domain) {
                 serving.serve()?;
             }
+            succeeded(&sync)?;
             let unmapped = clock.now();
             domain.map(Map::new(range, target, Prot::RW))?;
             let mut sync = Pending::map(&**domain, sync.into_ranges());
             while !sync.poll(&**domain) {
                 serving.serve()?;
             }
+            succeeded(&sync)?;
             list = sync.into_ranges();
             let mapped = clock.now();
             self.unmap.push(unmapped.wrapping_sub(begun));
