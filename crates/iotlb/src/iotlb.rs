@@ -13,8 +13,8 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial,
-    Pending, Prot, Range, Result, SoftDomain, SyncToken, Work,
+    Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Pending, Prot,
+    Range, Result, SoftDomain, Work,
     shootdown::{Reader, Scope, Shootdown},
     table::{Limits, Mapping, Translation},
 };
@@ -468,13 +468,9 @@ fn nanos(duration: Duration) -> u64 {
 unsafe impl Domain for Iotlb {
     type Target = GuestPhys;
 
-    fn geometry(&self) -> Geometry {
-        self.domain.geometry()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.domain.capabilities()
-    }
+    ringfence_iommu::pass_on!(
+        domain: geometry, capabilities, sync_begin, sync_poll, sync_wait, iova_to_phys
+    );
 
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let _writer = self.writer.lock();
@@ -487,28 +483,6 @@ unsafe impl Domain for Iotlb {
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         let _writer = self.writer.lock();
         self.domain.unmap_pages(ranges, gather)
-    }
-
-    #[inline]
-    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
-        self.domain.sync_begin(work)
-    }
-
-    fn sync_poll(
-        &self,
-        token: SyncToken,
-        work: Work<'_>,
-        failed: &mut dyn FnMut(Range, Error),
-    ) -> bool {
-        self.domain.sync_poll(token, work, failed)
-    }
-
-    fn sync_wait(&self, token: SyncToken) {
-        self.domain.sync_wait(token);
-    }
-
-    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        self.domain.iova_to_phys(iova)
     }
 }
 

@@ -10,8 +10,7 @@ use std::{
 
 use parking_lot::Mutex;
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Prot, Range,
-    Result, SyncToken, Work,
+    Domain, Error, Gather, GuestPhys, Iova, Map, Partial, Prot, Range, Result, SyncToken, Work,
 };
 
 /// A counter that all threads share: what has the lower number came first.
@@ -235,13 +234,7 @@ impl<D> Recorded<D> {
 unsafe impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
     type Target = GuestPhys;
 
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    ringfence_iommu::pass_on!(inner: geometry, capabilities, sync_wait, iova_to_phys);
 
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let number =
@@ -335,13 +328,5 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
             }
         }
         true
-    }
-
-    fn sync_wait(&self, token: SyncToken) {
-        self.inner.sync_wait(token);
-    }
-
-    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        self.inner.iova_to_phys(iova)
     }
 }

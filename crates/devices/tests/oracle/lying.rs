@@ -1,8 +1,7 @@
 //! A domain that is wrong in one thing, for tests of the tests.
 
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Prot, Range,
-    Result, SyncToken, Work,
+    Domain, Gather, GuestPhys, Map, Partial, Prot, Range, Result, SyncToken, Work,
 };
 
 /// What a domain is wrong in, or what is made of it.
@@ -46,13 +45,7 @@ impl<D> Lying<D> {
 unsafe impl<D: Domain<Target = GuestPhys>> Domain for Lying<D> {
     type Target = GuestPhys;
 
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    ringfence_iommu::pass_on!(inner: geometry, capabilities, sync_poll, sync_wait, iova_to_phys);
 
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let granule = self.inner.geometry().page_sizes.granule();
@@ -89,22 +82,5 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Lying<D> {
             | (Lie::NoFlush, Work::All) => Ok(SyncToken::DONE),
             _ => self.inner.sync_begin(work),
         }
-    }
-
-    fn sync_poll(
-        &self,
-        token: SyncToken,
-        work: Work<'_>,
-        failed: &mut dyn FnMut(Range, Error),
-    ) -> bool {
-        self.inner.sync_poll(token, work, failed)
-    }
-
-    fn sync_wait(&self, token: SyncToken) {
-        self.inner.sync_wait(token);
-    }
-
-    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        self.inner.iova_to_phys(iova)
     }
 }

@@ -1,6 +1,5 @@
 //! How often, how much, how many failed.
 
-use alloc::vec::Vec;
 use core::{
     fmt,
     ops,
@@ -11,10 +10,7 @@ use core::{
 use ringfence_sync::CachePadded;
 
 use super::Kind;
-use crate::{
-    Capabilities, Domain, Error, Gather, Geometry, Iova, Map, Partial, Range, Result, SyncToken,
-    Work, table::Mapping,
-};
+use crate::{Domain, Error, Gather, Iova, Map, Partial, Range, Result, SyncToken, Work};
 
 /// A domain that counts the calls that go through it.
 ///
@@ -124,12 +120,8 @@ impl<D> Counted<D> {
 unsafe impl<D: Domain> Domain for Counted<D> {
     type Target = D::Target;
 
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    crate::pass_on!(inner: geometry, capabilities, sync_wait, mappings_from);
+
     fn map_pages(&self, maps: &[Map<D::Target>]) -> Result<(), Partial> {
         let result = self.inner.map_pages(maps);
         let done = result.map_or_else(|partial| partial.done, |()| maps.len());
@@ -163,15 +155,9 @@ unsafe impl<D: Domain> Domain for Counted<D> {
         }
         over
     }
-    fn sync_wait(&self, token: SyncToken) {
-        self.inner.sync_wait(token);
-    }
     fn iova_to_phys(&self, iova: Iova) -> Option<D::Target> {
         self.count(Kind::Lookup, 1, 0, 0);
         self.inner.iova_to_phys(iova)
-    }
-    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
-        self.inner.mappings_from(iova, into)
     }
 }
 

@@ -10,10 +10,7 @@ use core::{
 use ringfence_sync::lock::SpinLock;
 
 use super::Kind;
-use crate::{
-    Capabilities, Domain, Error, Gather, Geometry, Iova, Map, Partial, Range, Result, SyncToken,
-    Work, table::Mapping,
-};
+use crate::{Domain, Error, Gather, Iova, Map, Partial, Range, Result, SyncToken, Work};
 
 /// Which calls of a kind fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,12 +148,8 @@ impl<D: Domain> Faulty<D> {
 unsafe impl<D: Domain> Domain for Faulty<D> {
     type Target = D::Target;
 
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    crate::pass_on!(inner: geometry, capabilities, mappings_from);
+
     fn map_pages(&self, maps: &[Map<D::Target>]) -> Result<(), Partial> {
         Partial::each(maps, |&map| self.around(Kind::Map, |inner| inner.map(map)))
     }
@@ -191,9 +184,6 @@ unsafe impl<D: Domain> Domain for Faulty<D> {
     }
     fn iova_to_phys(&self, iova: Iova) -> Option<D::Target> {
         self.around(Kind::Lookup, |inner| Ok(inner.iova_to_phys(iova))).ok().flatten()
-    }
-    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
-        self.inner.mappings_from(iova, into)
     }
 }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Prot, Range,
-    Result, SyncToken, Work, table::Mapping, wrap::Faulty,
+    Domain, Gather, GuestPhys, Iova, Map, Partial, Prot, Range, Result, SyncToken, Work,
+    table::Mapping, wrap::Faulty,
 };
 
 use crate::Soft;
@@ -140,12 +140,8 @@ fn rounded(range: Range) -> Range {
 unsafe impl Domain for Broken {
     type Target = GuestPhys;
 
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    ringfence_iommu::pass_on!(inner: geometry, capabilities, sync_poll, sync_wait);
+
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let mut first = Ok(());
         for (done, map) in maps.iter().enumerate() {
@@ -181,17 +177,6 @@ unsafe impl Domain for Broken {
             (Wrong::Swallows, _) => self.inner.sync_begin(work).or(Ok(SyncToken::DONE)),
             _ => self.inner.sync_begin(work),
         }
-    }
-    fn sync_poll(
-        &self,
-        token: SyncToken,
-        work: Work<'_>,
-        failed: &mut dyn FnMut(Range, Error),
-    ) -> bool {
-        self.inner.sync_poll(token, work, failed)
-    }
-    fn sync_wait(&self, token: SyncToken) {
-        self.inner.sync_wait(token);
     }
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
         match self.wrong {

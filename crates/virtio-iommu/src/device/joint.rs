@@ -10,8 +10,8 @@ use std::{
 
 use parking_lot::{Mutex, MutexGuard};
 use ringfence_iommu::{
-    Address, Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, Partial, Pending,
-    Range, Result, SyncToken, Synced, Work, table::Mapping,
+    Address, Domain, Error, Gather, GuestPhys, Iova, Map, Partial, Pending, Range, Result,
+    table::Mapping,
 };
 
 use super::{Binding, Mirror};
@@ -208,13 +208,10 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
 unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     type Target = GuestPhys;
 
-    fn geometry(&self) -> Geometry {
-        self.primary.geometry()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.primary.capabilities()
-    }
+    ringfence_iommu::pass_on!(
+        primary: geometry, capabilities, sync_begin, sync_poll, sync_wait, sync, iova_to_phys,
+        mappings_from
+    );
 
     /// Mirrors have synced theirs when this returns.
     #[inline]
@@ -251,38 +248,6 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
             late.fold(Ok(()), Result::and)?;
         }
         unmapped
-    }
-
-    #[inline]
-    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
-        self.primary.sync_begin(work)
-    }
-
-    #[inline]
-    fn sync_poll(
-        &self,
-        token: SyncToken,
-        work: Work<'_>,
-        failed: &mut dyn FnMut(Range, Error),
-    ) -> bool {
-        self.primary.sync_poll(token, work, failed)
-    }
-
-    fn sync_wait(&self, token: SyncToken) {
-        self.primary.sync_wait(token);
-    }
-
-    #[inline]
-    fn sync(&self, work: Work<'_>) -> Result<Synced> {
-        self.primary.sync(work)
-    }
-
-    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        self.primary.iova_to_phys(iova)
-    }
-
-    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
-        self.primary.mappings_from(iova, into)
     }
 }
 

@@ -11,10 +11,8 @@ use std::{
 use parking_lot::Mutex;
 use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_iommu::{
-    Capabilities, Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, Map, PageSizes,
-    Partial, Prot, Range, Result, SoftDomain, SyncToken, Work,
-    shootdown::Shootdown,
-    table::{Limits, Mapping},
+    Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Map, PageSizes, Partial, Prot, Range,
+    Result, SoftDomain, shootdown::Shootdown, table::Limits,
 };
 use ringfence_virtio_iommu::device::{Binding, Joint, Outside};
 
@@ -48,37 +46,16 @@ impl Hooked {
 // SAFETY: the inner domain's promise.
 unsafe impl Domain for Hooked {
     type Target = GuestPhys;
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+
+    ringfence_iommu::pass_on!(
+        inner: geometry, capabilities, sync_begin, sync_poll, sync_wait, iova_to_phys, mappings_from
+    );
+
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         self.around(|| self.inner.map_pages(maps))
     }
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         self.around(|| self.inner.unmap_pages(ranges, gather))
-    }
-    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
-        self.inner.sync_begin(work)
-    }
-    fn sync_poll(
-        &self,
-        token: SyncToken,
-        work: Work<'_>,
-        failed: &mut dyn FnMut(Range, Error),
-    ) -> bool {
-        self.inner.sync_poll(token, work, failed)
-    }
-    fn sync_wait(&self, token: SyncToken) {
-        self.inner.sync_wait(token);
-    }
-    fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        self.inner.iova_to_phys(iova)
-    }
-    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
-        self.inner.mappings_from(iova, into)
     }
 }
 
@@ -91,12 +68,11 @@ struct Slowly {
 // SAFETY: the inner domain's promise.
 unsafe impl Domain for Slowly {
     type Target = HostAddr;
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+
+    ringfence_iommu::pass_on!(
+        inner: geometry, capabilities, sync_begin, sync_poll, sync_wait, iova_to_phys
+    );
+
     fn map_pages(&self, maps: &[Map<HostAddr>]) -> Result<(), Partial> {
         if let Some(hook) = self.hook.lock().take() {
             hook();
@@ -105,23 +81,6 @@ unsafe impl Domain for Slowly {
     }
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         self.inner.unmap_pages(ranges, gather)
-    }
-    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
-        self.inner.sync_begin(work)
-    }
-    fn sync_poll(
-        &self,
-        token: SyncToken,
-        work: Work<'_>,
-        failed: &mut dyn FnMut(Range, Error),
-    ) -> bool {
-        self.inner.sync_poll(token, work, failed)
-    }
-    fn sync_wait(&self, token: SyncToken) {
-        self.inner.sync_wait(token);
-    }
-    fn iova_to_phys(&self, iova: Iova) -> Option<HostAddr> {
-        self.inner.iova_to_phys(iova)
     }
 }
 
