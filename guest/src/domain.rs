@@ -7,8 +7,8 @@ use ringfence_iommu::{Domain, Error, Gather, HostAddr, Iova, Map, Prot, Range};
 use ringfence_vfio::{
     DirtyMap, Type1, Usage,
     kernel::{Attached, Id, IommuFile},
-    suite::{self, Outcome, Verdict},
 };
+use ringfence_vfio_testing::suite::{self, Outcome, Verdict};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;

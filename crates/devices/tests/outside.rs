@@ -8,11 +8,8 @@ use ringfence_iommu::{
     shootdown::Shootdown, table::Limits,
 };
 use ringfence_iotlb::{Binding as Way, Endpoint};
-use ringfence_vfio::{
-    Iommufd, Tuning, Type1,
-    fake::{self, Config, Group, Memory, Owner, Step},
-    kernel::Id,
-};
+use ringfence_vfio::{Iommufd, Tuning, Type1, kernel::Id};
+use ringfence_vfio_testing::fake::{self, Config, Group, Memory, Owner, Step};
 use ringfence_virtio_iommu::{
     device::{Device, HostRegion, Mirror, Options, Session},
     wire::{

@@ -19,7 +19,7 @@ use crate::{
 const PAGE: u64 = 4096;
 
 /// A domain over an address space (IOAS) of an iommufd, real
-/// ([`IommuFile`](crate::kernel::IommuFile)) or [fake](crate::fake). It maps to addresses of this
+/// ([`IommuFile`](crate::kernel::IommuFile)) or a fake of it. It maps to addresses of this
 /// process, whose pages the kernel pins while a device is attached.
 ///
 /// As with [`Type1`](crate::Type1), everything has happened when a call returns. Mappings may be made

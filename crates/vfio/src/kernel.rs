@@ -1,5 +1,5 @@
 //! What VFIO type1 and iommufd are asked, as the kernel's `include/uapi/linux/{vfio,iommufd}.h` has
-//! it: the seam between the domains and a kernel, real or [fake](crate::fake).
+//! it: the seam between the domains and a kernel, real or a fake of it.
 //!
 //! Errors are the kernel's own numbers here: what they mean is said where it is known what was asked.
 

@@ -6,19 +6,17 @@
 //!   maps only once a group is in it, or it does not compile.
 //! * [`Type1`] and [`Iommufd`]: both as a [`Domain`](ringfence_iommu::Domain) whose targets are
 //!   addresses of this process; [`DirtyMap`]: what devices have written to.
-//! * [`fake`]: both in this process, for tests without VFIO (rules L51-L63); [`suite`]: what any of
-//!   them, fake or real, must answer.
+//!
+//! `ringfence-vfio-testing` has both in this process, for tests without VFIO.
 
 mod account;
 mod dirty;
 mod error;
-pub mod fake;
 mod iommufd;
 pub mod kernel;
 pub mod pin;
 mod privilege;
 mod space;
-pub mod suite;
 mod type1;
 mod vaddr;
 

@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// A domain over a VFIO type1 container, real ([`Attached`](crate::kernel::Attached)) or
-/// [fake](crate::fake). It maps to addresses of this process, whose pages the kernel pins.
+/// a fake of it. It maps to addresses of this process, whose pages the kernel pins.
 ///
 /// A map and an unmap are system calls that have done their work when they return: nothing can be
 /// deferred ([`deferred_flush`](ringfence_iommu::Capabilities::deferred_flush)), and a lazy policy over it

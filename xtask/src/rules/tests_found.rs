@@ -26,7 +26,9 @@ pub(super) fn find(root: &Path) -> Result<Found> {
     let crates = root.join("crates");
     let mut compiled = BTreeSet::new();
     for entry in fs::read_dir(&crates).with_context(|| format!("{}", crates.display()))? {
-        for file in targets(&entry?.path())? {
+        // A crate may have one within it for its tests.
+        let krate = entry?.path();
+        for file in [targets(&krate)?, targets(&krate.join("testing"))?].concat() {
             follow(&file, true, &mut compiled)?;
         }
     }

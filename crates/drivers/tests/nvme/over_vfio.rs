@@ -10,7 +10,8 @@ use ringfence_dma::{
 use ringfence_drivers::nvme::{Buffer, Config, Controller, Data, Namespace, Op};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
-use ringfence_vfio::{Tuning, Type1, fake};
+use ringfence_vfio::{Tuning, Type1};
+use ringfence_vfio_testing::fake;
 
 use crate::{
     bus::Bus,

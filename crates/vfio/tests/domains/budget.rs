@@ -1,10 +1,8 @@
 //! How few mappings of the kernel's are used.
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
-use ringfence_vfio::{
-    Tuning, Type1,
-    fake::{self, Config, Event, Group, Memory},
-};
+use ringfence_vfio::{Tuning, Type1};
+use ringfence_vfio_testing::fake::{self, Config, Event, Group, Memory};
 
 use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, to, type1, unmap};
 

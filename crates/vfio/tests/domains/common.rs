@@ -3,11 +3,8 @@
 use std::sync::Arc;
 
 use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Prot, Range, Result};
-use ringfence_vfio::{
-    Iommufd, Tuning, Type1,
-    fake::{self, Config, Group, Memory, Owner},
-    kernel::Id,
-};
+use ringfence_vfio::{Iommufd, Tuning, Type1, kernel::Id};
+use ringfence_vfio_testing::fake::{self, Config, Group, Memory, Owner};
 
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const GIB: u64 = 1 << 30;

@@ -6,11 +6,8 @@ use ringfence_iommu::{
     Domain, Error, Geometry, HostAddr, Iova, PageSizes, Prot, Range, ReservedKind, ReservedRegion,
     SoftDomain, shootdown::Shootdown, table::Limits,
 };
-use ringfence_vfio::{
-    Iommufd, Tuning, Usage,
-    fake::{self, Memory},
-    kernel::IommufdKernel,
-};
+use ringfence_vfio::{Iommufd, Tuning, Usage, kernel::IommufdKernel};
+use ringfence_vfio_testing::fake::{self, Memory};
 use rustix::io::Errno;
 
 use crate::common::{
@@ -217,7 +214,7 @@ fn a_group_that_comes_changes_the_geometry() {
     // rule L61
     let (fake, _) = kernel(1 << 20);
     let domain = type1(&fake, MERGE);
-    let group = ringfence_vfio::fake::Group {
+    let group = ringfence_vfio_testing::fake::Group {
         id: 7,
         iommu: 1,
         reserved: vec![ReservedRegion { range: range(0, 1), kind: ReservedKind::Direct }],

@@ -6,9 +6,9 @@ use proptest::prelude::*;
 use ringfence_iommu::{Domain, Error, HostAddr, Iova, Prot};
 use ringfence_vfio::{
     DirtyMap, Tuning,
-    fake::{self, Memory},
     kernel::{IommufdKernel, MapFlags},
 };
+use ringfence_vfio_testing::fake::{self, Memory};
 use rustix::io::Errno;
 
 use crate::common::{Ioas, Kernel, PAGE, memory, process, range, to, type1, unmap};

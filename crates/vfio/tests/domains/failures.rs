@@ -14,9 +14,9 @@ use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vfio::{
     DirtyMap, Tuning, Type1,
-    fake::Step,
     kernel::{Answer, Bitmap, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
 };
+use ringfence_vfio_testing::fake::Step;
 use rustix::io::Errno;
 
 use crate::common::{GIB, Kernel, MERGE, PAGE, kernel, map, range, to, type1, unmap};

@@ -4,10 +4,8 @@ use ringfence_iommu::{
     Domain, HostAddr, Iova, Map, Prot, Range,
     suite::{MEMORY, Subject, pass},
 };
-use ringfence_vfio::{
-    Tuning,
-    fake::{Memory, Refused},
-};
+use ringfence_vfio::Tuning;
+use ringfence_vfio_testing::fake::{Memory, Refused};
 
 use crate::common::{Ioas, MERGE, PAGE, memory, process, to, type1};
 

@@ -1,7 +1,8 @@
 //! Process addresses that change (rules L59, L60).
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
-use ringfence_vfio::{Tuning, fake::Notify};
+use ringfence_vfio::Tuning;
+use ringfence_vfio_testing::fake::Notify;
 
 use crate::common::{MERGE, PAGE, kernel, map, memory, process, range, to, type1, unmap};
 

@@ -1,0 +1,276 @@
+//! An iommufd.
+
+mod hardware;
+mod ioas;
+
+use std::{collections::BTreeMap, fmt};
+
+use parking_lot::Mutex;
+use ringfence_iommu::{Iova, Range, ReservedRegion};
+use rustix::io::Errno;
+
+use self::{
+    hardware::{Device, Hwpt},
+    ioas::Ioas,
+};
+use super::{
+    Group,
+    copy::{Refused, load, store},
+    events::Event,
+    faults::Step,
+    memory::Memory,
+    owner::Owner,
+    pins::Machine,
+};
+use ringfence_vfio::kernel::{Answer, Bitmap, Id, IommufdKernel, IovaRanges, Locked, MapFlags};
+
+/// An iommufd in this process: address spaces, the hardware's page tables made of them, and devices.
+///
+/// As in the kernel, pages are pinned and charged only while a page table is made of their address
+/// space, once however many there are; to the process that mapped them, or nobody if it held
+/// `CAP_IPC_LOCK` then.
+pub struct Iommufd(Mutex<State>);
+
+struct State {
+    machine: Machine,
+    caller: Owner,
+    next: u32,
+    ioas: BTreeMap<Id, Ioas>,
+    hwpts: BTreeMap<Id, Hwpt>,
+    devices: BTreeMap<Id, Device>,
+    refused: Vec<Refused>,
+}
+
+impl Iommufd {
+    /// One without any object, for the calls and the memory of `owner`.
+    pub fn new(owner: Owner, memory: Memory) -> Iommufd {
+        Iommufd(Mutex::new(State {
+            machine: Machine::new(memory, true),
+            caller: owner,
+            next: 1,
+            ioas: BTreeMap::new(),
+            hwpts: BTreeMap::new(),
+            devices: BTreeMap::new(),
+            refused: Vec::new(),
+        }))
+    }
+
+    /// Binds a device: the only one of a group. `tracks_dirty`: its IOMMU can tell what it wrote to.
+    pub fn bind(&self, group: &Group, tracks_dirty: bool) -> Id {
+        let mut state = self.0.lock();
+        let id = state.new_id();
+        state.devices.insert(id, Device { group: group.clone(), tracks_dirty, hwpt: None });
+        id
+    }
+
+    /// Attaches a device to a page table, or to an address space, of which a page table is then made.
+    /// A device that is attached changes over. Which page table it has then.
+    ///
+    /// # Errors
+    /// ENOENT; EINVAL if the page table does not suit the device; EADDRINUSE where the device's limits
+    /// are in the way of mappings or of what was [allowed](Self::allow); ENOMEM, EFAULT as a map.
+    pub fn attach(&self, device: Id, to: Id) -> Answer<Id> {
+        self.0.lock().attach(device, to)
+    }
+
+    /// Detaches a device; a page table that was made for it by attaching goes.
+    ///
+    /// # Errors
+    /// ENOENT; EINVAL if it is not attached.
+    pub fn detach(&self, device: Id) -> Answer<()> {
+        self.0.lock().detach(device)
+    }
+
+    /// What must stay mappable whatever device is attached; addresses are chosen from it. Replaces
+    /// what was said before (`IOMMU_IOAS_ALLOW_IOVAS`).
+    ///
+    /// # Errors
+    /// ENOENT; EINVAL where ranges overlap; EADDRINUSE where one is not mappable now.
+    pub fn allow(&self, ioas: Id, ranges: &[Range]) -> Answer<()> {
+        self.0.lock().allow(ioas, ranges)
+    }
+
+    /// Another process calls from now on; its memory is the same.
+    pub fn set_caller(&self, owner: &Owner) {
+        self.0.lock().caller = owner.clone();
+    }
+
+    /// How many ordinary pages are pinned, of 4 KiB.
+    pub fn pinned(&self) -> u64 {
+        self.0.lock().machine.pinned
+    }
+
+    /// What happened since this was asked last; at most a million events are kept.
+    pub fn events(&self) -> Vec<Event> {
+        self.0.lock().machine.log.take()
+    }
+
+    /// Lets the `nth` step of a kind from now on fail; 1 is the next one.
+    pub fn fail(&self, step: Step, nth: u64) {
+        self.0.lock().machine.faults.fail(step, nth);
+    }
+
+    /// Forgets which steps were to fail; whether there were some left that had not come.
+    pub fn heal(&self) -> bool {
+        self.0.lock().machine.faults.clear()
+    }
+
+    /// A device reads memory.
+    ///
+    /// # Errors
+    /// The access at which it was refused; what lies before has been read.
+    pub fn dma_read(&self, device: Id, iova: u64, into: &mut [u8]) -> Result<(), Refused> {
+        self.0.lock().pieces(device, iova, into.len(), false, |addr, piece| {
+            // SAFETY: `map` was promised that mapped memory is there and the devices' until it is
+            // unmapped, and it cannot be while the state is locked.
+            unsafe { load(addr, &mut into[piece]) };
+        })
+    }
+
+    /// A device writes memory.
+    ///
+    /// # Errors
+    /// The access at which it was refused; what lies before has been written.
+    pub fn dma_write(&self, device: Id, iova: u64, bytes: &[u8]) -> Result<(), Refused> {
+        self.0.lock().pieces(device, iova, bytes.len(), true, |addr, piece| {
+            // SAFETY: as in `dma_read`; that devices write it was promised too, by the flags.
+            unsafe { store(addr, &bytes[piece]) };
+        })
+    }
+
+    /// Accesses that were refused since this was asked last, the first 1,024 of them.
+    pub fn refused(&self) -> Vec<Refused> {
+        std::mem::take(&mut self.0.lock().refused)
+    }
+}
+
+impl State {
+    fn new_id(&mut self) -> Id {
+        // Numbers are not used again before four billion objects were made.
+        let taken = |state: &State, id: Id| {
+            state.ioas.contains_key(&id)
+                || state.hwpts.contains_key(&id)
+                || state.devices.contains_key(&id)
+        };
+        while taken(self, Id(self.next)) || self.next == 0 {
+            self.next = self.next.wrapping_add(1);
+        }
+        let id = Id(self.next);
+        self.next = self.next.wrapping_add(1);
+        id
+    }
+
+    fn destroy(&mut self, id: Id) -> Answer<()> {
+        if self.devices.contains_key(&id) {
+            return Err(Errno::BUSY);
+        }
+        if self.hwpts.contains_key(&id) {
+            if self.devices.values().any(|device| device.hwpt == Some(id)) {
+                return Err(Errno::BUSY);
+            }
+            self.remove_hwpt(id);
+            return Ok(());
+        }
+        if !self.ioas.contains_key(&id) {
+            return Err(Errno::NOENT);
+        }
+        if self.hwpts.values().any(|hwpt| hwpt.ioas == id) {
+            return Err(Errno::BUSY);
+        }
+        // No page table is made of it: nothing of it is pinned.
+        self.ioas.remove(&id);
+        Ok(())
+    }
+}
+
+// Devices of this iommufd are those who call `dma_read` and `dma_write`, which touch only what is
+// mapped.
+impl IommufdKernel for Iommufd {
+    fn new_ioas(&self) -> Answer<Id> {
+        let mut state = self.0.lock();
+        if state.machine.faults.hits(Step::Record) {
+            return Err(Errno::NOMEM);
+        }
+        let id = state.new_id();
+        state.ioas.insert(id, Ioas::default());
+        Ok(id)
+    }
+
+    fn destroy(&self, id: Id) -> Answer<()> {
+        self.0.lock().destroy(id)
+    }
+
+    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+        self.0.lock().iova_ranges(ioas)
+    }
+
+    unsafe fn map(
+        &self,
+        ioas: Id,
+        flags: MapFlags,
+        iova: Option<u64>,
+        vaddr: u64,
+        size: u64,
+    ) -> Answer<u64> {
+        self.0.lock().map(ioas, flags, iova, vaddr, size)
+    }
+
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
+        self.0.lock().unmap(ioas, iova, size)
+    }
+
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
+        self.0.lock().new_hwpt(device, ioas, dirty, false)
+    }
+
+    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
+        self.0.lock().track(hwpt, on)
+    }
+
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+        self.0.lock().read_dirty(hwpt, iova, size, dirty)
+    }
+
+    fn reserved_regions(&self) -> Vec<ReservedRegion> {
+        let state = self.0.lock();
+        let of = |device: &Device| device.group.reserved.clone();
+        let mut regions: Vec<_> = state.devices.values().flat_map(of).collect();
+        regions.sort_by_key(|region| region.range);
+        regions
+    }
+
+    fn locked(&self) -> Option<Locked> {
+        self.0.lock().caller.locked()
+    }
+}
+
+impl Default for Iommufd {
+    /// For this process's memory, without a limit.
+    fn default() -> Iommufd {
+        Iommufd::new(Owner::default(), Memory::process())
+    }
+}
+
+impl fmt::Debug for Iommufd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.0.lock();
+        f.debug_struct("Iommufd")
+            .field("ioas", &state.ioas.keys())
+            .field("hwpts", &state.hwpts.keys())
+            .field("devices", &state.devices.keys())
+            .field("pinned", &state.machine.pinned)
+            .finish_non_exhaustive()
+    }
+}
+
+/// `size` bytes from `iova` on, as iommufd checks them: EOVERFLOW where they wrap or reach the very
+/// end, EINVAL where there are none.
+fn bytes(iova: u64, size: u64) -> Answer<Range> {
+    if iova == u64::MAX || size == u64::MAX {
+        return Err(Errno::OVERFLOW);
+    }
+    if size == 0 {
+        return Err(Errno::INVAL);
+    }
+    Range::from_len(Iova(iova), size).ok_or(Errno::OVERFLOW)
+}

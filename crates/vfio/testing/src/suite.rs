@@ -1,0 +1,90 @@
+//! The rules of VFIO, asked of a kernel: the same questions to the [fake](crate::fake) one and to the
+//! real one.
+//!
+//! What can be seen through [`Type1Kernel`](ringfence_vfio::kernel::Type1Kernel) and
+//! [`IommufdKernel`](ringfence_vfio::kernel::IommufdKernel) alone is checked; what cannot (which pages are
+//! pinned when, what external holders are told) is listed as not applicable, with the reason.
+
+mod iommufd;
+mod memory;
+mod type1;
+
+use std::fmt;
+
+use rustix::io::Errno;
+
+pub use iommufd::iommufd;
+pub use type1::type1;
+
+/// What came of a check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The kernel keeps the rule.
+    Pass,
+    /// It does not: what was expected, what it answered.
+    Fail(String),
+    /// This kernel, or this interface, does not show it: why.
+    NotApplicable(String),
+}
+
+/// A check and what came of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// Which rule: `L51`; for iommufd, which has no numbers, the call.
+    pub rule: &'static str,
+    /// What was checked.
+    pub check: &'static str,
+    /// What came of it.
+    pub verdict: Verdict,
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Outcome { rule, check, verdict } = self;
+        match verdict {
+            Verdict::Pass => write!(f, "{rule} pass: {check}"),
+            Verdict::Fail(why) => write!(f, "{rule} FAIL: {check}: {why}"),
+            Verdict::NotApplicable(why) => write!(f, "{rule} not applicable: {check}: {why}"),
+        }
+    }
+}
+
+/// A check that does not go on.
+enum Stop {
+    Fail(String),
+    NotApplicable(String),
+}
+
+/// What a check comes to.
+type Checked = Result<(), Stop>;
+
+/// A kernel's refusal of what should have succeeded.
+impl From<Errno> for Stop {
+    fn from(errno: Errno) -> Stop {
+        Stop::Fail(format!("a call that should succeed: {errno:?}"))
+    }
+}
+
+/// Stops unless the answer is the one expected.
+#[track_caller]
+fn expect<T: PartialEq + fmt::Debug>(answer: T, expected: T) -> Checked {
+    if answer == expected {
+        return Ok(());
+    }
+    let line = std::panic::Location::caller().line();
+    Err(Stop::Fail(format!("expected {expected:?}, got {answer:?} (line {line})")))
+}
+
+/// Stops since there is nothing to see.
+fn not_applicable(why: &str) -> Checked {
+    Err(Stop::NotApplicable(why.to_owned()))
+}
+
+fn outcome(rule: &'static str, check: &'static str, checked: Checked) -> Outcome {
+    let verdict = match checked {
+        Ok(()) => Verdict::Pass,
+        Err(Stop::Fail(why)) => Verdict::Fail(why),
+        Err(Stop::NotApplicable(why)) => Verdict::NotApplicable(why),
+    };
+    Outcome { rule, check, verdict }
+}
