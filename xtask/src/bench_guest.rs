@@ -48,7 +48,7 @@ pub(crate) fn run(cpus: &[u32], only: Option<Mode>, update: bool) -> Result<()> 
                 "--quiet",
                 "--release",
                 "--package",
-                "ringfence",
+                "ringfence-cli",
                 "--test",
                 "guests",
                 "--",

@@ -1,6 +1,10 @@
 //! A crate imports only from floors below it.
 
-use std::{collections::BTreeMap, fs};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    process::Command,
+};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
@@ -22,10 +26,15 @@ const FLOORS: &[(&str, u32)] = &[
     ("ringfence-vhost-user-backend", 4),
     ("ringfence-drivers", 4),
     ("ringfence-devices", 5),
+    ("ringfence-rust-vmm", 6),
     ("ringfence-conformance", 6),
     ("ringfence-lab", 7),
-    ("ringfence", 8),
+    ("ringfence", 7),
+    ("ringfence-cli", 8),
 ];
+
+/// The laboratory, which the command for hosts does without.
+const LAB: &str = "ringfence-lab";
 
 #[derive(Deserialize)]
 struct Manifest {
@@ -39,9 +48,9 @@ struct Package {
     name: String,
 }
 
-/// Fails on a crate without a floor, or one that imports from its own floor or from above. What a
-/// crate uses only in its tests may come from anywhere.
-pub(crate) fn check() -> Result<()> {
+/// Fails on a crate without a floor, or one that imports from its own floor or from above, or where the command for
+/// hosts has something of the laboratory in it. What a crate uses only in its tests may come from anywhere.
+pub(crate) fn check(command: &str) -> Result<()> {
     let floors: BTreeMap<&str, u32> = FLOORS.iter().copied().collect();
     let mut wrong = Vec::new();
     let mut count = 0;
@@ -70,5 +79,29 @@ pub(crate) fn check() -> Result<()> {
         bail!("{}", wrong.join("\n"));
     }
     println!("{count} crates, each imports from floors below it only");
+    let all = linked(command, &[])?;
+    let hosts = linked(command, &["--no-default-features"])?;
+    println!("{command} links {} crates, {} without its laboratory", all.len(), hosts.len());
+    if !all.contains(LAB) || hosts.contains(LAB) {
+        bail!(
+            "{LAB} is what the feature `lab` of {command} has, which is on by default, and nothing else"
+        );
+    }
     Ok(())
+}
+
+/// The crates that a package links.
+fn linked(package: &str, features: &[&str]) -> Result<BTreeSet<String>> {
+    let tree = Command::new("cargo")
+        .args(["tree", "--package", package, "--edges", "normal", "--prefix", "none"])
+        .args(["--format", "{p}"])
+        .args(features)
+        .current_dir(crate::steps::root())
+        .output()
+        .context("cargo tree")?;
+    if !tree.status.success() {
+        bail!("cargo tree: {}", String::from_utf8_lossy(&tree.stderr));
+    }
+    let text = String::from_utf8_lossy(&tree.stdout);
+    Ok(text.lines().filter_map(|line| line.split_whitespace().next().map(str::to_owned)).collect())
 }

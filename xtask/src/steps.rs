@@ -96,10 +96,12 @@ const fn long(name: &'static str, budget: u32, run: fn(&Run) -> Result<()>) -> S
 const STEPS: &[Step] = &[
     step("format", 10, |_| cargo(&["fmt", "--all", "--check"], &[])),
     step("lints", 180, |_| {
-        cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
+        cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
+        let package = ["clippy", "--package", COMMAND, "--no-default-features"];
+        cargo(&[&package[..], &["--", "-D", "warnings"]].concat(), &[])
     }),
     step("lints of the fuzz targets", 90, fuzz_lints),
-    step("floors", 5, |_| floors::check()),
+    step("floors", 5, |_| floors::check(COMMAND)),
     step("house", 5, |_| house::check(false, false)),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
@@ -131,7 +133,7 @@ const STEPS: &[Step] = &[
 ];
 
 /// The package of the command, whose tests run it from end to end.
-const COMMAND: &str = "ringfence";
+const COMMAND: &str = "ringfence-cli";
 
 /// Runs all steps, or those whose name contains `only`, and prints at the end what failed and what
 /// did not run. `all`: also those that are long; the result is then written to `docs/all.txt`.

@@ -158,12 +158,12 @@ fn package(id: &str) -> String {
 fn rank(program: &Program) -> usize {
     const LONG: &[&str] = &[
         "ringfence-lab --lib",
-        "ringfence --test mutant",
-        "ringfence --test hostile",
+        "ringfence-cli --test mutant",
+        "ringfence-cli --test hostile",
         "ringfence-devices --test oracle",
-        "ringfence --test bench_bounce",
-        "ringfence --test jobs",
-        "ringfence --test bench_net",
+        "ringfence-cli --test bench_bounce",
+        "ringfence-cli --test jobs",
+        "ringfence-cli --test bench_net",
     ];
     LONG.iter().position(|name| *name == program.name()).unwrap_or(LONG.len())
 }

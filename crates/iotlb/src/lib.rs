@@ -19,8 +19,7 @@
 
 mod cache;
 mod endpoint;
-#[cfg(feature = "vm-memory")]
-pub mod guest_memory;
+pub mod guard;
 mod iotlb;
 mod misses;
 mod victims;

@@ -6,7 +6,7 @@
 //! what it was handed as a [`Memory`], and reaches it only through a [`Translate`]: [`Physical`]
 //! for guest-physical addresses, [`UserAddresses`] for addresses of the front end's process, or an
 //! IOTLB from another crate.
-//! With the feature `vm-memory`, a `GuestBus` reaches the memory of a VMM that is built on rust-vmm.
+//! `ringfence-rust-vmm` has what reaches the memory of a VMM that is built on rust-vmm.
 //!
 //! The bytes may change under us at any time: they are copied or accessed as atomics, never
 //! borrowed. The *file* may shrink under us too, if it was not sealed; [`sigbus`], once installed,
@@ -32,8 +32,6 @@
 mod access;
 mod dirty;
 mod error;
-#[cfg(feature = "vm-memory")]
-mod guest_memory;
 mod mapping;
 mod memory;
 mod ram;
@@ -46,8 +44,6 @@ mod translate;
 pub use access::{Access, AccessError, Translate, Window};
 pub use dirty::{DirtyLog, LogIndex};
 pub use error::MemError;
-#[cfg(feature = "vm-memory")]
-pub use guest_memory::GuestBus;
 pub use mapping::{unmap_elsewhere, unmapped_here};
 pub use memory::{Found, Memory};
 pub use ram::{GuestRam, ScatteredView};

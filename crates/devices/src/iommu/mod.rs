@@ -6,8 +6,8 @@
 //! [`Iommu`] is the device, which outlives its front ends; [`IommuBackend`] serves one of them.
 //! What the devices behind it have to do with it, they do through a [`Seat`].
 //!
-//! In a VMM that is built on rust-vmm there is no front end: with the feature `rust-vmm`, a `VmmIommu`
-//! is activated with the VMM's memory, queues and event descriptors.
+//! Inside a VMM there is no front end: a [`LocalIommu`] is started with the VMM's rings and event
+//! descriptors, and reaches its memory as the VMM's [`Reach`] does.
 
 mod backend;
 mod backing;
@@ -15,15 +15,14 @@ mod device;
 mod faults;
 mod gate;
 mod journal;
+mod local;
 mod reach;
 mod seat;
 mod unit;
-#[cfg(feature = "rust-vmm")]
-mod vmm;
 
 pub use backend::IommuBackend;
 pub use backing::{Endpoints, JointDomain};
 pub use device::{Iommu, IommuFigures, IommuOptions};
+pub use local::{LocalIommu, LocalIommuError};
+pub use reach::Reach;
 pub use seat::Seat;
-#[cfg(feature = "rust-vmm")]
-pub use vmm::{VmmIommu, VmmIommuError, host_regions};

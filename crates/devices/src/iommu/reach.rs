@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ringfence_mem::{Memory, Physical, Translate, UserAddresses};
 
 /// How a unit reaches the driver's memory.
-pub(super) trait Reach: Send + 'static {
+pub trait Reach: Send + 'static {
     /// By the addresses that rings have.
     type Rings: Translate;
     /// By the addresses that descriptors have.

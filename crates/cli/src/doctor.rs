@@ -1,0 +1,215 @@
+//! `ringfence doctor`.
+
+mod calls;
+mod check;
+mod groups;
+mod iommu;
+mod kernel;
+mod memory;
+mod report;
+mod tree;
+mod tried;
+mod uses;
+mod vfio;
+
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use crate::usage::Usage;
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+
+use self::{
+    calls::Calls,
+    check::Purpose,
+    groups::Group,
+    iommu::Iommu,
+    kernel::Kernel,
+    memory::{HugePages, Memlock},
+    report::{Host, Report, in_the_way},
+    tree::Tree,
+    tried::Tried,
+    vfio::Vfio,
+};
+use crate::output::{Output, print};
+
+/// What this host lacks for protected I/O in user space, and what helps.
+///
+/// Looks at limits, huge pages, the IOMMU and its groups, VFIO, io_uring and what back ends need.
+/// Nothing is changed: no module is loaded, no device is touched. Each lack comes with the commands
+/// that end it. How a device is given to a program is told in docs/vfio.md.
+#[derive(Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence doctor
+    ringfence doctor --for vfio --device 0000:01:00.0
+    ringfence doctor --for pin --memory 8g --json -
+
+EXIT STATUS:
+    0   all that is needed is there
+    1   something lacks, or cannot be seen from here
+    2   wrong usage")]
+pub(crate) struct Arguments {
+    /// What the host is needed for.
+    #[arg(long = "for", value_name = "PURPOSE", value_enum, default_value_t = For::All)]
+    purpose: For,
+
+    /// A device, by its PCI address, that is to be given to a program.
+    #[arg(long, value_name = "ADDRESS")]
+    device: Option<String>,
+
+    /// How much memory the program will pin or map for devices, with a unit (k, m, g, t).
+    #[arg(long, value_name = "SIZE", default_value = "64m", value_parser = parse_size)]
+    memory: u64,
+
+    /// Writes all that was found as JSON; `-` prints it instead of the text.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+
+    /// Looks at a copy of another host's /proc, /sys and /dev below this folder.
+    #[arg(long, value_name = "DIR", hide = true)]
+    root: Option<PathBuf>,
+}
+
+/// Purposes, by name.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum For {
+    /// A device given to a driver in user space, behind the IOMMU.
+    Vfio,
+    /// Memory pinned through io_uring.
+    Pin,
+    /// `ringfence blk` and `ringfence net`.
+    VhostUser,
+    All,
+}
+
+impl For {
+    fn purposes(self) -> Vec<Purpose> {
+        match self {
+            For::Vfio => vec![Purpose::Vfio],
+            For::Pin => vec![Purpose::Pin],
+            For::VhostUser => vec![Purpose::VhostUser],
+            For::All => Purpose::ALL.to_vec(),
+        }
+    }
+}
+
+pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
+    let purposes = arguments.purpose.purposes();
+    if arguments.device.is_some() && !purposes.contains(&Purpose::Vfio) {
+        return Err(Usage("--device is of --for vfio".into()).into());
+    }
+    if let Some(root) = arguments.root.as_deref().filter(|root| !root.is_dir()) {
+        return Err(Usage(format!("--root {}: not a folder", root.display())).into());
+    }
+    let json = arguments.json.as_deref().map(Output::open).transpose()?;
+    let report = examine(
+        arguments.root.as_deref(),
+        &purposes,
+        arguments.device.as_deref(),
+        arguments.memory,
+    );
+    let show = !json.as_ref().is_some_and(Output::is_stdout);
+    json.map_or(Ok(()), |output| output.write(&report.to_json()))?;
+    if show {
+        print(&report.to_text())?;
+    }
+    Ok(if report.is_ready() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Looks at this host, or at a copy of what another shows of itself.
+fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memory: u64) -> Report {
+    let tree = Tree::new(root.unwrap_or(Path::new("/")));
+    let kernel = Kernel::read(&tree);
+    let (iommu, groups) = (Iommu::read(&tree), Group::read_all(&tree));
+    let vfio = Vfio::read(&tree, &kernel);
+    let tried = match root {
+        None => Tried::here(vfio.nodes(&groups)),
+        Some(_) => Tried::default(),
+    };
+    let calls = Calls::read(&tree, &tried);
+    let (memlock, huge_pages) = (Memlock::read(&tree), HugePages::read(&tree));
+
+    // What is dangerous comes first.
+    let mut checks: Vec<check::Check> = iommu::no_iommu(&iommu, &tree).into_iter().collect();
+    checks.push(memory::memlock(memlock.as_ref(), memory));
+    checks.push(memory::huge_pages(&huge_pages, memory::transparent(&tree).as_deref()));
+    checks.push(iommu::present(&iommu, &kernel));
+    // What helps is done from above: a module's parameter is there once it is loaded.
+    checks.push(vfio::modules(&vfio, &kernel));
+    checks.extend(iommu::remapping(&iommu, &kernel, &tree));
+    checks.extend(iommu::translation(&kernel));
+    checks.extend(vfio::nodes(&vfio, &groups, &tried, &tree));
+    checks.extend(groups::check(&groups, device));
+    checks.extend(vfio::entries(&vfio));
+    checks.push(vfio::iommufd(&vfio, &kernel, &tried));
+    checks.push(calls::io_uring(&calls, &tried));
+    checks.push(calls::memfd(&calls, &tried));
+    checks.push(calls::sandbox(&tried));
+    checks.push(calls::qemu(&calls, &tried));
+    checks.push(calls::vhost_net(&calls));
+    checks.retain(|check| check.needed_for.iter().any(|purpose| purposes.contains(purpose)));
+
+    Report {
+        schema: "ringfence.doctor/1",
+        host: Host {
+            kernel: kernel.release.clone(),
+            parameters: kernel.told_of_iommus(),
+            guest: kernel.is_guest,
+        },
+        memory,
+        ready: purposes
+            .iter()
+            .map(|purpose| (purpose.name(), in_the_way(&checks, *purpose).next().is_none()))
+            .collect(),
+        checks,
+        memlock,
+        huge_pages,
+        iommu,
+        vfio,
+        groups,
+        calls,
+        purposes: purposes.to_vec(),
+    }
+}
+
+fn parse_size(text: &str) -> Result<u64, String> {
+    let wrong = || format!("{text} is no size: a number and k, m, g or t");
+    let (number, shift) = match text.to_ascii_lowercase().char_indices().next_back() {
+        Some((at, unit @ ('k' | 'm' | 'g' | 't'))) => {
+            let shift = match unit {
+                'k' => 10,
+                'm' => 20,
+                'g' => 30,
+                _ => 40,
+            };
+            (&text[..at], shift)
+        }
+        _ => (text, 0),
+    };
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    number.checked_mul(1 << shift).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(parse_size("64m"), Ok(64 << 20));
+        assert_eq!(parse_size("4096"), Ok(4096));
+        assert_eq!(parse_size("1T"), Ok(1 << 40));
+        for wrong in ["", "m", "-1", "64mb", "99999999999t", "ü", "1.5g"] {
+            assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn this_host_is_looked_at_whatever_it_is() {
+        let report = examine(None, &Purpose::ALL, None, 1 << 20);
+        assert_eq!(report.ready.len(), 3);
+        assert!(!report.checks.is_empty());
+    }
+}

@@ -1,0 +1,59 @@
+//! What every command that measures begins with.
+
+use std::{
+    fs::File,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::MetadataExt,
+    },
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicBool},
+};
+
+use anyhow::{Context, Result};
+use clap::{ArgAction, Args};
+use ringfence_lab::progress::Kind;
+
+use crate::output::Output;
+
+/// Where results go, and whether progress is shown.
+#[derive(Args)]
+pub(crate) struct Session {
+    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+
+    /// Shows no progress.
+    #[arg(long, short, action = ArgAction::SetTrue)]
+    quiet: bool,
+}
+
+/// A command that has begun.
+pub(crate) struct Begun {
+    pub(crate) json: Option<Output>,
+    pub(crate) progress: Kind,
+    /// Set by Ctrl-C.
+    pub(crate) stop: Arc<AtomicBool>,
+}
+
+impl Session {
+    /// Opens the file now: a wrong path is told before anything runs, not after.
+    pub(crate) fn begin(&self) -> Result<Begun> {
+        let json = self.json.as_deref().map(Output::open).transpose()?;
+        let progress = if self.quiet { Kind::Silent } else { Kind::Auto };
+        let stop = Arc::new(AtomicBool::new(false));
+        ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
+        Ok(Begun { json, progress, stop })
+    }
+}
+
+/// Whether standard output and standard error go to the same terminal, file or pipe.
+pub(crate) fn same_place() -> bool {
+    let place = |fd: BorrowedFd<'_>| {
+        let file = File::from(fd.try_clone_to_owned().ok()?);
+        let about = file.metadata().ok()?;
+        Some((about.dev(), about.ino()))
+    };
+    let out = place(std::io::stdout().as_fd());
+    out.is_some() && out == place(std::io::stderr().as_fd())
+}

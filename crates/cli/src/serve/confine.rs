@@ -1,0 +1,110 @@
+//! What a service gives up once all is open.
+
+use std::{fmt, os::fd::BorrowedFd, str::FromStr};
+
+use crate::usage::Usage;
+use anyhow::{Context, Result};
+use clap::Args;
+use ringfence_sandbox::Sandbox;
+use rustix::fs::{Gid, Uid};
+
+/// What of it the command line decides.
+#[derive(Args)]
+pub(crate) struct Confinement {
+    /// Whether the process gives up capabilities, files, and system calls that it does not need, once all is open: on
+    /// or off
+    #[arg(long, value_name = "WHETHER", default_value_t = Switch::On)]
+    sandbox: Switch,
+
+    /// Run as this user, by name or number, once all is open; the sockets are this user's, too
+    #[arg(long, value_name = "USER", value_parser = account)]
+    user: Option<Account>,
+
+    /// Run as this group, by name or number, and no other [default: --user's own]
+    #[arg(long, value_name = "GROUP", value_parser = super::group)]
+    group: Option<Gid>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Switch {
+    On,
+    Off,
+}
+
+impl fmt::Display for Switch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Switch::On => "on",
+            Switch::Off => "off",
+        })
+    }
+}
+
+impl FromStr for Switch {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Switch, String> {
+        match text {
+            "on" => Ok(Switch::On),
+            "off" => Ok(Switch::Off),
+            _ => Err(format!("{text:?} is neither on nor off")),
+        }
+    }
+}
+
+/// A user, and the group that comes with it, if that is known.
+#[derive(Clone, Copy, Debug)]
+struct Account {
+    user: Uid,
+    group: Option<Gid>,
+}
+
+fn account(text: &str) -> Result<Account, String> {
+    let number = super::user(text)?;
+    let group = uzers::get_user_by_uid(number).map(|user| Gid::from_raw(user.primary_group_id()));
+    Ok(Account { user: Uid::from_raw(number), group })
+}
+
+impl Confinement {
+    /// The user that it will run as, if that is another.
+    pub(super) fn user(&self) -> Option<Uid> {
+        self.user.map(|account| account.user)
+    }
+
+    fn group(&self) -> Option<Gid> {
+        self.group.or(self.user.and_then(|account| account.group))
+    }
+
+    /// Whether the options fit each other.
+    ///
+    /// # Errors
+    /// [`Usage`].
+    pub(super) fn check(&self) -> Result<()> {
+        let group = self.group();
+        if self.user.is_some() && group.is_none() {
+            return Err(
+                Usage("--user has no entry among the users: --group is needed".into()).into()
+            );
+        }
+        if self.sandbox == Switch::Off && group.is_some() {
+            let text = "--user and --group take --sandbox on; without, have the service manager change the user";
+            return Err(Usage(text.into()).into());
+        }
+        Ok(())
+    }
+
+    /// Gives it up, but for removing files in `removes` and below. What the kernel lacks is said.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub(super) fn enter(&self, removes: Vec<BorrowedFd<'_>>) -> Result<()> {
+        if self.sandbox == Switch::Off {
+            return Ok(());
+        }
+        let sandbox = Sandbox { user: self.user(), group: self.group(), removes };
+        for lack in sandbox.enter().context("entering the sandbox (--sandbox off does without)")? {
+            tracing::warn!("{lack}");
+        }
+        Ok(())
+    }
+}

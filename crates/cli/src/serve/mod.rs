@@ -1,0 +1,234 @@
+//! The frame of a vhost-user service: its sockets, one front end after the other, figures, logs,
+//! and an orderly end.
+
+mod confine;
+mod estate;
+mod fault;
+mod frame;
+mod hand_over;
+mod http;
+mod log;
+mod manager;
+mod memo;
+mod page;
+mod ready;
+mod socket;
+
+use std::{io, path::PathBuf};
+
+use anyhow::Result;
+use clap::Args;
+use ringfence_run::{PeerFd, worker::Notify};
+use ringfence_vhost_user::{Handler, Keeper, SavedConnection, ServeError, Server, Shutdown};
+use ringfence_vhost_user_backend::IotlbTotals;
+use rustix::fs::Gid;
+use tracing::level_filters::LevelFilter;
+
+use self::socket::Access;
+pub(crate) use frame::run;
+pub(crate) use page::{Kind, Page};
+pub(crate) use ready::{Ready, begin, open, open_on, reader};
+
+/// How many connections of a socket that have not sent anything are kept at a time. Another one takes the place of
+/// the first of them.
+const SILENT: usize = 16;
+
+/// What a service of one socket can be told.
+#[derive(Args)]
+pub(crate) struct Options {
+    /// The socket that front ends connect to [default: what the service manager passes]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+/// What every service can be told.
+#[derive(Args)]
+pub(crate) struct Common {
+    /// Who may connect: the socket's permission bits [default: 600, with --socket-group 660]
+    #[arg(long, value_name = "OCTAL", value_parser = octal)]
+    socket_mode: Option<u32>,
+
+    /// The sockets' group, by name or number
+    #[arg(long, value_name = "GROUP", value_parser = group)]
+    socket_group: Option<Gid>,
+
+    /// Serve only processes of this user, by name or number; of these, if it is there more than once
+    #[arg(long, value_name = "USER", value_parser = user)]
+    allow_uid: Vec<u32>,
+
+    /// Serve figures for Prometheus: HOST:PORT (port 0: any) or unix:PATH
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) metrics: Option<http::Address>,
+
+    /// A host name by which scrapers ask for the figures, beside addresses, localhost, what `uname -n` prints and the
+    /// host of --metrics; of these, if it is there more than once
+    #[arg(long, value_name = "NAME", requires = "metrics")]
+    metrics_host: Vec<String>,
+
+    #[command(flatten)]
+    confine: confine::Confinement,
+
+    /// Where the next process of this service, told the same, takes over connections and all: the socket by which the
+    /// two find each other
+    #[arg(long, value_name = "PATH")]
+    hand_over: Option<PathBuf>,
+
+    /// How many threads move data, at most [default: one a queue, no more than CPUs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) workers: Option<u16>,
+
+    /// How they wait for the driver: adaptive (spin, then sleep), poll or sleep
+    #[arg(long, value_name = "HOW", default_value_t = Notify::Adaptive)]
+    pub(crate) notify: Notify,
+
+    /// How much is said on standard error: off, error, warn, info, debug or trace
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    pub(crate) log: LevelFilter,
+}
+
+fn octal(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode @ 0..=0o777) => Ok(mode),
+        _ => Err("expected three octal digits, such as 660".into()),
+    }
+}
+
+fn group(text: &str) -> Result<Gid, String> {
+    let named = || uzers::get_group_by_name(text).map(|group| group.gid());
+    number_or(text, named).map(Gid::from_raw).ok_or_else(|| format!("there is no group {text:?}"))
+}
+
+fn user(text: &str) -> Result<u32, String> {
+    let named = || uzers::get_user_by_name(text).map(|user| user.uid());
+    number_or(text, named).ok_or_else(|| format!("there is no user {text:?}"))
+}
+
+/// A user's or group's number, as it is or by its name. The last number means none to the kernel.
+fn number_or(text: &str, named: impl FnOnce() -> Option<u32>) -> Option<u32> {
+    text.parse().ok().filter(|&number| number != u32::MAX).or_else(named)
+}
+
+impl Common {
+    fn access(&self) -> Access {
+        let group = self.socket_group;
+        let mode =
+            self.socket_mode.unwrap_or(if group.is_some() { 0o660 } else { Access::OWN.mode });
+        Access { mode, owner: self.confine.user(), group }
+    }
+}
+
+/// One front end's connection, whatever the device is.
+pub(crate) trait Connection {
+    /// What ends it from another thread.
+    fn shutdown_handle(&self) -> Shutdown;
+
+    /// How many bytes of its files are mapped at most. To be called before it is served.
+    fn set_most_mapped(&mut self, bytes: u64);
+
+    /// Has another process told what it needs to go on with it. To be called before it is served.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()>;
+
+    /// Goes on with what was kept of it.
+    fn resume(&mut self, saved: SavedConnection);
+
+    /// Serves it until its end.
+    ///
+    /// # Errors
+    /// It ended for another reason than that the front end has hung up.
+    fn serve(&mut self) -> Result<(), ServeError>;
+}
+
+impl<H: Handler> Connection for Server<H> {
+    fn shutdown_handle(&self) -> Shutdown {
+        Server::shutdown_handle(self)
+    }
+
+    fn set_most_mapped(&mut self, bytes: u64) {
+        Server::set_most_mapped(self, bytes);
+    }
+
+    fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()> {
+        Server::set_keeper(self, keeper)
+    }
+
+    fn resume(&mut self, saved: SavedConnection) {
+        Server::resume(self, saved);
+    }
+
+    fn serve(&mut self) -> Result<(), ServeError> {
+        Server::serve(self)
+    }
+}
+
+/// A device, or several, for front ends to connect to.
+pub(crate) trait Service: Send + Sync {
+    /// The service's name in messages.
+    fn name(&self) -> &'static str;
+
+    /// All sockets are listened on.
+    ///
+    /// # Errors
+    /// The service cannot go on: it ends.
+    fn listening(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// A front end has connected to the socket of that number; the one before it is gone. Called and
+    /// used on the socket's own thread.
+    ///
+    /// # Errors
+    /// It cannot be served: the connection is closed.
+    fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>>;
+
+    /// All connections have ended: images that have not answered, and how many rings wait for each; none if only
+    /// its lock does. The process may not end before they have, if the kernel does not let go of it.
+    fn left(&self) -> Vec<(String, usize)> {
+        Vec::new()
+    }
+
+    /// The service's own figures.
+    fn figures(&self, page: &mut Page);
+}
+
+/// Has what was said written, before the process ends.
+pub(crate) fn end_log() {
+    log::end();
+}
+
+/// The log of a process that serves another of this command.
+#[cfg(feature = "lab")]
+pub(crate) fn begin_quiet_log() {
+    log::begin(LevelFilter::WARN);
+    log::start();
+}
+
+/// The figures of a device's IOTLB.
+pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
+    for (name, help, value) in [
+        ("iotlb_entries", "Translations in the table.", totals.entries),
+        ("iotlb_open_misses", "Misses that are not answered yet.", totals.open),
+    ] {
+        page.one(Kind::Gauge, name, help, value);
+    }
+    for (name, help, value) in [
+        ("iotlb_cache_hits_total", "Lookups that a worker's own cache answered.", totals.hits),
+        ("iotlb_cache_misses_total", "Lookups that had to look in the table.", totals.walks),
+        ("iotlb_misses_total", "Misses sent to the front end.", totals.misses),
+        ("iotlb_asks_total", "Times that misses were sent, one or many.", totals.asks),
+        ("iotlb_asked_again_total", "Of these, those that were sent before.", totals.asked_again),
+        ("iotlb_updates_total", "Translations that were told.", totals.updates),
+        ("iotlb_invalidations_total", "Invalidations.", totals.invalidations),
+        ("iotlb_evictions_total", "Entries that made room for others.", totals.evictions),
+        ("iotlb_refusals_total", "Misses for which there is no translation.", totals.refusals),
+        ("iotlb_timeouts_total", "Requests that gave up waiting.", totals.timeouts),
+        ("iotlb_faults_total", "Accesses that were refused.", totals.faults),
+    ] {
+        page.one(Kind::Counter, name, help, value);
+    }
+}

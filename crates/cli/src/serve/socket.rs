@@ -1,0 +1,306 @@
+//! The sockets that a service listens on.
+
+use std::{
+    io,
+    os::{
+        fd::{BorrowedFd, OwnedFd},
+        unix::net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use super::manager::ENDS;
+use crate::usage::Usage;
+use anyhow::{Context, Result};
+use listenfd::ListenFd;
+use parking_lot::Mutex;
+use ringfence_devices::path::Place;
+use rustix::{
+    fs::{AtFlags, FileType, Gid, Mode, Stat, Uid, chownat, statat, unlinkat},
+    net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
+    process::{geteuid, umask},
+};
+
+/// A socket in the file system; removed in the end, if it is still ours.
+pub(crate) struct Placed {
+    path: PathBuf,
+    place: Place,
+    file: (u64, u64),
+    /// It was removed: the next file of that name may have the same number.
+    gone: AtomicBool,
+}
+
+impl Placed {
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The folder that it is in.
+    pub(super) fn folder(&self) -> BorrowedFd<'_> {
+        self.place.folder()
+    }
+
+    /// The one that the process before has put there.
+    fn there(path: &Path) -> io::Result<Placed> {
+        let place = Place::of(path)?;
+        let (_, about) = place.look()?;
+        Ok(Placed {
+            path: path.to_owned(),
+            place,
+            file: identity(&about),
+            gone: AtomicBool::new(false),
+        })
+    }
+
+    /// Takes it out of the file system, if it is still ours.
+    pub(super) fn remove(&self) {
+        if self.gone.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (folder, name) = (self.place.folder(), self.place.name());
+        let about = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
+        if about.is_ok_and(|about| identity(&about) == self.file) {
+            let _ = unlinkat(folder, name, AtFlags::empty());
+        }
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+fn identity(about: &Stat) -> (u64, u64) {
+    (about.st_dev, about.st_ino)
+}
+
+fn is_socket(about: &Stat) -> bool {
+    FileType::from_raw_mode(about.st_mode) == FileType::Socket
+}
+
+/// Who may connect to a socket.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Access {
+    /// Its permission bits.
+    pub(crate) mode: u32,
+    /// Its owner, unless that is the process's user.
+    pub(crate) owner: Option<Uid>,
+    /// Its group, unless that is the process's.
+    pub(crate) group: Option<Gid>,
+}
+
+impl Access {
+    /// This user alone.
+    pub(crate) const OWN: Access = Access { mode: 0o600, owner: None, group: None };
+}
+
+/// Listens at `path`. A socket that nobody listens on any more is replaced.
+///
+/// # Errors
+/// Somebody listens there; there is a file that is no socket; it cannot be made; another user's link leads there.
+pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
+    let place = Place::of(path)?;
+    if let Ok((_, about)) = place.look() {
+        if !is_socket(&about) {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file, no socket"));
+        }
+        match UnixStream::connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                unlinkat(place.folder(), place.name(), AtFlags::empty())?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+            Ok(_) => {
+                return Err(io::Error::new(
+                    io::ErrorKind::AddrInUse,
+                    "another process serves this socket",
+                ));
+            }
+        }
+    }
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    bind_with(&socket, &SocketAddrUnix::new(path)?, Mode::from_raw_mode(access.mode))?;
+    // It is where it was to be, unless a folder on the way is another by now.
+    let (file, about) = place.look()?;
+    if !is_socket(&about) || about.st_uid != geteuid().as_raw() {
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "another process has put a file there",
+        ));
+    }
+    let placed = Placed {
+        path: path.to_owned(),
+        place,
+        file: identity(&about),
+        gone: AtomicBool::new(false),
+    };
+    // Nobody can connect before it listens.
+    if access.owner.is_some() || access.group.is_some() {
+        chownat(&file, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
+    }
+    net::listen(&socket, 16)?;
+    Ok((UnixListener::from(socket), placed))
+}
+
+/// Binds a socket whose file has the permission bits `mode` from its first moment on. Linux gives the file
+/// those of the socket, less the umask. They cannot be set afterwards: by then another file may have
+/// the name, or a link to one.
+fn bind_with(socket: &OwnedFd, at: &SocketAddrUnix, mode: Mode) -> io::Result<()> {
+    // The umask is the process's: two that change it at a time would leave it changed.
+    static UMASK: Mutex<()> = Mutex::new(());
+    let _alone = UMASK.lock();
+    rustix::fs::fchmod(socket, mode)?;
+    // What another thread makes meanwhile has at most the bits of the socket.
+    let before = umask(mode.complement() & Mode::from_raw_mode(0o777));
+    let bound = net::bind(socket, at);
+    umask(before);
+    Ok(bound?)
+}
+
+/// A socket of the service.
+pub(crate) struct Listener {
+    pub(super) socket: UnixListener,
+    /// Its name in messages.
+    pub(super) name: String,
+    pub(super) placed: Option<Placed>,
+}
+
+impl Listener {
+    /// The folder that it is in, if the service has put it there.
+    pub(super) fn folder(&self) -> Option<BorrowedFd<'_>> {
+        self.placed.as_ref().map(Placed::folder)
+    }
+
+    /// The service ends: nobody finds the socket any more.
+    pub(super) fn remove(&self) {
+        if let Some(placed) = &self.placed {
+            placed.remove();
+        }
+    }
+}
+
+/// What the service manager has passed.
+pub(super) struct Passed {
+    listeners: Vec<UnixListener>,
+    /// What the process before has left.
+    pub(super) ends: Option<[OwnedFd; 2]>,
+}
+
+impl Passed {
+    /// The name of a socket that was passed.
+    pub(super) fn name(&self, at: usize) -> Option<PathBuf> {
+        name(self.listeners.get(at)?)
+    }
+}
+
+/// The file of a socket, if it has one.
+fn name(socket: &UnixListener) -> Option<PathBuf> {
+    Some(socket.local_addr().ok()?.as_pathname()?.to_owned())
+}
+
+/// What the service manager has passed (`LISTEN_FDS`): sockets to listen on, and what it has kept.
+///
+/// # Errors
+/// A descriptor is something else.
+pub(super) fn passed() -> Result<Passed> {
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let mut names = names.split(':');
+    let mut fds = ListenFd::from_env();
+    let (mut listeners, mut ends) = (Vec::new(), [None, None]);
+    for at in 0..fds.len() {
+        let name = names.next().unwrap_or_default();
+        let taken = "a descriptor of the service manager was taken twice";
+        if let Some(end) = ENDS.iter().position(|end| *end == name) {
+            let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+            let (family, kind) = (family.as_raw().into(), kind.as_raw() as i32);
+            let kept = fds.take_custom(at, family, kind, "what the process before has left");
+            ends[end] = Some(kept?.context(taken)?);
+            continue;
+        }
+        let socket = fds.take_unix_listener(at).context("a socket of the service manager")?;
+        listeners.push(socket.context(taken)?);
+    }
+    let [write, read] = ends;
+    Ok(Passed { listeners, ends: write.zip(read).map(|(write, read)| [write, read]) })
+}
+
+/// The sockets that were passed, or those that the process before has left, or those at `paths`; there must be `count`.
+///
+/// # Errors
+/// [`Usage`] if there are not so many; a socket cannot be had.
+pub(super) fn open(
+    paths: &[&Path],
+    count: usize,
+    access: Access,
+    passed: Passed,
+    left: Option<Vec<UnixListener>>,
+) -> Result<Vec<Listener>> {
+    let mut listeners = Vec::new();
+    let activated = !passed.listeners.is_empty();
+    let sockets = if activated { passed.listeners } else { left.unwrap_or_default() };
+    for (at, socket) in sockets.into_iter().enumerate() {
+        socket.set_nonblocking(true)?;
+        let path = name(&socket);
+        let name = path.as_ref().map(|path| path.display().to_string());
+        let name = name.unwrap_or(format!("LISTEN_FDS[{at}]"));
+        let placed = path.filter(|path| !activated && paths.get(at) == Some(&&**path));
+        let placed = placed.and_then(|path| Placed::there(&path).ok());
+        listeners.push(Listener { socket, name, placed });
+    }
+    if listeners.is_empty() {
+        for path in paths {
+            let (socket, placed) = bind(path, access)
+                .with_context(|| format!("cannot listen on {}", path.display()))?;
+            let name = path.display().to_string();
+            listeners.push(Listener { socket, name, placed: Some(placed) });
+        }
+    }
+    match listeners.len() {
+        0 => Err(Usage("no socket: --socket PATH, or have it passed in LISTEN_FDS".into()).into()),
+        found if found != count => {
+            Err(Usage(format!("{found} sockets where {count} are needed")).into())
+        }
+        _ => Ok(listeners),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::MetadataExt as _};
+
+    use super::*;
+
+    #[test]
+    fn a_stale_socket_is_replaced_a_live_one_and_a_file_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        drop(UnixListener::bind(&path).unwrap());
+        let (listener, placed) = bind(&path, Access { mode: 0o640, ..Access::OWN }).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
+        // More than the umask would leave.
+        let all = folder.path().join("all");
+        let _kept = bind(&all, Access { mode: 0o777, ..Access::OWN }).unwrap();
+        assert_eq!(fs::metadata(&all).unwrap().mode() & 0o777, 0o777);
+        assert_eq!(bind(&path, Access::OWN).err().unwrap().kind(), io::ErrorKind::AddrInUse);
+        drop((listener, placed));
+        assert!(!path.exists());
+        fs::write(&path, "kept").unwrap();
+        assert_eq!(bind(&path, Access::OWN).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "kept");
+    }
+
+    #[test]
+    fn what_took_its_place_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let (_listener, placed) = bind(&path, Access::OWN).unwrap();
+        fs::remove_file(&path).unwrap();
+        let _other = UnixListener::bind(&path).unwrap();
+        drop(placed);
+        assert!(path.exists());
+    }
+}

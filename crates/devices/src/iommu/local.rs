@@ -1,0 +1,246 @@
+//! virtio-iommu as a device inside a VMM, whatever its memory is made of.
+
+use std::{io, marker::PhantomData, os::fd::OwnedFd, sync::Arc};
+
+use parking_lot::Mutex;
+use ringfence_iommu::FaultSink;
+use ringfence_run::{
+    event,
+    worker::{Notify, Worker},
+};
+use ringfence_virtio_iommu::device::{Answers, Counters, Device, FaultQueue, Options};
+use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, RingError, device};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use super::{
+    Endpoints,
+    device::{WAITING_FAULTS, in_time},
+    faults::Reported,
+    reach::Reach,
+    unit::{self, Call, IommuUnit},
+};
+
+/// A virtio-iommu of this process, with a thread that serves its rings.
+///
+/// Its methods are those that VMMs ask of their virtio devices: features offered and accepted, the
+/// configuration space, [`start`](Self::start) when the driver says DRIVER_OK, [`reset`](Self::reset). `R` is
+/// how the guest's memory is reached, which may change at any time.
+///
+/// Devices behind it are [`Endpoints`]: those of the VMM translate through an
+/// [`Endpoint`](ringfence_iotlb::Endpoint), those handed through by VFIO have a
+/// [`Mirror`](ringfence_virtio_iommu::device::Mirror).
+pub struct LocalIommu<R> {
+    device: Arc<Device<Arc<Endpoints>>>,
+    faults: Arc<FaultQueue>,
+    wake: Arc<OwnedFd>,
+    reported: Arc<Reported>,
+    worker: Worker,
+    /// The rings that run.
+    running: Mutex<Vec<u16>>,
+    reach: PhantomData<fn() -> R>,
+}
+
+/// Why a device in a VMM does not do what it is asked for.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LocalIommuError {
+    /// It is active.
+    #[error("it is active already: reset or stop it first")]
+    Active,
+    /// The driver is a legacy one.
+    #[error("VIRTIO_F_VERSION_1 was not accepted: there is no legacy virtio-iommu")]
+    Legacy,
+    /// There is no such queue, or it is there twice.
+    #[error("queue {0}: there are queues 0 (requests) and 1 (events), each once")]
+    NoSuchQueue(usize),
+    /// The driver's ring cannot be reached or makes no sense.
+    #[error("queue {index}: {error}")]
+    Ring {
+        /// Which.
+        index: usize,
+        /// Why.
+        error: RingError,
+    },
+    /// I/O under way does not end, so that an invalidation is not over: what was unmapped may be
+    /// reached still.
+    #[error("I/O under way does not end")]
+    Stuck,
+    /// An invalidation could not be begun: what was unmapped may be reached still.
+    #[error("{0}")]
+    Iommu(#[from] ringfence_iommu::Error),
+    /// The descriptor for kicks cannot be used.
+    #[error("the event descriptor: {0}")]
+    Event(#[from] io::Error),
+    /// The thread that serves the rings is gone.
+    #[error("the thread that serves the rings is gone")]
+    NoWorker,
+}
+
+impl From<unit::NoWorker> for LocalIommuError {
+    fn from(_: unit::NoWorker) -> LocalIommuError {
+        LocalIommuError::NoWorker
+    }
+}
+
+/// The only unit of its worker.
+const UNIT: u32 = 0;
+
+type Unit<R> = IommuUnit<Arc<Endpoints>, R>;
+
+impl<R: Reach> LocalIommu<R> {
+    /// A device in front of `endpoints`, not active. `notify` is how its thread waits for kicks.
+    ///
+    /// # Errors
+    /// No thread or descriptor is left.
+    pub fn new(
+        endpoints: Arc<Endpoints>,
+        options: Options,
+        notify: Notify,
+    ) -> io::Result<LocalIommu<R>> {
+        let faults = FaultQueue::new(WAITING_FAULTS);
+        let wake = Arc::new(event::new()?);
+        let device = Arc::new(Device::new(Arc::clone(&endpoints), options));
+        let known = ringfence_virtio_iommu::device::Backing::endpoints(&*endpoints);
+        let reported = Arc::new(Reported::new(Arc::clone(&faults), Arc::clone(&wake), known));
+        endpoints.report_to(&(Arc::clone(&reported) as Arc<dyn FaultSink>));
+        let (worker, running) = (Worker::spawn("iommu", notify)?, Mutex::default());
+        Ok(LocalIommu { device, faults, wake, reported, worker, running, reach: PhantomData })
+    }
+
+    /// The device itself: to say which endpoints come and go, for a system reset, and to save and
+    /// restore what it holds (while it is not active).
+    pub fn device(&self) -> &Arc<Device<Arc<Endpoints>>> {
+        &self.device
+    }
+
+    /// The feature bits on offer, those of the transport included that it needs.
+    pub fn features(&self) -> u64 {
+        self.device.features().bits() | 1 << F_VERSION_1 | 1 << F_EVENT_IDX
+    }
+
+    /// Takes the features that the driver accepted.
+    ///
+    /// # Errors
+    /// [`LocalIommuError::Legacy`]: FEATURES_OK must not be set.
+    pub fn ack_features(&self, features: u64) -> Result<(), LocalIommuError> {
+        if features & (1 << F_VERSION_1) == 0 {
+            return Err(LocalIommuError::Legacy);
+        }
+        self.device.set_features(features);
+        Ok(())
+    }
+
+    /// Reads configuration bytes from `offset`; zeroes beyond the end.
+    pub fn read_config(&self, offset: u64, data: &mut [u8]) {
+        self.device.read_config(usize::try_from(offset).unwrap_or(usize::MAX), data);
+    }
+
+    /// A driver's write to the configuration.
+    ///
+    /// # Errors
+    /// See [`Device::write_config`].
+    pub fn write_config(&self, offset: u64, data: &[u8]) -> Result<(), LocalIommuError> {
+        let Ok(offset) = usize::try_from(offset) else { return Ok(()) };
+        Ok(self.device.write_config(offset, data)?)
+    }
+
+    /// Serves the rings from now on: each with its index and the descriptor of its kicks. `interrupt`
+    /// is called with the index of a ring when the driver is to look at it, from the device's thread.
+    ///
+    /// What the device holds stays: after [`stop`](Self::stop), or a restore, it goes on where it was.
+    ///
+    /// # Errors
+    /// It does not run; see [`LocalIommuError`].
+    pub fn start(
+        &self,
+        reach: R,
+        rings: Vec<(usize, device::Config, OwnedFd)>,
+        interrupt: impl Fn(u16) + Send + Sync + 'static,
+    ) -> Result<(), LocalIommuError> {
+        let mut running = self.running.lock();
+        if !running.is_empty() {
+            return Err(LocalIommuError::Active);
+        }
+        let (device, faults) = (Arc::clone(&self.device), Arc::clone(&self.faults));
+        let mut unit = Unit::new(device, faults, Arc::clone(&self.wake), reach);
+        let interrupt = Arc::new(interrupt);
+        for ring in 0..2 {
+            let interrupt = Arc::clone(&interrupt);
+            unit.set_call(ring, Some(Arc::new(move || interrupt(ring)) as Call));
+        }
+        let mut started: Vec<u16> = Vec::new();
+        for (index, config, kick) in rings {
+            let ring =
+                u16::try_from(index).ok().filter(|ring| *ring < 2 && !started.contains(ring));
+            let ring = ring.ok_or(LocalIommuError::NoSuchQueue(index))?;
+            // A wake-up without a kick must not block the thread.
+            fcntl_getfl(&kick)
+                .and_then(|flags| fcntl_setfl(&kick, flags | OFlags::NONBLOCK))
+                .map_err(io::Error::from)?;
+            unit.start(ring, config, false, Answers::default(), Some(kick.into()), true)
+                .map_err(|error| LocalIommuError::Ring { index, error })?;
+            started.push(ring);
+        }
+        self.worker
+            .call(move |work| work.insert(UNIT, Box::new(unit)))
+            .ok_or(LocalIommuError::NoWorker)?;
+        *running = started;
+        Ok(())
+    }
+
+    /// Stops to serve the rings, once what was carried out is answered, and returns their indices and
+    /// the next descriptor of each, which is that of both its areas: for a pause, or to move the guest.
+    /// What the device holds stays. Without rings it was not active.
+    ///
+    /// # Errors
+    /// [`LocalIommuError::Stuck`]: it is stopped, but answers that waited for an invalidation are lost.
+    pub fn stop(&self) -> Result<Vec<(usize, u32)>, LocalIommuError> {
+        let mut running = self.running.lock();
+        let (mut stuck, mut stopped) = (false, Vec::new());
+        for &ring in running.iter() {
+            if let Some((next, lost)) = Unit::<R>::stop_on(&self.worker, UNIT, ring)? {
+                stuck |= lost;
+                // Whatever was taken is given back.
+                stopped.push((usize::from(ring), next));
+            }
+        }
+        self.worker.call(|work| drop(work.remove(UNIT))).ok_or(LocalIommuError::NoWorker)?;
+        running.clear();
+        if stuck { Err(LocalIommuError::Stuck) } else { Ok(stopped) }
+    }
+
+    /// A device reset: nothing is served, no endpoint is attached, nothing is accepted any more. When
+    /// it returns no device reaches what was mapped (rule V4).
+    ///
+    /// # Errors
+    /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: something may be reached still.
+    pub fn reset(&self) -> Result<(), LocalIommuError> {
+        // The driver that waits for a lost answer was reset, too.
+        match self.stop() {
+            Ok(_) | Err(LocalIommuError::Stuck) => {}
+            Err(error) => return Err(error),
+        }
+        self.device.reset()?;
+        if !in_time(|| self.device.backing().is_settled()) {
+            return Err(LocalIommuError::Stuck);
+        }
+        self.faults.clear();
+        Ok(())
+    }
+
+    /// What its request queue has done since it was started.
+    pub fn counters(&self) -> Counters {
+        let unit = self.worker.call(|work| work.unit::<Unit<R>>(UNIT).map(|unit| unit.counters()));
+        unit.flatten().unwrap_or_default()
+    }
+
+    /// How many accesses of each endpoint were refused.
+    pub fn faults(&self) -> Vec<(u32, u64)> {
+        self.reported.by_endpoint()
+    }
+
+    /// How many faults found no room, so that the driver does not learn of them (rule V29).
+    pub fn dropped_faults(&self) -> u64 {
+        self.faults.dropped()
+    }
+}

@@ -1,0 +1,264 @@
+//! Where guards get their translations: the binding of its endpoint, looked
+//! up under a reader that is online for the look only.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex};
+use ringfence_iommu::{
+    Fault, FaultReason, Iova, Prot, Range,
+    shootdown::{Lease, Reader},
+    table::Translation,
+};
+
+use super::{Failure, FailureScope};
+use crate::{
+    Binding, Endpoint, Miss,
+    misses::{Lack, Waiter, point},
+};
+
+/// What guards have counted.
+#[derive(Debug, Default)]
+pub struct GuardCounters {
+    /// Accesses that waited for a translation.
+    pub waits: AtomicU64,
+    /// How long they waited, in nanoseconds, all together.
+    pub waited_ns: AtomicU64,
+    /// Of these, those whose patience was over first.
+    pub timeouts: AtomicU64,
+    /// Guards that failed.
+    pub failures: AtomicU64,
+}
+
+/// What came of a look.
+pub(super) enum Found {
+    /// It leads there, and the access is allowed.
+    There(Translation),
+    /// It may be had by asking.
+    Missing,
+    /// There is no such translation.
+    Refused,
+}
+
+/// Looks translations up; online.
+pub(super) struct Looker {
+    reader: Reader,
+    binding: Binding,
+    waiter: Arc<Waiter>,
+    /// The count of changes of the endpoint's binding that `binding` reflects.
+    changes: u64,
+    /// How many questions there were when who looks began to.
+    since: u64,
+}
+
+impl Looker {
+    pub(super) fn find(&self, iova: Iova, prot: Prot) -> Found {
+        let found = match &self.binding {
+            Binding::Blocked => None,
+            Binding::Bypass => Some(Translation { range: Range::ALL, delta: 0, prot: Prot::RW }),
+            Binding::Domain(domain) => domain.translate(&self.reader, iova),
+            Binding::Iotlb(iotlb) => {
+                let found = iotlb.translate(&self.reader, iova, point(iova));
+                let there = found.is_some_and(|found| found.prot.allows(prot));
+                let lacking = (iova, asked_for(prot));
+                if !there && iotlb.lack(lacking, Some(self.since), &self.waiter) == Lack::Pending {
+                    return Found::Missing;
+                }
+                found
+            }
+        };
+        found.filter(|found| found.prot.allows(prot)).map_or(Found::Refused, Found::There)
+    }
+
+    /// Keeps what was found since the look began in use.
+    pub(super) fn lease(&self, range: Range) -> Lease {
+        self.reader.lease(range)
+    }
+}
+
+/// A question without an access cannot be asked.
+fn asked_for(prot: Prot) -> Prot {
+    if prot.intersects(Prot::RW) { prot } else { Prot::READ }
+}
+
+/// Offline again, whatever happens.
+struct Online<'a>(&'a mut Looker);
+
+impl Drop for Online<'_> {
+    fn drop(&mut self) {
+        self.0.reader.offline();
+    }
+}
+
+/// Wakes threads that wait for an answer.
+#[derive(Default)]
+struct Bell {
+    lock: Mutex<()>,
+    rung: Condvar,
+}
+
+/// Hands out [`Guard`]s of one endpoint's translations, that stop together if a failure
+/// [says so](FailureScope::Space), with one lock around what looks translations up: a device with a thread
+/// for each queue makes one for each.
+pub struct Guards {
+    endpoint: Arc<Endpoint>,
+    looker: Mutex<Looker>,
+    bell: Arc<Bell>,
+    waiter: Arc<Waiter>,
+    scope: FailureScope,
+    stopped: AtomicBool,
+    /// Why it is stopped.
+    failure: Mutex<Option<Failure>>,
+    pub(super) counted: Arc<GuardCounters>,
+}
+
+impl Guards {
+    /// Those of `endpoint`; `None` if the process's shootdown has no place for another reader.
+    pub fn new(endpoint: Arc<Endpoint>, scope: FailureScope) -> Option<Arc<Guards>> {
+        let mut reader = endpoint.shootdown().reader()?;
+        reader.offline();
+        let bell = Arc::<Bell>::default();
+        let ring = Arc::clone(&bell);
+        let waiter = Waiter::new(Box::new(move || {
+            // Under the lock: who has looked and not yet gone to sleep holds it.
+            let _lock = ring.lock.lock();
+            ring.rung.notify_all();
+        }));
+        let (changes, binding) = (endpoint.changes(), endpoint.binding());
+        let looker = Looker { reader, changes, binding, waiter: Arc::clone(&waiter), since: 0 };
+        Some(Arc::new(Guards {
+            endpoint,
+            looker: Mutex::new(looker),
+            bell,
+            waiter,
+            scope,
+            stopped: AtomicBool::new(false),
+            failure: Mutex::default(),
+            counted: Arc::default(),
+        }))
+    }
+
+    /// Whose translations they are.
+    pub fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.endpoint
+    }
+
+    /// What is unusable after a translation failed.
+    pub fn scope(&self) -> FailureScope {
+        self.scope
+    }
+
+    /// Runs `job` with a looker. What it finds may be used after it under leases taken in it; what
+    /// was refused since there were so many questions is refused to it.
+    pub(super) fn look<R>(&self, since: u64, job: impl FnOnce(&Looker) -> R) -> R {
+        let mut looker = self.looker.lock();
+        looker.since = since;
+        // Nothing is cached that an invalidation would concern.
+        looker.reader.online(|_| ());
+        let online = Online(&mut looker);
+        let changes = self.endpoint.changes();
+        if changes != online.0.changes {
+            online.0.binding = self.endpoint.binding();
+            online.0.changes = changes;
+        }
+        job(online.0)
+    }
+
+    /// How many questions were asked so far.
+    pub(super) fn questions(&self) -> u64 {
+        match &self.looker.lock().binding {
+            Binding::Iotlb(iotlb) => iotlb.questions(),
+            _ => 0,
+        }
+    }
+
+    /// How long an access waits.
+    pub(super) fn patience(&self) -> Duration {
+        match &self.looker.lock().binding {
+            Binding::Iotlb(iotlb) => iotlb.config().patience,
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// Counts answers; to be called before the look that finds something missing.
+    pub(super) fn answers(&self) -> u64 {
+        self.waiter.answers()
+    }
+
+    /// Asks for `wanted` and waits for an answer after the one that `answers` counted, for a few
+    /// milliseconds at most: what could not be asked for, or goes unanswered, is asked again.
+    pub(super) fn ask(&self, wanted: &mut Vec<Miss>, answers: u64, until: Instant) {
+        const ROUND: Duration = Duration::from_millis(5);
+        wanted.iter_mut().for_each(|miss| miss.access = asked_for(miss.access));
+        self.look(u64::MAX, |looker| {
+            if let Binding::Iotlb(iotlb) = &looker.binding {
+                iotlb.ask(wanted, Some(&self.waiter), &looker.reader);
+            }
+        });
+        let until = until.min(Instant::now() + ROUND);
+        let mut lock = self.bell.lock.lock();
+        while self.waiter.answers() == answers {
+            if self.bell.rung.wait_until(&mut lock, until).timed_out() {
+                return;
+            }
+        }
+    }
+
+    /// An access gave up.
+    pub(super) fn timed_out(&self) {
+        self.counted.timeouts.fetch_add(1, Ordering::Relaxed);
+        if let Binding::Iotlb(iotlb) = &self.looker.lock().binding {
+            iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// A guard failed.
+    pub(super) fn failed(&self, failure: Failure, access: Prot) {
+        self.counted.failures.fetch_add(1, Ordering::Relaxed);
+        if self.scope == FailureScope::Space {
+            self.failure.lock().get_or_insert(failure);
+            self.stopped.store(true, Ordering::Release);
+        }
+        let (reason, addr) = match failure {
+            Failure::Refused { addr } | Failure::TimedOut { addr } => (FaultReason::Mapping, addr),
+            Failure::OutsideMemory { addr } => (FaultReason::Unknown, addr),
+            _ => return,
+        };
+        let (endpoint, iova) = (self.endpoint.id(), Iova(addr));
+        self.endpoint.report(Fault { reason, endpoint, iova, access });
+    }
+
+    /// What they have counted.
+    pub fn counters(&self) -> &Arc<GuardCounters> {
+        &self.counted
+    }
+
+    /// Why none of them may be used any more, if so.
+    #[inline]
+    pub fn failure(&self) -> Option<Failure> {
+        if self.stopped.load(Ordering::Acquire) { *self.failure.lock() } else { None }
+    }
+
+    /// Goes on after a failure, which is returned: the device has done with the request that met it,
+    /// or was reset. Guards that failed themselves stay so.
+    pub fn recover(&self) -> Option<Failure> {
+        let mut failure = self.failure.lock();
+        self.stopped.store(false, Ordering::Release);
+        failure.take()
+    }
+}
+
+impl fmt::Debug for Guards {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guards")
+            .field("endpoint", &self.endpoint)
+            .field("failure", &self.failure())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,62 @@
+//! virtio-iommu in a VMM of rust-vmm: `cargo run --package ringfence-devices --example vmm`
+use ringfence_devices::iommu::Endpoints;
+use ringfence_iommu::{Map, shootdown::Shootdown, table::Limits, *};
+use ringfence_iotlb::{Binding, Endpoint};
+use ringfence_mem::{Access::ReadWrite, Translate};
+use ringfence_rust_vmm::GuestBus;
+use ringfence_rust_vmm::IotlbAddressSpace;
+use ringfence_rust_vmm::VmmIommu;
+use ringfence_virtio_iommu::{driver::*, wire::Config};
+use ringfence_virtq::{F_VERSION_1, driver::Queue as Front, driver::Rings, layout};
+use std::{sync::Arc, thread, time::Duration};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// KVM would signal the descriptor when the guest writes to the doorbell.
+struct Guest(EventFd);
+impl Transport for Guest {
+    fn kick(&self, _queue: u16) {
+        let _ = self.0.write(1);
+    }
+    fn wait(&self, _queue: u16, _timeout: Duration) {
+        thread::yield_now();
+    }
+}
+
+fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
+    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 16 << 20)])?;
+    let (memory, shootdown) = (GuestMemoryAtomic::new(memory), Shootdown::new(4));
+    let endpoint = Endpoint::new(8, Arc::clone(&shootdown), Binding::Blocked);
+    let all = Geometry::new(PageSizes::X86, Range::ALL);
+    let behind = Endpoints::new([Arc::clone(&endpoint)], shootdown, all, Limits::NONE);
+    let iommu = VmmIommu::new(Arc::new(behind), Default::default(), Default::default())?;
+    // The guest's driver reads the configuration, accepts features and sets up a queue.
+    let (config, (ring, at, size)) = (iommu.device().config(), (0x1_0000, 0x2_0000, 64));
+    let (config, features) = (Config::parse(&config)?, negotiate(iommu.features()));
+    iommu.ack_features(features.bits() | 1 << F_VERSION_1)?;
+    let (kick, bus) = (EventFd::new(EFD_NONBLOCK)?, GuestBus::new(memory.memory())?);
+    let front = Rings::in_window(&bus.window(ring, 0x1000, ReadWrite)?, size)?;
+    let (front, bell) = (Front::new(size, front, false)?, Arc::new(Guest(kick.try_clone()?)));
+    let window = bus.window(at, Driver::buffer_bytes(size, &config) as u64, ReadWrite)?;
+    let (buffers, options) = (Buffers { window, addr: at }, Options::default());
+    let driver = Driver::new(bell, front, buffers, config, features, options)?;
+    // DRIVER_OK: the VMM knows the addresses from its transport.
+    let (mut queue, areas) = (Queue::new(size)?, layout::offsets(size));
+    queue.try_set_desc_table_address(GuestAddress(ring + areas.desc as u64))?;
+    queue.try_set_avail_ring_address(GuestAddress(ring + areas.avail as u64))?;
+    queue.try_set_used_ring_address(GuestAddress(ring + areas.used as u64))?;
+    queue.set_ready(true);
+    iommu.activate(memory.clone(), vec![(0, queue, kick)], |_queue| { /* its irqfd */ })?;
+    // The guest has a page mapped for endpoint 8, the device of rust-vmm there uses it.
+    let device = IotlbAddressSpace::new(endpoint, memory.clone()).ok_or("a reader too many")?;
+    let range = Range::from_len(Iova(0x10_0000), 0x1000).ok_or("no range")?;
+    let domain = driver.domain()?;
+    domain.attach(8)?;
+    domain.map(Map::new(range, GuestPhys(0x7000), Prot::RW))?;
+    domain.iotlb_sync_map(range)?;
+    device.memory().write_obj(*b"dma", GuestAddress(0x10_0040))?;
+    let found: [u8; 3] = memory.memory().read_obj(GuestAddress(0x7040))?;
+    println!("written at 0x100040, found at 0x7040: {:?}", std::str::from_utf8(&found)?);
+    Ok(()) // The driver ends before its device, which answers it.
+}

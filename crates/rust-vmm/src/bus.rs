@@ -1,0 +1,276 @@
+//! The memory of a VMM that is built on rust-vmm, reached as everything here is.
+//!
+//! The other way round, an IOTLB as rust-vmm's memory, is [`IotlbMemory`](crate::IotlbMemory).
+
+use std::{any::Any, ops::Deref, ptr::NonNull, sync::Arc};
+
+use vm_memory::{
+    GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion, MemoryRegionAddress, bitmap::Bitmap,
+    volatile_memory::PtrGuardMut,
+};
+
+use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
+
+/// Guest-physical memory of rust-vmm: addresses need no translation.
+///
+/// `T` holds a memory map: an `Arc<GuestMemoryMmap>`, or what a
+/// [`GuestAddressSpace`](vm_memory::GuestAddressSpace) gives. Whatever happens to the VMM's own map, the
+/// regions of this one stay mapped as long as the bus, or a [`Window`] made by it, lives. What is
+/// written is marked in the regions' bitmaps.
+///
+/// A file behind a region must not shrink: rust-vmm maps its own memory, and has no answer to that.
+pub struct GuestBus<T> {
+    map: Arc<Map<T>>,
+}
+
+/// A memory map with its regions held.
+struct Map<T> {
+    /// In ascending order of addresses.
+    regions: Box<[Region]>,
+    /// Goes after the guards of its regions.
+    memory: T,
+}
+
+struct Region {
+    first: u64,
+    last: u64,
+    base: NonNull<u8>,
+    /// Its place in the memory map.
+    index: usize,
+    /// Holds the bytes, where mapping them is a matter of holding this.
+    _guard: PtrGuardMut,
+}
+
+// SAFETY: the pointers are to memory that `memory` keeps mapped, which any thread may reach by copies
+// and atomics; a guard is only kept, and any thread may drop it.
+unsafe impl<T: Send> Send for Map<T> {}
+// SAFETY: as above; nothing in it changes.
+unsafe impl<T: Sync> Sync for Map<T> {}
+
+impl<T> GuestBus<T>
+where
+    T: Deref<Target: GuestMemoryBackend> + Send + Sync + 'static,
+{
+    /// Reaches `memory`.
+    ///
+    /// # Errors
+    /// A region has no address in this process.
+    pub fn new(memory: T) -> Result<GuestBus<T>, GuestMemoryError> {
+        let mut regions = Vec::new();
+        for (index, region) in memory.iter().enumerate() {
+            let len = usize::try_from(region.len())
+                .map_err(|_| GuestMemoryError::InvalidBackendAddress)?;
+            let guard = region.get_slice(MemoryRegionAddress(0), len)?.ptr_guard_mut();
+            let (first, last) = (region.start_addr().0, region.last_addr().0);
+            let base =
+                NonNull::new(guard.as_ptr()).ok_or(GuestMemoryError::InvalidBackendAddress)?;
+            regions.push(Region { first, last, base, index, _guard: guard });
+        }
+        regions.sort_unstable_by_key(|region| region.first);
+        Ok(GuestBus { map: Arc::new(Map { regions: regions.into(), memory }) })
+    }
+
+    /// The memory that it reaches.
+    pub fn memory(&self) -> &T {
+        &self.map.memory
+    }
+
+    /// The first and the last guest-physical address of each region, and where it lies in this process.
+    pub fn regions(&self) -> impl ExactSizeIterator<Item = (u64, u64, NonNull<u8>)> + '_ {
+        self.map.regions.iter().map(|region| (region.first, region.last, region.base))
+    }
+
+    /// Marks guest-physical addresses as written, for who wrote them through a [`Window`]. What lies
+    /// outside of memory is left out.
+    pub fn mark_range(&self, addr: u64, len: u64) {
+        let _ = self.walk(addr, len, Access::Write, |region, offset, len| {
+            self.mark_in(region, offset, len);
+        });
+    }
+
+    fn mark_in(&self, region: &Region, offset: usize, len: usize) {
+        if let Some(region) = self.map.memory.iter().nth(region.index) {
+            region.bitmap().mark_dirty(offset, len);
+        }
+    }
+
+    /// Calls `each` with every region that the addresses lie in, and the offset and length there.
+    #[inline]
+    fn walk<'m>(
+        &'m self,
+        addr: u64,
+        len: u64,
+        access: Access,
+        mut each: impl FnMut(&'m Region, usize, usize),
+    ) -> Result<(), AccessError> {
+        let Some(more) = len.checked_sub(1) else { return Ok(()) };
+        let last = addr.checked_add(more).ok_or(AccessError::Overflow { addr, len })?;
+        let regions = &self.map.regions;
+        let mut at = addr;
+        let mut next = regions.partition_point(|region| region.last < at);
+        loop {
+            let region = regions.get(next).filter(|region| region.first <= at);
+            let region = region.ok_or(AccessError::OutsideMemory { addr: at, access })?;
+            let end = region.last.min(last);
+            // Both are less than the region's length, which is a `usize`; not so their sum with 1 of
+            // the largest of all regions, which no process can hold.
+            each(region, (at - region.first) as usize, (end - at) as usize + 1);
+            if end == last {
+                return Ok(());
+            }
+            at = end + 1;
+            next += 1;
+        }
+    }
+}
+
+/// A piece of a region.
+fn piece(region: &Region, offset: usize, len: usize) -> HostSlice<'_> {
+    // SAFETY: `walk` found the bytes in the region, whose slice said that they are mapped, for as long
+    // as the map that holds `region` lives. Nobody makes references to guest memory: rust-vmm has the
+    // same rule.
+    unsafe { HostSlice::new(region.base.add(offset), len) }
+}
+
+impl<T> Translate for GuestBus<T>
+where
+    T: Deref<Target: GuestMemoryBackend> + Send + Sync + 'static,
+{
+    #[inline]
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, mut each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        self.walk(addr, len, access, |region, offset, len| each(piece(region, offset, len)))
+    }
+
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+        let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
+        // An empty window still needs an address that leads somewhere.
+        let some = len.max(1);
+        let Some(found) = self.piece(addr, some, access) else {
+            // It leads out of memory, or into several regions.
+            self.walk(addr, some, access, |_, _, _| ())?;
+            return Err(AccessError::Fragmented { addr, len });
+        };
+        let base = NonNull::new(found.as_ptr()).expect("a slice has an address");
+        let keep: Arc<dyn Any + Send + Sync> = Arc::clone(&self.map) as _;
+        // SAFETY: the bytes, of which one region has them all, stay mapped while `keep` lives, and
+        // nobody makes references to them.
+        Ok(unsafe { Window::new(base, bytes, keep) })
+    }
+
+    #[inline]
+    fn piece(&self, addr: u64, len: u64, _: Access) -> Option<HostSlice<'_>> {
+        let regions = &self.map.regions;
+        let region = regions.get(regions.partition_point(|region| region.last < addr))?;
+        let offset = addr.checked_sub(region.first)?;
+        let inside = len.checked_sub(1)? <= region.last - addr;
+        inside.then(|| piece(region, offset as usize, len as usize))
+    }
+
+    fn mark(&self, piece: HostSlice<'_>) {
+        let at = piece.as_ptr() as usize;
+        let holds = |region: &&Region| {
+            let offset = at.checked_sub(region.base.as_ptr() as usize);
+            offset.is_some_and(|offset| offset as u64 <= region.last - region.first)
+        };
+        if let Some(region) = self.map.regions.iter().find(holds) {
+            self.mark_in(region, at - region.base.as_ptr() as usize, piece.len());
+        }
+    }
+
+    fn is_logged(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{
+        Bytes, GuestAddress, GuestMemoryMmap, GuestMemoryRegion,
+        bitmap::{AtomicBitmap, Bitmap},
+    };
+
+    use super::*;
+
+    type Marked = GuestMemoryMmap<AtomicBitmap>;
+
+    /// Two regions side by side, one apart.
+    fn memory() -> Arc<Marked> {
+        let ranges = [(0x1000, 0x2000), (0x3000, 0x1000), (0x10_0000, 0x2000)];
+        let ranges = ranges.map(|(at, len)| (GuestAddress(at), len));
+        Arc::new(Marked::from_ranges(&ranges).unwrap())
+    }
+
+    fn dirty(memory: &Marked) -> Vec<u64> {
+        let pages = |region: &vm_memory::GuestRegionMmap<AtomicBitmap>| {
+            let first = region.start_addr().0;
+            (0..region.len())
+                .step_by(0x1000)
+                .filter_map(move |at| {
+                    GuestMemoryRegion::bitmap(region).dirty_at(at as usize).then_some(first + at)
+                })
+                .collect::<Vec<_>>()
+        };
+        memory.iter().flat_map(pages).collect()
+    }
+
+    #[test]
+    fn accesses_go_where_they_should_and_nowhere_else() {
+        let memory = memory();
+        let bus = GuestBus::new(Arc::clone(&memory)).unwrap();
+        assert_eq!(
+            bus.regions().map(|region| region.0).collect::<Vec<_>>(),
+            [0x1000, 0x3000, 0x10_0000]
+        );
+        // Across two regions.
+        bus.write(0x2ffe, b"abcd").unwrap();
+        let mut bytes = [0; 4];
+        memory.read_slice(&mut bytes, GuestAddress(0x2ffe)).unwrap();
+        assert_eq!(&bytes, b"abcd");
+        memory.write_slice(b"wxyz", GuestAddress(0x10_1ffc)).unwrap();
+        bus.read(0x10_1ffc, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"wxyz");
+        let outside = |addr, access| AccessError::OutsideMemory { addr, access };
+        assert_eq!(bus.read(0x10_1ffd, &mut bytes), Err(outside(0x10_2000, Access::Read)));
+        assert_eq!(bus.write(0x3ffe, &bytes), Err(outside(0x4000, Access::Write)));
+        assert_eq!(bus.read(0xfff, &mut bytes), Err(outside(0xfff, Access::Read)));
+        let (addr, len) = (u64::MAX - 2, 4);
+        assert_eq!(bus.read(addr, &mut bytes), Err(AccessError::Overflow { addr, len }));
+        assert_eq!(bus.read(u64::MAX, &mut []), Ok(()));
+    }
+
+    #[test]
+    fn a_window_lies_in_one_region_and_outlives_the_map() {
+        let memory = memory();
+        let bus = GuestBus::new(Arc::clone(&memory)).unwrap();
+        let fragmented = bus.window(0x2fff, 2, Access::Read).unwrap_err();
+        assert_eq!(fragmented, AccessError::Fragmented { addr: 0x2fff, len: 2 });
+        assert!(bus.window(0x4000, 0, Access::Read).is_err());
+        let window = bus.window(0x2000, 0x1000, Access::ReadWrite).unwrap();
+        window.write(0xffc, b"last");
+        let mut bytes = [0; 4];
+        bus.read(0x2ffc, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"last");
+        drop((bus, memory));
+        window.read(0xffc, &mut bytes);
+        assert_eq!(&bytes, b"last");
+    }
+
+    /// rule D26
+    #[test]
+    fn what_is_written_is_marked_and_nothing_else() {
+        let memory = memory();
+        let bus = GuestBus::new(Arc::clone(&memory)).unwrap();
+        bus.read(0x1000, &mut [0; 0x3000]).unwrap();
+        assert_eq!(dirty(&memory), [0u64; 0]);
+        bus.write(0x2fff, &[1, 2]).unwrap();
+        assert_eq!(dirty(&memory), [0x2000, 0x3000]);
+        bus.slices(0x10_1010, 8, Access::Write, |piece| bus.mark(piece.part(4, 4))).unwrap();
+        assert_eq!(dirty(&memory), [0x2000, 0x3000, 0x10_1000]);
+        bus.mark_range(0x1fff, 1);
+        bus.mark_range(0x10_0000, u64::MAX);
+        assert_eq!(dirty(&memory), [0x1000, 0x2000, 0x3000, 0x10_1000]);
+    }
+}

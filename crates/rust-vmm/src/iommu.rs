@@ -1,0 +1,215 @@
+//! virtio-iommu as a device of a VMM that is built on rust-vmm.
+
+use std::{
+    io,
+    ops::Deref,
+    os::fd::{FromRawFd, IntoRawFd, OwnedFd},
+    sync::Arc,
+};
+
+use parking_lot::Mutex;
+use ringfence_devices::iommu::{Endpoints, LocalIommu, LocalIommuError, Reach};
+use ringfence_iommu::{GuestPhys, HostAddr};
+use ringfence_run::worker::Notify;
+use ringfence_virtio_iommu::{
+    device::{HostRegion, Options},
+    wire::DEVICE_ID,
+};
+use ringfence_virtq::device;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryError};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::GuestBus;
+
+/// A virtio-iommu in front of the VMM's memory `A`, such as `GuestMemoryAtomic<GuestMemoryMmap>`, whose
+/// map may change at any time.
+///
+/// It is started and stopped with the queues and event descriptors of rust-vmm; for all else it is a
+/// [`LocalIommu`]. Devices behind it translate as rust-vmm's memory, with an
+/// [`IotlbAddressSpace`](crate::IotlbAddressSpace); those handed through by VFIO have a
+/// [`Mirror`](ringfence_virtio_iommu::device::Mirror) of [`host_regions`].
+pub struct VmmIommu<A: GuestAddressSpace> {
+    local: LocalIommu<VmmMemory<A>>,
+    /// The queues that run, by index.
+    running: Mutex<Vec<(usize, Queue)>>,
+}
+
+/// Why a device in a VMM does not do what it is asked for.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VmmIommuError {
+    /// The driver has not set the queue up.
+    #[error("queue {0} is not ready")]
+    NotReady(usize),
+    /// A region of the guest's memory has no address in this process.
+    #[error("the guest's memory: {0}")]
+    Memory(#[from] GuestMemoryError),
+    /// As the device itself says.
+    #[error(transparent)]
+    Iommu(#[from] LocalIommuError),
+}
+
+impl<A> VmmIommu<A>
+where
+    A: GuestAddressSpace<M: GuestMemoryBackend, T: Send + Sync + 'static> + Send + 'static,
+{
+    /// The number of the device type, for the transport.
+    pub const DEVICE_TYPE: u32 = DEVICE_ID;
+    /// The most descriptors of each queue: requests and events.
+    pub const QUEUE_MAX_SIZES: [u16; 2] = [1024; 2];
+
+    /// As [`LocalIommu::new`].
+    ///
+    /// # Errors
+    /// No thread or descriptor is left.
+    pub fn new(
+        endpoints: Arc<Endpoints>,
+        options: Options,
+        notify: Notify,
+    ) -> io::Result<VmmIommu<A>> {
+        let local = LocalIommu::new(endpoints, options, notify)?;
+        Ok(VmmIommu { local, running: Mutex::default() })
+    }
+
+    /// Serves the queues from now on: each with its index and the descriptor of its kicks. `interrupt`
+    /// is called with the index of a queue when the driver is to look at it, from the device's thread.
+    ///
+    /// What the device holds stays: after [`stop`](Self::stop), or a restore, it goes on where it was.
+    ///
+    /// # Errors
+    /// It does not run, and the queues are gone; see [`VmmIommuError`].
+    pub fn activate(
+        &self,
+        memory: A,
+        queues: Vec<(usize, Queue, EventFd)>,
+        interrupt: impl Fn(u16) + Send + Sync + 'static,
+    ) -> Result<(), VmmIommuError> {
+        let (mut rings, mut started) = (Vec::new(), Vec::new());
+        for (index, queue, kick) in queues {
+            if !queue.ready() {
+                return Err(VmmIommuError::NotReady(index));
+            }
+            let config = device::Config {
+                size: queue.size(),
+                desc: queue.desc_table(),
+                avail: queue.avail_ring(),
+                used: queue.used_ring(),
+                event_idx: queue.event_idx_enabled(),
+                indirect: false,
+                packed: false,
+                base: queue.next_avail().into(),
+            };
+            // SAFETY: the descriptor was the `EventFd`'s own, which is no more.
+            let kick = unsafe { OwnedFd::from_raw_fd(kick.into_raw_fd()) };
+            rings.push((index, config, kick));
+            started.push((index, queue));
+        }
+        let mut running = self.running.lock();
+        self.local.start(VmmMemory::new(memory)?, rings, interrupt)?;
+        *running = started;
+        Ok(())
+    }
+
+    /// Stops to serve the queues, once what was carried out is answered, and gives them back with
+    /// their indices: for a pause, or to move the guest. What the device holds stays. Without queues
+    /// it was not active.
+    ///
+    /// # Errors
+    /// [`LocalIommuError::Stuck`]: it is stopped, but answers that waited for an invalidation are lost.
+    pub fn stop(&self) -> Result<Vec<(usize, Queue)>, VmmIommuError> {
+        let mut queues = std::mem::take(&mut *self.running.lock());
+        let stopped = self.local.stop()?;
+        queues.retain_mut(|(index, queue)| {
+            let next = stopped.iter().find_map(|(ring, next)| (ring == index).then_some(*next));
+            next.map(|next| {
+                queue.set_next_avail(next as u16);
+                // Whatever was taken is given back.
+                queue.set_next_used(next as u16);
+            })
+            .is_some()
+        });
+        Ok(queues)
+    }
+}
+
+impl<A: GuestAddressSpace> Deref for VmmIommu<A> {
+    type Target = LocalIommu<VmmMemory<A>>;
+
+    fn deref(&self) -> &LocalIommu<VmmMemory<A>> {
+        &self.local
+    }
+}
+
+/// Where the guest's memory lies in this process: for the
+/// [`Mirror`](ringfence_virtio_iommu::device::Mirror) of a device that is handed through.
+///
+/// # Errors
+/// A region has no address in this process.
+pub fn host_regions<T>(memory: T) -> Result<Vec<HostRegion>, GuestMemoryError>
+where
+    T: Deref<Target: GuestMemoryBackend> + Send + Sync + 'static,
+{
+    let bus = GuestBus::new(memory)?;
+    let regions = bus.regions().map(|(first, last, host)| HostRegion {
+        guest: (GuestPhys(first), GuestPhys(last)),
+        host: HostAddr(host.as_ptr() as u64),
+    });
+    Ok(regions.collect())
+}
+
+/// The memory of this process's own guest, whose map may change.
+pub struct VmmMemory<A: GuestAddressSpace> {
+    space: A,
+    bus: GuestBus<A::T>,
+}
+
+impl<A> VmmMemory<A>
+where
+    A: GuestAddressSpace<M: GuestMemoryBackend, T: Send + Sync + 'static>,
+{
+    fn new(space: A) -> Result<VmmMemory<A>, GuestMemoryError> {
+        let bus = GuestBus::new(space.memory())?;
+        Ok(VmmMemory { space, bus })
+    }
+}
+
+impl<A> Reach for VmmMemory<A>
+where
+    A: GuestAddressSpace<M: GuestMemoryBackend, T: Send + Sync + 'static> + Send + 'static,
+{
+    type Rings = GuestBus<A::T>;
+    type Buffers = GuestBus<A::T>;
+
+    const CHANGES: bool = true;
+
+    fn rings(&self) -> &GuestBus<A::T> {
+        &self.bus
+    }
+
+    #[inline]
+    fn buffers(&self) -> &GuestBus<A::T> {
+        &self.bus
+    }
+
+    #[inline]
+    fn refresh(&mut self) -> bool {
+        let now = self.space.memory();
+        // The old one is held: no other can have its address.
+        if std::ptr::eq::<A::M>(&*now, &**self.bus.memory()) {
+            return false;
+        }
+        match GuestBus::new(now) {
+            Ok(bus) => self.bus = bus,
+            Err(error) => {
+                tracing::error!(source = %"iommu", "the guest's new memory cannot be used: {error}");
+                return false;
+            }
+        }
+        true
+    }
+
+    fn mark_ring(&self, addr: u64, len: usize) {
+        self.bus.mark_range(addr, len as u64);
+    }
+}

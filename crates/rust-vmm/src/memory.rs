@@ -1,0 +1,175 @@
+//! The memory behind a guard, as rust-vmm's devices see it.
+
+use std::{iter::FusedIterator, rc::Rc, vec};
+
+use ringfence_iommu::Prot;
+use vm_memory::{
+    GuestAddress, GuestAddressSpace, GuestMemory, GuestMemoryBackend, GuestMemoryError,
+    GuestMemoryRegion, Permissions, VolatileSlice,
+    bitmap::{BS, BitmapSlice, MS},
+    guest_memory::GuestMemorySliceIterator,
+};
+
+use ringfence_iotlb::guard::{Failure, Guard};
+
+use crate::error::into_error;
+
+/// Guest memory as a device behind an IOMMU sees it: addresses are IOVAs. See the
+/// [module](super) for how a device uses it.
+///
+/// An access that meets a missing translation asks for it and waits, for as long as
+/// [`IotlbConfig::patience`](ringfence_iotlb::IotlbConfig::patience). All of an access is translated before any
+/// of it is handed out. Once one failed, every later one fails.
+pub struct IotlbMemory<A: GuestAddressSpace> {
+    /// Before `memory`: it is dropped first.
+    held: Rc<Guard>,
+    memory: A::T,
+}
+
+impl<A> IotlbMemory<A>
+where
+    A: GuestAddressSpace<M: GuestMemoryBackend>,
+{
+    pub(super) fn new(held: Rc<Guard>, memory: A::T) -> IotlbMemory<A> {
+        IotlbMemory { held, memory }
+    }
+
+    /// Whether every access so far was translated. To be asked before what came of them is made
+    /// known, by a device that may have overlooked an error: a chain that ended early, say.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.held.check()
+    }
+
+    /// Translates all of `parts`, before the first of them is used: what is missing is asked for in
+    /// one go, and waited for once. A device that has read a chain calls it with its buffers.
+    ///
+    /// # Errors
+    /// One of them could not be had; every later access fails.
+    pub fn prefetch(
+        &self,
+        parts: impl IntoIterator<Item = (GuestAddress, usize, Permissions)>,
+    ) -> Result<(), Failure> {
+        let part = |(addr, count, access): (GuestAddress, _, _)| (addr.0, count, prot_of(access));
+        let parts: Vec<_> = parts.into_iter().map(part).collect();
+        self.held.prefetch(&parts)
+    }
+
+    /// From here on what was handed out stays in use until the guard is dropped, even while this
+    /// thread waits: for asynchronous I/O that goes on meanwhile. In return an access that would have
+    /// to wait fails.
+    pub fn hold(&self) {
+        self.held.hold();
+    }
+
+    /// The memory behind it, by guest-physical addresses.
+    fn backend(&self) -> &A::M {
+        &self.memory
+    }
+}
+
+impl<A> GuestMemory for IotlbMemory<A>
+where
+    A: GuestAddressSpace<M: GuestMemoryBackend>,
+{
+    type PhysicalMemory = A::M;
+    type Bitmap = <<A::M as GuestMemoryBackend>::R as GuestMemoryRegion>::B;
+
+    /// Waits as an access does. That it is not so fails no later access.
+    fn check_range(&self, addr: GuestAddress, count: usize, access: Permissions) -> bool {
+        let mut there = true;
+        let found = self.held.probe(addr.0, count, prot_of(access), |target, extent| {
+            there &= match usize::try_from(extent).ok().and_then(|extent| extent.checked_add(1)) {
+                Some(len) => {
+                    GuestMemoryBackend::check_range(self.backend(), GuestAddress(target), len)
+                }
+                None => false,
+            };
+        });
+        found.is_ok() && there
+    }
+
+    fn get_slices<'a>(
+        &'a self,
+        addr: GuestAddress,
+        count: usize,
+        access: Permissions,
+    ) -> Result<impl GuestMemorySliceIterator<'a, BS<'a, Self::Bitmap>>, GuestMemoryError> {
+        let prot = prot_of(access);
+        let mut slices = Slices::<MS<'a, A::M>>::default();
+        let mut there = true;
+        self.held
+            .translate(addr.0, count, prot, |target, extent| {
+                // No more than `count`.
+                let len = extent as usize + 1;
+                for slice in
+                    GuestMemoryBackend::get_slices(self.backend(), GuestAddress(target), len)
+                {
+                    match slice {
+                        Ok(slice) => slices.push(slice),
+                        Err(_) => there = false,
+                    }
+                }
+            })
+            .map_err(|failure| into_error(failure, addr.0, count))?;
+        if !there {
+            let failure = self.held.fail(Failure::OutsideMemory { addr: addr.0 }, prot);
+            return Err(into_error(failure, addr.0, count));
+        }
+        Ok(slices)
+    }
+
+    /// None: nobody goes round the translation.
+    fn physical_memory(&self) -> Option<&Self::PhysicalMemory> {
+        None
+    }
+}
+
+/// The slices of an access: mostly one, for which nothing is allocated.
+struct Slices<'a, B> {
+    first: Option<VolatileSlice<'a, B>>,
+    rest: Vec<VolatileSlice<'a, B>>,
+    /// Set at the first call of `next`.
+    left: Option<vec::IntoIter<VolatileSlice<'a, B>>>,
+}
+
+impl<B> Default for Slices<'_, B> {
+    fn default() -> Self {
+        Slices { first: None, rest: Vec::new(), left: None }
+    }
+}
+
+impl<'a, B> Slices<'a, B> {
+    fn push(&mut self, slice: VolatileSlice<'a, B>) {
+        match self.first {
+            None => self.first = Some(slice),
+            Some(_) => self.rest.push(slice),
+        }
+    }
+}
+
+impl<'a, B: BitmapSlice> Iterator for Slices<'a, B> {
+    type Item = Result<VolatileSlice<'a, B>, GuestMemoryError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if let Some(first) = self.first.take() {
+            return Some(Ok(first));
+        }
+        let rest = &mut self.rest;
+        self.left.get_or_insert_with(|| std::mem::take(rest).into_iter()).next().map(Ok)
+    }
+}
+
+impl<B: BitmapSlice> FusedIterator for Slices<'_, B> {}
+impl<'a, B: BitmapSlice> GuestMemorySliceIterator<'a, B> for Slices<'a, B> {}
+
+pub(super) fn prot_of(access: Permissions) -> Prot {
+    match access {
+        Permissions::No => Prot::empty(),
+        Permissions::Read => Prot::READ,
+        Permissions::Write => Prot::WRITE,
+        Permissions::ReadWrite => Prot::RW,
+    }
+}

@@ -1,0 +1,99 @@
+//! What a device keeps instead of its memory, and takes guards of.
+
+use std::{fmt, rc::Rc, sync::Arc};
+
+use vm_memory::{GuestAddress, GuestAddressSpace, GuestMemoryBackend};
+
+use ringfence_iotlb::{
+    Endpoint,
+    guard::{Failure, FailureScope, Guard, GuardCounters, Guards},
+};
+
+use crate::IotlbMemory;
+
+/// An address space behind an IOMMU: what a rust-vmm device is given in place of its guest memory.
+/// `A` is the guest-physical memory behind it, such as `Arc<GuestMemoryMmap>`, or a
+/// `GuestMemoryAtomic` where regions come and go.
+///
+/// Clones share what looks translations up, with a lock around it, and
+/// [stop](FailureScope::Space) together. A device with a thread for each queue makes
+/// [another](Self::another) for each.
+#[derive(Clone)]
+pub struct IotlbAddressSpace<A> {
+    source: Arc<Guards>,
+    memory: A,
+}
+
+impl<A> IotlbAddressSpace<A>
+where
+    A: GuestAddressSpace<M: GuestMemoryBackend> + 'static,
+{
+    /// `memory` as `endpoint` sees it; `None` if the process's shootdown has no place for another
+    /// reader. A translation that fails stops all of it ([`FailureScope::Space`]).
+    pub fn new(endpoint: Arc<Endpoint>, memory: A) -> Option<IotlbAddressSpace<A>> {
+        IotlbAddressSpace::with_scope(endpoint, memory, FailureScope::Space)
+    }
+
+    /// As [`new`](Self::new), for a device that knows what `scope` asks of it.
+    pub fn with_scope(
+        endpoint: Arc<Endpoint>,
+        memory: A,
+        scope: FailureScope,
+    ) -> Option<IotlbAddressSpace<A>> {
+        Some(IotlbAddressSpace { source: Guards::new(endpoint, scope)?, memory })
+    }
+
+    /// One more of the same, for another thread; `None` as for [`new`](Self::new).
+    pub fn another(&self) -> Option<IotlbAddressSpace<A>> {
+        let Self { source, memory } = self;
+        let endpoint = Arc::clone(source.endpoint());
+        IotlbAddressSpace::with_scope(endpoint, memory.clone(), source.scope())
+    }
+
+    /// What it has counted.
+    pub fn counters(&self) -> &Arc<GuardCounters> {
+        self.source.counters()
+    }
+
+    /// Why it has stopped, if it has.
+    pub fn failure(&self) -> Option<Failure> {
+        self.source.failure()
+    }
+
+    /// Goes on after a failure, which is returned: the device has done with the request that met it,
+    /// or was reset. Guards that failed themselves stay so.
+    pub fn recover(&self) -> Option<Failure> {
+        self.source.recover()
+    }
+}
+
+impl<A> GuestAddressSpace for IotlbAddressSpace<A>
+where
+    A: GuestAddressSpace<M: GuestMemoryBackend> + 'static,
+{
+    type M = IotlbMemory<A>;
+    /// A guard. It and its clones stay with the thread that took it.
+    type T = Rc<IotlbMemory<A>>;
+
+    fn memory(&self) -> Self::T {
+        let memory = self.memory.memory();
+        let (space, then) = (self.memory.clone(), memory.clone());
+        let same_place = Box::new(move |target, extent: u64| {
+            let host = |memory: &A::M| -> Vec<_> {
+                // Of what no slice can be had there is nothing to compare.
+                let count = (extent as usize).saturating_add(1);
+                GuestMemoryBackend::get_slices(memory, GuestAddress(target), count)
+                    .map(|slice| slice.ok().map(|slice| (slice.ptr_guard().as_ptr(), slice.len())))
+                    .collect()
+            };
+            host(&space.memory()) == host(&then)
+        });
+        Rc::new(IotlbMemory::new(Guard::new(&self.source, same_place), memory))
+    }
+}
+
+impl<A> fmt::Debug for IotlbAddressSpace<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IotlbAddressSpace").field("source", &self.source).finish_non_exhaustive()
+    }
+}

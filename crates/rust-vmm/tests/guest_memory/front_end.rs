@@ -1,0 +1,139 @@
+//! What the tests stand on: an IOTLB over two regions of memory, and a front end that answers.
+
+use std::{
+    sync::{Arc, mpsc},
+    thread,
+    time::Duration,
+};
+
+use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
+use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
+use ringfence_rust_vmm::{FailureScope, IotlbAddressSpace};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+pub(crate) const PAGE: u64 = 4096;
+/// Two regions that touch, and one by itself.
+pub(crate) const REGIONS: [(u64, u64); 3] =
+    [(0x10_0000, 0x8000), (0x10_8000, 0x8000), (0x20_0000, 0x1_0000)];
+
+pub(crate) type Plain = Arc<GuestMemoryMmap>;
+pub(crate) type Space = IotlbAddressSpace<Plain>;
+
+pub(crate) struct Bench {
+    pub(crate) shootdown: Arc<Shootdown>,
+    pub(crate) iotlb: Arc<Iotlb>,
+    pub(crate) endpoint: Arc<Endpoint>,
+    pub(crate) memory: Plain,
+}
+
+/// Memory whose every 8 bytes are their guest-physical address.
+pub(crate) fn memory() -> Plain {
+    let ranges = REGIONS.map(|(first, len)| (GuestAddress(first), len as usize));
+    let memory = GuestMemoryMmap::from_ranges(&ranges).unwrap();
+    for (first, len) in REGIONS {
+        for gpa in (first..first + len).step_by(8) {
+            memory.write_obj(gpa, GuestAddress(gpa)).unwrap();
+        }
+    }
+    Arc::new(memory)
+}
+
+pub(crate) fn bench_with(config: IotlbConfig) -> Bench {
+    let shootdown = Shootdown::new(8);
+    let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
+    let binding = Binding::Iotlb(Arc::clone(&iotlb));
+    let endpoint = Endpoint::new(1, Arc::clone(&shootdown), binding);
+    Bench { shootdown, iotlb, endpoint, memory: memory() }
+}
+
+pub(crate) fn bench() -> Bench {
+    // Longer than any test takes, where it is not what is tested.
+    bench_with(IotlbConfig { patience: Duration::from_secs(60), ..IotlbConfig::default() })
+}
+
+pub(crate) fn impatient() -> Bench {
+    bench_with(IotlbConfig { patience: Duration::from_millis(30), ..IotlbConfig::default() })
+}
+
+pub(crate) fn range(first: u64, len: u64) -> Range {
+    Range::from_len(Iova(first), len).unwrap()
+}
+
+impl Bench {
+    pub(crate) fn space(&self) -> Space {
+        self.space_that(FailureScope::Guard)
+    }
+
+    pub(crate) fn space_that(&self, scope: FailureScope) -> Space {
+        let (endpoint, memory) = (Arc::clone(&self.endpoint), Arc::clone(&self.memory));
+        IotlbAddressSpace::with_scope(endpoint, memory, scope).unwrap()
+    }
+
+    pub(crate) fn map(&self, iova: u64, gpa: u64, len: u64) {
+        self.map_for(iova, gpa, len, Prot::RW);
+    }
+
+    pub(crate) fn map_for(&self, iova: u64, gpa: u64, len: u64, prot: Prot) {
+        let token = self.iotlb.update(range(iova, len), GuestPhys(gpa), prot).unwrap();
+        self.shootdown.wait(token);
+    }
+
+    /// Begins to invalidate.
+    pub(crate) fn unmap(&self, iova: u64, len: u64) -> u64 {
+        self.iotlb.invalidate(range(iova, len)).unwrap()
+    }
+
+    /// A front end that hands each batch of misses to `answer`, on a thread of its own, until `job`
+    /// is done.
+    pub(crate) fn answered<R>(
+        &self,
+        mut answer: impl FnMut(&Bench, Vec<Miss>) + Send,
+        job: impl FnOnce() -> R,
+    ) -> R {
+        let (to, from) = mpsc::channel();
+        thread::scope(|scope| {
+            self.iotlb.ask_through(Some(Arc::new(Questions(to))));
+            scope.spawn(move || {
+                while let Ok(misses) = from.recv() {
+                    answer(self, misses);
+                }
+            });
+            let hang_up = HangUp(&self.iotlb);
+            let result = job();
+            drop(hang_up);
+            result
+        })
+    }
+}
+
+/// Ends the front end's thread, also where the test fails.
+struct HangUp<'a>(&'a Iotlb);
+
+impl Drop for HangUp<'_> {
+    fn drop(&mut self) {
+        self.0.ask_through(None);
+    }
+}
+
+struct Questions(mpsc::Sender<Vec<Miss>>);
+
+impl MissSink for Questions {
+    fn ask(&self, misses: &[Miss]) -> usize {
+        self.0.send(misses.to_vec()).map_or(0, |()| misses.len())
+    }
+}
+
+pub(crate) fn page_of(miss: &Miss) -> u64 {
+    miss.iova.0 & !(PAGE - 1)
+}
+
+/// A bench whose misses go nowhere until they are [`answered`](Bench::answered).
+pub(crate) fn asks(bench: &Bench) {
+    struct Nobody;
+    impl MissSink for Nobody {
+        fn ask(&self, misses: &[Miss]) -> usize {
+            misses.len()
+        }
+    }
+    bench.iotlb.ask_through(Some(Arc::new(Nobody)));
+}
