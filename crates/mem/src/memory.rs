@@ -1,11 +1,13 @@
 //! The regions that a front end shared, checked and mapped.
 
 use crate::{
-    Access, AccessError, GuestRam, HostSlice, MemError, PAGE_SIZE, Region, mapping::Mapping, sigbus,
+    Access, AccessError, GuestRam, HostSlice, MemError, PAGE_SIZE, Region, Window,
+    mapping::Mapping, sigbus,
 };
 use core::ptr::NonNull;
 use rustix::fs::{self, AtFlags, SealFlags, Statx, StatxFlags};
 use std::{
+    any::Any,
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
@@ -352,6 +354,37 @@ impl Memory {
     }
 
     /// The regions by guest-physical address.
+    /// The `len` bytes at `addr` by `table`, held for as long as the window lives, and the region that has
+    /// them.
+    pub(crate) fn window(
+        self: &Arc<Memory>,
+        table: &Table,
+        addr: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<(Window, usize), AccessError> {
+        let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
+        let mut first = None;
+        let mut pieces = 0;
+        // An empty window still needs an address that leads somewhere.
+        table.walk(addr, len.max(1), access, |found, _| {
+            pieces += 1;
+            first.get_or_insert(found);
+            Ok(())
+        })?;
+        let Some(found) = first.filter(|_| pieces == 1) else {
+            return Err(AccessError::Fragmented { addr, len });
+        };
+        if self.is_lost(found.region) {
+            return Err(AccessError::Lost { addr });
+        }
+        let base = NonNull::new(found.slice.as_ptr()).expect("a slice has an address");
+        let keep: Arc<dyn Any + Send + Sync> = Arc::clone(self) as _;
+        // SAFETY: the bytes (at least `bytes`: one piece covers them) stay mapped while `keep`,
+        // the memory, lives; nothing makes references to them.
+        Ok((unsafe { Window::new(base, bytes, keep) }, found.region))
+    }
+
     pub(crate) fn by_gpa(&self) -> &Table {
         &self.by_gpa
     }

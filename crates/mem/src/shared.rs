@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Access, GuestRam, MemError, Memory, PAGE_SIZE, Physical, Region, Translate, Window};
+use crate::{Access, GuestRam, MemError, Memory, PAGE_SIZE, Region, Window};
 
 /// Bytes of a file, mapped, that another process may change or truncate at any time.
 ///
@@ -50,8 +50,8 @@ impl SharedFile {
             return Err(MemError::NotMemory);
         }
         let size = memory.regions().map(|region| region.size).sum();
-        let window = Physical::new(Arc::clone(&memory)).window(0, len, Access::ReadWrite);
-        let window = window.map_err(|_| MemError::OutOfBounds { offset: 0, len, size })?;
+        let window = memory.window(memory.by_gpa(), 0, len, Access::ReadWrite);
+        let (window, _) = window.map_err(|_| MemError::OutOfBounds { offset: 0, len, size })?;
         Ok(SharedFile { window, memory })
     }
 

@@ -8,7 +8,7 @@ use core::{
     cell::Cell,
     sync::atomic::{Ordering, fence},
 };
-use std::{any::Any, ptr::NonNull, sync::Arc};
+use std::sync::Arc;
 
 /// Which regions were touched: one bit each for the first 63, one for all the rest.
 fn bit(region: usize) -> u64 {
@@ -69,27 +69,9 @@ impl Direct {
         len: u64,
         access: Access,
     ) -> Result<Window, AccessError> {
-        let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
-        let mut first = None;
-        let mut pieces = 0;
-        // An empty window still needs an address that leads somewhere.
-        table.walk(addr, len.max(1), access, |found, _| {
-            pieces += 1;
-            first.get_or_insert(found);
-            Ok(())
-        })?;
-        let Some(found) = first.filter(|_| pieces == 1) else {
-            return Err(AccessError::Fragmented { addr, len });
-        };
-        if self.memory.is_lost(found.region) {
-            return Err(AccessError::Lost { addr });
-        }
-        self.held.set(self.held.get() | bit(found.region));
-        let base = NonNull::new(found.slice.as_ptr()).expect("a slice has an address");
-        let keep: Arc<dyn Any + Send + Sync> = Arc::clone(&self.memory) as _;
-        // SAFETY: the bytes (at least `bytes`: one piece covers them) stay mapped while `keep`,
-        // the memory, lives; nothing makes references to them.
-        Ok(unsafe { Window::new(base, bytes, keep) })
+        let (window, region) = self.memory.window(table, addr, len, access)?;
+        self.held.set(self.held.get() | bit(region));
+        Ok(window)
     }
 
     fn check(&self, first: impl Fn(usize) -> u64) -> Result<(), AccessError> {

@@ -11,6 +11,7 @@ mod group;
 mod ioctl;
 mod iommu;
 mod memlock;
+mod region;
 mod sysfs;
 
 use std::{fs::File, sync::Arc};
@@ -21,10 +22,11 @@ use rustix::io::Errno;
 
 pub use bar::Bar;
 pub use container::{Attached, Container};
-pub use device::{Device, Region};
+pub use device::Device;
 pub use group::Group;
 pub use iommu::{Bound, IommuFile};
 pub use memlock::Locked;
+pub use region::Region;
 pub use sysfs::{Member, Sysfs};
 
 /// What a kernel answers.

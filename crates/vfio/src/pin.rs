@@ -9,12 +9,10 @@
 mod backing;
 mod error;
 mod fake;
-mod hold;
 mod mlock;
 mod pages;
 mod pinner;
 mod process;
-mod release;
 mod slots;
 mod uring;
 

@@ -5,15 +5,15 @@
 //! apart from what depends on the state of the connection.
 
 mod parse;
+mod payload;
 mod request;
 #[cfg(test)]
 mod tests;
 mod wire;
 
+pub(crate) use payload::{parse_inflight, parse_vring_base};
 pub use request::Request;
-pub(crate) use wire::{
-    CONFIG_HEAD, config, inflight, parse_inflight, parse_vring_base, vring_base, within,
-};
+pub(crate) use wire::{CONFIG_HEAD, config, inflight, vring_base, within};
 
 use crate::WireError;
 use bitflags::bitflags;

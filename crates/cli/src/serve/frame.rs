@@ -9,7 +9,7 @@ use std::{
     process::ExitCode,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -18,7 +18,7 @@ use std::{
 use anyhow::Result;
 use parking_lot::Mutex;
 use ringfence_devices::peer::Peer;
-use ringfence_run::{Closer, PeerFd, slice};
+use ringfence_run::{PeerFd, slice};
 use ringfence_sandbox::{Refusals, Role};
 use ringfence_vhost_user::{SavedConnection, Shutdown};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -28,6 +28,7 @@ use tracing::{error, info, warn};
 use super::{
     Kind, Page, Ready, SILENT, Service,
     estate::{Estate, Resumed, Turn},
+    front::Front,
     hand_over::Door,
     log,
     manager::Manager,
@@ -47,42 +48,6 @@ const MAPPED: u64 = 1 << 46;
 
 /// How long the closing of descriptors is waited for in the end.
 const CLOSED: Duration = Duration::from_secs(1);
-
-/// What the frame has for each socket.
-pub(super) struct Front {
-    /// Closes what its front ends have sent.
-    pub(super) closer: Closer,
-    connections: AtomicU64,
-    /// Those that the process before had served.
-    resumed: AtomicU64,
-    broken: AtomicU64,
-    /// Those that sent nothing and gave way.
-    silent: AtomicU64,
-    /// The connection that is served now.
-    now: Mutex<Option<Shutdown>>,
-}
-
-impl Front {
-    /// For the socket of that name.
-    pub(super) fn new(name: &str) -> Front {
-        let name = name.to_owned();
-        let closer = Closer::new(move |count| {
-            warn!(
-                source = %name,
-                "{count} descriptors of front ends wait to be closed, which their files' servers do not \
-                 allow: no more is taken from this socket until they do"
-            );
-        });
-        Front {
-            closer,
-            connections: AtomicU64::new(0),
-            resumed: AtomicU64::new(0),
-            broken: AtomicU64::new(0),
-            silent: AtomicU64::new(0),
-            now: Mutex::new(None),
-        }
-    }
-}
 
 struct Frame<S> {
     service: S,

@@ -5,6 +5,7 @@ mod confine;
 mod estate;
 mod fault;
 mod frame;
+mod front;
 mod hand_over;
 mod http;
 mod log;

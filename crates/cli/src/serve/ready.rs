@@ -24,7 +24,7 @@ use super::{
     Common, Options, SILENT,
     estate::{Estate, Inherited, Resumed},
     fault,
-    frame::Front,
+    front::Front,
     hand_over::{self, Door},
     http, log,
     manager::Manager,

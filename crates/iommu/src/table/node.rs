@@ -1,7 +1,11 @@
 //! Nodes and blocks: what they hold, and how they are allocated, bounded and freed.
 
 use alloc::{boxed::Box, vec::Vec};
-use core::{alloc::Layout, cell::Cell, ptr};
+use core::{
+    alloc::Layout,
+    cell::Cell,
+    ptr::{self, NonNull},
+};
 
 use ringfence_sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -260,5 +264,52 @@ impl Block {
         #[cfg(loom)]
         block.canary.with_mut(|_| ());
         drop(block);
+    }
+}
+
+const _: () = assert!(align_of::<Node>() >= 128, "a child pointer has seven low bits to spare");
+const _: () = assert!(align_of::<Block>() >= 4, "a block pointer has two low bits to spare");
+
+/// What a word points to.
+impl Slot {
+    /// A pointer to `node` for a slot of `level`.
+    pub(super) fn child(node: &Node, level: u32) -> Slot {
+        let shift = if node.level() + 1 == level { 0 } else { shift(node.level()) };
+        let address = ptr::from_ref(node).expose_provenance() as u64;
+        Slot(address | u64::from(shift) << 1 | Self::CHILD)
+    }
+
+    /// A pointer to `block`.
+    pub(super) fn block(block: NonNull<Block>) -> Slot {
+        Slot(block.as_ptr().expose_provenance() as u64)
+    }
+
+    /// Of a child: the node.
+    ///
+    /// # Safety
+    /// The word is a child that was read from a slot, and the node has not been freed and is not for
+    /// as long as `'n`: it is reachable and the lock is held, or the call is part of a lookup that
+    /// reclaiming waits for.
+    #[inline]
+    pub(super) unsafe fn node<'n>(self) -> &'n Node {
+        // SAFETY: the word was made by `child` from a reference to a node on the heap, and the
+        // caller vouches for its life. The acquire load that gave the word saw the node initialised.
+        let node = unsafe { &*self.node_ptr() };
+        node.touch();
+        node
+    }
+
+    /// Of a child: where the node is.
+    #[inline]
+    pub(super) fn node_ptr(self) -> *mut Node {
+        ptr::with_exposed_provenance_mut((self.0 & !127) as usize)
+    }
+
+    /// Of a block: the block. The pointer is good to dereference as in [`node`](Self::node).
+    #[inline]
+    pub(super) fn block_ptr(self) -> NonNull<Block> {
+        let address = self.0 as usize;
+        NonNull::new(ptr::with_exposed_provenance_mut(address))
+            .expect("a slot holds no null pointer")
     }
 }

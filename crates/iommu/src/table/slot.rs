@@ -1,11 +1,6 @@
 //! One 64-bit word of the tree: what it can say, and the arithmetic of levels.
 
-use core::ptr::NonNull;
-
-use super::{
-    Mapping,
-    node::{Block, Node},
-};
+use super::Mapping;
 use crate::{Iova, Prot, Range};
 
 /// log2 of the bytes that a slot of a level-0 node stands for. The model checker explores a tree of
@@ -22,8 +17,6 @@ pub(super) const ROOT_LEVEL: u32 = (64 - PAGE_BITS).div_ceil(RADIX_BITS);
 const FLAGS: u64 = 0xfff;
 
 const _: () = assert!(Prot::all().bits() < 8, "a leaf has three bits for permissions");
-const _: () = assert!(align_of::<Node>() >= 128, "a child pointer has seven low bits to spare");
-const _: () = assert!(align_of::<Block>() >= 4, "a block pointer has two low bits to spare");
 
 /// log2 of the bytes that a slot of a node of `level` stands for.
 #[inline]
@@ -125,7 +118,7 @@ impl Slot {
     /// `pointer (bits 7..64) | shift (bits 1..7) | CHILD`. The shift is the child's where levels are
     /// left out between the slot and the child, so that not every address of the slot is one of
     /// the child; it is 0 where the child is of the next level.
-    const CHILD: u64 = 1;
+    pub(super) const CHILD: u64 = 1;
     /// `difference (bits 12..64) | ENDS | STARTS | permission (bits 2..5) | LEAF`.
     const LEAF: u64 = 2;
     // Neither bit: nothing, or the pointer to a block.
@@ -135,13 +128,6 @@ impl Slot {
     const STARTS: u64 = 1 << 5;
     /// A mapping ends with the last address of the slot.
     const ENDS: u64 = 1 << 6;
-
-    /// A pointer to `node` for a slot of `level`.
-    pub(super) fn child(node: &Node, level: u32) -> Slot {
-        let shift = if node.level() + 1 == level { 0 } else { shift(node.level()) };
-        let address = core::ptr::from_ref(node).expose_provenance() as u64;
-        Slot(address | u64::from(shift) << 1 | Self::CHILD)
-    }
 
     /// A leaf for a slot that stands for `slot`, wholly covered by `mapping`. Only if the difference
     /// [fits](Self::fits).
@@ -163,11 +149,6 @@ impl Slot {
     #[inline]
     pub(super) const fn fits(delta: u64) -> bool {
         delta & FLAGS == 0
-    }
-
-    /// A pointer to `block`.
-    pub(super) fn block(block: NonNull<Block>) -> Slot {
-        Slot(block.as_ptr().expose_provenance() as u64)
     }
 
     #[inline]
@@ -230,35 +211,6 @@ impl Slot {
     #[inline]
     pub(super) const fn ends(self) -> bool {
         self.0 & Self::ENDS != 0
-    }
-
-    /// Of a child: the node.
-    ///
-    /// # Safety
-    /// The word is a child that was read from a slot, and the node has not been freed and is not for
-    /// as long as `'n`: it is reachable and the lock is held, or the call is part of a lookup that
-    /// reclaiming waits for.
-    #[inline]
-    pub(super) unsafe fn node<'n>(self) -> &'n Node {
-        // SAFETY: the word was made by `child` from a reference to a node on the heap, and the
-        // caller vouches for its life. The acquire load that gave the word saw the node initialised.
-        let node = unsafe { &*self.node_ptr() };
-        node.touch();
-        node
-    }
-
-    /// Of a child: where the node is.
-    #[inline]
-    pub(super) fn node_ptr(self) -> *mut Node {
-        core::ptr::with_exposed_provenance_mut((self.0 & !127) as usize)
-    }
-
-    /// Of a block: the block. The pointer is good to dereference as in [`node`](Self::node).
-    #[inline]
-    pub(super) fn block_ptr(self) -> NonNull<Block> {
-        let address = self.0 as usize;
-        NonNull::new(core::ptr::with_exposed_provenance_mut(address))
-            .expect("a slot holds no null pointer")
     }
 }
 

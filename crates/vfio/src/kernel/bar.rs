@@ -171,7 +171,7 @@ impl Drop for Bar {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::FileExt;
+    use std::{os::unix::fs::FileExt, sync::Arc};
 
     use super::*;
 
@@ -179,7 +179,7 @@ mod tests {
     fn bar() -> (Bar, std::fs::File) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(0x8000).unwrap();
-        let region = Region::of_file(file.try_clone().unwrap(), 0x1000, 0x3000);
+        let region = Region::new(Arc::new(file.try_clone().unwrap()), 0x1000, 0x3000);
         (Bar::new(region, &[(0, 0x1000), (0x2000, 0x1000)]).unwrap(), file)
     }
 
@@ -215,7 +215,7 @@ mod tests {
         for areas in [(0, 0x4000), (u64::MAX, 2), (0x1000, u64::MAX), (0, 0)] {
             let file = tempfile::tempfile().unwrap();
             file.set_len(0x8000).unwrap();
-            let region = Region::of_file(file, 0x1000, 0x3000);
+            let region = Region::new(Arc::new(file), 0x1000, 0x3000);
             assert!(Bar::new(region, &[areas]).is_err());
         }
     }

@@ -1,6 +1,6 @@
 //! A device that user space has, and its registers.
 
-use std::{fs::File, mem::offset_of, os::unix::fs::FileExt, sync::Arc};
+use std::{fs::File, mem::offset_of, sync::Arc};
 
 use rustix::io::Errno;
 use vfio_bindings::bindings::vfio::{
@@ -9,7 +9,7 @@ use vfio_bindings::bindings::vfio::{
     vfio_region_info, vfio_region_info_cap_sparse_mmap,
 };
 
-use super::{Bar, chain::Chain, ioctl};
+use super::{Bar, Region, chain::Chain, ioctl};
 use crate::error::{Error, Result};
 
 const GET_REGION_INFO: u32 = ioctl::vfio(8);
@@ -113,7 +113,7 @@ impl Device {
             return Err(missing().remedy("it can be neither read nor written"));
         }
         let file = Arc::clone(&self.file);
-        let region = Region { file, offset: info.offset, size: info.size };
+        let region = Region::new(file, info.offset, info.size);
         Ok(Info { region, areas: areas(&answer, &info) })
     }
 
@@ -167,99 +167,9 @@ fn areas(answer: &[u64], info: &vfio_region_info) -> Vec<(u64, u64)> {
     sparse.pairs(offset_of!(vfio_region_info_cap_sparse_mmap, areas), count).collect()
 }
 
-/// A part of a device that is read and written by system calls, a register at a time.
-#[derive(Clone, Debug)]
-pub struct Region {
-    file: Arc<File>,
-    offset: u64,
-    size: u64,
-}
-
-impl Region {
-    /// Its size in bytes.
-    pub fn size(&self) -> u64 {
-        self.size
-    }
-
-    /// The part of `len` bytes at `at`.
-    ///
-    /// # Errors
-    /// It does not lie in the region.
-    pub fn part(&self, at: u64, len: u64) -> Result<Region> {
-        let offset = self.place(at, len)?;
-        Ok(Region { file: Arc::clone(&self.file), offset, size: len })
-    }
-
-    /// Reads the register of `N` bytes at `at`.
-    ///
-    /// # Errors
-    /// It does not lie in the region, or the device does not answer.
-    pub fn read<const N: usize>(&self, at: u64) -> Result<[u8; N]> {
-        let place = self.place(at, N as u64)?;
-        let mut value = [0; N];
-        self.file.read_exact_at(&mut value, place).map_err(|error| failed("read", at, &error))?;
-        Ok(value)
-    }
-
-    /// Writes the register of `N` bytes at `at`.
-    ///
-    /// # Errors
-    /// It does not lie in the region, or the device does not answer.
-    pub fn write<const N: usize>(&self, at: u64, value: [u8; N]) -> Result<()> {
-        let place = self.place(at, N as u64)?;
-        self.file.write_all_at(&value, place).map_err(|error| failed("write", at, &error))
-    }
-
-    /// Where the `len` bytes at `at` lie in the file.
-    fn place(&self, at: u64, len: u64) -> Result<u64> {
-        let inside = at.checked_add(len).is_some_and(|end| end <= self.size);
-        if !inside {
-            let asked = format!("reach {len} bytes at {at:#x} of a region of {:#x}", self.size);
-            return Err(Error::new(asked));
-        }
-        Ok(self.offset + at)
-    }
-
-    pub(super) fn file(&self) -> &File {
-        &self.file
-    }
-
-    pub(super) fn offset(&self) -> u64 {
-        self.offset
-    }
-
-    /// A region of a file, as if it were a device.
-    #[cfg(test)]
-    pub(super) fn of_file(file: File, offset: u64, size: u64) -> Region {
-        Region { file: Arc::new(file), offset, size }
-    }
-}
-
-fn failed(what: &str, at: u64, error: &std::io::Error) -> Error {
-    let errno = Errno::from_io_error(error).unwrap_or(Errno::IO);
-    Error::new(format!("{what} the register at {at:#x}")).answer(errno)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn registers_lie_within_their_region() {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(0x3000).unwrap();
-        let region = Region::of_file(file, 0x1000, 0x1000);
-        region.write(0xffc, [1, 2, 3, 4]).unwrap();
-        assert_eq!(region.read(0xffc).unwrap(), [1, 2, 3, 4]);
-        for at in [0xffd, 0x1000, u64::MAX, u64::MAX - 3] {
-            assert!(region.read::<4>(at).is_err());
-            assert!(region.write(at, [0; 4]).is_err());
-        }
-        let part = region.part(0xff0, 0x10).unwrap();
-        assert_eq!(part.read(0xc).unwrap(), [1, 2, 3, 4]);
-        assert!(part.read::<4>(0x10).is_err());
-        assert!(region.part(0xff0, 0x11).is_err() && region.part(1, u64::MAX).is_err());
-    }
 
     #[test]
     fn what_may_be_mapped_is_what_the_kernel_says() {

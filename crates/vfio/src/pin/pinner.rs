@@ -1,14 +1,17 @@
 //! Pages pinned by IOVA.
 
+mod hold;
+mod release;
+
 use std::sync::Arc;
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 
+use self::hold::Batch;
+use self::release::Gone;
 use super::backing::{Backing, Limits, Release};
 use super::error::PinError;
-use super::hold::Batch;
 use super::pages::{Page, Rights, Window};
-use super::release::Gone;
 use super::slots::Slots;
 use crate::{Account, DirtyMap};
 
@@ -26,20 +29,20 @@ use crate::{Account, DirtyMap};
 ///
 /// Dropping it releases everything.
 pub struct Pinner<B: Backing> {
-    pub(super) backing: B,
-    pub(super) limits: Limits,
+    backing: B,
+    limits: Limits,
     /// The binary logarithm of the page size.
-    pub(super) shift: u32,
-    pub(super) account: Arc<Account>,
+    shift: u32,
+    account: Arc<Account>,
     /// In ascending order.
-    pub(super) windows: Vec<Window>,
+    windows: Vec<Window>,
     /// The window that was found last.
-    pub(super) recent: usize,
-    pub(super) slots: Option<Slots>,
-    pub(super) batch: Batch,
-    pub(super) gone: Gone,
+    recent: usize,
+    slots: Option<Slots>,
+    batch: Batch,
+    gone: Gone,
     /// Bytes held.
-    pub(super) held: u64,
+    held: u64,
 }
 
 impl<B: Backing> Pinner<B> {
@@ -222,7 +225,7 @@ impl<B: Backing> Pinner<B> {
 
     /// The window of `iova`, and the page in it.
     #[inline(always)]
-    pub(super) fn find(&mut self, iova: Iova) -> Result<(usize, usize), PinError> {
+    fn find(&mut self, iova: Iova) -> Result<(usize, usize), PinError> {
         if !self.windows.get(self.recent).is_some_and(|window| window.range.contains(iova)) {
             self.recent = self.search(iova)?;
         }

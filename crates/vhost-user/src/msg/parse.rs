@@ -1,13 +1,9 @@
 //! Reading the front end's requests.
 
-use ringfence_mem::Region;
-use zerocopy::FromBytes;
-
 use super::{
-    ConfigWrite, MAX_CONFIG, MAX_TABLE_REGIONS, ProtocolFeatures, Request, RingAddresses, code,
-    wire::{
-        AddrWire, ConfigWire, InflightWire, LogWire, NO_FD, RegionWire, StateWire, VRING_F_LOG,
-    },
+    ConfigWrite, ProtocolFeatures, Request, RingAddresses, code,
+    payload::Payload,
+    wire::{AddrWire, InflightWire, LogWire, StateWire, VRING_F_LOG},
 };
 use crate::WireError;
 
@@ -111,80 +107,5 @@ impl Request {
             code::REM_MEM_REG => Request::RemMemReg(wire.slot()?),
             _ => return Err(WireError::Request { request }),
         })
-    }
-}
-
-/// A payload that is being read.
-pub(super) struct Payload<'p> {
-    pub(super) request: u32,
-    pub(super) payload: &'p [u8],
-}
-
-impl<'p> Payload<'p> {
-    fn size(&self) -> WireError {
-        WireError::Size { request: self.request, size: self.payload.len() as u32 }
-    }
-
-    fn value(&self, field: &'static str, value: u64) -> WireError {
-        WireError::Value { request: self.request, field, value }
-    }
-
-    /// The whole payload, which must have exactly this shape.
-    pub(super) fn read<T: FromBytes>(&self) -> Result<T, WireError> {
-        T::read_from_bytes(self.payload).map_err(|_| self.size())
-    }
-
-    /// A word that has a narrower meaning.
-    fn narrow<T: TryFrom<u64>>(&self, field: &'static str) -> Result<T, WireError> {
-        let word: u64 = self.read()?;
-        T::try_from(word).map_err(|_| self.value(field, word))
-    }
-
-    fn empty(&self, request: Request) -> Result<Request, WireError> {
-        if self.payload.is_empty() { Ok(request) } else { Err(self.size()) }
-    }
-
-    fn ring_fd(&self) -> Result<(u8, bool), WireError> {
-        let word: u64 = self.read()?;
-        if word & !(NO_FD | 0xff) != 0 {
-            return Err(self.value("ring and flags", word));
-        }
-        Ok((word as u8, word & NO_FD == 0))
-    }
-
-    fn regions(&self) -> Result<Vec<Region>, WireError> {
-        let (head, rest) = StateWire::read_from_prefix(self.payload).map_err(|_| self.size())?;
-        let count = head.ring as usize;
-        if count == 0 || count > MAX_TABLE_REGIONS {
-            return Err(self.value("regions", count as u64));
-        }
-        // User-Mode Linux sends a table of two, however many it fills: what is beyond means nothing.
-        let places = rest.len() / size_of::<RegionWire>();
-        if rest.len() % size_of::<RegionWire>() != 0
-            || !(count..=MAX_TABLE_REGIONS).contains(&places)
-        {
-            return Err(self.size());
-        }
-        rest.chunks_exact(size_of::<RegionWire>())
-            .take(count)
-            .map(|bytes| RegionWire::read_from_bytes(bytes).map(Region::from))
-            .collect::<Result<_, _>>()
-            .map_err(|_| self.size())
-    }
-
-    fn slot(&self) -> Result<Region, WireError> {
-        let (_padding, rest) = u64::read_from_prefix(self.payload).map_err(|_| self.size())?;
-        RegionWire::read_from_bytes(rest).map(Region::from).map_err(|_| self.size())
-    }
-
-    fn config(&self) -> Result<(ConfigWire, &'p [u8]), WireError> {
-        let (head, data) = ConfigWire::read_from_prefix(self.payload).map_err(|_| self.size())?;
-        if head.size as usize != data.len() || data.is_empty() || data.len() > MAX_CONFIG {
-            return Err(self.value("size", head.size.into()));
-        }
-        if head.offset.checked_add(head.size).is_none() {
-            return Err(self.value("offset", head.offset.into()));
-        }
-        Ok((head, data))
     }
 }

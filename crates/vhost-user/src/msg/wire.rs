@@ -3,8 +3,7 @@
 use ringfence_mem::Region;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::{Inflight, code, parse::Payload};
-use crate::WireError;
+use super::Inflight;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -101,12 +100,6 @@ pub(crate) fn vring_base(ring: u32, base: u32) -> Vec<u8> {
     StateWire { ring, num: base }.as_bytes().to_vec()
 }
 
-/// Reads the answer to GET_VRING_BASE: the ring and its base.
-pub(crate) fn parse_vring_base(payload: &[u8]) -> Result<(u32, u32), WireError> {
-    let StateWire { ring, num } = Payload { request: code::GET_VRING_BASE, payload }.read()?;
-    Ok((ring, num))
-}
-
 /// The payload of GET_CONFIG (both ways) and SET_CONFIG.
 pub(crate) fn config(offset: u32, flags: u32, data: &[u8]) -> Vec<u8> {
     let head = ConfigWire { offset, size: data.len() as u32, flags };
@@ -116,11 +109,6 @@ pub(crate) fn config(offset: u32, flags: u32, data: &[u8]) -> Vec<u8> {
 /// The payload of an answer to GET_INFLIGHT_FD.
 pub(crate) fn inflight(inflight: &Inflight) -> Vec<u8> {
     InflightWire::from(inflight).as_bytes().to_vec()
-}
-
-/// Reads the answer to GET_INFLIGHT_FD.
-pub(crate) fn parse_inflight(payload: &[u8]) -> Result<Inflight, WireError> {
-    Payload { request: code::GET_INFLIGHT_FD, payload }.read::<InflightWire>().map(Inflight::from)
 }
 
 /// Whether all addresses of the front end's process from `first` to `last` lie in the regions,

@@ -12,7 +12,7 @@ use std::{
 use parking_lot::{Mutex, RwLock};
 use ringfence_iommu::{PageSizes, Range, ReservedRegion, Result, SyncToken};
 
-use super::{Backing, Binding, kept::Kept, lazy::Lazy};
+use super::{Backing, Binding, journal::Kept, lazy::Lazy};
 use crate::wire::{CONFIG_LEN, Config, Features};
 
 /// What a device offers.

@@ -417,6 +417,12 @@ impl Journal {
     }
 }
 
+/// What a device has of its journal, and what is called when there is none any more.
+pub(super) struct Kept {
+    pub(super) journal: Journal,
+    pub(super) lost: Box<dyn Fn(&JournalError) + Send>,
+}
+
 /// The bytes of a half of `file`, whole words.
 fn half_len(file: &SharedFile) -> Result<usize, JournalError> {
     let len = file.len();

@@ -8,7 +8,8 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    Backing, Device, Journal, JournalError, Recovered, RestoreError, Session, journal::Answer,
+    Backing, Device, Journal, JournalError, Recovered, RestoreError, Session,
+    journal::{Answer, Kept},
 };
 use crate::wire::{Request, Status};
 
@@ -18,12 +19,6 @@ const BURST: usize = 64;
 
 /// How long that may take in a process that has only begun.
 const PATIENCE: Duration = Duration::from_secs(10);
-
-/// A journal, and whom to tell when there is none any more.
-pub(super) struct Kept {
-    journal: Journal,
-    lost: Box<dyn Fn(&JournalError) + Send>,
-}
 
 impl Kept {
     /// All that was carried out is answered.

@@ -6,9 +6,6 @@ use std::{fmt, sync::Arc};
 use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Gather, Range, Result};
 
-use super::{Backing, Device, Session, core::View, requests::Answer, session::gather};
-use crate::wire::{Features, Status};
-
 /// What a lazy domain has unmapped and not invalidated yet. It belongs to the domain and not to a
 /// request queue, so that any queue may flush.
 ///
@@ -57,39 +54,22 @@ impl Lazy {
         Ok(())
     }
 
-    /// Has the next sync of `session` invalidate all that was unmapped so far.
-    pub(super) fn flush<B: Backing>(
+    /// Has `gather`, whose sync is the next, invalidate all that was unmapped so far; `None`: it was nothing.
+    pub(super) fn flush<'g>(
         self: &Arc<Self>,
-        session: &mut Session<B>,
-        domain: &Arc<B::Domain>,
-    ) {
+        gather: impl FnOnce() -> &'g mut Gather,
+    ) -> Option<Flight> {
         let mut state = self.state.lock();
         let State { fresh, leaving, flights, .. } = &mut *state;
         fresh.ranges().iter().for_each(|&range| leaving.add(range));
         fresh.clear_ranges();
         if leaving.is_empty() {
-            return;
+            return None;
         }
         *flights += 1;
-        let Session { touched, used, flights: begun, .. } = session;
-        let gather = gather(touched, used, domain);
+        let gather = gather();
         leaving.ranges().iter().for_each(|&range| gather.add(range));
-        begun.push(Flight { lazy: Arc::clone(self), landed: false });
-    }
-}
-
-impl<B: Backing> Device<B> {
-    /// Whether there are lazy domains and IOTLB_FLUSH.
-    pub(super) fn flushes(&self) -> bool {
-        self.has(Features::LAZY_IOTLB_FLUSH)
-    }
-
-    /// Carries out an IOTLB_FLUSH, whose answer waits for the session's sync.
-    pub(super) fn iotlb_flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
-        let View { domain, lazy, .. } = self.find(session, id)?.clone();
-        let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
-        lazy.flush(session, &domain);
-        Ok(())
+        Some(Flight { lazy: Arc::clone(self), landed: false })
     }
 }
 

@@ -9,6 +9,7 @@
 
 mod backing;
 mod core;
+mod error;
 mod events;
 #[allow(unsafe_code)]
 mod joint;
@@ -24,10 +25,10 @@ mod session;
 
 pub use self::core::{Device, Options};
 pub use backing::{Backing, Binding, EndpointInfo};
+pub use error::RestoreError;
 pub use events::{EventQueue, FaultQueue};
 pub use joint::{Joint, Outside};
 pub use journal::{Answers, Journal, JournalError, Recovered};
 pub use mirror::{HostRegion, Mirror};
 pub use queue::{Counters, Progress, RequestQueue};
-pub use saved::RestoreError;
 pub use session::Session;

@@ -177,6 +177,20 @@ impl<B: Backing> Device<B> {
         Ok(())
     }
 
+    /// Whether there are lazy domains and IOTLB_FLUSH.
+    fn flushes(&self) -> bool {
+        self.has(Features::LAZY_IOTLB_FLUSH)
+    }
+
+    /// Carries out an IOTLB_FLUSH, whose answer waits for the session's sync.
+    fn iotlb_flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
+        let View { domain, lazy, .. } = self.find(session, id)?.clone();
+        let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
+        let Session { touched, used, flights, .. } = session;
+        flights.extend(lazy.flush(|| gather(touched, used, &domain)));
+        Ok(())
+    }
+
     #[inline(always)]
     pub(super) fn map(
         &self,

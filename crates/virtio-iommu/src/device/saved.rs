@@ -1,9 +1,9 @@
 //! A device's state as bytes, for a guest that moves.
 
-use ringfence_iommu::{Domain, Error, Iova, Prot, Range, Result, table::Mapping};
+use ringfence_iommu::{Domain, Iova, Prot, Range, Result, table::Mapping};
 
-use super::{Backing, Device, Session};
-use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags, Status};
+use super::{Backing, Device, RestoreError, Session};
+use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags};
 
 /// What the bytes begin with.
 const MAGIC: [u8; 4] = *b"RFvi";
@@ -11,46 +11,6 @@ const MAGIC: [u8; 4] = *b"RFvi";
 const VERSION: u32 = 1;
 /// So many mappings are read off a domain at a time.
 const BATCH: usize = 256;
-
-/// Why a state was not taken over. Nothing is attached, then.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RestoreError {
-    /// The device has domains already.
-    #[error("the device is in use")]
-    InUse,
-    /// The bytes end too early, or too late, or are none of these.
-    #[error("not a saved state: {0}")]
-    Format(&'static str),
-    /// It was saved by another version.
-    #[error("the saved state has version {0}")]
-    Version(u32),
-    /// The device offers something else than the one that was saved.
-    #[error("the device differs from the one that was saved: {0}")]
-    Differs(&'static str),
-    /// What the state says could not be done; so says the answer of a request for it.
-    #[error("the state cannot be had here: domain {domain}, {status:?}")]
-    Refused {
-        /// The domain.
-        domain: u32,
-        /// The answer.
-        status: Status,
-    },
-    /// A request that was answered with OK is answered with something else.
-    #[error("request {at} after the state cannot be carried out here: {status:?}")]
-    Request {
-        /// Which of them.
-        at: usize,
-        /// The answer.
-        status: Status,
-    },
-    /// An invalidation failed.
-    #[error("an invalidation: {0}")]
-    Invalidation(Error),
-    /// An invalidation does not end.
-    #[error("an invalidation does not end")]
-    Stuck,
-}
 
 impl<B: Backing> Device<B> {
     /// All that a driver has brought about, as bytes for [`restore`](Self::restore): what was negotiated,

@@ -2,11 +2,11 @@
 
 use ringfence_iommu::Iova;
 
-use super::backing::{Backing, Release, Run};
-use super::error::PinError;
-use super::pages::Place;
-use super::pinner::Pinner;
-use super::slots::Held;
+use super::Pinner;
+use crate::pin::backing::{Backing, Release, Run};
+use crate::pin::error::PinError;
+use crate::pin::pages::Place;
+use crate::pin::slots::Held;
 
 /// Slots gathered before they are released: more make the calls no cheaper.
 const BATCH: usize = 64;

@@ -2,11 +2,11 @@
 
 use ringfence_iommu::{HostAddr, Iova, Prot};
 
-use super::backing::{Backing, HoldError, Run};
-use super::error::PinError;
-use super::pages::{Place, Rights};
-use super::pinner::Pinner;
-use super::slots::Held;
+use super::Pinner;
+use crate::pin::backing::{Backing, HoldError, Run};
+use crate::pin::error::PinError;
+use crate::pin::pages::{Place, Rights};
+use crate::pin::slots::Held;
 
 /// Runs gathered before they are held: more make the calls no cheaper.
 const BATCH: usize = 64;

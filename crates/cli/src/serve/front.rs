@@ -1,0 +1,44 @@
+//! A socket's front ends.
+
+use std::sync::atomic::AtomicU64;
+
+use parking_lot::Mutex;
+use ringfence_run::Closer;
+use ringfence_vhost_user::Shutdown;
+use tracing::warn;
+
+/// What the frame has for each socket.
+pub(super) struct Front {
+    /// Closes what its front ends have sent.
+    pub(super) closer: Closer,
+    pub(super) connections: AtomicU64,
+    /// Those that the process before had served.
+    pub(super) resumed: AtomicU64,
+    pub(super) broken: AtomicU64,
+    /// Those that sent nothing and gave way.
+    pub(super) silent: AtomicU64,
+    /// The connection that is served now.
+    pub(super) now: Mutex<Option<Shutdown>>,
+}
+
+impl Front {
+    /// For the socket of that name.
+    pub(super) fn new(name: &str) -> Front {
+        let name = name.to_owned();
+        let closer = Closer::new(move |count| {
+            warn!(
+                source = %name,
+                "{count} descriptors of front ends wait to be closed, which their files' servers do not \
+                 allow: no more is taken from this socket until they do"
+            );
+        });
+        Front {
+            closer,
+            connections: AtomicU64::new(0),
+            resumed: AtomicU64::new(0),
+            broken: AtomicU64::new(0),
+            silent: AtomicU64::new(0),
+            now: Mutex::new(None),
+        }
+    }
+}
