@@ -5,15 +5,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     path::Path,
 };
 
-use anyhow::{Context, Result};
-use syn::{Item, UseTree, visit::Visit};
+use anyhow::Result;
+use syn::{Item, visit::Visit};
 
-/// A module by its names from the crate's root on.
-type Name = Vec<String>;
+use crate::modules::{Name, absolute, defined, flatten, is_for_tests, read};
 
 /// What a file defines, and what it names of other files.
 #[derive(Default)]
@@ -62,28 +60,6 @@ fn reached<'m>(edges: &BTreeMap<&'m Name, BTreeSet<&'m Name>>, from: &Name) -> B
         }
     }
     reached
-}
-
-/// Reads a module's file and those of its children.
-fn read(folder: &Path, name: &Name, into: &mut BTreeMap<Name, syn::File>) -> Result<()> {
-    let inside = folder.join(name.join("/"));
-    let files = match name.is_empty() {
-        true => vec![folder.join("lib.rs"), folder.join("main.rs")],
-        false => vec![inside.with_extension("rs"), inside.join("mod.rs")],
-    };
-    let Some(file) = files.into_iter().find(|file| file.exists()) else { return Ok(()) };
-    let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-    let parsed = syn::parse_file(&text).with_context(|| file.display().to_string())?;
-    for item in parsed.items.iter().filter(|item| !is_for_tests(item)) {
-        if let Item::Mod(module) = item
-            && module.content.is_none()
-        {
-            let child = [name.as_slice(), &[module.ident.to_string()]].concat();
-            read(folder, &child, into)?;
-        }
-    }
-    into.insert(name.clone(), parsed);
-    Ok(())
 }
 
 /// The module that defines what a path leads to.
@@ -160,91 +136,10 @@ impl<'ast> Visit<'ast> for Paths<'_> {
     }
 }
 
-/// A path from the crate's root on; `None` if it leads out of the crate.
-fn absolute(of: &Name, path: &[String]) -> Option<Name> {
-    let mut base = match path.first()?.as_str() {
-        "crate" => Name::new(),
-        "super" | "self" => of.clone(),
-        _ => return None,
-    };
-    for part in path {
-        match part.as_str() {
-            "crate" | "self" => {}
-            "super" => _ = base.pop()?,
-            part => base.push(part.to_owned()),
-        }
-    }
-    Some(base)
-}
-
-/// The paths of an import, and what each is called from then on.
-fn flatten(tree: &UseTree, before: &mut Name, into: &mut Vec<(Name, String)>) {
-    match tree {
-        UseTree::Path(path) => {
-            before.push(path.ident.to_string());
-            flatten(&path.tree, before, into);
-            before.pop();
-        }
-        UseTree::Name(name) if name.ident == "self" => {
-            into.push((before.clone(), before.last().cloned().unwrap_or_default()));
-        }
-        UseTree::Name(name) => {
-            let name = name.ident.to_string();
-            into.push(([before.as_slice(), std::slice::from_ref(&name)].concat(), name));
-        }
-        UseTree::Rename(name) => {
-            let path = [before.as_slice(), &[name.ident.to_string()]].concat();
-            into.push((path, name.rename.to_string()));
-        }
-        UseTree::Glob(_) => into.push((before.clone(), "*".to_owned())),
-        UseTree::Group(group) => group.items.iter().for_each(|tree| flatten(tree, before, into)),
-    }
-}
-
-/// What an item defines.
-fn defined(item: &Item) -> Option<String> {
-    let ident = match item {
-        Item::Const(item) => &item.ident,
-        Item::Enum(item) => &item.ident,
-        Item::Fn(item) => &item.sig.ident,
-        Item::Macro(item) => item.ident.as_ref()?,
-        Item::Static(item) => &item.ident,
-        Item::Struct(item) => &item.ident,
-        Item::Trait(item) => &item.ident,
-        Item::Type(item) => &item.ident,
-        Item::Union(item) => &item.ident,
-        _ => return None,
-    };
-    Some(ident.to_string())
-}
-
-/// Whether an item is there for tests, or for what rustdoc links to, alone.
-fn is_for_tests(item: &Item) -> bool {
-    let attributes = match item {
-        Item::Const(item) => &item.attrs,
-        Item::Enum(item) => &item.attrs,
-        Item::Fn(item) => &item.attrs,
-        Item::Impl(item) => &item.attrs,
-        Item::Mod(item) => &item.attrs,
-        Item::Static(item) => &item.attrs,
-        Item::Struct(item) => &item.attrs,
-        Item::Trait(item) => &item.attrs,
-        Item::Type(item) => &item.attrs,
-        Item::Use(item) => &item.attrs,
-        _ => return false,
-    };
-    attributes.iter().any(|attribute| {
-        let syn::Meta::List(list) = &attribute.meta else { return false };
-        let what = list.tokens.to_string();
-        attribute.path().is_ident("cfg")
-            && ["test", "all (test", "all(test", "any (test", "any(test", "doc", "loom"]
-                .iter()
-                .any(|begins| what.starts_with(begins))
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn circles(files: &[(&str, &str)]) -> Vec<Vec<String>> {

@@ -9,6 +9,9 @@ mod fuzz;
 mod gate;
 mod guests;
 mod house;
+mod interface;
+mod modules;
+mod pace;
 mod packages;
 mod readme;
 mod rules;
@@ -60,6 +63,12 @@ enum Command {
         /// Names the files that import each other.
         #[arg(long)]
         circles: bool,
+    },
+    /// Compares what each published crate offers with docs/interface, and fails if that is not the same.
+    Interface {
+        /// Puts what they offer there.
+        #[arg(long)]
+        update: bool,
     },
     /// Checks licences, sources and bans of all dependencies against deny.toml.
     Deny,
@@ -145,6 +154,7 @@ fn run(command: Command) -> Result<()> {
         Command::Test { only, all, list } => steps::test(only.as_deref(), all, list),
         Command::Rules { all } => rules::account(all),
         Command::House { update, circles } => house::check(update, circles),
+        Command::Interface { update } => interface::check(update),
         Command::Deny => deny::check(),
         Command::Gate { update, only } => gate::run(only.as_deref(), update),
         Command::Guests { iommufd } => guests::make(&iommufd),

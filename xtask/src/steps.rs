@@ -14,7 +14,9 @@ use anyhow::{Context, Result, bail};
 use crate::{
     deny, floors,
     fuzz::{self, Length},
-    gate, guests, house, packages, rules, soak,
+    gate, guests, house, interface,
+    pace::Pace,
+    packages, rules, soak,
     suite::{self, Program, Suite},
 };
 
@@ -103,6 +105,7 @@ const STEPS: &[Step] = &[
     step("lints of the fuzz targets", 90, fuzz_lints),
     step("floors", 5, |_| floors::check(COMMAND)),
     step("house", 5, |_| house::check(false, false)),
+    step("interfaces", 10, |_| interface::check(false)),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
     step("build", 450, |run| run.suite().map(|_| ())),
@@ -154,18 +157,23 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     let (idle, programs) = (RefCell::default(), RefCell::default());
     let run = Run { missing, suite: OnceCell::new(), idle, programs };
     let (mut failed, mut not_run, mut lines) = (Vec::new(), Vec::new(), Vec::new());
-    let begun = Instant::now();
+    let (begun, pace) = (Instant::now(), Pace::begin());
     for step in &steps {
         println!("\n=== {}", step.name);
         let (started, worked) = (Instant::now(), work_of_children());
         let result = (step.run)(&run);
         let seconds = started.elapsed().as_secs_f32();
-        // What it takes where nothing else wants the two processors. The verdict is by this: it does not
-        // depend on what else the machine does.
-        let work = work_of_children().zip(worked).map_or(0.0, |(now, before)| (now - before) / 2.0);
+        // What it takes where nothing else wants the two processors, at the pace of a quiet machine. The verdict is by
+        // this: it does not depend on what else the machine does, or its host.
+        let slowness = pace.slowness();
+        let worked = work_of_children().zip(worked).map_or(0.0, |(now, before)| now - before);
+        let work = f64::from(worked) / 2.0 / slowness;
         // By itself a step builds what the one before it would have.
-        let over = only.is_none() && work > step.budget as f32;
-        let took = format!("{seconds:.0} s, {work:.0} s of work (budget {} s)", step.budget);
+        let over = only.is_none() && work > f64::from(step.budget);
+        let took = format!(
+            "{seconds:.0} s, {work:.0} s of work (budget {} s), pace 1/{slowness:.2}",
+            step.budget
+        );
         let verdict = match result {
             Err(error) if error.is::<NotRun>() => {
                 not_run.push(format!("{}: {error}", step.name));
