@@ -14,8 +14,7 @@
 //! * [`MapBatch`] and [`UnmapBatch`]: many mappings, one sync, and no waiting for it.
 //! * [`Device::alloc_coherent`] → [`Coherent`]: memory shared with the device for long, such as a
 //!   ring.
-//! * [`CoherentPool`] → [`Block`]: small pieces of such memory. [`Device::map_persistent`] →
-//!   [`Persistent`]: a buffer that stays mapped from one I/O to the next.
+//! * [`Device::map_persistent`] → [`Persistent`]: a buffer that stays mapped from one I/O to the next.
 //! * [`BouncePools`]: memory that stays mapped, for mappings that are copies;
 //!   [`Device::take_buffer`] → [`PoolBuffer`]: without a copy.
 //! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] tells why.
@@ -80,7 +79,6 @@ mod pieces;
 mod place;
 mod placed;
 mod policy;
-mod pool;
 mod port;
 mod segment;
 mod shared;
@@ -108,7 +106,6 @@ pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};
 pub use persistent::Persistent;
 pub use policy::{ParsePolicyError, Policy, QueueKind};
-pub use pool::{Block, CoherentPool, PoolError, PoolLimits, PoolMemory, PoolStats};
 pub use segment::Segment;
 pub use stats::{Exposure, Stats};
 pub use thread_time::{OsThreadClock, ThreadClock};

@@ -2,9 +2,7 @@
 
 use std::{panic::Location, sync::Arc};
 
-use ringfence_dma::{
-    CoherentPool, Config, Detector, Device, Direction, Explained, Place, Policy, PoolLimits,
-};
+use ringfence_dma::{Config, Detector, Device, Direction, Explained, Place, Policy};
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{Iova, Prot};
 use ringfence_iova::{Aperture, RbTree};
@@ -109,23 +107,19 @@ fn what_a_live_mapping_does_not_allow_is_told_too() {
 }
 
 #[test]
-fn a_device_reaches_a_block_of_a_pool_and_not_one_whose_chunk_is_gone() {
+fn a_device_reaches_coherent_memory_until_it_is_unmapped() {
     let mut rig = Rig::new(Setup::new(true));
     let mut queue = rig.queue(0);
     let dma = dma(&rig, detecting());
-    let ram = Arc::clone(&rig.ram);
-    let limits = PoolLimits { chunk: PAGE as u64, max: 1 << 16 };
-    let supply = move |len: u64| RamPart::carve(&ram, len as usize, PAGE).ok();
-    let pool = CoherentPool::new(&dma, limits, supply).unwrap();
-    let (block, neighbour) = (pool.alloc(512).unwrap(), pool.alloc(512).unwrap());
-    neighbour.write(0, &[0x77; 512]).unwrap();
-    assert_eq!(queue.write(0, piece(neighbour.iova().0, 512)), OK);
-    assert_eq!(queue.read(0, piece(block.iova().0, 512)), OK);
+    let shared = dma.alloc_coherent(RamPart::carve(&rig.ram, PAGE, PAGE).unwrap()).unwrap();
+    shared.memory().window().write(512, &[0x77; 512]);
+    let iova = shared.iova().0;
+    assert_eq!(queue.write(0, piece(iova + 512, 512)), OK);
+    assert_eq!(queue.read(0, piece(iova, 512)), OK);
     let mut bytes = [0; 512];
-    block.read(0, &mut bytes).unwrap();
+    shared.memory().window().read(0, &mut bytes);
     assert_eq!(bytes, [0x77; 512]);
-    let iova = block.iova().0;
-    drop((block, neighbour, pool));
+    drop(shared);
     assert_eq!(queue.read(0, piece(iova, 512)), IOERR);
     let explained = explain(&mut rig, &dma, iova);
     assert!(matches!(explained, Explained::UseAfterUnmap(_)), "{explained}");

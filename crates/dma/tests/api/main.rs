@@ -17,7 +17,6 @@ mod lists;
 mod mock;
 mod oracle;
 mod persistent;
-mod pool;
 mod ram;
 mod strict;
 mod switch;

@@ -4,7 +4,7 @@ mod slots;
 
 use std::sync::Arc;
 
-use ringfence_dma::{DmaBuffer, PoolMemory, SharedMemory};
+use ringfence_dma::{DmaBuffer, SharedMemory};
 use ringfence_iommu::GuestPhys;
 use ringfence_mem::{GuestRam, HostSlice, MemError, ReadSlice, ScatteredView, Window};
 
@@ -54,20 +54,6 @@ unsafe impl DmaBuffer<GuestPhys> for RamPart {
 
 // SAFETY: a window is only ever copied from and to, or accessed atomically.
 unsafe impl SharedMemory for RamPart {}
-
-impl PoolMemory for RamPart {
-    fn read(&self, offset: u64, bytes: &mut [u8]) {
-        self.window.read(offset as usize, bytes);
-    }
-
-    fn write(&self, offset: u64, bytes: &[u8]) {
-        self.window.write(offset as usize, bytes);
-    }
-
-    fn zero(&self, offset: u64, len: u64) {
-        self.window.slice().part(offset as usize, len as usize).fill_zero();
-    }
-}
 
 /// A data buffer as an application has them: contiguous for the CPU, scattered in physical pages.
 #[derive(Debug)]
