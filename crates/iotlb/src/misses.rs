@@ -1,11 +1,14 @@
 //! What was asked for and not answered yet.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError},
+};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
     atomic::{AtomicU64, Ordering},
-    lock::SpinLock,
+    lock::{Mutex, MutexGuard},
 };
 
 /// Misses are told apart by page.
@@ -250,7 +253,8 @@ impl List {
 /// was asked again comes with its number: where the page was answered, unmapped and wanted again
 /// meanwhile, it is older than the question that is open now, and does not concern that.
 pub(crate) struct Misses {
-    list: SpinLock<List>,
+    /// Searched and added to under the lock, which therefore is one to sleep for.
+    list: Mutex<List>,
     /// How many questions there were.
     questions: AtomicU64,
     most: usize,
@@ -259,8 +263,12 @@ pub(crate) struct Misses {
 
 impl Misses {
     pub(crate) fn new(most: usize, times: Times) -> Misses {
-        let (list, questions) = (SpinLock::new(List::default()), AtomicU64::new(0));
+        let (list, questions) = (Mutex::new(List::default()), AtomicU64::new(0));
         Misses { list, questions, most, times }
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many questions there were so far.
@@ -276,7 +284,7 @@ impl Misses {
 
     /// How many questions there are, those that were refused a moment ago included.
     pub(crate) fn open(&self) -> usize {
-        self.list.lock().pending.len()
+        self.list().pending.len()
     }
 
     /// Whether what is lacking was refused to one who has waited `since` there were so many
@@ -289,7 +297,7 @@ impl Misses {
         now_ns: u64,
     ) -> Lack {
         let key = Miss { iova, access, again: None }.key();
-        let list = self.list.lock();
+        let list = self.list();
         let refused = list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
             (Some(since), _) => pending.refused.is_some_and(|question| since < question),
             (None, State::Refused { until_ns }) => now_ns < until_ns && pending.waits(waiter),
@@ -310,7 +318,7 @@ impl Misses {
         let mut woken = Woken::NOBODY;
         let noted = wanted.clone();
         {
-            let mut list = self.list.lock();
+            let mut list = self.list();
             if list.pending.len().saturating_add(wanted.len()) > self.most {
                 list.tidy(self.times, now_ns, &mut woken);
             }
@@ -375,7 +383,7 @@ impl Misses {
 
     /// `misses` could not be sent: who looks next asks.
     pub(crate) fn unsent(&self, misses: &[Miss]) {
-        let mut list = self.list.lock();
+        let mut list = self.list();
         for miss in misses {
             if let Some(found) = list.pending.get_mut(&miss.key())
                 && matches!(found.state, State::Asked { .. })
@@ -454,7 +462,7 @@ impl Misses {
 
     fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
         let mut woken = Woken::NOBODY;
-        self.list.lock().drop_if(range, &mut woken, gone);
+        self.list().drop_if(range, &mut woken, gone);
         woken.wake();
     }
 }

@@ -1,4 +1,4 @@
-//! A lock for sections of a few instructions.
+//! Locks: for sections of a few instructions, and for those that allocate or search.
 
 use core::{
     fmt,
@@ -6,6 +6,12 @@ use core::{
 };
 
 use imp::Imp;
+
+/// A lock for sections of any length: a thread that waits for it sleeps. The standard library's, or loom's.
+#[cfg(loom)]
+pub use loom::sync::{Mutex, MutexGuard};
+#[cfg(all(feature = "std", not(loom)))]
+pub use std::sync::{Mutex, MutexGuard};
 
 /// A lock that is waited for by spinning, then by yielding the CPU ([`Backoff`](crate::Backoff)).
 ///
