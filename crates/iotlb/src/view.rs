@@ -146,7 +146,7 @@ impl View {
         self.waiter = Waiter::new(wake);
     }
 
-    /// Asks for all that accesses found [missing](AccessError::Missing) since the last call; a
+    /// Asks for all that accesses found [missing](AccessError::Again) since the last call; a
     /// [quiet point](Self::quiet) does so too.
     pub fn ask(&self) {
         let questions = [(&self.wanted, Some(&self.waiter)), (&self.ahead, None)];
@@ -206,7 +206,7 @@ impl View {
     /// True if nothing is: each address was found, up to the first that is a fault, which is left to
     /// the access itself.
     ///
-    /// This is no promise that the access finds them too: it may be [`Missing`](AccessError::Missing)
+    /// This is no promise that the access finds them too: it may be [`Again`](AccessError::Again)
     /// after all, and has to be made again later then, as if it had not been looked up. Whatever left
     /// the table since the last [quiet point](Self::quiet) (an entry that was invalidated, replaced or
     /// evicted) may still be in the cache when it is looked up here, and have made room there for

@@ -46,11 +46,11 @@ pub enum AccessError {
         /// What was wanted.
         access: Access,
     },
-    /// There is no translation yet: the IOTLB lacks it and asks for it. The access may be tried
-    /// again when the answer has come.
+    /// Not yet: what is between this process and the memory, such as an IOTLB, has to be asked first. The
+    /// access may be tried again when the answer has come.
     #[error("{access:?} at {addr:#x}: the translation is not known yet")]
-    Missing {
-        /// The first address without a translation.
+    Again {
+        /// The first address that cannot be reached yet.
         addr: u64,
         /// What was wanted.
         access: Access,

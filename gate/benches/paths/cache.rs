@@ -110,7 +110,7 @@ impl Rig {
             let mut found = 0;
             let result =
                 self.view.slices(addr, 64, Access::Read, |piece| found = piece.as_ptr() as u64);
-            if let Err(AccessError::Missing { .. }) = result {
+            if let Err(AccessError::Again { .. }) = result {
                 found = u64::MAX;
             }
             self.found.push(found);

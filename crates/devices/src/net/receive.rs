@@ -43,7 +43,7 @@ pub(super) fn read<'b, S: Lasting>(
 
 fn unreachable(error: AccessError) -> Step {
     match error {
-        AccessError::Missing { .. } => Step::Missing(Side::Source),
+        AccessError::Again { .. } => Step::Missing(Side::Source),
         _ => Step::Lost(Lost::Unreachable),
     }
 }
@@ -83,7 +83,7 @@ pub(super) fn receive<D: Lasting>(
         };
         match reach(bus, dst.ring, count, wanted as u64, &mut target) {
             Ok(()) => break Ok((count, header)),
-            Err((_, AccessError::Missing { .. })) => break Err(Step::Missing(Side::Target)),
+            Err((_, AccessError::Again { .. })) => break Err(Step::Missing(Side::Target)),
             // It goes into the buffers after this one.
             Err((at, _)) => {
                 dst.ring.reject(at, Lost::Unreachable);

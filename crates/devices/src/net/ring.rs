@@ -183,7 +183,7 @@ impl NetRing {
                 self.disarm();
                 Ready::Yes
             }
-            Err(RingError::Unreachable { error: AccessError::Missing { .. }, .. }) => {
+            Err(RingError::Unreachable { error: AccessError::Again { .. }, .. }) => {
                 // The other areas will be wanted next, to their last page: one question for all.
                 for (addr, len, access) in self.queue.config().areas() {
                     bus.prefetch(addr, len as u64, access);
@@ -356,7 +356,7 @@ impl NetRing {
 fn missing_table(error: RingError) -> Result<bool, RingError> {
     match error {
         RingError::Chain {
-            fault: ChainFault::IndirectUnreachable { error: AccessError::Missing { .. }, .. },
+            fault: ChainFault::IndirectUnreachable { error: AccessError::Again { .. }, .. },
             ..
         } => Ok(false),
         _ => Err(error),

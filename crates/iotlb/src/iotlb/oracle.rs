@@ -161,7 +161,7 @@ fn run(entries: u64, ops: &[Op]) -> std::result::Result<usize, TestCaseError> {
                 let ready = bench.view.prefetch(atom_at(at), len, access);
                 match bench.view.slices(atom_at(at), len, access, |_| ()) {
                     Ok(()) => prop_assert!(ready),
-                    Err(AccessError::Missing { addr, .. }) => {
+                    Err(AccessError::Again { addr, .. }) => {
                         prop_assert!(!holds(tables.last().unwrap(), addr, access), "{addr:#x}");
                         // The prefetch may have found it, but in the cache alone.
                         let held = tables.iter().any(|table| holds(table, addr, access));
@@ -202,7 +202,7 @@ fn run(entries: u64, ops: &[Op]) -> std::result::Result<usize, TestCaseError> {
                 }
                 match end {
                     Ok(()) => prop_assert_eq!(done, len),
-                    Err(AccessError::Missing { addr: at, .. }) => {
+                    Err(AccessError::Again { addr: at, .. }) => {
                         prop_assert_eq!(at, addr + done);
                         prop_assert!(!holds(tables.last().unwrap(), at, access), "{at:#x}");
                     }

@@ -408,7 +408,7 @@ fn what_is_asked_for_in_advance_fails_nobody() {
     assert_eq!(bench.asked.pages(), [0, 1]);
     bench.iotlb.refuse(pages(0, 1), Prot::READ);
     // Mapped since, perhaps: it is asked for.
-    let missing = AccessError::Missing { addr: 0, access: Access::Read };
+    let missing = AccessError::Again { addr: 0, access: Access::Read };
     assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
     bench.view.quiet();
     assert_eq!(bench.asked.pages(), [0]);
@@ -443,7 +443,7 @@ fn no_lock_is_held_while_somebody_is_asked() {
 fn without_anybody_to_ask_accesses_wait_and_a_new_front_end_is_asked() {
     let mut bench = bench();
     bench.iotlb.ask_through(None);
-    let missing = AccessError::Missing { addr: 0, access: Access::Read };
+    let missing = AccessError::Again { addr: 0, access: Access::Read };
     for _ in 0..3 {
         assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
         bench.view.quiet();

@@ -38,7 +38,7 @@ impl View {
     #[inline]
     pub(super) fn find(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
         self.lookup(addr, access).inspect_err(|error| {
-            if matches!(error, AccessError::Missing { .. }) {
+            if matches!(error, AccessError::Again { .. }) {
                 note(&self.wanted, addr, access);
             }
         })
@@ -68,7 +68,7 @@ impl View {
                         let lacking = (iova, wanted(access));
                         match iotlb.lack(lacking, self.since.get(), &self.waiter) {
                             Lack::Refused => found,
-                            Lack::Pending => return Err(AccessError::Missing { addr, access }),
+                            Lack::Pending => return Err(AccessError::Again { addr, access }),
                         }
                     }
                 }
@@ -137,7 +137,7 @@ impl View {
             loop {
                 let next = match self.lookup(at, access) {
                     Ok(entry) => (entry.first + entry.extent).checked_add(1),
-                    Err(AccessError::Missing { .. }) => {
+                    Err(AccessError::Again { .. }) => {
                         ready = false;
                         if !note(missing, at, access) {
                             return;

@@ -150,7 +150,7 @@ impl Missing {
     /// What is missing, if that is what the error says.
     pub fn of(error: AccessError) -> Option<Missing> {
         match error {
-            AccessError::Missing { addr, access } => Some(Missing { addr, access }),
+            AccessError::Again { addr, access } => Some(Missing { addr, access }),
             _ => None,
         }
     }

@@ -18,11 +18,11 @@ impl Translate for Nothing {
     where
         F: FnMut(HostSlice<'_>),
     {
-        Err(AccessError::Missing { addr, access })
+        Err(AccessError::Again { addr, access })
     }
 
     fn window(&self, addr: u64, _: u64, access: Access) -> Result<Window, AccessError> {
-        Err(AccessError::Missing { addr, access })
+        Err(AccessError::Again { addr, access })
     }
 }
 
