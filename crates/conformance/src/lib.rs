@@ -3,6 +3,7 @@
 //! The front end is ours: it makes the memory, fills the rings and sends the requests. Accesses are
 //! those of virtio-blk devices at sockets of their own, which the same back end serves as endpoints
 //! of the IOMMU: their rings and buffers lie behind it too, and are mapped around each access.
+#![forbid(unsafe_code)]
 
 mod disk;
 mod ring;

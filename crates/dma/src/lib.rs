@@ -56,24 +56,30 @@
 //! ([`MapError`]); [`ErrorKind`] says what the caller could do about it. An unmap whose invalidation
 //! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
 //! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and counted.
+#![deny(unsafe_code)]
 
 mod auto;
 mod batch;
+#[allow(unsafe_code)]
 mod bounce;
 mod bouncer;
+#[allow(unsafe_code)]
 mod buffer;
 mod config;
 mod control;
 mod counter;
 mod detect;
 mod device;
+#[allow(unsafe_code)]
 mod error;
 mod flush;
 mod layout;
 mod lazy;
+#[allow(unsafe_code)]
 mod mapper;
 mod mapping;
 mod mode;
+#[allow(unsafe_code)]
 mod persistent;
 mod pieces;
 mod place;

@@ -3,7 +3,9 @@
 //! - [`blk`]: a virtio-blk queue, and one that maps what it is given.
 //! - [`nvme`]: an NVMe controller and its queues.
 //! - [`ram`]: memory that a driver shares with a device in another process, as buffers and as bounce slots.
+#![deny(unsafe_code)]
 
 pub mod blk;
 pub mod nvme;
+#[allow(unsafe_code)]
 pub mod ram;

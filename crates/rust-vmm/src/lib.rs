@@ -26,13 +26,17 @@
 //!   happened to. The device takes a guard for each request, walks the chain, reads, writes *and publishes*
 //!   through it, and asks [`IotlbMemory::check`] where it would have to distinguish an error from an end. If
 //!   it failed, it answers the request with an error through a new guard.
+#![deny(unsafe_code)]
 
 mod adapter;
+#[allow(unsafe_code)]
 mod bus;
 mod error;
+#[allow(unsafe_code)]
 #[cfg(feature = "iommu")]
 mod iommu;
 mod memory;
+#[allow(unsafe_code)]
 mod regions;
 mod space;
 

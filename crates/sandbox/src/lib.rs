@@ -28,12 +28,17 @@
 //!
 //! The lists of roles are a second line: threads share their memory, so that who has taken one over for long enough has
 //! what the process may call. The process's own list is the wall.
+#![deny(unsafe_code)]
 
 mod calls;
+#[allow(unsafe_code)]
 mod files;
+#[allow(unsafe_code)]
 mod filter;
+#[allow(unsafe_code)]
 mod refused;
 mod rights;
+#[allow(unsafe_code)]
 mod settle;
 
 use std::{

@@ -8,8 +8,10 @@
 //! - [`Translation`] is the device IOTLB of a connection: what its front end has sent, and what is asked of it.
 //! - [`requests`] has rings of requests in hand, for a device that knows what a request is.
 //! - [`RingLog`] marks what a device writes to its rings; [`IotlbTally`] sums figures over connections.
+#![deny(unsafe_code)]
 
 mod bus;
+#[allow(unsafe_code)]
 mod device;
 mod front_end;
 mod handler;

@@ -4,6 +4,7 @@ mod cache;
 mod device;
 pub mod request;
 mod serve;
+#[allow(unsafe_code)]
 mod store;
 #[cfg(test)]
 mod tests;

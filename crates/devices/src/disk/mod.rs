@@ -1,16 +1,22 @@
 //! Disks: where the data is in the end.
 
+#[allow(unsafe_code)]
 mod buffers;
+#[allow(unsafe_code)]
 mod file;
 mod hand_over;
 mod image;
+#[allow(unsafe_code)]
 mod lock;
 mod options;
 mod origin;
 mod pacer;
+#[allow(unsafe_code)]
 mod ram;
+#[allow(unsafe_code)]
 mod rings;
 mod spec;
+#[allow(unsafe_code)]
 mod submitter;
 
 pub(crate) use buffers::Buffers;

@@ -11,6 +11,7 @@
 
 mod backend;
 mod backing;
+#[allow(unsafe_code)]
 mod device;
 mod faults;
 mod gate;

@@ -10,12 +10,14 @@ mod device;
 pub mod frame;
 mod lane;
 mod outlet;
+#[allow(unsafe_code)]
 mod pieces;
 mod probe;
 mod receive;
 mod ring;
 mod round;
 mod stats;
+#[allow(unsafe_code)]
 mod tap;
 mod unit;
 pub mod wire;

@@ -13,6 +13,7 @@
 //!
 //! Whatever is chosen is strict.
 
+#[allow(unsafe_code)]
 mod calibrate;
 mod cell;
 mod choices;

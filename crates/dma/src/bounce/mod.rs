@@ -1,7 +1,10 @@
 //! Bounce pools: memory that stays mapped, into which and out of which buffers are copied.
 
+#[allow(unsafe_code)]
 mod copy;
+#[allow(unsafe_code)]
 mod memory;
+#[allow(unsafe_code)]
 mod pools;
 mod taken;
 

@@ -12,10 +12,12 @@
 //! lives, data as long as a command is under way.
 
 mod admin;
+#[allow(unsafe_code)]
 mod buffer;
 mod controller;
 mod error;
 mod identify;
+#[allow(unsafe_code)]
 mod pages;
 mod prp;
 mod queue;

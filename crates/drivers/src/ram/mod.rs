@@ -1,5 +1,6 @@
 //! Pieces of guest memory as buffers of the DMA API.
 
+#[allow(unsafe_code)]
 mod slots;
 
 use std::sync::Arc;

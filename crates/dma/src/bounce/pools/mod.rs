@@ -8,15 +8,18 @@
 //! their zone, by everything that the device may do with them.
 
 mod client;
+#[allow(unsafe_code)]
 mod grow;
 mod holders;
 mod idle;
 mod limits;
+#[allow(unsafe_code)]
 mod mark;
 mod shelf;
 mod single;
 mod zone;
 
+#[allow(unsafe_code)]
 #[cfg(all(test, not(loom)))]
 mod tests;
 
