@@ -15,6 +15,8 @@
 use core::{cell::Cell, fmt, str::FromStr, time::Duration};
 use std::{format, string::String};
 
+use crate::clock::{Clock, MonotonicClock};
+
 /// The longest that [`Notify::Adaptive`] waits awake. A wake-up between two processes costs about this
 /// much, so that both together never cost more than twice what the best choice would have.
 pub const SPIN: Duration = Duration::from_micros(50);
@@ -170,6 +172,12 @@ impl Wait {
         }
         next
     }
+}
+
+/// Whether the calling thread takes its CPU for one that others want: time was missing a while ago where an adaptive
+/// [`Wait`] of this thread looked.
+pub fn is_shared() -> bool {
+    SHARING.with(|sharing| sharing.is_shared(MonotonicClock.now_ns()))
 }
 
 /// What a thread knows of who else wants its CPU.

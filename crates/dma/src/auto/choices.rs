@@ -77,6 +77,8 @@ pub enum ChoiceReason {
         /// What a map and its unmap are.
         map_ns: u64,
     },
+    /// Others want the CPU: a copy waits for no other thread, and it takes less than waking one.
+    Shared,
     /// Trials say that it moves more bytes in the same time.
     Faster {
         /// How many times as many as the other way.
@@ -111,6 +113,7 @@ impl fmt::Display for ChoiceReason {
             ChoiceReason::Prior { copy_ns, map_ns } => {
                 write!(f, "calibrated: copy {}, map {}", Time(copy_ns), Time(map_ns))
             }
+            ChoiceReason::Shared => write!(f, "the CPU is shared, and a copy waits for no thread"),
             ChoiceReason::Faster { ratio, plus_minus, trials } => {
                 let plus_minus = 100.0 * plus_minus;
                 write!(f, "{ratio:.2}x as fast, +-{plus_minus:.0} %, {}", Trials(trials))

@@ -9,6 +9,8 @@
 //! time has passed as the one before took: at most 3 % of the time is spent in trials, and half of
 //! that with the way in force.
 
+use ringfence_sync::wait;
+
 use super::{
     Order,
     cell::{CELLS, Cell},
@@ -38,6 +40,11 @@ const STALE_NS: u64 = 1000 * MS;
 /// For how long, and over how many looks, a pace is taken.
 const WINDOW_NS: u64 = 50 * MS;
 const WINDOW_LOOKS: u32 = 8;
+/// For how long a CPU that was shared is expected to be shared again, after it last was.
+const LINGER_NS: u64 = 100 * MS;
+/// A copy that takes less does not wait for what a sync waits for on a shared CPU, the wake-up of a thread and its
+/// turn: that takes as long at the least.
+const WAKE_NS: u64 = wait::SPIN.as_nanos() as u64;
 /// By what ratio a pace must change, in two windows in a row, to be another.
 const OTHER_PACE: f64 = 1.5;
 
@@ -59,6 +66,8 @@ struct Record {
     interval_ns: u64,
     due_ns: u64,
     pace: Pace,
+    /// It is copied while the CPU is shared.
+    hurried: bool,
 }
 
 /// How fast a cell's mappings come.
@@ -113,6 +122,7 @@ const NEW: Record = Record {
     interval_ns: SOON_NS,
     due_ns: 0,
     pace: Pace { since_ns: 0, looks: 0, usual: 0.0, strayed: false },
+    hurried: false,
 };
 
 impl Record {
@@ -178,6 +188,8 @@ pub(super) struct Judge {
     pub(super) slice: u32,
     /// No trial but a cell's first before this.
     free_ns: u64,
+    /// Until when the CPU is taken for a shared one.
+    shared_until_ns: u64,
     random: u64,
 }
 
@@ -189,6 +201,7 @@ impl Judge {
             trial: None,
             slice: 0,
             free_ns: 0,
+            shared_until_ns: 0,
             random: 0x9e37_79b9_7f4a_7c15,
         }
     }
@@ -219,17 +232,32 @@ impl Judge {
     /// The choice for a cell that is used, and why.
     pub(super) fn choice(&self, cell: Cell) -> Option<(bool, ChoiceReason)> {
         let record = &self.records[cell.index()];
-        record.used.then_some((record.copy, record.reason))
+        let chosen = match record.hurried {
+            true => (true, ChoiceReason::Shared),
+            false => (record.copy, record.reason),
+        };
+        record.used.then_some(chosen)
     }
 
-    /// Looks whether a trial of a cell is due, a certain number of mappings after it did so last.
-    pub(super) fn look(&mut self, cell: Cell, now_ns: u64) -> Option<Order> {
+    /// Looks whether a trial of a cell is due, a certain number of mappings after it did so last. `shared`: others
+    /// want the CPU.
+    pub(super) fn look(&mut self, cell: Cell, now_ns: u64, shared: bool) -> Option<Order> {
+        if shared {
+            self.shared_until_ns = now_ns.saturating_add(LINGER_NS);
+        }
+        if now_ns < self.shared_until_ns {
+            return self.hurry(cell, now_ns);
+        }
         if let Some(trial) = &self.trial {
             let quiet_ns = now_ns.saturating_sub(trial.turned_ns);
             return if quiet_ns < STALE_NS { None } else { self.give_up(now_ns) };
         }
         let free = now_ns >= self.free_ns;
         let record = &mut self.records[cell.index()];
+        if std::mem::take(&mut record.hurried) {
+            record.pace.restart(now_ns);
+            return Some(Order::end(cell, record.copy));
+        }
         if !record.used {
             return None;
         }
@@ -276,6 +304,21 @@ impl Judge {
                 Some(order)
             }
         }
+    }
+
+    /// The CPU is shared: no trial, and copies where these are short.
+    fn hurry(&mut self, cell: Cell, now_ns: u64) -> Option<Order> {
+        if self.trial.is_some() {
+            // What it saw so far was another world.
+            return self.give_up(now_ns);
+        }
+        let record = &mut self.records[cell.index()];
+        let copies = record.prior.is_some_and(|prior| prior.copy_ns < WAKE_NS);
+        if record.hurried || !record.used || !copies {
+            return None;
+        }
+        record.hurried = true;
+        Some(Order::end(cell, true))
     }
 
     fn give_up(&mut self, now_ns: u64) -> Option<Order> {

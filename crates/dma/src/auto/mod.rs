@@ -11,6 +11,10 @@
 //! mapping is part of a trial. Every so many mappings somebody [looks](Auto::note) whether a trial is
 //! due.
 //!
+//! Where others want the CPU ([`wait::is_shared`]) nothing is tried: a sync waits for a turn of the device's thread,
+//! and a trial for several. Then what copies sooner than a thread is woken is copied, and what was chosen before is
+//! in force again once the CPU is this thread's own.
+//!
 //! Whatever is chosen is strict.
 
 #[allow(unsafe_code)]
@@ -30,6 +34,7 @@ use core::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
+use ringfence_sync::wait;
 
 use self::{
     cell::CELLS,
@@ -198,7 +203,7 @@ impl Auto {
     #[cold]
     fn look(&self, cell: Cell, now_ns: u64) {
         if let Some(mut judge) = self.judge.try_lock()
-            && let Some(order) = judge.look(cell, now_ns)
+            && let Some(order) = judge.look(cell, now_ns, wait::is_shared())
         {
             self.carry_out(order);
         }

@@ -364,3 +364,38 @@ proptest! {
         prop_assert!(auto.choices(&tally).cells.len() <= 1);
     }
 }
+
+#[test]
+fn on_a_shared_cpu_what_copies_soon_is_copied_and_nothing_is_tried() {
+    let cost = |bytes, ns| CopyCost { bytes, in_ns: ns, out_ns: ns };
+    let calibration = Calibration {
+        copies: vec![cost(4096, 600), cost(1 << 20, 100_000)],
+        map_call_ns: Some(100),
+        map_run_ns: Some(100),
+        map_lone_ns: Some(100),
+        ..Calibration::default()
+    };
+    let mut judge = Judge::new();
+    judge.restart(calibration);
+    let [small, large] = [4096, 1 << 20].map(|len| {
+        let (sync, written) = (Sync::Later, Written::Reported);
+        let cell = Cell::of(Direction::ToDevice, len, 1);
+        let kind = Kind { direction: Direction::ToDevice, len, runs: 1, sync, written };
+        assert!(!judge.first(cell, kind), "a map is cheaper");
+        cell
+    });
+    let chosen = |order: Option<Order>| order.and_then(|order| order.cell);
+    // A trial that is under way ends, and its cell is as it was.
+    assert_eq!(chosen(judge.look(small, 5 * MS, false)), Some((small, false)));
+    assert_eq!(chosen(judge.look(large, 6 * MS, true)), Some((small, false)));
+    assert_eq!(chosen(judge.look(small, 7 * MS, true)), Some((small, true)));
+    assert_eq!(judge.choice(small), Some((true, ChoiceReason::Shared)));
+    assert_eq!(chosen(judge.look(large, 7 * MS, true)), None, "it takes longer than a wake-up");
+    // A moment in which nobody else was seen changes nothing.
+    assert_eq!(chosen(judge.look(small, 8 * MS, false)), None);
+    assert_eq!(chosen(judge.look(small, 106 * MS, false)), None);
+    assert_eq!(chosen(judge.look(small, 108 * MS, false)), Some((small, false)));
+    assert!(matches!(judge.choice(small), Some((false, ChoiceReason::Prior { .. }))));
+    let tried = (109..).find_map(|ms| chosen(judge.look(small, ms * MS, false)));
+    assert_eq!(tried, Some((small, false)), "a trial again");
+}
