@@ -13,7 +13,7 @@
 //! millisecond at first, and twice as long each time that it is found again.
 
 use core::{cell::Cell, fmt, str::FromStr, time::Duration};
-use std::{format, string::String};
+use std::{format, fs::File, os::unix::fs::FileExt, string::String};
 
 use crate::clock::{Clock, MonotonicClock};
 
@@ -35,6 +35,11 @@ const GAP_NS: u64 = 200_000;
 /// neighbour costs next to nothing, and at most, so that a CPU that others want all the time costs a
 /// turn of theirs (3 or 4 ms) in half a second, and one that they left is noticed before anybody does.
 const SHARED_NS: (u64, u64) = (1_000_000, 512_000_000);
+/// How often [`is_shared`] asks the kernel at most: that takes a microsecond.
+const SAMPLE_NS: u64 = 1_000_000;
+/// A thread that was ready and did not run for such a part of the time shares its CPU. That each wake-up takes a few
+/// microseconds is less.
+const SHARED_PART: u64 = 5;
 /// Time awake in which nobody took the CPU, after which nobody is expected to.
 const CALM_NS: u64 = 10_000_000;
 
@@ -174,10 +179,15 @@ impl Wait {
     }
 }
 
-/// Whether the calling thread takes its CPU for one that others want: time was missing a while ago where an adaptive
-/// [`Wait`] of this thread looked.
+/// Whether the calling thread takes its CPU for one that others want: an adaptive [`Wait`] of this thread missed time a
+/// while ago, or the thread was ready to run for a good part of a millisecond, and another ran. For threads that work
+/// without waiting, too.
 pub fn is_shared() -> bool {
-    SHARING.with(|sharing| sharing.is_shared(MonotonicClock.now_ns()))
+    SHARING.with(|sharing| {
+        let now_ns = MonotonicClock.now_ns();
+        sharing.worked(now_ns, ready_ns);
+        sharing.is_shared(now_ns)
+    })
 }
 
 /// What a thread knows of who else wants its CPU.
@@ -190,6 +200,8 @@ struct Sharing {
     rest_ns: Cell<u64>,
     /// How long it was awake since without losing its CPU.
     calm_ns: Cell<u64>,
+    /// When it was last looked at how long the thread was ready and did not run, and how long that was.
+    sample: Cell<(u64, u64)>,
 }
 
 std::thread_local! {
@@ -203,6 +215,7 @@ impl Sharing {
             until_ns: Cell::new(0),
             rest_ns: Cell::new(SHARED_NS.0),
             calm_ns: Cell::new(0),
+            sample: Cell::new((0, 0)),
         }
     }
 
@@ -215,21 +228,59 @@ impl Sharing {
     fn looked(&self, last_ns: u64, now_ns: u64, lost: impl FnOnce() -> u64) {
         let between = now_ns.saturating_sub(last_ns);
         if between < GAP_NS {
-            let calm = self.calm_ns.get() + between;
-            self.calm_ns.set(calm);
-            if calm >= CALM_NS {
-                self.calm_ns.set(0);
-                self.rest_ns.set(SHARED_NS.0);
-            }
-            return;
+            return self.calm(between);
         }
         let before = self.lost.replace(lost());
         if self.lost.get() != before {
-            self.calm_ns.set(0);
-            self.until_ns.set(now_ns.saturating_add(self.rest_ns.get()));
-            self.rest_ns.set((self.rest_ns.get() * 2).min(SHARED_NS.1));
+            self.taken(now_ns);
         }
     }
+
+    /// The thread is at work. `ready` tells how long it was ready so far and did not run.
+    fn worked(&self, now_ns: u64, ready: impl FnOnce() -> Option<u64>) {
+        let (at_ns, before) = self.sample.get();
+        let between = now_ns.saturating_sub(at_ns);
+        if between < SAMPLE_NS {
+            return;
+        }
+        // Where the kernel does not say, the waits have to notice.
+        let ready_ns = ready().unwrap_or(before);
+        self.sample.set((now_ns, ready_ns));
+        let ready_ns = ready_ns.saturating_sub(before);
+        match ready_ns >= GAP_NS && ready_ns >= between / SHARED_PART {
+            _ if at_ns == 0 => {}
+            true => self.taken(now_ns),
+            false => self.calm(between),
+        }
+    }
+
+    /// For so long nobody took the CPU.
+    fn calm(&self, between_ns: u64) {
+        let calm = self.calm_ns.get().saturating_add(between_ns);
+        self.calm_ns.set(calm);
+        if calm >= CALM_NS {
+            self.calm_ns.set(0);
+            self.rest_ns.set(SHARED_NS.0);
+        }
+    }
+
+    /// The CPU is a shared one for a while.
+    fn taken(&self, now_ns: u64) {
+        self.calm_ns.set(0);
+        self.until_ns.set(now_ns.saturating_add(self.rest_ns.get()));
+        self.rest_ns.set((self.rest_ns.get() * 2).min(SHARED_NS.1));
+    }
+}
+
+/// How long this thread was ready to run and did not, in nanoseconds: the second number of its schedstat (Linux,
+/// Documentation/scheduler/sched-stats.rst). `None` if the system does not say.
+fn ready_ns() -> Option<u64> {
+    std::thread_local! {
+        static FILE: Option<File> = File::open("/proc/thread-self/schedstat").ok();
+    }
+    let mut text = [0; 64];
+    let len = FILE.with(|file| file.as_ref()?.read_at(&mut text, 0).ok())?;
+    core::str::from_utf8(&text[..len]).ok()?.split(' ').nth(1)?.parse().ok()
 }
 
 /// How often this thread has lost its CPU to another.
@@ -365,6 +416,42 @@ mod tests {
         // Woken for nothing after a while: it sleeps again, and has not looked at the count.
         assert_eq!(wait.step_on(&sharing, 9000 * US, || None, || unreachable!()), Next::Sleep);
         assert!(!sharing.is_shared(9000 * US));
+    }
+
+    #[test]
+    fn a_thread_that_is_ready_and_does_not_run_shares_its_cpu() {
+        let sharing = Sharing::new();
+        let sample = |ms: u64, ready_us: u64| {
+            sharing.worked(ms * 1000 * US, || Some(ready_us * US));
+            sharing.is_shared(ms * 1000 * US)
+        };
+        assert!(!sample(10, 90_000), "what was before is not known");
+        assert!(!sample(11, 90_199), "wake-ups");
+        assert!(sample(12, 90_399));
+        // For a millisecond, and for two when it is so again.
+        assert!(!sample(13, 90_400));
+        assert!(sample(14, 90_900) && sample(15, 90_900) && !sample(16, 90_900));
+        assert!(!sample(26, 92_800), "less than a fifth of the time");
+        sharing.worked(26_500 * US, || unreachable!("it was asked half a millisecond ago"));
+        sharing.worked(27_000 * US, || None);
+        assert!(!sharing.is_shared(27_000 * US));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_kernel_counts_how_long_a_thread_is_ready() {
+        // More threads than CPUs.
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        std::thread::scope(|scope| {
+            for _ in 0..=cpus {
+                scope.spawn(|| {
+                    let before = ready_ns().expect("schedstat");
+                    while ready_ns().expect("schedstat") == before {
+                        core::hint::spin_loop();
+                    }
+                });
+            }
+        });
     }
 
     #[test]

@@ -9,8 +9,6 @@
 //! time has passed as the one before took: at most 3 % of the time is spent in trials, and half of
 //! that with the way in force.
 
-use ringfence_sync::wait;
-
 use super::{
     Order,
     cell::{CELLS, Cell},
@@ -42,9 +40,9 @@ const WINDOW_NS: u64 = 50 * MS;
 const WINDOW_LOOKS: u32 = 8;
 /// For how long a CPU that was shared is expected to be shared again, after it last was.
 const LINGER_NS: u64 = 100 * MS;
-/// A copy that takes less does not wait for what a sync waits for on a shared CPU, the wake-up of a thread and its
-/// turn: that takes as long at the least.
-const WAKE_NS: u64 = wait::SPIN.as_nanos() as u64;
+/// What a sync takes on a shared CPU at the least, the wake-up of a thread and the switches to it and back: a copy that
+/// takes less needs no turn of anybody's. What takes longer uses up CPU time, which others want.
+const WAKE_NS: u64 = 10_000;
 /// By what ratio a pace must change, in two windows in a row, to be another.
 const OTHER_PACE: f64 = 1.5;
 
