@@ -23,4 +23,5 @@ pub mod replay;
 pub mod report;
 pub mod run;
 pub mod stats;
+mod text;
 pub mod workload;

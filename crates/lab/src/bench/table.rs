@@ -1,24 +1,7 @@
 //! Blocks of a table for a terminal.
 
-use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
-
 use super::{Benchmark, Interval};
-pub(super) use crate::report::table::{number, wrap};
-
-/// Rows of cells under each other, aligned to the right, one blank apart.
-pub(super) fn block(rows: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_preset(NOTHING);
-    table.set_content_arrangement(ContentArrangement::Disabled);
-    for row in rows {
-        table.add_row(Row::from(row));
-    }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((u16::from(index > 0), 0));
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
-}
+use crate::text::{bytes, number, optional, plain};
 
 /// Keys of rows in the order in which they first come.
 pub(super) fn distinct<'r, K: PartialEq>(
@@ -42,11 +25,8 @@ pub(super) fn machine(benchmark: &Benchmark) -> String {
         "" => String::new(),
         cpu => format!(" ({cpu})"),
     };
-    let memory = crate::report::bytes(host.memory_bytes);
-    crate::report::table::plain(&format!(
-        "{} CPUs{cpu}, {memory}, Linux {}",
-        host.cpus, host.kernel
-    ))
+    let memory = bytes(host.memory_bytes);
+    plain(&format!("{} CPUs{cpu}, {memory}, Linux {}", host.cpus, host.kernel))
 }
 
 /// A figure of a row that has an interval; empty if the row has none of that name.
@@ -62,11 +42,6 @@ pub(super) fn text(row: &super::Row, key: &str) -> String {
         Some(value) => value.to_string(),
         None => String::new(),
     }
-}
-
-/// A figure, or `-`.
-pub(super) fn optional(figure: Option<f64>) -> String {
-    figure.map_or("-".to_owned(), number)
 }
 
 /// `x1.23`, or `-`.
@@ -85,13 +60,6 @@ pub(super) fn half_width(interval: Interval) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn columns_are_aligned_and_lines_end_with_their_last_cell() {
-        let rows = [["a", "1", ""], ["bb", "22", "3"]];
-        let rows = rows.iter().map(|row| row.iter().map(|cell| cell.to_string()).collect());
-        assert_eq!(block(rows.collect()), " a  1\nbb 22 3\n");
-    }
 
     #[test]
     fn what_is_not_there_is_a_dash() {

@@ -389,7 +389,7 @@ mod tests {
         });
         let text = render(&rows);
         for line in text.lines() {
-            assert!(line.chars().count() <= crate::report::table::WIDTH, "{line}");
+            assert!(line.chars().count() <= crate::text::WIDTH, "{line}");
         }
         assert!(text.contains("ring-apart") && text.contains("a segment a user"));
         assert_eq!(render(&[]), "");

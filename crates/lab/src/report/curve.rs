@@ -6,14 +6,13 @@
 
 use super::{
     Exposure, JobReport, Metric, PolicyResult, Reach,
-    html::{escape, family, put},
+    markup::{escape, family, put},
     plot::{
         BOTTOM, Decades, EDGE, HEIGHT, LEFT, LETTER, LINE, RIGHT, Ratios, Rect, TOP, WIDTH,
         power_of_ten,
     },
-    table::number,
 };
-use crate::stats::Estimate;
+use crate::{stats::Estimate, text::number};
 
 /// Ratios beyond are drawn at the border: a round that met a pause must not flatten all others.
 const MOST: f64 = 4.0;

@@ -3,14 +3,16 @@
 //! The charts are written here rather than by a plotting crate, because their colours must follow
 //! the reader's light or dark theme, which only CSS can do.
 
-use std::fmt::{Display, Write};
-
 use super::{
-    Comparison, JobReport, Metric, PolicyResult, bounce, bytes, curve,
-    table::{explained, fallbacks, headline, marked, number, us, warnings},
-    waits::{percent, queues},
+    Comparison, JobReport, Metric, PolicyResult, bounce, curve,
+    markup::{escape, family, put},
+    table::{explained, fallbacks, headline, marked, warnings},
+    waits::queues,
 };
-use crate::stats::Estimate;
+use crate::{
+    stats::Estimate,
+    text::{bytes, number, percent, us},
+};
 
 /// The whole page.
 pub fn render(comparison: &Comparison) -> String {
@@ -107,18 +109,6 @@ impl Bar {
     fn new(label: String, row: &PolicyResult, value: Option<(Estimate, String)>) -> Bar {
         let value = value.filter(|(estimate, _)| estimate.median.is_finite());
         Bar { label, family: family(&row.policy), value }
-    }
-}
-
-/// Policies of one promise have one colour.
-pub(super) fn family(policy: &str) -> &'static str {
-    match policy {
-        "host" | "off" => "none",
-        "persistent" | "zero-copy" => "persistent",
-        "bounce" | "auto" => "strict",
-        policy if policy.starts_with("strict") => "strict",
-        policy if policy.starts_with("lazy") => "lazy",
-        _ => "other",
     }
 }
 
@@ -317,28 +307,6 @@ fn waits(page: &mut String, job: &JobReport) {
     if let Some(text) = queues(job) {
         put(page, format_args!("<p class=\"fine\">{}.</p>\n", escape(&text)));
     }
-}
-
-pub(super) fn put(page: &mut String, what: impl Display) {
-    // Writing to a String does not fail.
-    let _ = write!(page, "{what}");
-}
-
-/// Names come from job files, disks from the command line: neither may become markup.
-pub(super) fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c if c.is_control() => out.push('?'),
-            c => out.push(c),
-        }
-    }
-    out
 }
 
 const STYLE: &str = include_str!("style.css");

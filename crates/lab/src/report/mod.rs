@@ -10,6 +10,7 @@ use crate::{
     job::Job,
     run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
+    text::bytes,
 };
 
 mod bounce;
@@ -17,6 +18,7 @@ mod curve;
 mod exposure;
 pub mod html;
 pub mod json;
+mod markup;
 mod plot;
 pub mod table;
 mod waits;
@@ -575,16 +577,6 @@ fn per_second(n: u64, ns: u64) -> f64 {
     if ns == 0 { 0.0 } else { n as f64 * 1e9 / ns as f64 }
 }
 
-/// `64 KiB`, `1 GiB`, `1.5 GiB`: a size for people.
-pub fn bytes(n: u64) -> String {
-    const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    match UNITS.iter().find(|(_, shift)| n >> shift != 0) {
-        Some((unit, shift)) if n.is_multiple_of(1 << shift) => format!("{} {unit}", n >> shift),
-        Some((unit, shift)) => format!("{:.1} {unit}", n as f64 / (1u64 << shift) as f64),
-        None => format!("{n} B"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -675,12 +667,5 @@ mod tests {
         assert_eq!(metric(4096, Rw::RandRw), Metric::Iops);
         assert_eq!(metric(4096, Rw::Write), Metric::Bandwidth);
         assert_eq!(metric(32768, Rw::Read), Metric::Bandwidth);
-    }
-
-    #[test]
-    fn sizes_read_well() {
-        for (n, text) in [(0, "0 B"), (512, "512 B"), (65536, "64 KiB"), (3 << 29, "1.5 GiB")] {
-            assert_eq!(bytes(n), text);
-        }
     }
 }

@@ -6,7 +6,8 @@
 use ringfence_virtio_iommu::driver::HistogramSnapshot;
 use serde::{Deserialize, Serialize};
 
-use super::{JobReport, PolicyResult, PolicyRounds, table};
+use super::{JobReport, PolicyResult, PolicyRounds};
+use crate::text::{clauses, number, percent, plain, us};
 
 /// How long syncs waited in one round, by kind, ns; and what they are parts of. Jobs that ran at the
 /// same time share it.
@@ -118,11 +119,11 @@ impl SyncWaits {
 
 /// What waited in the rows of a job, a clause a row, as many of them in a line as fit.
 pub(super) fn told(job: &JobReport) -> Vec<String> {
-    table::clauses("waits", job.results.iter().filter_map(|row| clause(job, row)))
+    clauses("waits", job.results.iter().filter_map(|row| clause(job, row)))
 }
 
 fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
-    let mut words = vec![table::plain(&job.label(row))];
+    let mut words = vec![plain(&job.label(row))];
     if let Some(waits) = row.sync_waits {
         let SyncWaits { map, unmap, timer, full, asked } = waits;
         // Callers wait alike for a full queue and for what they asked for.
@@ -134,13 +135,13 @@ fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
         };
         let kinds = [("map", map), ("unmap", unmap), ("flush", flush), ("timer", timer)];
         for (name, waited) in kinds.into_iter().filter(|(_, waited)| waited.count > 0) {
-            let per_io = waited.per_io.map_or_else(|| waited.count.to_string(), table::number);
+            let per_io = waited.per_io.map_or_else(|| waited.count.to_string(), number);
             let part = waited.thread_fraction.map(|part| format!(" ({})", percent(part)));
             words.push(format!("{name} {per_io}{}", part.unwrap_or_default()));
         }
     }
     if let Some(wait) = row.sync_wait_ns {
-        let [half, most] = [wait.p50, wait.p99].map(|ns| table::number(table::us(ns)));
+        let [half, most] = [wait.p50, wait.p99].map(|ns| number(us(ns)));
         words.push(format!("{half}/{most}µs"));
     }
     (words.len() > 1).then(|| words.join(" "))
@@ -162,21 +163,13 @@ pub(super) fn queues(job: &JobReport) -> Option<String> {
     Some(format!(
         "queues: {} and {}: flushes, which differ with the kind of queue, take {} and {} of the \
          threads' time, map syncs, which do not, {} and {}",
-        table::plain(&single),
-        table::plain(&each),
+        plain(&single),
+        plain(&each),
         percent(flush0),
         percent(flush1),
         percent(map0),
         percent(map1),
     ))
-}
-
-pub(super) fn percent(part: f64) -> String {
-    match part * 100.0 {
-        // A little is not nothing.
-        p if p > 0.0 && p < 0.05 => "<0.1%".to_owned(),
-        p => format!("{p:.1}%"),
-    }
 }
 
 #[cfg(test)]
@@ -276,12 +269,5 @@ mod tests {
         job.results[0].sync_waits = None;
         job.results[0].sync_wait_ns = Some(WaitSummary { p50: 287, p99: 8190 });
         assert_eq!(told(&job), ["waits: strict .287/8.19µs"]);
-    }
-
-    #[test]
-    fn a_little_is_not_nothing() {
-        for (part, text) in [(0.0, "0.0%"), (0.0001, "<0.1%"), (0.163, "16.3%"), (1.0, "100.0%")] {
-            assert_eq!(percent(part), text);
-        }
     }
 }

@@ -9,10 +9,9 @@ use ringfence_run::worker::Notify;
 
 use super::{
     DiskChoice,
-    link::{Dma, Link},
-    path::LinkPath,
+    link::{Link, LinkPath},
     plan::{Plan, Way},
-    space::Space,
+    space::{Dma, Space},
     target::Target,
     tuning::Tuning,
 };

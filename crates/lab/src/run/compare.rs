@@ -17,7 +17,7 @@ use ringfence_run::{slice, worker::Notify};
 use super::{
     Row, Usage,
     device::{DiskKind, open_disk},
-    engine::{self, Content, Control, JobClone, Phase},
+    engine::{self, Control, JobClone, Phase},
     figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample, waits_sample},
     link::{Link, local_buffers},
     load::Load,
@@ -26,7 +26,7 @@ use super::{
     probe::Found,
     row::Line,
     space::Space,
-    target::{DiskChoice, Target},
+    target::{Content, DiskChoice, Target},
     tuning::Tuning,
 };
 use crate::{
@@ -172,7 +172,7 @@ pub(crate) fn compare_rounds(
         Progress::new(options.progress, u64::from(per_set * (options.repeat + 1)), expected);
     comparison.warnings.iter().for_each(|line| progress.note(line));
     if target.is_laid_out() {
-        progress.note(&format!("filling {} of the disk", crate::report::bytes(disk_bytes)));
+        progress.note(&format!("filling {} of the disk", crate::text::bytes(disk_bytes)));
         target.lay_out(disk_bytes, content, stop)?;
     }
 
@@ -415,14 +415,17 @@ impl Stage<'_> {
                 let notify = self.options.notify;
                 if row == Row::IoUring || self.target.kind == DiskKind::File {
                     let paths = (0..threads)
-                        .map(|_| FilePath::new(Arc::clone(&self.target.file), depth, notify))
+                        .map(|_| {
+                            FilePath::new(Arc::clone(&self.target.file), depth, notify)
+                                .map(Box::new)
+                        })
                         .collect::<Result<Vec<_>>>()?;
                     self.run_local(paths, &dealt, &mut buffers, round)
                 } else {
                     let file = self.target.file.try_clone()?;
                     let disk = open_disk(self.target.kind, file, self.target.bytes)?;
                     let paths = (0..threads)
-                        .map(|_| MemoryPath::new(disk.clone(), depth, notify))
+                        .map(|_| Box::new(MemoryPath::new(disk.clone(), depth, notify)))
                         .collect();
                     self.run_local(paths, &dealt, &mut buffers, round)
                 }
@@ -432,7 +435,7 @@ impl Stage<'_> {
 
     fn run_local<P: Path + Send>(
         &self,
-        mut paths: Vec<P>,
+        mut paths: Vec<Box<P>>,
         dealt: &[Vec<(usize, u32)>],
         buffers: &mut impl Iterator<Item = PagedBuffer>,
         round: u32,
@@ -547,9 +550,9 @@ impl Stage<'_> {
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
     /// measured part. `lost` tells how the device process ended, if it has.
-    fn conduct<P: Path + Send, S>(
+    fn conduct<P: Path + Send + ?Sized, S>(
         &self,
-        paths: &mut [P],
+        paths: &mut [Box<P>],
         clones: Vec<Vec<JobClone>>,
         round: u32,
         device_cpu: impl Fn() -> u64,
@@ -584,7 +587,7 @@ impl Stage<'_> {
                     let control = &control;
                     scope.spawn(move || {
                         slice::shorten();
-                        engine::run(path, clones, jobs, content, control)
+                        engine::run(&mut **path, clones, jobs, content, control)
                     })
                 })
                 .collect();

@@ -28,12 +28,13 @@ use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION
 
 use super::{
     device::{ENDPOINT, Report, Served},
-    path::{LinkPath, VirtioPath},
+    mapped::VirtioPath,
+    path::Path,
     persistent::PersistentPath,
     plan::{Plan, Way},
     probe::Probe,
     process::{ANSWER, Process},
-    space::{AnyAllocator, Needs},
+    space::{Dma, Needs},
     viommu::{OWN_BYTES, start_iommu, start_ring},
     zero_copy::ZeroCopyPath,
 };
@@ -46,8 +47,8 @@ const PAGE: usize = 4096;
 /// The most runs of pages that buffers are scattered in.
 const MOST_RUNS: usize = 30_000;
 
-/// The DMA API as the jobs use it.
-pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
+/// A way to the device process.
+pub(crate) type LinkPath = Box<dyn Path + Send>;
 
 /// A link to a running device process.
 pub(crate) struct Link {
@@ -195,7 +196,7 @@ impl Link {
         }
 
         let mut buffers = scatter(&ram, &lens, plan.run_pages)?;
-        let mut paths = Vec::new();
+        let mut paths: Vec<LinkPath> = Vec::new();
         if plan.way == Way::Persistent {
             let first = buffers.first().context("a buffer to map")?;
             // SAFETY: a job thread touches a buffer only while no request of its is under way, and
@@ -205,11 +206,11 @@ impl Link {
             let arena = Arc::new(arena.context("mapping the buffers")?);
             paths.extend(
                 queues.into_iter().map(|queue| {
-                    LinkPath::Persistent(PersistentPath::new(queue, Arc::clone(&arena)))
+                    Box::new(PersistentPath::new(queue, Arc::clone(&arena))) as LinkPath
                 }),
             );
         } else if plan.way == Way::ZeroCopy {
-            let path = |queue| LinkPath::ZeroCopy(ZeroCopyPath::new(dma.clone(), queue));
+            let path = |queue| Box::new(ZeroCopyPath::new(dma.clone(), queue)) as LinkPath;
             paths.extend(queues.into_iter().map(path));
         } else {
             for queue in queues {
@@ -218,7 +219,7 @@ impl Link {
                 let strict = dma.effective_policy().is_strict();
                 let probe = protected.then(|| Probe::new(page, strict));
                 let path = VirtioPath::new(dma.clone(), queue, probe, plan.batching);
-                paths.push(LinkPath::Mapped(path));
+                paths.push(Box::new(path));
             }
         }
         let link = Link {

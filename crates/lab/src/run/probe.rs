@@ -23,7 +23,10 @@ use ringfence_drivers::{
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtq::blk;
 
-use super::{device::DISK_ID, link::Dma, path::Queue};
+use super::{
+    device::DISK_ID,
+    space::{Dma, Queue},
+};
 
 /// From the end of a probe to the next.
 const EVERY_NS: u64 = 2_000_000;

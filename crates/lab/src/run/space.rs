@@ -4,7 +4,10 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use ringfence_dma::Device;
+use ringfence_drivers::{blk::MappedQueue, ram::PagedBuffer};
 use ringfence_iova::{Allocator, Aperture, Preferred32, Request, Ring};
+use ringfence_virtio_iommu::driver::ViommuDomain;
 
 use super::Usage;
 use crate::allocators::AllocatorKind;
@@ -13,6 +16,12 @@ pub use crate::allocators::PlacementName;
 /// The allocator of a link, whichever it is, with Linux's preference of a PCI device for addresses
 /// below 4 GiB in front.
 pub(crate) type AnyAllocator = Arc<Preferred32<Box<dyn Allocator>>>;
+
+/// The DMA API as the jobs use it.
+pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
+
+/// A queue of the disk, behind the DMA API.
+pub(crate) type Queue = MappedQueue<Arc<ViommuDomain>, AnyAllocator, PagedBuffer>;
 
 /// What devices map in: x86 and Arm translate 4 KiB at the least, and so does the lab's device.
 const GRANULE: u64 = 4096;

@@ -20,8 +20,8 @@ use rustix::{
     io::Errno,
 };
 
-use super::{Usage, device::DiskKind, engine::Content};
-use crate::{job::Job, report::bytes};
+use super::{Usage, device::DiskKind};
+use crate::{block::Format, job::Job, text::bytes};
 
 /// Which disk to use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +57,17 @@ impl DiskChoice {
             DiskChoice::Path(path) => path.display().to_string(),
         }
     }
+}
+
+/// What is on the disk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Content {
+    /// How our blocks look.
+    pub(crate) format: Format,
+    /// The disk holds what others wrote, and is only read: that cannot be checked byte by byte.
+    pub(crate) foreign: bool,
+    /// The disk may hand out a block that a write is changing at that moment: a page cache does.
+    pub(crate) tears: bool,
 }
 
 /// The disk, open.

@@ -12,8 +12,8 @@ use ringfence_mem::HostSlice;
 use ringfence_virtq::blk;
 
 use super::{
-    link::Dma,
     path::{Completed, Path},
+    space::Dma,
 };
 use crate::workload::Op;
 

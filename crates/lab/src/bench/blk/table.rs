@@ -4,9 +4,12 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use crate::bench::{
-    Benchmark, Row,
-    table::{block, distinct, half_width, interval, machine, number, optional, text, times, wrap},
+use crate::{
+    bench::{
+        Benchmark, Row,
+        table::{distinct, half_width, interval, machine, text, times},
+    },
+    text::{block, number, optional, wrap},
 };
 
 const ABOUT: &str = "\

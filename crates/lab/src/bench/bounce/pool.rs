@@ -20,7 +20,7 @@ use crate::{
     bench::{Benchmark, Row, rounds::Rounds, threads},
     block::mix,
     progress::{Kind, Progress},
-    report::bytes,
+    text::bytes,
 };
 
 /// Bytes of the linear pool: swiotlb's, if nothing else is asked for.

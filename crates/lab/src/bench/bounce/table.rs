@@ -8,11 +8,9 @@ use super::{OURS, PEER, Part, subject::Op};
 use crate::{
     bench::{
         Benchmark, Interval, Row,
-        table::{
-            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
-        },
+        table::{distinct, half_width, interval, machine, text, times},
     },
-    report::bytes,
+    text::{block, bytes, number, optional, wrap},
 };
 
 /// All of it.
@@ -232,7 +230,7 @@ mod tests {
         super::{object, value},
         *,
     };
-    use crate::report::table::WIDTH;
+    use crate::text::WIDTH;
 
     /// A row of each kind, with figures of any size.
     fn rows(figure: f64) -> Vec<Row> {

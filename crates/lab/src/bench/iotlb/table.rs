@@ -5,9 +5,12 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::params::{Entries, Order};
-use crate::bench::{
-    Benchmark, Row,
-    table::{block, distinct, half_width, interval, machine, optional, text, times, wrap},
+use crate::{
+    bench::{
+        Benchmark, Row,
+        table::{distinct, half_width, interval, machine, text, times},
+    },
+    text::{block, optional, wrap},
 };
 
 /// All of it as text.
@@ -123,7 +126,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
-    use crate::report::table::WIDTH;
+    use crate::text::WIDTH;
 
     #[test]
     fn no_line_is_wider_than_a_terminal_and_all_is_told() {

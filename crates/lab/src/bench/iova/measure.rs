@@ -8,10 +8,10 @@ use rustix::time::{ClockId, clock_gettime};
 use super::{
     GRANULE,
     fill::{LiveSet, Slot, Unfilled, draw, heap},
-    oracle::{Oracle, Seen, Violation, Watched},
+    oracle::{Oracle, Violation},
     pattern::{Live, Pattern, Size},
     peers::{Contender, Control, Implementation, Subject, with_subject},
-    work::{Operate, Plain, Timed, Worker},
+    work::{Operate, Plain, Seen, Timed, Watched, Worker},
 };
 use crate::{
     bench::{clock::Clock, rounds::Rounds, threads::together},

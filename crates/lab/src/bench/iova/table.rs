@@ -5,9 +5,12 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::pattern::{Pattern, Size};
-use crate::bench::{
-    Benchmark, Interval, Row,
-    table::{block, distinct, half_width, machine, number, optional, times, wrap},
+use crate::{
+    bench::{
+        Benchmark, Interval, Row,
+        table::{distinct, half_width, machine, times},
+    },
+    text::{block, number, optional, wrap},
 };
 
 /// All of it; with `details` every figure of every row as well.
@@ -290,7 +293,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
-    use crate::report::table::WIDTH;
+    use crate::text::WIDTH;
 
     fn measured() -> Benchmark {
         super::super::run(&super::super::tests::tiny(), &AtomicBool::new(false)).unwrap()

@@ -8,11 +8,9 @@ use super::params::{Implementation, Op};
 use crate::{
     bench::{
         Benchmark, Row,
-        table::{
-            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
-        },
+        table::{distinct, half_width, interval, machine, text, times},
     },
-    report::table::plain,
+    text::{block, number, optional, plain, wrap},
 };
 
 /// What was measured, as text.

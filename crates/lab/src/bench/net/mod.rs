@@ -23,7 +23,7 @@ mod testpmd;
 
 use std::{
     fs,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
@@ -124,7 +124,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
             Implementation::Dpdk if !testpmd::is_there() => {
                 Err("DPDK's testpmd is not installed: apt-get install dpdk-dev".to_owned())
             }
-            _ => backend::start(implementation, &folder.0, cpus[0])
+            _ => start(implementation, &folder.0, cpus[0])
                 .and_then(|mut backend| backend.process().pause().map(|()| backend))
                 .map_err(|error| format!("{error:#}")),
         };
@@ -167,6 +167,14 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let implementations: Vec<_> = backends.iter().map(|(name, _)| *name).collect();
     rows::fill(&mut benchmark, &cases, &implementations, &found);
     Ok(benchmark)
+}
+
+/// Starts a back end in `folder`, on `cpu`.
+fn start(who: Implementation, folder: &Path, cpu: usize) -> Result<Box<dyn Backend>> {
+    Ok(match who {
+        Implementation::Ringfence => Box::new(ringfence::Ringfence::start(folder, cpu)?),
+        Implementation::Dpdk => Box::new(testpmd::Testpmd::start(folder, cpu)?),
+    })
 }
 
 /// One window, with the probe before and after it.

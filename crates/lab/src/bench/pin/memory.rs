@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use super::{params::Backing, set::PAGE};
-use crate::report;
+use crate::text;
 
 /// The size of a huge page where the kernel does not say.
 const HUGE: usize = 2 << 20;
@@ -55,8 +55,8 @@ impl Memory {
                 "thp did not run: {} of {} became huge pages; \
                  /sys/kernel/mm/transparent_hugepage/enabled must hold [madvise] or [always], and \
                  memory must not be fragmented (echo 1 > /proc/sys/vm/compact_memory)",
-                report::bytes(found as u64),
-                report::bytes(len as u64),
+                text::bytes(found as u64),
+                text::bytes(len as u64),
             ))));
         }
         Ok(Ok(memory))
@@ -116,7 +116,7 @@ fn no_hugetlb(len: usize, huge: usize) -> Absent {
     Absent(format!(
         "hugetlb did not run: it takes {pages} huge pages of {}, and {free} are free; as root, \
          `sysctl vm.nr_hugepages={pages}` sets them apart (and 0 gives them back)",
-        report::bytes(huge as u64),
+        text::bytes(huge as u64),
     ))
 }
 

@@ -8,11 +8,9 @@ use super::{params::List, runs::Distribution};
 use crate::{
     bench::{
         Benchmark, Row,
-        table::{
-            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
-        },
+        table::{distinct, half_width, interval, machine, text, times},
     },
-    report::table::plain,
+    text::{block, number, optional, plain, wrap},
 };
 
 /// What was measured, as text.
@@ -202,7 +200,7 @@ mod tests {
     use std::sync::{Arc, atomic::AtomicBool};
 
     use super::*;
-    use crate::{progress::Kind, report::table::WIDTH};
+    use crate::{progress::Kind, text::WIDTH};
 
     fn fits(text: &str) {
         for line in text.lines() {
