@@ -17,6 +17,7 @@ pub mod block;
 pub mod job;
 pub mod list;
 pub mod load;
+mod memory;
 pub mod placement;
 pub mod progress;
 pub mod replay;

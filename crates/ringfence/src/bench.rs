@@ -20,6 +20,7 @@ use ringfence_lab::{
             peers::Implementation,
         },
     },
+    list::{PLAIN, number},
     placement,
     progress::{Kind, Progress},
 };
@@ -149,10 +150,7 @@ impl std::str::FromStr for Threads {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Threads, String> {
-        match text.parse() {
-            Ok(n) if (1..=64).contains(&n) => Ok(Threads(n)),
-            _ => Err(format!("{text:?} is no number of threads from 1 to 64")),
-        }
+        number(text, "number of threads", PLAIN, 1..=64).map(|n| Threads(n as usize))
     }
 }
 
@@ -254,6 +252,20 @@ fn show(
     Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// The same of one that tells nothing without rows.
+fn show_rows(
+    benchmark: Benchmark,
+    json: Option<Output>,
+    progress: Kind,
+    render: fn(&Benchmark) -> String,
+) -> Result<ExitCode> {
+    let measured = !benchmark.rows.is_empty();
+    show(benchmark, measured, json, progress, |benchmark| match measured {
+        true => render(benchmark),
+        false => String::new(),
+    })
+}
+
 fn measure_placements(arguments: &Arguments, kind: Kind) -> Result<Vec<placement::Row>> {
     let defaults = placement::Options::default();
     let options = placement::Options {
@@ -270,6 +282,6 @@ fn measure_placements(arguments: &Arguments, kind: Kind) -> Result<Vec<placement
 }
 
 /// What was asked for, or all of it.
-fn or<T: Clone>(list: &Option<List<T>>, all: &[T]) -> Vec<T> {
-    list.as_ref().map_or(all, |list| &list.0).to_vec()
+fn or<T: Clone>(list: &Option<List<T>>, all: impl AsRef<[T]>) -> Vec<T> {
+    list.as_ref().map_or(all.as_ref(), |list| &list.0).to_vec()
 }

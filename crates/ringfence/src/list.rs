@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use ringfence_lab::{allocators::AllocatorKind, bench::iova::pattern::parse_list};
+use ringfence_lab::{allocators::AllocatorKind, list::parse};
 
 /// A list that is one option.
 #[derive(Clone)]
@@ -10,7 +10,7 @@ pub(crate) struct List<T>(pub(crate) Vec<T>);
 
 /// The items of a list.
 pub(crate) fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<List<T>, String> {
-    parse_list(text).map(List)
+    parse(text, "list").map(List)
 }
 
 /// The allocators asked for.

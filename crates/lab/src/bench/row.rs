@@ -1,7 +1,7 @@
 //! The contract `ringfence.bench/1`: rows, and their JSON.
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::{report::Machine, stats::Estimate};
 
@@ -117,6 +117,16 @@ impl From<Option<Estimate>> for Interval {
             hi: estimate.hi,
         })
     }
+}
+
+/// A JSON object of these entries.
+pub(super) fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+/// An interval as a figure of a row.
+pub(super) fn value(interval: Interval) -> Value {
+    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

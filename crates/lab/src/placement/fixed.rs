@@ -27,7 +27,7 @@ use super::{
     Entries, GRANULE, Options, Params, Row,
     model::{PageSize, pages},
 };
-use crate::{allocators::AllocatorKind, progress::Progress, stats::Estimate};
+use crate::{allocators::AllocatorKind, memory, progress::Progress, stats::Estimate};
 
 /// About what one round takes.
 pub(super) const STEP: Duration = Duration::from_millis(400);
@@ -302,13 +302,13 @@ impl Users {
     fn come_and_go(&mut self, n: usize) -> Result<()> {
         let cpus = self.lives[n].cpus;
         let mut segments = Vec::with_capacity(SEGMENTS);
-        let heap = heap();
+        let heap = memory::heap();
         let start = Instant::now();
         for _ in 0..SEGMENTS {
             segments.push(self.segment(cpus)?);
         }
         let created = start.elapsed();
-        let grown = self::heap().zip(heap).map(|(after, before)| after.saturating_sub(before));
+        let grown = memory::heap().zip(heap).map(|(after, before)| after.saturating_sub(before));
         let start = Instant::now();
         for Segment { first, space } in segments {
             drop(space);
@@ -435,18 +435,6 @@ fn time(least: Duration, mut op: impl FnMut() -> Result<()>) -> Result<f64> {
         }
         count *= 2;
     }
-}
-
-/// Bytes of the heap that are in use, if the C library tells.
-fn heap() -> Option<u64> {
-    #[cfg(target_env = "gnu")]
-    {
-        // SAFETY: it takes nothing and returns a plain structure; the allocator locks its arenas.
-        let info = unsafe { libc::mallinfo2() };
-        Some((info.uordblks + info.hblkhd) as u64)
-    }
-    #[cfg(not(target_env = "gnu"))]
-    None
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use ringfence_lab::bench::iotlb::{
     table,
 };
 
-use super::{or, show};
+use super::{or, show_rows};
 use crate::{
     list::{List, list},
     session::{Begun, Session},
@@ -90,9 +90,5 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
         progress,
     };
     let benchmark = iotlb::run(&options, &stop)?;
-    let measured = !benchmark.rows.is_empty();
-    show(benchmark, measured, json, progress, |benchmark| match measured {
-        true => table::render(benchmark),
-        false => String::new(),
-    })
+    show_rows(benchmark, json, progress, table::render)
 }

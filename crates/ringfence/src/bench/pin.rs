@@ -10,7 +10,7 @@ use ringfence_lab::bench::pin::{
     runs, table,
 };
 
-use super::{or, show};
+use super::{or, show_rows};
 use crate::{
     list::{List, list},
     session::{Begun, Session},
@@ -85,11 +85,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let Begun { json, progress, stop } = arguments.session.begin()?;
     if let Some(traces) = &arguments.runs {
         let benchmark = runs::run(traces, progress, &stop)?;
-        let measured = !benchmark.rows.is_empty();
-        return show(benchmark, measured, json, progress, |benchmark| match measured {
-            true => table::render_runs(benchmark),
-            false => String::new(),
-        });
+        return show_rows(benchmark, json, progress, table::render_runs);
     }
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
@@ -102,9 +98,5 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
         progress,
     };
     let benchmark = pin::run(&options, &stop)?;
-    let measured = !benchmark.rows.is_empty();
-    show(benchmark, measured, json, progress, |benchmark| match measured {
-        true => table::render(benchmark),
-        false => String::new(),
-    })
+    show_rows(benchmark, json, progress, table::render)
 }

@@ -30,7 +30,12 @@ use ringfence_virtq::{
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::case::Kind;
-use crate::bench::{Benchmark, Row, clock::Clock, net::object, net::rows::value, rounds::Rounds};
+use crate::bench::{
+    Benchmark, Row,
+    clock::Clock,
+    rounds::Rounds,
+    row::{object, value},
+};
 
 /// Requests that are taken at once, and descriptors of the ring.
 const BURST: usize = 32;
@@ -336,7 +341,7 @@ mod tests {
     fn each_way_has_a_row_and_what_it_reads_is_what_is_on_the_disk() {
         let mut benchmark = Benchmark::new("blk", 2);
         let (how, stop) = ((2, Duration::from_micros(300)), AtomicBool::new(false));
-        measure(&mut benchmark, Kind::ALL, how, &stop, |_| ()).unwrap();
+        measure(&mut benchmark, &Kind::ALL, how, &stop, |_| ()).unwrap();
         assert_eq!(benchmark.rows.len(), 6);
         assert!(benchmark.rows.iter().all(|row| row.ns_per_op.median.is_some()));
 

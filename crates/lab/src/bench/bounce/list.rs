@@ -11,9 +11,14 @@ use ringfence_dma::{Direction, Mapping, Policy};
 use ringfence_drivers::ram::PagedBuffer;
 use ringfence_run::worker::Notify;
 
-use super::{OURS, Part, linear::Linear, object, pool::cpu_time, value};
+use super::{OURS, Part, linear::Linear};
 use crate::{
-    bench::{Benchmark, Row, rounds::Rounds},
+    bench::{
+        Benchmark, Row,
+        clock::{cpu_time, fitting},
+        rounds::Rounds,
+        row::{object, value},
+    },
     progress::{Kind, Progress},
     run::{Bare, Dma},
 };
@@ -264,20 +269,9 @@ impl Bench {
             self.pass(way, direction)?;
         }
         let before = (self.bare.device_cpu_ns(), self.bare.requests());
-        let (begun, cpu) = (Instant::now(), cpu_time());
-        let (mut passes, mut chunk) = (0u64, 1u64);
-        let took = loop {
-            for _ in 0..chunk {
-                self.pass(way, direction)?;
-            }
-            passes += chunk;
-            let took = begun.elapsed();
-            if took >= budget {
-                break took;
-            }
-            let fitting = passes as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
-            chunk = (fitting as u64).clamp(1, chunk * 2);
-        };
+        let cpu = cpu_time();
+        let (passes, took) =
+            fitting(budget, |passes| (0..passes).try_for_each(|_| self.pass(way, direction)))?;
         let each = |ns: f64| ns / passes as f64;
         let cpu = cpu_time().saturating_sub(cpu).as_nanos() as f64;
         let device = self.bare.device_cpu_ns().saturating_sub(before.0) as f64;

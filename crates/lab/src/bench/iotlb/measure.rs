@@ -20,7 +20,7 @@ use super::{
     peers::{Map, Shared, SingleLock, SortedList, Table, VmMemory},
     set::{Random, Set},
 };
-use crate::bench::{bounce::pool::cpu_time, threads::together};
+use crate::bench::{clock::cpu_time, threads::together};
 
 /// Operations between two looks at the clock; and between two quiet points, as between bursts of
 /// packets.

@@ -23,7 +23,7 @@ use std::{
 };
 
 use anyhow::Result;
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use self::{
     measure::{Cursor, Sample, Subject, check, subject},
@@ -31,7 +31,12 @@ use self::{
     peers::{SortedList, Table},
     set::Set,
 };
-use super::{Benchmark, Interval, Row, rounds::Rounds, threads};
+use super::{
+    Benchmark, Row,
+    rounds::Rounds,
+    row::{object, value},
+    threads,
+};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -312,14 +317,6 @@ impl<'a> Contest<'a> {
             }
         }
     }
-}
-
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

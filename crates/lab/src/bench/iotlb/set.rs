@@ -92,13 +92,13 @@ mod tests {
         for entries in Entries::DEFAULTS {
             for page in Page::ALL {
                 for merge in Merge::ALL {
-                    let set = Set::new(entries, *page, *merge);
+                    let set = Set::new(entries, page, merge);
                     if set.impossible().is_some() {
                         continue;
                     }
                     for n in 1..entries.0 {
                         let on = set.target(n) == set.target(n - 1) + set.page;
-                        assert_eq!(on, *merge == Merge::Mergeable, "{set:?} {n}");
+                        assert_eq!(on, merge == Merge::Mergeable, "{set:?} {n}");
                         assert!(set.target(n) + set.page <= set.places() * set.page);
                     }
                 }

@@ -191,19 +191,6 @@ fn shuffle(slots: &mut [Slot]) {
     }
 }
 
-/// Bytes that the heap holds for the program now; `None` where the C library does not tell.
-pub(super) fn heap() -> Option<u64> {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    {
-        // SAFETY: it takes nothing and returns a plain structure.
-        let info = unsafe { libc::mallinfo2() };
-        // What is in use of the heaps, and what was mapped for large blocks.
-        Some((info.uordblks + info.hblkhd) as u64)
-    }
-    #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-    None
-}
-
 #[cfg(test)]
 mod tests {
     use ringfence_iova::Aperture;
@@ -275,14 +262,5 @@ mod tests {
         assert!(sizes.iter().all(|size| (33..=512).contains(size)));
         assert!(sizes.iter().any(|size| *size < 64) && sizes.iter().any(|size| *size > 480));
         assert_eq!(sizes, draw(Size { min: 33, max: 512 }), "the same for everyone");
-    }
-
-    #[test]
-    fn the_heap_grows_by_what_is_allocated() {
-        let Some(before) = heap() else { return };
-        // Never touched, so it takes no memory; larger than what other tests may free meanwhile.
-        let block = std::hint::black_box(vec![0u8; 1 << 30]);
-        assert!(heap().unwrap() >= before + (1 << 29));
-        drop(block);
     }
 }

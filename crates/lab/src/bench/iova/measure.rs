@@ -1,20 +1,27 @@
 //! One implementation over one live set: checked, timed, sampled, by one thread or several.
 
-use std::time::{Duration, Instant};
+use std::{
+    convert::Infallible,
+    time::{Duration, Instant},
+};
 
 use ringfence_iova::Aperture;
-use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     GRANULE,
-    fill::{LiveSet, Slot, Unfilled, draw, heap},
+    fill::{LiveSet, Slot, Unfilled, draw},
     oracle::{Oracle, Violation},
     pattern::{Live, Pattern, Size},
     peers::{Contender, Control, Implementation, Subject, with_subject},
     work::{Operate, Plain, Seen, Timed, Watched, Worker},
 };
 use crate::{
-    bench::{clock::Clock, rounds::Rounds, threads::together},
+    bench::{
+        clock::{Clock, cpu_time, fitting},
+        rounds::Rounds,
+        threads::together,
+    },
+    memory::heap,
     stats::Latencies,
 };
 
@@ -276,12 +283,6 @@ struct Slice {
     refused: Option<Violation>,
 }
 
-/// What this thread has had of its CPU.
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
 impl Worker<'_> {
     /// Runs for `budget`, and before that for a part of it untimed: caches are another's until then.
     fn slice<S: Subject + ?Sized>(&mut self, s: &S, pattern: Pattern, budget: Duration) -> Slice {
@@ -306,8 +307,7 @@ impl Worker<'_> {
         self.run(pattern, budget, &mut Timed::new(subject, clock, latencies));
     }
 
-    /// At least one step. The time is looked at seldom, so that looking costs nothing, but often
-    /// enough not to run long over: 64 times or so.
+    /// At least one step; how many operations, and how long they took.
     fn run(
         &mut self,
         pattern: Pattern,
@@ -328,20 +328,13 @@ impl Worker<'_> {
         budget: Duration,
         mut step: impl FnMut(&mut Self) -> u64,
     ) -> (u64, Duration) {
-        let begun = Instant::now();
-        let (mut operations, mut chunk, mut steps) = (0, 1, 0u64);
-        loop {
-            for _ in 0..chunk {
-                operations += step(self);
-            }
-            steps += chunk;
-            let took = begun.elapsed();
-            if took >= budget {
-                return (operations, took);
-            }
-            let fitting = steps as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
-            chunk = (fitting as u64).clamp(1, chunk * 2);
-        }
+        let mut operations = 0;
+        let stepped = fitting(budget, |steps| {
+            (0..steps).for_each(|_| operations += step(self));
+            Ok::<(), Infallible>(())
+        });
+        let Ok((_, took)) = stepped;
+        (operations, took)
     }
 }
 

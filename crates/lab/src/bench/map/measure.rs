@@ -26,7 +26,10 @@ use super::{
     rig::{Rig, Server, Serving},
 };
 use crate::{
-    bench::{clock::Clock, threads::together},
+    bench::{
+        clock::{Clock, middle},
+        threads::together,
+    },
     block::mix,
 };
 
@@ -322,14 +325,6 @@ impl<S: Server> Subject for OneOf<S> {
     fn check(&mut self) -> Result<()> {
         check(&mut self.rig, self.live as u64)
     }
-}
-
-/// The mean of the middle half.
-fn middle(values: &mut [u64]) -> f64 {
-    values.sort_unstable();
-    let quarter = values.len() / 4;
-    let half = &values[quarter..values.len() - quarter];
-    half.iter().sum::<u64>() as f64 / half.len().max(1) as f64
 }
 
 /// A second endpoint joins a domain in which much is mapped, and leaves it.

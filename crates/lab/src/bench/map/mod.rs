@@ -28,13 +28,20 @@ use std::{
 };
 
 use anyhow::{Result, anyhow};
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use self::{
     measure::{Attach, Domains, How, OneCore, OneOf, Sample, Subject, TwoCores},
     params::{Batch, Implementation, Live, Op, Order, Spread},
 };
-use super::{Benchmark, Interval, Row, clock::Clock, ping, rounds, rounds::Rounds, threads};
+use super::{
+    Benchmark, Interval, Row,
+    clock::Clock,
+    ping, rounds,
+    rounds::Rounds,
+    row::{object, value},
+    threads,
+};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -426,7 +433,7 @@ fn of_device<S: rig::Server + 'static>(
 /// The rows of table memory.
 fn memory(options: &Options, into: &mut Benchmark) {
     let live = options.lives.iter().map(|live| live.0).max().unwrap_or(0);
-    for &spread in Spread::ALL {
+    for spread in Spread::ALL {
         let mut row = Row {
             name: format!("{}/{spread}", Op::Memory),
             implementation: Implementation::Ringfence.to_string(),
@@ -459,14 +466,6 @@ fn rate(ns: &Rounds) -> Interval {
     // An interval of few and unlike rounds may begin below nothing.
     let a_second = |ns: Option<f64>| ns.filter(|&ns| ns > 0.0).map(|ns| 1e9 / ns);
     Interval { median: a_second(median), lo: a_second(hi), hi: a_second(lo) }
-}
-
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::{fs, time::Duration};
 use anyhow::{Context, Result, ensure};
 
 use super::set::{PAGE, Set};
-use crate::bench::clock::Clock;
+use crate::bench::clock::{Clock, middle};
 
 /// Someone who pins the pages of a set, and unpins them.
 ///
@@ -86,14 +86,6 @@ fn time<S: Subject>(
     let ns = |ticks: &mut [u64]| (clock.ns(1) * middle(ticks) - clock.cost_ns()).max(0.0);
     let lists = times.pin.len() as u64;
     Ok(Sample { pin: ns(&mut times.pin), unpin: ns(&mut times.unpin), lists })
-}
-
-/// The mean of the middle half.
-fn middle(values: &mut [u64]) -> f64 {
-    values.sort_unstable();
-    let quarter = values.len() / 4;
-    let half = &values[quarter..values.len() - quarter];
-    half.iter().sum::<u64>() as f64 / half.len().max(1) as f64
 }
 
 /// Pins the list once, and asks the kernel whether it is pinned and, after that, unpinned.

@@ -31,7 +31,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use self::{
     measure::{How, Timed, Times},
@@ -42,7 +42,14 @@ use self::{
     ring::Name,
     set::Set,
 };
-use super::{Benchmark, Interval, Row, clock::Clock, rounds, rounds::Rounds, threads};
+use super::{
+    Benchmark, Row,
+    clock::Clock,
+    rounds,
+    rounds::Rounds,
+    row::{object, value},
+    threads,
+};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -360,14 +367,6 @@ fn subject<'m>(
         };
         Out(format!("not measured: {error:#}{help}"))
     })
-}
-
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

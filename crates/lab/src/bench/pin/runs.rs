@@ -23,9 +23,9 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{object, set::PAGE};
+use super::set::PAGE;
 use crate::{
-    bench::{Benchmark, Row},
+    bench::{Benchmark, Row, row::object},
     progress::Kind,
     replay::{self, Recording, Stream, stream::Allocation},
 };
