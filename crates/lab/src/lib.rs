@@ -20,6 +20,7 @@ pub mod load;
 mod memory;
 pub mod placement;
 pub mod progress;
+mod random;
 pub mod replay;
 pub mod report;
 pub mod run;

@@ -1,4 +1,19 @@
-//! What the program's heap holds.
+//! Memory: files in it, and what the program's heap holds.
+
+use std::os::fd::OwnedFd;
+
+use anyhow::{Context, Result};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+/// A file of so many bytes in memory, of which nothing is there until it is touched.
+///
+/// # Errors
+/// The system refused.
+pub(crate) fn file(name: &str, len: u64) -> Result<OwnedFd> {
+    let file = memfd_create(name, MemfdFlags::CLOEXEC).context("a file in memory")?;
+    ftruncate(&file, len).with_context(|| format!("a file of {len} bytes"))?;
+    Ok(file)
+}
 
 /// Bytes that the heap holds for the program now; `None` where the C library does not tell.
 pub(crate) fn heap() -> Option<u64> {

@@ -26,7 +26,7 @@ use ringfence_lab::{
 };
 
 use crate::{
-    list::{List, list},
+    list::{List, list, time},
     output::{Output, print, same_place},
     session::{Begun, Session},
 };
@@ -155,12 +155,7 @@ impl std::str::FromStr for Threads {
 }
 
 fn parse_budget(text: &str) -> Result<Duration, String> {
-    let ms: f64 = text.parse().map_err(|_| "a number of milliseconds, such as 8 or 0.5")?;
-    if (0.1..=60_000.0).contains(&ms) {
-        Ok(Duration::from_secs_f64(ms / 1e3))
-    } else {
-        Err("from 0.1 to 60000 milliseconds".to_owned())
-    }
+    time(text, ("milliseconds", 1e3), "8 or 0.5", 0.1..=60_000.0)
 }
 
 pub(crate) fn run(bench: Bench) -> Result<ExitCode> {

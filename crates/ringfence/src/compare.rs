@@ -216,12 +216,7 @@ fn parse_rows(text: &str) -> Result<List<Row>, String> {
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "a number of seconds, such as 10 or 0.5")?;
-    if (0.01..=86_400.0).contains(&seconds) {
-        Ok(Duration::from_secs_f64(seconds))
-    } else {
-        Err("from 0.01 to 86400 seconds".to_owned())
-    }
+    list::time(text, ("seconds", 1.0), "10 or 0.5", 0.01..=86_400.0)
 }
 
 /// A size in bytes that is no less than a page: with a smaller bound nothing could wait, or be

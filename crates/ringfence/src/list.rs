@@ -1,6 +1,6 @@
-//! Options that are lists: a type of their own, since clap takes a bare `Vec` for a repeated option.
+//! Options that are lists, a type of their own, since clap takes a bare `Vec` for a repeated option; and times.
 
-use std::str::FromStr;
+use std::{ops::RangeInclusive, str::FromStr, time::Duration};
 
 use ringfence_lab::{allocators::AllocatorKind, list::parse};
 
@@ -16,4 +16,18 @@ pub(crate) fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<L
 /// The allocators asked for.
 pub(crate) fn allocators(text: &str) -> Result<List<AllocatorKind>, String> {
     AllocatorKind::parse_list(text).map(List)
+}
+
+/// A time of a range, in units of which `each` second has so many; `such` are examples.
+pub(crate) fn time(
+    text: &str,
+    (units, each): (&str, f64),
+    such: &str,
+    range: RangeInclusive<f64>,
+) -> Result<Duration, String> {
+    let number: f64 = text.parse().map_err(|_| format!("a number of {units}, such as {such}"))?;
+    match range.contains(&number) {
+        true => Ok(Duration::from_secs_f64(number / each)),
+        false => Err(format!("from {} to {} {units}", range.start(), range.end())),
+    }
 }

@@ -1,9 +1,9 @@
 //! The contract `ringfence.bench/1`: rows, and their JSON.
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use crate::{report::Machine, stats::Estimate};
+use crate::{report::Machine, stats::Estimate, text::json};
 
 /// The schema's name.
 pub const SCHEMA: &str = "ringfence.bench/1";
@@ -53,12 +53,7 @@ impl Benchmark {
 
     /// All of it as JSON: one object, pretty-printed, with a newline at the end.
     pub fn json(&self) -> String {
-        let mut text = serde_json::to_string_pretty(self).unwrap_or_else(|error| {
-            // Only maps with keys that are not text can fail, and there is none.
-            unreachable!("a benchmark is plain data: {error}")
-        });
-        text.push('\n');
-        text
+        json(self)
     }
 }
 
@@ -126,7 +121,7 @@ pub(super) fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String,
 
 /// An interval as a figure of a row.
 pub(super) fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
+    serde_json::json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::{Benchmark, Interval, Row};
-use crate::text::{bytes, dash, number, optional, plain, wrap};
+use crate::text::{dash, number, optional, plain, wrap};
 
 /// Rows by their keys, in the order in which these first come.
 pub(super) fn groups<'r, K: PartialEq>(
@@ -33,24 +33,13 @@ pub(super) fn distinct<'r, K: PartialEq>(
 
 /// What was measured, in how many rounds (`each`: of how long), and where.
 pub(super) fn headline(benchmark: &Benchmark, about: &str, each: &str) -> String {
-    format!("{about}; {}; {}", rounds(benchmark, each), machine(benchmark))
+    format!("{about}; {}; {}", rounds(benchmark, each), benchmark.host.describe())
 }
 
 /// `5 rounds of 8 ms, interrupted`.
 pub(super) fn rounds(benchmark: &Benchmark, each: &str) -> String {
     let interrupted = if benchmark.interrupted { ", interrupted" } else { "" };
     format!("{} rounds{each}{interrupted}", benchmark.rounds)
-}
-
-/// Where it ran: `2 CPUs (AMD EPYC), 23.5 GiB, Linux 6.18`.
-pub(super) fn machine(benchmark: &Benchmark) -> String {
-    let host = &benchmark.host;
-    let cpu = match host.cpu.as_str() {
-        "" => String::new(),
-        cpu => format!(" ({cpu})"),
-    };
-    let memory = bytes(host.memory_bytes);
-    plain(&format!("{} CPUs{cpu}, {memory}, Linux {}", host.cpus, host.kernel))
 }
 
 /// A number that was chosen for the whole run.

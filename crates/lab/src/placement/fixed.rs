@@ -11,7 +11,7 @@
 
 use std::{
     sync::{
-        Arc, Barrier,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -27,7 +27,9 @@ use super::{
     Entries, GRANULE, Options, Params, Row,
     model::{PageSize, pages},
 };
-use crate::{allocators::AllocatorKind, memory, progress::Progress, stats::Estimate};
+use crate::{
+    allocators::AllocatorKind, bench::threads, memory, progress::Progress, stats::Estimate,
+};
 
 /// About what one round takes.
 pub(super) const STEP: Duration = Duration::from_millis(400);
@@ -403,21 +405,13 @@ fn ratio(values: &[f64], base: &[f64]) -> Option<f64> {
 
 /// ns of a pair of one page, a thread for each allocator, all at once.
 fn pairs(queues: &[Arc<dyn Allocator>]) -> Result<f64> {
-    let start = Barrier::new(queues.len());
-    let work = |queue: &Arc<dyn Allocator>| {
-        start.wait();
+    let times = threads::together(&[], queues.iter().collect(), |_, queue| {
         time(LEAST, || {
             let iova = queue.alloc(&Request::new(GRANULE))?;
             Ok(queue.free(iova, GRANULE)?)
         })
-    };
-    let times = std::thread::scope(|scope| {
-        let threads: Vec<_> = queues.iter().map(|queue| scope.spawn(|| work(queue))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<f64>>| {
-            thread.join().map_err(|_| anyhow!("a thread panicked"))?
-        };
-        threads.into_iter().map(join).collect::<Result<Vec<f64>>>()
-    })?;
+    });
+    let times = times.into_iter().collect::<Result<Vec<f64>>>()?;
     Ok(times.iter().sum::<f64>() / times.len() as f64)
 }
 

@@ -16,10 +16,10 @@ use super::{
     Options,
     open::read_all,
     recording::Recording,
-    report::{AllocatorRow, LeftOutReport, PolicyRow, RECORDED, Report, TraceReport},
+    report::{AllocatorRow, PolicyRow, RECORDED, Report, TraceReport},
     requests::{Tuning, requests},
     space::{Moment, Space},
-    stream::{Allocation, LeftOut, Stream},
+    stream::{Allocation, Stream},
     timing::{Fastest, Round, Script, Server},
 };
 use crate::{allocators::AllocatorKind, progress::Progress, stats::Estimate};
@@ -104,8 +104,6 @@ impl Replay<'_> {
     /// What the recording is, without any figure.
     fn describe(&self) -> TraceReport {
         let (recording, stream) = (self.recording, self.stream());
-        let LeftOut { maps_of_mapped, unmaps_of_nothing, unmaps_refused, maps_beyond_domains } =
-            stream.left_out;
         TraceReport {
             file: self.file.to_owned(),
             format: recording.format.name().to_owned(),
@@ -115,12 +113,7 @@ impl Replay<'_> {
             maps: recording.maps,
             unmaps: recording.unmaps,
             lost_events: recording.lost,
-            left_out: LeftOutReport {
-                maps_of_mapped,
-                unmaps_of_nothing,
-                unmaps_refused,
-                maps_beyond_domains,
-            },
+            left_out: stream.left_out,
             operations: stream.ops().len() as u64,
             allocations: stream.allocations().len() as u64,
             frees: stream.frees() as u64,

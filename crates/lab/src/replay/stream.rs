@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use serde::{Deserialize, Serialize};
+
 /// The most domains of a recording: each has its own allocator and table. A machine has one for a
 /// device or a group of them.
 pub const MAX_DOMAINS: usize = 256;
@@ -64,7 +66,7 @@ pub struct Op {
 }
 
 /// What a recording holds that is no part of its stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// Maps of addresses that were mapped already.
     pub maps_of_mapped: u64,

@@ -1,11 +1,38 @@
 //! Text that becomes a page.
 
-use std::fmt::{Display, Write};
+/// Adds to a page.
+macro_rules! put {
+    ($page:expr, $($text:tt)+) => {{
+        use std::fmt::Write;
+        // Writing to a String does not fail.
+        _ = write!($page, $($text)+);
+    }};
+}
+pub(super) use put;
 
-/// Adds to the page.
-pub(super) fn put(page: &mut String, what: impl Display) {
-    // Writing to a String does not fail.
-    let _ = write!(page, "{what}");
+/// Begins a table in a box of this class; `heads` are separated by bars.
+pub(super) fn begin_table(page: &mut String, class: &str, heads: &str) {
+    let heads = heads.replace('|', "</th><th>");
+    put!(
+        page,
+        "<div class=\"{class}\"><table>\n<thead><tr><th>{heads}</th></tr></thead>\n<tbody>\n"
+    );
+}
+
+/// A row: the colour of its policy, its name, its cells.
+pub(super) fn line(
+    page: &mut String,
+    policy: &str,
+    name: &str,
+    cells: impl IntoIterator<Item = String>,
+) {
+    put!(page, "<tr><th><i class=\"{}\"></i>{}</th>", family(policy), escape(name));
+    cells.into_iter().for_each(|cell| put!(page, "<td>{}</td>", escape(&cell)));
+    page.push_str("</tr>\n");
+}
+
+pub(super) fn end_table(page: &mut String) {
+    page.push_str("</tbody>\n</table></div>\n");
 }
 
 /// Names come from job files, disks from the command line: neither may become markup.

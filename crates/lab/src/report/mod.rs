@@ -10,7 +10,7 @@ use crate::{
     job::Job,
     run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
-    text::bytes,
+    text::{bytes, plain},
 };
 
 mod bounce;
@@ -364,6 +364,16 @@ impl Machine {
             memory_bytes: kib.unwrap_or(0).saturating_mul(1024),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
         }
+    }
+
+    /// `2 CPUs (AMD EPYC), 23.5 GiB, Linux 6.18`.
+    pub(crate) fn describe(&self) -> String {
+        let cpu = match self.cpu.as_str() {
+            "" => String::new(),
+            cpu => format!(" ({cpu})"),
+        };
+        let memory = bytes(self.memory_bytes);
+        plain(&format!("{} CPUs{cpu}, {memory}, Linux {}", self.cpus, self.kernel))
     }
 }
 

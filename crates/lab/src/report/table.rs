@@ -60,13 +60,8 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
 
 /// What was run, where: one sentence, on which every output agrees.
 pub(super) fn headline(comparison: &Comparison) -> String {
-    let host = &comparison.host;
-    let cpu = match host.cpu.as_str() {
-        "" => String::new(),
-        cpu => format!(" ({})", plain(cpu)),
-    };
     format!(
-        "disk {}, notify {}; {}{}{}{}{}; {}{} CPUs{cpu}, {}, Linux {}",
+        "disk {}, notify {}; {}{}{}{}{}; {}{}",
         plain(&comparison.disk),
         plain(&comparison.notify),
         addresses(comparison),
@@ -82,9 +77,7 @@ pub(super) fn headline(comparison: &Comparison) -> String {
             0 => String::new(),
             n => format!("beside {}; ", count(n, "busy thread")),
         },
-        host.cpus,
-        bytes(host.memory_bytes),
-        plain(&host.kernel),
+        comparison.host.describe(),
     )
 }
 

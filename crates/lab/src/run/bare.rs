@@ -74,7 +74,7 @@ impl Bare {
 
     /// Requests to the virtio-iommu so far.
     pub(crate) fn requests(&self) -> u64 {
-        self.link.iommu.stats().requests()
+        self.link.behind.iommu.stats().requests()
     }
 
     /// Ends it in order.

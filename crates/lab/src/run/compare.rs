@@ -457,7 +457,7 @@ impl Stage<'_> {
             clones,
             round,
             || link.device_cpu_ns(),
-            || (link.dma.stats(), link.dma.waits(), link.iommu.stats()),
+            || (link.dma.stats(), link.dma.waits(), link.behind.iommu.stats()),
             || link.lost(),
         );
         let found =

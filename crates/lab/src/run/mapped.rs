@@ -10,7 +10,7 @@ use ringfence_drivers::{
 use ringfence_virtq::blk;
 
 use super::{
-    path::{Completed, Path, TURN},
+    path::{Completed, Path, TURN, place, transfer},
     probe::Probe,
     space::{Dma, Queue},
 };
@@ -46,16 +46,8 @@ impl Path for VirtioPath {
     }
 
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
-        // A read that says OK has written all data and the status; a write the status.
-        let (kind, written) = match op {
-            Op::Read => (blk::Kind::In, ringfence_dma::DmaBuffer::len(&buffer) + 1),
-            Op::Write => (blk::Kind::Out, 1),
-        };
-        let at = token as usize;
-        if self.asked.len() <= at {
-            self.asked.resize(at + 1, 0);
-        }
-        self.asked[at] = written;
+        let (kind, written) = transfer(op, ringfence_dma::DmaBuffer::len(&buffer));
+        *place(&mut self.asked, token) = written;
         Ok(self.queue.submit(kind, offset / blk::SECTOR, buffer, token.into())?)
     }
 

@@ -11,6 +11,7 @@ use ringfence_sync::{
     clock::{Clock, MonotonicClock},
     wait::{Next, Wait},
 };
+use ringfence_virtq::blk;
 
 use super::probe::Probe;
 use crate::workload::Op;
@@ -25,6 +26,24 @@ pub(crate) struct Completed {
     pub(crate) token: u32,
     pub(crate) buffer: PagedBuffer,
     pub(crate) ok: bool,
+}
+
+/// What a request of `len` bytes asks of the disk, and how many bytes an answer must say were written: of a read that says OK
+/// all data and the status, of a write the status.
+pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
+    match op {
+        Op::Read => (blk::Kind::In, len + 1),
+        Op::Write => (blk::Kind::Out, 1),
+    }
+}
+
+/// The place of a token in a list that grows as far as it must.
+pub(super) fn place<T: Default>(list: &mut Vec<T>, token: u32) -> &mut T {
+    let at = token as usize;
+    if list.len() <= at {
+        list.resize_with(at + 1, T::default);
+    }
+    &mut list[at]
 }
 
 /// A way from one job thread to the disk.
@@ -196,11 +215,7 @@ impl Path for FilePath {
             Op::Read => FileOp::Read(offset),
             Op::Write => FileOp::Write(offset),
         };
-        let at = token as usize;
-        if self.under_way.len() <= at {
-            self.under_way.resize_with(at + 1, || None);
-        }
-        let held = self.under_way[at].insert(held);
+        let held = place(&mut self.under_way, token).insert(held);
         // SAFETY: the box holds the iovec and, with the buffer, the memory until the completion;
         // both stay in `under_way`, which is dropped after `io`.
         if !unsafe { self.io.submit(op, &held.piece, token.into()) } {

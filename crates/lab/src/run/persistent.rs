@@ -10,7 +10,7 @@ use ringfence_drivers::{
 };
 use ringfence_virtq::blk;
 
-use super::path::{Completed, Path};
+use super::path::{Completed, Path, place, transfer};
 use crate::workload::Op;
 
 /// Through a virtqueue to the device process, from buffers that stay mapped.
@@ -40,16 +40,9 @@ impl Path for PersistentPath {
         self.segments.clear();
         let parts = self.arena.segments_for(first..first + len);
         self.segments.extend(parts.context("a buffer of another arena")?);
-        let (kind, written) = match op {
-            Op::Read => (blk::Kind::In, len + 1),
-            Op::Write => (blk::Kind::Out, 1),
-        };
+        let (kind, written) = transfer(op, len);
         self.queue.submit(kind, offset / blk::SECTOR, &self.segments, token.into())?;
-        let at = token as usize;
-        if self.under_way.len() <= at {
-            self.under_way.resize_with(at + 1, || None);
-        }
-        self.under_way[at] = Some((buffer, written));
+        *place(&mut self.under_way, token) = Some((buffer, written));
         Ok(())
     }
 

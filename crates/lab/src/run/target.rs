@@ -15,13 +15,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use rustix::{
-    fs::{MemfdFlags, ftruncate, memfd_create},
-    io::Errno,
-};
+use rustix::{fs::ftruncate, io::Errno};
 
 use super::{Usage, device::DiskKind};
-use crate::{block::Format, job::Job, text::bytes};
+use crate::{block::Format, job::Job, memory, text::bytes};
 
 /// Which disk to use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,8 +89,7 @@ impl Target {
         let path = match choice {
             DiskChoice::Path(path) => path,
             memory => {
-                let file = memfd_create("ringfence-disk", MemfdFlags::CLOEXEC)?;
-                ftruncate(&file, len)?;
+                let file = memory::file("ringfence-disk", len)?;
                 let paced = *memory == DiskChoice::Paced;
                 return Ok(Target {
                     kind: if paced { DiskKind::Paced } else { DiskKind::Ram },
@@ -174,7 +170,7 @@ impl Target {
         let mut at = 0;
         while at < len && !stop.load(Ordering::Relaxed) {
             let part = &mut buffer[skew..][..chunk.min((len - at) as usize)];
-            content.format.fill(part, at, 1);
+            content.format.fill_piece(part.into(), at, 1);
             file.write_all_at(part, at).context("laying out the disk")?;
             at += part.len() as u64;
         }

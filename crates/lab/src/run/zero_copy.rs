@@ -12,7 +12,7 @@ use ringfence_mem::HostSlice;
 use ringfence_virtq::blk;
 
 use super::{
-    path::{Completed, Path},
+    path::{Completed, Path, place, transfer},
     space::Dma,
 };
 use crate::workload::Op;
@@ -65,6 +65,7 @@ impl Timed {
 
 struct Taken {
     memory: PoolBuffer,
+    kind: blk::Kind,
     /// How many bytes an answer must say were written.
     written: u64,
     /// The job's buffer, while the request is under way.
@@ -83,18 +84,14 @@ impl Path for ZeroCopyPath {
     }
 
     fn take(&mut self, op: Op, len: u32, token: u32) -> Result<()> {
-        let len = u64::from(len);
-        let (direction, written) = match op {
-            Op::Read => (Direction::FromDevice, len + 1),
-            Op::Write => (Direction::ToDevice, 1),
+        let direction = match op {
+            Op::Read => Direction::FromDevice,
+            Op::Write => Direction::ToDevice,
         };
-        let memory = self.timed.call(|| self.dma.take_buffer(len, direction));
+        let (kind, written) = transfer(op, len.into());
+        let memory = self.timed.call(|| self.dma.take_buffer(len.into(), direction));
         let memory = memory.context("a buffer of the pools")?;
-        let at = token as usize;
-        if self.taken.len() <= at {
-            self.taken.resize_with(at + 1, || None);
-        }
-        self.taken[at] = Some(Taken { memory, written, own: None });
+        *place(&mut self.taken, token) = Some(Taken { memory, kind, written, own: None });
         Ok(())
     }
 
@@ -111,16 +108,12 @@ impl Path for ZeroCopyPath {
         }
     }
 
-    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
-        let kind = match op {
-            Op::Read => blk::Kind::In,
-            Op::Write => blk::Kind::Out,
-        };
+    fn submit(&mut self, _op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
         let Some(Some(taken)) = self.taken.get_mut(token as usize) else {
             bail!("a request without memory");
         };
         let segments = taken.memory.segments();
-        self.queue.submit(kind, offset / blk::SECTOR, segments, token.into())?;
+        self.queue.submit(taken.kind, offset / blk::SECTOR, segments, token.into())?;
         taken.own = Some(buffer);
         Ok(())
     }

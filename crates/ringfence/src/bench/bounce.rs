@@ -12,7 +12,7 @@ use ringfence_lab::{
 
 use super::show_rows;
 use crate::{
-    list::{List, list},
+    list::{List, list, time},
     session::{Begun, Session},
 };
 
@@ -95,12 +95,7 @@ impl std::str::FromStr for Size {
 }
 
 fn parse_runtime(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "a number of seconds, such as 1 or 0.2")?;
-    if (0.01..=3600.0).contains(&seconds) {
-        Ok(Duration::from_secs_f64(seconds))
-    } else {
-        Err("from 0.01 to 3600 seconds".to_owned())
-    }
+    time(text, ("seconds", 1.0), "1 or 0.2", 0.01..=3600.0)
 }
 
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {

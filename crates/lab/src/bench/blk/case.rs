@@ -8,7 +8,10 @@ use serde_json::{Map, Value};
 
 pub use crate::bench::net::case::{Entry, Ring};
 use crate::{
-    bench::row::object,
+    bench::{
+        net::case::{addresses, addressing_params},
+        row::object,
+    },
     list::{PLAIN, counted, named},
 };
 
@@ -92,15 +95,7 @@ impl Case {
             Some(false) => return "unconfined".to_owned(),
             None => {}
         }
-        match self.addressing {
-            Addressing::Physical => "off".to_owned(),
-            Addressing::Static { entry, mergeable } => {
-                let kind = if mergeable { "mergeable" } else { "unmergeable" };
-                format!("{}/{kind}", Entry(entry))
-            }
-            Addressing::Fresh { push: false } => "dynamic/asked".to_owned(),
-            Addressing::Fresh { push: true } => "dynamic/pushed".to_owned(),
-        }
+        addresses(self.addressing).replace(' ', "/")
     }
 
     pub(super) fn name(&self) -> String {
@@ -129,15 +124,7 @@ impl Case {
             params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
         }
         params.extend(self.sandbox.map(|on| ("sandbox".to_owned(), on.into())));
-        match self.addressing {
-            Addressing::Physical => {}
-            Addressing::Static { entry, mergeable } => {
-                params.extend(object([("entry", entry.into()), ("mergeable", mergeable.into())]));
-            }
-            Addressing::Fresh { push } => {
-                params.extend(object([("entry", 4096.into()), ("pushed", push.into())]));
-            }
-        }
+        params.extend(addressing_params(self.addressing));
         params
     }
 

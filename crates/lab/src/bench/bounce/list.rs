@@ -156,7 +156,7 @@ fn row(way: Way, direction: &str, elements: usize, own: &Taken, ours: &Taken) ->
         ]),
         ns_per_op: own.wall.interval(),
         ratio_to_ringfence: own.wall.ratio_to(&ours.wall).median,
-        note: own.wall.is_empty().then(|| "not measured: interrupted".to_owned()),
+        note: own.wall.missing(None),
         figures: object([
             ("ratio_interval", value(own.wall.ratio_to(&ours.wall))),
             ("thread_cpu_ns", value(own.cpu.interval())),

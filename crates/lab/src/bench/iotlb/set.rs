@@ -1,12 +1,12 @@
 //! The entries that are looked up, and the memory they lead to.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use ringfence_mem::{Memory, Region};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::params::{Entries, Merge, Page};
+use crate::memory;
 
 /// The I/O virtual address of the first entry.
 pub(super) const BASE: u64 = 1 << 40;
@@ -46,9 +46,7 @@ impl Set {
     /// Memory for all of it, of which nothing is there until it is touched.
     pub(super) fn memory(&self) -> Result<Arc<Memory>> {
         let size = self.places() * self.page;
-        let file: OwnedFd =
-            memfd_create("bench", MemfdFlags::CLOEXEC).context("a file in memory")?;
-        ftruncate(&file, size).with_context(|| format!("a file of {size} bytes"))?;
+        let file = memory::file("bench", size)?;
         let region = Region { gpa: 0, size, user_addr: 0, mmap_offset: 0 };
         Memory::map(vec![(region, file)]).context("mapping memory")
     }

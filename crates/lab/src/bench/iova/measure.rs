@@ -13,7 +13,7 @@ use super::{
     oracle::{Oracle, Violation},
     pattern::{Live, Pattern, Size},
     peers::{Contender, Control, Implementation, Subject, with_subject},
-    work::{Operate, Plain, Seen, Timed, Watched, Worker},
+    work::{Checked, Operate, Plain, Timed, Watched, Worker},
 };
 use crate::{
     bench::{
@@ -151,18 +151,17 @@ impl Entrant {
         }
         let deadline = Instant::now() + method.budget * 2;
         let mut worker = Worker::new(&mut self.set.churned, &self.sizes, part);
-        let seen = with_subject!(&self.contender, subject => {
+        let violation = with_subject!(&self.contender, subject => {
             let mut watched = Watched::new(subject, &mut oracle);
             loop {
-                checked.operations += worker.step(pattern, &mut watched);
+                watched.checked.operations += worker.step(pattern, &mut watched);
+                checked = watched.checked;
                 let over = checked.operations >= CHECKED || Instant::now() > deadline;
-                if over || watched.seen.violation.is_some() {
-                    break watched.seen;
+                if over || watched.violation.is_some() {
+                    break watched.violation;
                 }
             }
         });
-        let Seen { failures, with_hole, violation } = seen;
-        (checked.failures, checked.with_hole) = (failures, with_hole);
         if let Some(violation) = violation {
             self.disqualify(pattern, violation);
         }
@@ -238,22 +237,6 @@ fn workers<'a>(
         workers.push(Worker::new(own, sizes, part ^ index << 40));
     }
     workers
-}
-
-/// What a check saw.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Checked {
-    pub(super) operations: u64,
-    pub(super) failures: u64,
-    pub(super) with_hole: u64,
-}
-
-impl Checked {
-    pub(super) fn add(&mut self, more: Checked) {
-        self.operations += more.operations;
-        self.failures += more.failures;
-        self.with_hole += more.with_hole;
-    }
 }
 
 /// What was timed of one implementation with one number of threads.

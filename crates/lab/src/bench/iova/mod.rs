@@ -48,9 +48,10 @@ use crate::{
     progress::{Kind, Progress},
     run::Usage,
 };
-use measure::{Checked, Entrant, Method, Samples};
+use measure::{Entrant, Method, Samples};
 use pattern::{Cell, Live, Pattern, Size};
 use peers::{Implementation, MOST_THREADS};
+use work::Checked;
 
 /// Bytes of a granule: a page of most machines.
 const GRANULE: u64 = 4096;

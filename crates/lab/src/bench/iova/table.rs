@@ -7,8 +7,8 @@ use crate::{
     bench::{
         Benchmark, Row,
         table::{
-            both, count, distinct, groups, interval, machine, ratio, rounds, section, setting,
-            setting_text, single, text, times, warnings,
+            both, count, distinct, groups, interval, ratio, rounds, section, setting, setting_text,
+            single, text, times, warnings,
         },
     },
     text::{block, cells, number, optional, wrap},
@@ -24,7 +24,7 @@ pub fn render(benchmark: &Benchmark, details: bool) -> String {
         rounds(benchmark, &format!(" of {} ms", setting(benchmark, "budget_ms"))),
         setting_text(benchmark, "clock"),
         number(setting(benchmark, "clock_ns")),
-        machine(benchmark),
+        benchmark.host.describe(),
     ));
     let names = distinct(&benchmark.rows, |row| row.implementation.clone());
     let kind = |row: &Row| (text(row, "pattern"), text(row, "size"));

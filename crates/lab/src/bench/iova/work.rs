@@ -1,12 +1,12 @@
 //! The patterns, operation by operation, the same whether they are timed or checked.
 
 use super::{
-    fill::{Rng, Slot},
+    fill::{Slot, random},
     oracle::{Oracle, Violation},
     pattern::{BATCH, Pattern},
     peers::Subject,
 };
-use crate::{bench::clock::Clock, stats::Latencies};
+use crate::{bench::clock::Clock, random::XorShift, stats::Latencies};
 
 /// Allocates and frees for a pattern. What stands between `begin` and `end` is one operation; an
 /// operation in two parts ends its first part with `hold`.
@@ -29,14 +29,14 @@ pub(super) struct Worker<'a> {
     slots: &'a mut [Slot],
     sizes: &'a [u64],
     next_size: usize,
-    rng: Rng,
+    rng: XorShift,
     batch: [Slot; BATCH],
 }
 
 impl<'a> Worker<'a> {
     /// `part` decides what is chosen.
     pub(super) fn new(slots: &'a mut [Slot], sizes: &'a [u64], part: u64) -> Worker<'a> {
-        let mut rng = Rng::new(part);
+        let mut rng = random(part);
         let next_size = rng.below(sizes.len() as u64) as usize;
         Worker { slots, sizes, next_size, rng, batch: [Slot::default(); BATCH] }
     }
@@ -200,28 +200,37 @@ impl<S: Subject + ?Sized> Operate for Timed<'_, S> {
     }
 }
 
+/// What a check saw.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Checked {
+    pub(super) operations: u64,
+    /// Requests that failed.
+    pub(super) failures: u64,
+    /// Those of them that a hole could have met.
+    pub(super) with_hole: u64,
+}
+
+impl Checked {
+    pub(super) fn add(&mut self, more: Checked) {
+        self.operations += more.operations;
+        self.failures += more.failures;
+        self.with_hole += more.with_hole;
+    }
+}
+
 /// An allocator under the oracle's eyes.
 pub(super) struct Watched<'a, S: ?Sized> {
     subject: &'a S,
     oracle: &'a mut Oracle,
     /// What is known so far.
-    pub(super) seen: Seen,
-}
-
-/// What came out of checked operations.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
-    /// Requests that failed.
-    pub(super) failures: u64,
-    /// Those of them that a hole could have met.
-    pub(super) with_hole: u64,
+    pub(super) checked: Checked,
     /// The first thing that was wrong.
     pub(super) violation: Option<Violation>,
 }
 
 impl<'a, S: Subject + ?Sized> Watched<'a, S> {
     pub(super) fn new(subject: &'a S, oracle: &'a mut Oracle) -> Self {
-        Watched { subject, oracle, seen: Seen::default() }
+        Watched { subject, oracle, checked: Checked::default(), violation: None }
     }
 }
 
@@ -231,11 +240,11 @@ impl<S: Subject + ?Sized> Operate for Watched<'_, S> {
         match found.map(|first| self.oracle.take(first, granules)) {
             Some(Ok(())) => {}
             Some(Err(violation)) => {
-                self.seen.violation.get_or_insert(violation);
+                self.violation.get_or_insert(violation);
             }
             None => {
-                self.seen.failures += 1;
-                self.seen.with_hole += u64::from(self.oracle.has_hole(granules));
+                self.checked.failures += 1;
+                self.checked.with_hole += u64::from(self.oracle.has_hole(granules));
             }
         }
         found
@@ -245,7 +254,7 @@ impl<S: Subject + ?Sized> Operate for Watched<'_, S> {
         if self.subject.give(first, granules) {
             self.oracle.give(first, granules);
         } else {
-            self.seen.violation.get_or_insert(Violation::Refused { first, granules });
+            self.violation.get_or_insert(Violation::Refused { first, granules });
         }
     }
 }

@@ -90,6 +90,30 @@ pub(super) struct Case {
     pub(super) mapped: Option<Mapped>,
 }
 
+/// Addresses in a word or two.
+pub(in crate::bench) fn addresses(addressing: Addressing) -> String {
+    match addressing {
+        Addressing::Physical => "off".to_owned(),
+        Addressing::Static { entry, mergeable } => {
+            let kind = if mergeable { "mergeable" } else { "unmergeable" };
+            format!("{} {kind}", Entry(entry))
+        }
+        Addressing::Fresh { push: false } => "dynamic asked".to_owned(),
+        Addressing::Fresh { push: true } => "dynamic pushed".to_owned(),
+    }
+}
+
+/// Addresses as parameters.
+pub(in crate::bench) fn addressing_params(addressing: Addressing) -> Map<String, Value> {
+    match addressing {
+        Addressing::Physical => Map::new(),
+        Addressing::Static { entry, mergeable } => {
+            object([("entry", entry.into()), ("mergeable", mergeable.into())])
+        }
+        Addressing::Fresh { push } => object([("entry", 4096.into()), ("pushed", push.into())]),
+    }
+}
+
 /// Pages of buffers in all. DPDK's cache of a queue holds 2048 entries and is given those of all
 /// queues: with more it would measure its eviction.
 const PAGES: u32 = 1700;
@@ -115,15 +139,7 @@ impl Case {
         if let Some(mapped) = self.mapped {
             return mapped.name();
         }
-        match self.addressing {
-            Addressing::Physical => "off".to_owned(),
-            Addressing::Static { entry, mergeable } => {
-                let kind = if mergeable { "mergeable" } else { "unmergeable" };
-                format!("{} {kind}", Entry(entry))
-            }
-            Addressing::Fresh { push: false } => "dynamic asked".to_owned(),
-            Addressing::Fresh { push: true } => "dynamic pushed".to_owned(),
-        }
+        addresses(self.addressing)
     }
 
     pub(super) fn name(&self) -> String {
@@ -157,15 +173,7 @@ impl Case {
         if let Some(mapped) = self.mapped {
             params.extend(mapped.params());
         }
-        match self.addressing {
-            Addressing::Physical => {}
-            Addressing::Static { entry, mergeable } => {
-                params.extend(object([("entry", entry.into()), ("mergeable", mergeable.into())]));
-            }
-            Addressing::Fresh { push } => {
-                params.extend(object([("entry", 4096.into()), ("pushed", push.into())]));
-            }
-        }
+        params.extend(addressing_params(self.addressing));
         params
     }
 

@@ -148,8 +148,7 @@ impl BlkLoad {
 
     /// What happened on the sockets.
     pub fn messages(&self) -> Messages {
-        let Link { misses, updates, invalidations, .. } = self.link;
-        Messages { misses, updates, invalidations }
+        self.link.messages
     }
 
     /// Waits until all requests are answered.

@@ -136,7 +136,7 @@ impl Side {
                 false => tally.failed += 1,
             }
             if !self.addressing.is_fresh() {
-                self.ring.free.put(*token as u32);
+                self.ring.free.push_back(*token as u32);
             }
         }
         if self.addressing.is_fresh() {
@@ -172,7 +172,7 @@ impl Side {
         }
         let most = most.min(self.ring.queue.free_descs().into());
         for _ in 0..most {
-            let Some(number) = self.ring.free.take() else { break };
+            let Some(number) = self.ring.free.pop_front() else { break };
             let Side { ring, first, buffers, addressing, span, write } = self;
             let block = content.pick((*span).into());
             let buffer = &mut buffers[(number - *first) as usize];

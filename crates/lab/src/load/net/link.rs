@@ -16,7 +16,7 @@ use rustix::net::SendFlags;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
-    Entry, NetDriverError,
+    Entry, Messages, NetDriverError,
     pipe::{MESSAGE, Pipe, Records},
     space::Space,
 };
@@ -32,9 +32,7 @@ pub(crate) struct Link {
     front: Frontend,
     pipe: Pipe,
     channel: Option<(UnixStream, Records<MESSAGE>)>,
-    pub(crate) misses: u64,
-    pub(crate) updates: u64,
-    pub(crate) invalidations: u64,
+    pub(crate) messages: Messages,
 }
 
 /// What a ring of the device is made of.
@@ -68,9 +66,8 @@ impl Link {
             channel = Some((ours, Records::new()));
         }
         front.set_mem_table(&[(space.ram().region(), space.ram().fd())])?;
-        let (misses, updates, invalidations) = (0, 0, 0);
         let pipe = Pipe::new(front.iotlb_handle());
-        Ok(Link { front, pipe, channel, misses, updates, invalidations })
+        Ok(Link { front, pipe, channel, messages: Messages::default() })
     }
 
     /// Starts a ring; its areas are mapped first, as QEMU does it.
@@ -113,13 +110,13 @@ impl Link {
 
     /// Puts a translation into the pipe; returns its ticket.
     pub(crate) fn update(&mut self, entry: Entry) -> u64 {
-        self.updates += 1;
+        self.messages.updates += 1;
         self.pipe.put(update(entry))
     }
 
     /// Takes translations back: nothing uses them any more when the ticket is done.
     pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
-        self.invalidations += 1;
+        self.messages.invalidations += 1;
         self.pipe.put(Iotlb::Invalidate { first, last })
     }
 
@@ -138,9 +135,9 @@ impl Link {
     /// asked for meanwhile, and returns how many misses that were. One at an address that leads
     /// nowhere gets no UPDATE (rule D8).
     pub(crate) fn answer(&mut self, space: &Space) -> Result<u64, NetDriverError> {
-        let Link { pipe, channel, misses, updates, .. } = self;
+        let Link { pipe, channel, messages, .. } = self;
         let Some((channel, records)) = channel else { return Ok(0) };
-        let before = *misses;
+        let before = messages.misses;
         pipe.flush()?;
         records.receive(&*channel, |message| {
             let (head, wire) = message.split_at(Header::LEN);
@@ -154,10 +151,10 @@ impl Link {
             };
             let mut failed = 0_u64;
             if let Iotlb::Miss { iova, .. } = message {
-                *misses += 1;
+                messages.misses += 1;
                 match space.entry(iova) {
                     Some(entry) => {
-                        *updates += 1;
+                        messages.updates += 1;
                         pipe.put(update(entry));
                     }
                     None => failed = 1,
@@ -176,7 +173,7 @@ impl Link {
             Ok(())
         })?;
         pipe.flush()?;
-        Ok(*misses - before)
+        Ok(messages.misses - before)
     }
 }
 
@@ -202,8 +199,7 @@ mod tests {
         while !read(&mut main).is_empty() {}
         let pipe = Pipe::new(front.iotlb_handle());
         let channel = Some((channel, Records::new()));
-        let (misses, updates, invalidations) = (0, 0, 0);
-        (Link { front, pipe, channel, misses, updates, invalidations }, main, theirs)
+        (Link { front, pipe, channel, messages: Messages::default() }, main, theirs)
     }
 
     fn miss(iova: u64, ack: bool) -> Vec<u8> {
@@ -247,7 +243,7 @@ mod tests {
             [Header::reply(BACKEND_IOTLB_MSG, 8).as_bytes(), &value.to_ne_bytes()].concat()
         });
         assert_eq!(answers, done.concat(), "to those that wanted one, in order");
-        assert_eq!((link.misses, link.updates), (4, 2));
+        assert_eq!((link.messages.misses, link.messages.updates), (4, 2));
     }
 
     #[test]

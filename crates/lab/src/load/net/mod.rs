@@ -4,7 +4,6 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `space.rs` | the memory, and the addresses by which the device sees it |
-//! | `fifo.rs` | free buffers |
 //! | `link.rs` | the sockets; misses and their answers |
 //! | `pipe.rs` | IOTLB messages in flight |
 //! | `side.rs` | one ring with its buffers |
@@ -14,7 +13,6 @@
 //! asks for a translation. So nothing but the back end runs beside it.
 
 mod arrivals;
-pub(crate) mod fifo;
 pub(crate) mod link;
 mod pipe;
 pub(crate) mod ring;
@@ -243,8 +241,7 @@ impl NetDriver {
 
     /// What happened on the sockets.
     pub fn messages(&self) -> Messages {
-        let Link { misses, updates, invalidations, .. } = self.link;
-        Messages { misses, updates, invalidations }
+        self.link.messages
     }
 
     /// Sends `count` UPDATEs of a page, at most `depth` of them in flight, and waits for the answers:
