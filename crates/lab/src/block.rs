@@ -137,8 +137,8 @@ impl Format {
         Format { unit: (unit as u32).clamp(MIN_UNIT, MAX_UNIT), generation }
     }
 
-    /// Makes memory, which may be shared, the block at `offset` of the disk, by write number `sequence`: each unit is made
-    /// beside it and copied.
+    /// Makes memory, which may be shared, the block at `offset` of the disk, by write number `sequence`: each
+    /// unit is made beside it and copied.
     ///
     /// # Panics
     /// If it is no whole number of units.
@@ -152,8 +152,8 @@ impl Format {
         }
     }
 
-    /// Checks every byte of memory that was read from `offset` of the disk, and may be shared: what is checked is a copy of
-    /// each unit.
+    /// Checks every byte of memory that was read from `offset` of the disk, and may be shared: what is
+    /// checked is a copy of each unit.
     pub fn check_piece(&self, from: HostSlice<'_>, offset: u64) -> Result<BlockInfo, BlockError> {
         let size = self.unit as usize;
         if !from.len().is_multiple_of(size) {

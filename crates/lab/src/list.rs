@@ -59,8 +59,8 @@ pub fn short(n: u64, (units, times): Units) -> String {
     }
 }
 
-/// An enumeration with names: what it is called on the command line and in JSON, and what it is called there too.
-/// `$says` is said of any other name, with those that there are.
+/// An enumeration with names: what it is called on the command line and in JSON, and what it is called there
+/// too. `$says` is said of any other name, with those that there are.
 macro_rules! named {
     ($(#[$doc:meta])* $name:ident, $says:literal:
         $($(#[$of:meta])* $variant:ident = $text:literal $(| $too:literal)*,)+) => {

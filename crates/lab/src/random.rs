@@ -43,8 +43,8 @@ impl XorShift {
     }
 }
 
-/// The upper half of a product: no remainder, whose lowest values would be favoured. The bias of at most `n` in 2^64 is
-/// not seen in any run.
+/// The upper half of a product: no remainder, whose lowest values would be favoured. The bias of at most `n`
+/// in 2^64 is not seen in any run.
 #[inline]
 fn scaled(random: u64, n: u64) -> u64 {
     ((u128::from(random) * u128::from(n)) >> 64) as u64

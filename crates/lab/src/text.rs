@@ -12,8 +12,8 @@ pub(crate) fn block(rows: impl IntoIterator<Item = Vec<String>>) -> String {
     columns(rows, [(0, CellAlignment::Right), (1, CellAlignment::Right)])
 }
 
-/// Rows of cells under each other. For the first column, and for the others: how many blanks stand before it, and where
-/// its cells are aligned.
+/// Rows of cells under each other. For the first column, and for the others: how many blanks stand before it,
+/// and where its cells are aligned.
 pub(crate) fn columns(
     rows: impl IntoIterator<Item = Vec<String>>,
     [first, others]: [(u16, CellAlignment); 2],

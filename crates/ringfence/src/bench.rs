@@ -7,7 +7,11 @@ mod map;
 mod net;
 mod pin;
 
-use std::{process::ExitCode, sync::atomic::Ordering, time::Duration};
+use std::{
+    process::ExitCode,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
@@ -191,7 +195,7 @@ fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
     // First, as it is short and may refuse its options.
     let placement = arguments.placement.as_deref();
     let placements = match placement {
-        Some(_) => Some(measure_placements(arguments, progress)?),
+        Some(_) => Some(measure_placements(arguments, progress, &stop)?),
         None => None,
     };
     let mut benchmark = match placement {
@@ -261,7 +265,11 @@ fn show_rows(
     })
 }
 
-fn measure_placements(arguments: &Arguments, kind: Kind) -> Result<Vec<placement::Row>> {
+fn measure_placements(
+    arguments: &Arguments,
+    kind: Kind,
+    stop: &AtomicBool,
+) -> Result<Vec<placement::Row>> {
     let defaults = placement::Options::default();
     let options = placement::Options {
         aperture_bits: arguments.aperture,
@@ -271,7 +279,7 @@ fn measure_placements(arguments: &Arguments, kind: Kind) -> Result<Vec<placement
     };
     let (steps, expected) = placement::plan(&options);
     let progress = Progress::new(kind, steps, expected);
-    let rows = placement::measure(&options, &progress);
+    let rows = placement::measure(&options, &progress, stop);
     progress.finish();
     rows
 }

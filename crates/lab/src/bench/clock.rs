@@ -114,9 +114,9 @@ pub(crate) fn cpu_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Calls `step` with how many times to do something, once at least and until that has taken `budget`: how many
-/// times it was, and how long it took. The time is looked at seldom, so that looking costs nothing, but often enough not
-/// to run long over: 64 times or so.
+/// Calls `step` with how many times to do something, once at least and until that has taken `budget`: how
+/// many times it was, and how long it took. The time is looked at seldom, so that looking costs nothing, but
+/// often enough not to run long over: 64 times or so.
 ///
 /// # Errors
 /// Those of `step`.
@@ -139,8 +139,8 @@ pub(super) fn fitting<E>(
     }
 }
 
-/// The mean of the middle half of some times; it sorts them. A mean, since a virtual machine's counter may have steps of
-/// 10 ns; of the middle half, since some of what was timed was interrupted.
+/// The mean of the middle half of some times; it sorts them. A mean, since a virtual machine's counter may
+/// have steps of 10 ns; of the middle half, since some of what was timed was interrupted.
 pub(super) fn middle(values: &mut [u64]) -> f64 {
     values.sort_unstable();
     let quarter = values.len() / 4;

@@ -15,8 +15,8 @@ pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
     turns
 }
 
-/// Has all take turns in `repeat` rounds and one before them, in which caches grow and which counts for nothing. What
-/// `measure` finds of one is `keep`t if all took part in the round: else it compares nothing.
+/// Has all take turns in `repeat` rounds and one before them, in which caches grow and which counts for
+/// nothing. What `measure` finds of one is `keep`t if all took part in the round: else it compares nothing.
 pub(super) fn contest<E, S>(
     entrants: &mut [E],
     repeat: u32,

@@ -9,7 +9,7 @@ use crate::{report::Machine, stats::Estimate, text::json};
 pub const SCHEMA: &str = "ringfence.bench/1";
 
 /// Everything that one benchmark measured.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Benchmark {
     /// [`SCHEMA`].
     pub schema: String,
@@ -42,12 +42,7 @@ impl Benchmark {
             bench: bench.to_owned(),
             host: Machine::detect(),
             rounds,
-            interrupted: false,
-            settings: Map::new(),
-            rows: Vec::new(),
-            placement: None,
-            warnings: Vec::new(),
-            errors: Vec::new(),
+            ..Benchmark::default()
         }
     }
 

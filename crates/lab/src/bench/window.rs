@@ -1,4 +1,5 @@
-//! What a driver and a back end get done in a while, each on a CPU of its own, and what rounds of that tell together.
+//! What a driver and a back end get done in a while, each on a CPU of its own, and what rounds of that tell
+//! together.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,11 @@ use super::{
     row::{object, value},
     threads,
 };
-use crate::{load::net::Messages, stats::Estimate};
+use crate::{
+    load::net::Messages,
+    progress::{Kind, Progress},
+    stats::Estimate,
+};
 
 /// Who has its CPU for less of a window was not measured alone.
 pub(super) const FULL_SHARE: f64 = 0.95;
@@ -31,6 +36,21 @@ pub(super) fn cpus(benchmark: &mut Benchmark) -> [usize; 2] {
         benchmark.warnings.push(why.to_owned());
     }
     cpus
+}
+
+/// The progress over so many windows, each of which takes about `step`; it tells what a reader should know before.
+pub(super) fn progress(
+    kind: Kind,
+    windows: u64,
+    step: Duration,
+    benchmark: &Benchmark,
+) -> Progress {
+    let expected = step * u32::try_from(windows).unwrap_or(u32::MAX);
+    let progress = Progress::new(kind, windows, expected);
+    for warning in &benchmark.warnings {
+        progress.note(&format!("warning: {warning}"));
+    }
+    progress
 }
 
 /// What one window told.

@@ -12,7 +12,7 @@ pub const SCHEMA: &str = "ringfence.replay/1";
 pub const RECORDED: &str = "recorded";
 
 /// One run: the whole of `--json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// [`SCHEMA`].
     pub schema: String,
@@ -166,9 +166,7 @@ impl Report {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             host: Machine::detect(),
             rounds,
-            interrupted: false,
-            warnings: Vec::new(),
-            traces: Vec::new(),
+            ..Report::default()
         }
     }
 

@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn timers_run_by_the_recordings_clock() {
         // An unmap every 4 ms: with 10 ms a flush covers three of them.
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         for at in 0..12u64 {
             let stamp = Stamp { time_ns: Some(at * 4_000_000), cpu: 0 };
             derivation.map(0, at * 4096, at * 4096 + 4095, 0, stamp);
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn memory_that_follows_is_one_request() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, 0x1000, 0x1fff, 0x5000, Stamp::default());
         derivation.map(0, 0x2000, 0x2fff, 0x6000, Stamp::default());
         derivation.unmap(0, 0x1000, 0x2fff, false, Stamp::default());
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_mapped_is_counted() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, 0, u64::MAX, 0, Stamp::default());
         derivation.unmap(0, 0, u64::MAX, false, Stamp::default());
         let failed = row(&derivation.finish(), Policy::Strict, Tuning::default());

@@ -42,7 +42,7 @@ pub const BANDWIDTH_FROM: u32 = 32 << 10;
 const GIB: f64 = (1u64 << 30) as f64;
 
 /// One comparison: the whole of `--json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
     /// [`SCHEMA`].
     pub schema: String,
@@ -386,17 +386,9 @@ impl Comparison {
             host: Machine::detect(),
             disk: disk.to_owned(),
             notify: notify.to_owned(),
-            allocators: Vec::new(),
-            placement: String::new(),
-            aperture_bits: 0,
-            live_ranges: 0,
-            load_threads: 0,
-            tuning: Tuning::default(),
             rounds,
             runtime_s,
-            interrupted: false,
-            warnings: Vec::new(),
-            jobs: Vec::new(),
+            ..Comparison::default()
         }
     }
 

@@ -18,7 +18,7 @@ use ringfence_drivers::{
 };
 use ringfence_mem::GuestRam;
 use ringfence_run::event;
-use ringfence_vhost_user::{ProtocolFeatures, RingAddresses};
+use ringfence_vhost_user::ProtocolFeatures;
 use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk::feature};
 
@@ -31,7 +31,7 @@ use super::{
     probe::Probe,
     process::Process,
     space::{Dma, dma},
-    viommu::{Behind, OWN_BYTES, RingMemory, start_ring},
+    viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
     zero_copy::ZeroCopyPath,
 };
 use crate::random::XorShift;
@@ -114,12 +114,8 @@ impl Link {
                 Arc::clone(&call),
                 plan.notify,
             )?;
-            let addresses = RingAddresses {
-                desc: base,
-                avail: base + queue_layout.avail_at() as u64,
-                used: base + queue_layout.used_at() as u64,
-                log: None,
-            };
+            let addresses =
+                ring_addresses(base, [0, queue_layout.avail_at(), queue_layout.used_at()]);
             start_ring(
                 &mut behind.front,
                 index,

@@ -28,8 +28,8 @@ pub(crate) struct Completed {
     pub(crate) ok: bool,
 }
 
-/// What a request of `len` bytes asks of the disk, and how many bytes an answer must say were written: of a read that says OK
-/// all data and the status, of a write the status.
+/// What a request of `len` bytes asks of the disk, and how many bytes an answer must say were written: of a
+/// read that says OK all data and the status, of a write the status.
 pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
     match op {
         Op::Read => (blk::Kind::In, len + 1),

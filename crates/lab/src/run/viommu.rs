@@ -41,8 +41,9 @@ pub(crate) enum RingMemory {
 }
 
 impl RingMemory {
-    /// Whole pages, since an untrusted device must see nothing beside them; where the device finds them, and by which
-    /// address it is told: an IOVA both behind an IOMMU, else the latter is one of this process (rule D2).
+    /// Whole pages, since an untrusted device must see nothing beside them; where the device finds them, and
+    /// by which address it is told: an IOVA both behind an IOMMU, else the latter is one of this process
+    /// (rule D2).
     pub(crate) fn new(
         ram: &Arc<GuestRam>,
         bytes: usize,
@@ -82,8 +83,8 @@ pub(crate) struct Behind<P> {
 }
 
 impl<P> Behind<P> {
-    /// Has `start` serve the device's socket and the IOMMU's, and brings the latter's driver up, with a domain that is
-    /// lazy or not.
+    /// Has `start` serve the device's socket and the IOMMU's, and brings the latter's driver up, with a
+    /// domain that is lazy or not.
     pub(crate) fn open(
         ram: Arc<GuestRam>,
         notify: Notify,
@@ -123,8 +124,8 @@ impl<P> Behind<P> {
         self.front.set_mem_table(&memory).context("sharing memory")
     }
 
-    /// Ends it in order, once the rings were stopped and all buffers unmapped: gives the memory of the rings back, and
-    /// hangs up.
+    /// Ends it in order, once the rings were stopped and all buffers unmapped: gives the memory of the rings
+    /// back, and hangs up.
     pub(crate) fn hang_up(&mut self, rings: Vec<RingMemory>, dma: Option<&Dma>) -> Result<()> {
         for ring in rings {
             if let RingMemory::Mapped(coherent) = ring {
@@ -143,6 +144,12 @@ impl<P> Behind<P> {
         }
         Ok(())
     }
+}
+
+/// Addresses of a ring's areas, at these offsets from an address.
+pub(crate) fn ring_addresses(base: u64, offsets: [usize; 3]) -> RingAddresses {
+    let [desc, avail, used] = offsets.map(|at| base + at as u64);
+    RingAddresses { desc, avail, used, log: None }
 }
 
 /// Starts a ring of a device.
@@ -221,12 +228,7 @@ fn start_iommu(
     let buffers = RamPart::carve(ram, Driver::buffer_bytes(IOMMU_RING, &config), PAGE)?;
     let events = Arc::new(Events { kick: event::new()?, call: event::new()?, socket });
     let user = ram.user_addr() + (rings.gpa() - ram.gpa());
-    let addresses = RingAddresses {
-        desc: user,
-        avail: user + areas.avail as u64,
-        used: user + areas.used as u64,
-        log: None,
-    };
+    let addresses = ring_addresses(user, [0, areas.avail, areas.used]);
     start_ring(front, 0, IOMMU_RING, &addresses, events.kick.as_fd(), Some(events.call.as_fd()))?;
     let driver = Driver::new(
         events,

@@ -44,10 +44,7 @@ use super::{
     row::object,
     window::{self, Measured},
 };
-use crate::{
-    progress::{Kind as Show, Progress},
-    run::Usage,
-};
+use crate::{progress::Kind as Show, run::Usage};
 
 /// What a measurement takes beside its window.
 const OVERHEAD: Duration = Duration::from_millis(14);
@@ -109,11 +106,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let places = Places::new(&folder.0, read, written)?;
     let total = u64::from(options.repeat) * cases.len() as u64;
     let step = options.window + OVERHEAD;
-    let expected = step * u32::try_from(total).unwrap_or(u32::MAX);
-    let progress = Progress::new(options.progress, total, expected);
-    for warning in &benchmark.warnings {
-        progress.note(&format!("warning: {warning}"));
-    }
+    let progress = window::progress(options.progress, total, step, &benchmark);
     let mut outcomes = Vec::new();
     for contest in cases.chunk_by(|a, b| a.off() == b.off()) {
         let mut devices: Vec<Device> =

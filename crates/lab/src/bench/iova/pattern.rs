@@ -18,8 +18,8 @@ const MOST_LIVE: u64 = 10_000_000;
 const UNITS: Units = ("km", 1000);
 
 named! {
-    /// In which order ranges are allocated and freed, in the order they are run on one set: `random` changes it and
-    /// comes last.
+    /// In which order ranges are allocated and freed, in the order they are run on one set: `random` changes
+    /// it and comes last.
     Pattern, "no pattern is called {:?}: there are {}":
     /// The same range is allocated and freed, again and again.
     Hot = "hot",

@@ -37,10 +37,7 @@ use super::{
     threads,
     window::{self, Measured},
 };
-use crate::{
-    progress::{Kind, Progress},
-    run::Usage,
-};
+use crate::{progress::Kind, run::Usage};
 use backend::Backend;
 use case::{Case, Choice, Implementation};
 
@@ -109,11 +106,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let of = |case: &Case| options.implementations.iter().filter(|who| case.is_for(**who)).count();
     let total = u64::from(options.repeat) * cases.iter().map(of).sum::<usize>() as u64;
     let step = options.window + OVERHEAD;
-    let expected = step * u32::try_from(total).unwrap_or(u32::MAX);
-    let progress = Progress::new(options.progress, total, expected);
-    for warning in &benchmark.warnings {
-        progress.note(&format!("warning: {warning}"));
-    }
+    let progress = window::progress(options.progress, total, step, &benchmark);
     let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
     'rounds: for round in 1..=options.repeat {
         for (case, found) in cases.iter().zip(&mut found) {

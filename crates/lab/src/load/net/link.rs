@@ -12,6 +12,7 @@ use ringfence_mem::Access;
 use ringfence_vhost_user::{
     Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, msg::Header,
 };
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_RING_PACKED, F_VERSION_1};
 use rustix::net::SendFlags;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -44,17 +45,23 @@ pub(crate) struct RingParts<'a> {
 }
 
 impl Link {
-    /// Settles on `features`, of which the back end must have all in `needed`, and hands the memory
-    /// over.
+    /// Settles on the features in `own` and those that addresses and rings need, and hands the memory over.
     pub(crate) fn open(
         stream: UnixStream,
-        features: u64,
-        needed: u64,
+        own: u64,
+        packed: bool,
         space: &Space,
     ) -> Result<Link, NetDriverError> {
         let mut front = Frontend::new(stream, PATIENCE);
         let protocol = ProtocolFeatures::MQ | ProtocolFeatures::BACKEND_REQ;
-        let settled = front.negotiate(features, protocol)?;
+        let mut needed = 1 << F_VERSION_1 | own;
+        if space.addressing().translated() {
+            needed |= 1 << F_ACCESS_PLATFORM;
+        }
+        if packed {
+            needed |= 1 << F_RING_PACKED;
+        }
+        let settled = front.negotiate(needed, protocol)?;
         if settled & needed != needed {
             return Err(NetDriverError::Lacks { features: needed & !settled });
         }

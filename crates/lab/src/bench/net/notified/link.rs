@@ -10,7 +10,7 @@ use ringfence_dma::{BounceConfig, BounceLimits, Config, Policy, Written};
 use ringfence_drivers::ram::{PagedBuffer, RamMemory};
 use ringfence_mem::GuestRam;
 use ringfence_run::{event, worker::Notify};
-use ringfence_vhost_user::{ProtocolFeatures, RingAddresses};
+use ringfence_vhost_user::ProtocolFeatures;
 use ringfence_virtio_iommu::driver::{Stats, ViommuDomain};
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_VERSION_1,
@@ -24,7 +24,7 @@ use crate::run::{
     link::{GUEST_BASE, scatter},
     process::Process,
     space::{Space, dma},
-    viommu::{Behind, OWN_BYTES, RingMemory, start_ring},
+    viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
 };
 
 /// VIRTIO_NET_F_MRG_RXBUF (bit 15).
@@ -109,12 +109,7 @@ impl Link {
         for index in 0..2 {
             let (held, _, base) = RingMemory::new(&ram, ring_bytes, dma.as_ref())?;
             let offsets = config.offsets();
-            let addresses = RingAddresses {
-                desc: base + offsets.desc as u64,
-                avail: base + offsets.avail as u64,
-                used: base + offsets.used as u64,
-                log: None,
-            };
+            let addresses = ring_addresses(base, [offsets.desc, offsets.avail, offsets.used]);
             let rings = Rings::placed(held.part().window(), &config)?;
             let mut queue = Queue::with_config(config, rings)?;
             // Both ends poll.
