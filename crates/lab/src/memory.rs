@@ -1,6 +1,6 @@
-//! Memory: files in it, and what the program's heap holds.
+//! What the system gives and tells: files in memory, numbers of `/proc`, what the program's heap holds.
 
-use std::os::fd::OwnedFd;
+use std::{fs, os::fd::OwnedFd};
 
 use anyhow::{Context, Result};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -13,6 +13,19 @@ pub(crate) fn file(name: &str, len: u64) -> Result<OwnedFd> {
     let file = memfd_create(name, MemfdFlags::CLOEXEC).context("a file in memory")?;
     ftruncate(&file, len).with_context(|| format!("a file of {len} bytes"))?;
     Ok(file)
+}
+
+/// What a file of `/proc` says behind a word and a colon.
+pub(crate) fn told(path: &str, word: &str) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let said =
+        |line: &str| Some(line.strip_prefix(word)?.trim_start().strip_prefix(':')?.to_owned());
+    text.lines().find_map(said).map(|value| value.trim().to_owned())
+}
+
+/// The number that it says.
+pub(crate) fn number(path: &str, word: &str) -> Option<u64> {
+    told(path, word)?.split_ascii_whitespace().next()?.parse().ok()
 }
 
 /// Bytes that the heap holds for the program now; `None` where the C library does not tell.

@@ -98,8 +98,7 @@ fn counter() -> u64 {
 /// Whether the counter runs at one speed whatever the processor does.
 #[cfg(target_arch = "x86_64")]
 fn runs_evenly() -> bool {
-    let about = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let flags = about.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    let flags = crate::memory::told("/proc/cpuinfo", "flags").unwrap_or_default();
     ["constant_tsc", "nonstop_tsc"].iter().all(|flag| flags.split(' ').any(|word| word == *flag))
 }
 

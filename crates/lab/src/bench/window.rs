@@ -38,7 +38,8 @@ pub(super) fn cpus(benchmark: &mut Benchmark) -> [usize; 2] {
     cpus
 }
 
-/// The progress over so many windows, each of which takes about `step`; it tells what a reader should know before.
+/// The progress over so many windows, each of which takes about `step`; it tells what a reader should know
+/// before.
 pub(super) fn progress(
     kind: Kind,
     windows: u64,

@@ -214,8 +214,8 @@ pub fn plan(options: &Options) -> (u64, Duration) {
     (steps, streams::STEP * streams::steps() as u32 + fixed::STEP * fixed::steps(options) as u32)
 }
 
-/// Models the streams under every placement, and measures the static patterns. What there is so far once `stop` is set:
-/// placements that were run, and static patterns of the rounds that were complete.
+/// Models the streams under every placement, and measures the static patterns. What there is so far once
+/// `stop` is set: placements that were run, and static patterns of the rounds that were complete.
 ///
 /// # Errors
 /// [`Usage`] if the options make no sense; else an allocator did what it must not.

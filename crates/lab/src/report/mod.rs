@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     job::Job,
+    memory,
     run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
     text::{bytes, plain},
@@ -348,21 +349,15 @@ impl PolicyRounds {
 impl Machine {
     /// This machine, as far as it tells.
     pub fn detect() -> Machine {
-        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-        let field = |text: &str, key: &str| {
-            text.lines()
-                .find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':'))
-                .map(|value| value.trim().to_owned())
-                .unwrap_or_default()
-        };
-        let kib = field(&read("/proc/meminfo"), "MemTotal");
-        let kib = kib.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Machine {
-            cpu: field(&read("/proc/cpuinfo"), "model name"),
+            cpu: memory::told("/proc/cpuinfo", "model name").unwrap_or_default(),
             cpus: std::thread::available_parallelism()
                 .map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX)),
-            memory_bytes: kib.unwrap_or(0).saturating_mul(1024),
-            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+            memory_bytes: memory::number("/proc/meminfo", "MemTotal")
+                .unwrap_or(0)
+                .saturating_mul(1024),
+            kernel: kernel.trim().to_owned(),
         }
     }
 

@@ -11,7 +11,7 @@ use ringfence_dma::{Direction, Mapping, Policy};
 use ringfence_drivers::ram::PagedBuffer;
 use ringfence_run::worker::Notify;
 
-use super::{OURS, Part, linear::Linear};
+use super::{Part, linear::Linear};
 use crate::{
     bench::{
         Benchmark, Row,
@@ -19,6 +19,7 @@ use crate::{
         rounds::Rounds,
         row::{object, value},
     },
+    list::named,
     progress::{Kind, Progress},
     run::{Bare, Dma},
 };
@@ -49,28 +50,16 @@ impl Default for Options {
     }
 }
 
-/// How a list is bounced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+named! {
+    /// How a list is bounced.
+    Way, "{:?} is no way to bounce a list: there are {}":
     /// All of it in one slot.
-    Whole,
+    Whole = "ringfence",
     /// Each element in a slot of our pools.
-    Each,
-    /// Each element as Linux does it: a slot of a linear pool, mapped for this use and unmapped
-    /// after it, a sync each time.
-    SingleUse,
-}
-
-impl Way {
-    const ALL: [Way; 3] = [Way::Whole, Way::Each, Way::SingleUse];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Way::Whole => OURS,
-            Way::Each => "each",
-            Way::SingleUse => "single-use",
-        }
-    }
+    Each = "each",
+    /// Each element as Linux does it: a slot of a linear pool, mapped for this use and unmapped after it, a
+    /// sync each time.
+    SingleUse = "single-use",
 }
 
 const DIRECTIONS: [(Direction, &str); 2] =

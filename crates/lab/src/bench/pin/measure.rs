@@ -1,11 +1,14 @@
 //! Times one way to pin.
 
-use std::{fs, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::set::{PAGE, Set};
-use crate::bench::clock::{Clock, middle};
+use crate::{
+    bench::clock::{Clock, middle},
+    memory,
+};
 
 /// Someone who pins the pages of a set, and unpins them.
 ///
@@ -91,9 +94,7 @@ pub(super) struct How<'a> {
 
 /// How much of this process is pinned, as the kernel counts it.
 fn pinned_bytes() -> Result<u64> {
-    let status = fs::read_to_string("/proc/self/status").context("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
-    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
+    let kib = memory::number("/proc/self/status", "VmPin");
     kib.map(|kib| kib << 10).context("/proc/self/status has no VmPin")
 }
 
