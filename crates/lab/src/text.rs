@@ -127,8 +127,11 @@ pub(crate) fn percent(part: f64) -> String {
 }
 
 /// `1 round`, `2 rounds`.
-pub(crate) fn count(n: u32, what: &str) -> String {
-    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+pub(crate) fn count(n: impl Into<u64>, what: &str) -> String {
+    match n.into() {
+        1 => format!("1 {what}"),
+        n => format!("{n} {what}s"),
+    }
 }
 
 /// `64 KiB`, `1 GiB`, `1.5 GiB`: a size for people.

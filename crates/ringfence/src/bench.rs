@@ -31,7 +31,7 @@ use ringfence_lab::{
 
 use crate::{
     list::{List, list, time},
-    output::{Output, print, same_place},
+    output::{Output, conclude, untold},
     session::{Begun, Session},
 };
 
@@ -180,10 +180,10 @@ fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
     let Begun { json, progress, stop } = arguments.session.begin()?;
 
     let options = Options {
-        implementations: or(&arguments.allocator, &Implementation::ALL),
-        lives: or(&arguments.live, &Live::DEFAULTS),
-        sizes: or(&arguments.sizes, &Size::DEFAULTS),
-        patterns: or(&arguments.pattern, &Pattern::ALL),
+        implementations: or(&arguments.allocator, Implementation::ALL),
+        lives: or(&arguments.live, Live::DEFAULTS),
+        sizes: or(&arguments.sizes, Size::DEFAULTS),
+        patterns: or(&arguments.pattern, Pattern::ALL),
         all: chosen,
         threads: arguments.threads.0.iter().map(|threads| threads.0).collect(),
         repeat: arguments.repeat,
@@ -239,16 +239,9 @@ fn show(
         });
     }
     let json = json.map_or(Ok(()), |output| output.write(&benchmark.json()));
-    // Warnings were told at the beginning, unless that went elsewhere than the table does.
-    if progress != Kind::Silent && same_place() {
-        benchmark.warnings.clear();
-    }
-    let shown = if table { print(&render(&benchmark)) } else { Ok(()) };
-    for line in &verdict {
-        eprintln!("{line}");
-    }
-    json.and(shown)?;
-    Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    benchmark.warnings = untold(benchmark.warnings, progress);
+    let shown = if table { render(&benchmark) } else { String::new() };
+    conclude(&shown, &verdict, json)
 }
 
 /// The same of one that tells nothing without rows.

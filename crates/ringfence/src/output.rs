@@ -8,11 +8,12 @@ use std::{
         unix::fs::MetadataExt,
     },
     path::{Path, PathBuf},
+    process::ExitCode,
 };
 
 use anyhow::{Context, Result};
 use ringfence_devices::path::Place;
-use ringfence_lab::run::Usage;
+use ringfence_lab::{progress::Kind, run::Usage};
 use rustix::{
     fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat},
     io::Errno,
@@ -97,7 +98,7 @@ pub(crate) fn print(text: &str) -> Result<()> {
 }
 
 /// Whether standard output and standard error go to the same terminal, file or pipe.
-pub(crate) fn same_place() -> bool {
+fn same_place() -> bool {
     let place = |fd: BorrowedFd<'_>| {
         let file = File::from(fd.try_clone_to_owned().ok()?);
         let about = file.metadata().ok()?;
@@ -105,4 +106,19 @@ pub(crate) fn same_place() -> bool {
     };
     let out = place(std::io::stdout().as_fd());
     out.is_some() && out == place(std::io::stderr().as_fd())
+}
+
+/// Warnings that a table still has to tell: none if they were told at the beginning, unless that went elsewhere than the
+/// table does.
+pub(crate) fn untold(warnings: Vec<String>, progress: Kind) -> Vec<String> {
+    if progress != Kind::Silent && same_place() { Vec::new() } else { warnings }
+}
+
+/// Prints what is to be shown, tells on standard error what went wrong, which is the exit status, and then what became
+/// of files.
+pub(crate) fn conclude(shown: &str, verdict: &[String], files: Result<()>) -> Result<ExitCode> {
+    let printed = print(shown);
+    verdict.iter().for_each(|line| eprintln!("{line}"));
+    files.and(printed)?;
+    Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

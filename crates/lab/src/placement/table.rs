@@ -1,7 +1,7 @@
 //! The rows for a terminal: a block for each pattern, no wider than the other tables.
 
 use super::{Misses, Modelled, Row};
-use crate::text::{CellAlignment, cells, columns, dash};
+use crate::text::{CellAlignment, bytes, cells, columns, dash};
 
 /// All rows, in blocks of those that belong together, and what the columns mean.
 pub fn render(rows: &[Row]) -> String {
@@ -194,14 +194,6 @@ fn ns_text(ns: f64) -> String {
 /// Nothing at all is told from very little.
 fn three(n: f64) -> String {
     if n == 0.0 { "0".to_owned() } else { format!("{n:.3}") }
-}
-
-fn bytes(n: u64) -> String {
-    match n {
-        n if n >= 1 << 30 && n.is_multiple_of(1 << 30) => format!("{} GiB", n >> 30),
-        n if n >= 1 << 20 && n.is_multiple_of(1 << 20) => format!("{} MiB", n >> 20),
-        n => format!("{} KiB", n >> 10),
-    }
 }
 
 /// Columns, the first to the left, the others to the right.

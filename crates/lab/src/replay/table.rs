@@ -3,7 +3,7 @@
 use super::report::{AllocatorRow, PolicyRow, Report, TraceReport};
 use crate::{
     stats::Estimate,
-    text::{CellAlignment, bytes, cells, columns, dash, number, optional, plain, wrap},
+    text::{CellAlignment, bytes, cells, columns, count, dash, number, optional, plain, wrap},
 };
 
 const ALLOCATORS: &str = "\
@@ -68,11 +68,7 @@ fn title(trace: &TraceReport) -> String {
         trace.maps,
         trace.unmaps,
         time(trace.seconds),
-        if trace.domains == 1 {
-            "1 domain".to_owned()
-        } else {
-            format!("{} domains", trace.domains)
-        },
+        count(trace.domains, "domain"),
         trace.aperture_bits,
         trace.allocations,
         trace.frees,

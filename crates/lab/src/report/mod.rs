@@ -11,7 +11,7 @@ use crate::{
     memory,
     run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
-    text::{bytes, plain},
+    text::{bytes, count, plain},
 };
 
 mod bounce;
@@ -445,10 +445,7 @@ impl JobReport {
             _ if self.bs_read == self.bs_write => bytes(self.bs_read.into()),
             _ => format!("{}/{}", bytes(self.bs_read.into()), bytes(self.bs_write.into())),
         };
-        let jobs = match self.numjobs {
-            1 => "1 job".to_owned(),
-            n => format!("{n} jobs"),
-        };
+        let jobs = count(self.numjobs, "job");
         format!("{bs} {}, {jobs} x {} deep, on {}", self.rw, self.iodepth, bytes(self.size))
     }
 }

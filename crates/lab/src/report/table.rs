@@ -1,5 +1,5 @@
 //! The table, shaped like seed 000's: a row a policy, each figure against `off`, with its
-//! confidence beside it. At most [`WIDTH`](crate::text::WIDTH) columns.
+//! confidence beside it. At most `text::WIDTH` columns.
 
 use super::{Comparison, JobReport, Metric, PolicyResult, Reach, bounce, waits};
 use crate::{

@@ -79,7 +79,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let Begun { json, progress, stop } = arguments.session.begin()?;
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
-        entries: or(&arguments.entries, &Entries::DEFAULTS),
+        entries: or(&arguments.entries, Entries::DEFAULTS),
         pages: or(&arguments.page, Page::ALL),
         orders: or(&arguments.order, Order::ALL),
         merges: or(&arguments.merge, Merge::ALL),

@@ -79,9 +79,9 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
         ops: or(&arguments.op, Op::ALL),
-        batches: or(&arguments.batch, &Batch::DEFAULTS),
+        batches: or(&arguments.batch, Batch::DEFAULTS),
         orders: or(&arguments.order, Order::ALL),
-        lives: or(&arguments.live, &Live::DEFAULTS),
+        lives: or(&arguments.live, Live::DEFAULTS),
         repeat: arguments.repeat,
         budget: arguments.budget.unwrap_or(DEFAULT_BUDGET),
         progress,

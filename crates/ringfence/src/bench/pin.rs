@@ -89,10 +89,10 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     }
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
-        pages: or(&arguments.pages, &Pages::DEFAULTS),
+        pages: or(&arguments.pages, Pages::DEFAULTS),
         backings: or(&arguments.memory, Backing::ALL),
         backings_named: arguments.memory.is_some(),
-        lists: or(&arguments.list, &PageList::ALL),
+        lists: or(&arguments.list, PageList::ALL),
         repeat: arguments.repeat,
         budget: arguments.budget.unwrap_or(DEFAULT_BUDGET),
         progress,

@@ -164,7 +164,7 @@ fn pool(out: &mut String, rows: &[&Row]) {
         let mut names = numbers.clone();
         let mut units = cells(&["size", "held"]);
         for threads in &threads {
-            let who = format!("{threads} thread{}", if *threads == 1 { "" } else { "s" });
+            let who = crate::text::count(*threads, "thread");
             numbers.extend(cells(&[&who, "", "", "", "", ""]));
             names.extend(cells(&[OURS, "", PEER, "", "", ""]));
             units.extend(cells(&["ns", "±", "ns", "±", "x", "±"]));
