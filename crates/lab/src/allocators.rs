@@ -6,7 +6,7 @@ use ringfence_iova::{
 };
 use ringfence_sync::cpu::OsCpu;
 
-use crate::list::{self, named};
+use crate::list::named;
 
 named! {
     /// An allocator by name: the peers first.
@@ -40,14 +40,6 @@ impl AllocatorKind {
                 Box::new(Slabs::with_config(aperture, OsCpu::new(), config))
             }
         }
-    }
-
-    /// The kinds of a list such as `rbtree,ringfence`.
-    ///
-    /// # Errors
-    /// A name is none, or the list is empty or names one twice.
-    pub fn parse_list(text: &str) -> Result<Vec<AllocatorKind>, String> {
-        list::parse(text, "list of allocators")
     }
 }
 
@@ -91,6 +83,7 @@ impl PlacementName {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::list::parse;
     use ringfence_iova::Request;
 
     #[test]
@@ -106,11 +99,13 @@ mod tests {
 
     #[test]
     fn a_list_names_each_once() {
-        let kinds = AllocatorKind::parse_list("rbtree, ringfence").unwrap();
+        let kinds = parse::<AllocatorKind>("rbtree, ringfence", "list of allocators").unwrap();
         assert_eq!(kinds, [AllocatorKind::RbTree, AllocatorKind::Ringfence]);
-        assert!(AllocatorKind::parse_list("rbtree,rbtree").is_err());
-        assert!(AllocatorKind::parse_list("").is_err());
-        assert!(AllocatorKind::parse_list("tree").unwrap_err().contains("bitmap"));
+        assert!(parse::<AllocatorKind>("rbtree,rbtree", "list of allocators").is_err());
+        assert!(parse::<AllocatorKind>("", "list of allocators").is_err());
+        assert!(
+            parse::<AllocatorKind>("tree", "list of allocators").unwrap_err().contains("bitmap")
+        );
     }
 
     #[test]

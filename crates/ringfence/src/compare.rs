@@ -7,7 +7,7 @@ use clap::Args;
 use ringfence_lab::{
     allocators::AllocatorKind,
     job::JobFile,
-    list::number,
+    list::{number, parse},
     report,
     run::{
         DiskChoice, Ended, Notify, Options, Row, compare,
@@ -212,7 +212,7 @@ pub(crate) struct Arguments {
 }
 
 fn parse_rows(text: &str) -> Result<List<Row>, String> {
-    Row::parse_list(text).map(List)
+    parse(text, "list of policies").map(List)
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {

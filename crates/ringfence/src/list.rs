@@ -15,7 +15,7 @@ pub(crate) fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<L
 
 /// The allocators asked for.
 pub(crate) fn allocators(text: &str) -> Result<List<AllocatorKind>, String> {
-    AllocatorKind::parse_list(text).map(List)
+    parse(text, "list of allocators").map(List)
 }
 
 /// A time of a range, in units of which `each` second has so many; `such` are examples.

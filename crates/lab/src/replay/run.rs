@@ -17,12 +17,12 @@ use super::{
     open::read_all,
     recording::Recording,
     report::{AllocatorRow, PolicyRow, RECORDED, Report, TraceReport},
-    requests::{Tuning, requests},
+    requests::requests,
     space::{Moment, Space},
     stream::{Allocation, Stream},
     timing::{Fastest, Round, Script, Server},
 };
-use crate::{allocators::AllocatorKind, progress::Progress, stats::Estimate};
+use crate::{allocators::AllocatorKind, progress::Progress, run::tuning::Tuning, stats::Estimate};
 
 /// Bytes of a granule: what recorded sizes are rounded up to.
 pub const GRANULE: u64 = 4096;
@@ -232,8 +232,11 @@ impl Replay<'_> {
             unmap_requests: self.recording.unmaps,
             ..PolicyRow::default()
         });
-        let tuning =
-            Tuning { slots: self.options.flush_queue_slots, ms: self.options.flush_queue_ms };
+        let tuning = Tuning {
+            flush_queue_slots: self.options.flush_queue_slots,
+            flush_queue_ms: self.options.flush_queue_ms,
+            ..Tuning::default()
+        };
         for policy in &self.options.policies {
             self.begin(&format!("what {policy} sends"));
             let (stream, timed) = (self.stream(), self.recording.timed);

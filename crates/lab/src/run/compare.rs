@@ -460,15 +460,8 @@ impl Stage<'_> {
             || (link.dma.stats(), link.dma.waits(), link.behind.iommu.stats()),
             || link.lost(),
         );
-        let found =
-            paths.iter().filter_map(|path| path.probe()).fold(Found::default(), |sum, probe| {
-                let found = probe.found();
-                Found {
-                    probes: sum.probes + found.probes,
-                    accesses: sum.accesses + found.accesses,
-                    max_ns: sum.max_ns.max(found.max_ns),
-                }
-            });
+        let probes = paths.iter().filter_map(|path| path.probe());
+        let found = probes.fold(Found::default(), |sum, probe| sum.and(probe.found()));
         let leak = (link.dma.effective_policy().is_strict() && found.accesses > 0).then(|| {
             format!(
                 "after unmap had returned, the device reached the memory in {} of {} attempts, \

@@ -4,7 +4,10 @@ use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use ringfence_devices::disk::{Disk, FileIo, FileOp, Image};
-use ringfence_drivers::ram::PagedBuffer;
+use ringfence_drivers::{
+    blk::{Done, DriverQueue},
+    ram::PagedBuffer,
+};
 use ringfence_mem::HostSlice;
 use ringfence_run::worker::Notify;
 use ringfence_sync::{
@@ -35,6 +38,21 @@ pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
         Op::Read => (blk::Kind::In, len + 1),
         Op::Write => (blk::Kind::Out, 1),
     }
+}
+
+/// Takes back what has completed of a queue. `held` gives the buffer of a request that is under way, and how
+/// many bytes an answer must say were written.
+pub(super) fn reap(
+    queue: &mut DriverQueue,
+    into: &mut Vec<Completed>,
+    mut held: impl FnMut(usize) -> Option<(PagedBuffer, u64)>,
+) -> Result<()> {
+    while let Some(Done { token, ok, written }) = queue.reap()? {
+        let (buffer, wanted) = held(token as usize).context("an answer to no request")?;
+        let ok = ok && u64::from(written) == wanted;
+        into.push(Completed { token: token as u32, buffer, ok });
+    }
+    Ok(())
 }
 
 /// The place of a token in a list that grows as far as it must.

@@ -88,6 +88,17 @@ pub(crate) struct Found {
     pub(crate) max_ns: u64,
 }
 
+impl Found {
+    /// What two probes found.
+    pub(crate) fn and(self, other: Found) -> Found {
+        Found {
+            probes: self.probes + other.probes,
+            accesses: self.accesses + other.accesses,
+            max_ns: self.max_ns.max(other.max_ns),
+        }
+    }
+}
+
 /// The probe of one job thread.
 pub(crate) struct Probe {
     state: State,

@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     fn rows(list: &str) -> Vec<Row> {
-        Row::parse_list(list).unwrap()
+        crate::list::parse(list, "list of policies").unwrap()
     }
 
     #[test]

@@ -4,15 +4,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ringfence_dma::{Direction, OsThreadClock, PoolBuffer, ThreadClock};
-use ringfence_drivers::{
-    blk::{Done, DriverQueue},
-    ram::PagedBuffer,
-};
+use ringfence_drivers::{blk::DriverQueue, ram::PagedBuffer};
 use ringfence_mem::HostSlice;
 use ringfence_virtq::blk;
 
 use super::{
-    path::{Completed, Path, place, transfer},
+    path::{Completed, Path, place, reap, transfer},
     space::Dma,
 };
 use crate::workload::Op;
@@ -124,16 +121,11 @@ impl Path for ZeroCopyPath {
     }
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        while let Some(Done { token, ok, written }) = self.queue.reap()? {
-            let taken = self.taken.get_mut(token as usize).and_then(Option::as_mut);
-            let wanted = taken.as_ref().map(|taken| taken.written);
-            let Some(buffer) = taken.and_then(|taken| taken.own.take()) else {
-                bail!("an answer to no request");
-            };
-            let ok = ok && Some(u64::from(written)) == wanted;
-            into.push(Completed { token: token as u32, buffer, ok });
-        }
-        Ok(())
+        let taken = &mut self.taken;
+        reap(&mut self.queue, into, |at| {
+            let taken = taken.get_mut(at)?.as_mut()?;
+            Some((taken.own.take()?, taken.written))
+        })
     }
 
     fn wait(&mut self) -> Result<()> {

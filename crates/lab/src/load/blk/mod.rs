@@ -4,15 +4,13 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `content.rs` | what the disk holds |
-//! | `side.rs` | one queue with its buffers |
-//! | `tally.rs` | what became of requests |
+//! | `side.rs` | one queue with its buffers; what became of requests |
 //!
 //! The memory, its addresses, and the sockets are those of [`load::net`](crate::load::net). One
 //! thread does everything, so that nothing but the back end runs beside it.
 
 mod content;
 mod side;
-mod tally;
 
 use std::{
     io,
@@ -21,7 +19,7 @@ use std::{
 };
 
 pub use content::{BLOCK, Content};
-pub use tally::Tally;
+pub use side::Tally;
 
 use crate::load::net::{
     Addressing, Messages, NetDriverError, link::Link, prefill_all, space::Space,
