@@ -1,4 +1,4 @@
-//! What the command line says: names, numbers with units, and lists of them, separated by commas.
+//! Values on the command line: names, numbers with units, and lists of them, separated by commas.
 
 use std::{fmt::Display, ops::RangeInclusive, str::FromStr};
 
@@ -59,8 +59,8 @@ pub fn short(n: u64, (units, times): Units) -> String {
     }
 }
 
-/// An enumeration with names: what it is called on the command line and in JSON, and what it is called there
-/// too. `$says` is said of any other name, with those that there are.
+/// An enumeration with names: those of the command line and of JSON, and others that are understood as
+/// well. `$says` is the error for any other name: it takes that name and the list of all.
 macro_rules! named {
     ($(#[$doc:meta])* $name:ident, $says:literal:
         $($(#[$of:meta])* $variant:ident = $text:literal $(| $too:literal)*,)+) => {

@@ -1,4 +1,4 @@
-//! What the system gives and tells: files in memory, numbers of `/proc`, what the program's heap holds.
+//! Files in memory, fields of `/proc`, the size of the heap.
 
 use std::{fs, os::fd::OwnedFd};
 
@@ -15,17 +15,17 @@ pub(crate) fn file(name: &str, len: u64) -> Result<OwnedFd> {
     Ok(file)
 }
 
-/// What a file of `/proc` says behind a word and a colon.
-pub(crate) fn told(path: &str, word: &str) -> Option<String> {
+/// A field of a file in `/proc`: what stands behind its name and a colon.
+pub(crate) fn field(path: &str, word: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let said =
         |line: &str| Some(line.strip_prefix(word)?.trim_start().strip_prefix(':')?.to_owned());
     text.lines().find_map(said).map(|value| value.trim().to_owned())
 }
 
-/// The number that it says.
+/// The number that such a field begins with.
 pub(crate) fn number(path: &str, word: &str) -> Option<u64> {
-    told(path, word)?.split_ascii_whitespace().next()?.parse().ok()
+    field(path, word)?.split_ascii_whitespace().next()?.parse().ok()
 }
 
 /// Bytes that the heap holds for the program now; `None` where the C library does not tell.

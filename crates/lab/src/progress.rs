@@ -108,7 +108,8 @@ impl Progress {
     }
 
     /// Time left, by what was done so far; by what was expected until something is done.
-    pub fn left(&self) -> Duration {
+    #[cfg(test)]
+    fn left(&self) -> Duration {
         self.left_after(self.started.elapsed(), self.state.lock().expected)
     }
 

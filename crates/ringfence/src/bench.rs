@@ -244,7 +244,7 @@ fn show(
     conclude(&shown, &verdict, json)
 }
 
-/// The same of one that tells nothing without rows.
+/// As [`show`]; without rows no text is printed.
 fn show_rows(
     benchmark: Benchmark,
     json: Option<Output>,

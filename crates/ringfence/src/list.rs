@@ -18,7 +18,7 @@ pub(crate) fn allocators(text: &str) -> Result<List<AllocatorKind>, String> {
     parse(text, "list of allocators").map(List)
 }
 
-/// A time of a range, in units of which `each` second has so many; `such` are examples.
+/// A time in a range, in units of which a second has `each`; `such` are examples.
 pub(crate) fn time(
     text: &str,
     (units, each): (&str, f64),

@@ -108,14 +108,13 @@ fn same_place() -> bool {
     out.is_some() && out == place(std::io::stderr().as_fd())
 }
 
-/// Warnings that a table still has to tell: none if they were told at the beginning, unless that went elsewhere than the
-/// table does.
+/// The warnings for a table: none if they were printed at the beginning, and to the same place.
 pub(crate) fn untold(warnings: Vec<String>, progress: Kind) -> Vec<String> {
     if progress != Kind::Silent && same_place() { Vec::new() } else { warnings }
 }
 
-/// Prints what is to be shown, tells on standard error what went wrong, which is the exit status, and then what became
-/// of files.
+/// Prints `shown`, and the verdict on standard error: any is a failure of the command, as is an error with
+/// its files.
 pub(crate) fn conclude(shown: &str, verdict: &[String], files: Result<()>) -> Result<ExitCode> {
     let printed = print(shown);
     verdict.iter().for_each(|line| eprintln!("{line}"));

@@ -98,7 +98,7 @@ fn counter() -> u64 {
 /// Whether the counter runs at one speed whatever the processor does.
 #[cfg(target_arch = "x86_64")]
 fn runs_evenly() -> bool {
-    let flags = crate::memory::told("/proc/cpuinfo", "flags").unwrap_or_default();
+    let flags = crate::memory::field("/proc/cpuinfo", "flags").unwrap_or_default();
     ["constant_tsc", "nonstop_tsc"].iter().all(|flag| flags.split(' ').any(|word| word == *flag))
 }
 

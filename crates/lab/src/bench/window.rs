@@ -1,5 +1,5 @@
-//! What a driver and a back end get done in a while, each on a CPU of its own, and what rounds of that tell
-//! together.
+//! What a driver and a back end get done in a while, each on a CPU of its own, and the figures of rounds of
+//! that.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use crate::{
     stats::Estimate,
 };
 
-/// Who has its CPU for less of a window was not measured alone.
+/// An end that had its CPU for less of a window was not alone there.
 pub(super) const FULL_SHARE: f64 = 0.95;
 /// From one look at the clock to the next, in turns of a driver.
 pub(super) const TURNS: u32 = 16;
@@ -38,8 +38,7 @@ pub(super) fn cpus(benchmark: &mut Benchmark) -> [usize; 2] {
     cpus
 }
 
-/// The progress over so many windows, each of which takes about `step`; it tells what a reader should know
-/// before.
+/// The progress over so many windows, each of which takes about `step`; the warnings are printed first.
 pub(super) fn progress(
     kind: Kind,
     windows: u64,
@@ -54,7 +53,7 @@ pub(super) fn progress(
     progress
 }
 
-/// What one window told.
+/// The result of one window.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Window {
     pub(super) seconds: f64,
@@ -165,7 +164,8 @@ pub(super) fn ratio(own: &Figures, base: &Figures) -> Interval {
     interval(&own.iter().zip(base).map(|(own, base)| Some((*own)? / (*base)?)).collect())
 }
 
-/// What windows tell whatever was done in them; `is_short` says of which an end had its CPU too seldom.
+/// The row of some windows, as far as it is the same for packets and requests; `is_short`: an end had its
+/// CPU for too little of the window.
 pub(super) fn row(
     name: String,
     implementation: &str,

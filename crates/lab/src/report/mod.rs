@@ -351,7 +351,7 @@ impl Machine {
     pub fn detect() -> Machine {
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Machine {
-            cpu: memory::told("/proc/cpuinfo", "model name").unwrap_or_default(),
+            cpu: memory::field("/proc/cpuinfo", "model name").unwrap_or_default(),
             cpus: std::thread::available_parallelism()
                 .map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX)),
             memory_bytes: memory::number("/proc/meminfo", "MemTotal")

@@ -3,6 +3,7 @@
 //! A sync is one of five kinds. Only the flushes depend on the kind of flush queue: where map syncs
 //! take the time, a single queue and one per CPU come out equal.
 
+use ringfence_dma::Waits;
 use ringfence_virtio_iommu::driver::HistogramSnapshot;
 use serde::{Deserialize, Serialize};
 
@@ -13,16 +14,8 @@ use crate::text::{clauses, number, percent, plain, us};
 /// same time share it.
 #[derive(Clone, Debug, Default)]
 pub struct WaitsSample {
-    /// For the entries of a mapping to be visible.
-    pub map: HistogramSnapshot,
-    /// For what one strict unmap removed to be gone.
-    pub unmap: HistogramSnapshot,
-    /// Flushes by a queue's timer: its own thread waits.
-    pub timer: HistogramSnapshot,
-    /// Flushes that an unmap made because the queue was full or at its bound.
-    pub full: HistogramSnapshot,
-    /// Flushes that were asked for.
-    pub asked: HistogramSnapshot,
+    /// By kind.
+    pub waits: Waits,
     /// I/Os of all jobs.
     pub ios: u64,
     /// Time of all job threads together, ns: a thread that sleeps for a sync counts as well.
@@ -72,7 +65,8 @@ const KINDS: [(&str, bool); 5] = [
 
 impl WaitsSample {
     fn kinds(&self) -> [&HistogramSnapshot; 5] {
-        [&self.map, &self.unmap, &self.timer, &self.full, &self.asked]
+        let Waits { map, unmap, timer, full, asked } = &self.waits;
+        [map, unmap, timer, full, asked]
     }
 }
 
@@ -203,13 +197,15 @@ mod tests {
         row(
             policy,
             WaitsSample {
-                map: waited(1000, 160),
-                timer: waited(50_000, 2),
-                full: waited(4000, 1),
-                asked: waited(6000, 1),
+                waits: Waits {
+                    map: waited(1000, 160),
+                    timer: waited(50_000, 2),
+                    full: waited(4000, 1),
+                    asked: waited(6000, 1),
+                    ..Waits::default()
+                },
                 ios: 10,
                 thread_ns: 1_000_000,
-                ..WaitsSample::default()
             },
         )
     }
@@ -230,11 +226,9 @@ mod tests {
     #[test]
     fn the_text_says_who_waited_and_what_the_kind_of_queue_changes() {
         let strict = WaitsSample {
-            map: waited(1000, 10),
-            unmap: waited(100, 10),
+            waits: Waits { map: waited(1000, 10), unmap: waited(100, 10), ..Waits::default() },
             ios: 10,
             thread_ns: 1_000_000,
-            ..WaitsSample::default()
         };
         let rows = [row("strict+map", strict), lazy("lazy-sq"), lazy("lazy-mq")];
         let job = JobReport::new(&Job::default(), 1, &rows);
@@ -258,7 +252,10 @@ mod tests {
 
     #[test]
     fn without_time_or_ios_there_is_no_share() {
-        let waits = WaitsSample { map: waited(5, 1), ..WaitsSample::default() };
+        let waits = WaitsSample {
+            waits: Waits { map: waited(5, 1), ..Waits::default() },
+            ..WaitsSample::default()
+        };
         let rows = [row("strict", waits)];
         let waits = SyncWaits::new(&rows[0]).unwrap();
         assert_eq!((waits.map.per_io, waits.map.thread_fraction), (None, None));

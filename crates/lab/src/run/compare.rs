@@ -18,7 +18,7 @@ use super::{
     Row, Usage,
     device::{DiskKind, open_disk},
     engine::{self, Control, JobClone, Phase},
-    figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample, waits_sample},
+    figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample},
     link::{Link, local_buffers},
     load::Load,
     path::{FilePath, MemoryPath, Path},
@@ -34,7 +34,9 @@ use crate::{
     block::Format,
     job::{Job, JobFile, Scale},
     progress::{Kind, Progress},
-    report::{Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
+    report::{
+        Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow, WaitsSample,
+    },
 };
 
 /// What to compare, and how.
@@ -526,7 +528,8 @@ impl Stage<'_> {
                 let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
                 if protected {
                     let iommu = iommu_sample(dma0, dma1, iommu0, iommu1, share);
-                    let waits = waits_sample(waits0, waits1, all_ios, thread_ns);
+                    let waits =
+                        WaitsSample { waits: waits1.since(waits0), ios: all_ios, thread_ns };
                     let cpu_ns = iommu.cpu_ns + (memory_ns * share) as u64;
                     sample.iommu = Some(IommuSample { cpu_ns, waits, ..iommu });
                 }

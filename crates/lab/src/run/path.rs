@@ -31,8 +31,8 @@ pub(crate) struct Completed {
     pub(crate) ok: bool,
 }
 
-/// What a request of `len` bytes asks of the disk, and how many bytes an answer must say were written: of a
-/// read that says OK all data and the status, of a write the status.
+/// The kind of a request of `len` bytes, and how many bytes the device must report as written: for a read
+/// all data and the status, for a write the status.
 pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
     match op {
         Op::Read => (blk::Kind::In, len + 1),
@@ -40,8 +40,8 @@ pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
     }
 }
 
-/// Takes back what has completed of a queue. `held` gives the buffer of a request that is under way, and how
-/// many bytes an answer must say were written.
+/// Takes back what a queue has completed. `held` returns the buffer of a request under way, and how many
+/// bytes the device must report as written.
 pub(super) fn reap(
     queue: &mut DriverQueue,
     into: &mut Vec<Completed>,

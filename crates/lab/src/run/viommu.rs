@@ -41,8 +41,8 @@ pub(crate) enum RingMemory {
 }
 
 impl RingMemory {
-    /// Whole pages, since an untrusted device must see nothing beside them; where the device finds them, and
-    /// by which address it is told: an IOVA both behind an IOMMU, else the latter is one of this process
+    /// Whole pages, since an untrusted device must see nothing beside them; the address for the device, and
+    /// the one for its front end: an IOVA both behind an IOMMU, else guest-physical and of this process
     /// (rule D2).
     pub(crate) fn new(
         ram: &Arc<GuestRam>,
@@ -77,7 +77,7 @@ pub(crate) struct Behind<P> {
     _iommu_front: Frontend,
     /// To be hung up at the end whoever else holds them.
     sockets: [UnixStream; 2],
-    /// Who serves.
+    /// The process or thread that serves them.
     pub(crate) peer: P,
     pub(crate) ram: Arc<GuestRam>,
 }
@@ -133,7 +133,7 @@ impl<P> Behind<P> {
             }
         }
         if let Some(pools) = dma.and_then(Dma::pools) {
-            // While there is somebody to unmap them.
+            // While the IOMMU is there to unmap them.
             pools.trim();
         }
         if dma.is_some_and(|dma| dma.effective_policy() != Policy::Off) {

@@ -18,7 +18,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
     Entry, Messages, NetDriverError,
-    pipe::{MESSAGE, Pipe, Records},
+    pipe::{Pipe, Records},
     space::Space,
 };
 
@@ -32,7 +32,7 @@ const BACKEND_IOTLB_MSG: u32 = 1;
 pub(crate) struct Link {
     front: Frontend,
     pipe: Pipe,
-    channel: Option<(UnixStream, Records<MESSAGE>)>,
+    channel: Option<(UnixStream, Records)>,
     pub(crate) messages: Messages,
 }
 
@@ -192,7 +192,7 @@ fn update(Entry { first, last, user_addr }: Entry) -> Iotlb {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::net::Addressing;
+    use crate::load::net::{Addressing, pipe::MESSAGE};
     use std::io::{Read, Write};
 
     /// A link between the ends of two sockets, over which a memory was announced, and their other
